@@ -1,0 +1,2 @@
+//! The `ferrospeed` binary.
+fn main() {}

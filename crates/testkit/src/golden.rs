@@ -1,0 +1,152 @@
+//! Finds the recorded cases that golden tests compare with.
+//!
+//! They lie in `tests/golden/` of this repository, or in the folder that `FERROSPEED_GOLDEN` names. In the
+//! default folder a known file that is missing or empty fails the test. In an override folder it is named as
+//! "not in this set" and the test goes on without it, so that another set of the same schema runs unchanged.
+//! [`Golden::count_case_files`] lets one test refuse a set that holds no case at all.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+/// The environment variable that names another set of recorded cases.
+pub const OVERRIDE_VARIABLE: &str = "FERROSPEED_GOLDEN";
+
+/// One set of recorded cases.
+#[derive(Debug, Clone)]
+pub struct Golden {
+    root: PathBuf,
+    overridden: bool,
+}
+
+/// The set in use: the override folder if there is one, else the set in this repository.
+pub fn golden() -> Golden {
+    match std::env::var_os(OVERRIDE_VARIABLE).filter(|value| !value.is_empty()) {
+        Some(folder) => Golden::in_override_folder(PathBuf::from(folder)),
+        None => Golden { root: repository_root().join("tests/golden"), overridden: false },
+    }
+}
+
+/// The repository's root folder.
+pub fn repository_root() -> PathBuf {
+    let testkit = Path::new(env!("CARGO_MANIFEST_DIR"));
+    testkit.ancestors().nth(2).expect("testkit lies at crates/testkit").to_path_buf()
+}
+
+impl Golden {
+    fn in_override_folder(root: PathBuf) -> Self {
+        Golden { root, overridden: true }
+    }
+
+    /// The folder of this set.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The path of a known file or folder, or `None` where an override set lacks it.
+    ///
+    /// # Panics
+    /// In the default set, when it is missing.
+    pub fn path(&self, relative: &str) -> Option<PathBuf> {
+        let path = self.root.join(relative);
+        if path.exists() {
+            return Some(path);
+        }
+        assert!(self.overridden, "golden file {} is missing", path.display());
+        eprintln!("golden: {relative}: not in this set");
+        None
+    }
+
+    /// The parsed content of a known JSON file, or `None` where an override set lacks it.
+    ///
+    /// # Panics
+    /// When the file is not JSON, or is missing from the default set.
+    pub fn json(&self, relative: &str) -> Option<Value> {
+        self.path(relative).map(|path| read_json(&path))
+    }
+
+    /// The `cases` array of a known JSON file; empty where an override set lacks the file.
+    ///
+    /// # Panics
+    /// When the file has no case.
+    pub fn cases(&self, relative: &str) -> Vec<Value> {
+        let Some(document) = self.json(relative) else { return Vec::new() };
+        let cases = document["cases"].as_array().cloned().unwrap_or_default();
+        assert!(!cases.is_empty(), "golden file {relative} has no case");
+        cases
+    }
+
+    /// Every entry of a known folder whose name ends with `suffix`, sorted by name.
+    ///
+    /// # Panics
+    /// In the default set, when there is none.
+    pub fn entries(&self, folder: &str, suffix: &str) -> Vec<PathBuf> {
+        let Some(path) = self.path(folder) else { return Vec::new() };
+        let entries = std::fs::read_dir(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let mut found: Vec<PathBuf> = entries
+            .map(|entry| entry.expect("a readable folder entry").path())
+            .filter(|path| path.to_string_lossy().ends_with(suffix))
+            .collect();
+        found.sort();
+        if found.is_empty() {
+            assert!(self.overridden, "golden folder {folder} holds no *{suffix}");
+            eprintln!("golden: {folder}/*{suffix}: not in this set");
+        }
+        found
+    }
+
+    /// How many case files (JSON or safetensors) the whole set holds.
+    pub fn count_case_files(&self) -> usize {
+        fn count(folder: &Path) -> usize {
+            let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
+            entries
+                .flatten()
+                .map(|entry| {
+                    let path = entry.path();
+                    if path.is_dir() {
+                        return count(&path);
+                    }
+                    let known =
+                        path.extension().is_some_and(|extension| extension == "json" || extension == "safetensors");
+                    usize::from(known)
+                })
+                .sum()
+        }
+        count(&self.root)
+    }
+}
+
+/// Reads a JSON file of the set.
+///
+/// # Panics
+/// When it cannot be read or parsed.
+pub fn read_json(path: &Path) -> Value {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn golden_set_in_use_holds_cases() {
+        let set = golden();
+        assert!(set.count_case_files() > 0, "no golden case at all under {}", set.root().display());
+    }
+
+    #[test]
+    fn a_file_absent_from_an_override_set_is_passed_over() {
+        let set = Golden::in_override_folder(repository_root().join("crates/testkit/src"));
+        assert!(set.json("config/zero.json").is_none());
+        assert!(set.cases("config/zero.json").is_empty());
+        assert_eq!(set.count_case_files(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "is missing")]
+    fn a_file_absent_from_the_default_set_fails() {
+        let set = Golden { root: repository_root().join("crates/testkit/src"), overridden: false };
+        set.json("config/zero.json");
+    }
+}
