@@ -1,1 +1,43 @@
-//! Placeholder.
+//! Starts the ranks of a job on one host or many, and stays with them until the last one is gone.
+//!
+//! Three layers, each usable alone:
+//! - **Reading**: [`hostfile`], [`filter`], [`exports`], [`cores`], [`node_count`], [`world_info`], [`discover`].
+//! - **Planning**: [`plan::plan`] turns [`LaunchOptions`] into a command line and its environment without running
+//!   anything; [`node::NodeLaunch`] does the same for the ranks of one host.
+//! - **Running**: [`LocalJob`] and [`run::run_node`] start real processes and supervise them.
+//!
+//! The invariant: children never outlive the launcher, whichever way it ends.
+//!
+//! ```no_run
+//! use ferrospeed_launch::LocalJob;
+//!
+//! let outcome = LocalJob::new("./train", ["--steps", "10"], 4).run()?;
+//! std::process::exit(i32::from(outcome.exit_code()));
+//! # #[allow(unreachable_code)]
+//! # Ok::<(), ferrospeed_launch::LaunchError>(())
+//! ```
+//!
+//! It refuses to guess: an option that a backend cannot honour is an error, not a shrug.
+
+pub mod cores;
+pub mod discover;
+mod error;
+pub mod exports;
+pub mod filter;
+pub mod hostfile;
+mod local_job;
+pub mod node;
+pub mod node_count;
+pub mod options;
+pub mod plan;
+pub mod run;
+mod runners;
+pub mod shell;
+pub mod supervise;
+pub mod surroundings;
+pub mod world_info;
+
+pub use error::LaunchError;
+pub use local_job::LocalJob;
+pub use options::{Backend, Interpreter, LaunchOptions};
+pub use supervise::{Ended, JobOutcome, RankFailure};

@@ -1,0 +1,103 @@
+//! A process whose only task is to outlive a killed launcher by a moment.
+//!
+//! The parent-death signal reaches the launcher's children but not theirs. The guardian holds the reading end of
+//! a pipe whose writing end only the launcher has: when the launcher dies, in whatever way, the pipe ends and
+//! the guardian kills every rank's process group. It is a fork without exec, so it works from any program that
+//! uses this library; after the fork it allocates nothing and makes only async-signal-safe calls.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+use crate::error::LaunchError;
+
+#[derive(Debug)]
+pub(super) struct Guardian {
+    pid: i32,
+    pipe: Option<OwnedFd>,
+}
+
+/// Tells the guardian that the job ended well; group numbers are positive.
+const DISMISSED: i32 = 0;
+
+impl Guardian {
+    pub(super) fn start(groups: usize) -> Result<Self, LaunchError> {
+        let system = |action, source: nix::Error| LaunchError::System { action, source: source.into() };
+        let flags = nix::fcntl::OFlag::O_CLOEXEC;
+        let (read, write) =
+            nix::unistd::pipe2(flags).map_err(|error| system("make a pipe for the guardian", error))?;
+        let watched = Vec::with_capacity(groups);
+        // SAFETY: the child runs `guard`, which allocates nothing, takes no lock and never returns.
+        match unsafe { libc::fork() } {
+            -1 => {
+                Err(LaunchError::System { action: "fork the guardian", source: io::Error::last_os_error() })
+            }
+            0 => guard(read.as_raw_fd(), watched),
+            pid => Ok(Guardian { pid, pipe: Some(write) }),
+        }
+    }
+
+    pub(super) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Adds a group to those that die with the launcher.
+    pub(super) fn watch(&self, group: i32) {
+        self.tell(group);
+    }
+
+    /// Ends the guardian: nothing is left to guard.
+    pub(super) fn dismiss(&mut self) {
+        self.tell(DISMISSED);
+        if self.pipe.take().is_some() {
+            // SAFETY: a plain system call; the guardian is our child and was told to exit.
+            unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
+        }
+    }
+
+    fn tell(&self, message: i32) {
+        let Some(pipe) = &self.pipe else { return };
+        let bytes = message.to_ne_bytes();
+        // A guardian that someone killed cannot be told: the parent-death signal is still there.
+        let _ = nix::unistd::write(pipe, &bytes);
+    }
+}
+
+impl Drop for Guardian {
+    fn drop(&mut self) {
+        self.dismiss();
+    }
+}
+
+/// The guardian's whole life.
+fn guard(pipe: RawFd, mut groups: Vec<i32>) -> ! {
+    // SAFETY: only async-signal-safe calls on integers and on memory reserved before the fork. The launcher's
+    // descriptors are closed so that neither its pipe nor anyone's output is held open from here.
+    unsafe {
+        libc::setsid();
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE] {
+            libc::signal(signal, libc::SIG_IGN);
+        }
+        libc::dup2(pipe, 0);
+        if libc::syscall(libc::SYS_close_range, 1u32, u32::MAX, 0u32) != 0 {
+            for descriptor in 1..65_536 {
+                libc::close(descriptor);
+            }
+        }
+        let mut message = [0u8; 4];
+        loop {
+            match libc::read(0, message.as_mut_ptr().cast(), message.len()) {
+                4 => match i32::from_ne_bytes(message) {
+                    DISMISSED => libc::_exit(0),
+                    group if group > 1 && groups.len() < groups.capacity() => groups.push(group),
+                    _ => {}
+                },
+                -1 if *libc::__errno_location() == libc::EINTR => {}
+                _ => break,
+            }
+        }
+        for &group in &groups {
+            libc::kill(-group, libc::SIGKILL);
+        }
+        libc::_exit(0)
+    }
+}
