@@ -1,1 +1,49 @@
-//! Placeholder.
+//! Ranks talk: process groups, collectives, deadlines.
+//!
+//! This crate knows bytes, element types and counts, no tensors. It promises three things: results are **bit-identical**
+//! on every rank, from run to run and on every backend, because every reduction is a fold in rank order; an operation
+//! **never hangs silently**, because each has a deadline and a fingerprint that peers compare; and collectives over
+//! **registered memory** ([`World::allocate`]) copy no byte that they need not.
+//!
+//! ```
+//! use ferrospeed_comm::{ReduceOp, World};
+//!
+//! let ranks: Vec<_> = World::threads(4)
+//!     .into_iter()
+//!     .map(|world| {
+//!         std::thread::spawn(move || {
+//!             let mut values = vec![world.rank() as f32; 3];
+//!             world.group().all_reduce(&mut values, ReduceOp::Sum)?;
+//!             Ok::<_, ferrospeed_comm::Error>(values)
+//!         })
+//!     })
+//!     .collect();
+//! for rank in ranks {
+//!     assert_eq!(rank.join().unwrap()?, [6.0; 3]);
+//! }
+//! # Ok::<(), ferrospeed_comm::Error>(())
+//! ```
+
+mod backend;
+mod dtype;
+mod error;
+mod group;
+mod lane;
+mod op;
+pub mod recorder;
+pub mod reduce;
+mod region;
+mod segment;
+mod state;
+mod store;
+mod sys;
+mod world;
+
+pub use dtype::{DType, Element, ReduceOp};
+pub use error::{Error, Loss, Result};
+pub use group::Group;
+pub use lane::{Work, wait_all};
+pub use op::Kind;
+pub use region::Region;
+pub use segment::Registered;
+pub use world::{DEFAULT_DEADLINE, DEFAULT_STAGING_BYTES, Limits, World};

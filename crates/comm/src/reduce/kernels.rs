@@ -1,0 +1,332 @@
+//! The inner loops of a fold, written once and compiled for AVX-512, AVX2 and the baseline.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use crate::dtype::ReduceOp;
+
+/// A type that reductions know: how it widens to its accumulator, combines there and rounds back.
+pub(super) trait Accumulate: bytemuck::Pod {
+    /// The type in which it is folded.
+    type Accumulator: Copy;
+    /// The accumulator's zero, to fill scratch space.
+    const ZERO: Self::Accumulator;
+    /// Widens `source` into `accumulator`.
+    fn load(source: &[Self], accumulator: &mut [Self::Accumulator]);
+    /// `accumulator = accumulator ∘ source`.
+    fn combine(op: ReduceOp, accumulator: &mut [Self::Accumulator], source: &[Self]);
+    /// Rounds into `out`, dividing first when the operator is an average over `ranks`.
+    fn finish(op: ReduceOp, accumulator: &[Self::Accumulator], out: &mut [Self], ranks: usize);
+}
+
+/// Folds one block of every source, in order.
+///
+/// # Safety
+/// Every source is readable for `rounded.len()` elements from the byte `offset` on.
+pub(super) unsafe fn fold_block<T: Accumulate>(
+    op: ReduceOp,
+    sources: &[*const u8],
+    offset: usize,
+    accumulator: &mut [T::Accumulator],
+    rounded: &mut [T],
+    ranks: usize,
+) {
+    for (index, source) in sources.iter().enumerate() {
+        // SAFETY: readable by the caller's contract; the alignment is checked before a slice is made of it, and
+        // unaligned data is copied to `rounded`, which is scratch until the end of the block.
+        let values: &[T] = unsafe {
+            let source = source.add(offset);
+            if source.cast::<T>().is_aligned() {
+                std::slice::from_raw_parts(source.cast::<T>(), rounded.len())
+            } else {
+                std::ptr::copy_nonoverlapping(
+                    source,
+                    rounded.as_mut_ptr().cast::<u8>(),
+                    size_of_val(rounded),
+                );
+                rounded
+            }
+        };
+        if index == 0 {
+            T::load(values, accumulator);
+        } else {
+            T::combine(op, accumulator, values);
+        }
+    }
+    T::finish(op, accumulator, rounded, ranks);
+}
+
+/// Defines a function over slices that is compiled three times and dispatched on the processor's features.
+macro_rules! dispatched {
+    ($(#[$meta:meta])* $visibility:vis fn $name:ident $(<$generic:ident: $bound:path>)? ($($argument:ident: $kind:ty),* $(,)?) $body:block) => {
+        $(#[$meta])*
+        $visibility fn $name $(<$generic: $bound>)? ($($argument: $kind),*) {
+            #[inline(always)]
+            fn body $(<$generic: $bound>)? ($($argument: $kind),*) $body
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")]
+                fn avx512 $(<$generic: $bound>)? ($($argument: $kind),*) { body($($argument),*) }
+                #[target_feature(enable = "avx2,f16c")]
+                fn avx2 $(<$generic: $bound>)? ($($argument: $kind),*) { body($($argument),*) }
+
+                if is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512dq")
+                {
+                    // SAFETY: the processor has the features.
+                    return unsafe { avx512($($argument),*) };
+                }
+                if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+                    // SAFETY: the processor has the features.
+                    return unsafe { avx2($($argument),*) };
+                }
+            }
+            body($($argument),*)
+        }
+    };
+}
+
+macro_rules! each {
+    ($accumulator:ident, $source:ident, |$a:ident, $b:ident| $value:expr) => {
+        for (slot, item) in $accumulator.iter_mut().zip($source) {
+            let ($a, $b) = (*slot, *item);
+            *slot = $value;
+        }
+    };
+}
+
+/// Arithmetic of the plain float types, so that `f32` and `f64` share their loops.
+trait Float: Copy + PartialOrd + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> {}
+impl Float for f32 {}
+impl Float for f64 {}
+
+/// `a` when it is smaller or NaN; `a != a` is NaN's own mark.
+#[allow(clippy::eq_op)]
+#[inline(always)]
+fn min_or_nan<F: Float>(a: F, b: F) -> F {
+    if a < b || a != a { a } else { b }
+}
+
+/// `a` when it is larger or NaN.
+#[allow(clippy::eq_op)]
+#[inline(always)]
+fn max_or_nan<F: Float>(a: F, b: F) -> F {
+    if a > b || a != a { a } else { b }
+}
+
+dispatched! {
+    fn combine_floats<F: Float>(op: ReduceOp, accumulator: &mut [F], source: &[F]) {
+        match op {
+            ReduceOp::Sum | ReduceOp::Avg => each!(accumulator, source, |a, b| a + b),
+            ReduceOp::Product => each!(accumulator, source, |a, b| a * b),
+            ReduceOp::Min => each!(accumulator, source, |a, b| min_or_nan(a, b)),
+            ReduceOp::Max => each!(accumulator, source, |a, b| max_or_nan(a, b)),
+            ReduceOp::BitAnd | ReduceOp::BitOr => unreachable!("refused before any data moves"),
+        }
+    }
+}
+
+macro_rules! float {
+    ($type:ty) => {
+        impl Accumulate for $type {
+            type Accumulator = $type;
+            const ZERO: $type = 0.0;
+
+            fn load(source: &[Self], accumulator: &mut [Self]) {
+                accumulator.copy_from_slice(source);
+            }
+
+            fn combine(op: ReduceOp, accumulator: &mut [Self], source: &[Self]) {
+                combine_floats(op, accumulator, source);
+            }
+
+            fn finish(op: ReduceOp, accumulator: &[Self], out: &mut [Self], ranks: usize) {
+                out.copy_from_slice(accumulator);
+                if op == ReduceOp::Avg {
+                    out.iter_mut().for_each(|value| *value /= ranks as $type);
+                }
+            }
+        }
+    };
+}
+
+float!(f32);
+float!(f64);
+
+#[inline(always)]
+fn widen_bf16(value: bf16) -> f32 {
+    f32::from_bits(u32::from(value.to_bits()) << 16)
+}
+
+dispatched! {
+    fn load_bf16(source: &[bf16], accumulator: &mut [f32]) {
+        for (slot, value) in accumulator.iter_mut().zip(source) {
+            *slot = widen_bf16(*value);
+        }
+    }
+}
+
+dispatched! {
+    fn combine_bf16(op: ReduceOp, accumulator: &mut [f32], source: &[bf16]) {
+        match op {
+            ReduceOp::Sum | ReduceOp::Avg => each!(accumulator, source, |a, b| a + widen_bf16(b)),
+            ReduceOp::Product => each!(accumulator, source, |a, b| a * widen_bf16(b)),
+            ReduceOp::Min => each!(accumulator, source, |a, b| min_or_nan(a, widen_bf16(b))),
+            ReduceOp::Max => each!(accumulator, source, |a, b| max_or_nan(a, widen_bf16(b))),
+            ReduceOp::BitAnd | ReduceOp::BitOr => unreachable!("refused before any data moves"),
+        }
+    }
+}
+
+dispatched! {
+    /// Rounds to nearest even by integer arithmetic; a NaN stays a quiet NaN.
+    pub(super) fn round_bf16(values: &[f32], out: &mut [bf16]) {
+        for (slot, value) in out.iter_mut().zip(values) {
+            let bits = value.to_bits();
+            let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+            let quiet = ((bits >> 16) as u16) | 0x40;
+            *slot = bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded });
+        }
+    }
+}
+
+fn divide(accumulator: &[f32], ranks: usize) -> Vec<f32> {
+    accumulator.iter().map(|sum| sum / ranks as f32).collect()
+}
+
+impl Accumulate for bf16 {
+    type Accumulator = f32;
+    const ZERO: f32 = 0.0;
+
+    fn load(source: &[Self], accumulator: &mut [f32]) {
+        load_bf16(source, accumulator);
+    }
+
+    fn combine(op: ReduceOp, accumulator: &mut [f32], source: &[Self]) {
+        combine_bf16(op, accumulator, source);
+    }
+
+    fn finish(op: ReduceOp, accumulator: &[f32], out: &mut [Self], ranks: usize) {
+        if op == ReduceOp::Avg {
+            round_bf16(&divide(accumulator, ranks), out);
+        } else {
+            round_bf16(accumulator, out);
+        }
+    }
+}
+
+impl Accumulate for f16 {
+    type Accumulator = f32;
+    const ZERO: f32 = 0.0;
+
+    fn load(source: &[Self], accumulator: &mut [f32]) {
+        source.convert_to_f32_slice(accumulator);
+    }
+
+    fn combine(op: ReduceOp, accumulator: &mut [f32], source: &[Self]) {
+        const STEP: usize = 1024;
+        let mut wide = [0.0f32; STEP];
+        for (slots, values) in accumulator.chunks_mut(STEP).zip(source.chunks(STEP)) {
+            values.convert_to_f32_slice(&mut wide[..values.len()]);
+            combine_floats(op, slots, &wide[..values.len()]);
+        }
+    }
+
+    fn finish(op: ReduceOp, accumulator: &[f32], out: &mut [Self], ranks: usize) {
+        if op == ReduceOp::Avg {
+            out.convert_from_f32_slice(&divide(accumulator, ranks));
+        } else {
+            out.convert_from_f32_slice(accumulator);
+        }
+    }
+}
+
+/// Arithmetic of the integer types.
+trait Integer: Copy + Ord + std::ops::BitAnd<Output = Self> + std::ops::BitOr<Output = Self> {
+    fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+}
+
+dispatched! {
+    fn combine_integers<I: Integer>(op: ReduceOp, accumulator: &mut [I], source: &[I]) {
+        match op {
+            ReduceOp::Sum => each!(accumulator, source, |a, b| a.sum(b)),
+            ReduceOp::Product => each!(accumulator, source, |a, b| a.product(b)),
+            ReduceOp::Min => each!(accumulator, source, |a, b| a.min(b)),
+            ReduceOp::Max => each!(accumulator, source, |a, b| a.max(b)),
+            ReduceOp::BitAnd => each!(accumulator, source, |a, b| a & b),
+            ReduceOp::BitOr => each!(accumulator, source, |a, b| a | b),
+            ReduceOp::Avg => unreachable!("refused before any data moves"),
+        }
+    }
+}
+
+macro_rules! integer {
+    ($type:ty) => {
+        impl Integer for $type {
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+        }
+
+        impl Accumulate for $type {
+            type Accumulator = $type;
+            const ZERO: $type = 0;
+
+            fn load(source: &[Self], accumulator: &mut [Self]) {
+                accumulator.copy_from_slice(source);
+            }
+
+            fn combine(op: ReduceOp, accumulator: &mut [Self], source: &[Self]) {
+                combine_integers(op, accumulator, source);
+            }
+
+            fn finish(_op: ReduceOp, accumulator: &[Self], out: &mut [Self], _ranks: usize) {
+                out.copy_from_slice(accumulator);
+            }
+        }
+    };
+}
+
+integer!(i8);
+integer!(i16);
+integer!(i32);
+integer!(i64);
+integer!(u8);
+
+/// A boolean byte; any non-zero byte counts as true, and results are 0 or 1.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub(super) struct Flag(u8);
+
+impl Accumulate for Flag {
+    type Accumulator = bool;
+    const ZERO: bool = false;
+
+    fn load(source: &[Self], accumulator: &mut [bool]) {
+        accumulator.iter_mut().zip(source).for_each(|(slot, flag)| *slot = flag.0 != 0);
+    }
+
+    fn combine(op: ReduceOp, accumulator: &mut [bool], source: &[Self]) {
+        match op {
+            ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => {
+                each!(accumulator, source, |a, b| a | (b.0 != 0))
+            }
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => {
+                each!(accumulator, source, |a, b| a & (b.0 != 0))
+            }
+            ReduceOp::Avg => unreachable!("refused before any data moves"),
+        }
+    }
+
+    fn finish(_op: ReduceOp, accumulator: &[bool], out: &mut [Self], _ranks: usize) {
+        out.iter_mut().zip(accumulator).for_each(|(slot, flag)| *slot = Flag(u8::from(*flag)));
+    }
+}

@@ -1,0 +1,127 @@
+//! What this rank knows about the health of the job.
+//!
+//! Every wait in the crate looks here a few times per second: at a failure that ends the whole job (a rank died), at a
+//! failure of one group (its ranks disagreed), and at ranks that left in good order. The control connection of
+//! [`rendezvous`](crate::rendezvous) writes to it; ranks that are threads of one process share a single instance.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Loss, Result};
+
+/// A failure in a form that travels between ranks.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum Announcement {
+    /// A rank is gone; the job cannot go on.
+    RankLost { rank: usize, loss: Loss, last_operation: String },
+    /// The ranks of one group disagree.
+    Mismatch { group_id: u64, group: String, rank_a: usize, call_a: String, rank_b: usize, call_b: String },
+}
+
+impl Announcement {
+    fn into_error(self) -> Error {
+        match self {
+            Announcement::RankLost { rank, loss, last_operation } => {
+                Error::RankLost { rank, loss, last_operation }
+            }
+            Announcement::Mismatch { group, rank_a, call_a, rank_b, call_b, .. } => {
+                Error::Mismatch { group, rank_a, call_a, rank_b, call_b }
+            }
+        }
+    }
+}
+
+type Announcer = Box<dyn Fn(&Announcement) + Send + Sync>;
+
+/// The job's health as one rank sees it.
+pub(crate) struct JobState {
+    left: Vec<AtomicBool>,
+    last_operations: Vec<Mutex<String>>,
+    job_failure: OnceLock<Error>,
+    any_group_failed: AtomicBool,
+    group_failures: Mutex<HashMap<u64, Error>>,
+    announcer: OnceLock<Announcer>,
+}
+
+impl JobState {
+    pub(crate) fn new(world_size: usize) -> Self {
+        JobState {
+            left: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
+            last_operations: (0..world_size).map(|_| Mutex::new(String::from("none yet"))).collect(),
+            job_failure: OnceLock::new(),
+            any_group_failed: AtomicBool::new(false),
+            group_failures: Mutex::new(HashMap::new()),
+            announcer: OnceLock::new(),
+        }
+    }
+
+    /// Sets how failures found on this rank reach the others.
+    pub(crate) fn set_announcer(&self, announcer: Announcer) {
+        let _ = self.announcer.set(announcer);
+    }
+
+    /// Notes a failure that was found here and tells the others.
+    pub(crate) fn announce(&self, announcement: Announcement) {
+        if let Some(announcer) = self.announcer.get() {
+            announcer(&announcement);
+        }
+        self.note(announcement);
+    }
+
+    /// Notes a failure that another rank found.
+    pub(crate) fn note(&self, announcement: Announcement) {
+        if let Announcement::Mismatch { group_id, .. } = &announcement {
+            let group_id = *group_id;
+            let mut failures = self.group_failures.lock().unwrap_or_else(PoisonError::into_inner);
+            failures.entry(group_id).or_insert_with(|| announcement.into_error());
+            self.any_group_failed.store(true, Ordering::Release);
+        } else {
+            let _ = self.job_failure.set(announcement.into_error());
+        }
+    }
+
+    /// Notes that a rank left in good order; an operation that still needs it fails.
+    pub(crate) fn note_left(&self, rank: usize) {
+        if let Some(flag) = self.left.get(rank) {
+            flag.store(true, Ordering::Release);
+        }
+    }
+
+    pub(crate) fn set_last_operation(&self, rank: usize, description: String) {
+        if let Some(slot) = self.last_operations.get(rank) {
+            *slot.lock().unwrap_or_else(PoisonError::into_inner) = description;
+        }
+    }
+
+    pub(crate) fn last_operation(&self, rank: usize) -> String {
+        let slot =
+            self.last_operations.get(rank).map(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner));
+        slot.map_or_else(|| "unknown".to_owned(), |text| text.clone())
+    }
+
+    /// Fails when the job, or this group, has failed.
+    pub(crate) fn check(&self, group_id: u64) -> Result<()> {
+        if let Some(failure) = self.job_failure.get() {
+            return Err(failure.clone());
+        }
+        if self.any_group_failed.load(Ordering::Acquire)
+            && let Some(failure) =
+                self.group_failures.lock().unwrap_or_else(PoisonError::into_inner).get(&group_id)
+        {
+            return Err(failure.clone());
+        }
+        Ok(())
+    }
+
+    pub(crate) fn has_left(&self, rank: usize) -> bool {
+        self.left.get(rank).is_some_and(|flag| flag.load(Ordering::Acquire))
+    }
+
+    /// The error of waiting for a rank that has left.
+    pub(crate) fn left_error(&self, rank: usize) -> Error {
+        Error::RankLost { rank, loss: Loss::Left, last_operation: self.last_operation(rank) }
+    }
+}

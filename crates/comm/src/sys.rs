@@ -1,0 +1,125 @@
+//! The two system facilities under the `local` backend: anonymous shared memory and futexes.
+//!
+//! Shared memory is a `memfd`: it has no name in any file system, so nothing is left behind when its processes are
+//! killed. A peer opens it through `/proc/PID/fd/FD`, which the kernel allows to the same user only. The file is
+//! sealed against shrinking, so a mapping can never fault.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+/// A mapped piece of shared memory, unmapped on drop.
+#[derive(Debug)]
+pub(crate) struct SharedMemory {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the mapping is plain memory, valid in every thread until drop; who may touch which part of it, and when, is
+// the contract of the modules that hand out its addresses.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// Creates `bytes` of zeroed memory, and the descriptor through which peers map it.
+    pub(crate) fn create(bytes: usize) -> Result<(Self, OwnedFd)> {
+        let what = || format!("allocating {bytes} bytes of shared memory");
+        // SAFETY: the name is a valid C string; the returned descriptor is checked and then owned here alone.
+        let descriptor = unsafe {
+            let raw = libc::memfd_create(c"ferrospeed".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
+            if raw < 0 {
+                return Err(Error::io(what(), std::io::Error::last_os_error()));
+            }
+            OwnedFd::from_raw_fd(raw)
+        };
+        let file = File::from(descriptor);
+        file.set_len(bytes as u64).map_err(|error| Error::io(what(), error))?;
+        // SAFETY: a plain system call on a descriptor that we own.
+        let sealed = unsafe {
+            libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW)
+        };
+        if sealed != 0 {
+            return Err(Error::io("sealing shared memory", std::io::Error::last_os_error()));
+        }
+        let memory = Self::map(&file, bytes)?;
+        Ok((memory, OwnedFd::from(file)))
+    }
+
+    /// Maps memory that the process `pid` holds open as `descriptor`.
+    pub(crate) fn open(pid: u32, descriptor: i32, bytes: usize) -> Result<Self> {
+        let path = format!("/proc/{pid}/fd/{descriptor}");
+        let what = || format!("mapping the shared memory of process {pid} ({path})");
+        let file =
+            File::options().read(true).write(true).open(&path).map_err(|error| Error::io(what(), error))?;
+        let actual = file.metadata().map_err(|error| Error::io(what(), error))?.len();
+        if actual != bytes as u64 {
+            let problem = format!("it holds {actual} bytes, not the {bytes} announced");
+            return Err(Error::io(what(), std::io::Error::other(problem)));
+        }
+        Self::map(&file, bytes)
+    }
+
+    fn map(file: &File, bytes: usize) -> Result<Self> {
+        // SAFETY: a fresh shared mapping of a file that cannot shrink; the result is checked.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes.max(1),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            let what = format!("mapping {bytes} bytes of shared memory");
+            return Err(Error::io(what, std::io::Error::last_os_error()));
+        }
+        // SAFETY: advice about our own mapping; a kernel without huge pages for shared memory refuses it harmlessly.
+        unsafe { libc::madvise(base, bytes, libc::MADV_HUGEPAGE) };
+        Ok(SharedMemory { base: base.cast(), bytes })
+    }
+
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Gives the physical pages back while the mapping stays; later reads see zeros.
+    pub(crate) fn discard_pages(&self) {
+        // SAFETY: our own mapping, whose contents the caller has declared dead.
+        unsafe { libc::madvise(self.base.cast(), self.bytes, libc::MADV_REMOVE) };
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `map` with this length, unmapped once.
+        unsafe { libc::munmap(self.base.cast(), self.bytes.max(1)) };
+    }
+}
+
+/// Sleeps until `word` no longer holds `expected`, a wake, or `timeout`, whichever is first; may also wake early.
+pub(crate) fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) {
+    let timeout =
+        libc::timespec { tv_sec: timeout.as_secs() as libc::time_t, tv_nsec: timeout.subsec_nanos().into() };
+    // SAFETY: the word outlives the call; every outcome (woken, changed, timed out, interrupted) is a return.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, expected, &timeout, 0, 0);
+    }
+}
+
+/// Wakes every process and thread that waits on `word`.
+pub(crate) fn futex_wake_all(word: &AtomicU32) {
+    // SAFETY: the kernel only uses the address as a key.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, 0, 0, 0);
+    }
+}

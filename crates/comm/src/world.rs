@@ -1,0 +1,335 @@
+//! This rank's membership in a job.
+//!
+//! A [`World`] knows its rank, keeps the connection to the others, hands out groups and registered memory, and notices
+//! when a rank is lost. Clones share one membership; when the last clone and the last group are dropped the rank leaves.
+
+use std::collections::HashMap;
+use std::os::fd::AsRawFd;
+use std::panic::Location;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::backend::local::LocalCarrier;
+use crate::backend::{Carrier, Membership};
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::recorder::Recorder;
+use crate::segment::{self, Registered, SegmentTable};
+use crate::state::JobState;
+use crate::store::{MemoryStore, Store};
+use crate::sys::SharedMemory;
+
+/// Bytes of staging that a group has by default, whatever the message size.
+pub const DEFAULT_STAGING_BYTES: usize = 8 << 20;
+/// How long an operation waits for its peers by default: `DEEPSPEED_TIMEOUT`'s default of 30 minutes.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
+
+/// What a job's members have in common, besides the way they met.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// How long every operation waits for its peers.
+    pub deadline: Duration,
+    /// Bytes of staging per group.
+    pub staging_bytes: usize,
+    /// Where the flight recorder is written when an operation fails; nowhere when absent.
+    pub trace_folder: Option<PathBuf>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { deadline: DEFAULT_DEADLINE, staging_bytes: DEFAULT_STAGING_BYTES, trace_folder: None }
+    }
+}
+
+/// A rank's membership in a job.
+#[derive(Clone)]
+pub struct World {
+    pub(crate) inner: Arc<WorldInner>,
+    group: Group,
+}
+
+/// What every group of a rank shares.
+pub(crate) struct WorldInner {
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+    /// World ranks of each host, this rank's host first found by membership.
+    hosts: Vec<Vec<usize>>,
+    pub(crate) limits: Limits,
+    pub(crate) state: Arc<JobState>,
+    pub(crate) recorder: Arc<Recorder>,
+    store: Arc<dyn Store>,
+    segments: Arc<SegmentTable>,
+    next_group_id: AtomicU64,
+    next_segment_id: AtomicU64,
+    /// The ranks of this host, over which segments are exchanged.
+    host_carrier: Mutex<Option<Arc<LocalCarrier>>>,
+    departure: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Drop for WorldInner {
+    fn drop(&mut self) {
+        (self.departure)();
+    }
+}
+
+impl World {
+    /// A job of one rank: every operation is a copy.
+    pub fn solo() -> World {
+        let mut worlds = World::threads(1);
+        worlds.remove(0)
+    }
+
+    /// A job of `size` ranks that are threads of this process, over the same algorithms as processes of one host.
+    ///
+    /// # Panics
+    /// When the kernel refuses shared memory or `size` is 0.
+    pub fn threads(size: usize) -> Vec<World> {
+        World::threads_within(size, &Limits::default())
+            .unwrap_or_else(|error| panic!("a job of {size} threads: {error}"))
+    }
+
+    /// As [`World::threads`], with other limits.
+    pub fn threads_within(size: usize, limits: &Limits) -> Result<Vec<World>> {
+        if size == 0 {
+            return Err(Error::rendezvous("a job needs at least one rank"));
+        }
+        let state = Arc::new(JobState::new(size));
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+        std::thread::scope(|scope| {
+            let members: Vec<_> = (0..size)
+                .map(|rank| {
+                    let (departed, shared_state) = (Arc::clone(&state), Arc::clone(&state));
+                    let (store, limits) = (Arc::clone(&store), limits.clone());
+                    scope.spawn(move || {
+                        let parts = WorldParts {
+                            rank,
+                            hosts: vec![(0..size).collect()],
+                            limits,
+                            state: shared_state,
+                            store,
+                            departure: Box::new(move || departed.note_left(rank)),
+                        };
+                        World::assemble(parts)
+                    })
+                })
+                .collect();
+            members
+                .into_iter()
+                .map(|member| member.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        })
+    }
+
+    /// Builds the membership once the ranks know each other.
+    pub(crate) fn assemble(parts: WorldParts) -> Result<World> {
+        let size = parts.hosts.iter().map(Vec::len).sum();
+        let inner = Arc::new(WorldInner {
+            rank: parts.rank,
+            size,
+            hosts: parts.hosts,
+            limits: parts.limits,
+            state: parts.state,
+            recorder: Arc::new(Recorder::new(parts.rank)),
+            store: parts.store,
+            segments: Arc::default(),
+            next_group_id: AtomicU64::new(0),
+            next_segment_id: AtomicU64::new(0),
+            host_carrier: Mutex::new(None),
+            departure: parts.departure,
+        });
+        let everyone: Vec<usize> = (0..size).collect();
+        let group = inner.connect_group(&everyone, "world".to_owned())?;
+        let group = group.ok_or_else(|| Error::rendezvous("this rank is not in its own world"))?;
+        Ok(World { inner, group })
+    }
+
+    /// This rank's number.
+    pub fn rank(&self) -> usize {
+        self.inner.rank
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.inner.size
+    }
+
+    /// The group of all ranks.
+    pub fn group(&self) -> Group {
+        self.group.clone()
+    }
+
+    /// The world ranks of each host, hosts in the order of their lowest rank.
+    pub fn hosts(&self) -> &[Vec<usize>] {
+        &self.inner.hosts
+    }
+
+    /// This rank's number among the ranks of its host.
+    pub fn local_rank(&self) -> usize {
+        let host = self.inner.my_host();
+        host.iter().position(|rank| *rank == self.inner.rank).unwrap_or(0)
+    }
+
+    /// The flight recorder of this rank.
+    pub fn recorder(&self) -> &Recorder {
+        &self.inner.recorder
+    }
+
+    /// Makes a group of the given world ranks, in the given order; `None` on ranks that are not in it.
+    ///
+    /// Every rank of the world must call this for every group, in the same order, members or not.
+    #[track_caller]
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Group>> {
+        self.named_group(ranks, None)
+    }
+
+    /// As [`World::new_group`], with a name for messages and reports.
+    #[track_caller]
+    pub fn named_group(&self, ranks: &[usize], name: Option<&str>) -> Result<Option<Group>> {
+        let call_site = Location::caller();
+        let refuse = |problem: String| Error::InvalidArgument {
+            operation: "new_group",
+            problem,
+            call_site: call_site.to_string(),
+        };
+        if ranks.is_empty() {
+            return Err(refuse("a group needs at least one rank".into()));
+        }
+        for (index, rank) in ranks.iter().enumerate() {
+            if *rank >= self.size() {
+                return Err(refuse(format!("rank {rank} is not in a world of {}", self.size())));
+            }
+            if ranks[..index].contains(rank) {
+                return Err(refuse(format!("rank {rank} is named twice in {ranks:?}")));
+            }
+        }
+        let name = name.map_or_else(|| format!("{ranks:?}"), str::to_owned);
+        self.inner.connect_group(ranks, name)
+    }
+
+    /// Allocates `bytes` of zeroed memory that the peers on this host map too.
+    ///
+    /// Collective over the ranks of this host, in the same order on all; the sizes may differ.
+    pub fn allocate(&self, bytes: usize) -> Result<Registered> {
+        self.inner.allocate(bytes)
+    }
+}
+
+impl std::fmt::Debug for World {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "World(rank {} of {})", self.rank(), self.size())
+    }
+}
+
+/// What the different ways of meeting produce.
+pub(crate) struct WorldParts {
+    pub(crate) rank: usize,
+    pub(crate) hosts: Vec<Vec<usize>>,
+    pub(crate) limits: Limits,
+    pub(crate) state: Arc<JobState>,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) departure: Box<dyn Fn() + Send + Sync>,
+}
+
+/// A segment of one rank, as its peers find it.
+#[derive(serde::Serialize, serde::Deserialize)]
+struct SegmentAddress {
+    pid: u32,
+    descriptor: i32,
+    mapped_bytes: usize,
+}
+
+impl WorldInner {
+    /// Writes the flight recorder when an operation failed, and says where.
+    pub(crate) fn dump_trace(&self, cause: &Error) {
+        let Some(folder) = &self.limits.trace_folder else { return };
+        match self.recorder.dump(folder) {
+            Ok(path) => tracing::error!("rank {}: {cause}; flight recorder in {}", self.rank, path.display()),
+            Err(error) => tracing::error!("rank {}: {cause}; and then {error}", self.rank),
+        }
+    }
+
+    fn my_host(&self) -> &[usize] {
+        self.hosts.iter().find(|host| host.contains(&self.rank)).map_or(&[], Vec::as_slice)
+    }
+
+    /// Spinning is useful only while every rank of the host has a core to itself.
+    fn spin_limit_us(&self) -> u64 {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        if self.my_host().len() <= cores { 30 } else { 2 }
+    }
+
+    fn membership(&self, group_id: u64, group_name: String, ranks: &[usize], me: usize) -> Membership {
+        Membership { group_id, group_name, ranks: ranks.into(), me, state: Arc::clone(&self.state) }
+    }
+
+    fn connect_local(&self, membership: Membership, deadline: Instant) -> Result<LocalCarrier> {
+        LocalCarrier::connect(
+            membership,
+            Arc::clone(&self.segments),
+            &*self.store,
+            self.limits.staging_bytes,
+            self.spin_limit_us(),
+            deadline,
+        )
+    }
+
+    fn connect_group(self: &Arc<Self>, ranks: &[usize], name: String) -> Result<Option<Group>> {
+        let group_id = self.next_group_id.fetch_add(1, Ordering::Relaxed);
+        let Some(me) = ranks.iter().position(|rank| *rank == self.rank) else { return Ok(None) };
+        let deadline = Instant::now() + self.limits.deadline;
+        let membership = self.membership(group_id, name, ranks, me);
+        let carrier: Arc<dyn Carrier> = Arc::new(self.connect_local(membership.clone(), deadline)?);
+        Ok(Some(Group::new(Arc::clone(self), membership, carrier)))
+    }
+
+    /// The ranks of this host, connected on first use.
+    fn host_carrier(&self, deadline: Instant) -> Result<Arc<LocalCarrier>> {
+        let mut slot = self.host_carrier.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(carrier) = slot.as_ref() {
+            return Ok(Arc::clone(carrier));
+        }
+        let host = self.my_host().to_vec();
+        let me =
+            self.hosts.iter().find_map(|host| host.iter().position(|rank| *rank == self.rank)).unwrap_or(0);
+        // Group numbers count up from 0; these come from the other end.
+        let group_id = u64::MAX - host.first().copied().unwrap_or(0) as u64 - 1;
+        let membership = self.membership(group_id, format!("host {host:?}"), &host, me);
+        let carrier = Arc::new(self.connect_local(membership, deadline)?);
+        *slot = Some(Arc::clone(&carrier));
+        Ok(carrier)
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Registered> {
+        let deadline = Instant::now() + self.limits.deadline;
+        let host = self.host_carrier(deadline)?;
+        let id = self.next_segment_id.fetch_add(1, Ordering::Relaxed);
+        let key = |rank: usize| format!("segment/{id}/{rank}");
+        let (memory, descriptor) = segment::create(bytes)?;
+        let address = SegmentAddress {
+            pid: std::process::id(),
+            descriptor: descriptor.as_raw_fd(),
+            mapped_bytes: memory.bytes(),
+        };
+        self.store.set(&key(self.rank), serde_json::to_vec(&address).unwrap_or_default())?;
+        let mut memories = HashMap::from([(self.rank, memory)]);
+        for rank in self.my_host().iter().copied().filter(|rank| *rank != self.rank) {
+            let Some(value) = self.store.wait(&key(rank), deadline, &self.state)? else {
+                let missing =
+                    vec![format!("rank {rank} (its last operation: {})", self.state.last_operation(rank))];
+                let operation = format!("allocate({bytes} bytes) #{id}");
+                return Err(Error::Deadline { operation, waited: self.limits.deadline, missing });
+            };
+            let address: SegmentAddress = serde_json::from_slice(&value).map_err(|error| {
+                Error::rendezvous(format!("the segment of rank {rank} is malformed: {error}"))
+            })?;
+            memories.insert(rank, SharedMemory::open(address.pid, address.descriptor, address.mapped_bytes)?);
+        }
+        // Peers open the memory through our descriptor: it may close only when all have.
+        host.meet(&format!("allocate({bytes} bytes) #{id}"), deadline)?;
+        drop(descriptor);
+        self.store.remove(&key(self.rank))?;
+        Ok(self.segments.add(id, self.rank, bytes, memories))
+    }
+}

@@ -1,0 +1,144 @@
+//! Every operation, against a plain reference, with ranks as threads.
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use ferrospeed_comm::{DType, Error, Limits, ReduceOp, World, wait_all};
+use support::{on_threads, script};
+
+#[test]
+fn random_operations_over_random_groups_give_the_reference_bits() {
+    for (size, seed) in [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 6)] {
+        on_threads(size, |world| script::run(&world, seed, 60));
+    }
+}
+
+#[test]
+fn a_solo_world_needs_no_peer() {
+    script::run(&World::solo(), 77, 60);
+}
+
+#[test]
+fn operations_of_several_groups_may_be_in_flight_in_any_order() {
+    on_threads(3, |world| {
+        let pair = world.new_group(&[0, 1]).unwrap();
+        let all = world.group();
+        let (a, b) = (world.allocate(4096).unwrap().region(), world.allocate(4096).unwrap().region());
+        let first = || all.all_reduce_async(&a, DType::F32, ReduceOp::Sum);
+        let second = || pair.as_ref().map(|pair| pair.all_reduce_async(&b, DType::F32, ReduceOp::Sum));
+        // Rank 1 starts the two the other way round.
+        let works: Vec<_> = if world.rank() == 1 {
+            second().into_iter().chain([first()]).collect()
+        } else {
+            [first()].into_iter().chain(second()).collect()
+        };
+        wait_all(works).unwrap();
+    });
+}
+
+#[test]
+fn ranks_that_disagree_are_all_told_both_call_sites() {
+    let operations: [fn(&World) -> Result<(), Error>; 4] = [
+        |world| world.group().all_reduce(&mut [1.0f32; 8], ReduceOp::Sum),
+        |world| world.group().all_reduce(&mut [1.0f64; 8], ReduceOp::Sum),
+        |world| world.group().all_reduce(&mut [1.0f32; 9], ReduceOp::Sum),
+        |world| world.group().barrier(),
+    ];
+    for other in &operations[1..] {
+        on_threads(3, |world| {
+            let operation = if world.rank() == 2 { other } else { &operations[0] };
+            let error = operation(&world).unwrap_err();
+            let text = error.to_string();
+            assert!(matches!(error, Error::Mismatch { .. }), "{text}");
+            assert_eq!(text.matches("operations.rs:").count(), 2, "{text}");
+            assert!(text.contains("rank 2"), "{text}");
+            let again = world.group().barrier().unwrap_err();
+            assert!(again.to_string().contains("cannot be used any more"), "{again}");
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_never_arrives_is_named_at_the_deadline() {
+    let limits = Limits { deadline: Duration::from_millis(300), ..Limits::default() };
+    let worlds = World::threads_within(3, &limits).unwrap();
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        for world in &worlds[..2] {
+            scope.spawn(move || {
+                let text = world.group().barrier().unwrap_err().to_string();
+                assert!(text.contains("barrier() #0") && text.contains("rank 2"), "{text}");
+                assert!(!text.contains("rank 1 (") && !text.contains("rank 0 ("), "{text}");
+            });
+        }
+    });
+    assert!(started.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn a_rank_that_leaves_early_fails_the_others_at_once() {
+    on_threads(2, |world| {
+        if world.rank() == 1 {
+            return;
+        }
+        let text = world.group().barrier().unwrap_err().to_string();
+        assert!(text.contains("rank 1 left the job"), "{text}");
+    });
+}
+
+#[test]
+fn arguments_that_cannot_be_right_are_refused_on_the_spot() {
+    let world = World::solo();
+    let group = world.group();
+    for (error, wanted) in [
+        (group.all_reduce(&mut [1.0f32], ReduceOp::BitOr).unwrap_err(), "bit_or is not defined on f32"),
+        (group.broadcast(&mut [1i32], 3).unwrap_err(), "root 3 is not a rank"),
+        (
+            group.all_gather(&[1u8, 2], &mut [0u8; 3]).unwrap_err(),
+            "the input holds 2 elements, but 3 are needed",
+        ),
+        (group.send(&[1u8], 0, 0).unwrap_err(), "with itself"),
+        (world.new_group(&[0, 0]).unwrap_err(), "rank 0 is named twice"),
+        (world.new_group(&[1]).unwrap_err(), "rank 1 is not in a world of 1"),
+    ] {
+        assert!(error.to_string().contains(wanted), "{error}");
+    }
+}
+
+#[test]
+fn a_message_of_another_length_is_an_error_on_both_sides() {
+    on_threads(2, |world| {
+        let group = world.group();
+        let outcome = if world.rank() == 0 {
+            // More than the channel holds, so that the sender has to wait for the receiver.
+            group.send(&vec![0u8; 4 << 20], 1, 5)
+        } else {
+            group.recv(&mut [0u8; 16], 0, 5)
+        };
+        let text = outcome.unwrap_err().to_string();
+        assert!(
+            text.contains("send(u8, 4194304 bytes, tag 5)") && text.contains("recv(u8, 16 bytes"),
+            "{text}"
+        );
+    });
+}
+
+#[test]
+fn registered_memory_is_given_back_when_dropped() {
+    on_threads(2, |world| {
+        for _ in 0..200 {
+            let memory = world.allocate(8 << 20).unwrap();
+            let region = memory.region();
+            drop(memory);
+            // SAFETY: nobody else uses it.
+            unsafe { region.as_mut_slice::<u8>() }.fill(1);
+            assert_eq!(region.as_ptr() as usize % 64, 0);
+        }
+        world.group().barrier().unwrap();
+    });
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let shared = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
+    let kilobytes: usize = shared.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(kilobytes < 512 << 10, "{kilobytes} kB of shared memory are still resident");
+}
