@@ -1,0 +1,57 @@
+//! Fills in every default, so that the rest of the program never asks "and if it is absent?".
+
+use serde_json::{Map, Value};
+
+use crate::table::{Key, Kind, ROOT, Tag, find_variant};
+
+/// The given options with every default beside them.
+pub(crate) fn fill_root(given: &Map<String, Value>) -> Map<String, Value> {
+    fill(given, ROOT)
+}
+
+/// Old spellings are gone by now, so they are not filled in.
+fn fill(given: &Map<String, Value>, keys: &'static [Key]) -> Map<String, Value> {
+    let mut full = Map::new();
+    for key in keys.iter().filter(|key| key.deprecated.is_none()) {
+        let value = match given.get(key.name) {
+            Some(value) => fill_value(value, &key.kind, given),
+            None => fill_value(&default_of(key), &key.kind, given),
+        };
+        full.insert(key.name.to_owned(), value);
+    }
+    full
+}
+
+fn fill_value(value: &Value, kind: &Kind, siblings: &Map<String, Value>) -> Value {
+    match (kind, value) {
+        (Kind::Section(keys, _), Value::Object(given)) => Value::Object(fill(given, keys)),
+        (Kind::Named(kind), Value::Object(given)) => {
+            let entries = given.iter().map(|(name, value)| (name.clone(), fill_value(value, kind, given)));
+            Value::Object(entries.collect())
+        }
+        (Kind::Variants { tag, variants }, Value::Object(given)) => {
+            let name = match tag {
+                Tag::Beside(tag) => siblings.get(*tag).and_then(Value::as_str),
+                Tag::Within(tag, default) => Some(given.get(*tag).and_then(Value::as_str).unwrap_or(default)),
+            };
+            match name.and_then(|name| find_variant(variants, name)).and_then(|variant| variant.keys) {
+                Some(keys) => Value::Object(fill(given, keys)),
+                None => value.clone(),
+            }
+        }
+        (Kind::Either(kinds), Value::Object(_)) => {
+            match kinds.iter().find(|kind| matches!(kind, Kind::Section(..))) {
+                Some(kind) => fill_value(value, kind, siblings),
+                None => value.clone(),
+            }
+        }
+        _ => value.clone(),
+    }
+}
+
+/// The default of an option, as a value.
+///
+/// A default that is no JSON would be a mistake in the table; a test parses them all.
+pub(crate) fn default_of(key: &Key) -> Value {
+    serde_json::from_str(key.default).unwrap_or(Value::Null)
+}

@@ -1,0 +1,111 @@
+//! `docs/config.md`, written from the option table.
+
+use std::fmt::Write;
+
+use crate::check::coerce::describe;
+use crate::table::{Deprecated, Key, Kind, ROOT, Status, Tag, Variant};
+
+const INTRODUCTION: &str = "\
+# Configuration
+
+<!-- Written from the option table by `ferrospeed config docs`; change the table, not this file. -->
+
+`ds_config.json` is JSON. It may also hold comments (`#`, `//`, `/* */`), trailing commas and the rest of HJSON. A key
+that starts with `_` is a comment. A key that stands twice, an unknown key and a value of the wrong type are errors; all
+errors of a file are reported together. `\"auto\"` leaves a value to the recipe or the model. What differs from DeepSpeed
+is in [differences.md](differences.md).
+
+In the tables, *not yet* marks options that are read and checked but not acted on: giving one yields a warning. *No
+effect* marks options that have no meaning here.
+";
+
+/// The text of `docs/config.md`.
+pub fn render() -> String {
+    let mut text = INTRODUCTION.to_owned();
+    text.push_str("\n## Top level\n\n");
+    table(&mut text, ROOT);
+    for key in ROOT {
+        sections(&mut text, key, key.name);
+    }
+    text
+}
+
+/// The sections at and below a key, each under a heading of its own.
+fn sections(text: &mut String, key: &Key, path: &str) {
+    if key.deprecated.is_some() {
+        return;
+    }
+    if let Some((keys, _)) = key.children() {
+        let _ = write!(text, "\n## `{path}`\n\n{}\n\n", key.doc);
+        table(text, keys);
+        for child in keys {
+            sections(text, child, &format!("{path}.{}", child.name));
+        }
+    }
+    match key.kind {
+        Kind::Variants { tag, variants } => variant_sections(text, path, tag, variants),
+        Kind::Named(Kind::Section(keys, _)) => {
+            let _ = write!(text, "\n## `{path}.<name>`\n\n");
+            table(text, keys);
+            for child in keys.iter() {
+                sections(text, child, &format!("{path}.<name>.{}", child.name));
+            }
+        }
+        _ => {}
+    }
+}
+
+fn variant_sections(text: &mut String, path: &str, tag: Tag, variants: &[Variant]) {
+    let tag_name = match tag {
+        Tag::Beside(name) | Tag::Within(name, _) => name,
+    };
+    for variant in variants {
+        let status = if variant.status == Status::NotYet { " (not yet)" } else { "" };
+        match variant.keys {
+            Some(keys) => {
+                let _ = write!(text, "\n## `{path}` when `{tag_name}` is \"{}\"{status}\n\n", variant.tag);
+                table(text, keys);
+            }
+            None => {
+                let _ = write!(
+                    text,
+                    "\n## `{path}` when `{tag_name}` is \"{}\"{status}\n\nAny parameters.\n",
+                    variant.tag
+                );
+            }
+        }
+    }
+}
+
+fn table(text: &mut String, keys: &[Key]) {
+    text.push_str("| Key | Value | Default | |\n| --- | --- | --- | --- |\n");
+    for key in keys {
+        let mut names = format!("`{}`", key.name);
+        for alias in key.aliases {
+            let _ = write!(names, ", `{alias}`");
+        }
+        let default = match (key.required, key.deprecated) {
+            (true, _) => "required".to_owned(),
+            (false, Some(_)) => String::new(),
+            (false, None) => format!("`{}`", key.default),
+        };
+        let null = if key.nullable { ", or null" } else { "" };
+        let _ =
+            writeln!(text, "| {names} | {}{null} | {default} | {}{} |", kind_of(key), key.doc, status(key));
+    }
+}
+
+/// The type of a key; where its values are the names of a neighbour's variants, the sections below list them.
+fn kind_of(key: &Key) -> String {
+    describe(&key.kind).replace('|', "\\|")
+}
+
+fn status(key: &Key) -> String {
+    match (key.deprecated, key.status) {
+        (Some(Deprecated::NoEffect(instead)), _) => format!(" *Deprecated:* {instead}."),
+        (Some(_), _) => " *Deprecated.*".to_owned(),
+        (None, Status::Implemented) => String::new(),
+        (None, Status::NotYet) => " *Not yet.*".to_owned(),
+        (None, Status::Inert(why)) => format!(" *No effect:* {why}."),
+    }
+}

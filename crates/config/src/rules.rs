@@ -1,0 +1,384 @@
+//! Rules between options: what contradicts what, and what has no effect where.
+//!
+//! Each rule looks at the configuration with all defaults filled in, and names the option to change.
+
+use serde_json::{Map, Value};
+
+use crate::auto::lookup;
+use crate::check::Places;
+use crate::diagnostic::{Code, Report};
+use crate::elasticity::MAX_MICRO_BATCH_SIZES;
+
+/// Optimizers that ZeRO is tested with.
+const TESTED_WITH_ZERO: [&str; 4] = ["Adam", "AdamW", "Adagrad", "Lion"];
+const ONE_BIT: [&str; 3] = ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"];
+
+/// What the rules read and where they write.
+struct Rules<'a> {
+    full: &'a Map<String, Value>,
+    places: &'a Places,
+    report: Report,
+}
+
+/// Applies every rule.
+pub(crate) fn check(full: &Map<String, Value>, places: &Places) -> Report {
+    let mut rules = Rules { full, places, report: Report::default() };
+    rules.precision();
+    rules.optimizer();
+    rules.zero();
+    rules.offload();
+    rules.pipeline_and_activations();
+    rules.gradient_accumulation_type();
+    rules.elasticity();
+    rules.data();
+    rules.compression();
+    rules.report
+}
+
+impl Rules<'_> {
+    fn flag(&self, path: &str) -> bool {
+        lookup(self.full, path).and_then(Value::as_bool).unwrap_or(false)
+    }
+
+    fn number(&self, path: &str) -> f64 {
+        lookup(self.full, path).and_then(Value::as_f64).unwrap_or(0.0)
+    }
+
+    fn text(&self, path: &str) -> Option<&str> {
+        lookup(self.full, path).and_then(Value::as_str)
+    }
+
+    fn stage(&self) -> i64 {
+        lookup(self.full, "zero_optimization.stage").and_then(Value::as_i64).unwrap_or(0)
+    }
+
+    fn conflict(&mut self, path: &str, why: impl Into<String>, help: impl Into<String>) {
+        self.report.push(self.places.error(Code::Conflict, path, why, help));
+    }
+
+    fn unsupported(&mut self, path: &str, why: impl Into<String>, help: impl Into<String>) {
+        self.report.push(self.places.error(Code::UnsupportedCombination, path, why, help));
+    }
+
+    fn missing(&mut self, path: &str, why: impl Into<String>, help: impl Into<String>) {
+        self.report.push(self.places.error(Code::Missing, path, why, help));
+    }
+
+    fn no_effect(&mut self, path: &str, why: impl Into<String>, help: impl Into<String>) {
+        self.report.push(self.places.warning(Code::NoEffect, path, why, help));
+    }
+
+    fn precision(&mut self) {
+        let (fp16, bf16) = (self.flag("fp16.enabled"), self.flag("bf16.enabled"));
+        if fp16 && bf16 {
+            self.conflict("bf16.enabled", "fp16 and bf16 are both enabled", "keep one of them");
+        }
+        if self.flag("amp.enabled") && (fp16 || bf16 || self.stage() > 0) {
+            let why = "amp cannot be combined with fp16, bf16 or ZeRO";
+            self.unsupported("amp.enabled", why, "remove `amp`; `fp16` and `bf16` replace it");
+        }
+        let half_masters = fp16 && self.flag("fp16.fp16_master_weights_and_grads");
+        if half_masters && self.stage() != 2 {
+            let why = format!("works with ZeRO stage 2 only, and the stage is {}", self.stage());
+            self.conflict(
+                "fp16.fp16_master_weights_and_grads",
+                why,
+                "write \"stage\": 2 in `zero_optimization`, or false here",
+            );
+        } else if half_masters && self.text("zero_optimization.offload_optimizer.device") != Some("cpu") {
+            let why = "works with an optimizer offloaded to the CPU only";
+            let help = "add \"offload_optimizer\": {\"device\": \"cpu\"} to `zero_optimization`";
+            self.unsupported("fp16.fp16_master_weights_and_grads", why, help);
+        }
+        let vocabulary = self.number("vocabulary_size");
+        if vocabulary % 8.0 != 0.0 {
+            let why = format!("{vocabulary} is not a multiple of 8, which matrix units prefer");
+            self.no_effect("vocabulary_size", why, "pad the vocabulary of the model");
+        }
+    }
+
+    fn optimizer(&mut self) {
+        let Some(name) = self.text("optimizer.type").map(str::to_owned) else { return };
+        let stage = self.stage();
+        if ONE_BIT.contains(&name.as_str()) {
+            if stage > 0 {
+                let why = format!("{name} cannot be combined with ZeRO, and the stage is {stage}");
+                self.unsupported("optimizer.type", why, "write \"stage\": 0, or another optimizer");
+            } else if !self.flag("fp16.enabled") {
+                let why = format!("{name} is made for fp16");
+                self.no_effect("optimizer.type", why, "enable `fp16`");
+            }
+        } else if stage > 0
+            && !TESTED_WITH_ZERO.contains(&name.as_str())
+            && !self.flag("zero_allow_untested_optimizer")
+        {
+            let why = format!("ZeRO is not tested with {name}");
+            self.unsupported(
+                "optimizer.type",
+                why,
+                "add \"zero_allow_untested_optimizer\": true to run it all the same",
+            );
+        }
+        if name.ends_with("amb") && self.flag("fp16.enabled") && self.number("fp16.loss_scale") != 0.0 {
+            let why = format!("{name} needs adaptive loss scaling");
+            self.unsupported("fp16.loss_scale", why, "write \"loss_scale\": 0");
+        }
+        if self.flag("optimizer.params.amsgrad") {
+            self.unsupported("optimizer.params.amsgrad", "AMSGrad is not supported", "remove it");
+        }
+    }
+
+    fn zero(&mut self) {
+        let stage = self.stage();
+        if self.flag("zero_optimization.legacy_stage1") {
+            let why = "the first implementation of stage 1 does not exist any more";
+            self.unsupported("zero_optimization.legacy_stage1", why, "remove it");
+        }
+        let scaled = self.flag("prescale_gradients") || self.number("gradient_predivide_factor") != 1.0;
+        if stage >= 2 && self.flag("zero_optimization.reduce_scatter") && scaled {
+            let path = if self.flag("prescale_gradients") {
+                "prescale_gradients"
+            } else {
+                "gradient_predivide_factor"
+            };
+            let why = format!("cannot be combined with reduce_scatter in ZeRO stage {stage}");
+            self.unsupported(
+                path,
+                why,
+                "write \"reduce_scatter\": false in `zero_optimization`, or remove it",
+            );
+        }
+        let shards = self.number("zero_optimization.mics_shard_size");
+        let partitions = self.number("zero_optimization.zero_hpz_partition_size");
+        let stage_3_only = [
+            ("zero_hpz_partition_size", partitions > 1.0),
+            ("zero_quantized_weights", self.flag("zero_optimization.zero_quantized_weights")),
+            (
+                "zero_quantized_nontrainable_weights",
+                self.flag("zero_optimization.zero_quantized_nontrainable_weights"),
+            ),
+            ("zero_quantized_gradients", self.flag("zero_optimization.zero_quantized_gradients")),
+            ("mics_shard_size", shards > 0.0),
+        ];
+        if stage != 3 {
+            for (name, _) in stage_3_only.into_iter().filter(|(_, given)| *given) {
+                let why = format!("has an effect in stage 3 only, and the stage is {stage}");
+                self.no_effect(&format!("zero_optimization.{name}"), why, "write \"stage\": 3, or remove it");
+            }
+        } else if self.flag("zero_optimization.zero_quantized_gradients")
+            && !self.flag("zero_optimization.reduce_scatter")
+        {
+            let why = "needs reduce_scatter";
+            self.unsupported(
+                "zero_optimization.zero_quantized_gradients",
+                why,
+                "remove \"reduce_scatter\": false",
+            );
+        }
+    }
+
+    fn offload(&mut self) {
+        let stage = self.stage();
+        for section in ["offload_param", "offload_optimizer"] {
+            let section = format!("zero_optimization.{section}");
+            let device = self.text(&format!("{section}.device")).unwrap_or("none").to_owned();
+            if device == "none" {
+                continue;
+            }
+            if device == "nvme" && self.text(&format!("{section}.nvme_path")).is_none_or(str::is_empty) {
+                let help = "add \"nvme_path\": \"/path/on/the/disk\"";
+                self.unsupported(&format!("{section}.device"), "\"nvme\" needs `nvme_path`", help);
+            }
+            if section.ends_with("param") && stage != 3 {
+                let why = format!("has an effect in stage 3 only, and the stage is {stage}");
+                self.no_effect(&section, why, "write \"stage\": 3, or remove it");
+            } else if stage == 0 {
+                self.no_effect(
+                    &section,
+                    "has an effect with ZeRO only, and the stage is 0",
+                    "write \"stage\": 1, 2 or 3",
+                );
+            } else if device == "nvme" && stage != 3 {
+                let why = format!("\"nvme\" works in stage 3 only, and the stage is {stage}");
+                self.unsupported(
+                    &format!("{section}.device"),
+                    why,
+                    "write \"stage\": 3, or \"device\": \"cpu\"",
+                );
+            }
+            if self.number("zero_optimization.mics_shard_size") > 0.0 && stage == 3 {
+                self.unsupported(
+                    &format!("{section}.device"),
+                    "MiCS cannot be combined with offload",
+                    "remove one of the two",
+                );
+            }
+        }
+        let ratio_path = "zero_optimization.offload_optimizer.ratio";
+        if lookup(self.full, ratio_path).is_some() && self.number(ratio_path) < 1.0 && stage != 3 {
+            let why = format!("a ratio below 1 works in stage 3 only, and the stage is {stage}");
+            self.unsupported(ratio_path, why, "write \"stage\": 3, or remove it");
+        }
+    }
+
+    fn pipeline_and_activations(&mut self) {
+        let stage = self.stage();
+        if self.number("pipeline.stages") > 1.0 && stage >= 2 {
+            let why = format!("ZeRO stage {stage} cannot be combined with pipeline parallelism");
+            self.unsupported("zero_optimization.stage", why, "write \"stage\": 1 or 0");
+        }
+        if self.flag("activation_checkpointing.contiguous_memory_optimization") {
+            let path = "activation_checkpointing.contiguous_memory_optimization";
+            if !self.flag("activation_checkpointing.partition_activations") {
+                self.unsupported(
+                    path,
+                    "needs `partition_activations`",
+                    "add \"partition_activations\": true",
+                );
+            }
+            if self.number("activation_checkpointing.number_checkpoints") == 0.0 {
+                self.unsupported(
+                    path,
+                    "needs `number_checkpoints`",
+                    "add \"number_checkpoints\": calls per forward pass",
+                );
+            }
+        }
+    }
+
+    fn gradient_accumulation_type(&mut self) {
+        let Some(accumulation) = self.text("data_types.grad_accum_dtype").map(str::to_owned) else { return };
+        if self.stage() > 0 {
+            return;
+        }
+        let model = match (self.flag("fp16.enabled"), self.flag("bf16.enabled")) {
+            (true, _) => "fp16",
+            (_, true) => "bf16",
+            _ => "fp32",
+        };
+        let (fits, instead) = match model {
+            "bf16" => (accumulation == "fp32", "fp32"),
+            _ => (accumulation == model, model),
+        };
+        if !fits {
+            let why = format!(
+                "without ZeRO, {model} training accumulates gradients in {instead}, not in {accumulation}"
+            );
+            self.unsupported("data_types.grad_accum_dtype", why, format!("write \"{instead}\", or use ZeRO"));
+        }
+    }
+
+    fn elasticity(&mut self) {
+        if !self.flag("elasticity.enabled") {
+            return;
+        }
+        for name in ["max_train_batch_size", "micro_batch_sizes"] {
+            let path = format!("elasticity.{name}");
+            if !self.places.is_given(&path) {
+                self.missing(&path, "required when elasticity is enabled", format!("add \"{name}\""));
+            }
+        }
+        let (least, most) = (self.number("elasticity.min_gpus"), self.number("elasticity.max_gpus"));
+        if least > most {
+            let why = format!("min_gpus {least} is larger than max_gpus {most}");
+            self.conflict("elasticity.min_gpus", why, "exchange them");
+        }
+        let micros =
+            lookup(self.full, "elasticity.micro_batch_sizes").and_then(Value::as_array).map_or(0, Vec::len);
+        if micros == 0 || micros > MAX_MICRO_BATCH_SIZES {
+            let why = format!("expected 1 to {MAX_MICRO_BATCH_SIZES} sizes, found {micros}");
+            self.report.push(self.places.error(Code::OutOfRange, "elasticity.micro_batch_sizes", why, ""));
+        }
+        match elasticity_version(self.full) {
+            Some("0.1") if self.number("elasticity.model_parallel_size") > 1.0 => {
+                let why = "elasticity version 0.1 does not know model parallelism";
+                self.conflict("elasticity.model_parallel_size", why, "write \"version\": 0.2");
+            }
+            Some(_) => {}
+            None => {
+                let why = "there are versions 0.1 and 0.2";
+                self.report.push(self.places.error(
+                    Code::NotAChoice,
+                    "elasticity.version",
+                    why,
+                    "write 0.1 or 0.2",
+                ));
+            }
+        }
+        if self.flag("elasticity.ignore_non_elastic_batch_info") {
+            return;
+        }
+        for name in ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"] {
+            if self.places.is_given(name) && self.full.get(name).is_some_and(|value| !value.is_null()) {
+                let why = "elasticity chooses the batch sizes, so this one would not be used";
+                let help = "remove it, or add \"ignore_non_elastic_batch_info\": true to `elasticity`";
+                self.conflict(name, why, help);
+            }
+        }
+    }
+
+    fn data(&mut self) {
+        let curriculum = "data_efficiency.data_sampling.curriculum_learning";
+        let metrics = format!("{curriculum}.curriculum_metrics");
+        let has_metrics = lookup(self.full, &metrics).is_some_and(|value| !value.is_null());
+        if self.flag(&format!("{curriculum}.enabled")) && !has_metrics {
+            self.missing(
+                &metrics,
+                "required when curriculum learning is enabled",
+                "add one entry per metric",
+            );
+        }
+    }
+
+    fn compression(&mut self) {
+        let techniques = [
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+        ];
+        for name in techniques {
+            let section = format!("compression_training.{name}");
+            let snip = self.text(&format!("{section}.shared_parameters.method")) == Some("snip_momentum");
+            let groups = format!("{section}.different_groups");
+            if self.flag(&format!("{section}.shared_parameters.enabled"))
+                && !snip
+                && !self.places.is_given(&groups)
+            {
+                let why = "required when the technique is enabled";
+                self.missing(
+                    &groups,
+                    why,
+                    "add at least one group: {\"name\": {\"params\": {…}, \"modules\": […]}}",
+                );
+            }
+        }
+        let heads = "compression_training.head_pruning.shared_parameters";
+        if self.flag(&format!("{heads}.enabled")) && self.number(&format!("{heads}.num_heads")) == 0.0 {
+            let why = "required when head pruning is enabled";
+            self.missing(&format!("{heads}.num_heads"), why, "add \"num_heads\": attention heads per layer");
+        }
+        let sparse = "compression_training.sparse_pruning.shared_parameters";
+        let (start, end) = (format!("{sparse}.schedule_offset"), format!("{sparse}.schedule_offset_end"));
+        let end_given = lookup(self.full, &end).is_some_and(|value| !value.is_null());
+        if end_given && self.number(&end) < self.number(&start) {
+            let why = format!(
+                "pruning would end at step {} before it starts at step {}",
+                self.number(&end),
+                self.number(&start)
+            );
+            self.conflict(&end, why, "write a later step");
+        }
+    }
+}
+
+/// The version of the elasticity algorithm, written as a number or a string.
+pub(crate) fn elasticity_version(full: &Map<String, Value>) -> Option<&'static str> {
+    let version = match lookup(full, "elasticity.version")? {
+        Value::String(text) => text.parse().ok()?,
+        other => other.as_f64()?,
+    };
+    [(0.1, "0.1"), (0.2, "0.2")].into_iter().find(|(number, _)| *number == version).map(|(_, name)| name)
+}

@@ -1,0 +1,135 @@
+//! Curricula, token and layer dropping, eigenvalues.
+
+use super::*;
+
+const SCHEDULE_TYPE: Kind = choice(&["fixed_linear", "fixed_root", "fixed_discrete", "custom"]);
+
+const CURRICULUM_SCHEDULE: &[Key] = &[
+    key("total_curriculum_step", POSITIVE_COUNT, "null", "Steps until the full difficulty."),
+    key(
+        "difficulty_step",
+        POSITIVE_COUNT,
+        "null",
+        "Difficulties are multiples of this; 8 suits tensor cores.",
+    ),
+    key("root_degree", POSITIVE_COUNT, "null", "Degree of the root for `fixed_root`."),
+    key("difficulty", COUNT_LIST, "null", "Difficulties in turn for `fixed_discrete`."),
+    key("max_step", COUNT_LIST, "null", "Last step of each difficulty but the last."),
+];
+const SCHEDULE_CONFIG: Kind = Kind::Section(CURRICULUM_SCHEDULE, Form::Plain);
+
+/// `curriculum_learning`, the older form.
+pub(super) const CURRICULUM: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn the curriculum on."),
+    key("curriculum_type", Kind::Text, "\"seqlen\"", "What is made harder; `seqlen` is the sequence length."),
+    key("min_difficulty", COUNT, "null", "Difficulty at the start."),
+    key("max_difficulty", COUNT, "null", "Difficulty at the end."),
+    key("schedule_type", SCHEDULE_TYPE, "null", "How difficulty grows."),
+    key("schedule_config", SCHEDULE_CONFIG, "null", "Parameters of the growth."),
+];
+
+const METRIC: &[Key] = &[
+    key("index_to_sample_path", Kind::Text, "null", "Map from difficulty to samples."),
+    key("index_to_metric_path", Kind::Text, "null", "Map from sample to difficulty."),
+    key("difficulty_type", choice(&["value", "percentile"]), "null", "What the difficulties count."),
+    key(
+        "clustering_type",
+        choice(&["schedule_based", "single_cluster"]),
+        "null",
+        "Whether samples are grouped by difficulty.",
+    ),
+    key("min_difficulty", COUNT, "null", "Difficulty at the start."),
+    key("max_difficulty", COUNT, "null", "Difficulty at the end."),
+    key("schedule_type", SCHEDULE_TYPE, "null", "How difficulty grows."),
+    key("schedule_config", SCHEDULE_CONFIG, "null", "Parameters of the growth."),
+];
+
+const METRIC_CURRICULUM: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn the curriculum on."),
+    key("data_cluster_path", Kind::Text, "null", "Folder for the groups of samples."),
+    key(
+        "curriculum_metrics",
+        Kind::Named(&Kind::Section(METRIC, Form::Plain)),
+        "null",
+        "One entry per metric, under its name.",
+    ),
+];
+
+const DATA_SAMPLING: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn data sampling on."),
+    key("num_epochs", POSITIVE_COUNT, "1000", "Passes over the data at most."),
+    key("num_workers", COUNT, "0", "Loader threads."),
+    key("curriculum_learning", Kind::Section(METRIC_CURRICULUM, Form::Plain), "{}", "Sample by difficulty."),
+];
+
+const LTD_SCHEDULE_CONFIG: &[Key] = &[
+    key("require_steps", POSITIVE_COUNT, "null", "Steps until no token is dropped."),
+    key("seq_per_step", POSITIVE_COUNT, "null", "Lengths are multiples of this."),
+];
+
+const LTD_SCHEDULE: &[Key] = &[
+    key("min_value", COUNT, "null", "Tokens kept at the start."),
+    key("max_value", COUNT, "null", "Tokens kept at the end."),
+    key("schedule_type", choice(&["fixed_linear"]), "null", "How the number grows."),
+    key(
+        "schedule_config",
+        Kind::Section(LTD_SCHEDULE_CONFIG, Form::Plain),
+        "null",
+        "Parameters of the growth.",
+    ),
+];
+
+const TOKEN_LR_SCHEDULE: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Not available."),
+    key("total_layer_tokens", COUNT, "null", "Layer tokens of the whole schedule."),
+    key("warmup_layer_tokens", COUNT, "null", "Layer tokens of the warm-up."),
+];
+
+const RANDOM_LTD: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Drop random tokens in the middle layers."),
+    key("total_layer_num", POSITIVE_COUNT, "null", "Layers of the model."),
+    key("random_ltd_layer_num", POSITIVE_COUNT, "null", "Layers that drop tokens."),
+    key("random_ltd_layer_id", COUNT_LIST, "null", "Which layers."),
+    key("model_mask_name", Kind::Text, "null", "Argument that carries the attention mask."),
+    key("model_type", choice(&["encoder", "decoder"]), "null", "How the mask is cut."),
+    key("hidden_state_order", choice(&["batch_seq_dim", "seq_batch_dim"]), "null", "Order of the axes."),
+    key("random_ltd_schedule", Kind::Section(LTD_SCHEDULE, Form::Plain), "null", "How many tokens are kept."),
+    key(
+        "layer_token_lr_schedule",
+        Kind::Section(TOKEN_LR_SCHEDULE, Form::Plain),
+        "{}",
+        "Learning rate by layer tokens; not available.",
+    ),
+];
+
+const DATA_ROUTING: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn data routing on."),
+    key("random_ltd", Kind::Section(RANDOM_LTD, Form::Plain), "{}", "Random layer-token dropping."),
+];
+
+/// `data_efficiency`.
+pub(super) const DATA_EFFICIENCY: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn the whole section on."),
+    key("seed", COUNT, "1234", "Seed of the sampler.").done(),
+    key("data_sampling", Kind::Section(DATA_SAMPLING, Form::Plain), "{}", "Which samples are drawn."),
+    key("data_routing", Kind::Section(DATA_ROUTING, Form::Plain), "{}", "Which tokens pass which layers."),
+];
+
+/// `progressive_layer_drop`.
+pub(super) const PROGRESSIVE_LAYER_DROP: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn layer dropping on."),
+    key("theta", FRACTION, "0.5", "Share of layers kept in the end."),
+    key("gamma", NON_NEGATIVE, "0.001", "How fast that is reached."),
+];
+
+/// `eigenvalue`.
+pub(super) const EIGENVALUE: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Estimate eigenvalues."),
+    key("verbose", Kind::Bool, "false", "Log each iteration."),
+    key("max_iter", POSITIVE_COUNT, "100", "Power iterations at most."),
+    key("tol", POSITIVE, "0.01", "Relative change at which iteration stops."),
+    key("stability", NON_NEGATIVE, "1e-6", "Added to norms."),
+    key("gas_boundary_resolution", POSITIVE_COUNT, "1", "Optimizer steps between estimates."),
+    key("layer_name", Kind::Text, "\"bert.encoder.layer\"", "Module that holds the blocks."),
+    key("layer_num", COUNT, "0", "Number of blocks."),
+];

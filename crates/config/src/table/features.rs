@@ -1,0 +1,234 @@
+//! The smaller sections.
+
+use super::*;
+
+/// `amp`.
+pub(super) const AMP: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn Apex on."),
+    key("opt_level", Kind::Text, "null", "Apex optimisation level, such as `O1`."),
+    key("cast_model_type", Kind::Json, "null", "Passed to Apex."),
+    key("patch_torch_functions", Kind::Json, "null", "Passed to Apex."),
+    key("keep_batchnorm_fp32", Kind::Json, "null", "Passed to Apex."),
+    key("master_weights", Kind::Json, "null", "Passed to Apex."),
+    key("loss_scale", Kind::Json, "null", "Passed to Apex."),
+    key("min_loss_scale", Kind::Json, "null", "Passed to Apex."),
+    key("max_loss_scale", Kind::Json, "null", "Passed to Apex."),
+    key("num_losses", Kind::Json, "null", "Passed to Apex."),
+    key("verbosity", Kind::Json, "null", "Passed to Apex."),
+    key("cast_model_outputs", Kind::Json, "null", "Passed to Apex."),
+];
+
+/// `activation_checkpointing`.
+pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
+    key("partition_activations", Kind::Bool, "false", "Split kept activations over tensor-parallel ranks."),
+    key("number_checkpoints", POSITIVE_COUNT, "null", "Checkpointed calls per forward pass.").done(),
+    key(
+        "contiguous_memory_optimization",
+        Kind::Bool,
+        "false",
+        "Keep activations in one buffer; needs `partition_activations`.",
+    )
+    .done(),
+    key("synchronize_checkpoint_boundary", Kind::Bool, "false", "Wait for the device at each checkpoint.")
+        .done(),
+    key("profile", Kind::Bool, "false", "Time each checkpointed call.").done(),
+    key("cpu_checkpointing", Kind::Bool, "false", "Keep activations in host memory."),
+];
+
+/// `flops_profiler`.
+pub(super) const FLOPS_PROFILER: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Profile one step."),
+    key("recompute_fwd_factor", NON_NEGATIVE, "0.0", "Extra forward passes per backward, for recomputation."),
+    key("profile_step", COUNT, "1", "Which step."),
+    key(
+        "module_depth",
+        Kind::Int { min: -1, max: i64::MAX },
+        "-1",
+        "Depth of the printed tree; -1 prints all.",
+    ),
+    key("top_modules", POSITIVE_COUNT, "1", "Modules named in the summary."),
+    key("detailed", Kind::Bool, "true", "Print the tree."),
+    key("output_file", Kind::Text, "null", "Write there instead of to the terminal."),
+];
+
+const MODEL_INFO: &[Key] = &[
+    key("profile", Kind::Bool, "false", "Measure the model first."),
+    key("num_params", COUNT, "null", "Parameters of the model."),
+    key("hidden_size", POSITIVE_COUNT, "null", "Its width."),
+    key("num_layers", POSITIVE_COUNT, "null", "Its depth."),
+];
+
+/// `autotuning`.
+pub(super) const AUTOTUNING: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Search for the fastest configuration."),
+    key("fast", Kind::Bool, "true", "Only search micro-batch sizes."),
+    key("results_dir", Kind::NonEmptyText, "\"autotuning_results\"", "Folder for results."),
+    key("exps_dir", Kind::NonEmptyText, "\"autotuning_exps\"", "Folder for experiments."),
+    key("overwrite", Kind::Bool, "true", "Empty both folders first."),
+    key("start_profile_step", COUNT, "3", "First measured step."),
+    key("end_profile_step", COUNT, "5", "Last measured step."),
+    key("start_step", COUNT, "null", "Set for experiments."),
+    key("end_step", COUNT, "null", "Set for experiments."),
+    key("metric", choice(&["throughput", "latency", "flops"]), "\"throughput\"", "What is optimised."),
+    key("metric_path", Kind::Text, "null", "Where an experiment writes its measurement."),
+    key(
+        "tuner_type",
+        choice(&["gridsearch", "random", "model_based"]),
+        "\"gridsearch\"",
+        "How the space is searched.",
+    ),
+    key("tuner_early_stopping", POSITIVE_COUNT, "5", "Experiments without improvement before it stops."),
+    key("tuner_num_trials", POSITIVE_COUNT, "50", "Experiments at most."),
+    key("arg_mappings", Kind::Named(&Kind::Text), "null", "Command-line flags that carry options."),
+    key("model_info", Kind::Section(MODEL_INFO, Form::Plain), "null", "What is known about the model."),
+    key("model_info_path", Kind::Text, "null", "Where that is written."),
+    key("mp_size", POSITIVE_COUNT, "1", "Model-parallel size."),
+    key("max_train_batch_size", POSITIVE_COUNT, "null", "Largest batch."),
+    key("min_train_batch_size", POSITIVE_COUNT, "1", "Smallest batch."),
+    key("max_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1024", "Largest micro-batch."),
+    key("min_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1", "Smallest micro-batch."),
+    key("num_tuning_micro_batch_sizes", POSITIVE_COUNT, "3", "Micro-batch sizes tried."),
+];
+
+/// `comms_logger`.
+pub(super) const COMMS_LOGGER: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Record collectives."),
+    key("prof_all", Kind::Bool, "true", "Record all of them."),
+    key("prof_ops", TEXT_LIST, "[]", "Record these, when not all."),
+    key("verbose", Kind::Bool, "false", "Log each as it happens."),
+    key("debug", Kind::Bool, "false", "Name the caller of each."),
+];
+
+const OUTPUT_PATH: Key =
+    key("output_path", Kind::Text, "\"\"", "Folder, below the working directory.").done();
+const JOB_NAME: Key =
+    key("job_name", Kind::Text, "\"DeepSpeedJobName\"", "Folder of this run below it.").done();
+const MONITOR_ENABLED: Key = key("enabled", Kind::Bool, "false", "Turn it on.").done();
+
+/// `tensorboard`.
+pub(super) const TENSORBOARD: &[Key] = &[MONITOR_ENABLED, OUTPUT_PATH, JOB_NAME];
+/// `csv_monitor`.
+pub(super) const CSV_MONITOR: &[Key] = &[MONITOR_ENABLED, OUTPUT_PATH, JOB_NAME];
+/// `wandb`.
+pub(super) const WANDB: &[Key] = &[
+    MONITOR_ENABLED,
+    key("group", Kind::Text, "null", "Group of runs.").done(),
+    key("team", Kind::Text, "null", "Team that owns the project.").done(),
+    key("project", Kind::Text, "\"deepspeed\"", "Project.").done(),
+];
+
+/// A number of ranks.
+const RANKS: Kind = Kind::Int { min: 1, max: u32::MAX as i64 };
+
+/// `elasticity`.
+pub(super) const ELASTICITY: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Choose the batch size from this section.").done(),
+    key(
+        "max_train_batch_size",
+        Kind::Int { min: 1, max: 1 << 32 },
+        "2000",
+        "Largest batch; required when enabled.",
+    )
+    .done(),
+    key(
+        "micro_batch_sizes",
+        Kind::List { item: &POSITIVE_COUNT, length: None },
+        "[2, 4, 6]",
+        "Micro-batch sizes to choose from; required when enabled.",
+    )
+    .done(),
+    key("min_gpus", RANKS, "1", "Fewest ranks.").done(),
+    key("max_gpus", RANKS, "10000", "Most ranks.").done(),
+    key("num_gpus_per_node", RANKS, "1", "Ranks per node (version 0.2).").done(),
+    key("model_parallel_size", RANKS, "1", "Ranks per model replica (version 0.2).").done(),
+    key("min_time", COUNT, "0", "Minutes a job should last on the chosen ranks; for the scheduler.").done(),
+    key("version", Kind::Either(&[POSITIVE, Kind::Text]), "0.2", "0.1 or 0.2.").done(),
+    key("prefer_larger_batch", Kind::Bool, "true", "Among equals take the larger batch.")
+        .alias(&["prefer_large_batch"])
+        .done(),
+    key("ignore_non_elastic_batch_info", Kind::Bool, "false", "Overwrite batch keys that are given as well.")
+        .done(),
+];
+
+/// `pipeline`.
+pub(super) const PIPELINE: &[Key] = &[
+    key(
+        "stages",
+        Kind::Either(&[POSITIVE_COUNT, choice(&["auto"])]),
+        "\"auto\"",
+        "Stages; `auto` takes the module's.",
+    ),
+    key("partition", Kind::Text, "\"best\"", "How layers are divided."),
+    key("seed_layers", Kind::Bool, "false", "Seed each layer by its index."),
+    key("activation_checkpoint_interval", COUNT, "0", "Recompute every this many layers; 0 never."),
+    key("pipe_partitioned", Kind::Bool, "true", "Send a share of activations per tensor-parallel rank."),
+    key("grad_partitioned", Kind::Bool, "true", "The same for gradients."),
+    key("use_reentrant", Kind::Bool, "null", "Kind of recomputation.")
+        .inert("there is one kind of recomputation here"),
+];
+
+const PARALLEL_WRITE: &[Key] =
+    &[key("pipeline_stage", Kind::Bool, "false", "Spread the writing of pipeline stages over ranks.")];
+
+/// `checkpoint`.
+pub(super) const CHECKPOINT: &[Key] = &[
+    key(
+        "tag_validation",
+        Kind::Choice { values: &["Ignore", "Warn", "Fail"], any_case: true },
+        "\"Warn\"",
+        "What happens when ranks disagree about the tag.",
+    ),
+    key("load_universal", Kind::Bool, "false", "Load a universal checkpoint."),
+    key("use_node_local_storage", Kind::Bool, "false", "Each node writes to its own disk."),
+    key("parallel_write", Kind::Section(PARALLEL_WRITE, Form::Plain), "{}", "Who writes what."),
+];
+
+/// `data_types`.
+pub(super) const DATA_TYPES: &[Key] =
+    &[key("grad_accum_dtype", Kind::DataType, "null", "Format in which gradients accumulate.")];
+
+/// `aio`.
+pub(super) const AIO: &[Key] = &[
+    key("block_size", POSITIVE_COUNT, "1048576", "Bytes per request."),
+    key("queue_depth", POSITIVE_COUNT, "8", "Requests in flight."),
+    key("thread_count", POSITIVE_COUNT, "1", "Threads per request."),
+    key("single_submit", Kind::Bool, "false", "Submit one request at a time."),
+    key("overlap_events", Kind::Bool, "true", "Submit while others complete."),
+];
+
+/// `hybrid_engine`.
+pub(super) const HYBRID_ENGINE: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Turn it on."),
+    key("max_out_tokens", POSITIVE_COUNT, "512", "Longest generated text."),
+    key("inference_tp_size", POSITIVE_COUNT, "1", "Tensor-parallel size while generating."),
+    key("release_inference_cache", Kind::Bool, "false", "Free the cache after generating."),
+    key("pin_parameters", Kind::Bool, "true", "Page-lock offloaded parameters."),
+    key("tp_gather_partition_size", POSITIVE_COUNT, "8", "Layers gathered at once."),
+];
+
+/// `nebula`.
+pub(super) const NEBULA: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Use the service."),
+    key("nebula_load_path", Kind::Text, "null", "Where to load from."),
+    key("enable_nebula_load", Kind::Bool, "true", "Load through the service."),
+    key("persistent_storage_path", Kind::Text, "null", "Where checkpoints end up."),
+    key("persistent_time_interval", POSITIVE_COUNT, "100", "Seconds between copies."),
+    key("num_of_version_in_retention", POSITIVE_COUNT, "2", "Checkpoints kept."),
+];
+
+/// `compile`.
+pub(super) const COMPILE: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Compile the model."),
+    key("backend", Kind::Text, "\"inductor\"", "Compiler."),
+    key("kwargs", Kind::Json, "{}", "Passed to it."),
+];
+
+/// `weight_quantization`.
+pub(super) const WEIGHT_QUANTIZATION: &[Key] = &[
+    key("enabled", Kind::Bool, "true", "Turn it on."),
+    key("num_bits", POSITIVE_COUNT, "8", "Bits per weight."),
+    key("q_type", Kind::Text, "\"symmetric\"", "Whether zero lies in the middle."),
+    key("q_groups", POSITIVE_COUNT, "1", "Groups with a scale of their own."),
+    key("quantized_initialization", Kind::Json, "{}", "Quantise while loading."),
+    key("post_init_quant", Kind::Json, "{}", "Quantise after loading, by module name."),
+];

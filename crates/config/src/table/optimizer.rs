@@ -1,0 +1,148 @@
+//! `optimizer`: the parameters depend on the type.
+
+use super::*;
+
+const BETAS: Kind = Kind::List { item: &BETA, length: Some(2) };
+
+const LEARNING_RATE: Key = key("lr", NON_NEGATIVE, "0.001", "Learning rate.").done();
+const ADAM_BETAS: Key = key("betas", BETAS, "[0.9, 0.999]", "Decay of the two moments.").done();
+const EPS: Key = key("eps", NON_NEGATIVE, "1e-8", "Added to the denominator.").done();
+const WEIGHT_DECAY: Key = key("weight_decay", NON_NEGATIVE, "0.0", "Weight decay.").done();
+const BIAS_CORRECTION: Key =
+    key("bias_correction", Kind::Bool, "true", "Correct the moments for their start at zero.").done();
+const AMSGRAD: Key =
+    key("amsgrad", Kind::Bool, "false", "The AMSGrad variant; not supported by the built-in Adam.");
+
+const ADAM: &[Key] = &[
+    LEARNING_RATE,
+    ADAM_BETAS,
+    EPS,
+    WEIGHT_DECAY,
+    BIAS_CORRECTION,
+    key("adam_w_mode", Kind::Bool, "true", "Decay weights directly (AdamW) instead of through the gradient.")
+        .done(),
+    key("torch_adam", Kind::Bool, "false", "Use the framework's own Adam.").inert("there is one Adam here"),
+    AMSGRAD,
+];
+
+const SGD: &[Key] = &[
+    LEARNING_RATE,
+    key("momentum", NON_NEGATIVE, "0.0", "Momentum.").done(),
+    key("dampening", NON_NEGATIVE, "0.0", "Dampening of the momentum.").done(),
+    WEIGHT_DECAY,
+    key("nesterov", Kind::Bool, "false", "Nesterov momentum.").done(),
+];
+
+const ADAGRAD: &[Key] = &[
+    key("lr", NON_NEGATIVE, "0.01", "Learning rate.").done(),
+    key("eps", NON_NEGATIVE, "1e-10", "Added to the denominator.").done(),
+    WEIGHT_DECAY,
+];
+
+const LION: &[Key] = &[LEARNING_RATE, ADAM_BETAS, WEIGHT_DECAY];
+
+const MAX_COEFF: Key = key("max_coeff", POSITIVE, "10.0", "Largest trust ratio.").done();
+const MIN_COEFF: Key = key("min_coeff", POSITIVE, "0.01", "Smallest trust ratio.").done();
+const EPS_INSIDE_SQRT: Key = key("eps_inside_sqrt", Kind::Bool, "false", "Add eps under the root.").done();
+
+const LAMB: &[Key] =
+    &[LEARNING_RATE, ADAM_BETAS, EPS, EPS_INSIDE_SQRT, WEIGHT_DECAY, BIAS_CORRECTION, MAX_COEFF, MIN_COEFF];
+
+const FREEZE_STEP: Key =
+    key("freeze_step", POSITIVE_COUNT, "100000", "Steps of plain training before compression starts.");
+const CUDA_AWARE: Key = key("cuda_aware", Kind::Bool, "false", "The MPI library reads device memory.");
+const BACKEND: Key = key(
+    "comm_backend_name",
+    choice(&["nccl", "mpi", "hccl"]),
+    "\"nccl\"",
+    "What carries the compressed momentum.",
+);
+
+const ONE_BIT_ADAM: &[Key] = &[
+    LEARNING_RATE,
+    ADAM_BETAS,
+    EPS,
+    EPS_INSIDE_SQRT,
+    WEIGHT_DECAY,
+    BIAS_CORRECTION,
+    AMSGRAD,
+    FREEZE_STEP,
+    CUDA_AWARE,
+    BACKEND,
+];
+
+const ZERO_ONE_ADAM: &[Key] = &[
+    LEARNING_RATE,
+    ADAM_BETAS,
+    EPS,
+    EPS_INSIDE_SQRT,
+    WEIGHT_DECAY,
+    BIAS_CORRECTION,
+    AMSGRAD,
+    key("var_freeze_step", POSITIVE_COUNT, "100000", "Step after which the second moment stays as it is."),
+    key("var_update_scaler", POSITIVE_COUNT, "16", "Updates before the second moment's interval doubles."),
+    key("local_step_scaler", POSITIVE_COUNT, "32678", "Steps before the local-step interval doubles."),
+    key("local_step_clipper", POSITIVE_COUNT, "16", "Longest local-step interval."),
+    CUDA_AWARE,
+    BACKEND,
+];
+
+const ONE_BIT_LAMB: &[Key] = &[
+    LEARNING_RATE,
+    ADAM_BETAS,
+    EPS,
+    EPS_INSIDE_SQRT,
+    WEIGHT_DECAY,
+    BIAS_CORRECTION,
+    AMSGRAD,
+    FREEZE_STEP,
+    MAX_COEFF,
+    MIN_COEFF,
+    key("coeff_beta", BETA, "0.9", "Decay of the averaged trust ratio."),
+    key("factor_max", POSITIVE, "4.0", "Largest correction of the frozen trust ratio."),
+    key("factor_min", POSITIVE, "0.5", "Smallest correction of the frozen trust ratio."),
+    key("factor_threshold", NON_NEGATIVE, "0.1", "Largest change of the correction per step."),
+    CUDA_AWARE,
+    BACKEND,
+];
+
+const fn done(tag: &'static str, keys: &'static [Key]) -> Variant {
+    Variant { tag, keys: Some(keys), status: Status::Implemented }
+}
+
+const fn not_yet(tag: &'static str, keys: Option<&'static [Key]>) -> Variant {
+    Variant { tag, keys, status: Status::NotYet }
+}
+
+/// Every optimizer by its canonical name. Those without keys take whatever the framework's class takes.
+pub(super) const OPTIMIZERS: &[Variant] = &[
+    done("Adam", ADAM),
+    done("AdamW", ADAM),
+    done("SGD", SGD),
+    done("Adagrad", ADAGRAD),
+    done("Lion", LION),
+    done("Lamb", LAMB),
+    not_yet("OneBitAdam", Some(ONE_BIT_ADAM)),
+    not_yet("ZeroOneAdam", Some(ZERO_ONE_ADAM)),
+    not_yet("OneBitLamb", Some(ONE_BIT_LAMB)),
+    not_yet("MuAdam", None),
+    not_yet("MuAdamW", None),
+    not_yet("MuSGD", None),
+    not_yet("RMSprop", None),
+    not_yet("Adadelta", None),
+    not_yet("Adamax", None),
+    not_yet("NAdam", None),
+    not_yet("RAdam", None),
+    not_yet("ASGD", None),
+    not_yet("Rprop", None),
+];
+
+/// `optimizer`.
+pub(super) const OPTIMIZER: &[Key] = &[
+    key("type", Kind::Text, "null", "Which optimizer; upper and lower case do not matter.").done(),
+    key("params", Kind::Variants { tag: Tag::Beside("type"), variants: OPTIMIZERS }, "{}", "Its parameters.")
+        .nullable()
+        .done(),
+    key("legacy_fusion", Kind::Bool, "false", "An old calling convention of fused optimizers.")
+        .inert("there is one calling convention here"),
+];

@@ -1,0 +1,45 @@
+//! Mixed precision.
+
+use super::*;
+
+/// `fp16`.
+pub(super) const FP16: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Train in half precision.").done(),
+    key("auto_cast", Kind::Bool, "false", "Cast floating-point inputs of the model to half precision."),
+    key("loss_scale", NON_NEGATIVE, "0", "Constant loss scale; 0 adapts it.").done(),
+    key(
+        "initial_scale_power",
+        Kind::Int { min: 0, max: 126 },
+        "16",
+        "The adaptive scale starts at two to this power.",
+    )
+    .done(),
+    key("loss_scale_window", POSITIVE_COUNT, "1000", "Steps without overflow before the scale doubles.")
+        .done(),
+    key("hysteresis", POSITIVE_COUNT, "2", "Overflows before the scale halves.").done(),
+    key(
+        "consecutive_hysteresis",
+        Kind::Bool,
+        "false",
+        "Refill the hysteresis at every step without overflow.",
+    )
+    .done(),
+    key("min_loss_scale", POSITIVE, "1", "The scale never falls below this.").done(),
+    key(
+        "fp16_master_weights_and_grads",
+        Kind::Bool,
+        "false",
+        "Keep master weights and gradients in half precision (stage 2 with CPU offload).",
+    ),
+];
+
+/// `bf16`.
+pub(super) const BF16: &[Key] = &[
+    key("enabled", Kind::Bool, "false", "Train in bfloat16.").done(),
+    key(
+        "immediate_grad_update",
+        Kind::Bool,
+        "false",
+        "Add each gradient to the fp32 buffer as it is produced.",
+    ),
+];

@@ -1,0 +1,245 @@
+//! The top level of `ds_config.json`.
+
+use super::attention::SPARSE_ATTENTION;
+use super::compression::COMPRESSION;
+use super::data::{CURRICULUM, DATA_EFFICIENCY, EIGENVALUE, PROGRESSIVE_LAYER_DROP};
+use super::features::*;
+use super::optimizer::OPTIMIZER;
+use super::precision::{BF16, FP16};
+use super::scheduler::SCHEDULER;
+use super::zero::ZERO;
+use super::*;
+
+const COMMUNICATION_TYPE: Kind = Kind::Choice { values: &["fp16", "bf16", "fp32"], any_case: true };
+const ZERO_SECTION: Kind = Kind::Either(&[Kind::Section(ZERO, Form::Schema), Kind::Bool]);
+
+/// Every top-level option.
+pub const ROOT: &[Key] = &[
+    key(
+        "train_batch_size",
+        POSITIVE_COUNT,
+        "null",
+        "Samples per optimizer step over all ranks: micro batch × accumulation steps × data-parallel ranks.",
+    )
+    .done(),
+    key(
+        "train_micro_batch_size_per_gpu",
+        POSITIVE_COUNT,
+        "null",
+        "Samples per rank in one forward and backward pass.",
+    )
+    .done(),
+    key(
+        "gradient_accumulation_steps",
+        POSITIVE_COUNT,
+        "null",
+        "Forward and backward passes per optimizer step.",
+    )
+    .done(),
+    key("optimizer", Kind::Section(OPTIMIZER, Form::Plain), "null", "The optimizer and its parameters.")
+        .done(),
+    key(
+        "scheduler",
+        Kind::Section(SCHEDULER, Form::Plain),
+        "null",
+        "The learning-rate schedule and its parameters.",
+    )
+    .done(),
+    key(
+        "steps_per_print",
+        POSITIVE_COUNT,
+        "10",
+        "Report progress every this many optimizer steps; `null` never does.",
+    )
+    .nullable()
+    .done(),
+    key("fp16", Kind::Section(FP16, Form::Plain), "{}", "Half-precision training with loss scaling.").done(),
+    key("bf16", Kind::Section(BF16, Form::Plain), "{}", "bfloat16 training.").done(),
+    key("bfloat16", Kind::Section(BF16, Form::Plain), "null", "Old name of `bf16`.")
+        .deprecated(Deprecated::Superseded("bf16")),
+    key(
+        "amp",
+        Kind::Section(AMP, Form::Plain),
+        "{}",
+        "NVIDIA Apex mixed precision; there is no Apex here, use `fp16` or `bf16`.",
+    ),
+    key("gradient_clipping", NON_NEGATIVE, "0.0", "Largest global gradient norm; 0 turns clipping off.")
+        .done(),
+    key(
+        "prescale_gradients",
+        Kind::Bool,
+        "false",
+        "Divide gradients by the data-parallel size before they are summed instead of after.",
+    )
+    .done(),
+    key(
+        "gradient_predivide_factor",
+        POSITIVE,
+        "1.0",
+        "Divide gradients by this before they are summed, and make up for it after.",
+    )
+    .done(),
+    key(
+        "sparse_gradients",
+        Kind::Bool,
+        "false",
+        "Exchange embedding gradients as rows instead of whole tables.",
+    ),
+    key(
+        "communication_data_type",
+        COMMUNICATION_TYPE,
+        "null",
+        "The number format in which gradients travel; `null` follows the training precision.",
+    )
+    .done(),
+    key(
+        "seq_parallel_comm_data_type",
+        COMMUNICATION_TYPE,
+        "\"fp32\"",
+        "As `communication_data_type`, when sequence parallelism is on.",
+    )
+    .alias(&["seq_parallel_communication_data_type"]),
+    key(
+        "zero_optimization",
+        ZERO_SECTION,
+        "{}",
+        "ZeRO: which model states are split over ranks and where they live.",
+    )
+    .done(),
+    key(
+        "zero_allow_untested_optimizer",
+        Kind::Bool,
+        "false",
+        "Run ZeRO with an optimizer outside its tested list.",
+    )
+    .done(),
+    key(
+        "zero_force_ds_cpu_optimizer",
+        Kind::Bool,
+        "true",
+        "With offloaded optimizer state, refuse optimizers other than the built-in CPU ones.",
+    )
+    .inert("optimizers come from the configuration only, and all of them run on the host"),
+    key(
+        "activation_checkpointing",
+        Kind::Section(ACTIVATION_CHECKPOINTING, Form::Plain),
+        "{}",
+        "Recompute activations in the backward pass instead of keeping them.",
+    )
+    .done(),
+    key("wall_clock_breakdown", Kind::Bool, "false", "Time forward, backward, reduction and step.").done(),
+    key("memory_breakdown", Kind::Bool, "false", "Report memory around forward, backward and step."),
+    key("dump_state", Kind::Bool, "false", "Print the whole engine state after construction."),
+    key(
+        "tensorboard",
+        Kind::Section(TENSORBOARD, Form::Schema),
+        "{}",
+        "Write training curves for TensorBoard.",
+    )
+    .done(),
+    key("csv_monitor", Kind::Section(CSV_MONITOR, Form::Schema), "{}", "Write training curves as CSV files.")
+        .done(),
+    key("wandb", Kind::Section(WANDB, Form::Schema), "{}", "Send training curves to Weights & Biases.")
+        .done(),
+    key(
+        "comms_logger",
+        Kind::Section(COMMS_LOGGER, Form::Schema),
+        "null",
+        "Record every collective: size, time, bandwidth.",
+    ),
+    key(
+        "flops_profiler",
+        Kind::Section(FLOPS_PROFILER, Form::Plain),
+        "{}",
+        "Count floating-point operations and time per module.",
+    ),
+    key("pipeline", Kind::Section(PIPELINE, Form::Plain), "{}", "Pipeline parallelism."),
+    key("checkpoint", Kind::Section(CHECKPOINT, Form::Plain), "{}", "How checkpoints are written and read."),
+    key("data_types", Kind::Section(DATA_TYPES, Form::Plain), "{}", "Number formats of intermediate values."),
+    key("aio", Kind::Section(AIO, Form::Plain), "{}", "Asynchronous reads and writes for NVMe offload.")
+        .nullable(),
+    key(
+        "elasticity",
+        Kind::Section(ELASTICITY, Form::Plain),
+        "{}",
+        "Batch sizes that stay valid when the number of ranks changes.",
+    )
+    .done(),
+    key("autotuning", Kind::Section(AUTOTUNING, Form::Plain), "{}", "Search for the fastest configuration."),
+    key(
+        "data_efficiency",
+        Kind::Section(DATA_EFFICIENCY, Form::Plain),
+        "{}",
+        "Curriculum sampling and random layer-token dropping.",
+    ),
+    key(
+        "curriculum_learning",
+        Kind::Section(CURRICULUM, Form::Plain),
+        "null",
+        "Sequence-length curriculum (the older form; see `data_efficiency`).",
+    ),
+    key(
+        "progressive_layer_drop",
+        Kind::Section(PROGRESSIVE_LAYER_DROP, Form::Plain),
+        "null",
+        "Drop layers at random, more and more of them.",
+    ),
+    key(
+        "eigenvalue",
+        Kind::Section(EIGENVALUE, Form::Plain),
+        "{}",
+        "Largest Hessian eigenvalue per block, for quantisation schedules.",
+    ),
+    key(
+        "compression_training",
+        Kind::Section(COMPRESSION, Form::Plain),
+        "{}",
+        "Quantisation-aware training, pruning and layer reduction.",
+    ),
+    key(
+        "sparse_attention",
+        SPARSE_ATTENTION,
+        "null",
+        "Block-sparse attention layout for models that ask for it.",
+    ),
+    key(
+        "hybrid_engine",
+        Kind::Section(HYBRID_ENGINE, Form::Schema),
+        "{}",
+        "Switch one model between training and generation.",
+    ),
+    key(
+        "weight_quantization",
+        Kind::Section(WEIGHT_QUANTIZATION, Form::Schema),
+        "null",
+        "Weight-only quantisation for inference.",
+    ),
+    key("compile", Kind::Section(COMPILE, Form::Schema), "{}", "Graph compilation by the tensor framework.")
+        .inert("models are compiled ahead of time here"),
+    key("nebula", Kind::Section(NEBULA, Form::Plain), "{}", "Azure's asynchronous checkpoint service."),
+    key("dataloader_drop_last", Kind::Bool, "false", "Drop the last batch when it is not full."),
+    key(
+        "use_data_before_expert_parallelism",
+        Kind::Bool,
+        "false",
+        "Rank order of mixture-of-experts groups: data before expert.",
+    ),
+    key("graph_harvesting", Kind::Bool, "false", "Capture and replay device graphs in the bf16 optimizer."),
+    key("vocabulary_size", POSITIVE_COUNT, "null", "Only checked: a multiple of 8 is faster.").done(),
+    key("disable_allgather", Kind::Bool, "false", "Has never done anything.")
+        .inert("it has never done anything in DeepSpeed either"),
+    key(
+        "allgather_size",
+        COUNT,
+        "500000000",
+        "All-gather bucket of the boolean form of `zero_optimization`.",
+    )
+    .done(),
+    key(
+        "quantize_training",
+        Kind::Json,
+        "null",
+        "Obsolete form of `compression_training.weight_quantization`.",
+    )
+    .inert("it is obsolete; use `compression_training.weight_quantization`"),
+];

@@ -1,0 +1,171 @@
+//! `zero_optimization`.
+
+use super::*;
+
+const OFFLOAD_DEVICE: Kind = choice(&["none", "cpu", "nvme"]);
+
+const OFFLOAD_PARAM: &[Key] = &[
+    key("device", OFFLOAD_DEVICE, "\"none\"", "Where parameters wait while they are not in use."),
+    key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk."),
+    key("buffer_count", COUNT, "5", "Buffers for parameters that travel to and from NVMe."),
+    key("buffer_size", COUNT, "100000000", "Elements per buffer."),
+    key("max_in_cpu", COUNT, "1000000000", "Elements kept in host memory when offloading to NVMe."),
+    key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers."),
+];
+
+const OFFLOAD_OPTIMIZER: &[Key] = &[
+    key("device", OFFLOAD_DEVICE, "\"none\"", "Where optimizer states and master weights live."),
+    key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk."),
+    key("buffer_count", COUNT, "4", "Buffers for states that travel to and from NVMe."),
+    key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers."),
+    key("pipeline_read", Kind::Bool, "false", "Read the next states while these are updated."),
+    key("pipeline_write", Kind::Bool, "false", "Write the last states while these are updated."),
+    key("fast_init", Kind::Bool, "false", "Initialise NVMe states in bulk."),
+    key("ratio", FRACTION, "1.0", "Share of the states that is updated on the CPU (stage 3 only)."),
+];
+
+const SWITCH_TO_CPU: &str = r#"{"device":"cpu"}"#;
+
+/// `zero_optimization`.
+pub(super) const ZERO: &[Key] = &[
+    key(
+        "stage",
+        Kind::IntChoice(&[0, 1, 2, 3]),
+        "0",
+        "0 splits nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
+    )
+    .done(),
+    key("contiguous_gradients", Kind::Bool, "true", "Copy gradients into one buffer as they are produced.")
+        .done(),
+    key("reduce_scatter", Kind::Bool, "true", "Reduce each gradient to its owner only, instead of to all.")
+        .done(),
+    key("reduce_bucket_size", COUNT, "500000000", "Gradient elements reduced at once.").done(),
+    key(
+        "use_multi_rank_bucket_allreduce",
+        Kind::Bool,
+        "true",
+        "Reduce a bucket whose owners are several ranks in one collective.",
+    )
+    .done(),
+    key("allgather_partitions", Kind::Bool, "true", "Collect updated parameters by all-gather.")
+        .inert("updated parameters are always gathered"),
+    key("allgather_bucket_size", COUNT, "500000000", "Parameter elements gathered at once.").done(),
+    key(
+        "overlap_comm",
+        Kind::Bool,
+        "null",
+        "Reduce gradients while the backward pass goes on; `null` means only in stage 3.",
+    )
+    .done(),
+    key(
+        "load_from_fp32_weights",
+        Kind::Bool,
+        "true",
+        "Restore master weights from the checkpoint's fp32 copy.",
+    )
+    .done(),
+    key(
+        "elastic_checkpoint",
+        Kind::Bool,
+        "false",
+        "Write checkpoints that another number of ranks can load.",
+    )
+    .inert("every checkpoint loads on any number of ranks"),
+    key(
+        "offload_param",
+        Kind::Section(OFFLOAD_PARAM, Form::Schema),
+        "null",
+        "Keep parameters in host memory or on NVMe (stage 3).",
+    ),
+    key(
+        "offload_optimizer",
+        Kind::Section(OFFLOAD_OPTIMIZER, Form::Schema),
+        "null",
+        "Keep optimizer states in host memory or on NVMe.",
+    ),
+    key("sub_group_size", COUNT, "1000000000", "Parameter elements updated at once in stage 3.").done(),
+    key("prefetch_bucket_size", COUNT, "50000000", "Parameter elements fetched ahead of use.")
+        .alias(&["stage3_prefetch_bucket_size"])
+        .done(),
+    key("param_persistence_threshold", COUNT, "100000", "Smaller parameters are never split.")
+        .alias(&["stage3_param_persistence_threshold"])
+        .done(),
+    key(
+        "model_persistence_threshold",
+        COUNT,
+        "9223372036854775807",
+        "Elements that may stay whole in total.",
+    )
+    .alias(&["stage3_model_persistence_threshold"])
+    .done(),
+    key("max_live_parameters", COUNT, "1000000000", "Parameter elements that may be whole at once.")
+        .alias(&["stage3_max_live_parameters"])
+        .done(),
+    key(
+        "max_reuse_distance",
+        COUNT,
+        "1000000000",
+        "Keep a parameter that is used again within this many elements.",
+    )
+    .alias(&["stage3_max_reuse_distance"])
+    .done(),
+    key(
+        "gather_16bit_weights_on_model_save",
+        Kind::Bool,
+        "false",
+        "Collect the whole 16-bit model on rank 0 when it is saved.",
+    )
+    .alias(&["stage3_gather_16bit_weights_on_model_save"])
+    .done(),
+    key("ignore_unused_parameters", Kind::Bool, "true", "Accept parameters that received no gradient.")
+        .done(),
+    key("legacy_stage1", Kind::Bool, "false", "The first implementation of stage 1; it is gone."),
+    key("round_robin_gradients", Kind::Bool, "false", "Spread gradient partitions over ranks in turn.")
+        .done(),
+    key("zero_hpz_partition_size", COUNT, "1", "ZeRO++: ranks that hold a second copy of the parameters."),
+    key("zero_quantized_weights", Kind::Bool, "false", "ZeRO++: gather parameters as int8."),
+    key(
+        "zero_quantized_nontrainable_weights",
+        Kind::Bool,
+        "false",
+        "ZeRO++: keep frozen parameters as int8.",
+    ),
+    key("zero_quantized_gradients", Kind::Bool, "false", "ZeRO++: reduce gradients as int4."),
+    key(
+        "mics_shard_size",
+        ANY_INT,
+        "-1",
+        "MiCS: ranks that share one copy of the model states; 0 or less turns it off.",
+    ),
+    key(
+        "mics_hierarchical_params_gather",
+        Kind::Bool,
+        "false",
+        "MiCS: gather between nodes first, then within.",
+    ),
+    key(
+        "memory_efficient_linear",
+        Kind::Bool,
+        "true",
+        "Free the weight of a linear layer between forward and backward.",
+    )
+    .inert("weights are always freed between uses here"),
+    key("pipeline_loading_checkpoint", Kind::Bool, "false", "Load a stage-3 checkpoint file by file.")
+        .inert("checkpoints are always read in pieces here"),
+    key("override_module_apply", Kind::Bool, "true", "Make initialisers see whole parameters.")
+        .inert("initialisers always see whole parameters here"),
+    key("cpu_offload", Kind::Bool, "null", "Old form of `offload_optimizer`.")
+        .deprecated(Deprecated::Switch { replaced_by: "offload_optimizer", on: SWITCH_TO_CPU }),
+    key("cpu_offload_param", Kind::Bool, "null", "Old form of `offload_param`.")
+        .deprecated(Deprecated::Switch { replaced_by: "offload_param", on: SWITCH_TO_CPU }),
+    key("cpu_offload_use_pin_memory", Kind::Bool, "null", "Old form of `pin_memory`.").deprecated(
+        Deprecated::NoEffect("write `\"pin_memory\": true` in `offload_optimizer` or `offload_param`"),
+    ),
+    key(
+        "stage3_gather_fp16_weights_on_model_save",
+        Kind::Bool,
+        "null",
+        "Old name of `gather_16bit_weights_on_model_save`.",
+    )
+    .deprecated(Deprecated::Renamed("gather_16bit_weights_on_model_save")),
+];
