@@ -17,6 +17,8 @@
 //! # Ok::<(), ferrospeed_launch::LaunchError>(())
 //! ```
 //!
+//! [`probe`] says what this host can do, by trying it.
+//!
 //! It refuses to guess: an option that a backend cannot honour is an error, not a shrug.
 
 pub mod cores;
@@ -30,6 +32,7 @@ pub mod node;
 pub mod node_count;
 pub mod options;
 pub mod plan;
+pub mod probe;
 pub mod run;
 mod runners;
 pub mod shell;

@@ -138,6 +138,8 @@ pub struct LaunchOptions {
     pub core_list: Option<String>,
     /// The port of the hosts' ssh servers.
     pub ssh_port: Option<u16>,
+    /// A file of variables for every rank, wherever it runs.
+    pub env_file: Option<String>,
     /// The program.
     pub program: String,
     /// Its arguments.
@@ -170,6 +172,7 @@ impl LaunchOptions {
             bind_cores: false,
             core_list: None,
             ssh_port: None,
+            env_file: None,
             program: program.into(),
             args,
         }

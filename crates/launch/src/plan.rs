@@ -24,8 +24,10 @@ pub trait Surroundings {
     fn device_count(&self) -> u32;
     /// The current folder.
     fn current_dir(&self) -> Result<String, LaunchError>;
-    /// The environment files that exist: path and text, the later one wins.
+    /// The environment files that lie in the usual places: path and text, the later one wins.
     fn env_files(&self) -> Result<Vec<(String, String)>, LaunchError>;
+    /// The text of an environment file that was named.
+    fn named_env_file(&self, path: &str) -> Result<String, LaunchError>;
     /// Whether a name means this host.
     fn is_this_host(&self, host: &str) -> bool;
     /// Tries a host over ssh.
@@ -123,7 +125,7 @@ pub fn plan(options: &LaunchOptions, world: &dyn Surroundings) -> Result<LaunchP
         command.extend(node.to_arguments(None));
         return Ok(LaunchPlan {
             command,
-            environment_set: Environment::new(),
+            environment_set: named_variables(options, world)?,
             environment_removed,
             action: Action::Here(Box::new(node)),
             files: Vec::new(),
@@ -300,6 +302,15 @@ fn node_launch(
     }
 }
 
+/// The variables of `--env_file`.
+fn named_variables(options: &LaunchOptions, world: &dyn Surroundings) -> Result<Environment, LaunchError> {
+    let mut variables = Environment::new();
+    if let Some(path) = &options.env_file {
+        exports::add_env_file(&mut variables, path, &world.named_env_file(path)?)?;
+    }
+    Ok(variables)
+}
+
 fn gather_job<'a>(
     options: &'a LaunchOptions,
     world: &dyn Surroundings,
@@ -317,6 +328,7 @@ fn gather_job<'a>(
     for (path, text) in world.env_files()? {
         exports::add_env_file(&mut exports, &path, &text)?;
     }
+    exports.extend(named_variables(options, world)?);
     let mut command_environment = Environment::new();
     command_environment.insert("PYTHONPATH".to_owned(), python_path);
     Ok(Job {

@@ -119,6 +119,12 @@ impl Surroundings for ThisHost {
         Ok(found)
     }
 
+    fn named_env_file(&self, path: &str) -> Result<String, LaunchError> {
+        let refuse =
+            |source| LaunchError::File { action: "read environment file", path: path.into(), source };
+        std::fs::read_to_string(path).map_err(refuse)
+    }
+
     fn is_this_host(&self, host: &str) -> bool {
         let own = host_name();
         let short = own.split('.').next().unwrap_or_default();

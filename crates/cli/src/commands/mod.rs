@@ -1,0 +1,58 @@
+//! The commands, one module each, and the table that clap reads.
+
+mod completions;
+mod doctor;
+mod launch;
+mod node_launch;
+mod rank_env;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::failure::Failure;
+
+/// Trains and serves models larger than one device or machine, driven by ds_config.json.
+#[derive(Debug, Parser)]
+#[command(name = "ferrospeed", version, about, arg_required_else_help = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Start a program on several ranks, on this host or on many, and stay with them
+    Launch(Box<launch::LaunchArgs>),
+    /// Say what this machine can do, and what is missing
+    Doctor(doctor::DoctorArgs),
+    /// Write a completion script for a shell
+    Completions(completions::CompletionsArgs),
+    /// The part of `launch` that runs once on each host
+    #[command(name = "node-launch", hide = true)]
+    NodeLaunch(Box<node_launch::NodeLaunchArgs>),
+    /// Translate an MPI launcher's rank variables, then become the program
+    #[command(name = "rank-env", hide = true)]
+    RankEnv(rank_env::RankEnvArgs),
+}
+
+/// Runs the command that was asked for.
+pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
+    match cli.command {
+        Command::Launch(args) => launch::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Completions(args) => completions::run(&args),
+        Command::NodeLaunch(args) => node_launch::run(&args),
+        Command::RankEnv(args) => rank_env::run(&args),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_table_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+}
