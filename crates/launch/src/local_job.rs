@@ -9,7 +9,7 @@ use crate::filter::ActiveSlots;
 use crate::node::NodeLaunch;
 use crate::options::Interpreter;
 use crate::run::{DEFAULT_INTERRUPT_GRACE, RunOptions, run_node};
-use crate::supervise::{JobOutcome, SignalHandling};
+use crate::supervise::{JobOutcome, OutputMode, SignalHandling};
 use crate::surroundings;
 
 /// One program on several ranks of this host.
@@ -28,8 +28,8 @@ pub struct LocalJob {
     pub env: Environment,
     /// Where each rank's output is kept.
     pub log_dir: Option<PathBuf>,
-    /// Begin each line of output with its rank.
-    pub prefix_output: bool,
+    /// What becomes of the ranks' output, besides their logs.
+    pub output: OutputMode,
     /// The port ranks meet on; a free one when absent.
     pub master_port: Option<u16>,
     /// How long ranks may take to go after a forwarded signal.
@@ -51,7 +51,7 @@ impl LocalJob {
             ranks,
             env: Environment::new(),
             log_dir: None,
-            prefix_output: true,
+            output: OutputMode::Prefixed,
             master_port: None,
             interrupt_grace: DEFAULT_INTERRUPT_GRACE,
             signals: SignalHandling::Forward,
@@ -82,11 +82,8 @@ impl LocalJob {
         };
         let mut environment = surroundings::environment();
         environment.extend(self.env.clone());
-        let options = RunOptions {
-            prefix_output: self.prefix_output,
-            interrupt_grace: self.interrupt_grace,
-            signals: self.signals,
-        };
+        let options =
+            RunOptions { output: self.output, interrupt_grace: self.interrupt_grace, signals: self.signals };
         run_node(&node, environment, surroundings::new_job_token()?, &options, |_, _| {})
     }
 }

@@ -11,7 +11,9 @@ use crate::error::LaunchError;
 use crate::exports::Environment;
 use crate::node::{Machine, NodeLaunch, dlts_variables};
 use crate::plan::LaunchPlan;
-use crate::supervise::{JobOutcome, ProcessSpec, SignalHandling, Supervisor, SupervisorOptions};
+use crate::supervise::{
+    JobOutcome, OutputMode, ProcessSpec, ShownOutput, SignalHandling, Supervisor, SupervisorOptions,
+};
 use crate::{cores, surroundings};
 
 /// How long ranks may take to go after a forwarded signal, unless told otherwise: time for a checkpoint.
@@ -23,8 +25,8 @@ const DLTS_POD_FILE: &str = "/dlts-runtime/env/pod.env";
 /// How ranks are run, whatever they are.
 #[derive(Debug, Clone)]
 pub struct RunOptions {
-    /// Begin each line of output with its rank.
-    pub prefix_output: bool,
+    /// What becomes of the ranks' output.
+    pub output: OutputMode,
     /// How long ranks may take to go after a forwarded signal.
     pub interrupt_grace: Duration,
     /// Whether this process's signals are forwarded.
@@ -34,7 +36,7 @@ pub struct RunOptions {
 impl Default for RunOptions {
     fn default() -> Self {
         RunOptions {
-            prefix_output: true,
+            output: OutputMode::Prefixed,
             interrupt_grace: DEFAULT_INTERRUPT_GRACE,
             signals: SignalHandling::Forward,
         }
@@ -78,7 +80,7 @@ pub fn run_node(
             .into_iter()
             .map(|rank| {
                 let log_name = log_name(&started, rank.rank, machine.restart_count);
-                ProcessSpec::of_rank(rank, options.prefix_output, Some(log_name))
+                ProcessSpec::of_rank(rank, options.output, Some(log_name))
             })
             .collect();
         let outcome = supervisor.run(&specs)?;
@@ -115,7 +117,7 @@ pub fn run_backend(plan: &LaunchPlan, label: &str, options: &RunOptions) -> Resu
     let outcome = supervisor.run(&[ProcessSpec {
         label: label.to_owned(),
         rank: None,
-        prefix: None,
+        output: ShownOutput::Prefixed(String::new()),
         log_name: None,
         command: plan.command.clone(),
         environment: environment.clone(),

@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use ferrospeed_launch::options::{DEFAULT_HOSTFILE, DEFAULT_MAX_RESTARTS};
 use ferrospeed_launch::plan::{Action, LaunchPlan, Surroundings, plan};
 use ferrospeed_launch::run::{RunOptions, run_backend, run_node};
-use ferrospeed_launch::supervise::SignalHandling;
+use ferrospeed_launch::supervise::{OutputMode, SignalHandling};
 use ferrospeed_launch::surroundings::{Contact, ThisHost};
 use ferrospeed_launch::{Interpreter, JobOutcome, LaunchOptions, RankFailure, node_count, shell};
 
@@ -242,7 +242,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     let run_options = RunOptions {
-        prefix_output: !args.no_prefix,
+        output: if args.no_prefix { OutputMode::Plain } else { OutputMode::Prefixed },
         interrupt_grace: Duration::from_secs(u64::from(args.grace_s)),
         signals: SignalHandling::Forward,
     };

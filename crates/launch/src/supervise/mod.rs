@@ -21,7 +21,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 pub use outcome::{Ended, JobOutcome, RankFailure};
-pub use process::ProcessSpec;
+pub use process::{OutputMode, ProcessSpec, ShownOutput};
 
 use crate::error::LaunchError;
 use crate::node::JOB_TOKEN_VARIABLE;
@@ -225,7 +225,7 @@ impl Running {
             (Some(folder), Some(name)) => Some(folder.join(name)),
             _ => None,
         };
-        let output_options = OutputOptions::open(spec.prefix.clone(), log)?;
+        let output_options = OutputOptions::open(spec.output.clone(), log)?;
         let mut process = process::spawn(spec)?;
         let group = process.group();
         let pipes = process.take_pipes();

@@ -12,6 +12,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use super::process::ShownOutput;
 use super::spawn_thread;
 use crate::error::LaunchError;
 
@@ -23,17 +24,17 @@ const REMEMBERED_LINE_BYTES: usize = 2 << 10;
 const DRAIN_LIMIT: Duration = Duration::from_secs(1);
 
 pub(super) struct OutputOptions {
-    prefix: Option<String>,
+    shown: ShownOutput,
     log: Option<(PathBuf, File)>,
 }
 
 impl OutputOptions {
-    pub(super) fn open(prefix: Option<String>, log: Option<PathBuf>) -> Result<Self, LaunchError> {
+    pub(super) fn open(shown: ShownOutput, log: Option<PathBuf>) -> Result<Self, LaunchError> {
         let open = |path: PathBuf| match OpenOptions::new().append(true).create_new(true).open(&path) {
             Ok(file) => Ok((path, file)),
             Err(source) => Err(LaunchError::File { action: "create log file", path, source }),
         };
-        Ok(OutputOptions { prefix, log: log.map(open).transpose()? })
+        Ok(OutputOptions { shown, log: log.map(open).transpose()? })
     }
 }
 
@@ -65,12 +66,12 @@ impl Output {
         let shared = Arc::new(Mutex::new(Shared { log, last_lines: VecDeque::new() }));
         let (finished, done) = channel();
         let mut output = Output { shared, log_path, readers: 0, done };
-        let prefix = options.prefix.unwrap_or_default();
+        let shown = options.shown;
         if let Some(out) = out {
-            output.read(out, Stream::Out, prefix.clone(), finished.clone())?;
+            output.read(out, Stream::Out, shown.clone(), finished.clone())?;
         }
         if let Some(error) = error {
-            output.read(error, Stream::Error, prefix, finished)?;
+            output.read(error, Stream::Error, shown, finished)?;
         }
         Ok(output)
     }
@@ -79,13 +80,13 @@ impl Output {
         &mut self,
         pipe: impl Read + Send + 'static,
         stream: Stream,
-        prefix: String,
+        shown: ShownOutput,
         finished: Sender<()>,
     ) -> Result<(), LaunchError> {
         let shared = Arc::clone(&self.shared);
         self.readers += 1;
         spawn_thread("rank-output", move || {
-            pass_on(pipe, stream, &prefix, &shared);
+            pass_on(pipe, stream, &shown, &shared);
             // Nobody listens once the drain limit has passed.
             let _ = finished.send(());
         })
@@ -108,7 +109,7 @@ fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
     shared.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn pass_on(mut pipe: impl Read, stream: Stream, prefix: &str, shared: &Mutex<Shared>) {
+fn pass_on(mut pipe: impl Read, stream: Stream, shown: &ShownOutput, shared: &Mutex<Shared>) {
     let mut chunk = vec![0; 16 << 10];
     let mut line = Vec::new();
     let mut previous = 0;
@@ -124,7 +125,7 @@ fn pass_on(mut pipe: impl Read, stream: Stream, prefix: &str, shared: &Mutex<Sha
             if byte == b'\n' || byte == b'\r' {
                 let second_half_of_crlf = byte == b'\n' && previous == b'\r';
                 if !second_half_of_crlf {
-                    emit(&line, stream, prefix, shared);
+                    emit(&line, stream, shown, shared);
                 }
                 line.clear();
                 previous = byte;
@@ -133,29 +134,28 @@ fn pass_on(mut pipe: impl Read, stream: Stream, prefix: &str, shared: &Mutex<Sha
             previous = byte;
             line.push(byte);
             if line.len() >= MAX_LINE_BYTES {
-                emit(&line, stream, prefix, shared);
+                emit(&line, stream, shown, shared);
                 line.clear();
             }
         }
     }
     if !line.is_empty() {
-        emit(&line, stream, prefix, shared);
+        emit(&line, stream, shown, shared);
     }
 }
 
-fn emit(line: &[u8], stream: Stream, prefix: &str, shared: &Mutex<Shared>) {
-    let mut whole = Vec::with_capacity(prefix.len() + line.len() + 1);
-    whole.extend_from_slice(prefix.as_bytes());
-    whole.extend_from_slice(line);
-    whole.push(b'\n');
+fn emit(line: &[u8], stream: Stream, shown: &ShownOutput, shared: &Mutex<Shared>) {
     // Our own terminal may be gone, or the log's disk full: neither is the rank's fault, and it goes on.
-    let _ = match stream {
-        Stream::Out => std::io::stdout().lock().write_all(&whole),
-        Stream::Error => std::io::stderr().lock().write_all(&whole),
-    };
+    if let ShownOutput::Prefixed(prefix) = shown {
+        let whole = [prefix.as_bytes(), line, b"\n"].concat();
+        let _ = match stream {
+            Stream::Out => std::io::stdout().lock().write_all(&whole),
+            Stream::Error => std::io::stderr().lock().write_all(&whole),
+        };
+    }
     let mut shared = lock(shared);
     if let Some(log) = &mut shared.log {
-        let _ = log.write_all(&whole[prefix.len()..]);
+        let _ = log.write_all(&[line, b"\n"].concat());
     }
     if shared.last_lines.len() == REMEMBERED_LINES {
         shared.last_lines.pop_front();

@@ -13,6 +13,26 @@ use crate::error::LaunchError;
 use crate::exports::Environment;
 use crate::node::RankSpec;
 
+/// What becomes of the ranks' output, besides their logs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OutputMode {
+    /// Every line is passed on behind its rank.
+    Prefixed,
+    /// Every line is passed on as it is.
+    Plain,
+    /// Nothing is passed on; the last lines of a failure are still reported.
+    Hidden,
+}
+
+/// What becomes of one process's output, besides its log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ShownOutput {
+    /// Every line is passed on behind this text.
+    Prefixed(String),
+    /// Nothing is passed on.
+    Hidden,
+}
+
 /// A process to start.
 #[derive(Debug, Clone)]
 pub struct ProcessSpec {
@@ -20,8 +40,8 @@ pub struct ProcessSpec {
     pub label: String,
     /// Its rank, if it is one.
     pub rank: Option<u32>,
-    /// What its output lines begin with.
-    pub prefix: Option<String>,
+    /// What becomes of its output, besides its log.
+    pub output: ShownOutput,
     /// The name of its log file, where logs are kept.
     pub log_name: Option<String>,
     /// Program and arguments.
@@ -36,11 +56,15 @@ pub struct ProcessSpec {
 
 impl ProcessSpec {
     /// The process of a rank.
-    pub fn of_rank(rank: RankSpec, prefix_output: bool, log_name: Option<String>) -> Self {
+    pub fn of_rank(rank: RankSpec, mode: OutputMode, log_name: Option<String>) -> Self {
         ProcessSpec {
             label: format!("rank {}", rank.rank),
             rank: Some(rank.rank),
-            prefix: prefix_output.then(|| format!("[rank {}] ", rank.rank)),
+            output: match mode {
+                OutputMode::Prefixed => ShownOutput::Prefixed(format!("[rank {}] ", rank.rank)),
+                OutputMode::Plain => ShownOutput::Prefixed(String::new()),
+                OutputMode::Hidden => ShownOutput::Hidden,
+            },
             log_name,
             command: rank.command,
             environment: rank.environment,
