@@ -1,1 +1,38 @@
-//! Placeholder.
+//! Tensors, devices, kernels, the autograd tape, and parameters whose values are borrowed.
+//!
+//! Reading order: [`tensor`] (what a tensor is), [`param`] (the one idea of this project), [`autograd`] (the
+//! tape), [`ops`] (what models call), [`backend`] (what a device must do), [`cpu`] (the kernels).
+//!
+//! ```
+//! use ferrospeed_tensor::{Device, Tensor, autograd, ops};
+//!
+//! # fn main() -> ferrospeed_tensor::Result<()> {
+//! let device = Device::cpu();
+//! let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], [3], &device)?.tracked();
+//! let loss = ops::sum(&ops::square(&x)?)?;
+//! autograd::backward(&loss)?;
+//! assert_eq!(x.grad().unwrap().to_vec::<f32>()?, [2.0, 4.0, 6.0]);
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod autograd;
+pub mod backend;
+pub mod cpu;
+pub mod dtype;
+pub mod error;
+pub mod memory;
+pub mod ops;
+pub mod param;
+pub mod random;
+pub mod shape;
+pub mod store;
+pub mod tensor;
+
+pub use backend::{Activation, Device, NormKind, Window2d, with_category};
+pub use dtype::DType;
+pub use error::{Result, TensorError};
+pub use memory::Category;
+pub use param::{Initializer, Operand, Param, ParamStore, StoreError, Value};
+pub use shape::Shape;
+pub use tensor::Tensor;

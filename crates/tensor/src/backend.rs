@@ -1,0 +1,545 @@
+//! What a device must be able to do.
+//!
+//! [`Backend`] is object-safe: the ops above it know one `Device` and never a kernel. A call only *submits*
+//! work; results may be read after [`Backend::synchronize`], or through the copies to the host, which wait.
+//! Outputs are allocated by the caller and fully overwritten, unless a method says that it accumulates.
+
+use std::cell::Cell;
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+
+use crate::cpu::CpuBackend;
+use crate::error::Result;
+use crate::memory::{Category, MemoryUsage};
+use crate::random::RandomKey;
+use crate::tensor::Tensor;
+
+/// Raw device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct RawBlock {
+    /// Its address on the device.
+    pub address: NonNull<u8>,
+    /// How many bytes there are.
+    pub capacity_bytes: usize,
+}
+
+// SAFETY: a block is an owned range of memory; access is governed by the buffer that holds it.
+unsafe impl Send for RawBlock {}
+// SAFETY: as above.
+unsafe impl Sync for RawBlock {}
+
+/// A matrix operand of a product: `tensor` read from `offset` on, row-major with `row_stride`, or transposed.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a> {
+    /// Where the elements are.
+    pub tensor: &'a Tensor,
+    /// The first element.
+    pub offset: usize,
+    /// Elements between rows as stored.
+    pub row_stride: usize,
+    /// Elements between matrices of a batch.
+    pub batch_stride: usize,
+    /// Whether the product uses the transpose of what is stored.
+    pub transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    /// A whole tensor as one matrix of its last dimension's width.
+    pub fn whole(tensor: &'a Tensor) -> Self {
+        Matrix { tensor, offset: 0, row_stride: tensor.shape().last(), batch_stride: 0, transposed: false }
+    }
+
+    /// The same, transposed.
+    pub fn transposed(tensor: &'a Tensor) -> Self {
+        Matrix { transposed: true, ..Matrix::whole(tensor) }
+    }
+}
+
+/// The pointwise functions that are fused into products and gates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// `x·Φ(x)` by the error function.
+    GeluErf,
+    /// GELU by the tanh approximation.
+    GeluTanh,
+    /// `x·sigmoid(1.702·x)`.
+    QuickGelu,
+    /// `x·sigmoid(x)`.
+    Silu,
+    /// `max(x, 0)`.
+    Relu,
+    /// Hyperbolic tangent.
+    Tanh,
+    /// Logistic function.
+    Sigmoid,
+}
+
+/// `c = [c +] a·b`, then `+ bias` along rows, then an activation, then `+ residual`.
+#[derive(Debug, Clone, Copy)]
+pub struct Gemm<'a> {
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// The summed dimension.
+    pub k: usize,
+    /// How many products.
+    pub batch: usize,
+    /// The left operand, m×k.
+    pub a: Matrix<'a>,
+    /// The right operand, k×n.
+    pub b: Matrix<'a>,
+    /// The result, m×n; never transposed. Its type may be the operands' or f32.
+    pub c: Matrix<'a>,
+    /// Multiplies the product.
+    pub alpha: f32,
+    /// Whether the product is added to what `c` holds.
+    pub accumulate: bool,
+    /// Added to each row.
+    pub bias: Option<&'a Tensor>,
+    /// Applied after the bias; the value before it goes to `before_activation`.
+    pub activation: Option<Activation>,
+    /// Where the value before the activation is kept for backward.
+    pub before_activation: Option<&'a Tensor>,
+}
+
+impl<'a> Gemm<'a> {
+    /// `c = a·b`, one product with nothing fused; `c` is contiguous.
+    pub fn plain(m: usize, n: usize, k: usize, a: Matrix<'a>, b: Matrix<'a>, c: &'a Tensor) -> Self {
+        Gemm {
+            m,
+            n,
+            k,
+            batch: 1,
+            a,
+            b,
+            c: Matrix { row_stride: n, ..Matrix::whole(c) },
+            alpha: 1.0,
+            accumulate: false,
+            bias: None,
+            activation: None,
+            before_activation: None,
+        }
+    }
+}
+
+/// A tensor of attention heads inside a larger one, e.g. the keys inside a packed qkv projection.
+#[derive(Debug, Clone, Copy)]
+pub struct Heads<'a> {
+    /// Where the elements are.
+    pub tensor: &'a Tensor,
+    /// The first element of head 0, token 0, batch 0.
+    pub offset: usize,
+    /// Elements between sequences of the batch.
+    pub batch_stride: usize,
+    /// Elements between tokens.
+    pub token_stride: usize,
+    /// Elements between heads.
+    pub head_stride: usize,
+}
+
+/// One attention call. Shapes: q `[batch, queries, heads, dim]`, k and v `[batch, keys, kv_heads, dim]`.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionSpec<'a> {
+    /// Sequences.
+    pub batch: usize,
+    /// Query tokens per sequence.
+    pub queries: usize,
+    /// Key tokens per sequence.
+    pub keys: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub dim: usize,
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// Whether query `i` sees only keys up to `i + keys - queries`.
+    pub causal: bool,
+    /// With a window `w`, query at position `p` sees keys `> p - w`.
+    pub window: Option<usize>,
+    /// `[batch, keys]`, nonzero where a key may be seen.
+    pub key_mask: Option<&'a Tensor>,
+    /// ALiBi: `[heads]` slopes; `slope · key position` is added to the scores.
+    pub alibi_slopes: Option<&'a Tensor>,
+    /// `[batch, keys]` key positions for ALiBi, when they are not `0..keys`.
+    pub alibi_positions: Option<&'a Tensor>,
+    /// Probability of dropping an attention weight, with the key of its random numbers.
+    pub dropout: Option<(f32, RandomKey)>,
+}
+
+/// Which normalisation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum NormKind {
+    /// Mean and variance, with weight and bias.
+    Layer,
+    /// Root mean square, with weight.
+    Rms,
+}
+
+/// Elementwise functions of one operand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Unary {
+    /// One of the fused activations.
+    Activation(Activation),
+    /// `-x`
+    Neg,
+    /// `exp(x)`
+    Exp,
+    /// Natural logarithm.
+    Log,
+    /// Square root.
+    Sqrt,
+    /// `x²`
+    Square,
+    /// `|x|`
+    Abs,
+    /// `1/x`
+    Reciprocal,
+    /// `scale·x + shift`
+    Affine {
+        /// The factor.
+        scale: f32,
+        /// The summand.
+        shift: f32,
+    },
+    /// `xⁿ`
+    Power(f32),
+}
+
+/// Elementwise functions of two operands, with broadcasting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Binary {
+    /// `a + b`
+    Add,
+    /// `a - b`
+    Sub,
+    /// `a · b`
+    Mul,
+    /// `a / b`
+    Div,
+    /// `max(a, b)`
+    Max,
+    /// `min(a, b)`
+    Min,
+}
+
+/// Comparisons, with broadcasting; the result is `Bool`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Comparison {
+    /// `a = b`
+    Equal,
+    /// `a < b`
+    Less,
+    /// `a ≤ b`
+    LessEqual,
+}
+
+/// Reductions over a contiguous middle dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reduction {
+    /// The sum, accumulated in f32 in a fixed order.
+    Sum,
+    /// The largest value.
+    Max,
+    /// The smallest value.
+    Min,
+}
+
+/// What the rows of a loss need. See [`Backend::cross_entropy_rows`].
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropySpec {
+    /// Targets with this value count for nothing.
+    pub ignore_index: i64,
+    /// Share of the probability spread over all classes.
+    pub label_smoothing: f32,
+    /// Weight of the squared log-partition term.
+    pub z_loss: f32,
+    /// Multiplies the gradient of every row (one over the number of counted rows, for a mean).
+    pub gradient_scale: f32,
+}
+
+/// A two-dimensional convolution or pooling window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window2d {
+    /// Height and width of the window.
+    pub kernel: [usize; 2],
+    /// Steps between windows.
+    pub stride: [usize; 2],
+    /// Zeros around the image.
+    pub padding: [usize; 2],
+}
+
+/// A device: memory and kernels.
+pub trait Backend: Send + Sync {
+    /// What it calls itself in messages.
+    fn name(&self) -> String;
+    /// Whether its memory is the host's.
+    fn is_host(&self) -> bool;
+    /// Takes memory; content undefined.
+    fn allocate(&self, bytes: usize, category: Category) -> Result<RawBlock>;
+    /// Gives memory back.
+    fn free(&self, block: RawBlock, category: Category);
+    /// Counts memory that somebody else allocated.
+    fn count_external(&self, bytes: usize, category: Category);
+    /// Ends that.
+    fn uncount_external(&self, bytes: usize, category: Category);
+    /// What is held.
+    fn memory_usage(&self) -> MemoryUsage;
+    /// Starts the peaks anew from what is held now.
+    fn reset_peak_memory(&self);
+    /// Waits until everything submitted so far is done.
+    fn synchronize(&self) -> Result<()>;
+    /// Copies bytes in; `source` may be reused at once.
+    fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()>;
+    /// Copies bytes out, after everything submitted before.
+    fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()>;
+    /// Copies between tensors of this device, same type and size.
+    fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()>;
+    /// Sets every element.
+    fn fill(&self, target: &Tensor, value: f32) -> Result<()>;
+    /// Converts between types.
+    fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()>;
+
+    /// Matrix product with fused epilogue.
+    fn gemm(&self, gemm: &Gemm<'_>) -> Result<()>;
+    /// Sums a `[rows, columns]` matrix over its rows.
+    fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()>;
+    /// `dx = dy · f'(x)`, `x` the value before the activation.
+    fn activation_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor)
+    -> Result<()>;
+    /// `y = f(gate) · up`.
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()>;
+    /// Gradients of [`Backend::gated`].
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: &Tensor,
+        dup: &Tensor,
+    ) -> Result<()>;
+    /// Normalises rows of `x`, or of `x + residual` (then kept in `sum`); statistics go to `mean` and `rstd` (f32).
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: &Tensor,
+        residual: Option<(&Tensor, &Tensor)>,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+        mean: &Tensor,
+        rstd: &Tensor,
+    ) -> Result<()>;
+    /// Gradients of [`Backend::norm`]; `dsum` is what reaches the sum by other ways and is added to `dx`.
+    fn norm_backward(
+        &self,
+        kind: NormKind,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        mean: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        dx: &Tensor,
+        dweight: Option<&Tensor>,
+        dbias: Option<&Tensor>,
+    ) -> Result<()>;
+    /// Attention without the score matrix; `logsumexp` is `[batch, heads, queries]` in f32.
+    fn attention(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+    ) -> Result<()>;
+    /// Gradients of [`Backend::attention`].
+    fn attention_backward(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+        dout: &Heads<'_>,
+        dq: &Heads<'_>,
+        dk: &Heads<'_>,
+        dv: &Heads<'_>,
+    ) -> Result<()>;
+    /// Rotates the first `2·cos.last()` channels of each head in place, by tables `[batch or 1, tokens, pairs]` in f32.
+    /// `inverse` rotates back, which is the gradient.
+    fn rotary(
+        &self,
+        heads: &Heads<'_>,
+        batch: usize,
+        tokens: usize,
+        head_count: usize,
+        cos: &Tensor,
+        sin: &Tensor,
+        interleaved: bool,
+        inverse: bool,
+    ) -> Result<()>;
+    /// Looks rows up.
+    fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()>;
+    /// Scatter-adds rows in a fixed order; `dtable` is overwritten.
+    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()>;
+    /// Per row of f32 `logits [rows, classes]`: the loss into `losses [rows]`, and, if asked, the gradient over the logits.
+    fn cross_entropy_rows(
+        &self,
+        spec: &CrossEntropySpec,
+        logits: &Tensor,
+        targets: &Tensor,
+        losses: &Tensor,
+        with_gradient: bool,
+    ) -> Result<()>;
+    /// Zeroes elements with probability `p`, scales the others by `1/(1-p)`.
+    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()>;
+
+    /// Elementwise.
+    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()>;
+    /// `dx = dy · f'(x)`.
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()>;
+    /// Elementwise with broadcasting.
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    /// `target += source`, same shape, rounded once.
+    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()>;
+    /// Elementwise comparison with broadcasting.
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    /// `y = condition ? a : b` with broadcasting of all three.
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    /// Views `x` as `[outer, size, inner]` and reduces `size` away.
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()>;
+    /// Sums `x` down to `y`'s shape, undoing a broadcast.
+    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()>;
+    /// Softmax over the last dimension (`log`: its logarithm).
+    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()>;
+    /// Gradient of [`Backend::softmax`] from its result.
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()>;
+    /// Running sums along the last dimension (`reverse`: from the end).
+    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()>;
+    /// Reorders dimensions.
+    fn permute(&self, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()>;
+    /// Copies `rows` blocks of `width` elements between strided places.
+    fn copy_blocks(
+        &self,
+        source: &Tensor,
+        source_offset: usize,
+        source_stride: usize,
+        target: &Tensor,
+        target_offset: usize,
+        target_stride: usize,
+        rows: usize,
+        width: usize,
+    ) -> Result<()>;
+    /// `y[o, i, :] = x[o, indices[i], :]` with `x` as `[outer, size, inner]`.
+    fn index_select(
+        &self,
+        x: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()>;
+    /// The gradient of [`Backend::index_select`]: adds rows in index order onto zeros.
+    fn index_add(
+        &self,
+        dy: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        dx: &Tensor,
+    ) -> Result<()>;
+    /// `y[r, j] = x[r, indices[r, j]]` over the last dimension.
+    fn gather(&self, x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()>;
+    /// The gradient of [`Backend::gather`].
+    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()>;
+    /// The `k` largest of each row, largest first, lowest index first among equals.
+    fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()>;
+    /// Patches of an NCHW image as rows: `[batch·oh·ow, channels·kh·kw]`.
+    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()>;
+    /// Its transpose: adds patches back.
+    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: &Tensor) -> Result<()>;
+    /// Maximum over windows of an NCHW image, with the flat index of each maximum.
+    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()>;
+}
+
+/// A handle to a backend; cheap to clone, equal when it is the same object.
+#[derive(Clone)]
+pub struct Device(Arc<dyn Backend>);
+
+impl Device {
+    /// The CPU with the default number of threads, one object per process.
+    pub fn cpu() -> Device {
+        static SHARED: OnceLock<Device> = OnceLock::new();
+        SHARED.get_or_init(|| Device::new(CpuBackend::new(crate::cpu::default_threads()))).clone()
+    }
+
+    /// A CPU device of its own, with its own pool and accounting.
+    pub fn cpu_with_threads(threads: usize) -> Device {
+        Device::new(CpuBackend::new(threads))
+    }
+
+    /// A device over any backend.
+    pub fn new(backend: impl Backend + 'static) -> Device {
+        Device(Arc::new(backend))
+    }
+
+    /// Its backend.
+    pub fn backend(&self) -> &dyn Backend {
+        &*self.0
+    }
+
+    /// What it holds.
+    pub fn memory_usage(&self) -> MemoryUsage {
+        self.0.memory_usage()
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0.name())
+    }
+}
+
+thread_local! {
+    static CATEGORY: Cell<Category> = const { Cell::new(Category::Activations) };
+}
+
+/// The category that this thread's allocations are counted in.
+pub fn current_category() -> Category {
+    CATEGORY.get()
+}
+
+/// Runs `work` with this thread's allocations counted in `category`.
+pub fn with_category<R>(category: Category, work: impl FnOnce() -> R) -> R {
+    struct Restore(Category);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            CATEGORY.set(self.0);
+        }
+    }
+    let _restore = Restore(CATEGORY.replace(category));
+    work()
+}

@@ -1,0 +1,327 @@
+//! Matrix products: f32 by the `gemm` crate, bf16 on AMX where the processor has it, else widened to f32.
+//!
+//! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
+//! with any number of threads. They are grouped differently on another instruction set.
+
+use half::{bf16, f16};
+
+use crate::backend::{Activation, Gemm, Matrix};
+use crate::cpu::math::{activate, with_activation};
+use crate::cpu::parallel::{Shared, Threads};
+use crate::cpu::simd::vectorized;
+use crate::cpu::{amx, float_kernel, read, write};
+use crate::dtype::{DType, Element, Float};
+use crate::error::{Result, TensorError};
+
+/// Rows and columns of one task's part of the result.
+const TILE: usize = 512;
+
+/// An operand as the kernels see it: element (row, column) lies at `row·row_stride + column·column_stride`.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a, T> {
+    pub(crate) elements: &'a [T],
+    pub(crate) row_stride: usize,
+    pub(crate) column_stride: usize,
+}
+
+impl<'a, T: Element> Operand<'a, T> {
+    fn new(matrix: &Matrix<'a>, batch: usize) -> Self {
+        let elements = &read::<T>(matrix.tensor)[matrix.offset + batch * matrix.batch_stride..];
+        let (row_stride, column_stride) =
+            if matrix.transposed { (1, matrix.row_stride) } else { (matrix.row_stride, 1) };
+        Operand { elements, row_stride, column_stride }
+    }
+
+    #[inline(always)]
+    pub(crate) fn index(&self, row: usize, column: usize) -> usize {
+        row * self.row_stride + column * self.column_stride
+    }
+}
+
+/// What happens to a finished row segment of the product before it is stored.
+#[derive(Clone, Copy)]
+pub(crate) struct Epilogue<'a> {
+    pub(crate) alpha: f32,
+    pub(crate) accumulate: bool,
+    pub(crate) bias: Option<&'a [f32]>,
+    pub(crate) activation: Option<Activation>,
+}
+
+impl Epilogue<'_> {
+    fn is_plain(&self) -> bool {
+        self.bias.is_none() && self.activation.is_none()
+    }
+
+    /// Stores `sums`, the product for columns `first..` of one row, to `c`, and the value before the activation.
+    #[inline(always)]
+    pub(crate) fn store<C: Float>(
+        &self,
+        sums: &mut [f32],
+        first: usize,
+        c: &mut [C],
+        before: Option<&mut [C]>,
+    ) {
+        if self.alpha != 1.0 {
+            sums.iter_mut().for_each(|sum| *sum *= self.alpha);
+        }
+        if self.accumulate {
+            sums.iter_mut().zip(c.iter()).for_each(|(sum, c)| *sum += c.widen());
+        }
+        if let Some(bias) = self.bias {
+            sums.iter_mut().zip(&bias[first..]).for_each(|(sum, bias)| *sum += bias);
+        }
+        if let Some(before) = before {
+            before.iter_mut().zip(sums.iter()).for_each(|(before, sum)| *before = C::narrow(*sum));
+        }
+        match self.activation {
+            None => c.iter_mut().zip(sums.iter()).for_each(|(c, sum)| *c = C::narrow(*sum)),
+            Some(activation) => with_activation!(activation, KIND => {
+                // From the rounded value, which is what backward will see.
+                c.iter_mut().zip(sums.iter()).for_each(|(c, sum)| *c = C::narrow(activate(KIND, C::narrow(*sum).widen())));
+            }),
+        }
+    }
+}
+
+/// The result: rows of `C` with a stride, written by tiles.
+#[derive(Clone, Copy)]
+pub(crate) struct Output<C> {
+    pub(crate) c: Shared<C>,
+    pub(crate) before: Option<Shared<C>>,
+    pub(crate) offset: usize,
+    pub(crate) row_stride: usize,
+}
+
+impl<C> Output<C> {
+    /// # Safety
+    /// No other task touches these columns of this row.
+    #[inline(always)]
+    pub(crate) unsafe fn row(
+        &self,
+        row: usize,
+        columns: std::ops::Range<usize>,
+    ) -> (&mut [C], Option<&mut [C]>) {
+        let start = self.offset + row * self.row_stride;
+        let span = start + columns.start..start + columns.end;
+        // SAFETY: passed on to the caller.
+        unsafe { (self.c.range(span.clone()), self.before.as_ref().map(|before| before.range(span))) }
+    }
+}
+
+pub(crate) fn gemm(threads: &Threads, gemm: &Gemm<'_>) -> Result<()> {
+    check(gemm)?;
+    if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
+        return Ok(());
+    }
+    let bias = gemm.bias.map(|bias| bias.to_vec_f32()).transpose()?;
+    let epilogue = Epilogue {
+        alpha: gemm.alpha,
+        accumulate: gemm.accumulate,
+        bias: bias.as_deref(),
+        activation: gemm.activation,
+    };
+    float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
+        let c = Shared::new(write::<C>(gemm.c.tensor));
+        let before = gemm.before_activation.map(|before| Shared::new(write::<C>(before)));
+        let output = |batch: usize| Output {
+            c,
+            before,
+            offset: gemm.c.offset + batch * gemm.c.batch_stride,
+            row_stride: gemm.c.row_stride,
+        };
+        match gemm.a.tensor.dtype() {
+            DType::F32 => products_f32::<C>(threads, gemm, &epilogue, output),
+            DType::BF16 if amx::available() => {
+                for batch in 0..gemm.batch {
+                    let (a, b) = (Operand::<bf16>::new(&gemm.a, batch), Operand::<bf16>::new(&gemm.b, batch));
+                    amx::product(threads, [gemm.m, gemm.n, gemm.k], &a, &b, &epilogue, &output(batch));
+                }
+            }
+            DType::BF16 => products_widened::<bf16, C>(threads, gemm, &epilogue, output),
+            _ => products_widened::<f16, C>(threads, gemm, &epilogue, output),
+        }
+    })
+}
+
+fn check(gemm: &Gemm<'_>) -> Result<()> {
+    let [a, b, c] = [gemm.a.tensor.dtype(), gemm.b.tensor.dtype(), gemm.c.tensor.dtype()];
+    if a != b || !a.is_float() || (c != a && c != DType::F32) {
+        return Err(TensorError::argument("gemm", format!("cannot multiply {a} by {b} into {c}")));
+    }
+    let reach = |matrix: &Matrix<'_>, rows: usize, columns: usize| {
+        let (rows, columns) = if matrix.transposed { (columns, rows) } else { (rows, columns) };
+        if rows == 0 || columns == 0 || gemm.batch == 0 {
+            return true;
+        }
+        let last = matrix.offset
+            + (gemm.batch - 1) * matrix.batch_stride
+            + (rows - 1) * matrix.row_stride
+            + (columns - 1);
+        last < matrix.tensor.numel()
+    };
+    if !reach(&gemm.a, gemm.m, gemm.k) || !reach(&gemm.b, gemm.k, gemm.n) || !reach(&gemm.c, gemm.m, gemm.n) {
+        return Err(TensorError::argument("gemm", format!("an operand lies outside its tensor: {gemm:?}")));
+    }
+    Ok(())
+}
+
+/// Runs `task(batch, rows, columns)` for every tile of every product.
+fn tiles(
+    threads: &Threads,
+    gemm: &Gemm<'_>,
+    task: impl Fn(usize, std::ops::Range<usize>, std::ops::Range<usize>) + Send + Sync,
+) {
+    let (down, across) = (gemm.m.div_ceil(TILE), gemm.n.div_ceil(TILE));
+    threads.run(gemm.batch * down * across, |index| {
+        let (batch, tile) = (index / (down * across), index % (down * across));
+        let (row, column) = (tile % down * TILE, tile / down * TILE);
+        task(batch, row..(row + TILE).min(gemm.m), column..(column + TILE).min(gemm.n));
+    });
+}
+
+fn products_f32<C: Float>(
+    threads: &Threads,
+    gemm: &Gemm<'_>,
+    epilogue: &Epilogue<'_>,
+    output: impl Fn(usize) -> Output<C> + Send + Sync,
+) {
+    tiles(threads, gemm, |batch, rows, columns| {
+        let (a, b) = (Operand::<f32>::new(&gemm.a, batch), Operand::<f32>::new(&gemm.b, batch));
+        let output = output(batch);
+        if epilogue.is_plain() && C::DTYPE == DType::F32 {
+            let start = output.offset + rows.start * output.row_stride + columns.start;
+            // SAFETY: C is f32 here; the tile lies inside the checked matrix and belongs to this task alone.
+            let target = unsafe { output.c.pointer().add(start).cast::<f32>() };
+            multiply(
+                &a,
+                &b,
+                rows,
+                columns,
+                gemm.k,
+                epilogue.alpha,
+                target,
+                output.row_stride,
+                epilogue.accumulate,
+            );
+            return;
+        }
+        through_scratch(&a, &b, rows, columns, gemm.k, epilogue, &output);
+    });
+}
+
+/// Without hardware for the type: both operands of a tile are widened, multiplied in f32 and rounded once.
+fn products_widened<T: Float, C: Float>(
+    threads: &Threads,
+    gemm: &Gemm<'_>,
+    epilogue: &Epilogue<'_>,
+    output: impl Fn(usize) -> Output<C> + Send + Sync,
+) {
+    tiles(threads, gemm, |batch, rows, columns| {
+        let (a, b) = (Operand::<T>::new(&gemm.a, batch), Operand::<T>::new(&gemm.b, batch));
+        let (m, n, k) = (rows.len(), columns.len(), gemm.k);
+        let (mut wide_a, mut wide_b) = (vec![0.0f32; m * k], vec![0.0f32; k * n]);
+        vectorized(|| {
+            widen(&a, rows.start, 0, m, k, &mut wide_a);
+            widen(&b, 0, columns.start, k, n, &mut wide_b);
+        });
+        let wide_a = Operand { elements: &wide_a, row_stride: k, column_stride: 1 };
+        let wide_b = Operand { elements: &wide_b, row_stride: n, column_stride: 1 };
+        let output = output(batch);
+        let shifted =
+            Output { offset: output.offset + rows.start * output.row_stride + columns.start, ..output };
+        let local = Epilogue { bias: epilogue.bias.map(|bias| &bias[columns.clone()]), ..*epilogue };
+        through_scratch(&wide_a, &wide_b, 0..m, 0..n, k, &local, &shifted);
+    });
+}
+
+#[inline(always)]
+fn widen<T: Float>(
+    from: &Operand<'_, T>,
+    row: usize,
+    column: usize,
+    rows: usize,
+    columns: usize,
+    to: &mut [f32],
+) {
+    for r in 0..rows {
+        for c in 0..columns {
+            to[r * columns + c] = from.elements[from.index(row + r, column + c)].widen();
+        }
+    }
+}
+
+/// Multiplies a tile into f32 scratch and stores it through the epilogue.
+fn through_scratch<C: Float>(
+    a: &Operand<'_, f32>,
+    b: &Operand<'_, f32>,
+    rows: std::ops::Range<usize>,
+    columns: std::ops::Range<usize>,
+    k: usize,
+    epilogue: &Epilogue<'_>,
+    output: &Output<C>,
+) {
+    let width = columns.len();
+    let mut sums = vec![0.0f32; rows.len() * width];
+    multiply(a, b, rows.clone(), columns.clone(), k, 1.0, sums.as_mut_ptr(), width, false);
+    vectorized(|| {
+        for (row, sums) in rows.zip(sums.chunks_mut(width)) {
+            // SAFETY: the tile belongs to this task alone.
+            let (c, before) = unsafe { output.row(row, columns.clone()) };
+            epilogue.store(sums, columns.start, c, before);
+        }
+    });
+}
+
+/// `target = [target +] alpha · a[rows, :] · b[:, columns]` on one thread.
+fn multiply(
+    a: &Operand<'_, f32>,
+    b: &Operand<'_, f32>,
+    rows: std::ops::Range<usize>,
+    columns: std::ops::Range<usize>,
+    k: usize,
+    alpha: f32,
+    target: *mut f32,
+    target_stride: usize,
+    accumulate: bool,
+) {
+    // SAFETY: `check` has proved that the operands reach m×k and k×n; the target is the caller's m×n tile.
+    unsafe {
+        gemm::gemm(
+            rows.len(),
+            columns.len(),
+            k,
+            target,
+            1,
+            target_stride as isize,
+            accumulate,
+            a.elements.as_ptr().add(if k == 0 { 0 } else { a.index(rows.start, 0) }),
+            a.column_stride as isize,
+            a.row_stride as isize,
+            b.elements.as_ptr().add(if k == 0 { 0 } else { b.index(0, columns.start) }),
+            b.column_stride as isize,
+            b.row_stride as isize,
+            1.0,
+            alpha,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// A small f32 product for the attention kernels: `c = [c +] alpha·a·b`, contiguous `c`.
+pub(crate) fn small(
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Operand<'_, f32>,
+    b: &Operand<'_, f32>,
+    c: &mut [f32],
+    alpha: f32,
+    accumulate: bool,
+) {
+    assert!(c.len() >= m * n && a.elements.len() > a.index(m.max(1) - 1, k.max(1) - 1));
+    assert!(b.elements.len() > b.index(k.max(1) - 1, n.max(1) - 1));
+    multiply(a, b, 0..m, 0..n, k, alpha, c.as_mut_ptr(), n, accumulate);
+}

@@ -1,0 +1,428 @@
+//! The CPU backend. Start reading at [`CpuBackend`]; each kernel family has its file.
+//!
+//! Every kernel gives the same bits with any number of threads: see `parallel`. What depends on the instruction
+//! set: see `simd`.
+
+mod amx;
+mod attention;
+mod gemm;
+mod image;
+mod layout;
+mod loss;
+mod math;
+mod norm;
+mod parallel;
+mod pointwise;
+mod reduce;
+pub mod simd;
+
+use crate::backend::*;
+use crate::dtype::Element;
+use crate::error::{Result, TensorError};
+use crate::memory::{Block, Category, HostPool, MemoryUsage};
+use crate::random::RandomKey;
+use crate::tensor::Tensor;
+use parallel::Threads;
+
+/// Binds `$T` to the Rust type of a float dtype and gives `Ok($body)`, or the error for any other dtype.
+macro_rules! float_kernel {
+    ($op:expr, $dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            $crate::dtype::DType::F32 => {
+                type $T = f32;
+                Ok($body)
+            }
+            $crate::dtype::DType::BF16 => {
+                type $T = half::bf16;
+                Ok($body)
+            }
+            $crate::dtype::DType::F16 => {
+                type $T = half::f16;
+                Ok($body)
+            }
+            dtype => Err($crate::error::TensorError::BadDType {
+                op: $op,
+                what: "the operand",
+                dtype,
+                expected: "a float type",
+            }),
+        }
+    };
+}
+pub(crate) use float_kernel;
+
+/// Binds `$T` to a type of the dtype's size, for kernels that only move bytes.
+macro_rules! any_kernel {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            $crate::dtype::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            $crate::dtype::DType::BF16 => {
+                type $T = half::bf16;
+                $body
+            }
+            $crate::dtype::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            $crate::dtype::DType::I64 => {
+                type $T = i64;
+                $body
+            }
+            $crate::dtype::DType::I32 => {
+                type $T = i32;
+                $body
+            }
+            $crate::dtype::DType::U8 | $crate::dtype::DType::Bool => {
+                type $T = u8;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use any_kernel;
+
+/// A kernel's input.
+///
+/// # Panics
+/// When the op above let a wrong type through, which is a bug of ours.
+pub(crate) fn read<T: Element>(tensor: &Tensor) -> &[T] {
+    tensor.host::<T>().unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A kernel's output. Ops hand kernels outputs that nobody else sees yet.
+///
+/// # Panics
+/// When the op above let a wrong type through, which is a bug of ours.
+#[expect(clippy::mut_from_ref, reason = "outputs are fresh: the backend's contract")]
+pub(crate) fn write<T: Element>(tensor: &Tensor) -> &mut [T] {
+    // SAFETY: the backend's contract is that outputs are the caller's own and overlap no input.
+    unsafe { tensor.host_mut::<T>() }.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Threads to use when nobody says: `FERROSPEED_THREADS` or `OMP_NUM_THREADS`, else the cores we may run on.
+pub fn default_threads() -> usize {
+    ["FERROSPEED_THREADS", "OMP_NUM_THREADS"]
+        .iter()
+        .filter_map(|name| std::env::var(name).ok()?.parse().ok())
+        .find(|&count: &usize| count > 0)
+        .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+/// Kernels on this machine's processor.
+pub struct CpuBackend {
+    pool: HostPool,
+    threads: Threads,
+}
+
+impl CpuBackend {
+    /// A backend with its own memory pool and threads.
+    pub fn new(threads: usize) -> CpuBackend {
+        CpuBackend { pool: HostPool::new(), threads: Threads::new(threads) }
+    }
+}
+
+impl Backend for CpuBackend {
+    fn name(&self) -> String {
+        format!("cpu with {} threads", self.threads.count())
+    }
+    fn is_host(&self) -> bool {
+        true
+    }
+    fn allocate(&self, bytes: usize, category: Category) -> Result<RawBlock> {
+        let block = self.pool.allocate(bytes, category).ok_or_else(|| TensorError::OutOfMemory {
+            bytes,
+            category: category.name(),
+            held: self.pool.usage().to_string(),
+        })?;
+        Ok(RawBlock { address: block.pointer, capacity_bytes: block.capacity_bytes })
+    }
+    fn free(&self, block: RawBlock, category: Category) {
+        self.pool.free(Block { pointer: block.address, capacity_bytes: block.capacity_bytes }, category);
+    }
+    fn count_external(&self, bytes: usize, category: Category) {
+        self.pool.count_external(bytes, category);
+    }
+    fn uncount_external(&self, bytes: usize, category: Category) {
+        self.pool.uncount_external(bytes, category);
+    }
+    fn memory_usage(&self) -> MemoryUsage {
+        self.pool.usage()
+    }
+    fn reset_peak_memory(&self) {
+        self.pool.reset_peak();
+    }
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+    fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
+        if source.len() != target.size_bytes() {
+            return Err(TensorError::argument(
+                "copy_from_host",
+                format!("{} bytes do not fill {target:?}", source.len()),
+            ));
+        }
+        // SAFETY: the target holds exactly these bytes, is a fresh output, and cannot overlap the caller's slice.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target.address().as_ptr(), source.len()) };
+        Ok(())
+    }
+    fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()> {
+        if target.len() != source.size_bytes() {
+            return Err(TensorError::argument(
+                "copy_to_host",
+                format!("{source:?} does not fill {} bytes", target.len()),
+            ));
+        }
+        // SAFETY: as above, the other way round.
+        unsafe {
+            std::ptr::copy_nonoverlapping(source.address().as_ptr(), target.as_mut_ptr(), target.len())
+        };
+        Ok(())
+    }
+    fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()> {
+        if source.dtype() != target.dtype() || source.numel() != target.numel() {
+            return Err(TensorError::ShapeMismatch {
+                op: "copy",
+                left: *source.shape(),
+                right: *target.shape(),
+            });
+        }
+        // SAFETY: both hold size_bytes; `copy` allows overlap.
+        unsafe { std::ptr::copy(source.address().as_ptr(), target.address().as_ptr(), source.size_bytes()) };
+        Ok(())
+    }
+    fn fill(&self, target: &Tensor, value: f32) -> Result<()> {
+        pointwise::fill(&self.threads, target, value);
+        Ok(())
+    }
+    fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()> {
+        pointwise::cast(&self.threads, source, target);
+        Ok(())
+    }
+    fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
+        gemm::gemm(&self.threads, gemm)
+    }
+    fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
+        reduce::sum_rows(&self.threads, x, target)
+    }
+    fn activation_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+    ) -> Result<()> {
+        pointwise::unary_backward(&self.threads, Unary::Activation(activation), x, dy, dx)
+    }
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::gated(&self.threads, activation, gate, up, y)
+    }
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: &Tensor,
+        dup: &Tensor,
+    ) -> Result<()> {
+        pointwise::gated_backward(&self.threads, activation, gate, up, dy, dgate, dup)
+    }
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: &Tensor,
+        residual: Option<(&Tensor, &Tensor)>,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+        mean: &Tensor,
+        rstd: &Tensor,
+    ) -> Result<()> {
+        norm::norm(&self.threads, kind, eps, x, residual, weight, bias, y, mean, rstd)
+    }
+    fn norm_backward(
+        &self,
+        kind: NormKind,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        mean: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        dx: &Tensor,
+        dweight: Option<&Tensor>,
+        dbias: Option<&Tensor>,
+    ) -> Result<()> {
+        norm::norm_backward(&self.threads, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
+    }
+    fn attention(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+    ) -> Result<()> {
+        attention::forward(&self.threads, spec, q, k, v, out, logsumexp)
+    }
+    fn attention_backward(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+        dout: &Heads<'_>,
+        dq: &Heads<'_>,
+        dk: &Heads<'_>,
+        dv: &Heads<'_>,
+    ) -> Result<()> {
+        attention::backward(&self.threads, spec, q, k, v, out, logsumexp, dout, dq, dk, dv)
+    }
+    fn rotary(
+        &self,
+        heads: &Heads<'_>,
+        batch: usize,
+        tokens: usize,
+        head_count: usize,
+        cos: &Tensor,
+        sin: &Tensor,
+        interleaved: bool,
+        inverse: bool,
+    ) -> Result<()> {
+        attention::rotary(&self.threads, heads, batch, tokens, head_count, cos, sin, interleaved, inverse)
+    }
+    fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
+        layout::embedding(&self.threads, table, ids, out)
+    }
+    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()> {
+        layout::embedding_backward(&self.threads, ids, dout, dtable)
+    }
+    fn cross_entropy_rows(
+        &self,
+        spec: &CrossEntropySpec,
+        logits: &Tensor,
+        targets: &Tensor,
+        losses: &Tensor,
+        with_gradient: bool,
+    ) -> Result<()> {
+        loss::cross_entropy_rows(&self.threads, spec, logits, targets, losses, with_gradient)
+    }
+    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
+        pointwise::dropout(&self.threads, x, y, p, key)
+    }
+    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::unary(&self.threads, op, x, y)
+    }
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        pointwise::unary_backward(&self.threads, op, x, dy, dx)
+    }
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::binary(&self.threads, op, a, b, y)
+    }
+    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
+        pointwise::add_assign(&self.threads, target, source)
+    }
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::compare(&self.threads, op, a, b, y)
+    }
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::select(condition, a, b, y)
+    }
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()> {
+        reduce::reduce(&self.threads, op, x, outer, size, inner, y)
+    }
+    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::sum_to(x, y)
+    }
+    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax(&self.threads, x, y, log)
+    }
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax_backward(&self.threads, y, dy, dx, log)
+    }
+    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
+        reduce::cumsum(x, y, reverse)
+    }
+    fn permute(&self, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
+        layout::permute(x, order, y);
+        Ok(())
+    }
+    fn copy_blocks(
+        &self,
+        source: &Tensor,
+        source_offset: usize,
+        source_stride: usize,
+        target: &Tensor,
+        target_offset: usize,
+        target_stride: usize,
+        rows: usize,
+        width: usize,
+    ) -> Result<()> {
+        layout::copy_blocks(
+            source,
+            source_offset,
+            source_stride,
+            target,
+            target_offset,
+            target_stride,
+            rows,
+            width,
+        );
+        Ok(())
+    }
+    fn index_select(
+        &self,
+        x: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()> {
+        layout::index_select(x, indices, outer, size, inner, y)
+    }
+    fn index_add(
+        &self,
+        dy: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        dx: &Tensor,
+    ) -> Result<()> {
+        layout::index_add(dy, indices, outer, size, inner, dx)
+    }
+    fn gather(&self, x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()> {
+        layout::gather(x, indices, y)
+    }
+    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()> {
+        layout::scatter_add(dy, indices, dx)
+    }
+    fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()> {
+        reduce::top_k(x, k, values, indices)
+    }
+    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
+        image::image_to_columns(x, window, columns)
+    }
+    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: &Tensor) -> Result<()> {
+        image::columns_to_image(columns, window, x)
+    }
+    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()> {
+        image::max_pool2d(x, window, y, indices)
+    }
+}

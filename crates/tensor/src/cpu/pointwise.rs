@@ -1,0 +1,389 @@
+//! Elementwise kernels: casts, unary and binary functions, gates, dropout.
+
+use half::{bf16, f16};
+
+use crate::backend::{Activation, Binary, Comparison, Unary};
+use crate::cpu::math::{activate, activate_derivative, exp, with_activation};
+use crate::cpu::parallel::{POINTWISE_BLOCK, Shared, Threads};
+use crate::cpu::simd::vectorized;
+use crate::cpu::{float_kernel, read, write};
+use crate::dtype::{DType, Element, Float};
+use crate::error::{Result, TensorError};
+use crate::random::RandomKey;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// `y[i] = f(x[i])` over blocks.
+fn map<X: Element, Y: Element>(
+    threads: &Threads,
+    x: &[X],
+    y: &mut [Y],
+    f: impl Fn(X) -> Y + Sync + Send + Copy,
+) {
+    let y = Shared::new(y);
+    threads.blocks(x.len(), POINTWISE_BLOCK, |range| {
+        // SAFETY: blocks are disjoint.
+        let y = unsafe { y.range(range.clone()) };
+        let x = &x[range];
+        vectorized(|| {
+            for (y, &x) in y.iter_mut().zip(x) {
+                *y = f(x);
+            }
+        });
+    });
+}
+
+/// `y[i] = f(a[i], b[i])` over blocks.
+fn map2<A: Element, B: Element, Y: Element>(
+    threads: &Threads,
+    a: &[A],
+    b: &[B],
+    y: &mut [Y],
+    f: impl Fn(A, B) -> Y + Sync + Send + Copy,
+) {
+    let y = Shared::new(y);
+    threads.blocks(a.len(), POINTWISE_BLOCK, |range| {
+        // SAFETY: blocks are disjoint.
+        let y = unsafe { y.range(range.clone()) };
+        let (a, b) = (&a[range.clone()], &b[range]);
+        vectorized(|| {
+            for ((y, &a), &b) in y.iter_mut().zip(a).zip(b) {
+                *y = f(a, b);
+            }
+        });
+    });
+}
+
+pub(crate) fn fill(threads: &Threads, target: &Tensor, value: f32) {
+    fn typed<T: Element>(threads: &Threads, target: &Tensor, value: T) {
+        let target = Shared::new(write::<T>(target));
+        threads.blocks(target.len(), POINTWISE_BLOCK, |range| {
+            // SAFETY: blocks are disjoint.
+            unsafe { target.range(range) }.fill(value);
+        });
+    }
+    match target.dtype() {
+        DType::F32 => typed(threads, target, value),
+        DType::BF16 => typed(threads, target, bf16::narrow(value)),
+        DType::F16 => typed(threads, target, f16::narrow(value)),
+        DType::I64 => typed(threads, target, value as i64),
+        DType::I32 => typed(threads, target, value as i32),
+        DType::U8 => typed(threads, target, value as u8),
+        DType::Bool => typed(threads, target, u8::from(value != 0.0)),
+    }
+}
+
+pub(crate) fn cast(threads: &Threads, x: &Tensor, y: &Tensor) {
+    fn to_float<X: Element>(
+        threads: &Threads,
+        x: &Tensor,
+        y: &Tensor,
+        widen: impl Fn(X) -> f32 + Sync + Send + Copy,
+    ) {
+        let x = read::<X>(x);
+        match y.dtype() {
+            DType::F32 => map(threads, x, write::<f32>(y), widen),
+            DType::BF16 => map(threads, x, write::<bf16>(y), move |v| bf16::narrow(widen(v))),
+            DType::F16 => map(threads, x, write::<f16>(y), move |v| f16::narrow(widen(v))),
+            DType::I64 => map(threads, x, write::<i64>(y), move |v| widen(v) as i64),
+            DType::I32 => map(threads, x, write::<i32>(y), move |v| widen(v) as i32),
+            DType::U8 => map(threads, x, write::<u8>(y), move |v| widen(v) as u8),
+            DType::Bool => map(threads, x, write::<u8>(y), move |v| u8::from(widen(v) != 0.0)),
+        }
+    }
+    match (x.dtype(), y.dtype()) {
+        // Between integers f32 would lose digits.
+        (DType::I64, DType::I32) => map(threads, read::<i64>(x), write::<i32>(y), |v| v as i32),
+        (DType::I32, DType::I64) => map(threads, read::<i32>(x), write::<i64>(y), i64::from),
+        (DType::I64, DType::I64) => write::<i64>(y).copy_from_slice(read::<i64>(x)),
+        (DType::F32, _) => to_float(threads, x, y, |v: f32| v),
+        (DType::BF16, _) => to_float(threads, x, y, |v: bf16| v.widen()),
+        (DType::F16, _) => to_float(threads, x, y, |v: f16| v.widen()),
+        (DType::I64, _) => to_float(threads, x, y, |v: i64| v as f32),
+        (DType::I32, _) => to_float(threads, x, y, |v: i32| v as f32),
+        (DType::U8 | DType::Bool, _) => to_float(threads, x, y, |v: u8| f32::from(v)),
+    }
+}
+
+/// Calls `$apply` with a closure of one f32 for each function, so that each is compiled as a loop of its own.
+macro_rules! with_unary {
+    ($op:expr, $apply:ident) => {
+        match $op {
+            Unary::Activation(activation) => with_activation!(activation, KIND => $apply!(|x: f32| activate(KIND, x))),
+            Unary::Neg => $apply!(|x: f32| -x),
+            Unary::Exp => $apply!(|x: f32| exp(x)),
+            Unary::Log => $apply!(|x: f32| x.ln()),
+            Unary::Sqrt => $apply!(|x: f32| x.sqrt()),
+            Unary::Square => $apply!(|x: f32| x * x),
+            Unary::Abs => $apply!(|x: f32| x.abs()),
+            Unary::Reciprocal => $apply!(|x: f32| 1.0 / x),
+            Unary::Affine { scale, shift } => $apply!(move |x: f32| scale * x + shift),
+            Unary::Power(n) => $apply!(move |x: f32| x.powf(n)),
+        }
+    };
+}
+
+pub(crate) fn unary(threads: &Threads, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
+    float_kernel!("unary", x.dtype(), T => {
+        let (input, output) = (read::<T>(x), write::<T>(y));
+        macro_rules! apply { ($f:expr) => {{ let f = $f; map(threads, input, output, move |v: T| T::narrow(f(v.widen()))) }}; }
+        with_unary!(op, apply)
+    })
+}
+
+pub(crate) fn unary_backward(
+    threads: &Threads,
+    op: Unary,
+    x: &Tensor,
+    dy: &Tensor,
+    dx: &Tensor,
+) -> Result<()> {
+    float_kernel!("unary_backward", x.dtype(), T => {
+        let (input, gradient, output) = (read::<T>(x), read::<T>(dy), write::<T>(dx));
+        macro_rules! apply { ($f:expr) => {{ let f = $f; map2(threads, input, gradient, output, move |x: T, dy: T| T::narrow(dy.widen() * f(x.widen()))) }}; }
+        match op {
+            Unary::Activation(activation) => with_activation!(activation, KIND => apply!(|x: f32| activate_derivative(KIND, x))),
+            Unary::Neg => apply!(|_x: f32| -1.0),
+            Unary::Exp => apply!(|x: f32| exp(x)),
+            Unary::Log => apply!(|x: f32| 1.0 / x),
+            Unary::Sqrt => apply!(|x: f32| 0.5 / x.sqrt()),
+            Unary::Square => apply!(|x: f32| 2.0 * x),
+            Unary::Abs => apply!(|x: f32| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }),
+            Unary::Reciprocal => apply!(|x: f32| -1.0 / (x * x)),
+            Unary::Affine { scale, .. } => apply!(move |_x: f32| scale),
+            Unary::Power(n) => apply!(move |x: f32| n * x.powf(n - 1.0)),
+        }
+    })
+}
+
+pub(crate) fn gated(
+    threads: &Threads,
+    activation: Activation,
+    gate: &Tensor,
+    up: &Tensor,
+    y: &Tensor,
+) -> Result<()> {
+    float_kernel!("gated", gate.dtype(), T => {
+        let (gate, up, y) = (read::<T>(gate), read::<T>(up), write::<T>(y));
+        with_activation!(activation, KIND => map2(threads, gate, up, y, |g: T, u: T| T::narrow(activate(KIND, g.widen()) * u.widen())))
+    })
+}
+
+pub(crate) fn gated_backward(
+    threads: &Threads,
+    activation: Activation,
+    gate: &Tensor,
+    up: &Tensor,
+    dy: &Tensor,
+    dgate: &Tensor,
+    dup: &Tensor,
+) -> Result<()> {
+    float_kernel!("gated_backward", gate.dtype(), T => {
+        let (gate, up, dy) = (read::<T>(gate), read::<T>(up), read::<T>(dy));
+        let (dgate, dup) = (Shared::new(write::<T>(dgate)), Shared::new(write::<T>(dup)));
+        with_activation!(activation, KIND => threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
+            // SAFETY: blocks are disjoint.
+            let (dgate, dup) = unsafe { (dgate.range(range.clone()), dup.range(range.clone())) };
+            let (gate, up, dy) = (&gate[range.clone()], &up[range.clone()], &dy[range]);
+            vectorized(|| {
+                for i in 0..gate.len() {
+                    let (g, u, d) = (gate[i].widen(), up[i].widen(), dy[i].widen());
+                    dgate[i] = T::narrow(d * u * activate_derivative(KIND, g));
+                    dup[i] = T::narrow(d * activate(KIND, g));
+                }
+            });
+        }))
+    })
+}
+
+pub(crate) fn add_assign(threads: &Threads, target: &Tensor, source: &Tensor) -> Result<()> {
+    if target.shape() != source.shape() {
+        return Err(TensorError::ShapeMismatch {
+            op: "add_assign",
+            left: *target.shape(),
+            right: *source.shape(),
+        });
+    }
+    float_kernel!("add_assign", source.dtype(), S => {
+        let source = read::<S>(source);
+        float_kernel!("add_assign", target.dtype(), T => {
+            let target = Shared::new(write::<T>(target));
+            threads.blocks(source.len(), POINTWISE_BLOCK, |range| {
+                // SAFETY: blocks are disjoint.
+                let target = unsafe { target.range(range.clone()) };
+                let source = &source[range];
+                vectorized(|| {
+                    for (t, s) in target.iter_mut().zip(source) {
+                        *t = T::narrow(t.widen() + s.widen());
+                    }
+                });
+            })
+        })
+    })?
+}
+
+pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
+    let scale = 1.0 / (1.0 - p);
+    let threshold = drop_threshold(p);
+    float_kernel!("dropout", x.dtype(), T => {
+        let (x, y) = (read::<T>(x), Shared::new(write::<T>(y)));
+        threads.blocks(x.len(), POINTWISE_BLOCK, |range| {
+            // SAFETY: blocks are disjoint.
+            let y = unsafe { y.range(range.clone()) };
+            let first_block = (range.start / 4) as u64;
+            let x = &x[range];
+            vectorized(|| {
+                for (block, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {
+                    let words = key.block(first_block + block as u64);
+                    for (lane, (y, x)) in y.iter_mut().zip(x).enumerate() {
+                        let kept = if words[lane] >= threshold { x.widen() * scale } else { 0.0 };
+                        *y = T::narrow(kept);
+                    }
+                }
+            });
+        })
+    })
+}
+
+/// Words below this are dropped.
+pub(crate) fn drop_threshold(p: f32) -> u32 {
+    (f64::from(p) * 4_294_967_296.0) as u32
+}
+
+/// Element strides of `from` seen as `to`: 0 along broadcast dimensions.
+fn broadcast_strides(from: &Shape, to: &Shape) -> Vec<usize> {
+    let missing = to.dims() - from.dims();
+    let own = from.strides();
+    (0..to.dims())
+        .map(|dim| if dim < missing || from[dim - missing] == 1 { 0 } else { own[dim - missing] })
+        .collect()
+}
+
+/// Walks the rows (last dimension) of a broadcast: `row(output start, a start, b start, …)`.
+fn broadcast_rows<const N: usize>(
+    shape: &Shape,
+    strides: [&[usize]; N],
+    mut row: impl FnMut(usize, [usize; N]),
+) {
+    let dims = shape.dims();
+    let width = shape.last();
+    let rows = shape.rows();
+    for index in 0..rows {
+        let mut rest = index;
+        let mut starts = [0; N];
+        for dim in (0..dims.saturating_sub(1)).rev() {
+            let position = rest % shape[dim];
+            rest /= shape[dim];
+            for (start, stride) in starts.iter_mut().zip(&strides) {
+                *start += position * stride[dim];
+            }
+        }
+        row(index * width, starts);
+    }
+}
+
+fn last_stride(strides: &[usize]) -> usize {
+    strides.last().copied().unwrap_or(0)
+}
+
+fn broadcast2<A: Element, B: Element, Y: Element>(
+    threads: &Threads,
+    a: &Tensor,
+    b: &Tensor,
+    y: &Tensor,
+    f: impl Fn(A, B) -> Y + Sync + Send + Copy,
+) {
+    let (left, right, output) = (read::<A>(a), read::<B>(b), write::<Y>(y));
+    if a.shape() == y.shape() && b.shape() == y.shape() {
+        return map2(threads, left, right, output, f);
+    }
+    let (a_strides, b_strides) =
+        (broadcast_strides(a.shape(), y.shape()), broadcast_strides(b.shape(), y.shape()));
+    let width = y.shape().last();
+    let (a_step, b_step) = (last_stride(&a_strides), last_stride(&b_strides));
+    vectorized(|| {
+        broadcast_rows(y.shape(), [&a_strides, &b_strides], |start, [a_start, b_start]| {
+            for i in 0..width {
+                output[start + i] = f(left[a_start + i * a_step], right[b_start + i * b_step]);
+            }
+        });
+    });
+}
+
+pub(crate) fn binary(threads: &Threads, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+    float_kernel!("binary", a.dtype(), T => {
+        macro_rules! apply { ($f:expr) => { broadcast2(threads, a, b, y, |a: T, b: T| { let f: fn(f32, f32) -> f32 = $f; T::narrow(f(a.widen(), b.widen())) }) }; }
+        match op {
+            Binary::Add => apply!(|a, b| a + b),
+            Binary::Sub => apply!(|a, b| a - b),
+            Binary::Mul => apply!(|a, b| a * b),
+            Binary::Div => apply!(|a, b| a / b),
+            Binary::Max => apply!(|a, b| if a > b { a } else { b }),
+            Binary::Min => apply!(|a, b| if a < b { a } else { b }),
+        }
+    })
+}
+
+pub(crate) fn compare(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+    fn typed<T: Element + PartialOrd>(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) {
+        match op {
+            Comparison::Equal => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a == b)),
+            Comparison::Less => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a < b)),
+            Comparison::LessEqual => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a <= b)),
+        }
+    }
+    match a.dtype() {
+        DType::F32 => typed::<f32>(threads, op, a, b, y),
+        DType::BF16 => typed::<bf16>(threads, op, a, b, y),
+        DType::F16 => typed::<f16>(threads, op, a, b, y),
+        DType::I64 => typed::<i64>(threads, op, a, b, y),
+        DType::I32 => typed::<i32>(threads, op, a, b, y),
+        DType::U8 | DType::Bool => typed::<u8>(threads, op, a, b, y),
+    }
+    Ok(())
+}
+
+pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+    let shape = y.shape();
+    let strides = [condition, a, b].map(|operand| broadcast_strides(operand.shape(), shape));
+    let [c_step, a_step, b_step] = [0, 1, 2].map(|i| last_stride(&strides[i]));
+    let width = shape.last();
+    float_kernel!("select", a.dtype(), T => {
+        let (c, left, right, output) = (read::<u8>(condition), read::<T>(a), read::<T>(b), write::<T>(y));
+        broadcast_rows(shape, [&strides[0], &strides[1], &strides[2]], |start, [c_start, a_start, b_start]| {
+            for i in 0..width {
+                output[start + i] =
+                    if c[c_start + i * c_step] != 0 { left[a_start + i * a_step] } else { right[b_start + i * b_step] };
+            }
+        });
+    })
+}
+
+/// Sums `x` down to `y`'s shape, in row order, in f32.
+pub(crate) fn sum_to(x: &Tensor, y: &Tensor) -> Result<()> {
+    let strides = broadcast_strides(y.shape(), x.shape());
+    let step = last_stride(&strides);
+    let width = x.shape().last();
+    float_kernel!("sum_to", x.dtype(), T => {
+        let (input, output) = (read::<T>(x), write::<T>(y));
+        let mut sums = vec![0.0f32; output.len()];
+        vectorized(|| {
+            broadcast_rows(x.shape(), [&strides], |start, [y_start]| {
+                if step == 0 {
+                    let mut sum = 0.0;
+                    for i in 0..width {
+                        sum += input[start + i].widen();
+                    }
+                    sums[y_start] += sum;
+                } else {
+                    for i in 0..width {
+                        sums[y_start + i] += input[start + i].widen();
+                    }
+                }
+            });
+        });
+        for (output, sum) in output.iter_mut().zip(sums) {
+            *output = T::narrow(sum);
+        }
+    })
+}

@@ -1,0 +1,134 @@
+//! Runtime choice of instruction set.
+//!
+//! Kernels are plain loops over `f32`, compiled three times: portable, AVX2 and AVX-512. They use no fused
+//! multiply-add and reduce over sixteen fixed lanes, so all three give the same bits. (Matrix products do not:
+//! there the instruction set decides how sums are grouped.)
+
+use std::sync::OnceLock;
+
+/// Which instructions the kernels use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// Whatever the target guarantees.
+    Portable,
+    /// 256-bit vectors.
+    Avx2,
+    /// 512-bit vectors.
+    Avx512,
+}
+
+/// The best level of this machine, or the lower one that `FERROSPEED_CPU_KERNELS` (portable, avx2, avx512) names.
+pub fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| {
+        let wanted = match std::env::var("FERROSPEED_CPU_KERNELS").as_deref() {
+            Ok("portable") => Level::Portable,
+            Ok("avx2") => Level::Avx2,
+            _ => Level::Avx512,
+        };
+        wanted.min(detect())
+    })
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Level {
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    if avx512 {
+        Level::Avx512
+    } else if is_x86_feature_detected!("avx2") {
+        Level::Avx2
+    } else {
+        Level::Portable
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Level {
+    Level::Portable
+}
+
+/// Runs `kernel` compiled for [`level`]. Everything it calls must be `#[inline(always)]` to be compiled along.
+#[inline]
+pub fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
+    vectorized_at(level(), kernel)
+}
+
+/// The same for a given level, which this machine must have.
+#[inline]
+pub(crate) fn vectorized_at<R>(level: Level, kernel: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    match level {
+        // SAFETY: `level` never names more than the machine was found to have.
+        Level::Avx512 => return unsafe { avx512(kernel) },
+        // SAFETY: as above.
+        Level::Avx2 => return unsafe { avx2(kernel) },
+        Level::Portable => {}
+    }
+    let _ = level;
+    kernel()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
+fn avx512<R>(kernel: impl FnOnce() -> R) -> R {
+    kernel()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn avx2<R>(kernel: impl FnOnce() -> R) -> R {
+    kernel()
+}
+
+/// The width that every reduction is spread over, whatever the registers.
+pub const LANES: usize = 16;
+
+/// Sums `f(i, value)` over a row in the fixed lane order.
+#[inline(always)]
+pub fn sum_by(row: &[f32], mut f: impl FnMut(usize, f32) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let whole = row.len() / LANES * LANES;
+    let mut base = 0;
+    while base < whole {
+        for lane in 0..LANES {
+            lanes[lane] += f(base + lane, row[base + lane]);
+        }
+        base += LANES;
+    }
+    for (lane, index) in (whole..row.len()).enumerate() {
+        lanes[lane] += f(index, row[index]);
+    }
+    fold(lanes, |a, b| a + b)
+}
+
+/// The largest of a row, or negative infinity for an empty one.
+#[inline(always)]
+pub fn max(row: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut chunks = row.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for lane in 0..LANES {
+            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
+        }
+    }
+    let mut largest = fold(lanes, |a, b| if a > b { a } else { b });
+    for &value in chunks.remainder() {
+        largest = if value > largest { value } else { largest };
+    }
+    largest
+}
+
+#[inline(always)]
+fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] = f(lanes[lane], lanes[lane + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}

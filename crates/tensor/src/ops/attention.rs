@@ -1,0 +1,361 @@
+//! Attention over separate or packed heads, rotary embedding, and decoding from a cache.
+
+use crate::autograd::{needs_grad, record};
+use crate::backend::{AttentionSpec, Heads};
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::param::Operand;
+use crate::random::RandomKey;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// Who sees whom, and how strongly.
+#[derive(Debug, Clone, Default)]
+pub struct AttentionOptions {
+    /// Multiplies the scores; `1/√dim` when absent.
+    pub scale: Option<f32>,
+    /// Whether a query sees only keys up to its own position; queries are the last tokens of the keys.
+    pub causal: bool,
+    /// A query at position `p` sees keys `> p - window`.
+    pub window: Option<usize>,
+    /// `[batch, keys]` of `U8` or `Bool`: nonzero where a key may be seen.
+    pub key_mask: Option<Tensor>,
+    /// `[heads]` of f32.
+    pub alibi_slopes: Option<Tensor>,
+    /// `[batch, keys]` of f32; `0..keys` when absent.
+    pub alibi_positions: Option<Tensor>,
+    /// Probability of dropping an attention weight.
+    pub dropout: f32,
+}
+
+/// Where queries, keys and values lie inside one packed projection `[batch, tokens, width]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PackedHeads {
+    /// All queries, then all keys, then all values.
+    Thirds,
+    /// For each head its query, key and value.
+    PerHead,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    offset: usize,
+    token_stride: usize,
+    head_stride: usize,
+    tokens: usize,
+}
+
+impl Place {
+    fn whole(shape: &Shape) -> Place {
+        let (tokens, heads, dim) = (shape[1], shape[2], shape[3]);
+        Place { offset: 0, token_stride: heads * dim, head_stride: dim, tokens }
+    }
+
+    fn packed(layout: PackedHeads, part: usize, tokens: usize, heads: usize, dim: usize) -> Place {
+        let token_stride = 3 * heads * dim;
+        match layout {
+            PackedHeads::Thirds => {
+                Place { offset: part * heads * dim, token_stride, head_stride: dim, tokens }
+            }
+            PackedHeads::PerHead => Place { offset: part * dim, token_stride, head_stride: 3 * dim, tokens },
+        }
+    }
+
+    fn of<'a>(&self, tensor: &'a Tensor) -> Heads<'a> {
+        Heads {
+            tensor,
+            offset: self.offset,
+            batch_stride: self.tokens * self.token_stride,
+            token_stride: self.token_stride,
+            head_stride: self.head_stride,
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Problem {
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    options: AttentionOptions,
+    dropout: Option<(f32, RandomKey)>,
+}
+
+impl Problem {
+    fn spec(&self) -> AttentionSpec<'_> {
+        AttentionSpec {
+            batch: self.batch,
+            queries: self.queries,
+            keys: self.keys,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            dim: self.dim,
+            scale: self.options.scale.unwrap_or_else(|| 1.0 / (self.dim as f32).sqrt()),
+            causal: self.options.causal,
+            window: self.options.window,
+            key_mask: self.options.key_mask.as_ref(),
+            alibi_slopes: self.options.alibi_slopes.as_ref(),
+            alibi_positions: self.options.alibi_positions.as_ref(),
+            dropout: self.dropout,
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let fail = |what: String| Err(TensorError::argument("attention", what));
+        if self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
+            return fail(format!("{} query heads cannot share {} key heads", self.heads, self.kv_heads));
+        }
+        let per_key = [self.batch, self.keys];
+        let wanted: [(&str, &Option<Tensor>, &[usize]); 3] = [
+            ("key_mask", &self.options.key_mask, &per_key),
+            ("alibi_positions", &self.options.alibi_positions, &per_key),
+            ("alibi_slopes", &self.options.alibi_slopes, std::slice::from_ref(&self.heads)),
+        ];
+        for (what, tensor, sizes) in wanted {
+            if let Some(tensor) = tensor
+                && tensor.sizes() != sizes
+            {
+                return fail(format!("{what} has shape {}, expected {sizes:?}", tensor.shape()));
+            }
+        }
+        if let Some(mask) = &self.options.key_mask
+            && !matches!(mask.dtype(), DType::U8 | DType::Bool)
+        {
+            return fail(format!("key_mask is {}, expected bool or u8", mask.dtype()));
+        }
+        Ok(())
+    }
+}
+
+fn dropout_key(options: &AttentionOptions) -> Option<(f32, RandomKey)> {
+    (options.dropout > 0.0).then(|| (options.dropout, crate::random::next_key()))
+}
+
+fn expect_heads(what: &'static str, shape: &Shape) -> Result<()> {
+    if shape.dims() == 4 {
+        return Ok(());
+    }
+    Err(TensorError::shape("attention", what, *shape, "[batch, tokens, heads, dim]"))
+}
+
+/// Attention of `q [batch, queries, heads, dim]` over `k` and `v [batch, keys, kv_heads, dim]`; the result is q's shape.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
+    expect_heads("q", q.shape())?;
+    expect_heads("k", k.shape())?;
+    if k.shape() != v.shape() || q.shape()[0] != k.shape()[0] || q.shape()[3] != k.shape()[3] {
+        return Err(TensorError::ShapeMismatch { op: "attention", left: *q.shape(), right: *k.shape() });
+    }
+    let problem = Problem {
+        batch: q.shape()[0],
+        queries: q.shape()[1],
+        keys: k.shape()[1],
+        heads: q.shape()[2],
+        kv_heads: k.shape()[2],
+        dim: q.shape()[3],
+        dropout: dropout_key(options),
+        options: options.clone(),
+    };
+    problem.check()?;
+    let [q, k, v] = [q, k, v].map(Operand::from);
+    let places = [&q, &k, &v].map(|operand| Place::whole(operand.shape()));
+    let (out, lse) = run(&problem, &[&*q.read()?, &*k.read()?, &*v.read()?], &places, *q.shape())?;
+    if !needs_grad(&[&q, &k, &v]) {
+        return Ok(out);
+    }
+    let saved = [q.saved(), k.saved(), v.saved()];
+    let kept = out.detach();
+    Ok(record("attention", &[&q, &k, &v], out, move |dout| {
+        let values = [saved[0].read()?, saved[1].read()?, saved[2].read()?];
+        let inputs = [&*values[0], &*values[1], &*values[2]];
+        let [dq, dk, dv] =
+            [0, 1, 2].map(|i| Tensor::empty(*inputs[i].shape(), inputs[i].dtype(), inputs[i].device()));
+        let (dq, dk, dv) = (dq?, dk?, dv?);
+        run_backward(&problem, &inputs, &places, &kept, &lse, &dout, &[&dq, &dk, &dv])?;
+        Ok(vec![Some(dq), Some(dk), Some(dv)])
+    }))
+}
+
+/// Attention over one packed projection `[batch, tokens, 3·heads·dim]`; the result is `[batch, tokens, heads·dim]`.
+pub fn attention_packed(
+    qkv: &Tensor,
+    heads: usize,
+    layout: PackedHeads,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let shape = *qkv.shape();
+    if shape.dims() != 3 || heads == 0 || !shape.last().is_multiple_of(3 * heads) {
+        return Err(TensorError::shape(
+            "attention_packed",
+            "qkv",
+            shape,
+            format!("[batch, tokens, 3·{heads}·dim]"),
+        ));
+    }
+    let (batch, tokens, dim) = (shape[0], shape[1], shape.last() / (3 * heads));
+    let problem = Problem {
+        batch,
+        queries: tokens,
+        keys: tokens,
+        heads,
+        kv_heads: heads,
+        dim,
+        dropout: dropout_key(options),
+        options: options.clone(),
+    };
+    problem.check()?;
+    let places = [0, 1, 2].map(|part| Place::packed(layout, part, tokens, heads, dim));
+    let qkv = Operand::from(qkv);
+    let (out, lse) = {
+        let value = qkv.read()?;
+        run(&problem, &[&*value, &*value, &*value], &places, Shape::new(&[batch, tokens, heads, dim]))?
+    };
+    let out = out.view([batch, tokens, heads * dim])?;
+    if !needs_grad(&[&qkv]) {
+        return Ok(out);
+    }
+    let (saved, kept) = (qkv.saved(), out.detach());
+    Ok(record("attention_packed", &[&qkv], out, move |dout| {
+        let value = saved.read()?;
+        let dqkv = Tensor::empty(*value.shape(), value.dtype(), value.device())?;
+        let heads_shape = [batch, tokens, heads, dim];
+        let (kept, dout) = (kept.view(heads_shape)?, dout.view(heads_shape)?);
+        run_backward(
+            &problem,
+            &[&*value, &*value, &*value],
+            &places,
+            &kept,
+            &lse,
+            &dout,
+            &[&dqkv, &dqkv, &dqkv],
+        )?;
+        Ok(vec![Some(dqkv)])
+    }))
+}
+
+fn run(
+    problem: &Problem,
+    inputs: &[&Tensor; 3],
+    places: &[Place; 3],
+    out_shape: Shape,
+) -> Result<(Tensor, Tensor)> {
+    let device = inputs[0].device();
+    let out = Tensor::empty(out_shape, inputs[0].dtype(), device)?;
+    let lse = Tensor::empty([problem.batch, problem.heads, problem.queries], DType::F32, device)?;
+    let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
+    device.backend().attention(&problem.spec(), &q, &k, &v, &Place::whole(&out_shape).of(&out), &lse)?;
+    Ok((out, lse))
+}
+
+fn run_backward(
+    problem: &Problem,
+    inputs: &[&Tensor; 3],
+    places: &[Place; 3],
+    out: &Tensor,
+    lse: &Tensor,
+    dout: &Tensor,
+    gradients: &[&Tensor; 3],
+) -> Result<()> {
+    let whole = Place::whole(out.shape());
+    let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
+    let [dq, dk, dv] = [0, 1, 2].map(|i| places[i].of(gradients[i]));
+    out.device().backend().attention_backward(
+        &problem.spec(),
+        &q,
+        &k,
+        &v,
+        &whole.of(out),
+        lse,
+        &whole.of(dout),
+        &dq,
+        &dk,
+        &dv,
+    )
+}
+
+/// Attention of new tokens over the first `keys` tokens of caches `[batch, capacity, kv_heads, dim]`; not recorded.
+pub fn attention_cached(
+    q: &Tensor,
+    k_cache: &Tensor,
+    v_cache: &Tensor,
+    keys: usize,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    expect_heads("q", q.shape())?;
+    expect_heads("the cache", k_cache.shape())?;
+    let cache = *k_cache.shape();
+    if keys > cache[1] || cache != *v_cache.shape() || q.shape()[3] != cache[3] || q.shape()[0] != cache[0] {
+        return Err(TensorError::ShapeMismatch { op: "attention_cached", left: *q.shape(), right: cache });
+    }
+    let problem = Problem {
+        batch: cache[0],
+        queries: q.shape()[1],
+        keys,
+        heads: q.shape()[2],
+        kv_heads: cache[2],
+        dim: cache[3],
+        dropout: None,
+        options: options.clone(),
+    };
+    problem.check()?;
+    let places = [Place::whole(q.shape()), Place::whole(&cache), Place::whole(&cache)];
+    Ok(run(&problem, &[q, k_cache, v_cache], &places, *q.shape())?.0)
+}
+
+/// Rotates the first channels of each head of `x [batch, tokens, heads, dim]` by tables `[batch or 1, tokens, pairs]`.
+pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
+    expect_heads("x", x.shape())?;
+    let (batch, tokens, dim) = (x.shape()[0], x.shape()[1], x.shape()[3]);
+    let table = cos.shape();
+    let fits = table.dims() == 3
+        && (table[0] == batch || table[0] == 1)
+        && table[1] == tokens
+        && 2 * table[2] <= dim
+        && table == sin.shape();
+    if !fits {
+        return Err(TensorError::ShapeMismatch { op: "rotary", left: *x.shape(), right: *table });
+    }
+    let x = Operand::from(x);
+    let y = rotated(&*x.read()?, cos, sin, interleaved, false)?;
+    if !needs_grad(&[&x]) {
+        return Ok(y);
+    }
+    let (cos, sin) = (cos.detach(), sin.detach());
+    Ok(record("rotary", &[&x], y, move |dy| Ok(vec![Some(rotated(&dy, &cos, &sin, interleaved, true)?)])))
+}
+
+fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool, inverse: bool) -> Result<Tensor> {
+    let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+    let backend = x.device().backend();
+    backend.copy(x, &y)?;
+    let [batch, tokens, heads] = [x.shape()[0], x.shape()[1], x.shape()[2]];
+    backend.rotary(&Place::whole(x.shape()).of(&y), batch, tokens, heads, cos, sin, interleaved, inverse)?;
+    Ok(y)
+}
+
+/// Takes queries, keys and values out of a packed projection `[batch, tokens, 3·heads·dim]`, each `[batch, tokens, heads, dim]`.
+pub fn split_heads(qkv: &Tensor, heads: usize, layout: PackedHeads) -> Result<[Tensor; 3]> {
+    let shape = *qkv.shape();
+    if shape.dims() != 3 || heads == 0 || !shape.last().is_multiple_of(3 * heads) {
+        return Err(TensorError::shape(
+            "split_heads",
+            "qkv",
+            shape,
+            format!("[batch, tokens, 3·{heads}·dim]"),
+        ));
+    }
+    let (batch, tokens, dim) = (shape[0], shape[1], shape.last() / (3 * heads));
+    let order = match layout {
+        PackedHeads::Thirds => [batch, tokens, 3, heads, dim],
+        PackedHeads::PerHead => [batch, tokens, heads, 3, dim],
+    };
+    let packed = crate::ops::reshape(qkv, order)?;
+    let part_dim = if layout == PackedHeads::Thirds { 2 } else { 3 };
+    let part = |index: usize| -> Result<Tensor> {
+        let taken = crate::ops::narrow(&packed, part_dim, index, 1)?;
+        crate::ops::reshape(&taken, [batch, tokens, heads, dim])
+    };
+    Ok([part(0)?, part(1)?, part(2)?])
+}

@@ -1,0 +1,303 @@
+//! Products with weights, and the two-layer perceptron as one node.
+
+use crate::autograd::{needs_grad, record};
+use crate::backend::{Activation, Gemm, Matrix};
+use crate::error::{Result, TensorError};
+use crate::ops::{expect_same_dtype, gradient_like};
+use crate::param::{Operand, Value};
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// How a weight matrix is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightLayout {
+    /// `[out, in]`: the usual linear layer, `y = x·Wᵀ`.
+    OutIn,
+    /// `[in, out]`: GPT-2's, `y = x·W`.
+    InOut,
+}
+
+impl WeightLayout {
+    /// (inputs, outputs) of a weight of this shape.
+    fn features(self, op: &'static str, weight: &Shape) -> Result<(usize, usize)> {
+        match (self, weight.sizes()) {
+            (WeightLayout::OutIn, &[out, inputs]) | (WeightLayout::InOut, &[inputs, out]) => {
+                Ok((inputs, out))
+            }
+            _ => Err(TensorError::shape(op, "the weight", *weight, "two dimensions")),
+        }
+    }
+
+    /// The weight as the right operand of `x · W`.
+    fn forward(self, weight: &Tensor) -> Matrix<'_> {
+        Matrix { transposed: self == WeightLayout::OutIn, ..Matrix::whole(weight) }
+    }
+
+    /// The weight as the right operand of `dy · Wᵀ`.
+    fn backward(self, weight: &Tensor) -> Matrix<'_> {
+        Matrix { transposed: self == WeightLayout::InOut, ..Matrix::whole(weight) }
+    }
+}
+
+/// One weighted layer: what forward and backward of the ops below share.
+#[derive(Clone)]
+struct Layer {
+    weight: Operand,
+    bias: Option<Operand>,
+    layout: WeightLayout,
+    inputs: usize,
+    outputs: usize,
+}
+
+impl Layer {
+    fn new(
+        op: &'static str,
+        x: &Shape,
+        x_dtype: crate::DType,
+        weight: Operand,
+        bias: Option<Operand>,
+        layout: WeightLayout,
+    ) -> Result<Layer> {
+        let (inputs, outputs) = layout.features(op, weight.shape())?;
+        if x.dims() == 0 || x.last() != inputs {
+            return Err(TensorError::ShapeMismatch { op, left: *x, right: *weight.shape() });
+        }
+        expect_same_dtype(op, "the weight", weight.dtype(), x_dtype)?;
+        if let Some(bias) = &bias {
+            if bias.shape().sizes() != [outputs] {
+                return Err(TensorError::shape(op, "the bias", *bias.shape(), format!("[{outputs}]")));
+            }
+            expect_same_dtype(op, "the bias", bias.dtype(), x_dtype)?;
+        }
+        Ok(Layer { weight, bias, layout, inputs, outputs })
+    }
+
+    fn saved(&self) -> Layer {
+        Layer { weight: self.weight.saved(), bias: self.bias.as_ref().map(Operand::saved), ..self.clone() }
+    }
+
+    fn forward(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
+        let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
+        let weight = self.weight.read()?;
+        let bias: Option<Value> = self.bias.as_ref().map(Operand::read).transpose()?;
+        let rows = x.shape().rows();
+        x.device().backend().gemm(&Gemm {
+            bias: bias.as_deref(),
+            activation,
+            before_activation: before,
+            ..Gemm::plain(rows, self.outputs, self.inputs, Matrix::whole(x), self.layout.forward(&weight), &y)
+        })?;
+        Ok(y)
+    }
+
+    /// The gradient of the layer's input.
+    fn input_gradient(&self, dy: &Tensor, x_shape: &Shape) -> Result<Tensor> {
+        let dx = Tensor::empty(*x_shape, dy.dtype(), dy.device())?;
+        let weight = self.weight.read()?;
+        let rows = x_shape.rows();
+        let b = self.layout.backward(&weight);
+        dy.device().backend().gemm(&Gemm::plain(
+            rows,
+            self.inputs,
+            self.outputs,
+            Matrix::whole(dy),
+            b,
+            &dx,
+        ))?;
+        Ok(dx)
+    }
+
+    /// The gradients of weight and bias, where they are wanted.
+    fn weight_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let backend = dy.device().backend();
+        let rows = x.shape().rows();
+        let dweight = if self.weight.requires_grad() {
+            let dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
+            let (left, right, m, n) = match self.layout {
+                WeightLayout::OutIn => (dy, x, self.outputs, self.inputs),
+                WeightLayout::InOut => (x, dy, self.inputs, self.outputs),
+            };
+            backend.gemm(&Gemm::plain(
+                m,
+                n,
+                rows,
+                Matrix::transposed(left),
+                Matrix::whole(right),
+                &dweight,
+            ))?;
+            Some(dweight)
+        } else {
+            None
+        };
+        let dbias = match &self.bias {
+            Some(bias) if bias.requires_grad() => {
+                let dbias = gradient_like(bias, *bias.shape(), dy.dtype(), dy.device())?;
+                backend.sum_rows(dy, &dbias)?;
+                Some(dbias)
+            }
+            _ => None,
+        };
+        Ok((dweight, dbias))
+    }
+}
+
+/// `x·W + b` over the last dimension.
+pub fn linear(
+    x: impl Into<Operand>,
+    weight: impl Into<Operand>,
+    bias: Option<Operand>,
+    layout: WeightLayout,
+) -> Result<Tensor> {
+    linear_activation(x, weight, bias, layout, None)
+}
+
+/// `f(x·W + b)`; backward keeps the value before `f`.
+pub fn linear_activation(
+    x: impl Into<Operand>,
+    weight: impl Into<Operand>,
+    bias: Option<Operand>,
+    layout: WeightLayout,
+    activation: Option<Activation>,
+) -> Result<Tensor> {
+    let (x, weight) = (x.into(), weight.into());
+    let layer = Layer::new("linear", x.shape(), x.dtype(), weight, bias, layout)?;
+    let mut operands = vec![&x, &layer.weight];
+    operands.extend(&layer.bias);
+    let recording = needs_grad(&operands);
+    let input = x.read()?;
+    let before = match activation {
+        Some(_) if recording => {
+            Some(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), input.device())?)
+        }
+        _ => None,
+    };
+    let y = layer.forward(&input, activation, before.as_ref())?;
+    if !recording {
+        return Ok(y);
+    }
+    let (saved_x, saved) = (x.saved(), layer.saved());
+    Ok(record("linear", &operands, y, move |dy| {
+        let dy = match (activation, before) {
+            (Some(activation), Some(before)) => activation_gradient(activation, &before, dy)?,
+            _ => dy,
+        };
+        let x = saved_x.read()?;
+        let (dweight, dbias) = saved.weight_gradients(&x, &dy)?;
+        // A saved tensor has lost its history; whether its gradient is wanted the tape knows by the edge.
+        let dx = Some(saved.input_gradient(&dy, x.shape())?);
+        let mut gradients = vec![dx, dweight];
+        gradients.extend(saved.bias.is_some().then_some(dbias));
+        Ok(gradients)
+    }))
+}
+
+fn activation_gradient(activation: Activation, before: &Tensor, dy: Tensor) -> Result<Tensor> {
+    let dx = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
+    dy.device().backend().activation_backward(activation, before, &dy, &dx)?;
+    Ok(dx)
+}
+
+/// `f(x·W₁ + b₁)·W₂ + b₂` as one node.
+///
+/// It saves the input and the value before `f`; the value after `f`, which two separate layers would save too,
+/// is computed again in backward: one cheap pass instead of a tensor held for half a step.
+pub fn mlp(
+    x: impl Into<Operand>,
+    up: (Operand, Option<Operand>),
+    down: (Operand, Option<Operand>),
+    layout: WeightLayout,
+    activation: Activation,
+) -> Result<Tensor> {
+    let x = x.into();
+    let up = Layer::new("mlp", x.shape(), x.dtype(), up.0, up.1, layout)?;
+    let hidden_shape = x.shape().with_last(up.outputs);
+    let down = Layer::new("mlp", &hidden_shape, x.dtype(), down.0, down.1, layout)?;
+    let mut operands = vec![&x, &up.weight];
+    operands.extend(&up.bias);
+    operands.push(&down.weight);
+    operands.extend(&down.bias);
+    let recording = needs_grad(&operands);
+    let input = x.read()?;
+    let before = if recording { Some(Tensor::empty(hidden_shape, x.dtype(), input.device())?) } else { None };
+    let hidden = up.forward(&input, Some(activation), before.as_ref())?;
+    let y = down.forward(&hidden, None, None)?;
+    drop(hidden);
+    let Some(before) = before else { return Ok(y) };
+    let (saved_x, saved_up, saved_down) = (x.saved(), up.saved(), down.saved());
+    Ok(record("mlp", &operands, y, move |dy| {
+        let backend = dy.device().backend();
+        let hidden = Tensor::empty(*before.shape(), before.dtype(), before.device())?;
+        backend.unary(crate::backend::Unary::Activation(activation), &before, &hidden)?;
+        let (ddown, ddown_bias) = saved_down.weight_gradients(&hidden, &dy)?;
+        drop(hidden);
+        let dhidden = saved_down.input_gradient(&dy, before.shape())?;
+        let dbefore = activation_gradient(activation, &before, dhidden)?;
+        drop(before);
+        let x = saved_x.read()?;
+        let (dup, dup_bias) = saved_up.weight_gradients(&x, &dbefore)?;
+        let dx = saved_up.input_gradient(&dbefore, x.shape())?;
+        let mut gradients = vec![Some(dx), dup];
+        gradients.extend(saved_up.bias.is_some().then_some(dup_bias));
+        gradients.push(ddown);
+        gradients.extend(saved_down.bias.is_some().then_some(ddown_bias));
+        Ok(gradients)
+    }))
+}
+
+/// Matrix product of the last two dimensions; the dimensions before are equal, or absent on the right.
+pub fn matmul(a: impl Into<Operand>, b: impl Into<Operand>) -> Result<Tensor> {
+    let (a, b) = (a.into(), b.into());
+    let (left, right) = (*a.shape(), *b.shape());
+    let mismatch = || TensorError::ShapeMismatch { op: "matmul", left, right };
+    expect_same_dtype("matmul", "the right operand", b.dtype(), a.dtype())?;
+    crate::ops::expect_float("matmul", "the operands", a.dtype())?;
+    if left.dims() < 2 || right.dims() < 2 || left.last() != right[right.dims() - 2] {
+        return Err(mismatch());
+    }
+    if right.dims() == 2 {
+        return linear(a, b, None, WeightLayout::InOut);
+    }
+    let dims = left.dims();
+    if dims != right.dims() || left.sizes()[..dims - 2] != right.sizes()[..dims - 2] {
+        return Err(mismatch());
+    }
+    let (m, k, n) = (left[dims - 2], left.last(), right.last());
+    let batch = left.sizes()[..dims - 2].iter().product::<usize>();
+    let y = {
+        let (a, b) = (a.read()?, b.read()?);
+        let y = Tensor::empty(left.with_last(n), a.dtype(), a.device())?;
+        batched(batch, m, n, k, &a, false, &b, false, &y)?;
+        y
+    };
+    if !needs_grad(&[&a, &b]) {
+        return Ok(y);
+    }
+    let (saved_a, saved_b) = (a.saved(), b.saved());
+    Ok(record("matmul", &[&a, &b], y, move |dy| {
+        let (a, b) = (saved_a.read()?, saved_b.read()?);
+        let da = Tensor::empty(*a.shape(), a.dtype(), a.device())?;
+        batched(batch, m, k, n, &dy, false, &b, true, &da)?;
+        let db = Tensor::empty(*b.shape(), b.dtype(), b.device())?;
+        batched(batch, k, n, m, &a, true, &dy, false, &db)?;
+        Ok(vec![Some(da), Some(db)])
+    }))
+}
+
+fn batched(
+    batch: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Tensor,
+    a_transposed: bool,
+    b: &Tensor,
+    b_transposed: bool,
+    c: &Tensor,
+) -> Result<()> {
+    let a = Matrix { batch_stride: m * k, transposed: a_transposed, ..Matrix::whole(a) };
+    let b = Matrix { batch_stride: k * n, transposed: b_transposed, ..Matrix::whole(b) };
+    let mut gemm = Gemm::plain(m, n, k, a, b, c);
+    gemm.batch = batch;
+    gemm.c.batch_stride = m * n;
+    c.device().backend().gemm(&gemm)
+}

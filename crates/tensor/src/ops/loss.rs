@@ -1,0 +1,198 @@
+//! Cross-entropy, on logits or fused with the projection that makes them.
+
+use crate::autograd::{needs_grad, record};
+use crate::backend::{CrossEntropySpec, Gemm, Matrix, Unary};
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::memory::Category;
+use crate::ops::WeightLayout;
+use crate::param::Operand;
+use crate::tensor::Tensor;
+use crate::with_category;
+
+/// How the loss is taken.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CrossEntropyOptions {
+    /// Targets with this value count for nothing.
+    pub ignore_index: i64,
+    /// Share of the probability spread over all classes.
+    pub label_smoothing: f32,
+    /// Weight of the squared log-partition term.
+    pub z_loss: f32,
+}
+
+impl Default for CrossEntropyOptions {
+    fn default() -> Self {
+        CrossEntropyOptions { ignore_index: -100, label_smoothing: 0.0, z_loss: 0.0 }
+    }
+}
+
+/// Bytes of logits held at once by [`linear_cross_entropy`].
+const CHUNK_BYTES: usize = 32 << 20;
+
+fn spec(options: &CrossEntropyOptions, targets: &Tensor) -> Result<(CrossEntropySpec, usize)> {
+    let counted =
+        targets.to_vec::<i64>()?.into_iter().filter(|&target| target != options.ignore_index).count();
+    let spec = CrossEntropySpec {
+        ignore_index: options.ignore_index,
+        label_smoothing: options.label_smoothing,
+        z_loss: options.z_loss,
+        gradient_scale: 1.0 / counted.max(1) as f32,
+    };
+    Ok((spec, counted))
+}
+
+/// The mean over counted rows, summed in f64 in row order; zero when none counts.
+fn mean_loss(losses: &Tensor, counted: usize) -> Result<Tensor> {
+    let total: f64 = losses.to_vec::<f32>()?.into_iter().map(f64::from).sum();
+    Tensor::scalar((total / counted.max(1) as f64) as f32, losses.device())
+}
+
+/// Mean cross-entropy of `logits [.., classes]` against `targets [..]`; an f32 scalar.
+pub fn cross_entropy(
+    logits: impl Into<Operand>,
+    targets: &Tensor,
+    options: CrossEntropyOptions,
+) -> Result<Tensor> {
+    let logits = logits.into();
+    let (rows, classes) = (logits.shape().rows(), logits.shape().last());
+    if targets.numel() != rows {
+        return Err(TensorError::ShapeMismatch {
+            op: "cross_entropy",
+            left: *logits.shape(),
+            right: *targets.shape(),
+        });
+    }
+    let (spec, counted) = spec(&options, targets)?;
+    let recording = needs_grad(&[&logits]);
+    let value = logits.read()?;
+    let device = value.device();
+    let work = Tensor::empty([rows, classes], DType::F32, device)?;
+    device.backend().cast(&value, &work)?;
+    let losses = Tensor::empty([rows], DType::F32, device)?;
+    device.backend().cross_entropy_rows(&spec, &work, targets, &losses, recording)?;
+    let loss = mean_loss(&losses, counted)?;
+    if !recording {
+        return Ok(loss);
+    }
+    let (shape, dtype) = (*logits.shape(), logits.dtype());
+    Ok(record("cross_entropy", &[&logits], loss, move |dy| {
+        let scale = Unary::Affine { scale: dy.item()?, shift: 0.0 };
+        let backend = work.device().backend();
+        let dlogits = Tensor::empty(shape, dtype, work.device())?;
+        if dtype == DType::F32 {
+            backend.unary(scale, &work.view(shape)?, &dlogits)?;
+        } else {
+            let scaled = Tensor::empty(*work.shape(), DType::F32, work.device())?;
+            backend.unary(scale, &work, &scaled)?;
+            backend.cast(&scaled, &dlogits)?;
+        }
+        Ok(vec![Some(dlogits)])
+    }))
+}
+
+/// Mean cross-entropy of `x·W` against `targets`, holding only a chunk of logits at a time.
+///
+/// Since the loss is a scalar, its gradients are known up to one factor while forward still has the chunk at hand:
+/// they are taken there and multiplied by the factor in backward, so the logits are computed once.
+pub fn linear_cross_entropy(
+    x: impl Into<Operand>,
+    weight: impl Into<Operand>,
+    layout: WeightLayout,
+    targets: &Tensor,
+    options: CrossEntropyOptions,
+) -> Result<Tensor> {
+    const OP: &str = "linear_cross_entropy";
+    let (x, weight) = (x.into(), weight.into());
+    let (rows, width) = (x.shape().rows(), x.shape().last());
+    let (inputs, classes) = match (layout, weight.shape().sizes()) {
+        (WeightLayout::OutIn, &[classes, inputs]) | (WeightLayout::InOut, &[inputs, classes]) => {
+            (inputs, classes)
+        }
+        _ => return Err(TensorError::shape(OP, "the weight", *weight.shape(), "two dimensions")),
+    };
+    if inputs != width {
+        return Err(TensorError::ShapeMismatch { op: OP, left: *x.shape(), right: *weight.shape() });
+    }
+    if targets.numel() != rows {
+        return Err(TensorError::ShapeMismatch { op: OP, left: *x.shape(), right: *targets.shape() });
+    }
+    let (spec, counted) = spec(&options, targets)?;
+    let recording = needs_grad(&[&x, &weight]);
+    let wants = [recording && x.requires_grad(), recording && weight.requires_grad()];
+
+    let input = x.read()?;
+    let device = input.device().clone();
+    let backend = device.backend();
+    let dtype = x.dtype();
+    let table = weight.read()?;
+    let losses = Tensor::empty([rows], DType::F32, &device)?;
+    let chunk = (CHUNK_BYTES / (classes * 4).max(1)).clamp(16, rows.max(16));
+    let dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
+    // Sums over chunks stay in f32 and are rounded once, in backward.
+    let dweight = if wants[1] {
+        Some(with_category(Category::Gradients, || Tensor::empty(*weight.shape(), DType::F32, &device))?)
+    } else {
+        None
+    };
+    let flat = input.view([rows, width])?;
+    let transposed = layout == WeightLayout::OutIn;
+    for start in (0..rows).step_by(chunk) {
+        let count = chunk.min(rows - start);
+        let x_chunk = flat.slice(start * width, [count, width])?;
+        let logits = Tensor::empty([count, classes], DType::F32, &device)?;
+        let w = Matrix { transposed, ..Matrix::whole(&table) };
+        backend.gemm(&Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, &logits))?;
+        let (target_chunk, loss_chunk) =
+            (targets.view([rows])?.slice(start, [count])?, losses.slice(start, [count])?);
+        backend.cross_entropy_rows(&spec, &logits, &target_chunk, &loss_chunk, recording)?;
+        if !recording {
+            continue;
+        }
+        let gradient = if dtype == DType::F32 {
+            logits
+        } else {
+            let narrow = Tensor::empty(*logits.shape(), dtype, &device)?;
+            backend.cast(&logits, &narrow)?;
+            narrow
+        };
+        if let Some(dx) = &dx {
+            let target = dx.view([rows, width])?.slice(start * width, [count, width])?;
+            let w = Matrix { transposed: !transposed, ..Matrix::whole(&table) };
+            backend.gemm(&Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, &target))?;
+        }
+        if let Some(dweight) = &dweight {
+            let (left, right, m, n) = match layout {
+                WeightLayout::OutIn => (&gradient, &x_chunk, classes, width),
+                WeightLayout::InOut => (&x_chunk, &gradient, width, classes),
+            };
+            let (a, b) = (Matrix::transposed(left), Matrix::whole(right));
+            backend.gemm(&Gemm { accumulate: start > 0, ..Gemm::plain(m, n, count, a, b, dweight) })?;
+        }
+    }
+    drop(table);
+    let loss = mean_loss(&losses, counted)?;
+    if !recording {
+        return Ok(loss);
+    }
+    Ok(record(OP, &[&x, &weight], loss, move |dy| {
+        let factor = dy.item()?;
+        let finish = |gradient: Option<Tensor>, category: Category| -> Result<Option<Tensor>> {
+            let Some(gradient) = gradient else { return Ok(None) };
+            with_category(category, || {
+                let backend = gradient.device().backend();
+                if factor != 1.0 {
+                    // Nobody else sees this tensor: scale it where it lies.
+                    backend.unary(Unary::Affine { scale: factor, shift: 0.0 }, &gradient, &gradient)?;
+                }
+                if gradient.dtype() == dtype {
+                    return Ok(Some(gradient));
+                }
+                let narrow = Tensor::empty(*gradient.shape(), dtype, gradient.device())?;
+                backend.cast(&gradient, &narrow)?;
+                Ok(Some(narrow))
+            })
+        };
+        Ok(vec![finish(dx, Category::Activations)?, finish(dweight, Category::Gradients)?])
+    }))
+}

@@ -1,0 +1,56 @@
+//! What models call: recorded operations over tensors and parameters.
+//!
+//! Each function checks its operands, allocates its result, asks the device to compute it and, where a gradient
+//! is wanted, records how to go back. Saved values are handles ([`Operand::saved`]), never borrowed weights.
+
+mod attention;
+mod elementwise;
+mod image;
+mod index;
+mod linear;
+mod loss;
+mod norm;
+mod reduce;
+mod shape;
+
+pub use attention::{
+    AttentionOptions, PackedHeads, attention, attention_cached, attention_packed, rotary, split_heads,
+};
+pub use elementwise::*;
+pub use image::{avg_pool2d, conv2d, max_pool2d};
+pub use index::{embedding, gather, index_select, one_hot, top_k};
+pub use linear::{WeightLayout, linear, linear_activation, matmul, mlp};
+pub use loss::{CrossEntropyOptions, cross_entropy, linear_cross_entropy};
+pub use norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm};
+pub use reduce::{cumsum, log_softmax, max, mean, mean_dim, min, softmax, sum, sum_dim};
+pub use shape::{concat, narrow, permute, reshape, split, transpose};
+
+use crate::backend::{Device, with_category};
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::memory::Category;
+use crate::param::Operand;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+fn expect_float(op: &'static str, what: &'static str, dtype: DType) -> Result<()> {
+    if dtype.is_float() {
+        return Ok(());
+    }
+    Err(TensorError::BadDType { op, what, dtype, expected: "a float type" })
+}
+
+fn expect_same_dtype(op: &'static str, what: &'static str, dtype: DType, wanted: DType) -> Result<()> {
+    if dtype == wanted {
+        return Ok(());
+    }
+    Err(TensorError::BadDType { op, what, dtype, expected: wanted.name() })
+}
+
+/// Memory for the gradient of `operand`, counted as what it is.
+fn gradient_like(operand: &Operand, shape: Shape, dtype: DType, device: &Device) -> Result<Tensor> {
+    match operand {
+        Operand::Param(_) => with_category(Category::Gradients, || Tensor::empty(shape, dtype, device)),
+        Operand::Tensor(_) => Tensor::empty(shape, dtype, device),
+    }
+}

@@ -1,0 +1,168 @@
+//! Layer norm and RMS norm, alone or behind a residual sum.
+
+use crate::autograd::{needs_grad, record_many};
+use crate::backend::NormKind;
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::ops::{expect_float, expect_same_dtype, gradient_like};
+use crate::param::{Operand, Value};
+use crate::tensor::Tensor;
+
+/// `(x - mean)/√(variance + eps) · weight + bias` over the last dimension.
+pub fn layer_norm(
+    x: impl Into<Operand>,
+    weight: Option<Operand>,
+    bias: Option<Operand>,
+    eps: f32,
+) -> Result<Tensor> {
+    Ok(norm(NormKind::Layer, x.into(), None, weight, bias, eps)?.1)
+}
+
+/// `x/√(mean(x²) + eps) · weight` over the last dimension.
+pub fn rms_norm(x: impl Into<Operand>, weight: Option<Operand>, eps: f32) -> Result<Tensor> {
+    Ok(norm(NormKind::Rms, x.into(), None, weight, None, eps)?.1)
+}
+
+/// `(x + residual, layer_norm(x + residual))` in one pass, and one pass back.
+pub fn add_layer_norm(
+    x: impl Into<Operand>,
+    residual: impl Into<Operand>,
+    weight: Option<Operand>,
+    bias: Option<Operand>,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
+    norm(NormKind::Layer, x.into(), Some(residual.into()), weight, bias, eps)
+}
+
+/// `(x + residual, rms_norm(x + residual))` in one pass, and one pass back.
+pub fn add_rms_norm(
+    x: impl Into<Operand>,
+    residual: impl Into<Operand>,
+    weight: Option<Operand>,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
+    norm(NormKind::Rms, x.into(), Some(residual.into()), weight, None, eps)
+}
+
+fn norm(
+    kind: NormKind,
+    x: Operand,
+    residual: Option<Operand>,
+    weight: Option<Operand>,
+    bias: Option<Operand>,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "norm";
+    let shape = *x.shape();
+    expect_float(OP, "the input", x.dtype())?;
+    if shape.dims() == 0 {
+        return Err(TensorError::shape(OP, "the input", shape, "at least one dimension"));
+    }
+    for (what, operand) in [("the weight", &weight), ("the bias", &bias)] {
+        let Some(operand) = operand else { continue };
+        expect_same_dtype(OP, what, operand.dtype(), x.dtype())?;
+        if operand.shape().sizes() != [shape.last()] {
+            return Err(TensorError::shape(OP, what, *operand.shape(), format!("[{}]", shape.last())));
+        }
+    }
+    if let Some(residual) = &residual
+        && *residual.shape() != shape
+    {
+        return Err(TensorError::ShapeMismatch { op: OP, left: shape, right: *residual.shape() });
+    }
+
+    let input = x.read()?;
+    let device = input.device().clone();
+    let statistics = || Tensor::empty([shape.rows()], DType::F32, &device);
+    let (mean, rstd) = (statistics()?, statistics()?);
+    let y = Tensor::empty(shape, x.dtype(), &device)?;
+    let residual_value: Option<Value> = residual.as_ref().map(Operand::read).transpose()?;
+    let sum = match residual {
+        Some(_) => Some(Tensor::empty(shape, x.dtype(), &device)?),
+        None => None,
+    };
+    {
+        let weight: Option<Value> = weight.as_ref().map(Operand::read).transpose()?;
+        let bias: Option<Value> = bias.as_ref().map(Operand::read).transpose()?;
+        let pair = residual_value.as_deref().zip(sum.as_ref());
+        device.backend().norm(
+            kind,
+            eps,
+            &input,
+            pair,
+            weight.as_deref(),
+            bias.as_deref(),
+            &y,
+            &mean,
+            &rstd,
+        )?;
+    }
+    let mut operands = vec![&x];
+    operands.extend(&residual);
+    operands.extend(&weight);
+    operands.extend(&bias);
+    let normalised = sum.clone().unwrap_or_else(|| input.detach());
+    if !needs_grad(&operands) {
+        return Ok((normalised, y));
+    }
+
+    let saved_x = match &sum {
+        Some(sum) => Operand::Tensor(sum.clone()),
+        None => x.saved(),
+    };
+    let (saved_weight, saved_bias) = (weight.as_ref().map(Operand::saved), bias.as_ref().map(Operand::saved));
+    let has_residual = residual.is_some();
+    let backward = move |mut gradients: Vec<Option<Tensor>>| {
+        let (dsum, dy) = if has_residual {
+            (gradients.remove(0), gradients.remove(0))
+        } else {
+            (None, gradients.remove(0))
+        };
+        let x = saved_x.read()?;
+        let mut results = Vec::new();
+        let (dweight, dbias);
+        let dx = match dy {
+            Some(dy) => {
+                let backend = dy.device().backend();
+                let weight: Option<Value> = saved_weight.as_ref().map(Operand::read).transpose()?;
+                let like = |operand: &Option<Operand>| -> Result<Option<Tensor>> {
+                    match operand {
+                        Some(operand) if operand.requires_grad() || matches!(operand, Operand::Tensor(_)) => {
+                            Ok(Some(gradient_like(operand, *operand.shape(), dy.dtype(), dy.device())?))
+                        }
+                        _ => Ok(None),
+                    }
+                };
+                (dweight, dbias) = (like(&saved_weight)?, like(&saved_bias)?);
+                let dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+                backend.norm_backward(
+                    kind,
+                    &x,
+                    weight.as_deref(),
+                    &mean,
+                    &rstd,
+                    &dy,
+                    dsum.as_ref(),
+                    &dx,
+                    dweight.as_ref(),
+                    dbias.as_ref(),
+                )?;
+                Some(dx)
+            }
+            None => {
+                (dweight, dbias) = (None, None);
+                dsum
+            }
+        };
+        results.push(dx.clone());
+        results.extend(has_residual.then_some(dx));
+        results.extend(saved_weight.is_some().then_some(dweight));
+        results.extend(saved_bias.is_some().then_some(dbias));
+        Ok(results)
+    };
+    let outputs = if has_residual { vec![normalised, y] } else { vec![y] };
+    let mut recorded = record_many(OP, &operands, outputs, backward);
+    let y = recorded.pop().expect("the normalised result is last");
+    let sum = recorded.pop().unwrap_or_else(|| input.detach());
+    Ok((sum, y))
+}

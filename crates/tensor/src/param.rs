@@ -1,0 +1,296 @@
+//! Parameters: handles whose values are borrowed.
+//!
+//! A [`Param`] is an identity: a name, a shape, how it starts. Its bytes are the business of a [`ParamStore`],
+//! which may hold them whole, spread over ranks, on disk or quantised. [`Param::read`] borrows the value; while
+//! the guard lives the value is resident. The tape saves handles, never values, so a store may drop a weight
+//! between forward and backward. A gradient is pushed to the store the moment the last use has produced it.
+//!
+//! A model is built from unattached handles, which cost nothing: no rank ever holds a value that its store does
+//! not want it to hold. See [`crate::store`] for the stores of this crate.
+
+use std::ops::{Deref, Range};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::random::{RandomKey, stream_of_name};
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// How a parameter's value starts. Any slice of it can be made alone.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Initializer {
+    /// One value.
+    Constant(f32),
+    /// Normal numbers.
+    Normal {
+        /// Their mean.
+        mean: f32,
+        /// Their standard deviation.
+        std: f32,
+    },
+    /// Uniform numbers in `-bound..bound`.
+    Uniform {
+        /// Half the width.
+        bound: f32,
+    },
+}
+
+impl Initializer {
+    /// The values of elements `range` of the parameter `name`.
+    pub fn fill(&self, seed: u64, name: &str, range: Range<usize>, out: &mut [f32]) {
+        debug_assert_eq!(range.len(), out.len());
+        let key = RandomKey::new(seed, stream_of_name(name));
+        match *self {
+            Initializer::Constant(value) => out.fill(value),
+            Initializer::Normal { mean, std } => {
+                key.fill_normal(range.start as u64, out);
+                out.iter_mut().for_each(|value| *value = mean + std * *value);
+            }
+            Initializer::Uniform { bound } => {
+                for (position, value) in range.zip(out) {
+                    *value = bound * (2.0 * key.uniform(position as u64) - 1.0);
+                }
+            }
+        }
+    }
+}
+
+/// A failure inside a store; the tensor error that carries it names the parameter.
+pub type StoreError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Where parameters' bytes live.
+pub trait ParamStore: Send + Sync {
+    /// Makes the value of parameter `index` resident and returns it. Paired with one [`ParamStore::release`].
+    fn acquire(&self, index: usize) -> Result<Tensor, StoreError>;
+    /// Ends one borrow; after the last one the store may drop the value.
+    fn release(&self, index: usize);
+    /// Takes the gradient of parameter `index`, complete for this backward.
+    fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError>;
+}
+
+struct Attachment {
+    store: Arc<dyn ParamStore>,
+    index: usize,
+    dtype: DType,
+}
+
+struct Inner {
+    id: u64,
+    name: String,
+    shape: Shape,
+    initializer: Initializer,
+    trainable: AtomicBool,
+    attachment: OnceLock<Attachment>,
+}
+
+/// A handle to a parameter. Clones are the same parameter: tying is cloning.
+#[derive(Clone)]
+pub struct Param(Arc<Inner>);
+
+impl Param {
+    /// A new parameter without a value.
+    pub fn new(name: impl Into<String>, shape: impl Into<Shape>, initializer: Initializer) -> Param {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        Param(Arc::new(Inner {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            name: name.into(),
+            shape: shape.into(),
+            initializer,
+            trainable: AtomicBool::new(true),
+            attachment: OnceLock::new(),
+        }))
+    }
+
+    /// Its name: the path of the module that made it.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Its whole shape, wherever its bytes are.
+    pub fn shape(&self) -> &Shape {
+        &self.0.shape
+    }
+
+    /// The number of its elements.
+    pub fn numel(&self) -> usize {
+        self.0.shape.numel()
+    }
+
+    /// How it starts.
+    pub fn initializer(&self) -> Initializer {
+        self.0.initializer
+    }
+
+    /// The type its readers get; f32 until a store says otherwise.
+    pub fn dtype(&self) -> DType {
+        self.0.attachment.get().map_or(DType::F32, |attachment| attachment.dtype)
+    }
+
+    /// Whether it gets gradients.
+    pub fn is_trainable(&self) -> bool {
+        self.0.trainable.load(Ordering::Relaxed)
+    }
+
+    /// Freezes or thaws it. Takes effect with the next forward.
+    pub fn set_trainable(&self, trainable: bool) {
+        self.0.trainable.store(trainable, Ordering::Relaxed);
+    }
+
+    /// Whether two handles are one parameter.
+    pub fn is_same(&self, other: &Param) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// A number that is this parameter's alone within the process.
+    pub fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    /// Gives the parameter its store. A store calls this once for each of its parameters.
+    pub fn attach(&self, store: Arc<dyn ParamStore>, index: usize, dtype: DType) -> Result<()> {
+        self.0
+            .attachment
+            .set(Attachment { store, index, dtype })
+            .map_err(|_| TensorError::AlreadyAttached { name: self.0.name.clone() })
+    }
+
+    fn attachment(&self) -> Result<&Attachment> {
+        self.0.attachment.get().ok_or_else(|| TensorError::Unattached { name: self.0.name.clone() })
+    }
+
+    fn store_error(&self, source: StoreError) -> TensorError {
+        TensorError::Store { name: self.0.name.clone(), source }
+    }
+
+    /// Borrows the value.
+    pub fn read(&self) -> Result<Value> {
+        let attachment = self.attachment()?;
+        let tensor = attachment.store.acquire(attachment.index).map_err(|source| self.store_error(source))?;
+        let value = Value { tensor, borrowed: Some(self.clone()) };
+        if value.shape() != self.shape() {
+            return Err(TensorError::ShapeMismatch {
+                op: "param.read",
+                left: *self.shape(),
+                right: *value.shape(),
+            });
+        }
+        Ok(value)
+    }
+
+    /// Hands a complete gradient to the store.
+    pub fn push_grad(&self, gradient: Tensor) -> Result<()> {
+        if gradient.shape() != self.shape() {
+            return Err(TensorError::ShapeMismatch {
+                op: "push_grad",
+                left: *self.shape(),
+                right: *gradient.shape(),
+            });
+        }
+        let attachment = self.attachment()?;
+        attachment.store.push_grad(attachment.index, gradient).map_err(|source| self.store_error(source))
+    }
+}
+
+impl std::fmt::Debug for Param {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Param({} {}{})", self.name(), self.dtype(), self.shape())
+    }
+}
+
+/// A value that is resident while this lives. Dereferences to the tensor.
+pub struct Value {
+    tensor: Tensor,
+    borrowed: Option<Param>,
+}
+
+impl Deref for Value {
+    type Target = Tensor;
+    fn deref(&self) -> &Tensor {
+        &self.tensor
+    }
+}
+
+impl Drop for Value {
+    fn drop(&mut self) {
+        if let Some(attachment) = self.borrowed.as_ref().and_then(|param| param.0.attachment.get()) {
+            attachment.store.release(attachment.index);
+        }
+    }
+}
+
+/// What an op takes: a tensor, or a parameter that it will borrow for as long as it runs.
+#[derive(Clone, Debug)]
+pub enum Operand {
+    /// A tensor.
+    Tensor(Tensor),
+    /// A parameter.
+    Param(Param),
+}
+
+impl Operand {
+    /// Borrows the value.
+    pub fn read(&self) -> Result<Value> {
+        match self {
+            Operand::Tensor(tensor) => Ok(Value { tensor: tensor.clone(), borrowed: None }),
+            Operand::Param(param) => param.read(),
+        }
+    }
+
+    /// What the tape keeps: the handle, or the tensor without its own history.
+    pub fn saved(&self) -> Operand {
+        match self {
+            Operand::Tensor(tensor) => Operand::Tensor(tensor.detach()),
+            Operand::Param(param) => Operand::Param(param.clone()),
+        }
+    }
+
+    /// Its shape.
+    pub fn shape(&self) -> &Shape {
+        match self {
+            Operand::Tensor(tensor) => tensor.shape(),
+            Operand::Param(param) => param.shape(),
+        }
+    }
+
+    /// Its element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Operand::Tensor(tensor) => tensor.dtype(),
+            Operand::Param(param) => param.dtype(),
+        }
+    }
+
+    /// Whether a gradient is wanted for it.
+    pub fn requires_grad(&self) -> bool {
+        match self {
+            Operand::Tensor(tensor) => tensor.requires_grad(),
+            Operand::Param(param) => param.is_trainable(),
+        }
+    }
+}
+
+impl From<&Tensor> for Operand {
+    fn from(tensor: &Tensor) -> Self {
+        Operand::Tensor(tensor.clone())
+    }
+}
+
+impl From<Tensor> for Operand {
+    fn from(tensor: Tensor) -> Self {
+        Operand::Tensor(tensor)
+    }
+}
+
+impl From<&Param> for Operand {
+    fn from(param: &Param) -> Self {
+        Operand::Param(param.clone())
+    }
+}
+
+impl From<&Operand> for Operand {
+    fn from(operand: &Operand) -> Self {
+        operand.clone()
+    }
+}

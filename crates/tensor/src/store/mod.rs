@@ -1,0 +1,32 @@
+//! The stores of this crate: [`PlainStore`] keeps everything resident, [`PoisonStore`] proves that nobody peeks.
+
+mod plain;
+mod poison;
+
+pub use plain::PlainStore;
+pub use poison::PoisonStore;
+
+use std::ops::Range;
+
+use crate::error::Result;
+use crate::param::Param;
+
+/// Where the first values of parameters come from: their initialisers, a model file, a checkpoint.
+pub trait ParamSource {
+    /// Writes elements `range` of `param` to `out`, as f32.
+    fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> Result<()>;
+}
+
+/// Starts every parameter by its own initialiser.
+#[derive(Debug, Clone, Copy)]
+pub struct FromInitializers {
+    /// The run's seed.
+    pub seed: u64,
+}
+
+impl ParamSource for FromInitializers {
+    fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        param.initializer().fill(self.seed, param.name(), range, out);
+        Ok(())
+    }
+}

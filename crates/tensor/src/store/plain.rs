@@ -1,0 +1,105 @@
+//! Everything resident: all parameters are slices of one flat buffer.
+
+use std::sync::{Arc, Mutex};
+
+use crate::backend::Device;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::memory::Category;
+use crate::param::{Param, ParamStore, StoreError};
+use crate::store::ParamSource;
+use crate::tensor::Tensor;
+
+/// The store without a policy.
+pub struct PlainStore {
+    params: Vec<Param>,
+    values: Vec<Tensor>,
+    flat: Tensor,
+    gradients: Mutex<Vec<Option<Tensor>>>,
+}
+
+impl PlainStore {
+    /// Allocates one flat buffer for `params`, fills it from `source` and attaches the parameters.
+    pub fn attach(
+        params: &[Param],
+        dtype: DType,
+        device: &Device,
+        source: &dyn ParamSource,
+    ) -> Result<Arc<PlainStore>> {
+        let store = Arc::new(PlainStore::detached(params, dtype, device, source)?);
+        for (index, param) in params.iter().enumerate() {
+            param.attach(store.clone(), index, dtype)?;
+        }
+        Ok(store)
+    }
+
+    /// The same without attaching: another store may stand in front.
+    pub(crate) fn detached(
+        params: &[Param],
+        dtype: DType,
+        device: &Device,
+        source: &dyn ParamSource,
+    ) -> Result<PlainStore> {
+        let total = params.iter().map(Param::numel).sum::<usize>();
+        let flat = Tensor::zeros_in([total], dtype, device, Category::Parameters)?;
+        let mut values = Vec::with_capacity(params.len());
+        let mut start = 0;
+        for param in params {
+            let value = flat.slice(start, *param.shape())?;
+            let mut initial = vec![0.0; param.numel()];
+            source.load(param, 0..param.numel(), &mut initial)?;
+            let staged = Tensor::from_f32(&initial, *param.shape(), dtype, device)?;
+            device.backend().copy(&staged, &value)?;
+            values.push(value);
+            start += param.numel();
+        }
+        Ok(PlainStore {
+            params: params.to_vec(),
+            values,
+            flat,
+            gradients: Mutex::new(vec![None; params.len()]),
+        })
+    }
+
+    /// The parameters in the order of the flat buffer.
+    pub fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    /// The whole flat buffer.
+    pub fn flat(&self) -> &Tensor {
+        &self.flat
+    }
+
+    /// The gradient of one parameter, if backward has produced one.
+    pub fn gradient(&self, index: usize) -> Option<Tensor> {
+        self.lock()[index].clone()
+    }
+
+    /// Takes all gradients out.
+    pub fn take_gradients(&self) -> Vec<Option<Tensor>> {
+        let mut gradients = self.lock();
+        std::mem::replace(&mut *gradients, vec![None; self.params.len()])
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Option<Tensor>>> {
+        self.gradients.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl ParamStore for PlainStore {
+    fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
+        Ok(self.values[index].clone())
+    }
+
+    fn release(&self, _index: usize) {}
+
+    fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError> {
+        let slot = &mut self.lock()[index];
+        match slot {
+            None => *slot = Some(gradient),
+            Some(held) => held.device().backend().add_assign(held, &gradient)?,
+        }
+        Ok(())
+    }
+}

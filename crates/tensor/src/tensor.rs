@@ -1,0 +1,323 @@
+//! The tensor: a shape over a slice of a reference-counted buffer, and its place on the tape.
+//!
+//! Tensors are contiguous and row-major. Cloning one is cheap and shares its bytes. Nothing here mutates a
+//! tensor that somebody else can see, with one exception: the owner of a flat buffer may write through
+//! [`Tensor::host_mut`], which is `unsafe` for that reason.
+
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::autograd::GradientSource;
+use crate::backend::{Device, RawBlock};
+use crate::dtype::{DType, Element, Float};
+use crate::error::{Result, TensorError};
+use crate::memory::Category;
+use crate::shape::Shape;
+
+/// A block of device memory; freed, or given back to its owner, with the last tensor that looks at it.
+pub(crate) struct Buffer {
+    device: Device,
+    block: RawBlock,
+    category: Category,
+    /// Keeps memory that is not ours alive; `None` for memory from the device's own pool.
+    external_owner: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        match self.external_owner {
+            None => self.device.backend().free(self.block, self.category),
+            Some(_) => self.device.backend().uncount_external(self.block.capacity_bytes, self.category),
+        }
+    }
+}
+
+/// An n-dimensional array. See the module's documentation.
+#[derive(Clone)]
+pub struct Tensor {
+    buffer: Arc<Buffer>,
+    offset_bytes: usize,
+    shape: Shape,
+    dtype: DType,
+    source: Option<GradientSource>,
+}
+
+impl Tensor {
+    /// Memory with undefined content, counted in the thread's current category.
+    pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+        Tensor::empty_in(shape, dtype, device, crate::backend::current_category())
+    }
+
+    /// Memory with undefined content, counted in `category`.
+    pub fn empty_in(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        category: Category,
+    ) -> Result<Tensor> {
+        let shape = shape.into();
+        let bytes = shape
+            .sizes()
+            .iter()
+            .try_fold(dtype.size_bytes(), |bytes, &size| bytes.checked_mul(size))
+            .ok_or_else(|| {
+                TensorError::argument("allocate", format!("shape {shape} overflows the address space"))
+            })?;
+        let block = device.backend().allocate(bytes, category)?;
+        let buffer = Buffer { device: device.clone(), block, category, external_owner: None };
+        Ok(Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None })
+    }
+
+    /// Zeros.
+    pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+        let tensor = Tensor::empty(shape, dtype, device)?;
+        device.backend().fill(&tensor, 0.0)?;
+        Ok(tensor)
+    }
+
+    /// Zeros, counted in `category`.
+    pub fn zeros_in(
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        category: Category,
+    ) -> Result<Tensor> {
+        let tensor = Tensor::empty_in(shape, dtype, device, category)?;
+        device.backend().fill(&tensor, 0.0)?;
+        Ok(tensor)
+    }
+
+    /// One value everywhere.
+    pub fn full(shape: impl Into<Shape>, value: f32, dtype: DType, device: &Device) -> Result<Tensor> {
+        let tensor = Tensor::empty(shape, dtype, device)?;
+        device.backend().fill(&tensor, value)?;
+        Ok(tensor)
+    }
+
+    /// A tensor over memory that another crate owns (a communication segment, a mapped file).
+    ///
+    /// # Safety
+    /// `pointer` is valid for reads and writes of the shape's bytes on `device` for as long as `owner` lives,
+    /// aligned to the element, and written by nobody else while tensors over it are in use.
+    pub unsafe fn from_external(
+        pointer: NonNull<u8>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        category: Category,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Tensor {
+        let shape = shape.into();
+        let block = RawBlock { address: pointer, capacity_bytes: shape.numel() * dtype.size_bytes() };
+        device.backend().count_external(block.capacity_bytes, category);
+        let buffer = Buffer { device: device.clone(), block, category, external_owner: Some(owner) };
+        Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None }
+    }
+
+    /// Copies host values to a device.
+    pub fn from_slice<T: Element>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+        let shape = shape.into();
+        if shape.numel() != values.len() {
+            return Err(TensorError::argument(
+                "from_slice",
+                format!("{} values do not fill the shape {shape}", values.len()),
+            ));
+        }
+        let tensor = Tensor::empty(shape, T::DTYPE, device)?;
+        device.backend().copy_from_host(bytemuck::cast_slice(values), &tensor)?;
+        Ok(tensor)
+    }
+
+    /// Copies f32 values to a device, rounding them to a float type.
+    pub fn from_f32(
+        values: &[f32],
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let tensor = Tensor::from_slice(values, shape, device)?;
+        if dtype == DType::F32 { Ok(tensor) } else { crate::ops::cast(&tensor, dtype) }
+    }
+
+    /// A scalar.
+    pub fn scalar(value: f32, device: &Device) -> Result<Tensor> {
+        Tensor::from_slice(&[value], [], device)
+    }
+
+    /// The shape.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// The sizes of the dimensions.
+    pub fn sizes(&self) -> &[usize] {
+        self.shape.sizes()
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.numel()
+    }
+
+    /// The number of bytes.
+    pub fn size_bytes(&self) -> usize {
+        self.numel() * self.dtype.size_bytes()
+    }
+
+    /// Where it lives.
+    pub fn device(&self) -> &Device {
+        &self.buffer.device
+    }
+
+    /// The same bytes, detached from the tape.
+    pub fn detach(&self) -> Tensor {
+        Tensor { source: None, ..self.clone() }
+    }
+
+    /// Whether backward would send a gradient here.
+    pub fn requires_grad(&self) -> bool {
+        self.source.is_some()
+    }
+
+    pub(crate) fn source(&self) -> Option<&GradientSource> {
+        self.source.as_ref()
+    }
+
+    pub(crate) fn with_source(mut self, source: GradientSource) -> Tensor {
+        self.source = Some(source);
+        self
+    }
+
+    /// Whether no other tensor looks at this buffer, so that it may be overwritten.
+    pub(crate) fn is_unshared(&self) -> bool {
+        Arc::strong_count(&self.buffer) == 1 && self.buffer.external_owner.is_none()
+    }
+
+    /// The same bytes under another shape, off the tape. (`ops::reshape` is the recorded form.)
+    pub fn view(&self, shape: impl Into<Shape>) -> Result<Tensor> {
+        let shape = shape.into();
+        if shape.numel() != self.numel() {
+            return Err(TensorError::ShapeMismatch { op: "view", left: self.shape, right: shape });
+        }
+        Ok(Tensor { shape, source: None, ..self.clone() })
+    }
+
+    /// Elements `start..start + numel` of the flat tensor under a shape, sharing bytes, off the tape.
+    pub fn slice(&self, start: usize, shape: impl Into<Shape>) -> Result<Tensor> {
+        let shape = shape.into();
+        if start.checked_add(shape.numel()).is_none_or(|end| end > self.numel()) {
+            return Err(TensorError::argument(
+                "slice",
+                format!(
+                    "elements {start}..{start}+{} lie outside a tensor of {}",
+                    shape.numel(),
+                    self.numel()
+                ),
+            ));
+        }
+        let offset_bytes = self.offset_bytes + start * self.dtype.size_bytes();
+        Ok(Tensor { buffer: self.buffer.clone(), offset_bytes, shape, dtype: self.dtype, source: None })
+    }
+
+    /// The address of the first element on its device.
+    pub fn address(&self) -> NonNull<u8> {
+        // SAFETY: the offset lies inside the block: every constructor checks it.
+        unsafe { self.buffer.block.address.add(self.offset_bytes) }
+    }
+
+    /// A handle that keeps the bytes alive, for a transfer in flight.
+    pub fn keep_alive(&self) -> Arc<dyn Any + Send + Sync> {
+        Arc::new(self.detach())
+    }
+
+    /// The values, copied to the host.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        self.expect_dtype::<T>("to_vec")?;
+        let mut values = vec![T::zeroed(); self.numel()];
+        self.device().backend().copy_to_host(self, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    /// The values of a float tensor, copied to the host and widened.
+    pub fn to_vec_f32(&self) -> Result<Vec<f32>> {
+        match self.dtype {
+            DType::F32 => self.to_vec::<f32>(),
+            DType::BF16 => Ok(self.to_vec::<half::bf16>()?.into_iter().map(Float::widen).collect()),
+            DType::F16 => Ok(self.to_vec::<half::f16>()?.into_iter().map(Float::widen).collect()),
+            dtype => Err(TensorError::BadDType {
+                op: "to_vec_f32",
+                what: "the tensor",
+                dtype,
+                expected: "a float type",
+            }),
+        }
+    }
+
+    /// The single value of a float tensor with one element.
+    pub fn item(&self) -> Result<f32> {
+        match self.to_vec_f32()?.as_slice() {
+            [value] => Ok(*value),
+            _ => Err(TensorError::shape("item", "the tensor", self.shape, "one element")),
+        }
+    }
+
+    /// The values in place. Waits for the device.
+    pub fn host<T: Element>(&self) -> Result<&[T]> {
+        self.expect_dtype::<T>("host")?;
+        self.expect_host("host")?;
+        // SAFETY: the block holds numel elements of this type on the host, aligned by construction.
+        Ok(unsafe { std::slice::from_raw_parts(self.address().as_ptr().cast(), self.numel()) })
+    }
+
+    /// The values in place, for writing.
+    ///
+    /// # Safety
+    /// While the slice lives, nobody else reads or writes these elements: the caller owns this part of the
+    /// buffer, and no kernel or transfer over it is in flight.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "tensors share their buffer; the contract above is the borrow rule"
+    )]
+    pub unsafe fn host_mut<T: Element>(&self) -> Result<&mut [T]> {
+        self.expect_dtype::<T>("host_mut")?;
+        self.expect_host("host_mut")?;
+        // SAFETY: as for `host`; exclusiveness is the caller's promise.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.address().as_ptr().cast(), self.numel()) })
+    }
+
+    fn expect_dtype<T: Element>(&self, op: &'static str) -> Result<()> {
+        // Booleans are stored as bytes.
+        if self.dtype == T::DTYPE || (self.dtype == DType::Bool && T::DTYPE == DType::U8) {
+            return Ok(());
+        }
+        Err(TensorError::BadDType { op, what: "the tensor", dtype: self.dtype, expected: T::DTYPE.name() })
+    }
+
+    fn expect_host(&self, op: &'static str) -> Result<()> {
+        let backend = self.device().backend();
+        if backend.is_host() {
+            return Ok(());
+        }
+        Err(TensorError::Unsupported {
+            op,
+            device: backend.name(),
+            why: "its memory is not the host's".into(),
+        })
+    }
+}
+
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tensor({}{} on {})", self.dtype, self.shape, self.device().backend().name())?;
+        if let Some(source) = &self.source {
+            write!(f, " from {}", source.name())?;
+        }
+        Ok(())
+    }
+}
