@@ -53,10 +53,14 @@ pub(crate) fn print_note(text: &str) {
     print_labelled(Colour::Yellow, "note", text);
 }
 
-fn print_labelled(colour: Colour, label: &str, text: &str) {
-    let label = Paint::for_stderr().paint(colour, label);
+/// A line on standard error.
+pub(crate) fn print_line(text: &str) {
     // A closed stderr leaves nobody to tell.
-    let _ = writeln!(std::io::stderr().lock(), "{label}: {text}");
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
+fn print_labelled(colour: Colour, label: &str, text: &str) {
+    print_line(&format!("{}: {text}", Paint::for_stderr().paint(colour, label)));
 }
 
 /// Writes a command's output; a reader that went away ends it quietly.

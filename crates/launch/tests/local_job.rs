@@ -68,9 +68,14 @@ fn the_first_failure_is_reported_and_the_others_are_stopped() {
 #[test]
 fn ranks_that_ignore_sigterm_are_killed() {
     let folder = tempfile::tempdir().unwrap();
-    let script = "trap '' TERM; if [ $RANK = 0 ]; then exit 3; fi; while :; do sleep 0.1; done";
+    let ready = folder.path().join("ready");
+    let script = format!(
+        "if [ $RANK = 0 ]; then while [ ! -e {0} ]; do sleep 0.02; done; exit 3; fi; \
+         trap '' TERM; touch {0}; while :; do sleep 0.1; done",
+        ready.display()
+    );
     let started = Instant::now();
-    let outcome = shell_job(script, 2, folder.path()).run().unwrap();
+    let outcome = shell_job(&script, 2, &folder.path().join("logs")).run().unwrap();
     assert!(started.elapsed() < PATIENCE);
     assert_eq!(outcome.exit_code(), 3);
 }

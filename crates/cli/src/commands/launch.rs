@@ -201,6 +201,11 @@ impl LaunchArgs {
         let Some((program, args)) = self.program.split_first() else {
             return Err(Failure::Usage("no program was given".to_owned()));
         };
+        // DeepSpeed drops a `--` between a script and its arguments; to an executable it may mean something.
+        let args = match args.split_first() {
+            Some((dashes, rest)) if dashes == "--" && interpreter != Interpreter::Direct => rest,
+            _ => args,
+        };
         Ok(LaunchOptions {
             hostfile: self.hostfile.clone(),
             include: self.include.clone(),

@@ -1,6 +1,7 @@
 //! The commands, one module each, and the table that clap reads.
 
 mod completions;
+mod config;
 mod doctor;
 mod launch;
 mod node_launch;
@@ -24,6 +25,8 @@ pub(crate) struct Cli {
 enum Command {
     /// Start a program on several ranks, on this host or on many, and stay with them
     Launch(Box<launch::LaunchArgs>),
+    /// Check, show or document a ds_config.json
+    Config(config::ConfigArgs),
     /// Say what this machine can do, and what is missing
     Doctor(doctor::DoctorArgs),
     /// Write a completion script for a shell
@@ -40,12 +43,16 @@ enum Command {
 pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
         Command::Launch(args) => launch::run(&args),
+        Command::Config(args) => config::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions(args) => completions::run(&args),
         Command::NodeLaunch(args) => node_launch::run(&args),
         Command::RankEnv(args) => rank_env::run(&args),
     }
 }
+
+#[cfg(test)]
+mod golden_tests;
 
 #[cfg(test)]
 mod tests {

@@ -40,25 +40,18 @@ impl Guardian {
         self.pid
     }
 
-    /// Adds a group to those that die with the launcher.
-    pub(super) fn watch(&self, group: i32) {
-        self.tell(group);
+    /// The end of the pipe where a new process announces itself; see [`announce`].
+    pub(super) fn pipe(&self) -> Option<RawFd> {
+        self.pipe.as_ref().map(AsRawFd::as_raw_fd)
     }
 
     /// Ends the guardian: nothing is left to guard.
     pub(super) fn dismiss(&mut self) {
-        self.tell(DISMISSED);
-        if self.pipe.take().is_some() {
-            // SAFETY: a plain system call; the guardian is our child and was told to exit.
-            unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
-        }
-    }
-
-    fn tell(&self, message: i32) {
-        let Some(pipe) = &self.pipe else { return };
-        let bytes = message.to_ne_bytes();
-        // A guardian that someone killed cannot be told: the parent-death signal is still there.
-        let _ = nix::unistd::write(pipe, &bytes);
+        let Some(pipe) = self.pipe.take() else { return };
+        // A guardian that someone killed cannot be told, and needs not.
+        let _ = nix::unistd::write(&pipe, &DISMISSED.to_ne_bytes());
+        // SAFETY: a plain system call; the guardian is our child and was told to exit.
+        unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
     }
 }
 
@@ -66,6 +59,20 @@ impl Drop for Guardian {
     fn drop(&mut self) {
         self.dismiss();
     }
+}
+
+/// Tells the guardian the group of the calling process, which leads it.
+///
+/// A process does this itself, between fork and exec: were it the launcher's task, a launcher that is killed
+/// right after the fork would leave a group nobody knows. Only async-signal-safe calls.
+pub(super) fn announce(pipe: RawFd) -> io::Result<()> {
+    // SAFETY: getpid has no preconditions; the pipe is open and the four bytes outlive the call, which is
+    // atomic at this size.
+    let written = unsafe {
+        let bytes = libc::getpid().to_ne_bytes();
+        libc::write(pipe, bytes.as_ptr().cast(), bytes.len())
+    };
+    if written == 4 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The guardian's whole life.

@@ -226,12 +226,11 @@ impl Running {
             _ => None,
         };
         let output_options = OutputOptions::open(spec.output.clone(), log)?;
-        let mut process = process::spawn(spec)?;
+        let mut process = process::spawn(spec, self.guardian.pipe())?;
         let group = process.group();
         let pipes = process.take_pipes();
         self.processes.push(process);
         self.alive += 1;
-        self.guardian.watch(group);
         let report = report.clone();
         let waiter = move || {
             let ended = process::wait_without_reaping(group);

@@ -4,9 +4,11 @@
 //! cores and memory policy. All of it is system calls on memory prepared before the fork.
 
 use std::io;
+use std::os::fd::RawFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
 
+use super::guardian;
 use super::outcome::Ended;
 use crate::cores::{Binding, MemoryPolicy};
 use crate::error::LaunchError;
@@ -80,7 +82,7 @@ pub(super) struct Process {
     pub(super) ended: Option<Ended>,
 }
 
-pub(super) fn spawn(spec: &ProcessSpec) -> Result<Process, LaunchError> {
+pub(super) fn spawn(spec: &ProcessSpec, guardian: Option<RawFd>) -> Result<Process, LaunchError> {
     let refuse = |source| LaunchError::Spawn {
         rank: spec.rank.unwrap_or(0),
         program: spec.command.first().cloned().unwrap_or_default(),
@@ -99,11 +101,13 @@ pub(super) fn spawn(spec: &ProcessSpec) -> Result<Process, LaunchError> {
     command.envs(&spec.environment).process_group(0);
     let binding = spec.binding.as_ref().map(PreparedBinding::new);
     let launcher = std::process::id();
-    // SAFETY: the closure runs between fork and exec and only makes system calls (prctl, getppid,
+    // SAFETY: the closure runs between fork and exec and only makes system calls (prctl, getppid, write,
     // sched_setaffinity, set_mempolicy) on memory that was prepared before the fork: no allocation, no lock.
+    // The guardian's pipe is open until this process ends its job, and closes itself on exec.
     unsafe {
         command.pre_exec(move || {
             die_with_launcher(launcher)?;
+            guardian.map_or(Ok(()), guardian::announce)?;
             binding.as_ref().map_or(Ok(()), PreparedBinding::apply)
         });
     }

@@ -1,0 +1,119 @@
+//! The commands that look at things: what they print, and their exit codes.
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use support::{ferrospeed, stderr, stdout};
+
+fn config_file(text: &str) -> (tempfile::TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds_config.json");
+    std::fs::write(&path, text).unwrap();
+    let path = path.to_str().unwrap().to_owned();
+    (folder, path)
+}
+
+#[test]
+fn a_good_config_is_accepted_and_a_typo_is_answered_with_the_right_key() {
+    let (_folder, path) = config_file("{\"train_batch_size\": 8}");
+    assert_eq!(ferrospeed(&["config", "check", &path]).status.code(), Some(0));
+    let (_folder, path) = config_file("{\"train_batch_sise\": 8}");
+    let output = ferrospeed(&["config", "check", &path]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("train_batch_size"), "{}", stderr(&output));
+}
+
+#[test]
+fn ten_mistakes_give_ten_findings() {
+    let keys: Vec<String> = (0..10).map(|key| format!("\"unknown_key_{key}\": 1")).collect();
+    let (_folder, path) = config_file(&format!("{{\n{}\n}}", keys.join(",\n")));
+    let output = ferrospeed(&["config", "check", "--json", &path]);
+    assert_eq!(output.status.code(), Some(2));
+    let document: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(document["errors"], 10);
+    let lines: Vec<u64> = document["findings"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|finding| finding["line"].as_u64())
+        .collect();
+    assert_eq!(lines, (2..12).collect::<Vec<u64>>());
+}
+
+#[test]
+fn batch_sizes_are_checked_for_a_number_of_ranks() {
+    let (_folder, path) = config_file(
+        "{\"train_batch_size\": 8, \"train_micro_batch_size_per_gpu\": 4, \"gradient_accumulation_steps\": 1}",
+    );
+    assert_eq!(ferrospeed(&["config", "check", "-w", "2", &path]).status.code(), Some(0));
+    assert_eq!(ferrospeed(&["config", "check", "-w", "3", &path]).status.code(), Some(2));
+}
+
+#[test]
+fn show_fills_in_defaults_and_applies_overrides() {
+    let (_folder, path) = config_file("{\"train_batch_size\": 8}");
+    let output = ferrospeed(&["config", "show", "-w", "2", "--set", "zero_optimization.stage=2", &path]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let document: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(document["train_micro_batch_size_per_gpu"], 4);
+    assert_eq!(document["zero_optimization"]["stage"], 2);
+    assert_eq!(ferrospeed(&["config", "show", "/does/not/exist"]).status.code(), Some(2));
+}
+
+#[test]
+fn the_schema_is_json_and_the_manual_is_not_empty() {
+    let schema: serde_json::Value =
+        serde_json::from_str(&stdout(&ferrospeed(&["config", "schema"]))).unwrap();
+    assert!(schema["properties"]["train_batch_size"].is_object());
+    assert!(stdout(&ferrospeed(&["config", "docs"])).contains("train_batch_size"));
+}
+
+#[test]
+fn the_doctor_looks_at_everything_and_finds_fault_only_with_what_was_asked_for() {
+    let output = ferrospeed(&["doctor", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stdout(&output));
+    let document: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let checks = document["checks"].as_array().unwrap();
+    for topic in ["CPU", "Memory", "Limits", "Disks", "Accelerators", "Launchers"] {
+        assert!(checks.iter().any(|check| check["topic"] == topic), "{topic}");
+    }
+    let output = ferrospeed(&["doctor", "--path", "/does/not/exist"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stdout(&output).contains("/does/not/exist"));
+}
+
+#[test]
+fn completions_are_written_for_every_shell() {
+    for shell in ["bash", "zsh", "fish"] {
+        let output = ferrospeed(&["completions", shell]);
+        assert_eq!(output.status.code(), Some(0));
+        assert!(stdout(&output).contains("ferrospeed"), "{shell}");
+    }
+    assert_eq!(ferrospeed(&["completions", "cmd"]).status.code(), Some(2));
+}
+
+#[test]
+fn output_that_is_not_a_terminal_has_no_colours() {
+    for arguments in [&["doctor"][..], &["launch", "-n", "0", "--", "true"], &["--help"]] {
+        let output = ferrospeed(arguments);
+        assert!(!output.stdout.contains(&0x1b) && !output.stderr.contains(&0x1b), "{arguments:?}");
+    }
+}
+
+#[test]
+fn starting_is_cheap() {
+    let best_of_five = |arguments: &[&str]| {
+        let times = (0..5).map(|_| {
+            let started = Instant::now();
+            ferrospeed(arguments);
+            started.elapsed()
+        });
+        times.min().unwrap()
+    };
+    let lines: Vec<String> = (0..200).map(|line| format!("  \"_comment_{line}\": {line}")).collect();
+    let (_folder, path) = config_file(&format!("{{\n\"train_batch_size\": 8,\n{}\n}}", lines.join(",\n")));
+    // The targets are 10 and 20 ms; the bounds leave room for a busy machine.
+    assert!(best_of_five(&["--help"]) < Duration::from_millis(100));
+    assert!(best_of_five(&["config", "check", &path]) < Duration::from_millis(200));
+}
