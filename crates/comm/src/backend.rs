@@ -5,6 +5,9 @@
 //! deadline of the [`Ticket`], and refuse an operation whose fingerprint differs between ranks.
 
 pub(crate) mod local;
+pub(crate) mod message;
+mod stash;
+pub(crate) mod tcp;
 
 use std::panic::Location;
 use std::sync::Arc;

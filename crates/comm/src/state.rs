@@ -35,6 +35,7 @@ impl Announcement {
 }
 
 type Announcer = Box<dyn Fn(&Announcement) + Send + Sync>;
+type Inquirer = Box<dyn Fn(usize) -> Option<String> + Send + Sync>;
 
 /// The job's health as one rank sees it.
 pub(crate) struct JobState {
@@ -44,6 +45,7 @@ pub(crate) struct JobState {
     any_group_failed: AtomicBool,
     group_failures: Mutex<HashMap<u64, Error>>,
     announcer: OnceLock<Announcer>,
+    inquirer: OnceLock<Inquirer>,
 }
 
 impl JobState {
@@ -55,12 +57,18 @@ impl JobState {
             any_group_failed: AtomicBool::new(false),
             group_failures: Mutex::new(HashMap::new()),
             announcer: OnceLock::new(),
+            inquirer: OnceLock::new(),
         }
     }
 
     /// Sets how failures found on this rank reach the others.
     pub(crate) fn set_announcer(&self, announcer: Announcer) {
         let _ = self.announcer.set(announcer);
+    }
+
+    /// Sets how to find out what another rank did last.
+    pub(crate) fn set_inquirer(&self, inquirer: Inquirer) {
+        let _ = self.inquirer.set(inquirer);
     }
 
     /// Notes a failure that was found here and tells the others.
@@ -96,7 +104,13 @@ impl JobState {
         }
     }
 
+    /// What a rank was last known to do; asks the hub where there is one.
     pub(crate) fn last_operation(&self, rank: usize) -> String {
+        if self.job_failure.get().is_none()
+            && let Some(answer) = self.inquirer.get().and_then(|inquire| inquire(rank))
+        {
+            return answer;
+        }
         let slot =
             self.last_operations.get(rank).map(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner));
         slot.map_or_else(|| "unknown".to_owned(), |text| text.clone())

@@ -4,6 +4,7 @@
 //! when a rank is lost. Clones share one membership; when the last clone and the last group are dropped the rank leaves.
 
 use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::AsRawFd;
 use std::panic::Location;
 use std::path::PathBuf;
@@ -12,10 +13,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::backend::local::LocalCarrier;
+use crate::backend::message::MessageCarrier;
+use crate::backend::tcp::{Endpoint, TcpLink};
 use crate::backend::{Carrier, Membership};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::recorder::Recorder;
+use crate::rendezvous::Backend;
 use crate::segment::{self, Registered, SegmentTable};
 use crate::state::JobState;
 use crate::store::{MemoryStore, Store};
@@ -56,6 +60,9 @@ pub(crate) struct WorldInner {
     pub(crate) size: usize,
     /// World ranks of each host, this rank's host first found by membership.
     hosts: Vec<Vec<usize>>,
+    backend: Backend,
+    /// Where peers reach this rank by `tcp`, in jobs that use it.
+    endpoint: Option<Arc<Endpoint>>,
     pub(crate) limits: Limits,
     pub(crate) state: Arc<JobState>,
     pub(crate) recorder: Arc<Recorder>,
@@ -106,7 +113,10 @@ impl World {
                         let parts = WorldParts {
                             rank,
                             hosts: vec![(0..size).collect()],
+                            backend: Backend::Local,
                             limits,
+                            job: 0,
+                            address: Ipv4Addr::LOCALHOST.into(),
                             state: shared_state,
                             store,
                             departure: Box::new(move || departed.note_left(rank)),
@@ -125,10 +135,18 @@ impl World {
     /// Builds the membership once the ranks know each other.
     pub(crate) fn assemble(parts: WorldParts) -> Result<World> {
         let size = parts.hosts.iter().map(Vec::len).sum();
+        let uses_tcp = match parts.backend {
+            Backend::Tcp => true,
+            Backend::Auto => parts.hosts.len() > 1,
+            Backend::Local | Backend::Mpi | Backend::Nccl => false,
+        };
+        let open = || Endpoint::open(parts.job, parts.rank, parts.address, Arc::clone(&parts.store));
         let inner = Arc::new(WorldInner {
             rank: parts.rank,
             size,
+            endpoint: uses_tcp.then(open).transpose()?,
             hosts: parts.hosts,
+            backend: parts.backend,
             limits: parts.limits,
             state: parts.state,
             recorder: Arc::new(Recorder::new(parts.rank)),
@@ -226,7 +244,12 @@ impl std::fmt::Debug for World {
 pub(crate) struct WorldParts {
     pub(crate) rank: usize,
     pub(crate) hosts: Vec<Vec<usize>>,
+    pub(crate) backend: Backend,
     pub(crate) limits: Limits,
+    /// Tells this job's connections from those of others.
+    pub(crate) job: u64,
+    /// The address at which this host is known to the others.
+    pub(crate) address: IpAddr,
     pub(crate) state: Arc<JobState>,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) departure: Box<dyn Fn() + Send + Sync>,
@@ -280,7 +303,19 @@ impl WorldInner {
         let Some(me) = ranks.iter().position(|rank| *rank == self.rank) else { return Ok(None) };
         let deadline = Instant::now() + self.limits.deadline;
         let membership = self.membership(group_id, name, ranks, me);
-        let carrier: Arc<dyn Carrier> = Arc::new(self.connect_local(membership.clone(), deadline)?);
+        let one_host = self.hosts.iter().any(|host| ranks.iter().all(|rank| host.contains(rank)));
+        let carrier: Arc<dyn Carrier> = match &self.endpoint {
+            Some(endpoint) if self.backend == Backend::Tcp || !one_host => {
+                let link = TcpLink::new(Arc::clone(endpoint));
+                Arc::new(MessageCarrier::new(membership.clone(), link, self.limits.staging_bytes))
+            }
+            _ if one_host => Arc::new(self.connect_local(membership.clone(), deadline)?),
+            _ => {
+                let problem =
+                    format!("group {} spans several hosts; use auto, tcp or mpi", membership.group_name);
+                return Err(Error::Backend { backend: "local", problem });
+            }
+        };
         Ok(Some(Group::new(Arc::clone(self), membership, carrier)))
     }
 

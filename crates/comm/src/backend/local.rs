@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::time::Instant;
 
+use crate::backend::stash::Stash;
 use crate::backend::{Carrier, Membership, Message, Ticket};
 use crate::error::{Error, Result};
 use crate::op::Collective;
@@ -31,7 +32,6 @@ use crate::segment::SegmentTable;
 use crate::store::Store;
 use crate::sys::SharedMemory;
 use layout::{Layout, PostedRange};
-use messages::Stash;
 
 /// One rank's view of a group on one host.
 pub(crate) struct LocalCarrier {

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub)]
 
+pub mod processes;
 pub mod script;
 
 /// A small seeded generator (SplitMix64), so that every rank draws the same script.

@@ -4,25 +4,20 @@
 //! begins with a header (tag, type, length, call site). Registered memory does not pass through the ring: the header
 //! names it, the receiver copies it out in one go, and the sender waits until that is done.
 //!
-//! Messages of a pair arrive in the order they were sent. One whose tag is not the one asked for is put aside, up to
-//! [`STASH_BYTES`] per group; beyond that the receiver fails and says which tags it holds.
+//! Tags that nobody asked for yet are put aside: see [`stash`](crate::backend::stash).
 
-use std::collections::{HashMap, VecDeque};
 use std::sync::PoisonError;
 
 use super::LocalCarrier;
 use super::collectives::copy;
 use super::sync::{Counter, Interrupted};
+use crate::backend::stash::MessageHeader;
 use crate::backend::{Message, Ticket};
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::segment::SharedRange;
 
 const SLOTS: usize = 8;
 const SLOT_BYTES: usize = 32 << 10;
-const CALL_SITE_BYTES: usize = 200;
-/// Bytes of messages with other tags that a receiver keeps.
-const STASH_BYTES: usize = 8 << 20;
 
 /// The ring between a sender and a receiver.
 #[repr(C)]
@@ -40,23 +35,14 @@ struct Slot {
     data: [u8; SLOT_BYTES],
 }
 
+/// A message's own header, and where its data lies when it does not pass through the ring.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Header {
-    tag: u64,
-    bytes: u64,
+    message: MessageHeader,
+    /// The segment plus one, so that zero means "in the ring".
     segment_plus_one: u64,
     offset: u64,
-    dtype: u8,
-    call_site_bytes: u8,
-    call_site: [u8; CALL_SITE_BYTES],
-}
-
-/// Messages that arrived before somebody asked for their tag: `(sender, tag)` → in order of arrival.
-#[derive(Default)]
-pub(super) struct Stash {
-    waiting: HashMap<(usize, u64), VecDeque<(Header, Vec<u8>)>>,
-    bytes: usize,
 }
 
 impl LocalCarrier {
@@ -82,20 +68,11 @@ impl LocalCarrier {
         let channel = self.channel_between(me, to);
         let total = message.region.len();
         let shared = if total > SLOT_BYTES { self.segments.locate(&message.region) } else { None };
-        let mut header = Header {
-            tag: message.tag,
-            bytes: total as u64,
+        let header = Header {
+            message: MessageHeader::new(message, ticket),
             segment_plus_one: shared.map_or(0, |range| range.segment + 1),
             offset: shared.map_or(0, |range| range.offset),
-            dtype: message.dtype as u8,
-            call_site_bytes: 0,
-            call_site: [0; CALL_SITE_BYTES],
         };
-        let site = ticket.call_site.to_string();
-        let site = &site.as_bytes()[site.len().saturating_sub(CALL_SITE_BYTES)..];
-        header.call_site[..site.len()].copy_from_slice(site);
-        header.call_site_bytes = site.len() as u8;
-
         let mut sent = 0;
         loop {
             let index = channel.filled.load();
@@ -131,23 +108,18 @@ impl LocalCarrier {
     }
 
     pub(super) fn recv_message(&self, message: &Message, ticket: &Ticket) -> Result<()> {
-        let key = (message.peer, message.tag);
-        let stashed = {
-            let mut stash = self.stash.lock().unwrap_or_else(PoisonError::into_inner);
-            let found = stash.waiting.get_mut(&key).and_then(VecDeque::pop_front);
-            stash.bytes -= found.as_ref().map_or(0, |(_, data)| data.len());
-            found
-        };
+        let stashed =
+            self.stash.lock().unwrap_or_else(PoisonError::into_inner).take(message.peer, message.tag);
         if let Some((header, data)) = stashed {
-            self.check_header(&header, message, ticket)?;
+            header.check(message, ticket, &self.membership)?;
             // SAFETY: the lengths agree; the region is ours to write by its contract.
             unsafe { copy(data.as_ptr(), message.region.as_ptr(), data.len()) };
             return Ok(());
         }
         loop {
             let header = self.await_header(message.peer, ticket)?;
-            if header.tag == message.tag {
-                self.check_header(&header, message, ticket)?;
+            if header.message.tag == message.tag {
+                header.message.check(message, ticket, &self.membership)?;
                 return self.receive_body(&header, message.peer, message.region.as_ptr(), ticket);
             }
             self.put_aside(&header, message, ticket)?;
@@ -168,7 +140,7 @@ impl LocalCarrier {
     fn receive_body(&self, header: &Header, from: usize, to: *mut u8, ticket: &Ticket) -> Result<()> {
         let me = self.membership.me;
         let channel = self.channel_between(from, me);
-        let total = header.bytes as usize;
+        let total = header.message.bytes as usize;
         if let Some(segment) = header.segment_plus_one.checked_sub(1) {
             let range = SharedRange { segment, offset: header.offset };
             let rank = self.membership.ranks[from];
@@ -198,40 +170,12 @@ impl LocalCarrier {
     }
 
     fn put_aside(&self, header: &Header, wanted: &Message, ticket: &Ticket) -> Result<()> {
-        let bytes = header.bytes as usize;
-        let held = self.stash.lock().unwrap_or_else(PoisonError::into_inner).bytes;
-        if bytes > STASH_BYTES.saturating_sub(held) {
-            return Err(self.mismatch_with_sender(header, wanted, ticket));
+        if !self.stash.lock().unwrap_or_else(PoisonError::into_inner).has_room_for(header.message.bytes) {
+            return Err(header.message.mismatch(wanted, ticket, &self.membership));
         }
-        let mut data = vec![0u8; bytes];
+        let mut data = vec![0u8; header.message.bytes as usize];
         self.receive_body(header, wanted.peer, data.as_mut_ptr(), ticket)?;
-        let mut stash = self.stash.lock().unwrap_or_else(PoisonError::into_inner);
-        stash.bytes += bytes;
-        stash.waiting.entry((wanted.peer, header.tag)).or_default().push_back((*header, data));
+        self.stash.lock().unwrap_or_else(PoisonError::into_inner).put(wanted.peer, header.message, data);
         Ok(())
-    }
-
-    fn check_header(&self, header: &Header, message: &Message, ticket: &Ticket) -> Result<()> {
-        let agrees = header.bytes == message.region.len() as u64 && header.dtype == message.dtype as u8;
-        if agrees { Ok(()) } else { Err(self.mismatch_with_sender(header, message, ticket)) }
-    }
-
-    fn mismatch_with_sender(&self, header: &Header, message: &Message, ticket: &Ticket) -> Error {
-        let site = &header.call_site[..(header.call_site_bytes as usize).min(CALL_SITE_BYTES)];
-        let dtype = DType::from_code(header.dtype).map_or("an unknown type", DType::name);
-        let sent = format!(
-            "send({dtype}, {} bytes, tag {}) at {}",
-            header.bytes,
-            header.tag,
-            String::from_utf8_lossy(site)
-        );
-        let expected = format!(
-            "recv({}, {} bytes, tag {}) at {}",
-            message.dtype,
-            message.region.len(),
-            message.tag,
-            ticket.call_site
-        );
-        self.membership.announce_mismatch((message.peer, sent), (self.membership.me, expected))
     }
 }

@@ -1,0 +1,209 @@
+//! The `tcp` backend: sockets between ranks.
+//!
+//! Each pair of ranks of a group has a connection of its own per stream, made when it is first needed, so nothing has to
+//! be sorted out by tag and a slow group holds up no other. An exchange writes and reads all its connections at once,
+//! without blocking, and sleeps in `poll` when none of them moves.
+
+mod endpoint;
+
+pub(crate) use endpoint::Endpoint;
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::backend::message::{Incoming, Link, Outgoing, Stream};
+use crate::backend::{Membership, Ticket};
+use crate::error::{Error, Loss, Result};
+use crate::store::HEALTH_CHECK_INTERVAL;
+
+/// How long to wait for the job's own word on why a connection broke.
+const VERDICT_LIMIT: Duration = Duration::from_secs(4);
+/// Polls without sleeping before the first sleep.
+const EAGER_POLLS: u32 = 50;
+
+/// The connections of one group.
+pub(crate) struct TcpLink {
+    endpoint: Arc<Endpoint>,
+    connections: Mutex<HashMap<(Stream, usize), Arc<TcpStream>>>,
+}
+
+impl TcpLink {
+    pub(crate) fn new(endpoint: Arc<Endpoint>) -> Self {
+        TcpLink { endpoint, connections: Mutex::default() }
+    }
+
+    fn connection(
+        &self,
+        stream: Stream,
+        peer: usize,
+        membership: &Membership,
+        ticket: &Ticket,
+    ) -> Result<Arc<TcpStream>> {
+        let known =
+            self.connections.lock().unwrap_or_else(PoisonError::into_inner).get(&(stream, peer)).cloned();
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let made = Arc::new(self.endpoint.connect(stream, peer, membership, ticket)?);
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert((stream, peer), Arc::clone(&made));
+        Ok(made)
+    }
+}
+
+/// What one connection has to do in an exchange.
+struct Traffic {
+    peer: usize,
+    connection: Arc<TcpStream>,
+    outgoing: VecDeque<Outgoing>,
+    incoming: VecDeque<Incoming>,
+}
+
+impl Traffic {
+    fn is_done(&self) -> bool {
+        self.outgoing.is_empty() && self.incoming.is_empty()
+    }
+
+    /// Moves what can be moved now; says whether anything moved.
+    ///
+    /// # Safety
+    /// As [`Link::exchange`].
+    unsafe fn advance(&mut self) -> std::io::Result<bool> {
+        let mut moved = false;
+        let mut socket = &*self.connection;
+        while let Some(next) = self.outgoing.front_mut() {
+            // SAFETY: readable by the caller's contract.
+            let bytes = unsafe { std::slice::from_raw_parts(next.start, next.bytes) };
+            match if bytes.is_empty() { Ok(0) } else { socket.write(bytes) } {
+                Ok(count) => {
+                    next.start = next.start.wrapping_add(count);
+                    next.bytes -= count;
+                    moved = true;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            }
+            if next.bytes == 0 {
+                self.outgoing.pop_front();
+            }
+        }
+        while let Some(next) = self.incoming.front_mut() {
+            // SAFETY: writable, and ours alone, by the caller's contract; sockets only write to it.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(next.start, next.bytes) };
+            match if bytes.is_empty() { Ok(0) } else { socket.read(bytes) } {
+                Ok(0) if next.bytes > 0 => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(count) => {
+                    next.start = next.start.wrapping_add(count);
+                    next.bytes -= count;
+                    moved = true;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            }
+            if next.bytes == 0 {
+                self.incoming.pop_front();
+            }
+        }
+        Ok(moved)
+    }
+}
+
+impl Link for TcpLink {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    unsafe fn exchange(
+        &self,
+        stream: Stream,
+        outgoing: &[Outgoing],
+        incoming: &[Incoming],
+        membership: &Membership,
+        ticket: &Ticket,
+    ) -> Result<()> {
+        let mut traffic: Vec<Traffic> = Vec::new();
+        let peers = outgoing.iter().map(|item| item.peer).chain(incoming.iter().map(|item| item.peer));
+        for peer in peers {
+            if traffic.iter().all(|known| known.peer != peer) {
+                let connection = self.connection(stream, peer, membership, ticket)?;
+                let outgoing = outgoing.iter().filter(|item| item.peer == peer).copied().collect();
+                let incoming = incoming.iter().filter(|item| item.peer == peer).copied().collect();
+                traffic.push(Traffic { peer, connection, outgoing, incoming });
+            }
+        }
+        let mut idle_polls = 0;
+        let mut next_check = Instant::now() + HEALTH_CHECK_INTERVAL;
+        while !traffic.is_empty() {
+            let mut moved = false;
+            for connection in &mut traffic {
+                // SAFETY: the caller's contract.
+                match unsafe { connection.advance() } {
+                    Ok(progress) => moved |= progress,
+                    Err(error) => return Err(broken(connection.peer, &error, membership)),
+                }
+            }
+            traffic.retain(|connection| !connection.is_done());
+            idle_polls = if moved { 0 } else { idle_polls + 1 };
+            if idle_polls > EAGER_POLLS {
+                wait_for_movement(&traffic);
+            }
+            let now = Instant::now();
+            if now >= next_check {
+                membership.state.check(membership.group_id)?;
+                next_check = now + HEALTH_CHECK_INTERVAL;
+            }
+            if now >= ticket.deadline && !traffic.is_empty() {
+                let missing = traffic.iter().map(|connection| {
+                    let rank = membership.ranks[connection.peer];
+                    format!("rank {rank} (its last operation: {})", membership.state.last_operation(rank))
+                });
+                return Err(ticket.deadline_error(missing.collect()));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn wait_for_movement(traffic: &[Traffic]) {
+    let mut watched: Vec<libc::pollfd> = traffic
+        .iter()
+        .map(|connection| {
+            let writes = if connection.outgoing.is_empty() { 0 } else { libc::POLLOUT };
+            let reads = if connection.incoming.is_empty() { 0 } else { libc::POLLIN };
+            libc::pollfd { fd: connection.connection.as_raw_fd(), events: writes | reads, revents: 0 }
+        })
+        .collect();
+    // SAFETY: the array is valid for the call; descriptors stay open through `traffic`.
+    unsafe {
+        libc::poll(
+            watched.as_mut_ptr(),
+            watched.len() as libc::nfds_t,
+            HEALTH_CHECK_INTERVAL.as_millis() as i32,
+        );
+    }
+}
+
+/// A connection broke: the job usually knows why a moment later, and says it better.
+fn broken(peer: usize, error: &std::io::Error, membership: &Membership) -> Error {
+    let rank = membership.ranks[peer];
+    let limit = Instant::now() + VERDICT_LIMIT;
+    while Instant::now() < limit {
+        if let Err(verdict) = membership.state.check(membership.group_id) {
+            return verdict;
+        }
+        if membership.state.has_left(rank) {
+            return membership.state.left_error(rank);
+        }
+        std::thread::sleep(HEALTH_CHECK_INTERVAL);
+    }
+    let last_operation = format!("{} (its connection: {error})", membership.state.last_operation(rank));
+    Error::RankLost { rank, loss: Loss::Died, last_operation }
+}

@@ -1,0 +1,110 @@
+//! How processes become a job.
+//!
+//! Rank 0 keeps a small hub at `MASTER_ADDR:MASTER_PORT` ([`hub`]); every rank, rank 0 included, joins it ([`member`]).
+//! A rank presents the job's token, its rank, the world size, the version of its binary and the hash of its
+//! configuration. A stranger (wrong token, garbage) is turned away and the job goes on waiting; a member that disagrees
+//! about the job ends it for all, with the reason on both sides; ranks still missing at the deadline are named.
+//!
+//! The connection stays open. It carries the key-value store through which groups are set up, a heartbeat in both
+//! directions that notices a stopped rank, and announcements of failures. No bulk data passes through it.
+
+pub(crate) mod frame;
+mod hub;
+mod member;
+mod options;
+mod port;
+
+pub use options::{Backend, ConnectOptions};
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::state::JobState;
+use crate::world::{World, WorldParts};
+use hub::Hub;
+use member::Member;
+
+/// How often each side says that it is alive.
+pub(crate) const BEAT_INTERVAL: Duration = Duration::from_millis(500);
+/// A side that said nothing for this long is lost: with the interval above, noticed well within 5 seconds.
+pub(crate) const SILENCE_LIMIT: Duration = Duration::from_millis(3500);
+
+/// Keys of the store under which the hub itself answers: what a rank did last.
+const LAST_OPERATION_KEY: &str = "last-operation/";
+
+impl World {
+    /// Joins a job of processes, and returns when all ranks are there.
+    ///
+    /// ```no_run
+    /// use ferrospeed_comm::{ConnectOptions, World};
+    /// let world = World::connect(ConnectOptions::from_env()?)?;
+    /// world.group().barrier()?;
+    /// # Ok::<(), ferrospeed_comm::Error>(())
+    /// ```
+    pub fn connect(options: ConnectOptions) -> Result<World> {
+        options.check()?;
+        if options.backend == Backend::Nccl {
+            let problem = "needs CUDA devices, which this build does not drive; use auto, local, tcp or mpi";
+            return Err(Error::Backend { backend: "nccl", problem: problem.into() });
+        }
+        let deadline = Instant::now() + options.limits.deadline;
+        let state = Arc::new(JobState::new(options.world_size));
+        let hub = if options.rank == 0 { Some(Hub::start(&options, deadline)?) } else { None };
+        let member =
+            Arc::new(Member::join(&options, hub.as_ref().map(Hub::address), deadline, Arc::clone(&state))?);
+        let leaving = Arc::clone(&member);
+        let world = World::assemble(WorldParts {
+            rank: options.rank,
+            hosts: hosts_of(member.host_identities()),
+            backend: options.backend,
+            limits: options.limits.clone(),
+            job: options.job_digest(),
+            state,
+            store: Arc::clone(&member) as Arc<dyn crate::store::Store>,
+            address: member.local_address(),
+            departure: Box::new(move || {
+                leaving.leave();
+                if let Some(hub) = &hub {
+                    hub.announce_left(0);
+                }
+            }),
+        })?;
+        member.watch(&world);
+        Ok(world)
+    }
+}
+
+/// Ranks by host, hosts in the order of their lowest rank.
+fn hosts_of(identities: &[String]) -> Vec<Vec<usize>> {
+    let mut hosts: Vec<(&String, Vec<usize>)> = Vec::new();
+    for (rank, identity) in identities.iter().enumerate() {
+        match hosts.iter_mut().find(|(known, _)| *known == identity) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => hosts.push((identity, vec![rank])),
+        }
+    }
+    hosts.into_iter().map(|(_, ranks)| ranks).collect()
+}
+
+/// What tells this host apart: ranks with the same answer can map each other's memory and reach each other's loopback.
+fn host_identity() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let namespace = |kind: &str| {
+        std::fs::read_link(format!("/proc/self/ns/{kind}"))
+            .map(|link| link.display().to_string())
+            .unwrap_or_default()
+    };
+    format!("{} {} {}", boot.trim(), namespace("net"), namespace("pid"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_sorted_into_hosts_by_first_appearance() {
+        let identities = ["b", "a", "b", "a", "c"].map(str::to_owned);
+        assert_eq!(hosts_of(&identities), [vec![0, 2], vec![1, 3], vec![4]]);
+    }
+}

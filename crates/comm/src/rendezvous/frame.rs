@@ -1,0 +1,89 @@
+//! The control connection's wire format: a magic number once, then frames of a length and a JSON body.
+//!
+//! Frames are small and bounded; a peer that announces more, or sends something that is not a frame, is cut off.
+
+use std::io::{ErrorKind, Read, Write};
+
+use serde::{Deserialize, Serialize};
+
+use crate::state::Announcement;
+
+/// What a member sends first; its last byte is the version of the protocol.
+pub(crate) const MAGIC: [u8; 8] = *b"FERROCM\x01";
+/// No frame is longer.
+const MAX_FRAME_BYTES: u32 = 1 << 20;
+
+/// What a rank says about itself.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Hello {
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+    pub(crate) version: String,
+    pub(crate) config_hash: String,
+    pub(crate) token: String,
+    pub(crate) host_identity: String,
+    pub(crate) pid: u32,
+}
+
+/// Everything that travels on a control connection.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum Frame {
+    /// Member to hub, first.
+    Hello(Hello),
+    /// Hub to member: not in this job, and why.
+    Refused(String),
+    /// Hub to member: everybody is here; the identity of each rank's host.
+    Welcome(Vec<String>),
+    /// Member to hub: a value for others.
+    Set(String, Vec<u8>),
+    /// Member to hub: a value that nobody needs any more.
+    Remove(String),
+    /// Member to hub: send the value as soon as it is there.
+    Wait(String),
+    /// Hub to member: the value.
+    Value(String, Vec<u8>),
+    /// Either way: alive. A member adds what it did last.
+    Beat(Option<String>),
+    /// Either way: something failed.
+    Announce(Announcement),
+    /// Member to hub: leaving in good order.
+    Bye,
+    /// Hub to member: that rank left in good order.
+    Left(usize),
+}
+
+pub(crate) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Result<()> {
+    let body = serde_json::to_vec(frame)?;
+    let mut bytes = Vec::with_capacity(body.len() + 4);
+    bytes.extend((body.len() as u32).to_le_bytes());
+    bytes.extend(body);
+    stream.write_all(&bytes)
+}
+
+pub(crate) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
+    let mut length = [0u8; 4];
+    stream.read_exact(&mut length)?;
+    let length = u32::from_le_bytes(length);
+    if length > MAX_FRAME_BYTES {
+        return Err(std::io::Error::new(ErrorKind::InvalidData, format!("a frame of {length} bytes")));
+    }
+    let mut body = vec![0u8; length as usize];
+    stream.read_exact(&mut body)?;
+    serde_json::from_slice(&body).map_err(|error| std::io::Error::new(ErrorKind::InvalidData, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_survive_the_wire_and_garbage_does_not_pass() {
+        let mut wire = Vec::new();
+        write_frame(&mut wire, &Frame::Set("key".into(), vec![1, 2])).unwrap();
+        assert!(
+            matches!(read_frame(&mut wire.as_slice()), Ok(Frame::Set(key, value)) if key == "key" && value == [1, 2])
+        );
+        assert!(read_frame(&mut b"GET / HTTP/1.1\r\n".as_slice()).is_err());
+        assert!(read_frame(&mut [3, 0, 0, 0, b'{', b'}', b'}'].as_slice()).is_err());
+    }
+}

@@ -1,0 +1,315 @@
+//! The hub: rank 0's side of the control connections.
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::frame::{Frame, Hello, MAGIC, read_frame, write_frame};
+use super::{BEAT_INTERVAL, ConnectOptions, LAST_OPERATION_KEY, SILENCE_LIMIT, port};
+use crate::error::{Error, Loss, Result};
+use crate::state::Announcement;
+
+/// How long a fresh connection may take to say who it is.
+const HELLO_LIMIT: Duration = Duration::from_secs(5);
+/// Connections that have not said who they are; more are turned away, so that nobody can exhaust the hub's threads.
+const MAX_STRANGERS: usize = 1024;
+
+/// Rank 0's service to the job. It lives as long as the process.
+#[derive(Clone)]
+pub(super) struct Hub {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+}
+
+struct Shared {
+    expected: Hello,
+    deadline: Instant,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    members: HashMap<usize, Membership>,
+    strangers: usize,
+    welcomed: bool,
+    /// Why nobody can join any more.
+    refusal: Option<String>,
+    values: HashMap<String, Vec<u8>>,
+    /// Ranks that wait for a key.
+    waiting: HashMap<String, Vec<usize>>,
+}
+
+struct Membership {
+    stream: TcpStream,
+    from: SocketAddr,
+    host_identity: String,
+    last_heard: Instant,
+    last_operation: String,
+    gone: bool,
+}
+
+impl Hub {
+    /// Listens, and serves until the process ends.
+    pub(super) fn start(options: &ConnectOptions, deadline: Instant) -> Result<Hub> {
+        let listener = port::bind(options)?;
+        let address = listener.local_addr().map_err(|error| Error::io("the rendezvous address", error))?;
+        if options.is_single_host() {
+            port::serve_port(options, address.port())?;
+        }
+        let shared =
+            Arc::new(Shared { expected: super::member::hello(options), deadline, state: Mutex::default() });
+        let hub = Hub { shared, address };
+        let (accepting, watching) = (hub.clone(), hub.clone());
+        spawn("comm-hub", move || accepting.accept(&listener))?;
+        spawn("comm-hub-watch", move || watching.watch())?;
+        Ok(hub)
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn accept(&self, listener: &TcpListener) {
+        for stream in listener.incoming().flatten() {
+            let mut state = self.lock();
+            if state.strangers >= MAX_STRANGERS {
+                continue;
+            }
+            state.strangers += 1;
+            drop(state);
+            let hub = self.clone();
+            // When no thread can be had, the connection drops and its member tries again.
+            let _ = spawn("comm-hub-member", move || hub.serve(stream));
+        }
+    }
+
+    fn serve(&self, mut stream: TcpStream) {
+        let hello = self.identify(&mut stream);
+        self.lock().strangers -= 1;
+        let rank = match hello.and_then(|hello| self.admit(hello, &stream)) {
+            Ok(rank) => rank,
+            Err(reason) => {
+                let from =
+                    stream.peer_addr().map_or_else(|_| "somewhere".to_owned(), |from| from.to_string());
+                tracing::warn!("rendezvous: refused a connection from {from}: {reason}");
+                let _ = write_frame(&mut stream, &Frame::Refused(reason));
+                return;
+            }
+        };
+        let said_goodbye = loop {
+            match read_frame(&mut stream) {
+                Ok(Frame::Bye) => break true,
+                Ok(frame) => self.handle(rank, frame),
+                Err(_) => break false,
+            }
+        };
+        if said_goodbye {
+            self.announce_left(rank);
+        } else {
+            self.lose(rank, Loss::Died);
+        }
+    }
+
+    /// Reads who is there; the answer to anything that is not a member is a reason.
+    fn identify(&self, stream: &mut TcpStream) -> std::result::Result<Hello, String> {
+        let configure = |stream: &TcpStream| {
+            stream.set_nodelay(true)?;
+            stream.set_write_timeout(Some(Duration::from_secs(2)))?;
+            stream.set_read_timeout(Some(HELLO_LIMIT))
+        };
+        configure(stream).map_err(|error| error.to_string())?;
+        let mut magic = [0u8; MAGIC.len()];
+        stream.read_exact(&mut magic).map_err(|error| format!("it did not introduce itself: {error}"))?;
+        if magic != MAGIC {
+            return Err("it does not speak this protocol".into());
+        }
+        match read_frame(stream) {
+            Ok(Frame::Hello(hello)) => Ok(hello),
+            Ok(_) => Err("it did not begin with who it is".into()),
+            Err(error) => Err(format!("it did not say who it is: {error}")),
+        }
+    }
+
+    /// Takes a rank into the job. A stranger is refused; a member that disagrees ends the job for all.
+    fn admit(&self, hello: Hello, stream: &TcpStream) -> std::result::Result<usize, String> {
+        let expected = &self.shared.expected;
+        let from = stream.peer_addr().map_err(|error| error.to_string())?;
+        if hello.token != expected.token {
+            return Err("its job token is not this job's".into());
+        }
+        let disagreement = [
+            ("world size", hello.world_size.to_string(), expected.world_size.to_string()),
+            ("version", hello.version.clone(), expected.version.clone()),
+            ("configuration hash", hello.config_hash.clone(), expected.config_hash.clone()),
+        ]
+        .into_iter()
+        .find(|(_, theirs, ours)| theirs != ours);
+        if let Some((what, theirs, ours)) = disagreement {
+            let reason = format!(
+                "rank {} (process {} at {from}) has {what} {theirs:?}, but rank 0 has {ours:?}",
+                hello.rank, hello.pid
+            );
+            self.refuse_all(&reason);
+            return Err(reason);
+        }
+        if hello.rank >= expected.world_size {
+            return Err(format!("rank {} does not exist in a world of {}", hello.rank, expected.world_size));
+        }
+        let mut state = self.lock();
+        if let Some(reason) = &state.refusal {
+            return Err(reason.clone());
+        }
+        if let Some(other) = state.members.get(&hello.rank) {
+            return Err(format!(
+                "rank {} is already here, from {}; this one is from {from}",
+                hello.rank, other.from
+            ));
+        }
+        let keep = |stream: &TcpStream| {
+            stream.set_read_timeout(None)?;
+            stream.try_clone()
+        };
+        let member = Membership {
+            stream: keep(stream).map_err(|error| error.to_string())?,
+            from,
+            host_identity: hello.host_identity,
+            last_heard: Instant::now(),
+            last_operation: "none yet".into(),
+            gone: false,
+        };
+        state.members.insert(hello.rank, member);
+        if state.members.len() == expected.world_size {
+            let identity = |rank| state.members.get(&rank).map(|member| member.host_identity.clone());
+            let identities = (0..expected.world_size).filter_map(identity).collect();
+            state.welcomed = true;
+            state.broadcast(&Frame::Welcome(identities));
+        }
+        Ok(hello.rank)
+    }
+
+    fn handle(&self, rank: usize, frame: Frame) {
+        let mut state = self.lock();
+        if let Some(member) = state.members.get_mut(&rank) {
+            member.last_heard = Instant::now();
+        }
+        match frame {
+            Frame::Beat(Some(last_operation)) => {
+                if let Some(member) = state.members.get_mut(&rank) {
+                    member.last_operation = last_operation;
+                }
+            }
+            Frame::Set(key, value) => {
+                for waiting in state.waiting.remove(&key).unwrap_or_default() {
+                    state.send(waiting, &Frame::Value(key.clone(), value.clone()));
+                }
+                state.values.insert(key, value);
+            }
+            Frame::Wait(key) => {
+                match state.last_operation_of(&key).or_else(|| state.values.get(&key).cloned()) {
+                    Some(value) => state.send(rank, &Frame::Value(key, value)),
+                    None => state.waiting.entry(key).or_default().push(rank),
+                }
+            }
+            Frame::Remove(key) => {
+                state.values.remove(&key);
+            }
+            announce @ Frame::Announce(_) => state.broadcast(&announce),
+            _ => {}
+        }
+    }
+
+    /// Tells everybody that a rank left in good order.
+    pub(super) fn announce_left(&self, rank: usize) {
+        let mut state = self.lock();
+        if let Some(member) = state.members.get_mut(&rank)
+            && !std::mem::replace(&mut member.gone, true)
+        {
+            state.broadcast(&Frame::Left(rank));
+        }
+    }
+
+    fn lose(&self, rank: usize, loss: Loss) {
+        let mut state = self.lock();
+        let Some(member) = state.members.get_mut(&rank).filter(|member| !member.gone) else { return };
+        member.gone = true;
+        let last_operation = member.last_operation.clone();
+        if !state.welcomed {
+            let reason = format!("rank {rank} {loss} before all ranks had met");
+            drop(state);
+            return self.refuse_all(&reason);
+        }
+        state.broadcast(&Frame::Announce(Announcement::RankLost { rank, loss, last_operation }));
+    }
+
+    fn refuse_all(&self, reason: &str) {
+        let mut state = self.lock();
+        if state.refusal.is_none() {
+            tracing::error!("rendezvous: {reason}");
+            state.refusal = Some(reason.to_owned());
+            state.broadcast(&Frame::Refused(reason.to_owned()));
+        }
+    }
+
+    /// Sends heartbeats, notices silent ranks, and gives up on missing ones at the deadline.
+    fn watch(&self) {
+        loop {
+            let asleep = Instant::now();
+            std::thread::sleep(BEAT_INTERVAL);
+            let mut state = self.lock();
+            if asleep.elapsed() > SILENCE_LIMIT / 2 {
+                // This process was stopped for a while: what it did not hear meanwhile says nothing about the members.
+                state.members.values_mut().for_each(|member| member.last_heard = Instant::now());
+            }
+            if !state.welcomed && state.refusal.is_none() && Instant::now() >= self.shared.deadline {
+                let size = self.shared.expected.world_size;
+                let missing: Vec<String> = (0..size)
+                    .filter(|rank| !state.members.contains_key(rank))
+                    .map(|rank| rank.to_string())
+                    .collect();
+                let reason = format!("gave up waiting for rank {} of {size}", missing.join(", "));
+                drop(state);
+                self.refuse_all(&reason);
+                continue;
+            }
+            state.broadcast(&Frame::Beat(None));
+            let silent = |(rank, member): (&usize, &Membership)| {
+                (!member.gone && member.last_heard.elapsed() > SILENCE_LIMIT).then_some(*rank)
+            };
+            let silent: Vec<usize> = state.members.iter().filter_map(silent).collect();
+            drop(state);
+            silent.into_iter().for_each(|rank| self.lose(rank, Loss::Silent));
+        }
+    }
+}
+
+impl State {
+    /// The answer to a member that asks what another did last.
+    fn last_operation_of(&self, key: &str) -> Option<Vec<u8>> {
+        let rank: usize = key.strip_prefix(LAST_OPERATION_KEY)?.parse().ok()?;
+        self.members.get(&rank).map(|member| member.last_operation.clone().into_bytes())
+    }
+
+    fn send(&mut self, rank: usize, frame: &Frame) {
+        if let Some(member) = self.members.get_mut(&rank) {
+            // A member that cannot be written to is noticed by its silence.
+            let _ = write_frame(&mut member.stream, frame);
+        }
+    }
+
+    fn broadcast(&mut self, frame: &Frame) {
+        let present: Vec<usize> =
+            self.members.iter().filter(|(_, member)| !member.gone).map(|(rank, _)| *rank).collect();
+        present.into_iter().for_each(|rank| self.send(rank, frame));
+    }
+}
+
+pub(super) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(body);
+    spawned.map(drop).map_err(|error| Error::io(format!("starting the thread {name}"), error))
+}
