@@ -1,0 +1,354 @@
+//! Ranks on a grid with named axes.
+//!
+//! [`ProcessTopology`] numbers the points of a Cartesian grid row by row: the last axis varies fastest. It is pure
+//! arithmetic; [`Mesh`](crate::Mesh) adds the process groups. [`PipelineGrid`] is the grid of pipeline × data × model
+//! parallel training with the groups that its members need, in the order in which all ranks must make them.
+
+use crate::error::{Error, Result};
+
+/// The axis whose ranks hold successive stages of a model.
+pub const PIPE: &str = "pipe";
+/// The axis whose ranks hold the same part of the model and see different data.
+pub const DATA: &str = "data";
+/// The axis whose ranks hold slices of the same layers.
+pub const MODEL: &str = "model";
+
+/// A Cartesian grid of ranks with named axes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProcessTopology {
+    axes: Vec<String>,
+    dims: Vec<usize>,
+}
+
+impl ProcessTopology {
+    /// A grid with these axes, the last varying fastest.
+    pub fn new<S: Into<String>>(axes: impl IntoIterator<Item = (S, usize)>) -> Result<Self> {
+        let (axes, dims): (Vec<String>, Vec<usize>) =
+            axes.into_iter().map(|(name, dim)| (name.into(), dim)).unzip();
+        let refuse = |problem: String| Err(Error::Topology { problem });
+        if axes.is_empty() {
+            return refuse("a topology needs at least one axis".into());
+        }
+        for (index, axis) in axes.iter().enumerate() {
+            if axes[..index].contains(axis) {
+                return refuse(format!("the axis {axis:?} is named twice"));
+            }
+            if dims[index] == 0 {
+                return refuse(format!("the axis {axis:?} has length 0"));
+            }
+        }
+        if dims.iter().try_fold(1usize, |product, dim| product.checked_mul(*dim)).is_none() {
+            return refuse(format!("{dims:?} has more points than can be counted"));
+        }
+        Ok(ProcessTopology { axes, dims })
+    }
+
+    /// Stages × data-parallel ranks; neighbours are data-parallel peers of one stage.
+    pub fn pipe_data(pipe: usize, data: usize) -> Result<Self> {
+        Self::new([(PIPE, pipe), (DATA, data)])
+    }
+
+    /// Stages × data-parallel × tensor-parallel ranks; neighbours are tensor-parallel peers.
+    pub fn pipe_model_data(pipe: usize, model: usize, data: usize) -> Result<Self> {
+        Self::new([(PIPE, pipe), (DATA, data), (MODEL, model)])
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.dims.iter().product()
+    }
+
+    /// The axes, in order.
+    pub fn axes(&self) -> &[String] {
+        &self.axes
+    }
+
+    /// The length of an axis; 0 when there is none of that name.
+    pub fn dim(&self, axis: &str) -> usize {
+        self.position(axis).map_or(0, |position| self.dims[position])
+    }
+
+    fn position(&self, axis: &str) -> Option<usize> {
+        self.axes.iter().position(|name| name == axis)
+    }
+
+    fn known(&self, axis: &str) -> Result<usize> {
+        self.position(axis).ok_or_else(|| Error::Topology {
+            problem: format!("there is no axis {axis:?}; the axes are {}", self.axes.join(", ")),
+        })
+    }
+
+    /// The rank at a point, given as exactly one value per axis.
+    pub fn rank(&self, point: &[(&str, usize)]) -> Result<usize> {
+        let mut coordinates = vec![None; self.axes.len()];
+        for (axis, value) in point {
+            let position = self.known(axis)?;
+            if *value >= self.dims[position] {
+                let problem = format!("{axis} {value} is not below its length {}", self.dims[position]);
+                return Err(Error::Topology { problem });
+            }
+            if coordinates[position].replace(*value).is_some() {
+                return Err(Error::Topology { problem: format!("{axis} is given twice") });
+            }
+        }
+        let missing = self.axes.iter().zip(&coordinates).find(|(_, value)| value.is_none());
+        if let Some((axis, _)) = missing {
+            return Err(Error::Topology {
+                problem: format!("a rank needs a value for every axis; {axis} is missing"),
+            });
+        }
+        Ok(coordinates.iter().zip(&self.dims).fold(0, |rank, (value, dim)| rank * dim + value.unwrap_or(0)))
+    }
+
+    /// The point of a rank, one value per axis, in order.
+    pub fn coordinates(&self, rank: usize) -> Result<Vec<usize>> {
+        if rank >= self.world_size() {
+            return Err(Error::Topology {
+                problem: format!("rank {rank} is not in a world of {}", self.world_size()),
+            });
+        }
+        let mut rest = rank;
+        let mut coordinates: Vec<usize> = self
+            .dims
+            .iter()
+            .rev()
+            .map(|dim| {
+                let value = rest % dim;
+                rest /= dim;
+                value
+            })
+            .collect();
+        coordinates.reverse();
+        Ok(coordinates)
+    }
+
+    /// A rank's value on one axis.
+    pub fn coordinate(&self, rank: usize, axis: &str) -> Result<usize> {
+        let position = self.known(axis)?;
+        Ok(self.coordinates(rank)?[position])
+    }
+
+    /// The rank at the point of `rank` with some values replaced.
+    pub fn rank_with(&self, rank: usize, replaced: &[(&str, usize)]) -> Result<usize> {
+        let coordinates = self.coordinates(rank)?;
+        for (axis, _) in replaced {
+            self.known(axis)?;
+        }
+        let value = |(index, axis): (usize, &String)| {
+            let new = replaced.iter().rev().find(|(name, _)| name == axis).map(|(_, value)| *value);
+            (axis.clone(), new.unwrap_or(coordinates[index]))
+        };
+        let point: Vec<(String, usize)> = self.axes.iter().enumerate().map(value).collect();
+        self.rank(&point.iter().map(|(axis, value)| (axis.as_str(), *value)).collect::<Vec<_>>())
+    }
+
+    /// The ranks that match all criteria, ascending.
+    pub fn filter(&self, criteria: &[(&str, usize)]) -> Result<Vec<usize>> {
+        let criteria: Vec<(usize, usize)> =
+            criteria.iter().map(|(axis, value)| Ok((self.known(axis)?, *value))).collect::<Result<_>>()?;
+        let matches = |rank: &usize| {
+            let coordinates = self.coordinates(*rank).unwrap_or_default();
+            criteria.iter().all(|(position, value)| coordinates.get(*position) == Some(value))
+        };
+        Ok((0..self.world_size()).filter(matches).collect())
+    }
+
+    /// The ranks with one value on an axis, ascending; none when the axis is shorter.
+    pub fn axis_list(&self, axis: &str, index: usize) -> Result<Vec<usize>> {
+        self.filter(&[(axis, index)])
+    }
+
+    /// The lists of ranks that differ on this axis alone, in the order of the other axes; none for an unknown axis.
+    pub fn axis_comm_lists(&self, axis: &str) -> Vec<Vec<usize>> {
+        self.comm_lists(&[axis])
+    }
+
+    /// The lists of ranks that differ on these axes alone, in the order of the others. Unknown axes are passed over.
+    pub fn comm_lists(&self, axes: &[&str]) -> Vec<Vec<usize>> {
+        let free: Vec<usize> = axes.iter().filter_map(|axis| self.position(axis)).collect();
+        if free.is_empty() {
+            return Vec::new();
+        }
+        let mut lists: Vec<(Vec<usize>, Vec<usize>)> = Vec::new();
+        for rank in 0..self.world_size() {
+            let mut fixed = self.coordinates(rank).unwrap_or_default();
+            free.iter().for_each(|position| fixed[*position] = 0);
+            // Ranks ascend, and so do the points with the free axes at 0: a list is found again near the end or begun.
+            match lists.iter_mut().find(|(point, _)| *point == fixed) {
+                Some((_, ranks)) => ranks.push(rank),
+                None => lists.push((fixed, vec![rank])),
+            }
+        }
+        lists.into_iter().map(|(_, ranks)| ranks).collect()
+    }
+
+    /// A rank's point in words, such as `model_01`, without the axes in `omit`; may be empty.
+    pub fn describe(&self, rank: usize, omit: &[&str], inner: &str, outer: &str) -> Result<String> {
+        let coordinates = self.coordinates(rank)?;
+        let pieces = self.axes.iter().zip(coordinates).filter(|(axis, _)| !omit.contains(&axis.as_str()));
+        Ok(pieces.map(|(axis, value)| format!("{axis}{inner}{value:02}")).collect::<Vec<_>>().join(outer))
+    }
+}
+
+/// One rank's place in a grid of pipeline × data × model parallel training.
+#[derive(Debug, Clone)]
+pub struct PipelineGrid {
+    topology: ProcessTopology,
+    rank: usize,
+}
+
+impl PipelineGrid {
+    /// The place of `rank` in `topology`, which needs the axes `pipe` and `data`.
+    pub fn new(topology: ProcessTopology, rank: usize) -> Result<Self> {
+        topology.known(PIPE)?;
+        topology.known(DATA)?;
+        topology.coordinates(rank)?;
+        Ok(PipelineGrid { topology, rank })
+    }
+
+    /// Without a topology: the prime factors of the world size go alternately to `pipe` and `data`.
+    pub fn of_world(world_size: usize, rank: usize) -> Result<Self> {
+        let (mut pipe, mut data) = (1, 1);
+        for (index, factor) in prime_factors(world_size).into_iter().enumerate() {
+            *(if index % 2 == 0 { &mut pipe } else { &mut data }) *= factor;
+        }
+        Self::new(ProcessTopology::pipe_data(pipe, data)?, rank)
+    }
+
+    /// The grid's topology.
+    pub fn topology(&self) -> &ProcessTopology {
+        &self.topology
+    }
+
+    fn own(&self, axis: &str) -> usize {
+        self.topology.coordinate(self.rank, axis).unwrap_or(0)
+    }
+
+    /// The pipeline stage of this rank.
+    pub fn stage_id(&self) -> usize {
+        self.own(PIPE)
+    }
+
+    /// Which of the data-parallel replicas this rank belongs to.
+    pub fn data_parallel_id(&self) -> usize {
+        self.own(DATA)
+    }
+
+    /// The number of stages.
+    pub fn pipe_parallel_size(&self) -> usize {
+        self.topology.dim(PIPE).max(1)
+    }
+
+    /// The number of replicas.
+    pub fn data_parallel_size(&self) -> usize {
+        self.topology.dim(DATA).max(1)
+    }
+
+    /// The number of tensor-parallel slices.
+    pub fn slice_parallel_size(&self) -> usize {
+        self.topology.dim(MODEL).max(1)
+    }
+
+    /// Whether this rank has the first stage.
+    pub fn is_first_stage(&self) -> bool {
+        self.stage_id() == 0
+    }
+
+    /// Whether this rank has the last stage.
+    pub fn is_last_stage(&self) -> bool {
+        self.stage_id() + 1 == self.pipe_parallel_size()
+    }
+
+    /// The ranks of this replica: pipe × model. Overflow and norms are reduced over them.
+    pub fn model_group(&self) -> Vec<usize> {
+        self.model_lists().swap_remove(self.data_parallel_id())
+    }
+
+    /// This rank's place in its model group: the `mp_rank` of checkpoint names.
+    pub fn model_parallel_rank(&self) -> usize {
+        self.model_group().iter().position(|rank| *rank == self.rank).unwrap_or(0)
+    }
+
+    /// The ranks with the same part of the model.
+    pub fn data_group(&self) -> Vec<usize> {
+        self.own_list(self.topology.axis_comm_lists(DATA))
+    }
+
+    /// The ranks of this rank's pipeline, by stage.
+    pub fn pipe_group(&self) -> Vec<usize> {
+        self.own_list(self.topology.axis_comm_lists(PIPE))
+    }
+
+    /// The ranks that slice the same layers.
+    pub fn slice_group(&self) -> Vec<usize> {
+        self.own_list(self.slice_lists())
+    }
+
+    /// This rank's place among them.
+    pub fn slice_parallel_rank(&self) -> usize {
+        self.own(MODEL)
+    }
+
+    /// The rank that has a stage of this rank's pipeline; further axes may be replaced too.
+    pub fn stage_to_global(&self, stage: usize, replaced: &[(&str, usize)]) -> Result<usize> {
+        let replaced: Vec<(&str, usize)> =
+            [(PIPE, stage)].into_iter().chain(replaced.iter().copied()).collect();
+        self.topology.rank_with(self.rank, &replaced)
+    }
+
+    fn own_list(&self, lists: Vec<Vec<usize>>) -> Vec<usize> {
+        lists.into_iter().find(|list| list.contains(&self.rank)).unwrap_or_else(|| vec![self.rank])
+    }
+
+    fn model_lists(&self) -> Vec<Vec<usize>> {
+        (0..self.data_parallel_size())
+            .map(|data| self.topology.axis_list(DATA, data).unwrap_or_default())
+            .collect()
+    }
+
+    fn slice_lists(&self) -> Vec<Vec<usize>> {
+        if self.slice_parallel_size() == 1 {
+            return (0..self.topology.world_size()).map(|rank| vec![rank]).collect();
+        }
+        self.topology.axis_comm_lists(MODEL)
+    }
+
+    /// Every group of the grid, in the order in which all ranks make them: model, data, pipe, slice.
+    pub fn group_creation_order(&self) -> Vec<Vec<usize>> {
+        let mut lists = self.model_lists();
+        lists.extend(self.topology.axis_comm_lists(DATA));
+        lists.extend(self.topology.axis_comm_lists(PIPE));
+        lists.extend(self.slice_lists());
+        lists
+    }
+
+    /// For each rank, the pair of it and the rank with the next stage of its pipeline; the last stage wraps around.
+    pub fn p2p_groups(&self) -> Vec<[usize; 2]> {
+        let pipelines = self.topology.axis_comm_lists(PIPE);
+        let buddy = |rank: usize| {
+            let pipeline = pipelines.iter().find(|pipeline| pipeline.contains(&rank));
+            let next = pipeline.and_then(|pipeline| {
+                let stage = pipeline.iter().position(|member| *member == rank)?;
+                pipeline.get((stage + 1) % pipeline.len()).copied()
+            });
+            [rank, next.unwrap_or(rank)]
+        };
+        (0..self.topology.world_size()).map(buddy).collect()
+    }
+}
+
+fn prime_factors(mut number: usize) -> Vec<usize> {
+    let mut factors = Vec::new();
+    let mut candidate = 2;
+    while candidate * candidate <= number {
+        while number.is_multiple_of(candidate) {
+            factors.push(candidate);
+            number /= candidate;
+        }
+        candidate += 1;
+    }
+    if number > 1 {
+        factors.push(number);
+    }
+    factors
+}
