@@ -22,7 +22,8 @@ fn fill(given: &Map<String, Value>, keys: &'static [Key]) -> Map<String, Value> 
     full
 }
 
-fn fill_value(value: &Value, kind: &Kind, siblings: &Map<String, Value>) -> Value {
+/// A value with the defaults of everything below it; `siblings` are the options beside it.
+pub(crate) fn fill_value(value: &Value, kind: &Kind, siblings: &Map<String, Value>) -> Value {
     match (kind, value) {
         (Kind::Section(keys, _), Value::Object(given)) => Value::Object(fill(given, keys)),
         (Kind::Named(kind), Value::Object(given)) => {

@@ -190,7 +190,10 @@ fn best_batch(
     min_count: u64,
     max_count: u64,
 ) -> Result<(u64, Vec<u64>), ElasticityError> {
-    let micros = &elasticity.micro_batch_sizes;
+    let mut micros = elasticity.micro_batch_sizes.clone();
+    micros.sort_unstable();
+    micros.dedup();
+    let micros = &micros;
     if let Some(&micro) = micros.iter().find(|&&micro| micro > max_batch) {
         return Err(ElasticityError::MicroBatchTooLarge { micro, max: max_batch });
     }

@@ -67,6 +67,7 @@ impl Walker<'_> {
         self.warning(Code::Deprecated, member.offset, &old_path, "deprecated".into(), help);
         self.place(&new_path, member.offset);
         if let Some(value) = value {
+            self.note_status(new_key, &value, member.offset, &new_path);
             given.insert(new_key.name.to_owned(), value);
         }
     }

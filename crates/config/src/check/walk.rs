@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 
 use super::path::Path;
 use super::{Checked, MAX_FINDINGS, Places, coerce, suggest};
+use crate::defaults::{default_of, fill_value};
 use crate::diagnostic::{Code, Diagnostic, Report, Severity};
 use crate::reader::{Content, Document, Member, Node, is_comment, shorten};
 use crate::table::{Form, Key, Kind, Status, Tag, Variant, find_variant};
@@ -266,6 +267,9 @@ impl<'a> Walker<'a> {
     }
 
     fn unknown_key(&mut self, member: &Member, keys: &'static [Key], path: &Path<'_>) {
+        if self.is_full() {
+            return;
+        }
         let here = path.to_string();
         if member.key == "max_grad_norm" && here == "optimizer.params" {
             let why = "gradients are not clipped by the optimizer";
@@ -310,11 +314,17 @@ impl<'a> Walker<'a> {
     }
 
     /// One warning for an option that is given, differs from its default, and does nothing yet.
-    fn note_status(&mut self, key: &'static Key, value: &Value, offset: Option<usize>, path: &Path<'_>) {
-        let asks_for_nothing = serde_json::from_str::<Value>(key.default)
-            .is_ok_and(|default| same(&default, value))
-            || value.get("enabled") == Some(&Value::Bool(false))
-            || value.as_object().is_some_and(Map::is_empty);
+    pub(super) fn note_status(
+        &mut self,
+        key: &'static Key,
+        value: &Value,
+        offset: Option<usize>,
+        path: &Path<'_>,
+    ) {
+        let default = fill_value(&default_of(key), &key.kind, &Map::new());
+        let asks_for_nothing = value.get("enabled") == Some(&Value::Bool(false))
+            || value.as_object().is_some_and(Map::is_empty)
+            || same(&default, &fill_value(value, &key.kind, &Map::new()));
         if asks_for_nothing {
             return;
         }
@@ -376,8 +386,7 @@ impl<'a> Walker<'a> {
         why: String,
         help: String,
     ) {
-        if self.report.all().len() >= MAX_FINDINGS {
-            self.unlisted += 1;
+        if self.is_full() {
             return;
         }
         let position = self.document.position(offset);
@@ -386,11 +395,16 @@ impl<'a> Walker<'a> {
     }
 
     fn push(&mut self, diagnostic: Diagnostic) {
-        if self.report.all().len() >= MAX_FINDINGS {
-            self.unlisted += 1;
-        } else {
+        if !self.is_full() {
             self.report.push(diagnostic);
         }
+    }
+
+    /// Whether enough was found; what is found beyond that is only counted.
+    fn is_full(&mut self) -> bool {
+        let full = self.report.all().len() >= MAX_FINDINGS;
+        self.unlisted += usize::from(full);
+        full
     }
 }
 
@@ -409,14 +423,11 @@ fn takes_auto(kind: &Kind, form: Form) -> bool {
         | Kind::Int { .. }
         | Kind::IntChoice(_)
         | Kind::Float(_)
-        | Kind::Choice { .. }
         | Kind::List { .. }
         | Kind::DataType => true,
+        Kind::Choice { values, .. } => !values.contains(&"auto"),
         Kind::Text | Kind::NonEmptyText => form == Form::Schema,
-        Kind::Either(kinds) => {
-            kinds.iter().all(|kind| takes_auto(kind, form))
-                && !kinds.iter().any(|kind| matches!(kind, Kind::Choice { .. }))
-        }
+        Kind::Either(kinds) => kinds.iter().all(|kind| takes_auto(kind, form)),
         Kind::Section(..) | Kind::Variants { .. } | Kind::Named(_) | Kind::Json => false,
     }
 }
@@ -440,10 +451,13 @@ fn fits_shape(kind: &Kind, node: &Node) -> bool {
 }
 
 /// Equality in which 1 and 1.0 are the same number.
-pub(crate) fn same(a: &Value, b: &Value) -> bool {
+fn same(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),
         (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| same(a, b)))
+        }
         _ => a == b,
     }
 }

@@ -1,0 +1,5 @@
+//! Prints `docs/config.md`.
+
+fn main() {
+    print!("{}", ferrospeed_config::docs::render());
+}

@@ -1,0 +1,22 @@
+//! The batch triangle.
+
+use ferrospeed_config::Config;
+use ferrospeed_testkit::golden::golden;
+use serde_json::json;
+
+use super::{Outcome, exceptions, same};
+
+#[test]
+fn golden_batch_sizes() {
+    for case in golden().cases("config/batch_size.json") {
+        let ours = Outcome::of(Config::from_value("case", &case["config"]), &case["world_size"]);
+        match (&ours, case.get("expect")) {
+            (Outcome::Accepted(config), Some(expect)) => {
+                let found = json!(config.batch);
+                assert!(same(&found, expect), "{}: {found} instead of {expect}", case["id"]);
+            }
+            (Outcome::Refused(_), None) => {}
+            _ => assert!(exceptions::find(&case, &ours).is_some(), "{case}: {}", ours.describe()),
+        }
+    }
+}

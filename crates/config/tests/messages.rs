@@ -1,0 +1,221 @@
+//! The messages a user meets, word for word.
+
+use ferrospeed_config::{AutoValues, Code, Config, ConfigError};
+
+fn refuse(text: &str) -> String {
+    refuse_on(1, text)
+}
+
+fn refuse_on(ranks: u64, text: &str) -> String {
+    let ranks = ranks.try_into().expect("a positive number of ranks");
+    match Config::from_str("ds.json", text)
+        .and_then(|unresolved| unresolved.resolve(ranks, &AutoValues::new()))
+    {
+        Err(error) => error.to_string(),
+        Ok(_) => panic!("accepted: {text}"),
+    }
+}
+
+fn warnings(text: &str) -> String {
+    let ranks = 1.try_into().expect("1 is not 0");
+    let (_, report) = Config::from_str("ds.json", text)
+        .expect("readable")
+        .resolve(ranks, &AutoValues::new())
+        .expect("valid");
+    report.to_string()
+}
+
+#[test]
+fn a_typo_names_the_key_that_was_meant() {
+    assert_eq!(
+        refuse("{\n  \"train_batch_size\": 8,\n  \"zero_optimization\": { \"stgae\": 2 }\n}"),
+        "ds.json:3:26: error: `zero_optimization.stgae`: unknown key\n  help: did you mean `stage`?"
+    );
+}
+
+#[test]
+fn a_misplaced_key_names_its_section() {
+    assert_eq!(
+        refuse("{ \"train_batch_size\": 8, \"overlap_comm\": true }"),
+        "ds.json:1:26: error: `overlap_comm`: unknown key\n  help: `overlap_comm` belongs in `zero_optimization`"
+    );
+}
+
+#[test]
+fn a_duplicate_names_the_first_line() {
+    assert_eq!(
+        refuse("{\n  \"fp16\": { \"enabled\": true,\n    \"enabled\": false },\n  \"train_batch_size\": 1 }"),
+        "ds.json:3:5: error: `fp16.enabled`: duplicate key; it stands first on line 2\n  help: keep one of the two"
+    );
+}
+
+#[test]
+fn a_wrong_type_shows_what_was_expected_and_found() {
+    assert_eq!(
+        refuse("{ \"train_batch_size\": \"32\" }"),
+        "ds.json:1:23: error: `train_batch_size`: expected an integer ≥ 1, found the string \"32\"\n  help: write 32 without quotes"
+    );
+}
+
+#[test]
+fn a_range_shows_its_ends() {
+    assert_eq!(
+        refuse(
+            "{ \"train_batch_size\": 8, \"zero_optimization\": {\"stage\": 3, \"offload_optimizer\": {\"ratio\": 1.5}} }"
+        ),
+        "ds.json:1:91: error: `zero_optimization.offload_optimizer.ratio`: expected a number ≥ 0 and ≤ 1, found 1.5"
+    );
+}
+
+#[test]
+fn an_unknown_optimizer_lists_the_known_ones() {
+    assert_eq!(
+        refuse("{ \"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdmaW\"} }").lines().next(),
+        Some("ds.json:1:48: error: `optimizer.type`: there is no \"AdmaW\"")
+    );
+}
+
+#[test]
+fn a_missing_schedule_parameter_is_asked_for() {
+    assert_eq!(
+        refuse("{ \"train_batch_size\": 8, \"scheduler\": {\"type\": \"WarmupDecayLR\"} }"),
+        "ds.json:1:26: error: `scheduler.params.total_num_steps`: required by WarmupDecayLR, but not given\n  help: add \"total_num_steps\": an integer ≥ 1"
+    );
+}
+
+#[test]
+fn batch_sizes_that_disagree_are_shown_as_a_sum() {
+    assert_eq!(
+        refuse_on(
+            2,
+            "{ \"train_batch_size\": 32, \"train_micro_batch_size_per_gpu\": 4, \"gradient_accumulation_steps\": 2 }"
+        ),
+        "ds.json:1:3: error: `train_batch_size`: train_batch_size is not micro batch × accumulation steps × ranks: 32 ≠ 4 × 2 × 2\n  help: write \"train_batch_size\": 16, or remove one of the three"
+    );
+    assert_eq!(
+        refuse_on(4, "{ \"train_batch_size\": 33, \"train_micro_batch_size_per_gpu\": 4 }"),
+        "ds.json:1:3: error: `train_batch_size`: 33 samples cannot be divided evenly over micro batches of 4 on 4 ranks\n  help: write a train_batch_size that is a multiple of 16, such as 32 or 48"
+    );
+}
+
+#[test]
+fn an_unfilled_auto_is_named() {
+    assert_eq!(
+        refuse("{ \"train_batch_size\": 8, \"gradient_clipping\": \"auto\" }"),
+        "ds.json:1:26: error: `gradient_clipping`: is \"auto\", and neither the recipe nor the model gives a value for it\n  help: write the value, or remove the key to take the default"
+    );
+}
+
+#[test]
+fn a_filled_auto_is_checked_like_a_written_value() {
+    let text = "{ \"train_batch_size\": \"auto\", \"gradient_clipping\": \"auto\" }";
+    let unresolved = Config::from_str("ds.json", text).expect("readable");
+    let ranks = 2.try_into().expect("2 is not 0");
+    let auto = AutoValues::new().with("train_batch_size", 16).with("gradient_clipping", 1.0);
+    let (config, _) = unresolved.resolve(ranks, &auto).expect("valid");
+    assert_eq!(config.batch.train_micro_batch_size_per_gpu.get(), 8);
+    assert_eq!(config.gradient_clipping, Some(1.0));
+    let bad = unresolved.resolve(ranks, &auto.with("gradient_clipping", -1.0)).expect_err("negative");
+    assert_eq!(
+        bad.to_string(),
+        "ds.json:1:31: error: `gradient_clipping`: expected a number ≥ 0, found -1.0"
+    );
+}
+
+#[test]
+fn an_unquoted_string_that_ate_its_line_is_blamed() {
+    assert_eq!(
+        refuse("{\n  train_batch_size: 8\n  optimizer: {type: Adam, params: {lr: 0.001}}\n}"),
+        "ds.json:4:2: error: the text ends, but the bracket opened at line 1 column 1 is not closed\n  help: the string at line 3 column 21 has no quotes, so it runs to the end of its line; write \"Adam\""
+    );
+}
+
+#[test]
+fn fp16_and_bf16_exclude_each_other() {
+    assert_eq!(
+        refuse("{ \"train_batch_size\": 8, \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true} }"),
+        "ds.json:1:62: error: `bf16.enabled`: fp16 and bf16 are both enabled\n  help: keep one of them"
+    );
+}
+
+#[test]
+fn ten_mistakes_give_ten_messages() {
+    let text = r#"{
+        "train_batch_size": 0,
+        "gradient_clipping": -1,
+        "steps_per_print": "often",
+        "zero_optimization": { "stage": 7, "reduce_bucket_size": -1, "nope": 1 },
+        "fp16": { "enable": true, "hysteresis": 0 },
+        "optimizer": { "type": "Adam", "params": { "betas": [0.9], "lr": "1e-3" } },
+    }"#;
+    let Err(ConfigError::Invalid(report)) = Config::from_str("ds.json", text)
+        .expect("readable")
+        .resolve(1.try_into().expect("1 is not 0"), &AutoValues::new())
+    else {
+        panic!("accepted")
+    };
+    assert_eq!(report.errors().count(), 10, "{report}");
+    let lines: Vec<usize> =
+        report.errors().filter_map(|error| error.position).map(|position| position.line).collect();
+    assert!(lines.is_sorted(), "{lines:?}");
+}
+
+#[test]
+fn deprecated_and_unimplemented_keys_warn_once_each() {
+    assert_eq!(
+        warnings("{ \"train_batch_size\": 8, \"zero_optimization\": {\"stage\": 2, \"cpu_offload\": true} }"),
+        "ds.json:1:60: warning: `zero_optimization.cpu_offload`: deprecated\n  help: write \"offload_optimizer\": {\"device\":\"cpu\"}\nds.json:1:60: warning: `zero_optimization.offload_optimizer`: accepted, but nothing acts on it yet"
+    );
+    assert_eq!(
+        warnings("{ \"train_batch_size\": 8, \"flops_profiler\": {\"enabled\": true, \"top_modules\": 3} }"),
+        "ds.json:1:26: warning: `flops_profiler`: accepted, but nothing acts on it yet"
+    );
+    assert_eq!(warnings("{ \"train_batch_size\": 8, \"flops_profiler\": {\"enabled\": false} }"), "");
+}
+
+#[test]
+fn comments_may_stand_as_keys() {
+    assert_eq!(
+        warnings("{ \"_why\": \"baseline\", \"train_batch_size\": 8, \"fp16\": {\"_note\": [1]} }"),
+        ""
+    );
+}
+
+#[test]
+fn a_root_that_is_no_object_is_refused() {
+    assert!(
+        refuse("[1, 2]").starts_with("ds.json:1:1: error: the configuration must be an object, found a list")
+    );
+}
+
+#[test]
+fn an_argument_that_is_nothing_says_so() {
+    let message = Config::from_argument("no_such_file.json").expect_err("no such file").to_string();
+    assert!(
+        message.starts_with("`no_such_file.json` is neither an existing file nor URL-safe base64"),
+        "{message}"
+    );
+}
+
+#[test]
+fn an_elastic_world_size_that_does_not_fit_lists_those_that_do() {
+    let message = refuse_on(
+        7,
+        r#"{"elasticity": {"enabled": true, "max_train_batch_size": 100, "micro_batch_sizes": [8], "version": 0.1}}"#,
+    );
+    assert_eq!(
+        message,
+        "ds.json:1:2: error: `elasticity`: 7 model replicas do not divide the elastic batch 96; these numbers do: [1, 2, 3, 4, 6, 12]\n  help: start one of these numbers of ranks"
+    );
+}
+
+#[test]
+fn overrides_are_checked_with_the_rest() {
+    let mut source =
+        Config::from_str("ds.json", "{ \"train_batch_size\": 8 }").expect("readable").source().clone();
+    ferrospeed_config::set(&mut source, "zero_optimization.stage=9").expect("a well-formed override");
+    let report = Config::from_value("ds.json", &source).expect("readable").report();
+    assert_eq!(report.errors().map(|error| error.code).collect::<Vec<_>>(), [Code::NotAChoice]);
+    let bad = ferrospeed_config::set(&mut source, "zero_optimization").expect_err("no value");
+    assert_eq!(bad.to_string(), "cannot apply the override `zero_optimization`: write it as path=value");
+}
