@@ -1,0 +1,71 @@
+//! BLOOM: ALiBi positions, a norm after the embedding, packed heads, tied head.
+
+use ferrospeed_nn::NormConfig;
+use ferrospeed_tensor::Activation;
+use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
+
+use crate::config::Fields;
+use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::error::{ModelError, Result};
+
+/// Reads a `bloom` configuration.
+pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
+    let width = fields.size_either("hidden_size", "n_embed")?;
+    let heads = fields.size_either("n_head", "num_attention_heads")?;
+    let layers = fields.size_either("n_layer", "num_hidden_layers")?;
+    if heads == 0 || !width.is_multiple_of(heads) {
+        return Err(ModelError::config(
+            "n_head",
+            format!("{width} channels cannot be cut into {heads} heads"),
+        ));
+    }
+    let std = fields.number("initializer_range", Some(0.02))? as f32;
+    let norm_residual = fields.flag("apply_residual_connection_post_layernorm", false)?;
+    Ok(DecoderConfig {
+        model_type: "bloom",
+        vocab: fields.size("vocab_size", Some(250_880))?,
+        width,
+        embedding_width: width,
+        inner_width: 4 * width,
+        layers,
+        heads,
+        kv_heads: heads,
+        head_dim: width / heads,
+        max_tokens: fields.size("seq_length", Some(2048))?,
+        positions: Positions::Alibi,
+        norm: NormConfig::Layer {
+            eps: fields.number("layer_norm_epsilon", Some(1e-5))? as f32,
+            affine: true,
+        },
+        residual: if norm_residual { Residual::PreNormResidual } else { Residual::PreNorm },
+        feed_forward: FeedForward::Plain { names: ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"] },
+        // BLOOM's own formula is the tanh form.
+        activation: Activation::GeluTanh,
+        layout: WeightLayout::OutIn,
+        qkv_bias: true,
+        output_bias: true,
+        mlp_bias: true,
+        scales: vec![1.0 / ((width / heads) as f32).sqrt(); layers],
+        windows: vec![None; layers],
+        tied: fields.flag("tie_word_embeddings", true)?,
+        init_std: std,
+        output_init_std: std,
+        embedding_dropout: 0.0,
+        attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
+        residual_dropout: fields.number("hidden_dropout", Some(0.0))? as f32,
+        names: Names {
+            prefix: "transformer.",
+            embedding: "transformer.word_embeddings",
+            embedding_norm: Some("transformer.word_embeddings_layernorm"),
+            positions: None,
+            projections: None,
+            blocks: "transformer.h",
+            norm1: "input_layernorm",
+            norm2: "post_attention_layernorm",
+            qkv: QkvNames::Packed("self_attention.query_key_value", PackedHeads::PerHead),
+            output: "self_attention.dense",
+            final_norm: Some("transformer.ln_f"),
+            head: "lm_head",
+        },
+    })
+}

@@ -1,0 +1,72 @@
+//! GPT-2: learned positions, layer norm, weights stored `[in, out]`, tied head.
+
+use ferrospeed_nn::NormConfig;
+use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
+
+use crate::config::Fields;
+use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::error::{ModelError, Result};
+
+/// Reads a `gpt2` configuration.
+pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
+    let width = fields.size("n_embd", Some(768))?;
+    let heads = fields.size("n_head", Some(12))?;
+    let layers = fields.size("n_layer", Some(12))?;
+    if heads == 0 || !width.is_multiple_of(heads) {
+        return Err(ModelError::config(
+            "n_head",
+            format!("{width} channels cannot be cut into {heads} heads"),
+        ));
+    }
+    let head_dim = width / heads;
+    let base = if fields.flag("scale_attn_weights", true)? { 1.0 / (head_dim as f32).sqrt() } else { 1.0 };
+    let by_layer = fields.flag("scale_attn_by_inverse_layer_idx", false)?;
+    let scales = (0..layers).map(|layer| if by_layer { base / (layer + 1) as f32 } else { base }).collect();
+    let std = fields.number("initializer_range", Some(0.02))? as f32;
+    Ok(DecoderConfig {
+        model_type: "gpt2",
+        vocab: fields.size("vocab_size", Some(50257))?,
+        width,
+        embedding_width: width,
+        inner_width: fields.optional_size("n_inner")?.unwrap_or(4 * width),
+        layers,
+        heads,
+        kv_heads: heads,
+        head_dim,
+        max_tokens: fields.size("n_positions", Some(1024))?,
+        positions: Positions::Learned { offset: 0, from_mask: false },
+        norm: NormConfig::Layer {
+            eps: fields.number("layer_norm_epsilon", Some(1e-5))? as f32,
+            affine: true,
+        },
+        residual: Residual::PreNorm,
+        feed_forward: FeedForward::Plain { names: ["mlp.c_fc", "mlp.c_proj"] },
+        activation: fields.activation("activation_function", "gelu_new")?,
+        layout: WeightLayout::InOut,
+        qkv_bias: true,
+        output_bias: true,
+        mlp_bias: true,
+        scales,
+        windows: vec![None; layers],
+        tied: fields.flag("tie_word_embeddings", true)?,
+        init_std: std,
+        output_init_std: std / ((2 * layers.max(1)) as f32).sqrt(),
+        embedding_dropout: fields.number("embd_pdrop", Some(0.1))? as f32,
+        attention_dropout: fields.number("attn_pdrop", Some(0.1))? as f32,
+        residual_dropout: fields.number("resid_pdrop", Some(0.1))? as f32,
+        names: Names {
+            prefix: "transformer.",
+            embedding: "transformer.wte",
+            embedding_norm: None,
+            positions: Some("transformer.wpe"),
+            projections: None,
+            blocks: "transformer.h",
+            norm1: "ln_1",
+            norm2: "ln_2",
+            qkv: QkvNames::Packed("attn.c_attn", PackedHeads::Thirds),
+            output: "attn.c_proj",
+            final_norm: Some("transformer.ln_f"),
+            head: "lm_head",
+        },
+    })
+}

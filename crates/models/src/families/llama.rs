@@ -1,0 +1,141 @@
+//! LLaMA and its relatives Mistral, Qwen2 and Mixtral: rotary positions, RMS norm, gated feed-forward, grouped heads.
+
+use ferrospeed_nn::NormConfig;
+use ferrospeed_tensor::ops::WeightLayout;
+
+use crate::config::{Fields, WindowRule};
+use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::error::{ModelError, Result};
+use crate::families::mixture::MixtureConfig;
+
+/// What the relatives differ in before anything is read.
+struct Defaults {
+    model_type: &'static str,
+    kv_heads: Option<usize>,
+    theta: f64,
+    inner_width: usize,
+    vocab: usize,
+}
+
+fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
+    let width = fields.size("hidden_size", Some(4096))?;
+    let heads = fields.size("num_attention_heads", Some(32))?;
+    let layers = fields.size("num_hidden_layers", Some(32))?;
+    let head_dim = match fields.optional_size("head_dim")? {
+        Some(head_dim) => head_dim,
+        None if heads > 0 && width.is_multiple_of(heads) => width / heads,
+        None => {
+            let why = format!("{width} channels cannot be cut into {heads} heads");
+            return Err(ModelError::config("num_attention_heads", why));
+        }
+    };
+    let std = fields.number("initializer_range", Some(0.02))? as f32;
+    let attention_bias = fields.flag("attention_bias", false)?;
+    Ok(DecoderConfig {
+        model_type: defaults.model_type,
+        vocab: fields.size("vocab_size", Some(defaults.vocab))?,
+        width,
+        embedding_width: width,
+        inner_width: fields.size("intermediate_size", Some(defaults.inner_width))?,
+        layers,
+        heads,
+        kv_heads: fields.size("num_key_value_heads", Some(defaults.kv_heads.unwrap_or(heads)))?,
+        head_dim,
+        max_tokens: fields.size("max_position_embeddings", Some(2048))?,
+        positions: Positions::Rotary(fields.rotary(head_dim, "rope_theta", defaults.theta)?),
+        norm: NormConfig::Rms { eps: fields.number("rms_norm_eps", Some(1e-6))? as f32 },
+        residual: Residual::PreNorm,
+        feed_forward: FeedForward::Gated { names: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] },
+        activation: fields.activation("hidden_act", "silu")?,
+        layout: WeightLayout::OutIn,
+        qkv_bias: attention_bias,
+        output_bias: attention_bias,
+        mlp_bias: fields.flag("mlp_bias", false)?,
+        scales: vec![1.0 / (head_dim as f32).sqrt(); layers],
+        windows: vec![None; layers],
+        tied: fields.flag("tie_word_embeddings", false)?,
+        init_std: std,
+        output_init_std: std,
+        embedding_dropout: 0.0,
+        attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
+        residual_dropout: 0.0,
+        names: Names {
+            prefix: "model.",
+            embedding: "model.embed_tokens",
+            embedding_norm: None,
+            positions: None,
+            projections: None,
+            blocks: "model.layers",
+            norm1: "input_layernorm",
+            norm2: "post_attention_layernorm",
+            qkv: QkvNames::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+            output: "self_attn.o_proj",
+            final_norm: Some("model.norm"),
+            head: "lm_head",
+        },
+    })
+}
+
+fn window(fields: &Fields<'_>, rule: WindowRule) -> Result<Option<usize>> {
+    let more = usize::from(rule == WindowRule::OneMore);
+    Ok(fields.optional_size("sliding_window")?.map(|window| window + more))
+}
+
+/// Reads a `llama` configuration.
+pub fn llama(fields: &Fields<'_>) -> Result<DecoderConfig> {
+    let defaults =
+        Defaults { model_type: "llama", kv_heads: None, theta: 10_000.0, inner_width: 11_008, vocab: 32_000 };
+    common(fields, &defaults)
+}
+
+/// Reads a `mistral` configuration.
+pub fn mistral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
+    let defaults = Defaults {
+        model_type: "mistral",
+        kv_heads: Some(8),
+        theta: 10_000.0,
+        inner_width: 14_336,
+        vocab: 32_000,
+    };
+    let mut config = common(fields, &defaults)?;
+    config.windows = vec![window(fields, rule)?; config.layers];
+    Ok(config)
+}
+
+/// Reads a `qwen2` configuration: biases on queries, keys and values; windows in the upper layers only.
+pub fn qwen2(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
+    let defaults = Defaults {
+        model_type: "qwen2",
+        kv_heads: None,
+        theta: 10_000.0,
+        inner_width: 22_016,
+        vocab: 151_936,
+    };
+    let mut config = common(fields, &defaults)?;
+    config.qkv_bias = true;
+    config.output_bias = false;
+    if fields.flag("use_sliding_window", false)? {
+        let window = window(fields, rule)?;
+        let first = fields.size("max_window_layers", Some(28))?;
+        config.windows = (0..config.layers).map(|layer| if layer >= first { window } else { None }).collect();
+    }
+    Ok(config)
+}
+
+/// Reads a `mixtral` configuration.
+pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
+    let defaults =
+        Defaults { model_type: "mixtral", kv_heads: Some(8), theta: 1e6, inner_width: 14_336, vocab: 32_000 };
+    let mut config = common(fields, &defaults)?;
+    config.windows = vec![window(fields, rule)?; config.layers];
+    let (experts, chosen) =
+        (fields.size("num_local_experts", Some(8))?, fields.size("num_experts_per_tok", Some(2))?);
+    if chosen == 0 || chosen > experts {
+        let why = format!("{chosen} of {experts} experts cannot be chosen");
+        return Err(ModelError::config("num_experts_per_tok", why));
+    }
+    let balance = fields.number("router_aux_loss_coef", Some(0.001))? as f32;
+    let balance_loss = if fields.flag("output_router_logits", false)? { balance } else { 0.0 };
+    config.feed_forward = FeedForward::Mixture(MixtureConfig { experts, chosen, balance_loss });
+    Ok(config)
+}

@@ -1,0 +1,173 @@
+//! Text generation with a key/value cache: greedy, temperature, top-k, top-p.
+
+use ferrospeed_nn::Mode;
+use ferrospeed_tensor::random::RandomKey;
+use ferrospeed_tensor::{DType, Device, Tensor, autograd, ops};
+
+use crate::decoder::{Decoder, Tokens};
+use crate::error::{ModelError, Result};
+
+/// How the next token is chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Sampling {
+    /// The most likely one; the lowest id among equals.
+    Greedy,
+    /// Drawn from the distribution.
+    Random {
+        /// Divides the logits.
+        temperature: f32,
+        /// Only the `k` most likely.
+        top_k: Option<usize>,
+        /// Only the most likely that together reach this probability.
+        top_p: Option<f32>,
+        /// Makes the draw repeatable.
+        seed: u64,
+    },
+}
+
+/// What to generate.
+#[derive(Debug, Clone)]
+pub struct GenerateOptions {
+    /// How many tokens at most.
+    pub max_new_tokens: usize,
+    /// How each is chosen.
+    pub sampling: Sampling,
+    /// A sequence ends with this token.
+    pub end_token: Option<i64>,
+    /// Fills sequences that have ended.
+    pub pad_token: i64,
+}
+
+/// Continues `prompts`, all of one length; `mask` is 0 where a prompt is padded on the left.
+///
+/// Calls `emit(step, tokens)` with each step's new tokens; returns prompts and continuations together.
+pub fn generate(
+    model: &Decoder,
+    prompts: &[Vec<i64>],
+    mask: Option<&[Vec<u8>]>,
+    options: &GenerateOptions,
+    device: &Device,
+    emit: &mut dyn FnMut(usize, &[i64]),
+) -> Result<Vec<Vec<i64>>> {
+    let length = prompts.first().map_or(0, Vec::len);
+    if length == 0 || prompts.iter().any(|prompt| prompt.len() != length) {
+        return Err(ModelError::config(
+            "prompt",
+            "prompts must be non-empty and of one length; pad on the left",
+        ));
+    }
+    autograd::no_grad(|| {
+        let batch = prompts.len();
+        let mut sequences = prompts.to_vec();
+        let mut mask: Option<Vec<Vec<u8>>> = mask.map(<[_]>::to_vec);
+        let mut ended = vec![false; batch];
+        let mut state = model.new_state(batch, length + options.max_new_tokens, device)?;
+        let mut input: Vec<i64> = prompts.concat();
+        let mut width = length;
+        for step in 0..options.max_new_tokens {
+            let ids = Tensor::from_slice(&input, [batch, width], device)?;
+            let positions = mask.as_ref().map(|mask| positions_of(mask, width));
+            let tokens = Tokens { ids, mask: mask.clone(), positions };
+            let hidden = model.hidden(&tokens, Some(&mut state), Mode::Evaluate)?;
+            let last = ops::narrow(&hidden, 1, width - 1, 1)?;
+            let logits = ops::cast(&model.logits(&last)?, DType::F32)?.to_vec::<f32>()?;
+            let vocab = logits.len() / batch;
+            input = (0..batch)
+                .map(|row| {
+                    if ended[row] {
+                        return options.pad_token;
+                    }
+                    let position = (step * batch + row) as u64;
+                    choose(&logits[row * vocab..(row + 1) * vocab], options.sampling, position)
+                })
+                .collect();
+            for (row, &token) in input.iter().enumerate() {
+                sequences[row].push(token);
+                ended[row] |= Some(token) == options.end_token;
+            }
+            if let Some(mask) = &mut mask {
+                mask.iter_mut().for_each(|row| row.push(1));
+            }
+            emit(step, &input);
+            width = 1;
+            if ended.iter().all(|&ended| ended) {
+                break;
+            }
+        }
+        Ok(sequences)
+    })
+}
+
+/// Positions of the last `count` tokens: real tokens are counted from 0, masked ones stand at 1.
+fn positions_of(mask: &[Vec<u8>], count: usize) -> Vec<Vec<usize>> {
+    mask.iter()
+        .map(|row| {
+            let mut seen = 0;
+            let all = row.iter().map(|&real| {
+                seen += usize::from(real != 0);
+                if real != 0 { seen - 1 } else { 1 }
+            });
+            all.collect::<Vec<_>>().split_off(row.len() - count)
+        })
+        .collect()
+}
+
+fn choose(logits: &[f32], sampling: Sampling, position: u64) -> i64 {
+    let Sampling::Random { temperature, top_k, top_p, seed } = sampling else {
+        let best = logits
+            .iter()
+            .enumerate()
+            .fold(0, |best, (index, &logit)| if logit > logits[best] { index } else { best });
+        return best as i64;
+    };
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    order.truncate(top_k.unwrap_or(usize::MAX).max(1));
+    let largest = logits[order[0]];
+    let scale = 1.0 / temperature.max(1e-6);
+    let weights: Vec<f64> =
+        order.iter().map(|&index| f64::from((logits[index] - largest) * scale).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let nucleus = f64::from(top_p.unwrap_or(1.0)) * total;
+    let mut kept = 0.0;
+    let count = weights.iter().take_while(|&&weight| {
+        let before = kept;
+        kept += weight;
+        before < nucleus
+    });
+    let count = count.count().max(1);
+    let kept: f64 = weights[..count].iter().sum();
+    let mut remaining = f64::from(RandomKey::new(seed, 0).uniform(position)) * kept;
+    for (index, weight) in order[..count].iter().zip(&weights) {
+        remaining -= weight;
+        if remaining < 0.0 {
+            return *index as i64;
+        }
+    }
+    order[count - 1] as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn draw(top_k: Option<usize>, top_p: Option<f32>, position: u64) -> i64 {
+        let logits = [0.0, 3.0, 1.0, 2.0];
+        choose(&logits, Sampling::Random { temperature: 1.0, top_k, top_p, seed: 3 }, position)
+    }
+
+    #[test]
+    fn top_k_and_top_p_leave_only_the_likely() {
+        assert!((0..200).all(|position| draw(Some(1), None, position) == 1));
+        assert!((0..200).all(|position| [1, 3].contains(&draw(Some(2), None, position))));
+        assert!((0..200).all(|position| draw(None, Some(0.5), position) == 1));
+        let seen: std::collections::BTreeSet<i64> =
+            (0..500).map(|position| draw(None, None, position)).collect();
+        assert_eq!(seen.len(), 4, "everything is possible without limits");
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_id_among_equals() {
+        assert_eq!(choose(&[1.0, 2.0, 2.0], Sampling::Greedy, 0), 1);
+    }
+}

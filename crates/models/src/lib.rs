@@ -1,0 +1,20 @@
+//! Transformer families in their Hugging Face form: `config.json` in, safetensors in and out.
+//!
+//! A decoder is one structure ([`Decoder`]) described by data ([`DecoderConfig`]); a family is a file in
+//! [`families`] that reads its `config.json` and says how its tensors are named. BERT, which is no decoder, is a
+//! model of its own. There is no training logic here.
+//!
+//! Reading order: [`config`], [`decoder`], one family (`families/llama.rs`), [`weights`], [`generate`].
+
+pub mod bert;
+pub mod config;
+pub mod decoder;
+pub mod error;
+pub mod families;
+pub mod generate;
+pub mod weights;
+
+pub use bert::Bert;
+pub use config::{ModelConfig, WindowRule};
+pub use decoder::{Decoder, DecoderConfig, Tokens};
+pub use error::{ModelError, Result};

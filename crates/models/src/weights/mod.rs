@@ -1,0 +1,37 @@
+//! Weights in safetensors files, single or sharded, read in place and written as a stream.
+
+mod read;
+mod write;
+
+pub use read::{StoredTensor, WeightFiles};
+pub use write::{TensorToWrite, write_directory, write_file};
+
+use ferrospeed_tensor::DType;
+use safetensors::Dtype;
+
+/// Our type for a stored one, where there is one.
+pub(crate) fn dtype_from_file(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::BF16 => DType::BF16,
+        Dtype::F16 => DType::F16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::U8 => DType::U8,
+        Dtype::BOOL => DType::Bool,
+        _ => return None,
+    })
+}
+
+/// The name of a type in safetensors headers.
+pub(crate) fn dtype_in_header(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "F32",
+        DType::BF16 => "BF16",
+        DType::F16 => "F16",
+        DType::I64 => "I64",
+        DType::I32 => "I32",
+        DType::U8 => "U8",
+        DType::Bool => "BOOL",
+    }
+}

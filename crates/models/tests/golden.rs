@@ -1,0 +1,279 @@
+//! Every recorded model: hidden states, logits, loss, gradients and greedy tokens.
+//!
+//! Tolerances are the recordings' own: logits 2e-4 absolute, loss 1e-5 relative, gradients 1e-3 of the tensor's norm.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
+use ferrospeed_models::weights::WeightFiles;
+use ferrospeed_models::{Bert, Decoder, ModelConfig, Tokens, WindowRule};
+use ferrospeed_nn::Mode;
+use ferrospeed_tensor::store::{PlainStore, PoisonStore};
+use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd};
+use ferrospeed_testkit::close::assert_close;
+use ferrospeed_testkit::golden::{golden, read_json};
+use ferrospeed_testkit::tensors::{self, Recorded};
+use serde_json::Value;
+
+struct Case {
+    name: String,
+    recorded: BTreeMap<String, Recorded>,
+    facts: Value,
+    device: Device,
+}
+
+impl Case {
+    fn ids(&self, name: &str) -> Tensor {
+        let recorded = &self.recorded[name];
+        Tensor::from_slice(recorded.integers(), &recorded.shape, &self.device).unwrap()
+    }
+
+    fn mask(&self) -> Vec<Vec<u8>> {
+        let recorded = &self.recorded["attention_mask_padded"];
+        recorded
+            .integers()
+            .chunks(recorded.shape[1])
+            .map(|row| row.iter().map(|&m| m as u8).collect())
+            .collect()
+    }
+
+    fn expect(&self, what: &str, tensor: &Tensor) {
+        if let Some(recorded) = self.recorded.get(what) {
+            assert_eq!(tensor.sizes(), recorded.shape, "{}: {what}", self.name);
+            let values = tensor.to_vec_f32().unwrap();
+            assert_close(&format!("{}: {what}", self.name), &values, recorded.floats(), 2e-4, 0.0);
+        }
+    }
+
+    /// Only where the mask says that a token is real.
+    fn expect_padded(&self, logits: &Tensor) {
+        let (actual, recorded) = (logits.to_vec_f32().unwrap(), self.recorded["logits_padded"].floats());
+        let width = logits.shape().last();
+        for (row, &real) in self.mask().concat().iter().enumerate() {
+            if real != 0 {
+                let span = row * width..(row + 1) * width;
+                let what = format!("{}: padded logits, row {row}", self.name);
+                assert_close(&what, &actual[span.clone()], &recorded[span], 2e-4, 0.0);
+            }
+        }
+    }
+
+    fn expect_loss(&self, key: &str, loss: &Tensor) {
+        let (actual, recorded) = (f64::from(loss.item().unwrap()), self.facts[key].as_f64().unwrap());
+        assert!(
+            (actual - recorded).abs() <= 1e-5 * recorded.abs(),
+            "{}: {key} {actual}, recorded {recorded}",
+            self.name
+        );
+    }
+
+    fn expect_gradients(&self, params: &[Param], gradients: &[Option<Tensor>]) {
+        let norms = self.facts["grad_norms"].as_object().unwrap();
+        let mut total = 0.0;
+        // A key's bias moves all scores of a row alike: its true gradient is zero, what is recorded is rounding.
+        let rounding = 1e-6 * self.facts["grad_global_norm"].as_f64().unwrap();
+        for (param, gradient) in params.iter().zip(gradients) {
+            let what = format!("{}: gradient of {}", self.name, param.name());
+            let actual =
+                gradient.as_ref().unwrap_or_else(|| panic!("{what} is missing")).to_vec_f32().unwrap();
+            let norm = actual.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
+            total += norm * norm;
+            let recorded = norms[param.name()].as_f64().unwrap();
+            assert!(
+                (norm - recorded).abs() <= 1e-3 * recorded + rounding,
+                "{what}: norm {norm}, recorded {recorded}"
+            );
+            if let Some(recorded) = self.recorded.get(&format!("grad.{}", param.name())) {
+                assert_close(&what, &actual, recorded.floats(), (1e-3 * norm + rounding) as f32, 0.0);
+            }
+        }
+        assert_eq!(norms.len(), params.len(), "{}: every recorded gradient has its parameter", self.name);
+        let recorded = self.facts["grad_global_norm"].as_f64().unwrap();
+        assert!(
+            (total.sqrt() - recorded).abs() <= 1e-3 * recorded,
+            "{}: global norm {}",
+            self.name,
+            total.sqrt()
+        );
+    }
+}
+
+fn integers(value: &Value) -> Vec<Vec<i64>> {
+    let rows = value.as_array().unwrap().iter();
+    rows.map(|row| row.as_array().unwrap().iter().map(|v| v.as_i64().unwrap()).collect()).collect()
+}
+
+fn check_decoder(case: &Case, config: ferrospeed_models::DecoderConfig, weights: &WeightFiles) {
+    let mut model = Decoder::new(config);
+    let params = model.parameters().as_slice().to_vec();
+    weights.check(&params).unwrap();
+    let store = PlainStore::attach(&params, DType::F32, &case.device, weights).unwrap();
+
+    let tokens = Tokens::new(case.ids("input_ids"));
+    let (hidden, routers) = model
+        .run(&tokens, None, Mode::Evaluate, &mut |index, value| {
+            // The last block's raw result is not recorded: hidden_last is behind the final norm.
+            if index < model.config().layers {
+                case.expect(&format!("hidden_{index}"), value);
+            }
+        })
+        .unwrap();
+    case.expect("hidden_last", &hidden);
+    case.expect("logits", &model.logits(&hidden).unwrap());
+    if let Some(router) = routers.first() {
+        case.expect("router_logits_layer0", router);
+    }
+    let padded = Tokens { mask: Some(case.mask()), ..tokens.clone() };
+    let hidden = model.hidden(&padded, None, Mode::Evaluate).unwrap();
+    case.expect_padded(&model.logits(&hidden).unwrap());
+
+    let labels = case.ids("labels");
+    let loss = model.loss(&tokens, &labels, Mode::Train).unwrap();
+    case.expect_loss("loss", &loss);
+    autograd::backward(&loss).unwrap();
+    let gradients = store.take_gradients();
+    if case.facts["grad_norms"].as_object().is_some_and(|norms| !norms.is_empty()) {
+        case.expect_gradients(&params, &gradients);
+    }
+
+    let bits = |gradients: &[Option<Tensor>]| -> Vec<Option<Vec<f32>>> {
+        gradients.iter().map(|g| g.as_ref().map(|g| g.to_vec_f32().unwrap())).collect()
+    };
+    // Recomputing blocks in backward changes no bit.
+    model.set_activation_checkpointing(true);
+    let again = model.loss(&tokens, &labels, Mode::Train).unwrap();
+    assert_eq!(again.item().unwrap(), loss.item().unwrap());
+    autograd::backward(&again).unwrap();
+    assert_eq!(bits(&store.take_gradients()), bits(&gradients), "{}: checkpointed gradients", case.name);
+
+    // Neither does a store that hides every value nobody borrows.
+    for checkpointed in [false, true] {
+        let mut other = Decoder::new(model.config().clone());
+        other.set_activation_checkpointing(checkpointed);
+        let poisoned =
+            PoisonStore::attach(other.parameters().as_slice(), DType::F32, &case.device, weights).unwrap();
+        let again = other.loss(&tokens, &labels, Mode::Train).unwrap();
+        assert_eq!(again.item().unwrap(), loss.item().unwrap(), "{}: poisoned loss", case.name);
+        autograd::backward(&again).unwrap();
+        assert_eq!(
+            bits(&poisoned.vault().take_gradients()),
+            bits(&gradients),
+            "{}: poisoned gradients",
+            case.name
+        );
+        assert_eq!(poisoned.borrowed(), 0);
+    }
+    check_generation(case, &model);
+}
+
+fn check_generation(case: &Case, model: &Decoder) {
+    for run in case.facts["generate"].as_array().into_iter().flatten() {
+        let options = GenerateOptions {
+            max_new_tokens: run["max_new_tokens"].as_u64().unwrap() as usize,
+            sampling: Sampling::Greedy,
+            end_token: None,
+            pad_token: 0,
+        };
+        let mask: Vec<Vec<u8>> = integers(&run["attention_mask"])
+            .into_iter()
+            .map(|row| row.into_iter().map(|m| m as u8).collect())
+            .collect();
+        let output =
+            generate(model, &integers(&run["prompt"]), Some(&mask), &options, &case.device, &mut |_, _| {})
+                .unwrap();
+        assert_eq!(output, integers(&run["output"]), "{}: greedy tokens", case.name);
+    }
+}
+
+fn check_mixture_loss(case: &Case, folder: &Path, weights: &WeightFiles) {
+    if case.facts["loss_with_aux"].is_null() {
+        return;
+    }
+    let mut config = read_json(&folder.join("config.json"));
+    config["output_router_logits"] = true.into();
+    let ModelConfig::Decoder(config) = ModelConfig::from_value(&config, WindowRule::OneMore).unwrap() else {
+        panic!("a mixture is a decoder");
+    };
+    let model = Decoder::new(*config);
+    let _store =
+        PlainStore::attach(model.parameters().as_slice(), DType::F32, &case.device, weights).unwrap();
+    let loss = model.loss(&Tokens::new(case.ids("input_ids")), &case.ids("labels"), Mode::Train).unwrap();
+    case.expect_loss("loss_with_aux", &loss);
+}
+
+fn check_bert(case: &Case, model: &Bert, weights: &WeightFiles) {
+    let params = model.parameters().as_slice().to_vec();
+    weights.check(&params).unwrap();
+    let store = PlainStore::attach(&params, DType::F32, &case.device, weights).unwrap();
+    let (ids, types) = (case.ids("input_ids"), case.ids("token_type_ids"));
+    let output = model
+        .forward(&ids, Some(&types), None, Mode::Train, &mut |index, value| {
+            case.expect(&format!("hidden_{index}"), value)
+        })
+        .unwrap();
+    case.expect("hidden_last", &output.hidden);
+    case.expect("logits", &output.token_logits);
+    case.expect("seq_relationship_logits", &output.sentence_logits);
+    let loss = model.loss(&output, &case.ids("labels"), &case.ids("next_sentence_label")).unwrap();
+    case.expect_loss("loss", &loss);
+    autograd::backward(&loss).unwrap();
+    case.expect_gradients(&params, &store.take_gradients());
+    let mask = Tensor::from_slice(&case.mask().concat(), *ids.shape(), &case.device).unwrap();
+    let padded = model.forward(&ids, Some(&types), Some(&mask), Mode::Evaluate, &mut |_, _| {}).unwrap();
+    case.expect_padded(&padded.token_logits);
+}
+
+#[test]
+fn golden_models_match_their_recordings() {
+    let set = golden();
+    for folder in set.entries("models", "").into_iter().filter(|path| path.is_dir()) {
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        if !folder.join("golden.json").is_file() {
+            continue;
+        }
+        let case = Case {
+            recorded: tensors::read(&folder.join("golden.safetensors")),
+            facts: read_json(&folder.join("golden.json")),
+            device: Device::cpu_with_threads(1),
+            name,
+        };
+        let weights = WeightFiles::open_directory(&folder).unwrap();
+        // The recordings come from transformers 4.40.
+        match ModelConfig::from_directory(&folder, WindowRule::OneMore).unwrap() {
+            ModelConfig::Decoder(config) => {
+                if let Some(recorded) = case.facts["inv_freq"].as_array() {
+                    check_frequencies(&case, &config, recorded);
+                }
+                check_decoder(&case, *config, &weights);
+                check_mixture_loss(&case, &folder, &weights);
+            }
+            ModelConfig::Bert(config) => check_bert(&case, &Bert::new(config), &weights),
+        }
+    }
+}
+
+fn check_frequencies(case: &Case, config: &ferrospeed_models::DecoderConfig, recorded: &[Value]) {
+    let ferrospeed_models::decoder::Positions::Rotary(rotary) = config.positions else {
+        panic!("{}: frequencies were recorded for a model without rotary positions", case.name);
+    };
+    let recorded: Vec<f32> = recorded.iter().map(|v| v.as_f64().unwrap() as f32).collect();
+    let actual: Vec<f32> = rotary.frequencies(config.max_tokens).into_iter().map(|f| f as f32).collect();
+    assert_close(&format!("{}: inv_freq", case.name), &actual, &recorded, 0.0, 1e-5);
+}
+
+#[test]
+fn golden_sharded_weights_equal_the_single_file() {
+    let set = golden();
+    let (Some(sharded), Some(single)) = (set.path("models/llama_sharded"), set.path("models/llama")) else {
+        return;
+    };
+    let (sharded, single) =
+        (WeightFiles::open_directory(&sharded).unwrap(), WeightFiles::open_directory(&single).unwrap());
+    assert_eq!(sharded.tensors().len(), single.tensors().len());
+    for (name, stored) in single.tensors() {
+        let other = &sharded.tensors()[name];
+        assert_eq!((&other.shape, other.dtype), (&stored.shape, stored.dtype), "{name}");
+        assert_eq!(sharded.bytes(other), single.bytes(stored), "{name}");
+    }
+}

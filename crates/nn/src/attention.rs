@@ -1,0 +1,202 @@
+//! Multi-head attention: projections, rotary, masks, grouped heads, and a key/value cache for decoding.
+
+use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads};
+use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError};
+
+use crate::Mode;
+use crate::linear::Linear;
+use crate::rotary::RotaryTable;
+
+/// The numbers of an attention layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionConfig {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// Whether a token sees only itself and those before it.
+    pub causal: bool,
+    /// How many last tokens are seen, itself included.
+    pub window: Option<usize>,
+    /// Dropout of attention weights while training.
+    pub dropout: f32,
+}
+
+/// How queries, keys and values are made from the input.
+#[derive(Debug, Clone)]
+pub enum HeadProjections {
+    /// One layer makes all three.
+    Packed(Linear, PackedHeads),
+    /// One layer each.
+    Separate {
+        /// Queries.
+        query: Linear,
+        /// Keys.
+        key: Linear,
+        /// Values.
+        value: Linear,
+    },
+}
+
+/// What a forward pass knows of the tokens' places: shared by all layers.
+#[derive(Debug, Clone, Default)]
+pub struct Visibility {
+    /// `[batch, keys]`, nonzero where a key is a real token.
+    pub key_mask: Option<Tensor>,
+    /// Rotary tables for the new tokens.
+    pub rotary: Option<RotaryTable>,
+    /// ALiBi slopes `[heads]`.
+    pub alibi_slopes: Option<Tensor>,
+    /// ALiBi key positions `[batch, keys]`.
+    pub alibi_positions: Option<Tensor>,
+}
+
+/// Multi-head attention with an output projection.
+#[derive(Debug, Clone)]
+pub struct MultiHeadAttention {
+    projections: HeadProjections,
+    output: Linear,
+    config: AttentionConfig,
+}
+
+/// Keys and values of the tokens so far, for one layer.
+#[derive(Debug, Clone)]
+pub struct KeyValueCache {
+    keys: Tensor,
+    values: Tensor,
+    filled: usize,
+}
+
+impl KeyValueCache {
+    /// Room for `capacity` tokens of `batch` sequences.
+    pub fn new(
+        batch: usize,
+        capacity: usize,
+        config: &AttentionConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<KeyValueCache> {
+        let shape = [batch, capacity, config.kv_heads, config.head_dim];
+        let keys = Tensor::zeros(shape, dtype, device)?;
+        Ok(KeyValueCache { keys, values: Tensor::zeros(shape, dtype, device)?, filled: 0 })
+    }
+
+    fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
+        let (batch, capacity) = (self.keys.sizes()[0], self.keys.sizes()[1]);
+        let tokens = k.sizes()[1];
+        if self.filled + tokens > capacity {
+            return Err(TensorError::BadArgument {
+                op: "key/value cache",
+                what: format!("{} tokens do not fit a cache of {capacity}", self.filled + tokens),
+            });
+        }
+        let token = k.sizes()[2] * k.sizes()[3];
+        for (new, cache) in [(k, &self.keys), (v, &self.values)] {
+            new.device().backend().copy_blocks(
+                new,
+                0,
+                tokens * token,
+                cache,
+                self.filled * token,
+                capacity * token,
+                batch,
+                tokens * token,
+            )?;
+        }
+        self.filled += tokens;
+        Ok(())
+    }
+}
+
+/// The caches of all layers of a decoding model.
+#[derive(Debug, Clone, Default)]
+pub struct AttentionState {
+    /// One per layer.
+    pub layers: Vec<KeyValueCache>,
+}
+
+impl AttentionState {
+    /// How many tokens are cached.
+    pub fn len(&self) -> usize {
+        self.layers.first().map_or(0, |layer| layer.filled)
+    }
+
+    /// Whether nothing is cached yet.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl MultiHeadAttention {
+    /// From its layers.
+    pub fn new(projections: HeadProjections, output: Linear, config: AttentionConfig) -> MultiHeadAttention {
+        MultiHeadAttention { projections, output, config }
+    }
+
+    /// Its numbers.
+    pub fn config(&self) -> &AttentionConfig {
+        &self.config
+    }
+
+    /// Attends over `x [batch, tokens, width]`, and over the cache before it when there is one.
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        mode: Mode,
+    ) -> Result<Tensor> {
+        let options = AttentionOptions {
+            scale: Some(self.config.scale),
+            causal: self.config.causal,
+            window: self.config.window,
+            key_mask: visibility.key_mask.clone(),
+            alibi_slopes: visibility.alibi_slopes.clone(),
+            alibi_positions: visibility.alibi_positions.clone(),
+            dropout: if mode == Mode::Train { self.config.dropout } else { 0.0 },
+        };
+        let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
+        if let (HeadProjections::Packed(qkv, layout), None, None) =
+            (&self.projections, &visibility.rotary, &cache)
+        {
+            let mixed = ops::attention_packed(&qkv.forward(x)?, self.config.heads, *layout, &options)?;
+            return self.output.forward(&mixed);
+        }
+        let [q, k, v] = self.project(x, batch, tokens)?;
+        let (q, k) = match &visibility.rotary {
+            Some(table) => (table.rotate(&q)?, table.rotate(&k)?),
+            None => (q, k),
+        };
+        let mixed = match cache {
+            Some(cache) => {
+                cache.append(&k, &v)?;
+                ops::attention_cached(&q, &cache.keys, &cache.values, cache.filled, &options)?
+            }
+            None => ops::attention(&q, &k, &v, &options)?,
+        };
+        let width = self.config.heads * self.config.head_dim;
+        self.output.forward(&ops::reshape(&mixed, [batch, tokens, width])?)
+    }
+
+    fn project(&self, x: &Tensor, batch: usize, tokens: usize) -> Result<[Tensor; 3]> {
+        match &self.projections {
+            HeadProjections::Packed(qkv, layout) => {
+                ops::split_heads(&qkv.forward(x)?, self.config.heads, *layout)
+            }
+            HeadProjections::Separate { query, key, value } => {
+                let heads = |layer: &Linear, count: usize| {
+                    ops::reshape(&layer.forward(x)?, [batch, tokens, count, self.config.head_dim])
+                };
+                Ok([
+                    heads(query, self.config.heads)?,
+                    heads(key, self.config.kv_heads)?,
+                    heads(value, self.config.kv_heads)?,
+                ])
+            }
+        }
+    }
+}

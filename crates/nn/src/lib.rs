@@ -1,0 +1,64 @@
+//! Layers.
+//!
+//! A layer is a handful of parameter handles and a `forward`. Building one takes an [`Init`], which names its
+//! parameters by path and keeps the list; no value exists until a store gives it one. Layers know nothing of
+//! ranks: where a parameter's bytes are is its store's business.
+//!
+//! ```
+//! use ferrospeed_nn::{Init, Linear};
+//! use ferrospeed_tensor::store::{FromInitializers, PlainStore};
+//! use ferrospeed_tensor::{DType, Device, Tensor};
+//!
+//! # fn main() -> ferrospeed_tensor::Result<()> {
+//! let init = Init::root();
+//! let layer = Linear::new(&init.at("proj"), 4, 2, true);
+//! assert_eq!(init.parameters().names(), ["proj.weight", "proj.bias"]);
+//!
+//! let device = Device::cpu();
+//! let _store = PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &FromInitializers { seed: 1 })?;
+//! let y = layer.forward(&Tensor::zeros([3, 4], DType::F32, &device)?)?;
+//! assert_eq!(y.sizes(), [3, 2]);
+//! # Ok(())
+//! # }
+//! ```
+
+mod attention;
+mod embedding;
+mod init;
+mod linear;
+mod mlp;
+mod norm;
+mod rotary;
+
+pub use attention::{
+    AttentionConfig, AttentionState, HeadProjections, KeyValueCache, MultiHeadAttention, Visibility,
+};
+pub use embedding::Embedding;
+pub use init::{Init, Parameters};
+pub use linear::Linear;
+pub use mlp::{GatedMlp, Mlp};
+pub use norm::{LayerNorm, Norm, NormConfig, RmsNorm};
+pub use rotary::{Rotary, RotaryScaling, RotaryTable};
+
+/// Whether a forward pass trains (dropout on) or evaluates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Dropout on.
+    Train,
+    /// Dropout off.
+    Evaluate,
+}
+
+impl Mode {
+    /// Dropout with probability `p` when training.
+    pub fn dropout(
+        self,
+        x: &ferrospeed_tensor::Tensor,
+        p: f32,
+    ) -> ferrospeed_tensor::Result<ferrospeed_tensor::Tensor> {
+        match self {
+            Mode::Train if p > 0.0 => ferrospeed_tensor::ops::dropout(x, p),
+            _ => Ok(x.clone()),
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! The feed-forward halves of transformer blocks.
+
+use ferrospeed_tensor::{Activation, Result, Tensor, ops};
+
+use crate::linear::Linear;
+
+/// `down(f(up(x)))`.
+#[derive(Debug, Clone)]
+pub struct Mlp {
+    up: Linear,
+    down: Linear,
+    activation: Activation,
+}
+
+impl Mlp {
+    /// From its two layers, which share a weight layout.
+    pub fn new(up: Linear, down: Linear, activation: Activation) -> Mlp {
+        Mlp { up, down, activation }
+    }
+
+    /// One node on the tape.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        ops::mlp(x, self.up.operands(), self.down.operands(), self.up.layout(), self.activation)
+    }
+}
+
+/// `down(f(gate(x)) · up(x))`: SwiGLU, GeGLU and their kin.
+#[derive(Debug, Clone)]
+pub struct GatedMlp {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+    activation: Activation,
+}
+
+impl GatedMlp {
+    /// From its three layers.
+    pub fn new(gate: Linear, up: Linear, down: Linear, activation: Activation) -> GatedMlp {
+        GatedMlp { gate, up, down, activation }
+    }
+
+    /// The gated product, projected down.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let hidden = ops::gated(self.activation, &self.gate.forward(x)?, &self.up.forward(x)?)?;
+        self.down.forward(&hidden)
+    }
+}
