@@ -201,7 +201,7 @@ fn a_dry_run_prints_the_command_and_contacts_nobody() {
     let output = ferrospeed(&["launch", "-H", hosts, "--dry-run", "--", "./train", "a b", "$HOME"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let line = stdout(&output);
-    assert!(line.contains("pdsh -S -f 1024 -w nowhere-0.invalid,nowhere-1.invalid "), "{line}");
+    assert!(line.contains("pdsh -S -k -f 1024 -w nowhere-0.invalid,nowhere-1.invalid "), "{line}");
     assert!(line.contains("--node_rank=%n"), "{line}");
     let output = ferrospeed(&[
         "launch",
@@ -219,6 +219,30 @@ fn a_dry_run_prints_the_command_and_contacts_nobody() {
     assert_eq!(document["command"][0], "srun");
     assert_eq!(document["command"].as_array().unwrap().last().unwrap(), "x");
     assert_eq!(document["environment_set"]["MASTER_ADDR"], "nowhere-0.invalid");
+}
+
+#[test]
+fn an_openmpi_parameter_that_the_user_chooses_is_given_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let hostfile = folder.path().join("hosts");
+    std::fs::write(&hostfile, "a slots=1\nb slots=1\n").unwrap();
+    let chosen = "--mca btl_tcp_if_include ib0";
+    let hosts = hostfile.to_str().unwrap();
+    let output = ferrospeed(&[
+        "launch",
+        "-H",
+        hosts,
+        "--launcher",
+        "openmpi",
+        "--launcher_args",
+        chosen,
+        "--dry-run",
+        "--",
+        "true",
+    ]);
+    let line = stdout(&output);
+    assert_eq!(line.matches("btl_tcp_if_include").count(), 1, "{line}");
+    assert!(line.contains("--mca btl_tcp_if_include ib0") && line.contains("^openib"), "{line}");
 }
 
 #[test]

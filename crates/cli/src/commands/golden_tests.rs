@@ -26,7 +26,7 @@ const TRANSLATION: [(&[&str], &[&str]); 4] = [
 ];
 
 /// Where we differ on purpose: what the recording does, and what we do.
-const OURS: [(&str, &str); 10] = [
+const OURS: [(&str, &str); 11] = [
     ("LOCAL_RANK is RANK modulo the slots of the node", "it is the position within the node"),
     ("--master_addr is overwritten with 127.0.0.1 without a hostfile", "it is honoured"),
     ("CUDA_VISIBLE_DEVICES with UUIDs fails", "the named devices are the slots"),
@@ -40,6 +40,7 @@ const OURS: [(&str, &str); 10] = [
     ("no devices is an error even with --num_gpus", "ranks without a device run on the CPU"),
     ("--bind_core_list or elastic limits alone are ignored", "refused: the option they belong to is missing"),
     ("a `--` right after the program is dropped", "an executable gets it: it may mean something there"),
+    ("pdsh waits for every host when one has failed", "`-k` ends the wait, and the other hosts are stopped"),
 ];
 
 fn translate(words: &[String]) -> Vec<String> {
@@ -304,6 +305,8 @@ fn compare_plan(case: &Value, args: &LaunchArgs, options: &LaunchOptions, planne
         adjust_slurm(args, options, &mut expected, &found);
     }
     if expected[0] == "pdsh" {
+        // OURS 10
+        assert_eq!(found.remove(2), "-k", "{case}");
         // OURS 5: forwarded by us, so they must be there, and are taken out before comparing.
         let forwarded =
             |word: &String| word.starts_with("--enable_each_rank_log=") || word.starts_with("--bind_core");

@@ -15,7 +15,7 @@ use crate::failure::Failure;
 
 /// Trains and serves models larger than one device or machine, driven by ds_config.json.
 #[derive(Debug, Parser)]
-#[command(name = "ferrospeed", version, about, arg_required_else_help = true)]
+#[command(name = "ferrospeed", version, arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     command: Command,

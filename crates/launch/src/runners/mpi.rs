@@ -12,7 +12,14 @@ pub(super) fn openmpi(job: &Job<'_>) -> Result<Built, LaunchError> {
     let mut command = words(["mpirun", "-n"]);
     command.push(job.total_ranks().to_string());
     command.extend(["-hostfile".to_owned(), job.options.hostfile.clone()]);
-    command.extend(words(["--mca", "btl", "^openib", "--mca", "btl_tcp_if_include", "eth0"]));
+    // OpenMPI refuses a parameter that is given twice: what the user chooses replaces the default.
+    let chosen = |names: &[&str]| job.backend_args.iter().any(|word| names.contains(&word.as_str()));
+    if !chosen(&["btl"]) {
+        command.extend(words(["--mca", "btl", "^openib"]));
+    }
+    if !chosen(&["btl_tcp_if_include", "btl_tcp_if_exclude"]) {
+        command.extend(words(["--mca", "btl_tcp_if_include", "eth0"]));
+    }
     command.extend(job.backend_args.iter().cloned());
     command.extend(words(["-x", "UCX_TLS=tcp"]));
     for (name, value) in &job.exports {

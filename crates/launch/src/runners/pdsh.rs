@@ -1,6 +1,8 @@
 //! `pdsh` over ssh: one node launcher per host, numbered by pdsh's `%n`.
+//!
+//! When one host fails or the front-end is interrupted, a second command ends the node launchers of all hosts.
 
-use super::{Built, Job, words};
+use super::{Built, Job};
 use crate::node::JOB_TOKEN_VARIABLE;
 use crate::shell::quote;
 
@@ -13,9 +15,11 @@ pub(super) fn build(job: &Job<'_>) -> Built {
             .insert("PDSH_SSH_ARGS_APPEND".to_owned(), format!("{before} -p {port}").trim().to_owned());
     }
 
-    let mut prefix = words(["pdsh", "-S", "-f", "1024", "-w"]);
-    prefix.push(job.hosts());
-    prefix.extend(job.backend_args.iter().cloned());
+    let prefix = |options: &[&str]| -> Vec<String> {
+        let fixed =
+            ["pdsh"].iter().chain(options).chain(&["-f", "1024", "-w"]).map(|word| (*word).to_owned());
+        fixed.chain([job.hosts()]).chain(job.backend_args.iter().cloned()).collect()
+    };
 
     let mut exports = job.exports.clone();
     exports.insert(JOB_TOKEN_VARIABLE.to_owned(), job.job_token.clone());
@@ -30,19 +34,21 @@ pub(super) fn build(job: &Job<'_>) -> Built {
         _ => remote_word(&word),
     });
 
-    let mut command = prefix.clone();
+    // `-k` ends the wait for the other hosts when one fails; the stop command then ends them.
+    let mut command = prefix(&["-S", "-k"]);
     command.push(exported);
     command.push(format!("cd {};", remote_word(&job.current_dir)));
     command.extend(launcher);
     command.extend(arguments);
 
-    // The encoded world and the port tell this job's node launchers from those of any other.
+    // The encoded world and the port tell this job's node launchers from those of any other; the brackets keep
+    // the pattern from matching the command line that it stands on.
     let pattern = format!(
-        "node-launch --world_info={} --node_rank=.* --master_port={} ",
+        "[n]ode-launch --world_info={} --node_rank=.* --master_port={} ",
         crate::world_info::encode(&job.node.world),
         job.node.master_port
     );
-    let mut remote_stop = prefix;
+    let mut remote_stop = prefix(&["-S"]);
     remote_stop.push(format!("pkill -TERM -f {}", remote_word(&pattern)));
     Built { command, environment, files: Vec::new(), remote_stop: Some(remote_stop) }
 }

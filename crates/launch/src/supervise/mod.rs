@@ -5,7 +5,7 @@
 //! ends the patience. An exited leader stays a zombie until its whole group has been swept, so that its number
 //! cannot belong to anyone else when the group is killed.
 //!
-//! Nothing survives: the parent-death signal covers a killed launcher's children, the [`guardian`] its
+//! Nothing survives: the parent-death signal covers a killed launcher's children, the guardian its
 //! grandchildren, and a subreaper sweep those that left their group.
 
 mod guardian;
