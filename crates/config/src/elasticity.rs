@@ -24,8 +24,6 @@ pub struct Elasticity {
     pub version: Version,
     /// Among equals take the larger batch.
     pub prefer_larger_batch: bool,
-    /// Overwrite batch keys that are given as well.
-    pub ignore_non_elastic_batch_info: bool,
 }
 
 /// Which algorithm chooses the batch.

@@ -153,6 +153,10 @@ impl Unresolved {
             batch.train_micro_batch_size_per_gpu.get().into(),
         );
         full.insert("gradient_accumulation_steps".into(), batch.gradient_accumulation_steps.get().into());
+        if let Some(Value::Object(section)) = full.get_mut("elasticity").filter(|_| elasticity.is_some()) {
+            // Written out, the chosen batch stands beside the section that chose it.
+            section.insert("ignore_non_elastic_batch_info".into(), true.into());
+        }
         match Config::build(full, batch, elasticity) {
             Ok(config) => Ok((config, report)),
             Err(why) => {

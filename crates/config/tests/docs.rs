@@ -35,16 +35,24 @@ fn every_default_is_json_of_its_own_type() {
 
 #[test]
 fn a_resolved_configuration_written_out_resolves_to_itself() {
-    let input = json!({
+    let elastic = json!({ "enabled": true, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4] });
+    written_out_resolves_to_itself(&json!({ "elasticity": elastic }));
+    written_out_resolves_to_itself(
+        &json!({ "train_batch_size": 8, "optimizer": {}, "aio": null, "steps_per_print": null }),
+    );
+    written_out_resolves_to_itself(&json!({
         "train_batch_size": 32,
         "optimizer": { "type": "adamw", "params": { "lr": 1e-4 } },
         "scheduler": { "type": "WarmupLR", "params": { "warmup_num_steps": 10 } },
         "bf16": { "enabled": true },
         "zero_optimization": { "stage": 3, "offload_optimizer": { "device": "cpu" } },
         "sparse_attention": { "mode": "bigbird" },
-    });
+    }));
+}
+
+fn written_out_resolves_to_itself(input: &Value) {
     let ranks = 4.try_into().expect("4 is not 0");
-    let (first, _) = Config::from_value("first", &input)
+    let (first, _) = Config::from_value("first", input)
         .expect("readable")
         .resolve(ranks, &AutoValues::new())
         .expect("valid");

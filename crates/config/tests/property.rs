@@ -100,7 +100,13 @@ fn try_everything(text: &str) {
         match Config::from_str("property", text)
             .and_then(|unresolved| unresolved.resolve(ranks, &AutoValues::new()))
         {
-            Ok((config, _)) => assert!(config.to_json().is_object()),
+            Ok((config, _)) => {
+                let written =
+                    Config::from_value("written", &config.to_json()).expect("our own text is readable");
+                let (again, _) =
+                    written.resolve(ranks, &AutoValues::new()).expect("a resolved configuration is valid");
+                assert_eq!(config.canonical_hash(), again.canonical_hash());
+            }
             Err(error) => assert!(!error.to_string().is_empty()),
         }
     }

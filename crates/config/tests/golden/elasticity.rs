@@ -4,8 +4,10 @@ use ferrospeed_config::Config;
 use ferrospeed_testkit::golden::golden;
 use serde_json::{Value, json};
 
+use super::exceptions::AppliesTo;
+
 /// Deliberate differences: the heading in `docs/differences.md`, and when it applies.
-pub(crate) const DIFFERENCES: &[(&str, fn(&Value) -> bool)] = &[
+pub(crate) const DIFFERENCES: &[(&str, AppliesTo)] = &[
     ("Elasticity counts model replicas under model parallelism", |case| {
         case["elasticity"]["model_parallel_size"].as_u64().unwrap_or(1) > 1
     }),

@@ -13,6 +13,9 @@ pub(crate) struct Exception {
     applies: fn(&Value, &Outcome) -> bool,
 }
 
+/// Whether a row is about a recorded case.
+pub(crate) type AppliesTo = fn(&Value) -> bool;
+
 /// Differences in what is accepted.
 pub(crate) const EXCEPTIONS: &[Exception] = &[
     Exception {
@@ -49,7 +52,7 @@ pub(crate) const EXCEPTIONS: &[Exception] = &[
 ];
 
 /// Attributes whose value differs although both accept: the row's name, and the attribute.
-pub(crate) const DIFFERENT_VALUES: &[(&str, &str, fn(&Value) -> bool)] = &[
+pub(crate) const DIFFERENT_VALUES: &[(&str, &str, AppliesTo)] = &[
     ("`comms_logger.enabled` is obeyed", "comms_config", |case| {
         case["input"]["comms_logger"]["enabled"] == false
     }),

@@ -1,0 +1,92 @@
+//! The recorded estimates and partitions of DeepSpeed.
+
+use ferrospeed_testkit::golden::golden;
+use ferrospeed_tune::estimate::{
+    Estimate, ModelSize, Setup, Zero3Offload, zero2, zero2_table, zero3, zero3_table,
+};
+use ferrospeed_tune::partition::{partition_balanced, partition_uniform, prefix_sum};
+use serde_json::{Value, json};
+
+#[test]
+fn golden_memory_estimators() {
+    for case in golden().cases("utils/memory_estimators.json") {
+        let args = &case["args"];
+        let number = |name: &str| args[name].as_u64().unwrap_or(0);
+        let setup = Setup {
+            nodes: number("num_nodes"),
+            devices_per_node: number("num_gpus_per_node"),
+            additional_buffer_factor: args["additional_buffer_factor"].as_f64().expect("a factor"),
+        };
+        let model = ModelSize {
+            total_params: number("total_params"),
+            largest_layer_params: number("largest_layer_params"),
+        };
+        let found = match case["fn"].as_str() {
+            Some("zero2") => {
+                let Estimate { host_bytes, device_bytes } =
+                    zero2(model.total_params, args["cpu_offload"] == true, setup);
+                json!([host_bytes, device_bytes])
+            }
+            Some("zero3") => {
+                let offload = match (args["cpu_offload"] == true, args["cpu_offload_params"] == true) {
+                    (true, true) => Zero3Offload::OptimizerAndParams,
+                    (true, false) => Zero3Offload::Optimizer,
+                    (false, _) => Zero3Offload::None,
+                };
+                let estimate = zero3(model, offload, args["zero_init"] == true, setup);
+                json!([estimate.host_bytes, estimate.device_bytes, 4 * model.largest_layer_params])
+            }
+            Some("zero2_table") => zero2_table(model.total_params, setup).into(),
+            Some("zero3_table") => zero3_table(model, setup).into(),
+            other => panic!("unknown function {other:?}"),
+        };
+        assert_eq!(found, case["expect"], "{case}");
+    }
+}
+
+#[test]
+fn golden_partitions() {
+    for case in golden().cases("utils/partition.json") {
+        let weights: Vec<f64> = case["weights"]
+            .as_array()
+            .map(|all| all.iter().filter_map(Value::as_f64).collect())
+            .unwrap_or_default();
+        let parts =
+            || (case["num_parts"].as_u64().expect("parts") as usize).try_into().expect("a positive number");
+        let found: Vec<f64> = match case["fn"].as_str() {
+            Some("uniform") => {
+                let items = case["num_items"].as_u64().expect("items") as usize;
+                partition_uniform(items, parts()).into_iter().map(|boundary| boundary as f64).collect()
+            }
+            Some("balanced") => {
+                partition_balanced(&weights, parts()).into_iter().map(|boundary| boundary as f64).collect()
+            }
+            Some("prefix_sum") => prefix_sum(&weights),
+            other => panic!("unknown function {other:?}"),
+        };
+        let expected: Vec<f64> =
+            case["expect"].as_array().expect("a list").iter().filter_map(Value::as_f64).collect();
+        assert_eq!(found, expected, "{case}");
+    }
+}
+
+/// The parameters counted from `config.json` are those of the checkpoint beside it.
+#[test]
+fn golden_models_have_the_counted_parameters() {
+    for folder in golden().entries("models", "") {
+        let Ok(text) = std::fs::read_to_string(folder.join("config.json")) else { continue };
+        let config: Value = serde_json::from_str(&text).expect("JSON");
+        let model = ferrospeed_tune::model::from_hugging_face(&config)
+            .unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+        let mut elements = 0;
+        for entry in std::fs::read_dir(&folder).expect("a readable folder").flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.starts_with("model") && name.ends_with(".safetensors") {
+                let tensors = ferrospeed_testkit::tensors::read(&entry.path());
+                elements +=
+                    tensors.values().map(|tensor| tensor.shape.iter().product::<usize>() as u64).sum::<u64>();
+            }
+        }
+        assert_eq!(model.size.total_params, elements, "{}", folder.display());
+    }
+}

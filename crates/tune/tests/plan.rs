@@ -1,0 +1,134 @@
+//! Plans for known models, checked against the figures of the ZeRO paper and by hand.
+
+use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_tune::estimate::ModelSize;
+use ferrospeed_tune::model::{Model, ModelError, from_hugging_face};
+use ferrospeed_tune::plan::{Capacity, Plan, Purpose, Request, Tier, human, plan};
+use serde_json::{Value, json};
+
+fn config(value: Value, ranks: u64) -> Config {
+    let ranks = ranks.try_into().expect("a positive number of ranks");
+    Config::from_value("test", &value).expect("readable").resolve(ranks, &AutoValues::new()).expect("valid").0
+}
+
+fn plan_for(model: &Model, value: Value, ranks: u64, checkpoint_activations: bool) -> Plan {
+    plan(&Request {
+        model,
+        config: &config(value, ranks),
+        data_parallel_size: ranks,
+        sequence_length: 1024,
+        checkpoint_activations,
+        keeps_attention_matrix: false,
+    })
+}
+
+fn states(plan: &Plan) -> u64 {
+    let states = [Purpose::Parameters, Purpose::Gradients, Purpose::OptimizerStates];
+    plan.rows.iter().filter(|row| states.contains(&row.purpose)).map(|row| row.bytes).sum()
+}
+
+/// 7.5 billion parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB (Rajbhandari et al. 2020, figure 1).
+#[test]
+fn model_states_shrink_as_in_the_zero_paper() {
+    let model = Model::Counts(ModelSize { total_params: 7_500_000_000, largest_layer_params: 100_000_000 });
+    let gigabytes = |stage: u8| {
+        let value = json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "fp16": { "enabled": true },
+            "optimizer": { "type": "Adam" },
+            "zero_optimization": { "stage": stage },
+        });
+        states(&plan_for(&model, value, 64, false)) as f64 / 1e9
+    };
+    for (stage, expected) in [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)] {
+        assert!((gigabytes(stage) - expected).abs() < 0.05, "stage {stage}: {}", gigabytes(stage));
+    }
+}
+
+#[test]
+fn offload_moves_states_to_other_tiers() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
+    let value = json!({
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": { "enabled": true },
+        "optimizer": { "type": "Adam" },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": { "device": "nvme", "nvme_path": "/disk" },
+            "offload_param": { "device": "cpu" },
+        },
+    });
+    let plan = plan_for(&model, value, 4, false);
+    assert_eq!(plan.total(Tier::Nvme), 250_000 * 12);
+    let host: u64 = plan
+        .rows
+        .iter()
+        .filter(|row| row.tier == Tier::Host && row.purpose == Purpose::Parameters)
+        .map(|row| row.bytes)
+        .sum();
+    assert_eq!(host, 250_000 * 2);
+    assert!(
+        plan.rows.iter().all(|row| row.tier != Tier::Device || row.purpose == Purpose::CommunicationBuffers)
+    );
+}
+
+#[test]
+fn checkpointing_keeps_layer_inputs_only() {
+    let shape = from_hugging_face(&json!({
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
+    }))
+    .expect("GPT-2");
+    assert_eq!(shape.size.total_params, 124_439_808);
+    let value = || json!({ "train_micro_batch_size_per_gpu": 4, "bf16": { "enabled": true } });
+    let model = Model::Transformer(shape);
+    let activations = plan_for(&model, value(), 1, true).activations.expect("a known shape");
+    // 4 samples of 1024 tokens, two bytes per element; a layer keeps 4·768 of the residual stream, 4·768 of attention,
+    // one number per head and 2·3072 of the feed-forward layer.
+    let (layer, input) = (4096 * 2 * (4 * 768 + 4 * 768 + 12 + 2 * 3072), 4096 * 2 * 768);
+    let logits = 4096 * 50257 * (2 + 4);
+    assert_eq!(activations.kept_bytes, 12 * layer + logits);
+    assert_eq!(activations.checkpointed_bytes, 12 * input + layer + logits);
+    let kept = plan_for(&model, value(), 1, false);
+    assert_eq!(kept.total(Tier::Device) - states(&kept), activations.kept_bytes);
+}
+
+#[test]
+fn what_does_not_fit_is_named_with_need_and_capacity() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000_000, largest_layer_params: 10_000_000 });
+    let plan = plan_for(&model, json!({ "train_micro_batch_size_per_gpu": 1 }), 1, false);
+    let small =
+        Capacity { device_bytes: Some(8 << 30), host_bytes: 64 << 30, nvme_bytes: 0, ranks_per_host: 1 };
+    let short = plan.shortfalls(&small);
+    assert_eq!(short.len(), 1);
+    assert_eq!((short[0].tier, short[0].needed_bytes), (Tier::Device, 16_000_000_000));
+    let on_host = Capacity { device_bytes: None, host_bytes: 64 << 30, nvme_bytes: 0, ranks_per_host: 2 };
+    assert!(plan.fits(&on_host));
+    assert!(!plan.fits(&Capacity { ranks_per_host: 8, ..on_host }));
+}
+
+#[test]
+fn odd_model_descriptions_are_refused_with_the_key() {
+    let unknown = from_hugging_face(&json!({ "model_type": "rnn" })).expect_err("no transformer");
+    assert!(unknown.to_string().contains("\"rnn\" is not known"), "{unknown}");
+    let missing =
+        from_hugging_face(&json!({ "model_type": "llama", "hidden_size": 0 })).expect_err("no width");
+    assert_eq!(missing, ModelError::Missing { model_type: "llama".into(), key: "hidden_size" });
+    let huge = json!({ "model_type": "gpt2", "n_embd": 1u64 << 40, "n_layer": 1, "n_head": 1, "n_positions": 1, "vocab_size": 1 });
+    assert_eq!(from_hugging_face(&huge), Err(ModelError::TooLarge));
+}
+
+#[test]
+fn sizes_are_printed_in_the_unit_that_suits_them() {
+    assert_eq!(human(0), "0 B");
+    assert_eq!(human(1536), "1.50 KiB");
+    assert_eq!(human(u64::MAX), "16.00 EiB");
+}
+
+#[test]
+fn absurd_sizes_saturate_instead_of_overflowing() {
+    let model = Model::Counts(ModelSize { total_params: u64::MAX, largest_layer_params: u64::MAX });
+    for stage in 0..4 {
+        let value = json!({ "train_micro_batch_size_per_gpu": 1, "zero_optimization": { "stage": stage } });
+        assert!(plan_for(&model, value, 1, false).total(Tier::Device) > 1 << 62);
+    }
+}
