@@ -4,6 +4,7 @@
 //! the same bits as every other backend (the reduction is a fold in rank order, see [`reduce`](crate::reduce)), keep the
 //! deadline of the [`Ticket`], and refuse an operation whose fingerprint differs between ranks.
 
+pub(crate) mod hierarchical;
 pub(crate) mod local;
 pub(crate) mod message;
 mod stash;

@@ -41,6 +41,7 @@ mod state;
 mod store;
 mod sys;
 pub mod topology;
+pub mod trace;
 mod world;
 
 pub use dtype::{DType, Element, ReduceOp};

@@ -17,13 +17,21 @@ use kernels::{Accumulate, fold_block};
 /// Bytes of accumulator per block: a third of a usual first-level cache.
 const BLOCK_BYTES: usize = 16 << 10;
 
-/// Whether a fold begins, continues or ends here.
-///
-/// A fold that runs over several hosts passes its unrounded accumulator from one to the next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Finish {
-    /// The number of ranks in the whole fold: the divisor of an average.
-    pub(crate) ranks: usize,
+/// Where a fold goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum End<'a> {
+    /// It is complete, over so many ranks: rounded (and divided, for an average) into every destination.
+    Rounded { ranks: usize, destinations: &'a [*mut u8] },
+    /// It goes on elsewhere: the unrounded accumulator (see [`accumulator_bytes`]) is stored here.
+    PassedOn { accumulator: *mut u8 },
+}
+
+/// Bytes per element of an accumulator: half types are folded in `f32`.
+pub(crate) const fn accumulator_bytes(dtype: DType) -> usize {
+    match dtype {
+        DType::BF16 | DType::F16 => 4,
+        other => other.size(),
+    }
 }
 
 /// Folds `sources` (in this order) over `elements` elements and writes the result to every destination.
@@ -37,22 +45,39 @@ pub(crate) unsafe fn fold(
     sources: &[*const u8],
     destinations: &[*mut u8],
     elements: usize,
-    finish: Finish,
+    ranks: usize,
 ) {
-    debug_assert!(!sources.is_empty() && op.supports(dtype));
+    debug_assert!(!sources.is_empty());
+    // SAFETY: the caller's contract.
+    unsafe { fold_onwards(dtype, op, None, sources, elements, End::Rounded { ranks, destinations }) }
+}
+
+/// Goes on with a fold whose accumulator over the ranks before is `carry`.
+///
+/// # Safety
+/// As [`fold`]; `carry` and an accumulator that is passed on are valid for `elements` of [`accumulator_bytes`].
+pub(crate) unsafe fn fold_onwards(
+    dtype: DType,
+    op: ReduceOp,
+    carry: Option<*const u8>,
+    sources: &[*const u8],
+    elements: usize,
+    end: End<'_>,
+) {
+    debug_assert!(op.supports(dtype));
     // SAFETY: the caller's contract is exactly that of `fold_typed`.
     unsafe {
         match dtype {
-            DType::F32 => fold_typed::<f32>(op, sources, destinations, elements, finish),
-            DType::F64 => fold_typed::<f64>(op, sources, destinations, elements, finish),
-            DType::BF16 => fold_typed::<bf16>(op, sources, destinations, elements, finish),
-            DType::F16 => fold_typed::<f16>(op, sources, destinations, elements, finish),
-            DType::I8 => fold_typed::<i8>(op, sources, destinations, elements, finish),
-            DType::I16 => fold_typed::<i16>(op, sources, destinations, elements, finish),
-            DType::I32 => fold_typed::<i32>(op, sources, destinations, elements, finish),
-            DType::I64 => fold_typed::<i64>(op, sources, destinations, elements, finish),
-            DType::U8 => fold_typed::<u8>(op, sources, destinations, elements, finish),
-            DType::Bool => fold_typed::<kernels::Flag>(op, sources, destinations, elements, finish),
+            DType::F32 => fold_typed::<f32>(op, carry, sources, elements, end),
+            DType::F64 => fold_typed::<f64>(op, carry, sources, elements, end),
+            DType::BF16 => fold_typed::<bf16>(op, carry, sources, elements, end),
+            DType::F16 => fold_typed::<f16>(op, carry, sources, elements, end),
+            DType::I8 => fold_typed::<i8>(op, carry, sources, elements, end),
+            DType::I16 => fold_typed::<i16>(op, carry, sources, elements, end),
+            DType::I32 => fold_typed::<i32>(op, carry, sources, elements, end),
+            DType::I64 => fold_typed::<i64>(op, carry, sources, elements, end),
+            DType::U8 => fold_typed::<u8>(op, carry, sources, elements, end),
+            DType::Bool => fold_typed::<kernels::Flag>(op, carry, sources, elements, end),
         }
     }
 }
@@ -71,44 +96,58 @@ pub fn fold_slices(dtype: DType, op: ReduceOp, sources: &[&[u8]], destination: &
     let elements = destination.len() / dtype.size();
     let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr()).collect();
     // SAFETY: slices of equal length; the exclusive borrow keeps the destination apart from every source.
-    unsafe {
-        fold(dtype, op, &pointers, &[destination.as_mut_ptr()], elements, Finish { ranks: sources.len() })
-    }
+    unsafe { fold(dtype, op, &pointers, &[destination.as_mut_ptr()], elements, sources.len()) }
 }
 
 /// # Safety
-/// As [`fold`], with `T` the Rust type of the data.
+/// As [`fold_onwards`], with `T` the Rust type of the data.
 unsafe fn fold_typed<T: Accumulate>(
     op: ReduceOp,
+    carry: Option<*const u8>,
     sources: &[*const u8],
-    destinations: &[*mut u8],
     elements: usize,
-    finish: Finish,
+    end: End<'_>,
 ) {
-    let block_elements = BLOCK_BYTES / size_of::<T::Accumulator>();
-    let mut accumulator = vec![T::ZERO; block_elements.min(elements)];
+    let wide = size_of::<T::Accumulator>();
+    let block_elements = BLOCK_BYTES / wide;
+    let mut accumulator =
+        vec![<T::Accumulator as bytemuck::Zeroable>::zeroed(); block_elements.min(elements)];
     let mut rounded = vec![<T as bytemuck::Zeroable>::zeroed(); block_elements.min(elements)];
     let mut at = 0;
     while at < elements {
         let count = block_elements.min(elements - at);
         let offset = at * size_of::<T>();
-        // SAFETY: `offset + count` elements lie inside every range by the caller's contract; unaligned data is copied
-        // bytewise inside `fold_block`.
+        let (accumulator, rounded) = (&mut accumulator[..count], &mut rounded[..count]);
+        // SAFETY: `at + count` elements lie inside every range by the caller's contract; accumulators are copied
+        // bytewise, so their alignment does not matter.
         unsafe {
-            fold_block::<T>(
-                op,
-                sources,
-                offset,
-                &mut accumulator[..count],
-                &mut rounded[..count],
-                finish.ranks,
-            );
-            for destination in destinations {
+            if let Some(carry) = carry {
                 std::ptr::copy_nonoverlapping(
-                    rounded.as_ptr().cast::<u8>(),
-                    destination.add(offset),
-                    count * size_of::<T>(),
+                    carry.add(at * wide),
+                    accumulator.as_mut_ptr().cast(),
+                    count * wide,
                 );
+            }
+            fold_block::<T>(op, carry.is_some(), sources, offset, accumulator, rounded);
+            match end {
+                End::PassedOn { accumulator: to } => {
+                    std::ptr::copy_nonoverlapping(
+                        accumulator.as_ptr().cast(),
+                        to.add(at * wide),
+                        count * wide,
+                    );
+                }
+                End::Rounded { ranks, destinations } => {
+                    T::finish(op, accumulator, rounded, ranks);
+                    for destination in destinations {
+                        let bytes = size_of_val(rounded);
+                        std::ptr::copy_nonoverlapping(
+                            rounded.as_ptr().cast(),
+                            destination.add(offset),
+                            bytes,
+                        );
+                    }
+                }
             }
         }
         at += count;
@@ -187,6 +226,28 @@ mod tests {
         fold_slices(DType::I32, ReduceOp::Sum, &[&shifted, &shifted], &mut aligned);
         fold_slices(DType::I32, ReduceOp::Sum, &[&a[1..], &a[1..]], &mut unaligned);
         assert_eq!(aligned, unaligned);
+    }
+
+    #[test]
+    fn a_fold_passed_on_between_hosts_gives_the_bits_of_a_whole_one() {
+        let rows: Vec<Vec<bf16>> = (0..5)
+            .map(|row| (0..7000).map(|at| bf16::from_f32((at * 37 % 101 + row * 13) as f32 / 7.0)).collect())
+            .collect();
+        let sources: Vec<*const u8> = rows.iter().map(|row| row.as_ptr().cast()).collect();
+        let (mut whole, mut parts) = (vec![bf16::ZERO; 7000], vec![bf16::ZERO; 7000]);
+        let mut carry = vec![0u8; 7000 * accumulator_bytes(DType::BF16)];
+        let accumulator = carry.as_mut_ptr();
+        // SAFETY: every buffer holds 7000 elements of its type.
+        unsafe {
+            fold(DType::BF16, ReduceOp::Avg, &sources, &[whole.as_mut_ptr().cast()], 7000, 5);
+            let passed_on = End::PassedOn { accumulator };
+            fold_onwards(DType::BF16, ReduceOp::Avg, None, &sources[..2], 7000, passed_on);
+            fold_onwards(DType::BF16, ReduceOp::Avg, Some(accumulator), &sources[2..3], 7000, passed_on);
+            let destinations = [parts.as_mut_ptr().cast()];
+            let end = End::Rounded { ranks: 5, destinations: &destinations };
+            fold_onwards(DType::BF16, ReduceOp::Avg, Some(accumulator), &sources[3..], 7000, end);
+        }
+        assert_eq!(whole, parts);
     }
 
     #[test]

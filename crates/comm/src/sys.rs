@@ -1,4 +1,4 @@
-//! The two system facilities under the `local` backend: anonymous shared memory and futexes.
+//! System facilities: anonymous shared memory, futexes, and the signal that asks for a dump.
 //!
 //! Shared memory is a `memfd`: it has no name in any file system, so nothing is left behind when its processes are
 //! killed. A peer opens it through `/proc/PID/fd/FD`, which the kernel allows to the same user only. The file is
@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -122,4 +122,31 @@ pub(crate) fn futex_wake_all(word: &AtomicU32) {
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, 0, 0, 0);
     }
+}
+
+/// How often SIGUSR1 has arrived.
+static DUMP_REQUESTS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn note_dump_request(_signal: libc::c_int) {
+    DUMP_REQUESTS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Counts SIGUSR1 from now on, unless the program already handles it itself.
+pub(crate) fn watch_dump_signal() {
+    // SAFETY: reads and sets the disposition of one signal; the handler does nothing but an atomic addition.
+    unsafe {
+        let mut current: libc::sigaction = std::mem::zeroed();
+        let known = libc::sigaction(libc::SIGUSR1, std::ptr::null(), &mut current) == 0;
+        if known && current.sa_sigaction == libc::SIG_DFL {
+            let mut ours: libc::sigaction = std::mem::zeroed();
+            ours.sa_sigaction = note_dump_request as extern "C" fn(libc::c_int) as usize;
+            ours.sa_flags = libc::SA_RESTART;
+            libc::sigaction(libc::SIGUSR1, &ours, std::ptr::null_mut());
+        }
+    }
+}
+
+/// How often SIGUSR1 has arrived since [`watch_dump_signal`].
+pub(crate) fn dump_requests() -> u32 {
+    DUMP_REQUESTS.load(Ordering::Relaxed)
 }

@@ -4,6 +4,8 @@
 //! arithmetic; [`Mesh`](crate::Mesh) adds the process groups. [`PipelineGrid`] is the grid of pipeline × data × model
 //! parallel training with the groups that its members need, in the order in which all ranks must make them.
 
+use std::collections::BTreeMap;
+
 use crate::error::{Error, Result};
 
 /// The axis whose ranks hold successive stages of a model.
@@ -169,17 +171,13 @@ impl ProcessTopology {
         if free.is_empty() {
             return Vec::new();
         }
-        let mut lists: Vec<(Vec<usize>, Vec<usize>)> = Vec::new();
+        let mut lists: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
         for rank in 0..self.world_size() {
             let mut fixed = self.coordinates(rank).unwrap_or_default();
             free.iter().for_each(|position| fixed[*position] = 0);
-            // Ranks ascend, and so do the points with the free axes at 0: a list is found again near the end or begun.
-            match lists.iter_mut().find(|(point, _)| *point == fixed) {
-                Some((_, ranks)) => ranks.push(rank),
-                None => lists.push((fixed, vec![rank])),
-            }
+            lists.entry(fixed).or_default().push(rank);
         }
-        lists.into_iter().map(|(_, ranks)| ranks).collect()
+        lists.into_values().collect()
     }
 
     /// A rank's point in words, such as `model_01`, without the axes in `omit`; may be empty.

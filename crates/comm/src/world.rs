@@ -12,8 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::backend::hierarchical::{HierarchicalCarrier, Place};
 use crate::backend::local::LocalCarrier;
-use crate::backend::message::MessageCarrier;
+use crate::backend::message::{Link, MessageCarrier};
 use crate::backend::tcp::{Endpoint, TcpLink};
 use crate::backend::{Carrier, Membership};
 use crate::error::{Error, Result};
@@ -29,6 +30,9 @@ use crate::sys::SharedMemory;
 pub const DEFAULT_STAGING_BYTES: usize = 8 << 20;
 /// How long an operation waits for its peers by default: `DEEPSPEED_TIMEOUT`'s default of 30 minutes.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
+
+/// Marks the number of a group's part on one host.
+const HOST_GROUP_BIT: u64 = 1 << 62;
 
 /// What a job's members have in common, besides the way they met.
 #[derive(Debug, Clone)]
@@ -306,8 +310,7 @@ impl WorldInner {
         let one_host = self.hosts.iter().any(|host| ranks.iter().all(|rank| host.contains(rank)));
         let carrier: Arc<dyn Carrier> = match &self.endpoint {
             Some(endpoint) if self.backend == Backend::Tcp || !one_host => {
-                let link = TcpLink::new(Arc::clone(endpoint));
-                Arc::new(MessageCarrier::new(membership.clone(), link, self.limits.staging_bytes))
+                self.connect_link(membership.clone(), TcpLink::new(Arc::clone(endpoint)), deadline)?
             }
             _ if one_host => Arc::new(self.connect_local(membership.clone(), deadline)?),
             _ => {
@@ -317,6 +320,25 @@ impl WorldInner {
             }
         };
         Ok(Some(Group::new(Arc::clone(self), membership, carrier)))
+    }
+
+    /// A group over a link: hierarchical where its ranks lie host by host, unless sockets were asked for by name.
+    fn connect_link<L: Link + 'static>(
+        &self,
+        membership: Membership,
+        link: L,
+        deadline: Instant,
+    ) -> Result<Arc<dyn Carrier>> {
+        let place = Place::find(&membership.ranks, membership.me, &self.hosts);
+        let flat = MessageCarrier::new(membership.clone(), link, self.limits.staging_bytes);
+        let Some(place) = place.filter(|_| self.backend != Backend::Tcp) else { return Ok(Arc::new(flat)) };
+        let first = place.host * place.ranks_per_host;
+        let neighbours = &membership.ranks[first..first + place.ranks_per_host];
+        let group_id = HOST_GROUP_BIT | membership.group_id << 20 | place.host as u64;
+        let name = format!("{} on host {}", membership.group_name, place.host);
+        let inside = self.membership(group_id, name, neighbours, place.index);
+        let host = self.connect_local(inside, deadline)?;
+        Ok(Arc::new(HierarchicalCarrier::new(flat, host, place)))
     }
 
     /// The ranks of this host, connected on first use.

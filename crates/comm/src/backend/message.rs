@@ -139,8 +139,8 @@ impl<L: Link> MessageCarrier<L> {
         MessageCarrier { membership, link, staging: Mutex::default(), staging_bytes, stash: Mutex::default() }
     }
 
-    pub(crate) fn membership(&self) -> &Membership {
-        &self.membership
+    pub(crate) fn size(&self) -> usize {
+        self.membership.size()
     }
 
     /// Compares fingerprints with both neighbours on the ring of ranks.

@@ -8,9 +8,7 @@ use crate::dtype::ReduceOp;
 /// A type that reductions know: how it widens to its accumulator, combines there and rounds back.
 pub(super) trait Accumulate: bytemuck::Pod {
     /// The type in which it is folded.
-    type Accumulator: Copy;
-    /// The accumulator's zero, to fill scratch space.
-    const ZERO: Self::Accumulator;
+    type Accumulator: bytemuck::Pod;
     /// Widens `source` into `accumulator`.
     fn load(source: &[Self], accumulator: &mut [Self::Accumulator]);
     /// `accumulator = accumulator ∘ source`.
@@ -19,21 +17,21 @@ pub(super) trait Accumulate: bytemuck::Pod {
     fn finish(op: ReduceOp, accumulator: &[Self::Accumulator], out: &mut [Self], ranks: usize);
 }
 
-/// Folds one block of every source, in order.
+/// Folds one block of every source, in order, into `accumulator`, which may already hold the ranks before.
 ///
 /// # Safety
 /// Every source is readable for `rounded.len()` elements from the byte `offset` on.
 pub(super) unsafe fn fold_block<T: Accumulate>(
     op: ReduceOp,
+    mut begun: bool,
     sources: &[*const u8],
     offset: usize,
     accumulator: &mut [T::Accumulator],
     rounded: &mut [T],
-    ranks: usize,
 ) {
-    for (index, source) in sources.iter().enumerate() {
+    for source in sources {
         // SAFETY: readable by the caller's contract; the alignment is checked before a slice is made of it, and
-        // unaligned data is copied to `rounded`, which is scratch until the end of the block.
+        // unaligned data is copied to `rounded`, which is scratch until the block is finished.
         let values: &[T] = unsafe {
             let source = source.add(offset);
             if source.cast::<T>().is_aligned() {
@@ -47,13 +45,13 @@ pub(super) unsafe fn fold_block<T: Accumulate>(
                 rounded
             }
         };
-        if index == 0 {
-            T::load(values, accumulator);
-        } else {
+        if begun {
             T::combine(op, accumulator, values);
+        } else {
+            T::load(values, accumulator);
+            begun = true;
         }
     }
-    T::finish(op, accumulator, rounded, ranks);
 }
 
 /// Defines a function over slices that is compiled three times and dispatched on the processor's features.
@@ -132,7 +130,6 @@ macro_rules! float {
     ($type:ty) => {
         impl Accumulate for $type {
             type Accumulator = $type;
-            const ZERO: $type = 0.0;
 
             fn load(source: &[Self], accumulator: &mut [Self]) {
                 accumulator.copy_from_slice(source);
@@ -198,7 +195,6 @@ fn divide(accumulator: &[f32], ranks: usize) -> Vec<f32> {
 
 impl Accumulate for bf16 {
     type Accumulator = f32;
-    const ZERO: f32 = 0.0;
 
     fn load(source: &[Self], accumulator: &mut [f32]) {
         load_bf16(source, accumulator);
@@ -219,7 +215,6 @@ impl Accumulate for bf16 {
 
 impl Accumulate for f16 {
     type Accumulator = f32;
-    const ZERO: f32 = 0.0;
 
     fn load(source: &[Self], accumulator: &mut [f32]) {
         source.convert_to_f32_slice(accumulator);
@@ -278,7 +273,6 @@ macro_rules! integer {
 
         impl Accumulate for $type {
             type Accumulator = $type;
-            const ZERO: $type = 0;
 
             fn load(source: &[Self], accumulator: &mut [Self]) {
                 accumulator.copy_from_slice(source);
@@ -307,26 +301,25 @@ integer!(u8);
 pub(super) struct Flag(u8);
 
 impl Accumulate for Flag {
-    type Accumulator = bool;
-    const ZERO: bool = false;
+    type Accumulator = u8;
 
-    fn load(source: &[Self], accumulator: &mut [bool]) {
-        accumulator.iter_mut().zip(source).for_each(|(slot, flag)| *slot = flag.0 != 0);
+    fn load(source: &[Self], accumulator: &mut [u8]) {
+        accumulator.iter_mut().zip(source).for_each(|(slot, flag)| *slot = u8::from(flag.0 != 0));
     }
 
-    fn combine(op: ReduceOp, accumulator: &mut [bool], source: &[Self]) {
+    fn combine(op: ReduceOp, accumulator: &mut [u8], source: &[Self]) {
         match op {
             ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => {
-                each!(accumulator, source, |a, b| a | (b.0 != 0))
+                each!(accumulator, source, |a, b| a | u8::from(b.0 != 0))
             }
             ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => {
-                each!(accumulator, source, |a, b| a & (b.0 != 0))
+                each!(accumulator, source, |a, b| a & u8::from(b.0 != 0))
             }
             ReduceOp::Avg => unreachable!("refused before any data moves"),
         }
     }
 
-    fn finish(_op: ReduceOp, accumulator: &[bool], out: &mut [Self], _ranks: usize) {
-        out.iter_mut().zip(accumulator).for_each(|(slot, flag)| *slot = Flag(u8::from(*flag)));
+    fn finish(_op: ReduceOp, accumulator: &[u8], out: &mut [Self], _ranks: usize) {
+        out.iter_mut().zip(accumulator).for_each(|(slot, flag)| *slot = Flag(*flag));
     }
 }

@@ -1,6 +1,6 @@
 //! The hub: rank 0's side of the control connections.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,6 +13,8 @@ use crate::state::Announcement;
 
 /// How long a fresh connection may take to say who it is.
 const HELLO_LIMIT: Duration = Duration::from_secs(5);
+/// How long a failed rendezvous goes on answering.
+const LAST_WORD_LIMIT: Duration = Duration::from_secs(1);
 /// Connections that have not said who they are; more are turned away, so that nobody can exhaust the hub's threads.
 const MAX_STRANGERS: usize = 1024;
 
@@ -31,7 +33,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    members: HashMap<usize, Membership>,
+    members: BTreeMap<usize, Membership>,
     strangers: usize,
     welcomed: bool,
     /// Why nobody can join any more.
@@ -48,6 +50,19 @@ struct Membership {
     last_heard: Instant,
     last_operation: String,
     gone: bool,
+}
+
+/// Why a connection is not taken into the job.
+struct Refusal {
+    reason: String,
+    /// Whether the others must hear of it too, because the job cannot come together.
+    ends_job: bool,
+}
+
+impl Refusal {
+    fn stranger(reason: impl ToString) -> Self {
+        Refusal { reason: reason.to_string(), ends_job: false }
+    }
 }
 
 impl Hub {
@@ -69,6 +84,17 @@ impl Hub {
 
     pub(super) fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Before this process may end: gives ranks that are just introducing themselves the time to hear why.
+    pub(super) fn let_others_hear(&self) {
+        let limit = Instant::now() + LAST_WORD_LIMIT;
+        loop {
+            std::thread::sleep(LAST_WORD_LIMIT / 5);
+            if self.lock().strangers == 0 || Instant::now() >= limit {
+                return;
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -94,11 +120,14 @@ impl Hub {
         self.lock().strangers -= 1;
         let rank = match hello.and_then(|hello| self.admit(hello, &stream)) {
             Ok(rank) => rank,
-            Err(reason) => {
+            Err(Refusal { reason, ends_job }) => {
                 let from =
                     stream.peer_addr().map_or_else(|_| "somewhere".to_owned(), |from| from.to_string());
                 tracing::warn!("rendezvous: refused a connection from {from}: {reason}");
-                let _ = write_frame(&mut stream, &Frame::Refused(reason));
+                let _ = write_frame(&mut stream, &Frame::Refused(reason.clone()));
+                if ends_job {
+                    self.refuse_all(&reason);
+                }
                 return;
             }
         };
@@ -117,31 +146,33 @@ impl Hub {
     }
 
     /// Reads who is there; the answer to anything that is not a member is a reason.
-    fn identify(&self, stream: &mut TcpStream) -> std::result::Result<Hello, String> {
+    fn identify(&self, stream: &mut TcpStream) -> std::result::Result<Hello, Refusal> {
         let configure = |stream: &TcpStream| {
             stream.set_nodelay(true)?;
             stream.set_write_timeout(Some(Duration::from_secs(2)))?;
             stream.set_read_timeout(Some(HELLO_LIMIT))
         };
-        configure(stream).map_err(|error| error.to_string())?;
+        configure(stream).map_err(Refusal::stranger)?;
         let mut magic = [0u8; MAGIC.len()];
-        stream.read_exact(&mut magic).map_err(|error| format!("it did not introduce itself: {error}"))?;
+        stream
+            .read_exact(&mut magic)
+            .map_err(|error| Refusal::stranger(format!("it did not introduce itself: {error}")))?;
         if magic != MAGIC {
-            return Err("it does not speak this protocol".into());
+            return Err(Refusal::stranger("it does not speak this protocol"));
         }
         match read_frame(stream) {
             Ok(Frame::Hello(hello)) => Ok(hello),
-            Ok(_) => Err("it did not begin with who it is".into()),
-            Err(error) => Err(format!("it did not say who it is: {error}")),
+            Ok(_) => Err(Refusal::stranger("it did not begin with who it is")),
+            Err(error) => Err(Refusal::stranger(format!("it did not say who it is: {error}"))),
         }
     }
 
     /// Takes a rank into the job. A stranger is refused; a member that disagrees ends the job for all.
-    fn admit(&self, hello: Hello, stream: &TcpStream) -> std::result::Result<usize, String> {
+    fn admit(&self, hello: Hello, stream: &TcpStream) -> std::result::Result<usize, Refusal> {
         let expected = &self.shared.expected;
-        let from = stream.peer_addr().map_err(|error| error.to_string())?;
+        let from = stream.peer_addr().map_err(Refusal::stranger)?;
         if hello.token != expected.token {
-            return Err("its job token is not this job's".into());
+            return Err(Refusal::stranger("its job token is not this job's"));
         }
         let disagreement = [
             ("world size", hello.world_size.to_string(), expected.world_size.to_string()),
@@ -155,28 +186,27 @@ impl Hub {
                 "rank {} (process {} at {from}) has {what} {theirs:?}, but rank 0 has {ours:?}",
                 hello.rank, hello.pid
             );
-            self.refuse_all(&reason);
-            return Err(reason);
+            return Err(Refusal { reason, ends_job: true });
         }
         if hello.rank >= expected.world_size {
-            return Err(format!("rank {} does not exist in a world of {}", hello.rank, expected.world_size));
+            let reason = format!("rank {} does not exist in a world of {}", hello.rank, expected.world_size);
+            return Err(Refusal::stranger(reason));
         }
         let mut state = self.lock();
         if let Some(reason) = &state.refusal {
-            return Err(reason.clone());
+            return Err(Refusal::stranger(reason));
         }
         if let Some(other) = state.members.get(&hello.rank) {
-            return Err(format!(
-                "rank {} is already here, from {}; this one is from {from}",
-                hello.rank, other.from
-            ));
+            let reason =
+                format!("rank {} is already here, from {}; this one is from {from}", hello.rank, other.from);
+            return Err(Refusal::stranger(reason));
         }
         let keep = |stream: &TcpStream| {
             stream.set_read_timeout(None)?;
             stream.try_clone()
         };
         let member = Membership {
-            stream: keep(stream).map_err(|error| error.to_string())?,
+            stream: keep(stream).map_err(Refusal::stranger)?,
             from,
             host_identity: hello.host_identity,
             last_heard: Instant::now(),
@@ -188,6 +218,7 @@ impl Hub {
             let identity = |rank| state.members.get(&rank).map(|member| member.host_identity.clone());
             let identities = (0..expected.world_size).filter_map(identity).collect();
             state.welcomed = true;
+            state.members.values_mut().for_each(|member| member.last_heard = Instant::now());
             state.broadcast(&Frame::Welcome(identities));
         }
         Ok(hello.rank)
@@ -278,8 +309,10 @@ impl Hub {
                 continue;
             }
             state.broadcast(&Frame::Beat(None));
+            // Members begin to beat when they are welcomed.
+            let welcomed = state.welcomed;
             let silent = |(rank, member): (&usize, &Membership)| {
-                (!member.gone && member.last_heard.elapsed() > SILENCE_LIMIT).then_some(*rank)
+                (welcomed && !member.gone && member.last_heard.elapsed() > SILENCE_LIMIT).then_some(*rank)
             };
             let silent: Vec<usize> = state.members.iter().filter_map(silent).collect();
             drop(state);

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -14,6 +15,7 @@ use crate::error::{Error, Loss, Result};
 use crate::recorder::Recorder;
 use crate::state::{Announcement, JobState};
 use crate::store::{HEALTH_CHECK_INTERVAL, Store};
+use crate::sys::{dump_requests, watch_dump_signal};
 use crate::world::World;
 
 /// A joined rank's connection to the hub.
@@ -32,6 +34,7 @@ struct Shared {
     last_heard: Mutex<Instant>,
     leaving: AtomicBool,
     recorder: Mutex<Weak<Recorder>>,
+    trace_folder: Option<PathBuf>,
 }
 
 /// What this rank says about itself.
@@ -72,7 +75,11 @@ impl Member {
             last_heard: Mutex::new(Instant::now()),
             leaving: AtomicBool::new(false),
             recorder: Mutex::new(Weak::new()),
+            trace_folder: options.limits.trace_folder.clone(),
         });
+        if shared.trace_folder.is_some() {
+            watch_dump_signal();
+        }
         let (listening, beating, announcing) =
             (Arc::clone(&shared), Arc::clone(&shared), Arc::clone(&shared));
         state.set_announcer(Box::new(move |announcement| {
@@ -230,6 +237,7 @@ impl Shared {
     }
 
     fn beat(&self) {
+        let mut dumps_written = dump_requests();
         loop {
             let asleep = Instant::now();
             std::thread::sleep(BEAT_INTERVAL);
@@ -237,17 +245,28 @@ impl Shared {
                 // This process was stopped for a while: what it did not hear meanwhile says nothing about the hub.
                 *self.last_heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
             }
-            if self.leaving.load(Ordering::SeqCst) || self.state.has_left(0) {
+            if self.leaving.load(Ordering::SeqCst) {
                 return;
             }
             let recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+            if let (Some(recorder), Some(folder)) = (&recorder, &self.trace_folder)
+                && dumps_written != dump_requests()
+            {
+                dumps_written = dump_requests();
+                match recorder.dump(folder) {
+                    Ok(path) => tracing::info!("flight recorder of rank {} in {}", self.rank, path.display()),
+                    Err(error) => tracing::error!("{error}"),
+                }
+            }
             let last_operation = recorder.and_then(|recorder| recorder.last());
             let silence = self.last_heard.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
-            if self.send(&Frame::Beat(last_operation)).is_err() || silence > SILENCE_LIMIT {
-                if self.rank != 0 && silence > SILENCE_LIMIT {
-                    self.lose_hub(Loss::Silent);
-                }
-                return;
+            if self.state.has_left(0) {
+                continue;
+            }
+            // A connection that is gone shows in `listen`.
+            let _ = self.send(&Frame::Beat(last_operation));
+            if self.rank != 0 && silence > SILENCE_LIMIT {
+                self.lose_hub(Loss::Silent);
             }
         }
     }

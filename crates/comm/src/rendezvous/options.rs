@@ -90,7 +90,8 @@ impl ConnectOptions {
     }
 
     /// Reads `RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FERROSPEED_JOB_TOKEN` (or what MPI and Slurm set
-    /// for the first three), `FERROSPEED_COMM_BACKEND`, `DEEPSPEED_TIMEOUT` (minutes), and `FERROSPEED_TRACE_DIR`.
+    /// for the first three), `FERROSPEED_COMM_BACKEND`, `DEEPSPEED_TIMEOUT` (minutes), and `FERROSPEED_TRACE_DIR` (by default a folder of this
+    /// job among the temporary files; written only when an operation fails or on SIGUSR1).
     pub fn from_env() -> Result<Self> {
         Self::from_lookup(|name| std::env::var(name).ok())
     }
@@ -133,7 +134,8 @@ impl ConnectOptions {
         if let Some(minutes) = number(&["DEEPSPEED_TIMEOUT"])? {
             options.limits.deadline = Duration::from_secs(60 * minutes as u64);
         }
-        options.limits.trace_folder = lookup("FERROSPEED_TRACE_DIR").map(Into::into);
+        let usual = || std::env::temp_dir().join(format!("ferrospeed-trace-{:016x}", options.job_digest()));
+        options.limits.trace_folder = Some(lookup("FERROSPEED_TRACE_DIR").map_or_else(usual, Into::into));
         options.check()?;
         Ok(options)
     }

@@ -6,6 +6,7 @@
 use std::io::Read;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const ROLE: &str = "FERROSPEED_TEST_ROLE";
@@ -46,7 +47,9 @@ pub struct Job {
 impl Job {
     pub fn new(size: usize, role: &str) -> Self {
         let port = free_port();
-        let token = format!("token-{}-{port}", std::process::id());
+        // Two tests may be given the same free port; their tokens keep the jobs apart.
+        static JOBS: AtomicUsize = AtomicUsize::new(0);
+        let token = format!("token-{}-{}", std::process::id(), JOBS.fetch_add(1, Ordering::Relaxed));
         Job { size, port, token, role: role.into(), variables: Vec::new(), prefix: Vec::new() }
     }
 
@@ -97,6 +100,10 @@ impl RankProcess {
     pub fn signal(&self, signal: i32) {
         // SAFETY: signals our own child, which we have not waited for.
         unsafe { libc::kill(self.pid(), signal) };
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
     }
 
     /// Waits for the end; a rank that outlives the limit fails the test.

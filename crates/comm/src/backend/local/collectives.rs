@@ -10,7 +10,7 @@ use super::layout::PostedRange;
 use crate::backend::Ticket;
 use crate::error::{Error, Result};
 use crate::op::{Collective, Kind, Part};
-use crate::reduce::{Finish, fold};
+use crate::reduce::fold;
 
 /// Operations whose data all fit here are done in one step.
 const SMALL_BYTES: usize = 16 << 10;
@@ -192,14 +192,7 @@ impl LocalCarrier {
         // SAFETY: the fingerprints agree, so every buffer holds `start + bytes` bytes; between the two steps of the
         // operation only this rank touches this slice; destinations are the buffers themselves or this rank's output.
         unsafe {
-            fold(
-                operation.dtype,
-                op,
-                &sources,
-                &destinations,
-                elements,
-                Finish { ranks: self.membership.size() },
-            );
+            fold(operation.dtype, op, &sources, &destinations, elements, self.membership.size());
         }
     }
 

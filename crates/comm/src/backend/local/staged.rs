@@ -13,13 +13,29 @@ use crate::op::{Collective, Kind, Part};
 impl LocalCarrier {
     pub(super) fn run_staged(&self, operation: &Collective, part: &Part, ticket: &Ticket) -> Result<()> {
         match operation.kind {
-            Kind::AllReduce | Kind::Reduce => self.reduce_staged(operation, part, ticket),
+            Kind::AllReduce | Kind::Reduce => {
+                self.reduce_staged(operation, part, ticket, |bases, start, bytes| {
+                    match operation.root {
+                        Some(root) => self.fold_range(operation, bases, &[bases[root]], start, bytes),
+                        None => self.fold_range(operation, bases, bases, start, bytes),
+                    }
+                    Ok(())
+                })
+            }
             _ => self.pull_staged(operation, part, ticket),
         }
     }
 
     /// Folds window after window inside the staging area: each rank its slice, written to all (or to the root).
-    fn reduce_staged(&self, operation: &Collective, part: &Part, ticket: &Ticket) -> Result<()> {
+    ///
+    /// `fold_slice(bases, start, bytes)` folds the same slice of all ranks' windows and writes the result back to them.
+    pub(crate) fn reduce_staged(
+        &self,
+        operation: &Collective,
+        part: &Part,
+        ticket: &Ticket,
+        mut fold_slice: impl FnMut(&[*mut u8], usize, usize) -> Result<()>,
+    ) -> Result<()> {
         let (size, me) = (self.membership.size(), self.membership.me);
         let sequence = ticket.fingerprint.sequence;
         let window = self.layout.half_bytes();
@@ -51,10 +67,7 @@ impl LocalCarrier {
                 let bases: Vec<*mut u8> =
                     (0..size).map(|rank| self.layout.staging(rank, half(round))).collect();
                 let (start, bytes) = self.my_slice(extent(round).1);
-                match operation.root {
-                    Some(root) => self.fold_range(operation, &bases, &[bases[root]], start, bytes),
-                    None => self.fold_range(operation, &bases, &bases, start, bytes),
-                }
+                fold_slice(&bases, start, bytes)?;
             }
         }
         Ok(())

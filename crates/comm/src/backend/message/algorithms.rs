@@ -6,7 +6,7 @@ use super::{Incoming, Link, MessageCarrier, Outgoing};
 use crate::backend::Ticket;
 use crate::error::Result;
 use crate::op::{Collective, Kind, Part};
-use crate::reduce::{Finish, fold};
+use crate::reduce::fold;
 
 /// From this size on a broadcast is scattered and gathered instead of sent down a tree.
 const LARGE_BROADCAST_BYTES: usize = 256 << 10;
@@ -142,14 +142,7 @@ impl<L: Link> MessageCarrier<L> {
         let sources: Vec<*const u8> = (0..size).map(source).collect();
         // SAFETY: the staging area holds `bytes` for each rank; the destination is this rank's own slice or its output.
         unsafe {
-            fold(
-                operation.dtype,
-                op,
-                &sources,
-                &[destination],
-                bytes / operation.dtype.size(),
-                Finish { ranks: size },
-            );
+            fold(operation.dtype, op, &sources, &[destination], bytes / operation.dtype.size(), size);
         }
     }
 
