@@ -17,7 +17,7 @@ pub enum ConfigError {
     },
     /// The text is longer than any configuration is.
     #[error(
-        "{file}: {bytes} bytes is too large for a configuration (the limit is {limit_bytes}); is this the right file?"
+        "{file}: {bytes} bytes or more are too many for a configuration (the limit is {limit_bytes}); is this the right file?"
     )]
     TooLarge {
         /// The file or name.

@@ -1,5 +1,6 @@
 //! A configuration that was read but not yet resolved for a number of ranks.
 
+use std::io::Read as _;
 use std::num::NonZeroU64;
 use std::path::Path;
 
@@ -33,9 +34,12 @@ impl Config {
         let path = path.as_ref();
         let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
         let file = path.display().to_string();
-        let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
-        check_size(&file, bytes)?;
-        Unresolved::from_bytes(&file, std::fs::read(path).map_err(unreadable)?)
+        // Not by the size that the system claims: `/dev/stdin` and the like have none.
+        let mut bytes = Vec::new();
+        let opened = std::fs::File::open(path).map_err(unreadable)?;
+        opened.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+        check_size(&file, bytes.len() as u64)?;
+        Unresolved::from_bytes(&file, bytes)
     }
 
     /// Reads text; `name` stands for the file in messages.

@@ -184,6 +184,7 @@ fn hostile_shapes_stay_cheap() {
 fn a_file_beyond_the_limit_is_not_read() {
     let text = " ".repeat(MAX_BYTES as usize + 1);
     assert!(matches!(Config::from_str("big", &text), Err(ConfigError::TooLarge { .. })));
+    assert!(matches!(Config::from_path("/dev/zero"), Err(ConfigError::TooLarge { .. })));
 }
 
 #[test]

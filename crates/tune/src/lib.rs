@@ -8,3 +8,4 @@ pub mod estimate;
 pub mod model;
 pub mod partition;
 pub mod plan;
+mod planner;

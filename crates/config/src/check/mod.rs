@@ -7,6 +7,7 @@ pub(crate) mod coerce;
 mod deprecated;
 mod path;
 pub(crate) mod suggest;
+mod variants;
 mod walk;
 
 use std::collections::BTreeMap;

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::path::Path;
+use super::variants::tagged_neighbour;
 use super::{Checked, MAX_FINDINGS, Places, coerce, suggest};
 use crate::defaults::{default_of, fill_value};
 use crate::diagnostic::{Code, Diagnostic, Report, Severity};
@@ -17,7 +18,7 @@ pub(super) struct Walker<'a> {
     autos: Vec<(String, Form)>,
     unlisted: usize,
     /// How many sections above have a warning of their own that nothing acts on them.
-    silenced: usize,
+    pub(super) silenced: usize,
 }
 
 impl<'a> Walker<'a> {
@@ -181,91 +182,6 @@ impl<'a> Walker<'a> {
         }
     }
 
-    /// The parameters of `optimizer` and `scheduler`: their keys depend on the `type` beside them.
-    fn beside(
-        &mut self,
-        node: &Node,
-        tag: &str,
-        variants: &'static [Variant],
-        path: &Path<'_>,
-        siblings: &[Member],
-    ) -> Option<Value> {
-        let Content::Object(members) = &node.content else {
-            return self.misfit(node, path, coerce::wrong_type(node, &Kind::Named(&Kind::Json)));
-        };
-        let given_tag = siblings.iter().find(|member| member.key == tag);
-        let Some(Content::Text(name)) = given_tag.map(|member| &member.value.content) else {
-            if given_tag.is_none() {
-                let why = format!("has no effect, because `{tag}` is not given beside it");
-                self.warning(Code::NoEffect, node.offset, path, why, format!("add `{tag}`"));
-            }
-            return None;
-        };
-        let variant = find_variant(variants, name)?;
-        let Some(keys) = variant.keys else { return Some(node.to_value()) };
-        let silences = usize::from(variant.status == Status::NotYet);
-        self.silenced += silences;
-        let given = self.section(members, keys, path, Form::Plain, Some(variant));
-        self.silenced -= silences;
-        Some(Value::Object(given))
-    }
-
-    /// A section whose own `mode` decides about its keys.
-    fn within(
-        &mut self,
-        node: &Node,
-        members: &[Member],
-        tag: &str,
-        default: &str,
-        variants: &'static [Variant],
-        path: &Path<'_>,
-    ) -> Option<Map<String, Value>> {
-        let given_tag = members.iter().find(|member| member.key == tag);
-        let name = match given_tag.map(|member| &member.value.content) {
-            Some(Content::Text(name)) => name.as_str(),
-            Some(_) => {
-                return self.misfit(node, &path.key(tag), coerce::wrong_type(node, &Kind::Text)).and(None);
-            }
-            None => default,
-        };
-        let Some(variant) = variants.iter().find(|variant| variant.tag == name) else {
-            self.unknown_variant(name, variants, given_tag.and_then(|tag| tag.value.offset), &path.key(tag));
-            return None;
-        };
-        Some(self.section(members, variant.keys.unwrap_or_default(), path, Form::Plain, Some(variant)))
-    }
-
-    /// The value of a `type` key: the canonical name of a variant.
-    fn tag(&mut self, node: &Node, variants: &'static [Variant], path: &Path<'_>) -> Option<Value> {
-        let Content::Text(name) = &node.content else {
-            return self.misfit(node, path, coerce::wrong_type(node, &Kind::Text));
-        };
-        let Some(variant) = find_variant(variants, name) else {
-            self.unknown_variant(name, variants, node.offset, path);
-            return None;
-        };
-        if variant.status == Status::NotYet {
-            let why = format!("\"{}\" is accepted, but not implemented yet", variant.tag);
-            self.warning(Code::NotActedOn, node.offset, path, why, "a run with it stops at its start".into());
-        }
-        Some(Value::String(variant.tag.to_owned()))
-    }
-
-    fn unknown_variant(
-        &mut self,
-        name: &str,
-        variants: &'static [Variant],
-        offset: Option<usize>,
-        path: &Path<'_>,
-    ) {
-        let names = coerce::list_of(variants.iter().map(|variant| variant.tag.to_owned()));
-        let help = match suggest::nearest(name, variants.iter().map(|variant| variant.tag)) {
-            Some(near) => format!("did you mean \"{near}\"? There are {names}"),
-            None => format!("write one of {names}"),
-        };
-        self.error(Code::NotAChoice, offset, path, format!("there is no \"{}\"", shorten(name)), help);
-    }
-
     fn unknown_key(&mut self, member: &Member, keys: &'static [Key], path: &Path<'_>) {
         if self.is_full() {
             return;
@@ -350,7 +266,7 @@ impl<'a> Walker<'a> {
         self.places.by_path.insert(path.to_string(), self.document.position(offset));
     }
 
-    fn misfit(&mut self, node: &Node, path: &Path<'_>, misfit: coerce::Misfit) -> Option<Value> {
+    pub(super) fn misfit(&mut self, node: &Node, path: &Path<'_>, misfit: coerce::Misfit) -> Option<Value> {
         self.error(misfit.code, node.offset, path, misfit.why, misfit.help);
         None
     }
@@ -406,14 +322,6 @@ impl<'a> Walker<'a> {
         self.unlisted += usize::from(full);
         full
     }
-}
-
-/// Whether a key names the variant of a neighbour, as `type` does for `params`.
-fn tagged_neighbour(name: &str, keys: &'static [Key]) -> Option<&'static [Variant]> {
-    keys.iter().find_map(|key| match key.kind {
-        Kind::Variants { tag: Tag::Beside(tag), variants } if tag == name => Some(variants),
-        _ => None,
-    })
 }
 
 /// Whether `"auto"` may stand for a value of this type.

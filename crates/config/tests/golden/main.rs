@@ -26,17 +26,7 @@ impl Outcome {
         }
     }
 
-    /// The kinds of our errors; empty where we accept, or where the text could not even be decoded.
-    pub(crate) fn codes(&self) -> Vec<Code> {
-        match self {
-            Outcome::Refused(ConfigError::Invalid(report)) => {
-                report.errors().map(|error| error.code).collect()
-            }
-            _ => Vec::new(),
-        }
-    }
-
-    /// Our error paths.
+    /// The path and kind of each of our errors; empty where we accept, or where the text could not even be decoded.
     pub(crate) fn error_paths(&self) -> Vec<(String, Code)> {
         match self {
             Outcome::Refused(ConfigError::Invalid(report)) => {

@@ -1,0 +1,218 @@
+//! The arithmetic of a plan: one method per purpose.
+
+use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage};
+
+use crate::model::{Model, Transformer};
+use crate::plan::{Activations, Plan, Purpose, Request, Row, Tier};
+
+/// Plans the bytes of one rank.
+pub fn plan(request: &Request<'_>) -> Plan {
+    let mut planner = Planner { request, rows: Vec::new() };
+    planner.parameters();
+    planner.gradients();
+    planner.optimizer_states();
+    planner.buffers();
+    let activations = planner.activations();
+    Plan { rows: planner.rows.into_iter().filter(|row| row.bytes > 0).collect(), activations }
+}
+
+struct Planner<'a> {
+    request: &'a Request<'a>,
+    rows: Vec<Row>,
+}
+
+impl Planner<'_> {
+    fn add(&mut self, purpose: Purpose, tier: Tier, bytes: u64, why: impl Into<String>) {
+        self.rows.push(Row { purpose, tier, bytes, why: why.into() });
+    }
+
+    fn stage(&self) -> Stage {
+        self.request.config.zero.stage
+    }
+
+    fn params(&self) -> u64 {
+        self.request.model.size().total_params
+    }
+
+    /// A rank's share of all parameters.
+    fn share(&self) -> u64 {
+        self.params().div_ceil(self.request.data_parallel_size.max(1))
+    }
+
+    fn width(&self) -> u64 {
+        self.request.config.precision.data_type().bytes()
+    }
+
+    fn parameters(&mut self) {
+        let (width, purpose) = (self.width(), Purpose::Parameters);
+        if self.stage() < Stage::Parameters {
+            let why = format!("all {} parameters × {width} bytes", self.params());
+            return self.add(purpose, Tier::Device, self.params().saturating_mul(width), why);
+        }
+        let share = self.share();
+        let why = format!("{share} of {} parameters × {width} bytes", self.params());
+        match &self.request.config.zero.offload_param.tier {
+            ParameterTier::Device => self.add(purpose, Tier::Device, share.saturating_mul(width), why),
+            ParameterTier::Host(_) => self.add(purpose, Tier::Host, share.saturating_mul(width), why),
+            ParameterTier::Nvme { buffers, buffer_size, max_in_cpu } => {
+                let kept = share.min(*max_in_cpu);
+                let buffer = buffers.count.saturating_mul(*buffer_size).min(share).saturating_mul(width);
+                self.add(purpose, Tier::Nvme, share.saturating_mul(width), why);
+                self.add(
+                    purpose,
+                    Tier::Host,
+                    kept.saturating_mul(width),
+                    format!("{kept} parameters stay in host memory"),
+                );
+                self.add(purpose, Tier::Host, buffer, "buffers on the way to and from NVMe");
+            }
+        }
+    }
+
+    fn gradients(&mut self) {
+        let (stage, purpose) = (self.stage(), Purpose::Gradients);
+        let config = self.request.config;
+        let accumulates_wide = matches!(config.precision, Precision::Bf16 { .. }) && stage == Stage::Off;
+        let width = match config.grad_accum_dtype {
+            Some(data_type) => data_type.bytes(),
+            None if accumulates_wide => DataType::Fp32.bytes(),
+            None => self.width(),
+        };
+        if stage < Stage::Gradients {
+            return self.add(
+                purpose,
+                Tier::Device,
+                self.params().saturating_mul(width),
+                format!("all of them × {width} bytes"),
+            );
+        }
+        let share = self.share();
+        match config.zero.offload_optimizer.tier {
+            OptimizerTier::Device => self.add(
+                purpose,
+                Tier::Device,
+                share.saturating_mul(width),
+                format!("{share} × {width} bytes"),
+            ),
+            OptimizerTier::Host(_) | OptimizerTier::Nvme { .. } => {
+                self.add(
+                    purpose,
+                    Tier::Host,
+                    share.saturating_mul(4),
+                    format!("{share} × 4 bytes, beside the offloaded optimizer"),
+                );
+            }
+        }
+    }
+
+    fn optimizer_states(&mut self) {
+        let (config, purpose) = (self.request.config, Purpose::OptimizerStates);
+        let states = config.optimizer.as_ref().and_then(|optimizer| optimizer.states_per_parameter());
+        let assumed = if states.is_none() { " (two, as Adam has)" } else { "" };
+        let states = states.unwrap_or(2);
+        let master = match config.precision {
+            Precision::Fp32 => 0,
+            Precision::Fp16 { half_master_weights: true, .. } => 2,
+            Precision::Fp16 { .. } | Precision::Bf16 { .. } => 4,
+        };
+        let width = master + 4 * states;
+        let count = if self.stage() == Stage::Off { self.params() } else { self.share() };
+        let why = format!("{count} × ({master} bytes of master weight + {states} states × 4 bytes){assumed}");
+        let bytes = count.saturating_mul(width);
+        match &config.zero.offload_optimizer.tier {
+            OptimizerTier::Device => self.add(purpose, Tier::Device, bytes, why),
+            OptimizerTier::Host(_) => {
+                let host = (bytes as f64 * config.zero.offload_optimizer.ratio) as u64;
+                self.add(purpose, Tier::Host, host, why);
+                self.add(purpose, Tier::Device, bytes - host.min(bytes), "the share that is not offloaded");
+            }
+            OptimizerTier::Nvme { buffers, .. } => {
+                let group = count.min(config.zero.sub_group_size);
+                let buffer = buffers.count.saturating_mul(group).saturating_mul(4).min(bytes);
+                self.add(purpose, Tier::Nvme, bytes, why);
+                self.add(
+                    purpose,
+                    Tier::Host,
+                    buffer,
+                    format!("{} buffers of one sub-group each", buffers.count),
+                );
+            }
+        }
+    }
+
+    fn buffers(&mut self) {
+        let (zero, params, purpose) =
+            (&self.request.config.zero, self.params(), Purpose::CommunicationBuffers);
+        let width = self.request.config.communication_data_type.map_or(self.width(), DataType::bytes);
+        if self.request.data_parallel_size > 1 {
+            let bucket = zero.reduce_bucket_size.min(params);
+            let copies = if zero.overlap_comm { 2 } else { 1 };
+            let why = format!("{copies} × {bucket} gradients × {width} bytes");
+            self.add(purpose, Tier::Device, bucket.saturating_mul(copies * width), why);
+        }
+        if self.stage() == Stage::Parameters {
+            let layer = match self.request.model {
+                Model::Transformer(transformer) => {
+                    transformer.layer_params.max(transformer.size.largest_layer_params)
+                }
+                Model::Counts(size) => size.largest_layer_params,
+            };
+            let ahead = zero.prefetch_bucket_size.min(params);
+            let live = layer.saturating_add(ahead).min(params).min(zero.max_live_parameters.max(layer));
+            let why = format!(
+                "{live} gathered parameters × {} bytes: one layer and what is fetched ahead",
+                self.width()
+            );
+            self.add(purpose, Tier::Device, live.saturating_mul(self.width()), why);
+        }
+    }
+
+    fn activations(&mut self) -> Option<Activations> {
+        let Model::Transformer(shape) = self.request.model else { return None };
+        let config = self.request.config;
+        let tokens =
+            config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(self.request.sequence_length);
+        let width = self.width();
+        let layer = layer_elements(shape, self.request).saturating_mul(width).saturating_mul(tokens);
+        // The loss is computed in fp32 from logits in the training precision.
+        let logits = tokens.saturating_mul(shape.vocab).saturating_mul(width + 4);
+        let inputs = tokens.saturating_mul(shape.hidden).saturating_mul(width).saturating_mul(shape.layers);
+        let kept = layer.saturating_mul(shape.layers).saturating_add(logits);
+        let checkpointed = inputs.saturating_add(layer).saturating_add(logits);
+        let purpose = Purpose::Activations;
+        if !self.request.checkpoint_activations {
+            self.add(
+                purpose,
+                Tier::Device,
+                kept,
+                format!("{tokens} tokens through {} layers, all kept", shape.layers),
+            );
+        } else if config.activation_checkpointing.cpu_checkpointing {
+            self.add(purpose, Tier::Host, inputs, format!("the inputs of {} layers", shape.layers));
+            self.add(
+                purpose,
+                Tier::Device,
+                layer.saturating_add(logits),
+                "one layer that is computed again, and the loss",
+            );
+        } else {
+            let why = format!("the inputs of {} layers, and one layer that is computed again", shape.layers);
+            self.add(purpose, Tier::Device, checkpointed, why);
+        }
+        Some(Activations { kept_bytes: kept, checkpointed_bytes: checkpointed })
+    }
+}
+
+/// Elements that one layer keeps per token for its backward pass.
+fn layer_elements(shape: &Transformer, request: &Request<'_>) -> u64 {
+    let attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads);
+    let weights = if request.keeps_attention_matrix {
+        shape.heads.saturating_mul(request.sequence_length)
+    } else {
+        shape.heads
+    };
+    // Gate, up, and their product; or the values before and after the activation.
+    let feed_forward = shape.intermediate * if shape.gated { 3 } else { 2 } * shape.experts_per_token;
+    // The residual stream before and after each of the two norms.
+    (4 * shape.hidden + attention + feed_forward).saturating_add(weights)
+}
