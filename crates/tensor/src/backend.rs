@@ -291,6 +291,10 @@ pub trait Backend: Send + Sync {
     fn reset_peak_memory(&self);
     /// Waits until everything submitted so far is done.
     fn synchronize(&self) -> Result<()>;
+    /// Runs `task(0)` to `task(count - 1)` on the host's threads that serve this device, and waits.
+    fn parallel(&self, count: usize, task: &(dyn Fn(usize) + Send + Sync)) {
+        (0..count).for_each(task);
+    }
     /// Copies bytes in; `source` may be reused at once.
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()>;
     /// Copies bytes out, after everything submitted before.

@@ -70,7 +70,8 @@ impl Model {
         for block in &self.blocks {
             hidden = if checkpointed {
                 let block = block.clone();
-                let mut outputs = autograd::checkpoint(&[hidden], move |inputs| Ok(vec![block.forward(&inputs[0])?]))?;
+                let mut outputs =
+                    autograd::checkpoint(&[hidden], move |inputs| Ok(vec![block.forward(&inputs[0])?]))?;
                 outputs.pop().unwrap()
             } else {
                 block.forward(&hidden)?
@@ -79,7 +80,13 @@ impl Model {
         let hidden = layer_norm(&hidden, &self.norm)?;
         let flat = ops::reshape(&hidden, [batch * TOKENS, WIDTH])?;
         // The table is tied: it is used at both ends.
-        ops::linear_cross_entropy(&flat, &self.table, WeightLayout::OutIn, targets, CrossEntropyOptions::default())
+        ops::linear_cross_entropy(
+            &flat,
+            &self.table,
+            WeightLayout::OutIn,
+            targets,
+            CrossEntropyOptions::default(),
+        )
     }
 }
 
@@ -97,7 +104,8 @@ impl Block {
         let mixed = ops::attention_packed(&qkv, HEADS, PackedHeads::Thirds, &options)?;
         let mixed = ops::dropout(&linear(&mixed, &self.projection)?, 0.1)?;
         let [weight, bias] = &self.norm2;
-        let (hidden, normed) = ops::add_layer_norm(&mixed, hidden, Some(weight.into()), Some(bias.into()), 1e-5)?;
+        let (hidden, normed) =
+            ops::add_layer_norm(&mixed, hidden, Some(weight.into()), Some(bias.into()), 1e-5)?;
         let up = (Operand::from(&self.up[0]), Some(Operand::from(&self.up[1])));
         let down = (Operand::from(&self.down[0]), Some(Operand::from(&self.down[1])));
         ops::add(&hidden, &ops::mlp(&normed, up, down, WeightLayout::OutIn, Activation::GeluTanh)?)
@@ -146,7 +154,8 @@ fn train(poisoned: bool, checkpointed: bool, threads: usize, dtype: DType) -> (V
         let mut flat = store.values().flat().to_vec_f32().unwrap();
         let mut start = 0;
         for (param, gradient) in model.params.iter().zip(gradients) {
-            let gradient = gradient.unwrap_or_else(|| panic!("{param:?} got no gradient")).to_vec_f32().unwrap();
+            let gradient =
+                gradient.unwrap_or_else(|| panic!("{param:?} got no gradient")).to_vec_f32().unwrap();
             for (value, gradient) in flat[start..start + param.numel()].iter_mut().zip(gradient) {
                 *value -= 0.2 * gradient;
             }

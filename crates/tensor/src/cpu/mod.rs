@@ -157,6 +157,9 @@ impl Backend for CpuBackend {
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
+    fn parallel(&self, count: usize, task: &(dyn Fn(usize) + Send + Sync)) {
+        self.threads.run(count, task);
+    }
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
         if source.len() != target.size_bytes() {
             return Err(TensorError::argument(

@@ -1,0 +1,108 @@
+//! Optimizers on flat slices, and what surrounds a step: schedules, loss scaling, norms.
+//!
+//! Nothing here knows how weights are spread over ranks. An [`Optimizer`] gets a stretch of f32 master weights,
+//! the gradient of that stretch in whatever type it arrived, and its own states, and updates them in one pass that
+//! also writes the 16-bit copy the kernels will read. Every result depends on the elements alone, so a stretch may
+//! be cut anywhere.
+
+pub mod adagrad;
+pub mod adam;
+pub mod lamb;
+pub mod lion;
+pub mod norm;
+pub mod sgd;
+pub mod stretch;
+
+pub use stretch::{Copy16, Gradient, Stretch};
+
+use ferrospeed_config::Optimizer as Configured;
+
+/// What may differ between parameter groups and change from step to step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GroupOptions {
+    /// Learning rate.
+    pub lr: f64,
+    /// Weight decay.
+    pub weight_decay: f64,
+    /// The two decay rates (momentum is `betas[0]` for SGD).
+    pub betas: [f64; 2],
+}
+
+/// An update rule with its fixed options.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Optimizer {
+    /// Adam and AdamW.
+    Adam(adam::Adam),
+    /// Stochastic gradient descent with momentum.
+    Sgd(sgd::Sgd),
+    /// Adagrad.
+    Adagrad(adagrad::Adagrad),
+    /// Lion.
+    Lion(lion::Lion),
+    /// LAMB, which scales each parameter's update by the ratio of two norms.
+    Lamb(lamb::Lamb),
+}
+
+impl Optimizer {
+    /// The configured rule and the options that all groups start with; `None` for one that does not run yet.
+    pub fn from_config(configured: &Configured) -> Option<(Optimizer, GroupOptions)> {
+        let options = |lr, weight_decay, betas| GroupOptions { lr, weight_decay, betas };
+        Some(match *configured {
+            Configured::Adam(adam) => (
+                Optimizer::Adam(adam::Adam {
+                    eps: adam.eps,
+                    bias_correction: adam.bias_correction,
+                    decoupled: adam.decoupled_weight_decay,
+                }),
+                options(adam.lr, adam.weight_decay, adam.betas),
+            ),
+            Configured::Sgd(sgd) => (
+                Optimizer::Sgd(sgd::Sgd { dampening: sgd.dampening, nesterov: sgd.nesterov }),
+                options(sgd.lr, sgd.weight_decay, [sgd.momentum, 0.0]),
+            ),
+            Configured::Adagrad(adagrad) => (
+                Optimizer::Adagrad(adagrad::Adagrad { eps: adagrad.eps }),
+                options(adagrad.lr, adagrad.weight_decay, [0.0, 0.0]),
+            ),
+            Configured::Lion(lion) => {
+                (Optimizer::Lion(lion::Lion), options(lion.lr, lion.weight_decay, lion.betas))
+            }
+            Configured::Lamb(lamb) => (
+                Optimizer::Lamb(lamb::Lamb {
+                    eps: lamb.eps,
+                    eps_inside_sqrt: lamb.eps_inside_sqrt,
+                    bias_correction: lamb.bias_correction,
+                    max_coeff: lamb.max_coeff,
+                    min_coeff: lamb.min_coeff,
+                }),
+                options(lamb.lr, lamb.weight_decay, lamb.betas),
+            ),
+            Configured::NotYet { .. } => return None,
+        })
+    }
+
+    /// The names of its states, in the order a [`Stretch`] holds them. SGD keeps its buffer only with momentum.
+    pub fn state_names(&self, options: &GroupOptions) -> &'static [&'static str] {
+        match self {
+            Optimizer::Adam(_) | Optimizer::Lamb(_) => &["exp_avg", "exp_avg_sq"],
+            Optimizer::Sgd(_) if options.betas[0] == 0.0 => &[],
+            Optimizer::Sgd(_) => &["momentum_buffer"],
+            Optimizer::Adagrad(_) => &["sum"],
+            Optimizer::Lion(_) => &["exp_avg"],
+        }
+    }
+
+    /// Updates a stretch. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
+    ///
+    /// # Panics
+    /// For LAMB, and when the stretch does not hold [`Optimizer::state_names`]: a bug of the caller.
+    pub fn step(&self, options: &GroupOptions, step: u64, stretch: &mut Stretch<'_>) {
+        match self {
+            Optimizer::Adam(rule) => rule.step(options, step, stretch),
+            Optimizer::Sgd(rule) => rule.step(options, step, stretch),
+            Optimizer::Adagrad(rule) => rule.step(options, stretch),
+            Optimizer::Lion(rule) => rule.step(options, stretch),
+            Optimizer::Lamb(_) => panic!("LAMB is stepped parameter by parameter"),
+        }
+    }
+}

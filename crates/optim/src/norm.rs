@@ -1,0 +1,188 @@
+//! The 2-norm of a vector that is spread over ranks, the same to the last bit however it is spread.
+//!
+//! Floating-point sums depend on their order; sums of integers do not. The squares are therefore scaled by a power
+//! of two taken from the largest magnitude of the *whole* vector, rounded to integers, and added as integers. The
+//! rounding of one square loses less than 2⁻⁵⁰ of the largest square.
+//!
+//! A global norm is two exchanges: the maximum of [`Magnitude`], then the sum of [`SquareSum`].
+
+use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::dtype::Float;
+
+use crate::stretch::Gradient;
+
+/// The largest magnitude of a vector, or the fact that it holds something that is no number.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Magnitude(f32);
+
+impl Magnitude {
+    /// Of no element.
+    pub const ZERO: Magnitude = Magnitude(0.0);
+
+    /// As a number to exchange; infinity or NaN somewhere is infinity.
+    pub fn value(self) -> f32 {
+        self.0
+    }
+
+    /// Back from an exchanged number.
+    pub fn from_value(value: f32) -> Magnitude {
+        Magnitude(if value.is_nan() { f32::INFINITY } else { value })
+    }
+
+    /// Whether every element is a number.
+    pub fn is_finite(self) -> bool {
+        self.0.is_finite()
+    }
+
+    /// The larger of two.
+    pub fn max(self, other: Magnitude) -> Magnitude {
+        Magnitude(self.0.max(other.0))
+    }
+
+    /// Of a gradient.
+    pub fn of(gradient: Gradient<'_>, device: &Device) -> Magnitude {
+        match gradient {
+            Gradient::F32(values) => largest(values, device),
+            Gradient::Bf16(values) => largest(values, device),
+            Gradient::F16(values) => largest(values, device),
+        }
+    }
+}
+
+const BLOCK: usize = 64 * 1024;
+
+fn largest<T: Float>(values: &[T], device: &Device) -> Magnitude {
+    let blocks = values.len().div_ceil(BLOCK);
+    let found: Vec<std::sync::atomic::AtomicU32> = (0..blocks).map(|_| Default::default()).collect();
+    device.backend().parallel(blocks, &|index| {
+        let block = &values[index * BLOCK..((index + 1) * BLOCK).min(values.len())];
+        // Among non-negative floats the order is that of their bits, and NaN and infinity are above all numbers.
+        let bits =
+            vectorized(|| block.iter().fold(0u32, |most, v| most.max(v.widen().to_bits() & 0x7fff_ffff)));
+        found[index].store(bits, std::sync::atomic::Ordering::Relaxed);
+    });
+    let bits = found.into_iter().map(std::sync::atomic::AtomicU32::into_inner).max().unwrap_or(0);
+    Magnitude::from_value(f32::from_bits(bits))
+}
+
+/// How many words carry a [`SquareSum`] in an exchange.
+pub const WORDS: usize = 4;
+
+/// A sum of squares as integers on a grid that [`Magnitude`] fixed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SquareSum(i128);
+
+impl SquareSum {
+    /// Of a gradient, on the grid of the whole vector's magnitude.
+    pub fn of(gradient: Gradient<'_>, whole: Magnitude, device: &Device) -> SquareSum {
+        match gradient {
+            Gradient::F32(values) => squares(values, whole, device),
+            Gradient::Bf16(values) => squares(values, whole, device),
+            Gradient::F16(values) => squares(values, whole, device),
+        }
+    }
+
+    /// Words whose sums over ranks, each taken as an integer, are the words of the summed value.
+    pub fn to_words(self) -> [i64; WORDS] {
+        // 31 bits per word leave room for 2³² ranks.
+        std::array::from_fn(|word| ((self.0 >> (31 * word)) & 0x7fff_ffff) as i64)
+    }
+
+    /// Back from summed words.
+    pub fn from_words(words: [i64; WORDS]) -> SquareSum {
+        SquareSum(words.iter().enumerate().map(|(word, &value)| i128::from(value) << (31 * word)).sum())
+    }
+
+    /// The norm.
+    pub fn norm(self, whole: Magnitude) -> f64 {
+        if !whole.is_finite() {
+            return f64::INFINITY;
+        }
+        (self.0 as f64 / grid(whole)).sqrt()
+    }
+}
+
+impl std::ops::Add for SquareSum {
+    type Output = SquareSum;
+    fn add(self, other: SquareSum) -> SquareSum {
+        SquareSum(self.0 + other.0)
+    }
+}
+
+/// The power of two that brings the largest square to between 2⁵⁰ and 2⁵².
+fn grid(whole: Magnitude) -> f64 {
+    if whole.0 == 0.0 || !whole.is_finite() {
+        return 1.0;
+    }
+    let exponent = f64::from(whole.0).log2().floor() as i32;
+    2f64.powi(50 - 2 * exponent)
+}
+
+fn squares<T: Float>(values: &[T], whole: Magnitude, device: &Device) -> SquareSum {
+    if !whole.is_finite() {
+        return SquareSum::default();
+    }
+    let grid = grid(whole);
+    let blocks = values.len().div_ceil(BLOCK);
+    let found: Vec<std::sync::Mutex<i128>> = (0..blocks).map(|_| Default::default()).collect();
+    device.backend().parallel(blocks, &|index| {
+        let block = &values[index * BLOCK..((index + 1) * BLOCK).min(values.len())];
+        // A 64-bit sum holds 2¹⁰ squares below 2⁵³.
+        let sum = block.chunks(1024).fold(0i128, |sum, chunk| {
+            sum + i128::from(vectorized(|| {
+                chunk.iter().fold(0i64, |sum, value| {
+                    let wide = f64::from(value.widen());
+                    sum + (wide * wide * grid) as i64
+                })
+            }))
+        });
+        *found[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = sum;
+    });
+    let sums = found.into_iter().map(|sum| sum.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()));
+    SquareSum(sums.sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(count: usize) -> Vec<f32> {
+        let mut state = 1u32;
+        (0..count)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / 8_388_608.0 - 1.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn any_split_gives_the_same_bits_and_the_true_norm() {
+        let (values, device) = (values(300_001), Device::cpu());
+        let truth = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+        let whole = Magnitude::of(Gradient::F32(&values), &device);
+        let once = SquareSum::of(Gradient::F32(&values), whole, &device).norm(whole);
+        assert!((once - truth).abs() < 1e-9 * truth);
+        for cut in [1, 17, 100_000, 299_999] {
+            let (left, right) = values.split_at(cut);
+            let parts =
+                [left, right].map(|part| SquareSum::of(Gradient::F32(part), whole, &device).to_words());
+            let summed = std::array::from_fn(|word| parts[0][word] + parts[1][word]);
+            assert_eq!(SquareSum::from_words(summed).norm(whole).to_bits(), once.to_bits());
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_is_found() {
+        let device = Device::cpu();
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert!(!Magnitude::of(Gradient::F32(&[1.0, bad, 2.0]), &device).is_finite());
+        }
+        let zero = Magnitude::of(Gradient::F32(&[0.0; 5]), &device);
+        assert_eq!(SquareSum::of(Gradient::F32(&[0.0; 5]), zero, &device).norm(zero), 0.0);
+        let tiny = Magnitude::of(Gradient::F32(&[1e-40]), &device);
+        let norm = SquareSum::of(Gradient::F32(&[1e-40]), tiny, &device).norm(tiny);
+        assert!((norm - 1e-40).abs() < 1e-44, "{norm:e}");
+    }
+}

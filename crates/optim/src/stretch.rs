@@ -1,0 +1,151 @@
+//! One stretch of flat memory that an optimizer updates, and the pass over it.
+
+use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::dtype::Float;
+use half::{bf16, f16};
+
+/// Gradients in the type they arrived in.
+#[derive(Debug, Clone, Copy)]
+pub enum Gradient<'a> {
+    /// 32-bit.
+    F32(&'a [f32]),
+    /// Brain float.
+    Bf16(&'a [bf16]),
+    /// Half.
+    F16(&'a [f16]),
+}
+
+/// Where the rounded copy of the new weights goes.
+#[derive(Debug)]
+pub enum Copy16<'a> {
+    /// Nowhere: the weights themselves are what kernels read.
+    None,
+    /// Brain float.
+    Bf16(&'a mut [bf16]),
+    /// Half.
+    F16(&'a mut [f16]),
+}
+
+/// A stretch of weights with everything its update reads and writes; all slices have one length.
+#[derive(Debug)]
+pub struct Stretch<'a> {
+    /// f32 master weights.
+    pub weights: &'a mut [f32],
+    /// Their gradient.
+    pub gradient: Gradient<'a>,
+    /// Multiplies the gradient first: one over the loss scale, times the clipping factor.
+    pub gradient_factor: f32,
+    /// The optimizer's states.
+    pub states: Vec<&'a mut [f32]>,
+    /// Where the 16-bit copy goes.
+    pub copy: Copy16<'a>,
+    /// Whose threads do the work.
+    pub device: &'a Device,
+}
+
+/// Elements per task: four f32 streams of this length fit the second-level cache.
+const BLOCK: usize = 32 * 1024;
+
+/// An update of one element: (weight, gradient, states) in, weight out.
+pub(crate) trait Rule<const STATES: usize>: Sync {
+    fn update(&self, weight: f32, gradient: f32, states: &mut [f32; STATES]) -> f32;
+}
+
+/// Runs a rule over a stretch in one pass, in blocks on the device's threads.
+///
+/// # Panics
+/// When the slices differ in length or number: a bug of the caller.
+pub(crate) fn run<const STATES: usize>(stretch: &mut Stretch<'_>, rule: &impl Rule<STATES>) {
+    let length = stretch.weights.len();
+    assert_eq!(
+        stretch.states.len(),
+        STATES,
+        "the stretch holds {} states, the rule {STATES}",
+        stretch.states.len()
+    );
+    assert!(stretch.states.iter().all(|state| state.len() == length), "states and weights differ in length");
+    match stretch.gradient {
+        Gradient::F32(gradient) => with_copy(stretch, gradient, rule),
+        Gradient::Bf16(gradient) => with_copy(stretch, gradient, rule),
+        Gradient::F16(gradient) => with_copy(stretch, gradient, rule),
+    }
+}
+
+fn with_copy<const STATES: usize, G: Float>(
+    stretch: &mut Stretch<'_>,
+    gradient: &[G],
+    rule: &impl Rule<STATES>,
+) {
+    assert_eq!(gradient.len(), stretch.weights.len(), "gradient and weights differ in length");
+    match std::mem::replace(&mut stretch.copy, Copy16::None) {
+        Copy16::None => pass::<STATES, G, bf16>(stretch, gradient, None, rule),
+        Copy16::Bf16(copy) => pass(stretch, gradient, Some(copy), rule),
+        Copy16::F16(copy) => pass(stretch, gradient, Some(copy), rule),
+    }
+}
+
+fn pass<const STATES: usize, G: Float, C: Float>(
+    stretch: &mut Stretch<'_>,
+    gradient: &[G],
+    copy: Option<&mut [C]>,
+    rule: &impl Rule<STATES>,
+) {
+    let factor = stretch.gradient_factor;
+    // Each task takes its own blocks out of these lists, so no slice is shared.
+    let mut weights = stretch.weights.chunks_mut(BLOCK);
+    let mut states: Vec<_> = stretch.states.iter_mut().map(|state| state.chunks_mut(BLOCK)).collect();
+    let mut copies = copy.map(|copy| copy.chunks_mut(BLOCK));
+    let tasks: Vec<_> = gradient
+        .chunks(BLOCK)
+        .map(|gradient| {
+            let weights = weights.next().expect("as many blocks as the gradient");
+            let states: [&mut [f32]; STATES] =
+                std::array::from_fn(|index| states[index].next().expect("as many blocks as the gradient"));
+            let copy = copies.as_mut().map(|copies| copies.next().expect("as many blocks as the gradient"));
+            std::sync::Mutex::new(Some((weights, gradient, states, copy)))
+        })
+        .collect();
+    stretch.device.backend().parallel(tasks.len(), &|index| {
+        let task = tasks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        let (weights, gradient, mut states, copy) = task.expect("each task runs once");
+        vectorized(|| block(weights, gradient, factor, &mut states, copy, rule));
+    });
+}
+
+#[inline(always)]
+fn block<const STATES: usize, G: Float, C: Float>(
+    weights: &mut [f32],
+    gradient: &[G],
+    factor: f32,
+    states: &mut [&mut [f32]; STATES],
+    copy: Option<&mut [C]>,
+    rule: &impl Rule<STATES>,
+) {
+    let length = weights.len();
+    // One length for all lets the compiler drop the bounds checks and vectorise.
+    let gradient = &gradient[..length];
+    for state in states.iter_mut() {
+        *state = &mut std::mem::take(state)[..length];
+    }
+    let mut update = |index: usize| {
+        let mut held: [f32; STATES] = std::array::from_fn(|state| states[state][index]);
+        let weight = rule.update(weights[index], gradient[index].widen() * factor, &mut held);
+        weights[index] = weight;
+        for (state, value) in states.iter_mut().zip(held) {
+            state[index] = value;
+        }
+        weight
+    };
+    match copy {
+        None => (0..length).for_each(|index| {
+            update(index);
+        }),
+        Some(copy) => {
+            let copy = &mut copy[..length];
+            for index in 0..length {
+                copy[index] = C::narrow(update(index));
+            }
+        }
+    }
+}
