@@ -4,6 +4,7 @@
 //! counts. Version 0.2 does so in whole nodes, and with model parallelism counts replicas instead of ranks.
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// `elasticity`, once enabled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -91,12 +92,51 @@ pub enum ElasticityError {
         /// The replicas.
         replicas: u64,
     },
+    /// What the scheduler handed on is no JSON.
+    #[error("DEEPSPEED_ELASTICITY_CONFIG is no JSON: {0}")]
+    SchedulerUnreadable(String),
+    /// The scheduler planned with another section.
+    #[error("the scheduler planned with another elasticity section: `{key}` was {theirs} there")]
+    SchedulerDisagrees {
+        /// The key that differs.
+        key: &'static str,
+        /// Its value there.
+        theirs: String,
+    },
     /// No micro-batch size divides a replica's share.
     #[error("none of the micro-batch sizes divides {share} samples per replica")]
     NoMicroBatch {
         /// The share.
         share: u64,
     },
+}
+
+impl Elasticity {
+    /// Compares with the section as the scheduler saw it, which it hands on as JSON in `DEEPSPEED_ELASTICITY_CONFIG`.
+    /// A scheduler that planned with another section would start numbers of ranks that do not fit.
+    pub fn agree_with_scheduler(&self, section: &str) -> Result<(), ElasticityError> {
+        let theirs: Value = serde_json::from_str(section)
+            .map_err(|error| ElasticityError::SchedulerUnreadable(error.to_string()))?;
+        let version = match self.version {
+            Version::V0_1 => 0.1,
+            Version::V0_2 => 0.2,
+        };
+        let their_version = match &theirs["version"] {
+            Value::String(text) => text.parse().ok(),
+            other => other.as_f64(),
+        };
+        let compared = [
+            ("max_train_batch_size", theirs["max_train_batch_size"] == self.max_train_batch_size),
+            ("micro_batch_sizes", theirs["micro_batch_sizes"] == Value::from(self.micro_batch_sizes.clone())),
+            ("version", theirs["version"].is_null() || their_version == Some(version)),
+        ];
+        match compared.into_iter().find(|(_, agrees)| !agrees) {
+            Some((key, _)) => {
+                Err(ElasticityError::SchedulerDisagrees { key, theirs: theirs[key].to_string() })
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 fn show(valid: &[u64]) -> String {
@@ -274,4 +314,32 @@ fn finish(
         .max();
     let micro_batch_size = Some(micro.ok_or(ElasticityError::NoMicroBatch { share })?);
     Ok(ElasticBatch { train_batch_size: batch, valid_replicas: valid, micro_batch_size })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scheduler_that_planned_with_other_numbers_is_noticed() {
+        let ours = Elasticity {
+            max_train_batch_size: 100,
+            micro_batch_sizes: vec![2, 4],
+            min_gpus: 1,
+            max_gpus: 8,
+            num_gpus_per_node: 1,
+            model_parallel_size: 1,
+            version: Version::V0_2,
+            prefer_larger_batch: true,
+        };
+        let same = r#"{"max_train_batch_size": 100, "micro_batch_sizes": [2, 4], "version": 0.2}"#;
+        assert_eq!(ours.agree_with_scheduler(same), Ok(()));
+        let other = r#"{"max_train_batch_size": 100, "micro_batch_sizes": [2], "version": 0.2}"#;
+        let message = ours.agree_with_scheduler(other).expect_err("other sizes").to_string();
+        assert_eq!(
+            message,
+            "the scheduler planned with another elasticity section: `micro_batch_sizes` was [2] there"
+        );
+        assert!(matches!(ours.agree_with_scheduler("{"), Err(ElasticityError::SchedulerUnreadable(_))));
+    }
 }

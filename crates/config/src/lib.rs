@@ -17,6 +17,7 @@ pub mod docs;
 pub mod elasticity;
 mod error;
 mod overrides;
+pub mod print;
 mod reader;
 mod rules;
 pub mod schema;

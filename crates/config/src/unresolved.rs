@@ -280,6 +280,9 @@ fn elastic_help(error: &ElasticityError) -> &'static str {
     match error {
         ElasticityError::IncompatibleWorldSize { .. } => "start one of these numbers of ranks",
         ElasticityError::WorldSizeUnknown => "start the run through the launcher",
+        ElasticityError::SchedulerUnreadable(_) | ElasticityError::SchedulerDisagrees { .. } => {
+            "give the scheduler and the run the same elasticity section"
+        }
         ElasticityError::NodeNotDivisible { .. } => {
             "write a model_parallel_size that divides the ranks of a node"
         }

@@ -5,6 +5,7 @@ mod batch_size;
 mod elasticity;
 mod exceptions;
 mod parse;
+mod print;
 mod zero;
 
 use ferrospeed_config::{AutoValues, Code, Config, ConfigError, Unresolved};
