@@ -117,3 +117,62 @@ fn starting_is_cheap() {
     assert!(best_of_five(&["--help"]) < Duration::from_millis(100));
     assert!(best_of_five(&["config", "check", &path]) < Duration::from_millis(200));
 }
+
+#[test]
+fn a_plan_says_whether_it_fits_and_exits_accordingly() {
+    let (_folder, path) = config_file(
+        "{\"train_batch_size\": 8, \"bf16\": {\"enabled\": true}, \"zero_optimization\": {\"stage\": 3}}",
+    );
+    let sizes = ["--params", "1e9", "--largest_layer_params", "1e7", "-w", "4", "--nvme_gib", "10"];
+    let run = |host: &str| {
+        let memory = ["--host_gib", host, "--device_gib", host, "--json"];
+        ferrospeed(&[&["plan", &path][..], &sizes[..], &memory[..]].concat())
+    };
+    let roomy = run("1000");
+    assert_eq!(roomy.status.code(), Some(0), "{}", stderr(&roomy));
+    let document: serde_json::Value = serde_json::from_str(&stdout(&roomy)).unwrap();
+    assert_eq!(document["fits"], true);
+    assert!(!document["plan"]["rows"].as_array().unwrap().is_empty());
+    let tight = run("0.01");
+    assert_eq!(tight.status.code(), Some(1));
+    let document: serde_json::Value = serde_json::from_str(&stdout(&tight)).unwrap();
+    assert_eq!(document["shortfalls"][0]["tier"], "device");
+    let text = ferrospeed(&[&["plan", &path][..], &sizes[..], &["--device_gib", "0.01"]].concat());
+    assert!(stdout(&text).contains("does not fit: device needs "), "{}", stdout(&text));
+}
+
+#[test]
+fn a_plan_reads_a_hugging_face_model_and_fills_in_autos_from_it() {
+    let (folder, path) = config_file(
+        "{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": 3, \"reduce_bucket_size\": \"auto\"}}",
+    );
+    let model = "{\"model_type\": \"gpt2\", \"n_embd\": 64, \"n_layer\": 2, \"n_head\": 4, \"vocab_size\": 256, \"n_positions\": 128}";
+    std::fs::write(folder.path().join("config.json"), model).unwrap();
+    let output = ferrospeed(&["plan", &path, "--model", folder.path().to_str().unwrap(), "-w", "2"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stdout(&output).ends_with("fits\n"), "{}", stdout(&output));
+    for (arguments, expected) in [
+        (vec!["plan", &path], "--model"),
+        (vec!["plan", &path, "--model", "/does/not/exist"], "/does/not/exist"),
+        (vec!["plan", &path, "--params", "1.5"], "whole number"),
+    ] {
+        let output = ferrospeed(&arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(stderr(&output).contains(expected), "{arguments:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn the_estimators_print_a_table_or_json() {
+    let arguments = ["estimate", "--params", "3e9", "--largest_layer_params", "1e8", "-n", "8"];
+    let output = ferrospeed(&arguments);
+    assert!(
+        stdout(&output).contains("3000M total params, 100M largest layer params."),
+        "{}",
+        stdout(&output)
+    );
+    let output = ferrospeed(&[&arguments[..], &["--stage", "2", "--json"]].concat());
+    let document: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(document["rows"][0]["device_bytes"], 6_000_000_000u64);
+    assert_eq!(ferrospeed(&["estimate", "--params", "3e9", "--stage", "1"]).status.code(), Some(2));
+}

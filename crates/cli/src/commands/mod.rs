@@ -3,8 +3,11 @@
 mod completions;
 mod config;
 mod doctor;
+mod estimate;
 mod launch;
+mod model;
 mod node_launch;
+mod plan;
 mod rank_env;
 
 use std::process::ExitCode;
@@ -27,6 +30,10 @@ enum Command {
     Launch(Box<launch::LaunchArgs>),
     /// Check, show or document a ds_config.json
     Config(config::ConfigArgs),
+    /// Say how many bytes each rank needs where, and whether they fit
+    Plan(Box<plan::PlanArgs>),
+    /// Estimate memory by DeepSpeed's ZeRO formulas
+    Estimate(estimate::EstimateArgs),
     /// Say what this machine can do, and what is missing
     Doctor(doctor::DoctorArgs),
     /// Write a completion script for a shell
@@ -44,6 +51,8 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
         Command::Launch(args) => launch::run(&args),
         Command::Config(args) => config::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Estimate(args) => estimate::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions(args) => completions::run(&args),
         Command::NodeLaunch(args) => node_launch::run(&args),

@@ -33,6 +33,12 @@ pub fn probe_disk(folder: &Path) -> Result<DiskProbe, String> {
     })
 }
 
+/// Bytes that may still be written to the disk of a folder.
+pub fn free_disk_bytes(folder: &Path) -> Result<u64, String> {
+    let room = nix::sys::statvfs::statvfs(folder).map_err(|error| error.desc().to_owned())?;
+    Ok(room.blocks_available() * room.fragment_size())
+}
+
 fn try_direct_io(folder: &Path) -> Result<(), String> {
     const BLOCK: usize = 4096;
     let path = folder.join(format!(".ferrospeed-doctor-{}", std::process::id()));

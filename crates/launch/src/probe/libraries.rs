@@ -68,6 +68,8 @@ pub struct CudaDriver {
     pub version: (i32, i32),
     /// How many devices it shows.
     pub devices: i32,
+    /// The memory of the smallest of them.
+    pub device_bytes: Option<u64>,
 }
 
 /// Opens the CUDA driver and counts its devices.
@@ -83,9 +85,19 @@ pub fn cuda_driver() -> Result<CudaDriver, String> {
         100 => 0,
         status => return Err(format!("cuInit gave status {status}")),
     };
+    let device_bytes = (0..devices).map(|device| total_memory(&library, device)).min().flatten();
     // The driver keeps threads of its own: unloading it under them is not safe.
     std::mem::forget(library);
-    Ok(CudaDriver { version: (version / 1000, version % 1000 / 10), devices })
+    Ok(CudaDriver { version: (version / 1000, version % 1000 / 10), devices, device_bytes })
+}
+
+fn total_memory(library: &Library, device: c_int) -> Option<u64> {
+    let symbol = library.symbol(c"cuDeviceTotalMem_v2")?;
+    // SAFETY: it has the C signature `CUresult cuDeviceTotalMem_v2(size_t *, CUdevice)` in cuda.h, and a CUdevice
+    // is the int ordinal that cuDeviceGet gives for the same ordinal.
+    let ask: extern "C" fn(*mut usize, c_int) -> c_int = unsafe { std::mem::transmute(symbol) };
+    let mut bytes = 0;
+    (ask(&mut bytes, device) == 0).then_some(bytes as u64)
 }
 
 /// Opens NCCL and asks its version.

@@ -5,5 +5,5 @@
 mod files;
 mod libraries;
 
-pub use files::{DiskProbe, io_uring, probe_disk};
+pub use files::{DiskProbe, free_disk_bytes, io_uring, probe_disk};
 pub use libraries::{CudaDriver, cuda_driver, nccl_version, open_library};

@@ -59,10 +59,7 @@ fn cpu() -> Vec<Check> {
 fn memory() -> Vec<Check> {
     const TOPIC: &str = "Memory";
     let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib = |name: &str| {
-        let rest = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        rest.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok())
-    };
+    let kib = |name: &str| meminfo_kib(&info, name);
     let gib = |kib: u64| format!("{:.1} GiB", kib as f64 * 1024.0 / GIB);
     let mut checks = vec![match (kib("MemTotal"), kib("MemAvailable")) {
         (Some(total), Some(free)) => {
@@ -87,6 +84,18 @@ fn memory() -> Vec<Check> {
             .advise("ranks of one host fall back to slower ways to exchange data"),
     });
     checks
+}
+
+fn meminfo_kib(info: &str, name: &str) -> Option<u64> {
+    let rest = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    rest.split_whitespace().next()?.parse().ok()
+}
+
+/// Host memory that a run may use now: what is available, within the container's limit.
+pub(in crate::commands) fn available_memory_bytes() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let available = meminfo_kib(&info, "MemAvailable")?.saturating_mul(1024);
+    Some(cgroup_limit_bytes().map_or(available, |limit| available.min(limit)))
 }
 
 fn cgroup_limit_bytes() -> Option<u64> {
@@ -173,7 +182,9 @@ fn accelerators() -> Vec<Check> {
     let driver = match probe::cuda_driver() {
         Ok(driver) => {
             let (major, minor) = driver.version;
-            let found = format!("CUDA {major}.{minor}, {} device(s)", driver.devices);
+            let memory = driver.device_bytes.map(|bytes| format!(" of {:.1} GiB", bytes as f64 / GIB));
+            let found =
+                format!("CUDA {major}.{minor}, {} device(s){}", driver.devices, memory.unwrap_or_default());
             let verdict = if driver.devices > 0 { Verdict::Good } else { Verdict::Limited };
             check(TOPIC, "CUDA driver", verdict, found)
         }

@@ -8,6 +8,8 @@ mod checks;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+pub(super) use checks::available_memory_bytes;
+
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 

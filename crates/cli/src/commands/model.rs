@@ -1,0 +1,79 @@
+//! The model that `plan` and `estimate` speak of: a Hugging Face `config.json`, or counts.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use ferrospeed_tune::estimate::ModelSize;
+use ferrospeed_tune::model::{Model, from_hugging_face};
+
+use crate::failure::Failure;
+
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+#[derive(Debug, Args)]
+#[group(id = "model_source", required = true, multiple = true)]
+pub(super) struct ModelArgs {
+    /// A Hugging Face model: its folder or its config.json
+    #[arg(long, value_name = "PATH", conflicts_with = "params")]
+    model: Option<PathBuf>,
+    /// The number of parameters, such as 7e9
+    #[arg(long, value_name = "COUNT", value_parser = parse_count)]
+    params: Option<u64>,
+    /// The parameters of the largest layer; all of them when absent
+    #[arg(long = "largest_layer_params", alias = "largest-layer-params", value_name = "COUNT", value_parser = parse_count, requires = "params")]
+    largest_layer_params: Option<u64>,
+}
+
+/// Reads `7000000000`, `7_000_000_000` and `7e9`.
+pub(super) fn parse_count(text: &str) -> Result<u64, String> {
+    let plain = text.replace('_', "");
+    if let Ok(count) = plain.parse::<u64>() {
+        return if count > 0 { Ok(count) } else { Err("must be at least 1".to_owned()) };
+    }
+    let count: f64 = plain.parse().map_err(|_| "not a number".to_owned())?;
+    // 2^53: every whole number up to here is exact in an f64.
+    if (1.0..=9_007_199_254_740_992.0).contains(&count) && count.fract() == 0.0 {
+        return Ok(count as u64);
+    }
+    Err("not a whole number that can be counted".to_owned())
+}
+
+impl ModelArgs {
+    pub(super) fn read(&self) -> Result<Model, Failure> {
+        if let Some(total_params) = self.params {
+            let largest_layer_params = self.largest_layer_params.unwrap_or(total_params);
+            return Ok(Model::Counts(ModelSize { total_params, largest_layer_params }));
+        }
+        let Some(path) = &self.model else {
+            return Err(Failure::Usage("give --model PATH or --params COUNT".to_owned()));
+        };
+        let path = if path.is_dir() { path.join("config.json") } else { path.clone() };
+        let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
+        let bytes = read_bounded(&path).map_err(refuse)?;
+        let config = serde_json::from_slice(&bytes).map_err(|error| refuse(error.to_string()))?;
+        let transformer = from_hugging_face(&config).map_err(|error| refuse(error.to_string()))?;
+        Ok(Model::Transformer(transformer))
+    }
+}
+
+fn read_bounded(path: &Path) -> Result<Vec<u8>, String> {
+    let size = path.metadata().map_err(|error| error.to_string())?.len();
+    if size > MAX_CONFIG_BYTES {
+        return Err(format!("{size} bytes are too many for a model's config.json"));
+    }
+    std::fs::read(path).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_read_in_every_usual_form() {
+        assert_eq!(parse_count("7e9"), Ok(7_000_000_000));
+        assert_eq!(parse_count("1_500"), Ok(1_500));
+        for bad in ["0", "-1", "x", "1.5", "1e300", "inf", "NaN", ""] {
+            assert!(parse_count(bad).is_err(), "{bad}");
+        }
+    }
+}
