@@ -30,7 +30,25 @@ fn object(keys: &[Key]) -> Map<String, Value> {
     if !required.is_empty() {
         schema.insert("required".into(), required.into());
     }
+    let conditions: Vec<Value> = keys.iter().flat_map(conditions).collect();
+    if !conditions.is_empty() {
+        schema.insert("allOf".into(), conditions.into());
+    }
     schema
+}
+
+/// "If `type` is Adam, then `params` has these keys", for each variant of a key that depends on its neighbour.
+fn conditions(key: &Key) -> Vec<Value> {
+    let Kind::Variants { tag: Tag::Beside(tag), variants } = key.kind else { return Vec::new() };
+    let with_keys = variants.iter().filter_map(|variant| Some((variant.tag, variant.keys?)));
+    with_keys
+        .map(|(name, keys)| {
+            json!({
+                "if": { "properties": { tag: { "pattern": any_case_pattern(&[name]) } }, "required": [tag] },
+                "then": { "properties": { key.name: { "anyOf": [object(keys), { "type": "null" }] } } },
+            })
+        })
+        .collect()
 }
 
 fn property(key: &Key) -> Value {
@@ -98,7 +116,7 @@ fn value(kind: &Kind) -> Value {
         }
         Kind::Section(keys, Form::Plain | Form::Schema) => Value::Object(object(keys)),
         Kind::Variants { tag: Tag::Within(..), variants } => Value::Object(object(&union_of(variants))),
-        // The neighbour that decides is out of sight of this sub-schema, so every variant's keys are offered.
+        // The neighbour that decides is out of sight here; the conditions beside it say the rest.
         Kind::Variants { tag: Tag::Beside(_), .. } => json!({ "type": "object" }),
         Kind::Named(kind) => json!({ "type": "object", "additionalProperties": value(kind) }),
         Kind::Json => json!({}),

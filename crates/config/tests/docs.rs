@@ -93,6 +93,10 @@ fn the_schema_lists_every_top_level_key() {
         assert!(schema["properties"].get(key.name).is_some(), "{}", key.name);
     }
     assert_eq!(schema["additionalProperties"], false);
+    let optimizer = &schema["properties"]["optimizer"]["anyOf"][0];
+    assert_eq!(optimizer["allOf"][0]["if"]["properties"]["type"]["pattern"], "^([aA][dD][aA][mM])$");
+    let adam = &optimizer["allOf"][0]["then"]["properties"]["params"]["anyOf"][0]["properties"];
+    assert!(adam["betas"]["description"].is_string(), "{adam}");
     assert_eq!(
         schema["properties"]["zero_optimization"]["anyOf"][0]["anyOf"][0]["properties"]["stage"]["anyOf"][0]
             ["enum"],
