@@ -113,9 +113,9 @@ fn starting_is_cheap() {
     };
     let lines: Vec<String> = (0..200).map(|line| format!("  \"_comment_{line}\": {line}")).collect();
     let (_folder, path) = config_file(&format!("{{\n\"train_batch_size\": 8,\n{}\n}}", lines.join(",\n")));
-    // The targets are 10 and 20 ms; the bounds leave room for a busy machine.
-    assert!(best_of_five(&["--help"]) < Duration::from_millis(100));
-    assert!(best_of_five(&["config", "check", &path]) < Duration::from_millis(200));
+    // The targets are 10 and 20 ms; the bounds only catch what is wrong by far on a busy machine.
+    assert!(best_of_five(&["--help"]) < Duration::from_millis(500));
+    assert!(best_of_five(&["config", "check", &path]) < Duration::from_millis(500));
 }
 
 #[test]

@@ -5,8 +5,11 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// An upper bound far above what anything here needs and far below a hang.
+/// Within this time of a failure or a signal every rank must be gone.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long a busy machine may take to get anything done at all.
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs the binary to its end.
 pub(crate) fn ferrospeed(arguments: &[&str]) -> Output {
@@ -63,7 +66,7 @@ pub(crate) fn is_running(pid: &str) -> bool {
 
 /// Waits for a condition, and fails when patience runs out.
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + WAIT_LIMIT;
     while !condition() {
         assert!(Instant::now() < end, "waited in vain for {what}");
         std::thread::sleep(Duration::from_millis(5));
