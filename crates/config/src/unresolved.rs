@@ -16,6 +16,7 @@ use crate::defaults::fill_root;
 use crate::diagnostic::{Code, Diagnostic, Report, Severity};
 use crate::elasticity::{ElasticBatch, Elasticity, ElasticityError, elastic_batch};
 use crate::error::ConfigError;
+use crate::overrides::set_in_tree;
 use crate::reader::{Document, MAX_BYTES, MAX_DEPTH, shorten};
 use crate::rules;
 use crate::typed::{Config, Reader};
@@ -24,6 +25,9 @@ use crate::typed::{Config, Reader};
 /// [`Unresolved::resolve`] adds those that depend on the number of ranks and refuses if there is any.
 #[derive(Debug, Clone)]
 pub struct Unresolved {
+    document: Document,
+    /// What the reader found: duplicate keys.
+    reading: Report,
     checked: Checked,
     source: Value,
 }
@@ -48,7 +52,7 @@ impl Config {
     pub fn from_str(name: &str, text: &str) -> Result<Unresolved, ConfigError> {
         check_size(name, text.len() as u64)?;
         let (document, report) = Document::from_text(name, text).map_err(ConfigError::Invalid)?;
-        Ok(Unresolved::from_document(&document, report))
+        Ok(Unresolved::from_document(document, report))
     }
 
     /// Takes a configuration that is in memory already.
@@ -66,7 +70,7 @@ impl Config {
             });
             return Err(ConfigError::Invalid(report));
         };
-        Ok(Unresolved::from_document(&document, Report::default()))
+        Ok(Unresolved::from_document(document, Report::default()))
     }
 
     /// Reads URL-safe base64 of configuration text.
@@ -104,11 +108,21 @@ impl Unresolved {
         Config::from_str(file, &text)
     }
 
-    fn from_document(document: &Document, report: Report) -> Unresolved {
-        Unresolved { checked: check(document, report), source: document.root.to_value() }
+    fn from_document(document: Document, reading: Report) -> Unresolved {
+        let checked = check(&document, reading.clone());
+        Unresolved { checked, source: document.root.to_value(), document, reading }
     }
 
-    /// The configuration as it was given, comments left out. Overrides ([`crate::set`]) apply to this.
+    /// Applies overrides such as `zero_optimization.stage=3` in their order, and checks the result anew. What is not
+    /// overridden keeps its place in the file. Each follows the rules of [`crate::set`].
+    pub fn with_overrides<S: AsRef<str>>(mut self, assignments: &[S]) -> Result<Unresolved, ConfigError> {
+        for assignment in assignments {
+            set_in_tree(&mut self.document.root, assignment.as_ref())?;
+        }
+        Ok(Unresolved::from_document(self.document, self.reading))
+    }
+
+    /// The configuration as it was given, comments left out.
     pub fn source(&self) -> &Value {
         &self.source
     }

@@ -219,3 +219,14 @@ fn overrides_are_checked_with_the_rest() {
     let bad = ferrospeed_config::set(&mut source, "zero_optimization").expect_err("no value");
     assert_eq!(bad.to_string(), "cannot apply the override `zero_optimization`: write it as path=value");
 }
+
+#[test]
+fn overrides_leave_the_places_of_the_rest() {
+    let text = "{\n  \"train_batch_size\": 8,\n  \"stepz_per_print\": 1,\n  \"zero_optimization\": true\n}";
+    let overridden =
+        Config::from_str("ds.json", text).expect("readable").with_overrides(&["zero_optimization.stage=9"]);
+    assert_eq!(
+        overridden.expect("well-formed").report().to_string(),
+        "ds.json:3:3: error: `stepz_per_print`: unknown key\n  help: did you mean `steps_per_print`?\nds.json: error: `zero_optimization.stage`: expected 0, 1, 2 or 3, found 9"
+    );
+}

@@ -83,7 +83,8 @@ pub(crate) fn position_in(text: &str, offset: usize) -> Position {
 }
 
 impl Node {
-    fn from_value(value: &Value, depth: usize) -> Option<Node> {
+    /// A tree without places; `None` where it nests too deep below `depth`.
+    pub(crate) fn from_value(value: &Value, depth: usize) -> Option<Node> {
         if depth > MAX_DEPTH {
             return None;
         }
