@@ -1,6 +1,6 @@
 //! "Did you mean": the nearest name, or the section in which a misplaced key belongs.
 
-use crate::table::{Key, Kind, ROOT};
+use crate::table::{Key, ROOT};
 
 /// The permitted name nearest to a misspelt one, if any is near enough to be meant.
 pub(crate) fn nearest<'a>(given: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
@@ -8,10 +8,18 @@ pub(crate) fn nearest<'a>(given: &str, names: impl Iterator<Item = &'a str>) -> 
         return None;
     }
     let lower = given.to_lowercase();
-    let (score, name) = names
-        .map(|name| (strsim::normalized_damerau_levenshtein(&lower, &name.to_lowercase()), name))
-        .max_by(|a, b| a.0.total_cmp(&b.0))?;
-    (score >= 0.6).then_some(name)
+    let length = lower.chars().count();
+    let similar = names.filter_map(|name| {
+        // Option names are ASCII. A distance is at least the difference in length, which is cheap to look at first.
+        let longer = length.max(name.len());
+        let most_edits = longer * 2 / 5;
+        if longer - length.min(name.len()) > most_edits {
+            return None;
+        }
+        let edits = strsim::osa_distance(&lower, &name.to_ascii_lowercase());
+        (edits <= most_edits).then(|| (edits * 1000 / longer.max(1), name))
+    });
+    similar.min_by_key(|(edits_per_mille, _)| *edits_per_mille).map(|(_, name)| name)
 }
 
 /// What to write instead of an unknown key.
@@ -21,29 +29,25 @@ pub(crate) fn for_unknown_key(given: &str, siblings: &[Key]) -> String {
     if let Some(name) = nearest(given, names) {
         return format!("did you mean `{name}`?");
     }
-    if let Some(path) = find_elsewhere(given, ROOT, "") {
+    if let Some(path) = find_elsewhere(given, ROOT) {
         return format!("`{given}` belongs in `{path}`");
     }
     "remove it; a key that starts with `_` is kept as a comment".to_owned()
 }
 
-/// The section that has a key of exactly this name.
-fn find_elsewhere(given: &str, keys: &'static [Key], path: &str) -> Option<String> {
-    if given == "enabled" || given == "type" || given == "params" {
+/// The section that has a key of exactly this name. Names that many sections have say nothing.
+fn find_elsewhere(given: &str, keys: &'static [Key]) -> Option<String> {
+    if ["enabled", "type", "params"].contains(&given) {
         return None;
     }
     for key in keys {
-        if !path.is_empty()
-            && (key.name == given || key.aliases.contains(&given))
-            && !matches!(key.kind, Kind::Json)
-        {
-            return Some(path.to_owned());
+        let Some((children, _)) = key.children() else { continue };
+        let here = |child: &Key| child.name == given || child.aliases.contains(&given);
+        if children.iter().any(here) {
+            return Some(key.name.to_owned());
         }
-        if let Some((children, _)) = key.children() {
-            let below = if path.is_empty() { key.name.to_owned() } else { format!("{path}.{}", key.name) };
-            if let Some(found) = find_elsewhere(given, children, &below) {
-                return Some(found);
-            }
+        if let Some(below) = find_elsewhere(given, children) {
+            return Some(format!("{}.{below}", key.name));
         }
     }
     None
