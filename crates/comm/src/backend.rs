@@ -7,6 +7,8 @@
 pub(crate) mod hierarchical;
 pub(crate) mod local;
 pub(crate) mod message;
+#[cfg(feature = "mpi")]
+pub(crate) mod mpi;
 mod stash;
 pub(crate) mod tcp;
 

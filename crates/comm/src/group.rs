@@ -167,7 +167,7 @@ impl GroupInner {
                 started,
                 deadline: started + limit,
             };
-            self.observed(&ticket, None, || self.carrier.run(&piece, &ticket))?;
+            self.observed(&ticket, None, piece.message_bytes(), || self.carrier.run(&piece, &ticket))?;
         }
         Ok(())
     }
@@ -194,7 +194,7 @@ impl GroupInner {
         let ticket =
             Ticket { fingerprint, call_site, started, deadline: started + self.world.limits.deadline };
         let peer = self.membership.ranks[message.peer];
-        self.observed(&ticket, Some(peer), || match message.kind {
+        self.observed(&ticket, Some(peer), message.region.len(), || match message.kind {
             Kind::Send => self.carrier.send(message, &ticket),
             _ => self.carrier.recv(message, &ticket),
         })
@@ -211,12 +211,20 @@ impl GroupInner {
         }
     }
 
-    /// Runs with the flight recorder on; a failure ends the group and dumps the recorder.
-    fn observed(&self, ticket: &Ticket, peer: Option<usize>, run: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Runs with the flight recorder and the logger on; a failure ends the group and dumps the recorder.
+    fn observed(
+        &self,
+        ticket: &Ticket,
+        peer: Option<usize>,
+        message_bytes: usize,
+        run: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let recorder = &self.world.recorder;
         let number = recorder.begin(ticket, &self.name, &self.membership.ranks, peer);
         let result = run();
         recorder.end(number, &result);
+        let latency = ticket.started.elapsed();
+        self.world.log.add(ticket.fingerprint.kind, message_bytes, self.membership.size(), latency);
         if let Err(error) = &result
             && self.failure.set(error.clone()).is_ok()
         {

@@ -25,11 +25,13 @@
 //! ```
 
 mod backend;
+pub mod bench;
 mod dtype;
 mod error;
 mod group;
 mod lane;
 pub mod layout;
+pub mod logger;
 mod mesh;
 mod op;
 pub mod recorder;

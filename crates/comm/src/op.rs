@@ -161,9 +161,14 @@ impl Collective {
         }
     }
 
-    /// Bytes that this rank contributes or receives, whichever is more: the message size of reports.
+    /// The message size of reports: the whole buffer, or this rank's part for all_gather and reduce_scatter.
     pub(crate) fn message_bytes(&self) -> usize {
-        self.parts.iter().map(|part| part.input.len().max(part.output.len())).sum()
+        let of_part = |part: &Part| match self.kind {
+            Kind::AllGather => part.input.len(),
+            Kind::ReduceScatter => part.output.len(),
+            _ => part.input.len().max(part.output.len()),
+        };
+        self.parts.iter().map(of_part).sum()
     }
 
     pub(crate) fn invalid(&self, problem: impl Into<String>) -> Error {

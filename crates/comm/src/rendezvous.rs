@@ -51,8 +51,11 @@ impl World {
         let deadline = Instant::now() + options.limits.deadline;
         let state = Arc::new(JobState::new(options.world_size));
         let hub = if options.rank == 0 { Some(Hub::start(&options, deadline)?) } else { None };
-        let member =
-            Arc::new(Member::join(&options, hub.as_ref().map(Hub::address), deadline, Arc::clone(&state))?);
+        let joined = Member::join(&options, hub.as_ref().map(Hub::address), deadline, Arc::clone(&state));
+        if let (Err(_), Some(hub)) = (&joined, &hub) {
+            hub.let_others_hear();
+        }
+        let member = Arc::new(joined?);
         let leaving = Arc::clone(&member);
         let world = World::assemble(WorldParts {
             rank: options.rank,

@@ -19,6 +19,7 @@ use crate::backend::tcp::{Endpoint, TcpLink};
 use crate::backend::{Carrier, Membership};
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::logger::CommLog;
 use crate::recorder::Recorder;
 use crate::rendezvous::Backend;
 use crate::segment::{self, Registered, SegmentTable};
@@ -67,9 +68,13 @@ pub(crate) struct WorldInner {
     backend: Backend,
     /// Where peers reach this rank by `tcp`, in jobs that use it.
     endpoint: Option<Arc<Endpoint>>,
+    /// The MPI library, in jobs that use it.
+    #[cfg(feature = "mpi")]
+    mpi: Option<Arc<crate::backend::mpi::Session>>,
     pub(crate) limits: Limits,
     pub(crate) state: Arc<JobState>,
     pub(crate) recorder: Arc<Recorder>,
+    pub(crate) log: CommLog,
     store: Arc<dyn Store>,
     segments: Arc<SegmentTable>,
     next_group_id: AtomicU64,
@@ -144,16 +149,28 @@ impl World {
             Backend::Auto => parts.hosts.len() > 1,
             Backend::Local | Backend::Mpi | Backend::Nccl => false,
         };
+        #[cfg(feature = "mpi")]
+        let mpi = (parts.backend == Backend::Mpi)
+            .then(|| crate::backend::mpi::Session::open(parts.rank, size, Arc::clone(&parts.state)))
+            .transpose()?;
+        #[cfg(not(feature = "mpi"))]
+        if parts.backend == Backend::Mpi {
+            let problem = "this build has no MPI; build it with the cargo feature `mpi`".into();
+            return Err(Error::Backend { backend: "mpi", problem });
+        }
         let open = || Endpoint::open(parts.job, parts.rank, parts.address, Arc::clone(&parts.store));
         let inner = Arc::new(WorldInner {
             rank: parts.rank,
             size,
             endpoint: uses_tcp.then(open).transpose()?,
+            #[cfg(feature = "mpi")]
+            mpi,
             hosts: parts.hosts,
             backend: parts.backend,
             limits: parts.limits,
             state: parts.state,
             recorder: Arc::new(Recorder::new(parts.rank)),
+            log: CommLog::default(),
             store: parts.store,
             segments: Arc::default(),
             next_group_id: AtomicU64::new(0),
@@ -196,6 +213,11 @@ impl World {
     /// The flight recorder of this rank.
     pub fn recorder(&self) -> &Recorder {
         &self.inner.recorder
+    }
+
+    /// The communication logger of this rank; off until it is started.
+    pub fn log(&self) -> &CommLog {
+        &self.inner.log
     }
 
     /// Makes a group of the given world ranks, in the given order; `None` on ranks that are not in it.
@@ -308,6 +330,12 @@ impl WorldInner {
         let deadline = Instant::now() + self.limits.deadline;
         let membership = self.membership(group_id, name, ranks, me);
         let one_host = self.hosts.iter().any(|host| ranks.iter().all(|rank| host.contains(rank)));
+        #[cfg(feature = "mpi")]
+        if let Some(session) = &self.mpi {
+            let link = crate::backend::mpi::MpiLink::new(Arc::clone(session));
+            let carrier = self.connect_link(membership.clone(), link, deadline)?;
+            return Ok(Some(Group::new(Arc::clone(self), membership, carrier)));
+        }
         let carrier: Arc<dyn Carrier> = match &self.endpoint {
             Some(endpoint) if self.backend == Backend::Tcp || !one_host => {
                 self.connect_link(membership.clone(), TcpLink::new(Arc::clone(endpoint)), deadline)?

@@ -282,3 +282,36 @@ fn a_mesh_that_does_not_fill_the_world_is_refused() {
         Mesh::new(ferrospeed_comm::World::solo(), ProcessTopology::pipe_data(2, 1).unwrap()).unwrap_err();
     assert!(error.to_string().contains("pipe 2 × data 1 make 2 ranks, but the world has 1"), "{error}");
 }
+
+#[test]
+fn golden_logger_numbers() {
+    use ferrospeed_comm::logger::{bandwidth, readable_bytes, trimmed_mean};
+    let close = |actual: f64, expected: &Value| match expected.as_str() {
+        Some("nan") => actual.is_nan(),
+        Some(other) => panic!("unknown number {other}"),
+        None => (actual - expected.as_f64().unwrap()).abs() <= 1e-9 * actual.abs().max(1.0),
+    };
+    for case in golden().cases("utils/misc.json") {
+        let (args, expect) = (&case["args"], &case["expect"]);
+        match case["fn"].as_str().unwrap() {
+            "trim_mean" => {
+                let data: Vec<f64> =
+                    args["data"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
+                assert!(close(trimmed_mean(&data, args["trim"].as_f64().unwrap()), expect), "{case}");
+            }
+            "convert_size" => {
+                assert_eq!(json!(readable_bytes(args["bytes"].as_u64().unwrap())), *expect, "{case}")
+            }
+            "calc_bw_log" => {
+                let (op, bytes) = (args["op"].as_str().unwrap(), number(&args["bytes"]));
+                let actual =
+                    bandwidth(op, bytes, args["duration_ms"].as_f64().unwrap(), number(&args["world_size"]));
+                assert!(
+                    close(actual.algorithm_gbps, &expect[0]) && close(actual.bus_gbps, &expect[1]),
+                    "{case}"
+                );
+            }
+            _ => {}
+        }
+    }
+}

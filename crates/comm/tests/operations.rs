@@ -39,7 +39,8 @@ fn operations_of_several_groups_may_be_in_flight_in_any_order() {
 
 #[test]
 fn ranks_that_disagree_are_all_told_both_call_sites() {
-    let operations: [fn(&World) -> Result<(), Error>; 4] = [
+    type Call = fn(&World) -> Result<(), Error>;
+    let operations: [Call; 4] = [
         |world| world.group().all_reduce(&mut [1.0f32; 8], ReduceOp::Sum),
         |world| world.group().all_reduce(&mut [1.0f64; 8], ReduceOp::Sum),
         |world| world.group().all_reduce(&mut [1.0f32; 9], ReduceOp::Sum),
@@ -141,4 +142,51 @@ fn registered_memory_is_given_back_when_dropped() {
     let shared = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
     let kilobytes: usize = shared.trim().trim_end_matches(" kB").parse().unwrap();
     assert!(kilobytes < 512 << 10, "{kilobytes} kB of shared memory are still resident");
+}
+
+#[test]
+fn the_logger_counts_operations_by_kind_and_size() {
+    on_threads(2, |world| {
+        world.group().barrier().unwrap();
+        world.log().start();
+        for _ in 0..3 {
+            world.group().all_reduce(&mut [0.0f32; 256], ReduceOp::Sum).unwrap();
+        }
+        world.group().all_gather(&[1u8; 10], &mut [0u8; 20]).unwrap();
+        world.log().stop();
+        let rows = world.log().summary_across(&world.group()).unwrap();
+        let seen: Vec<_> = rows.iter().map(|row| (row.operation, row.bytes, row.count)).collect();
+        assert_eq!(seen, [("all_gather", 10, 1), ("all_reduce", 1024, 3)]);
+        assert!(
+            rows.iter().all(|row| row.straggler_ms.is_some_and(|wait| wait >= 0.0) && row.bus_gbps > 0.0)
+        );
+        let table = ferrospeed_comm::logger::table(&rows);
+        assert!(table.starts_with("Comm. Op            Message Size        Count"), "{table}");
+        assert!(table.contains("1.0 KB"), "{table}");
+    });
+}
+
+#[test]
+fn the_benchmark_measures_every_row_of_its_matrix() {
+    use ferrospeed_comm::Kind;
+    use ferrospeed_comm::bench::{Matrix, Memory, run, table};
+    on_threads(2, |world| {
+        let matrix = Matrix {
+            operations: vec![
+                Kind::AllReduce,
+                Kind::AllGather,
+                Kind::ReduceScatter,
+                Kind::AllToAll,
+                Kind::Barrier,
+            ],
+            sizes_bytes: vec![4096, 100_000],
+            dtypes: vec![DType::F32],
+            memories: vec![Memory::Registered, Memory::Staged],
+            time_per_row: Duration::from_millis(2),
+        };
+        let rows = run(&world, &matrix).unwrap();
+        assert_eq!(rows.len(), 20);
+        assert!(rows.iter().all(|row| row.median_us > 0.0 && row.iterations >= 5));
+        assert_eq!(table(&rows).lines().count(), 21);
+    });
 }

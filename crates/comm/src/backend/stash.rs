@@ -62,16 +62,19 @@ impl MessageHeader {
     }
 }
 
+/// A message that was received before it was asked for.
+type Early = (MessageHeader, Vec<u8>);
+
 /// Messages that wait for somebody to ask for their tag.
 #[derive(Default)]
 pub(crate) struct Stash {
     /// `(sender, tag)` → in order of arrival.
-    waiting: HashMap<(usize, u64), VecDeque<(MessageHeader, Vec<u8>)>>,
+    waiting: HashMap<(usize, u64), VecDeque<Early>>,
     bytes: usize,
 }
 
 impl Stash {
-    pub(crate) fn take(&mut self, sender: usize, tag: u64) -> Option<(MessageHeader, Vec<u8>)> {
+    pub(crate) fn take(&mut self, sender: usize, tag: u64) -> Option<Early> {
         let found = self.waiting.get_mut(&(sender, tag))?.pop_front()?;
         self.bytes -= found.1.len();
         Some(found)

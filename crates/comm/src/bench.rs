@@ -1,0 +1,211 @@
+//! Measures collectives: operation × size × type × memory, on the ranks and the backend of a world.
+//!
+//! Sizes mean the whole buffer: what every rank holds after an all_gather, what each contributes to a reduce_scatter.
+//! Every rank must run the same matrix; the times are those of the slowest rank, so every rank reports the same rows.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::lane::Work;
+use crate::op::Kind;
+use crate::region::Region;
+use crate::world::World;
+
+/// Where the buffers lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Memory {
+    /// Memory from [`World::allocate`].
+    Registered,
+    /// Any other memory.
+    Staged,
+}
+
+/// What to measure.
+#[derive(Debug, Clone)]
+pub struct Matrix {
+    /// Collectives with equal parts.
+    pub operations: Vec<Kind>,
+    /// Sizes of the whole buffer.
+    pub sizes_bytes: Vec<usize>,
+    /// Element types.
+    pub dtypes: Vec<DType>,
+    /// Kinds of memory.
+    pub memories: Vec<Memory>,
+    /// About how long to measure each.
+    pub time_per_row: Duration,
+}
+
+impl Default for Matrix {
+    fn default() -> Self {
+        Matrix {
+            operations: vec![
+                Kind::AllReduce,
+                Kind::AllGather,
+                Kind::ReduceScatter,
+                Kind::Broadcast,
+                Kind::AllToAll,
+            ],
+            sizes_bytes: vec![4 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20],
+            dtypes: vec![DType::F32, DType::BF16],
+            memories: vec![Memory::Registered, Memory::Staged],
+            time_per_row: Duration::from_millis(500),
+        }
+    }
+}
+
+/// One measurement.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The collective.
+    pub operation: Kind,
+    /// The backend that carried it.
+    pub backend: String,
+    /// The number of ranks.
+    pub ranks: usize,
+    /// Bytes of the whole buffer.
+    pub bytes: usize,
+    /// The element type.
+    pub dtype: DType,
+    /// Where the buffers lay.
+    pub memory: Memory,
+    /// How often it ran.
+    pub iterations: usize,
+    /// The median time.
+    pub median_us: f64,
+    /// The best time.
+    pub best_us: f64,
+    /// Bytes over the median time.
+    pub algorithm_gb_per_s: f64,
+    /// Scaled to what each rank must move.
+    pub bus_gb_per_s: f64,
+}
+
+/// Measures the whole matrix.
+pub fn run(world: &World, matrix: &Matrix) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for memory in &matrix.memories {
+        for bytes in &matrix.sizes_bytes {
+            for dtype in &matrix.dtypes {
+                for operation in &matrix.operations {
+                    rows.push(measure(world, *operation, *bytes, *dtype, *memory, matrix.time_per_row)?);
+                }
+            }
+        }
+    }
+    Ok(rows)
+}
+
+fn measure(
+    world: &World,
+    operation: Kind,
+    bytes: usize,
+    dtype: DType,
+    memory: Memory,
+    time: Duration,
+) -> Result<Row> {
+    let group = world.group();
+    let unit = group.size() * dtype.size();
+    let part_bytes = (bytes / unit).max(1) * dtype.size();
+    let bytes = part_bytes * group.size();
+    let (whole, part) = match memory {
+        Memory::Registered => (world.allocate(bytes)?.region(), world.allocate(part_bytes)?.region()),
+        Memory::Staged => (Region::zeroed(bytes), Region::zeroed(part_bytes)),
+    };
+    let start = || start(&group, operation, &whole, &part, dtype);
+    let once = |count: usize| -> Result<Vec<f64>> {
+        let mut times_us = Vec::with_capacity(count);
+        for _ in 0..count {
+            group.barrier()?;
+            let begin = Instant::now();
+            start()?.wait()?;
+            times_us.push(begin.elapsed().as_secs_f64() * 1e6);
+        }
+        // An operation takes as long as it takes the slowest rank.
+        group.all_reduce(&mut times_us, ReduceOp::Max)?;
+        Ok(times_us)
+    };
+    let warm = once(3)?;
+    let estimate_us = warm.iter().copied().fold(f64::INFINITY, f64::min).max(0.1);
+    let iterations = ((time.as_secs_f64() * 1e6 / estimate_us) as usize).clamp(5, 2000);
+    let mut times_us = once(iterations)?;
+    times_us.sort_by(f64::total_cmp);
+    let (median_us, best_us) = (times_us[iterations / 2], times_us[0]);
+    let algorithm_gb_per_s = bytes as f64 / median_us / 1e3;
+    Ok(Row {
+        operation,
+        backend: group.backend().to_owned(),
+        ranks: group.size(),
+        bytes,
+        dtype,
+        memory,
+        iterations,
+        median_us,
+        best_us,
+        algorithm_gb_per_s,
+        bus_gb_per_s: algorithm_gb_per_s * bus_factor(operation, group.size()),
+    })
+}
+
+/// The bytes that each rank must move, for each byte of the buffer.
+fn bus_factor(operation: Kind, ranks: usize) -> f64 {
+    let share = (ranks - 1) as f64 / ranks as f64;
+    match operation {
+        Kind::AllReduce => 2.0 * share,
+        Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll => share,
+        _ => 1.0,
+    }
+}
+
+fn start(group: &Group, operation: Kind, whole: &Region, part: &Region, dtype: DType) -> Result<Work> {
+    Ok(match operation {
+        Kind::AllReduce => group.all_reduce_async(whole, dtype, ReduceOp::Sum),
+        Kind::Reduce => group.reduce_async(whole, dtype, ReduceOp::Sum, 0),
+        Kind::ReduceScatter => group.reduce_scatter_async(whole, part, dtype, ReduceOp::Sum),
+        Kind::AllGather => group.all_gather_async(part, whole, dtype),
+        Kind::Broadcast => group.broadcast_async(whole, dtype, 0),
+        Kind::Scatter => group.scatter_async((group.rank() == 0).then_some(whole), part, dtype, 0),
+        Kind::Gather => group.gather_async(part, (group.rank() == 0).then_some(whole), dtype, 0),
+        Kind::AllToAll => {
+            // In place would need a second buffer of the same size: exchange the two halves of one.
+            let half = whole.len() / 2 / (group.size() * dtype.size()) * (group.size() * dtype.size());
+            group.all_to_all_async(&whole.slice(0..half), &whole.slice(half..2 * half), dtype)
+        }
+        Kind::Barrier => group.barrier_async(),
+        Kind::Send | Kind::Recv => {
+            let problem = format!("{} needs a peer; measure a collective", operation.name());
+            return Err(Error::Backend { backend: "bench", problem });
+        }
+    })
+}
+
+/// The rows as a table for people.
+pub fn table(rows: &[Row]) -> String {
+    let mut text = format!(
+        "{:<15}{:<14}{:>5}{:>11}{:>7}  {:<12}{:>12}{:>12}{:>12}\n",
+        "operation", "backend", "ranks", "size", "type", "memory", "median µs", "alg GB/s", "bus GB/s"
+    );
+    for row in rows {
+        let memory = match row.memory {
+            Memory::Registered => "registered",
+            Memory::Staged => "staged",
+        };
+        text.push_str(&format!(
+            "{:<15}{:<14}{:>5}{:>11}{:>7}  {:<12}{:>12.1}{:>12.2}{:>12.2}\n",
+            row.operation.name(),
+            row.backend,
+            row.ranks,
+            crate::logger::readable_bytes(row.bytes as u64),
+            row.dtype.name(),
+            memory,
+            row.median_us,
+            row.algorithm_gb_per_s,
+            row.bus_gb_per_s
+        ));
+    }
+    text
+}
