@@ -5,12 +5,12 @@
 
 use std::time::{Duration, Instant};
 
+use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, Element, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::lane::Work;
 use crate::op::Kind;
 use crate::region::Region;
 use crate::world::World;
@@ -116,13 +116,12 @@ fn measure(
         Memory::Registered => (world.allocate(bytes)?.region(), world.allocate(part_bytes)?.region()),
         Memory::Staged => (Region::zeroed(bytes), Region::zeroed(part_bytes)),
     };
-    let start = || start(&group, operation, &whole, &part, dtype);
     let once = |count: usize| -> Result<Vec<f64>> {
         let mut times_us = Vec::with_capacity(count);
         for _ in 0..count {
             group.barrier()?;
             let begin = Instant::now();
-            start()?.wait()?;
+            run_once(&group, operation, &whole, &part, dtype)?;
             times_us.push(begin.elapsed().as_secs_f64() * 1e6);
         }
         // An operation takes as long as it takes the slowest rank.
@@ -161,26 +160,45 @@ fn bus_factor(operation: Kind, ranks: usize) -> f64 {
     }
 }
 
-fn start(group: &Group, operation: Kind, whole: &Region, part: &Region, dtype: DType) -> Result<Work> {
-    Ok(match operation {
-        Kind::AllReduce => group.all_reduce_async(whole, dtype, ReduceOp::Sum),
-        Kind::Reduce => group.reduce_async(whole, dtype, ReduceOp::Sum, 0),
-        Kind::ReduceScatter => group.reduce_scatter_async(whole, part, dtype, ReduceOp::Sum),
-        Kind::AllGather => group.all_gather_async(part, whole, dtype),
-        Kind::Broadcast => group.broadcast_async(whole, dtype, 0),
-        Kind::Scatter => group.scatter_async((group.rank() == 0).then_some(whole), part, dtype, 0),
-        Kind::Gather => group.gather_async(part, (group.rank() == 0).then_some(whole), dtype, 0),
+/// Runs one operation on the caller's thread.
+fn run_once(group: &Group, operation: Kind, whole: &Region, part: &Region, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 => run_typed::<f32>(group, operation, whole, part),
+        DType::F64 => run_typed::<f64>(group, operation, whole, part),
+        DType::BF16 => run_typed::<bf16>(group, operation, whole, part),
+        DType::F16 => run_typed::<f16>(group, operation, whole, part),
+        DType::I8 => run_typed::<i8>(group, operation, whole, part),
+        DType::I16 => run_typed::<i16>(group, operation, whole, part),
+        DType::I32 => run_typed::<i32>(group, operation, whole, part),
+        DType::I64 => run_typed::<i64>(group, operation, whole, part),
+        DType::U8 | DType::Bool => run_typed::<u8>(group, operation, whole, part),
+    }
+}
+
+fn run_typed<T: Element>(group: &Group, operation: Kind, whole: &Region, part: &Region) -> Result<()> {
+    // SAFETY: both regions are this measurement's own, apart from each other, and nothing is in flight on them.
+    let (whole, part) = unsafe { (whole.as_mut_slice::<T>(), part.as_mut_slice::<T>()) };
+    let is_root = group.rank() == 0;
+    match operation {
+        Kind::AllReduce => group.all_reduce(whole, ReduceOp::Sum),
+        Kind::Reduce => group.reduce(whole, ReduceOp::Sum, 0),
+        Kind::ReduceScatter => group.reduce_scatter(whole, part, ReduceOp::Sum),
+        Kind::AllGather => group.all_gather(part, whole),
+        Kind::Broadcast => group.broadcast(whole, 0),
+        Kind::Scatter => group.scatter(is_root.then_some(&*whole), part, 0),
+        Kind::Gather => group.gather(part, is_root.then_some(whole), 0),
         Kind::AllToAll => {
-            // In place would need a second buffer of the same size: exchange the two halves of one.
-            let half = whole.len() / 2 / (group.size() * dtype.size()) * (group.size() * dtype.size());
-            group.all_to_all_async(&whole.slice(0..half), &whole.slice(half..2 * half), dtype)
+            // From one half of the buffer to the other.
+            let half = whole.len() / 2 / group.size() * group.size();
+            let (from, to) = whole.split_at_mut(half);
+            group.all_to_all(from, &mut to[..half])
         }
-        Kind::Barrier => group.barrier_async(),
+        Kind::Barrier => group.barrier(),
         Kind::Send | Kind::Recv => {
             let problem = format!("{} needs a peer; measure a collective", operation.name());
-            return Err(Error::Backend { backend: "bench", problem });
+            Err(Error::Backend { backend: "bench", problem })
         }
-    })
+    }
 }
 
 /// The rows as a table for people.

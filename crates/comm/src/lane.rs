@@ -1,9 +1,10 @@
 //! Lanes: operations of one group that run one after the other, in the order they were started.
 //!
 //! A group has one lane for its collectives and one per peer and direction for messages, so that a send never waits
-//! behind an unrelated receive and groups never wait for each other. A blocking call runs on the caller's thread when
-//! its lane is idle; otherwise, and for asynchronous calls, the lane's progress thread runs it. The thread is started by
-//! the first asynchronous operation and ends with the lane.
+//! behind an unrelated receive and groups never wait for each other. A blocking call runs on the caller's thread. An
+//! asynchronous one is run by the lane's progress thread, or by whoever waits for it, whoever comes first: so an operation
+//! that is waited for at once costs no change of threads. The thread is started by the first asynchronous operation and
+//! ends with the lane.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,6 +19,7 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone)]
 pub struct Work {
     outcome: Arc<Outcome>,
+    lane: Option<Arc<Shared>>,
 }
 
 #[derive(Debug, Default)]
@@ -27,12 +29,12 @@ struct Outcome {
 }
 
 impl Work {
-    fn pending() -> Self {
-        Work { outcome: Arc::default() }
+    fn pending(lane: Option<Arc<Shared>>) -> Self {
+        Work { outcome: Arc::default(), lane }
     }
 
     pub(crate) fn finished(result: Result<()>) -> Self {
-        let work = Work::pending();
+        let work = Work::pending(None);
         work.complete(result);
         work
     }
@@ -44,6 +46,7 @@ impl Work {
 
     /// Waits until the operation is done. The operation's own deadline bounds the wait.
     pub fn wait(&self) -> Result<()> {
+        while !self.is_done() && self.lane.as_ref().is_some_and(|lane| lane.run_next()) {}
         let mut result = self.outcome.result.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(result) = result.as_ref() {
@@ -88,6 +91,28 @@ impl Shared {
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Runs the first queued job, unless there is none or another thread is at work.
+    fn run_next(&self) -> bool {
+        let mut state = self.lock();
+        if state.busy {
+            return false;
+        }
+        let Some((job, work)) = state.queue.pop_front() else { return false };
+        state.busy = true;
+        drop(state);
+        let result = run_guarded(job);
+        self.lock().busy = false;
+        work.complete(result);
+        self.changed.notify_all();
+        true
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("Lane")
+    }
 }
 
 impl Lane {
@@ -111,7 +136,7 @@ impl Lane {
 
     /// Queues `job` for the progress thread.
     pub(crate) fn start(&self, job: impl FnOnce() -> Result<()> + Send + 'static) -> Work {
-        let work = Work::pending();
+        let work = Work::pending(Some(Arc::clone(&self.shared)));
         let mut state = self.shared.lock();
         if !state.thread_started {
             let shared = Arc::clone(&self.shared);
@@ -145,13 +170,8 @@ fn progress(shared: &Shared) {
             }
             state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        let Some((job, work)) = state.queue.pop_front() else { continue };
-        state.busy = true;
         drop(state);
-        let result = run_guarded(job);
-        shared.lock().busy = false;
-        work.complete(result);
-        shared.changed.notify_all();
+        shared.run_next();
     }
 }
 
