@@ -7,12 +7,18 @@
 
 pub mod adagrad;
 pub mod adam;
+pub mod error;
 pub mod lamb;
 pub mod lion;
+pub mod loss_scale;
 pub mod norm;
+pub mod schedule;
 pub mod sgd;
 pub mod stretch;
 
+pub use error::{OptimError, Result};
+pub use loss_scale::LossScaler;
+pub use schedule::Scheduler;
 pub use stretch::{Copy16, Gradient, Stretch};
 
 use ferrospeed_config::Optimizer as Configured;
@@ -79,6 +85,11 @@ impl Optimizer {
             ),
             Configured::NotYet { .. } => return None,
         })
+    }
+
+    /// Whether its options have `betas`, the first of which a schedule may cycle as momentum.
+    pub fn has_betas(&self) -> bool {
+        matches!(self, Optimizer::Adam(_) | Optimizer::Lion(_) | Optimizer::Lamb(_))
     }
 
     /// The names of its states, in the order a [`Stretch`] holds them. SGD keeps its buffer only with momentum.
