@@ -4,7 +4,7 @@
 //! that happens to do the work can change a bit. Half types are widened to `f32`, folded there and rounded once, to
 //! nearest even. The loops are plain slices that the compiler vectorises; one dispatch per call picks AVX-512 or AVX2.
 //!
-//! [`fold`] works through a block that fits the first-level cache: while a block is folded, every source line is
+//! A fold works through a block that fits the first-level cache: while a block is folded, every source line is
 //! touched once, and the destinations (often the sources themselves) are written while their lines are still near.
 
 mod kernels;
@@ -82,7 +82,7 @@ pub(crate) unsafe fn fold_onwards(
     }
 }
 
-/// Folds slices: the safe face of [`fold`] for callers that own their memory.
+/// Folds slices: the reduction of every backend, for callers that own their memory.
 ///
 /// # Panics
 /// When the slices differ in length or hold a fraction of an element: both are bugs of the caller.

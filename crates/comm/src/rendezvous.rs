@@ -1,6 +1,6 @@
 //! How processes become a job.
 //!
-//! Rank 0 keeps a small hub at `MASTER_ADDR:MASTER_PORT` ([`hub`]); every rank, rank 0 included, joins it ([`member`]).
+//! Rank 0 keeps a small hub at `MASTER_ADDR:MASTER_PORT` (`hub`); every rank, rank 0 included, joins it (`member`).
 //! A rank presents the job's token, its rank, the world size, the version of its binary and the hash of its
 //! configuration. A stranger (wrong token, garbage) is turned away and the job goes on waiting; a member that disagrees
 //! about the job ends it for all, with the reason on both sides; ranks still missing at the deadline are named.
@@ -70,6 +70,7 @@ impl World {
                 leaving.leave();
                 if let Some(hub) = &hub {
                     hub.announce_left(0);
+                    hub.stop_listening();
                 }
             }),
         })?;

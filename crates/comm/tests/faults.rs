@@ -4,9 +4,11 @@ mod support;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrospeed_comm::{ConnectOptions, DType, Error, ReduceOp, Region, World, trace};
+use support::hosts::TwoHosts;
 use support::processes::{Ending, Job, finish, role};
 
 /// A lost rank must be noticed within 5 seconds; the rest is start-up on a busy machine.
@@ -74,6 +76,7 @@ fn forever(world: &World, operation: &str) -> Result<(), Error> {
     let data = Region::zeroed(size * (256 << 10));
     let part = data.slice(0..256 << 10);
     let other = Region::zeroed(data.len());
+    let mut mark = std::env::var("MARK_BEGIN").ok();
     let started = Instant::now();
     loop {
         assert!(started.elapsed() < Duration::from_secs(20), "the victim was never struck");
@@ -96,6 +99,9 @@ fn forever(world: &World, operation: &str) -> Result<(), Error> {
             }
             unknown => panic!("unknown operation {unknown}"),
         }
+        if let Some(folder) = mark.take() {
+            std::fs::write(recorder_of(folder, world.rank()), "").unwrap();
+        }
     }
 }
 
@@ -113,14 +119,26 @@ fn disagree(world: &World, how: &str) -> Result<(), Error> {
     }
 }
 
-/// The victim never enters the second barrier, but stays alive until the others have given up.
+/// The victim never enters the second barrier, but stays until its flight recorder has been asked for.
 fn late(world: &World) -> Result<(), Error> {
     world.group().barrier()?;
-    if world.rank() == VICTIM {
-        std::thread::sleep(Duration::from_secs(4));
-        return Ok(());
+    if world.rank() != VICTIM {
+        return world.group().barrier();
     }
-    world.group().barrier()
+    wait_for_file(&recorder_of(variable("FERROSPEED_TRACE_DIR"), VICTIM));
+    Ok(())
+}
+
+fn recorder_of(folder: impl AsRef<Path>, rank: usize) -> PathBuf {
+    folder.as_ref().join(format!("rank-{rank:05}.jsonl"))
+}
+
+fn wait_for_file(path: &Path) {
+    let limit = Instant::now() + LIMIT;
+    while !path.exists() {
+        assert!(Instant::now() < limit, "{} never came", path.display());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 fn expect(endings: &[Ending], skip: Option<usize>, wanted: &[&str]) {
@@ -206,10 +224,11 @@ fn a_rank_that_never_enters_is_named_and_found_in_the_flight_recorders() {
             .with("FERROSPEED_COMM_BACKEND", backend)
             .with("DEADLINE_S", 1.5)
             .with("FERROSPEED_TRACE_DIR", folder.display());
-        let mut ranks = job.start();
-        std::thread::sleep(Duration::from_millis(2500));
+        let ranks = job.start();
+        wait_for_file(&recorder_of(&folder, 0));
+        wait_for_file(&recorder_of(&folder, 2));
         ranks[VICTIM].signal(libc::SIGUSR1);
-        let endings = finish(std::mem::take(&mut ranks), LIMIT);
+        let endings = finish(ranks, LIMIT);
         expect(&endings, Some(VICTIM), &["OUTCOME: barrier() #1", "waiting for rank 1 (its last operation"]);
         let sentence = trace::diff(&folder).unwrap();
         assert!(
@@ -292,4 +311,27 @@ fn nothing_is_left_in_shared_memory() {
     let before = count();
     strike("local", "all_reduce", libc::SIGKILL, VICTIM, "died");
     assert!(count() <= before, "something was left in /dev/shm");
+}
+
+#[test]
+fn a_host_that_is_cut_off_is_noticed_on_both_sides() {
+    let Some(hosts) = TwoHosts::make(8) else { return };
+    let folder = std::env::temp_dir().join(format!("ferrospeed-cut-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let mut job = Job::new(2, "forever")
+        .with("MASTER_ADDR", "10.231.8.1")
+        .with("OPERATION", "all_reduce")
+        .with("SIGNAL", 0)
+        .with("VICTIM", 0)
+        .with("MARK_BEGIN", folder.display());
+    job.prefix = vec![hosts.enter(0), hosts.enter(1)];
+    let ranks = job.start();
+    // Both are in the middle of it, and would go on for 20 seconds.
+    wait_for_file(&recorder_of(&folder, 0));
+    wait_for_file(&recorder_of(&folder, 1));
+    hosts.cut();
+    let endings = finish(ranks, LIMIT);
+    expect(&endings[..1], None, &["OUTCOME: rank 1 stopped responding"]);
+    expect(&endings[1..], None, &["OUTCOME: rank 0 stopped responding"]);
+    std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Hello, MAGIC, read_frame, write_frame};
+use super::port::PortService;
 use super::{BEAT_INTERVAL, ConnectOptions, LAST_OPERATION_KEY, SILENCE_LIMIT, port};
 use crate::error::{Error, Loss, Result};
 use crate::state::Announcement;
@@ -18,7 +20,7 @@ const LAST_WORD_LIMIT: Duration = Duration::from_secs(1);
 /// Connections that have not said who they are; more are turned away, so that nobody can exhaust the hub's threads.
 const MAX_STRANGERS: usize = 1024;
 
-/// Rank 0's service to the job. It lives as long as the process.
+/// Rank 0's service to the job. Members are served as long as the process lives; newcomers until rank 0 leaves.
 #[derive(Clone)]
 pub(super) struct Hub {
     shared: Arc<Shared>,
@@ -28,6 +30,8 @@ pub(super) struct Hub {
 struct Shared {
     expected: Hello,
     deadline: Instant,
+    closed: Arc<AtomicBool>,
+    port_service: Option<PortService>,
     state: Mutex<State>,
 }
 
@@ -70,11 +74,11 @@ impl Hub {
     pub(super) fn start(options: &ConnectOptions, deadline: Instant) -> Result<Hub> {
         let listener = port::bind(options)?;
         let address = listener.local_addr().map_err(|error| Error::io("the rendezvous address", error))?;
-        if options.is_single_host() {
-            port::serve_port(options, address.port())?;
-        }
-        let shared =
-            Arc::new(Shared { expected: super::member::hello(options), deadline, state: Mutex::default() });
+        let closed = Arc::new(AtomicBool::new(false));
+        let serve = || PortService::start(options, address.port(), Arc::clone(&closed));
+        let port_service = options.is_single_host().then(serve).transpose()?;
+        let expected = super::member::hello(options);
+        let shared = Arc::new(Shared { expected, deadline, closed, port_service, state: Mutex::default() });
         let hub = Hub { shared, address };
         let (accepting, watching) = (hub.clone(), hub.clone());
         spawn("comm-hub", move || accepting.accept(&listener))?;
@@ -84,6 +88,20 @@ impl Hub {
 
     pub(super) fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Gives the port back; members stay connected.
+    pub(super) fn stop_listening(&self) {
+        self.shared.closed.store(true, Ordering::SeqCst);
+        // Each accepting thread wakes up, sees the mark and drops its listener.
+        let mut address = self.address;
+        if address.ip().is_unspecified() {
+            address.set_ip(Ipv4Addr::LOCALHOST.into());
+        }
+        let _ = TcpStream::connect_timeout(&address, Duration::from_secs(1));
+        if let Some(service) = &self.shared.port_service {
+            service.wake();
+        }
     }
 
     /// Before this process may end: gives ranks that are just introducing themselves the time to hear why.
@@ -102,7 +120,11 @@ impl Hub {
     }
 
     fn accept(&self, listener: &TcpListener) {
-        for stream in listener.incoming().flatten() {
+        for stream in listener.incoming() {
+            if self.shared.closed.load(Ordering::SeqCst) {
+                return;
+            }
+            let Ok(stream) = stream else { continue };
             let mut state = self.lock();
             if state.strangers >= MAX_STRANGERS {
                 continue;

@@ -7,6 +7,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::ConnectOptions;
@@ -59,26 +61,45 @@ fn unix_address(options: &ConnectOptions) -> std::io::Result<UnixAddress> {
     UnixAddress::from_abstract_name(format!("ferrospeed-{:016x}", options.job_digest()))
 }
 
-/// Starts answering members of this host that ask for the hub's port.
-pub(super) fn serve_port(options: &ConnectOptions, port: u16) -> Result<()> {
-    let listener = unix_address(options).and_then(|address| UnixListener::bind_addr(&address)).map_err(|error| {
-        if error.kind() == ErrorKind::AddrInUse {
-            let problem = format!(
-                "another job with the same token meets at port {} of this host; set MASTER_PORT or FERROSPEED_JOB_TOKEN",
-                options.master_port
-            );
-            return Error::rendezvous(problem);
-        }
-        Error::io("announcing the rendezvous port", error)
-    })?;
-    let answer = move || {
-        for stream in listener.incoming() {
-            // A member that hung up will ask again.
-            let _ = stream.and_then(|mut stream| stream.write_all(port.to_string().as_bytes()));
-        }
-    };
-    let spawned = std::thread::Builder::new().name("comm-port".into()).spawn(answer);
-    spawned.map(drop).map_err(|error| Error::io("starting the rendezvous", error))
+/// Answers members of this host that ask for the hub's port.
+pub(super) struct PortService {
+    address: UnixAddress,
+}
+
+impl PortService {
+    /// Starts answering, until `closed` is set and [`PortService::wake`] is called.
+    pub(super) fn start(options: &ConnectOptions, port: u16, closed: Arc<AtomicBool>) -> Result<PortService> {
+        let failed = |error: std::io::Error| {
+            if error.kind() == ErrorKind::AddrInUse {
+                let problem = format!(
+                    "another job with the same token meets at port {} of this host; \
+                     set MASTER_PORT or FERROSPEED_JOB_TOKEN",
+                    options.master_port
+                );
+                return Error::rendezvous(problem);
+            }
+            Error::io("announcing the rendezvous port", error)
+        };
+        let address = unix_address(options).map_err(failed)?;
+        let listener = UnixListener::bind_addr(&address).map_err(failed)?;
+        let answer = move || {
+            for stream in listener.incoming() {
+                if closed.load(Ordering::SeqCst) {
+                    return;
+                }
+                // A member that hung up will ask again.
+                let _ = stream.and_then(|mut stream| stream.write_all(port.to_string().as_bytes()));
+            }
+        };
+        let spawned = std::thread::Builder::new().name("comm-port".into()).spawn(answer);
+        spawned.map_err(|error| Error::io("starting the rendezvous", error))?;
+        Ok(PortService { address })
+    }
+
+    /// Lets the service see that it is closed.
+    pub(super) fn wake(&self) {
+        let _ = UnixStream::connect_addr(&self.address);
+    }
 }
 
 /// The hub's address, for a member on the same host; `None` while the hub is not there yet.

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub)]
 
+pub mod hosts;
 pub mod processes;
 pub mod script;
 

@@ -77,6 +77,7 @@ impl Job {
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", self.port.to_string())
             .env("FERROSPEED_JOB_TOKEN", &self.token)
+            .env("FERROSPEED_TRACE_DIR", format!("{}/trace-{}", env!("CARGO_TARGET_TMPDIR"), self.token))
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
