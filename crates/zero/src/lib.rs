@@ -1,1 +1,22 @@
-//! Zero.
+//! Where model state lives: ZeRO stages 0 to 3 as one store.
+//!
+//! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `store` (attach a
+//! model), `reducer` (gradients), `residency` (stage 3's parameters), `step` (the update), [`access`] (looking in).
+//!
+//! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
+//! follows. Losses, norms and weights are the same to the last bit in all four.
+
+pub mod access;
+pub mod buckets;
+mod error;
+mod memory;
+pub mod partition;
+mod reducer;
+mod residency;
+mod step;
+mod store;
+
+pub use error::{Result, ZeroError};
+pub use residency::Pass;
+pub use step::{StepOptions, StepOutcome};
+pub use store::{ParamGroup, StoreOptions, ZeroStore};

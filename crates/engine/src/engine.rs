@@ -1,0 +1,301 @@
+//! The training engine: micro-batches, accumulation, steps, counters.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrospeed_comm::World;
+use ferrospeed_config::Config;
+use ferrospeed_nn::Mode;
+use ferrospeed_optim::GroupOptions;
+use ferrospeed_tensor::random::{self, RandomState};
+use ferrospeed_tensor::{Device, Tensor, TensorError, autograd};
+use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
+
+use crate::error::{EngineError, Result};
+use crate::setup::Setup;
+
+/// What a call of [`Engine::step`] did.
+#[derive(Debug, Clone, PartialEq)]
+pub enum StepReport {
+    /// The accumulation goes on: nothing was updated.
+    Accumulating,
+    /// Weights were updated.
+    Applied {
+        /// The norm of the averaged gradient before clipping.
+        grad_norm: f64,
+    },
+    /// A gradient was not a number: nothing was updated, on any rank.
+    Skipped {
+        /// The first parameter with a bad gradient.
+        param: String,
+        /// The rank that found it.
+        rank: usize,
+    },
+}
+
+/// Where the time of the current step went.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct StepTimes {
+    /// Forward passes.
+    pub forward: Duration,
+    /// Backward passes, with the wait for reductions.
+    pub backward: Duration,
+    /// The optimizer, with the wait for gathers.
+    pub step: Duration,
+}
+
+/// The engine. See the crate's documentation.
+pub struct Engine {
+    store: Arc<ZeroStore>,
+    config: Config,
+    world: World,
+    seed: u64,
+    mode: Mode,
+    accumulation_steps: u64,
+    micro_steps: u64,
+    global_steps: u64,
+    global_samples: u64,
+    skipped_steps: u64,
+    skipped_in_a_row: u64,
+    max_skipped_in_a_row: u64,
+    boundary_override: Option<bool>,
+    last_grad_norm: Option<f64>,
+    last_step_applied: bool,
+    times: StepTimes,
+    last_times: StepTimes,
+}
+
+impl Engine {
+    pub(crate) fn new(setup: &Setup, store: Arc<ZeroStore>) -> Result<Engine> {
+        let config = setup.config.clone();
+        Ok(Engine {
+            store,
+            accumulation_steps: config.batch.gradient_accumulation_steps.get(),
+            world: setup.world.clone(),
+            seed: setup.seed,
+            mode: Mode::Train,
+            config,
+            micro_steps: 0,
+            global_steps: 0,
+            global_samples: 0,
+            skipped_steps: 0,
+            skipped_in_a_row: 0,
+            max_skipped_in_a_row: setup.max_skipped_in_a_row,
+            boundary_override: None,
+            last_grad_norm: None,
+            last_step_applied: false,
+            times: StepTimes::default(),
+            last_times: StepTimes::default(),
+        })
+    }
+
+    /// Runs the model. In training mode everything it does is recorded for [`Engine::backward`].
+    pub fn forward<E: From<TensorError>>(
+        &mut self,
+        model: impl FnOnce(Mode) -> Result<Tensor, E>,
+    ) -> Result<Tensor, E> {
+        let start = Instant::now();
+        self.store.begin_pass(match self.mode {
+            Mode::Train => Pass::Train,
+            Mode::Evaluate => Pass::Evaluate,
+        });
+        random::set_state(self.random_state());
+        let result = match self.mode {
+            Mode::Train => model(Mode::Train),
+            Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
+        };
+        self.times.forward += start.elapsed();
+        result
+    }
+
+    /// Random numbers of a micro-batch depend on the seed, the rank and its number alone.
+    fn random_state(&self) -> RandomState {
+        let rank = self.world.rank() as u64;
+        let seed = self.seed ^ rank.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        RandomState { seed, step: self.micro_steps as u32, next_stream: 0 }
+    }
+
+    /// Computes gradients, averages them over ranks and adds them to those of earlier micro-batches. Returns the loss
+    /// divided by the number of micro-batches of a step.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<f32> {
+        if self.mode == Mode::Evaluate {
+            return Err(EngineError::Order {
+                call: "backward",
+                why: "the engine is evaluating; call train() first",
+            });
+        }
+        let start = Instant::now();
+        let scaled = 1.0 / self.accumulation_steps as f32;
+        let seed = Tensor::full(*loss.shape(), scaled, loss.dtype(), loss.device())?;
+        autograd::backward_with(&[(loss.clone(), seed)])?;
+        self.store.finish_backward()?;
+        self.times.backward += start.elapsed();
+        Ok(loss.item()? * scaled)
+    }
+
+    /// Ends a micro-batch; at the end of an accumulation, updates the weights. All ranks call it together.
+    pub fn step(&mut self) -> Result<StepReport> {
+        if !self.is_gradient_accumulation_boundary() {
+            self.micro_steps += 1;
+            self.last_step_applied = false;
+            return Ok(StepReport::Accumulating);
+        }
+        let start = Instant::now();
+        let options = StepOptions { loss_scale: 1.0, clip: self.config.gradient_clipping };
+        let outcome = self.store.step(options)?;
+        self.micro_steps += 1;
+        self.global_steps += 1;
+        self.global_samples += self.train_batch_size();
+        self.times.step += start.elapsed();
+        self.last_times = std::mem::take(&mut self.times);
+        match outcome {
+            StepOutcome::Applied { norm } => {
+                self.last_grad_norm = Some(norm);
+                self.last_step_applied = true;
+                self.skipped_in_a_row = 0;
+                Ok(StepReport::Applied { grad_norm: norm })
+            }
+            StepOutcome::Skipped { param, rank } => {
+                self.last_step_applied = false;
+                self.skipped_steps += 1;
+                self.skipped_in_a_row += 1;
+                tracing::warn!(step = self.global_steps, %param, rank, "step skipped: the gradient is not a number");
+                if self.skipped_in_a_row >= self.max_skipped_in_a_row {
+                    return Err(EngineError::Diverged { skipped: self.skipped_in_a_row, param, rank });
+                }
+                Ok(StepReport::Skipped { param, rank })
+            }
+        }
+    }
+
+    /// Whether the next [`Engine::step`] updates weights.
+    pub fn is_gradient_accumulation_boundary(&self) -> bool {
+        self.boundary_override.unwrap_or((self.micro_steps + 1).is_multiple_of(self.accumulation_steps))
+    }
+
+    /// Says by hand whether the next step updates; stays until it is said again, `None` counts again.
+    pub fn set_gradient_accumulation_boundary(&mut self, boundary: Option<bool>) {
+        self.boundary_override = boundary;
+    }
+
+    /// Runs micro-batches whose gradients are not averaged over ranks yet: they join the next that is.
+    pub fn no_sync<R>(&mut self, work: impl FnOnce(&mut Engine) -> R) -> R {
+        self.store.set_synchronize(false);
+        let result = work(self);
+        self.store.set_synchronize(true);
+        result
+    }
+
+    /// Switches dropout on and recording on.
+    pub fn train(&mut self) {
+        self.mode = Mode::Train;
+    }
+
+    /// Switches both off.
+    pub fn eval(&mut self) {
+        self.mode = Mode::Evaluate;
+    }
+
+    /// Drops gradients without a step.
+    pub fn zero_grad(&mut self) {
+        self.store.zero_grad();
+    }
+
+    /// The store with the model's state.
+    pub fn store(&self) -> &Arc<ZeroStore> {
+        &self.store
+    }
+
+    /// Where this rank computes.
+    pub fn device(&self) -> &Device {
+        self.store.device()
+    }
+
+    /// The ranks.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// The configuration in force.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Steps taken, skipped ones included.
+    pub fn global_steps(&self) -> u64 {
+        self.global_steps
+    }
+
+    /// Samples seen by all ranks.
+    pub fn global_samples(&self) -> u64 {
+        self.global_samples
+    }
+
+    /// Micro-batches seen by this rank.
+    pub fn micro_steps(&self) -> u64 {
+        self.micro_steps
+    }
+
+    /// Steps that changed nothing.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped_steps
+    }
+
+    /// Whether the last step changed the weights.
+    pub fn was_step_applied(&self) -> bool {
+        self.last_step_applied
+    }
+
+    /// The norm of the last applied step's averaged gradient, before clipping.
+    pub fn global_grad_norm(&self) -> Option<f64> {
+        self.last_grad_norm
+    }
+
+    /// Where the time of the last whole step went.
+    pub fn last_step_times(&self) -> StepTimes {
+        self.last_times
+    }
+
+    /// Samples per step over all ranks.
+    pub fn train_batch_size(&self) -> u64 {
+        self.train_micro_batch_size_per_gpu() * self.accumulation_steps * self.world.size() as u64
+    }
+
+    /// Samples per micro-batch and rank.
+    pub fn train_micro_batch_size_per_gpu(&self) -> u64 {
+        self.config.batch.train_micro_batch_size_per_gpu.get()
+    }
+
+    /// Micro-batches per step.
+    pub fn gradient_accumulation_steps(&self) -> u64 {
+        self.accumulation_steps
+    }
+
+    /// Changes the samples per step by changing the number of micro-batches.
+    pub fn set_train_batch_size(&mut self, samples: u64) -> Result<()> {
+        let per_micro_batch = self.train_micro_batch_size_per_gpu() * self.world.size() as u64;
+        if samples == 0 || !samples.is_multiple_of(per_micro_batch) {
+            let why = format!("{samples} is not a multiple of micro-batch × ranks = {per_micro_batch}");
+            return Err(EngineError::Argument { what: "train batch size", why });
+        }
+        self.accumulation_steps = samples / per_micro_batch;
+        Ok(())
+    }
+
+    /// The learning rate of each group.
+    pub fn get_lr(&self) -> Vec<f64> {
+        self.store.group_options().iter().map(|options| options.lr).collect()
+    }
+
+    /// The decay rates of each group.
+    pub fn get_mom(&self) -> Vec<[f64; 2]> {
+        self.store.group_options().iter().map(|options| options.betas).collect()
+    }
+
+    /// Sets the learning rate of each group, as a schedule of one's own does.
+    pub fn set_lr(&mut self, rates: &[f64]) {
+        for (group, (options, &lr)) in self.store.group_options().into_iter().zip(rates).enumerate() {
+            self.store.set_group_options(group, GroupOptions { lr, ..options });
+        }
+    }
+}

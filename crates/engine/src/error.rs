@@ -1,0 +1,60 @@
+//! The one error of this crate.
+
+use ferrospeed_tensor::TensorError;
+use ferrospeed_zero::ZeroError;
+
+/// What can go wrong in training.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// Ranks could not talk.
+    #[error(transparent)]
+    Comm(#[from] ferrospeed_comm::Error),
+    /// A kernel or an allocation failed.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// Model state could not be laid out, reduced or updated.
+    #[error(transparent)]
+    Zero(#[from] ZeroError),
+    /// The configuration asks for something that does not run yet.
+    #[error("{key}: {why}")]
+    Unsupported {
+        /// The configuration key.
+        key: &'static str,
+        /// Why, and what to write instead.
+        why: String,
+    },
+    /// A call came at the wrong time.
+    #[error("{call}: {why}")]
+    Order {
+        /// The call.
+        call: &'static str,
+        /// What should have come first.
+        why: &'static str,
+    },
+    /// Steps were skipped too often.
+    #[error(
+        "{skipped} steps in a row were skipped because a gradient was not a number (last: '{param}' on rank {rank}); the run has diverged: lower the learning rate, clip gradients, or check the data"
+    )]
+    Diverged {
+        /// How many in a row.
+        skipped: u64,
+        /// The last bad parameter.
+        param: String,
+        /// The rank that held it.
+        rank: usize,
+    },
+    /// The loss scale cannot fall any further.
+    #[error("{0}")]
+    LossScale(String),
+    /// A value that a caller passed makes no sense.
+    #[error("{what}: {why}")]
+    Argument {
+        /// Which.
+        what: &'static str,
+        /// Why.
+        why: String,
+    },
+}
+
+/// The result of everything here.
+pub type Result<T, E = EngineError> = std::result::Result<T, E>;

@@ -1,0 +1,34 @@
+//! Training: `initialize`, then `forward`, `backward`, `step`.
+//!
+//! The engine puts the parts together and keeps the counters; kernels, formulas and layouts are elsewhere. A model is
+//! any code that computes a loss from parameter handles.
+//!
+//! ```
+//! use ferrospeed_config::{AutoValues, Config};
+//! use ferrospeed_engine::{Setup, initialize};
+//! use ferrospeed_nn::Linear;
+//! use ferrospeed_tensor::{DType, Tensor, ops};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let text = r#"{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#;
+//! let (config, _) = Config::from_str("example", text)?.resolve(1.try_into()?, &AutoValues::new())?;
+//! let setup = Setup::solo(config);
+//! let (mut engine, layer) = initialize(&setup, |init| Linear::new(init, 3, 1, true))?;
+//! let x = Tensor::full([4, 3], 1.0, DType::F32, engine.device())?;
+//! for _ in 0..3 {
+//!     let loss = engine.forward(|_| ops::mean(&ops::square(&layer.forward(&x)?)?))?;
+//!     engine.backward(&loss)?;
+//!     engine.step()?;
+//! }
+//! assert_eq!(engine.global_steps(), 3);
+//! # Ok(())
+//! # }
+//! ```
+
+mod engine;
+mod error;
+mod setup;
+
+pub use engine::{Engine, StepReport};
+pub use error::{EngineError, Result};
+pub use setup::{Options, Setup, initialize, initialize_model};

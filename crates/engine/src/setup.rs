@@ -1,0 +1,133 @@
+//! What an engine is made from.
+
+use ferrospeed_comm::World;
+use ferrospeed_config::{Config, DataType, Precision};
+use ferrospeed_nn::{Init, Parameters};
+use ferrospeed_optim::{GroupOptions, Optimizer};
+use ferrospeed_tensor::store::{FromInitializers, ParamSource};
+use ferrospeed_tensor::{DType, Device};
+use ferrospeed_zero::{ParamGroup, StoreOptions, ZeroStore};
+
+use crate::engine::Engine;
+use crate::error::{EngineError, Result};
+
+/// The surroundings of a run.
+#[derive(Clone)]
+pub struct Setup {
+    /// The resolved configuration.
+    pub config: Config,
+    /// The ranks.
+    pub world: World,
+    /// Where this rank computes.
+    pub device: Device,
+    /// Where random numbers start.
+    pub seed: u64,
+    /// The run ends after this many skipped steps in a row.
+    pub max_skipped_in_a_row: u64,
+}
+
+impl Setup {
+    /// One rank on the CPU.
+    pub fn solo(config: Config) -> Setup {
+        Setup::new(config, World::solo(), Device::cpu())
+    }
+
+    /// Any ranks, any device.
+    pub fn new(config: Config, world: World, device: Device) -> Setup {
+        Setup { config, world, device, seed: 42, max_skipped_in_a_row: 50 }
+    }
+}
+
+/// What may take the place of what the configuration says.
+#[derive(Default)]
+pub struct Options<'a> {
+    /// Parameters with options of their own. Default: all in one group.
+    pub groups: Option<Vec<ParamGroup>>,
+    /// Where first values come from. Default: the parameters' initialisers.
+    pub source: Option<&'a dyn ParamSource>,
+    /// The update rule and the options of a group. Default: the configured one.
+    pub optimizer: Option<(Optimizer, GroupOptions)>,
+}
+
+/// Builds a model on handles, decides where its state lives, and makes it ready to train.
+pub fn initialize<M>(setup: &Setup, build: impl FnOnce(&Init) -> M) -> Result<(Engine, M)> {
+    let init = Init::root();
+    let model = build(&init);
+    let engine = initialize_model(setup, &init.parameters(), Options::default())?;
+    Ok((engine, model))
+}
+
+/// The same for a model that is built already.
+pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options<'_>) -> Result<Engine> {
+    let config = &setup.config;
+    let optimizer = match (options.optimizer, &config.optimizer) {
+        (Some(given), _) => Some(given),
+        (None, Some(configured)) => match Optimizer::from_config(configured) {
+            Some(found) => Some(found),
+            None => {
+                let why =
+                    format!("{configured:?} does not run yet; use Adam, AdamW, SGD, Adagrad, Lion or Lamb");
+                return Err(EngineError::Unsupported { key: "optimizer.type", why });
+            }
+        },
+        (None, None) => None,
+    };
+    let group_options = optimizer
+        .map_or(GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] }, |(_, options)| options);
+    if optimizer.is_some() && !(group_options.lr.is_finite() && group_options.lr >= 0.0) {
+        let why = format!("{} is not a learning rate", group_options.lr);
+        return Err(EngineError::Argument { what: "optimizer.params.lr", why });
+    }
+    let groups = options.groups.unwrap_or_else(|| {
+        vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options }]
+    });
+    let dtype = model_type(config);
+    let accumulates = config.batch.gradient_accumulation_steps.get() > 1;
+    let initial = FromInitializers { seed: setup.seed };
+    let source: &dyn ParamSource = options.source.unwrap_or(&initial);
+    let store = ZeroStore::attach(
+        &setup.world,
+        &setup.device,
+        parameters.as_slice(),
+        &groups,
+        &StoreOptions {
+            zero: &config.zero,
+            dtype,
+            wire: config.communication_data_type.map_or(dtype, element_type),
+            kept: kept_type(config, dtype, accumulates),
+            accumulates,
+            predivide: config.gradient_predivide_factor,
+            prescale: config.prescale_gradients,
+            optimizer: optimizer.map(|(rule, _)| rule),
+        },
+        source,
+    )?;
+    Engine::new(setup, store)
+}
+
+fn element_type(data_type: DataType) -> DType {
+    match data_type {
+        DataType::Fp32 => DType::F32,
+        DataType::Fp16 => DType::F16,
+        DataType::Bf16 => DType::BF16,
+    }
+}
+
+/// The type of weights and activations.
+pub(crate) fn model_type(config: &Config) -> DType {
+    match config.precision {
+        Precision::Fp32 => DType::F32,
+        Precision::Bf16 { .. } => DType::BF16,
+        Precision::Fp16 { .. } => DType::F16,
+    }
+}
+
+/// Sums of micro-batches are kept in f32 unless the configuration says otherwise; a single one needs no more than its
+/// own type.
+fn kept_type(config: &Config, dtype: DType, accumulates: bool) -> DType {
+    match config.grad_accum_dtype {
+        Some(data_type) => element_type(data_type),
+        None if accumulates => DType::F32,
+        None => config.communication_data_type.map_or(dtype, element_type),
+    }
+}

@@ -1,0 +1,151 @@
+//! The stages differ in where state lives, not in a single bit of what comes out.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Batch, Model, engine, on_ranks};
+use ferrospeed_engine::StepReport;
+use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_zero::access::Which;
+use serde_json::{Value, json};
+
+fn description() -> Value {
+    json!({"kind": "lm", "vocab": 13, "dm": 12, "nh": 3, "nl": 2, "tmax": 7})
+}
+
+fn batch(step: usize, micro: usize, rank: usize, device: &Device) -> Batch {
+    let ids: Vec<i64> =
+        (0..14).map(|i| ((i * 7 + step * 5 + micro * 3 + rank * 11 + i * i) % 13) as i64).collect();
+    Batch::Tokens(Tensor::from_slice(&ids, [2, 7], device).unwrap())
+}
+
+/// Losses, norms and master weights, as bits.
+#[derive(Debug, PartialEq, Eq, Clone)]
+struct Outcome {
+    losses: Vec<u32>,
+    norms: Vec<u64>,
+    weights: Vec<u32>,
+}
+
+fn train(ranks: usize, micro_steps: usize, threads: usize, config: Value) -> Vec<Outcome> {
+    let config = Arc::new(config);
+    on_ranks(ranks, move |world| {
+        let rank = world.rank();
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &config, &parameters, None, None, threads);
+        let device = engine.device().clone();
+        let mut outcome = Outcome { losses: Vec::new(), norms: Vec::new(), weights: Vec::new() };
+        for step in 0..3 {
+            for micro in 0..micro_steps {
+                let batch = batch(step, micro, rank, &device);
+                let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+                outcome.losses.push(loss.item().unwrap().to_bits());
+                engine.backward(&loss).unwrap();
+                if let StepReport::Applied { grad_norm } = engine.step().unwrap() {
+                    outcome.norms.push(grad_norm.to_bits());
+                }
+            }
+        }
+        assert_eq!(outcome.norms.len(), 3, "every step was applied");
+        for param in parameters.as_slice() {
+            let weight = engine.store().full(param, Which::Weight).unwrap();
+            outcome.weights.extend(weight.iter().map(|w| w.to_bits()));
+        }
+        outcome
+    })
+}
+
+fn configuration(stage: u8, precision: &str, micro_steps: usize, clip: f64, optimizer: &str) -> Value {
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": clip,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_allow_untested_optimizer": true,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 500, "stage3_param_persistence_threshold": 20},
+    });
+    if precision != "fp32" {
+        config[precision] = json!({"enabled": true});
+    }
+    config
+}
+
+#[test]
+fn stages_agree_over_precisions_accumulation_clipping_and_ranks() {
+    for ranks in [1, 2, 3, 4] {
+        for precision in ["fp32", "bf16"] {
+            for (micro_steps, clip) in [(1, 0.0), (3, 0.5)] {
+                let reference =
+                    train(ranks, micro_steps, 1, configuration(0, precision, micro_steps, clip, "AdamW"));
+                for stage in 1..=3 {
+                    let outcome = train(
+                        ranks,
+                        micro_steps,
+                        1,
+                        configuration(stage, precision, micro_steps, clip, "AdamW"),
+                    );
+                    assert_eq!(
+                        outcome, reference,
+                        "stage {stage}, {ranks} ranks, {precision}, {micro_steps} micro-batches, clip {clip}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn stages_agree_for_every_optimizer() {
+    for optimizer in ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb"] {
+        let config = |stage| {
+            let mut config = configuration(stage, "bf16", 1, 0.5, optimizer);
+            if optimizer == "SGD" {
+                config["optimizer"]["params"]["momentum"] = 0.9.into();
+            }
+            config
+        };
+        let reference = train(3, 1, 1, config(0));
+        for stage in 1..=3 {
+            assert_eq!(train(3, 1, 1, config(stage)), reference, "{optimizer}, stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn overlap_buckets_and_threads_change_no_bit() {
+    for stage in 0..=3 {
+        let reference = train(2, 2, 1, configuration(stage, "bf16", 2, 0.5, "AdamW"));
+        for (overlap, bucket, threads) in [(true, 500, 1), (false, 1, 1), (true, 100_000, 2), (false, 77, 3)]
+        {
+            let mut config = configuration(stage, "bf16", 2, 0.5, "AdamW");
+            config["zero_optimization"]["overlap_comm"] = overlap.into();
+            config["zero_optimization"]["reduce_bucket_size"] = bucket.into();
+            let outcome = train(2, 2, threads, config);
+            assert_eq!(
+                outcome, reference,
+                "stage {stage}, overlap {overlap}, bucket {bucket}, {threads} threads"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_limits_of_stage_3_change_no_bit() {
+    let reference = train(2, 1, 1, configuration(0, "bf16", 1, 0.5, "AdamW"));
+    for (prefetch, live, reuse, persist) in
+        [(0, 0, 0, 0), (100, 400, 200, 0), (1_000_000, 1_000_000, 0, 100), (50, 1_000, 1_000_000, 0)]
+    {
+        let mut config = configuration(3, "bf16", 1, 0.5, "AdamW");
+        let zero = &mut config["zero_optimization"];
+        zero["stage3_prefetch_bucket_size"] = prefetch.into();
+        zero["stage3_max_live_parameters"] = live.into();
+        zero["stage3_max_reuse_distance"] = reuse.into();
+        zero["stage3_param_persistence_threshold"] = persist.into();
+        assert_eq!(
+            train(2, 1, 1, config),
+            reference,
+            "prefetch {prefetch}, live {live}, reuse {reuse}, persist {persist}"
+        );
+    }
+}

@@ -1,0 +1,142 @@
+//! Looking at and changing what is spread over ranks: full values of weights, gradients and optimizer states.
+//!
+//! All functions that return or take a full value are collective: every rank calls them, for the same parameter.
+
+use ferrospeed_tensor::{DType, Param, Tensor};
+
+use crate::error::{Result, ZeroError};
+use crate::memory::part;
+use crate::store::{Share, State, ZeroStore};
+
+/// Which of a parameter's values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Which<'a> {
+    /// The f32 weights.
+    Weight,
+    /// The averaged gradient of the micro-batches since the last step, as it came out of backward (loss scale included).
+    Gradient,
+    /// An optimizer state by its name, e.g. `exp_avg`.
+    State(&'a str),
+}
+
+impl ZeroStore {
+    fn index_of(&self, param: &Param) -> Result<usize> {
+        self.params.iter().position(|own| own.is_same(param)).ok_or_else(|| ZeroError::Parameter {
+            name: param.name().into(),
+            why: "does not belong to this model".into(),
+        })
+    }
+
+    /// This rank's fragment: (where it starts in the parameter, its values). Empty where it owns nothing.
+    pub fn local(&self, param: &Param, which: Which<'_>) -> Result<(usize, Vec<f32>)> {
+        let index = self.index_of(param)?;
+        let state = self.lock();
+        let (group, in_group) = self.places[index];
+        let share = &state.shares[group];
+        let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+        let Some(fragment) = share.layout.fragment(in_group, own_rank).copied() else {
+            self.flat(&state, group, share, which, param)?;
+            return Ok((0, Vec::new()));
+        };
+        if which == Which::Gradient {
+            let mut values = vec![0.0; fragment.len];
+            for segment in state.reducer.segments()?.iter().filter(|segment| segment.group == group) {
+                let start = fragment.in_part.max(segment.in_part);
+                let end = (fragment.in_part + fragment.len).min(segment.in_part + segment.values.numel());
+                if start < end {
+                    let found = part(&segment.values, start - segment.in_part, end - start)?.to_vec_f32()?;
+                    values[start - fragment.in_part..end - fragment.in_part].copy_from_slice(&found);
+                }
+            }
+            return Ok((fragment.in_param, values));
+        }
+        let flat = self.flat(&state, group, share, which, param)?;
+        Ok((fragment.in_param, part(&flat, fragment.in_part, fragment.len)?.to_vec_f32()?))
+    }
+
+    /// The flat part that holds a kind of value, or why there is none.
+    fn flat(
+        &self,
+        state: &State,
+        group: usize,
+        share: &Share,
+        which: Which<'_>,
+        param: &Param,
+    ) -> Result<Tensor> {
+        let fail = |why: String| ZeroError::Parameter { name: param.name().into(), why };
+        match which {
+            Which::Weight => share.own_master(),
+            Which::Gradient if !share.trained => Err(fail("is frozen and has no gradient".into())),
+            Which::Gradient if !state.reducer.has_gradients() => {
+                Err(fail("has no gradient now: ask between backward and step".into()))
+            }
+            Which::Gradient => share.own_master(),
+            Which::State(name) => {
+                let names = self.optimizer.map_or(&[][..], |optimizer| optimizer.state_names(&share.options));
+                let at = names.iter().position(|known| *known == name);
+                at.and_then(|at| state.shares[group].states.get(at).cloned()).ok_or_else(|| {
+                    fail(format!("has no optimizer state '{name}'; there are: {}", names.join(", ")))
+                })
+            }
+        }
+    }
+
+    /// The full value, on every rank.
+    pub fn full(&self, param: &Param, which: Which<'_>) -> Result<Vec<f32>> {
+        let (start, own) = self.local(param, which)?;
+        let layout_ranks = {
+            let state = self.lock();
+            let (group, _) = self.places[self.index_of(param)?];
+            state.shares[group].layout.ranks
+        };
+        if layout_ranks == 1 {
+            return Ok(own);
+        }
+        // Fragments in order of rank are the parameter in order of elements.
+        let group = self.world.group();
+        let mut counts = vec![0i64; group.size()];
+        group.all_gather(&[own.len() as i64], &mut counts)?;
+        let counts: Vec<usize> = counts.into_iter().map(|count| count as usize).collect();
+        let mut whole = vec![0.0f32; counts.iter().sum()];
+        group.all_gather_unequal(&own, &mut whole, &counts)?;
+        debug_assert!(
+            own.is_empty()
+                || whole[start..start + own.len()].iter().zip(&own).all(|(a, b)| a.to_bits() == b.to_bits())
+        );
+        Ok(whole)
+    }
+
+    /// Replaces a weight or an optimizer state by its full value, on every rank; kernels see new weights at once.
+    pub fn set_full(&self, param: &Param, which: Which<'_>, value: &[f32]) -> Result<()> {
+        if value.len() != param.numel() {
+            return Err(ZeroError::Parameter {
+                name: param.name().into(),
+                why: format!("has {} elements, the new value {}", param.numel(), value.len()),
+            });
+        }
+        if which == Which::Gradient {
+            return Err(ZeroError::Request("a gradient cannot be set: it is what backward computed".into()));
+        }
+        let index = self.index_of(param)?;
+        let mut state = self.lock();
+        let (group, in_group) = self.places[index];
+        let share = &state.shares[group];
+        let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+        let flat = self.flat(&state, group, share, which, param)?;
+        if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
+            let new = &value[fragment.in_param..fragment.in_param + fragment.len];
+            let new = Tensor::from_slice(new, [new.len()], &self.device)?;
+            let backend = self.device.backend();
+            backend.cast(&new, &part(&flat, fragment.in_part, fragment.len)?)?;
+            if which == Which::Weight && self.dtype != DType::F32 {
+                backend.cast(&new, &part(&share.own_values()?, fragment.in_part, fragment.len)?)?;
+            }
+        }
+        if which == Which::Weight { self.publish(&mut state) } else { Ok(()) }
+    }
+
+    /// The full value as kernels read it, widened: what an exported model holds.
+    pub fn full_as_read(&self, param: &Param) -> Result<Vec<f32>> {
+        Ok(param.read()?.to_vec_f32()?)
+    }
+}

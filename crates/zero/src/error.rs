@@ -1,0 +1,38 @@
+//! The one error of this crate.
+
+use ferrospeed_tensor::TensorError;
+
+/// What can go wrong where model state lives.
+#[derive(Debug, thiserror::Error)]
+pub enum ZeroError {
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] ferrospeed_comm::Error),
+    /// A kernel or an allocation failed.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// A parameter is in two groups, or in none.
+    #[error("parameter '{name}' {why}")]
+    Parameter {
+        /// Its name.
+        name: String,
+        /// What is wrong and what to do.
+        why: String,
+    },
+    /// The model or its groups differ between ranks.
+    #[error(
+        "rank {rank} has another model than rank 0: {what}; all ranks must build the same parameters in the same order"
+    )]
+    Disagreement {
+        /// The rank that differs.
+        rank: usize,
+        /// In what.
+        what: String,
+    },
+    /// Something was asked for at the wrong time or of the wrong size.
+    #[error("{0}")]
+    Request(String),
+}
+
+/// The result of everything here.
+pub type Result<T, E = ZeroError> = std::result::Result<T, E>;

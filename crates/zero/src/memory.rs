@@ -1,0 +1,54 @@
+//! Tensors in memory that the ranks' peers can reach, and regions of tensors for collectives.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use ferrospeed_comm::{DType as CommType, Region, World};
+use ferrospeed_tensor::{Category, DType, Device, Tensor};
+
+use crate::error::{Result, ZeroError};
+
+/// Zeros that collectives read in place: registered memory when there are peers. All ranks call this together.
+pub(crate) fn reachable(
+    world: &World,
+    numel: usize,
+    dtype: DType,
+    device: &Device,
+    category: Category,
+) -> Result<Tensor> {
+    let bytes = numel * dtype.size_bytes();
+    if world.size() == 1 || !device.backend().is_host() {
+        return Ok(Tensor::zeros_in([numel], dtype, device, category)?);
+    }
+    // Collective, so every rank takes part even if its own share is empty.
+    let registered = world.allocate(bytes.max(1))?;
+    let address = NonNull::new(registered.as_ptr()).expect("a mapping is never at address zero");
+    // SAFETY: the registration gives `bytes` zeroed, page-aligned bytes that live as long as the owner, and only
+    // this crate writes them: kernels between collectives, collectives between kernels.
+    Ok(unsafe { Tensor::from_external(address, [numel], dtype, device, category, Arc::new(registered)) })
+}
+
+/// A tensor's bytes for a collective.
+pub(crate) fn region(tensor: &Tensor) -> Region {
+    // SAFETY: the tensor keeps its buffer alive; whoever starts the collective does not touch these bytes until it
+    // has waited for it.
+    unsafe { Region::from_raw(tensor.address().as_ptr(), tensor.size_bytes(), tensor.keep_alive()) }
+}
+
+/// Our element type as `comm` calls it.
+pub(crate) fn comm_type(dtype: DType) -> CommType {
+    match dtype {
+        DType::F32 => CommType::F32,
+        DType::BF16 => CommType::BF16,
+        DType::F16 => CommType::F16,
+        DType::I64 => CommType::I64,
+        DType::I32 => CommType::I32,
+        DType::U8 => CommType::U8,
+        DType::Bool => CommType::Bool,
+    }
+}
+
+/// The part `start..start + len` of a flat tensor.
+pub(crate) fn part(tensor: &Tensor, start: usize, len: usize) -> Result<Tensor> {
+    tensor.slice(start, [len]).map_err(ZeroError::from)
+}

@@ -1,0 +1,272 @@
+//! The optimizer step on this rank's share.
+//!
+//! Look for what is no number, agree on it; take the norm, agree on it; clip; update; bring every rank the new values.
+
+use ferrospeed_comm::ReduceOp;
+use ferrospeed_config::Stage;
+use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
+use ferrospeed_optim::{Copy16, Gradient, Optimizer, Stretch, lamb};
+use ferrospeed_tensor::{Category, DType, Tensor};
+
+use crate::error::{Result, ZeroError};
+use crate::memory::{comm_type, part, region};
+use crate::reducer::Segment;
+use crate::store::{Share, State, ZeroStore};
+
+/// What a step is told.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepOptions {
+    /// What the loss was multiplied by.
+    pub loss_scale: f64,
+    /// The largest norm; larger gradients are scaled down to it.
+    pub clip: Option<f64>,
+}
+
+/// What a step did.
+#[derive(Debug, Clone, PartialEq)]
+pub enum StepOutcome {
+    /// Weights were updated.
+    Applied {
+        /// The norm of the averaged gradient, unscaled, before clipping.
+        norm: f64,
+    },
+    /// A gradient was not a number somewhere: nothing was changed, on any rank.
+    Skipped {
+        /// The first parameter of the model whose gradient is bad.
+        param: String,
+        /// The lowest rank that holds a bad part of it.
+        rank: usize,
+    },
+}
+
+pub(crate) fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
+    Ok(match tensor.dtype() {
+        DType::BF16 => Gradient::Bf16(tensor.host()?),
+        DType::F16 => Gradient::F16(tensor.host()?),
+        _ => Gradient::F32(tensor.host()?),
+    })
+}
+
+impl ZeroStore {
+    /// Whether ranks hold different parts of the gradient.
+    fn is_split(&self) -> bool {
+        self.stage != Stage::Off && self.world.size() > 1
+    }
+
+    /// Updates the weights with the gradients that were reduced since the last step. All ranks call it together.
+    pub fn step(&self, options: StepOptions) -> Result<StepOutcome> {
+        let Some(optimizer) = self.optimizer else {
+            return Err(ZeroError::Request(
+                "there is no optimizer to step: configure one or pass one".into(),
+            ));
+        };
+        let mut state = self.lock();
+        if !state.reducer.has_gradients() {
+            return Err(ZeroError::Request("step needs a backward since the last step".into()));
+        }
+        let segments = state.reducer.segments()?;
+        let magnitude = self.global_magnitude(&segments)?;
+        if !magnitude.is_finite() {
+            let (param, rank) = self.first_bad(&state, &segments)?;
+            state.reducer.clear();
+            return Ok(StepOutcome::Skipped { param, rank });
+        }
+        let norm = self.global_norm(&segments, magnitude)? / options.loss_scale;
+        let clip = options.clip.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0));
+        let factor = (clip / options.loss_scale) as f32;
+        state.shares.iter_mut().for_each(|share| share.steps += 1);
+        for segment in &segments {
+            let share = &state.shares[segment.group];
+            match &optimizer {
+                Optimizer::Lamb(_) => {}
+                optimizer => self.update(share, &share.states, segment, factor, |share, stretch| {
+                    optimizer.step(&share.options, share.steps, stretch);
+                })?,
+            }
+        }
+        if let Optimizer::Lamb(lamb) = optimizer {
+            for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
+                let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
+                self.lamb_step(&lamb, share, &own, factor)?;
+            }
+        }
+        drop(segments);
+        state.reducer.clear();
+        self.publish(&mut state)?;
+        Ok(StepOutcome::Applied { norm })
+    }
+
+    /// Drops gradients without a step.
+    pub fn zero_grad(&self) {
+        self.lock().reducer.clear();
+    }
+
+    fn global_magnitude(&self, segments: &[Segment]) -> Result<Magnitude> {
+        let mut magnitude = Magnitude::ZERO;
+        for segment in segments {
+            magnitude = magnitude.max(Magnitude::of(gradient_of(&segment.values)?, &self.device));
+        }
+        if self.is_split() {
+            let mut value = [magnitude.value()];
+            self.world.group().all_reduce(&mut value, ReduceOp::Max)?;
+            magnitude = Magnitude::from_value(value[0]);
+        }
+        Ok(magnitude)
+    }
+
+    fn global_norm(&self, segments: &[Segment], magnitude: Magnitude) -> Result<f64> {
+        let mut sum = SquareSum::default();
+        for segment in segments {
+            sum = sum + SquareSum::of(gradient_of(&segment.values)?, magnitude, &self.device);
+        }
+        if self.is_split() {
+            let mut words = sum.to_words();
+            self.world.group().all_reduce(&mut words, ReduceOp::Sum)?;
+            sum = SquareSum::from_words(words);
+        }
+        Ok(sum.norm(magnitude))
+    }
+
+    /// The first parameter with a bad gradient anywhere, and the lowest rank that holds a bad part.
+    fn first_bad(&self, state: &State, segments: &[Segment]) -> Result<(String, usize)> {
+        let mut found = i64::MAX;
+        let own_rank = if self.is_split() { self.world.rank() } else { 0 };
+        for segment in segments {
+            let share = &state.shares[segment.group];
+            for (in_group, &param) in share.params.iter().enumerate() {
+                let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
+                let start = fragment.in_part.max(segment.in_part);
+                let end = (fragment.in_part + fragment.len).min(segment.in_part + segment.values.numel());
+                if start >= end || param as i64 >= found {
+                    continue;
+                }
+                let values = part(&segment.values, start - segment.in_part, end - start)?;
+                if !Magnitude::of(gradient_of(&values)?, &self.device).is_finite() {
+                    found = param as i64;
+                }
+            }
+        }
+        // One number carries both: the parameter first, then the rank.
+        let ranks = self.world.size() as i64;
+        let mut code = [found.saturating_mul(ranks).saturating_add(self.world.rank() as i64)];
+        if self.world.size() > 1 {
+            self.world.group().all_reduce(&mut code, ReduceOp::Min)?;
+        }
+        let param = usize::try_from(code[0] / ranks).unwrap_or(usize::MAX);
+        let name = self.params.get(param).map_or("an unknown parameter", |param| param.name());
+        Ok((name.to_owned(), (code[0] % ranks) as usize))
+    }
+
+    /// Runs `rule` over the weights of one segment.
+    fn update(
+        &self,
+        share: &Share,
+        states: &[Tensor],
+        segment: &Segment,
+        factor: f32,
+        rule: impl FnOnce(&Share, &mut Stretch<'_>),
+    ) -> Result<()> {
+        let len = segment.values.numel();
+        let weights = part(&share.own_master()?, segment.in_part, len)?;
+        let states =
+            states.iter().map(|state| part(state, segment.in_part, len)).collect::<Result<Vec<Tensor>>>()?;
+        let copy = part(&share.own_values()?, segment.in_part, len)?;
+        // SAFETY: master, states and values are this store's own, the lock on its state is held, no collective over
+        // them is in flight, and segments are disjoint.
+        unsafe {
+            let mut stretch = Stretch {
+                weights: weights.host_mut()?,
+                gradient: gradient_of(&segment.values)?,
+                gradient_factor: factor,
+                states: states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
+                copy: match (share.master.is_some(), self.dtype) {
+                    (true, DType::BF16) => Copy16::Bf16(copy.host_mut()?),
+                    (true, DType::F16) => Copy16::F16(copy.host_mut()?),
+                    _ => Copy16::None,
+                },
+                device: &self.device,
+            };
+            rule(share, &mut stretch);
+        }
+        Ok(())
+    }
+
+    /// LAMB: moments and directions first, then the norms of whole parameters, then the weights.
+    fn lamb_step(&self, lamb: &lamb::Lamb, share: &Share, segments: &[&Segment], factor: f32) -> Result<()> {
+        let numel = share.layout.part_numel;
+        let directions = Tensor::zeros_in([numel], DType::F32, &self.device, Category::Buffers)?;
+        for segment in segments {
+            // The third state of the first pass is where the direction goes.
+            let mut states = share.states.clone();
+            states.push(directions.clone());
+            self.update(share, &states, segment, factor, |share, stretch| {
+                lamb.direction(&share.options, stretch)
+            })?;
+        }
+        let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+        let master = share.own_master()?;
+        let norms = self.param_norms(share, own_rank, &[&master, &directions])?;
+        for (in_group, norm) in norms.iter().enumerate() {
+            let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
+            let values = part(&directions, fragment.in_part, fragment.len)?;
+            let segment = Segment { group: 0, in_part: fragment.in_part, values };
+            let coefficient = lamb.coefficient(norm[0], norm[1]);
+            self.update(share, &[], &segment, 1.0, |share, stretch| {
+                lamb.apply(&share.options, share.steps, coefficient, stretch);
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The norm of each whole parameter of a group in each of several flat parts.
+    fn param_norms(&self, share: &Share, own_rank: usize, parts: &[&Tensor]) -> Result<Vec<Vec<f64>>> {
+        let count = share.params.len() * parts.len();
+        let fragment_of = |index: usize| -> Result<Option<Tensor>> {
+            let fragment = share.layout.fragment(index / parts.len(), own_rank);
+            fragment.map(|f| part(parts[index % parts.len()], f.in_part, f.len)).transpose()
+        };
+        let mut largest = vec![0.0f32; count];
+        for (index, largest) in largest.iter_mut().enumerate() {
+            if let Some(values) = fragment_of(index)? {
+                *largest = Magnitude::of(gradient_of(&values)?, &self.device).value();
+            }
+        }
+        if self.is_split() {
+            self.world.group().all_reduce(&mut largest, ReduceOp::Max)?;
+        }
+        let mut words = vec![0i64; count * WORDS];
+        for (index, words) in words.chunks_mut(WORDS).enumerate() {
+            if let Some(values) = fragment_of(index)? {
+                let whole = Magnitude::from_value(largest[index]);
+                words.copy_from_slice(&SquareSum::of(gradient_of(&values)?, whole, &self.device).to_words());
+            }
+        }
+        if self.is_split() {
+            self.world.group().all_reduce(&mut words, ReduceOp::Sum)?;
+        }
+        let norm = |index: usize| {
+            let words = std::array::from_fn(|word| words[index * WORDS + word]);
+            SquareSum::from_words(words).norm(Magnitude::from_value(largest[index]))
+        };
+        Ok((0..share.params.len())
+            .map(|p| (0..parts.len()).map(|t| norm(p * parts.len() + t)).collect())
+            .collect())
+    }
+
+    /// Brings every rank the new values: below stage 3 they are gathered, in stage 3 old copies are dropped.
+    pub(crate) fn publish(&self, state: &mut State) -> Result<()> {
+        if let Some(residency) = &mut state.residency {
+            return residency.clear();
+        }
+        if !self.is_split() {
+            return Ok(());
+        }
+        let mut works = Vec::new();
+        for share in state.shares.iter().filter(|share| share.trained && share.layout.part_numel > 0) {
+            let (own, all) = (region(&share.own_values()?), region(&share.values));
+            works.push(self.world.group().all_gather_async(&own, &all, comm_type(self.dtype)));
+        }
+        ferrospeed_comm::wait_all(works)?;
+        Ok(())
+    }
+}
