@@ -48,6 +48,10 @@ impl World {
             let problem = "needs CUDA devices, which this build does not drive; use auto, local, tcp or mpi";
             return Err(Error::Backend { backend: "nccl", problem: problem.into() });
         }
+        if options.world_size == 1 && matches!(options.backend, Backend::Auto | Backend::Local) {
+            // Nobody to meet: no port is taken, and any number of such jobs may run side by side.
+            return Ok(World::threads_within(1, &options.limits)?.remove(0));
+        }
         let deadline = Instant::now() + options.limits.deadline;
         let state = Arc::new(JobState::new(options.world_size));
         let hub = if options.rank == 0 { Some(Hub::start(&options, deadline)?) } else { None };
