@@ -7,6 +7,8 @@ use ferrospeed_comm::World;
 use ferrospeed_config::Config;
 use ferrospeed_nn::Mode;
 use ferrospeed_optim::GroupOptions;
+use ferrospeed_optim::loss_scale::{LossScaler, Machine};
+use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::{Device, Tensor, TensorError, autograd};
 use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
@@ -51,7 +53,10 @@ pub struct Engine {
     world: World,
     seed: u64,
     mode: Mode,
+    scheduler: Option<Scheduler>,
+    scaler: LossScaler,
     accumulation_steps: u64,
+    accumulates: bool,
     micro_steps: u64,
     global_steps: u64,
     global_samples: u64,
@@ -66,11 +71,25 @@ pub struct Engine {
 }
 
 impl Engine {
-    pub(crate) fn new(setup: &Setup, store: Arc<ZeroStore>) -> Result<Engine> {
+    pub(crate) fn new(setup: &Setup, store: Arc<ZeroStore>, scheduler: Option<Scheduler>) -> Result<Engine> {
         let config = setup.config.clone();
-        Ok(Engine {
+        let scheduler = match (scheduler, &config.scheduler, store.optimizer()) {
+            (Some(given), _, _) => Some(given),
+            (None, Some(configured), Some(optimizer)) => {
+                Some(Scheduler::from_config(configured, &optimizer, &store.group_options())?)
+            }
+            _ => None,
+        };
+        if let Some(note) = scheduler.as_ref().and_then(Scheduler::note) {
+            tracing::warn!("{note}");
+        }
+        let mut engine = Engine {
             store,
+            scheduler,
+            // One machine for all stages, so that they agree on what is skipped.
+            scaler: LossScaler::from_config(config.precision, Machine::Zero),
             accumulation_steps: config.batch.gradient_accumulation_steps.get(),
+            accumulates: config.batch.gradient_accumulation_steps.get() > 1,
             world: setup.world.clone(),
             seed: setup.seed,
             mode: Mode::Train,
@@ -86,7 +105,17 @@ impl Engine {
             last_step_applied: false,
             times: StepTimes::default(),
             last_times: StepTimes::default(),
-        })
+        };
+        engine.apply_schedule();
+        Ok(engine)
+    }
+
+    /// Gives every group the rates that the schedule has for the next step.
+    fn apply_schedule(&mut self) {
+        let Some(scheduler) = &self.scheduler else { return };
+        for (group, options) in scheduler.options().into_iter().enumerate() {
+            self.store.set_group_options(group, options);
+        }
     }
 
     /// Runs the model. In training mode everything it does is recorded for [`Engine::backward`].
@@ -126,7 +155,8 @@ impl Engine {
         }
         let start = Instant::now();
         let scaled = 1.0 / self.accumulation_steps as f32;
-        let seed = Tensor::full(*loss.shape(), scaled, loss.dtype(), loss.device())?;
+        let seed =
+            Tensor::full(*loss.shape(), self.scaler.scale() as f32 * scaled, loss.dtype(), loss.device())?;
         autograd::backward_with(&[(loss.clone(), seed)])?;
         self.store.finish_backward()?;
         self.times.backward += start.elapsed();
@@ -141,8 +171,10 @@ impl Engine {
             return Ok(StepReport::Accumulating);
         }
         let start = Instant::now();
-        let options = StepOptions { loss_scale: 1.0, clip: self.config.gradient_clipping };
+        // Gradients are divided by the scale they were made with; only then does it move.
+        let options = StepOptions { loss_scale: self.scaler.scale(), clip: self.config.gradient_clipping };
         let outcome = self.store.step(options)?;
+        self.scaler.update(matches!(outcome, StepOutcome::Skipped { .. }))?;
         self.micro_steps += 1;
         self.global_steps += 1;
         self.global_samples += self.train_batch_size();
@@ -153,14 +185,20 @@ impl Engine {
                 self.last_grad_norm = Some(norm);
                 self.last_step_applied = true;
                 self.skipped_in_a_row = 0;
+                if let Some(scheduler) = &mut self.scheduler {
+                    scheduler.step();
+                }
+                self.apply_schedule();
                 Ok(StepReport::Applied { grad_norm: norm })
             }
             StepOutcome::Skipped { param, rank } => {
                 self.last_step_applied = false;
                 self.skipped_steps += 1;
                 self.skipped_in_a_row += 1;
-                tracing::warn!(step = self.global_steps, %param, rank, "step skipped: the gradient is not a number");
-                if self.skipped_in_a_row >= self.max_skipped_in_a_row {
+                let (step, scale) = (self.global_steps, self.scaler.scale());
+                tracing::warn!(step, %param, rank, scale, "step skipped: the gradient is not a number");
+                // A dynamic loss scale falls until it works, and explains itself at its floor.
+                if !self.scaler.is_dynamic() && self.skipped_in_a_row >= self.max_skipped_in_a_row {
                     return Err(EngineError::Diverged { skipped: self.skipped_in_a_row, param, rank });
                 }
                 Ok(StepReport::Skipped { param, rank })
@@ -278,7 +316,12 @@ impl Engine {
             let why = format!("{samples} is not a multiple of micro-batch × ranks = {per_micro_batch}");
             return Err(EngineError::Argument { what: "train batch size", why });
         }
-        self.accumulation_steps = samples / per_micro_batch;
+        let steps = samples / per_micro_batch;
+        if steps > 1 && !self.accumulates {
+            let why = "gradients are not accumulated in this run: configure gradient_accumulation_steps of 2 or more first".to_owned();
+            return Err(EngineError::Argument { what: "train batch size", why });
+        }
+        self.accumulation_steps = steps;
         Ok(())
     }
 
@@ -290,6 +333,11 @@ impl Engine {
     /// The decay rates of each group.
     pub fn get_mom(&self) -> Vec<[f64; 2]> {
         self.store.group_options().iter().map(|options| options.betas).collect()
+    }
+
+    /// What the loss is multiplied by before backward; 1 outside fp16.
+    pub fn loss_scale(&self) -> f64 {
+        self.scaler.scale()
     }
 
     /// Sets the learning rate of each group, as a schedule of one's own does.

@@ -43,9 +43,9 @@ pub enum EngineError {
         /// The rank that held it.
         rank: usize,
     },
-    /// The loss scale cannot fall any further.
-    #[error("{0}")]
-    LossScale(String),
+    /// A schedule or the loss scale cannot go on.
+    #[error(transparent)]
+    Optim(#[from] ferrospeed_optim::OptimError),
     /// A value that a caller passed makes no sense.
     #[error("{what}: {why}")]
     Argument {

@@ -3,6 +3,7 @@
 use ferrospeed_comm::World;
 use ferrospeed_config::{Config, DataType, Precision};
 use ferrospeed_nn::{Init, Parameters};
+use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Device};
@@ -47,6 +48,8 @@ pub struct Options<'a> {
     pub source: Option<&'a dyn ParamSource>,
     /// The update rule and the options of a group. Default: the configured one.
     pub optimizer: Option<(Optimizer, GroupOptions)>,
+    /// The learning-rate schedule. Default: the configured one.
+    pub scheduler: Option<Scheduler>,
 }
 
 /// Builds a model on handles, decides where its state lives, and makes it ready to train.
@@ -102,7 +105,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         },
         source,
     )?;
-    Engine::new(setup, store)
+    Engine::new(setup, store, options.scheduler)
 }
 
 fn element_type(data_type: DataType) -> DType {

@@ -66,7 +66,13 @@ fn configuration(stage: u8, precision: &str, micro_steps: usize, clip: f64, opti
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 500, "stage3_param_persistence_threshold": 20},
     });
     if precision != "fp32" {
-        config[precision] = json!({"enabled": true});
+        // A fixed scale that does not overflow; what happens when it does is another test.
+        let scale = if precision == "fp16" {
+            json!({"enabled": true, "loss_scale": 128.0})
+        } else {
+            json!({"enabled": true})
+        };
+        config[precision] = scale;
     }
     config
 }
@@ -74,7 +80,7 @@ fn configuration(stage: u8, precision: &str, micro_steps: usize, clip: f64, opti
 #[test]
 fn stages_agree_over_precisions_accumulation_clipping_and_ranks() {
     for ranks in [1, 2, 3, 4] {
-        for precision in ["fp32", "bf16"] {
+        for precision in ["fp32", "bf16", "fp16"] {
             for (micro_steps, clip) in [(1, 0.0), (3, 0.5)] {
                 let reference =
                     train(ranks, micro_steps, 1, configuration(0, precision, micro_steps, clip, "AdamW"));
@@ -147,5 +153,41 @@ fn the_limits_of_stage_3_change_no_bit() {
             reference,
             "prefetch {prefetch}, live {live}, reuse {reuse}, persist {persist}"
         );
+    }
+}
+
+#[test]
+fn an_overflow_is_skipped_by_all_ranks_in_all_stages_alike() {
+    for ranks in [1, 2] {
+        let outcomes: Vec<Vec<(u64, f64, Vec<u32>)>> = (0..=3)
+            .map(|stage| {
+                let mut config = configuration(stage, "fp16", 1, 0.5, "AdamW");
+                // The first scale is far too large; it halves until gradients fit.
+                config["fp16"] = json!({"enabled": true, "initial_scale_power": 30, "hysteresis": 1});
+                let config = Arc::new(config);
+                on_ranks(ranks, move |world| {
+                    let rank = world.rank();
+                    let (model, parameters) = Model::build(&description());
+                    let mut engine = engine(world, &config, &parameters, None, None, 1);
+                    let device = engine.device().clone();
+                    for step in 0..24 {
+                        let batch = batch(step, 0, rank, &device);
+                        let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+                        engine.backward(&loss).unwrap();
+                        engine.step().unwrap();
+                    }
+                    let weights = parameters.as_slice().iter().flat_map(|param| {
+                        engine.store().full(param, Which::Weight).unwrap().into_iter().map(f32::to_bits)
+                    });
+                    (engine.skipped_steps(), engine.loss_scale(), weights.collect())
+                })
+            })
+            .collect();
+        let (skipped, scale, _) = &outcomes[0][0];
+        assert!(*skipped > 3 && *skipped < 24, "{skipped} steps were skipped");
+        assert_eq!(*scale, 2f64.powi(30 - *skipped as i32));
+        for (stage, ranks) in outcomes.iter().enumerate() {
+            assert_eq!(ranks, &outcomes[0], "stage {stage}");
+        }
     }
 }

@@ -194,6 +194,11 @@ impl ZeroStore {
         &self.device
     }
 
+    /// The update rule.
+    pub fn optimizer(&self) -> Option<Optimizer> {
+        self.optimizer
+    }
+
     /// The type kernels read weights in.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -1,4 +1,5 @@
 //! The two models of the recorded trajectories, and a way to run ranks as threads.
+#![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use serde_json::Value;
 
 /// One input of a model.
 #[derive(Clone)]
-pub enum Batch {
+pub(crate) enum Batch {
     /// For the perceptron.
     Regression { x: Tensor, y: Tensor },
     /// For the language model.
@@ -23,16 +24,16 @@ pub enum Batch {
 
 /// Either model.
 #[derive(Clone)]
-pub enum Model {
+pub(crate) enum Model {
     Mlp(Arc<Mlp>),
     Lm(Arc<Lm>),
 }
 
-pub struct Mlp {
+pub(crate) struct Mlp {
     layers: [Linear; 3],
 }
 
-pub struct Lm {
+pub(crate) struct Lm {
     tok: Embedding,
     pos: Embedding,
     blocks: Vec<Block>,
@@ -52,7 +53,7 @@ struct Block {
 
 impl Model {
     /// From a recording's description.
-    pub fn build(description: &Value) -> (Model, Parameters) {
+    pub(crate) fn build(description: &Value) -> (Model, Parameters) {
         let init = Init::root();
         let size = |key: &str| description[key].as_u64().unwrap() as usize;
         let model = match description["kind"].as_str().unwrap() {
@@ -101,7 +102,7 @@ impl Model {
         (model, parameters)
     }
 
-    pub fn loss(&self, batch: &Batch) -> Result<Tensor> {
+    pub(crate) fn loss(&self, batch: &Batch) -> Result<Tensor> {
         match (self, batch) {
             (Model::Mlp(mlp), Batch::Regression { x, y }) => mlp.loss(x, y),
             (Model::Lm(lm), Batch::Tokens(ids)) => lm.loss(ids),
@@ -146,7 +147,7 @@ impl Lm {
 }
 
 /// Runs `work` on every rank of a world of threads and returns what each gave, in order of rank.
-pub fn on_ranks<R: Send + 'static>(
+pub(crate) fn on_ranks<R: Send + 'static>(
     ranks: usize,
     work: impl Fn(World) -> R + Send + Sync + 'static,
 ) -> Vec<R> {
@@ -162,14 +163,14 @@ pub fn on_ranks<R: Send + 'static>(
 }
 
 /// A resolved configuration for this many ranks.
-pub fn config(value: &Value, ranks: usize) -> Config {
+pub(crate) fn config(value: &Value, ranks: usize) -> Config {
     let unresolved = Config::from_value("test", value).unwrap_or_else(|error| panic!("{error}"));
     let ranks = std::num::NonZeroU64::new(ranks as u64).unwrap();
     unresolved.resolve(ranks, &AutoValues::new()).unwrap_or_else(|error| panic!("{error}")).0
 }
 
 /// An engine on one rank, with a device of its own so that memory is counted apart.
-pub fn engine(
+pub(crate) fn engine(
     world: World,
     value: &Value,
     parameters: &Parameters,
@@ -179,6 +180,6 @@ pub fn engine(
 ) -> Engine {
     let config = config(value, world.size());
     let setup = Setup::new(config, world, Device::cpu_with_threads(threads));
-    initialize_model(&setup, parameters, Options { groups, source, optimizer: None })
+    initialize_model(&setup, parameters, Options { groups, source, ..Default::default() })
         .unwrap_or_else(|error| panic!("{error}"))
 }

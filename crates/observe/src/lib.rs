@@ -1,0 +1,12 @@
+//! What a run says about itself.
+//!
+//! A run makes one [`StepRecord`] per step and one [`EvalRecord`] per validation; everything else (the log files here,
+//! the terminal, charts) is a reader of those. Observing changes no number of the run.
+
+mod error;
+mod log;
+mod record;
+
+pub use error::{ObserveError, Result};
+pub use log::{JsonLines, read_json_lines};
+pub use record::{EvalRecord, StepRecord};

@@ -1,0 +1,55 @@
+//! JSON lines: one object per line, flushed as it is written, so that a reader beside the run sees whole lines.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::{ObserveError, Result};
+
+/// A log that grows by one line at a time.
+#[derive(Debug)]
+pub struct JsonLines {
+    path: PathBuf,
+    file: File,
+}
+
+impl JsonLines {
+    /// A new, empty log.
+    pub fn create(path: &Path) -> Result<JsonLines> {
+        let file =
+            File::create(path).map_err(|source| ObserveError::Io { path: path.to_path_buf(), source })?;
+        Ok(JsonLines { path: path.to_path_buf(), file })
+    }
+
+    /// Adds a record.
+    pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
+        let failed = |source| ObserveError::Io { path: self.path.clone(), source };
+        let mut line = serde_json::to_vec(record).map_err(|error| failed(error.into()))?;
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(failed)
+    }
+}
+
+/// Reads a log. A last line without an end is still being written and is passed over.
+pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
+    let failed = |source| ObserveError::Io { path: path.to_path_buf(), source };
+    let mut reader = BufReader::new(File::open(path).map_err(failed)?);
+    let mut records = Vec::new();
+    let mut text = String::new();
+    for line in 1.. {
+        text.clear();
+        if reader.read_line(&mut text).map_err(failed)? == 0 || !text.ends_with('\n') {
+            break;
+        }
+        let record = serde_json::from_str(&text).map_err(|error| ObserveError::BadLine {
+            path: path.to_path_buf(),
+            line,
+            why: error.to_string(),
+        })?;
+        records.push(record);
+    }
+    Ok(records)
+}

@@ -1,0 +1,55 @@
+//! The one error of this crate.
+
+use std::path::PathBuf;
+
+/// What can go wrong between a recipe and its run.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The recipe cannot be run; everything that is wrong with it, one line each.
+    #[error("{path} cannot be run:\n{}", .problems.iter().map(|problem| format!("  {problem}")).collect::<Vec<_>>().join("\n"))]
+    Recipe {
+        /// The recipe.
+        path: PathBuf,
+        /// What is wrong, where, and what to write instead.
+        problems: Vec<String>,
+    },
+    /// A file could not be read or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The model could not be built, read or written.
+    #[error(transparent)]
+    Model(#[from] ferrospeed_models::ModelError),
+    /// The data could not be read.
+    #[error(transparent)]
+    Data(#[from] ferrospeed_data::DataError),
+    /// Training failed.
+    #[error(transparent)]
+    Engine(#[from] ferrospeed_engine::EngineError),
+    /// Model state could not be read.
+    #[error(transparent)]
+    Zero(#[from] ferrospeed_zero::ZeroError),
+    /// Ranks could not talk.
+    #[error(transparent)]
+    Comm(#[from] ferrospeed_comm::Error),
+    /// A log could not be written.
+    #[error(transparent)]
+    Observe(#[from] ferrospeed_observe::ObserveError),
+    /// A kernel failed.
+    #[error(transparent)]
+    Tensor(#[from] ferrospeed_tensor::TensorError),
+}
+
+/// The result of everything here.
+pub type Result<T, E = TrainError> = std::result::Result<T, E>;
+
+impl TrainError {
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> TrainError {
+        let path = path.into();
+        move |source| TrainError::Io { path, source }
+    }
+}

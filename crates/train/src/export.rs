@@ -1,0 +1,60 @@
+//! The trained model as a Hugging Face directory. Every rank takes part, rank 0 writes; one tensor at a time.
+
+use std::path::Path;
+
+use ferrospeed_models::weights::{TensorToWrite, write_directory};
+use ferrospeed_models::{Decoder, ModelError};
+use ferrospeed_tensor::DType;
+use ferrospeed_tensor::dtype::Float;
+use ferrospeed_zero::ZeroStore;
+use serde_json::Value;
+
+use crate::error::{Result, TrainError};
+
+/// Shards are split at this size, as Hugging Face does.
+const MAX_SHARD_BYTES: usize = 5_000_000_000;
+
+/// Writes `config.json` and weights. All ranks call it together.
+pub(crate) fn export(store: &ZeroStore, model: &Decoder, config: &Value, folder: &Path) -> Result<()> {
+    let dtype = store.dtype();
+    // In order of name, which is also the order in which the writer asks: so all ranks gather alike.
+    let mut params = model.parameters().as_slice().to_vec();
+    params.sort_by(|a, b| a.name().cmp(b.name()));
+    if store.world().rank() != 0 {
+        for param in &params {
+            store.full_as_read(param)?;
+        }
+        return Ok(());
+    }
+    let mut config = config.clone();
+    config["torch_dtype"] = match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    }
+    .into();
+    let path = folder.join("config.json");
+    let text = serde_json::to_string_pretty(&config).map_err(|error| TrainError::io(&path)(error.into()))?;
+    std::fs::create_dir_all(folder).map_err(TrainError::io(folder))?;
+    std::fs::write(&path, text + "\n").map_err(TrainError::io(&path))?;
+
+    let tensors: Vec<TensorToWrite> = params
+        .iter()
+        .map(|param| TensorToWrite {
+            name: param.name().into(),
+            shape: param.shape().sizes().to_vec(),
+            dtype,
+        })
+        .collect();
+    let mut bytes = |tensor: &TensorToWrite| {
+        let param = params.iter().find(|param| param.name() == tensor.name).expect("it was listed above");
+        let failed = |why: String| ModelError::BadFile { path: folder.to_path_buf(), why };
+        let values = store.full_as_read(param).map_err(|error| failed(error.to_string()))?;
+        Ok(match dtype {
+            DType::BF16 => values.iter().flat_map(|&v| half::bf16::narrow(v).to_le_bytes()).collect(),
+            DType::F16 => values.iter().flat_map(|&v| half::f16::narrow(v).to_le_bytes()).collect(),
+            _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        })
+    };
+    Ok(write_directory(folder, &tensors, MAX_SHARD_BYTES, &mut bytes)?)
+}

@@ -1,0 +1,68 @@
+//! A run's folder and its fixed layout.
+//!
+//! | path | content |
+//! | --- | --- |
+//! | `log.jsonl` | one object per step |
+//! | `eval.jsonl` | one object per validation |
+//! | `config/recipe.toml`, `config/ds_config.json` | the resolved recipe and configuration: they reproduce the run |
+//! | `model/` | a Hugging Face directory with the trained weights |
+//! | `sample.txt` | text the trained model wrote |
+//! | `logs/` | each rank's output |
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Result, TrainError};
+
+/// Where a run keeps its files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunFolder(PathBuf);
+
+impl RunFolder {
+    /// The folder at this path; nothing is created yet.
+    pub fn at(path: impl Into<PathBuf>) -> RunFolder {
+        RunFolder(path.into())
+    }
+
+    /// The folder itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// `log.jsonl`
+    pub fn log(&self) -> PathBuf {
+        self.0.join("log.jsonl")
+    }
+
+    /// `eval.jsonl`
+    pub fn eval(&self) -> PathBuf {
+        self.0.join("eval.jsonl")
+    }
+
+    /// `config/`
+    pub fn config(&self) -> PathBuf {
+        self.0.join("config")
+    }
+
+    /// `model/`
+    pub fn model(&self) -> PathBuf {
+        self.0.join("model")
+    }
+
+    /// `sample.txt`
+    pub fn sample(&self) -> PathBuf {
+        self.0.join("sample.txt")
+    }
+
+    /// `logs/`
+    pub fn logs(&self) -> PathBuf {
+        self.0.join("logs")
+    }
+
+    /// Makes the folders.
+    pub fn create(&self) -> Result<()> {
+        for folder in [self.config(), self.model(), self.logs()] {
+            std::fs::create_dir_all(&folder).map_err(TrainError::io(&folder))?;
+        }
+        Ok(())
+    }
+}

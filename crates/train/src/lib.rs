@@ -1,0 +1,16 @@
+//! From a recipe to a run: what `ferrospeed train` does on each rank.
+//!
+//! [`Recipe`] says what to train on what ([`recipe`]); [`run`] does it and fills a run's folder ([`folder`]). The
+//! terminal is the caller's: [`Progress`] tells it what happens.
+
+pub mod error;
+mod export;
+pub mod folder;
+mod model;
+pub mod recipe;
+mod run;
+
+pub use error::{Result, TrainError};
+pub use folder::RunFolder;
+pub use recipe::Recipe;
+pub use run::{Progress, RunInfo, Summary, run};

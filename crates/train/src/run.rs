@@ -1,0 +1,337 @@
+//! The training loop of one rank.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use ferrospeed_comm::{ReduceOp, World};
+use ferrospeed_data::{ByteText, Position, Sampler, Sequences, Split, TokenStream};
+use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
+use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
+use ferrospeed_models::{Decoder, Tokens};
+use ferrospeed_observe::{EvalRecord, JsonLines, StepRecord};
+use ferrospeed_tensor::store::ParamSource;
+use ferrospeed_tensor::{Category, Device, Tensor};
+
+use crate::error::{Result, TrainError};
+use crate::export::export;
+use crate::folder::RunFolder;
+use crate::model::{BuiltModel, build};
+use crate::recipe::Recipe;
+
+/// What is known before the first step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RunInfo {
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Ranks.
+    pub ranks: usize,
+    /// Steps to take.
+    pub steps: u64,
+    /// ZeRO stage.
+    pub stage: u8,
+    /// The type of weights.
+    pub dtype: String,
+    /// Samples per step over all ranks.
+    pub batch: u64,
+    /// Tokens per sample.
+    pub sequence: u64,
+    /// Sequences to train on.
+    pub train_sequences: u64,
+    /// Sequences to measure on.
+    pub validation_sequences: u64,
+    /// What the configuration warned about.
+    pub warnings: Vec<String>,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// Steps taken.
+    pub steps: u64,
+    /// The last step's loss.
+    pub loss: f32,
+    /// The last validation's loss.
+    pub validation_loss: Option<f32>,
+    /// The text the model wrote.
+    pub sample: Option<String>,
+    /// Whether it was stopped before its last step.
+    pub interrupted: bool,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+}
+
+/// Who is told what happens. Only rank 0 tells.
+pub trait Progress {
+    /// Before the first step.
+    fn started(&mut self, _info: &RunInfo) {}
+    /// After each step.
+    fn step(&mut self, _record: &StepRecord) {}
+    /// After each validation.
+    fn eval(&mut self, _record: &EvalRecord) {}
+}
+
+struct Run<'a> {
+    recipe: &'a Recipe,
+    engine: Engine,
+    model: Decoder,
+    sequences: Sequences,
+    sampler: Sampler,
+    position: Position,
+    flops_per_token: f64,
+    tokens: u64,
+}
+
+/// Runs a recipe on this rank; all ranks call it together. `stop` ends it at the next step boundary.
+pub fn run(
+    recipe: &Recipe,
+    path: &Path,
+    world: World,
+    device: Device,
+    folder: &RunFolder,
+    stop: &AtomicBool,
+    progress: &mut dyn Progress,
+) -> Result<Summary> {
+    let start = Instant::now();
+    let refuse = |problems| TrainError::Recipe { path: path.to_path_buf(), problems };
+    let problems = recipe.problems();
+    if !problems.is_empty() {
+        return Err(refuse(problems));
+    }
+    let (config, warnings) = recipe.config().map_err(|error| refuse(vec![error.to_string()]))?;
+    let stream: Arc<dyn TokenStream> = Arc::new(ByteText::read(&recipe.data.text, &recipe.data.extensions)?);
+    let vocabulary = stream.vocabulary();
+    let sequences = Sequences::new(stream, recipe.data.sequence, recipe.data.validation)?;
+    let BuiltModel { decoder: model, config: model_config, weights } =
+        build(recipe, vocabulary).map_err(refuse)?;
+
+    let rank = world.rank();
+    let mut setup = Setup::new(config, world, device);
+    setup.seed = recipe.seed;
+    let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
+    let engine = initialize_model(&setup, model.parameters(), Options { source, ..Default::default() })?;
+
+    let mut logs = if rank == 0 {
+        folder.create()?;
+        write_config(recipe, &engine, folder)?;
+        Some((JsonLines::create(&folder.log())?, JsonLines::create(&folder.eval())?))
+    } else {
+        None
+    };
+    let mut run = Run {
+        sampler: Sampler::new(sequences.count(Split::Train), recipe.seed),
+        flops_per_token: flops_per_token(&model, recipe.data.sequence),
+        recipe,
+        engine,
+        model,
+        sequences,
+        position: Position::default(),
+        tokens: 0,
+    };
+    if rank == 0 {
+        progress.started(&run.info(warnings));
+    }
+    let mut summary = Summary {
+        steps: 0,
+        loss: f32::NAN,
+        validation_loss: None,
+        sample: None,
+        interrupted: false,
+        seconds: 0.0,
+    };
+    for step in 1..=recipe.steps {
+        let (record, interrupted) = run.step(step, stop)?;
+        (summary.steps, summary.loss) = (step, record.loss);
+        if let Some((log, _)) = &mut logs {
+            log.write(&record)?;
+            progress.step(&record);
+        }
+        summary.interrupted = interrupted && step < recipe.steps;
+        let last = step == recipe.steps || interrupted;
+        let due = recipe.eval.every > 0 && step.is_multiple_of(recipe.eval.every);
+        if (due || last) && run.sequences.count(Split::Validation) > 0 {
+            let record = run.evaluate(step)?;
+            summary.validation_loss = Some(record.loss);
+            if let Some((_, log)) = &mut logs {
+                log.write(&record)?;
+                progress.eval(&record);
+            }
+        }
+        if last {
+            break;
+        }
+    }
+    export(run.engine.store(), &run.model, &model_config, &folder.model())?;
+    summary.sample = run.sample()?;
+    if let (0, Some(sample)) = (rank, &summary.sample) {
+        std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
+    }
+    summary.seconds = start.elapsed().as_secs_f64();
+    Ok(summary)
+}
+
+/// The resolved recipe and configuration, which reproduce the run.
+fn write_config(recipe: &Recipe, engine: &Engine, folder: &RunFolder) -> Result<()> {
+    let write = |name: &str, text: String| {
+        let path = folder.config().join(name);
+        std::fs::write(&path, text).map_err(TrainError::io(&path))
+    };
+    let recipe = toml::to_string_pretty(recipe)
+        .unwrap_or_else(|error| format!("# cannot be written as TOML: {error}\n"));
+    write("recipe.toml", recipe)?;
+    write("ds_config.json", format!("{:#}\n", engine.config().to_json()))
+}
+
+/// Forward and backward: six operations per weight and token, and the attention scores (Kaplan et al., 2020).
+fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
+    let config = model.config();
+    let embedding = (config.vocab * config.embedding_width) as f64;
+    // The table is looked up, not multiplied, unless it is also the head.
+    let multiplied = model.parameters().numel() as f64 - if config.tied { 0.0 } else { embedding };
+    6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * sequence as f64
+}
+
+impl Run<'_> {
+    fn info(&self, warnings: Vec<String>) -> RunInfo {
+        RunInfo {
+            parameters: self.model.parameters().numel() as u64,
+            ranks: self.engine.world().size(),
+            steps: self.recipe.steps,
+            stage: self.engine.config().zero.stage.number(),
+            dtype: self.engine.store().dtype().to_string(),
+            batch: self.engine.train_batch_size(),
+            sequence: self.recipe.data.sequence,
+            train_sequences: self.sequences.count(Split::Train),
+            validation_sequences: self.sequences.count(Split::Validation),
+            warnings,
+        }
+    }
+
+    fn batch(&self, split: Split, indices: impl Iterator<Item = u64>) -> Result<Tensor> {
+        let length = self.recipe.data.sequence as usize;
+        let mut ids = Vec::new();
+        for index in indices {
+            let start = ids.len();
+            ids.resize(start + length, 0);
+            self.sequences.read(split, index, &mut ids[start..])?;
+        }
+        Ok(Tensor::from_slice(&ids, [ids.len() / length, length], self.engine.device())?)
+    }
+
+    /// One optimizer step; says whether any rank was asked to stop.
+    fn step(&mut self, step: u64, stop: &AtomicBool) -> Result<(StepRecord, bool)> {
+        let start = Instant::now();
+        let device = self.engine.device().clone();
+        device.backend().reset_peak_memory();
+        let (rank, ranks) = (self.engine.world().rank() as u64, self.engine.world().size() as u64);
+        let (size, micro_batches) =
+            (self.engine.train_micro_batch_size_per_gpu(), self.engine.gradient_accumulation_steps());
+        let (lr, loss_scale) =
+            (self.engine.get_lr().first().copied().unwrap_or(0.0), self.engine.loss_scale());
+        let mut loss_sum = 0.0;
+        let mut report = StepReport::Accumulating;
+        for micro in 0..micro_batches {
+            let indices = self.sampler.micro_batch(self.position, micro, rank, ranks, size);
+            let ids = self.batch(Split::Train, indices)?;
+            let model = &self.model;
+            let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), &ids, mode))?;
+            loss_sum += loss.item()?;
+            self.engine.backward(&loss)?;
+            report = self.engine.step()?;
+        }
+        self.position.samples += self.engine.train_batch_size();
+        let tokens = self.engine.train_batch_size() * self.recipe.data.sequence;
+        self.tokens += tokens;
+        // The mean over ranks, and whether anybody wants to stop, in one exchange.
+        let mut shared = [loss_sum / micro_batches as f32, f32::from(u8::from(stop.load(Ordering::Relaxed)))];
+        self.engine.world().group().all_reduce(&mut shared, ReduceOp::Avg)?;
+        let usage = device.memory_usage();
+        let mut memory_bytes: BTreeMap<String, u64> = Category::ALL
+            .iter()
+            .map(|&category| (category.name().to_owned(), usage.peak(category) as u64))
+            .collect();
+        memory_bytes.insert("total".into(), usage.peak_total() as u64);
+        let times = self.engine.last_step_times();
+        let seconds = start.elapsed().as_secs_f64();
+        let record = StepRecord {
+            step,
+            loss: shared[0],
+            lr,
+            grad_norm: match report {
+                StepReport::Applied { grad_norm } => Some(grad_norm),
+                _ => None,
+            },
+            tokens: self.tokens,
+            tokens_per_s: tokens as f64 / seconds,
+            step_ms: seconds * 1e3,
+            forward_ms: times.forward.as_secs_f64() * 1e3,
+            backward_ms: times.backward.as_secs_f64() * 1e3,
+            optimizer_ms: times.step.as_secs_f64() * 1e3,
+            flops_per_s: self.flops_per_token * tokens as f64 / seconds,
+            memory_bytes,
+            skipped: matches!(report, StepReport::Skipped { .. }),
+            loss_scale,
+        };
+        Ok((record, shared[1] > 0.0))
+    }
+
+    /// The mean loss over validation sequences, which ranks share out.
+    fn evaluate(&mut self, step: u64) -> Result<EvalRecord> {
+        let available = self.sequences.count(Split::Validation);
+        let count = if self.recipe.eval.sequences == 0 {
+            available
+        } else {
+            self.recipe.eval.sequences.min(available)
+        };
+        let (rank, ranks) = (self.engine.world().rank() as u64, self.engine.world().size() as u64);
+        let size = self.engine.train_micro_batch_size_per_gpu();
+        self.engine.eval();
+        // Every rank takes part in every round (stage 3 gathers together); a rank without a sequence of its own
+        // repeats one that does not count.
+        let mut sums = [0.0f64, 0.0];
+        for round in 0..count.div_ceil(ranks * size) {
+            let first = (round * ranks + rank) * size;
+            let own: Vec<u64> = (first..(first + size).min(count)).collect();
+            let counted = own.len() as f64;
+            let indices = if own.is_empty() { vec![0] } else { own };
+            let ids = self.batch(Split::Validation, indices.into_iter())?;
+            let model = &self.model;
+            let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), &ids, mode))?;
+            sums[0] += f64::from(loss.item()?) * counted;
+            sums[1] += counted;
+        }
+        self.engine.train();
+        self.engine.world().group().all_reduce(&mut sums, ReduceOp::Sum)?;
+        let tokens = count * (self.recipe.data.sequence - 1);
+        Ok(EvalRecord { step, loss: (sums[0] / sums[1].max(1.0)) as f32, tokens })
+    }
+
+    /// Lets the model write. All ranks do, since in stage 3 they hold its weights together.
+    fn sample(&self) -> Result<Option<String>> {
+        let Some(sample) = &self.recipe.sample else { return Ok(None) };
+        let prompt: Vec<i64> = sample.prompt.bytes().map(i64::from).collect();
+        let room = (self.recipe.data.sequence as usize).saturating_sub(prompt.len());
+        let sampling = if sample.temperature == 0.0 {
+            Sampling::Greedy
+        } else {
+            Sampling::Random {
+                temperature: sample.temperature,
+                top_k: Some(50),
+                top_p: None,
+                seed: self.recipe.seed,
+            }
+        };
+        let options = GenerateOptions {
+            max_new_tokens: (sample.tokens as usize).min(room),
+            sampling,
+            end_token: None,
+            pad_token: 0,
+        };
+        let device = self.engine.device();
+        let written = generate(&self.model, &[prompt], None, &options, device, &mut |_, _| {})?;
+        let bytes: Vec<u8> = written[0].iter().map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
+        Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+    }
+}
