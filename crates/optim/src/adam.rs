@@ -17,6 +17,9 @@ pub struct Adam {
 struct Update<const DECOUPLED: bool> {
     beta1: f32,
     beta2: f32,
+    /// One less the betas, rounded after the subtraction: 1 − 0.999 in f32 is off in the fifth digit.
+    rest1: f32,
+    rest2: f32,
     eps: f32,
     decay: f32,
     step_size: f32,
@@ -31,8 +34,8 @@ impl<const DECOUPLED: bool> Rule<2> for Update<DECOUPLED> {
         } else {
             (weight, gradient + self.decay * weight)
         };
-        *m = self.beta1 * *m + (1.0 - self.beta1) * gradient;
-        *v = self.beta2 * *v + (1.0 - self.beta2) * gradient * gradient;
+        *m = self.beta1 * *m + self.rest1 * gradient;
+        *v = self.beta2 * *v + self.rest2 * gradient * gradient;
         let denominator = v.sqrt() * self.inverse_root_correction + self.eps;
         weight - self.step_size * (*m / denominator)
     }
@@ -40,33 +43,31 @@ impl<const DECOUPLED: bool> Rule<2> for Update<DECOUPLED> {
 
 impl Adam {
     pub(crate) fn step(&self, options: &GroupOptions, step: u64, stretch: &mut Stretch<'_>) {
-        let [beta1, beta2] = options.betas;
-        let correction = |beta: f64| if self.bias_correction { 1.0 - beta.powi(step as i32) } else { 1.0 };
-        let common = |decay: f64| (decay as f32, (options.lr / correction(beta1)) as f32);
-        let (beta1_f32, beta2_f32, eps) = (beta1 as f32, beta2 as f32, self.eps as f32);
-        let inverse_root_correction = (1.0 / correction(beta2).sqrt()) as f32;
         if self.decoupled {
-            let (decay, step_size) = common(options.lr * options.weight_decay);
-            let rule = Update::<true> {
-                beta1: beta1_f32,
-                beta2: beta2_f32,
-                eps,
-                decay,
-                step_size,
-                inverse_root_correction,
-            };
-            run(stretch, &rule);
+            run(stretch, &self.rule::<true>(options, step, options.lr * options.weight_decay));
         } else {
-            let (decay, step_size) = common(options.weight_decay);
-            let rule = Update::<false> {
-                beta1: beta1_f32,
-                beta2: beta2_f32,
-                eps,
-                decay,
-                step_size,
-                inverse_root_correction,
-            };
-            run(stretch, &rule);
+            run(stretch, &self.rule::<false>(options, step, options.weight_decay));
+        }
+    }
+
+    fn rule<const DECOUPLED: bool>(
+        &self,
+        options: &GroupOptions,
+        step: u64,
+        decay: f64,
+    ) -> Update<DECOUPLED> {
+        let [beta1, beta2] = options.betas;
+        let step = i32::try_from(step).unwrap_or(i32::MAX);
+        let correction = |beta: f64| if self.bias_correction { 1.0 - beta.powi(step) } else { 1.0 };
+        Update {
+            beta1: beta1 as f32,
+            beta2: beta2 as f32,
+            rest1: (1.0 - beta1) as f32,
+            rest2: (1.0 - beta2) as f32,
+            eps: self.eps as f32,
+            decay: decay as f32,
+            step_size: (options.lr / correction(beta1)) as f32,
+            inverse_root_correction: (1.0 / correction(beta2).sqrt()) as f32,
         }
     }
 }

@@ -38,6 +38,22 @@ pub enum OptimError {
         /// The smallest scale.
         scale: f64,
     },
+    /// A section of the configuration cannot be used.
+    #[error("{section}: {why}")]
+    Section {
+        /// The section.
+        section: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Gradients that were to be clipped hold infinity or NaN.
+    #[error(
+        "gradient {gradient} holds infinity or NaN: there is no norm to clip to, and nothing was changed"
+    )]
+    NotANumber {
+        /// Its index among those given.
+        gradient: usize,
+    },
     /// Something was set to a value that it cannot have.
     #[error("{what} cannot be {value}: {why}")]
     Value {

@@ -25,6 +25,9 @@ pub struct Lamb {
 struct Direction {
     beta1: f32,
     beta2: f32,
+    /// One less the betas, rounded after the subtraction.
+    rest1: f32,
+    rest2: f32,
     eps: f32,
     eps_inside: bool,
     decay: f32,
@@ -34,8 +37,8 @@ struct Direction {
 impl Rule<3> for Direction {
     #[inline(always)]
     fn update(&self, weight: f32, gradient: f32, [m, v, direction]: &mut [f32; 3]) -> f32 {
-        *m = self.beta1 * *m + (1.0 - self.beta1) * gradient;
-        *v = self.beta2 * *v + (1.0 - self.beta2) * gradient * gradient;
+        *m = self.beta1 * *m + self.rest1 * gradient;
+        *v = self.beta2 * *v + self.rest2 * gradient * gradient;
         let denominator = if self.eps_inside { (*v + self.eps).sqrt() } else { v.sqrt() + self.eps };
         *direction = *m / denominator + self.decay * weight;
         weight
@@ -59,6 +62,8 @@ impl Lamb {
         let rule = Direction {
             beta1: options.betas[0] as f32,
             beta2: options.betas[1] as f32,
+            rest1: (1.0 - options.betas[0]) as f32,
+            rest2: (1.0 - options.betas[1]) as f32,
             eps: self.eps as f32,
             eps_inside: self.eps_inside_sqrt,
             decay: options.weight_decay as f32,
@@ -80,7 +85,8 @@ impl Lamb {
     pub fn apply(&self, options: &GroupOptions, step: u64, coefficient: f64, stretch: &mut Stretch<'_>) {
         let correction = if self.bias_correction {
             let [beta1, beta2] = options.betas;
-            (1.0 - beta2.powi(step as i32)).sqrt() / (1.0 - beta1.powi(step as i32))
+            let step = i32::try_from(step).unwrap_or(i32::MAX);
+            (1.0 - beta2.powi(step)).sqrt() / (1.0 - beta1.powi(step))
         } else {
             1.0
         };

@@ -7,11 +7,17 @@
 
 pub mod adagrad;
 pub mod adam;
+pub mod bench;
+pub mod clip;
+pub mod curriculum;
 pub mod error;
 pub mod lamb;
 pub mod lion;
 pub mod loss_scale;
 pub mod norm;
+pub mod pace;
+pub mod progressive_layer_drop;
+pub mod random_ltd;
 pub mod schedule;
 pub mod sgd;
 pub mod stretch;

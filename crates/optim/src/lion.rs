@@ -13,13 +13,16 @@ struct Update {
     shrink: f32,
     beta1: f32,
     beta2: f32,
+    /// One less the betas, rounded after the subtraction.
+    rest1: f32,
+    rest2: f32,
 }
 
 impl Rule<1> for Update {
     #[inline(always)]
     fn update(&self, weight: f32, gradient: f32, [m]: &mut [f32; 1]) -> f32 {
-        let direction = self.beta1 * *m + (1.0 - self.beta1) * gradient;
-        *m = self.beta2 * *m + (1.0 - self.beta2) * gradient;
+        let direction = self.beta1 * *m + self.rest1 * gradient;
+        *m = self.beta2 * *m + self.rest2 * gradient;
         let up = if direction > 0.0 { self.lr } else { 0.0 };
         let down = if direction < 0.0 { self.lr } else { 0.0 };
         weight * self.shrink - up + down
@@ -30,6 +33,14 @@ impl Lion {
     pub(crate) fn step(&self, options: &GroupOptions, stretch: &mut Stretch<'_>) {
         let [beta1, beta2] = options.betas;
         let shrink = (1.0 - options.lr * options.weight_decay) as f32;
-        run(stretch, &Update { lr: options.lr as f32, shrink, beta1: beta1 as f32, beta2: beta2 as f32 });
+        let rule = Update {
+            lr: options.lr as f32,
+            shrink,
+            beta1: beta1 as f32,
+            beta2: beta2 as f32,
+            rest1: (1.0 - beta1) as f32,
+            rest2: (1.0 - beta2) as f32,
+        };
+        run(stretch, &rule);
     }
 }

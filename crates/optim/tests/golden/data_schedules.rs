@@ -1,0 +1,89 @@
+use std::collections::BTreeSet;
+
+use ferrospeed_optim::curriculum::{Curriculum, CurriculumScheduler};
+use ferrospeed_optim::progressive_layer_drop::ProgressiveLayerDrop;
+use ferrospeed_optim::random_ltd::{RandomLtd, RandomLtdScheduler};
+use ferrospeed_testkit::golden::golden;
+
+use crate::{flat, report};
+
+/// Where we differ, by what a case does.
+const NEVER_BELOW_THE_MINIMUM: &str = "difficulties and lengths never fall below their configured minimum";
+
+#[test]
+fn golden_curriculum_difficulties() {
+    let mut met = BTreeSet::new();
+    for case in golden().cases("engine/curriculum.json") {
+        let what = format!("{}: {}", case["id"], case["config"]);
+        let curriculum = Curriculum::from_section(&case["config"], None);
+        if !case["error"].is_null() {
+            let message = curriculum.expect_err(&what).to_string();
+            assert!(message.starts_with("curriculum_learning: "), "{what}: {message}");
+            continue;
+        }
+        let curriculum = curriculum.unwrap_or_else(|error| panic!("{what}: {error}"));
+        let mut scheduler = CurriculumScheduler::new(curriculum.clone());
+        let min = case["config"]["min_difficulty"].as_u64().expect("a minimum");
+        let grows = matches!(curriculum, Curriculum::Growing(_));
+        for (step, want) in flat(&case["steps"]).into_iter().zip(flat(&case["expect"])) {
+            let step = step as u64;
+            let got =
+                if case["mode"] == "get" { curriculum.difficulty(step) } else { scheduler.update(step) };
+            let want = if grows && want < min as f64 {
+                met.insert(NEVER_BELOW_THE_MINIMUM);
+                min
+            } else {
+                want as u64
+            };
+            assert_eq!(got, want, "{what}, step {step}");
+        }
+    }
+    report("golden_curriculum_difficulties", &met);
+}
+
+#[test]
+fn golden_layer_keep_probabilities() {
+    for case in golden().cases("engine/pld.json") {
+        let (theta, gamma) = (flat(&case["theta"])[0], flat(&case["gamma"])[0]);
+        let drop = ProgressiveLayerDrop::new(theta, gamma).expect("recorded values are valid");
+        assert_eq!(Some(drop.keep_probability(0)), case["initial"].as_f64());
+        for (step, want) in flat(&case["steps"]).into_iter().zip(flat(&case["expect"])) {
+            let got = drop.keep_probability(step as u64);
+            assert!((got - want).abs() <= 1e-15, "{}: step {step}: {got} for {want}", case["id"]);
+        }
+    }
+    assert!(ProgressiveLayerDrop::new(1.5, 0.1).is_err());
+    assert!(ProgressiveLayerDrop::new(0.5, f64::NAN).is_err());
+}
+
+#[test]
+fn golden_random_ltd_lengths_and_tokens() {
+    let mut met = BTreeSet::new();
+    for case in golden().cases("engine/random_ltd.json") {
+        let what = format!("{}: {}", case["id"], case["config"]);
+        let fixed = RandomLtd::from_section(&case["config"]);
+        if !case["error"].is_null() {
+            assert!(fixed.is_err(), "{what}");
+            continue;
+        }
+        let fixed = fixed.unwrap_or_else(|error| panic!("{what}: {error}"));
+        let mut scheduler = RandomLtdScheduler::new(fixed);
+        // Tokens that we count more because a length is not below the minimum.
+        let (mut more, mut counted) = (0, None);
+        for (step, want) in flat(&case["steps"]).into_iter().zip(case["expect"].as_array().expect("a list")) {
+            let (step, recorded) = (step as u64, flat(want));
+            let kept = scheduler.update(step);
+            let want = (recorded[0] as u64).max(fixed.kept.min);
+            assert_eq!(kept, want, "{what}, step {step}");
+            if counted.replace(step) != Some(step) && want != recorded[0] as u64 {
+                met.insert(NEVER_BELOW_THE_MINIMUM);
+                more += fixed.layer_tokens(want) - fixed.layer_tokens(recorded[0] as u64);
+            }
+            let tokens = scheduler.state().consumed_layer_tokens;
+            assert_eq!(tokens, recorded[1] as u64 + more, "{what}, step {step}");
+            let saved = serde_json::to_string(&scheduler.state()).expect("a state is JSON");
+            scheduler.load(serde_json::from_str(&saved).expect("it was just written"));
+        }
+    }
+    report("golden_random_ltd_lengths_and_tokens", &met);
+}
