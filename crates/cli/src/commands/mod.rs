@@ -1,14 +1,17 @@
 //! The commands, one module each, and the table that clap reads.
 
+mod bench;
 mod completions;
 mod config;
 mod doctor;
 mod estimate;
+mod generate;
 mod launch;
 mod model;
 mod node_launch;
 mod plan;
 mod rank_env;
+mod train;
 
 use std::process::ExitCode;
 
@@ -26,6 +29,10 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Train a model by a recipe
+    Train(train::TrainArgs),
+    /// Continue a text with a trained model
+    Generate(generate::GenerateArgs),
     /// Start a program on several ranks, on this host or on many, and stay with them
     Launch(Box<launch::LaunchArgs>),
     /// Check, show or document a ds_config.json
@@ -36,6 +43,8 @@ enum Command {
     Estimate(estimate::EstimateArgs),
     /// Say what this machine can do, and what is missing
     Doctor(doctor::DoctorArgs),
+    /// Measure this machine's kernels
+    Bench(bench::BenchArgs),
     /// Write a completion script for a shell
     Completions(completions::CompletionsArgs),
     /// The part of `launch` that runs once on each host
@@ -49,11 +58,14 @@ enum Command {
 /// Runs the command that was asked for.
 pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
+        Command::Train(args) => train::run(&args),
+        Command::Generate(args) => generate::run(&args),
         Command::Launch(args) => launch::run(&args),
         Command::Config(args) => config::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Estimate(args) => estimate::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Completions(args) => completions::run(&args),
         Command::NodeLaunch(args) => node_launch::run(&args),
         Command::RankEnv(args) => rank_env::run(&args),

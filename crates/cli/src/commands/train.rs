@@ -1,0 +1,211 @@
+//! `ferrospeed train`: starts the ranks of a recipe, or is one of them.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use clap::Args;
+use ferrospeed_comm::{ConnectOptions, World};
+use ferrospeed_launch::LocalJob;
+use ferrospeed_launch::supervise::OutputMode;
+use ferrospeed_observe::{EvalRecord, StepRecord};
+use ferrospeed_tensor::Device;
+use ferrospeed_train::{Progress, Recipe, RunFolder, RunInfo, Summary, TrainError};
+
+use crate::failure::Failure;
+use crate::terminal::{print_note, print_output};
+
+/// Arguments of `train`.
+#[derive(Debug, Args)]
+pub(crate) struct TrainArgs {
+    /// The recipe (TOML)
+    recipe: PathBuf,
+    /// How many ranks to start on this host [default: the recipe's]
+    #[arg(short = 'n', long = "ranks", value_name = "RANKS")]
+    ranks: Option<u32>,
+    /// Where the run's files go [default: runs/NAME]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Change a key of the recipe (steps=8) or of the ds_config (zero_optimization.stage=3); may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+}
+
+/// Ranks may need this long to finish their step after Ctrl-C.
+const INTERRUPT_GRACE: Duration = Duration::from_secs(120);
+
+pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
+    let mut recipe = Recipe::load(&args.recipe, &args.overrides).map_err(failure)?;
+    recipe.ranks = args.ranks.unwrap_or(recipe.ranks);
+    let is_rank = std::env::var_os("RANK").is_some();
+    if !is_rank {
+        let problems = recipe.problems();
+        if !problems.is_empty() {
+            return Err(failure(TrainError::Recipe { path: args.recipe.clone(), problems }));
+        }
+    }
+    let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
+    if is_rank || recipe.ranks == 1 {
+        run_rank(args, recipe, &folder)
+    } else {
+        start_ranks(args, &recipe, &folder)
+    }
+}
+
+fn failure(error: TrainError) -> Failure {
+    match error {
+        TrainError::Recipe { .. } => Failure::Usage(error.to_string()),
+        other => Failure::Run(other.to_string()),
+    }
+}
+
+/// Starts this program again, once per rank.
+fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<ExitCode, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
+    let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];
+    words.extend(["--out".to_owned(), folder.path().display().to_string()]);
+    words.extend(["-n".to_owned(), recipe.ranks.to_string()]);
+    words.extend(args.overrides.iter().flat_map(|assignment| ["--set".to_owned(), assignment.clone()]));
+    let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
+    job.output = OutputMode::Plain;
+    job.log_dir = Some(folder.logs());
+    job.interrupt_grace = INTERRUPT_GRACE;
+    if std::env::var_os("FERROSPEED_THREADS").is_none() && std::env::var_os("OMP_NUM_THREADS").is_none() {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / recipe.ranks as usize).max(1);
+        job.env.insert("FERROSPEED_THREADS".into(), threads.to_string());
+    }
+    let outcome = job.run()?;
+    if let ferrospeed_launch::JobOutcome::Failed(report) = &outcome {
+        crate::terminal::print_error(&report.to_string());
+    }
+    Ok(ExitCode::from(outcome.exit_code()))
+}
+
+fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<ExitCode, Failure> {
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
+        )
+        .with_writer(std::io::stderr)
+        .try_init();
+    let stop = stop_on_interrupt()?;
+    let world = if std::env::var_os("RANK").is_some() {
+        let mut options = ConnectOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
+        recipe.ranks = u32::try_from(options.world_size).unwrap_or(u32::MAX);
+        options.config_hash = recipe
+            .config()
+            .map_or_else(|_| String::new(), |(config, _)| format!("{:016x}", config.canonical_hash()));
+        World::connect(options).map_err(|error| Failure::Run(error.to_string()))?
+    } else {
+        World::solo()
+    };
+    let every = recipe.config().ok().and_then(|(config, _)| config.steps_per_print).unwrap_or(10).max(1);
+    let rank = world.rank();
+    let mut lines = Lines { steps: recipe.steps, every };
+    let summary =
+        ferrospeed_train::run(&recipe, &args.recipe, world, Device::cpu(), folder, &stop, &mut lines)
+            .map_err(failure)?;
+    if rank == 0 {
+        finish(&summary, folder)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The first interrupt asks for the end of the step, the second ends at once.
+fn stop_on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        // In this order: the second handler sees the flag as the first signal left it.
+        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, stop.clone())
+            .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
+            .map_err(|error| Failure::Run(format!("cannot watch for interrupts: {error}")))?;
+    }
+    Ok(stop)
+}
+
+/// One line every few steps.
+struct Lines {
+    steps: u64,
+    every: u64,
+}
+
+impl Progress for Lines {
+    fn started(&mut self, info: &RunInfo) {
+        for warning in &info.warnings {
+            print_note(warning);
+        }
+        let text = format!(
+            "{} parameters in {}, {} ranks, ZeRO stage {}, {} sequences of {} tokens per step; {} to train on, {} to validate",
+            grouped(info.parameters),
+            info.dtype,
+            info.ranks,
+            info.stage,
+            info.batch,
+            info.sequence,
+            info.train_sequences,
+            info.validation_sequences,
+        );
+        let _ = print_output(&text);
+    }
+
+    fn step(&mut self, record: &StepRecord) {
+        if record.step != 1 && record.step != self.steps && !record.step.is_multiple_of(self.every) {
+            return;
+        }
+        let norm = record.grad_norm.map_or("skipped".to_owned(), |norm| format!("{norm:.3}"));
+        let left = (self.steps - record.step) as f64 * record.step_ms / 1e3;
+        let memory = record.memory_bytes.get("total").copied().unwrap_or(0) as f64 / f64::from(1 << 20);
+        let text = format!(
+            "step {:>5}/{}  loss {:.4}  lr {:.2e}  norm {norm}  {:.0} tokens/s  {:.1} GFLOP/s  {memory:.0} MiB  {left:.0} s left",
+            record.step,
+            self.steps,
+            record.loss,
+            record.lr,
+            record.tokens_per_s,
+            record.flops_per_s / 1e9,
+        );
+        let _ = print_output(&text);
+    }
+
+    fn eval(&mut self, record: &EvalRecord) {
+        let _ = print_output(&format!(
+            "step {:>5}/{}  validation loss {:.4}",
+            record.step, self.steps, record.loss
+        ));
+    }
+}
+
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(' ');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+fn finish(summary: &Summary, folder: &RunFolder) -> Result<(), Failure> {
+    let mut text = String::new();
+    if let Some(sample) = &summary.sample {
+        text.push_str(&format!("\n--- sample ---\n{sample}\n---\n"));
+    }
+    let how = if summary.interrupted { "stopped by request after" } else { "finished" };
+    let validation =
+        summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}"));
+    text.push_str(&format!(
+        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}\nlog      {}\nweights  {}\n",
+        summary.steps,
+        summary.seconds,
+        summary.loss,
+        folder.log().display(),
+        folder.model().display(),
+    ));
+    print_output(&text)
+}
