@@ -23,22 +23,30 @@
 //! ```
 
 mod attention;
+mod conv;
 mod embedding;
 mod init;
 mod linear;
 mod mlp;
 mod norm;
 mod rotary;
+mod sequential;
+mod tiled;
+mod transformer_layer;
 
 pub use attention::{
     AttentionConfig, AttentionState, HeadProjections, KeyValueCache, MultiHeadAttention, Visibility,
 };
+pub use conv::{Conv2d, Conv2dOptions};
 pub use embedding::Embedding;
 pub use init::{Init, Parameters};
 pub use linear::Linear;
 pub use mlp::{GatedMlp, Mlp};
 pub use norm::{LayerNorm, Norm, NormConfig, RmsNorm};
 pub use rotary::{Rotary, RotaryScaling, RotaryTable};
+pub use sequential::{Dropout, Module, Sequential};
+pub use tiled::{TiledLinear, TiledSource, Tiling};
+pub use transformer_layer::{DropoutMasks, KeyVisibility, TransformerLayer, TransformerLayerConfig};
 
 /// Whether a forward pass trains (dropout on) or evaluates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -109,12 +109,35 @@ fn pass<const STATES: usize, G: Float, C: Float>(
     stretch.device.backend().parallel(tasks.len(), &|index| {
         let task = tasks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         let (weights, gradient, mut states, copy) = task.expect("each task runs once");
-        vectorized(|| block(weights, gradient, factor, &mut states, copy, rule));
+        block(weights, gradient, factor, &mut states, copy, rule);
     });
 }
 
-#[inline(always)]
 fn block<const STATES: usize, G: Float, C: Float>(
+    weights: &mut [f32],
+    gradient: &[G],
+    factor: f32,
+    states: &mut [&mut [f32]; STATES],
+    mut copy: Option<&mut [C]>,
+    rule: &impl Rule<STATES>,
+) {
+    let length = weights.len();
+    let whole = length - length % LANES;
+    for start in (0..whole).step_by(LANES) {
+        lanes::<STATES, LANES, G, C>(start, weights, gradient, factor, states, copy.as_deref_mut(), rule);
+    }
+    for start in whole..length {
+        lanes::<STATES, 1, G, C>(start, weights, gradient, factor, states, copy.as_deref_mut(), rule);
+    }
+}
+
+/// How many elements are taken out, updated and put back together. Arrays on the stack cannot overlap, which lets the
+/// compiler vectorise the update; it does not know that of the slices. Enough for it to keep the loop a loop.
+const LANES: usize = 64;
+
+#[inline(always)]
+fn lanes<const STATES: usize, const N: usize, G: Float, C: Float>(
+    start: usize,
     weights: &mut [f32],
     gradient: &[G],
     factor: f32,
@@ -122,30 +145,42 @@ fn block<const STATES: usize, G: Float, C: Float>(
     copy: Option<&mut [C]>,
     rule: &impl Rule<STATES>,
 ) {
-    let length = weights.len();
-    // One length for all lets the compiler drop the bounds checks and vectorise.
-    let gradient = &gradient[..length];
-    for state in states.iter_mut() {
-        *state = &mut std::mem::take(state)[..length];
+    let range = start..start + N;
+    let mut held = [[0.0f32; N]; STATES];
+    for (held, state) in held.iter_mut().zip(states.iter()) {
+        held.copy_from_slice(&state[range.clone()]);
     }
-    let mut update = |index: usize| {
-        let mut held: [f32; STATES] = std::array::from_fn(|state| states[state][index]);
-        let weight = rule.update(weights[index], gradient[index].widen() * factor, &mut held);
-        weights[index] = weight;
-        for (state, value) in states.iter_mut().zip(held) {
-            state[index] = value;
+    let mut new = [0.0f32; N];
+    new.copy_from_slice(&weights[range.clone()]);
+    let mut scaled = [0.0f32; N];
+    for (scaled, gradient) in scaled.iter_mut().zip(&gradient[range.clone()]) {
+        *scaled = gradient.widen() * factor;
+    }
+    // Only this much is compiled per instruction set: a larger closure would not be inlined there, and stay scalar.
+    vectorized(|| update(&mut new, &scaled, &mut held, rule));
+    weights[range.clone()].copy_from_slice(&new);
+    for (held, state) in held.iter().zip(states.iter_mut()) {
+        state[range.clone()].copy_from_slice(held);
+    }
+    if let Some(copy) = copy {
+        for (copy, &value) in copy[range].iter_mut().zip(&new) {
+            *copy = C::narrow(value);
         }
-        weight
-    };
-    match copy {
-        None => (0..length).for_each(|index| {
-            update(index);
-        }),
-        Some(copy) => {
-            let copy = &mut copy[..length];
-            for index in 0..length {
-                copy[index] = C::narrow(update(index));
-            }
+    }
+}
+
+#[inline(always)]
+fn update<const STATES: usize, const N: usize>(
+    weights: &mut [f32; N],
+    gradient: &[f32; N],
+    states: &mut [[f32; N]; STATES],
+    rule: &impl Rule<STATES>,
+) {
+    for lane in 0..N {
+        let mut own: [f32; STATES] = std::array::from_fn(|state| states[state][lane]);
+        weights[lane] = rule.update(weights[lane], gradient[lane], &mut own);
+        for state in 0..STATES {
+            states[state][lane] = own[state];
         }
     }
 }

@@ -1,0 +1,116 @@
+//! Layers one after another.
+//!
+//! ```
+//! use ferrospeed_nn::{Dropout, Init, Linear, Mode, Sequential};
+//! use ferrospeed_tensor::Activation;
+//!
+//! let init = Init::root();
+//! let model = Sequential::new(&init)
+//!     .add(|init| Linear::new(init, 8, 16, true))
+//!     .add(|_| Activation::Relu)
+//!     .add(|_| Dropout { probability: 0.1 })
+//!     .add(|init| Linear::new(init, 16, 2, false));
+//! assert_eq!(init.parameters().names(), ["0.weight", "0.bias", "3.weight"]);
+//! assert_eq!(model.len(), 4);
+//! ```
+
+use ferrospeed_tensor::{Activation, Result, Tensor, ops};
+
+use crate::init::Init;
+use crate::{Conv2d, Embedding, GatedMlp, LayerNorm, Linear, Mlp, Mode, Norm, RmsNorm, TiledLinear};
+
+/// Something that makes one tensor of another.
+pub trait Module: Send + Sync {
+    /// The output for `x`.
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor>;
+}
+
+macro_rules! modules {
+    ($($layer:ty),*) => {$(
+        impl Module for $layer {
+            fn forward(&self, x: &Tensor, _: Mode) -> Result<Tensor> {
+                <$layer>::forward(self, x)
+            }
+        }
+    )*};
+}
+
+modules!(Linear, Embedding, LayerNorm, RmsNorm, Norm, Mlp, GatedMlp, Conv2d, TiledLinear);
+
+impl Module for Activation {
+    fn forward(&self, x: &Tensor, _: Mode) -> Result<Tensor> {
+        ops::activate(x, *self)
+    }
+}
+
+impl Module for Sequential {
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        Sequential::forward(self, x, mode)
+    }
+}
+
+impl<F: Fn(&Tensor, Mode) -> Result<Tensor> + Send + Sync> Module for F {
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        self(x, mode)
+    }
+}
+
+/// Zeroes elements at random while training.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Dropout {
+    /// How likely an element is zeroed.
+    pub probability: f32,
+}
+
+impl Module for Dropout {
+    fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        mode.dropout(x, self.probability)
+    }
+}
+
+/// Layers one after another, named by their index.
+pub struct Sequential {
+    init: Init,
+    layers: Vec<Box<dyn Module>>,
+}
+
+impl std::fmt::Debug for Sequential {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Sequential of {} layers", self.layers.len())
+    }
+}
+
+impl Sequential {
+    /// No layer yet; those to come have their parameters below `init`.
+    pub fn new(init: &Init) -> Sequential {
+        Sequential { init: init.clone(), layers: Vec::new() }
+    }
+
+    /// Adds the layer that `build` makes at the place of the next index.
+    #[allow(clippy::should_implement_trait)]
+    pub fn add<M: Module + 'static>(mut self, build: impl FnOnce(&Init) -> M) -> Sequential {
+        let layer = build(&self.init.at(self.layers.len()));
+        self.layers.push(Box::new(layer));
+        self
+    }
+
+    /// How many layers there are.
+    pub fn len(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// The layers in order.
+    pub fn layers(&self) -> impl Iterator<Item = &dyn Module> {
+        self.layers.iter().map(|layer| &**layer)
+    }
+
+    /// All layers in order; without any, the input.
+    pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        self.layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x, mode))
+    }
+}
