@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
+use crate::error::{Result, TensorError};
+
 /// What a block of memory is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Category {
@@ -187,6 +189,15 @@ impl HostPool {
         };
         state.usage.add(category, block.capacity_bytes);
         Some(block)
+    }
+
+    /// The same with an error that says what is held.
+    pub(crate) fn take(&self, bytes: usize, category: Category) -> Result<Block> {
+        self.allocate(bytes, category).ok_or_else(|| TensorError::OutOfMemory {
+            bytes,
+            category: category.name(),
+            held: self.usage().to_string(),
+        })
     }
 
     pub(crate) fn free(&self, block: Block, category: Category) {

@@ -12,6 +12,7 @@ use crate::cpu::simd::vectorized;
 use crate::cpu::{amx, float_kernel, read, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
+use crate::memory::HostPool;
 
 /// Rows and columns of one task's part of the result.
 const TILE: usize = 512;
@@ -108,7 +109,7 @@ impl<C> Output<C> {
     }
 }
 
-pub(crate) fn gemm(threads: &Threads, gemm: &Gemm<'_>) -> Result<()> {
+pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Result<()> {
     check(gemm)?;
     if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
         return Ok(());
@@ -132,10 +133,17 @@ pub(crate) fn gemm(threads: &Threads, gemm: &Gemm<'_>) -> Result<()> {
         match gemm.a.tensor.dtype() {
             DType::F32 => products_f32::<C>(threads, gemm, &epilogue, output),
             DType::BF16 if amx::available() => {
-                for batch in 0..gemm.batch {
-                    let (a, b) = (Operand::<bf16>::new(&gemm.a, batch), Operand::<bf16>::new(&gemm.b, batch));
-                    amx::product(threads, [gemm.m, gemm.n, gemm.k], &a, &b, &epilogue, &output(batch));
-                }
+                let problem = amx::Problem {
+                    m: gemm.m,
+                    n: gemm.n,
+                    k: gemm.k,
+                    batch: gemm.batch,
+                    a: |batch| Operand::<bf16>::new(&gemm.a, batch),
+                    b: |batch| Operand::<bf16>::new(&gemm.b, batch),
+                    epilogue: &epilogue,
+                    output,
+                };
+                amx::products::<C, _, _, _>(threads, pool, &problem)?;
             }
             DType::BF16 => products_widened::<bf16, C>(threads, gemm, &epilogue, output),
             _ => products_widened::<f16, C>(threads, gemm, &epilogue, output),
@@ -286,26 +294,27 @@ fn multiply(
 ) {
     // SAFETY: `check` has proved that the operands reach m×k and k×n; the target is the caller's m×n tile.
     unsafe {
-        gemm::gemm(
-            rows.len(),
+        // The library's kernels want the result column by column: they get the transposed product.
+        gemm_f32::gemm::f32::get_gemm_fn()(
             columns.len(),
+            rows.len(),
             k,
             target,
-            1,
             target_stride as isize,
+            1,
             accumulate,
-            a.elements.as_ptr().add(if k == 0 { 0 } else { a.index(rows.start, 0) }),
-            a.column_stride as isize,
-            a.row_stride as isize,
             b.elements.as_ptr().add(if k == 0 { 0 } else { b.index(0, columns.start) }),
-            b.column_stride as isize,
             b.row_stride as isize,
+            b.column_stride as isize,
+            a.elements.as_ptr().add(if k == 0 { 0 } else { a.index(rows.start, 0) }),
+            a.row_stride as isize,
+            a.column_stride as isize,
             1.0,
             alpha,
             false,
             false,
             false,
-            gemm::Parallelism::None,
+            gemm_common::Parallelism::None,
         );
     }
 }

@@ -132,11 +132,7 @@ impl Backend for CpuBackend {
         true
     }
     fn allocate(&self, bytes: usize, category: Category) -> Result<RawBlock> {
-        let block = self.pool.allocate(bytes, category).ok_or_else(|| TensorError::OutOfMemory {
-            bytes,
-            category: category.name(),
-            held: self.pool.usage().to_string(),
-        })?;
+        let block = self.pool.take(bytes, category)?;
         Ok(RawBlock { address: block.pointer, capacity_bytes: block.capacity_bytes })
     }
     fn free(&self, block: RawBlock, category: Category) {
@@ -205,7 +201,7 @@ impl Backend for CpuBackend {
         Ok(())
     }
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
-        gemm::gemm(&self.threads, gemm)
+        gemm::gemm(&self.threads, &self.pool, gemm)
     }
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
         reduce::sum_rows(&self.threads, x, target)

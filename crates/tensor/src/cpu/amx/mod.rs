@@ -1,0 +1,183 @@
+//! bf16 matrix products on Intel's Advanced Matrix Extensions.
+//!
+//! A tile register holds 16 rows of 64 bytes. One `TDPBF16PS` multiplies 16×32 bf16 values by 32×16 into 16×16
+//! f32 sums. The left operand's tile is 16 rows of 32 consecutive `k`; the right operand's tile holds pairs of
+//! `k` side by side (row `p` is `k = 2p, 2p+1` for 16 columns). The micro-kernel keeps a 32×32 block of sums in
+//! four tiles.
+//!
+//! Reading order: this file (the registers), `pack` (bringing operands into tiles), `product` (blocking).
+
+mod pack;
+mod product;
+
+pub(crate) use pack::{pack_left, pack_right};
+pub(crate) use product::{Problem, products};
+
+use std::arch::asm;
+use std::sync::OnceLock;
+
+use half::bf16;
+
+use crate::cpu::simd::{Level, level};
+
+/// Rows and columns of a tile of sums.
+pub(crate) const TILE: usize = 16;
+/// Rows and columns of a block of sums: two tiles each way.
+pub(crate) const BLOCK: usize = 2 * TILE;
+/// `k` per tile.
+pub(crate) const DEPTH: usize = 32;
+/// Elements of a packed pair of tiles: a block's worth of one operand, `DEPTH` deep.
+pub(crate) const PAIR: usize = BLOCK * DEPTH;
+
+/// Whether this process may use AMX for bf16.
+pub(crate) fn available() -> bool {
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| level() == Level::Avx512 && detected() && permitted())
+}
+
+fn detected() -> bool {
+    let leaf7 = std::arch::x86_64::__cpuid_count(7, 0);
+    let (bf16, tiles) = (leaf7.edx >> 22 & 1, leaf7.edx >> 24 & 1);
+    bf16 == 1 && tiles == 1
+}
+
+/// The kernel gives the tile state only to processes that ask for it.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: asks the kernel for a permission; touches no memory.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
+
+/// The shapes of the eight tile registers, in the layout that `LDTILECFG` reads.
+#[repr(C, align(64))]
+struct TileConfig {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// Full tiles everywhere. Edges are padded with zeros when packing.
+static FULL_TILES: TileConfig = TileConfig {
+    palette: 1,
+    start_row: 0,
+    reserved: [0; 14],
+    row_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+    rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+};
+
+/// A 32-row left operand: packed pairs of tiles, or rows where they lie.
+#[derive(Clone, Copy)]
+pub(crate) struct Left {
+    pointer: *const bf16,
+    row_bytes: usize,
+    /// From one depth of 32 to the next.
+    step_bytes: usize,
+}
+
+impl Left {
+    /// Pairs of packed tiles.
+    pub(crate) fn packed(tiles: &[bf16]) -> Left {
+        Left { pointer: tiles.as_ptr(), row_bytes: 2 * DEPTH, step_bytes: 2 * PAIR }
+    }
+
+    /// 32 whole rows of `row_stride` elements, read in place from `rows` on.
+    pub(crate) fn in_place(rows: &[bf16], row_stride: usize) -> Left {
+        Left { pointer: rows.as_ptr(), row_bytes: 2 * row_stride, step_bytes: 2 * DEPTH }
+    }
+}
+
+/// The tile registers of this thread, configured while this lives.
+pub(crate) struct Tiles;
+
+impl Tiles {
+    pub(crate) fn configure() -> Tiles {
+        debug_assert!(available());
+        // SAFETY: `available` was checked before any product starts; the configuration is valid.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &FULL_TILES, options(nostack, readonly)) };
+        Tiles
+    }
+
+    /// `sums = [sums +] a·b` for a 32×32 block, `depth` packed tile pairs deep; rows of sums are `sums_stride` apart.
+    ///
+    /// # Safety
+    /// `a` reaches 32 rows of `depth` steps, `b` holds `depth` packed pairs, `sums` is 32 rows of 32 values that
+    /// nobody else touches.
+    #[inline(always)]
+    pub(crate) unsafe fn multiply(
+        &self,
+        a: Left,
+        b: *const bf16,
+        depth: usize,
+        sums: *mut f32,
+        sums_stride: usize,
+        accumulate: bool,
+    ) {
+        // SAFETY: the tiles are configured; what is read and written is the caller's promise.
+        unsafe {
+            asm!(
+                "test {flag:e}, {flag:e}",
+                "jnz 3f",
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "jmp 4f",
+                "3:",
+                "tileloadd tmm0, [{c} + {row}*1]",
+                "tileloadd tmm1, [{c} + {row}*1 + 64]",
+                "tileloadd tmm2, [{lower} + {row}*1]",
+                "tileloadd tmm3, [{lower} + {row}*1 + 64]",
+                "4:",
+                "test {depth}, {depth}",
+                "jz 5f",
+                "2:",
+                "tileloadd tmm6, [{b} + {line}*1]",
+                "tileloadd tmm4, [{a} + {a_row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{b} + {line}*1 + 1024]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{a_lower} + {a_row}*1]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {a}, {step}",
+                "add {a_lower}, {step}",
+                "add {b}, 2048",
+                "dec {depth}",
+                "jnz 2b",
+                "5:",
+                "tilestored [{c} + {row}*1], tmm0",
+                "tilestored [{c} + {row}*1 + 64], tmm1",
+                "tilestored [{lower} + {row}*1], tmm2",
+                "tilestored [{lower} + {row}*1 + 64], tmm3",
+                a = inout(reg) a.pointer => _,
+                a_lower = inout(reg) a.pointer.byte_add(TILE * a.row_bytes) => _,
+                a_row = in(reg) a.row_bytes,
+                step = in(reg) a.step_bytes,
+                b = inout(reg) b => _,
+                c = in(reg) sums,
+                lower = in(reg) sums.add(TILE * sums_stride),
+                line = in(reg) 64usize,
+                row = in(reg) 4 * sums_stride,
+                depth = inout(reg) depth => _,
+                flag = in(reg) u32::from(accumulate),
+                options(nostack)
+            );
+        }
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: gives this thread's tile state back.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}

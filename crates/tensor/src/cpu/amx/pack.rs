@@ -1,0 +1,209 @@
+//! Bringing operands into tiles with AVX-512.
+//!
+//! A packed operand is a row of pairs of tiles along `k`: for each depth of 32, a tile for the first 16 rows (or
+//! columns) of the block and one for the second. Whatever lies outside the matrix is zero.
+
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::{BLOCK, DEPTH, PAIR, TILE};
+use crate::cpu::gemm::Operand;
+
+/// Packs rows `row..row + 32` (zeros from `end` on), `k` from `k0` to `k1`, of a left operand.
+pub(crate) fn pack_left(
+    a: &Operand<'_, bf16>,
+    [k0, k1]: [usize; 2],
+    row: usize,
+    end: usize,
+    packed: &mut [bf16],
+) {
+    check(a, row, end, k0, k1, packed, |a, row, k| a.index(row, k));
+    // SAFETY: only called where AMX is, which implies AVX-512; `check` has proved the bounds.
+    unsafe {
+        if a.column_stride == 1 {
+            pack_in_order(a.elements, a.row_stride, [k0, k1], row, end, packed);
+        } else {
+            pack_pairs(a.elements, a.column_stride, [k0, k1], row, end, true, packed);
+        }
+    }
+}
+
+/// Packs columns `column..column + 32` (zeros from `end` on), `k` from `k0` to `k1`, of a right operand.
+pub(crate) fn pack_right(
+    b: &Operand<'_, bf16>,
+    [k0, k1]: [usize; 2],
+    column: usize,
+    end: usize,
+    packed: &mut [bf16],
+) {
+    check(b, column, end, k0, k1, packed, |b, column, k| b.index(k, column));
+    // SAFETY: as above.
+    unsafe {
+        if b.column_stride == 1 {
+            pack_pairs(b.elements, b.row_stride, [k0, k1], column, end, false, packed);
+        } else {
+            pack_turned(b.elements, b.column_stride, [k0, k1], column, end, packed);
+        }
+    }
+}
+
+/// What the packers read and write lies inside the slices.
+fn check(
+    operand: &Operand<'_, bf16>,
+    line: usize,
+    end: usize,
+    k0: usize,
+    k1: usize,
+    packed: &[bf16],
+    index: impl Fn(&Operand<'_, bf16>, usize, usize) -> usize,
+) {
+    assert!(operand.row_stride == 1 || operand.column_stride == 1);
+    assert!(line < end && packed.len() >= (k1 - k0).div_ceil(DEPTH) * PAIR);
+    let last_line = end.min(line + BLOCK) - 1;
+    assert!(k1 <= k0 || index(operand, last_line, k1 - 1) < operand.elements.len());
+}
+
+/// The first `count` lanes (at most 32).
+fn first_lanes(count: usize) -> u32 {
+    if count >= 32 { u32::MAX } else { (1u32 << count) - 1 }
+}
+
+/// Lines of consecutive `k` stay lines.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn pack_in_order(
+    elements: &[bf16],
+    stride: usize,
+    [k0, k1]: [usize; 2],
+    line: usize,
+    end: usize,
+    packed: &mut [bf16],
+) {
+    let lines = (end - line).min(BLOCK);
+    for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
+        let mask = first_lanes(k1 - k);
+        for i in 0..BLOCK {
+            // SAFETY: `check` covers the lines below `lines` and `k` below `k1`; masked lanes are not read.
+            unsafe {
+                let value = if i < lines {
+                    _mm512_maskz_loadu_epi16(mask, elements.as_ptr().add((line + i) * stride + k).cast())
+                } else {
+                    _mm512_setzero_si512()
+                };
+                _mm512_storeu_si512(packed.as_mut_ptr().add(step * PAIR + i * DEPTH).cast(), value);
+            }
+        }
+    }
+}
+
+/// Lines of consecutive `k` become columns of pairs.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn pack_turned(
+    elements: &[bf16],
+    stride: usize,
+    [k0, k1]: [usize; 2],
+    line: usize,
+    end: usize,
+    packed: &mut [bf16],
+) {
+    for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
+        let mask = first_lanes(k1 - k);
+        for half in 0..2 {
+            let mut lines = [_mm512_setzero_si512(); TILE];
+            let first = line + half * TILE;
+            for (i, value) in lines.iter_mut().enumerate() {
+                if first + i < end {
+                    // SAFETY: as in `pack_in_order`.
+                    *value = unsafe {
+                        _mm512_maskz_loadu_epi16(mask, elements.as_ptr().add((first + i) * stride + k).cast())
+                    };
+                }
+            }
+            // SAFETY: `packed` holds this pair of tiles.
+            unsafe {
+                store_tile(transposed(lines), packed.as_mut_ptr().add(step * PAIR + half * TILE * DEPTH))
+            };
+        }
+    }
+}
+
+/// Rows of `k` with consecutive lines are paired; a left operand's pairs are then turned into lines.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn pack_pairs(
+    elements: &[bf16],
+    stride: usize,
+    [k0, k1]: [usize; 2],
+    line: usize,
+    end: usize,
+    turn: bool,
+    packed: &mut [bf16],
+) {
+    let mask = first_lanes(end - line);
+    // Word i of the result is word i/2 of the even row (i even) or of the odd row (i odd, from 32 on).
+    let mut picks = [[0u16; 32]; 2];
+    for i in 0..32u16 {
+        picks[0][i as usize] = i / 2 + 32 * (i % 2);
+        picks[1][i as usize] = 16 + i / 2 + 32 * (i % 2);
+    }
+    // SAFETY: both arrays are 64 bytes.
+    let [low, high] = unsafe { picks.each_ref().map(|pick| _mm512_loadu_si512(pick.as_ptr().cast())) };
+    for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
+        let mut tiles = [[_mm512_setzero_si512(); TILE]; 2];
+        for p in 0..TILE {
+            let row = |k: usize| {
+                if k >= k1 {
+                    return _mm512_setzero_si512();
+                }
+                // SAFETY: as in `pack_in_order`.
+                unsafe { _mm512_maskz_loadu_epi16(mask, elements.as_ptr().add(k * stride + line).cast()) }
+            };
+            let (even, odd) = (row(k + 2 * p), row(k + 2 * p + 1));
+            tiles[0][p] = _mm512_permutex2var_epi16(even, low, odd);
+            tiles[1][p] = _mm512_permutex2var_epi16(even, high, odd);
+        }
+        for (half, tile) in tiles.into_iter().enumerate() {
+            let tile = if turn { transposed(tile) } else { tile };
+            // SAFETY: `packed` holds this pair of tiles.
+            unsafe { store_tile(tile, packed.as_mut_ptr().add(step * PAIR + half * TILE * DEPTH)) };
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn store_tile(tile: [__m512i; TILE], target: *mut bf16) {
+    for (i, line) in tile.into_iter().enumerate() {
+        // SAFETY: the caller's tile holds 16 lines.
+        unsafe { _mm512_storeu_si512(target.add(i * DEPTH).cast(), line) };
+    }
+}
+
+/// The transpose of 16×16 double words: pairs, quads and lanes are exchanged in turn.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn transposed(r: [__m512i; TILE]) -> [__m512i; TILE] {
+    let mut t = r;
+    for i in 0..8 {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    let mut u = t;
+    for i in 0..4 {
+        u[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        u[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        u[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        u[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    let mut out = u;
+    for i in 0..4 {
+        let even = _mm512_shuffle_i32x4::<0x88>(u[i], u[4 + i]);
+        let odd = _mm512_shuffle_i32x4::<0xdd>(u[i], u[4 + i]);
+        let even_high = _mm512_shuffle_i32x4::<0x88>(u[8 + i], u[12 + i]);
+        let odd_high = _mm512_shuffle_i32x4::<0xdd>(u[8 + i], u[12 + i]);
+        out[i] = _mm512_shuffle_i32x4::<0x88>(even, even_high);
+        out[8 + i] = _mm512_shuffle_i32x4::<0xdd>(even, even_high);
+        out[4 + i] = _mm512_shuffle_i32x4::<0x88>(odd, odd_high);
+        out[12 + i] = _mm512_shuffle_i32x4::<0xdd>(odd, odd_high);
+    }
+    out
+}
