@@ -13,6 +13,7 @@ use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::{Device, Tensor, TensorError, autograd};
 use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
 
+use crate::checkpoint::Background;
 use crate::error::{EngineError, Result};
 use crate::setup::Setup;
 
@@ -48,26 +49,27 @@ pub struct StepTimes {
 
 /// The engine. See the crate's documentation.
 pub struct Engine {
-    store: Arc<ZeroStore>,
-    config: Config,
-    world: World,
-    seed: u64,
+    pub(crate) store: Arc<ZeroStore>,
+    pub(crate) config: Config,
+    pub(crate) world: World,
+    pub(crate) seed: u64,
     mode: Mode,
-    scheduler: Option<Scheduler>,
-    scaler: LossScaler,
-    accumulation_steps: u64,
+    pub(crate) scheduler: Option<Scheduler>,
+    pub(crate) scaler: LossScaler,
+    pub(crate) accumulation_steps: u64,
     accumulates: bool,
-    micro_steps: u64,
-    global_steps: u64,
-    global_samples: u64,
-    skipped_steps: u64,
-    skipped_in_a_row: u64,
+    pub(crate) micro_steps: u64,
+    pub(crate) global_steps: u64,
+    pub(crate) global_samples: u64,
+    pub(crate) skipped_steps: u64,
+    pub(crate) skipped_in_a_row: u64,
     max_skipped_in_a_row: u64,
     boundary_override: Option<bool>,
-    last_grad_norm: Option<f64>,
+    pub(crate) last_grad_norm: Option<f64>,
     last_step_applied: bool,
     times: StepTimes,
     last_times: StepTimes,
+    pub(crate) background: Background,
 }
 
 impl Engine {
@@ -105,13 +107,14 @@ impl Engine {
             last_step_applied: false,
             times: StepTimes::default(),
             last_times: StepTimes::default(),
+            background: Background::default(),
         };
         engine.apply_schedule();
         Ok(engine)
     }
 
     /// Gives every group the rates that the schedule has for the next step.
-    fn apply_schedule(&mut self) {
+    pub(crate) fn apply_schedule(&mut self) {
         let Some(scheduler) = &self.scheduler else { return };
         for (group, options) in scheduler.options().into_iter().enumerate() {
             self.store.set_group_options(group, options);

@@ -43,6 +43,9 @@ pub enum EngineError {
         /// The rank that held it.
         rank: usize,
     },
+    /// A checkpoint could not be saved or loaded.
+    #[error(transparent)]
+    Checkpoint(#[from] ferrospeed_checkpoint::CheckpointError),
     /// A schedule or the loss scale cannot go on.
     #[error(transparent)]
     Optim(#[from] ferrospeed_optim::OptimError),

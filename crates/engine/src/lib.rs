@@ -25,10 +25,12 @@
 //! # }
 //! ```
 
+mod checkpoint;
 mod engine;
 mod error;
 mod setup;
 
+pub use checkpoint::{FindParameter, LoadOptions, Loaded, SaveOptions};
 pub use engine::{Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use setup::{Options, Setup, initialize, initialize_model};

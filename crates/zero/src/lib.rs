@@ -1,7 +1,8 @@
 //! Where model state lives: ZeRO stages 0 to 3 as one store.
 //!
 //! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `store` (attach a
-//! model), `reducer` (gradients), `residency` (stage 3's parameters), `step` (the update), [`access`] (looking in).
+//! model), `reducer` (gradients), `residency` (stage 3's parameters), `step` (the update), [`access`] (looking in), `snapshot`
+//! (to and from checkpoints).
 //!
 //! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
 //! follows. Losses, norms and weights are the same to the last bit in all four.
@@ -13,10 +14,12 @@ mod memory;
 pub mod partition;
 mod reducer;
 mod residency;
+mod snapshot;
 mod step;
 mod store;
 
 pub use error::{Result, ZeroError};
 pub use residency::Pass;
+pub use snapshot::{Saved, SavedPiece};
 pub use step::{StepOptions, StepOutcome};
 pub use store::{ParamGroup, StoreOptions, ZeroStore};

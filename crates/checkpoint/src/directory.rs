@@ -1,0 +1,228 @@
+//! The folder that holds checkpoints: which are there, which is the newest, what a crash left behind.
+//!
+//! Everything unfinished has a name that starts with a dot: `.TAG.partial-…` while a save runs, `.TAG.replaced-…` while
+//! it takes the place of another, `.TAG.removed-…` while it is deleted. `latest` is a hint and never the truth.
+
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+
+use crate::error::{CheckpointError, Result};
+use crate::fs::FileSystem;
+use crate::manifest::{MANIFEST_FILE, Manifest};
+
+/// The file whose lock a saving job holds.
+pub const LOCK_FILE: &str = ".ferrospeed.lock";
+/// The hint.
+pub const LATEST_FILE: &str = "latest";
+
+/// Which checkpoints stay when a new one is complete. The newest always stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Retention {
+    /// How many of the newest stay; `None` keeps all.
+    pub keep_last: Option<usize>,
+    /// Checkpoints whose step is a multiple of this stay too; `None` for no such rule.
+    pub keep_every_steps: Option<u64>,
+}
+
+/// Refuses names that are no plain folder names.
+pub fn check_tag(tag: &str) -> Result<()> {
+    let refuse = |why| Err(CheckpointError::Tag { tag: tag.to_owned(), why });
+    if tag.is_empty() {
+        return refuse("it is empty");
+    }
+    if tag.starts_with('.') {
+        return refuse("names that start with a dot are for what is unfinished");
+    }
+    if tag.contains(['/', '\\', '\0', '\n']) {
+        return refuse("it must be the name of a folder, not a path");
+    }
+    if tag.len() > 150 {
+        return refuse("it is longer than 150 bytes");
+    }
+    if tag == LATEST_FILE {
+        return refuse("that is the name of the hint");
+    }
+    Ok(())
+}
+
+/// A complete checkpoint of a folder.
+#[derive(Debug, Clone)]
+pub struct Listed {
+    /// Its name.
+    pub tag: String,
+    /// Its folder.
+    pub path: PathBuf,
+    /// What it holds.
+    pub manifest: Manifest,
+}
+
+/// The tag of an unfinished folder's name, and what is unfinished.
+fn unfinished(name: &str) -> Option<(&str, &str)> {
+    let (tag, rest) = name.strip_prefix('.')?.rsplit_once('.')?;
+    let what = rest.split_once('-')?.0;
+    ["partial", "replaced", "removed"].contains(&what).then_some((tag, what))
+}
+
+/// Whether a folder holds a manifest and every file that it names, at full length.
+fn complete(path: &Path) -> Option<Manifest> {
+    let manifest = Manifest::read(&path.join(MANIFEST_FILE)).ok()?;
+    let whole = manifest.files.iter().all(|file| {
+        std::fs::metadata(path.join(&file.name))
+            .is_ok_and(|found| found.is_file() && found.len() == file.bytes)
+    });
+    whole.then_some(manifest)
+}
+
+fn entries(dir: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let listing = std::fs::read_dir(dir).map_err(CheckpointError::io("list", dir))?;
+    let mut found = Vec::new();
+    for entry in listing {
+        let entry = entry.map_err(CheckpointError::io("list", dir))?;
+        if let Ok(name) = entry.file_name().into_string() {
+            found.push((name, entry.path()));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Every complete checkpoint, the newest last. One that was set aside for a successor that never came counts.
+pub fn list(dir: &Path) -> Result<Vec<Listed>> {
+    let mut found: Vec<Listed> = Vec::new();
+    for (name, path) in entries(dir)? {
+        let tag = match unfinished(&name) {
+            Some((tag, "replaced")) if complete(&dir.join(tag)).is_none() => tag,
+            Some(_) => continue,
+            None if name.starts_with('.') => continue,
+            None => &name,
+        };
+        if let Some(manifest) = path.is_dir().then(|| complete(&path)).flatten() {
+            found.push(Listed { tag: tag.to_owned(), path, manifest });
+        }
+    }
+    found.sort_by_key(|listed| (listed.manifest.unix_time_s, listed.manifest.training.global_steps));
+    Ok(found)
+}
+
+/// What `latest` says, if it says anything.
+pub(crate) fn latest(dir: &Path) -> Option<String> {
+    let path = dir.join(LATEST_FILE);
+    if std::fs::metadata(&path).ok()?.len() > 4096 {
+        return None;
+    }
+    let tag = std::fs::read_to_string(path).ok()?.trim().to_owned();
+    check_tag(&tag).ok().map(|()| tag)
+}
+
+/// The folder of a checkpoint: of this tag, or where none is given the one that `latest` names, or the newest.
+pub fn resolve(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    if let Some(tag) = tag {
+        check_tag(tag)?;
+        let path = dir.join(tag);
+        if path.join(MANIFEST_FILE).is_file() {
+            return Ok(path);
+        }
+        // A crash between two renames leaves the old one set aside.
+        if let Some(aside) = list(dir)?.into_iter().rfind(|listed| listed.tag == tag) {
+            return Ok(aside.path);
+        }
+        let why = if path.is_dir() {
+            format!(
+                "'{tag}' has no {MANIFEST_FILE}: it is no checkpoint of this format (import DeepSpeed's with `ferrospeed checkpoint import-deepspeed`)"
+            )
+        } else {
+            format!("there is no checkpoint '{tag}'; {}", what_is_there(dir)?)
+        };
+        return Err(CheckpointError::NotFound { dir: dir.to_path_buf(), why });
+    }
+    let hinted = latest(dir);
+    if let Some(path) = hinted.as_ref().map(|tag| dir.join(tag)).filter(|path| complete(path).is_some()) {
+        return Ok(path);
+    }
+    let newest = list(dir)?.pop();
+    let newest = newest.ok_or_else(|| CheckpointError::NotFound {
+        dir: dir.to_path_buf(),
+        why: "there is no complete checkpoint".to_owned(),
+    })?;
+    match hinted {
+        Some(tag) => tracing::warn!(
+            "'latest' names '{tag}', which is not complete; '{}' is the newest that is",
+            newest.tag
+        ),
+        None => tracing::warn!("there is no readable 'latest'; '{}' is the newest checkpoint", newest.tag),
+    }
+    Ok(newest.path)
+}
+
+fn what_is_there(dir: &Path) -> Result<String> {
+    let tags: Vec<String> = list(dir)?.into_iter().map(|listed| listed.tag).collect();
+    Ok(if tags.is_empty() {
+        "there is none at all".to_owned()
+    } else {
+        format!("there are: {}", tags.join(", "))
+    })
+}
+
+/// The right to write into a folder, held by rank 0 while it saves. The system gives it back when a process dies.
+pub(crate) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    pub(crate) fn take(dir: &Path) -> Result<Lock> {
+        let path = dir.join(LOCK_FILE);
+        let file = File::options().create(true).append(true).open(&path);
+        let file = file.map_err(CheckpointError::io("create", &path))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
+            Err(TryLockError::Error(error)) => {
+                tracing::warn!(
+                    "{}: this file system has no locks ({error}); two jobs must not save here",
+                    dir.display()
+                );
+            }
+        }
+        Ok(Lock { _file: file })
+    }
+}
+
+/// Brings back what a crash left set aside, and removes what it left unfinished. Needs the lock.
+pub(crate) fn sweep(fs: &dyn FileSystem, dir: &Path) -> Result<()> {
+    for (name, path) in entries(dir)? {
+        match unfinished(&name) {
+            Some((tag, "replaced")) if !dir.join(tag).exists() => {
+                tracing::warn!("bringing back checkpoint '{tag}', which a crash left set aside");
+                fs.rename(&path, &dir.join(tag)).map_err(CheckpointError::io("rename", &path))?;
+            }
+            Some(_) if path.is_dir() => {
+                tracing::info!("removing {}, which was never finished", path.display());
+                fs.remove_folder(&path).map_err(CheckpointError::io("remove", &path))?;
+            }
+            Some(_) => std::fs::remove_file(&path).map_err(CheckpointError::io("remove", &path))?,
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+/// Removes what the rules do not keep. `newest` always stays. Needs the lock.
+pub(crate) fn rotate(fs: &dyn FileSystem, dir: &Path, newest: &str, rules: Retention) -> Result<Vec<String>> {
+    let Some(keep_last) = rules.keep_last else { return Ok(Vec::new()) };
+    let listed = list(dir)?;
+    let kept_from = listed.len().saturating_sub(keep_last.max(1));
+    let mut removed = Vec::new();
+    for old in &listed[..kept_from] {
+        let steps = old.manifest.training.global_steps;
+        let marked = rules.keep_every_steps.is_some_and(|every| every > 0 && steps.is_multiple_of(every));
+        if marked || old.tag == newest {
+            continue;
+        }
+        // Out of sight first: a half removed checkpoint must not look like one.
+        let aside = dir.join(format!(".{}.removed-{}", old.tag, crate::save::nonce()));
+        fs.rename(&old.path, &aside).map_err(CheckpointError::io("rename", &old.path))?;
+        fs.remove_folder(&aside).map_err(CheckpointError::io("remove", &aside))?;
+        removed.push(old.tag.clone());
+    }
+    Ok(removed)
+}

@@ -1,0 +1,23 @@
+//! Checkpoints: whole or absent, any layout, in and out of DeepSpeed.
+//!
+//! Our format is a folder per checkpoint: one safetensors file per rank and a [`manifest`] that says which elements of
+//! which tensor lie where. Read in this order: [`manifest`], [`shard`] (one rank's file), [`save`] (the protocol),
+//! [`directory`] (finding, sweeping, rotating), [`load`] (any stretch of any tensor).
+//!
+//! The invariant: no code from a file ever runs, and what a file says about itself is checked before it is used.
+
+pub mod directory;
+mod error;
+pub mod fs;
+pub mod load;
+pub mod manifest;
+pub mod save;
+pub mod shard;
+
+pub use directory::{Listed, Retention, list, resolve};
+pub use error::{CheckpointError, Result};
+pub use fs::{Disk, FileSystem};
+pub use load::{Checkpoint, Verified};
+pub use manifest::{Dtype, GroupState, Kind, Manifest, Origin, TensorEntry, TrainingState};
+pub use save::{Contents, Target, agree, all_or_none, save};
+pub use shard::{PieceBytes, PieceSpec};

@@ -1,0 +1,123 @@
+//! One rank's file: a safetensors file written as a stream, checksummed as it goes.
+//!
+//! What a rank writes is known before the first byte, so the header comes first and one block is in memory at a time.
+
+use std::ops::Range;
+use std::path::Path;
+
+use crc32fast::Hasher;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, json};
+
+use crate::error::{CheckpointError, Result};
+use crate::fs::FileSystem;
+use crate::manifest::{BLOCK_BYTES, Dtype, FileEntry, Kind, Piece};
+
+/// A stretch of a tensor that this rank writes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PieceSpec {
+    /// The tensor's global name.
+    pub name: String,
+    /// What it is.
+    pub kind: Kind,
+    /// Its whole shape.
+    pub shape: Vec<u64>,
+    /// Its type.
+    pub dtype: Dtype,
+    /// The tensor's place in the model: manifests list tensors in this order.
+    pub place: u64,
+    /// The first element of the stretch.
+    pub start: u64,
+    /// How many elements.
+    pub len: u64,
+}
+
+impl PieceSpec {
+    /// Its length in the file.
+    pub fn size_bytes(&self) -> u64 {
+        self.len * self.dtype.size_bytes()
+    }
+
+    /// Its name in the rank's file.
+    fn name_in_file(&self) -> String {
+        format!("{}/{}@{}", self.kind, self.name, self.start)
+    }
+}
+
+/// Gives the bytes of a piece: (which piece, which of its elements, where they are appended).
+pub type PieceBytes<'a> = dyn FnMut(usize, Range<u64>, &mut Vec<u8>) -> Result<(), String> + 'a;
+
+/// A file that was written.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Written {
+    pub(crate) file: FileEntry,
+    /// As the specifications, in their order; the file's index is not known here and is 0.
+    pub(crate) pieces: Vec<Piece>,
+}
+
+/// Bytes of the file that [`write`] makes, header included.
+pub(crate) fn file_bytes(specs: &[PieceSpec]) -> u64 {
+    header(specs).len() as u64 + specs.iter().map(PieceSpec::size_bytes).sum::<u64>()
+}
+
+fn header(specs: &[PieceSpec]) -> Vec<u8> {
+    let mut map = Map::new();
+    map.insert("__metadata__".into(), json!({"format": crate::manifest::FORMAT}));
+    let mut offset = 0;
+    for spec in specs {
+        let end = offset + spec.size_bytes();
+        let entry = json!({"dtype": spec.dtype, "shape": [spec.len], "data_offsets": [offset, end]});
+        map.insert(spec.name_in_file(), entry);
+        offset = end;
+    }
+    let mut text = serde_json::Value::Object(map).to_string().into_bytes();
+    // Data starts at a multiple of 64 bytes.
+    text.resize((text.len() + 8).next_multiple_of(64) - 8, b' ');
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut text);
+    header
+}
+
+/// Writes a file that was not there, and brings it to the disk.
+pub(crate) fn write(
+    fs: &dyn FileSystem,
+    path: &Path,
+    specs: &[PieceSpec],
+    bytes: &mut PieceBytes<'_>,
+) -> Result<Written> {
+    let mut file = fs.create_file(path).map_err(CheckpointError::io("create", path))?;
+    let mut whole = Hasher::new();
+    let header = header(specs);
+    whole.update(&header);
+    fs.write(&mut file, &header).map_err(CheckpointError::io("write", path))?;
+    let mut offset = header.len() as u64;
+    let mut pieces = Vec::with_capacity(specs.len());
+    let mut block = Vec::new();
+    for (index, spec) in specs.iter().enumerate() {
+        let mut piece = Piece { file: 0, offset, start: spec.start, len: spec.len, crc32: Vec::new() };
+        let block_numel = BLOCK_BYTES / spec.dtype.size_bytes();
+        let mut done = 0;
+        while done < spec.len {
+            let elements = done..(done + block_numel).min(spec.len);
+            block.clear();
+            bytes(index, elements.clone(), &mut block)
+                .map_err(|why| CheckpointError::Request(format!("'{}': {why}", spec.name)))?;
+            let expected = (elements.end - elements.start) * spec.dtype.size_bytes();
+            if block.len() as u64 != expected {
+                let why = format!("'{}' gave {} bytes, expected {expected}", spec.name, block.len());
+                return Err(CheckpointError::Request(why));
+            }
+            let mut crc = Hasher::new();
+            crc.update(&block);
+            whole.combine(&crc);
+            piece.crc32.push(crc.finalize());
+            fs.write(&mut file, &block).map_err(CheckpointError::io("write", path))?;
+            done = elements.end;
+        }
+        offset += spec.size_bytes();
+        pieces.push(piece);
+    }
+    fs.sync_file(&file).map_err(CheckpointError::io("sync", path))?;
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    Ok(Written { file: FileEntry { name, bytes: offset, crc32: whole.finalize() }, pieces })
+}

@@ -1,0 +1,46 @@
+//! Saving and loading a training run: the engine's state as pieces of a checkpoint, and back.
+//!
+//! A load asks for the elements this rank owns now, so ranks, stage and precision may differ from those of the save.
+//! What a checkpoint lacks is an error, never a fresh start: only the options say what may be left out.
+
+mod load;
+mod save;
+
+pub use load::{FindParameter, LoadOptions, Loaded};
+pub(crate) use save::Background;
+pub use save::SaveOptions;
+
+use ferrospeed_checkpoint::{Dtype, Kind};
+use ferrospeed_optim::Optimizer;
+use ferrospeed_tensor::DType;
+use ferrospeed_zero::{Saved, SavedPiece};
+
+fn stored_type(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::BF16 => Dtype::BF16,
+        DType::F16 => Dtype::F16,
+        DType::I64 => Dtype::I64,
+        DType::I32 => Dtype::I32,
+        DType::U8 => Dtype::U8,
+        DType::Bool => Dtype::BOOL,
+    }
+}
+
+fn kind_of(piece: &SavedPiece) -> Kind {
+    match piece.value {
+        Saved::Weight if piece.trained => Kind::Master,
+        Saved::Weight => Kind::Weight,
+        Saved::State(_, name) => Kind::State(name.to_owned()),
+    }
+}
+
+fn optimizer_name(optimizer: &Optimizer) -> &'static str {
+    match optimizer {
+        Optimizer::Adam(_) => "adam",
+        Optimizer::Sgd(_) => "sgd",
+        Optimizer::Adagrad(_) => "adagrad",
+        Optimizer::Lion(_) => "lion",
+        Optimizer::Lamb(_) => "lamb",
+    }
+}

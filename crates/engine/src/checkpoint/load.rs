@@ -1,0 +1,316 @@
+//! [`Engine::load_checkpoint`].
+
+use std::path::{Path, PathBuf};
+
+use ferrospeed_checkpoint::{
+    Checkpoint, CheckpointError, Dtype, Kind, TensorEntry, TrainingState, agree, all_or_none, resolve,
+};
+use ferrospeed_optim::GroupOptions;
+use ferrospeed_optim::loss_scale::LossScalerState;
+use ferrospeed_optim::schedule::SchedulerState;
+use ferrospeed_zero::{Saved, SavedPiece};
+use serde_json::Value;
+
+use super::{optimizer_name, stored_type};
+use crate::engine::Engine;
+use crate::error::Result;
+
+/// Elements that are read at once.
+const CHUNK_NUMEL: usize = 1 << 20;
+
+/// Finds a parameter of the model in the checkpoint: its name here to its name there, `None` to leave it as it is.
+pub type FindParameter<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
+
+/// What to load.
+#[derive(Clone, Copy)]
+pub struct LoadOptions<'a> {
+    /// Which checkpoint. Default: the one that `latest` names, or the newest.
+    pub tag: Option<&'a str>,
+    /// Whether every parameter must be in the checkpoint and every tensor of it in the model. A parameter of another
+    /// shape is always refused.
+    pub load_module_strict: bool,
+    /// Whether the optimizer goes on where it was. Without, its states stay as they are.
+    pub load_optimizer_states: bool,
+    /// Whether the schedule goes on where it was.
+    pub load_lr_scheduler_states: bool,
+    /// Whether only weights are loaded: no optimizer, no schedule, no counter.
+    pub load_module_only: bool,
+    /// Where parameters are found under other names. Default: under their own.
+    pub custom_load_fn: Option<FindParameter<'a>>,
+}
+
+impl Default for LoadOptions<'_> {
+    fn default() -> Self {
+        LoadOptions {
+            tag: None,
+            load_module_strict: true,
+            load_optimizer_states: true,
+            load_lr_scheduler_states: true,
+            load_module_only: false,
+            custom_load_fn: None,
+        }
+    }
+}
+
+/// What was loaded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Loaded {
+    /// The checkpoint's folder.
+    pub path: PathBuf,
+    /// Its name.
+    pub tag: String,
+    /// What the caller of the save wanted back.
+    pub client_state: Value,
+    /// Samples that the data loader had given out.
+    pub data_position: u64,
+    /// Parameters that are not in the checkpoint; empty when strict.
+    pub missing: Vec<String>,
+    /// Tensors of the checkpoint that are not in the model; empty when strict.
+    pub unexpected: Vec<String>,
+    /// In what this run differs from the one that was saved: ranks, stage, precision, batch, rates.
+    pub changes: Vec<String>,
+}
+
+/// A piece of this rank and where it is in the checkpoint.
+struct Match<'c> {
+    piece: SavedPiece,
+    entry: &'c TensorEntry,
+}
+
+#[derive(Default)]
+struct Plan<'c> {
+    matches: Vec<Match<'c>>,
+    missing: Vec<String>,
+    unexpected: Vec<String>,
+}
+
+impl Engine {
+    /// Loads a checkpoint from the folder `dir`. All ranks call it together.
+    ///
+    /// Nothing is changed before every rank has found all it needs. When reading fails after that (a damaged file), the
+    /// error says where, and the engine must not train on: load another checkpoint first.
+    pub fn load_checkpoint(&mut self, dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
+        self.finish_checkpoint()?;
+        let group = self.world.group();
+        let leads = self.world.rank() == 0;
+        let resolved = if leads { resolve(dir, options.tag) } else { Ok(PathBuf::new()) };
+        let path = agree(&group, resolved)?.swap_remove(0);
+        let checkpoint = all_or_none(&group, Checkpoint::open(&path))?;
+        let plan = all_or_none(&group, self.plan(&checkpoint, options))?;
+        let state = all_or_none(&group, self.check_state(&checkpoint))?;
+        all_or_none(&group, self.read_all(&checkpoint, &plan))?;
+        self.store.finish_restore()?;
+
+        let manifest = checkpoint.manifest();
+        let training = &manifest.training;
+        if !options.load_module_only {
+            self.restore_counters(training);
+            if options.load_optimizer_states {
+                self.restore_optimizer(training, state.scaler)?;
+            }
+            if let (Some(scheduler), Some(saved), true) =
+                (&mut self.scheduler, state.scheduler, options.load_lr_scheduler_states)
+            {
+                scheduler.load(saved)?;
+            }
+            self.apply_schedule();
+        }
+        let changes = self.changes(&checkpoint);
+        if leads {
+            changes.iter().for_each(|change| tracing::info!("since the checkpoint: {change}"));
+        }
+        Ok(Loaded {
+            tag: manifest.tag.clone(),
+            client_state: manifest.client_state.clone(),
+            data_position: training.data_position,
+            missing: plan.missing,
+            unexpected: plan.unexpected,
+            changes,
+            path,
+        })
+    }
+
+    /// Finds every piece that this rank needs, or lists all that does not fit.
+    fn plan<'c>(
+        &self,
+        checkpoint: &'c Checkpoint,
+        options: &LoadOptions<'_>,
+    ) -> Result<Plan<'c>, CheckpointError> {
+        let with_states = options.load_optimizer_states && !options.load_module_only;
+        let mut plan = Plan::default();
+        let mut wrong = Vec::new();
+        let mut names = Vec::with_capacity(self.store.params().len());
+        for param in self.store.params() {
+            let name =
+                options.custom_load_fn.map_or(Some(param.name().to_owned()), |find| find(param.name()));
+            let entry = name.as_deref().and_then(|name| checkpoint.weights(name));
+            let shape: Vec<u64> = param.shape().sizes().iter().map(|size| *size as u64).collect();
+            match entry {
+                Some(entry) if entry.shape != shape => {
+                    wrong.push(format!(
+                        "  wrong shape {} is {:?}, expected {shape:?}",
+                        param.name(),
+                        entry.shape
+                    ));
+                }
+                None if name.is_some() && param.numel() > 0 => plan.missing.push(param.name().to_owned()),
+                _ => {}
+            }
+            names.push(name.filter(|_| entry.is_some()));
+        }
+        let known: std::collections::HashSet<&str> = names.iter().flatten().map(String::as_str).collect();
+        let weights = checkpoint.manifest().tensors.iter();
+        let weights = weights.filter(|tensor| matches!(tensor.kind, Kind::Master | Kind::Weight));
+        plan.unexpected =
+            weights.filter(|t| !known.contains(t.name.as_str())).map(|t| t.name.clone()).collect();
+        if options.load_module_strict {
+            wrong.extend(plan.missing.iter().map(|name| format!("  missing     {name}")));
+            wrong.extend(plan.unexpected.iter().map(|name| format!("  unknown     {name}")));
+        }
+        if with_states {
+            self.check_optimizer(checkpoint, &mut wrong);
+        }
+        for piece in self.store.pieces_to_read() {
+            let Some(name) = &names[piece.param] else { continue };
+            let entry = match piece.value {
+                Saved::Weight => checkpoint.weights(name),
+                Saved::State(..) if !with_states => continue,
+                Saved::State(_, state) => checkpoint.entry(&Kind::State(state.to_owned()), name),
+            };
+            match (entry, piece.value) {
+                (Some(entry), _) => plan.matches.push(Match { piece, entry }),
+                (None, Saved::State(_, state)) => wrong.push(format!(
+                    "  missing     {state} of {name}: it was not trained; load without optimizer states to start afresh"
+                )),
+                (None, Saved::Weight) => {}
+            }
+        }
+        if wrong.is_empty() {
+            return Ok(plan);
+        }
+        Err(CheckpointError::Mismatch { path: checkpoint.path().to_path_buf(), table: wrong.join("\n") })
+    }
+
+    fn check_optimizer(&self, checkpoint: &Checkpoint, wrong: &mut Vec<String>) {
+        let Some(own) = self.store.optimizer() else { return };
+        let (own, saved) = (optimizer_name(&own), checkpoint.manifest().origin.optimizer.as_deref());
+        if saved != Some(own) {
+            let saved = saved.unwrap_or("no optimizer");
+            wrong.push(format!(
+                "  optimizer   it holds states of {saved}, this run uses {own}: load without optimizer states to start afresh"
+            ));
+        }
+    }
+
+    /// Reads what the manifest says of scheduler and scaler, before anything is changed.
+    fn check_state(&self, checkpoint: &Checkpoint) -> Result<SavedState, CheckpointError> {
+        let training = &checkpoint.manifest().training;
+        let bad = |what: &str, error: serde_json::Error| {
+            CheckpointError::file(checkpoint.path(), format!("the saved {what} cannot be read: {error}"))
+        };
+        let scheduler = training.scheduler.clone().map(serde_json::from_value).transpose();
+        let scaler = training.loss_scaler.clone().map(serde_json::from_value).transpose();
+        Ok(SavedState {
+            scheduler: scheduler.map_err(|error| bad("schedule", error))?,
+            scaler: scaler.map_err(|error| bad("loss scaler", error))?,
+        })
+    }
+
+    fn read_all(&self, checkpoint: &Checkpoint, plan: &Plan<'_>) -> Result<(), CheckpointError> {
+        // `load_from_fp32_weights: false` asks for the weights as kernels read them.
+        let dtype = checkpoint.manifest().origin.dtype;
+        let rounds = !self.config.zero.load_from_fp32_weights;
+        let mut values = Vec::new();
+        for Match { piece, entry } in &plan.matches {
+            let mut done = 0;
+            while done < piece.len {
+                let count = (piece.len - done).min(CHUNK_NUMEL);
+                values.resize(count, 0.0);
+                let start = (piece.start + done) as u64;
+                checkpoint.read_f32(entry, start..start + count as u64, &mut values)?;
+                if rounds && piece.value == Saved::Weight {
+                    values.iter_mut().for_each(|value| *value = rounded(dtype, *value));
+                }
+                let written = self.store.write_piece(piece, done, &values);
+                written.map_err(|error| CheckpointError::Request(format!("'{}': {error}", entry.name)))?;
+                done += count;
+            }
+        }
+        Ok(())
+    }
+
+    fn restore_counters(&mut self, saved: &TrainingState) {
+        self.global_steps = saved.global_steps;
+        self.global_samples = saved.global_samples;
+        self.skipped_steps = saved.skipped_steps;
+        self.skipped_in_a_row = saved.skipped_in_a_row;
+        self.last_grad_norm = saved.last_grad_norm;
+        // A step of another length must still end where its micro-batches do.
+        self.micro_steps = saved.micro_steps.next_multiple_of(self.accumulation_steps);
+        if self.seed != saved.seed {
+            tracing::warn!("the run goes on with the checkpoint's seed {}, not {}", saved.seed, self.seed);
+            self.seed = saved.seed;
+        }
+    }
+
+    fn restore_optimizer(&mut self, saved: &TrainingState, scaler: Option<LossScalerState>) -> Result<()> {
+        self.store.set_optimizer_steps(saved.optimizer_steps);
+        if self.store.group_options().len() == saved.groups.len() {
+            for (group, options) in saved.groups.iter().enumerate() {
+                let options =
+                    GroupOptions { lr: options.lr, weight_decay: options.weight_decay, betas: options.betas };
+                self.store.set_group_options(group, options);
+            }
+        } else {
+            tracing::warn!(
+                "the checkpoint has {} parameter groups: rates stay as configured",
+                saved.groups.len()
+            );
+        }
+        match scaler.map(|state| self.scaler.load(state)).transpose()? {
+            Some(false) => {
+                tracing::warn!("the loss scale stays as configured: the checkpoint has one of another kind")
+            }
+            Some(true) | None => {}
+        }
+        Ok(())
+    }
+
+    /// What differs from the run that was saved.
+    fn changes(&self, checkpoint: &Checkpoint) -> Vec<String> {
+        let manifest = checkpoint.manifest();
+        let (origin, config) = (&manifest.origin, &manifest.config);
+        let own = self.config.to_json();
+        let mut changes = Vec::new();
+        let mut note = |what: &str, before: String, now: String| {
+            if before != now {
+                changes.push(format!("{what}: {before} -> {now}"));
+            }
+        };
+        note("ranks", origin.ranks.to_string(), self.world.size().to_string());
+        note("ZeRO stage", origin.stage.to_string(), (self.store.stage() as u8).to_string());
+        let dtype = stored_type(self.store.dtype());
+        note("weights", format!("{:?}", origin.dtype), format!("{dtype:?}"));
+        for key in ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"] {
+            note(key, config[key].to_string(), own[key].to_string());
+        }
+        let rates: Vec<f64> = manifest.training.groups.iter().map(|group| group.lr).collect();
+        note("learning rates", format!("{rates:?}"), format!("{:?}", self.get_lr()));
+        changes
+    }
+}
+
+/// Scheduler and scaler as they were saved.
+struct SavedState {
+    scheduler: Option<SchedulerState>,
+    scaler: Option<LossScalerState>,
+}
+
+/// A value as a 16-bit kernel reads it.
+fn rounded(dtype: Dtype, value: f32) -> f32 {
+    match dtype {
+        Dtype::BF16 => half::bf16::from_f32(value).to_f32(),
+        Dtype::F16 => half::f16::from_f32(value).to_f32(),
+        _ => value,
+    }
+}

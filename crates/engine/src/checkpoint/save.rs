@@ -1,0 +1,231 @@
+//! [`Engine::save_checkpoint`], and the same in the background.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use ferrospeed_checkpoint::{
+    CheckpointError, Contents, Disk, FileSystem, GroupState, Origin, PieceSpec, Retention, Target,
+    TrainingState, agree, save,
+};
+use ferrospeed_comm::Group;
+use ferrospeed_config::TagValidation;
+use ferrospeed_zero::SavedPiece;
+use serde_json::Value;
+
+use super::{kind_of, optimizer_name, stored_type};
+use crate::engine::Engine;
+use crate::error::{EngineError, Result};
+
+/// How to save.
+#[derive(Clone)]
+pub struct SaveOptions {
+    /// The checkpoint's name. Default: `global_step` and the number of steps.
+    pub tag: Option<String>,
+    /// What the caller wants back from a load.
+    pub client_state: Value,
+    /// Whether `latest` shall name this checkpoint.
+    pub save_latest: bool,
+    /// Whether parameters that are not trained are left out: a load then needs `load_module_strict: false`.
+    pub exclude_frozen_parameters: bool,
+    /// Samples that the data loader has given out. Default: those that all ranks trained on.
+    pub data_position: Option<u64>,
+    /// Which older checkpoints stay.
+    pub retention: Retention,
+    /// The disk; tests put another one here.
+    pub fs: Arc<dyn FileSystem>,
+}
+
+impl Default for SaveOptions {
+    fn default() -> SaveOptions {
+        SaveOptions {
+            tag: None,
+            client_state: Value::Null,
+            save_latest: true,
+            exclude_frozen_parameters: false,
+            data_position: None,
+            retention: Retention::default(),
+            fs: Arc::new(Disk),
+        }
+    }
+}
+
+/// A save that runs while training goes on.
+#[derive(Default)]
+pub(crate) struct Background {
+    /// Its own lane to the other ranks, so that its messages do not meet those of training.
+    group: Option<Group>,
+    running: Option<JoinHandle<Result<PathBuf, CheckpointError>>>,
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if let Some(running) = self.running.take()
+            && let Ok(Err(error)) = running.join()
+        {
+            tracing::error!("the last checkpoint was not saved: {error}");
+        }
+    }
+}
+
+/// What a rank is about to write.
+struct Draft {
+    tag: String,
+    pieces: Vec<SavedPiece>,
+    specs: Vec<PieceSpec>,
+    contents: Contents,
+}
+
+impl Engine {
+    /// Writes a checkpoint into the folder `dir` and returns its path. All ranks call it together, between steps.
+    ///
+    /// It is whole or absent, whenever a rank dies: see [`ferrospeed_checkpoint::save`].
+    pub fn save_checkpoint(&mut self, dir: &Path, options: &SaveOptions) -> Result<PathBuf> {
+        self.finish_checkpoint()?;
+        let draft = self.draft(options)?;
+        let store = Arc::clone(&self.store);
+        let pieces = &draft.pieces;
+        let mut bytes = |piece: usize, range: Range<u64>, out: &mut Vec<u8>| {
+            let range = range.start as usize..range.end as usize;
+            store.read_piece(&pieces[piece], range, out).map_err(|error| error.to_string())
+        };
+        let target = target(dir, &draft.tag, options);
+        Ok(save(&self.world.group(), &target, draft.contents, &draft.specs, &mut bytes)?)
+    }
+
+    /// As [`Engine::save_checkpoint`], but returns once this rank's state is copied; files are written while training
+    /// goes on. One save runs at a time: a second waits for the first, so at most one copy of the state exists.
+    /// [`Engine::finish_checkpoint`] says how it went.
+    pub fn save_checkpoint_in_background(&mut self, dir: &Path, options: &SaveOptions) -> Result<()> {
+        self.finish_checkpoint()?;
+        let draft = self.draft(options)?;
+        let copies = draft.pieces.iter().map(|piece| {
+            let mut copy = Vec::with_capacity(piece.len * piece.dtype.size_bytes());
+            self.store.read_piece(piece, 0..piece.len, &mut copy).map(|()| copy)
+        });
+        let copies: Vec<Vec<u8>> = copies.collect::<Result<_, _>>()?;
+        let group = match &self.background.group {
+            Some(group) => group.clone(),
+            None => {
+                let everyone: Vec<usize> = (0..self.world.size()).collect();
+                let made = self.world.named_group(&everyone, Some("checkpoint"))?;
+                let group = made.unwrap_or_else(|| self.world.group());
+                self.background.group = Some(group.clone());
+                group
+            }
+        };
+        let (dir, options) = (dir.to_path_buf(), options.clone());
+        let running = std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
+            let mut bytes = |piece: usize, range: Range<u64>, out: &mut Vec<u8>| {
+                let size = draft.specs[piece].dtype.size_bytes();
+                out.extend_from_slice(
+                    &copies[piece][(range.start * size) as usize..(range.end * size) as usize],
+                );
+                Ok(())
+            };
+            save(&group, &target(&dir, &draft.tag, &options), draft.contents, &draft.specs, &mut bytes)
+        });
+        let failed =
+            |error: std::io::Error| EngineError::Argument { what: "background save", why: error.to_string() };
+        self.background.running = Some(running.map_err(failed)?);
+        Ok(())
+    }
+
+    /// Waits for the save in the background, if one runs, and returns its path.
+    pub fn finish_checkpoint(&mut self) -> Result<Option<PathBuf>> {
+        let Some(running) = self.background.running.take() else { return Ok(None) };
+        match running.join() {
+            Ok(saved) => Ok(Some(saved?)),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+
+    /// Whether a save runs in the background.
+    pub fn is_saving(&self) -> bool {
+        self.background.running.as_ref().is_some_and(|running| !running.is_finished())
+    }
+
+    fn draft(&self, options: &SaveOptions) -> Result<Draft> {
+        if self.store.has_gradients() {
+            return Err(EngineError::Order {
+                call: "save_checkpoint",
+                why: "gradients wait for a step and would be lost; save after step() at an accumulation boundary",
+            });
+        }
+        let tag = options.tag.clone().unwrap_or_else(|| format!("global_step{}", self.global_steps));
+        self.validate_tag(&tag)?;
+        let mut pieces = self.store.pieces_to_write();
+        pieces.retain(|piece| piece.trained || !options.exclude_frozen_parameters);
+        let specs = pieces.iter().map(|piece| {
+            let param = &self.store.params()[piece.param];
+            PieceSpec {
+                name: param.name().to_owned(),
+                kind: kind_of(piece),
+                shape: param.shape().sizes().iter().map(|size| *size as u64).collect(),
+                dtype: stored_type(piece.dtype),
+                place: piece.param as u64,
+                start: piece.start as u64,
+                len: piece.len as u64,
+            }
+        });
+        Ok(Draft { tag, specs: specs.collect(), pieces, contents: self.contents(options) })
+    }
+
+    /// Compares the tag over ranks, as `checkpoint.tag_validation` asks. Rank 0's is used.
+    fn validate_tag(&self, tag: &str) -> Result<()> {
+        if self.config.checkpoint.tag_validation == TagValidation::Ignore || self.world.size() == 1 {
+            return Ok(());
+        }
+        let tags = agree(&self.world.group(), Ok(tag.to_owned()))?;
+        let Some(other) = tags.iter().position(|other| *other != tags[0]) else { return Ok(()) };
+        let why = format!(
+            "the tag is not consistent across all ranks: '{}' on rank 0, '{}' on rank {other}",
+            tags[0], tags[other]
+        );
+        if self.config.checkpoint.tag_validation == TagValidation::Fail {
+            return Err(EngineError::Argument { what: "checkpoint tag", why });
+        }
+        if self.world.rank() == 0 {
+            tracing::warn!("{why}; rank 0's is used");
+        }
+        Ok(())
+    }
+
+    fn contents(&self, options: &SaveOptions) -> Contents {
+        let group = |options: ferrospeed_optim::GroupOptions| GroupState {
+            lr: options.lr,
+            weight_decay: options.weight_decay,
+            betas: options.betas,
+        };
+        let json = |value: Result<Value, serde_json::Error>| value.ok();
+        Contents {
+            origin: Origin {
+                ranks: self.world.size(),
+                stage: self.store.stage() as u8,
+                dtype: stored_type(self.store.dtype()),
+                optimizer: self.store.optimizer().map(|optimizer| optimizer_name(&optimizer).to_owned()),
+            },
+            training: TrainingState {
+                global_steps: self.global_steps,
+                global_samples: self.global_samples,
+                skipped_steps: self.skipped_steps,
+                skipped_in_a_row: self.skipped_in_a_row,
+                micro_steps: self.micro_steps,
+                optimizer_steps: self.store.optimizer_steps(),
+                last_grad_norm: self.last_grad_norm,
+                seed: self.seed,
+                data_position: options.data_position.unwrap_or(self.global_samples),
+                groups: self.store.group_options().into_iter().map(group).collect(),
+                scheduler: self.scheduler.as_ref().and_then(|own| json(serde_json::to_value(own.state()))),
+                loss_scaler: json(serde_json::to_value(self.scaler.state())),
+            },
+            client_state: options.client_state.clone(),
+            config: self.config.to_json(),
+        }
+    }
+}
+
+fn target<'a>(dir: &'a Path, tag: &'a str, options: &'a SaveOptions) -> Target<'a> {
+    Target { dir, tag, update_latest: options.save_latest, retention: options.retention, fs: &*options.fs }
+}

@@ -1,0 +1,180 @@
+//! A run that was saved and loaded is the run that never stopped, whatever the stage, the precision and the ranks.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use common::{Batch, Model, engine, on_ranks};
+use ferrospeed_engine::{Engine, LoadOptions, SaveOptions, StepReport};
+use ferrospeed_nn::Parameters;
+use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_zero::access::Which;
+use serde_json::{Value, json};
+
+fn description() -> Value {
+    json!({"kind": "lm", "vocab": 13, "dm": 12, "nh": 3, "nl": 2, "tmax": 7})
+}
+
+fn batch(step: usize, rank: usize, device: &Device) -> Batch {
+    let ids: Vec<i64> = (0..14).map(|i| ((i * 7 + step * 5 + rank * 11 + i * i) % 13) as i64).collect();
+    Batch::Tokens(Tensor::from_slice(&ids, [2, 7], device).unwrap())
+}
+
+fn configuration(stage: u8, precision: &str) -> Value {
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 12}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 500, "stage3_param_persistence_threshold": 20},
+    });
+    match precision {
+        // The scale falls in the first steps and grows in later ones: its state matters.
+        "fp16" => {
+            config["fp16"] =
+                json!({"enabled": true, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 6})
+        }
+        "bf16" => config["bf16"] = json!({"enabled": true}),
+        _ => {}
+    }
+    config
+}
+
+/// Masters, states, counters and losses, as bits.
+#[derive(Debug, PartialEq, Eq, Clone, Default)]
+struct Outcome {
+    losses: Vec<u32>,
+    weights: Vec<u32>,
+    states: Vec<u32>,
+    counters: Vec<u64>,
+}
+
+fn train(engine: &mut Engine, model: &Model, steps: std::ops::Range<usize>, losses: &mut Vec<u32>) {
+    let (rank, device) = (engine.world().rank(), engine.device().clone());
+    for step in steps {
+        let batch = batch(step, rank, &device);
+        let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+        losses.push(loss.item().unwrap().to_bits());
+        engine.backward(&loss).unwrap();
+        assert_ne!(engine.step().unwrap(), StepReport::Accumulating);
+    }
+}
+
+fn state_of(engine: &Engine, parameters: &Parameters) -> Outcome {
+    let mut outcome = Outcome::default();
+    for param in parameters.as_slice() {
+        let full = |which| engine.store().full(param, which).unwrap().into_iter().map(f32::to_bits);
+        outcome.weights.extend(full(Which::Weight));
+        if param.is_trainable() {
+            outcome.states.extend(full(Which::State("exp_avg")));
+            outcome.states.extend(full(Which::State("exp_avg_sq")));
+        }
+        // What kernels read must follow the masters.
+        outcome.weights.extend(engine.store().full_as_read(param).unwrap().into_iter().map(f32::to_bits));
+    }
+    outcome.counters = vec![
+        engine.global_steps(),
+        engine.global_samples(),
+        engine.micro_steps(),
+        engine.skipped_steps(),
+        engine.loss_scale().to_bits(),
+        engine.get_lr()[0].to_bits(),
+    ];
+    outcome
+}
+
+/// Trains `steps`, loading before and saving after where a folder is given; `saved` compares what was saved.
+fn run(
+    ranks: usize,
+    config: Value,
+    steps: std::ops::Range<usize>,
+    load: Option<&Path>,
+    save: Option<&Path>,
+) -> Vec<Outcome> {
+    let (config, load, save) = (Arc::new(config), load.map(PathBuf::from), save.map(PathBuf::from));
+    on_ranks(ranks, move |world| {
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &config, &parameters, None, None, 1);
+        if let Some(dir) = &load {
+            let loaded = engine
+                .load_checkpoint(dir, &LoadOptions::default())
+                .unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(loaded.client_state, json!({"epoch": 3}));
+            assert_eq!(loaded.data_position, engine.global_samples());
+        }
+        let mut losses = Vec::new();
+        train(&mut engine, &model, steps.clone(), &mut losses);
+        if let Some(dir) = &save {
+            let options = SaveOptions { client_state: json!({"epoch": 3}), ..Default::default() };
+            engine.save_checkpoint(dir, &options).unwrap_or_else(|error| panic!("{error}"));
+        }
+        Outcome { losses, ..state_of(&engine, &parameters) }
+    })
+}
+
+#[test]
+fn a_resumed_run_is_the_run_that_never_stopped() {
+    for stage in 0..=3 {
+        for precision in ["fp32", "bf16", "fp16"] {
+            let config = configuration(stage, precision);
+            let dir = tempfile::tempdir().unwrap();
+            let whole = run(2, config.clone(), 0..20, None, None);
+            let first = run(2, config.clone(), 0..10, None, Some(dir.path()));
+            let second = run(2, config, 10..20, Some(dir.path()), None);
+            for (rank, whole) in whole.iter().enumerate() {
+                let mut resumed = second[rank].clone();
+                resumed.losses.splice(0..0, first[rank].losses.iter().copied());
+                assert_eq!(&resumed, whole, "stage {stage}, {precision}, rank {rank}");
+            }
+        }
+    }
+}
+
+#[test]
+fn masters_and_states_survive_other_ranks_stages_and_precisions() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = run(2, configuration(2, "bf16"), 0..5, None, Some(dir.path()));
+    let state = |outcome: &Outcome| (outcome.weights.clone(), outcome.states.clone());
+    // Each loads what the one before saved and saves it again, without a step between.
+    for (ranks, stage) in [(1, 0), (3, 3), (2, 1), (4, 3), (3, 0), (2, 2)] {
+        let again = run(ranks, configuration(stage, "bf16"), 5..5, Some(dir.path()), Some(dir.path()));
+        for outcome in &again {
+            assert_eq!(state(outcome), state(&first[0]), "{ranks} ranks, stage {stage}");
+        }
+    }
+    // Masters are f32 in every precision.
+    let masters = |outcome: &Outcome| outcome.states.clone();
+    for precision in ["fp32", "fp16"] {
+        let other = run(3, configuration(3, precision), 5..5, Some(dir.path()), None);
+        assert_eq!(masters(&other[0]), masters(&first[0]), "{precision}");
+    }
+}
+
+#[test]
+fn a_save_in_the_background_holds_the_state_of_its_moment() {
+    let config = configuration(3, "bf16");
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().to_path_buf();
+    let given = Arc::new(config.clone());
+    let whole = on_ranks(2, move |world| {
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &given, &parameters, None, None, 1);
+        let mut losses = Vec::new();
+        train(&mut engine, &model, 0..4, &mut losses);
+        let options = SaveOptions { client_state: json!({"epoch": 3}), ..Default::default() };
+        engine.save_checkpoint_in_background(&folder, &options).unwrap();
+        // Training goes on, and a second save waits for the first.
+        train(&mut engine, &model, 4..8, &mut losses);
+        let late = SaveOptions { tag: Some("late".into()), save_latest: false, ..options };
+        engine.save_checkpoint_in_background(&folder, &late).unwrap();
+        assert!(engine.finish_checkpoint().unwrap().is_some_and(|path| path.ends_with("late")));
+        assert!(engine.finish_checkpoint().unwrap().is_none());
+        Outcome { losses, ..state_of(&engine, &parameters) }
+    });
+    let resumed = run(2, config, 4..8, Some(dir.path()), None);
+    for rank in 0..2 {
+        assert_eq!(resumed[rank].losses, whole[rank].losses[4..]);
+        assert_eq!(resumed[rank].weights, whole[rank].weights);
+    }
+}

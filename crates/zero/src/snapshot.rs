@@ -1,0 +1,167 @@
+//! State out to a checkpoint and back in, piece by piece.
+//!
+//! A [`SavedPiece`] is a stretch of one value of one parameter. What a rank writes ([`ZeroStore::pieces_to_write`]) is
+//! written by no other; what it reads back ([`ZeroStore::pieces_to_read`]) is all it holds. Nothing here knows files.
+
+use std::ops::Range;
+
+use ferrospeed_config::Stage;
+use ferrospeed_tensor::{DType, Tensor};
+use half::{bf16, f16};
+
+use crate::error::{Result, ZeroError};
+use crate::memory::part;
+use crate::store::{Share, State, ZeroStore};
+
+/// Which value of a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Saved {
+    /// The weights: f32 masters where they are trained, what kernels read where they are not.
+    Weight,
+    /// An optimizer state, by its place in [`ferrospeed_optim::Optimizer::state_names`] and its name.
+    State(usize, &'static str),
+}
+
+/// A stretch of one value of one parameter on this rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SavedPiece {
+    /// Index among [`ZeroStore::params`].
+    pub param: usize,
+    /// Which value.
+    pub value: Saved,
+    /// Its type.
+    pub dtype: DType,
+    /// Whether the parameter is trained.
+    pub trained: bool,
+    /// Where the stretch starts in the parameter.
+    pub start: usize,
+    /// How many elements.
+    pub len: usize,
+    in_part: usize,
+}
+
+impl ZeroStore {
+    /// All that this rank holds: what a load must fill.
+    pub fn pieces_to_read(&self) -> Vec<SavedPiece> {
+        let state = self.lock();
+        let mut pieces = Vec::new();
+        for (param, &(group, in_group)) in self.places.iter().enumerate() {
+            let share = &state.shares[group];
+            let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+            let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
+            let piece = |value, dtype| SavedPiece {
+                param,
+                value,
+                dtype,
+                trained: share.trained,
+                start: fragment.in_param,
+                len: fragment.len,
+                in_part: fragment.in_part,
+            };
+            pieces.push(piece(Saved::Weight, if share.trained { DType::F32 } else { self.dtype }));
+            let states = self.saved_states(share).iter().enumerate();
+            pieces.extend(states.map(|(index, name)| piece(Saved::State(index, name), DType::F32)));
+        }
+        pieces
+    }
+
+    /// What this rank writes: its own parts, and its share of what all ranks hold alike.
+    pub fn pieces_to_write(&self) -> Vec<SavedPiece> {
+        let (rank, ranks) = (self.world.rank(), self.world.size());
+        let replicated: Vec<bool> = {
+            let state = self.lock();
+            self.places.iter().map(|&(group, _)| state.shares[group].layout.ranks == 1).collect()
+        };
+        // Every rank holds these, so every rank finds the same writer: the one with the least to write so far.
+        let mut writer = vec![None; self.params.len()];
+        let mut load = vec![0; ranks];
+        for (param, _) in replicated.iter().enumerate().filter(|(_, alike)| **alike) {
+            let lightest = (0..ranks).min_by_key(|rank| load[*rank]).unwrap_or(0);
+            load[lightest] += self.params[param].numel();
+            writer[param] = Some(lightest);
+        }
+        let mut pieces = self.pieces_to_read();
+        pieces.retain(|piece| writer[piece.param].is_none_or(|writer| writer == rank));
+        pieces
+    }
+
+    fn saved_states(&self, share: &Share) -> &'static [&'static str] {
+        let optimizer = self.optimizer.filter(|_| share.trained);
+        let names = optimizer.map_or(&[][..], |optimizer| optimizer.state_names(&share.options));
+        // A schedule may move the option that decides; what was allocated stays.
+        &names[..names.len().min(share.states.len())]
+    }
+
+    fn flat_of(&self, state: &State, piece: &SavedPiece) -> Result<Tensor> {
+        let share = &state.shares[self.places[piece.param].0];
+        match piece.value {
+            Saved::Weight => share.own_master(),
+            Saved::State(index, name) => {
+                share.states.get(index).cloned().ok_or_else(|| ZeroError::Parameter {
+                    name: self.params[piece.param].name().into(),
+                    why: format!("has no optimizer state '{name}'"),
+                })
+            }
+        }
+    }
+
+    /// Appends elements `range` of a piece to `out`, little-endian, in the piece's type.
+    pub fn read_piece(&self, piece: &SavedPiece, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
+        let state = self.lock();
+        let values = part(&self.flat_of(&state, piece)?, piece.in_part + range.start, range.len())?;
+        fn append<T: Copy, const N: usize>(out: &mut Vec<u8>, values: &[T], bytes: impl Fn(T) -> [u8; N]) {
+            let start = out.len();
+            out.resize(start + values.len() * N, 0);
+            for (target, value) in out[start..].as_chunks_mut::<N>().0.iter_mut().zip(values) {
+                *target = bytes(*value);
+            }
+        }
+        match values.dtype() {
+            DType::BF16 => append(out, &values.to_vec::<bf16>()?, bf16::to_le_bytes),
+            DType::F16 => append(out, &values.to_vec::<f16>()?, f16::to_le_bytes),
+            _ => append(out, &values.to_vec::<f32>()?, f32::to_le_bytes),
+        }
+        Ok(())
+    }
+
+    /// Replaces elements of a piece from `start` on. Kernels see new weights after [`ZeroStore::finish_restore`].
+    pub fn write_piece(&self, piece: &SavedPiece, start: usize, values: &[f32]) -> Result<()> {
+        let state = self.lock();
+        let share = &state.shares[self.places[piece.param].0];
+        let at = piece.in_part + start;
+        let new = Tensor::from_slice(values, [values.len()], &self.device)?;
+        let backend = self.device.backend();
+        backend.cast(&new, &part(&self.flat_of(&state, piece)?, at, values.len())?)?;
+        if piece.value == Saved::Weight && share.master.is_some() {
+            backend.cast(&new, &part(&share.own_values()?, at, values.len())?)?;
+        }
+        Ok(())
+    }
+
+    /// Brings every rank the weights that were read. All ranks call it together.
+    pub fn finish_restore(&self) -> Result<()> {
+        let mut state = self.lock();
+        state.reducer.clear();
+        self.publish(&mut state)
+    }
+
+    /// Updates the optimizer made.
+    pub fn optimizer_steps(&self) -> u64 {
+        self.lock().shares.iter().map(|share| share.steps).max().unwrap_or(0)
+    }
+
+    /// Goes on as if the optimizer had made this many updates.
+    pub fn set_optimizer_steps(&self, steps: u64) {
+        self.lock().shares.iter_mut().for_each(|share| share.steps = steps);
+    }
+
+    /// Whether gradients wait for a step: they are no part of a checkpoint.
+    pub fn has_gradients(&self) -> bool {
+        self.lock().reducer.has_gradients()
+    }
+
+    /// The stage.
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+}
