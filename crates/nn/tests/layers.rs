@@ -39,7 +39,7 @@ fn tiles_of_a_linear_layer_give_its_outputs_and_its_gradients() {
         };
         close(&expected, &got);
         for y in [&expected, &got] {
-            autograd::backward(&ops::sum(&ops::square(y).unwrap()).unwrap()).unwrap();
+            autograd::backward(&ops::sum(ops::square(y).unwrap()).unwrap()).unwrap();
         }
         close(&one.grad().unwrap(), &other.grad().unwrap());
         let total = |gradients: Vec<Option<Tensor>>| -> f32 {
@@ -152,7 +152,7 @@ fn a_layer_in_training_drops_and_a_layer_in_bf16_stays_near_f32() {
         let init = Init::root();
         let layer = TransformerLayer::new(&init, config.clone()).unwrap();
         let _store = PlainStore::attach(init.parameters().as_slice(), dtype, &device, &SEED).unwrap();
-        let x = ops::cast(&ramp(&[2, 6, 16], &device), dtype).unwrap();
+        let x = ops::cast(ramp(&[2, 6, 16], &device), dtype).unwrap();
         let added = Tensor::zeros([2, 1, 1, 6], DType::F32, &device).unwrap();
         layer.forward(&x, KeyVisibility::Added(&added), mode).unwrap().to_vec_f32().unwrap()
     };

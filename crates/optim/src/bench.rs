@@ -85,7 +85,7 @@ pub fn adam(numel: usize, device: &Device) -> AdamSpeed {
 }
 
 fn scale_in_place(values: &mut [f32], device: &Device) {
-    let blocks: Vec<_> = values.chunks_mut(256 * 1024).map(|block| std::sync::Mutex::new(block)).collect();
+    let blocks: Vec<_> = values.chunks_mut(256 * 1024).map(std::sync::Mutex::new).collect();
     device.backend().parallel(blocks.len(), &|index| {
         let mut block = blocks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         ferrospeed_tensor::cpu::simd::vectorized(|| block.iter_mut().for_each(|value| *value *= 1.000_001));

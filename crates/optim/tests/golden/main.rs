@@ -5,6 +5,7 @@
 mod data_schedules;
 mod loss_scale;
 mod norms;
+mod quantization;
 mod schedules;
 mod trajectories;
 
