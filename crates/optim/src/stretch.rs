@@ -184,3 +184,63 @@ fn update<const STATES: usize, const N: usize>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{GroupOptions, Optimizer, adam, lion, sgd};
+
+    const OPTIONS: GroupOptions = GroupOptions { lr: 0.1, weight_decay: 0.01, betas: [0.9, 0.99] };
+    const COUNT: usize = 2 * BLOCK + 77;
+
+    fn values(seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / 8_388_608.0 - 1.0
+        };
+        (0..COUNT).map(|_| next()).collect()
+    }
+
+    /// Three steps with the stretch cut at `cuts`: all bits of the weights and of their copy.
+    fn train(optimizer: &Optimizer, cuts: &[usize]) -> (Vec<u32>, Vec<u16>) {
+        let device = Device::cpu();
+        let mut weights = values(1);
+        let mut states = vec![vec![0.0f32; COUNT]; optimizer.state_names(&OPTIONS).len()];
+        let mut copy = vec![bf16::ZERO; COUNT];
+        let ends = cuts.iter().copied().chain([COUNT]);
+        for step in 1..=3 {
+            let gradient: Vec<bf16> = values(step as u32 + 1).into_iter().map(bf16::from_f32).collect();
+            let mut start = 0;
+            for end in ends.clone() {
+                let mut stretch = Stretch {
+                    weights: &mut weights[start..end],
+                    gradient: Gradient::Bf16(&gradient[start..end]),
+                    gradient_factor: 0.5,
+                    states: states.iter_mut().map(|state| &mut state[start..end]).collect(),
+                    copy: Copy16::Bf16(&mut copy[start..end]),
+                    device: &device,
+                };
+                optimizer.step(&OPTIONS, step, &mut stretch);
+                start = end;
+            }
+        }
+        (weights.iter().map(|w| w.to_bits()).collect(), copy.iter().map(|c| c.to_bits()).collect())
+    }
+
+    #[test]
+    fn a_stretch_may_be_cut_anywhere_and_its_copy_is_its_rounded_self() {
+        for optimizer in [
+            Optimizer::Adam(adam::Adam { eps: 1e-8, bias_correction: true, decoupled: true }),
+            Optimizer::Lion(lion::Lion),
+            Optimizer::Sgd(sgd::Sgd { dampening: 0.0, nesterov: true }),
+        ] {
+            let (weights, copy) = train(&optimizer, &[]);
+            for cuts in [&[1][..], &[63, 64, 130], &[BLOCK + 5, 2 * BLOCK]] {
+                assert!((weights.clone(), copy.clone()) == train(&optimizer, cuts), "{optimizer:?} {cuts:?}");
+            }
+            let rounded = weights.iter().map(|&bits| bf16::from_f32(f32::from_bits(bits)).to_bits());
+            assert!(rounded.eq(copy), "{optimizer:?}");
+        }
+    }
+}
