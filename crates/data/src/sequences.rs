@@ -1,4 +1,6 @@
 //! A stream cut into equal sequences, some of them kept for validation.
+//!
+//! What is kept is spread evenly over the stream, so that both splits hold a bit of everything.
 
 use std::sync::Arc;
 
@@ -14,7 +16,7 @@ pub enum Split {
     Validation,
 }
 
-/// Sequences of one length. The last ones of the stream are the validation split.
+/// Sequences of one length.
 #[derive(Clone)]
 pub struct Sequences {
     stream: Arc<dyn TokenStream>,
@@ -50,10 +52,53 @@ impl Sequences {
 
     /// Writes sequence `index` of a split to `out`.
     pub fn read(&self, split: Split, index: u64, out: &mut [i64]) -> Result<()> {
-        let first = match split {
-            Split::Train => 0,
-            Split::Validation => self.train,
-        };
-        self.stream.read((first + index) * self.length, out)
+        let place = self.place(split, index);
+        self.stream.read(place * self.length, out)
+    }
+
+    /// Where a sequence of a split lies among all. Every `stride`-th is kept, until all that are wanted are.
+    fn place(&self, split: Split, index: u64) -> u64 {
+        if self.validation == 0 {
+            return index;
+        }
+        let stride = (self.train + self.validation) / self.validation;
+        match split {
+            Split::Validation => (index + 1) * stride - 1,
+            // Each stretch of `stride` loses its last one; what follows the last stretch is all for training.
+            Split::Train => {
+                index + if stride > 1 { (index / (stride - 1)).min(self.validation) } else { self.validation }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ByteText;
+
+    #[test]
+    fn the_splits_share_the_stream_without_overlap() {
+        for (tokens, share) in [(10, 0.1), (100, 0.07), (97, 0.5), (33, 0.9), (7, 0.0)] {
+            let stream: Vec<u8> = (0..tokens).collect();
+            let sequences = Sequences::new(Arc::new(ByteText::from_bytes(stream)), 1, share).unwrap();
+            let mut seen = Vec::new();
+            for split in [Split::Train, Split::Validation] {
+                for index in 0..sequences.count(split) {
+                    let mut token = [0];
+                    sequences.read(split, index, &mut token).unwrap();
+                    seen.push(token[0] as u8);
+                }
+            }
+            seen.sort_unstable();
+            assert_eq!(seen, (0..tokens).collect::<Vec<u8>>(), "{tokens} tokens, share {share}");
+        }
+    }
+
+    #[test]
+    fn too_little_data_is_refused() {
+        let stream = Arc::new(ByteText::from_bytes(vec![0; 10]));
+        let error = Sequences::new(stream, 8, 0.5).err().unwrap().to_string();
+        assert!(error.contains("10 tokens do not make a training and a validation sequence of 8"), "{error}");
     }
 }

@@ -1,1 +1,38 @@
-//! Placeholder.
+//! Ferrospeed: what DeepSpeed does for PyTorch, in Rust.
+//!
+//! Write a model with [`nn`], hand it to [`initialize`] with a `ds_config.json`, and train it with `forward`,
+//! `backward` and `step`. Where its parameters, gradients and optimizer states live is the configuration's decision
+//! (ZeRO stages 0 to 3) and nothing the model knows of.
+//!
+//! `examples/custom_model.rs` is a whole program of this kind. Start it on several ranks with
+//! `ferrospeed launch -n 2 -- PROGRAM`.
+//!
+//! ```
+//! use ferrospeed::config::{AutoValues, Config};
+//! use ferrospeed::nn::Linear;
+//! use ferrospeed::{Setup, initialize, ops};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let text = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}"#;
+//! let (config, _) = Config::from_str("ds_config.json", text)?.resolve(1.try_into()?, &AutoValues::new())?;
+//! let (mut engine, layer) = initialize(&Setup::solo(config), |init| Linear::new(init, 4, 1, true))?;
+//! let x = ferrospeed::Tensor::full([8, 4], 1.0, ferrospeed::DType::F32, engine.device())?;
+//! let loss = engine.forward(|_| ops::mean(&ops::square(&layer.forward(&x)?)?))?;
+//! engine.backward(&loss)?;
+//! engine.step()?;
+//! # Ok(())
+//! # }
+//! ```
+
+pub use ferrospeed_comm as comm;
+pub use ferrospeed_config as config;
+pub use ferrospeed_data as data;
+pub use ferrospeed_models as models;
+pub use ferrospeed_nn as nn;
+pub use ferrospeed_optim as optim;
+pub use ferrospeed_tensor as tensor;
+pub use ferrospeed_zero as zero;
+
+pub use ferrospeed_comm::World;
+pub use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initialize, initialize_model};
+pub use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, ops};

@@ -21,17 +21,15 @@ pub(super) const AMP: &[Key] = &[
 /// `activation_checkpointing`.
 pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
     key("partition_activations", Kind::Bool, "false", "Split kept activations over tensor-parallel ranks."),
-    key("number_checkpoints", POSITIVE_COUNT, "null", "Checkpointed calls per forward pass.").done(),
+    key("number_checkpoints", POSITIVE_COUNT, "null", "Checkpointed calls per forward pass."),
     key(
         "contiguous_memory_optimization",
         Kind::Bool,
         "false",
         "Keep activations in one buffer; needs `partition_activations`.",
-    )
-    .done(),
-    key("synchronize_checkpoint_boundary", Kind::Bool, "false", "Wait for the device at each checkpoint.")
-        .done(),
-    key("profile", Kind::Bool, "false", "Time each checkpointed call.").done(),
+    ),
+    key("synchronize_checkpoint_boundary", Kind::Bool, "false", "Wait for the device at each checkpoint."),
+    key("profile", Kind::Bool, "false", "Time each checkpointed call."),
     key("cpu_checkpointing", Kind::Bool, "false", "Keep activations in host memory."),
 ];
 
@@ -99,11 +97,9 @@ pub(super) const COMMS_LOGGER: &[Key] = &[
     key("debug", Kind::Bool, "false", "Name the caller of each."),
 ];
 
-const OUTPUT_PATH: Key =
-    key("output_path", Kind::Text, "\"\"", "Folder, below the working directory.").done();
-const JOB_NAME: Key =
-    key("job_name", Kind::Text, "\"DeepSpeedJobName\"", "Folder of this run below it.").done();
-const MONITOR_ENABLED: Key = key("enabled", Kind::Bool, "false", "Turn it on.").done();
+const OUTPUT_PATH: Key = key("output_path", Kind::Text, "\"\"", "Folder, below the working directory.");
+const JOB_NAME: Key = key("job_name", Kind::Text, "\"DeepSpeedJobName\"", "Folder of this run below it.");
+const MONITOR_ENABLED: Key = key("enabled", Kind::Bool, "false", "Turn it on.");
 
 /// `tensorboard`.
 pub(super) const TENSORBOARD: &[Key] = &[MONITOR_ENABLED, OUTPUT_PATH, JOB_NAME];
@@ -112,9 +108,9 @@ pub(super) const CSV_MONITOR: &[Key] = &[MONITOR_ENABLED, OUTPUT_PATH, JOB_NAME]
 /// `wandb`.
 pub(super) const WANDB: &[Key] = &[
     MONITOR_ENABLED,
-    key("group", Kind::Text, "null", "Group of runs.").done(),
-    key("team", Kind::Text, "null", "Team that owns the project.").done(),
-    key("project", Kind::Text, "\"deepspeed\"", "Project.").done(),
+    key("group", Kind::Text, "null", "Group of runs."),
+    key("team", Kind::Text, "null", "Team that owns the project."),
+    key("project", Kind::Text, "\"deepspeed\"", "Project."),
 ];
 
 /// A number of ranks.

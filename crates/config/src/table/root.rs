@@ -127,7 +127,7 @@ pub const ROOT: &[Key] = &[
         "Recompute activations in the backward pass instead of keeping them.",
     )
     .done(),
-    key("wall_clock_breakdown", Kind::Bool, "false", "Time forward, backward, reduction and step.").done(),
+    key("wall_clock_breakdown", Kind::Bool, "false", "Time forward, backward, reduction and step."),
     key("memory_breakdown", Kind::Bool, "false", "Report memory around forward, backward and step."),
     key("dump_state", Kind::Bool, "false", "Print the whole engine state after construction."),
     key(
@@ -135,12 +135,9 @@ pub const ROOT: &[Key] = &[
         Kind::Section(TENSORBOARD, Form::Schema),
         "{}",
         "Write training curves for TensorBoard.",
-    )
-    .done(),
-    key("csv_monitor", Kind::Section(CSV_MONITOR, Form::Schema), "{}", "Write training curves as CSV files.")
-        .done(),
-    key("wandb", Kind::Section(WANDB, Form::Schema), "{}", "Send training curves to Weights & Biases.")
-        .done(),
+    ),
+    key("csv_monitor", Kind::Section(CSV_MONITOR, Form::Schema), "{}", "Write training curves as CSV files."),
+    key("wandb", Kind::Section(WANDB, Form::Schema), "{}", "Send training curves to Weights & Biases."),
     key(
         "comms_logger",
         Kind::Section(COMMS_LOGGER, Form::Schema),
@@ -155,7 +152,8 @@ pub const ROOT: &[Key] = &[
     ),
     key("pipeline", Kind::Section(PIPELINE, Form::Plain), "{}", "Pipeline parallelism."),
     key("checkpoint", Kind::Section(CHECKPOINT, Form::Plain), "{}", "How checkpoints are written and read."),
-    key("data_types", Kind::Section(DATA_TYPES, Form::Plain), "{}", "Number formats of intermediate values."),
+    key("data_types", Kind::Section(DATA_TYPES, Form::Plain), "{}", "Number formats of intermediate values.")
+        .done(),
     key("aio", Kind::Section(AIO, Form::Plain), "{}", "Asynchronous reads and writes for NVMe offload.")
         .nullable(),
     key(

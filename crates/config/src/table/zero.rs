@@ -36,9 +36,9 @@ pub(super) const ZERO: &[Key] = &[
     )
     .done(),
     key("contiguous_gradients", Kind::Bool, "true", "Copy gradients into one buffer as they are produced.")
-        .done(),
+        .inert("gradients always travel in contiguous buckets"),
     key("reduce_scatter", Kind::Bool, "true", "Reduce each gradient to its owner only, instead of to all.")
-        .done(),
+        .inert("each gradient is always reduced to its owners, with the same result"),
     key("reduce_bucket_size", COUNT, "500000000", "Gradient elements reduced at once.").done(),
     key(
         "use_multi_rank_bucket_allreduce",
@@ -46,10 +46,11 @@ pub(super) const ZERO: &[Key] = &[
         "true",
         "Reduce a bucket whose owners are several ranks in one collective.",
     )
-    .done(),
+    .inert("a bucket is always reduced in one collective, with the same result"),
     key("allgather_partitions", Kind::Bool, "true", "Collect updated parameters by all-gather.")
         .inert("updated parameters are always gathered"),
-    key("allgather_bucket_size", COUNT, "500000000", "Parameter elements gathered at once.").done(),
+    key("allgather_bucket_size", COUNT, "500000000", "Parameter elements gathered at once.")
+        .inert("updated parameters are gathered in place, without a buffer to bound"),
     key(
         "overlap_comm",
         Kind::Bool,
@@ -83,7 +84,8 @@ pub(super) const ZERO: &[Key] = &[
         "null",
         "Keep optimizer states in host memory or on NVMe.",
     ),
-    key("sub_group_size", COUNT, "1000000000", "Parameter elements updated at once in stage 3.").done(),
+    key("sub_group_size", COUNT, "1000000000", "Parameter elements updated at once in stage 3.")
+        .inert("an update streams over its part in cache-sized blocks, whatever the group"),
     key("prefetch_bucket_size", COUNT, "50000000", "Parameter elements fetched ahead of use.")
         .alias(&["stage3_prefetch_bucket_size"])
         .done(),
@@ -116,7 +118,7 @@ pub(super) const ZERO: &[Key] = &[
         "Collect the whole 16-bit model on rank 0 when it is saved.",
     )
     .alias(&["stage3_gather_16bit_weights_on_model_save"])
-    .done(),
+    .inert("a model is saved tensor by tensor in every stage"),
     key("ignore_unused_parameters", Kind::Bool, "true", "Accept parameters that received no gradient.")
         .done(),
     key("legacy_stage1", Kind::Bool, "false", "The first implementation of stage 1; it is gone."),

@@ -47,6 +47,8 @@ struct Layer {
     layout: WeightLayout,
     inputs: usize,
     outputs: usize,
+    /// Whether weight and bias want gradients. Asked before they are saved: a saved tensor has lost its history.
+    wanted: [bool; 2],
 }
 
 impl Layer {
@@ -69,7 +71,8 @@ impl Layer {
             }
             expect_same_dtype(op, "the bias", bias.dtype(), x_dtype)?;
         }
-        Ok(Layer { weight, bias, layout, inputs, outputs })
+        let wanted = [weight.requires_grad(), bias.as_ref().is_some_and(Operand::requires_grad)];
+        Ok(Layer { weight, bias, layout, inputs, outputs, wanted })
     }
 
     fn saved(&self) -> Layer {
@@ -111,7 +114,7 @@ impl Layer {
     fn weight_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let backend = dy.device().backend();
         let rows = x.shape().rows();
-        let dweight = if self.weight.requires_grad() {
+        let dweight = if self.wanted[0] {
             let dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
             let (left, right, m, n) = match self.layout {
                 WeightLayout::OutIn => (dy, x, self.outputs, self.inputs),
@@ -130,7 +133,7 @@ impl Layer {
             None
         };
         let dbias = match &self.bias {
-            Some(bias) if bias.requires_grad() => {
+            Some(bias) if self.wanted[1] => {
                 let dbias = gradient_like(bias, *bias.shape(), dy.dtype(), dy.device())?;
                 backend.sum_rows(dy, &dbias)?;
                 Some(dbias)
