@@ -11,6 +11,7 @@ mod error;
 pub mod fs;
 pub mod load;
 pub mod manifest;
+pub mod pt;
 pub mod save;
 pub mod shard;
 

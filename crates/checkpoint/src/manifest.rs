@@ -162,8 +162,8 @@ pub struct TrainingState {
     pub optimizer_steps: u64,
     /// The norm of the last applied gradient.
     pub last_grad_norm: Option<f64>,
-    /// Where random numbers start; their other keys are the counters above.
-    pub seed: u64,
+    /// Where random numbers start; their other keys are the counters above. Unknown in what others wrote.
+    pub seed: Option<u64>,
     /// Samples the data loader has given out: where it goes on.
     pub data_position: u64,
     /// Options of each parameter group: learning rate, decay, betas.
@@ -175,8 +175,10 @@ pub struct TrainingState {
 }
 
 /// The options of one parameter group.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GroupState {
+    /// The names of its parameters, in order.
+    pub params: Vec<String>,
     /// Learning rate.
     pub lr: f64,
     /// Weight decay.

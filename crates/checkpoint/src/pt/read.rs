@@ -1,0 +1,123 @@
+//! A torch file: its value at once, its tensors on demand.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use crate::error::{CheckpointError, Result};
+use crate::pt::pickle::{self, Limits, Unknown};
+use crate::pt::value::{StoredTensor, Value};
+use crate::pt::zip::ZipFile;
+
+/// A larger pickle is refused: names and shapes of a million tensors take less.
+const MAX_PICKLE_BYTES: u64 = 512 << 20;
+
+/// An open torch file.
+pub struct PtFile {
+    zip: ZipFile,
+    folder: String,
+    value: Value,
+    /// Storages whose checksum was compared.
+    checked: Mutex<HashSet<String>>,
+}
+
+impl PtFile {
+    /// Opens a file, refusing names that mean nothing here.
+    pub fn open(path: &Path) -> Result<PtFile> {
+        PtFile::open_with(path, Unknown::Refuse)
+    }
+
+    /// Opens a file.
+    pub fn open_with(path: &Path, unknown: Unknown) -> Result<PtFile> {
+        let zip = ZipFile::open(path)?;
+        let pickles = zip.entries().iter().filter_map(|entry| entry.name.strip_suffix("data.pkl"));
+        let folder = pickles.filter(|folder| folder.is_empty() || folder.ends_with('/')).min_by_key(|f| f.len());
+        let folder = folder.ok_or_else(|| CheckpointError::file(path, "has no data.pkl: it is no torch file"))?;
+        let folder = folder.to_owned();
+        if let Some(order) = zip.entry(&format!("{folder}byteorder")) {
+            let mut bytes = vec![0; order.bytes.min(16) as usize];
+            zip.read(order, 0, &mut bytes)?;
+            if bytes != b"little" {
+                return Err(CheckpointError::file(path, "was written on a big-endian machine"));
+            }
+        }
+        let entry = zip.entry(&format!("{folder}data.pkl")).expect("the name was just found");
+        if entry.bytes > MAX_PICKLE_BYTES {
+            let why = format!("its pickle has {} bytes, too many", entry.bytes);
+            return Err(CheckpointError::file(path, why));
+        }
+        zip.check(entry)?;
+        let mut bytes = vec![0; entry.bytes as usize];
+        zip.read(entry, 0, &mut bytes)?;
+        let value = pickle::read(&bytes, unknown, Limits::default()).map_err(|why| CheckpointError::file(path, why))?;
+        Ok(PtFile { zip, folder, value, checked: Mutex::default() })
+    }
+
+    /// What the file holds.
+    pub fn value(&self) -> &Value {
+        &self.value
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        self.zip.path()
+    }
+
+    /// Appends elements `range` of a tensor, counted in its own order, to `out`.
+    pub fn read(&self, tensor: &StoredTensor, range: Range<u64>, out: &mut Vec<u8>) -> Result<()> {
+        if range.start > range.end || range.end > tensor.numel() {
+            let why = format!("a tensor of {} elements has no {range:?}", tensor.numel());
+            return Err(CheckpointError::file(self.path(), why));
+        }
+        if range.is_empty() {
+            return Ok(());
+        }
+        let name = format!("{}data/{}", self.folder, tensor.storage);
+        let entry = self.zip.entry(&name);
+        let entry = entry.ok_or_else(|| CheckpointError::file(self.path(), format!("has no entry '{name}'")))?;
+        let size = tensor.dtype.size_bytes();
+        if entry.bytes != tensor.storage_numel * size {
+            let why = format!("'{name}' has {} bytes, expected {}", entry.bytes, tensor.storage_numel * size);
+            return Err(CheckpointError::file(self.path(), why));
+        }
+        let fresh = !self.checked.lock().unwrap_or_else(PoisonError::into_inner).contains(&tensor.storage);
+        if fresh {
+            self.zip.check(entry)?;
+            self.checked.lock().unwrap_or_else(PoisonError::into_inner).insert(tensor.storage.clone());
+        }
+        let start = out.len();
+        out.resize(start + ((range.end - range.start) * size) as usize, 0);
+        let target = &mut out[start..];
+        if tensor.is_contiguous() {
+            return self.zip.read(entry, (tensor.offset + range.start) * size, target);
+        }
+        for (index, element) in range.zip(target.chunks_exact_mut(size as usize)) {
+            let mut rest = index;
+            let mut at = tensor.offset;
+            for (length, stride) in tensor.shape.iter().zip(&tensor.stride).rev() {
+                at += rest % length * stride;
+                rest /= length;
+            }
+            self.zip.read(entry, at * size, element)?;
+        }
+        Ok(())
+    }
+
+    /// All elements of a tensor.
+    pub fn read_all(&self, tensor: &StoredTensor) -> Result<Vec<u8>> {
+        let mut out = Vec::new();
+        self.read(tensor, 0..tensor.numel(), &mut out)?;
+        Ok(out)
+    }
+
+    /// Elements of a float tensor as `f32`.
+    pub fn read_f32(&self, tensor: &StoredTensor, range: Range<u64>) -> Result<Vec<f32>> {
+        let mut bytes = Vec::new();
+        self.read(tensor, range, &mut bytes)?;
+        let mut values = vec![0.0; bytes.len() / tensor.dtype.size_bytes() as usize];
+        let converted = tensor.dtype.to_f32(&bytes, &mut values);
+        converted.ok_or_else(|| CheckpointError::file(self.path(), format!("a tensor is {:?}, not of floats", tensor.dtype)))?;
+        Ok(values)
+    }
+}
