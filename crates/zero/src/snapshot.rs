@@ -155,6 +155,11 @@ impl ZeroStore {
         self.lock().shares.iter_mut().for_each(|share| share.steps = steps);
     }
 
+    /// The parameters of every trained group, as indices among [`ZeroStore::params`].
+    pub fn group_members(&self) -> Vec<Vec<usize>> {
+        self.lock().shares.iter().filter(|share| share.trained).map(|share| share.params.clone()).collect()
+    }
+
     /// Whether gradients wait for a step: they are no part of a checkpoint.
     pub fn has_gradients(&self) -> bool {
         self.lock().reducer.has_gradients()

@@ -247,9 +247,9 @@ impl Engine {
         self.last_grad_norm = saved.last_grad_norm;
         // A step of another length must still end where its micro-batches do.
         self.micro_steps = saved.micro_steps.next_multiple_of(self.accumulation_steps);
-        if self.seed != saved.seed {
-            tracing::warn!("the run goes on with the checkpoint's seed {}, not {}", saved.seed, self.seed);
-            self.seed = saved.seed;
+        if let Some(seed) = saved.seed.filter(|seed| *seed != self.seed) {
+            tracing::warn!("the run goes on with the checkpoint's seed {seed}, not {}", self.seed);
+            self.seed = seed;
         }
     }
 

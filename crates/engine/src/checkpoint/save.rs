@@ -193,11 +193,13 @@ impl Engine {
     }
 
     fn contents(&self, options: &SaveOptions) -> Contents {
-        let group = |options: ferrospeed_optim::GroupOptions| GroupState {
+        let group = |(options, params): (ferrospeed_optim::GroupOptions, Vec<usize>)| GroupState {
+            params: params.iter().map(|&param| self.store.params()[param].name().to_owned()).collect(),
             lr: options.lr,
             weight_decay: options.weight_decay,
             betas: options.betas,
         };
+        let members = self.store.group_members();
         let json = |value: Result<Value, serde_json::Error>| value.ok();
         Contents {
             origin: Origin {
@@ -214,9 +216,9 @@ impl Engine {
                 micro_steps: self.micro_steps,
                 optimizer_steps: self.store.optimizer_steps(),
                 last_grad_norm: self.last_grad_norm,
-                seed: self.seed,
+                seed: Some(self.seed),
                 data_position: options.data_position.unwrap_or(self.global_samples),
-                groups: self.store.group_options().into_iter().map(group).collect(),
+                groups: self.store.group_options().into_iter().zip(members).map(group).collect(),
                 scheduler: self.scheduler.as_ref().and_then(|own| json(serde_json::to_value(own.state()))),
                 loss_scaler: json(serde_json::to_value(self.scaler.state())),
             },
