@@ -1,6 +1,6 @@
 //! The one error of this crate.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What can go wrong with a run's files.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +23,23 @@ pub enum ObserveError {
         /// What is wrong.
         why: String,
     },
+    /// An event file is damaged or cut off.
+    #[error("{path}: record at byte {offset}: {why}")]
+    BadEvents {
+        /// The file.
+        path: PathBuf,
+        /// Where the record starts.
+        offset: usize,
+        /// What is wrong.
+        why: &'static str,
+    },
+}
+
+impl ObserveError {
+    /// Names the file that an operation failed on.
+    pub(crate) fn io(path: &Path) -> impl Fn(std::io::Error) -> ObserveError + '_ {
+        move |source| ObserveError::Io { path: path.to_path_buf(), source }
+    }
 }
 
 /// The result of everything here.

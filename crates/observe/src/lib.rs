@@ -5,6 +5,7 @@
 
 mod error;
 mod log;
+pub mod monitor;
 mod record;
 
 pub use error::{ObserveError, Result};
