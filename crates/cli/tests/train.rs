@@ -1,0 +1,161 @@
+//! `ferrospeed train` and `generate` as a person uses them: real processes, real files.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+struct Workplace(tempfile::TempDir);
+
+impl Workplace {
+    /// A folder with a text and a recipe for it.
+    fn new() -> Workplace {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "the quick brown fox jumps over the lazy dog; a stitch in time saves nine.\n".repeat(400);
+        std::fs::write(folder.path().join("text.txt"), text).unwrap();
+        let recipe = r#"
+            name = "small"
+            steps = 12
+            ranks = 2
+            [model]
+            preset = "gpt2"
+            layers = 2
+            width = 64
+            heads = 2
+            [data]
+            text = ["text.txt"]
+            sequence = 64
+            validation = 0.05
+            [eval]
+            every = 6
+            [sample]
+            prompt = "the "
+            tokens = 20
+            [ds_config]
+            train_micro_batch_size_per_gpu = 4
+            gradient_clipping = 1.0
+            steps_per_print = 4
+            optimizer = { type = "AdamW", params = { lr = 3e-3 } }
+            bf16 = { enabled = true }
+            zero_optimization = { stage = 2 }
+        "#;
+        std::fs::write(folder.path().join("recipe.toml"), recipe).unwrap();
+        Workplace(folder)
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn ferrospeed(&self, words: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_ferrospeed")).args(words).current_dir(self.path()).output().unwrap()
+    }
+
+    fn train(&self, name: &str, more: &[&str]) -> PathBuf {
+        let out = self.path().join("runs").join(name);
+        let mut words = vec!["train", "recipe.toml", "--out", out.to_str().unwrap()];
+        words.extend(more);
+        let output = self.ferrospeed(&words);
+        assert!(output.status.success(), "{name}:\n{}\n{}", text(&output.stdout), text(&output.stderr));
+        out
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    std::fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn losses(run: &Path) -> Vec<String> {
+    lines(&run.join("log.jsonl")).iter().map(|record| record["loss"].to_string()).collect()
+}
+
+#[test]
+fn a_run_leaves_its_log_its_configuration_and_weights_that_generate() {
+    let place = Workplace::new();
+    let run = place.train("plain", &[]);
+    let log = lines(&run.join("log.jsonl"));
+    assert_eq!(log.len(), 12);
+    let loss = |record: &Value| record["loss"].as_f64().unwrap();
+    assert!(loss(&log[11]) < 0.8 * loss(&log[0]), "the loss must fall: {:?}", losses(&run));
+    for key in
+        ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "memory_bytes", "skipped"]
+    {
+        assert!(log.iter().all(|record| !record[key].is_null()), "{key} is missing");
+    }
+    assert_eq!(lines(&run.join("eval.jsonl")).len(), 2);
+    for file in [
+        "config/recipe.toml",
+        "config/ds_config.json",
+        "model/config.json",
+        "model/model.safetensors",
+        "sample.txt",
+    ] {
+        assert!(run.join(file).is_file(), "{file} is missing");
+    }
+
+    let model = run.join("model");
+    let generated = place.ferrospeed(&[
+        "generate",
+        "--model",
+        model.to_str().unwrap(),
+        "--prompt",
+        "the ",
+        "--tokens",
+        "8",
+    ]);
+    assert!(generated.status.success(), "{}", text(&generated.stderr));
+    assert!(text(&generated.stdout).starts_with("the "), "{}", text(&generated.stdout));
+
+    // The recipe that was written down gives the same run again, and the weights can be trained further.
+    let again = place.train("again", &["--set", "name=again"]);
+    assert_eq!(losses(&run), losses(&again));
+    std::fs::copy(run.join("config/recipe.toml"), place.path().join("recipe.toml")).unwrap();
+    assert_eq!(losses(&run), losses(&place.train("written", &[])));
+    let path = format!("model={{\"path\": {:?}}}", model.display());
+    let further = place.train("further", &["--set", &path, "--set", "steps=2"]);
+    let start = lines(&further.join("log.jsonl"))[0]["loss"].as_f64().unwrap();
+    assert!(start < 0.8 * loss(&log[0]), "training goes on from the weights, not anew: {start}");
+}
+
+#[test]
+fn stages_write_the_same_log_to_the_last_digit() {
+    let place = Workplace::new();
+    let reference = losses(&place.train("stage0", &["--set", "zero_optimization.stage=0"]));
+    for stage in ["1", "3"] {
+        let run =
+            place.train(&format!("stage{stage}"), &["--set", &format!("zero_optimization.stage={stage}")]);
+        assert_eq!(losses(&run), reference, "stage {stage}");
+    }
+}
+
+#[test]
+fn everything_wrong_with_a_recipe_is_said_before_a_rank_starts() {
+    let place = Workplace::new();
+    let output = place.ferrospeed(&[
+        "train",
+        "recipe.toml",
+        "--set",
+        "steps=0",
+        "--set",
+        "data.text=[\"missing.txt\"]",
+        "--set",
+        "model.preset=gtp2",
+        "--set",
+        "zero_optimization.stge=2",
+    ]);
+    assert_eq!(output.status.code(), Some(2));
+    let message = text(&output.stderr);
+    for part in
+        ["steps: must be at least 1", "missing.txt does not exist", "'gtp2' is not known", "stge", "stage"]
+    {
+        assert!(message.contains(part), "'{part}' is not in:\n{message}");
+    }
+    assert!(!place.path().join("runs").exists(), "nothing was started");
+    let output = place.ferrospeed(&["train", "recipe.toml", "--set", "model.layer=3"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("layer"), "{}", text(&output.stderr));
+}
