@@ -6,6 +6,7 @@
 //!
 //! The invariant: no code from a file ever runs, and what a file says about itself is checked before it is used.
 
+pub mod deepspeed;
 pub mod directory;
 mod error;
 pub mod fs;

@@ -17,9 +17,11 @@ fn described() -> Vec<(PathBuf, PathBuf)> {
     }
     for group in ["checkpoint/runs", "checkpoint/pipeline_moe"] {
         for case in set.entries(group, "") {
-            let torch_files = if case.join("ckpt").is_dir() { files_below(&case.join("ckpt"), ".pt") } else { Vec::new() };
+            let torch_files =
+                if case.join("ckpt").is_dir() { files_below(&case.join("ckpt"), ".pt") } else { Vec::new() };
             for file in torch_files {
-                let description = case.join(format!("dump.{}.json", file.file_name().unwrap().to_string_lossy()));
+                let description =
+                    case.join(format!("dump.{}.json", file.file_name().unwrap().to_string_lossy()));
                 if description.is_file() {
                     found.push((file, description));
                 }

@@ -111,7 +111,8 @@ pub fn read(bytes: &[u8], unknown: Unknown, limits: Limits) -> Result<Value, Str
 impl Machine<'_> {
     fn take(&mut self, count: usize) -> Outcome<&[u8]> {
         let end = self.at.checked_add(count).filter(|end| *end <= self.bytes.len());
-        let end = end.ok_or_else(|| format!("it ends in the middle of an operation that needs {count} bytes"))?;
+        let end =
+            end.ok_or_else(|| format!("it ends in the middle of an operation that needs {count} bytes"))?;
         let start = std::mem::replace(&mut self.at, end);
         Ok(&self.bytes[start..end])
     }
@@ -227,7 +228,8 @@ impl Machine<'_> {
                 b'j' => self.recall(4)?,
                 b'X' => {
                     let length = self.number(4)? as usize;
-                    let text = std::str::from_utf8(self.take(length)?).map_err(|_| "text is not UTF-8")?.to_owned();
+                    let text =
+                        std::str::from_utf8(self.take(length)?).map_err(|_| "text is not UTF-8")?.to_owned();
                     self.push_value(Value::Str(text))?;
                 }
                 b'J' => {
@@ -264,7 +266,9 @@ impl Machine<'_> {
                 b'b' => self.build_state()?,
                 b'Q' => self.persistent()?,
                 other => {
-                    return Err(format!("operation 0x{other:02x} is not one that torch uses; nothing was executed"));
+                    return Err(format!(
+                        "operation 0x{other:02x} is not one that torch uses; nothing was executed"
+                    ));
                 }
             }
         }
@@ -309,9 +313,9 @@ impl Machine<'_> {
             "torch" => {
                 storage_type(name).is_some()
                     || ["Size", "device", "Tensor"].contains(&name)
-                    || ["float", "bfloat", "int", "uint"].iter().any(|kind| {
-                        name.strip_prefix(kind).is_some_and(|bits| bits.parse::<u8>().is_ok())
-                    })
+                    || ["float", "bfloat", "int", "uint"]
+                        .iter()
+                        .any(|kind| name.strip_prefix(kind).is_some_and(|bits| bits.parse::<u8>().is_ok()))
                     || name == "bool"
             }
             "torch._utils" => ["_rebuild_tensor_v2", "_rebuild_parameter"].contains(&name),
@@ -324,7 +328,9 @@ impl Machine<'_> {
         if known || self.unknown == Unknown::Keep {
             return Ok(());
         }
-        Err(format!("the name '{module} {name}' is not allowed; nothing was executed (unknown objects can be kept as inert data on request)"))
+        Err(format!(
+            "the name '{module} {name}' is not allowed; nothing was executed (unknown objects can be kept as inert data on request)"
+        ))
     }
 
     fn global(&self, node: usize) -> Option<(&str, &str)> {
@@ -367,7 +373,9 @@ impl Machine<'_> {
             ("__builtin__" | "builtins", "bytes", []) => Node::Plain(Value::Bytes(Vec::new())),
             ("_codecs", "encode", &[text, _]) => match &self.nodes[text] {
                 Node::Plain(Value::Str(text)) => {
-                    let bytes = text.chars().map(|c| u8::try_from(u32::from(c)).map_err(|_| "bytes hold more than a byte"));
+                    let bytes = text
+                        .chars()
+                        .map(|c| u8::try_from(u32::from(c)).map_err(|_| "bytes hold more than a byte"));
                     Node::Plain(Value::Bytes(bytes.collect::<Result<_, _>>()?))
                 }
                 _ => return Err("bytes are not made from text".into()),
@@ -378,7 +386,11 @@ impl Machine<'_> {
                     return Err("a parameter is not made from a tensor".into());
                 };
                 let requires_grad = matches!(self.nodes[requires_grad], Node::Plain(Value::Bool(true)));
-                Node::Plain(Value::Tensor(StoredTensor { requires_grad, is_parameter: true, ..tensor.clone() }))
+                Node::Plain(Value::Tensor(StoredTensor {
+                    requires_grad,
+                    is_parameter: true,
+                    ..tensor.clone()
+                }))
             }
             // Attributes of a tensor (DeepSpeed's `ds_id`) say nothing about its content.
             ("torch._tensor", "_rebuild_from_type_v2", &[function, _class, inner, _attributes]) => {
@@ -390,12 +402,22 @@ impl Machine<'_> {
                 let inner = self.tuple(inner)?;
                 self.meaning(&module, &name, &inner)?
             }
-            ("torch" | "torch._utils" | "torch._tensor" | "collections" | "_codecs" | "__builtin__" | "builtins", ..)
-                if self.unknown == Unknown::Refuse =>
-            {
-                return Err(format!("'{module} {name}' is called with {} arguments, which makes no sense", args.len()));
+            (
+                "torch" | "torch._utils" | "torch._tensor" | "collections" | "_codecs" | "__builtin__"
+                | "builtins",
+                ..,
+            ) if self.unknown == Unknown::Refuse => {
+                return Err(format!(
+                    "'{module} {name}' is called with {} arguments, which makes no sense",
+                    args.len()
+                ));
             }
-            _ => Node::Object { module: module.to_owned(), name: name.to_owned(), args: args.to_vec(), state: None },
+            _ => Node::Object {
+                module: module.to_owned(),
+                name: name.to_owned(),
+                args: args.to_vec(),
+                state: None,
+            },
         })
     }
 
@@ -534,7 +556,10 @@ impl Machine<'_> {
     }
 
     fn build_pairs(&mut self, pairs: &[(usize, usize)], depth: usize) -> Outcome<Vec<(Value, Value)>> {
-        pairs.iter().map(|(key, value)| Ok((self.build(*key, depth + 1)?, self.build(*value, depth + 1)?))).collect()
+        pairs
+            .iter()
+            .map(|(key, value)| Ok((self.build(*key, depth + 1)?, self.build(*value, depth + 1)?)))
+            .collect()
     }
 }
 

@@ -32,8 +32,10 @@ impl PtFile {
     pub fn open_with(path: &Path, unknown: Unknown) -> Result<PtFile> {
         let zip = ZipFile::open(path)?;
         let pickles = zip.entries().iter().filter_map(|entry| entry.name.strip_suffix("data.pkl"));
-        let folder = pickles.filter(|folder| folder.is_empty() || folder.ends_with('/')).min_by_key(|f| f.len());
-        let folder = folder.ok_or_else(|| CheckpointError::file(path, "has no data.pkl: it is no torch file"))?;
+        let folder =
+            pickles.filter(|folder| folder.is_empty() || folder.ends_with('/')).min_by_key(|f| f.len());
+        let folder =
+            folder.ok_or_else(|| CheckpointError::file(path, "has no data.pkl: it is no torch file"))?;
         let folder = folder.to_owned();
         if let Some(order) = zip.entry(&format!("{folder}byteorder")) {
             let mut bytes = vec![0; order.bytes.min(16) as usize];
@@ -50,7 +52,8 @@ impl PtFile {
         zip.check(entry)?;
         let mut bytes = vec![0; entry.bytes as usize];
         zip.read(entry, 0, &mut bytes)?;
-        let value = pickle::read(&bytes, unknown, Limits::default()).map_err(|why| CheckpointError::file(path, why))?;
+        let value = pickle::read(&bytes, unknown, Limits::default())
+            .map_err(|why| CheckpointError::file(path, why))?;
         Ok(PtFile { zip, folder, value, checked: Mutex::default() })
     }
 
@@ -75,7 +78,8 @@ impl PtFile {
         }
         let name = format!("{}data/{}", self.folder, tensor.storage);
         let entry = self.zip.entry(&name);
-        let entry = entry.ok_or_else(|| CheckpointError::file(self.path(), format!("has no entry '{name}'")))?;
+        let entry =
+            entry.ok_or_else(|| CheckpointError::file(self.path(), format!("has no entry '{name}'")))?;
         let size = tensor.dtype.size_bytes();
         if entry.bytes != tensor.storage_numel * size {
             let why = format!("'{name}' has {} bytes, expected {}", entry.bytes, tensor.storage_numel * size);
@@ -117,7 +121,9 @@ impl PtFile {
         self.read(tensor, range, &mut bytes)?;
         let mut values = vec![0.0; bytes.len() / tensor.dtype.size_bytes() as usize];
         let converted = tensor.dtype.to_f32(&bytes, &mut values);
-        converted.ok_or_else(|| CheckpointError::file(self.path(), format!("a tensor is {:?}, not of floats", tensor.dtype)))?;
+        converted.ok_or_else(|| {
+            CheckpointError::file(self.path(), format!("a tensor is {:?}, not of floats", tensor.dtype))
+        })?;
         Ok(values)
     }
 }

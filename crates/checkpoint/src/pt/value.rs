@@ -223,9 +223,9 @@ impl Value {
             },
             Json::String(text) => Value::str(text),
             Json::Array(items) => Value::List(items.iter().map(Value::from_json).collect()),
-            Json::Object(map) => {
-                Value::Dict(map.iter().map(|(key, value)| (Value::str(key), Value::from_json(value))).collect())
-            }
+            Json::Object(map) => Value::Dict(
+                map.iter().map(|(key, value)| (Value::str(key), Value::from_json(value))).collect(),
+            ),
         }
     }
 }

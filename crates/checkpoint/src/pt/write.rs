@@ -196,7 +196,8 @@ impl ZipWriter {
         end.extend_from_slice(&[0; 2]);
         self.put(&end)?;
         let path = self.path.clone();
-        let file = self.out.into_inner().map_err(|error| CheckpointError::io("write", &path)(error.into_error()))?;
+        let file =
+            self.out.into_inner().map_err(|error| CheckpointError::io("write", &path)(error.into_error()))?;
         file.sync_all().map_err(CheckpointError::io("sync", &path))
     }
 }

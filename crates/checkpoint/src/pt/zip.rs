@@ -81,25 +81,32 @@ impl ZipFile {
     }
 
     fn find_directory(&self, length: u64) -> Result<Directory> {
-        let not_zip = || self.fail("is not a complete zip file (its end is missing): not written by torch, or cut short");
+        let not_zip = || {
+            self.fail("is not a complete zip file (its end is missing): not written by torch, or cut short")
+        };
         let tail_bytes = length.min(22 + 65_535);
         let tail = self.read_at(length - tail_bytes, tail_bytes)?;
         let last = tail.len().checked_sub(22).ok_or_else(not_zip)?;
         let end = (0..=last).rev().find(|&at| {
-            u32_at(&tail, at) == Some(u64::from(END)) && u16_at(&tail, at + 20) == Some((tail.len() - at - 22) as u64)
+            u32_at(&tail, at) == Some(u64::from(END))
+                && u16_at(&tail, at + 20) == Some((tail.len() - at - 22) as u64)
         });
         let end = end.ok_or_else(not_zip)?;
         let field16 = |at| u16_at(&tail, end + at).unwrap_or(0);
         let field32 = |at| u32_at(&tail, end + at).unwrap_or(0);
         let end_at = length - tail_bytes + end as u64;
         let plain = (field32(16), field32(12), field16(10));
-        let wide = plain.0 == u64::from(u32::MAX) || plain.1 == u64::from(u32::MAX) || plain.2 == u64::from(u16::MAX);
+        let wide = plain.0 == u64::from(u32::MAX)
+            || plain.1 == u64::from(u32::MAX)
+            || plain.2 == u64::from(u16::MAX);
         let (offset, bytes, count) = match end_at.checked_sub(20).filter(|_| wide) {
             None => plain,
             Some(at) => self.wide_directory(at, length)?,
         };
         if offset.checked_add(bytes).is_none_or(|end| end > end_at) || bytes > MAX_DIRECTORY_BYTES {
-            return Err(self.fail(format!("its directory of {bytes} bytes at {offset} does not fit into the file")));
+            return Err(
+                self.fail(format!("its directory of {bytes} bytes at {offset} does not fit into the file"))
+            );
         }
         if count > MAX_ENTRIES || count * 46 > bytes {
             return Err(self.fail(format!("its directory of {bytes} bytes cannot hold {count} entries")));
@@ -113,7 +120,9 @@ impl ZipFile {
         if u32_at(&locator, 0) != Some(u64::from(END_64_LOCATOR)) {
             return Err(bad());
         }
-        let at = u64_at(&locator, 8).filter(|at| at.checked_add(56).is_some_and(|end| end <= length)).ok_or_else(bad)?;
+        let at = u64_at(&locator, 8)
+            .filter(|at| at.checked_add(56).is_some_and(|end| end <= length))
+            .ok_or_else(bad)?;
         let record = self.read_at(at, 56)?;
         if u32_at(&record, 0) != Some(u64::from(END_64)) {
             return Err(bad());
@@ -127,9 +136,12 @@ impl ZipFile {
         let mut at = 0;
         for number in 0..count {
             let entry = self.directory_entry(&directory, &mut at);
-            let entry = entry.ok_or_else(|| self.fail(format!("entry {number} of its directory is damaged")))??;
+            let entry =
+                entry.ok_or_else(|| self.fail(format!("entry {number} of its directory is damaged")))??;
             if let Some(first) = self.index.insert(entry.name.clone(), self.entries.len()) {
-                return Err(self.fail(format!("entries {first} and {number} are both called '{}'", entry.name)));
+                return Err(
+                    self.fail(format!("entries {first} and {number} are both called '{}'", entry.name))
+                );
             }
             self.entries.push(entry);
         }
@@ -163,7 +175,9 @@ impl ZipFile {
         let [bytes, stored, start] = sizes;
         let refuse = |why: String| Some(Err(self.fail(format!("entry '{name}' {why}"))));
         if method != 0 || bytes != stored {
-            return refuse("is compressed: torch stores tensors as they are, so this file is not torch's".into());
+            return refuse(
+                "is compressed: torch stores tensors as they are, so this file is not torch's".into(),
+            );
         }
         if flags & 1 != 0 {
             return refuse("is encrypted".into());
@@ -187,7 +201,8 @@ impl ZipFile {
             let head = self.read_at(header_at, 30)?;
             let skip = u16_at(&head, 26).zip(u16_at(&head, 28)).map(|(name, extra)| name + extra);
             let skip = skip.filter(|_| u32_at(&head, 0) == Some(u64::from(LOCAL)));
-            let skip = skip.ok_or_else(|| self.fail(format!("the header of entry '{}' is damaged", entry.name)))?;
+            let skip =
+                skip.ok_or_else(|| self.fail(format!("the header of entry '{}' is damaged", entry.name)))?;
             let start = header_at + 30 + skip;
             let end = start.checked_add(entry.bytes).filter(|end| *end <= length).ok_or_else(outside)?;
             spans.push((header_at, end, entry.name.clone()));
@@ -221,7 +236,8 @@ impl ZipFile {
     /// Reads bytes of an entry, unchecked: [`ZipFile::check`] compares its checksum.
     pub fn read(&self, entry: &Entry, from: u64, buffer: &mut [u8]) -> Result<()> {
         if from.checked_add(buffer.len() as u64).is_none_or(|end| end > entry.bytes) {
-            let why = format!("entry '{}' has {} bytes, more were asked for at {from}", entry.name, entry.bytes);
+            let why =
+                format!("entry '{}' has {} bytes, more were asked for at {from}", entry.name, entry.bytes);
             return Err(self.fail(why));
         }
         self.file.read_exact_at(buffer, entry.start + from).map_err(CheckpointError::io("read", &self.path))

@@ -105,7 +105,9 @@ pub(crate) fn compare(file: &PtFile, value: &Value, json: &Json, at: &str) {
         Value::List(items) => compare_all(file, items, json, at),
         Value::Tuple(items) => compare_all(file, items, &json["__tuple__"], at),
         Value::Set(items) => compare_all(file, items, &json["__set__"], at),
-        Value::Dict(pairs) if json.get("__dict__").is_some() => compare_pairs(file, pairs, &json["__dict__"], at),
+        Value::Dict(pairs) if json.get("__dict__").is_some() => {
+            compare_pairs(file, pairs, &json["__dict__"], at)
+        }
         Value::Dict(pairs) => {
             let map = json.as_object().unwrap_or_else(|| panic!("{at}: expected {json}, got a dictionary"));
             assert_eq!(pairs.len(), map.len(), "{at}: number of keys");
@@ -117,7 +119,9 @@ pub(crate) fn compare(file: &PtFile, value: &Value, json: &Json, at: &str) {
         Value::OrderedDict(pairs) => compare_pairs(file, pairs, &json["__OrderedDict__"], at),
         Value::Size(sizes) => assert_eq!(json["__torch_Size__"], Json::from(sizes.as_slice()), "{at}"),
         Value::Device(device) => assert_eq!(json["__device__"], Json::from(device.as_str()), "{at}"),
-        Value::Global { module, name } => assert_eq!(json["__dtype__"], Json::from(format!("{module}.{name}")), "{at}"),
+        Value::Global { module, name } => {
+            assert_eq!(json["__dtype__"], Json::from(format!("{module}.{name}")), "{at}")
+        }
         Value::Tensor(tensor) => compare_tensor(file, tensor, json, at),
         Value::Object { module, name, args, state } => {
             let class = Json::from(format!("{module}.{name}"));

@@ -1,0 +1,480 @@
+//! One of our checkpoints in DeepSpeed's layout, for its loader and its `zero_to_fp32`.
+//!
+//! ZeRO 1 and 2: one module file and an optimizer file per rank, groups laid end to end and cut into equal parts.
+//! ZeRO 3: a module file per rank with placeholders, every parameter cut by itself. The number of ranks is free.
+
+use std::path::Path;
+
+use crate::error::{CheckpointError, Result};
+use crate::load::Checkpoint;
+use crate::manifest::{Dtype, GroupState, Kind, TensorEntry};
+use crate::pt::{TensorTable, Value, write_pt};
+
+/// How to export.
+#[derive(Debug, Clone, Copy)]
+pub struct ExportOptions {
+    /// The ZeRO stage of the files: 1, 2 or 3.
+    pub stage: u8,
+    /// For how many ranks.
+    pub ranks: u64,
+}
+
+/// The version whose files these are.
+const VERSION: &str = "0.14.1";
+
+/// Where the elements of an array come from: stretches of our tensors, and zeros that pad.
+enum Part<'c> {
+    Of { entry: &'c TensorEntry, start: u64, len: u64 },
+    Zeros(u64),
+    Number(f32),
+}
+
+/// A file's arrays, put together while its value is.
+#[derive(Default)]
+struct Arrays<'c> {
+    table: TensorTable,
+    parts: Vec<Vec<Part<'c>>>,
+}
+
+impl<'c> Arrays<'c> {
+    fn add(&mut self, dtype: Dtype, shape: &[u64], parts: Vec<Part<'c>>) -> Value {
+        self.parts.push(parts);
+        self.table.tensor(dtype, shape)
+    }
+
+    fn write(&self, checkpoint: &Checkpoint, path: &Path, value: &Value) -> Result<()> {
+        write_pt(path, value, &self.table.storages, &mut |storage, range, out| {
+            let target = self.table.storages[storage].dtype;
+            let mut at = 0;
+            for part in &self.parts[storage] {
+                let len = match part {
+                    Part::Of { len, .. } | Part::Zeros(len) => *len,
+                    Part::Number(_) => 1,
+                };
+                let (from, to) = (range.start.max(at), range.end.min(at + len));
+                if from < to {
+                    append(checkpoint, part, from - at..to - at, target, out)?;
+                }
+                at += len;
+            }
+            Ok(())
+        })
+    }
+}
+
+fn append(
+    checkpoint: &Checkpoint,
+    part: &Part<'_>,
+    range: std::ops::Range<u64>,
+    target: Dtype,
+    out: &mut Vec<u8>,
+) -> Result<()> {
+    match part {
+        Part::Zeros(_) => {
+            out.resize(out.len() + ((range.end - range.start) * target.size_bytes()) as usize, 0)
+        }
+        Part::Number(value) => out.extend_from_slice(&value.to_le_bytes()),
+        Part::Of { entry, start, .. } if entry.dtype == target => {
+            checkpoint.read_bytes(entry, start + range.start..start + range.end, out)?;
+        }
+        Part::Of { entry, start, .. } => {
+            let mut values = vec![0.0; (range.end - range.start) as usize];
+            checkpoint.read_f32(entry, start + range.start..start + range.end, &mut values)?;
+            for value in values {
+                match target {
+                    Dtype::BF16 => out.extend_from_slice(&half::bf16::from_f32(value).to_le_bytes()),
+                    Dtype::F16 => out.extend_from_slice(&half::f16::from_f32(value).to_le_bytes()),
+                    _ => out.extend_from_slice(&value.to_le_bytes()),
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Writes the files of a checkpoint into the folder `dir`, under its own tag, and `latest` beside.
+pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOptions) -> Result<()> {
+    if !(1..=3).contains(&options.stage) || options.ranks == 0 {
+        let why = format!(
+            "stage {} on {} ranks cannot be exported: stages are 1, 2, 3",
+            options.stage, options.ranks
+        );
+        return Err(CheckpointError::Request(why));
+    }
+    let tag = &checkpoint.manifest().tag;
+    crate::directory::check_tag(tag)?;
+    let folder = dir.join(tag);
+    if folder.exists() {
+        return Err(CheckpointError::file(&folder, "exists already; export into another folder"));
+    }
+    let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
+    std::fs::create_dir_all(&partial).map_err(CheckpointError::io("create", &partial))?;
+    let written = Exporter::new(checkpoint, options).and_then(|exporter| exporter.write(&partial));
+    if let Err(error) = written {
+        // The error of the export is the one to report.
+        let _ = std::fs::remove_dir_all(&partial);
+        return Err(error);
+    }
+    std::fs::rename(&partial, &folder).map_err(CheckpointError::io("rename", &partial))?;
+    let latest = dir.join(crate::directory::LATEST_FILE);
+    std::fs::write(&latest, tag).map_err(CheckpointError::io("write", &latest))
+}
+
+/// A group's trained parameters with their states.
+struct Group<'c> {
+    state: &'c GroupState,
+    params: Vec<&'c TensorEntry>,
+}
+
+struct Exporter<'c> {
+    checkpoint: &'c Checkpoint,
+    options: ExportOptions,
+    groups: Vec<Group<'c>>,
+    state_names: Vec<String>,
+}
+
+impl<'c> Exporter<'c> {
+    fn new(checkpoint: &'c Checkpoint, options: ExportOptions) -> Result<Exporter<'c>> {
+        let manifest = checkpoint.manifest();
+        let mut groups = Vec::new();
+        for state in &manifest.training.groups {
+            let find = |name: &String| {
+                checkpoint.entry(&Kind::Master, name).ok_or_else(|| {
+                    CheckpointError::file(
+                        checkpoint.path(),
+                        format!("'{name}' is in a group but has no weights"),
+                    )
+                })
+            };
+            let params = state.params.iter().map(find).collect::<Result<_>>()?;
+            groups.push(Group { state, params });
+        }
+        let mut state_names: Vec<String> = Vec::new();
+        for tensor in &manifest.tensors {
+            if let Kind::State(name) = &tensor.kind
+                && !state_names.contains(name)
+            {
+                state_names.push(name.clone());
+            }
+        }
+        Ok(Exporter { checkpoint, options, groups, state_names })
+    }
+
+    fn write(&self, folder: &Path) -> Result<()> {
+        for rank in 0..self.options.ranks {
+            if self.options.stage == 3 || rank == 0 {
+                let name = match self.options.stage {
+                    3 => format!("zero_pp_rank_{rank}_mp_rank_00_model_states.pt"),
+                    _ => "mp_rank_00_model_states.pt".to_owned(),
+                };
+                let mut arrays = Arrays::default();
+                let value = self.module(rank, &mut arrays);
+                arrays.write(self.checkpoint, &folder.join(name), &value)?;
+            }
+            let prefix = if self.checkpoint.manifest().origin.dtype == Dtype::BF16 { "bf16_" } else { "" };
+            let name = format!("{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt");
+            let mut arrays = Arrays::default();
+            let state = if self.options.stage == 3 {
+                self.per_parameter(rank, &mut arrays)?
+            } else {
+                self.flat(rank, &mut arrays)?
+            };
+            let value = Value::dict([
+                ("optimizer_state_dict", state),
+                ("ds_config", self.config()),
+                ("ds_version", Value::str(VERSION)),
+            ]);
+            arrays.write(self.checkpoint, &folder.join(name), &value)?;
+        }
+        Ok(())
+    }
+
+    fn config(&self) -> Value {
+        Value::from_json(&self.checkpoint.manifest().config)
+    }
+
+    fn of_kind(&self, kind: &Kind) -> impl Iterator<Item = &'c TensorEntry> + use<'c> {
+        let kind = kind.clone();
+        self.checkpoint.manifest().tensors.iter().filter(move |tensor| tensor.kind == kind)
+    }
+
+    fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Value {
+        let manifest = self.checkpoint.manifest();
+        let all = |entry: &'c TensorEntry| vec![Part::Of { entry, start: 0, len: entry.numel() }];
+        let mut module = Vec::new();
+        for entry in &manifest.tensors {
+            let weight = match entry.kind {
+                Kind::Buffer => arrays.add(entry.dtype, &entry.shape, all(entry)),
+                Kind::Master | Kind::Weight if self.options.stage == 3 => {
+                    arrays.add(manifest.origin.dtype, &[0], Vec::new())
+                }
+                Kind::Master | Kind::Weight => arrays.add(manifest.origin.dtype, &entry.shape, all(entry)),
+                Kind::State(_) => continue,
+            };
+            module.push((Value::str(&entry.name), weight));
+        }
+        let shapes = |entries: &[&TensorEntry]| {
+            let pairs =
+                entries.iter().map(|entry| (Value::str(&entry.name), Value::Size(entry.shape.clone())));
+            Value::OrderedDict(pairs.collect())
+        };
+        let frozen: Vec<&TensorEntry> = self.of_kind(&Kind::Weight).collect();
+        let fragments = frozen.iter().map(|entry| {
+            let (shape, parts) = if self.options.stage == 3 {
+                let share = entry.numel().div_ceil(self.options.ranks);
+                (vec![share], cut(entry, rank * share, share))
+            } else {
+                (entry.shape.clone(), all(entry))
+            };
+            (Value::str(&entry.name), arrays.add(entry.dtype, &shape, parts))
+        });
+        let fragments = Value::OrderedDict(fragments.collect());
+        let frozen_is_listed = self.options.stage >= 2;
+        let training = &manifest.training;
+        let integer = |value: u64| Value::Int(value.into());
+        let scheduler = training.scheduler.as_ref().map_or(Value::None, Value::from_json);
+        let buffers = self.of_kind(&Kind::Buffer).map(|entry| Value::str(&entry.name)).collect();
+        let mut pairs = vec![
+            ("module", Value::OrderedDict(module)),
+            ("buffer_names", Value::List(buffers)),
+            ("optimizer", Value::None),
+            ("param_shapes", Value::List(self.groups.iter().map(|group| shapes(&group.params)).collect())),
+            ("frozen_param_shapes", if frozen_is_listed { shapes(&frozen) } else { Value::None }),
+            ("shared_params", Value::Dict(Vec::new())),
+            ("frozen_param_fragments", if frozen_is_listed { fragments } else { Value::None }),
+            ("lr_scheduler", scheduler),
+            ("data_sampler", Value::None),
+            ("random_ltd", Value::None),
+            ("sparse_tensor_module_names", Value::Set(Vec::new())),
+            ("skipped_steps", integer(training.skipped_steps)),
+            ("global_steps", integer(training.global_steps)),
+            ("global_samples", integer(training.global_samples)),
+            ("dp_world_size", integer(self.options.ranks)),
+            ("mp_world_size", integer(1)),
+            ("ds_config", self.config()),
+            ("ds_version", Value::str(VERSION)),
+        ];
+        if let Some(client) = manifest.client_state.as_object() {
+            pairs.extend(client.iter().map(|(key, value)| (key.as_str(), Value::from_json(value))));
+        }
+        Value::dict(pairs)
+    }
+
+    fn stage(&self) -> Value {
+        Value::Object {
+            module: "deepspeed.runtime.zero.config".into(),
+            name: "ZeroStageEnum".into(),
+            args: vec![Value::Int(self.options.stage.into())],
+            state: None,
+        }
+    }
+
+    fn loss_scaler(&self) -> (Value, bool) {
+        let saved = self.checkpoint.manifest().training.loss_scaler.clone().unwrap_or_default();
+        let scale = Value::Float(saved["scale"].as_f64().unwrap_or(1.0));
+        let is_dynamic = saved["kind"] == "dynamic";
+        let (name, state) = if is_dynamic {
+            let config = &self.checkpoint.manifest().config["fp16"];
+            let integer = |value: i64| Value::Int(value.into());
+            let setting = |key: &str, default: i64| integer(config[key].as_i64().unwrap_or(default));
+            let state = Value::dict([
+                ("cur_scale", scale),
+                ("dynamic", Value::Bool(true)),
+                ("cur_iter", integer(saved["iteration"].as_i64().unwrap_or(0))),
+                ("last_overflow_iter", integer(saved["last_overflow_iteration"].as_i64().unwrap_or(-1))),
+                ("scale_factor", Value::Float(2.0)),
+                ("scale_window", setting("loss_scale_window", 1000)),
+                ("min_scale", Value::Float(config["min_loss_scale"].as_f64().unwrap_or(1.0))),
+                ("delayed_shift", setting("hysteresis", 2)),
+                ("cur_hysteresis", integer(saved["hysteresis_left"].as_i64().unwrap_or(1))),
+                (
+                    "consecutive_hysteresis",
+                    Value::Bool(config["consecutive_hysteresis"].as_bool().unwrap_or(false)),
+                ),
+                ("raise_error_at_min_scale", Value::Bool(true)),
+                ("dtype", Value::Global { module: "torch".into(), name: "float16".into() }),
+            ]);
+            ("DynamicLossScaler", state)
+        } else {
+            ("LossScaler", Value::dict([("cur_scale", scale), ("dynamic", Value::Bool(false))]))
+        };
+        let module = "deepspeed.runtime.fp16.loss_scaler".into();
+        (
+            Value::Object { module, name: name.into(), args: Vec::new(), state: Some(Box::new(state)) },
+            is_dynamic,
+        )
+    }
+
+    /// torch's form of an optimizer's state: flat tensors by number, and the options of groups.
+    fn base_state(&self, flats: Vec<Vec<(String, Value)>>, steps: Vec<Value>) -> Value {
+        let states = flats.into_iter().zip(steps).enumerate().map(|(index, (tensors, step))| {
+            let mut entry = vec![(Value::str("step"), step)];
+            entry.extend(tensors.into_iter().map(|(name, tensor)| (Value::Str(name), tensor)));
+            (Value::Int(index as i128), Value::Dict(entry))
+        });
+        let params = &self.checkpoint.manifest().config["optimizer"]["params"];
+        let groups = self.groups.iter().enumerate().map(|(index, group)| {
+            let [first, second] = group.state.betas;
+            Value::dict([
+                ("lr", Value::Float(group.state.lr)),
+                ("betas", Value::List(vec![Value::Float(first), Value::Float(second)])),
+                ("eps", Value::Float(params["eps"].as_f64().unwrap_or(1e-8))),
+                ("weight_decay", Value::Float(group.state.weight_decay)),
+                ("amsgrad", Value::Bool(false)),
+                ("foreach", Value::None),
+                ("maximize", Value::Bool(false)),
+                ("capturable", Value::Bool(false)),
+                ("differentiable", Value::Bool(false)),
+                ("fused", Value::None),
+                ("params", Value::List(vec![Value::Int(index as i128)])),
+            ])
+        });
+        let groups = Value::List(groups.collect());
+        Value::dict([("state", Value::Dict(states.collect())), ("param_groups", groups)])
+    }
+
+    fn step(&self, arrays: &mut Arrays<'c>) -> Value {
+        let steps = self.checkpoint.manifest().training.optimizer_steps;
+        arrays.add(Dtype::F32, &[], vec![Part::Number(steps as f32)])
+    }
+
+    fn state_entry(&self, name: &str, param: &TensorEntry) -> Result<&'c TensorEntry> {
+        let entry = self.checkpoint.entry(&Kind::State(name.to_owned()), &param.name);
+        entry.ok_or_else(|| {
+            CheckpointError::file(self.checkpoint.path(), format!("'{}' has no state '{name}'", param.name))
+        })
+    }
+
+    /// Stages 1 and 2.
+    fn flat(&self, rank: u64, arrays: &mut Arrays<'c>) -> Result<Value> {
+        let ranks = self.options.ranks;
+        let (scaler, is_dynamic) = self.loss_scaler();
+        let (mut flats, mut steps, mut masters, mut paddings, mut mappings) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for group in &self.groups {
+            let numel: u64 = group.params.iter().map(|param| param.numel()).sum();
+            let padded = numel.next_multiple_of(2 * ranks);
+            let part = padded / ranks;
+            let (from, to) = (rank * part, (rank + 1) * part);
+            let own = |entries: &[&'c TensorEntry], end: u64| -> Vec<Part<'c>> {
+                let mut parts = Vec::new();
+                let mut at = 0;
+                for entry in entries {
+                    let (start, stop) = (from.max(at), end.min(at + entry.numel()));
+                    if start < stop {
+                        parts.push(Part::Of { entry, start: start - at, len: stop - start });
+                    }
+                    at += entry.numel();
+                }
+                let filled: u64 =
+                    parts.iter().map(|part| if let Part::Of { len, .. } = part { *len } else { 0 }).sum();
+                if end > from + filled {
+                    parts.push(Part::Zeros(end - from - filled));
+                }
+                parts
+            };
+            let step = self.step(arrays);
+            steps.push(step);
+            let mut states = Vec::new();
+            for name in &self.state_names {
+                let entries = group
+                    .params
+                    .iter()
+                    .map(|param| self.state_entry(name, param))
+                    .collect::<Result<Vec<_>>>()?;
+                states.push((name.clone(), arrays.add(Dtype::F32, &[part], own(&entries, to))));
+            }
+            flats.push(states);
+            // Only real elements: padding is stripped from the weights.
+            let end = to.min(numel).max(from);
+            masters.push(arrays.add(Dtype::F32, &[end - from], own(&group.params, end)));
+            paddings.push(Value::Int(if rank + 1 == ranks { (padded - numel).into() } else { 0 }));
+            let mut at = 0;
+            let mut mapping = Vec::new();
+            for param in &group.params {
+                let (start, stop) = (from.max(at), to.min(at + param.numel()));
+                if start < stop {
+                    mapping.push((Value::str(&param.name), fragment(stop - start, start - from)));
+                }
+                at += param.numel();
+            }
+            mappings.push(Value::OrderedDict(mapping));
+        }
+        let clip = self.checkpoint.manifest().config["gradient_clipping"].as_f64().unwrap_or(0.0);
+        let count = Value::List(self.groups.iter().map(|_| Value::Int(ranks.into())).collect());
+        Ok(Value::dict([
+            ("loss_scaler", scaler),
+            ("dynamic_loss_scale", Value::Bool(is_dynamic)),
+            ("overflow", Value::Bool(false)),
+            ("clip_grad", Value::Float(clip)),
+            ("base_optimizer_state", self.base_state(flats, steps)),
+            ("single_partition_of_fp32_groups", Value::List(masters)),
+            ("zero_stage", self.stage()),
+            ("group_paddings", Value::List(paddings)),
+            ("partition_count", count),
+            ("ds_version", Value::str(VERSION)),
+            ("param_slice_mappings", Value::List(mappings)),
+        ]))
+    }
+
+    /// Stage 3, one sub-group per group.
+    fn per_parameter(&self, rank: u64, arrays: &mut Arrays<'c>) -> Result<Value> {
+        let ranks = self.options.ranks;
+        let (scaler, is_dynamic) = self.loss_scaler();
+        let (mut flats, mut steps, mut masters) = (Vec::new(), Vec::new(), Vec::new());
+        for group in &self.groups {
+            let share = |entry: &TensorEntry| entry.numel().div_ceil(ranks);
+            let numel: u64 = group.params.iter().map(|param| share(param)).sum();
+            let own = |entries: &[&'c TensorEntry]| -> Vec<Part<'c>> {
+                entries.iter().flat_map(|entry| cut(entry, rank * share(entry), share(entry))).collect()
+            };
+            let step = self.step(arrays);
+            steps.push(step);
+            let mut states = Vec::new();
+            for name in &self.state_names {
+                let entries = group
+                    .params
+                    .iter()
+                    .map(|param| self.state_entry(name, param))
+                    .collect::<Result<Vec<_>>>()?;
+                states.push((name.clone(), arrays.add(Dtype::F32, &[numel], own(&entries))));
+            }
+            flats.push(states);
+            masters.push(arrays.add(Dtype::F32, &[numel], own(&group.params)));
+        }
+        Ok(Value::dict([
+            ("zero_stage", self.stage()),
+            ("loss_scaler", scaler),
+            ("dynamic_loss_scale", Value::Bool(is_dynamic)),
+            ("overflow", Value::Bool(false)),
+            ("partition_count", Value::Int(ranks.into())),
+            ("optimizer_state_dict", self.base_state(flats, steps)),
+            ("fp32_flat_groups", Value::List(masters)),
+        ]))
+    }
+}
+
+/// `len` elements of a tensor from `start` on, padded with zeros where it ends.
+fn cut(entry: &TensorEntry, start: u64, len: u64) -> Vec<Part<'_>> {
+    let real = entry.numel().saturating_sub(start).min(len);
+    let mut parts = Vec::new();
+    if real > 0 {
+        parts.push(Part::Of { entry, start, len: real });
+    }
+    if len > real {
+        parts.push(Part::Zeros(len - real));
+    }
+    parts
+}
+
+fn fragment(numel: u64, start: u64) -> Value {
+    Value::Object {
+        module: "deepspeed.utils.tensor_fragment".into(),
+        name: "fragment_address".into(),
+        args: Vec::new(),
+        state: Some(Box::new(Value::dict([
+            ("numel", Value::Int(numel.into())),
+            ("start", Value::Int(start.into())),
+        ]))),
+    }
+}

@@ -1,0 +1,368 @@
+//! A DeepSpeed checkpoint as one of ours: weights, optimizer states, counters, schedule, loss scale, client state.
+//!
+//! Any number of ranks, ZeRO 1 to 3, the BF16 optimizer, and no ZeRO at all. What cannot be placed is an error.
+//! Pipeline and MoE checkpoints are refused: their module files do not say where parameters lie.
+
+use std::path::{Path, PathBuf};
+
+use ferrospeed_comm::World;
+use serde_json::{Map, Value as Json, json};
+
+use crate::deepspeed::fp32::{self, Placed, flat_groups, per_parameter, stage_of};
+use crate::deepspeed::source::{DeepSpeedFiles, Stretch, common_type, find, whole};
+use crate::error::{CheckpointError, Result};
+use crate::manifest::{Dtype, GroupState, Kind, Origin, TrainingState};
+use crate::pt::{Unknown, Value};
+use crate::save::{Contents, Target, save};
+use crate::shard::PieceSpec;
+
+/// Keys of a module file that DeepSpeed itself writes; all others are the client's.
+const OWN_KEYS: [&str; 19] = [
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "sparse_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_config",
+    "ds_version",
+    "num_experts",
+];
+
+/// One tensor to import.
+struct Imported {
+    spec: PieceSpec,
+    stretches: Vec<Stretch>,
+}
+
+/// Converts the checkpoint `tag` (or the one `latest` names) of the folder `source` and saves it as `target` says.
+pub fn import_deepspeed(
+    source: &Path,
+    tag: Option<&str>,
+    unknown: Unknown,
+    target: &Target<'_>,
+) -> Result<PathBuf> {
+    let files = DeepSpeedFiles::open(&find(source, tag)?, unknown)?;
+    if files.at(0, &["module"]).is_ok_and(|module| *module == Value::None)
+        || files.at(0, &["num_experts"]).is_ok()
+    {
+        let why = "is of a pipeline or a mixture of experts; these are not imported";
+        return Err(files.fail(0, why));
+    }
+    let stage = match files.optimizers().first() {
+        None => 0,
+        Some(_) => files.optimizer(0, "zero_stage").ok().and_then(stage_of).unwrap_or(1),
+    };
+    let (tensors, steps) =
+        if files.optimizers().is_empty() { without_zero(&files)? } else { with_zero(&files, stage)? };
+    let optimizer = files.optimizers().first().and_then(|file| file.value().get("optimizer_state_dict"));
+    let module = files.files[0].value();
+    let mut contents = contents(module, optimizer, steps, stage as u8);
+    let trained: Vec<&PieceSpec> =
+        tensors.iter().map(|tensor| &tensor.spec).filter(|spec| spec.kind == Kind::Master).collect();
+    fill_groups(&mut contents.training, module, optimizer, &trained);
+    let specs: Vec<PieceSpec> = tensors.iter().map(|tensor| tensor.spec.clone()).collect();
+    save(&World::solo().group(), target, contents, &specs, &mut |piece, range, out| {
+        files
+            .read_bytes(&tensors[piece].stretches, range.start, range.end, out)
+            .map_err(|error| error.to_string())
+    })
+}
+
+fn imported(kind: Kind, place: usize, (name, shape, stretches): Placed, fallback: Dtype) -> Result<Imported> {
+    let dtype = if stretches.is_empty() { Some(fallback) } else { common_type(&stretches) };
+    let dtype =
+        dtype.ok_or_else(|| CheckpointError::Request(format!("'{name}' has parts of several types")))?;
+    let len = shape.iter().product();
+    let spec = PieceSpec { name, kind, shape, dtype, place: place as u64, start: 0, len };
+    Ok(Imported { spec, stretches })
+}
+
+/// Adds buffers and frozen parameters behind what is trained.
+fn add_rest(files: &DeepSpeedFiles, stage: u64, tensors: &mut Vec<Imported>) -> Result<()> {
+    for frozen in fp32::frozen(files, stage)? {
+        let (placed, dtype) = frozen.into_placed();
+        tensors.push(imported(Kind::Weight, tensors.len(), placed, dtype)?);
+    }
+    for buffer in fp32::buffers(files)? {
+        let (placed, dtype) = buffer.into_placed();
+        tensors.push(imported(Kind::Buffer, tensors.len(), placed, dtype)?);
+    }
+    // Below stage 2 frozen parameters are listed nowhere else.
+    let known: Vec<String> = tensors.iter().map(|tensor| tensor.spec.name.clone()).collect();
+    let aliases = files.at(0, &["shared_params"]).ok().and_then(Value::pairs).unwrap_or_default();
+    for (name, tensor) in module_tensors(files)? {
+        let is_alias = aliases.iter().any(|(alias, _)| alias.as_str() == Some(name));
+        if stage < 3 && !is_alias && !known.iter().any(|known| known == name) {
+            let placed = (name.to_owned(), tensor.shape.clone(), vec![whole(0, tensor)]);
+            tensors.push(imported(Kind::Weight, tensors.len(), placed, tensor.dtype)?);
+        }
+    }
+    Ok(())
+}
+
+fn module_tensors(files: &DeepSpeedFiles) -> Result<Vec<(&str, &crate::pt::StoredTensor)>> {
+    let pairs = files.at(0, &["module"])?.pairs().unwrap_or_default();
+    Ok(pairs.iter().filter_map(|(name, value)| Some((name.as_str()?, value.as_tensor()?))).collect())
+}
+
+fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Imported>, u64)> {
+    let groups = files.param_shapes()?;
+    let ranks = files.optimizers().len();
+    let mut tensors = Vec::new();
+    for (place, placed) in fp32::trained(files, stage)?.into_iter().enumerate() {
+        tensors.push(imported(Kind::Master, place, placed, Dtype::F32)?);
+    }
+    let key = if stage == 3 { "optimizer_state_dict" } else { "base_optimizer_state" };
+    let states: Vec<States> = (0..ranks).map(|rank| states_of(files, rank, key)).collect::<Result<_>>()?;
+    let steps = states.first().map_or(0, |states| states.steps);
+    if let Some(rank) = states.iter().position(|other| other.steps != steps) {
+        let why = format!("its optimizer made {} steps, that of rank 0 {steps}", states[rank].steps);
+        return Err(files.fail(files.model_files + rank, why));
+    }
+    let names = states.first().map(|states| states.names.clone()).unwrap_or_default();
+    for (index, name) in names.iter().enumerate() {
+        let parts: Option<Vec<Vec<Stretch>>> =
+            states.iter().map(|states| states.parts.get(index).cloned()).collect();
+        let parts = parts
+            .ok_or_else(|| files.fail(files.model_files, format!("state '{name}' is not on every rank")))?;
+        let placed = if stage == 3 {
+            per_parameter(files, &groups, &parts, false)?
+        } else {
+            flat_groups(files, &groups, &parts, ranks as u64)?
+        };
+        for (place, placed) in placed.into_iter().enumerate() {
+            tensors.push(imported(Kind::State(name.clone()), place, placed, Dtype::F32)?);
+        }
+    }
+    add_rest(files, stage, &mut tensors)?;
+    Ok((tensors, steps))
+}
+
+/// The states of one rank: for every name one stretch per group or sub-group.
+struct States {
+    names: Vec<String>,
+    parts: Vec<Vec<Stretch>>,
+    steps: u64,
+}
+
+/// A counter that torch keeps as a number or as a tensor of one.
+fn counter(files: &DeepSpeedFiles, file: usize, value: &Value) -> Option<u64> {
+    match value {
+        Value::Tensor(tensor) if tensor.numel() == 1 => {
+            let steps = files.files[file].read_f32(tensor, 0..1).ok()?;
+            Some(steps[0] as u64)
+        }
+        other => other.as_u64(),
+    }
+}
+
+fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Result<States> {
+    let file = files.model_files + rank;
+    let state = files.optimizer(rank, key)?.get("state").and_then(Value::pairs);
+    let state = state.ok_or_else(|| {
+        files.fail(file, format!("'{key}' holds no states (elastic checkpoints are not imported)"))
+    })?;
+    let mut entries: Vec<(u64, &Value)> =
+        state.iter().filter_map(|(id, value)| Some((id.as_u64()?, value))).collect();
+    entries.sort_by_key(|(id, _)| *id);
+    let mut states = States { names: Vec::new(), parts: Vec::new(), steps: 0 };
+    for (index, (_, entry)) in entries.iter().enumerate() {
+        for (name, value) in entry.pairs().unwrap_or_default() {
+            let Some(name) = name.as_str() else { continue };
+            if name == "step" {
+                let steps = counter(files, file, value).unwrap_or(0);
+                if index > 0 && steps != states.steps {
+                    let why =
+                        format!("parameter groups made {} and {steps} steps; they must agree", states.steps);
+                    return Err(files.fail(file, why));
+                }
+                states.steps = steps;
+            } else if let Some(tensor) = value.as_tensor() {
+                let known = states.names.iter().position(|known| known == name);
+                let at = known.unwrap_or_else(|| {
+                    states.names.push(name.to_owned());
+                    states.parts.push(Vec::new());
+                    states.names.len() - 1
+                });
+                states.parts[at].push(whole(file, tensor));
+            }
+        }
+    }
+    Ok(states)
+}
+
+/// No ZeRO: whole tensors in the module file, states by the number of the parameter.
+fn without_zero(files: &DeepSpeedFiles) -> Result<(Vec<Imported>, u64)> {
+    let buffer_names = files.at(0, &["buffer_names"])?.items().unwrap_or_default();
+    let is_buffer = |name: &str| buffer_names.iter().any(|buffer| buffer.as_str() == Some(name));
+    let optimizer = files.at(0, &["optimizer"])?;
+    let state = optimizer.get("state").and_then(Value::pairs).unwrap_or_default();
+    let params: Vec<_> = module_tensors(files)?.into_iter().filter(|(name, _)| !is_buffer(name)).collect();
+    let groups = optimizer.get("param_groups").and_then(Value::items).unwrap_or_default();
+    let numbered: usize =
+        groups.iter().filter_map(|group| group.get("params")?.items()).map(<[Value]>::len).sum();
+    if !state.is_empty() && (groups.len() != 1 || numbered != params.len()) {
+        let why = format!(
+            "its optimizer has {} groups with {numbered} parameters, the module {}: which is which is not recorded without ZeRO",
+            groups.len(),
+            params.len()
+        );
+        return Err(files.fail(0, why));
+    }
+    let mut tensors = Vec::new();
+    let mut steps = 0;
+    for (place, (name, tensor)) in params.iter().enumerate() {
+        let placed = |tensor: &crate::pt::StoredTensor| {
+            ((*name).to_owned(), tensor.shape.clone(), vec![whole(0, tensor)])
+        };
+        let entry = state.iter().find(|(id, _)| id.as_u64() == Some(place as u64)).map(|(_, entry)| entry);
+        let kind = if entry.is_some() { Kind::Master } else { Kind::Weight };
+        tensors.push(imported(kind, place, placed(tensor), tensor.dtype)?);
+        for (state_name, value) in entry.and_then(Value::pairs).unwrap_or_default() {
+            match (state_name.as_str(), value.as_tensor()) {
+                (Some("step"), _) => steps = counter(files, 0, value).unwrap_or(0),
+                (Some(state_name), Some(value)) => {
+                    tensors.push(imported(
+                        Kind::State(state_name.to_owned()),
+                        place,
+                        placed(value),
+                        value.dtype,
+                    )?);
+                }
+                _ => {}
+            }
+        }
+    }
+    for buffer in fp32::buffers(files)? {
+        let (placed, dtype) = buffer.into_placed();
+        tensors.push(imported(Kind::Buffer, tensors.len(), placed, dtype)?);
+    }
+    Ok((tensors, steps))
+}
+
+/// Everything of a DeepSpeed checkpoint that is no tensor.
+pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, stage: u8) -> Contents {
+    let count = |key: &str| module.get(key).and_then(Value::as_u64).unwrap_or(0);
+    let config = module.get("ds_config").and_then(Value::to_json).unwrap_or(Json::Null);
+    let accumulation = config["gradient_accumulation_steps"].as_u64().unwrap_or(1);
+    let mut client = Map::new();
+    for (key, value) in module.pairs().unwrap_or_default() {
+        let Some(key) = key.as_str().filter(|key| !OWN_KEYS.contains(key)) else { continue };
+        match value.to_json() {
+            Some(value) => {
+                client.insert(key.to_owned(), value);
+            }
+            None => tracing::warn!("client state '{key}' is no plain data and is left out"),
+        }
+    }
+    let dtype = module.get("module").and_then(Value::pairs).unwrap_or_default();
+    let dtype = dtype.iter().filter_map(|(_, value)| value.as_tensor()).map(|tensor| tensor.dtype);
+    let dtype =
+        dtype.into_iter().find(|dtype| matches!(dtype, Dtype::F16 | Dtype::BF16)).unwrap_or(Dtype::F32);
+    let samples = module.get("global_samples").and_then(Value::as_u64);
+    let batch = config["train_batch_size"].as_u64().unwrap_or(0);
+    let samples = samples.unwrap_or(count("global_steps") * batch);
+    Contents {
+        origin: Origin {
+            ranks: module.get("dp_world_size").and_then(Value::as_u64).unwrap_or(1) as usize,
+            stage,
+            dtype,
+            optimizer: config["optimizer"]["type"].as_str().map(optimizer_name),
+        },
+        training: TrainingState {
+            global_steps: count("global_steps"),
+            global_samples: samples,
+            skipped_steps: count("skipped_steps"),
+            skipped_in_a_row: 0,
+            micro_steps: count("global_steps") * accumulation,
+            optimizer_steps: steps,
+            last_grad_norm: None,
+            seed: None,
+            data_position: samples,
+            groups: Vec::new(),
+            scheduler: module.get("lr_scheduler").and_then(Value::to_json).filter(|value| value.is_object()),
+            loss_scaler: optimizer.and_then(|optimizer| loss_scaler(optimizer.get("loss_scaler")?)),
+        },
+        client_state: Json::Object(client),
+        config,
+    }
+}
+
+/// The engine's name for a configured optimizer.
+fn optimizer_name(configured: &str) -> String {
+    match configured.to_ascii_lowercase().as_str() {
+        "adamw" | "adam" => "adam".to_owned(),
+        other => other.to_owned(),
+    }
+}
+
+fn loss_scaler(object: &Value) -> Option<Json> {
+    let Value::Object { name, state, .. } = object else { return None };
+    let state = state.as_deref()?;
+    let scale = state.get("cur_scale")?.as_f64()?;
+    if name != "DynamicLossScaler" {
+        return Some(json!({"kind": "static", "scale": scale}));
+    }
+    let last = match state.get("last_overflow_iter")? {
+        Value::Int(last) => i64::try_from(*last).ok()?,
+        _ => return None,
+    };
+    Some(json!({
+        "kind": "dynamic",
+        "scale": scale,
+        "iteration": state.get("cur_iter")?.as_u64()?,
+        "last_overflow_iteration": last,
+        "hysteresis_left": state.get("cur_hysteresis").and_then(Value::as_u64).unwrap_or(1),
+    }))
+}
+
+/// Groups with the rates of DeepSpeed's `param_groups` and the names of `param_shapes`.
+pub(crate) fn fill_groups(
+    training: &mut TrainingState,
+    module: &Value,
+    optimizer: Option<&Value>,
+    trained: &[&PieceSpec],
+) {
+    let base = match optimizer {
+        Some(state) => {
+            state.get("base_optimizer_state").or_else(|| state.get("optimizer_state_dict")).or(Some(state))
+        }
+        None => module.get("optimizer"),
+    };
+    let groups = base.and_then(|base| base.get("param_groups")).and_then(Value::items).unwrap_or_default();
+    let listed = module.get("param_shapes").and_then(Value::items).unwrap_or_default();
+    let names = |shapes: &Value| -> Vec<String> {
+        let pairs = shapes.pairs().unwrap_or_default();
+        pairs.iter().filter_map(|(name, _)| name.as_str().map(str::to_owned)).collect()
+    };
+    let mut sub_groups = listed.iter();
+    for group in groups {
+        let number = |key: &str| group.get(key).and_then(Value::as_f64);
+        let betas = group.get("betas").and_then(Value::items).unwrap_or_default();
+        let beta = |index: usize| betas.get(index).and_then(Value::as_f64);
+        // Stage 3 lists sub-groups: a group has as many as it has flat tensors.
+        let parts = group.get("params").and_then(Value::items).map_or(1, <[Value]>::len);
+        let params = if listed.is_empty() {
+            trained.iter().map(|spec| spec.name.clone()).collect()
+        } else {
+            sub_groups.by_ref().take(parts).flat_map(names).collect()
+        };
+        training.groups.push(GroupState {
+            params,
+            lr: number("lr").unwrap_or(0.0),
+            weight_decay: number("weight_decay").unwrap_or(0.0),
+            betas: [beta(0).or(number("momentum")).unwrap_or(0.0), beta(1).unwrap_or(0.0)],
+        });
+    }
+}

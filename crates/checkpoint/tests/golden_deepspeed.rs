@@ -1,0 +1,171 @@
+//! Recorded DeepSpeed checkpoints: extracted, imported, and written again.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use ferrospeed_checkpoint::deepspeed::{
+    ExportOptions, Fp32Weights, export_deepspeed, import_deepspeed, import_universal,
+};
+use ferrospeed_checkpoint::pt::{PtFile, Unknown};
+use ferrospeed_checkpoint::{Checkpoint, Disk, Dtype, Kind, Retention, Target};
+use ferrospeed_testkit::golden::{golden, read_json};
+use safetensors::SafeTensors;
+use serde_json::Value as Json;
+
+fn cases(group: &str) -> Vec<PathBuf> {
+    golden().entries(group, "").into_iter().filter(|case| case.join("ckpt").is_dir()).collect()
+}
+
+/// A recorded extraction: names in order, shapes and bytes.
+fn recorded(case: &Path) -> Option<Vec<(String, Vec<u64>, Vec<u8>)>> {
+    let path = case.join("zero_to_fp32.safetensors");
+    let bytes = path.is_file().then(|| std::fs::read(&path).unwrap())?;
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let order = read_json(&case.join("zero_to_fp32.order.json"));
+    let names = order["order"].as_array().unwrap().iter().map(|name| name.as_str().unwrap());
+    let tensor = |name: &str| {
+        let view = file.tensor(name).unwrap();
+        (name.to_owned(), view.shape().iter().map(|size| *size as u64).collect(), view.data().to_vec())
+    };
+    Some(names.map(tensor).collect())
+}
+
+fn extracted(dir: &Path) -> Result<Vec<(String, Vec<u64>, Vec<u8>)>, String> {
+    let weights = Fp32Weights::open(dir, None, false, Unknown::Refuse).map_err(|error| error.to_string())?;
+    let tensor = |tensor: &ferrospeed_checkpoint::deepspeed::Fp32Tensor| {
+        Ok((
+            tensor.name.clone(),
+            tensor.shape.clone(),
+            weights.read(tensor).map_err(|error| error.to_string())?,
+        ))
+    };
+    weights.tensors().iter().map(tensor).collect()
+}
+
+#[test]
+fn golden_zero_to_fp32_is_what_deepspeed_extracts() {
+    for case in cases("checkpoint/runs").into_iter().chain(cases("checkpoint/pipeline_moe")) {
+        let found = extracted(&case.join("ckpt"));
+        match recorded(&case) {
+            Some(expected) => assert_eq!(found.as_ref(), Ok(&expected), "{}", case.display()),
+            None => {
+                let refused = case.join("zero_to_fp32.error.json").is_file();
+                assert_eq!(found.is_err(), refused, "{}: {found:?}", case.display());
+            }
+        }
+    }
+}
+
+fn target(dir: &Path) -> Target<'_> {
+    Target { dir, tag: "imported", update_latest: true, retention: Retention::default(), fs: &Disk }
+}
+
+type Tensors = BTreeMap<(Kind, String), (Vec<u64>, Vec<u8>)>;
+
+fn all(checkpoint: &Checkpoint) -> Tensors {
+    let tensors = checkpoint.manifest().tensors.iter().map(|entry| {
+        let mut bytes = Vec::new();
+        checkpoint.read_bytes(entry, 0..entry.numel(), &mut bytes).unwrap();
+        ((entry.kind.clone(), entry.name.clone()), (entry.shape.clone(), bytes))
+    });
+    tensors.collect()
+}
+
+fn imported(case: &Path, dir: &Path) -> Result<Checkpoint, String> {
+    let path = import_deepspeed(&case.join("ckpt"), None, Unknown::Refuse, &target(dir));
+    Checkpoint::open(&path.map_err(|error| error.to_string())?).map_err(|error| error.to_string())
+}
+
+#[test]
+fn golden_imports_hold_the_weights_at_the_save() {
+    for case in cases("checkpoint/runs") {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoint =
+            imported(&case, dir.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
+        let run = ferrospeed_testkit::tensors::read(&case.join("run.safetensors"));
+        let meta = read_json(&case.join("meta.json"));
+        let mut compared = 0;
+        for (name, saved) in run.iter().filter_map(|(key, value)| Some((key.strip_prefix("saved.")?, value)))
+        {
+            let Some(entry) = checkpoint.weights(name) else { continue };
+            let mut values = vec![0.0; entry.numel() as usize];
+            checkpoint.read_f32(entry, 0..entry.numel(), &mut values).unwrap();
+            if checkpoint.manifest().origin.dtype == Dtype::BF16 {
+                values.iter_mut().for_each(|value| *value = half::bf16::from_f32(*value).to_f32());
+            }
+            assert_eq!(values, saved.floats(), "{}: {name}", case.display());
+            compared += 1;
+        }
+        assert!(compared > 0, "{}", case.display());
+        let training = &checkpoint.manifest().training;
+        assert_eq!(training.global_steps, meta["steps_before_save"].as_u64().unwrap(), "{}", case.display());
+        assert_eq!(training.optimizer_steps, training.global_steps, "{}", case.display());
+        assert!(!training.groups.is_empty() && training.groups.iter().all(|group| !group.params.is_empty()));
+        for (key, value) in meta["client_state_saved"].as_object().into_iter().flatten() {
+            assert_eq!(&checkpoint.manifest().client_state[key], value, "{}: {key}", case.display());
+        }
+    }
+}
+
+#[test]
+fn golden_universal_checkpoints_hold_what_their_sources_hold() {
+    for case in cases("checkpoint/runs").into_iter().filter(|case| case.join("uni").is_dir()) {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let source = imported(&case, dir.path()).unwrap();
+        let folder = std::fs::read_to_string(case.join("uni/latest_universal")).unwrap();
+        let path =
+            import_universal(&case.join("uni").join(folder.trim()), Unknown::Refuse, &target(other.path()))
+                .unwrap_or_else(|error| panic!("{}: {error}", case.display()));
+        let universal = Checkpoint::open(&path).unwrap();
+        assert_eq!(all(&universal), all(&source), "{}", case.display());
+        assert_eq!(universal.manifest().training, source.manifest().training, "{}", case.display());
+    }
+}
+
+fn keys(json: &Json) -> Vec<&str> {
+    json.as_object().unwrap().keys().map(String::as_str).collect()
+}
+
+#[test]
+fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
+    for case in cases("checkpoint/runs") {
+        let Some(expected) = recorded(&case) else { continue };
+        let meta = read_json(&case.join("meta.json"));
+        let (stage, ranks) = (meta["stage"].as_u64().unwrap(), meta["world_size"].as_u64().unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoint = imported(&case, dir.path()).unwrap();
+        for (stage, ranks) in [(stage, ranks), (1, 1), (2, 3), (3, 3), (3, 2)] {
+            let out = tempfile::tempdir().unwrap();
+            export_deepspeed(&checkpoint, out.path(), ExportOptions { stage: stage as u8, ranks }).unwrap();
+            let found = extracted(out.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
+            // Aliases of tied weights are not kept: every parameter is exported under one name.
+            let find = |name: &str| expected.iter().find(|(known, ..)| known == name);
+            assert!(!found.is_empty());
+            for tensor in &found {
+                assert_eq!(Some(tensor), find(&tensor.0), "{}: stage {stage}, {ranks} ranks", case.display());
+            }
+            // And it imports to what it was exported from.
+            let again = tempfile::tempdir().unwrap();
+            let path = import_deepspeed(out.path(), None, Unknown::Refuse, &target(again.path())).unwrap();
+            let again = Checkpoint::open(&path).unwrap();
+            assert_eq!(all(&again), all(&checkpoint), "{}: stage {stage}, {ranks} ranks", case.display());
+        }
+        let out = tempfile::tempdir().unwrap();
+        export_deepspeed(&checkpoint, out.path(), ExportOptions { stage: stage as u8, ranks }).unwrap();
+        for file in std::fs::read_dir(out.path().join("imported")).unwrap() {
+            let path = file.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            let dump = case.join(format!("dump.{name}.json"));
+            assert!(dump.is_file(), "{}: DeepSpeed wrote no {name}", case.display());
+            let dump = read_json(&dump);
+            let value = PtFile::open(&path).unwrap();
+            let own = |value: &ferrospeed_checkpoint::pt::Value| -> Vec<String> {
+                value.pairs().unwrap().iter().map(|(key, _)| key.as_str().unwrap().to_owned()).collect()
+            };
+            assert_eq!(own(value.value()), keys(&dump), "{}: {name}", case.display());
+            if let Some(state) = value.value().get("optimizer_state_dict") {
+                assert_eq!(own(state), keys(&dump["optimizer_state_dict"]), "{}: {name}", case.display());
+            }
+        }
+    }
+}
