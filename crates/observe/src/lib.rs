@@ -7,6 +7,7 @@ mod error;
 mod log;
 pub mod monitor;
 mod record;
+pub mod report;
 
 pub use error::{ObserveError, Result};
 pub use log::{JsonLines, read_json_lines};

@@ -81,10 +81,11 @@ impl Monitors {
     }
 
     fn each(&mut self, mut act: impl FnMut(&mut dyn Monitor) -> Result<()>) -> Result<()> {
-        self.monitors.iter_mut().fold(Ok(()), |outcome, monitor| {
-            let result = act(monitor.as_mut());
-            outcome.and(result)
-        })
+        let mut outcome = Ok(());
+        for monitor in &mut self.monitors {
+            outcome = outcome.and(act(monitor.as_mut()));
+        }
+        outcome
     }
 }
 

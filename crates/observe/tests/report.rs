@@ -1,0 +1,175 @@
+//! The report as a reader's browser gets it.
+
+use ferrospeed_observe::report::{Report, render};
+use ferrospeed_observe::{EvalRecord, StepRecord};
+
+fn step(step: u64) -> StepRecord {
+    StepRecord {
+        step,
+        loss: 5.0 / (step as f32).sqrt() + 1.0,
+        lr: 3e-4,
+        grad_norm: Some(0.7),
+        tokens: step * 1024,
+        tokens_per_s: 40_000.0,
+        step_ms: 120.0,
+        forward_ms: 40.0,
+        backward_ms: 60.0,
+        optimizer_ms: 15.0,
+        flops_per_s: 5e10,
+        memory_bytes: [("parameters", 1 << 20), ("activations", 3 << 20), ("total", 7 << 19)]
+            .map(|(name, bytes)| (name.to_owned(), bytes))
+            .into(),
+        skipped: false,
+        loss_scale: 1.0,
+    }
+}
+
+fn page_of(steps: &[StepRecord], evals: &[EvalRecord]) -> String {
+    let page = render(&Report { title: "run", steps, evals, facts: &[], documents: &[] });
+    check_well_formed(&page);
+    page
+}
+
+/// Every tag is closed by its own name and in order, attributes are quoted, and no coordinate is NaN or infinite.
+fn check_well_formed(page: &str) {
+    let mut open: Vec<&str> = Vec::new();
+    let mut rest = page.strip_prefix("<!DOCTYPE html>\n").expect("a document type");
+    while let Some(start) = rest.find('<') {
+        assert!(!rest[..start].contains('>'), "a bare > in {:?}", &rest[..start]);
+        let end = start + rest[start..].find('>').expect("a tag that ends");
+        let tag = &rest[start + 1..end];
+        rest = &rest[end + 1..];
+        assert_eq!(tag.matches('"').count() % 2, 0, "quotes of <{tag}>");
+        assert!(!tag.contains("NaN") && !tag.contains("inf"), "<{tag}>");
+        if let Some(name) = tag.strip_prefix('/') {
+            assert_eq!(open.pop(), Some(name), "</{name}>");
+        } else if !tag.ends_with('/') {
+            let name = tag.split_whitespace().next().expect("a name");
+            assert!(name.chars().all(|c| c.is_ascii_alphanumeric()), "<{tag}>");
+            open.push(name);
+            if name == "style" {
+                // Style sheets are no markup: `>` is a combinator there.
+                rest = &rest[rest.find("</style>").expect("the end of the style")..];
+            }
+        }
+    }
+    assert!(open.is_empty(), "left open: {open:?}");
+    assert_eq!(rest, "\n");
+}
+
+fn count(page: &str, what: &str) -> usize {
+    page.matches(what).count()
+}
+
+#[test]
+fn every_series_of_a_run_is_there() {
+    let steps: Vec<StepRecord> = (1..=50).map(step).collect();
+    let evals = [25, 50].map(|step| EvalRecord { step, loss: 2.0, tokens: 100 });
+    let page = page_of(&steps, &evals);
+    assert_eq!(count(&page, "<svg "), 6);
+    for name in
+        ["training", "validation", "learning rate", "all ranks", "parameters", "activations", "peak of all"]
+    {
+        assert!(page.contains(&format!("</i>{name}</span>")), "{name}");
+    }
+    for name in ["forward", "backward", "optimizer", "other"] {
+        assert!(page.contains(&format!("</i>{name}</span>")), "{name}");
+    }
+    assert!(!page.contains("</i>total</span>"), "the total is no category");
+    assert_eq!(count(&page, "class=\"area "), 2 + 4);
+    assert_eq!(count(&page, "class=\"dot s1\""), 2);
+    assert!(page.contains("<dt>Steps</dt><dd>50</dd>"));
+    assert!(page.contains("<dt>Peak memory</dt><dd>3.5 MiB"));
+    assert!(page.contains("best 2 at step 25"));
+}
+
+#[test]
+fn the_page_loads_nothing_and_runs_nothing() {
+    let page = page_of(&[step(1)], &[]);
+    for word in
+        ["<script", "<link", "<img", "href", "src=", "url(", "@import", "http://", "https://", "onload"]
+    {
+        assert!(!page.contains(word), "{word}");
+    }
+    assert!(page.contains("prefers-color-scheme: dark"));
+}
+
+#[test]
+fn hostile_names_and_texts_stay_text() {
+    let hostile = "</pre><script>alert(1)</script>\" onload='x' & \u{1b}[31m\0";
+    let mut record = step(1);
+    record.memory_bytes.insert(hostile.into(), 5);
+    let named = [(hostile.to_owned(), hostile.to_owned())];
+    let page =
+        render(&Report { title: hostile, steps: &[record], evals: &[], facts: &named, documents: &named });
+    check_well_formed(&page);
+    assert!(!page.contains("<script"));
+    assert!(!page.contains('\u{1b}') && !page.contains('\0'));
+    assert!(count(&page, "&lt;script&gt;") >= 7);
+}
+
+#[test]
+fn an_empty_run_says_so() {
+    let page = page_of(&[], &[]);
+    assert!(page.contains("No step was recorded."));
+    assert_eq!(count(&page, "<svg"), 0);
+}
+
+#[test]
+fn one_step_is_drawn_as_a_dot() {
+    let page = page_of(&[step(1)], &[]);
+    assert!(count(&page, "<circle ") >= 3);
+    assert_eq!(count(&page, "class=\"area "), 6);
+}
+
+#[test]
+fn a_run_with_only_validations_is_drawn() {
+    let page = page_of(&[], &[EvalRecord { step: 0, loss: 4.0, tokens: 1 }]);
+    assert!(page.contains("<dt>Validation loss</dt><dd>4<"));
+    assert_eq!(count(&page, "<svg "), 1);
+}
+
+#[test]
+fn a_long_run_stays_a_small_page() {
+    let steps: Vec<StepRecord> = (1..=100_000).map(step).collect();
+    let page = page_of(&steps, &[]);
+    assert!(page.len() < 300_000, "{} bytes", page.len());
+    assert!(page.contains("<dt>Steps</dt><dd>100000</dd>"));
+}
+
+#[test]
+fn steps_that_are_no_numbers_or_were_skipped_are_marked() {
+    let mut steps: Vec<StepRecord> = (1..=9).map(step).collect();
+    steps[3].loss = f32::NAN;
+    steps[4].loss = f32::INFINITY;
+    steps[4].skipped = true;
+    steps[4].grad_norm = None;
+    steps[5].lr = f64::NAN;
+    steps[6].tokens_per_s = f64::NEG_INFINITY;
+    steps[7].step_ms = f64::NAN;
+    steps[8].lr = f64::MAX;
+    let page = page_of(&steps, &[EvalRecord { step: 9, loss: f32::NAN, tokens: 1 }]);
+    assert!(page.contains("<title>step 4: not a number</title>"));
+    assert!(page.contains("<title>step 5: skipped</title>"));
+    assert!(page.contains("<dd>9<small>1 skipped</small></dd>"));
+    assert!(page.contains("<dt>Validation loss</dt><dd>not a number</dd>"));
+    steps.iter_mut().for_each(|record| record.loss = f32::NAN);
+    assert!(page_of(&steps, &[]).contains("No number was recorded."));
+}
+
+#[test]
+fn a_step_repeated_after_a_resume_counts_once() {
+    let mut again = step(2);
+    again.loss = 9.5;
+    let page = page_of(&[step(1), step(2), again], &[]);
+    assert!(page.contains("<dt>Training loss</dt><dd>9.5<"));
+}
+
+#[test]
+fn more_memory_categories_than_colours_share_the_last() {
+    let mut record = step(1);
+    record.memory_bytes = (0..40).map(|index| (format!("category {index:02}"), u64::MAX)).collect();
+    let page = page_of(&[record], &[]);
+    assert!(page.contains("</i>other categories</span>"));
+    assert_eq!(count(&page, "class=\"area "), 8 + 4);
+}
