@@ -1,7 +1,7 @@
 //! What a run says about itself.
 //!
-//! A run makes one [`StepRecord`] per step and one [`EvalRecord`] per validation; everything else (the log files here,
-//! the terminal, charts) is a reader of those. Observing changes no number of the run.
+//! A run makes one [`StepRecord`] per step and one [`EvalRecord`] per validation; everything else is a reader of
+//! those: the log files, the [`monitor`]s, the [`report`], the terminal. Observing changes no number of the run.
 
 mod error;
 mod log;

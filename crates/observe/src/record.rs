@@ -4,37 +4,46 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// What happened in one step. Numbers are written in full, so that two runs can be compared bit for bit.
+/// What happened in one step. Numbers are written in full, so that two runs can be compared bit for bit; one that is
+/// NaN or infinite is written as `null` and read as NaN, for JSON has neither and a diverged run must be readable.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepRecord {
     /// Which step, from 1.
     pub step: u64,
-    /// The mean loss over ranks and micro-batches. One that is no number is written as `null` and read as NaN.
+    /// The mean loss over ranks and micro-batches.
     #[serde(deserialize_with = "null_as_nan")]
     pub loss: f32,
     /// The learning rate of the first group in this step.
+    #[serde(deserialize_with = "null_as_nan")]
     pub lr: f64,
     /// The norm of the averaged gradient before clipping; absent when the step was skipped.
     pub grad_norm: Option<f64>,
     /// Tokens seen by all ranks so far.
     pub tokens: u64,
     /// Tokens per second of all ranks in this step.
+    #[serde(deserialize_with = "null_as_nan")]
     pub tokens_per_s: f64,
     /// How long the step took.
+    #[serde(deserialize_with = "null_as_nan")]
     pub step_ms: f64,
     /// Of that, forward.
+    #[serde(deserialize_with = "null_as_nan")]
     pub forward_ms: f64,
     /// Of that, backward with the wait for reductions.
+    #[serde(deserialize_with = "null_as_nan")]
     pub backward_ms: f64,
     /// Of that, the optimizer with the wait for gathers.
+    #[serde(deserialize_with = "null_as_nan")]
     pub optimizer_ms: f64,
     /// Floating-point operations per second of all ranks, by the model's formula.
+    #[serde(deserialize_with = "null_as_nan")]
     pub flops_per_s: f64,
-    /// Bytes held at most during the step on rank 0, by category.
+    /// Bytes held at most during the step on rank 0, by category, and under `total` by all of them together.
     pub memory_bytes: BTreeMap<String, u64>,
     /// Whether nothing was updated because a gradient was not a number.
     pub skipped: bool,
     /// What the loss was multiplied by.
+    #[serde(deserialize_with = "null_as_nan")]
     pub loss_scale: f64,
 }
 
@@ -50,14 +59,43 @@ pub struct EvalRecord {
     pub tokens: u64,
 }
 
-/// JSON has no NaN and no infinity: a run that diverged must still be readable.
-fn null_as_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or(f32::NAN))
+fn null_as_nan<'de, D, F>(deserializer: D) -> Result<F, D::Error>
+where
+    D: Deserializer<'de>,
+    F: Deserialize<'de> + From<f32>,
+{
+    Ok(Option::deserialize(deserializer)?.unwrap_or_else(|| f32::NAN.into()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_of_numbers_that_json_lacks_reads_back() {
+        let record = StepRecord {
+            step: 1,
+            loss: f32::NAN,
+            lr: f64::NAN,
+            grad_norm: Some(f64::NAN),
+            tokens: 0,
+            tokens_per_s: f64::INFINITY,
+            step_ms: 0.0,
+            forward_ms: 0.0,
+            backward_ms: 0.0,
+            optimizer_ms: 0.1 + 0.2,
+            flops_per_s: f64::INFINITY,
+            memory_bytes: BTreeMap::new(),
+            skipped: true,
+            loss_scale: f64::INFINITY,
+        };
+        let read: StepRecord = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
+        assert!(
+            read.loss.is_nan() && read.lr.is_nan() && read.flops_per_s.is_nan() && read.loss_scale.is_nan()
+        );
+        assert_eq!(read.grad_norm, None);
+        assert_eq!(read.optimizer_ms.to_bits(), record.optimizer_ms.to_bits());
+    }
 
     #[test]
     fn a_diverged_loss_survives_the_log() {

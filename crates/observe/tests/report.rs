@@ -123,6 +123,15 @@ fn one_step_is_drawn_as_a_dot() {
 }
 
 #[test]
+fn steps_of_any_number_are_drawn() {
+    for steps in [&[u64::MAX][..], &[0], &[u64::MAX - 1, u64::MAX], &[0, u64::MAX]] {
+        let records: Vec<StepRecord> =
+            steps.iter().map(|&number| StepRecord { step: number, ..step(1) }).collect();
+        assert_eq!(count(&page_of(&records, &[]), "<svg "), 6);
+    }
+}
+
+#[test]
 fn a_run_with_only_validations_is_drawn() {
     let page = page_of(&[], &[EvalRecord { step: 0, loss: 4.0, tokens: 1 }]);
     assert!(page.contains("<dt>Validation loss</dt><dd>4<"));
@@ -135,6 +144,7 @@ fn a_long_run_stays_a_small_page() {
     let page = page_of(&steps, &[]);
     assert!(page.len() < 300_000, "{} bytes", page.len());
     assert!(page.contains("<dt>Steps</dt><dd>100000</dd>"));
+    assert_eq!(count(&page, "text-anchor=\"end\">100k</text>"), 6, "every chart reaches the last step");
 }
 
 #[test]
@@ -151,6 +161,7 @@ fn steps_that_are_no_numbers_or_were_skipped_are_marked() {
     let page = page_of(&steps, &[EvalRecord { step: 9, loss: f32::NAN, tokens: 1 }]);
     assert!(page.contains("<title>step 4: not a number</title>"));
     assert!(page.contains("<title>step 5: skipped</title>"));
+    assert!(page.contains("Crosses at the upper edge") && page.contains("Marks at the lower edge"));
     assert!(page.contains("<dd>9<small>1 skipped</small></dd>"));
     assert!(page.contains("<dt>Validation loss</dt><dd>not a number</dd>"));
     steps.iter_mut().for_each(|record| record.loss = f32::NAN);

@@ -55,7 +55,14 @@ pub(super) fn lines(heading: &Heading<'_>, lines: &[Line<'_>], skipped: &[f64], 
         }
     }
     draw_skipped(&mut body, &frame, skipped);
-    figure(heading, &names, &frame.draw(heading.title, &body))
+    let mut note = heading.note.to_owned();
+    if curves.iter().any(|curve| !curve.broken_at.is_empty()) {
+        note += " Crosses at the upper edge: values that are no numbers.";
+    }
+    if !skipped.is_empty() {
+        note += " Marks at the lower edge: steps that were skipped.";
+    }
+    figure(&Heading { note: note.trim_start(), ..*heading }, &names, &frame.draw(heading.title, &body))
 }
 
 /// Layers over steps that add up; `rows` hold one value per name. `outline` is drawn over them.
@@ -66,12 +73,12 @@ pub(super) fn layers(
     merge: Merge,
     outline: Option<Line<'_>>,
 ) -> String {
+    let positions = rows.iter().map(|row| row.0);
     let rows = shorten_rows(rows, merge);
     let sums = rows.iter().map(|(_, values)| values.iter().sum());
     let outline = outline.map(|line| (line.name, Curve::new(&line.points)));
     let outline_y = outline.iter().flat_map(|(_, curve)| curve.points().map(|point| point.1));
-    let Some(frame) = Frame::around(rows.iter().map(|row| row.0), sums.chain(outline_y), true, heading.unit)
-    else {
+    let Some(frame) = Frame::around(positions, sums.chain(outline_y), true, heading.unit) else {
         return figure(heading, &[], "<p class=\"none\">Nothing was recorded.</p>\n");
     };
     let mut body = String::new();

@@ -47,7 +47,9 @@ impl Frame {
         let count = ((high / step).ceil() - first).clamp(1.0, 12.0);
         let y_ticks: Vec<f64> = (0..=count as u32).map(|tick| (first + f64::from(tick)) * step).collect();
         let y = (first * step, (first + count) * step);
-        let x = if x_low == x_high { (x_low - 0.5, x_high + 0.5) } else { (x_low, x_high) };
+        // Half a step to each side of a single one, or more where a float cannot tell half steps apart.
+        let room = if x_low == x_high { (x_low * 1e-9).max(0.5) } else { 0.0 };
+        let x = (x_low - room, x_high + room);
         Some(Frame { x, y, y_ticks, unit })
     }
 

@@ -89,7 +89,7 @@ type Value = fn(&StepRecord) -> Option<f64>;
 fn push_charts(page: &mut String, steps: &[&StepRecord], evals: &[&EvalRecord]) {
     let skipped: Vec<f64> =
         steps.iter().filter(|record| record.skipped).map(|record| record.step as f64).collect();
-    let heading = |title, note, unit| Heading { title, note, unit };
+    let heading = |title, unit| Heading { title, note: "", unit };
     let line = |name, value: Value| Line {
         name,
         points: steps.iter().filter_map(|record| Some((record.step as f64, value(record)?))).collect(),
@@ -99,16 +99,15 @@ fn push_charts(page: &mut String, steps: &[&StepRecord], evals: &[&EvalRecord]) 
         evals.iter().map(|record| (record.step as f64, record.loss.into())).collect();
     let dotted = validation.len() <= 100;
     let validation = Line { name: "validation", points: validation, dotted };
-    let note = if skipped.is_empty() { "" } else { "Red marks at the lower edge: steps that were skipped." };
     let losses = [line("training", |record| Some(record.loss.into())), validation];
-    page.push_str(&chart::lines(&heading("Loss", note, Unit::Plain), &losses, &skipped, false));
+    page.push_str(&chart::lines(&heading("Loss", Unit::Plain), &losses, &skipped, false));
     let others: [(_, _, _, Value); 3] = [
         ("Learning rate", Unit::Plain, "learning rate", |record| Some(record.lr)),
         ("Tokens per second", Unit::Count, "all ranks", |record| Some(record.tokens_per_s)),
         ("Gradient norm before clipping", Unit::Plain, "gradient norm", |record| record.grad_norm),
     ];
     for (title, unit, name, value) in others {
-        page.push_str(&chart::lines(&heading(title, "", unit), &[line(name, value)], &[], true));
+        page.push_str(&chart::lines(&heading(title, unit), &[line(name, value)], &[], true));
     }
     push_memory(page, steps);
     push_times(page, steps);
