@@ -93,9 +93,15 @@ fn a_run_leaves_its_log_its_configuration_and_weights_that_generate() {
         "model/config.json",
         "model/model.safetensors",
         "sample.txt",
+        "report.html",
     ] {
         assert!(run.join(file).is_file(), "{file} is missing");
     }
+
+    let events: Vec<PathBuf> =
+        std::fs::read_dir(run.join("events")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let events = ferrospeed_observe::monitor::read_events(&events[0]).unwrap();
+    assert!(events.len() > 12, "TensorBoard has the curves: {} events", events.len());
 
     let model = run.join("model");
     let generated = place.ferrospeed(&[

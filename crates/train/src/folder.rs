@@ -6,6 +6,8 @@
 //! | `eval.jsonl` | one object per validation |
 //! | `config/recipe.toml`, `config/ds_config.json` | the resolved recipe and configuration: they reproduce the run |
 //! | `model/` | a Hugging Face directory with the trained weights |
+//! | `report.html` | charts and numbers of the run, in one page that needs nothing else |
+//! | `events/` | the same for TensorBoard |
 //! | `sample.txt` | text the trained model wrote |
 //! | `logs/` | each rank's output |
 
@@ -51,6 +53,11 @@ impl RunFolder {
     /// `sample.txt`
     pub fn sample(&self) -> PathBuf {
         self.0.join("sample.txt")
+    }
+
+    /// `report.html`
+    pub fn report(&self) -> PathBuf {
+        self.0.join("report.html")
     }
 
     /// `logs/`

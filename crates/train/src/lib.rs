@@ -8,6 +8,7 @@ mod export;
 pub mod folder;
 mod model;
 pub mod recipe;
+mod records;
 mod run;
 
 pub use error::{Result, TrainError};

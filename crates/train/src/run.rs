@@ -11,7 +11,7 @@ use ferrospeed_data::{ByteText, Position, Sampler, Sequences, Split, TokenStream
 use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
-use ferrospeed_observe::{EvalRecord, JsonLines, StepRecord};
+use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Category, Device, Tensor};
 
@@ -20,6 +20,7 @@ use crate::export::export;
 use crate::folder::RunFolder;
 use crate::model::{BuiltModel, build};
 use crate::recipe::Recipe;
+use crate::records::Records;
 
 /// What is known before the first step.
 #[derive(Debug, Clone, PartialEq)]
@@ -113,10 +114,10 @@ pub fn run(
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
     let engine = initialize_model(&setup, model.parameters(), Options { source, ..Default::default() })?;
 
-    let mut logs = if rank == 0 {
+    let mut records = if rank == 0 {
         folder.create()?;
         write_config(recipe, &engine, folder)?;
-        Some((JsonLines::create(&folder.log())?, JsonLines::create(&folder.eval())?))
+        Some(Records::create(folder, engine.config(), engine.train_batch_size())?)
     } else {
         None
     };
@@ -130,8 +131,9 @@ pub fn run(
         position: Position::default(),
         tokens: 0,
     };
+    let info = run.info(warnings);
     if rank == 0 {
-        progress.started(&run.info(warnings));
+        progress.started(&info);
     }
     let mut summary = Summary {
         steps: 0,
@@ -144,8 +146,8 @@ pub fn run(
     for step in 1..=recipe.steps {
         let (record, interrupted) = run.step(step, stop)?;
         (summary.steps, summary.loss) = (step, record.loss);
-        if let Some((log, _)) = &mut logs {
-            log.write(&record)?;
+        if let Some(records) = &mut records {
+            records.step(&record)?;
             progress.step(&record);
         }
         summary.interrupted = interrupted && step < recipe.steps;
@@ -154,8 +156,8 @@ pub fn run(
         if (due || last) && run.sequences.count(Split::Validation) > 0 {
             let record = run.evaluate(step)?;
             summary.validation_loss = Some(record.loss);
-            if let Some((_, log)) = &mut logs {
-                log.write(&record)?;
+            if let Some(records) = &mut records {
+                records.eval(&record)?;
                 progress.eval(&record);
             }
         }
@@ -169,6 +171,9 @@ pub fn run(
         std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
     }
     summary.seconds = start.elapsed().as_secs_f64();
+    if let Some(records) = records {
+        records.finish(&recipe.name, &info, &summary)?;
+    }
     Ok(summary)
 }
 

@@ -200,10 +200,11 @@ fn finish(summary: &Summary, folder: &RunFolder) -> Result<(), Failure> {
     let validation =
         summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}"));
     text.push_str(&format!(
-        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}\nlog      {}\nweights  {}\n",
+        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}\nreport   {}\nlog      {}\nweights  {}\n",
         summary.steps,
         summary.seconds,
         summary.loss,
+        folder.report().display(),
         folder.log().display(),
         folder.model().display(),
     ));
