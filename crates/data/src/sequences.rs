@@ -28,7 +28,7 @@ pub struct Sequences {
 impl Sequences {
     /// Cuts `stream` into sequences of `length` tokens and keeps the share `validation` of them.
     pub fn new(stream: Arc<dyn TokenStream>, length: u64, validation: f64) -> Result<Sequences> {
-        let total = if length == 0 { 0 } else { stream.len() / length };
+        let total = stream.len().checked_div(length).unwrap_or(0);
         let kept = if validation > 0.0 { ((total as f64 * validation).round() as u64).max(1) } else { 0 };
         let wanted = if validation > 0.0 { "a training and a validation sequence" } else { "a sequence" };
         if total <= kept {

@@ -167,7 +167,7 @@ impl<'a> Fields<'a> {
             None => RotaryScaling::None,
             Some(scaling) => self.rotary_scaling(&scaling)?,
         };
-        if dims == 0 || dims % 2 != 0 {
+        if dims == 0 || !dims.is_multiple_of(2) {
             return Err(ModelError::config("rope", format!("{dims} rotary channels cannot be paired")));
         }
         Ok(Rotary { dims, theta: self.number(theta_key, Some(theta))?, scaling, interleaved: false })
