@@ -67,6 +67,29 @@ impl Dtype {
         }
         Some(())
     }
+
+    /// Appends floats, rounded to this type. Integers are refused.
+    pub fn append_f32(self, values: &[f32], out: &mut Vec<u8>) -> Option<()> {
+        match self {
+            Dtype::F32 => values.iter().for_each(|value| out.extend_from_slice(&value.to_le_bytes())),
+            Dtype::F64 => {
+                values.iter().for_each(|value| out.extend_from_slice(&f64::from(*value).to_le_bytes()))
+            }
+            Dtype::F16 => values
+                .iter()
+                .for_each(|value| out.extend_from_slice(&half::f16::from_f32(*value).to_le_bytes())),
+            Dtype::BF16 => values
+                .iter()
+                .for_each(|value| out.extend_from_slice(&half::bf16::from_f32(*value).to_le_bytes())),
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Whether it is a type of floats.
+    pub fn is_float(self) -> bool {
+        matches!(self, Dtype::F32 | Dtype::F64 | Dtype::F16 | Dtype::BF16)
+    }
 }
 
 /// What a tensor is to the training run.

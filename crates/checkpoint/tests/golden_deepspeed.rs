@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::deepspeed::{
-    ExportOptions, Fp32Weights, export_deepspeed, import_deepspeed, import_universal,
+    ExportOptions, Fp32Weights, export_deepspeed, export_universal, import_deepspeed, import_universal,
 };
 use ferrospeed_checkpoint::pt::{PtFile, Unknown};
 use ferrospeed_checkpoint::{Checkpoint, Disk, Dtype, Kind, Retention, Target};
@@ -47,7 +47,26 @@ fn golden_zero_to_fp32_is_what_deepspeed_extracts() {
     for case in cases("checkpoint/runs").into_iter().chain(cases("checkpoint/pipeline_moe")) {
         let found = extracted(&case.join("ckpt"));
         match recorded(&case) {
-            Some(expected) => assert_eq!(found.as_ref(), Ok(&expected), "{}", case.display()),
+            Some(expected) => {
+                assert_eq!(found.as_ref(), Ok(&expected), "{}", case.display());
+                let dir = tempfile::tempdir().unwrap();
+                let file = dir.path().join("pytorch_model.bin");
+                Fp32Weights::open(&case.join("ckpt"), None, false, Unknown::Refuse)
+                    .unwrap()
+                    .write_pt(&file)
+                    .unwrap();
+                let written = PtFile::open(&file).unwrap();
+                for ((name, value), (expected_name, _, bytes)) in
+                    written.value().pairs().unwrap().iter().zip(&expected)
+                {
+                    assert_eq!(name.as_str(), Some(expected_name.as_str()));
+                    assert_eq!(
+                        &written.read_all(value.as_tensor().unwrap()).unwrap(),
+                        bytes,
+                        "{expected_name}"
+                    );
+                }
+            }
             None => {
                 let refused = case.join("zero_to_fp32.error.json").is_file();
                 assert_eq!(found.is_err(), refused, "{}: {found:?}", case.display());
@@ -150,6 +169,11 @@ fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
             let again = Checkpoint::open(&path).unwrap();
             assert_eq!(all(&again), all(&checkpoint), "{}: stage {stage}, {ranks} ranks", case.display());
         }
+        let (out, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let universal = export_universal(&checkpoint, out.path()).unwrap();
+        let path = import_universal(&universal, Unknown::Refuse, &target(again.path())).unwrap();
+        assert_eq!(all(&Checkpoint::open(&path).unwrap()), all(&checkpoint), "{}: universal", case.display());
+
         let out = tempfile::tempdir().unwrap();
         export_deepspeed(&checkpoint, out.path(), ExportOptions { stage: stage as u8, ranks }).unwrap();
         for file in std::fs::read_dir(out.path().join("imported")).unwrap() {

@@ -20,10 +20,10 @@ pub struct ExportOptions {
 }
 
 /// The version whose files these are.
-const VERSION: &str = "0.14.1";
+pub(crate) const VERSION: &str = "0.14.1";
 
 /// Where the elements of an array come from: stretches of our tensors, and zeros that pad.
-enum Part<'c> {
+pub(crate) enum Part<'c> {
     Of { entry: &'c TensorEntry, start: u64, len: u64 },
     Zeros(u64),
     Number(f32),
@@ -31,18 +31,18 @@ enum Part<'c> {
 
 /// A file's arrays, put together while its value is.
 #[derive(Default)]
-struct Arrays<'c> {
+pub(crate) struct Arrays<'c> {
     table: TensorTable,
     parts: Vec<Vec<Part<'c>>>,
 }
 
 impl<'c> Arrays<'c> {
-    fn add(&mut self, dtype: Dtype, shape: &[u64], parts: Vec<Part<'c>>) -> Value {
+    pub(crate) fn add(&mut self, dtype: Dtype, shape: &[u64], parts: Vec<Part<'c>>) -> Value {
         self.parts.push(parts);
         self.table.tensor(dtype, shape)
     }
 
-    fn write(&self, checkpoint: &Checkpoint, path: &Path, value: &Value) -> Result<()> {
+    pub(crate) fn write(&self, checkpoint: &Checkpoint, path: &Path, value: &Value) -> Result<()> {
         write_pt(path, value, &self.table.storages, &mut |storage, range, out| {
             let target = self.table.storages[storage].dtype;
             let mut at = 0;
@@ -80,13 +80,9 @@ fn append(
         Part::Of { entry, start, .. } => {
             let mut values = vec![0.0; (range.end - range.start) as usize];
             checkpoint.read_f32(entry, start + range.start..start + range.end, &mut values)?;
-            for value in values {
-                match target {
-                    Dtype::BF16 => out.extend_from_slice(&half::bf16::from_f32(value).to_le_bytes()),
-                    Dtype::F16 => out.extend_from_slice(&half::f16::from_f32(value).to_le_bytes()),
-                    _ => out.extend_from_slice(&value.to_le_bytes()),
-                }
-            }
+            target.append_f32(&values, out).ok_or_else(|| {
+                CheckpointError::file(checkpoint.path(), format!("'{}' cannot become {target:?}", entry.name))
+            })?;
         }
     }
     Ok(())
@@ -126,7 +122,7 @@ struct Group<'c> {
     params: Vec<&'c TensorEntry>,
 }
 
-struct Exporter<'c> {
+pub(crate) struct Exporter<'c> {
     checkpoint: &'c Checkpoint,
     options: ExportOptions,
     groups: Vec<Group<'c>>,
@@ -134,7 +130,7 @@ struct Exporter<'c> {
 }
 
 impl<'c> Exporter<'c> {
-    fn new(checkpoint: &'c Checkpoint, options: ExportOptions) -> Result<Exporter<'c>> {
+    pub(crate) fn new(checkpoint: &'c Checkpoint, options: ExportOptions) -> Result<Exporter<'c>> {
         let manifest = checkpoint.manifest();
         let mut groups = Vec::new();
         for state in &manifest.training.groups {
@@ -198,17 +194,16 @@ impl<'c> Exporter<'c> {
         self.checkpoint.manifest().tensors.iter().filter(move |tensor| tensor.kind == kind)
     }
 
-    fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Value {
+    pub(crate) fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Value {
         let manifest = self.checkpoint.manifest();
-        let all = |entry: &'c TensorEntry| vec![Part::Of { entry, start: 0, len: entry.numel() }];
         let mut module = Vec::new();
         for entry in &manifest.tensors {
             let weight = match entry.kind {
-                Kind::Buffer => arrays.add(entry.dtype, &entry.shape, all(entry)),
+                Kind::Buffer => arrays.add(entry.dtype, &entry.shape, all_of(entry)),
                 Kind::Master | Kind::Weight if self.options.stage == 3 => {
                     arrays.add(manifest.origin.dtype, &[0], Vec::new())
                 }
-                Kind::Master | Kind::Weight => arrays.add(manifest.origin.dtype, &entry.shape, all(entry)),
+                Kind::Master | Kind::Weight => arrays.add(manifest.origin.dtype, &entry.shape, all_of(entry)),
                 Kind::State(_) => continue,
             };
             module.push((Value::str(&entry.name), weight));
@@ -224,7 +219,7 @@ impl<'c> Exporter<'c> {
                 let share = entry.numel().div_ceil(self.options.ranks);
                 (vec![share], cut(entry, rank * share, share))
             } else {
-                (entry.shape.clone(), all(entry))
+                (entry.shape.clone(), all_of(entry))
             };
             (Value::str(&entry.name), arrays.add(entry.dtype, &shape, parts))
         });
@@ -333,7 +328,7 @@ impl<'c> Exporter<'c> {
         Value::dict([("state", Value::Dict(states.collect())), ("param_groups", groups)])
     }
 
-    fn step(&self, arrays: &mut Arrays<'c>) -> Value {
+    pub(crate) fn step(&self, arrays: &mut Arrays<'c>) -> Value {
         let steps = self.checkpoint.manifest().training.optimizer_steps;
         arrays.add(Dtype::F32, &[], vec![Part::Number(steps as f32)])
     }
@@ -346,7 +341,7 @@ impl<'c> Exporter<'c> {
     }
 
     /// Stages 1 and 2.
-    fn flat(&self, rank: u64, arrays: &mut Arrays<'c>) -> Result<Value> {
+    pub(crate) fn flat(&self, rank: u64, arrays: &mut Arrays<'c>) -> Result<Value> {
         let ranks = self.options.ranks;
         let (scaler, is_dynamic) = self.loss_scaler();
         let (mut flats, mut steps, mut masters, mut paddings, mut mappings) =
@@ -452,6 +447,11 @@ impl<'c> Exporter<'c> {
             ("fp32_flat_groups", Value::List(masters)),
         ]))
     }
+}
+
+/// All of a tensor.
+pub(crate) fn all_of(entry: &TensorEntry) -> Vec<Part<'_>> {
+    vec![Part::Of { entry, start: 0, len: entry.numel() }]
 }
 
 /// `len` elements of a tensor from `start` on, padded with zeros where it ends.

@@ -8,7 +8,7 @@ use std::path::Path;
 use crate::deepspeed::source::{DeepSpeedFiles, Stretch, find, shapes, slice, whole};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::Dtype;
-use crate::pt::{Unknown, Value};
+use crate::pt::{TensorTable, Unknown, Value, write_pt};
 
 /// One extracted tensor; its bytes are read when they are asked for.
 #[derive(Debug, Clone)]
@@ -75,6 +75,28 @@ impl Fp32Weights {
             }
         }
         Ok(out)
+    }
+}
+
+impl Fp32Weights {
+    /// Writes all of them as a torch file, one tensor in memory at a time.
+    pub fn write_pt(&self, path: &Path) -> Result<()> {
+        let mut table = TensorTable::default();
+        let pairs = self.tensors.iter();
+        let pairs = pairs
+            .map(|tensor| (Value::str(&tensor.name), table.tensor(tensor.dtype, &tensor.shape)))
+            .collect();
+        let mut open: Option<(usize, Vec<u8>)> = None;
+        write_pt(path, &Value::OrderedDict(pairs), &table.storages, &mut |storage, range, out| {
+            let bytes = match open.take() {
+                Some((at, bytes)) if at == storage => bytes,
+                _ => self.read(&self.tensors[storage])?,
+            };
+            let size = self.tensors[storage].dtype.size_bytes();
+            out.extend_from_slice(&bytes[(range.start * size) as usize..(range.end * size) as usize]);
+            open = Some((storage, bytes));
+            Ok(())
+        })
     }
 }
 

@@ -8,10 +8,12 @@ pub mod export;
 pub mod fp32;
 pub mod import;
 pub mod source;
+mod to_universal;
 mod universal;
 
 pub use export::{ExportOptions, export_deepspeed};
 pub use fp32::{Fp32Tensor, Fp32Weights};
 pub use import::import_deepspeed;
 pub use source::{DeepSpeedFiles, Stretch};
+pub use to_universal::export_universal;
 pub use universal::{import_universal, is_universal};

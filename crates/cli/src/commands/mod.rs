@@ -1,6 +1,7 @@
 //! The commands, one module each, and the table that clap reads.
 
 mod bench;
+mod checkpoint;
 mod completions;
 mod config;
 mod doctor;
@@ -33,6 +34,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Continue a text with a trained model
     Generate(generate::GenerateArgs),
+    /// Look at checkpoints, check them, and carry them to and from DeepSpeed and Hugging Face
+    Checkpoint(checkpoint::CheckpointArgs),
     /// Start a program on several ranks, on this host or on many, and stay with them
     Launch(Box<launch::LaunchArgs>),
     /// Check, show or document a ds_config.json
@@ -60,6 +63,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
         Command::Train(args) => train::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Launch(args) => launch::run(&args),
         Command::Config(args) => config::run(&args),
         Command::Plan(args) => plan::run(&args),

@@ -1,0 +1,75 @@
+//! One of our checkpoints in DeepSpeed's universal layout: a folder per parameter, a file per value.
+//!
+//! Any optimizer and any stage, which DeepSpeed's own converter does not offer. What is not trained goes into the
+//! module file.
+
+use std::path::{Path, PathBuf};
+
+use crate::deepspeed::export::{Arrays, ExportOptions, Exporter, VERSION, all_of};
+use crate::error::{CheckpointError, Result};
+use crate::load::Checkpoint;
+use crate::manifest::{Dtype, Kind};
+use crate::pt::Value;
+
+/// Writes `TAG_universal` into the folder `dir`, and `latest_universal` beside. Returns the new folder.
+pub fn export_universal(checkpoint: &Checkpoint, dir: &Path) -> Result<PathBuf> {
+    let tag = format!("{}_universal", checkpoint.manifest().tag);
+    crate::directory::check_tag(&tag)?;
+    let folder = dir.join(&tag);
+    if folder.exists() {
+        return Err(CheckpointError::file(&folder, "exists already; export into another folder"));
+    }
+    let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
+    if let Err(error) = write(checkpoint, &partial) {
+        // The error of the export is the one to report.
+        let _ = std::fs::remove_dir_all(&partial);
+        return Err(error);
+    }
+    std::fs::rename(&partial, &folder).map_err(CheckpointError::io("rename", &partial))?;
+    let latest = dir.join("latest_universal");
+    std::fs::write(&latest, &tag).map_err(CheckpointError::io("write", &latest))?;
+    Ok(folder)
+}
+
+fn write(checkpoint: &Checkpoint, folder: &Path) -> Result<()> {
+    let zero = folder.join("zero");
+    std::fs::create_dir_all(&zero).map_err(CheckpointError::io("create", &zero))?;
+    let exporter = Exporter::new(checkpoint, ExportOptions { stage: 2, ranks: 1 })?;
+    let mut arrays = Arrays::default();
+    let module = exporter.module(0, &mut arrays);
+    arrays.write(checkpoint, &folder.join("mp_rank_00_model_states.pt"), &module)?;
+    for tensor in &checkpoint.manifest().tensors {
+        let stem = match &tensor.kind {
+            Kind::Master => "fp32",
+            Kind::State(name) => name.as_str(),
+            Kind::Weight | Kind::Buffer => continue,
+        };
+        let plain = |name: &str| Path::new(name).file_name().is_some_and(|only| only == name);
+        if !plain(&tensor.name) || !plain(stem) {
+            let why = format!("'{}' cannot be the name of a folder", tensor.name);
+            return Err(CheckpointError::file(checkpoint.path(), why));
+        }
+        let own = zero.join(&tensor.name);
+        std::fs::create_dir_all(&own).map_err(CheckpointError::io("create", &own))?;
+        let mut arrays = Arrays::default();
+        let param = arrays.add(Dtype::F32, &tensor.shape, all_of(tensor));
+        let value = Value::dict([("param", param), ("cat_dim", Value::Int(0))]);
+        arrays.write(checkpoint, &own.join(format!("{stem}.pt")), &value)?;
+        if tensor.kind == Kind::Master {
+            let mut arrays = Arrays::default();
+            let step = exporter.step(&mut arrays);
+            arrays.write(checkpoint, &own.join("step.pt"), &step)?;
+        }
+    }
+    let mut arrays = Arrays::default();
+    let state = exporter.flat(0, &mut arrays)?;
+    let moved = ["base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"];
+    let pairs = state.pairs().unwrap_or_default().iter();
+    let mut kept: Vec<(Value, Value)> =
+        pairs.filter(|(key, _)| key.as_str().is_none_or(|key| !moved.contains(&key))).cloned().collect();
+    let groups = state.get("base_optimizer_state").and_then(|base| base.get("param_groups"));
+    kept.push((Value::str("param_groups"), groups.cloned().unwrap_or(Value::None)));
+    kept.retain(|(key, _)| key.as_str() != Some("ds_version"));
+    kept.push((Value::str("ds_version"), Value::str(VERSION)));
+    Arrays::default().write(checkpoint, &zero.join("optimizer_state.pt"), &Value::Dict(kept))
+}

@@ -1,0 +1,459 @@
+//! `ferrospeed checkpoint`: look at checkpoints, check them, and carry them to and from DeepSpeed and Hugging Face.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand, ValueEnum};
+use ferrospeed_checkpoint::deepspeed::{
+    ExportOptions, Fp32Weights, export_deepspeed, export_universal, import_deepspeed, import_universal,
+    is_universal,
+};
+use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
+use ferrospeed_checkpoint::{
+    Checkpoint, CheckpointError, Disk, Dtype, Kind, Manifest, Retention, Target, resolve,
+};
+use ferrospeed_models::ModelError;
+use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
+use ferrospeed_tensor::DType;
+
+use crate::failure::Failure;
+use crate::terminal;
+
+#[derive(Debug, Args)]
+pub(crate) struct CheckpointArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// Which checkpoint of a folder.
+#[derive(Debug, Args)]
+struct Which {
+    /// The folder that holds checkpoints
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// The checkpoint's name; without, the one that `latest` names, or the newest
+    #[arg(long, short)]
+    tag: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum WeightType {
+    F32,
+    Bf16,
+    F16,
+}
+
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Say what a checkpoint holds
+    Inspect {
+        #[command(flatten)]
+        which: Which,
+        /// Print the manifest as JSON
+        #[arg(long)]
+        json: bool,
+        /// List every tensor
+        #[arg(long)]
+        tensors: bool,
+    },
+    /// Read everything and compare every checksum
+    Verify {
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Write the f32 weights of a checkpoint, ours or DeepSpeed's, into one file
+    ToFp32 {
+        #[command(flatten)]
+        which: Which,
+        /// A safetensors file if it is called so, else a torch file
+        output: PathBuf,
+        /// Leave out parameters that are not trained
+        #[arg(long, alias = "exclude_frozen_parameters")]
+        exclude_frozen_parameters: bool,
+        /// Keep objects of unknown classes in torch files as inert data instead of refusing them
+        #[arg(long)]
+        allow_unknown_objects: bool,
+    },
+    /// Write the weights as a Hugging Face model directory (add config.json and the tokenizer yourself)
+    ExportHf {
+        #[command(flatten)]
+        which: Which,
+        /// The model directory
+        output: PathBuf,
+        /// The type of the weights
+        #[arg(long, value_enum, default_value = "bf16")]
+        dtype: WeightType,
+        /// The largest file
+        #[arg(long, value_name = "BYTES", default_value_t = 5_000_000_000)]
+        max_shard_bytes: usize,
+    },
+    /// Make a checkpoint of ours from one of DeepSpeed (ZeRO 0 to 3, BF16, or universal)
+    ImportDeepspeed {
+        #[command(flatten)]
+        which: Which,
+        /// The folder for the new checkpoint
+        output: PathBuf,
+        /// Keep objects of unknown classes in torch files as inert data instead of refusing them
+        #[arg(long)]
+        allow_unknown_objects: bool,
+    },
+    /// Write a checkpoint in DeepSpeed's layout
+    ExportDeepspeed {
+        #[command(flatten)]
+        which: Which,
+        /// The folder for the new checkpoint
+        output: PathBuf,
+        /// The ZeRO stage of the files
+        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=3))]
+        stage: u8,
+        /// For how many ranks
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1 << 16))]
+        ranks: u64,
+    },
+    /// Write a checkpoint in DeepSpeed's universal layout
+    ToUniversal {
+        #[command(flatten)]
+        which: Which,
+        /// The folder for the new checkpoint
+        output: PathBuf,
+    },
+    /// Compare two checkpoints tensor by tensor; exit code 1 when they differ
+    Diff {
+        /// One checkpoint's own folder
+        first: PathBuf,
+        /// The other's
+        second: PathBuf,
+    },
+}
+
+impl From<CheckpointError> for Failure {
+    fn from(error: CheckpointError) -> Failure {
+        match error {
+            CheckpointError::NotFound { .. } | CheckpointError::Tag { .. } => {
+                Failure::Usage(error.to_string())
+            }
+            other => Failure::Run(other.to_string()),
+        }
+    }
+}
+
+pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
+    match &args.action {
+        Action::Inspect { which, json, tensors } => inspect(which, *json, *tensors)?,
+        Action::Verify { which } => {
+            let checkpoint = open(which)?;
+            let verified = checkpoint.verify()?;
+            let path = checkpoint.path().display();
+            terminal::print_output(&format!(
+                "{path}: whole ({} tensors in {} files, {} bytes)\n",
+                verified.tensors, verified.files, verified.bytes
+            ))?;
+        }
+        Action::ToFp32 { which, output, exclude_frozen_parameters, allow_unknown_objects } => {
+            to_fp32(which, output, *exclude_frozen_parameters, unknown(*allow_unknown_objects))?;
+        }
+        Action::ExportHf { which, output, dtype, max_shard_bytes } => {
+            export_hf(which, output, *dtype, *max_shard_bytes)?;
+        }
+        Action::ImportDeepspeed { which, output, allow_unknown_objects } => {
+            import(which, output, unknown(*allow_unknown_objects))?;
+        }
+        Action::ExportDeepspeed { which, output, stage, ranks } => {
+            export_deepspeed(&open(which)?, output, ExportOptions { stage: *stage, ranks: *ranks })?;
+        }
+        Action::ToUniversal { which, output } => {
+            export_universal(&open(which)?, output)?;
+        }
+        Action::Diff { first, second } => return diff(first, second),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn unknown(allowed: bool) -> Unknown {
+    if allowed { Unknown::Keep } else { Unknown::Refuse }
+}
+
+fn open(which: &Which) -> Result<Checkpoint, CheckpointError> {
+    Checkpoint::open(&resolve(&which.dir, which.tag.as_deref())?)
+}
+
+fn inspect(which: &Which, json: bool, tensors: bool) -> Result<(), Failure> {
+    let checkpoint = open(which)?;
+    let manifest = checkpoint.manifest();
+    if json {
+        let text = serde_json::to_string_pretty(manifest).map_err(|error| Failure::Run(error.to_string()))?;
+        return Ok(terminal::print_output(&(text + "\n"))?);
+    }
+    let mut text = summary(&checkpoint, manifest);
+    for tensor in manifest.tensors.iter().filter(|_| tensors) {
+        let pieces = tensor.pieces.len();
+        let _ = writeln!(
+            text,
+            "  {:<18} {:?} {:?} {} in {pieces} pieces",
+            tensor.kind.to_string(),
+            tensor.dtype,
+            tensor.shape,
+            tensor.name
+        );
+    }
+    Ok(terminal::print_output(&text)?)
+}
+
+fn summary(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
+    let (origin, training) = (&manifest.origin, &manifest.training);
+    let bytes: u64 = manifest.files.iter().map(|file| file.bytes).sum();
+    let weights = manifest.tensors.iter().filter(|tensor| matches!(tensor.kind, Kind::Master | Kind::Weight));
+    let params: u64 = weights.map(|tensor| tensor.numel()).sum();
+    let rates: Vec<f64> = training.groups.iter().map(|group| group.lr).collect();
+    let mut text = String::new();
+    let mut line = |what: &str, value: String| {
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "{what:<16} {value}");
+    };
+    line("checkpoint", checkpoint.path().display().to_string());
+    line("parameters", params.to_string());
+    line("bytes", format!("{bytes} in {} files", manifest.files.len()));
+    line("written by", format!("{} ranks, ZeRO stage {}, {:?}", origin.ranks, origin.stage, origin.dtype));
+    line("optimizer", origin.optimizer.clone().unwrap_or_else(|| "none".into()));
+    line("steps", format!("{} ({} skipped)", training.global_steps, training.skipped_steps));
+    line("samples", training.global_samples.to_string());
+    line("learning rates", format!("{rates:?}"));
+    line("client state", manifest.client_state.to_string());
+    text
+}
+
+/// Weights of either kind of checkpoint, one tensor at a time.
+enum Weights {
+    Ours(Checkpoint, bool),
+    DeepSpeed(Fp32Weights),
+}
+
+/// A tensor's name, shape and stored type.
+type Listed = (String, Vec<u64>, Dtype);
+
+impl Weights {
+    fn open(which: &Which, exclude_frozen: bool, unknown: Unknown) -> Result<Weights, CheckpointError> {
+        match open(which) {
+            Ok(checkpoint) => Ok(Weights::Ours(checkpoint, exclude_frozen)),
+            Err(CheckpointError::NotFound { .. }) => Ok(Weights::DeepSpeed(Fp32Weights::open(
+                &which.dir,
+                which.tag.as_deref(),
+                exclude_frozen,
+                unknown,
+            )?)),
+            Err(other) => Err(other),
+        }
+    }
+
+    fn list(&self) -> Vec<Listed> {
+        match self {
+            Weights::Ours(checkpoint, exclude_frozen) => {
+                let tensors = checkpoint.manifest().tensors.iter().filter(|tensor| match tensor.kind {
+                    Kind::Master | Kind::Buffer => true,
+                    Kind::Weight => !exclude_frozen,
+                    Kind::State(_) => false,
+                });
+                tensors.map(|tensor| (tensor.name.clone(), tensor.shape.clone(), tensor.dtype)).collect()
+            }
+            Weights::DeepSpeed(weights) => {
+                let tensors = weights.tensors().iter();
+                tensors.map(|tensor| (tensor.name.clone(), tensor.shape.clone(), tensor.dtype)).collect()
+            }
+        }
+    }
+
+    /// A tensor's bytes as stored.
+    fn read(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
+        let absent = || CheckpointError::Request(format!("'{name}' is not in the checkpoint"));
+        match self {
+            Weights::Ours(checkpoint, _) => {
+                let entry = checkpoint.weights(name).or_else(|| checkpoint.entry(&Kind::Buffer, name));
+                let entry = entry.ok_or_else(absent)?;
+                let mut bytes = Vec::new();
+                checkpoint.read_bytes(entry, 0..entry.numel(), &mut bytes)?;
+                Ok(bytes)
+            }
+            Weights::DeepSpeed(weights) => {
+                weights.read(weights.tensors().iter().find(|tensor| tensor.name == name).ok_or_else(absent)?)
+            }
+        }
+    }
+
+    /// A tensor of floats in another type; others as stored.
+    fn read_as(&self, (name, _, stored): &Listed, wanted: Dtype) -> Result<Vec<u8>, CheckpointError> {
+        let bytes = self.read(name)?;
+        if *stored == wanted || !stored.is_float() {
+            return Ok(bytes);
+        }
+        let mut values = vec![0.0; bytes.len() / stored.size_bytes() as usize];
+        let mut out = Vec::with_capacity(values.len() * wanted.size_bytes() as usize);
+        let converted =
+            stored.to_f32(&bytes, &mut values).and_then(|()| wanted.append_f32(&values, &mut out));
+        converted.ok_or_else(|| CheckpointError::Request(format!("'{name}' cannot become {wanted:?}")))?;
+        Ok(out)
+    }
+}
+
+/// Our tensor type for a stored one; `None` for those that model files do not use.
+fn tensor_type(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F32 | Dtype::F64 => DType::F32,
+        Dtype::BF16 => DType::BF16,
+        Dtype::F16 => DType::F16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::U8 => DType::U8,
+        Dtype::BOOL => DType::Bool,
+        Dtype::I16 | Dtype::I8 => return None,
+    })
+}
+
+fn to_fp32(which: &Which, output: &Path, exclude_frozen: bool, unknown: Unknown) -> Result<(), Failure> {
+    let weights = Weights::open(which, exclude_frozen, unknown)?;
+    if output.extension().is_some_and(|extension| extension == "safetensors") {
+        return write_safetensors(&weights, Dtype::F32, |tensors, bytes| write_file(output, tensors, bytes));
+    }
+    let listed = weights.list();
+    let mut table = TensorTable::default();
+    let wanted = |stored: Dtype| if stored.is_float() { Dtype::F32 } else { stored };
+    let pairs =
+        listed.iter().map(|(name, shape, stored)| (Value::str(name), table.tensor(wanted(*stored), shape)));
+    let value = Value::OrderedDict(pairs.collect());
+    let mut open: Option<(usize, Vec<u8>)> = None;
+    write_pt(output, &value, &table.storages, &mut |storage, range, out| {
+        let bytes = match open.take() {
+            Some((at, bytes)) if at == storage => bytes,
+            _ => weights.read_as(&listed[storage], Dtype::F32)?,
+        };
+        let size = wanted(listed[storage].2).size_bytes();
+        out.extend_from_slice(&bytes[(range.start * size) as usize..(range.end * size) as usize]);
+        open = Some((storage, bytes));
+        Ok(())
+    })?;
+    Ok(())
+}
+
+/// Lists all weights and hands them to a writer, one at a time.
+fn write_safetensors(
+    weights: &Weights,
+    wanted: Dtype,
+    write: impl FnOnce(
+        &[TensorToWrite],
+        &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>, ModelError>,
+    ) -> Result<(), ModelError>,
+) -> Result<(), Failure> {
+    let listed = weights.list();
+    let mut tensors = Vec::with_capacity(listed.len());
+    for (name, shape, stored) in &listed {
+        let dtype = tensor_type(if stored.is_float() { wanted } else { *stored });
+        let dtype = dtype.ok_or_else(|| {
+            Failure::Run(format!("'{name}' is {stored:?}, which safetensors models do not use"))
+        })?;
+        tensors.push(TensorToWrite {
+            name: name.clone(),
+            shape: shape.iter().map(|size| *size as usize).collect(),
+            dtype,
+        });
+    }
+    let mut read = |tensor: &TensorToWrite| {
+        let listed = listed.iter().find(|(name, ..)| *name == tensor.name);
+        let bytes = listed.map_or(Ok(Vec::new()), |listed| weights.read_as(listed, wanted));
+        bytes.map_err(|error| ModelError::BadFile {
+            path: PathBuf::from(&tensor.name),
+            why: error.to_string(),
+        })
+    };
+    write(&tensors, &mut read).map_err(|error| Failure::Run(error.to_string()))
+}
+
+fn export_hf(which: &Which, output: &Path, dtype: WeightType, max_shard_bytes: usize) -> Result<(), Failure> {
+    let weights = Weights::open(which, false, Unknown::Refuse)?;
+    let wanted = match dtype {
+        WeightType::F32 => Dtype::F32,
+        WeightType::Bf16 => Dtype::BF16,
+        WeightType::F16 => Dtype::F16,
+    };
+    write_safetensors(&weights, wanted, |tensors, bytes| {
+        write_directory(output, tensors, max_shard_bytes, bytes)
+    })
+}
+
+fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure> {
+    let hint =
+        |name: &str| std::fs::read_to_string(which.dir.join(name)).ok().map(|text| text.trim().to_owned());
+    let tag = which.tag.clone().or_else(|| hint("latest")).or_else(|| hint("latest_universal"));
+    let tag = tag.ok_or_else(|| {
+        Failure::Usage(format!("{}: there is no 'latest'; give --tag", which.dir.display()))
+    })?;
+    let target =
+        Target { dir: output, tag: &tag, update_latest: true, retention: Retention::default(), fs: &Disk };
+    let universal = which.dir.join(&tag);
+    let path = if is_universal(&universal) {
+        import_universal(&universal, unknown, &target)?
+    } else {
+        import_deepspeed(&which.dir, Some(&tag), unknown, &target)?
+    };
+    terminal::print_output(&format!("{}\n", path.display()))?;
+    Ok(())
+}
+
+fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
+    let (first, second) = (Checkpoint::open(first)?, Checkpoint::open(second)?);
+    let mut text = String::new();
+    let mut note = |line: String| {
+        text.push_str(&line);
+        text.push('\n');
+    };
+    for tensor in &first.manifest().tensors {
+        let what = format!("{} ({})", tensor.name, tensor.kind);
+        let Some(other) = second.entry(&tensor.kind, &tensor.name) else {
+            note(format!("only in the first   {what}"));
+            continue;
+        };
+        if (&tensor.shape, tensor.dtype) != (&other.shape, other.dtype) {
+            note(format!(
+                "{what}: {:?} {:?} and {:?} {:?}",
+                tensor.dtype, tensor.shape, other.dtype, other.shape
+            ));
+            continue;
+        }
+        let differing = count_differences(&first, tensor, &second, other)?;
+        if differing > 0 {
+            note(format!("{what}: {differing} of {} elements differ", tensor.numel()));
+        }
+    }
+    for tensor in &second.manifest().tensors {
+        if first.entry(&tensor.kind, &tensor.name).is_none() {
+            note(format!("only in the second  {} ({})", tensor.name, tensor.kind));
+        }
+    }
+    if first.manifest().training != second.manifest().training {
+        note("counters, schedule, loss scale or groups differ".to_owned());
+    }
+    let same = text.is_empty();
+    terminal::print_output(if same { "the same\n" } else { &text })?;
+    Ok(if same { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+/// Elements that differ, read a stretch at a time.
+fn count_differences(
+    first: &Checkpoint,
+    one: &ferrospeed_checkpoint::TensorEntry,
+    second: &Checkpoint,
+    other: &ferrospeed_checkpoint::TensorEntry,
+) -> Result<u64, CheckpointError> {
+    const STEP: u64 = 1 << 20;
+    let size = one.dtype.size_bytes() as usize;
+    let mut differing = 0;
+    let mut at = 0;
+    while at < one.numel() {
+        let end = (at + STEP).min(one.numel());
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        first.read_bytes(one, at..end, &mut a)?;
+        second.read_bytes(other, at..end, &mut b)?;
+        differing += a.chunks_exact(size).zip(b.chunks_exact(size)).filter(|(a, b)| a != b).count() as u64;
+        at = end;
+    }
+    Ok(differing)
+}
