@@ -1,0 +1,253 @@
+//! Files made to harm: every one ends in an error, soon and in little memory, and nothing in them ever runs.
+
+use std::path::{Path, PathBuf};
+
+use ferrospeed_checkpoint::pt::pickle::{Limits, read};
+use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, TensorTable, Unknown, Value, write_pt};
+use ferrospeed_checkpoint::{Checkpoint, Dtype};
+use ferrospeed_testkit::golden::golden;
+
+fn refused(pickle: &[u8]) -> String {
+    match read(pickle, Unknown::Refuse, Limits::default()) {
+        Err(why) => why,
+        Ok(value) => panic!("{value:?} was accepted"),
+    }
+}
+
+#[test]
+fn forbidden_names_are_refused_and_never_called() {
+    for name in ["os\nsystem\n", "posix\nsystem\n", "builtins\neval\n", "torch\nload\n", "subprocess\nPopen\n", "torch._utils\n_import_dotted_name\n"] {
+        let pickle = format!("\u{80}\u{2}c{name}X\u{4}\0\0\0true\u{85}R.");
+        let pickle: Vec<u8> = pickle.chars().map(|c| u32::from(c) as u8).collect();
+        let why = refused(&pickle);
+        assert!(why.contains("is not allowed") && why.contains("nothing was executed"), "{why}");
+        // Kept on request, as data.
+        let kept = read(&pickle, Unknown::Keep, Limits::default()).unwrap();
+        assert!(matches!(kept, Value::Object { .. }), "{kept:?}");
+    }
+}
+
+#[test]
+fn operations_that_torch_does_not_use_are_refused() {
+    for operation in [b"i".as_slice(), b"o", b"P", b"\x82", b"\x93", b"\x92", b"I01\n", b"F1\n", b"S'a'\n", b"p0\n", b"g0\n", b"2", b"0", b"1", b"\x8b"] {
+        let mut pickle = vec![0x80, 2];
+        pickle.extend_from_slice(operation);
+        pickle.push(b'.');
+        let why = refused(&pickle);
+        assert!(why.contains("at byte"), "{why}");
+    }
+}
+
+#[test]
+fn malformed_pickles_are_refused() {
+    let cases: [&[u8]; 14] = [
+        b"",
+        b"\x80",
+        b"\x80\x02",
+        b"\x80\x02.",
+        b"\x80\x02(.",
+        b"\x80\x02NN.",
+        b"\x80\x02h\x05.",
+        b"\x80\x02X\xff\xff\xff\xffa.",
+        b"\x80\x02X\x01\0\0\0\xff.",
+        b"\x80\x02\x8a\xff.",
+        b"\x80\x02}(K\x01u.",
+        b"\x80\x02Na.",
+        b"\x80\x02]K\x01K\x02b.",
+        b"\x80\x02(K\x01tQ.",
+    ];
+    cases.iter().for_each(|pickle| drop(refused(pickle)));
+}
+
+#[test]
+fn values_that_unfold_without_end_are_refused() {
+    // A list of two notes of a list of two notes of …
+    let mut pickle = vec![0x80, 2, b'K', 1, b'q', 0];
+    for note in 1..60u8 {
+        pickle.extend_from_slice(&[b'h', note - 1, 0x86, b'q', note]);
+    }
+    pickle.push(b'.');
+    assert!(refused(&pickle).contains("unfolds"), "doubling");
+    // A long text recalled a million times.
+    let mut pickle = vec![0x80, 2, b'X', 0, 0, 1, 0];
+    pickle.extend(std::iter::repeat_n(b'a', 65536));
+    pickle.extend_from_slice(&[b'q', 0, 0x85, b'(']);
+    pickle.extend((0..1_000_000).flat_map(|_| [b'h', 0]));
+    pickle.extend_from_slice(&[b't', 0x86, b'.']);
+    assert!(refused(&pickle).contains("unfolds"), "one text many times");
+    // A list that holds itself.
+    assert!(refused(b"\x80\x02]q\0h\0a.").contains("deep"), "a loop");
+    // Containers in containers.
+    let mut pickle = vec![0x80, 2];
+    pickle.extend(std::iter::repeat_n(b']', 100_000));
+    pickle.extend(std::iter::repeat_n(b'a', 99_999));
+    pickle.push(b'.');
+    assert!(refused(&pickle).contains("deep"), "depth");
+}
+
+#[test]
+fn tensors_that_do_not_lie_in_their_storage_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("t.pt");
+    let lies: [(&str, fn(&mut ferrospeed_checkpoint::pt::StoredTensor)); 5] = [
+        ("shape", |t| t.shape = vec![5]),
+        ("offset", |t| t.offset = 1),
+        ("stride", |t| t.stride = vec![2]),
+        ("absurd", |t| (t.shape, t.stride) = (vec![1 << 61, 1 << 61], vec![0, 0])),
+        ("repeated", |t| (t.shape, t.stride) = (vec![1 << 40], vec![0])),
+    ];
+    for (what, lie) in lies {
+        let mut table = TensorTable::default();
+        let Value::Tensor(mut tensor) = table.tensor(Dtype::F32, &[4]) else { unreachable!() };
+        lie(&mut tensor);
+        write_pt(&path, &Value::Tensor(tensor), &table.storages, &mut |_, range, out| {
+            out.resize(out.len() + (range.end - range.start) as usize * 4, 0);
+            Ok(())
+        })
+        .unwrap();
+        assert!(PtFile::open(&path).is_err(), "{what}");
+    }
+    // A storage that says more than its entry holds.
+    let mut table = TensorTable::default();
+    let Value::Tensor(mut tensor) = table.tensor(Dtype::F32, &[4]) else { unreachable!() };
+    tensor.storage_numel = 1 << 40;
+    tensor.shape = vec![1 << 40];
+    let small = [StorageToWrite { dtype: Dtype::F32, numel: 4 }];
+    write_pt(&path, &Value::Tensor(tensor.clone()), &small, &mut |_, range, out| {
+        out.resize(out.len() + (range.end - range.start) as usize * 4, 0);
+        Ok(())
+    })
+    .unwrap();
+    let error = PtFile::open(&path).unwrap().read(&tensor, 0..1, &mut Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("expected"), "{error}");
+}
+
+fn sample() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("sample.pt");
+    let mut table = TensorTable::default();
+    let value = Value::dict([("w", table.tensor(Dtype::F32, &[8, 4])), ("b", table.tensor(Dtype::BF16, &[8]))]);
+    write_pt(&path, &value, &table.storages, &mut |storage, range, out| {
+        out.resize(out.len() + (range.end - range.start) as usize * if storage == 0 { 4 } else { 2 }, 1);
+        Ok(())
+    })
+    .unwrap();
+    (folder, path)
+}
+
+fn patched(path: &Path, find: &[u8], replace: &[u8]) -> Vec<u8> {
+    let mut bytes = std::fs::read(path).unwrap();
+    let at = bytes.windows(find.len()).rposition(|window| window == find).unwrap();
+    bytes[at..at + replace.len()].copy_from_slice(replace);
+    bytes
+}
+
+#[test]
+fn zip_tricks_are_refused() {
+    let (_folder, path) = sample();
+    let good = std::fs::read(&path).unwrap();
+    let central = |field: usize, bytes: &[u8]| {
+        // The directory's first record.
+        let mut changed = good.clone();
+        let at = good.windows(4).position(|window| window == b"PK\x01\x02").unwrap();
+        changed[at + field..at + field + bytes.len()].copy_from_slice(bytes);
+        changed
+    };
+    let tricks = [
+        ("compressed", central(10, &[8, 0])),
+        ("encrypted", central(8, &[1, 8])),
+        ("longer than stored", central(24, &[255, 255, 255, 0])),
+        ("outside", central(42, &[255, 255, 255, 0])),
+        ("two entries at one place", central(42, &good[good.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap() + 42..][..4])),
+        ("traversal", patched(&path, b"sample/data/0", b"../../etc/x/0")),
+        ("count", patched(&path, b"PK\x05\x06\0\0\0\0", &[b'P', b'K', 5, 6, 0, 0, 0, 0, 255, 200, 255, 200])),
+        ("no end", good[..good.len() - 1].to_vec()),
+        ("empty", Vec::new()),
+        ("a flipped bit", { let mut b = good.clone(); b[good.windows(6).position(|w| w == b"torch\n").unwrap()] ^= 1; b }),
+    ];
+    for (what, bytes) in tricks {
+        std::fs::write(&path, bytes).unwrap();
+        let outcome = PtFile::open(&path).map(|file| file.value().kind());
+        assert!(outcome.is_err(), "{what} was accepted");
+    }
+}
+
+/// A small generator, so that every run tries the same files.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self, below: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) as usize) % below.max(1)
+    }
+
+    /// Changes, removes or repeats some bytes.
+    fn damage(&mut self, bytes: &mut Vec<u8>) {
+        for _ in 0..=self.next(6) {
+            if bytes.is_empty() {
+                return;
+            }
+            let at = self.next(bytes.len());
+            match self.next(5) {
+                0 => bytes[at] ^= 1 << self.next(8),
+                1 => bytes[at] = self.next(256) as u8,
+                2 => bytes.truncate(at),
+                3 => {
+                    let end = (at + 1 + self.next(16)).min(bytes.len());
+                    bytes.drain(at..end);
+                }
+                _ => {
+                    let end = (at + 1 + self.next(16)).min(bytes.len());
+                    let copy = bytes[at..end].to_vec();
+                    bytes.splice(at..at, copy);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn damaged_pickles_zips_and_manifests_never_panic() {
+    let mut random = Random(8);
+    let folder = tempfile::tempdir().unwrap();
+    let mut seeds: Vec<Vec<u8>> =
+        golden().entries("checkpoint/pt_samples", ".pt").iter().map(|path| std::fs::read(path).unwrap()).collect();
+    seeds.push(std::fs::read(sample().1).unwrap());
+    let path = folder.path().join("fuzz.pt");
+    for round in 0..600 {
+        let mut bytes = seeds[round % seeds.len()].clone();
+        random.damage(&mut bytes);
+        std::fs::write(&path, &bytes).unwrap();
+        if let Ok(file) = PtFile::open_with(&path, Unknown::Keep) {
+            visit(&file, file.value());
+        }
+    }
+    let mut pickle = b"\x80\x02}(X\x01\0\0\0a]q\0(K\x01J\xff\xff\xff\xffe.".to_vec();
+    pickle.extend_from_slice(b"ccollections\nOrderedDict\n)RctorchSize\n(K\x02K\x03t\x85R\x86u.");
+    for _ in 0..20_000 {
+        let mut bytes = pickle.clone();
+        random.damage(&mut bytes);
+        // Either way: it returned.
+        let _ = read(&bytes, Unknown::Keep, Limits { values: 10_000, depth: 50 });
+    }
+    let manifest = folder.path().join("manifest.json");
+    let good = br#"{"format":"ferrospeed-checkpoint","version":1,"written_by":"x","tag":"t","unix_time_s":1,"origin":{"ranks":1,"stage":0,"dtype":"F32","optimizer":null},"training":{"global_steps":1,"global_samples":1,"skipped_steps":0,"skipped_in_a_row":0,"micro_steps":1,"optimizer_steps":1,"last_grad_norm":null,"seed":1,"data_position":0,"groups":[],"scheduler":null,"loss_scaler":null},"client_state":null,"config":{},"files":[{"name":"a","bytes":80,"crc32":1}],"tensors":[{"name":"w","kind":"master","shape":[2,5],"dtype":"F32","pieces":[{"file":0,"offset":8,"start":0,"len":10,"crc32":[7]}]}]}"#;
+    std::fs::write(folder.path().join("a"), [0; 80]).unwrap();
+    for _ in 0..2_000 {
+        let mut bytes = good.to_vec();
+        random.damage(&mut bytes);
+        std::fs::write(&manifest, &bytes).unwrap();
+        if let Ok(checkpoint) = Checkpoint::open(folder.path()) {
+            let _ = checkpoint.verify();
+        }
+    }
+}
+
+fn visit(file: &PtFile, value: &Value) {
+    match value {
+        Value::Tensor(tensor) if tensor.numel() < 10_000 => drop(file.read_all(tensor)),
+        Value::List(items) | Value::Tuple(items) | Value::Set(items) => items.iter().for_each(|item| visit(file, item)),
+        Value::Dict(pairs) | Value::OrderedDict(pairs) => pairs.iter().for_each(|(_, value)| visit(file, value)),
+        _ => {}
+    }
+}
