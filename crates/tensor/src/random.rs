@@ -66,7 +66,8 @@ impl RandomKey {
             // 1 - u lies in (0, 1], so the logarithm is finite.
             let radius = (-2.0 * f64::ln(1.0 - f64::from(uniform_from_word(pair[0])))).sqrt();
             let angle = std::f64::consts::TAU * f64::from(uniform_from_word(pair[1]));
-            *value = if position.is_multiple_of(2) { radius * angle.cos() } else { radius * angle.sin() } as f32;
+            *value =
+                if position.is_multiple_of(2) { radius * angle.cos() } else { radius * angle.sin() } as f32;
         }
     }
 }

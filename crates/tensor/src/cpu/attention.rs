@@ -12,20 +12,20 @@ use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::pointwise::drop_threshold;
 use crate::cpu::simd::{max, sum_by, vectorized};
-use crate::cpu::{float_kernel, read, write};
-use crate::dtype::Float;
+use crate::cpu::{amx, attention_amx, float_kernel, read, write};
+use crate::dtype::{DType, Float};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
 const BLOCK_T: usize = 64;
-const BLOCK_S: usize = 128;
+const BLOCK_S: usize = 256;
 
 /// One head of one sequence as f32 rows.
 fn load_head<T: Float>(heads: &Heads<'_>, batch: usize, head: usize, tokens: usize, dim: usize) -> Vec<f32> {
     let elements = read::<T>(heads.tensor);
     let base = heads.offset + batch * heads.batch_stride + head * heads.head_stride;
     let mut out = vec![0.0f32; tokens * dim];
-    vectorized(|| {
+    vectorized!(|| {
         for (token, row) in out.chunks_mut(dim).enumerate() {
             let start = base + token * heads.token_stride;
             for (out, value) in row.iter_mut().zip(&elements[start..start + dim]) {
@@ -46,7 +46,7 @@ fn store_head<T: Float>(
     dim: usize,
 ) {
     let base = heads.offset + batch * heads.batch_stride + head * heads.head_stride;
-    vectorized(|| {
+    vectorized!(|| {
         for (token, row) in values.chunks(dim).enumerate() {
             let start = base + token * heads.token_stride;
             // SAFETY: each (batch, head, token) is written by one task.
@@ -67,7 +67,7 @@ fn columns(elements: &[f32], width: usize) -> Operand<'_, f32> {
 }
 
 /// What changes scores besides the product: masks, windows and ALiBi, for one sequence and head.
-struct Mask<'a> {
+pub(crate) struct Mask<'a> {
     spec: &'a AttentionSpec<'a>,
     key_allowed: Option<&'a [u8]>,
     /// `slope · position` per key.
@@ -77,7 +77,7 @@ struct Mask<'a> {
 }
 
 impl<'a> Mask<'a> {
-    fn new(spec: &'a AttentionSpec<'a>, batch: usize, head: usize) -> Mask<'a> {
+    pub(crate) fn new(spec: &'a AttentionSpec<'a>, batch: usize, head: usize) -> Mask<'a> {
         let keys = spec.keys;
         let key_allowed = spec.key_mask.map(|mask| &read::<u8>(mask)[batch * keys..(batch + 1) * keys]);
         let alibi_s = spec.alibi_slopes.map(|slopes| {
@@ -93,8 +93,17 @@ impl<'a> Mask<'a> {
         Mask { spec, key_allowed, alibi_s, head, batch }
     }
 
+    /// What multiplies the products.
+    pub(crate) fn scale(&self) -> f32 {
+        self.spec.scale
+    }
+
+    pub(crate) fn has_dropout(&self) -> bool {
+        self.spec.dropout.is_some()
+    }
+
     /// The keys that any query of `t0..t1` may see.
-    fn visible(&self, t0: usize, t1: usize) -> std::ops::Range<usize> {
+    pub(crate) fn visible(&self, t0: usize, t1: usize) -> std::ops::Range<usize> {
         let spec = self.spec;
         let shift = spec.keys as isize - spec.queries as isize;
         let end =
@@ -108,7 +117,7 @@ impl<'a> Mask<'a> {
 
     /// Turns raw products into scores; hidden keys become minus infinity.
     #[inline(always)]
-    fn apply(&self, score_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
+    pub(crate) fn apply(&self, score_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
         let spec = self.spec;
         let shift = spec.keys as isize - spec.queries as isize;
         for (t, row) in score_ts.chunks_mut(width).enumerate() {
@@ -134,7 +143,7 @@ impl<'a> Mask<'a> {
 
     /// Multiplies a block by its dropout mask.
     #[inline(always)]
-    fn dropout(&self, block_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
+    pub(crate) fn dropout(&self, block_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
         let Some((p, key)) = self.spec.dropout else { return };
         let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
         let head_row = (self.batch * self.spec.heads + self.head) * self.spec.queries;
@@ -145,6 +154,11 @@ impl<'a> Mask<'a> {
             }
         }
     }
+}
+
+/// Whether the tile registers take this one. A single query (decoding) is bound by memory and fills no tile.
+fn on_amx(spec: &AttentionSpec<'_>, q: &Heads<'_>) -> bool {
+    q.tensor.dtype() == DType::BF16 && amx::available() && spec.queries >= 8 && spec.keys > 0 && spec.dim > 0
 }
 
 pub(crate) fn forward(
@@ -158,6 +172,10 @@ pub(crate) fn forward(
 ) -> Result<()> {
     let (queries, dim) = (spec.queries, spec.dim);
     let group = spec.heads / spec.kv_heads;
+    if on_amx(spec, q) {
+        attention_amx::forward(threads, spec, [q, k, v, out], logsumexp);
+        return Ok(());
+    }
     float_kernel!("attention", q.tensor.dtype(), T => {
         let target = Shared::new(write::<T>(out.tensor));
         let logsumexp = Shared::new(write::<f32>(logsumexp));
@@ -213,7 +231,7 @@ fn forward_block(
             mask.spec.scale,
             false,
         );
-        vectorized(|| {
+        vectorized!(|| {
             mask.apply(block, t0, s0, width);
             for (t, row) in block.chunks_mut(width).enumerate() {
                 let new = max(row).max(largest_t[t]);
@@ -231,7 +249,7 @@ fn forward_block(
         });
         small(height, dim, width, &rows(block, width), &rows(&v_sd[keys], dim), out_td, 1.0, true);
     }
-    vectorized(|| {
+    vectorized!(|| {
         for t in 0..height {
             // Rows that see no key (padding) give zeros.
             let inverse = if total_t[t] > 0.0 { 1.0 / total_t[t] } else { 0.0 };
@@ -256,6 +274,10 @@ pub(crate) fn backward(
 ) -> Result<()> {
     let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
     let group = spec.heads / spec.kv_heads;
+    if on_amx(spec, q) {
+        attention_amx::backward(threads, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv]);
+        return Ok(());
+    }
     float_kernel!("attention_backward", q.tensor.dtype(), T => {
         let [dq_target, dk_target, dv_target] = [dq, dk, dv].map(|heads| Shared::new(write::<T>(heads.tensor)));
         let lse = read::<f32>(logsumexp);
@@ -323,7 +345,7 @@ fn backward_block(
     let height = lse_t.len();
     let visible = mask.visible(t0, t0 + height);
     let mut delta_t = [0.0f32; BLOCK_T];
-    vectorized(|| {
+    vectorized!(|| {
         for t in 0..height {
             let dout = &dout_td[t * dim..(t + 1) * dim];
             delta_t[t] = sum_by(&out_td[t * dim..(t + 1) * dim], |i, out| out * dout[i]);
@@ -337,7 +359,7 @@ fn backward_block(
         let dprob = &mut scratch.dprob_ts[..height * width];
         small(height, width, dim, &rows(q_td, dim), &columns(&k_sd[span.clone()], dim), prob, scale, false);
         small(height, width, dim, &rows(dout_td, dim), &columns(&v_sd[span.clone()], dim), dprob, 1.0, false);
-        vectorized(|| {
+        vectorized!(|| {
             mask.apply(prob, t0, s0, width);
             for (t, row) in prob.chunks_mut(width).enumerate() {
                 let shift = if lse_t[t] == f32::NEG_INFINITY { 0.0 } else { lse_t[t] };
@@ -363,7 +385,7 @@ fn backward_block(
             1.0,
             true,
         );
-        vectorized(|| {
+        vectorized!(|| {
             for t in 0..height {
                 let dprob = &dprob[t * width..(t + 1) * width];
                 for (prob, dprob) in prob[t * width..(t + 1) * width].iter_mut().zip(dprob) {
@@ -395,7 +417,7 @@ pub(crate) fn rotary(
     let sign = if inverse { -1.0 } else { 1.0 };
     float_kernel!("rotary", heads.tensor.dtype(), T => {
         let target = Shared::new(write::<T>(heads.tensor));
-        threads.run(batch * tokens, |index| vectorized(|| {
+        threads.run(batch * tokens, |index| vectorized!(|| {
             let (b, token) = (index / tokens, index % tokens);
             let row = if per_sequence { index } else { token };
             let (cos, sin) = (&cos[row * pairs..(row + 1) * pairs], &sin[row * pairs..(row + 1) * pairs]);

@@ -228,7 +228,7 @@ fn products_widened<T: Float, C: Float>(
         let (a, b) = (Operand::<T>::new(&gemm.a, batch), Operand::<T>::new(&gemm.b, batch));
         let (m, n, k) = (rows.len(), columns.len(), gemm.k);
         let (mut wide_a, mut wide_b) = (vec![0.0f32; m * k], vec![0.0f32; k * n]);
-        vectorized(|| {
+        vectorized!(|| {
             widen(&a, rows.start, 0, m, k, &mut wide_a);
             widen(&b, 0, columns.start, k, n, &mut wide_b);
         });
@@ -271,7 +271,7 @@ fn through_scratch<C: Float>(
     let width = columns.len();
     let mut sums = vec![0.0f32; rows.len() * width];
     multiply(a, b, rows.clone(), columns.clone(), k, 1.0, sums.as_mut_ptr(), width, false);
-    vectorized(|| {
+    vectorized!(|| {
         for (row, sums) in rows.zip(sums.chunks_mut(width)) {
             // SAFETY: the tile belongs to this task alone.
             let (c, before) = unsafe { output.row(row, columns.clone()) };

@@ -187,7 +187,7 @@ pub(crate) fn embedding_backward(
     float_kernel!("embedding_backward", dout.dtype(), T => {
         crate::cpu::pointwise::fill(threads, dtable, 0.0);
         let (dout, dtable) = (read::<T>(dout), Shared::new(write::<T>(dtable)));
-        threads.blocks(groups.len(), row_block(width), |range| vectorized(|| {
+        threads.blocks(groups.len(), row_block(width), |range| vectorized!(|| {
             let mut sums = vec![0.0f32; width];
             for group in &groups[range] {
                 sums.fill(0.0);

@@ -32,7 +32,7 @@ pub(crate) fn cross_entropy_rows(
     let losses = Shared::new(write::<f32>(losses));
     let CrossEntropySpec { label_smoothing: smoothing, z_loss, gradient_scale, .. } = *spec;
     threads.blocks(rows, row_block(classes), |range| {
-        vectorized(|| {
+        vectorized!(|| {
             for r in range {
                 // SAFETY: rows are disjoint.
                 let (row, loss) =

@@ -15,7 +15,8 @@ pub(crate) fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0;
     let clamped = if x < -87.3 { -87.3 } else { x };
     let clamped = if clamped > 88.7 { 88.7 } else { clamped };
-    let n = (clamped * LOG2_E + ROUND) - ROUND;
+    let rounded = clamped * LOG2_E + ROUND;
+    let n = rounded - ROUND;
     let r = clamped - n * LN2_HIGH - n * LN2_LOW;
     let mut p = 1.987_569_2e-4f32;
     p = p * r + 1.398_199_9e-3;
@@ -25,9 +26,10 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 5e-1;
     let value = p * r * r + r + 1.0;
     // Two steps keep the exponent in range at both ends.
-    let half = (n * 0.5).floor();
-    let first = f32::from_bits((((half as i32) + 127) << 23) as u32);
-    let second = f32::from_bits(((((n - half) as i32) + 127) << 23) as u32);
+    let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+    let half = exponent >> 1;
+    let first = f32::from_bits((half.wrapping_add(127) << 23) as u32);
+    let second = f32::from_bits(((exponent.wrapping_sub(half)).wrapping_add(127) << 23) as u32);
     let scaled = value * first * second;
     let scaled = if x < -87.3 { 0.0 } else { scaled };
     let scaled = if x > 88.7 { f32::INFINITY } else { scaled };

@@ -5,6 +5,7 @@
 
 mod amx;
 mod attention;
+mod attention_amx;
 mod gemm;
 mod image;
 mod layout;

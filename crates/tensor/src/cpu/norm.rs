@@ -39,7 +39,7 @@ pub(crate) fn norm(
         let bias_n = bias.map(|b| b.to_vec_f32()).transpose()?;
         let y_rn = Shared::new(write::<T>(y));
         let (mean_r, rstd_r) = (Shared::new(write::<f32>(mean)), Shared::new(write::<f32>(rstd)));
-        threads.blocks(rows, row_block(width), |range| vectorized(|| {
+        threads.blocks(rows, row_block(width), |range| vectorized!(|| {
             let mut row = vec![0.0f32; width];
             for r in range {
                 let span = r * width..(r + 1) * width;
@@ -111,7 +111,7 @@ pub(crate) fn norm_backward(
         let mut partial_weight = vec![0.0f32; blocks * width];
         let mut partial_bias = vec![0.0f32; blocks * width];
         let (weight_parts, bias_parts) = (Shared::new(&mut partial_weight), Shared::new(&mut partial_bias));
-        threads.run(blocks, |block| vectorized(|| {
+        threads.run(blocks, |block| vectorized!(|| {
             // SAFETY: each block has its own part.
             let (dw, db) = unsafe {
                 (weight_parts.range(block * width..(block + 1) * width), bias_parts.range(block * width..(block + 1) * width))

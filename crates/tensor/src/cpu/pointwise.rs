@@ -25,7 +25,7 @@ fn map<X: Element, Y: Element>(
         // SAFETY: blocks are disjoint.
         let y = unsafe { y.range(range.clone()) };
         let x = &x[range];
-        vectorized(|| {
+        vectorized!(|| {
             for (y, &x) in y.iter_mut().zip(x) {
                 *y = f(x);
             }
@@ -46,7 +46,7 @@ fn map2<A: Element, B: Element, Y: Element>(
         // SAFETY: blocks are disjoint.
         let y = unsafe { y.range(range.clone()) };
         let (a, b) = (&a[range.clone()], &b[range]);
-        vectorized(|| {
+        vectorized!(|| {
             for ((y, &a), &b) in y.iter_mut().zip(a).zip(b) {
                 *y = f(a, b);
             }
@@ -185,7 +185,7 @@ pub(crate) fn gated_backward(
             // SAFETY: blocks are disjoint.
             let (dgate, dup) = unsafe { (dgate.range(range.clone()), dup.range(range.clone())) };
             let (gate, up, dy) = (&gate[range.clone()], &up[range.clone()], &dy[range]);
-            vectorized(|| {
+            vectorized!(|| {
                 for i in 0..gate.len() {
                     let (g, u, d) = (gate[i].widen(), up[i].widen(), dy[i].widen());
                     dgate[i] = T::narrow(d * u * activate_derivative(KIND, g));
@@ -212,7 +212,7 @@ pub(crate) fn add_assign(threads: &Threads, target: &Tensor, source: &Tensor) ->
                 // SAFETY: blocks are disjoint.
                 let target = unsafe { target.range(range.clone()) };
                 let source = &source[range];
-                vectorized(|| {
+                vectorized!(|| {
                     for (t, s) in target.iter_mut().zip(source) {
                         *t = T::narrow(t.widen() + s.widen());
                     }
@@ -232,7 +232,7 @@ pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: &Tensor, p: f32, key: Ra
             let y = unsafe { y.range(range.clone()) };
             let first_block = (range.start / 4) as u64;
             let x = &x[range];
-            vectorized(|| {
+            vectorized!(|| {
                 for (block, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {
                     let words = key.block(first_block + block as u64);
                     for (lane, (y, x)) in y.iter_mut().zip(x).enumerate() {
@@ -301,7 +301,7 @@ fn broadcast2<A: Element, B: Element, Y: Element>(
         (broadcast_strides(a.shape(), y.shape()), broadcast_strides(b.shape(), y.shape()));
     let width = y.shape().last();
     let (a_step, b_step) = (last_stride(&a_strides), last_stride(&b_strides));
-    vectorized(|| {
+    vectorized!(|| {
         broadcast_rows(y.shape(), [&a_strides, &b_strides], |start, [a_start, b_start]| {
             for i in 0..width {
                 output[start + i] = f(left[a_start + i * a_step], right[b_start + i * b_step]);
@@ -367,7 +367,7 @@ pub(crate) fn sum_to(x: &Tensor, y: &Tensor) -> Result<()> {
     float_kernel!("sum_to", x.dtype(), T => {
         let (input, output) = (read::<T>(x), write::<T>(y));
         let mut sums = vec![0.0f32; output.len()];
-        vectorized(|| {
+        vectorized!(|| {
             broadcast_rows(x.shape(), [&strides], |start, [y_start]| {
                 if step == 0 {
                     let mut sum = 0.0;

@@ -24,7 +24,7 @@ pub(crate) fn sum_rows(threads: &Threads, x: &Tensor, y: &Tensor) -> Result<()> 
         let (blocks, block_rows) = partial_blocks(rows);
         let mut partial = vec![0.0f32; blocks * width];
         let parts = Shared::new(&mut partial);
-        threads.run(blocks, |block| vectorized(|| {
+        threads.run(blocks, |block| vectorized!(|| {
             // SAFETY: each block has its own part.
             let sums = unsafe { parts.range(block * width..(block + 1) * width) };
             for r in block * block_rows..((block + 1) * block_rows).min(rows) {
@@ -52,7 +52,7 @@ pub(crate) fn reduce(
 ) -> Result<()> {
     float_kernel!("reduce", x.dtype(), T => {
         let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
-        threads.blocks(outer, row_block(size * inner), |range| vectorized(|| {
+        threads.blocks(outer, row_block(size * inner), |range| vectorized!(|| {
             let mut row = vec![0.0f32; size];
             for o in range {
                 for i in 0..inner {
@@ -76,7 +76,7 @@ pub(crate) fn softmax(threads: &Threads, x: &Tensor, y: &Tensor, log: bool) -> R
     let (rows, width) = (x.shape().rows(), x.shape().last());
     float_kernel!("softmax", x.dtype(), T => {
         let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
-        threads.blocks(rows, row_block(width), |range| vectorized(|| {
+        threads.blocks(rows, row_block(width), |range| vectorized!(|| {
             let mut row = vec![0.0f32; width];
             for r in range {
                 for (value, x) in row.iter_mut().zip(&input[r * width..(r + 1) * width]) {
@@ -109,7 +109,7 @@ pub(crate) fn softmax_backward(
     let (rows, width) = (y.shape().rows(), y.shape().last());
     float_kernel!("softmax_backward", y.dtype(), T => {
         let (y, dy, dx) = (read::<T>(y), read::<T>(dy), Shared::new(write::<T>(dx)));
-        threads.blocks(rows, row_block(width), |range| vectorized(|| {
+        threads.blocks(rows, row_block(width), |range| vectorized!(|| {
             let mut gradient = vec![0.0f32; width];
             for r in range {
                 let span = r * width..(r + 1) * width;

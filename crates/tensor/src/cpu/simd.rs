@@ -50,36 +50,85 @@ fn detect() -> Level {
     Level::Portable
 }
 
-/// Runs `kernel` compiled for [`level`]. Everything it calls must be `#[inline(always)]` to be compiled along.
-#[inline]
+/// Runs a closure's body compiled for [`level`]. Everything it calls must be `#[inline(always)]` to be compiled along.
+///
+/// A macro, so that each level gets a closure of its own: one closure called from three places is not inlined into
+/// any of them once it is large, and would silently be compiled for the baseline.
+#[macro_export]
+macro_rules! vectorized {
+    (|| $body:expr) => {
+        match $crate::cpu::simd::level() {
+            $crate::cpu::simd::Level::Avx512 => {
+                let kernel = || $body;
+                // SAFETY: `level` never names more than the machine was found to have.
+                unsafe { $crate::cpu::simd::avx512(kernel) }
+            }
+            $crate::cpu::simd::Level::Avx2 => {
+                let kernel = || $body;
+                // SAFETY: as above.
+                unsafe { $crate::cpu::simd::avx2(kernel) }
+            }
+            $crate::cpu::simd::Level::Portable => (|| $body)(),
+        }
+    };
+}
+pub use crate::vectorized;
+
+/// A function compiled once for each [`Level`], for bodies so large that a closure's inlining cannot be relied on.
+macro_rules! multiversion {
+    ($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block) => {
+        $(#[$meta])*
+        fn $name($($argument: $type),*) {
+            #[inline(always)]
+            fn plain($($argument: $type),*) $body
+            #[cfg_attr(
+                target_arch = "x86_64",
+                target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")
+            )]
+            unsafe fn wide($($argument: $type),*) { plain($($argument),*) }
+            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2"))]
+            unsafe fn middle($($argument: $type),*) { plain($($argument),*) }
+            match $crate::cpu::simd::level() {
+                // SAFETY: `level` never names more than the machine was found to have.
+                $crate::cpu::simd::Level::Avx512 => unsafe { wide($($argument),*) },
+                // SAFETY: as above.
+                $crate::cpu::simd::Level::Avx2 => unsafe { middle($($argument),*) },
+                $crate::cpu::simd::Level::Portable => plain($($argument),*),
+            }
+        }
+    };
+}
+pub(crate) use multiversion;
+
+/// Runs `kernel` compiled for [`level`]: the form of [`vectorized!`] for closures small enough to be inlined anyway.
+#[inline(always)]
 pub fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
-    vectorized_at(level(), kernel)
-}
-
-/// The same for a given level, which this machine must have.
-#[inline]
-pub(crate) fn vectorized_at<R>(level: Level, kernel: impl FnOnce() -> R) -> R {
-    #[cfg(target_arch = "x86_64")]
-    match level {
+    match level() {
         // SAFETY: `level` never names more than the machine was found to have.
-        Level::Avx512 => return unsafe { avx512(kernel) },
+        Level::Avx512 => unsafe { avx512(kernel) },
         // SAFETY: as above.
-        Level::Avx2 => return unsafe { avx2(kernel) },
-        Level::Portable => {}
+        Level::Avx2 => unsafe { avx2(kernel) },
+        Level::Portable => kernel(),
     }
-    let _ = level;
+}
+
+/// Runs `kernel` with 512-bit vectors.
+///
+/// # Safety
+/// The machine has them: [`level`] says [`Level::Avx512`].
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2"))]
+#[doc(hidden)]
+pub unsafe fn avx512<R>(kernel: impl FnOnce() -> R) -> R {
     kernel()
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
-fn avx512<R>(kernel: impl FnOnce() -> R) -> R {
-    kernel()
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn avx2<R>(kernel: impl FnOnce() -> R) -> R {
+/// Runs `kernel` with 256-bit vectors.
+///
+/// # Safety
+/// The machine has them: [`level`] says at least [`Level::Avx2`].
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2"))]
+#[doc(hidden)]
+pub unsafe fn avx2<R>(kernel: impl FnOnce() -> R) -> R {
     kernel()
 }
 

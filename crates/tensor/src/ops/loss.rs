@@ -28,7 +28,7 @@ impl Default for CrossEntropyOptions {
 }
 
 /// Bytes of logits held at once by [`linear_cross_entropy`].
-const CHUNK_BYTES: usize = 32 << 20;
+const CHUNK_BYTES: usize = 64 << 20;
 
 fn spec(options: &CrossEntropyOptions, targets: &Tensor) -> Result<(CrossEntropySpec, usize)> {
     let counted =

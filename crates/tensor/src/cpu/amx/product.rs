@@ -240,7 +240,7 @@ impl Panel<'_> {
 
     fn store<C: Float>(&self, sums: &mut [f32], row: usize, column: usize, output: &Output<C>) {
         let width = BLOCK.min(self.columns[1] - column);
-        vectorized(|| {
+        vectorized!(|| {
             for r in 0..BLOCK.min(self.rows[1] - row) {
                 // SAFETY: this task alone writes these rows and columns.
                 let (c, before) = unsafe { output.row(row + r, column..column + width) };

@@ -1,0 +1,484 @@
+//! bf16 attention on AMX: the same walk over blocks as `attention`, with every product on the tile registers.
+//!
+//! Keys and values of a head are packed once and stay in the second-level cache. Scores, sums and gradients are
+//! f32; the probabilities and the gradients of the scores are rounded to bf16 where they become a factor.
+//!
+//! Legend: t queries, s keys, d channels; every extent is padded to 32 with zeros. A `Right` is an operand packed for
+//! the right side of a product.
+
+use half::bf16;
+
+use crate::backend::{AttentionSpec, Heads};
+use crate::cpu::amx::{BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
+use crate::cpu::attention::Mask;
+use crate::cpu::gemm::Operand;
+use crate::cpu::math::exp;
+use crate::cpu::parallel::{Shared, Threads};
+use crate::cpu::simd::{max, multiversion, sum_by, vectorized};
+use crate::cpu::{read, write};
+use crate::dtype::Float;
+use crate::tensor::Tensor;
+
+const BLOCK_T: usize = 64;
+const BLOCK_S: usize = 256;
+
+fn padded(length: usize) -> usize {
+    length.next_multiple_of(BLOCK)
+}
+
+/// Rows of one head where they lie: tokens × dim.
+fn head<'a>(heads: &Heads<'a>, batch: usize, head: usize) -> Operand<'a, bf16> {
+    let start = heads.offset + batch * heads.batch_stride + head * heads.head_stride;
+    Operand {
+        elements: &read::<bf16>(heads.tensor)[start..],
+        row_stride: heads.token_stride,
+        column_stride: 1,
+    }
+}
+
+/// The rows from `row` on.
+fn from_row<'a>(operand: &Operand<'a, bf16>, row: usize) -> Operand<'a, bf16> {
+    Operand { elements: &operand.elements[row * operand.row_stride..], ..*operand }
+}
+
+/// The transpose, without moving anything.
+fn turned<'a>(operand: &Operand<'a, bf16>) -> Operand<'a, bf16> {
+    Operand { row_stride: operand.column_stride, column_stride: operand.row_stride, ..*operand }
+}
+
+/// An operand packed for the right side: `k × columns`.
+struct Right {
+    tiles: Vec<bf16>,
+    steps: usize,
+    columns: usize,
+}
+
+impl Right {
+    fn pack(&mut self, operand: &Operand<'_, bf16>, k: usize, columns: usize) {
+        (self.steps, self.columns) = (k.div_ceil(DEPTH), columns.div_ceil(BLOCK));
+        self.tiles.resize(self.steps * self.columns * PAIR, bf16::ZERO);
+        for (block, tiles) in self.tiles.chunks_mut((self.steps * PAIR).max(1)).enumerate() {
+            pack_right(operand, [0, k], block * BLOCK, columns, tiles);
+        }
+    }
+
+    fn new(operand: &Operand<'_, bf16>, k: usize, columns: usize) -> Right {
+        let mut right = Right::empty();
+        right.pack(operand, k, columns);
+        right
+    }
+
+    fn empty() -> Right {
+        Right { tiles: Vec::new(), steps: 0, columns: 0 }
+    }
+}
+
+/// A left operand packed by blocks of 32 rows.
+#[derive(Default)]
+struct PackedLeft {
+    tiles: Vec<bf16>,
+    steps: usize,
+}
+
+impl PackedLeft {
+    fn pack(&mut self, operand: &Operand<'_, bf16>, rows: usize, k: usize) {
+        self.steps = k.div_ceil(DEPTH);
+        self.tiles.resize(self.steps * rows.div_ceil(BLOCK) * PAIR, bf16::ZERO);
+        for (block, tiles) in self.tiles.chunks_mut((self.steps * PAIR).max(1)).enumerate() {
+            pack_left(operand, [0, k], block * BLOCK, rows, tiles);
+        }
+    }
+}
+
+/// `out[rows, columns] = [out +] left · right`, over blocks: `columns` are column blocks of `right`, `steps` its depths.
+/// Rows of `out` are `stride` apart and padded.
+fn multiply(
+    tiles: &Tiles,
+    left: &PackedLeft,
+    right: &Right,
+    columns: std::ops::Range<usize>,
+    steps: std::ops::Range<usize>,
+    out: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+) {
+    let depth = steps.len();
+    let rows = if left.steps == 0 { 0 } else { left.tiles.len() / (left.steps * PAIR) };
+    assert!(depth == left.steps && steps.end <= right.steps && columns.end <= right.columns);
+    assert!(right.tiles.len() >= right.columns * right.steps * PAIR);
+    assert!(out.len() >= rows * BLOCK * stride && columns.len() * BLOCK <= stride);
+    for column in columns.clone() {
+        for row in 0..rows {
+            let a = Left::packed(&left.tiles[row * depth * PAIR..(row + 1) * depth * PAIR]);
+            let b = &right.tiles[(column * right.steps + steps.start) * PAIR..];
+            let target = row * BLOCK * stride + (column - columns.start) * BLOCK;
+            // SAFETY: both operands reach `depth` steps and the target block lies in `out`: asserted above.
+            unsafe { tiles.multiply(a, b.as_ptr(), depth, out.as_mut_ptr().add(target), stride, accumulate) };
+        }
+    }
+}
+
+/// Rounds `height` rows of `width` values to bf16 rows of the same stride.
+#[inline(always)]
+fn round_rows(from: &[f32], to: &mut [bf16], stride: usize, height: usize, width: usize) {
+    for (from, to) in from.chunks(stride).zip(to.chunks_mut(stride)).take(height) {
+        for (to, from) in to[..width].iter_mut().zip(&from[..width]) {
+            *to = bf16::narrow(*from);
+        }
+    }
+}
+
+/// Writes rows of f32 back as a head.
+fn store_head(
+    values: &[f32],
+    stride: usize,
+    target: Shared<bf16>,
+    heads: &Heads<'_>,
+    [batch, head]: [usize; 2],
+    first: usize,
+    rows: usize,
+    dim: usize,
+    factor: impl Fn(usize) -> f32,
+) {
+    let base = heads.offset + batch * heads.batch_stride + head * heads.head_stride;
+    vectorized!(|| {
+        for (row, values) in values.chunks(stride).take(rows).enumerate() {
+            let start = base + (first + row) * heads.token_stride;
+            // SAFETY: each (batch, head, token) is written by one task.
+            let out = unsafe { target.range(start..start + dim) };
+            let factor = factor(row);
+            for (out, value) in out.iter_mut().zip(values) {
+                *out = bf16::narrow(*value * factor);
+            }
+        }
+    });
+}
+
+/// A block of scores: its first query and key, and how many of each.
+#[derive(Clone, Copy)]
+struct Place {
+    t0: usize,
+    s0: usize,
+    height: usize,
+    width: usize,
+}
+
+/// What forward carries from one block of keys to the next.
+struct Running<'a> {
+    out_td: &'a mut [f32],
+    width_d: usize,
+    largest_t: &'a mut [f32; BLOCK_T],
+    total_t: &'a mut [f32; BLOCK_T],
+}
+
+/// Turns a row of products into scores; what lies beyond the last key becomes minus infinity.
+#[inline(always)]
+fn scores(mask: &Mask<'_>, row: &mut [f32], t: usize, place: Place) {
+    let scale = mask.scale();
+    row[..place.width].iter_mut().for_each(|score| *score *= scale);
+    row[place.width..].fill(f32::NEG_INFINITY);
+    mask.apply(&mut row[..place.width], place.t0 + t, place.s0, place.width);
+}
+
+multiversion! {
+    /// Products become probabilities relative to the running maximum; the output so far is rescaled to it.
+    fn probabilities(
+        mask: &Mask<'_>,
+        place: Place,
+        score_ts: &mut [f32],
+        prob_ts: &mut [bf16],
+        running: Running<'_>,
+    ) {
+        let Running { out_td, width_d, largest_t, total_t } = running;
+        let span = padded(place.width);
+        for t in 0..place.height {
+            let row = &mut score_ts[t * BLOCK_S..t * BLOCK_S + span];
+            scores(mask, row, t, place);
+            let new = max(row).max(largest_t[t]);
+            // A row that sees nothing so far has nothing to rescale.
+            let shift = if new == f32::NEG_INFINITY { 0.0 } else { new };
+            let shrink = exp(largest_t[t] - shift);
+            row.iter_mut().for_each(|score| *score = exp(*score - shift));
+            total_t[t] = total_t[t] * shrink + sum_by(row, |_, p| p);
+            largest_t[t] = new;
+            if shrink != 1.0 {
+                out_td[t * width_d..(t + 1) * width_d].iter_mut().for_each(|out| *out *= shrink);
+            }
+            mask.dropout(&mut row[..place.width], place.t0 + t, place.s0, place.width);
+        }
+        round_rows(score_ts, prob_ts, BLOCK_S, place.height, span);
+    }
+}
+
+multiversion! {
+    /// Rebuilds the probabilities from the saved log-sum-exp; `rounded_ts` gets them after dropout.
+    fn weights_again(
+        mask: &Mask<'_>,
+        place: Place,
+        lse_t: &[f32],
+        prob_ts: &mut [f32],
+        dprob_ts: &mut [f32],
+        dropped_ts: &mut [f32],
+        rounded_ts: &mut [bf16],
+    ) {
+        let span = padded(place.width);
+        for t in 0..place.height {
+            let (start, end) = (t * BLOCK_S, t * BLOCK_S + span);
+            let row = &mut prob_ts[start..end];
+            scores(mask, row, t, place);
+            let shift = if lse_t[t] == f32::NEG_INFINITY { 0.0 } else { lse_t[t] };
+            row.iter_mut().for_each(|score| *score = exp(*score - shift));
+            dprob_ts[start + place.width..end].fill(0.0);
+            if mask.has_dropout() {
+                dropped_ts[start..end].copy_from_slice(row);
+                let (t, inside) = (place.t0 + t, start..start + place.width);
+                mask.dropout(&mut dropped_ts[inside.clone()], t, place.s0, place.width);
+                mask.dropout(&mut dprob_ts[inside], t, place.s0, place.width);
+            }
+        }
+        let weights = if mask.has_dropout() { dropped_ts } else { prob_ts };
+        round_rows(weights, rounded_ts, BLOCK_S, place.height, span);
+    }
+}
+
+multiversion! {
+    /// Probabilities become gradients of the scores, in f32 and rounded.
+    fn score_gradients(
+        place: Place,
+        delta_t: &[f32; BLOCK_T],
+        prob_ts: &mut [f32],
+        dprob_ts: &[f32],
+        rounded_ts: &mut [bf16],
+    ) {
+        let span = padded(place.width);
+        for t in 0..place.height {
+            let (start, end) = (t * BLOCK_S, t * BLOCK_S + span);
+            for (prob, dprob) in prob_ts[start..end].iter_mut().zip(&dprob_ts[start..end]) {
+                *prob *= dprob - delta_t[t];
+            }
+        }
+        round_rows(prob_ts, rounded_ts, BLOCK_S, place.height, span);
+    }
+}
+
+pub(crate) fn forward(
+    threads: &Threads,
+    spec: &AttentionSpec<'_>,
+    [q, k, v, out]: [&Heads<'_>; 4],
+    logsumexp: &Tensor,
+) {
+    let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
+    let group = spec.heads / spec.kv_heads;
+    let target = Shared::new(write::<bf16>(out.tensor));
+    let logsumexp = Shared::new(write::<f32>(logsumexp));
+    threads.run(spec.batch * spec.kv_heads, |task| {
+        let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
+        let k_ds = Right::new(&turned(&head(k, batch, kv_head)), dim, keys);
+        let v_sd = Right::new(&head(v, batch, kv_head), keys, dim);
+        let width_d = padded(dim);
+        let mut score_ts = vec![0.0f32; BLOCK_T * BLOCK_S];
+        let mut prob_ts = vec![bf16::ZERO; BLOCK_T * BLOCK_S];
+        let mut out_td = vec![0.0f32; BLOCK_T * width_d];
+        let (mut q_block, mut prob_block) = (PackedLeft::default(), PackedLeft::default());
+        let tiles = Tiles::configure();
+        for head_index in kv_head * group..(kv_head + 1) * group {
+            let mask = Mask::new(spec, batch, head_index);
+            let q_td = head(q, batch, head_index);
+            for t0 in (0..queries).step_by(BLOCK_T) {
+                let height = BLOCK_T.min(queries - t0);
+                q_block.pack(&from_row(&q_td, t0), height, dim);
+                out_td.fill(0.0);
+                let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
+                for_key_blocks(&mask, t0, height, |s0, width| {
+                    let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
+                    multiply(
+                        &tiles,
+                        &q_block,
+                        &k_ds,
+                        columns.clone(),
+                        0..k_ds.steps,
+                        &mut score_ts,
+                        BLOCK_S,
+                        false,
+                    );
+                    let span = padded(width);
+                    let place = Place { t0, s0, height, width };
+                    let running = Running {
+                        out_td: &mut out_td,
+                        width_d,
+                        largest_t: &mut largest_t,
+                        total_t: &mut total_t,
+                    };
+                    probabilities(&mask, place, &mut score_ts, &mut prob_ts, running);
+                    let left = Operand { elements: &prob_ts, row_stride: BLOCK_S, column_stride: 1 };
+                    prob_block.pack(&left, height, span);
+                    multiply(
+                        &tiles,
+                        &prob_block,
+                        &v_sd,
+                        0..v_sd.columns,
+                        columns,
+                        &mut out_td,
+                        width_d,
+                        true,
+                    );
+                });
+                let row0 = (batch * spec.heads + head_index) * queries + t0;
+                // SAFETY: each (batch, head) is written by one task.
+                let lse_t = unsafe { logsumexp.range(row0..row0 + height) };
+                for t in 0..height {
+                    lse_t[t] = largest_t[t] + total_t[t].ln();
+                }
+                // Rows that see no key (padding) give zeros.
+                let inverse = |t: usize| if total_t[t] > 0.0 { 1.0 / total_t[t] } else { 0.0 };
+                store_head(&out_td, width_d, target, out, [batch, head_index], t0, height, dim, inverse);
+            }
+        }
+    });
+}
+
+/// Calls `block(first key, number of keys)` for the blocks of keys that some query of the block sees.
+fn for_key_blocks(mask: &Mask<'_>, t0: usize, height: usize, mut block: impl FnMut(usize, usize)) {
+    let visible = mask.visible(t0, t0 + height);
+    // Blocks start where tiles do; what lies before the window is masked like any hidden key.
+    let first = visible.start / BLOCK * BLOCK;
+    for s0 in (first..visible.end).step_by(BLOCK_S) {
+        block(s0, BLOCK_S.min(visible.end - s0));
+    }
+}
+
+pub(crate) fn backward(
+    threads: &Threads,
+    spec: &AttentionSpec<'_>,
+    [q, k, v, out, dout]: [&Heads<'_>; 5],
+    logsumexp: &Tensor,
+    [dq, dk, dv]: [&Heads<'_>; 3],
+) {
+    let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
+    let group = spec.heads / spec.kv_heads;
+    let width_d = padded(dim);
+    let [dq_target, dk_target, dv_target] =
+        [dq, dk, dv].map(|heads| Shared::new(write::<bf16>(heads.tensor)));
+    let lse = read::<f32>(logsumexp);
+    threads.run(spec.batch * spec.kv_heads, |task| {
+        let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
+        let (k_sd, v_sd) = (head(k, batch, kv_head), head(v, batch, kv_head));
+        let k_ds_right = Right::new(&turned(&k_sd), dim, keys);
+        let v_ds_right = Right::new(&turned(&v_sd), dim, keys);
+        let k_sd_right = Right::new(&k_sd, keys, dim);
+        let (mut dk_sd, mut dv_sd) =
+            (vec![0.0f32; padded(keys) * width_d], vec![0.0f32; padded(keys) * width_d]);
+        let block = || vec![0.0f32; BLOCK_T * BLOCK_S];
+        // Probabilities, then the gradient of the scores; its factors before and after dropout.
+        let (mut prob_ts, mut dprob_ts, mut dropped_ts) = (block(), block(), block());
+        let mut rounded_ts = vec![bf16::ZERO; BLOCK_T * BLOCK_S];
+        let mut dq_td = vec![0.0f32; BLOCK_T * width_d];
+        let [mut left, mut q_left, mut dout_left] = [(); 3].map(|()| PackedLeft::default());
+        let (mut q_right, mut dout_right) = (Right::empty(), Right::empty());
+        let tiles = Tiles::configure();
+        for head_index in kv_head * group..(kv_head + 1) * group {
+            let mask = Mask::new(spec, batch, head_index);
+            let [q_td, out_td, dout_td] = [q, out, dout].map(|heads| head(heads, batch, head_index));
+            for t0 in (0..queries).step_by(BLOCK_T) {
+                let height = BLOCK_T.min(queries - t0);
+                let row0 = (batch * spec.heads + head_index) * queries + t0;
+                let (q_rows, dout_rows) = (from_row(&q_td, t0), from_row(&dout_td, t0));
+                q_left.pack(&q_rows, height, dim);
+                dout_left.pack(&dout_rows, height, dim);
+                q_right.pack(&q_rows, height, dim);
+                dout_right.pack(&dout_rows, height, dim);
+                dq_td.fill(0.0);
+                let mut delta_t = [0.0f32; BLOCK_T];
+                vectorized!(|| {
+                    let mut wide = vec![0.0f32; dim];
+                    for t in 0..height {
+                        let out_row = &out_td.elements[out_td.index(t0 + t, 0)..][..dim];
+                        let dout_row = &dout_rows.elements[t * dout_rows.row_stride..][..dim];
+                        wide.iter_mut().zip(out_row).for_each(|(wide, out)| *wide = out.widen());
+                        delta_t[t] = sum_by(&wide, |i, out| out * dout_row[i].widen());
+                    }
+                });
+                for_key_blocks(&mask, t0, height, |s0, width| {
+                    let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
+                    let span = padded(width);
+                    let steps = 0..k_ds_right.steps;
+                    multiply(
+                        &tiles,
+                        &q_left,
+                        &k_ds_right,
+                        columns.clone(),
+                        steps.clone(),
+                        &mut prob_ts,
+                        BLOCK_S,
+                        false,
+                    );
+                    multiply(
+                        &tiles,
+                        &dout_left,
+                        &v_ds_right,
+                        columns.clone(),
+                        steps,
+                        &mut dprob_ts,
+                        BLOCK_S,
+                        false,
+                    );
+                    let place = Place { t0, s0, height, width };
+                    let lse_t = &lse[row0..row0 + height];
+                    weights_again(
+                        &mask,
+                        place,
+                        lse_t,
+                        &mut prob_ts,
+                        &mut dprob_ts,
+                        &mut dropped_ts,
+                        &mut rounded_ts,
+                    );
+                    let keys_range = s0 * width_d..(s0 + span) * width_d;
+                    left.pack(
+                        &Operand { elements: &rounded_ts, row_stride: 1, column_stride: BLOCK_S },
+                        span,
+                        height,
+                    );
+                    let all = 0..dout_right.columns;
+                    let steps = 0..dout_right.steps;
+                    multiply(
+                        &tiles,
+                        &left,
+                        &dout_right,
+                        all.clone(),
+                        steps.clone(),
+                        &mut dv_sd[keys_range.clone()],
+                        width_d,
+                        true,
+                    );
+                    score_gradients(place, &delta_t, &mut prob_ts, &dprob_ts, &mut rounded_ts);
+                    left.pack(
+                        &Operand { elements: &rounded_ts, row_stride: 1, column_stride: BLOCK_S },
+                        span,
+                        height,
+                    );
+                    multiply(
+                        &tiles,
+                        &left,
+                        &q_right,
+                        all.clone(),
+                        steps,
+                        &mut dk_sd[keys_range],
+                        width_d,
+                        true,
+                    );
+                    left.pack(
+                        &Operand { elements: &rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
+                        height,
+                        span,
+                    );
+                    multiply(&tiles, &left, &k_sd_right, all, columns, &mut dq_td, width_d, true);
+                });
+                let scale = |_| spec.scale;
+                store_head(&dq_td, width_d, dq_target, dq, [batch, head_index], t0, height, dim, scale);
+            }
+        }
+        store_head(&dk_sd, width_d, dk_target, dk, [batch, kv_head], 0, keys, dim, |_| spec.scale);
+        store_head(&dv_sd, width_d, dv_target, dv, [batch, kv_head], 0, keys, dim, |_| 1.0);
+    });
+}
