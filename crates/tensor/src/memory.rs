@@ -164,12 +164,11 @@ impl HostPool {
     pub(crate) fn allocate(&self, bytes: usize, category: Category) -> Option<Block> {
         let capacity_bytes = rounded(bytes)?;
         let mut state = self.lock();
-        // A cached block may be a quarter larger than needed: more would waste what the pool saves.
-        let fitting = state
-            .free
-            .range(capacity_bytes..=capacity_bytes + capacity_bytes / 4)
-            .next()
-            .map(|(&size, _)| size);
+        // A cached block may be a quarter larger than needed, but only where it is given back soon: what stays for
+        // the whole run takes just what it needs.
+        let slack_bytes = if category == Category::Activations { capacity_bytes / 4 } else { 0 };
+        let fitting =
+            state.free.range(capacity_bytes..=capacity_bytes + slack_bytes).next().map(|(&size, _)| size);
         let block = match fitting {
             Some(size) => {
                 let list = state.free.get_mut(&size).expect("the key was just found");
