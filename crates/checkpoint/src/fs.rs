@@ -61,6 +61,6 @@ impl FileSystem for Disk {
 
     fn available_bytes(&self, path: &Path) -> std::io::Result<u64> {
         let stat = nix::sys::statvfs::statvfs(path)?;
-        Ok(u64::from(stat.blocks_available()).saturating_mul(u64::from(stat.fragment_size())))
+        Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
     }
 }

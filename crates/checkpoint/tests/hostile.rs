@@ -16,7 +16,14 @@ fn refused(pickle: &[u8]) -> String {
 
 #[test]
 fn forbidden_names_are_refused_and_never_called() {
-    for name in ["os\nsystem\n", "posix\nsystem\n", "builtins\neval\n", "torch\nload\n", "subprocess\nPopen\n", "torch._utils\n_import_dotted_name\n"] {
+    for name in [
+        "os\nsystem\n",
+        "posix\nsystem\n",
+        "builtins\neval\n",
+        "torch\nload\n",
+        "subprocess\nPopen\n",
+        "torch._utils\n_import_dotted_name\n",
+    ] {
         let pickle = format!("\u{80}\u{2}c{name}X\u{4}\0\0\0true\u{85}R.");
         let pickle: Vec<u8> = pickle.chars().map(|c| u32::from(c) as u8).collect();
         let why = refused(&pickle);
@@ -29,7 +36,23 @@ fn forbidden_names_are_refused_and_never_called() {
 
 #[test]
 fn operations_that_torch_does_not_use_are_refused() {
-    for operation in [b"i".as_slice(), b"o", b"P", b"\x82", b"\x93", b"\x92", b"I01\n", b"F1\n", b"S'a'\n", b"p0\n", b"g0\n", b"2", b"0", b"1", b"\x8b"] {
+    for operation in [
+        b"i".as_slice(),
+        b"o",
+        b"P",
+        b"\x82",
+        b"\x93",
+        b"\x92",
+        b"I01\n",
+        b"F1\n",
+        b"S'a'\n",
+        b"p0\n",
+        b"g0\n",
+        b"2",
+        b"0",
+        b"1",
+        b"\x8b",
+    ] {
         let mut pickle = vec![0x80, 2];
         pickle.extend_from_slice(operation);
         pickle.push(b'.');
@@ -126,7 +149,8 @@ fn sample() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("sample.pt");
     let mut table = TensorTable::default();
-    let value = Value::dict([("w", table.tensor(Dtype::F32, &[8, 4])), ("b", table.tensor(Dtype::BF16, &[8]))]);
+    let value =
+        Value::dict([("w", table.tensor(Dtype::F32, &[8, 4])), ("b", table.tensor(Dtype::BF16, &[8]))]);
     write_pt(&path, &value, &table.storages, &mut |storage, range, out| {
         out.resize(out.len() + (range.end - range.start) as usize * if storage == 0 { 4 } else { 2 }, 1);
         Ok(())
@@ -158,12 +182,19 @@ fn zip_tricks_are_refused() {
         ("encrypted", central(8, &[1, 8])),
         ("longer than stored", central(24, &[255, 255, 255, 0])),
         ("outside", central(42, &[255, 255, 255, 0])),
-        ("two entries at one place", central(42, &good[good.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap() + 42..][..4])),
+        (
+            "two entries at one place",
+            central(42, &good[good.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap() + 42..][..4]),
+        ),
         ("traversal", patched(&path, b"sample/data/0", b"../../etc/x/0")),
         ("count", patched(&path, b"PK\x05\x06\0\0\0\0", &[b'P', b'K', 5, 6, 0, 0, 0, 0, 255, 200, 255, 200])),
         ("no end", good[..good.len() - 1].to_vec()),
         ("empty", Vec::new()),
-        ("a flipped bit", { let mut b = good.clone(); b[good.windows(6).position(|w| w == b"torch\n").unwrap()] ^= 1; b }),
+        ("a flipped bit", {
+            let mut b = good.clone();
+            b[good.windows(6).position(|w| w == b"torch\n").unwrap()] ^= 1;
+            b
+        }),
     ];
     for (what, bytes) in tricks {
         std::fs::write(&path, bytes).unwrap();
@@ -210,8 +241,11 @@ impl Random {
 fn damaged_pickles_zips_and_manifests_never_panic() {
     let mut random = Random(8);
     let folder = tempfile::tempdir().unwrap();
-    let mut seeds: Vec<Vec<u8>> =
-        golden().entries("checkpoint/pt_samples", ".pt").iter().map(|path| std::fs::read(path).unwrap()).collect();
+    let mut seeds: Vec<Vec<u8>> = golden()
+        .entries("checkpoint/pt_samples", ".pt")
+        .iter()
+        .map(|path| std::fs::read(path).unwrap())
+        .collect();
     seeds.push(std::fs::read(sample().1).unwrap());
     let path = folder.path().join("fuzz.pt");
     for round in 0..600 {
@@ -246,8 +280,12 @@ fn damaged_pickles_zips_and_manifests_never_panic() {
 fn visit(file: &PtFile, value: &Value) {
     match value {
         Value::Tensor(tensor) if tensor.numel() < 10_000 => drop(file.read_all(tensor)),
-        Value::List(items) | Value::Tuple(items) | Value::Set(items) => items.iter().for_each(|item| visit(file, item)),
-        Value::Dict(pairs) | Value::OrderedDict(pairs) => pairs.iter().for_each(|(_, value)| visit(file, value)),
+        Value::List(items) | Value::Tuple(items) | Value::Set(items) => {
+            items.iter().for_each(|item| visit(file, item))
+        }
+        Value::Dict(pairs) | Value::OrderedDict(pairs) => {
+            pairs.iter().for_each(|(_, value)| visit(file, value))
+        }
         _ => {}
     }
 }

@@ -267,11 +267,8 @@ impl Engine {
                 saved.groups.len()
             );
         }
-        match scaler.map(|state| self.scaler.load(state)).transpose()? {
-            Some(false) => {
-                tracing::warn!("the loss scale stays as configured: the checkpoint has one of another kind")
-            }
-            Some(true) | None => {}
+        if scaler.map(|state| self.scaler.load(state)).transpose()? == Some(false) {
+            tracing::warn!("the loss scale stays as configured: the checkpoint has one of another kind");
         }
         Ok(())
     }
