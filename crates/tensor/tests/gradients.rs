@@ -194,13 +194,13 @@ fn norms_and_softmax() {
         );
         check(
             &format!("softmax {what}"),
-            &[x.clone()],
+            std::slice::from_ref(&x),
             |x| ops::softmax(&x[0]),
             |x| x[0].by_row(reference::softmax),
         );
         check(
             &format!("log_softmax {what}"),
-            &[x.clone()],
+            std::slice::from_ref(&x),
             |x| ops::log_softmax(&x[0]),
             |x| x[0].by_row(|row| reference::softmax(row).into_iter().map(f64::ln).collect()),
         );

@@ -97,6 +97,7 @@ impl<C> Output<C> {
     /// # Safety
     /// No other task touches these columns of this row.
     #[inline(always)]
+    #[expect(clippy::mut_from_ref, reason = "tasks write disjoint parts")]
     pub(crate) unsafe fn row(
         &self,
         row: usize,

@@ -103,7 +103,7 @@ pub(crate) fn norm_backward(
     let (rows, width) = (x.shape().rows(), x.shape().last());
     float_kernel!("norm_backward", x.dtype(), T => {
         let (x_rn, dy_rn) = (read::<T>(x), read::<T>(dy));
-        let dsum_rn = dsum.map(|dsum| read::<T>(dsum));
+        let dsum_rn = dsum.map(read::<T>);
         let weight_n = weight.map(|w| w.to_vec_f32()).transpose()?.unwrap_or_else(|| vec![1.0; width]);
         let (mean_r, rstd_r) = (read::<f32>(mean), read::<f32>(rstd));
         let dx_rn = Shared::new(write::<T>(dx));

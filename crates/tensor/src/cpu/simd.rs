@@ -68,7 +68,7 @@ macro_rules! vectorized {
                 // SAFETY: as above.
                 unsafe { $crate::cpu::simd::avx2(kernel) }
             }
-            $crate::cpu::simd::Level::Portable => (|| $body)(),
+            $crate::cpu::simd::Level::Portable => $crate::cpu::simd::baseline(|| $body),
         }
     };
 }
@@ -110,6 +110,12 @@ pub fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
         Level::Avx2 => unsafe { avx2(kernel) },
         Level::Portable => kernel(),
     }
+}
+
+/// Runs `kernel` with what the target guarantees.
+#[doc(hidden)]
+pub fn baseline<R>(kernel: impl FnOnce() -> R) -> R {
+    kernel()
 }
 
 /// Runs `kernel` with 512-bit vectors.

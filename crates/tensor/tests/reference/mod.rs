@@ -34,7 +34,7 @@ impl Array {
     }
 
     pub(crate) fn by_row(&self, f: impl Fn(&[f64]) -> Vec<f64>) -> Array {
-        let data = self.data.chunks(self.width().max(1)).flat_map(|row| f(row)).collect();
+        let data = self.data.chunks(self.width().max(1)).flat_map(f).collect();
         Array::new(&self.shape, data)
     }
 }

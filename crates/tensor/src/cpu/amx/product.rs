@@ -211,7 +211,7 @@ impl Panel<'_> {
                     Some(packed) => Left::packed(packed.block(row / BLOCK, step0)),
                     None if row + BLOCK <= row1 => {
                         let start = self.a.index(row, k0);
-                        assert!(self.a.elements.len() >= self.a.index(row + BLOCK - 1, k1 - 1) + 1);
+                        assert!(self.a.elements.len() > self.a.index(row + BLOCK - 1, k1 - 1));
                         Left::in_place(&self.a.elements[start..], self.a.row_stride)
                     }
                     None => {
