@@ -106,8 +106,9 @@ impl Golden {
                     if path.is_dir() {
                         return count(&path);
                     }
-                    let known =
-                        path.extension().is_some_and(|extension| extension == "json" || extension == "safetensors");
+                    let known = path
+                        .extension()
+                        .is_some_and(|extension| extension == "json" || extension == "safetensors");
                     usize::from(known)
                 })
                 .sum()

@@ -183,7 +183,7 @@ fn inspect(which: &Which, json: bool, tensors: bool) -> Result<(), Failure> {
     let manifest = checkpoint.manifest();
     if json {
         let text = serde_json::to_string_pretty(manifest).map_err(|error| Failure::Run(error.to_string()))?;
-        return Ok(terminal::print_output(&(text + "\n"))?);
+        return terminal::print_output(&(text + "\n"));
     }
     let mut text = summary(&checkpoint, manifest);
     for tensor in manifest.tensors.iter().filter(|_| tensors) {
@@ -197,7 +197,7 @@ fn inspect(which: &Which, json: bool, tensors: bool) -> Result<(), Failure> {
             tensor.name
         );
     }
-    Ok(terminal::print_output(&text)?)
+    terminal::print_output(&text)
 }
 
 fn summary(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
@@ -225,7 +225,7 @@ fn summary(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
 
 /// Weights of either kind of checkpoint, one tensor at a time.
 enum Weights {
-    Ours(Checkpoint, bool),
+    Ours(Box<Checkpoint>, bool),
     DeepSpeed(Fp32Weights),
 }
 
@@ -235,7 +235,7 @@ type Listed = (String, Vec<u64>, Dtype);
 impl Weights {
     fn open(which: &Which, exclude_frozen: bool, unknown: Unknown) -> Result<Weights, CheckpointError> {
         match open(which) {
-            Ok(checkpoint) => Ok(Weights::Ours(checkpoint, exclude_frozen)),
+            Ok(checkpoint) => Ok(Weights::Ours(Box::new(checkpoint), exclude_frozen)),
             Err(CheckpointError::NotFound { .. }) => Ok(Weights::DeepSpeed(Fp32Weights::open(
                 &which.dir,
                 which.tag.as_deref(),

@@ -80,7 +80,7 @@ struct Draft {
 impl Engine {
     /// Writes a checkpoint into the folder `dir` and returns its path. All ranks call it together, between steps.
     ///
-    /// It is whole or absent, whenever a rank dies: see [`ferrospeed_checkpoint::save`].
+    /// It is whole or absent, whenever a rank dies: see [`ferrospeed_checkpoint::save()`].
     pub fn save_checkpoint(&mut self, dir: &Path, options: &SaveOptions) -> Result<PathBuf> {
         self.finish_checkpoint()?;
         let draft = self.draft(options)?;
