@@ -1,7 +1,7 @@
 //! Checkpoints: whole or absent, any layout, in and out of DeepSpeed.
 //!
 //! Our format is a folder per checkpoint: one safetensors file per rank and a [`manifest`] that says which elements of
-//! which tensor lie where. Read in this order: [`manifest`], [`shard`] (one rank's file), [`save`] (the protocol),
+//! which tensor lie where. Read in this order: [`manifest`], [`shard`] (one rank's file), [`mod@save`] (the protocol),
 //! [`directory`] (finding, sweeping, rotating), [`load`] (any stretch of any tensor).
 //!
 //! The invariant: no code from a file ever runs, and what a file says about itself is checked before it is used.

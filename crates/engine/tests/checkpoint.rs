@@ -178,3 +178,69 @@ fn a_save_in_the_background_holds_the_state_of_its_moment() {
         assert_eq!(resumed[rank].weights, whole[rank].weights);
     }
 }
+
+/// Loads into an engine with this model and configuration on one rank, and returns the error.
+fn refusal(
+    dir: &Path,
+    model: Value,
+    config: Value,
+    strict: bool,
+) -> Result<ferrospeed_engine::Loaded, String> {
+    let dir = dir.to_path_buf();
+    let outcomes = on_ranks(1, move |world| {
+        let (_, parameters) = Model::build(&model);
+        let mut engine = engine(world, &config, &parameters, None, None, 1);
+        let options = LoadOptions { load_module_strict: strict, ..Default::default() };
+        engine.load_checkpoint(&dir, &options).map_err(|error| error.to_string())
+    });
+    outcomes.into_iter().next().unwrap()
+}
+
+#[test]
+fn another_model_or_optimizer_is_refused_with_every_difference() {
+    let dir = tempfile::tempdir().unwrap();
+    run(2, configuration(2, "fp32"), 0..1, None, Some(dir.path()));
+    let config = configuration(1, "fp32");
+
+    let mut wider = description();
+    wider["vocab"] = 17.into();
+    let error = refusal(dir.path(), wider.clone(), config.clone(), false).unwrap_err();
+    assert!(error.contains("wrong shape tok.weight is [13, 12], expected [17, 12]"), "{error}");
+    assert!(error.contains("wrong shape head.weight"), "every difference is listed: {error}");
+
+    let mut deeper = description();
+    deeper["nl"] = 3.into();
+    let error = refusal(dir.path(), deeper, config.clone(), true).unwrap_err();
+    assert!(error.contains("missing     blocks.2.ln1.weight"), "{error}");
+    let mut shallower = description();
+    shallower["nl"] = 1.into();
+    let error = refusal(dir.path(), shallower.clone(), config.clone(), true).unwrap_err();
+    assert!(error.contains("unknown     blocks.1.ln1.weight"), "{error}");
+    let loaded = refusal(dir.path(), shallower, config.clone(), false).unwrap();
+    assert!(loaded.unexpected.contains(&"blocks.1.ln1.weight".to_owned()) && loaded.missing.is_empty());
+    assert!(loaded.changes.iter().any(|change| change == "ranks: 2 -> 1"), "{:?}", loaded.changes);
+
+    let mut lion = config;
+    lion["optimizer"]["type"] = "Lion".into();
+    lion["zero_allow_untested_optimizer"] = true.into();
+    let error = refusal(dir.path(), description(), lion, true).unwrap_err();
+    assert!(error.contains("states of adam, this run uses lion"), "{error}");
+}
+
+#[test]
+fn gradients_that_wait_for_a_step_are_not_silently_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().to_path_buf();
+    on_ranks(2, move |world| {
+        let (rank, mut config) = (world.rank(), configuration(2, "fp32"));
+        config["gradient_accumulation_steps"] = 2.into();
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &config, &parameters, None, None, 1);
+        let batch = batch(0, rank, &engine.device().clone());
+        let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+        engine.backward(&loss).unwrap();
+        engine.step().unwrap();
+        let error = engine.save_checkpoint(&folder, &SaveOptions::default()).unwrap_err().to_string();
+        assert!(error.contains("accumulation boundary"), "{error}");
+    });
+}
