@@ -42,7 +42,7 @@ fn close(ours: &Tensor, truth: &Array, tolerance: f64, what: &str) {
     }
 }
 
-/// Shapes around every block size of the kernels: tiles of 16, blocks of 32, slices of 512, panels of 128, 256, 512.
+/// Shapes around every block size of the kernels: tiles of 16, blocks of 32, slices of 1024, panels of 128, 256, 512.
 const PRODUCTS: [[usize; 3]; 13] = [
     [1, 1, 1],
     [1, 70, 33],

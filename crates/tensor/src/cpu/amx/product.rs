@@ -1,7 +1,7 @@
 //! Blocking: which task multiplies what, from where.
 //!
-//! A task is a panel of the result, cut by the shape alone. It goes through `k` in slices that keep a block of the
-//! left operand in the first-level cache and a panel of the right one in the second; sums wait between slices in
+//! A task is a panel of the result, cut by the shape alone. It goes through `k` in slices that keep a panel
+//! of the right operand in the second-level cache; sums wait between slices in
 //! a panel of f32. An operand that several tasks share is packed once, before them; one that a single row of tasks
 //! uses is packed by the task that needs it and never written to memory.
 
@@ -17,8 +17,8 @@ use crate::dtype::Float;
 use crate::error::Result;
 use crate::memory::{Category, HostPool};
 
-/// Tile depths per slice of `k`.
-const SLICE: usize = 16;
+/// Tile depths per slice of `k`: starting and ending a block of sums costs as much as four of them.
+const SLICE: usize = 32;
 /// Up to this many rows of the result, tasks span all of them and pack the right operand themselves.
 const FEW_ROWS: usize = 512;
 /// Rows of a task's panel where there are more.
