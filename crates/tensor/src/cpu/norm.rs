@@ -6,7 +6,7 @@
 use crate::backend::NormKind;
 use crate::cpu::parallel::{Shared, Threads, row_block};
 use crate::cpu::reduce::partial_blocks;
-use crate::cpu::simd::{sum_by, vectorized};
+use crate::cpu::simd::{dot, sum_by, vectorized};
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::Result;
@@ -65,11 +65,14 @@ pub(crate) fn norm(
                 };
                 match (kind, &weight_n, &bias_n) {
                     (NormKind::Rms, Some(w), _) => {
+                        // Equal lengths in sight spare the loop its bounds checks, which keep it from vectorising.
+                        let (row, w, output) = (&row[..width], &w[..width], &mut output[..width]);
                         for i in 0..width {
                             output[i] = T::narrow(T::narrow(row[i] * scale).widen() * w[i]);
                         }
                     }
                     (_, Some(w), Some(b)) => {
+                        let (row, w, b, output) = (&row[..width], &w[..width], &b[..width], &mut output[..width]);
                         for i in 0..width {
                             output[i] = T::narrow((row[i] - average) * scale * w[i] + b[i]);
                         }
@@ -120,7 +123,9 @@ pub(crate) fn norm_backward(
             for r in block * block_rows..((block + 1) * block_rows).min(rows) {
                 let span = r * width..(r + 1) * width;
                 let (average, scale) = (mean_r[r], rstd_r[r]);
-                let (x_n, dy_n) = (&x_rn[span.clone()], &dy_rn[span.clone()]);
+                let (x_n, dy_n) = (&x_rn[span.clone()][..width], &dy_rn[span.clone()][..width]);
+                let (normal, gradient) = (&mut normal[..width], &mut gradient[..width]);
+                let (dw, db, weight_n) = (&mut dw[..width], &mut db[..width], &weight_n[..width]);
                 for i in 0..width {
                     let d = dy_n[i].widen();
                     normal[i] = (x_n[i].widen() - average) * scale;
@@ -129,13 +134,14 @@ pub(crate) fn norm_backward(
                     gradient[i] = d * weight_n[i];
                 }
                 let count = width as f32;
-                let along = sum_by(&gradient, |i, g| g * normal[i]) / count;
-                let shift = if kind == NormKind::Layer { sum_by(&gradient, |_, g| g) / count } else { 0.0 };
+                let along = dot(gradient, normal) / count;
+                let shift = if kind == NormKind::Layer { sum_by(gradient, |_, g| g) / count } else { 0.0 };
                 // SAFETY: rows are disjoint.
                 let output = unsafe { dx_rn.range(span.clone()) };
+                let output = &mut output[..width];
                 match dsum_rn {
                     Some(dsum_rn) => {
-                        let more = &dsum_rn[span];
+                        let more = &dsum_rn[span][..width];
                         for i in 0..width {
                             let d = scale * (gradient[i] - shift - normal[i] * along);
                             output[i] = T::narrow(d + more[i].widen());

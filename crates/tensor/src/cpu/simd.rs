@@ -145,16 +145,32 @@ pub const LANES: usize = 16;
 #[inline(always)]
 pub fn sum_by(row: &[f32], mut f: impl FnMut(usize, f32) -> f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
-    let whole = row.len() / LANES * LANES;
+    let mut chunks = row.chunks_exact(LANES);
     let mut base = 0;
-    while base < whole {
+    for chunk in &mut chunks {
         for lane in 0..LANES {
-            lanes[lane] += f(base + lane, row[base + lane]);
+            lanes[lane] += f(base + lane, chunk[lane]);
         }
         base += LANES;
     }
-    for (lane, index) in (whole..row.len()).enumerate() {
-        lanes[lane] += f(index, row[index]);
+    for (lane, (sum, value)) in lanes.iter_mut().zip(chunks.remainder()).enumerate() {
+        *sum += f(base + lane, *value);
+    }
+    fold(lanes, |a, b| a + b)
+}
+
+/// The sum of products of two rows of one length, in the fixed lane order.
+#[inline(always)]
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let (mut left, mut right) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    for (a, b) in (&mut left).zip(&mut right) {
+        for lane in 0..LANES {
+            lanes[lane] += a[lane] * b[lane];
+        }
+    }
+    for (lane, (a, b)) in lanes.iter_mut().zip(left.remainder().iter().zip(right.remainder())) {
+        *lane += a * b;
     }
     fold(lanes, |a, b| a + b)
 }
