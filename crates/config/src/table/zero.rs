@@ -120,7 +120,7 @@ pub(super) const ZERO: &[Key] = &[
     .alias(&["stage3_gather_16bit_weights_on_model_save"])
     .inert("a model is saved tensor by tensor in every stage"),
     key("ignore_unused_parameters", Kind::Bool, "true", "Accept parameters that received no gradient.")
-        .done(),
+        .inert("a parameter without a gradient counts as zero in every stage"),
     key("legacy_stage1", Kind::Bool, "false", "The first implementation of stage 1; it is gone."),
     key("round_robin_gradients", Kind::Bool, "false", "Spread gradient partitions over ranks in turn.")
         .done(),
