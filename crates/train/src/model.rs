@@ -76,6 +76,15 @@ pub(crate) fn build(recipe: &Recipe, vocabulary: u64) -> Result<BuiltModel, Vec<
     }
     let mut decoder = Decoder::new(*decoder);
     decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
+    // Ids of bytes would train a model of words on nonsense, without an error.
+    if let Some(tokenizer) =
+        recipe.model.path.as_ref().map(|folder| folder.join("tokenizer.json")).filter(|file| file.is_file())
+    {
+        let file = tokenizer.display();
+        problems.push(format!(
+            "model.path: {file} says that the model does not read bytes, and recipes read text as bytes only"
+        ));
+    }
     let weights = match &recipe.model.path {
         Some(folder) => match WeightFiles::open_directory(folder) {
             Ok(weights) => {
