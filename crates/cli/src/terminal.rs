@@ -26,6 +26,10 @@ impl Paint {
         Paint { on: std::io::stderr().is_terminal() && colours_allowed() }
     }
 
+    pub(crate) fn is_on(self) -> bool {
+        self.on
+    }
+
     pub(crate) fn paint(self, colour: Colour, text: &str) -> String {
         let code = match colour {
             Colour::Red => "31",

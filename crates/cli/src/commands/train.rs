@@ -15,7 +15,7 @@ use ferrospeed_tensor::Device;
 use ferrospeed_train::{Progress, Recipe, RunFolder, RunInfo, Summary, TrainError};
 
 use crate::failure::Failure;
-use crate::terminal::{print_note, print_output};
+use crate::terminal::{Paint, print_note, print_output};
 
 /// Arguments of `train`.
 #[derive(Debug, Args)]
@@ -86,10 +86,13 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
 }
 
 fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<ExitCode, Failure> {
+    // What concerns the whole job every rank would say; one is enough.
+    let level = if std::env::var("RANK").is_ok_and(|rank| rank != "0") { "error" } else { "warn" };
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
+            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| level.into()),
         )
+        .with_ansi(Paint::for_stderr().is_on())
         .with_writer(std::io::stderr)
         .try_init();
     let stop = stop_on_interrupt()?;
