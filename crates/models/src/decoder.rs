@@ -466,16 +466,16 @@ impl Decoder {
 
     /// The last hidden state `[batch, tokens, width]`, ready for the head.
     pub fn hidden(&self, tokens: &Tokens, state: Option<&mut AttentionState>, mode: Mode) -> Result<Tensor> {
-        Ok(self.run(tokens, state, mode, &mut |_, _| {})?.0)
+        Ok(self.run(tokens, state, mode, None)?.0)
     }
 
-    /// The same; also calls `observe(0, embedding)` and `observe(i, after block i - 1)`, and returns router logits.
+    /// The same; also tells an observer of the embedding (0) and of the result of each block (from 1), and returns router logits.
     pub fn run(
         &self,
         tokens: &Tokens,
         state: Option<&mut AttentionState>,
         mode: Mode,
-        observe: &mut dyn FnMut(usize, &Tensor),
+        mut observe: Option<&mut dyn FnMut(usize, &Tensor)>,
     ) -> Result<(Tensor, RouterLogits)> {
         let &[batch, count] = tokens.ids.sizes() else {
             return Err(ModelError::config(
@@ -502,7 +502,9 @@ impl Decoder {
             embedded = norm.forward(&embedded)?;
         }
         let embedded = mode.dropout(&embedded, self.config.embedding_dropout)?;
-        observe(0, &embedded);
+        if let Some(observe) = &mut observe {
+            observe(0, &embedded);
+        }
 
         let mut routers = RouterLogits::new();
         let mut stream = Stream { stream: embedded, pending: None };
@@ -514,7 +516,10 @@ impl Decoder {
             } else {
                 block.forward(stream, &visibility, cache, mode, &mut routers)?
             };
-            autograd::no_grad(|| stream.value()).map(|value| observe(index + 1, &value))?;
+            // The sum is made for the observer alone: the next block fuses it with its norm.
+            if let Some(observe) = &mut observe {
+                observe(index + 1, &autograd::no_grad(|| stream.value())?);
+            }
         }
         let mut hidden = match &self.final_norm {
             Some(norm) => stream.normed(norm)?.1,
@@ -533,7 +538,7 @@ impl Decoder {
 
     /// The mean loss of predicting each next label; labels of -100 do not count.
     pub fn loss(&self, tokens: &Tokens, labels: &Tensor, mode: Mode) -> Result<Tensor> {
-        let (hidden, routers) = self.run(tokens, None, mode, &mut |_, _| {})?;
+        let (hidden, routers) = self.run(tokens, None, mode, None)?;
         let loss = self.next_token_loss(&hidden, labels)?;
         match &self.config.feed_forward {
             FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0 => {

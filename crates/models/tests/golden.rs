@@ -112,12 +112,17 @@ fn check_decoder(case: &Case, config: ferrospeed_models::DecoderConfig, weights:
 
     let tokens = Tokens::new(case.ids("input_ids"));
     let (hidden, routers) = model
-        .run(&tokens, None, Mode::Evaluate, &mut |index, value| {
-            // The last block's raw result is not recorded: hidden_last is behind the final norm.
-            if index < model.config().layers {
-                case.expect(&format!("hidden_{index}"), value);
-            }
-        })
+        .run(
+            &tokens,
+            None,
+            Mode::Evaluate,
+            Some(&mut |index, value| {
+                // The last block's raw result is not recorded: hidden_last is behind the final norm.
+                if index < model.config().layers {
+                    case.expect(&format!("hidden_{index}"), value);
+                }
+            }),
+        )
         .unwrap();
     case.expect("hidden_last", &hidden);
     case.expect("logits", &model.logits(&hidden).unwrap());
