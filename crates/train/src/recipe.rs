@@ -22,6 +22,12 @@
 //! every = 50
 //! sequences = 64
 //!
+//! [save]                   # default: only when the run is stopped by a signal
+//! every = 100              # steps; 0 saves at the end alone
+//! keep_last = 3            # default: all stay
+//! keep_every = 1000        # these stay for good
+//! background = true        # training goes on while files are written
+//!
 //! [sample]
 //! prompt = "fn "
 //! tokens = 200
@@ -63,6 +69,9 @@ pub struct Recipe {
     /// How it is measured.
     #[serde(default)]
     pub eval: EvalRecipe,
+    /// When it is saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub save: Option<SaveRecipe>,
     /// Text to write at the end.
     #[serde(default)]
     pub sample: Option<SampleRecipe>,
@@ -131,6 +140,24 @@ pub struct EvalRecipe {
     pub sequences: u64,
 }
 
+/// When it is saved.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SaveRecipe {
+    /// Every this many steps, and at the end; 0 only at the end.
+    #[serde(default)]
+    pub every: u64,
+    /// How many of the newest checkpoints stay; default: all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep_last: Option<u64>,
+    /// Checkpoints of steps that are a multiple of this stay for good.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep_every: Option<u64>,
+    /// Whether training goes on while files are written: costs one copy of the state in memory.
+    #[serde(default = "yes")]
+    pub background: bool,
+}
+
 /// Text to write at the end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -152,7 +179,11 @@ fn default_seed() -> u64 {
     42
 }
 
-const RECIPE_KEYS: [&str; 8] = ["name", "steps", "ranks", "seed", "model", "data", "eval", "sample"];
+fn yes() -> bool {
+    true
+}
+
+const RECIPE_KEYS: [&str; 9] = ["name", "steps", "ranks", "seed", "model", "data", "eval", "save", "sample"];
 
 impl Recipe {
     /// Reads a recipe and applies `--set` overrides: keys of the recipe by their name, all others to the ds_config.
@@ -226,6 +257,13 @@ impl Recipe {
             let sizes = [model.layers, model.width, model.heads, model.vocabulary];
             let sized = sizes.iter().any(Option::is_some) || model.dropout.is_some();
             refuse(sized, "model: layers, width, heads, vocabulary and dropout belong to a preset".into());
+        }
+        if let Some(save) = &self.save {
+            let no_rotation = save.keep_every.is_some() && save.keep_last.is_none();
+            refuse(no_rotation, "save.keep_every: means nothing without save.keep_last: all stay".into());
+            for (key, value) in [("save.keep_last", save.keep_last), ("save.keep_every", save.keep_every)] {
+                refuse(value == Some(0), format!("{key}: must be at least 1; leave it out to keep all"));
+            }
         }
         if let Some(sample) = &self.sample {
             refuse(sample.prompt.is_empty(), "sample.prompt: must not be empty".into());
