@@ -257,6 +257,11 @@ impl Engine {
         &self.world
     }
 
+    /// Where random numbers start: after a load, where they started in the run that was saved.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
     /// The configuration in force.
     pub fn config(&self) -> &Config {
         &self.config

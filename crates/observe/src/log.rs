@@ -24,6 +24,18 @@ impl JsonLines {
         Ok(JsonLines { path: path.to_path_buf(), file })
     }
 
+    /// A log that goes on: what is there stays.
+    pub fn append(path: &Path) -> Result<JsonLines> {
+        let file = File::options().create(true).append(true).open(path);
+        let file = file.map_err(|source| ObserveError::Io { path: path.to_path_buf(), source })?;
+        Ok(JsonLines { path: path.to_path_buf(), file })
+    }
+
+    /// Brings what was written to the disk.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|source| ObserveError::Io { path: self.path.clone(), source })
+    }
+
     /// Adds a record.
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let failed = |source| ObserveError::Io { path: self.path.clone(), source };

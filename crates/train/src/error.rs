@@ -27,6 +27,18 @@ pub enum TrainError {
     /// The data could not be read.
     #[error(transparent)]
     Data(#[from] ferrospeed_data::DataError),
+    /// The run's folder holds checkpoints, and the run was to start anew.
+    #[error(
+        "{}: there are checkpoints of an earlier run; go on from them with --resume, or choose another --out",
+        dir.display()
+    )]
+    Occupied {
+        /// Where they are.
+        dir: PathBuf,
+    },
+    /// A checkpoint could not be found.
+    #[error(transparent)]
+    Checkpoint(#[from] ferrospeed_checkpoint::CheckpointError),
     /// Training failed.
     #[error(transparent)]
     Engine(#[from] ferrospeed_engine::EngineError),

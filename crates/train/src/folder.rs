@@ -5,6 +5,7 @@
 //! | `log.jsonl` | one object per step |
 //! | `eval.jsonl` | one object per validation |
 //! | `config/recipe.toml`, `config/ds_config.json` | the resolved recipe and configuration: they reproduce the run |
+//! | `checkpoints/` | what a run goes on from |
 //! | `model/` | a Hugging Face directory with the trained weights |
 //! | `report.html` | charts and numbers of the run, in one page that needs nothing else |
 //! | `events/` | the same for TensorBoard |
@@ -43,6 +44,11 @@ impl RunFolder {
     /// `config/`
     pub fn config(&self) -> PathBuf {
         self.0.join("config")
+    }
+
+    /// `checkpoints/`
+    pub fn checkpoints(&self) -> PathBuf {
+        self.0.join("checkpoints")
     }
 
     /// `model/`

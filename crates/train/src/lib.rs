@@ -3,6 +3,7 @@
 //! [`Recipe`] says what to train on what ([`recipe`]); [`run`] does it and fills a run's folder ([`folder`]). The
 //! terminal is the caller's: [`Progress`] tells it what happens.
 
+mod checkpoint;
 pub mod error;
 mod export;
 pub mod folder;
@@ -11,7 +12,8 @@ pub mod recipe;
 mod records;
 mod run;
 
+pub use checkpoint::{Ending, Resume, Resumed, StopRequests};
 pub use error::{Result, TrainError};
 pub use folder::RunFolder;
 pub use recipe::Recipe;
-pub use run::{Progress, RunInfo, Summary, run};
+pub use run::{Job, Progress, RunInfo, Summary, run};

@@ -1,5 +1,7 @@
 //! Everything rank 0 writes down while a run goes: logs, TensorBoard events, and the report at the end.
 
+use std::path::{Path, PathBuf};
+
 use ferrospeed_config::{Config, Precision};
 use ferrospeed_observe::monitor::{Monitors, OptionalEvents, Samples, TensorBoard};
 use ferrospeed_observe::report::{Report, render};
@@ -15,23 +17,34 @@ pub(crate) struct Records {
     log: JsonLines,
     eval: JsonLines,
     monitors: Monitors,
-    batch: u64,
 }
 
 impl Records {
-    /// New, empty files. `batch` is the samples of a step.
-    pub(crate) fn create(folder: &RunFolder, config: &Config, batch: u64) -> Result<Records> {
+    /// New, empty files, or those of a run that goes on after `done` steps: what was logged after them, before the run
+    /// was ended, is dropped.
+    pub(crate) fn open(folder: &RunFolder, config: &Config, done: Option<u64>) -> Result<Records> {
         let scales_loss = matches!(config.precision, Precision::Fp16 { .. });
         let mut monitors =
             Monitors::new(OptionalEvents { loss_scale: scales_loss, times: config.wall_clock_breakdown });
         monitors.add(TensorBoard::create(folder.path(), "events")?);
-        let (log, eval) = (JsonLines::create(&folder.log())?, JsonLines::create(&folder.eval())?);
-        Ok(Records { folder: folder.clone(), log, eval, monitors, batch })
+        let open = |path: PathBuf| -> Result<JsonLines> {
+            let Some(done) = done.filter(|_| path.exists()) else { return Ok(JsonLines::create(&path)?) };
+            keep_steps(&path, done)?;
+            Ok(JsonLines::append(&path)?)
+        };
+        let (log, eval) = (open(folder.log())?, open(folder.eval())?);
+        Ok(Records { folder: folder.clone(), log, eval, monitors })
     }
 
-    pub(crate) fn step(&mut self, record: &StepRecord) -> Result<()> {
+    /// Brings the logs to the disk, so that none is behind the checkpoint that is written next.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.log.sync()?;
+        Ok(self.eval.sync()?)
+    }
+
+    /// `samples` were taken by all ranks before and after the step.
+    pub(crate) fn step(&mut self, record: &StepRecord, samples: Samples) -> Result<()> {
         self.log.write(record)?;
-        let samples = Samples { before: (record.step - 1) * self.batch, after: record.step * self.batch };
         // The log is the run's memory; a chart that cannot be drawn does not end the run.
         if let Err(error) = self.monitors.step(record, samples) {
             tracing::warn!("{error}");
@@ -39,9 +52,9 @@ impl Records {
         Ok(())
     }
 
-    pub(crate) fn eval(&mut self, record: &EvalRecord) -> Result<()> {
+    pub(crate) fn eval(&mut self, record: &EvalRecord, samples: u64) -> Result<()> {
         self.eval.write(record)?;
-        if let Err(error) = self.monitors.validation(record, record.step * self.batch) {
+        if let Err(error) = self.monitors.validation(record, samples) {
             tracing::warn!("{error}");
         }
         Ok(())
@@ -76,5 +89,44 @@ impl Records {
             documents: &documents,
         });
         std::fs::write(self.folder.report(), page).map_err(TrainError::io(self.folder.report()))
+    }
+}
+
+/// Drops the lines of later steps, and a last one that was never finished. The new file takes the old one's place whole.
+fn keep_steps(path: &Path, last: u64) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Step {
+        step: u64,
+    }
+    let text = std::fs::read_to_string(path).map_err(TrainError::io(path))?;
+    let mut kept = String::with_capacity(text.len());
+    for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
+        let step: Step = serde_json::from_str(line).map_err(|error| TrainError::io(path)(error.into()))?;
+        if step.step <= last {
+            kept.push_str(line);
+        }
+    }
+    let beside = path.with_extension("jsonl.partial");
+    std::fs::write(&beside, kept).map_err(TrainError::io(&beside))?;
+    std::fs::rename(&beside, path).map_err(TrainError::io(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_goes_on_after_the_step_that_was_saved() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let line = |step: u64| format!("{{\"step\":{step},\"loss\":0.1}}\n");
+        std::fs::write(&path, format!("{}{}{}{{\"step\":4,\"lo", line(1), line(2), line(3))).unwrap();
+        keep_steps(&path, 2).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{}{}", line(1), line(2)));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+
+        std::fs::write(&path, "not a record\n").unwrap();
+        let error = keep_steps(&path, 2).unwrap_err().to_string();
+        assert!(error.contains("log.jsonl"), "{error}");
     }
 }

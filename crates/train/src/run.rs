@@ -1,9 +1,8 @@
 //! The training loop of one rank.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use ferrospeed_comm::{ReduceOp, World};
@@ -11,10 +10,12 @@ use ferrospeed_data::{ByteText, Position, Sampler, Sequences, Split, TokenStream
 use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
+use ferrospeed_observe::monitor::Samples;
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Category, Device, Tensor};
 
+use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::export::export;
 use crate::folder::RunFolder;
@@ -45,6 +46,8 @@ pub struct RunInfo {
     pub validation_sequences: u64,
     /// What the configuration warned about.
     pub warnings: Vec<String>,
+    /// The checkpoint that it goes on from.
+    pub resumed: Option<Resumed>,
 }
 
 /// How a run ended.
@@ -58,8 +61,10 @@ pub struct Summary {
     pub validation_loss: Option<f32>,
     /// The text the model wrote.
     pub sample: Option<String>,
-    /// Whether it was stopped before its last step.
-    pub interrupted: bool,
+    /// Whether it came to its end.
+    pub ending: Ending,
+    /// The checkpoint that was written last, where the run waited for it.
+    pub checkpoint: Option<PathBuf>,
     /// Wall-clock seconds.
     pub seconds: f64,
 }
@@ -72,6 +77,28 @@ pub trait Progress {
     fn step(&mut self, _record: &StepRecord) {}
     /// After each validation.
     fn eval(&mut self, _record: &EvalRecord) {}
+    /// After each checkpoint.
+    fn saved(&mut self, _path: &Path) {}
+    /// Something went wrong that does not end the run.
+    fn warning(&mut self, _text: &str) {}
+}
+
+/// One rank's part of a run.
+pub struct Job<'a> {
+    /// What to train.
+    pub recipe: &'a Recipe,
+    /// Where the recipe was read, for messages.
+    pub path: &'a Path,
+    /// The ranks.
+    pub world: World,
+    /// Where this rank computes.
+    pub device: Device,
+    /// Where files go.
+    pub folder: &'a RunFolder,
+    /// Where it starts.
+    pub resume: Resume,
+    /// What signals ask for.
+    pub requests: StopRequests,
 }
 
 struct Run<'a> {
@@ -85,18 +112,11 @@ struct Run<'a> {
     tokens: u64,
 }
 
-/// Runs a recipe on this rank; all ranks call it together. `stop` ends it at the next step boundary.
-pub fn run(
-    recipe: &Recipe,
-    path: &Path,
-    world: World,
-    device: Device,
-    folder: &RunFolder,
-    stop: &AtomicBool,
-    progress: &mut dyn Progress,
-) -> Result<Summary> {
+/// Runs a recipe on this rank; all ranks call it together.
+pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let start = Instant::now();
-    let refuse = |problems| TrainError::Recipe { path: path.to_path_buf(), problems };
+    let (recipe, folder) = (job.recipe, job.folder);
+    let refuse = |problems| TrainError::Recipe { path: job.path.to_path_buf(), problems };
     let problems = recipe.problems();
     if !problems.is_empty() {
         return Err(refuse(problems));
@@ -108,19 +128,12 @@ pub fn run(
     let BuiltModel { decoder: model, config: model_config, weights } =
         build(recipe, vocabulary).map_err(refuse)?;
 
-    let rank = world.rank();
-    let mut setup = Setup::new(config, world, device);
+    let rank = job.world.rank();
+    let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
     let engine = initialize_model(&setup, model.parameters(), Options { source, ..Default::default() })?;
 
-    let mut records = if rank == 0 {
-        folder.create()?;
-        write_config(recipe, &engine, folder)?;
-        Some(Records::create(folder, engine.config(), engine.train_batch_size())?)
-    } else {
-        None
-    };
     let mut run = Run {
         sampler: Sampler::new(sequences.count(Split::Train), recipe.seed),
         flops_per_token: flops_per_token(&model, recipe.data.sequence),
@@ -131,44 +144,73 @@ pub fn run(
         position: Position::default(),
         tokens: 0,
     };
-    let info = run.info(warnings);
+    let mut checkpoints = Checkpoints::new(recipe, folder);
+    let resumed = run.resume(&checkpoints, &job.resume, folder)?;
+    let done = resumed.as_ref().map(|resumed| resumed.step);
+    let mut records = if rank == 0 {
+        folder.create()?;
+        write_config(recipe, &run.engine, folder)?;
+        Some(Records::open(folder, run.engine.config(), done)?)
+    } else {
+        None
+    };
+    let info = run.info(warnings, resumed);
     if rank == 0 {
         progress.started(&info);
     }
     let mut summary = Summary {
-        steps: 0,
+        steps: done.unwrap_or(0),
         loss: f32::NAN,
         validation_loss: None,
         sample: None,
-        interrupted: false,
+        ending: Ending::Finished,
+        checkpoint: None,
         seconds: 0.0,
     };
-    for step in 1..=recipe.steps {
-        let (record, interrupted) = run.step(step, stop)?;
+    for step in summary.steps + 1..=recipe.steps {
+        let before = run.position.samples;
+        let (record, asked) = run.step(step, &job.requests)?;
+        let samples = Samples { before, after: run.position.samples };
         (summary.steps, summary.loss) = (step, record.loss);
         if let Some(records) = &mut records {
-            records.step(&record)?;
+            records.step(&record, samples)?;
             progress.step(&record);
         }
-        summary.interrupted = interrupted && step < recipe.steps;
-        let last = step == recipe.steps || interrupted;
+        summary.ending = asked.filter(|_| step < recipe.steps).unwrap_or(Ending::Finished);
+        let last = step == recipe.steps || asked.is_some();
         let due = recipe.eval.every > 0 && step.is_multiple_of(recipe.eval.every);
-        if (due || last) && run.sequences.count(Split::Validation) > 0 {
+        if (due || (last && summary.ending != Ending::Left)) && run.sequences.count(Split::Validation) > 0 {
             let record = run.evaluate(step)?;
             summary.validation_loss = Some(record.loss);
             if let Some(records) = &mut records {
-                records.eval(&record)?;
+                records.eval(&record, samples.after)?;
                 progress.eval(&record);
             }
+        }
+        checkpoints.look(&mut run.engine, progress)?;
+        let stopped = summary.ending != Ending::Finished;
+        let save_now = stopped || (last && checkpoints.is_due_at_end());
+        if let Some(records) = records.as_ref().filter(|_| save_now || checkpoints.is_due(step)) {
+            records.sync()?;
+        }
+        let (position, state) = (run.position.samples, run.state());
+        if save_now {
+            let saved = checkpoints.save_now(&mut run.engine, position, &state, progress)?;
+            summary.checkpoint = Some(saved);
+        } else if checkpoints.is_due(step) {
+            checkpoints.save(&mut run.engine, position, &state, progress)?;
         }
         if last {
             break;
         }
     }
-    export(run.engine.store(), &run.model, &model_config, &folder.model())?;
-    summary.sample = run.sample()?;
-    if let (0, Some(sample)) = (rank, &summary.sample) {
-        std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
+    checkpoints.wait(&mut run.engine, progress)?;
+    if summary.ending != Ending::Left {
+        export(run.engine.store(), &run.model, &model_config, &folder.model())?;
+        summary.sample = run.sample()?;
+        if let (0, Some(sample)) = (rank, &summary.sample) {
+            std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
+        }
     }
     summary.seconds = start.elapsed().as_secs_f64();
     if let Some(records) = records {
@@ -199,7 +241,47 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
 }
 
 impl Run<'_> {
-    fn info(&self, warnings: Vec<String>) -> RunInfo {
+    /// Goes on from a checkpoint, if one is asked for and there.
+    fn resume(
+        &mut self,
+        checkpoints: &Checkpoints,
+        resume: &Resume,
+        folder: &RunFolder,
+    ) -> Result<Option<Resumed>> {
+        let Some((loaded, state)) = checkpoints.load(&mut self.engine, resume, folder)? else {
+            return Ok(None);
+        };
+        let mut changes = loaded.changes;
+        let own = self.state();
+        if let Some(state) = state {
+            self.tokens = state.tokens;
+            for (what, before, now) in [
+                ("sequences to train on", state.train_sequences, own.train_sequences),
+                ("tokens per sequence", state.sequence, own.sequence),
+            ] {
+                if before != now {
+                    changes.push(format!("{what}: {before} -> {now}; the order of samples is another one"));
+                }
+            }
+        }
+        if self.engine.seed() != self.recipe.seed {
+            changes.push(format!("seed: the saved {} is kept, not {}", self.engine.seed(), self.recipe.seed));
+        }
+        self.position.samples = loaded.data_position;
+        self.sampler = Sampler::new(self.sequences.count(Split::Train), self.engine.seed());
+        Ok(Some(Resumed { path: loaded.path, step: self.engine.global_steps(), changes }))
+    }
+
+    /// What a checkpoint holds besides the engine's state.
+    fn state(&self) -> RunState {
+        RunState {
+            tokens: self.tokens,
+            train_sequences: self.sequences.count(Split::Train),
+            sequence: self.recipe.data.sequence,
+        }
+    }
+
+    fn info(&self, warnings: Vec<String>, resumed: Option<Resumed>) -> RunInfo {
         RunInfo {
             parameters: self.model.parameters().numel() as u64,
             ranks: self.engine.world().size(),
@@ -211,6 +293,7 @@ impl Run<'_> {
             train_sequences: self.sequences.count(Split::Train),
             validation_sequences: self.sequences.count(Split::Validation),
             warnings,
+            resumed,
         }
     }
 
@@ -225,8 +308,8 @@ impl Run<'_> {
         Ok(Tensor::from_slice(&ids, [ids.len() / length, length], self.engine.device())?)
     }
 
-    /// One optimizer step; says whether any rank was asked to stop.
-    fn step(&mut self, step: u64, stop: &AtomicBool) -> Result<(StepRecord, bool)> {
+    /// One optimizer step; says whether any rank was asked to stop, and how.
+    fn step(&mut self, step: u64, requests: &StopRequests) -> Result<(StepRecord, Option<Ending>)> {
         let start = Instant::now();
         let device = self.engine.device().clone();
         device.backend().reset_peak_memory();
@@ -250,7 +333,8 @@ impl Run<'_> {
         let tokens = self.engine.train_batch_size() * self.recipe.data.sequence;
         self.tokens += tokens;
         // The mean over ranks, and whether anybody wants to stop, in one exchange.
-        let mut shared = [loss_sum / micro_batches as f32, f32::from(u8::from(stop.load(Ordering::Relaxed)))];
+        let [finish, leave] = requests.as_flags();
+        let mut shared = [loss_sum / micro_batches as f32, finish, leave];
         self.engine.world().group().all_reduce(&mut shared, ReduceOp::Avg)?;
         let usage = device.memory_usage();
         let mut memory_bytes: BTreeMap<String, u64> = Category::ALL
@@ -279,7 +363,12 @@ impl Run<'_> {
             skipped: matches!(report, StepReport::Skipped { .. }),
             loss_scale,
         };
-        Ok((record, shared[1] > 0.0))
+        let asked = match shared {
+            [_, _, leave] if leave > 0.0 => Some(Ending::Left),
+            [_, finish, _] if finish > 0.0 => Some(Ending::Stopped),
+            _ => None,
+        };
+        Ok((record, asked))
     }
 
     /// The mean loss over validation sequences, which ranks share out.

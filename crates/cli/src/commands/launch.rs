@@ -268,8 +268,10 @@ pub(super) fn report(outcome: &JobOutcome) -> ExitCode {
     match outcome {
         JobOutcome::Succeeded => {}
         JobOutcome::Failed(failure) => terminal::print_error(&failure.to_string()),
-        JobOutcome::Interrupted { signal } => {
-            terminal::print_error(&format!("interrupted by signal {signal}; every rank has been stopped"));
+        JobOutcome::Interrupted { signal, agreed_code } => {
+            let code = agreed_code.map_or(String::new(), |code| format!(" with exit code {code}"));
+            let text = format!("interrupted by signal {signal}; every rank has been stopped{code}");
+            terminal::print_error(&text);
         }
     }
     ExitCode::from(outcome.exit_code())

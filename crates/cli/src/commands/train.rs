@@ -1,21 +1,21 @@
 //! `ferrospeed train`: starts the ranks of a recipe, or is one of them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use clap::Args;
 use ferrospeed_comm::{ConnectOptions, World};
-use ferrospeed_launch::LocalJob;
 use ferrospeed_launch::supervise::OutputMode;
+use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::Device;
-use ferrospeed_train::{Progress, Recipe, RunFolder, RunInfo, Summary, TrainError};
+use ferrospeed_train::{
+    Ending, Job, Progress, Recipe, Resume, RunFolder, RunInfo, StopRequests, Summary, TrainError,
+};
 
 use crate::failure::Failure;
-use crate::terminal::{Paint, print_note, print_output};
+use crate::terminal::{Paint, print_error, print_note, print_output};
 
 /// Arguments of `train`.
 #[derive(Debug, Args)]
@@ -28,13 +28,22 @@ pub(crate) struct TrainArgs {
     /// Where the run's files go [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Go on from a checkpoint: auto (the newest of this run, or from the start where there is none), its name, or a folder
+    #[arg(long, value_name = "auto|TAG|DIR", num_args = 0..=1, default_missing_value = "auto")]
+    resume: Option<String>,
     /// Change a key of the recipe (steps=8) or of the ds_config (zero_optimization.stage=3); may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
 }
 
-/// Ranks may need this long to finish their step after Ctrl-C.
-const INTERRUPT_GRACE: Duration = Duration::from_secs(120);
+/// Ranks may need this long to finish their step and save after a signal.
+const INTERRUPT_GRACE: Duration = Duration::from_secs(600);
+
+/// A run that saved and left as SIGTERM or SIGUSR2 asked: `EX_TEMPFAIL`, try again. `--resume` goes on.
+const EXIT_SAVED: u8 = 75;
+
+/// A run that Ctrl-C stopped at the end of a step.
+const EXIT_INTERRUPTED: u8 = 130;
 
 pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let mut recipe = Recipe::load(&args.recipe, &args.overrides).map_err(failure)?;
@@ -47,6 +56,14 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         }
     }
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
+    if !is_rank {
+        // Ranks look again; a mistake is said once, before any of them starts.
+        let start = args.resume().find(&folder).map_err(failure)?;
+        if args.resume.is_some() && start.is_none() {
+            let folder = folder.checkpoints();
+            print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
+        }
+    }
     if is_rank || recipe.ranks == 1 {
         run_rank(args, recipe, &folder)
     } else {
@@ -54,9 +71,15 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     }
 }
 
+impl TrainArgs {
+    fn resume(&self) -> Resume {
+        self.resume.as_deref().map_or(Resume::No, Resume::parse)
+    }
+}
+
 fn failure(error: TrainError) -> Failure {
     match error {
-        TrainError::Recipe { .. } => Failure::Usage(error.to_string()),
+        TrainError::Recipe { .. } | TrainError::Occupied { .. } => Failure::Usage(error.to_string()),
         other => Failure::Run(other.to_string()),
     }
 }
@@ -68,6 +91,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];
     words.extend(["--out".to_owned(), folder.path().display().to_string()]);
     words.extend(["-n".to_owned(), recipe.ranks.to_string()]);
+    words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
     words.extend(args.overrides.iter().flat_map(|assignment| ["--set".to_owned(), assignment.clone()]));
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
     job.output = OutputMode::Plain;
@@ -79,8 +103,16 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
         job.env.insert("FERROSPEED_THREADS".into(), threads.to_string());
     }
     let outcome = job.run()?;
-    if let ferrospeed_launch::JobOutcome::Failed(report) = &outcome {
-        crate::terminal::print_error(&report.to_string());
+    match &outcome {
+        // Rank 0 has said what it saved.
+        JobOutcome::Failed(report) if report.ended.exit_code() == EXIT_SAVED => {}
+        JobOutcome::Failed(report) => print_error(&report.to_string()),
+        JobOutcome::Interrupted { agreed_code: None, .. } => {
+            print_error(
+                "the ranks were stopped before they had saved; --resume goes on from the last checkpoint",
+            );
+        }
+        JobOutcome::Interrupted { .. } | JobOutcome::Succeeded => {}
     }
     Ok(ExitCode::from(outcome.exit_code()))
 }
@@ -95,7 +127,7 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
         .with_ansi(Paint::for_stderr().is_on())
         .with_writer(std::io::stderr)
         .try_init();
-    let stop = stop_on_interrupt()?;
+    let requests = watch_signals()?;
     let world = if std::env::var_os("RANK").is_some() {
         let mut options = ConnectOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
         recipe.ranks = u32::try_from(options.world_size).unwrap_or(u32::MAX);
@@ -108,31 +140,49 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
     };
     let every = recipe.config().ok().and_then(|(config, _)| config.steps_per_print).unwrap_or(10).max(1);
     let rank = world.rank();
-    let mut lines = Lines { steps: recipe.steps, every };
-    let summary =
-        ferrospeed_train::run(&recipe, &args.recipe, world, Device::cpu(), folder, &stop, &mut lines)
-            .map_err(failure)?;
+    let mut lines = Lines { steps: recipe.steps, first: 1, every };
+    let job = Job {
+        recipe: &recipe,
+        path: &args.recipe,
+        world: world.clone(),
+        device: Device::cpu(),
+        folder,
+        resume: args.resume(),
+        requests,
+    };
+    let summary = ferrospeed_train::run(&job, &mut lines).map_err(failure)?;
     if rank == 0 {
         finish(&summary, folder)?;
     }
-    Ok(ExitCode::SUCCESS)
+    // A rank that leaves with a code of its own is a failure to the launcher, so none leaves before all are done.
+    if summary.ending != Ending::Finished {
+        world.group().barrier().map_err(|error| Failure::Run(error.to_string()))?;
+    }
+    Ok(match summary.ending {
+        Ending::Finished => ExitCode::SUCCESS,
+        Ending::Stopped => ExitCode::from(EXIT_INTERRUPTED),
+        Ending::Left => ExitCode::from(EXIT_SAVED),
+    })
 }
 
-/// The first interrupt asks for the end of the step, the second ends at once.
-fn stop_on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // In this order: the second handler sees the flag as the first signal left it.
-        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, stop.clone())
-            .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
-            .map_err(|error| Failure::Run(format!("cannot watch for interrupts: {error}")))?;
-    }
-    Ok(stop)
+/// SIGINT asks for the end of the step, a second one ends at once. SIGTERM and SIGUSR2 ask to save and leave, however
+/// often they come: a batch system may send them to the launcher and to the ranks.
+fn watch_signals() -> Result<StopRequests, Failure> {
+    use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR2};
+    let requests = StopRequests::default();
+    // In this order: the handler that ends at once sees the flag as the first signal left it.
+    signal_hook::flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, requests.finish.clone())
+        .and_then(|_| signal_hook::flag::register(SIGINT, requests.finish.clone()))
+        .and_then(|_| signal_hook::flag::register(SIGTERM, requests.leave.clone()))
+        .and_then(|_| signal_hook::flag::register(SIGUSR2, requests.leave.clone()))
+        .map_err(|error| Failure::Run(format!("cannot watch for signals: {error}")))?;
+    Ok(requests)
 }
 
 /// One line every few steps.
 struct Lines {
     steps: u64,
+    first: u64,
     every: u64,
 }
 
@@ -153,10 +203,16 @@ impl Progress for Lines {
             info.validation_sequences,
         );
         let _ = print_output(&text);
+        if let Some(resumed) = &info.resumed {
+            self.first = resumed.step + 1;
+            let mut text = format!("going on after step {} from {}", resumed.step, resumed.path.display());
+            resumed.changes.iter().for_each(|change| text.push_str(&format!("\n  {change}")));
+            let _ = print_output(&text);
+        }
     }
 
     fn step(&mut self, record: &StepRecord) {
-        if record.step != 1 && record.step != self.steps && !record.step.is_multiple_of(self.every) {
+        if record.step != self.first && record.step != self.steps && !record.step.is_multiple_of(self.every) {
             return;
         }
         let norm = record.grad_norm.map_or("skipped".to_owned(), |norm| format!("{norm:.3}"));
@@ -180,6 +236,14 @@ impl Progress for Lines {
             record.step, self.steps, record.loss
         ));
     }
+
+    fn saved(&mut self, path: &Path) {
+        let _ = print_output(&format!("saved {}", path.display()));
+    }
+
+    fn warning(&mut self, text: &str) {
+        print_note(text);
+    }
 }
 
 fn grouped(number: u64) -> String {
@@ -199,17 +263,25 @@ fn finish(summary: &Summary, folder: &RunFolder) -> Result<(), Failure> {
     if let Some(sample) = &summary.sample {
         text.push_str(&format!("\n--- sample ---\n{sample}\n---\n"));
     }
-    let how = if summary.interrupted { "stopped by request after" } else { "finished" };
+    let how = if summary.ending == Ending::Finished { "finished" } else { "stopped by request after" };
     let validation =
         summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}"));
     text.push_str(&format!(
-        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}\nreport   {}\nlog      {}\nweights  {}\n",
+        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}\nreport   {}\nlog      {}\n",
         summary.steps,
         summary.seconds,
         summary.loss,
         folder.report().display(),
         folder.log().display(),
-        folder.model().display(),
     ));
+    if let Some(checkpoint) = &summary.checkpoint {
+        text.push_str(&format!("saved    {}\n", checkpoint.display()));
+    }
+    if summary.ending != Ending::Left {
+        text.push_str(&format!("weights  {}\n", folder.model().display()));
+    }
+    if summary.ending != Ending::Finished {
+        text.push_str("go on with --resume\n");
+    }
     print_output(&text)
 }

@@ -30,7 +30,7 @@ use orphans::Orphanage;
 use outcome::OomCounter;
 use output::{Output, OutputOptions};
 use process::Process;
-use signals::SignalWatch;
+use signals::{RELAYED, SignalWatch};
 
 /// How long peers of a failed rank may take to go before they are killed.
 const FAILURE_GRACE: Duration = Duration::from_secs(2);
@@ -41,7 +41,7 @@ const TICK: Duration = Duration::from_millis(50);
 /// Whether a supervisor answers for its process's signals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SignalHandling {
-    /// SIGINT, SIGTERM and SIGHUP are forwarded to the ranks.
+    /// SIGINT, SIGTERM, SIGHUP and SIGUSR2 are forwarded to the ranks; the first three start the countdown to their end.
     Forward,
     /// They keep their meaning.
     LeaveAlone,
@@ -105,7 +105,9 @@ impl Supervisor {
     pub fn pause(&self, duration: Duration) -> Option<i32> {
         let end = Instant::now() + duration;
         loop {
-            if let Some(signal) = self.signals.as_ref().and_then(SignalWatch::take) {
+            if let Some(signal) = self.signals.as_ref().and_then(SignalWatch::take)
+                && signal != RELAYED as i32
+            {
                 return Some(signal);
             }
             let left = end.saturating_duration_since(Instant::now());
@@ -122,13 +124,14 @@ impl Supervisor {
         let orphanage = Orphanage::open()?;
         let mut running = Running::start(specs, &self.options, orphanage)?;
         let phase = self.watch(specs, &mut running);
+        let agreed_code = running.agreed_code();
         let (tails, logs) = running.finish();
         let cause = match phase {
             Phase::Running => return Ok(JobOutcome::Succeeded),
             Phase::Stopping { cause, .. } | Phase::Killed { cause } => cause,
         };
         Ok(match cause {
-            Cause::Signal(signal) => JobOutcome::Interrupted { signal },
+            Cause::Signal(signal) => JobOutcome::Interrupted { signal, agreed_code },
             Cause::Failure { index, ended } => JobOutcome::Failed(RankFailure {
                 who: specs[index].label.clone(),
                 rank: specs[index].rank,
@@ -158,7 +161,11 @@ impl Supervisor {
                 // Every waiter thread reports before it ends, so this is unreachable while processes live.
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            let signal = self.signals.as_ref().and_then(SignalWatch::take);
+            let mut signal = self.signals.as_ref().and_then(SignalWatch::take);
+            if signal == Some(RELAYED as i32) {
+                running.signal_alive(|_| RELAYED as i32);
+                signal = None;
+            }
             phase = match (phase, signal) {
                 (Phase::Running, Some(signal)) => {
                     running.signal_alive(|index| specs[index].stop_signal.unwrap_or(signal));
@@ -247,6 +254,16 @@ impl Running {
             if process.ended.is_none() {
                 process.signal_group(choose(index));
             }
+        }
+    }
+
+    /// The code that every process exited with, where it is the same one and not 0.
+    fn agreed_code(&self) -> Option<u8> {
+        let first = self.processes.first()?.ended;
+        let alike = self.processes.iter().all(|process| process.ended == first);
+        match first {
+            Some(Ended::Code(code)) if alike && code != 0 => u8::try_from(code).ok(),
+            _ => None,
         }
     }
 

@@ -42,16 +42,21 @@ pub enum JobOutcome {
     Interrupted {
         /// The signal.
         signal: i32,
+        /// The code that all ranks exited with when they were told, where it is the same one and not 0.
+        agreed_code: Option<u8>,
     },
 }
 
 impl JobOutcome {
-    /// The exit code of the launcher: the first failure's, or 128 plus the signal.
+    /// The exit code of the launcher: the first failure's; after a signal the one that the ranks agree on, or 128 plus
+    /// the signal.
     pub fn exit_code(&self) -> u8 {
         match self {
             JobOutcome::Succeeded => 0,
             JobOutcome::Failed(failure) => failure.ended.exit_code(),
-            JobOutcome::Interrupted { signal } => Ended::Signal(*signal).exit_code(),
+            JobOutcome::Interrupted { signal, agreed_code } => {
+                agreed_code.unwrap_or_else(|| Ended::Signal(*signal).exit_code())
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-//! SIGINT, SIGTERM and SIGHUP of the launcher, counted by a handler and read by the supervisor.
+//! The launcher's signals, counted by a handler and read by the supervisor: SIGINT, SIGTERM and SIGHUP, which end a
+//! job, and SIGUSR2, which only its ranks understand.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -6,9 +7,12 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 
 use crate::error::LaunchError;
 
-const WATCHED: [Signal; 3] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP];
+const WATCHED: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, RELAYED];
 
-static RECEIVED: [AtomicU32; 3] = [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)];
+/// Passed on, and nothing else: what it means is the ranks' business.
+pub(super) const RELAYED: Signal = Signal::SIGUSR2;
+
+static RECEIVED: [AtomicU32; WATCHED.len()] = [const { AtomicU32::new(0) }; WATCHED.len()];
 static TAKEN: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn note_signal(number: libc::c_int) {

@@ -1,0 +1,318 @@
+//! When a run saves, and where it goes on from.
+//!
+//! A run saves as its recipe says, and always before it stops for a signal. It goes on only when it was asked to: a
+//! folder that holds checkpoints is never trained over by a run that starts anew.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrospeed_checkpoint::manifest::MANIFEST_FILE;
+use ferrospeed_checkpoint::{CheckpointError, Manifest, Retention, agree, list, resolve};
+use ferrospeed_engine::{Engine, EngineError, LoadOptions, Loaded, SaveOptions};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::{Result, TrainError};
+use crate::folder::RunFolder;
+use crate::recipe::{Recipe, SaveRecipe};
+use crate::run::Progress;
+
+/// Where a run starts.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Resume {
+    /// At the first step. Refused where the run's folder holds checkpoints.
+    #[default]
+    No,
+    /// At the newest whole checkpoint of the run's folder; at the first step where there has never been one.
+    Newest,
+    /// At a checkpoint of the run's folder by its name, or at one of another folder.
+    Named(String),
+}
+
+impl Resume {
+    /// What `--resume VALUE` means.
+    pub fn parse(text: &str) -> Resume {
+        if text == "auto" { Resume::Newest } else { Resume::Named(text.to_owned()) }
+    }
+
+    /// The checkpoint to start from: its folder of checkpoints and its name. `None` starts at the first step.
+    pub fn find(&self, folder: &RunFolder) -> Result<Option<(PathBuf, String)>> {
+        let own = folder.checkpoints();
+        match self {
+            Resume::No => match present(&own)? {
+                Present::Nothing => Ok(None),
+                _ => Err(TrainError::Occupied { dir: own }),
+            },
+            Resume::Newest => match present(&own)? {
+                Present::Nothing => Ok(None),
+                Present::Some => Ok(Some(newest(&own)?)),
+            },
+            Resume::Named(text) => named(text, &own).map(Some),
+        }
+    }
+}
+
+enum Present {
+    Nothing,
+    /// Complete or not: somebody saved here.
+    Some,
+}
+
+/// Whether anybody ever saved into a folder. What a crash left unfinished does not count.
+fn present(dir: &Path) -> Result<Present> {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Present::Nothing),
+        Err(error) => return Err(TrainError::io(dir)(error)),
+    };
+    for entry in entries {
+        let entry = entry.map_err(TrainError::io(dir))?;
+        if entry.path().is_dir() && !entry.file_name().as_encoded_bytes().starts_with(b".") {
+            return Ok(Present::Some);
+        }
+    }
+    // A crash between two renames leaves a whole one set aside.
+    Ok(if list(dir)?.is_empty() { Present::Nothing } else { Present::Some })
+}
+
+fn newest(dir: &Path) -> Result<(PathBuf, String)> {
+    split(&resolve(dir, None)?)
+}
+
+/// The folder and the name of a checkpoint; one that was set aside is found again by the name it had.
+fn split(checkpoint: &Path) -> Result<(PathBuf, String)> {
+    match (checkpoint.parent(), checkpoint.file_name().and_then(|name| name.to_str())) {
+        (Some(dir), Some(name)) if name.starts_with('.') => {
+            Ok((dir.to_path_buf(), Manifest::read(&checkpoint.join(MANIFEST_FILE))?.tag))
+        }
+        (Some(dir), Some(tag)) => Ok((dir.to_path_buf(), tag.to_owned())),
+        _ => Err(CheckpointError::Request(format!("{} names no checkpoint", checkpoint.display())).into()),
+    }
+}
+
+/// A name in the run's own folder, the folder of one checkpoint, a folder of checkpoints, or another run's folder.
+fn named(text: &str, own: &Path) -> Result<(PathBuf, String)> {
+    let given = Path::new(text);
+    let is_plain_name = given.components().count() == 1 && !text.ends_with('/');
+    if is_plain_name && (own.join(text).is_dir() || !given.is_dir()) {
+        return split(&resolve(own, Some(text)).map_err(|error| missing(error, own))?);
+    }
+    if !given.is_dir() {
+        let why = "is no folder; --resume takes auto, a checkpoint's name, or a folder".to_owned();
+        return Err(CheckpointError::NotFound { dir: given.to_path_buf(), why }.into());
+    }
+    let of_run = RunFolder::at(given).checkpoints();
+    if given.join(MANIFEST_FILE).is_file() {
+        let whole = given.canonicalize().map_err(TrainError::io(given))?;
+        split(&whole)
+    } else if of_run.is_dir() {
+        newest(&of_run)
+    } else {
+        newest(given)
+    }
+}
+
+/// A folder that is not there is a missing checkpoint, not a failed listing.
+fn missing(error: CheckpointError, own: &Path) -> CheckpointError {
+    match error {
+        CheckpointError::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            let why = "there is no checkpoint at all".to_owned();
+            CheckpointError::NotFound { dir: own.to_path_buf(), why }
+        }
+        other => other,
+    }
+}
+
+/// What signals ask of a run. Ranks agree at the end of each step.
+#[derive(Debug, Clone, Default)]
+pub struct StopRequests {
+    /// End after this step: save, measure, write weights and report.
+    pub finish: Arc<AtomicBool>,
+    /// Leave after this step: save, and be gone.
+    pub leave: Arc<AtomicBool>,
+}
+
+impl StopRequests {
+    /// As numbers that ranks can add up.
+    pub(crate) fn as_flags(&self) -> [f32; 2] {
+        [&self.finish, &self.leave].map(|flag| f32::from(u8::from(flag.load(Ordering::Relaxed))))
+    }
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// After its last step.
+    Finished,
+    /// Before it, as [`StopRequests::finish`] asked.
+    Stopped,
+    /// Before it, as [`StopRequests::leave`] asked: only its checkpoint is new.
+    Left,
+}
+
+/// What a run keeps in a checkpoint besides the engine's state.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RunState {
+    /// Tokens that all ranks trained on.
+    pub(crate) tokens: u64,
+    /// Sequences to train on: the order of samples depends on it.
+    pub(crate) train_sequences: u64,
+    /// Tokens of each.
+    pub(crate) sequence: u64,
+}
+
+/// Where a run went on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Resumed {
+    /// The checkpoint.
+    pub path: PathBuf,
+    /// Steps that were done.
+    pub step: u64,
+    /// In what this run differs from the saved one.
+    pub changes: Vec<String>,
+}
+
+/// Saves a run and loads it.
+pub(crate) struct Checkpoints {
+    dir: PathBuf,
+    recipe: Option<SaveRecipe>,
+    in_background: bool,
+}
+
+impl Checkpoints {
+    pub(crate) fn new(recipe: &Recipe, folder: &RunFolder) -> Checkpoints {
+        Checkpoints { dir: folder.checkpoints(), recipe: recipe.save.clone(), in_background: false }
+    }
+
+    /// Loads what `resume` names, if anything; rank 0 looks, all load the same. Returns the run's own state too.
+    pub(crate) fn load(
+        &self,
+        engine: &mut Engine,
+        resume: &Resume,
+        folder: &RunFolder,
+    ) -> Result<Option<(Loaded, Option<RunState>)>> {
+        let group = engine.world().group();
+        let mut own_error = None;
+        let found = if group.rank() == 0 {
+            resume.find(folder).map_err(|error| {
+                let said = CheckpointError::Request(error.to_string());
+                own_error = Some(error);
+                said
+            })
+        } else {
+            Ok(None)
+        };
+        let found = agree(&group, found).map_err(|said| own_error.unwrap_or(TrainError::Checkpoint(said)))?;
+        let Some((dir, tag)) = found.into_iter().next().flatten() else { return Ok(None) };
+        let options = LoadOptions { tag: Some(&tag), ..Default::default() };
+        let loaded = engine.load_checkpoint(&dir, &options)?;
+        let state = serde_json::from_value(loaded.client_state.clone()).ok();
+        Ok(Some((loaded, state)))
+    }
+
+    /// Whether the recipe wants a checkpoint after this step, which is not the last.
+    pub(crate) fn is_due(&self, step: u64) -> bool {
+        self.recipe.as_ref().is_some_and(|save| save.every > 0 && step.is_multiple_of(save.every))
+    }
+
+    /// Whether the recipe wants one at the end.
+    pub(crate) fn is_due_at_end(&self) -> bool {
+        self.recipe.is_some()
+    }
+
+    fn options(&self, position: u64, state: &RunState) -> SaveOptions {
+        let recipe = self.recipe.as_ref();
+        let keep_last = recipe.and_then(|save| save.keep_last);
+        SaveOptions {
+            client_state: serde_json::to_value(state).unwrap_or(Value::Null),
+            data_position: Some(position),
+            retention: Retention {
+                keep_last: keep_last.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
+                keep_every_steps: recipe.and_then(|save| save.keep_every),
+            },
+            ..Default::default()
+        }
+    }
+
+    /// Saves as the recipe says. A checkpoint that cannot be written costs a warning: training has not suffered, and
+    /// the one before is whole.
+    pub(crate) fn save(
+        &mut self,
+        engine: &mut Engine,
+        position: u64,
+        state: &RunState,
+        progress: &mut dyn Progress,
+    ) -> Result<()> {
+        self.wait(engine, progress)?;
+        let options = self.options(position, state);
+        if self.recipe.as_ref().is_some_and(|save| save.background) {
+            self.in_background = true;
+            return report(engine.save_checkpoint_in_background(&self.dir, &options), engine, progress);
+        }
+        match engine.save_checkpoint(&self.dir, &options) {
+            Ok(path) => {
+                tell(engine, progress, |progress| progress.saved(&path));
+                Ok(())
+            }
+            Err(error) => report(Err(error), engine, progress),
+        }
+    }
+
+    /// Saves and waits; a failure is an error, for there will be no other chance.
+    pub(crate) fn save_now(
+        &mut self,
+        engine: &mut Engine,
+        position: u64,
+        state: &RunState,
+        progress: &mut dyn Progress,
+    ) -> Result<PathBuf> {
+        self.wait(engine, progress)?;
+        let path = engine.save_checkpoint(&self.dir, &self.options(position, state))?;
+        tell(engine, progress, |progress| progress.saved(&path));
+        Ok(path)
+    }
+
+    /// Says so when the save in the background is done.
+    pub(crate) fn look(&mut self, engine: &mut Engine, progress: &mut dyn Progress) -> Result<()> {
+        if self.in_background && !engine.is_saving() { self.wait(engine, progress) } else { Ok(()) }
+    }
+
+    /// Waits for the save in the background.
+    pub(crate) fn wait(&mut self, engine: &mut Engine, progress: &mut dyn Progress) -> Result<()> {
+        self.in_background = false;
+        match engine.finish_checkpoint() {
+            Ok(Some(path)) => {
+                tell(engine, progress, |progress| progress.saved(&path));
+                Ok(())
+            }
+            Ok(None) => Ok(()),
+            Err(error) => report(Err(error), engine, progress),
+        }
+    }
+}
+
+fn tell(engine: &Engine, progress: &mut dyn Progress, say: impl FnOnce(&mut dyn Progress)) {
+    if engine.world().rank() == 0 {
+        say(progress);
+    }
+}
+
+/// A checkpoint that all ranks failed to write together is a warning; ranks that cannot talk end the run.
+fn report(
+    outcome: std::result::Result<(), EngineError>,
+    engine: &Engine,
+    progress: &mut dyn Progress,
+) -> Result<()> {
+    match outcome {
+        Err(EngineError::Checkpoint(CheckpointError::Comm(error))) => Err(error.into()),
+        Err(EngineError::Checkpoint(error)) => {
+            tell(engine, progress, |progress| {
+                progress.warning(&format!("training goes on without a new checkpoint: {error}"));
+            });
+            Ok(())
+        }
+        Err(error) => Err(error.into()),
+        Ok(()) => Ok(()),
+    }
+}
