@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use ferrospeed_nn::{Rotary, RotaryScaling};
+use ferrospeed_nn::{Parameters, Rotary, RotaryScaling};
 use ferrospeed_tensor::Activation;
 use serde_json::Value;
 
-use crate::bert::BertConfig;
-use crate::decoder::DecoderConfig;
+use crate::bert::{Bert, BertConfig};
+use crate::decoder::{Decoder, DecoderConfig};
 use crate::error::{ModelError, Result};
 use crate::families;
 
@@ -64,6 +64,14 @@ impl ModelConfig {
         };
         decoder.validate()?;
         Ok(ModelConfig::Decoder(Box::new(decoder)))
+    }
+
+    /// The handles of the model's parameters, in order, without values.
+    pub fn parameters(&self) -> Parameters {
+        match self {
+            ModelConfig::Decoder(config) => Decoder::new((**config).clone()).parameters().clone(),
+            ModelConfig::Bert(config) => Bert::new(config.clone()).parameters().clone(),
+        }
     }
 }
 

@@ -696,3 +696,13 @@ pub fn dtype_of_name(name: &str) -> Option<DType> {
         _ => None,
     }
 }
+
+/// The Hugging Face name of a type.
+pub fn name_of_dtype(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "float32",
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        other => other.name(),
+    }
+}

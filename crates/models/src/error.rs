@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use ferrospeed_tensor::TensorError;
+use ferrospeed_tensor::{DType, TensorError};
 
 /// What can go wrong with a model's configuration and weights.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +36,18 @@ pub enum ModelError {
     Weights {
         /// One line per tensor that is missing, unknown or of the wrong shape.
         table: String,
+    },
+    /// A value became infinite in a narrower type.
+    #[error(
+        "'{name}' holds {value}, which {dtype} cannot: it would become infinite. bfloat16 has the range of float32"
+    )]
+    TooLargeFor {
+        /// The tensor.
+        name: String,
+        /// The value.
+        value: f32,
+        /// The type.
+        dtype: DType,
     },
     /// An operation failed.
     #[error(transparent)]

@@ -4,14 +4,17 @@
 //! [`families`] that reads its `config.json` and says how its tensors are named. BERT, which is no decoder, is a
 //! model of its own. There is no training logic here.
 //!
-//! Reading order: [`config`], [`decoder`], one family (`families/llama.rs`), [`weights`], [`generate`].
+//! Reading order: [`config`], [`decoder`], one family (`families/llama.rs`), [`weights`], [`directory`], [`generate`].
 
 pub mod bert;
 pub mod config;
 pub mod decoder;
+pub mod directory;
 pub mod error;
 pub mod families;
 pub mod generate;
+pub mod presets;
+pub mod roles;
 pub mod weights;
 
 pub use bert::Bert;

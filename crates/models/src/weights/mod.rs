@@ -1,10 +1,13 @@
-//! Weights in safetensors files, single or sharded, read in place and written as a stream.
+//! Weights in safetensors files, single or sharded, read and written as a stream.
 
+mod check;
+mod file;
 mod read;
 mod write;
 
 pub use read::{StoredTensor, WeightFiles};
-pub use write::{TensorToWrite, write_directory, write_file};
+pub(crate) use write::write_counted;
+pub use write::{TensorToWrite, Written, write_directory, write_file};
 
 use ferrospeed_tensor::DType;
 use safetensors::Dtype;

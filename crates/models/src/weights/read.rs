@@ -1,7 +1,7 @@
-//! Reading: files are mapped, a tensor's bytes are touched when somebody asks for them.
+//! Reading: all tensors of a model directory by name, their bytes only when somebody asks for them.
 
-use std::collections::BTreeMap;
-use std::fs::File;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -9,15 +9,14 @@ use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param, TensorError};
 use half::{bf16, f16};
-use memmap2::Mmap;
-use safetensors::SafeTensors;
 
 use crate::config::read_json;
 use crate::error::{ModelError, Result};
 use crate::weights::dtype_from_file;
+use crate::weights::file::WeightFile;
 
-/// Buffers that older releases stored beside the weights and that nothing needs.
-const IGNORED_SUFFIXES: [&str; 4] = ["rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "position_ids"];
+/// A tensor whose type must be changed passes through a buffer of this size.
+const STAGING_BYTES: usize = 256 << 10;
 
 /// Where one tensor lies.
 #[derive(Debug, Clone)]
@@ -26,26 +25,40 @@ pub struct StoredTensor {
     pub dtype: DType,
     /// Its shape.
     pub shape: Vec<usize>,
-    file: usize,
-    bytes: Range<usize>,
+    pub(super) file: usize,
+    /// In the data part of the file.
+    pub(super) bytes: Range<usize>,
 }
 
-struct MappedFile {
-    path: PathBuf,
-    map: Mmap,
+impl StoredTensor {
+    /// How many bytes it has.
+    pub fn size_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// How many elements it has.
+    pub fn numel(&self) -> usize {
+        self.bytes.len() / self.dtype.size_bytes()
+    }
 }
 
 /// All weights of a model directory (or one file), by name.
+#[derive(Debug)]
 pub struct WeightFiles {
-    files: Vec<MappedFile>,
+    files: Vec<WeightFile>,
     tensors: BTreeMap<String, StoredTensor>,
 }
 
 impl WeightFiles {
+    /// Whether a directory holds weights that [`WeightFiles::open_directory`] would open.
+    pub fn are_in(directory: &Path) -> bool {
+        let [single, index] = names_in(directory);
+        single.is_file() || index.is_file()
+    }
+
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
     pub fn open_directory(directory: &Path) -> Result<WeightFiles> {
-        let single = directory.join("model.safetensors");
-        let index = directory.join("model.safetensors.index.json");
+        let [single, index] = names_in(directory);
         if single.is_file() {
             return WeightFiles::open(&[single]);
         }
@@ -57,7 +70,7 @@ impl WeightFiles {
         let Some(map) = parsed["weight_map"].as_object() else {
             return Err(ModelError::file(&index, "has no object 'weight_map'"));
         };
-        let mut names = std::collections::BTreeSet::new();
+        let mut names = BTreeSet::new();
         for (tensor, file) in map {
             // A shard lies in the directory itself: a name that leads elsewhere is refused.
             match file.as_str().filter(|name| Path::new(name).file_name().is_some_and(|only| only == *name)) {
@@ -74,7 +87,7 @@ impl WeightFiles {
         let opened = WeightFiles::open(&paths)?;
         for (tensor, file) in map {
             let found = opened.tensors.get(tensor).map(|stored| &opened.files[stored.file].path);
-            if found.and_then(|path| path.file_name()) != file.as_str().map(std::ffi::OsStr::new) {
+            if found.and_then(|path| path.file_name()) != file.as_str().map(OsStr::new) {
                 return Err(ModelError::file(
                     &index,
                     format!("'{tensor}' is not in {file}, where the index says it is"),
@@ -94,38 +107,23 @@ impl WeightFiles {
     }
 
     fn add(&mut self, path: &Path) -> Result<()> {
-        let file = File::open(path).map_err(ModelError::io(path))?;
-        // SAFETY: the map is read-only. A file that another process cuts short while we read it would raise a
-        // signal; weights are not edited in place by anyone who wants to keep them.
-        let map = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
-        let (header_bytes, metadata) = SafeTensors::read_metadata(&map).map_err(|error| {
-            ModelError::file(path, format!("is not a readable safetensors file: {error}"))
-        })?;
-        let data_start = header_bytes + 8;
+        let (file, metadata) = WeightFile::open(path)?;
         for (name, info) in metadata.tensors() {
             let Some(dtype) = dtype_from_file(info.dtype) else {
                 let why = format!("'{name}' has the type {:?}, which is not supported", info.dtype);
                 return Err(ModelError::file(path, why));
             };
-            let bytes = data_start + info.data_offsets.0..data_start + info.data_offsets.1;
-            if bytes.end > map.len() {
-                let why = format!(
-                    "'{name}' ends at byte {} of a file of {}: the file is cut short",
-                    bytes.end,
-                    map.len()
-                );
-                return Err(ModelError::file(path, why));
-            }
             if info.shape.len() > ferrospeed_tensor::shape::MAX_DIMS {
                 return Err(ModelError::file(path, format!("'{name}' has {} dimensions", info.shape.len())));
             }
+            let bytes = info.data_offsets.0..info.data_offsets.1;
             let stored = StoredTensor { dtype, shape: info.shape.clone(), file: self.files.len(), bytes };
             if let Some(other) = self.tensors.insert(name.clone(), stored) {
                 let first = self.files[other.file].path.display();
                 return Err(ModelError::file(path, format!("'{name}' is already in {first}")));
             }
         }
-        self.files.push(MappedFile { path: path.to_path_buf(), map });
+        self.files.push(file);
         Ok(())
     }
 
@@ -134,13 +132,46 @@ impl WeightFiles {
         &self.tensors
     }
 
+    /// The files, in order.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|file| file.path.as_path())
+    }
+
     /// The raw bytes of a tensor.
-    pub fn bytes(&self, stored: &StoredTensor) -> &[u8] {
-        &self.files[stored.file].map[stored.bytes.clone()]
+    pub fn bytes(&self, stored: &StoredTensor) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; stored.size_bytes()];
+        self.files[stored.file].read(stored.bytes.start, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Elements `range` of a float tensor, widened to f32.
+    pub fn floats(&self, stored: &StoredTensor, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let (file, size) = (&self.files[stored.file], stored.dtype.size_bytes());
+        let start = stored.bytes.start + range.start * size;
+        if range.end < range.start || range.end > stored.numel() || range.len() != out.len() {
+            let why = format!(
+                "elements {range:?} were asked for into {} of a tensor of {}",
+                out.len(),
+                stored.numel()
+            );
+            return Err(ModelError::file(&file.path, why));
+        }
+        match stored.dtype {
+            DType::F32 => {
+                file.read(start, bytemuck::cast_slice_mut(out))?;
+                if cfg!(target_endian = "big") {
+                    out.iter_mut().for_each(|value| *value = f32::from_bits(value.to_bits().swap_bytes()));
+                }
+                Ok(())
+            }
+            DType::BF16 => widened(file, start, out, |bytes| bf16::from_le_bytes(bytes).widen()),
+            DType::F16 => widened(file, start, out, |bytes| f16::from_le_bytes(bytes).widen()),
+            dtype => Err(ModelError::file(&file.path, format!("a tensor of {dtype} was read as floats"))),
+        }
     }
 
     /// The stored tensor for a parameter: by its name, or by its name without the family's `prefix`.
-    fn find(&self, name: &str) -> Option<&StoredTensor> {
+    pub(super) fn find(&self, name: &str) -> Option<&StoredTensor> {
         self.tensors.get(name).or_else(|| self.tensors.get(name.split_once('.')?.1)).or_else(|| {
             // Old checkpoints call a norm's weight and bias gamma and beta.
             let (path, leaf) = name.rsplit_once('.')?;
@@ -152,45 +183,24 @@ impl WeightFiles {
             self.tensors.get(&format!("{path}.{old}"))
         })
     }
+}
 
-    /// Checks that every parameter is here with its shape, and that nothing else is; lists all that is wrong.
-    pub fn check(&self, params: &[Param]) -> Result<()> {
-        let mut lines = Vec::new();
-        let mut used = std::collections::BTreeSet::new();
-        for param in params {
-            match self.find(param.name()) {
-                None => lines.push(format!("  missing     {} {}", param.name(), param.shape())),
-                Some(stored) => {
-                    used.insert((stored.file, stored.bytes.start, stored.bytes.end));
-                    if stored.shape != param.shape().sizes() {
-                        lines.push(format!(
-                            "  wrong shape {} is {:?}, expected {}",
-                            param.name(),
-                            stored.shape,
-                            param.shape()
-                        ));
-                    }
-                    if !stored.dtype.is_float() {
-                        lines.push(format!(
-                            "  wrong type  {} is {}, expected a float type",
-                            param.name(),
-                            stored.dtype
-                        ));
-                    }
-                }
-            }
+fn names_in(directory: &Path) -> [PathBuf; 2] {
+    ["model.safetensors", "model.safetensors.index.json"].map(|name| directory.join(name))
+}
+
+fn widened(file: &WeightFile, start: usize, out: &mut [f32], widen: impl Fn([u8; 2]) -> f32) -> Result<()> {
+    let mut staging = vec![0; STAGING_BYTES.min(2 * out.len())];
+    let mut position = start;
+    for part in out.chunks_mut(STAGING_BYTES / 2) {
+        let bytes = &mut staging[..2 * part.len()];
+        file.read(position, bytes)?;
+        position += bytes.len();
+        for (value, pair) in part.iter_mut().zip(bytes.chunks_exact(2)) {
+            *value = widen([pair[0], pair[1]]);
         }
-        for (name, stored) in &self.tensors {
-            let known = used.contains(&(stored.file, stored.bytes.start, stored.bytes.end))
-                || IGNORED_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
-                // A head stored although it is tied.
-                || ["lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"].contains(&name.as_str());
-            if !known {
-                lines.push(format!("  unknown     {name} {:?}", stored.shape));
-            }
-        }
-        if lines.is_empty() { Ok(()) } else { Err(ModelError::Weights { table: lines.join("\n") }) }
     }
+    Ok(())
 }
 
 impl ParamSource for WeightFiles {
@@ -203,20 +213,9 @@ impl ParamSource for WeightFiles {
         if stored.shape != param.shape().sizes() {
             return Err(fail(format!("is {:?} in the files, expected {}", stored.shape, param.shape())));
         }
-        let size = stored.dtype.size_bytes();
-        let bytes = &self.bytes(stored)[range.start * size..range.end * size];
-        match stored.dtype {
-            DType::F32 => copy(bytes, out, f32::from_le_bytes),
-            DType::BF16 => copy(bytes, out, |b| bf16::from_le_bytes(b).widen()),
-            DType::F16 => copy(bytes, out, |b| f16::from_le_bytes(b).widen()),
-            dtype => return Err(fail(format!("is {dtype} in the files, expected a float type"))),
+        if !stored.dtype.is_float() {
+            return Err(fail(format!("is {} in the files, expected a float type", stored.dtype)));
         }
-        Ok(())
-    }
-}
-
-fn copy<const N: usize>(bytes: &[u8], out: &mut [f32], widen: impl Fn([u8; N]) -> f32) {
-    for (out, chunk) in out.iter_mut().zip(bytes.chunks_exact(N)) {
-        *out = widen(chunk.try_into().expect("chunks_exact gives N bytes"));
+        self.floats(stored, range, out).map_err(|error| fail(error.to_string()))
     }
 }

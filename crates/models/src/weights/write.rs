@@ -21,6 +21,17 @@ pub struct TensorToWrite {
     pub dtype: DType,
 }
 
+/// What was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Written {
+    /// Tensors.
+    pub tensors: usize,
+    /// Their bytes.
+    pub bytes: usize,
+    /// Files they lie in.
+    pub files: usize,
+}
+
 impl TensorToWrite {
     fn size_bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.size_bytes()
@@ -75,6 +86,16 @@ pub fn write_directory(
     max_shard_bytes: usize,
     bytes: &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>>,
 ) -> Result<()> {
+    write_counted(directory, tensors, max_shard_bytes, bytes).map(|_| ())
+}
+
+/// The same; says what it wrote.
+pub(crate) fn write_counted(
+    directory: &Path,
+    tensors: &[TensorToWrite],
+    max_shard_bytes: usize,
+    bytes: &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>>,
+) -> Result<Written> {
     std::fs::create_dir_all(directory).map_err(ModelError::io(directory))?;
     let mut shards: Vec<Vec<TensorToWrite>> = vec![Vec::new()];
     let mut filled = 0;
@@ -87,19 +108,22 @@ pub fn write_directory(
         filled += tensor.size_bytes();
         shards.last_mut().expect("there is always a shard").push(tensor.clone());
     }
-    if let [only] = shards.as_slice() {
-        return write_file(&directory.join("model.safetensors"), only, bytes);
-    }
     let count = shards.len();
+    let total: usize = tensors.iter().map(TensorToWrite::size_bytes).sum();
+    let written = Written { tensors: tensors.len(), bytes: total, files: count };
+    if let [only] = shards.as_slice() {
+        write_file(&directory.join("model.safetensors"), only, bytes)?;
+        return Ok(written);
+    }
     let mut weight_map = std::collections::BTreeMap::new();
     for (index, shard) in shards.iter().enumerate() {
         let name = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
         write_file(&directory.join(&name), shard, bytes)?;
         weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone())));
     }
-    let total: usize = tensors.iter().map(TensorToWrite::size_bytes).sum();
     let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
     let path = directory.join("model.safetensors.index.json");
     let text = serde_json::to_string_pretty(&index).map_err(|error| ModelError::file(&path, error))?;
-    std::fs::write(&path, text + "\n").map_err(ModelError::io(&path))
+    std::fs::write(&path, text + "\n").map_err(ModelError::io(&path))?;
+    Ok(written)
 }

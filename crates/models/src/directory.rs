@@ -1,0 +1,220 @@
+//! Whole model directories: made afresh, or converted from others. Whole or absent, and one tensor in memory at a time.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use ferrospeed_tensor::dtype::Float;
+use ferrospeed_tensor::store::{FromInitializers, ParamSource};
+use ferrospeed_tensor::{DType, Param};
+use half::{bf16, f16};
+use serde_json::Value;
+
+use crate::config::{ModelConfig, WindowRule, read_json};
+use crate::decoder::name_of_dtype;
+use crate::error::{ModelError, Result};
+use crate::weights::{TensorToWrite, WeightFiles, Written, write_counted};
+
+/// Shards are split at this size unless asked otherwise, as Hugging Face does.
+pub const DEFAULT_SHARD_BYTES: usize = 5_000_000_000;
+
+/// How weights are written.
+#[derive(Debug, Clone, Copy)]
+pub struct WriteOptions {
+    /// The type of all float tensors; `None` keeps what they have (new models: f32).
+    pub dtype: Option<DType>,
+    /// A file ends before it grows beyond this; a larger tensor has a file of its own.
+    pub max_shard_bytes: usize,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        WriteOptions { dtype: None, max_shard_bytes: DEFAULT_SHARD_BYTES }
+    }
+}
+
+/// Copies the model in `source` to the new directory `target`, with another element type or other shards. Files that
+/// are no weights, such as the tokenizer, come along.
+///
+/// The weights must be those of the model that `config.json` describes. A value that the new type cannot hold is an
+/// error: it would silently become infinite.
+pub fn convert(source: &Path, target: &Path, options: &WriteOptions) -> Result<Written> {
+    let mut config = read_json(&source.join("config.json"))?;
+    let model = ModelConfig::from_value(&config, WindowRule::default())?;
+    let weights = WeightFiles::open_directory(source)?;
+    weights.check(model.parameters().as_slice())?;
+    let new = NewDirectory::create(target)?;
+    copy_companions(source, new.path())?;
+    let (mut tensors, mut float) = (Vec::new(), None);
+    for (name, stored) in weights.tensors() {
+        let dtype = options.dtype.filter(|_| stored.dtype.is_float()).unwrap_or(stored.dtype);
+        float = float.or(Some(dtype).filter(|dtype| dtype.is_float()));
+        tensors.push(TensorToWrite { name: name.clone(), shape: stored.shape.clone(), dtype });
+    }
+    if let Some(float) = float {
+        set_dtype(&mut config, float);
+    }
+    write_config(new.path(), &config)?;
+    let written = write_counted(new.path(), &tensors, options.max_shard_bytes, &mut |tensor| {
+        let stored = &weights.tensors()[&tensor.name];
+        if tensor.dtype == stored.dtype {
+            return weights.bytes(stored);
+        }
+        let mut values = vec![0.0; stored.numel()];
+        weights.floats(stored, 0..stored.numel(), &mut values)?;
+        encode(&tensor.name, &values, tensor.dtype)
+    })?;
+    new.finish()?;
+    Ok(written)
+}
+
+/// Makes a directory with a new model: the parsed `config.json` and weights drawn by its initialisers. The same seed
+/// gives the weights that a training run of that seed starts with.
+pub fn create(target: &Path, config: &Value, seed: u64, options: &WriteOptions) -> Result<Written> {
+    let model = ModelConfig::from_value(config, WindowRule::default())?;
+    let parameters = model.parameters();
+    let dtype = options.dtype.unwrap_or(DType::F32);
+    let mut config = config.clone();
+    set_dtype(&mut config, dtype);
+    let mut params: Vec<&Param> = parameters.as_slice().iter().collect();
+    params.sort_by_key(|param| param.name());
+    let tensors: Vec<TensorToWrite> = params
+        .iter()
+        .map(|param| TensorToWrite {
+            name: param.name().into(),
+            shape: param.shape().sizes().to_vec(),
+            dtype,
+        })
+        .collect();
+    let new = NewDirectory::create(target)?;
+    write_config(new.path(), &config)?;
+    let source = FromInitializers { seed };
+    let written = write_counted(new.path(), &tensors, options.max_shard_bytes, &mut |tensor| {
+        let place = params.binary_search_by_key(&tensor.name.as_str(), |param| param.name());
+        let param = params[place.expect("every tensor to write comes from a parameter")];
+        let mut values = vec![0.0; param.numel()];
+        source.load(param, 0..param.numel(), &mut values)?;
+        encode(&tensor.name, &values, dtype)
+    })?;
+    new.finish()?;
+    Ok(written)
+}
+
+/// Little-endian bytes of `values` in `dtype`.
+fn encode(name: &str, values: &[f32], dtype: DType) -> Result<Vec<u8>> {
+    let narrowed = |bits: fn(f32) -> ([u8; 2], bool)| {
+        let mut bytes = Vec::with_capacity(2 * values.len());
+        for &value in values {
+            let (pair, finite) = bits(value);
+            if !finite && value.is_finite() {
+                return Err(ModelError::TooLargeFor { name: name.into(), value, dtype });
+            }
+            bytes.extend(pair);
+        }
+        Ok(bytes)
+    };
+    match dtype {
+        DType::BF16 => narrowed(|value| {
+            let value = bf16::narrow(value);
+            (value.to_le_bytes(), value.is_finite())
+        }),
+        DType::F16 => narrowed(|value| {
+            let value = f16::narrow(value);
+            (value.to_le_bytes(), value.is_finite())
+        }),
+        _ => Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
+    }
+}
+
+/// Notes the element type under the key that the configuration uses for it.
+fn set_dtype(config: &mut Value, dtype: DType) {
+    let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
+    config[key] = name_of_dtype(dtype).into();
+}
+
+fn write_config(directory: &Path, config: &Value) -> Result<()> {
+    let path = directory.join("config.json");
+    std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(&path))
+}
+
+/// Copies the plain files of a model directory that are neither weights nor `config.json`.
+fn copy_companions(source: &Path, target: &Path) -> Result<()> {
+    const WEIGHTS: [&str; 9] = [
+        ".safetensors",
+        ".safetensors.index.json",
+        ".bin",
+        ".bin.index.json",
+        ".pt",
+        ".pth",
+        ".h5",
+        ".msgpack",
+        ".partial",
+    ];
+    for entry in std::fs::read_dir(source).map_err(ModelError::io(source))? {
+        let path = entry.map_err(ModelError::io(source))?.path();
+        let Some(name) = path.file_name() else { continue };
+        let text = name.to_string_lossy();
+        if path.is_file() && text != "config.json" && !WEIGHTS.iter().any(|ending| text.ends_with(ending)) {
+            std::fs::copy(&path, target.join(name)).map_err(ModelError::io(&path))?;
+        }
+    }
+    Ok(())
+}
+
+/// A directory in the making: written beside its place and moved there when it is complete. Dropped before, it is removed.
+struct NewDirectory {
+    target: PathBuf,
+    partial: Option<PathBuf>,
+}
+
+impl NewDirectory {
+    fn create(target: &Path) -> Result<NewDirectory> {
+        let name =
+            target.file_name().ok_or_else(|| ModelError::file(target, "names no directory to make"))?;
+        let occupied = match std::fs::read_dir(target) {
+            Ok(mut entries) => entries.next().is_some(),
+            Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+        };
+        if occupied {
+            return Err(ModelError::file(target, "is already there; name a new directory"));
+        }
+        let mut beside = OsString::from(".");
+        beside.push(name);
+        beside.push(format!(".{}.partial", std::process::id()));
+        let partial = target.with_file_name(beside);
+        let parent = parent_of(target);
+        std::fs::create_dir_all(parent).map_err(ModelError::io(parent))?;
+        std::fs::create_dir(&partial).map_err(ModelError::io(&partial))?;
+        Ok(NewDirectory { target: target.to_path_buf(), partial: Some(partial) })
+    }
+
+    fn path(&self) -> &Path {
+        self.partial.as_deref().unwrap_or(&self.target)
+    }
+
+    fn finish(mut self) -> Result<()> {
+        let Some(partial) = &self.partial else { return Ok(()) };
+        // The names must be on the disk before the directory that shows them is.
+        sync_directory(partial)?;
+        std::fs::rename(partial, &self.target).map_err(ModelError::io(&self.target))?;
+        self.partial = None;
+        sync_directory(parent_of(&self.target))
+    }
+}
+
+impl Drop for NewDirectory {
+    fn drop(&mut self) {
+        if let Some(partial) = &self.partial {
+            // What cannot be removed stays under a name that says what it is.
+            let _ = std::fs::remove_dir_all(partial);
+        }
+    }
+}
+
+fn parent_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn sync_directory(path: &Path) -> Result<()> {
+    File::open(path).and_then(|directory| directory.sync_all()).map_err(ModelError::io(path))
+}

@@ -1,0 +1,109 @@
+//! What each parameter is for, by its name.
+
+use std::fmt;
+
+use crate::config::ModelConfig;
+use crate::decoder::{FeedForward, Names, QkvNames};
+
+/// A part of a transformer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Role {
+    /// Tokens, positions, segments, and projections around the blocks.
+    Embedding,
+    /// Queries, keys, values and the attention output.
+    Attention,
+    /// The feed-forward half of a block.
+    FeedForward,
+    /// The experts of a mixture.
+    Experts,
+    /// What chooses experts.
+    Router,
+    /// Norms.
+    Norm,
+    /// Heads that are not tied.
+    Head,
+}
+
+impl Role {
+    /// All of them, in the order reports list them.
+    pub const ALL: [Role; 7] = [
+        Role::Embedding,
+        Role::Attention,
+        Role::FeedForward,
+        Role::Experts,
+        Role::Router,
+        Role::Norm,
+        Role::Head,
+    ];
+
+    /// The name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Role::Embedding => "embedding",
+            Role::Attention => "attention",
+            Role::FeedForward => "feed-forward",
+            Role::Experts => "experts",
+            Role::Router => "router",
+            Role::Norm => "norms",
+            Role::Head => "head",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl ModelConfig {
+    /// What the parameter of this name is for.
+    pub fn role_of(&self, parameter: &str) -> Role {
+        match self {
+            ModelConfig::Decoder(config) => decoder_role(&config.names, &config.feed_forward, parameter),
+            ModelConfig::Bert(_) => bert_role(parameter),
+        }
+    }
+}
+
+fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> Role {
+    let module = parameter.rsplit_once('.').map_or(parameter, |(module, _)| module);
+    let Some((_, within)) =
+        module.strip_prefix(names.blocks).and_then(|rest| rest.strip_prefix('.')?.split_once('.'))
+    else {
+        let is_norm = [names.embedding_norm, names.final_norm].contains(&Some(module));
+        return match (is_norm, module == names.head) {
+            (true, _) => Role::Norm,
+            (_, true) => Role::Head,
+            _ => Role::Embedding,
+        };
+    };
+    if within == names.norm1 || within == names.norm2 {
+        return Role::Norm;
+    }
+    let is_attention = within == names.output
+        || match &names.qkv {
+            QkvNames::Packed(name, _) => within == *name,
+            QkvNames::Separate(each) => each.contains(&within),
+        };
+    match feed_forward {
+        _ if is_attention => Role::Attention,
+        FeedForward::Mixture(_) if within.contains(".experts.") => Role::Experts,
+        FeedForward::Mixture(_) => Role::Router,
+        FeedForward::Plain { .. } | FeedForward::Gated { .. } => Role::FeedForward,
+    }
+}
+
+fn bert_role(parameter: &str) -> Role {
+    if parameter.contains("LayerNorm") {
+        Role::Norm
+    } else if parameter.starts_with("bert.embeddings.") {
+        Role::Embedding
+    } else if parameter.contains(".attention.") {
+        Role::Attention
+    } else if parameter.starts_with("bert.encoder.") {
+        Role::FeedForward
+    } else {
+        Role::Head
+    }
+}

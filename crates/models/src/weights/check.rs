@@ -1,0 +1,47 @@
+//! Whether weights are those of a model: everything that is wrong, as one table.
+
+use std::collections::BTreeSet;
+
+use ferrospeed_tensor::Param;
+
+use crate::error::{ModelError, Result};
+use crate::weights::read::{StoredTensor, WeightFiles};
+
+/// Buffers that older releases stored beside the weights and that nothing needs.
+const IGNORED_SUFFIXES: [&str; 4] = ["rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "position_ids"];
+
+/// Heads that some releases store although they are tied.
+const TIED_HEADS: [&str; 3] =
+    ["lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"];
+
+impl WeightFiles {
+    /// Checks that every parameter is here with its shape, and that nothing else is; lists all that is wrong.
+    pub fn check(&self, params: &[Param]) -> Result<()> {
+        let mut lines = Vec::new();
+        let mut used = BTreeSet::new();
+        let place = |stored: &StoredTensor| (stored.file, stored.bytes.start, stored.bytes.end);
+        for param in params {
+            let name = param.name();
+            let Some(stored) = self.find(name) else {
+                lines.push(format!("  missing     {name} {}", param.shape()));
+                continue;
+            };
+            used.insert(place(stored));
+            if stored.shape != param.shape().sizes() {
+                lines.push(format!("  wrong shape {name} is {:?}, expected {}", stored.shape, param.shape()));
+            }
+            if !stored.dtype.is_float() {
+                lines.push(format!("  wrong type  {name} is {}, expected a float type", stored.dtype));
+            }
+        }
+        for (name, stored) in self.tensors() {
+            let known = used.contains(&place(stored))
+                || IGNORED_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
+                || TIED_HEADS.contains(&name.as_str());
+            if !known {
+                lines.push(format!("  unknown     {name} {:?}", stored.shape));
+            }
+        }
+        if lines.is_empty() { Ok(()) } else { Err(ModelError::Weights { table: lines.join("\n") }) }
+    }
+}

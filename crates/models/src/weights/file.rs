@@ -1,0 +1,69 @@
+//! One safetensors file: its header is read and checked when it is opened, tensors are read on demand.
+//!
+//! Files are read with positioned reads, never mapped: reading a model then needs the memory of the buffers alone,
+//! and a file that shrinks while it is read gives an error instead of a signal.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::Metadata;
+
+use crate::error::{ModelError, Result};
+
+/// Longer headers are refused, as the format's own library does.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// An open file whose header is sound.
+#[derive(Debug)]
+pub(super) struct WeightFile {
+    pub(super) path: PathBuf,
+    file: File,
+    data_start: u64,
+}
+
+impl WeightFile {
+    /// Opens a file: every tensor its header names lies inside it, and no two overlap.
+    pub(super) fn open(path: &Path) -> Result<(WeightFile, Metadata)> {
+        let refuse = |why: String| ModelError::file(path, why);
+        let file = File::open(path).map_err(ModelError::io(path))?;
+        let file_bytes = file.metadata().map_err(ModelError::io(path))?.len();
+        let mut length = [0; 8];
+        if file_bytes < 8 {
+            return Err(refuse(format!("is no safetensors file: it has {file_bytes} bytes")));
+        }
+        file.read_exact_at(&mut length, 0).map_err(ModelError::io(path))?;
+        let header_bytes = u64::from_le_bytes(length);
+        if header_bytes > MAX_HEADER_BYTES {
+            return Err(refuse(format!(
+                "is no safetensors file: it announces a header of {header_bytes} bytes, more than {MAX_HEADER_BYTES}"
+            )));
+        }
+        if header_bytes > file_bytes - 8 {
+            return Err(refuse(format!(
+                "is cut short: its header has {header_bytes} bytes, the whole file {file_bytes}"
+            )));
+        }
+        let mut header = vec![0; header_bytes as usize];
+        file.read_exact_at(&mut header, 8).map_err(ModelError::io(path))?;
+        let metadata: Metadata = serde_json::from_slice(&header)
+            .map_err(|error| refuse(format!("has a bad safetensors header: {error}")))?;
+        let expected_bytes = 8 + header_bytes + metadata.data_len() as u64;
+        if expected_bytes != file_bytes {
+            let what = if file_bytes < expected_bytes {
+                "is cut short"
+            } else {
+                "has bytes that belong to no tensor"
+            };
+            return Err(refuse(format!(
+                "{what}: its header describes {expected_bytes} bytes, the file has {file_bytes}"
+            )));
+        }
+        Ok((WeightFile { path: path.to_path_buf(), file, data_start: 8 + header_bytes }, metadata))
+    }
+
+    /// Reads bytes of the data part.
+    pub(super) fn read(&self, start: usize, out: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(out, self.data_start + start as u64).map_err(ModelError::io(&self.path))
+    }
+}
