@@ -49,6 +49,10 @@ pub struct Transformer {
     pub gated: bool,
     /// Experts that see one token; 1 without experts.
     pub experts_per_token: u64,
+    /// Tensors as wide as the residual stream that a layer keeps for backward: sums, and their norms.
+    pub stream_copies: u64,
+    /// Whether all logits exist at once; a fused loss holds a chunk of them.
+    pub keeps_logits: bool,
     /// Parameters of one layer.
     pub layer_params: u64,
     /// All parameters, and those of the largest single module.
@@ -150,6 +154,8 @@ fn plain(
         max_positions,
         gated: false,
         experts_per_token: 1,
+        stream_copies: 4,
+        keeps_logits: false,
         layer_params: 0,
         size: ModelSize { total_params: 0, largest_layer_params: 0 },
     }
@@ -228,14 +234,17 @@ fn bert(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let hidden = read.number("hidden_size")?;
     let inner = read.number("intermediate_size")?;
     let (vocab, positions) = (read.number("vocab_size")?, read.or("max_position_embeddings", 512)?);
-    let shape = plain(
-        hidden,
-        read.number("num_hidden_layers")?,
-        read.number("num_attention_heads")?,
-        inner,
-        vocab,
-        positions,
-    );
+    let shape = Transformer {
+        keeps_logits: true,
+        ..plain(
+            hidden,
+            read.number("num_hidden_layers")?,
+            read.number("num_attention_heads")?,
+            inner,
+            vocab,
+            positions,
+        )
+    };
     let layer = 4 * linear(hidden, hidden, true)
         + 4 * hidden
         + linear(hidden, inner, true)
@@ -288,14 +297,19 @@ fn neox(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let hidden = read.number("hidden_size")?;
     let inner = read.number("intermediate_size")?;
     let (vocab, positions) = (read.number("vocab_size")?, read.or("max_position_embeddings", 2048)?);
-    let shape = plain(
-        hidden,
-        read.number("num_hidden_layers")?,
-        read.number("num_attention_heads")?,
-        inner,
-        vocab,
-        positions,
-    );
+    // Side by side, attention and feed-forward norm one and the same sum.
+    let stream_copies = if read.flag("use_parallel_residual", true) { 3 } else { 4 };
+    let shape = Transformer {
+        stream_copies,
+        ..plain(
+            hidden,
+            read.number("num_hidden_layers")?,
+            read.number("num_attention_heads")?,
+            inner,
+            vocab,
+            positions,
+        )
+    };
     let bias = read.flag("attention_bias", true);
     let layer = 4 * hidden
         + linear(hidden, 3 * hidden, bias)

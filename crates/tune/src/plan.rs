@@ -1,8 +1,8 @@
 //! The bytes each rank keeps in each tier, and whether they fit.
 //!
 //! Model states follow from the ZeRO stage, the precision, the optimizer and the offload tiers (Rajbhandari et al. 2020,
-//! 2021). Activations are counted per token from the shape of the layers, as in Korthikanti et al. 2022, for the widths
-//! and head counts at hand. What the allocator loses to fragmentation is not in here.
+//! 2021). Activations are counted per token from what each operation of a layer saves, in the manner of Korthikanti et
+//! al. 2022. What the allocator loses to fragmentation is not in here.
 
 use std::fmt;
 

@@ -2,7 +2,8 @@
 
 use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage};
 
-use crate::model::{Model, Transformer};
+use crate::activations::ActivationBytes;
+use crate::model::Model;
 use crate::plan::{Activations, Plan, Purpose, Request, Row, Tier};
 
 /// Plans the bytes of one rank.
@@ -172,13 +173,14 @@ impl Planner<'_> {
         let config = self.request.config;
         let tokens =
             config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(self.request.sequence_length);
-        let width = self.width();
-        let layer = layer_elements(shape, self.request).saturating_mul(width).saturating_mul(tokens);
-        // The loss is computed in fp32 from logits in the training precision.
-        let logits = tokens.saturating_mul(shape.vocab).saturating_mul(width + 4);
-        let inputs = tokens.saturating_mul(shape.hidden).saturating_mul(width).saturating_mul(shape.layers);
-        let kept = layer.saturating_mul(shape.layers).saturating_add(logits);
-        let checkpointed = inputs.saturating_add(layer).saturating_add(logits);
+        let bytes = ActivationBytes::of(
+            shape,
+            self.width(),
+            tokens,
+            self.request.sequence_length,
+            self.request.keeps_attention_matrix,
+        );
+        let (kept, checkpointed) = (bytes.kept(shape.layers), bytes.checkpointed(shape.layers));
         let purpose = Purpose::Activations;
         if !self.request.checkpoint_activations {
             self.add(
@@ -188,31 +190,14 @@ impl Planner<'_> {
                 format!("{tokens} tokens through {} layers, all kept", shape.layers),
             );
         } else if config.activation_checkpointing.cpu_checkpointing {
+            let inputs = bytes.layer_input.saturating_mul(shape.layers);
             self.add(purpose, Tier::Host, inputs, format!("the inputs of {} layers", shape.layers));
-            self.add(
-                purpose,
-                Tier::Device,
-                layer.saturating_add(logits),
-                "one layer that is computed again, and the loss",
-            );
+            let why = "one layer that is computed again, or the loss";
+            self.add(purpose, Tier::Device, bytes.recomputed(), why);
         } else {
             let why = format!("the inputs of {} layers, and one layer that is computed again", shape.layers);
             self.add(purpose, Tier::Device, checkpointed, why);
         }
         Some(Activations { kept_bytes: kept, checkpointed_bytes: checkpointed })
     }
-}
-
-/// Elements that one layer keeps per token for its backward pass.
-fn layer_elements(shape: &Transformer, request: &Request<'_>) -> u64 {
-    let attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads);
-    let weights = if request.keeps_attention_matrix {
-        shape.heads.saturating_mul(request.sequence_length)
-    } else {
-        shape.heads
-    };
-    // Gate, up, and their product; or the values before and after the activation.
-    let feed_forward = shape.intermediate * if shape.gated { 3 } else { 2 } * shape.experts_per_token;
-    // The residual stream before and after each of the two norms.
-    (4 * shape.hidden + attention + feed_forward).saturating_add(weights)
 }

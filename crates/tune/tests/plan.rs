@@ -82,12 +82,17 @@ fn checkpointing_keeps_layer_inputs_only() {
     let value = || json!({ "train_micro_batch_size_per_gpu": 4, "bf16": { "enabled": true } });
     let model = Model::Transformer(shape);
     let activations = plan_for(&model, value(), 1, true).activations.expect("a known shape");
-    // 4 samples of 1024 tokens, two bytes per element; a layer keeps 4·768 of the residual stream, 4·768 of attention,
-    // one number per head and 2·3072 of the feed-forward layer.
-    let (layer, input) = (4096 * 2 * (4 * 768 + 4 * 768 + 12 + 2 * 3072), 4096 * 2 * 768);
-    let logits = 4096 * 50257 * (2 + 4);
-    assert_eq!(activations.kept_bytes, 12 * layer + logits);
-    assert_eq!(activations.checkpointed_bytes, 12 * input + layer + logits);
+    // 4 samples of 1024 tokens, two bytes per element; a layer keeps 4·768 of the residual stream, 4·768 of attention and
+    // 3072 of the feed-forward layer, and in f32 one number per head and two per norm.
+    let (layer, input) = (4096 * (2 * (4 * 768 + 4 * 768 + 3072) + 4 * (12 + 4)), 4096 * 2 * 768);
+    // The loss holds 64 MiB of f32 logits, their bf16 copy, and three tensors as wide as the stream; ids and statistics.
+    let logits = (64 << 20) / (4 * 50257) * 50257 * (4 + 2);
+    let loss = logits + 3 * input + 4096 * (3 * 4 + 2 * 8);
+    // Two gradients of the stream, and two of the feed-forward layer.
+    let backward = 2 * (input + 4096 * 2 * 3072);
+    assert!(loss > backward && layer + backward > loss);
+    assert_eq!(activations.kept_bytes, 12 * layer + loss);
+    assert_eq!(activations.checkpointed_bytes, 12 * input + layer + backward);
     let kept = plan_for(&model, value(), 1, false);
     assert_eq!(kept.total(Tier::Device) - states(&kept), activations.kept_bytes);
 }

@@ -1,0 +1,104 @@
+//! What a training step keeps between forward and backward, from what each operation saves on the tape.
+//!
+//! Legend, per token: `h` the residual stream, `q` all queries, `k` all keys (as many values), `i` the feed-forward
+//! layer. One layer saves
+//!
+//! | what | elements | for |
+//! | --- | --- | --- |
+//! | the sums before the two norms, and the two normed values | 4h | norms, the projections behind them |
+//! | queries, keys and values, rotated where they are | q + 2k | attention |
+//! | the mix of values | q | attention, the output projection |
+//! | the inner values: before the activation; gate, up and product | i; 3i | the feed-forward layer |
+//!
+//! and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout saves nothing: its mask is drawn again.
+//! The loss never holds all logits: it works on chunks of rows, and leaves the gradient of its input. Backward frees
+//! each operation's part as it passes, so the peak is reached either inside the loss or in the feed-forward half of the
+//! last layer, whichever needs more beyond what all layers keep.
+
+use crate::model::Transformer;
+
+/// The most bytes of f32 logits that the fused loss holds at once.
+const LOSS_CHUNK_BYTES: u64 = 64 << 20;
+/// It takes at least this many rows.
+const LOSS_CHUNK_MIN_ROWS: u64 = 16;
+/// Means, deviations, log-sums, losses.
+const F32_BYTES: u64 = 4;
+/// Token ids and targets.
+const ID_BYTES: u64 = 8;
+
+/// Activations of one micro-batch, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ActivationBytes {
+    /// The input of one layer.
+    pub(crate) layer_input: u64,
+    /// Everything that one layer saves.
+    pub(crate) layer: u64,
+    /// The most that is held beyond that at the end of forward.
+    pub(crate) loss: u64,
+    /// The most that is held beyond that in backward of a layer.
+    pub(crate) backward: u64,
+}
+
+impl ActivationBytes {
+    /// `tokens` of sequences of `sequence_length`, elements of `width` bytes.
+    pub(crate) fn of(
+        shape: &Transformer,
+        width: u64,
+        tokens: u64,
+        sequence_length: u64,
+        keeps_attention_matrix: bool,
+    ) -> ActivationBytes {
+        let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
+        let inner = shape.intermediate * shape.experts_per_token;
+        let feed_forward = match (shape.gated, shape.experts_per_token) {
+            (false, _) => inner,
+            (true, 1) => 3 * inner,
+            // Tokens are copied to their experts, and each expert's result is kept for the weighted sum.
+            (true, experts) => 3 * inner + 2 * experts * shape.hidden,
+        };
+        let matrix = if keeps_attention_matrix { shape.heads.saturating_mul(sequence_length) } else { 0 };
+        let elements =
+            (shape.stream_copies * shape.hidden + 2 * query + 2 * key + feed_forward).saturating_add(matrix);
+        // Two norms with a mean and a deviation each.
+        let statistics = F32_BYTES * (shape.heads + 4);
+        let bytes = |elements: u64| elements.saturating_mul(width).saturating_mul(tokens);
+        // The final norm's sum and result, and the gradient of that result; losses, statistics, ids and targets.
+        let around_the_loss =
+            bytes(3 * shape.hidden).saturating_add(tokens.saturating_mul(3 * F32_BYTES + 2 * ID_BYTES));
+        ActivationBytes {
+            layer_input: bytes(shape.hidden),
+            layer: bytes(elements).saturating_add(statistics.saturating_mul(tokens)),
+            loss: around_the_loss.saturating_add(logits(shape, width, tokens)),
+            // The gradient of the stream, and its copy behind dropout; the inner gradient before and after the
+            // activation, or of gate and up.
+            backward: bytes(2 * shape.hidden + 2 * inner),
+        }
+    }
+
+    /// All layers keep everything.
+    pub(crate) fn kept(&self, layers: u64) -> u64 {
+        self.layer.saturating_mul(layers).saturating_add(self.loss.max(self.backward))
+    }
+
+    /// Layers keep their inputs; one at a time is run again.
+    pub(crate) fn checkpointed(&self, layers: u64) -> u64 {
+        self.layer_input.saturating_mul(layers).saturating_add(self.recomputed())
+    }
+
+    /// What is held beyond the layers' inputs when they are all that layers keep.
+    pub(crate) fn recomputed(&self) -> u64 {
+        self.loss.max(self.layer.saturating_add(self.backward))
+    }
+}
+
+/// The logits that are held at once, and their gradient where it needs a copy in the training precision.
+fn logits(shape: &Transformer, width: u64, tokens: u64) -> u64 {
+    if shape.keeps_logits {
+        // In the training precision, in f32 for the loss, and their gradient.
+        return tokens.saturating_mul(shape.vocab).saturating_mul(2 * width + F32_BYTES);
+    }
+    let rows = (LOSS_CHUNK_BYTES / (shape.vocab * F32_BYTES))
+        .clamp(LOSS_CHUNK_MIN_ROWS, tokens.max(LOSS_CHUNK_MIN_ROWS));
+    let narrow = if width < F32_BYTES { width } else { 0 };
+    rows.min(tokens).saturating_mul(shape.vocab).saturating_mul(F32_BYTES + narrow)
+}
