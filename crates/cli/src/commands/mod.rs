@@ -9,6 +9,10 @@ mod estimate;
 mod generate;
 mod launch;
 mod model;
+mod model_convert;
+mod model_directory;
+mod model_init;
+mod model_inspect;
 mod node_launch;
 mod plan;
 mod rank_env;
@@ -34,6 +38,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Continue a text with a trained model
     Generate(generate::GenerateArgs),
+    /// Look at model directories, convert them, make new ones
+    Model(model_directory::ModelDirectoryArgs),
     /// Look at checkpoints, check them, and carry them to and from DeepSpeed and Hugging Face
     Checkpoint(checkpoint::CheckpointArgs),
     /// Start a program on several ranks, on this host or on many, and stay with them
@@ -63,6 +69,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
         Command::Train(args) => train::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Model(args) => model_directory::run(&args),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Launch(args) => launch::run(&args),
         Command::Config(args) => config::run(&args),

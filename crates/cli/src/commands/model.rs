@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, from_hugging_face};
+use serde_json::Value;
 
 use crate::failure::Failure;
 
@@ -47,13 +48,20 @@ impl ModelArgs {
         let Some(path) = &self.model else {
             return Err(Failure::Usage("give --model PATH or --params COUNT".to_owned()));
         };
-        let path = if path.is_dir() { path.join("config.json") } else { path.clone() };
-        let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
-        let bytes = read_bounded(&path).map_err(refuse)?;
-        let config = serde_json::from_slice(&bytes).map_err(|error| refuse(error.to_string()))?;
-        let transformer = from_hugging_face(&config).map_err(|error| refuse(error.to_string()))?;
+        let (path, config) = read_config(path)?;
+        let transformer = from_hugging_face(&config)
+            .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
         Ok(Model::Transformer(transformer))
     }
+}
+
+/// Reads a `config.json`, given itself or as its directory; says which file it was.
+pub(super) fn read_config(path: &Path) -> Result<(PathBuf, Value), Failure> {
+    let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+    let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
+    let bytes = read_bounded(&path).map_err(refuse)?;
+    let config = serde_json::from_slice(&bytes).map_err(|error| refuse(error.to_string()))?;
+    Ok((path, config))
 }
 
 fn read_bounded(path: &Path) -> Result<Vec<u8>, String> {
