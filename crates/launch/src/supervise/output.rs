@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::path::PathBuf;
 use std::process::{ChildStderr, ChildStdout};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -17,6 +17,7 @@ use super::spawn_thread;
 use crate::error::LaunchError;
 
 const MAX_LINE_BYTES: usize = 64 << 10;
+const MAX_LOGS_PER_NAME: u32 = 1000;
 const REMEMBERED_LINES: usize = 20;
 const REMEMBERED_LINE_BYTES: usize = 2 << 10;
 
@@ -30,12 +31,25 @@ pub(super) struct OutputOptions {
 
 impl OutputOptions {
     pub(super) fn open(shown: ShownOutput, log: Option<PathBuf>) -> Result<Self, LaunchError> {
-        let open = |path: PathBuf| match OpenOptions::new().append(true).create_new(true).open(&path) {
-            Ok(file) => Ok((path, file)),
-            Err(source) => Err(LaunchError::File { action: "create log file", path, source }),
-        };
-        Ok(OutputOptions { shown, log: log.map(open).transpose()? })
+        Ok(OutputOptions { shown, log: log.map(create_log).transpose()? })
     }
+}
+
+/// Two launches within a second want the same names: the second one gets `NAME-2.log`.
+fn create_log(wanted: PathBuf) -> Result<(PathBuf, File), LaunchError> {
+    let mut path = wanted.clone();
+    for number in 2..=MAX_LOGS_PER_NAME {
+        match OpenOptions::new().append(true).create_new(true).open(&path) {
+            Ok(file) => return Ok((path, file)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                let stem = wanted.file_stem().unwrap_or_default().to_string_lossy();
+                path.set_file_name(format!("{stem}-{number}.log"));
+            }
+            Err(source) => return Err(LaunchError::File { action: "create log file", path, source }),
+        }
+    }
+    let source = ErrorKind::AlreadyExists.into();
+    Err(LaunchError::File { action: "create log file", path: wanted, source })
 }
 
 /// The output of one process.

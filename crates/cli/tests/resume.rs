@@ -1,0 +1,258 @@
+//! Runs that are saved, killed, stopped by signals and gone on with: real processes through the real launcher.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use support::{is_running, stderr, stdout, wait_until};
+
+const RECIPE: &str = r#"
+    name = "small"
+    steps = 20
+    ranks = 2
+    [model]
+    preset = "gpt2"
+    layers = 2
+    width = 32
+    heads = 2
+    dropout = 0.1
+    [data]
+    text = ["text.txt"]
+    sequence = 32
+    validation = 0.05
+    [eval]
+    every = 5
+    sequences = 8
+    [save]
+    every = 10
+    [ds_config]
+    train_micro_batch_size_per_gpu = 3
+    gradient_accumulation_steps = 2
+    gradient_clipping = 1.0
+    steps_per_print = 10
+    optimizer = { type = "AdamW", params = { lr = 3e-3 } }
+    scheduler = { type = "WarmupLR", params = { warmup_max_lr = 3e-3, warmup_num_steps = 15 } }
+"#;
+
+struct Workplace(tempfile::TempDir);
+
+impl Workplace {
+    fn new() -> Workplace {
+        let folder = tempfile::tempdir().unwrap();
+        let text: String = (0..6000u32).map(|n| char::from(b'a' + (n * n % 89 % 26) as u8)).collect();
+        std::fs::write(folder.path().join("text.txt"), text).unwrap();
+        std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
+        Workplace(folder)
+    }
+
+    fn command(&self, name: &str, more: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+        command.args(["train", "recipe.toml", "--out"]).arg(self.run(name)).args(more);
+        command.current_dir(self.0.path()).stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, name: &str) -> PathBuf {
+        self.0.path().join("runs").join(name)
+    }
+
+    fn train(&self, name: &str, more: &[&str]) -> Output {
+        let output = self.command(name, more).output().unwrap();
+        assert!(output.status.success(), "{name}:\n{}\n{}", stdout(&output), stderr(&output));
+        output
+    }
+
+    /// Starts a run that has far to go.
+    fn start(&self, name: &str, more: &[&str]) -> std::process::Child {
+        let mut command = self.command(name, more);
+        command.args(["--set", "steps=100000"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    }
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    std::fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// What a run learned, to the last digit: a line's step, loss, rate, norm and tokens.
+fn learned(run: &Path) -> Vec<String> {
+    let of = |record: &Value| {
+        ["step", "loss", "lr", "grad_norm", "tokens", "loss_scale"]
+            .map(|key| record[key].to_string())
+            .join(" ")
+    };
+    lines(&run.join("log.jsonl")).iter().map(of).collect()
+}
+
+fn weights(run: &Path) -> Vec<u8> {
+    std::fs::read(run.join("model/model.safetensors")).unwrap()
+}
+
+fn signal(pid: &str, name: &str) {
+    let sent = Command::new("kill").args(["-s", name, pid]).status().unwrap();
+    assert!(sent.success(), "{name} to {pid}");
+}
+
+/// Kills a launcher and all of its ranks as a power cut would.
+fn kill_all(mut launcher: std::process::Child) {
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", launcher.id())).unwrap();
+    let children: Vec<String> = children.split_whitespace().map(str::to_owned).collect();
+    children.iter().for_each(|pid| signal(pid, "KILL"));
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    wait_until("the ranks are gone", || children.iter().all(|pid| !is_running(pid)));
+}
+
+#[test]
+fn a_killed_run_goes_on_as_if_nothing_had_happened() {
+    for (stage, precision, background) in [
+        (0, "fp32", "true"),
+        (1, "fp16", "false"),
+        (2, "bf16", "true"),
+        (3, "bf16", "false"),
+        (3, "fp32", "true"),
+    ] {
+        let place = Workplace::new();
+        let stage = format!("zero_optimization.stage={stage}");
+        let background = format!("save.background={background}");
+        let mut settings = vec!["--set", &stage, "--set", &background];
+        let precision = format!("{precision}={{\"enabled\": true}}");
+        if !precision.starts_with("fp32") {
+            settings.extend(["--set", &precision]);
+        }
+        place.train("whole", &settings);
+
+        let launcher = place.start("killed", &settings);
+        let saved = place.run("killed").join("checkpoints/global_step10");
+        // A few steps after the checkpoint are logged, and lost.
+        let log = place.run("killed").join("log.jsonl");
+        let steps = || std::fs::read_to_string(&log).map_or(0, |text| text.lines().count());
+        wait_until("the checkpoint is there", || saved.is_dir() && steps() > 12);
+        kill_all(launcher);
+
+        let resumed = place.train("killed", &[&settings[..], &["--resume", "global_step10"]].concat());
+        assert!(stdout(&resumed).contains("going on after step 10 from"), "{}", stdout(&resumed));
+        let (whole, killed) = (place.run("whole"), place.run("killed"));
+        assert_eq!(learned(&killed), learned(&whole), "{settings:?}");
+        assert!(weights(&killed) == weights(&whole), "{settings:?}: the weights differ");
+        let evals = |run: &Path| std::fs::read_to_string(run.join("eval.jsonl")).unwrap();
+        assert_eq!(evals(&killed), evals(&whole), "{settings:?}");
+        assert!(place.run("killed").join("report.html").is_file());
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_the_newest_and_never_over_an_earlier_one() {
+    let place = Workplace::new();
+    // A batch script that says `--resume` every time starts where there is nothing yet.
+    let first = place.train("auto", &["--resume", "--set", "steps=4"]);
+    assert!(stderr(&first).contains("no checkpoint yet"), "{}", stderr(&first));
+    place.train("auto", &["--resume", "--set", "steps=7"]);
+    place.train("auto", &["--resume=auto", "--set", "steps=9"]);
+    place.train("whole", &["--set", "steps=9"]);
+    assert_eq!(learned(&place.run("auto")), learned(&place.run("whole")));
+    assert!(weights(&place.run("auto")) == weights(&place.run("whole")));
+
+    // Nothing is left to do: what a crash after the last step cost is written again.
+    std::fs::remove_dir_all(place.run("auto").join("model")).unwrap();
+    place.train("auto", &["--resume", "--set", "steps=9"]);
+    assert!(weights(&place.run("auto")) == weights(&place.run("whole")));
+
+    let refuse = |more: &[&str]| {
+        let output = place.command("auto", more).output().unwrap();
+        assert!(!output.status.success());
+        (output.status.code(), stderr(&output))
+    };
+    let (code, message) = refuse(&[]);
+    assert_eq!(code, Some(2));
+    assert!(message.contains("checkpoints of an earlier run") && message.contains("--resume"), "{message}");
+    let (_, message) = refuse(&["--resume", "global_step3"]);
+    assert!(message.contains("there are: global_step4, global_step7, global_step9"), "{message}");
+    let (_, message) = refuse(&["--resume", "no/such/folder"]);
+    assert!(message.contains("no/such/folder: is no folder"), "{message}");
+    assert_eq!(learned(&place.run("auto")).len(), 9, "a refused run changes nothing");
+
+    // Damage is no reason to start anew.
+    for step in [4, 7, 9] {
+        let folder = place.run("auto").join(format!("checkpoints/global_step{step}"));
+        std::fs::remove_file(folder.join("rank_00001.safetensors")).unwrap();
+    }
+    let (_, message) = refuse(&["--resume"]);
+    assert!(message.contains("there is no complete checkpoint"), "{message}");
+}
+
+#[test]
+fn another_number_of_ranks_takes_the_same_samples_and_says_what_changed() {
+    let place = Workplace::new();
+    let recipe = RECIPE.replace("train_micro_batch_size_per_gpu = 3", "train_batch_size = 12");
+    std::fs::write(place.0.path().join("recipe.toml"), recipe.replace("dropout = 0.1", "dropout = 0.0"))
+        .unwrap();
+    let run = |name: &str, ranks: &str, steps: &str| {
+        stdout(&place.train(name, &["-n", ranks, "--set", &format!("steps={steps}"), "--resume"]))
+    };
+    run("whole", "2", "9");
+    run("elastic", "2", "3");
+    let said = run("elastic", "1", "5");
+    for change in ["ranks: 2 -> 1", "train_micro_batch_size_per_gpu: 3 -> 6"] {
+        assert!(said.contains(change), "'{change}' is not in:\n{said}");
+    }
+    assert!(!said.contains("train_batch_size:"), "the batch is the same:\n{said}");
+    run("elastic", "3", "7");
+    run("elastic", "2", "9");
+
+    // Sums have another order on other ranks, but they are sums over the same samples.
+    let (whole, elastic) =
+        (lines(&place.run("whole").join("log.jsonl")), lines(&place.run("elastic").join("log.jsonl")));
+    assert_eq!((whole.len(), elastic.len()), (9, 9));
+    for (whole, elastic) in whole.iter().zip(&elastic) {
+        let loss = |record: &Value| record["loss"].as_f64().unwrap();
+        assert_eq!((&whole["step"], &whole["tokens"]), (&elastic["step"], &elastic["tokens"]));
+        assert!((loss(whole) - loss(elastic)).abs() < 1e-4, "{whole}\n{elastic}");
+    }
+    // Nothing is lost on the way from one number of ranks to another.
+    let expected = weights(&place.run("elastic"));
+    for ranks in ["1", "3", "2"] {
+        std::fs::remove_dir_all(place.run("elastic").join("model")).unwrap();
+        run("elastic", ranks, "9");
+        assert!(weights(&place.run("elastic")) == expected, "{ranks} ranks");
+    }
+
+    // With a fixed micro-batch the batch grows with the ranks, and that is said.
+    std::fs::write(place.0.path().join("recipe.toml"), RECIPE).unwrap();
+    run("grown", "1", "2");
+    let said = run("grown", "2", "3");
+    assert!(said.contains("train_batch_size: 6 -> 12"), "{said}");
+}
+
+#[test]
+fn a_signal_saves_at_the_end_of_the_step_and_gives_its_own_code() {
+    for ranks in ["1", "2"] {
+        for (name, code) in [("TERM", 75), ("USR2", 75), ("INT", 130)] {
+            let place = Workplace::new();
+            let child = place.start("stopped", &["-n", ranks]);
+            let log = place.run("stopped").join("log.jsonl");
+            wait_until("some steps", || {
+                std::fs::read_to_string(&log).is_ok_and(|text| text.lines().count() > 2)
+            });
+            signal(&child.id().to_string(), name);
+            let output = child.wait_with_output().unwrap();
+            let said = format!("{ranks} ranks, {name}:\n{}\n{}", stdout(&output), stderr(&output));
+            assert_eq!(output.status.code(), Some(code), "{said}");
+            assert!(stdout(&output).contains("go on with --resume"), "{said}");
+            let run = place.run("stopped");
+            let done = lines(&log).len();
+            assert!(run.join(format!("checkpoints/global_step{done}/manifest.json")).is_file(), "{said}");
+            assert!(run.join("report.html").is_file(), "{said}");
+            assert_eq!(run.join("model/model.safetensors").is_file(), name == "INT", "{said}");
+
+            // It goes on, and ends where a run ends that was never stopped.
+            let steps = format!("steps={}", done + 2);
+            place.train("stopped", &["-n", ranks, "--resume", "--set", &steps]);
+            place.train("whole", &["-n", ranks, "--set", &steps]);
+            assert_eq!(learned(&run), learned(&place.run("whole")), "{said}");
+            assert!(weights(&run) == weights(&place.run("whole")), "{said}");
+        }
+    }
+}
