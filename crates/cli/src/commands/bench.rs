@@ -1,4 +1,5 @@
-//! `ferrospeed bench`: how fast this machine's kernels are, in numbers that a peer's can be laid beside.
+//! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
+//! models in `bench_model.rs`, collectives in `bench_comm.rs`.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
 //! given time after a warm-up; both the best and the median run are reported, since on a machine that is shared
@@ -15,6 +16,7 @@ use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, autograd};
 use serde_json::{Value, json};
 
+use super::{bench_comm, bench_model};
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -29,16 +31,20 @@ enum What {
     Gemm(RunArgs),
     /// Forward and backward of the fused operations
     Ops(RunArgs),
+    /// Whole training steps and text generation
+    Model(bench_model::ModelBenchArgs),
+    /// Collectives between ranks
+    Comm(Box<bench_comm::CommArgs>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Precision {
+pub(super) enum Precision {
     F32,
     Bf16,
 }
 
 impl Precision {
-    fn dtype(self) -> DType {
+    pub(super) fn dtype(self) -> DType {
         match self {
             Precision::F32 => DType::F32,
             Precision::Bf16 => DType::BF16,
@@ -77,6 +83,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     let (run_args, cases): (_, fn(DType, &Device, &str) -> Result<Vec<Case>>) = match &args.what {
         What::Gemm(args) => (args, gemm_cases),
         What::Ops(args) => (args, op_cases),
+        What::Model(args) => return bench_model::run(args),
+        What::Comm(args) => return bench_comm::run(args),
     };
     match measure(run_args, cases) {
         Ok(()) => Ok(ExitCode::SUCCESS),
@@ -102,7 +110,7 @@ fn measure(args: &RunArgs, cases: impl Fn(DType, &Device, &str) -> Result<Vec<Ca
 }
 
 /// Best and median seconds of a run.
-fn time(run: &mut dyn FnMut() -> Result<()>, budget: Duration) -> Result<(f64, f64)> {
+pub(super) fn time(run: &mut dyn FnMut() -> Result<()>, budget: Duration) -> Result<(f64, f64)> {
     run()?;
     run()?;
     let mut seconds = Vec::new();
@@ -138,14 +146,14 @@ fn report(args: &RunArgs, threads: usize, dtype: DType, case: &Case, best_s: f64
 }
 
 /// Random values of a fixed seed.
-fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+pub(super) fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     let mut pattern = vec![0.0f32; 65_537];
     RandomKey::new(1, 0).fill_normal(0, &mut pattern);
     let values: Vec<f32> = pattern.into_iter().cycle().take(shape.iter().product()).collect();
     Tensor::from_f32(&values, shape, dtype, device)
 }
 
-fn ids(count: usize, limit: usize, device: &Device) -> Result<Tensor> {
+pub(super) fn ids(count: usize, limit: usize, device: &Device) -> Result<Tensor> {
     let values: Vec<i64> = (0..count).map(|i| ((i * 7919 + 13) % limit) as i64).collect();
     Tensor::from_slice(&values, [count], device)
 }
@@ -194,7 +202,7 @@ fn gemm_cases(dtype: DType, device: &Device, only: &str) -> Result<Vec<Case>> {
 }
 
 /// Forward and backward of `op` over `inputs`.
-fn there_and_back(
+pub(super) fn there_and_back(
     inputs: Vec<Tensor>,
     op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
 ) -> Box<dyn FnMut() -> Result<()>> {

@@ -1,6 +1,9 @@
 //! The commands, one module each, and the table that clap reads.
 
 mod bench;
+mod bench_comm;
+mod bench_model;
+mod bench_parts;
 mod checkpoint;
 mod completions;
 mod config;
@@ -16,6 +19,7 @@ mod model_inspect;
 mod node_launch;
 mod plan;
 mod rank_env;
+mod trace;
 mod train;
 
 use std::process::ExitCode;
@@ -52,8 +56,10 @@ enum Command {
     Estimate(estimate::EstimateArgs),
     /// Say what this machine can do, and what is missing
     Doctor(doctor::DoctorArgs),
-    /// Measure this machine's kernels
+    /// Measure this machine's kernels, models and collectives
     Bench(bench::BenchArgs),
+    /// Read what the ranks of a failed job left behind
+    Trace(trace::TraceArgs),
     /// Write a completion script for a shell
     Completions(completions::CompletionsArgs),
     /// The part of `launch` that runs once on each host
@@ -77,6 +83,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Estimate(args) => estimate::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Completions(args) => completions::run(&args),
         Command::NodeLaunch(args) => node_launch::run(&args),
         Command::RankEnv(args) => rank_env::run(&args),

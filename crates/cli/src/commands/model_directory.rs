@@ -58,7 +58,7 @@ impl WriteArgs {
 }
 
 /// Reads `500`, `500MB`, `2GB` (powers of ten, as Hugging Face means them) and `2GiB`.
-fn parse_size(text: &str) -> Result<usize, String> {
+pub(super) fn parse_size(text: &str) -> Result<usize, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let factor = match unit.to_ascii_uppercase().as_str() {

@@ -1,0 +1,151 @@
+//! `ferrospeed bench comm` with real ranks, `ferrospeed bench model`'s arguments, and `ferrospeed trace diff`.
+
+mod support;
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use ferrospeed_comm::Kind;
+use ferrospeed_comm::recorder::{Progress, Record};
+use serde_json::Value;
+use support::{ferrospeed, stderr, stdout};
+
+/// A small matrix: one operation and size, both kinds of memory, a moment each.
+const SMALL: [&str; 10] =
+    ["bench", "comm", "--op", "all_reduce", "--size", "64KiB", "--dtype", "bf16", "--case_ms", "1"];
+
+#[test]
+fn collectives_are_measured_over_ranks_and_backends_as_json() {
+    let output = ferrospeed(&[&SMALL[..], &["--ranks", "1,2", "--backend", "local,tcp", "--json"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let rows: Vec<Value> =
+        stdout(&output).lines().map(|line| serde_json::from_str(line).expect("a row")).collect();
+    let keys: Vec<String> = rows
+        .iter()
+        .map(|row| {
+            assert_eq!((row["operation"].as_str(), row["bytes"].as_u64()), (Some("all_reduce"), Some(65536)));
+            assert!(row["best_us"].as_f64() > Some(0.0) && row["iterations"].as_u64() >= Some(5), "{row}");
+            format!("{} {} {}", row["ranks"], row["backend"], row["memory"]).replace('"', "")
+        })
+        .collect();
+    assert_eq!(keys.len(), 8, "{keys:?}");
+    for expected in ["2 local registered", "2 local staged", "2 tcp registered", "2 tcp staged"] {
+        assert!(keys.iter().any(|key| key == expected), "{expected} is not in {keys:?}");
+    }
+}
+
+#[test]
+fn people_get_a_table() {
+    let output = ferrospeed(&SMALL);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.starts_with("operation") && text.lines().count() == 3, "{text}");
+    assert!(text.contains("registered") && text.contains("staged"), "{text}");
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    for (arguments, part) in [
+        (&["bench", "comm", "--op", "send"][..], "all_reduce"),
+        (&["bench", "comm", "--dtype", "f8"], "bf16"),
+        (&["bench", "comm", "--size", "0"], "--size"),
+        (&["bench", "comm", "--ranks", "0"], "--ranks"),
+        (&["bench", "model", "--only", "nothing"], "train gpt2-124m 2x512"),
+        (&["bench", "model", "--threads", "0"], "--threads"),
+        (&["bench", "model", "--repeats", "0"], "--repeats"),
+    ] {
+        let output = ferrospeed(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(stderr(&output).contains(part), "{arguments:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_backend_that_is_not_there_fails_the_run_and_says_why() {
+    let output = ferrospeed(&[&SMALL[..], &["--backend", "nccl"]].concat());
+    assert_ne!(output.status.code(), Some(0));
+    assert!(stderr(&output).contains("nccl"), "{}", stderr(&output));
+}
+
+/// Two ranks that ask for different operations: both fail, both leave their recorders, and one sentence tells why.
+/// They are started without the launcher, which would end one as soon as the other has failed.
+#[test]
+fn a_disagreement_between_real_ranks_is_found_in_their_traces() {
+    let folder = tempfile::tempdir().unwrap();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let ranks = ["all_reduce", "broadcast"].into_iter().enumerate().map(|(rank, operation)| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+        command.args([
+            "bench",
+            "comm",
+            "--op",
+            operation,
+            "--size",
+            "1MiB",
+            "--dtype",
+            "f32",
+            "--case_ms",
+            "1",
+        ]);
+        command
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", "2")
+            .env("FERROSPEED_JOB_TOKEN", "disagreement");
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+        command.env("FERROSPEED_TRACE_DIR", folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    });
+    for rank in ranks.collect::<Vec<_>>() {
+        let output = rank.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    }
+    let output = ferrospeed(&["trace", "diff", folder.path().to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert_eq!(text.lines().count(), 1, "{text}");
+    for part in ["rank 0 called", "rank 1 called", "broadcast(", "all_reduce("] {
+        assert!(text.contains(part), "{part} is not in {text}");
+    }
+}
+
+fn record(rank: usize, sequence: u64, progress: Progress) -> Record {
+    Record {
+        rank,
+        group: "world".into(),
+        group_ranks: vec![0, 1],
+        sequence,
+        kind: Kind::AllReduce,
+        peer: None,
+        description: format!("all_reduce(f32 × 4) #{sequence} at train.rs:7:9"),
+        started_us: sequence,
+        duration_us: None,
+        progress,
+        error: None,
+    }
+}
+
+fn write_trace(folder: &Path, rank: usize, records: &[Record]) {
+    let lines: Vec<String> = records.iter().map(|record| serde_json::to_string(record).unwrap()).collect();
+    std::fs::write(folder.join(format!("rank-{rank:05}.jsonl")), lines.join("\n")).unwrap();
+}
+
+#[test]
+fn the_rank_that_stayed_behind_is_named_and_damage_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let empty = ferrospeed(&["trace", "diff", path]);
+    assert_eq!(empty.status.code(), Some(2));
+    assert!(stderr(&empty).contains("holds no flight recorder"), "{}", stderr(&empty));
+
+    write_trace(folder.path(), 0, &[record(0, 1, Progress::Done), record(0, 2, Progress::Running)]);
+    write_trace(folder.path(), 1, &[record(1, 1, Progress::Done)]);
+    let text = stdout(&ferrospeed(&["trace", "diff", path]));
+    assert!(text.starts_with("rank 1 (whose last operation there was all_reduce(f32 × 4) #1"), "{text}");
+    assert!(text.contains("never entered all_reduce(f32 × 4) #2"), "{text}");
+
+    std::fs::write(folder.path().join("rank-00001.jsonl"), "{\"rank\": 1").unwrap();
+    let damaged = ferrospeed(&["trace", "diff", path]);
+    assert_eq!(damaged.status.code(), Some(2));
+    assert!(stderr(&damaged).contains("rank-00001.jsonl, line 1"), "{}", stderr(&damaged));
+    assert_eq!(ferrospeed(&["trace", "diff", "/does/not/exist"]).status.code(), Some(2));
+}
