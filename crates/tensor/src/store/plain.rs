@@ -10,6 +10,9 @@ use crate::param::{Param, ParamStore, StoreError};
 use crate::store::ParamSource;
 use crate::tensor::Tensor;
 
+/// Elements that are loaded at a time: copies of whole parameters would add to the peak, these stay in the cache.
+const LOADED_AT_ONCE: usize = 256 << 10;
+
 /// The store without a policy.
 pub struct PlainStore {
     params: Vec<Param>,
@@ -45,13 +48,16 @@ impl PlainStore {
         let mut values = Vec::with_capacity(params.len());
         let mut start = 0;
         for param in params {
-            let value = flat.slice(start, *param.shape())?;
-            let mut initial = vec![0.0; param.numel()];
-            source.load(param, 0..param.numel(), &mut initial)?;
-            let staged = Tensor::from_f32(&initial, *param.shape(), dtype, device)?;
-            device.backend().copy(&staged, &value)?;
-            values.push(value);
-            start += param.numel();
+            let numel = param.numel();
+            let mut part = vec![0.0; numel.min(LOADED_AT_ONCE)];
+            for first in (0..numel).step_by(LOADED_AT_ONCE) {
+                let part = &mut part[..LOADED_AT_ONCE.min(numel - first)];
+                source.load(param, first..first + part.len(), part)?;
+                let staged = Tensor::from_f32(part, [part.len()], dtype, device)?;
+                device.backend().copy(&staged, &flat.slice(start + first, [part.len()])?)?;
+            }
+            values.push(flat.slice(start, *param.shape())?);
+            start += numel;
         }
         Ok(PlainStore {
             params: params.to_vec(),
