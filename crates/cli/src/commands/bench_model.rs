@@ -20,6 +20,7 @@ use ferrospeed_tensor::{Device, Tensor};
 use serde_json::{Value, json};
 
 use super::bench::Precision;
+use super::bench_load;
 use super::bench_parts::{gemm_peak_flops_per_s, parts_of_a_step};
 use crate::failure::Failure;
 use crate::terminal;
@@ -48,11 +49,13 @@ pub(super) struct ModelBenchArgs {
 
 /// What is measured.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Work {
+enum Work {
     /// A step on `batch` sequences of `tokens`.
     Train { batch: usize, tokens: usize },
     /// `tokens` behind a prompt of `prompt`, one sequence.
     Generate { prompt: usize, tokens: usize },
+    /// Loading from sharded files.
+    Load,
 }
 
 /// One thing to measure.
@@ -65,7 +68,7 @@ struct Case {
     work: Work,
 }
 
-const CASES: [Case; 3] = [
+const CASES: [Case; 4] = [
     Case {
         name: "train gpt2-124m 2x512",
         layers: 12,
@@ -87,6 +90,7 @@ const CASES: [Case; 3] = [
         vocabulary: 50257,
         work: Work::Generate { prompt: 32, tokens: 64 },
     },
+    Case { name: "load gpt2-536m from shards", layers: 24, width: 1280, vocabulary: 50257, work: Work::Load },
 ];
 
 pub(super) fn run(args: &ModelBenchArgs) -> Result<ExitCode, Failure> {
@@ -139,6 +143,10 @@ fn measure(case: &Case, precision: Precision, threads: usize, repeats: u64) -> R
     let peak = gemm_peak_flops_per_s(precision.dtype(), &device).map_err(|error| failed(&error))?;
     let model = case.decoder().map_err(|error| failed(&error))?;
     let mut row = match case.work {
+        Work::Load => {
+            bench_load::measure(&case.config(), || case.decoder(), precision.dtype(), &device, repeats)
+                .map_err(|error| failed(&error))?
+        }
         Work::Train { batch, tokens } => train(case, &model, precision, &device, [batch, tokens], repeats)?,
         Work::Generate { prompt, tokens } => {
             speak(&model, precision, &device, [prompt, tokens], repeats).map_err(|error| failed(&error))?
@@ -156,16 +164,19 @@ fn measure(case: &Case, precision: Precision, threads: usize, repeats: u64) -> R
 }
 
 impl Case {
-    fn decoder(&self) -> Result<Decoder, ModelError> {
-        let sizes = PresetSizes {
+    fn config(&self) -> Value {
+        Preset::Gpt2.config(&PresetSizes {
             layers: Some(self.layers),
             width: Some(self.width),
             heads: None,
             vocabulary: self.vocabulary,
             sequence: 1024,
             dropout: 0.0,
-        };
-        match ModelConfig::from_value(&Preset::Gpt2.config(&sizes), WindowRule::default())? {
+        })
+    }
+
+    fn decoder(&self) -> Result<Decoder, ModelError> {
+        match ModelConfig::from_value(&self.config(), WindowRule::default())? {
             ModelConfig::Decoder(config) => Ok(Decoder::new(*config)),
             ModelConfig::Bert(_) => unreachable!("a preset is a decoder"),
         }
@@ -278,7 +289,7 @@ fn speak(
 }
 
 /// The most memory this process ever held; `None` where the system does not say.
-fn peak_rss_bytes() -> Option<u64> {
+pub(super) fn peak_rss_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let kib = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?;
     Some(kib.trim().parse::<u64>().ok()? << 10)
@@ -286,6 +297,9 @@ fn peak_rss_bytes() -> Option<u64> {
 
 fn as_text(row: &Value) -> String {
     let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
+    if row["gb_per_s"].is_number() {
+        return load_as_text(row);
+    }
     let mut text = format!(
         "{:<29} {:<5} {} threads {:>9.1} tokens/s  best {:>8.1} ms  median {:>8.1} ms  peak {:>6.0} MiB",
         row["case"].as_str().unwrap_or_default(),
@@ -310,4 +324,20 @@ fn as_text(row: &Value) -> String {
         ));
     }
     text
+}
+
+fn load_as_text(row: &Value) -> String {
+    let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
+    let mib = |key: &str| number(key) / (1 << 20) as f64;
+    format!(
+        "{:<29} {:<5} {:>8.2} GB/s; reading alone {:.2} GB/s; peak {:.0} MiB, {:.0} before; the model has {:.0}, its largest tensor {:.0}",
+        row["case"].as_str().unwrap_or_default(),
+        row["dtype"].as_str().unwrap_or_default(),
+        number("gb_per_s"),
+        number("reading_gb_per_s"),
+        mib("peak_rss_bytes"),
+        mib("rss_before_bytes"),
+        mib("model_bytes"),
+        mib("largest_tensor_bytes"),
+    )
 }

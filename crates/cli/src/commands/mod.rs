@@ -2,6 +2,7 @@
 
 mod bench;
 mod bench_comm;
+mod bench_load;
 mod bench_model;
 mod bench_parts;
 mod checkpoint;
