@@ -4,7 +4,7 @@
 Runs the same operations on the same sizes, types and numbers of ranks, one after the other on this machine, and prints
 each peer's median time over Ferrospeed's: above 1, Ferrospeed is faster. Sizes are those of the whole buffer.
 
-    cargo build --release -p ferrospeed-comm --example bench_comm
+    cargo build --release -p ferrospeed-cli
     python3 benches/peers/comm.py --ranks 2 4 --json comm.json
 
 A peer whose package is missing is left out, and said so.
@@ -33,7 +33,7 @@ def free_port():
 
 
 def measure(run, barrier, slowest, seconds):
-    """Median time in µs of the slowest rank: the way `bench_comm` measures."""
+    """Median time in µs of the slowest rank: the way `ferrospeed bench comm` measures."""
 
     def times(count):
         found = []
@@ -135,8 +135,9 @@ def start_ranks(command, ranks, environment=None):
 def ferrospeed(options, ranks, backend):
     sizes = ",".join(map(str, options.sizes))
     milliseconds = str(int(options.seconds * 1000))
-    memory = "both" if backend == "auto" else "staged"
-    command = [options.program, ",".join(OPERATIONS), sizes, ",".join(DTYPES), memory, milliseconds]
+    memory = "registered,staged" if backend == "auto" else "staged"
+    command = [options.program, "bench", "comm", "--json", "--op", ",".join(OPERATIONS), "--size", sizes]
+    command += ["--dtype", ",".join(DTYPES), "--memory", memory, "--case_ms", milliseconds]
     rows = start_ranks(command, ranks, {"FERROSPEED_COMM_BACKEND": backend})
     ordered = {}
     for row in rows:
@@ -155,7 +156,7 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each measurement")
-    parser.add_argument("--program", default="target/release/examples/bench_comm")
+    parser.add_argument("--program", default="target/release/ferrospeed")
     parser.add_argument("--json", help="write all rows to this file")
     parser.add_argument("--as-rank", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -60,10 +60,10 @@ fn explain(traces: &BTreeMap<usize, Vec<Record>>) -> String {
 
 fn explain_collective(stuck: &Record, traces: &BTreeMap<usize, Vec<Record>>) -> Option<String> {
     let in_group = |record: &&Record| record.group == stuck.group && record.peer.is_none();
-    let (mut entered, mut behind) = (Vec::new(), Vec::new());
+    let (mut entered, mut behind, mut silent) = (Vec::new(), Vec::new(), Vec::new());
     for rank in &stuck.group_ranks {
         let Some(records) = traces.get(rank) else {
-            behind.push(format!("rank {rank} (which left no recorder)"));
+            silent.push(rank.to_string());
             continue;
         };
         let last = records.iter().filter(in_group).max_by_key(|record| record.sequence);
@@ -82,15 +82,22 @@ fn explain_collective(stuck: &Record, traces: &BTreeMap<usize, Vec<Record>>) -> 
             (_, None) => behind.push(format!("rank {rank} (which never used the group)")),
         }
     }
-    (!behind.is_empty()).then(|| {
-        format!(
-            "{} never entered {} in group {}, which rank {} entered",
-            behind.join(" and "),
-            stuck.description,
-            stuck.group,
-            entered.join(", ")
-        )
-    })
+    let (entered, silent) = (entered.join(", "), silent.join(", "));
+    if behind.is_empty() {
+        return (!silent.is_empty()).then(|| {
+            format!(
+                "rank {entered} entered {} in group {}; rank {silent} left no recorder, so look there first",
+                stuck.description, stuck.group
+            )
+        });
+    }
+    let besides = if silent.is_empty() { String::new() } else { format!("; rank {silent} left no recorder") };
+    Some(format!(
+        "{} never entered {} in group {}, which rank {entered} entered{besides}",
+        behind.join(" and "),
+        stuck.description,
+        stuck.group,
+    ))
 }
 
 /// Whether two records are of the same call, wherever in the source it was made.
@@ -157,6 +164,26 @@ mod tests {
             text,
             "rank 2 (whose last operation there was barrier() #3 at a.rs:1:1) never entered \
              all_reduce() #4 at a.rs:1:1 in group world, which rank 0, 1 entered"
+        );
+    }
+
+    #[test]
+    fn a_rank_without_a_recorder_is_not_accused() {
+        let text = explained(vec![
+            record(0, 4, Kind::AllReduce, Progress::Running),
+            record(1, 4, Kind::AllReduce, Progress::Running),
+        ]);
+        assert_eq!(
+            text,
+            "rank 0, 1 entered all_reduce() #4 at a.rs:1:1 in group world; rank 2 left no recorder, so look there first"
+        );
+        let text = explained(vec![
+            record(0, 4, Kind::AllReduce, Progress::Running),
+            record(1, 3, Kind::AllReduce, Progress::Done),
+        ]);
+        assert!(
+            text.starts_with("rank 1 (whose last") && text.ends_with("; rank 2 left no recorder"),
+            "{text}"
         );
     }
 
