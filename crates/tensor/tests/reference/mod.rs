@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub(crate) mod check;
+
 /// A row-major array.
 #[derive(Debug, Clone)]
 pub(crate) struct Array {
