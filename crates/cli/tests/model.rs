@@ -108,6 +108,8 @@ fn every_recorded_family_is_inspected_and_its_roles_add_up() {
         let groups = report["groups"].as_object().unwrap();
         let sum: u64 = groups.values().map(|group| group["parameters"].as_u64().unwrap()).sum();
         assert_eq!(report["parameters"], sum);
+        // The planner counts the same parameters without building the model.
+        assert_eq!(report["to_serve"][0]["weight_bytes"], 4 * sum, "{}", folder.display());
         for role in ["embedding", "attention", "norms"] {
             assert!(groups.contains_key(role), "{}: {role}", folder.display());
         }
