@@ -72,9 +72,11 @@ impl Checkpoint {
         self.index.get(kind)?.get(name).map(|&at| &self.manifest.tensors[at])
     }
 
-    /// The weights of a parameter: its f32 masters where it was trained, what kernels read where it was not.
+    /// The weights of a parameter, by any of its names: its f32 masters where it was trained, what kernels read where it
+    /// was not.
     pub fn weights(&self, name: &str) -> Option<&TensorEntry> {
-        self.entry(&Kind::Master, name).or_else(|| self.entry(&Kind::Weight, name))
+        let stored = |name: &str| self.entry(&Kind::Master, name).or_else(|| self.entry(&Kind::Weight, name));
+        stored(name).or_else(|| stored(self.manifest.aliases.get(name)?))
     }
 
     fn file(&self, index: usize) -> Result<(&File, PathBuf)> {

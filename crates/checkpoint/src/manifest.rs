@@ -244,6 +244,9 @@ pub struct Manifest {
     pub client_state: Value,
     /// The configuration of the run.
     pub config: Value,
+    /// Other names of tied parameters: each to the name under which the parameter is stored.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub aliases: BTreeMap<String, String>,
     /// The files.
     pub files: Vec<FileEntry>,
     /// The tensors, in the model's order.
@@ -325,6 +328,14 @@ impl Manifest {
             }
             if next != numel {
                 return Err(format!("'{name}' ({}) lacks its elements {next} to {numel}", tensor.kind));
+            }
+        }
+        for alias in self.aliases.keys() {
+            if seen.contains_key(&(alias, &Kind::Master)) || seen.contains_key(&(alias, &Kind::Weight)) {
+                return Err(format!(
+                    "'{alias}' is stored, and also another name of '{}'",
+                    self.aliases[alias]
+                ));
             }
         }
         used.sort_unstable();

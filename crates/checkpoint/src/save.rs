@@ -3,6 +3,7 @@
 //! The folder gets its final name by one rename, after every byte and the manifest are on the disk. Before that
 //! nothing has its name; after that everything is there. A rank that fails tells the others, and all return an error.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -32,6 +33,8 @@ pub struct Contents {
     pub client_state: Value,
     /// The configuration.
     pub config: Value,
+    /// Other names of tied parameters: each to the name under which the parameter is stored.
+    pub aliases: BTreeMap<String, String>,
 }
 
 /// Where and how to save. Only rank 0's tag counts.
@@ -247,7 +250,7 @@ fn assemble(tag: &str, contents: Contents, reports: Vec<(Vec<PieceSpec>, Written
     tensors.sort_unstable_keys();
     let mut tensors: Vec<TensorEntry> = tensors.into_values().collect();
     tensors.iter_mut().for_each(|tensor| tensor.pieces.sort_by_key(|piece| (piece.start, piece.len)));
-    let Contents { origin, training, client_state, config } = contents;
+    let Contents { origin, training, client_state, config, aliases } = contents;
     let manifest = Manifest {
         format: FORMAT.to_owned(),
         version: VERSION,
@@ -258,6 +261,7 @@ fn assemble(tag: &str, contents: Contents, reports: Vec<(Vec<PieceSpec>, Written
         training,
         client_state,
         config,
+        aliases,
         files,
         tensors,
     };

@@ -89,6 +89,7 @@ fn contents(steps: u64) -> Contents {
         training: TrainingState { global_steps: steps, ..Default::default() },
         client_state: Value::Null,
         config: json!({}),
+        aliases: Default::default(),
     }
 }
 

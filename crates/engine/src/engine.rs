@@ -1,5 +1,7 @@
 //! The training engine: micro-batches, accumulation, steps, counters.
 
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -70,6 +72,10 @@ pub struct Engine {
     times: StepTimes,
     last_times: StepTimes,
     pub(crate) background: Background,
+    /// Names of tied parameters that a checkpoint had: a model has each parameter under one.
+    pub(crate) aliases: BTreeMap<String, String>,
+    /// Why the state cannot be trained on: a load that failed when part of it was replaced.
+    pub(crate) half_loaded: Option<PathBuf>,
 }
 
 impl Engine {
@@ -108,6 +114,8 @@ impl Engine {
             times: StepTimes::default(),
             last_times: StepTimes::default(),
             background: Background::default(),
+            aliases: BTreeMap::new(),
+            half_loaded: None,
         };
         engine.apply_schedule();
         Ok(engine)
@@ -126,6 +134,10 @@ impl Engine {
         &mut self,
         model: impl FnOnce(Mode) -> Result<Tensor, E>,
     ) -> Result<Tensor, E> {
+        if let Some(from) = &self.half_loaded {
+            let why = EngineError::half_loaded("forward", from).to_string();
+            return Err(TensorError::argument("forward", why).into());
+        }
         let start = Instant::now();
         self.store.begin_pass(match self.mode {
             Mode::Train => Pass::Train,
@@ -150,6 +162,7 @@ impl Engine {
     /// Computes gradients, averages them over ranks and adds them to those of earlier micro-batches. Returns the loss
     /// divided by the number of micro-batches of a step.
     pub fn backward(&mut self, loss: &Tensor) -> Result<f32> {
+        self.check_whole("backward")?;
         if self.mode == Mode::Evaluate {
             return Err(EngineError::Order {
                 call: "backward",
@@ -168,6 +181,7 @@ impl Engine {
 
     /// Ends a micro-batch; at the end of an accumulation, updates the weights. All ranks call it together.
     pub fn step(&mut self) -> Result<StepReport> {
+        self.check_whole("step")?;
         if !self.is_gradient_accumulation_boundary() {
             self.micro_steps += 1;
             self.last_step_applied = false;
@@ -207,6 +221,11 @@ impl Engine {
                 Ok(StepReport::Skipped { param, rank })
             }
         }
+    }
+
+    /// Refuses to work with state of which a load has replaced only a part.
+    pub(crate) fn check_whole(&self, call: &'static str) -> Result<()> {
+        self.half_loaded.as_ref().map_or(Ok(()), |from| Err(EngineError::half_loaded(call, from)))
     }
 
     /// Whether the next [`Engine::step`] updates weights.

@@ -1,5 +1,7 @@
 //! The one error of this crate.
 
+use std::path::{Path, PathBuf};
+
 use ferrospeed_tensor::TensorError;
 use ferrospeed_zero::ZeroError;
 
@@ -31,6 +33,17 @@ pub enum EngineError {
         /// What should have come first.
         why: &'static str,
     },
+    /// A load failed when part of the state was replaced: what is there is neither the old state nor the new.
+    #[error(
+        "{call}: the load from {} failed halfway, so the state is part old and part new; load another checkpoint first",
+        checkpoint.display()
+    )]
+    HalfLoaded {
+        /// The call.
+        call: &'static str,
+        /// The checkpoint that could not be read.
+        checkpoint: PathBuf,
+    },
     /// Steps were skipped too often.
     #[error(
         "{skipped} steps in a row were skipped because a gradient was not a number (last: '{param}' on rank {rank}); the run has diverged: lower the learning rate, clip gradients, or check the data"
@@ -61,3 +74,9 @@ pub enum EngineError {
 
 /// The result of everything here.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+impl EngineError {
+    pub(crate) fn half_loaded(call: &'static str, checkpoint: &Path) -> EngineError {
+        EngineError::HalfLoaded { call, checkpoint: checkpoint.to_path_buf() }
+    }
+}

@@ -244,3 +244,44 @@ fn gradients_that_wait_for_a_step_are_not_silently_lost() {
         assert!(error.contains("accumulation boundary"), "{error}");
     });
 }
+
+#[test]
+fn a_load_that_fails_halfway_leaves_an_engine_that_refuses_to_train() {
+    let dir = tempfile::tempdir().unwrap();
+    for tag in ["damaged", "whole"] {
+        let folder = dir.path().join(tag);
+        run(2, configuration(2, "bf16"), 0..2, None, Some(&folder));
+    }
+    // The last tensor of rank 1's file: by then the others have been replaced.
+    let file = dir.path().join("damaged/global_step2/rank_00001.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let folder = dir.path().to_path_buf();
+    on_ranks(2, move |world| {
+        let rank = world.rank();
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &configuration(2, "bf16"), &parameters, None, None, 1);
+        let batch = batch(0, rank, &engine.device().clone());
+        let before = engine.forward(|_| model.loss(&batch)).unwrap();
+        let error = engine.load_checkpoint(&folder.join("damaged"), &LoadOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("is damaged between bytes"), "rank {rank}: {error}");
+        let expect = |what: &str, outcome: Result<(), String>| {
+            let error = outcome.err().unwrap_or_else(|| panic!("{what} went on with half a state"));
+            assert!(error.contains("damaged/global_step2 failed halfway"), "{what}: {error}");
+            assert!(error.contains("load another checkpoint first"), "{what}: {error}");
+        };
+        let forward = engine.forward(|_| model.loss(&batch)).map(drop);
+        expect("forward", forward.map_err(|error| error.to_string()));
+        expect("backward", engine.backward(&before).map(drop).map_err(|error| error.to_string()));
+        expect("step", engine.step().map(drop).map_err(|error| error.to_string()));
+        let saved = engine.save_checkpoint(&folder.join("new"), &SaveOptions::default()).map(drop);
+        expect("save_checkpoint", saved.map_err(|error| error.to_string()));
+        // A load that finds nothing changes nothing: the engine stays refused, and a good load frees it.
+        engine.load_checkpoint(&folder.join("absent"), &LoadOptions::default()).unwrap_err();
+        expect("step", engine.step().map(drop).map_err(|error| error.to_string()));
+        engine.load_checkpoint(&folder.join("whole"), &LoadOptions::default()).unwrap();
+        engine.forward(|_| model.loss(&batch)).unwrap();
+    });
+    assert!(!dir.path().join("new").exists());
+}

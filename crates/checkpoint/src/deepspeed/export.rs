@@ -208,6 +208,14 @@ impl<'c> Exporter<'c> {
             };
             module.push((Value::str(&entry.name), weight));
         }
+        // A tied parameter is one storage under several names.
+        for (alias, name) in &manifest.aliases {
+            let tied =
+                module.iter().find(|(known, _)| known.as_str() == Some(name)).map(|(_, value)| value.clone());
+            module.extend(tied.map(|value| (Value::str(alias), value)));
+        }
+        let aliases = manifest.aliases.iter().filter(|_| rank == 0);
+        let aliases = aliases.map(|(alias, name)| (Value::str(alias), Value::str(name))).collect();
         let shapes = |entries: &[&TensorEntry]| {
             let pairs =
                 entries.iter().map(|entry| (Value::str(&entry.name), Value::Size(entry.shape.clone())));
@@ -235,7 +243,7 @@ impl<'c> Exporter<'c> {
             ("optimizer", Value::None),
             ("param_shapes", Value::List(self.groups.iter().map(|group| shapes(&group.params)).collect())),
             ("frozen_param_shapes", if frozen_is_listed { shapes(&frozen) } else { Value::None }),
-            ("shared_params", Value::Dict(Vec::new())),
+            ("shared_params", Value::Dict(aliases)),
             ("frozen_param_fragments", if frozen_is_listed { fragments } else { Value::None }),
             ("lr_scheduler", scheduler),
             ("data_sampler", Value::None),

@@ -19,6 +19,8 @@ pub struct Fp32Tensor {
     pub shape: Vec<u64>,
     /// Its type: f32, except for frozen parameters, which stay as they were saved.
     pub dtype: Dtype,
+    /// The name of the tied parameter that this is another name of.
+    pub alias_of: Option<String>,
     stretches: Vec<Stretch>,
 }
 
@@ -128,14 +130,18 @@ fn extract(files: &DeepSpeedFiles, exclude_frozen: bool) -> Result<Vec<Fp32Tenso
         tensors.extend(frozen(files, stage)?);
     }
     for (name, shape, stretches) in trained(files, stage)? {
-        tensors.push(Fp32Tensor { name, shape, dtype: Dtype::F32, stretches });
+        tensors.push(Fp32Tensor { name, shape, dtype: Dtype::F32, alias_of: None, stretches });
     }
     let aliases = files.at(0, &["shared_params"]).ok().and_then(Value::pairs).unwrap_or_default();
     for (alias, canonical) in aliases {
         let (Some(alias), Some(canonical)) = (alias.as_str(), canonical.as_str()) else { continue };
         if let Some(found) = tensors.iter().find(|tensor| tensor.name == canonical).cloned() {
             tensors.retain(|tensor| tensor.name != alias);
-            tensors.push(Fp32Tensor { name: alias.to_owned(), ..found });
+            tensors.push(Fp32Tensor {
+                name: alias.to_owned(),
+                alias_of: Some(canonical.to_owned()),
+                ..found
+            });
         }
     }
     Ok(tensors)
@@ -156,6 +162,7 @@ pub(crate) fn buffers(files: &DeepSpeedFiles) -> Result<Vec<Fp32Tensor>> {
             Dtype::F16 | Dtype::BF16 | Dtype::F64 => Dtype::F32,
             other => other,
         },
+        alias_of: None,
         stretches: vec![whole(0, tensor)],
     };
     Ok(entries.map(buffer).collect())
@@ -181,7 +188,7 @@ pub(crate) fn frozen(files: &DeepSpeedFiles, stage: u64) -> Result<Vec<Fp32Tenso
         let stretches =
             stretches.ok_or_else(|| files.fail(0, format!("frozen '{name}' is shorter than {shape:?}")))?;
         let dtype = crate::deepspeed::source::common_type(&fragments).unwrap_or(Dtype::F32);
-        tensors.push(Fp32Tensor { name, shape, dtype, stretches });
+        tensors.push(Fp32Tensor { name, shape, dtype, alias_of: None, stretches });
     }
     Ok(tensors)
 }

@@ -270,6 +270,10 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
     let dtype = dtype.iter().filter_map(|(_, value)| value.as_tensor()).map(|tensor| tensor.dtype);
     let dtype =
         dtype.into_iter().find(|dtype| matches!(dtype, Dtype::F16 | Dtype::BF16)).unwrap_or(Dtype::F32);
+    let aliases = module.get("shared_params").and_then(Value::pairs).unwrap_or_default().iter();
+    let aliases =
+        aliases.filter_map(|(alias, name)| Some((alias.as_str()?.to_owned(), name.as_str()?.to_owned())));
+    let aliases = aliases.collect();
     let samples = module.get("global_samples").and_then(Value::as_u64);
     let batch = config["train_batch_size"].as_u64().unwrap_or(0);
     let samples = samples.unwrap_or(count("global_steps") * batch);
@@ -296,6 +300,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
         },
         client_state: Json::Object(client),
         config,
+        aliases,
     }
 }
 

@@ -62,13 +62,15 @@ pub fn import_universal(path: &Path, unknown: Unknown, target: &Target<'_>) -> R
             tensors.push(Stored { spec, path: file, tensor });
         }
     }
+    let mut contents = contents(module.value(), Some(rest.value()), steps.unwrap_or(0), 1);
     // DeepSpeed leaves out what is not trained; the module file has it.
     let count = tensors.len();
     let pairs = module.value().get("module").and_then(Value::pairs).unwrap_or_default();
     let buffers = module.value().get("buffer_names").and_then(Value::items).unwrap_or_default();
     for (index, (name, value)) in pairs.iter().enumerate() {
         let (Some(name), Some(tensor)) = (name.as_str(), value.as_tensor()) else { continue };
-        if tensors[..count].iter().any(|stored| stored.spec.name == name) {
+        let is_alias = contents.aliases.contains_key(name);
+        if is_alias || tensors[..count].iter().any(|stored| stored.spec.name == name) {
             continue;
         }
         let is_buffer = buffers.iter().any(|buffer| buffer.as_str() == Some(name));
@@ -83,7 +85,6 @@ pub fn import_universal(path: &Path, unknown: Unknown, target: &Target<'_>) -> R
         };
         tensors.push(Stored { spec, path: module.path().to_path_buf(), tensor: tensor.clone() });
     }
-    let mut contents = contents(module.value(), Some(rest.value()), steps.unwrap_or(0), 1);
     let specs: Vec<PieceSpec> = tensors.iter().map(|stored| stored.spec.clone()).collect();
     let trained: Vec<&PieceSpec> = specs.iter().filter(|spec| spec.kind == Kind::Master).collect();
     fill_groups(&mut contents.training, module.value(), Some(rest.value()), &trained);

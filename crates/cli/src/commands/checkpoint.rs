@@ -11,7 +11,7 @@ use ferrospeed_checkpoint::deepspeed::{
 };
 use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{
-    Checkpoint, CheckpointError, Disk, Dtype, Kind, Manifest, Retention, Target, resolve,
+    Checkpoint, CheckpointError, Disk, Dtype, Kind, Manifest, Retention, Target, TensorEntry, resolve,
 };
 use ferrospeed_models::ModelError;
 use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
@@ -246,7 +246,8 @@ impl Weights {
         }
     }
 
-    fn list(&self) -> Vec<Listed> {
+    /// Every tensor; tied ones under all of their names, or under one.
+    fn list(&self, with_aliases: bool) -> Vec<Listed> {
         match self {
             Weights::Ours(checkpoint, exclude_frozen) => {
                 let tensors = checkpoint.manifest().tensors.iter().filter(|tensor| match tensor.kind {
@@ -254,10 +255,15 @@ impl Weights {
                     Kind::Weight => !exclude_frozen,
                     Kind::State(_) => false,
                 });
-                tensors.map(|tensor| (tensor.name.clone(), tensor.shape.clone(), tensor.dtype)).collect()
+                let listed =
+                    |name: &String, tensor: &TensorEntry| (name.clone(), tensor.shape.clone(), tensor.dtype);
+                let aliases = checkpoint.manifest().aliases.keys().filter(|_| with_aliases);
+                let aliases = aliases.filter_map(|alias| Some(listed(alias, checkpoint.weights(alias)?)));
+                tensors.map(|tensor| listed(&tensor.name, tensor)).chain(aliases).collect()
             }
             Weights::DeepSpeed(weights) => {
                 let tensors = weights.tensors().iter();
+                let tensors = tensors.filter(|tensor| with_aliases || tensor.alias_of.is_none());
                 tensors.map(|tensor| (tensor.name.clone(), tensor.shape.clone(), tensor.dtype)).collect()
             }
         }
@@ -312,9 +318,11 @@ fn tensor_type(dtype: Dtype) -> Option<DType> {
 fn to_fp32(which: &Which, output: &Path, exclude_frozen: bool, unknown: Unknown) -> Result<(), Failure> {
     let weights = Weights::open(which, exclude_frozen, unknown)?;
     if output.extension().is_some_and(|extension| extension == "safetensors") {
-        return write_safetensors(&weights, Dtype::F32, |tensors, bytes| write_file(output, tensors, bytes));
+        return write_safetensors(&weights, true, Dtype::F32, |tensors, bytes| {
+            write_file(output, tensors, bytes)
+        });
     }
-    let listed = weights.list();
+    let listed = weights.list(true);
     let mut table = TensorTable::default();
     let wanted = |stored: Dtype| if stored.is_float() { Dtype::F32 } else { stored };
     let pairs =
@@ -337,13 +345,14 @@ fn to_fp32(which: &Which, output: &Path, exclude_frozen: bool, unknown: Unknown)
 /// Lists all weights and hands them to a writer, one at a time.
 fn write_safetensors(
     weights: &Weights,
+    with_aliases: bool,
     wanted: Dtype,
     write: impl FnOnce(
         &[TensorToWrite],
         &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>, ModelError>,
     ) -> Result<(), ModelError>,
 ) -> Result<(), Failure> {
-    let listed = weights.list();
+    let listed = weights.list(with_aliases);
     let mut tensors = Vec::with_capacity(listed.len());
     for (name, shape, stored) in &listed {
         let dtype = tensor_type(if stored.is_float() { wanted } else { *stored });
@@ -374,7 +383,7 @@ fn export_hf(which: &Which, output: &Path, dtype: WeightType, max_shard_bytes: u
         WeightType::Bf16 => Dtype::BF16,
         WeightType::F16 => Dtype::F16,
     };
-    write_safetensors(&weights, wanted, |tensors, bytes| {
+    write_safetensors(&weights, false, wanted, |tensors, bytes| {
         write_directory(output, tensors, max_shard_bytes, bytes)
     })
 }
@@ -439,9 +448,9 @@ fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
 /// Elements that differ, read a stretch at a time.
 fn count_differences(
     first: &Checkpoint,
-    one: &ferrospeed_checkpoint::TensorEntry,
+    one: &TensorEntry,
     second: &Checkpoint,
-    other: &ferrospeed_checkpoint::TensorEntry,
+    other: &TensorEntry,
 ) -> Result<u64, CheckpointError> {
     const STEP: u64 = 1 << 20;
     let size = one.dtype.size_bytes() as usize;

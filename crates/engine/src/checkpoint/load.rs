@@ -88,7 +88,7 @@ impl Engine {
     /// Loads a checkpoint from the folder `dir`. All ranks call it together.
     ///
     /// Nothing is changed before every rank has found all it needs. When reading fails after that (a damaged file), the
-    /// error says where, and the engine must not train on: load another checkpoint first.
+    /// error says where, and the engine refuses to train or save until another load has succeeded.
     pub fn load_checkpoint(&mut self, dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
         self.finish_checkpoint()?;
         let group = self.world.group();
@@ -98,6 +98,7 @@ impl Engine {
         let checkpoint = all_or_none(&group, Checkpoint::open(&path))?;
         let plan = all_or_none(&group, self.plan(&checkpoint, options))?;
         let state = all_or_none(&group, self.check_state(&checkpoint))?;
+        self.half_loaded = Some(path.clone());
         all_or_none(&group, self.read_all(&checkpoint, &plan))?;
         self.store.finish_restore()?;
 
@@ -115,6 +116,10 @@ impl Engine {
             }
             self.apply_schedule();
         }
+        self.half_loaded = None;
+        let is_own = |name: &String| self.store.params().iter().any(|param| param.name() == name);
+        let aliases = manifest.aliases.iter().filter(|(_, name)| is_own(name));
+        self.aliases = aliases.map(|(alias, name)| (alias.clone(), name.clone())).collect();
         let changes = self.changes(&checkpoint);
         if leads {
             changes.iter().for_each(|change| tracing::info!("since the checkpoint: {change}"));

@@ -147,6 +147,7 @@ impl Engine {
     }
 
     fn draft(&self, options: &SaveOptions) -> Result<Draft> {
+        self.check_whole("save_checkpoint")?;
         if self.store.has_gradients() {
             return Err(EngineError::Order {
                 call: "save_checkpoint",
@@ -224,6 +225,7 @@ impl Engine {
             },
             client_state: options.client_state.clone(),
             config: self.config.to_json(),
+            aliases: self.aliases.clone(),
         }
     }
 }
