@@ -1,11 +1,11 @@
 //! The one error of this crate.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What can go wrong with data.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
-    /// A file could not be read.
+    /// A file could not be read or written.
     #[error("{path}: {source}")]
     Io {
         /// The file.
@@ -18,8 +18,30 @@ pub enum DataError {
     BadFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong, where, and what to do.
+        /// What is wrong and what to do.
         why: String,
+    },
+    /// A place in a file is not what it should be.
+    #[error("{path}: {place}: {why}")]
+    BadPlace {
+        /// The file.
+        path: PathBuf,
+        /// Which line, byte or row.
+        place: String,
+        /// What is wrong and what to do.
+        why: String,
+    },
+    /// A token that the model has no row for.
+    #[error(
+        "{place}: token {token} does not fit a vocabulary of {vocabulary}; the model needs a larger one, or the data another tokenizer or token type"
+    )]
+    TokenTooLarge {
+        /// The file and the position in it.
+        place: String,
+        /// The token.
+        token: i64,
+        /// What the model has.
+        vocabulary: u64,
     },
     /// There is not enough to train on.
     #[error("{tokens} tokens do not make {wanted} of {sequence} tokens; give more data or shorter sequences")]
@@ -41,6 +63,28 @@ pub enum DataError {
         /// How many there are.
         len: u64,
     },
+    /// A text could not be turned into tokens, or back.
+    #[error("{tokenizer}: {why}")]
+    Tokenizer {
+        /// The `tokenizer.json`.
+        tokenizer: PathBuf,
+        /// What it says.
+        why: String,
+    },
+}
+
+impl DataError {
+    pub(crate) fn io(path: &Path) -> impl Fn(std::io::Error) -> DataError + '_ {
+        move |source| DataError::Io { path: path.to_path_buf(), source }
+    }
+
+    pub(crate) fn bad_file(path: &Path, why: impl Into<String>) -> DataError {
+        DataError::BadFile { path: path.to_path_buf(), why: why.into() }
+    }
+
+    pub(crate) fn bad_place(path: &Path, place: impl Into<String>, why: impl Into<String>) -> DataError {
+        DataError::BadPlace { path: path.to_path_buf(), place: place.into(), why: why.into() }
+    }
 }
 
 /// The result of everything here.

@@ -1,18 +1,53 @@
 //! Token streams, and the order in which ranks see them.
 //!
-//! A [`TokenStream`] is a long row of token ids, wherever they come from. [`Sequences`] cuts it into equal sequences
-//! and keeps some for validation. [`Sampler`] says which sequence is the n-th of the run: a pure function of the seed,
-//! so that the order is the same on any number of ranks and a position is one number.
+//! A [`Source`] names data: text, JSON lines, Parquet, token files of nanoGPT and Megatron, or none at all. Opened, it
+//! is a [`TokenStream`], a long row of token ids; text becomes one through a [`Codec`]. [`Sequences`] packs a stream
+//! into equal sequences and keeps some for validation. [`Sampler`] says which sequence is the n-th of the run: a pure
+//! function of the seed, so that the order is the same on any number of ranks and a position is one number.
+//!
+//! Data larger than memory is never held: text is read once, a piece at a time, into a token file, and token files
+//! are read where the sequence lies.
+//!
+//! ```
+//! use ferrospeed_data::{Codec, Position, Sampler, Sequences, Source, Split};
+//!
+//! let folder = tempfile::tempdir()?;
+//! let file = folder.path().join("a.jsonl");
+//! std::fs::write(&file, "{\"text\": \"to be or not\"}\n{\"text\": \"to be\"}\n")?;
+//! let source = Source::JsonLines { paths: vec![file], field: "text".into() };
+//! let stream = source.open(&Codec::Bytes, &folder.path().join("cache"), &mut |_| {})?;
+//! let sequences = Sequences::split(stream, 4, 0.25)?;
+//!
+//! let sampler = Sampler::new(sequences.count(Split::Train), 42);
+//! let mut tokens = [0; 4];
+//! for sequence in sampler.micro_batch(Position::default(), 0, 0, 1, 2) {
+//!     sequences.read(Split::Train, sequence, &mut tokens)?;
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
+mod cache;
+mod codec;
+mod documents;
 mod error;
+mod files;
+mod megatron;
 mod sampler;
 mod sequences;
+mod source;
+mod synthetic;
 mod text;
+mod token_file;
 
+pub use cache::Preparing;
+pub use codec::{Codec, FileTokenizer};
 pub use error::{DataError, Result};
 pub use sampler::{Position, Sampler};
 pub use sequences::{Sequences, Split};
+pub use source::Source;
+pub use synthetic::Synthetic;
 pub use text::ByteText;
+pub use token_file::{TokenFile, TokenType};
 
 /// A row of token ids.
 pub trait TokenStream: Send + Sync {
@@ -24,9 +59,12 @@ pub trait TokenStream: Send + Sync {
         self.len() == 0
     }
 
-    /// Ids below this.
-    fn vocabulary(&self) -> u64;
+    /// Ids are below this; `None` where only reading them tells.
+    fn vocabulary(&self) -> Option<u64>;
 
     /// Fills `out` with the tokens from `start` on.
     fn read(&self, start: u64, out: &mut [i64]) -> Result<()>;
+
+    /// Where token `token` lies, for messages.
+    fn place(&self, token: u64) -> String;
 }

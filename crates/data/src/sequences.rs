@@ -1,6 +1,6 @@
-//! A stream cut into equal sequences, some of them kept for validation.
+//! A stream packed into equal sequences, some of them kept for validation.
 //!
-//! What is kept is spread evenly over the stream, so that both splits hold a bit of everything.
+//! Documents follow one another without padding; a sequence may begin inside one. What is kept is spread evenly over the stream, so that both splits hold a bit of everything.
 
 use std::sync::Arc;
 
@@ -20,21 +20,77 @@ pub enum Split {
 #[derive(Clone)]
 pub struct Sequences {
     stream: Arc<dyn TokenStream>,
+    /// A stream of its own for validation, where there is one.
+    apart: Option<Arc<dyn TokenStream>>,
     length: u64,
     train: u64,
     validation: u64,
+    /// Ids must be below this.
+    vocabulary: u64,
 }
+
+/// So many tokens of a stream are looked at by [`Sequences::check`], spread over it.
+const CHECKED_TOKENS: u64 = 16 << 20;
+const CHECKED_BLOCK: u64 = 16 << 10;
 
 impl Sequences {
     /// Cuts `stream` into sequences of `length` tokens and keeps the share `validation` of them.
-    pub fn new(stream: Arc<dyn TokenStream>, length: u64, validation: f64) -> Result<Sequences> {
+    pub fn split(stream: Arc<dyn TokenStream>, length: u64, validation: f64) -> Result<Sequences> {
         let total = stream.len().checked_div(length).unwrap_or(0);
         let kept = if validation > 0.0 { ((total as f64 * validation).round() as u64).max(1) } else { 0 };
         let wanted = if validation > 0.0 { "a training and a validation sequence" } else { "a sequence" };
         if total <= kept {
             return Err(DataError::TooLittle { tokens: stream.len(), wanted, sequence: length });
         }
-        Ok(Sequences { stream, length, train: total - kept, validation: kept })
+        let (train, validation) = (total - kept, kept);
+        Ok(Sequences { stream, apart: None, length, train, validation, vocabulary: u64::MAX })
+    }
+
+    /// Cuts two streams into sequences of `length` tokens: one to train on, one to validate on.
+    pub fn apart(
+        train: Arc<dyn TokenStream>,
+        validation: Arc<dyn TokenStream>,
+        length: u64,
+    ) -> Result<Sequences> {
+        let count = |stream: &Arc<dyn TokenStream>, wanted| match stream.len().checked_div(length) {
+            None | Some(0) => Err(DataError::TooLittle { tokens: stream.len(), wanted, sequence: length }),
+            Some(count) => Ok(count),
+        };
+        let trained = count(&train, "a training sequence")?;
+        let validated = count(&validation, "a validation sequence")?;
+        Ok(Sequences {
+            stream: train,
+            apart: Some(validation),
+            length,
+            train: trained,
+            validation: validated,
+            vocabulary: u64::MAX,
+        })
+    }
+
+    /// Refuses every token that is not below `vocabulary` from now on.
+    pub fn within(mut self, vocabulary: u64) -> Sequences {
+        self.vocabulary = vocabulary;
+        self
+    }
+
+    /// Looks for tokens outside the vocabulary before training starts: at all of a small stream, and at blocks spread
+    /// evenly over a large one. Every token is looked at again when it is read.
+    pub fn check(&self) -> Result<()> {
+        for stream in [Some(&self.stream), self.apart.as_ref()].into_iter().flatten() {
+            if stream.vocabulary().is_some_and(|known| known <= self.vocabulary) {
+                continue;
+            }
+            let blocks = stream.len().div_ceil(CHECKED_BLOCK);
+            let stride = blocks.div_ceil(CHECKED_TOKENS / CHECKED_BLOCK).max(1);
+            let mut block = vec![0; CHECKED_BLOCK as usize];
+            for index in (0..blocks).step_by(stride as usize) {
+                let start = index * CHECKED_BLOCK;
+                let count = CHECKED_BLOCK.min(stream.len() - start) as usize;
+                self.read_from(stream, start, &mut block[..count])?;
+            }
+        }
+        Ok(())
     }
 
     /// How many sequences a split has.
@@ -52,8 +108,24 @@ impl Sequences {
 
     /// Writes sequence `index` of a split to `out`.
     pub fn read(&self, split: Split, index: u64, out: &mut [i64]) -> Result<()> {
-        let place = self.place(split, index);
-        self.stream.read(place * self.length, out)
+        match (&self.apart, split) {
+            (Some(validation), Split::Validation) => self.read_from(validation, index * self.length, out),
+            (Some(_), Split::Train) => self.read_from(&self.stream, index * self.length, out),
+            (None, _) => self.read_from(&self.stream, self.place(split, index) * self.length, out),
+        }
+    }
+
+    fn read_from(&self, stream: &Arc<dyn TokenStream>, start: u64, out: &mut [i64]) -> Result<()> {
+        stream.read(start, out)?;
+        let fits = |token: i64| u64::try_from(token).is_ok_and(|token| token < self.vocabulary);
+        match out.iter().position(|&token| !fits(token)) {
+            None => Ok(()),
+            Some(index) => Err(DataError::TokenTooLarge {
+                place: stream.place(start + index as u64),
+                token: out[index],
+                vocabulary: self.vocabulary,
+            }),
+        }
     }
 
     /// Where a sequence of a split lies among all. Every `stride`-th is kept, until all that are wanted are.
@@ -81,7 +153,7 @@ mod tests {
     fn the_splits_share_the_stream_without_overlap() {
         for (tokens, share) in [(10, 0.1), (100, 0.07), (97, 0.5), (33, 0.9), (7, 0.0)] {
             let stream: Vec<u8> = (0..tokens).collect();
-            let sequences = Sequences::new(Arc::new(ByteText::from_bytes(stream)), 1, share).unwrap();
+            let sequences = Sequences::split(Arc::new(ByteText::from_bytes(stream)), 1, share).unwrap();
             let mut seen = Vec::new();
             for split in [Split::Train, Split::Validation] {
                 for index in 0..sequences.count(split) {
@@ -98,7 +170,36 @@ mod tests {
     #[test]
     fn too_little_data_is_refused() {
         let stream = Arc::new(ByteText::from_bytes(vec![0; 10]));
-        let error = Sequences::new(stream, 8, 0.5).err().unwrap().to_string();
+        let error = Sequences::split(stream, 8, 0.5).err().unwrap().to_string();
         assert!(error.contains("10 tokens do not make a training and a validation sequence of 8"), "{error}");
+        let stream = |count: usize| Arc::new(ByteText::from_bytes(vec![0; count]));
+        let error = Sequences::apart(stream(10), stream(7), 8).err().unwrap().to_string();
+        assert!(error.contains("7 tokens do not make a validation sequence of 8"), "{error}");
+    }
+
+    #[test]
+    fn a_validation_stream_of_its_own_is_read_apart() {
+        let stream = |range: std::ops::Range<u8>| Arc::new(ByteText::from_bytes(range.collect()));
+        let sequences = Sequences::apart(stream(0..9), stream(100..105), 2).unwrap();
+        assert_eq!((sequences.count(Split::Train), sequences.count(Split::Validation)), (4, 2));
+        let mut out = [0; 2];
+        sequences.read(Split::Train, 3, &mut out).unwrap();
+        assert_eq!(out, [6, 7]);
+        sequences.read(Split::Validation, 1, &mut out).unwrap();
+        assert_eq!(out, [102, 103]);
+    }
+
+    #[test]
+    fn a_token_outside_the_vocabulary_is_named_with_its_place() {
+        let mut bytes = vec![1; 100];
+        bytes[37] = 200;
+        let sequences = Sequences::split(Arc::new(ByteText::from_bytes(bytes)), 10, 0.0).unwrap().within(200);
+        let expected = "byte 37 of a text in memory: token 200 does not fit a vocabulary of 200";
+        for error in [sequences.check(), sequences.read(Split::Train, 3, &mut [0; 10])] {
+            let error = error.unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{error}");
+        }
+        assert!(sequences.read(Split::Train, 2, &mut [0; 10]).is_ok());
+        assert!(sequences.within(201).check().is_ok());
     }
 }

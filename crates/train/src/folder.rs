@@ -10,6 +10,7 @@
 //! | `report.html` | charts and numbers of the run, in one page that needs nothing else |
 //! | `events/` | the same for TensorBoard |
 //! | `sample.txt` | text the trained model wrote |
+//! | `data/` | texts as tokens, where the recipe names texts; made once, of no use to a finished run |
 //! | `logs/` | each rank's output |
 
 use std::path::{Path, PathBuf};
@@ -64,6 +65,11 @@ impl RunFolder {
     /// `report.html`
     pub fn report(&self) -> PathBuf {
         self.0.join("report.html")
+    }
+
+    /// `data/`
+    pub fn data(&self) -> PathBuf {
+        self.0.join("data")
     }
 
     /// `logs/`

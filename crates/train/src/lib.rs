@@ -8,12 +8,15 @@ pub mod error;
 mod export;
 pub mod folder;
 mod model;
+mod prepare;
 pub mod recipe;
 mod records;
 mod run;
 
 pub use checkpoint::{Ending, Resume, Resumed, StopRequests};
 pub use error::{Result, TrainError};
+pub use ferrospeed_data::Preparing;
 pub use folder::RunFolder;
+pub use prepare::check;
 pub use recipe::Recipe;
 pub use run::{Job, Progress, RunInfo, Summary, run};

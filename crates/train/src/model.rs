@@ -1,10 +1,13 @@
 //! The model that a recipe names.
 
+use std::path::{Path, PathBuf};
+
+use ferrospeed_data::Codec;
 use ferrospeed_models::weights::WeightFiles;
-use ferrospeed_models::{Decoder, ModelConfig, ModelError, WindowRule};
+use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
 use serde_json::{Value, json};
 
-use crate::error::Result;
+use crate::error::{Result, TrainError};
 use crate::recipe::{ModelRecipe, Recipe};
 
 /// A model and where its first weights come from.
@@ -16,17 +19,38 @@ pub(crate) struct BuiltModel {
     pub(crate) weights: Option<WeightFiles>,
 }
 
+/// A model's configuration, read and understood.
+pub(crate) struct ModelPlan {
+    json: Value,
+    config: DecoderConfig,
+}
+
+impl ModelRecipe {
+    /// Whether it says which model; [`Recipe::problems`] tells when it does not.
+    pub(crate) fn is_clear(&self) -> bool {
+        let known = self.preset.as_ref().is_none_or(|preset| ["gpt2", "llama"].contains(&preset.as_str()));
+        let given = [self.preset.is_some(), self.path.is_some(), self.config.is_some()];
+        known && given.iter().filter(|&&given| given).count() == 1
+    }
+
+    /// The folder that `path` or `config` lies in, where a tokenizer may lie too.
+    pub(crate) fn folder(&self) -> Option<PathBuf> {
+        let place = self.path.as_ref().or(self.config.as_ref())?;
+        if place.is_dir() { Some(place.clone()) } else { place.parent().map(Path::to_path_buf) }
+    }
+}
+
 /// The Hugging Face configuration of a recipe's model.
-fn hugging_face(recipe: &Recipe, vocabulary: u64) -> Result<Value> {
+fn hugging_face(recipe: &Recipe, vocabulary: Option<u64>) -> Result<Value> {
     let model = &recipe.model;
     if let Some(folder) = model.path.as_ref().or(model.config.as_ref()) {
         let file = if folder.is_dir() { folder.join("config.json") } else { folder.clone() };
-        let text = std::fs::read_to_string(&file).map_err(crate::error::TrainError::io(&file))?;
+        let text = std::fs::read_to_string(&file).map_err(TrainError::io(&file))?;
         let parsed = serde_json::from_str(&text)
             .map_err(|error| ModelError::BadFile { path: file.clone(), why: error.to_string() })?;
         return Ok(parsed);
     }
-    Ok(preset(model, recipe.data.sequence, vocabulary))
+    Ok(preset(model, recipe.data.sequence, vocabulary.unwrap_or(256)))
 }
 
 fn preset(model: &ModelRecipe, sequence: u64, data_vocabulary: u64) -> Value {
@@ -53,52 +77,66 @@ fn preset(model: &ModelRecipe, sequence: u64, data_vocabulary: u64) -> Value {
     })
 }
 
-/// Builds the recipe's model and checks that it fits the data; every problem is a line.
-pub(crate) fn build(recipe: &Recipe, vocabulary: u64) -> Result<BuiltModel, Vec<String>> {
-    let config = hugging_face(recipe, vocabulary).map_err(|error| vec![format!("model: {error}")])?;
-    let parsed = ModelConfig::from_value(&config, WindowRule::default())
-        .map_err(|error| vec![format!("model: {error}")])?;
-    let ModelConfig::Decoder(decoder) = parsed else {
-        return Err(vec!["model: only causal language models are trained by recipes".into()]);
-    };
-    let mut problems = Vec::new();
-    if (decoder.vocab as u64) < vocabulary {
-        problems.push(format!(
-            "model: a vocabulary of {} does not hold the data's {vocabulary} tokens",
-            decoder.vocab
-        ));
+impl ModelPlan {
+    /// Reads the configuration. `vocabulary` is what the data's tokenizer has, for presets that do not say.
+    pub(crate) fn read(recipe: &Recipe, vocabulary: Option<u64>) -> Result<ModelPlan, Vec<String>> {
+        let key = match (&recipe.model.path, &recipe.model.config) {
+            (Some(_), _) => "model.path",
+            (_, Some(_)) => "model.config",
+            _ => "model",
+        };
+        let json = hugging_face(recipe, vocabulary).map_err(|error| vec![format!("{key}: {error}")])?;
+        let parsed = ModelConfig::from_value(&json, WindowRule::default())
+            .map_err(|error| vec![format!("{key}: {error}")])?;
+        match parsed {
+            ModelConfig::Decoder(config) => Ok(ModelPlan { json, config: *config }),
+            _ => Err(vec![format!("{key}: only causal language models are trained by recipes")]),
+        }
     }
-    if recipe.data.sequence > decoder.max_tokens as u64 {
-        problems.push(format!(
-            "data.sequence: {} is longer than the model's {} positions",
-            recipe.data.sequence, decoder.max_tokens
-        ));
+
+    /// Builds the model and checks that it fits the data; every problem is a line. Says the model's vocabulary too.
+    pub(crate) fn build(
+        self,
+        recipe: &Recipe,
+        codec: Option<&Codec>,
+    ) -> (Result<BuiltModel, Vec<String>>, u64) {
+        let vocabulary = self.config.vocab as u64;
+        let mut problems = self.misfits(recipe, codec);
+        let mut decoder = Decoder::new(self.config);
+        decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
+        let weights = recipe.model.path.as_ref().and_then(|folder| {
+            let opened = WeightFiles::open_directory(folder)
+                .and_then(|weights| weights.check(decoder.parameters().as_slice()).map(|_| weights));
+            opened.map_err(|error| problems.push(format!("model.path: {error}"))).ok()
+        });
+        let built = BuiltModel { decoder, config: self.json, weights };
+        (if problems.is_empty() { Ok(built) } else { Err(problems) }, vocabulary)
     }
-    let mut decoder = Decoder::new(*decoder);
-    decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
-    // Ids of bytes would train a model of words on nonsense, without an error.
-    if let Some(tokenizer) =
-        recipe.model.path.as_ref().map(|folder| folder.join("tokenizer.json")).filter(|file| file.is_file())
-    {
-        let file = tokenizer.display();
-        problems.push(format!(
-            "model.path: {file} says that the model does not read bytes, and recipes read text as bytes only"
-        ));
+
+    fn misfits(&self, recipe: &Recipe, codec: Option<&Codec>) -> Vec<String> {
+        let mut problems = Vec::new();
+        let vocabulary = self.config.vocab as u64;
+        if let Some(codec) = codec.filter(|codec| codec.vocabulary() > vocabulary) {
+            let whose = codec.path().map_or("bytes".into(), |path| path.display().to_string());
+            problems.push(format!(
+                "model: a vocabulary of {vocabulary} does not hold the {} tokens of {whose}",
+                codec.vocabulary()
+            ));
+        }
+        // Ids of bytes would train a model of words on nonsense, without an error.
+        let said = recipe.data.tokenizer.is_some() || recipe.model.preset.is_some();
+        if matches!(codec, Some(Codec::Bytes)) && vocabulary != Codec::Bytes.vocabulary() && !said {
+            problems.push(format!(
+                "data.tokenizer: a model of {vocabulary} tokens does not read bytes, and there is no tokenizer.json \
+                 beside it; name one, or say \"bytes\""
+            ));
+        }
+        if recipe.data.sequence > self.config.max_tokens as u64 {
+            problems.push(format!(
+                "data.sequence: {} is longer than the model's {} positions",
+                recipe.data.sequence, self.config.max_tokens
+            ));
+        }
+        problems
     }
-    let weights = match &recipe.model.path {
-        Some(folder) => match WeightFiles::open_directory(folder) {
-            Ok(weights) => {
-                if let Err(error) = weights.check(decoder.parameters().as_slice()) {
-                    problems.push(format!("model.path: {error}"));
-                }
-                Some(weights)
-            }
-            Err(error) => {
-                problems.push(format!("model.path: {error}"));
-                None
-            }
-        },
-        None => None,
-    };
-    if problems.is_empty() { Ok(BuiltModel { decoder, config, weights }) } else { Err(problems) }
 }

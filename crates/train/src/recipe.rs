@@ -12,11 +12,20 @@
 //! width = 256
 //! heads = 4
 //!
-//! [data]
-//! text = ["README.md", "crates"]
-//! extensions = ["md", "rs"]
-//! sequence = 256
-//! validation = 0.05
+//! [data]                   # exactly one kind of data:
+//! text = ["README.md", "crates"]        # files, or folders with…
+//! extensions = ["md", "rs"]             # …these files
+//! # jsonl = ["a.jsonl"]                 # one object per line, the text in…
+//! # field = "text"                      # …this field
+//! # parquet = ["a.parquet"]             # the text in…
+//! # column = "text"                     # …this column
+//! # tokens = ["train.bin"]              # nanoGPT's token files, as…
+//! # token_type = "u16"                  # …u16 or u32
+//! # megatron = ["data/my_text_document"] # prefixes of Megatron-LM's .bin and .idx
+//! # synthetic = 1000000                 # so many made-up tokens
+//! tokenizer = "tokenizer.json"          # or "bytes"; default: the model's own, or bytes
+//! sequence = 256                        # tokens per sequence
+//! validation = 0.05                     # a share, or files of the same kind: ["val.bin"]
 //!
 //! [eval]
 //! every = 50
@@ -38,6 +47,9 @@
 //!
 //! Paths are relative to the folder the command is run in. Everything that is wrong is reported together, before any
 //! rank starts.
+
+mod problems;
+mod schema;
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -77,6 +89,9 @@ pub struct Recipe {
     pub sample: Option<SampleRecipe>,
     /// The DeepSpeed configuration, or the path of one.
     pub ds_config: Value,
+    /// What could not be read as it was written.
+    #[serde(skip)]
+    misread: Vec<String>,
 }
 
 /// What is trained.
@@ -112,20 +127,67 @@ pub struct ModelRecipe {
     pub activation_checkpointing: bool,
 }
 
-/// What it is trained on.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+/// What it is trained on: exactly one kind of data, and how it is cut.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataRecipe {
-    /// Files, or folders of files, read as bytes.
-    pub text: Vec<PathBuf>,
-    /// Which files of folders.
-    #[serde(default)]
+    /// Plain files, or folders of them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<Vec<PathBuf>>,
+    /// Which files of `text` folders.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub extensions: Vec<String>,
+    /// JSON lines.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub jsonl: Option<Vec<PathBuf>>,
+    /// The field of `jsonl` that holds the text; default `text`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub field: Option<String>,
+    /// Parquet files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parquet: Option<Vec<PathBuf>>,
+    /// The column of `parquet` that holds the text; default `text`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub column: Option<String>,
+    /// Token files as nanoGPT writes them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<Vec<PathBuf>>,
+    /// How `tokens` are written: `u16` (the default) or `u32`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_type: Option<String>,
+    /// Prefixes of Megatron-LM's token files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub megatron: Option<Vec<PathBuf>>,
+    /// So many made-up tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub synthetic: Option<u64>,
+    /// How text becomes tokens: a `tokenizer.json`, or `bytes`. Default: the `tokenizer.json` beside the model, or bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<String>,
+    /// Where text is kept as tokens, for other runs to share; default: the run's own folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cache: Option<PathBuf>,
     /// Tokens per sequence.
     pub sequence: u64,
-    /// The share of sequences that is only measured.
+    /// What is only measured.
     #[serde(default)]
-    pub validation: f64,
+    pub validation: ValidationRecipe,
+}
+
+/// What is only measured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum ValidationRecipe {
+    /// This share of the sequences.
+    Share(f64),
+    /// Files of their own, of the same kind as those to train on.
+    Files(Vec<PathBuf>),
+}
+
+impl Default for ValidationRecipe {
+    fn default() -> Self {
+        ValidationRecipe::Share(0.0)
+    }
 }
 
 /// How it is measured.
@@ -183,26 +245,43 @@ fn yes() -> bool {
     true
 }
 
-const RECIPE_KEYS: [&str; 9] = ["name", "steps", "ranks", "seed", "model", "data", "eval", "save", "sample"];
-
 impl Recipe {
     /// Reads a recipe and applies `--set` overrides: keys of the recipe by their name, all others to the ds_config.
+    ///
+    /// Keys that are unknown, missing or of another type do not end it here: [`Recipe::problems`] tells them together
+    /// with everything else.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Recipe> {
         let text = std::fs::read_to_string(path).map_err(TrainError::io(path))?;
         let refuse =
             |problem: String| TrainError::Recipe { path: path.to_path_buf(), problems: vec![problem] };
         let table: toml::Table = toml::from_str(&text).map_err(|error| refuse(error.to_string()))?;
         let mut value = serde_json::to_value(table).map_err(|error| refuse(error.to_string()))?;
+        let mut misread = Vec::new();
         if let Some(file) = value["ds_config"].as_str() {
-            let config = Config::from_path(file).map_err(|error| refuse(error.to_string()))?;
-            value["ds_config"] = config.source().clone();
+            match Config::from_path(file) {
+                Ok(config) => value["ds_config"] = config.source().clone(),
+                Err(error) => {
+                    misread.push(format!("ds_config: {error}").replace('\n', "\n  "));
+                    value["ds_config"] = serde_json::json!({ "train_micro_batch_size_per_gpu": 1 });
+                }
+            }
         }
         for assignment in overrides {
             let first = assignment.split(['.', '=']).next().unwrap_or_default();
-            let target = if RECIPE_KEYS.contains(&first) { &mut value } else { &mut value["ds_config"] };
-            ferrospeed_config::set(target, assignment).map_err(|error| refuse(error.to_string()))?;
+            let (target, assignment) = match assignment.strip_prefix("ds_config.") {
+                Some(rest) => (&mut value["ds_config"], rest),
+                None if schema::is_recipe_key(first) => (&mut value, assignment.as_str()),
+                None => (&mut value["ds_config"], assignment.as_str()),
+            };
+            if let Err(error) = ferrospeed_config::set(target, assignment) {
+                misread.push(format!("--set {assignment}: {error}"));
+            }
         }
-        serde_json::from_value(value).map_err(|error| refuse(error.to_string()))
+        if let Some(table) = value.as_object_mut() {
+            misread.extend(schema::check(table));
+        }
+        let recipe: Recipe = serde_json::from_value(value).map_err(|error| refuse(error.to_string()))?;
+        Ok(Recipe { misread, ..recipe })
     }
 
     /// The resolved configuration for the recipe's ranks.
@@ -211,70 +290,5 @@ impl Recipe {
         let (config, report) =
             Config::from_value("ds_config", &self.ds_config)?.resolve(ranks, &AutoValues::new())?;
         Ok((config, report.warnings().map(|warning| warning.to_string()).collect()))
-    }
-
-    /// Everything that is wrong with the recipe itself, before data and model are looked at.
-    pub fn problems(&self) -> Vec<String> {
-        let mut problems = Vec::new();
-        let mut refuse = |wrong: bool, problem: String| {
-            if wrong {
-                problems.push(problem);
-            }
-        };
-        let name_is_plain = !self.name.is_empty()
-            && self.name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
-        refuse(
-            !name_is_plain || self.name.starts_with('.'),
-            format!("name: '{}' must be letters, digits, '-', '_' and '.'", self.name),
-        );
-        refuse(self.steps == 0, "steps: must be at least 1".into());
-        refuse(self.ranks == 0, "ranks: must be at least 1".into());
-        refuse(
-            self.data.sequence < 2,
-            format!("data.sequence: {} is too short to predict a next token", self.data.sequence),
-        );
-        refuse(
-            !(0.0..1.0).contains(&self.data.validation),
-            format!("data.validation: {} is not a share in 0..1", self.data.validation),
-        );
-        refuse(self.data.text.is_empty(), "data.text: names no file or folder".into());
-        for path in &self.data.text {
-            refuse(!path.exists(), format!("data.text: {} does not exist", path.display()));
-        }
-        let model = &self.model;
-        let sources = [model.preset.is_some(), model.path.is_some(), model.config.is_some()];
-        let given = sources.iter().filter(|&&given| given).count();
-        refuse(given != 1, "model: give one of preset, path and config".into());
-        for (key, path) in [("model.path", &model.path), ("model.config", &model.config)] {
-            if let Some(path) = path {
-                refuse(!path.exists(), format!("{key}: {} does not exist", path.display()));
-            }
-        }
-        if let Some(preset) = &model.preset {
-            let known = ["gpt2", "llama"].contains(&preset.as_str());
-            refuse(!known, format!("model.preset: '{preset}' is not known; use gpt2 or llama"));
-        } else {
-            let sizes = [model.layers, model.width, model.heads, model.vocabulary];
-            let sized = sizes.iter().any(Option::is_some) || model.dropout.is_some();
-            refuse(sized, "model: layers, width, heads, vocabulary and dropout belong to a preset".into());
-        }
-        if let Some(save) = &self.save {
-            let no_rotation = save.keep_every.is_some() && save.keep_last.is_none();
-            refuse(no_rotation, "save.keep_every: means nothing without save.keep_last: all stay".into());
-            for (key, value) in [("save.keep_last", save.keep_last), ("save.keep_every", save.keep_every)] {
-                refuse(value == Some(0), format!("{key}: must be at least 1; leave it out to keep all"));
-            }
-        }
-        if let Some(sample) = &self.sample {
-            refuse(sample.prompt.is_empty(), "sample.prompt: must not be empty".into());
-            refuse(
-                sample.temperature < 0.0,
-                format!("sample.temperature: {} is negative", sample.temperature),
-            );
-        }
-        if let Err(error) = self.config() {
-            problems.push(error.to_string().replace('\n', "\n  "));
-        }
-        problems
     }
 }

@@ -2,11 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use ferrospeed_comm::{ReduceOp, World};
-use ferrospeed_data::{ByteText, Position, Sampler, Sequences, Split, TokenStream};
+use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
 use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
@@ -19,7 +18,8 @@ use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequ
 use crate::error::{Result, TrainError};
 use crate::export::export;
 use crate::folder::RunFolder;
-use crate::model::{BuiltModel, build};
+use crate::model::BuiltModel;
+use crate::prepare::{Prepared, copy_tokenizer, prepare};
 use crate::recipe::Recipe;
 use crate::records::Records;
 
@@ -106,6 +106,7 @@ struct Run<'a> {
     engine: Engine,
     model: Decoder,
     sequences: Sequences,
+    codec: Option<Codec>,
     sampler: Sampler,
     position: Position,
     flops_per_token: f64,
@@ -116,17 +117,12 @@ struct Run<'a> {
 pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let start = Instant::now();
     let (recipe, folder) = (job.recipe, job.folder);
-    let refuse = |problems| TrainError::Recipe { path: job.path.to_path_buf(), problems };
-    let problems = recipe.problems();
-    if !problems.is_empty() {
-        return Err(refuse(problems));
-    }
-    let (config, warnings) = recipe.config().map_err(|error| refuse(vec![error.to_string()]))?;
-    let stream: Arc<dyn TokenStream> = Arc::new(ByteText::read(&recipe.data.text, &recipe.data.extensions)?);
-    let vocabulary = stream.vocabulary();
-    let sequences = Sequences::new(stream, recipe.data.sequence, recipe.data.validation)?;
-    let BuiltModel { decoder: model, config: model_config, weights } =
-        build(recipe, vocabulary).map_err(refuse)?;
+    let Prepared { sequences, codec, model } = prepare(recipe, job.path, folder, &mut |_| {})?;
+    let BuiltModel { decoder: model, config: model_config, weights } = model;
+    let (config, warnings) = recipe.config().map_err(|error| TrainError::Recipe {
+        path: job.path.to_path_buf(),
+        problems: vec![error.to_string()],
+    })?;
 
     let rank = job.world.rank();
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
@@ -141,6 +137,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         engine,
         model,
         sequences,
+        codec,
         position: Position::default(),
         tokens: 0,
     };
@@ -207,6 +204,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     checkpoints.wait(&mut run.engine, progress)?;
     if summary.ending != Ending::Left {
         export(run.engine.store(), &run.model, &model_config, &folder.model())?;
+        if rank == 0 {
+            copy_tokenizer(run.codec.as_ref(), &folder.model())?;
+        }
         summary.sample = run.sample()?;
         if let (0, Some(sample)) = (rank, &summary.sample) {
             std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
@@ -405,7 +405,9 @@ impl Run<'_> {
     /// Lets the model write. All ranks do, since in stage 3 they hold its weights together.
     fn sample(&self) -> Result<Option<String>> {
         let Some(sample) = &self.recipe.sample else { return Ok(None) };
-        let prompt: Vec<i64> = sample.prompt.bytes().map(i64::from).collect();
+        // Data that was tokens from the start has no text to show.
+        let Some(codec) = &self.codec else { return Ok(None) };
+        let prompt: Vec<i64> = codec.encode(&sample.prompt)?.into_iter().map(i64::from).collect();
         let room = (self.recipe.data.sequence as usize).saturating_sub(prompt.len());
         let sampling = if sample.temperature == 0.0 {
             Sampling::Greedy
@@ -420,12 +422,11 @@ impl Run<'_> {
         let options = GenerateOptions {
             max_new_tokens: (sample.tokens as usize).min(room),
             sampling,
-            end_token: None,
+            end_token: codec.end_token().map(i64::from),
             pad_token: 0,
         };
         let device = self.engine.device();
         let written = generate(&self.model, &[prompt], None, &options, device, &mut |_, _| {})?;
-        let bytes: Vec<u8> = written[0].iter().map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
-        Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+        Ok(Some(codec.decode(&written[0])?))
     }
 }

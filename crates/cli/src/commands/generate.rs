@@ -1,17 +1,17 @@
 //! `ferrospeed generate`: continues a text with a model from a Hugging Face directory.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::dtype_of_name;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
 use ferrospeed_tensor::store::PlainStore;
 use ferrospeed_tensor::{DType, Device};
-use tokenizers::Tokenizer;
 
 use crate::failure::Failure;
 
@@ -44,56 +44,6 @@ pub(crate) struct GenerateArgs {
     dtype: Option<String>,
 }
 
-/// Text to ids and back.
-enum Codec {
-    Tokenizer(Box<Tokenizer>),
-    Bytes,
-}
-
-impl Codec {
-    /// `tokenizer.json` when there is one; bytes for a model of 256 tokens.
-    fn open(folder: &Path, vocabulary: usize) -> Result<Codec, Failure> {
-        let file = folder.join("tokenizer.json");
-        if file.is_file() {
-            let tokenizer = Tokenizer::from_file(&file)
-                .map_err(|error| Failure::Run(format!("{}: {error}", file.display())))?;
-            return Ok(Codec::Tokenizer(Box::new(tokenizer)));
-        }
-        if vocabulary == 256 {
-            return Ok(Codec::Bytes);
-        }
-        Err(Failure::Usage(format!(
-            "{} holds no tokenizer.json, and a model of {vocabulary} tokens does not read bytes",
-            folder.display()
-        )))
-    }
-
-    fn encode(&self, text: &str) -> Result<Vec<i64>, Failure> {
-        match self {
-            Codec::Tokenizer(tokenizer) => {
-                let encoding = tokenizer
-                    .encode(text, false)
-                    .map_err(|error| Failure::Run(format!("the prompt: {error}")))?;
-                Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
-            }
-            Codec::Bytes => Ok(text.bytes().map(i64::from).collect()),
-        }
-    }
-
-    fn decode(&self, ids: &[i64]) -> Result<String, Failure> {
-        match self {
-            Codec::Tokenizer(tokenizer) => {
-                let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
-                tokenizer.decode(&ids, true).map_err(|error| Failure::Run(format!("the result: {error}")))
-            }
-            Codec::Bytes => {
-                let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(b'?')).collect();
-                Ok(String::from_utf8_lossy(&bytes).into_owned())
-            }
-        }
-    }
-}
-
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let usage = |error: ferrospeed_models::ModelError| Failure::Usage(error.to_string());
     let failed = |error: &dyn std::fmt::Display| Failure::Run(error.to_string());
@@ -108,7 +58,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     else {
         return Err(Failure::Usage(format!("{} is not a causal language model", args.model.display())));
     };
-    let codec = Codec::open(&args.model, config.vocab)?;
+    let codec = Codec::of_model(&args.model, config.vocab as u64)
+        .map_err(|error| Failure::Usage(error.to_string()))?;
     let weights = WeightFiles::open_directory(&args.model).map_err(usage)?;
     let model = Decoder::new(*config);
     weights.check(model.parameters().as_slice()).map_err(usage)?;
@@ -118,7 +69,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let _store = PlainStore::attach(model.parameters().as_slice(), dtype, &device, &weights)
         .map_err(|e| failed(&e))?;
 
-    let prompt = codec.encode(&args.prompt)?;
+    let prompt: Vec<i64> =
+        codec.encode(&args.prompt).map_err(|e| failed(&e))?.into_iter().map(i64::from).collect();
     let sampling = if args.temperature == 0.0 {
         Sampling::Greedy
     } else {
@@ -129,10 +81,11 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
             seed: args.seed,
         }
     };
-    let options = GenerateOptions { max_new_tokens: args.tokens, sampling, end_token: None, pad_token: 0 };
+    let end_token = codec.end_token().map(i64::from);
+    let options = GenerateOptions { max_new_tokens: args.tokens, sampling, end_token, pad_token: 0 };
     let written =
         generate(&model, &[prompt], None, &options, &device, &mut |_, _| {}).map_err(|e| failed(&e))?;
-    let text = codec.decode(&written[0])?;
+    let text = codec.decode(&written[0]).map_err(|e| failed(&e))?;
     let mut out = std::io::stdout().lock();
     // A reader that went away is no failure.
     let _ = writeln!(out, "{text}");

@@ -11,7 +11,7 @@ use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::Device;
 use ferrospeed_train::{
-    Ending, Job, Progress, Recipe, Resume, RunFolder, RunInfo, StopRequests, Summary, TrainError,
+    Ending, Job, Preparing, Progress, Recipe, Resume, RunFolder, RunInfo, StopRequests, Summary, TrainError,
 };
 
 use crate::failure::Failure;
@@ -49,15 +49,10 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let mut recipe = Recipe::load(&args.recipe, &args.overrides).map_err(failure)?;
     recipe.ranks = args.ranks.unwrap_or(recipe.ranks);
     let is_rank = std::env::var_os("RANK").is_some();
-    if !is_rank {
-        let problems = recipe.problems();
-        if !problems.is_empty() {
-            return Err(failure(TrainError::Recipe { path: args.recipe.clone(), problems }));
-        }
-    }
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
     if !is_rank {
-        // Ranks look again; a mistake is said once, before any of them starts.
+        // Ranks look again; a mistake is said once, before any of them starts, and text becomes tokens once.
+        ferrospeed_train::check(&recipe, &args.recipe, &folder, &mut tell_preparing()).map_err(failure)?;
         let start = args.resume().find(&folder).map_err(failure)?;
         if args.resume.is_some() && start.is_none() {
             let folder = folder.checkpoints();
@@ -68,6 +63,25 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         run_rank(args, recipe, &folder)
     } else {
         start_ranks(args, &recipe, &folder)
+    }
+}
+
+/// A line whenever another tenth of a text that is not small became tokens.
+fn tell_preparing() -> impl FnMut(Preparing) {
+    const WORTH_TELLING_BYTES: u64 = 32 << 20;
+    let mut told = 0;
+    move |now| {
+        let tenths = now.bytes * 10 / now.total_bytes.max(1);
+        if now.total_bytes >= WORTH_TELLING_BYTES && tenths > told {
+            told = tenths;
+            let _ = print_output(&format!(
+                "text to tokens: {} %, {} of {} MiB, {} tokens",
+                tenths * 10,
+                now.bytes >> 20,
+                now.total_bytes >> 20,
+                grouped(now.tokens)
+            ));
+        }
     }
 }
 

@@ -1,0 +1,287 @@
+//! Texts are turned into a token file once, beside the run; every rank, and every later run of the same data, reads
+//! that.
+//!
+//! A cache of the name `tokens-KEY` is two files: `.bin`, the tokens, and `.json`, what they were made from, which is
+//! written last and so vouches for the first. The key covers the texts' paths, lengths and times, the tokenizer and
+//! the separator: when any of them changes, another file is made. Ranks that start together find one builder: it
+//! holds a lock, which the system takes back if it dies.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+use serde::{Deserialize, Serialize};
+
+use crate::TokenStream;
+use crate::codec::Codec;
+use crate::documents::{Documents, Piece};
+use crate::error::{DataError, Result};
+use crate::sampler::mix;
+use crate::token_file::{TokenFile, TokenType};
+
+/// Text is handed to the tokenizer in batches of about this size.
+const BATCH_BYTES: usize = 4 << 20;
+
+/// How far the making of a token file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Preparing {
+    /// Bytes of text read so far.
+    pub bytes: u64,
+    /// Bytes of text in all.
+    pub total_bytes: u64,
+    /// Tokens written so far.
+    pub tokens: u64,
+}
+
+/// What a token file is made from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Recipe {
+    version: u32,
+    /// Format and field.
+    what: String,
+    files: Vec<FileStamp>,
+    tokenizer: Option<FileStamp>,
+    separator: Vec<u32>,
+}
+
+/// A file as it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct FileStamp {
+    path: PathBuf,
+    bytes: u64,
+    modified_ns: u64,
+}
+
+impl FileStamp {
+    fn of(path: &Path) -> Result<FileStamp> {
+        let about = std::fs::metadata(path).map_err(DataError::io(path))?;
+        let modified = about.modified().map_err(DataError::io(path))?;
+        let modified_ns = modified.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
+        let path = std::path::absolute(path).map_err(DataError::io(path))?;
+        Ok(FileStamp { path, bytes: about.len(), modified_ns })
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Manifest {
+    made_from: Recipe,
+    token_type: TokenType,
+    tokens: u64,
+    vocabulary: u64,
+}
+
+impl Recipe {
+    pub(crate) fn new(what: String, files: &[PathBuf], codec: &Codec) -> Result<Recipe> {
+        Ok(Recipe {
+            version: 1,
+            what,
+            files: files.iter().map(|file| FileStamp::of(file)).collect::<Result<_>>()?,
+            tokenizer: codec.path().map(FileStamp::of).transpose()?,
+            separator: codec.separator()?,
+        })
+    }
+
+    fn key(&self) -> u64 {
+        let text = serde_json::to_vec(self).unwrap_or_default();
+        text.iter().fold(0, |key, &byte| mix(key ^ u64::from(byte)))
+    }
+
+    fn total_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).sum()
+    }
+}
+
+/// The token file of `recipe` in `folder`, made from `documents` if it is not there.
+pub(crate) fn open_or_make(
+    folder: &Path,
+    recipe: Recipe,
+    codec: &Codec,
+    documents: &mut dyn Documents,
+    tell: &mut dyn FnMut(Preparing),
+) -> Result<CachedTokens> {
+    std::fs::create_dir_all(folder).map_err(DataError::io(folder))?;
+    let name = format!("tokens-{:016x}", recipe.key());
+    let (tokens, manifest) = (folder.join(format!("{name}.bin")), folder.join(format!("{name}.json")));
+    if let Some(found) = open(&tokens, &manifest, &recipe)? {
+        return Ok(found);
+    }
+    let lock = folder.join(format!("{name}.lock"));
+    let lock = File::create(&lock).map_err(DataError::io(&lock))?;
+    // Where files cannot be locked, two builders write the same tokens to files of their own; the later name wins.
+    let _ = lock.lock();
+    if let Some(found) = open(&tokens, &manifest, &recipe)? {
+        return Ok(found);
+    }
+    make(&tokens, &manifest, recipe.clone(), codec, documents, tell)?;
+    open(&tokens, &manifest, &recipe)?
+        .ok_or_else(|| DataError::bad_file(&manifest, "is not what was just written to it"))
+}
+
+fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<CachedTokens>> {
+    let Ok(text) = std::fs::read(manifest) else { return Ok(None) };
+    let Ok(found) = serde_json::from_slice::<Manifest>(&text) else { return Ok(None) };
+    let bytes = std::fs::metadata(tokens).map(|about| about.len()).unwrap_or(0);
+    if found.made_from != *recipe
+        || bytes != found.tokens.saturating_mul(found.token_type.bytes())
+        || bytes == 0
+    {
+        return Ok(None);
+    }
+    let file = TokenFile::open(tokens, found.token_type)?;
+    Ok(Some(CachedTokens { file, vocabulary: found.vocabulary }))
+}
+
+fn make(
+    tokens: &Path,
+    manifest: &Path,
+    recipe: Recipe,
+    codec: &Codec,
+    documents: &mut dyn Documents,
+    tell: &mut dyn FnMut(Preparing),
+) -> Result<()> {
+    let partial = tokens.with_extension(format!("{}.partial", std::process::id()));
+    let made = write_tokens(&partial, &recipe, codec, documents, tell);
+    let finished = made.and_then(|count| {
+        let token_type = TokenType::for_vocabulary(codec.vocabulary());
+        std::fs::rename(&partial, tokens).map_err(DataError::io(tokens))?;
+        let vocabulary = codec.vocabulary();
+        let about = Manifest { made_from: recipe, token_type, tokens: count, vocabulary };
+        let text =
+            serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
+        let beside = manifest.with_extension(format!("{}.partial", std::process::id()));
+        std::fs::write(&beside, text).map_err(DataError::io(&beside))?;
+        std::fs::rename(&beside, manifest).map_err(DataError::io(manifest))
+    });
+    if finished.is_err() {
+        // Best effort: what failed is what is reported.
+        let _ = std::fs::remove_file(&partial);
+    }
+    finished
+}
+
+/// Writes the tokens of all documents, a separator after each, and says how many there are.
+fn write_tokens(
+    path: &Path,
+    recipe: &Recipe,
+    codec: &Codec,
+    documents: &mut dyn Documents,
+    tell: &mut dyn FnMut(Preparing),
+) -> Result<u64> {
+    let file = File::create(path).map_err(DataError::io(path))?;
+    let bytes_per_token = TokenType::for_vocabulary(codec.vocabulary()).bytes() as usize;
+    let out = BufWriter::with_capacity(1 << 20, file);
+    let mut writer = Writer { path, out, bytes_per_token, tokens: 0 };
+    let mut batch = Batch::default();
+    loop {
+        let mut text = Vec::new();
+        let piece = documents.next(&mut text)?;
+        if piece != Piece::End {
+            batch.add(text, piece == Piece::Last);
+        }
+        if batch.bytes >= BATCH_BYTES || piece == Piece::End {
+            batch.write(codec, &recipe.separator, &mut writer)?;
+            let (bytes, total_bytes) = (documents.bytes_read(), recipe.total_bytes());
+            tell(Preparing { bytes, total_bytes, tokens: writer.tokens });
+        }
+        if piece == Piece::End {
+            break;
+        }
+    }
+    if writer.tokens == 0 {
+        let first = recipe.files.first().map(|file| file.path.clone()).unwrap_or_default();
+        let why = match recipe.files.len() {
+            0 | 1 => "is empty: there is no text in it".to_owned(),
+            files => format!("is empty, and so are all {files} files: there is no text in them"),
+        };
+        return Err(DataError::bad_file(&first, why));
+    }
+    let file = writer.out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
+    file.sync_all().map_err(DataError::io(path))?;
+    Ok(writer.tokens)
+}
+
+struct Writer<'a> {
+    path: &'a Path,
+    out: BufWriter<File>,
+    bytes_per_token: usize,
+    tokens: u64,
+}
+
+impl Writer<'_> {
+    fn write(&mut self, ids: &[u32]) -> Result<()> {
+        self.tokens += ids.len() as u64;
+        ids.iter()
+            .try_for_each(|id| self.out.write_all(&id.to_le_bytes()[..self.bytes_per_token]))
+            .map_err(DataError::io(self.path))
+    }
+}
+
+/// Pieces of text that are turned into tokens together.
+#[derive(Default)]
+struct Batch {
+    pieces: Vec<Vec<u8>>,
+    /// Whether a document ends with the piece.
+    ends: Vec<bool>,
+    bytes: usize,
+    /// Whether the document at hand has any text; one without is passed over, separator and all.
+    has_text: bool,
+}
+
+impl Batch {
+    fn add(&mut self, text: Vec<u8>, ends: bool) {
+        self.has_text |= !text.is_empty();
+        if self.has_text {
+            self.bytes += text.len();
+            self.pieces.push(text);
+            self.ends.push(ends);
+        }
+        self.has_text &= !ends;
+    }
+
+    fn write(&mut self, codec: &Codec, separator: &[u32], writer: &mut Writer<'_>) -> Result<()> {
+        let (pieces, ends) = (std::mem::take(&mut self.pieces), std::mem::take(&mut self.ends));
+        self.bytes = 0;
+        let ids: Vec<Vec<u32>> = match codec {
+            Codec::Bytes => {
+                pieces.iter().map(|piece| piece.iter().map(|&byte| byte.into()).collect()).collect()
+            }
+            // Every source has checked that its text is UTF-8: nothing is lost here.
+            Codec::Tokenizer(_) => codec.encode_all(
+                pieces.into_iter().map(|piece| String::from_utf8_lossy(&piece).into_owned()).collect(),
+            )?,
+        };
+        for (ids, ends) in ids.iter().zip(ends) {
+            writer.write(ids)?;
+            if ends {
+                writer.write(separator)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A token file that was made here.
+#[derive(Debug)]
+pub(crate) struct CachedTokens {
+    file: TokenFile,
+    vocabulary: u64,
+}
+
+impl TokenStream for CachedTokens {
+    fn len(&self) -> u64 {
+        self.file.len()
+    }
+
+    fn vocabulary(&self) -> Option<u64> {
+        Some(self.vocabulary)
+    }
+
+    fn read(&self, start: u64, out: &mut [i64]) -> Result<()> {
+        self.file.read(start, out)
+    }
+
+    fn place(&self, token: u64) -> String {
+        self.file.place(token)
+    }
+}

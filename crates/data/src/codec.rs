@@ -1,0 +1,153 @@
+//! Text to token ids and back: by a Hugging Face `tokenizer.json`, or one token per byte.
+
+use std::path::{Path, PathBuf};
+
+use tokenizers::Tokenizer;
+
+use crate::error::{DataError, Result};
+
+/// Ids of [`Codec::Bytes`] are below this.
+const BYTES: u64 = 256;
+
+/// Names that tokenizers give to the token after a document, where no `tokenizer_config.json` says.
+const END_TOKENS: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"];
+
+/// Text to ids and back.
+#[derive(Debug, Clone)]
+pub enum Codec {
+    /// Every byte is a token, so any file is data.
+    Bytes,
+    /// A Hugging Face tokenizer.
+    Tokenizer(Box<FileTokenizer>),
+}
+
+/// A tokenizer and where it was read from.
+#[derive(Debug, Clone)]
+pub struct FileTokenizer {
+    path: PathBuf,
+    tokenizer: Tokenizer,
+    vocabulary: u64,
+    end_token: Option<u32>,
+}
+
+impl Codec {
+    /// Reads a `tokenizer.json`.
+    pub fn from_file(path: &Path) -> Result<Codec> {
+        // The tokenizers crate's own message would not name the file.
+        let bytes = std::fs::read(path).map_err(DataError::io(path))?;
+        let mut tokenizer = Tokenizer::from_bytes(bytes)
+            .map_err(|error| DataError::bad_file(path, format!("is no tokenizer: {error}")))?;
+        // Some files keep what a past user set: cutting every text at 512 tokens is not what a corpus wants.
+        tokenizer.with_padding(None);
+        tokenizer
+            .with_truncation(None)
+            .map_err(|error| DataError::bad_file(path, format!("cannot lift its truncation: {error}")))?;
+        let vocabulary = tokenizer.get_vocab(true).values().max().map_or(0, |&last| u64::from(last) + 1);
+        let end_token = end_token(path, &tokenizer);
+        Ok(Codec::Tokenizer(Box::new(FileTokenizer {
+            path: path.to_path_buf(),
+            tokenizer,
+            vocabulary,
+            end_token,
+        })))
+    }
+
+    /// What a model's folder says about its tokens: `tokenizer.json` when there is one; bytes for a model of 256
+    /// tokens.
+    pub fn of_model(folder: &Path, vocabulary: u64) -> Result<Codec> {
+        let file = folder.join("tokenizer.json");
+        if file.is_file() {
+            return Codec::from_file(&file);
+        }
+        if vocabulary == BYTES {
+            return Ok(Codec::Bytes);
+        }
+        let why = format!("holds no tokenizer.json, and a model of {vocabulary} tokens does not read bytes");
+        Err(DataError::bad_file(folder, why))
+    }
+
+    /// Ids are below this.
+    pub fn vocabulary(&self) -> u64 {
+        match self {
+            Codec::Bytes => BYTES,
+            Codec::Tokenizer(file) => file.vocabulary,
+        }
+    }
+
+    /// The file it was read from.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Codec::Bytes => None,
+            Codec::Tokenizer(file) => Some(&file.path),
+        }
+    }
+
+    /// The token that ends a text, where the tokenizer has one.
+    pub fn end_token(&self) -> Option<u32> {
+        match self {
+            Codec::Bytes => None,
+            Codec::Tokenizer(file) => file.end_token,
+        }
+    }
+
+    /// What is put after each document: the end token, or without one a newline.
+    pub fn separator(&self) -> Result<Vec<u32>> {
+        match self.end_token() {
+            Some(token) => Ok(vec![token]),
+            None => self.encode("\n"),
+        }
+    }
+
+    /// The ids of a text, without tokens that the tokenizer would put around it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match self {
+            Codec::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Codec::Tokenizer(file) => {
+                let encoding = file.tokenizer.encode_fast(text, false).map_err(|error| file.failed(error))?;
+                Ok(encoding.get_ids().to_vec())
+            }
+        }
+    }
+
+    /// The ids of several texts; with a tokenizer they are worked on side by side.
+    pub(crate) fn encode_all(&self, texts: Vec<String>) -> Result<Vec<Vec<u32>>> {
+        match self {
+            Codec::Bytes => texts.iter().map(|text| self.encode(text)).collect(),
+            Codec::Tokenizer(file) => {
+                let encodings =
+                    file.tokenizer.encode_batch_fast(texts, false).map_err(|error| file.failed(error))?;
+                Ok(encodings.iter().map(|encoding| encoding.get_ids().to_vec()).collect())
+            }
+        }
+    }
+
+    /// The text of ids. What is no text becomes a replacement character, ids without a meaning are left out.
+    pub fn decode(&self, ids: &[i64]) -> Result<String> {
+        match self {
+            Codec::Bytes => {
+                let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Codec::Tokenizer(file) => {
+                let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
+                file.tokenizer.decode(&ids, true).map_err(|error| file.failed(error))
+            }
+        }
+    }
+}
+
+impl FileTokenizer {
+    fn failed(&self, error: tokenizers::Error) -> DataError {
+        DataError::Tokenizer { tokenizer: self.path.clone(), why: error.to_string() }
+    }
+}
+
+/// `eos_token` of the `tokenizer_config.json` beside the file, or the first of the usual names that it knows.
+fn end_token(path: &Path, tokenizer: &Tokenizer) -> Option<u32> {
+    let said = std::fs::read(path.with_file_name("tokenizer_config.json")).ok();
+    let said: Option<serde_json::Value> = said.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    // Either the text itself or an object that describes it.
+    let eos = said.as_ref().map(|config| &config["eos_token"]);
+    let named = eos.and_then(|eos| eos.as_str().or_else(|| eos["content"].as_str()));
+    named.into_iter().chain(END_TOKENS).find_map(|name| tokenizer.token_to_id(name))
+}

@@ -1,0 +1,185 @@
+//! From a recipe to data and model that fit each other, or everything that keeps them from it.
+//!
+//! The command that starts the ranks does this first, so that mistakes are told once and text becomes tokens once;
+//! each rank does it again and finds the work done.
+
+use std::path::{Path, PathBuf};
+
+use ferrospeed_data::{Codec, Preparing, Sequences, Source, TokenType};
+
+use crate::error::{Result, TrainError};
+use crate::folder::RunFolder;
+use crate::model::{BuiltModel, ModelPlan};
+use crate::recipe::{DataRecipe, Recipe, ValidationRecipe};
+
+/// Text up to this size is looked at even when the recipe has mistakes already; more would keep their author waiting.
+const QUICK_TEXT_BYTES: u64 = 64 << 20;
+
+/// Beside a tokenizer, these say more about it.
+const TOKENIZER_FILES: [&str; 4] =
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"];
+
+/// Data and model of a run.
+pub(crate) struct Prepared {
+    pub(crate) sequences: Sequences,
+    /// How text becomes tokens and back; `None` for data that was tokens from the start and names no tokenizer.
+    pub(crate) codec: Option<Codec>,
+    pub(crate) model: BuiltModel,
+}
+
+/// Checks a recipe and all that it names, and turns text into tokens in the run's folder. `tell` hears how far that is.
+///
+/// Everything that is wrong is told together.
+pub fn check(
+    recipe: &Recipe,
+    path: &Path,
+    folder: &RunFolder,
+    tell: &mut dyn FnMut(Preparing),
+) -> Result<()> {
+    prepare(recipe, path, folder, tell).map(drop)
+}
+
+/// What [`check`] checks, for the run.
+pub(crate) fn prepare(
+    recipe: &Recipe,
+    path: &Path,
+    folder: &RunFolder,
+    tell: &mut dyn FnMut(Preparing),
+) -> Result<Prepared> {
+    let mut problems = recipe.problems();
+    let mut keep = |outcome: Result<(), Vec<String>>| problems.extend(outcome.err().into_iter().flatten());
+    let source = recipe.data.source(recipe);
+    let codec = codec(recipe, source.as_ref()).map_err(|problem| keep(Err(vec![problem]))).unwrap_or(None);
+    if recipe.sample.is_some() && codec.is_none() && source.as_ref().is_some_and(|source| !source.is_text()) {
+        let problem = "sample: tokens are no text; name data.tokenizer, or take [sample] away";
+        keep(Err(vec![problem.into()]));
+    }
+    let vocabulary = codec.as_ref().map(Codec::vocabulary);
+    let plan = match recipe.model.is_clear() {
+        true => ModelPlan::read(recipe, vocabulary).map_err(|problems| keep(Err(problems))).ok(),
+        false => None,
+    };
+    let model = plan.map(|plan| plan.build(recipe, codec.as_ref()));
+    let vocabulary =
+        model.as_ref().map(|(_, vocabulary)| *vocabulary).filter(|_| !recipe.vocabulary_is_unknown());
+    let model = model.and_then(|(model, _)| model.map_err(|problems| keep(Err(problems))).ok());
+    let validation = match &recipe.data.validation {
+        ValidationRecipe::Files(files) => source.as_ref().map(|source| source.with_paths(files.clone())),
+        ValidationRecipe::Share(_) => None,
+    };
+    let missing: Vec<PathBuf> =
+        [&source, &validation].into_iter().flatten().flat_map(Source::missing).collect();
+    problems.extend(missing.iter().map(|path| format!("data: {} does not exist", path.display())));
+    let sequences = source.filter(|_| missing.is_empty()).and_then(|source| {
+        let known = codec.is_some() || !source.is_text();
+        let quick = source.text_bytes().is_ok_and(|bytes| bytes <= QUICK_TEXT_BYTES);
+        if !known || !(problems.is_empty() || quick) {
+            return None;
+        }
+        let cache = recipe.data.cache.clone().unwrap_or_else(|| folder.data());
+        let opened = open(recipe, &source, validation.as_ref(), codec.as_ref(), &cache, vocabulary, tell);
+        opened.map_err(|problem| problems.push(format!("data: {problem}"))).ok()
+    });
+    match (sequences, model) {
+        (Some(sequences), Some(model)) if problems.is_empty() => Ok(Prepared { sequences, codec, model }),
+        _ => Err(TrainError::Recipe { path: path.to_path_buf(), problems }),
+    }
+}
+
+fn open(
+    recipe: &Recipe,
+    source: &Source,
+    validation: Option<&Source>,
+    codec: Option<&Codec>,
+    cache: &Path,
+    vocabulary: Option<u64>,
+    tell: &mut dyn FnMut(Preparing),
+) -> Result<Sequences, ferrospeed_data::DataError> {
+    let data = &recipe.data;
+    let codec = codec.unwrap_or(&Codec::Bytes);
+    let train = source.open(codec, cache, tell)?;
+    let sequences = match (validation, &data.validation) {
+        (Some(validation), _) => {
+            Sequences::apart(train, validation.open(codec, cache, tell)?, data.sequence)?
+        }
+        // What is no share is told elsewhere.
+        (None, ValidationRecipe::Share(share)) => {
+            let share = Some(*share).filter(|share| (0.0..1.0).contains(share)).unwrap_or(0.0);
+            Sequences::split(train, data.sequence, share)?
+        }
+        (None, ValidationRecipe::Files(_)) => Sequences::split(train, data.sequence, 0.0)?,
+    };
+    let sequences = vocabulary.map_or(sequences.clone(), |vocabulary| sequences.within(vocabulary));
+    sequences.check()?;
+    Ok(sequences)
+}
+
+impl DataRecipe {
+    /// Where tokens come from; `None` when the recipe does not say clearly, which [`Recipe::problems`] tells.
+    fn source(&self, recipe: &Recipe) -> Option<Source> {
+        let mut sources = Vec::new();
+        if let Some(paths) = self.text.clone() {
+            sources.push(Source::Text { paths, extensions: self.extensions.clone() });
+        }
+        if let Some(paths) = self.jsonl.clone() {
+            let field = self.field.clone().unwrap_or_else(|| "text".into());
+            sources.push(Source::JsonLines { paths, field });
+        }
+        if let Some(paths) = self.parquet.clone() {
+            let column = self.column.clone().unwrap_or_else(|| "text".into());
+            sources.push(Source::Parquet { paths, column });
+        }
+        if let Some(paths) = self.tokens.clone() {
+            sources.push(Source::Tokens { paths, kind: self.token_type() });
+        }
+        if let Some(prefixes) = self.megatron.clone() {
+            sources.push(Source::Megatron { prefixes });
+        }
+        if let Some(tokens) = self.synthetic {
+            let vocabulary = recipe.model.vocabulary.unwrap_or(256);
+            sources.push(Source::Synthetic { tokens, vocabulary, seed: recipe.seed });
+        }
+        match &sources[..] {
+            [source] if !source.is_nowhere() => sources.pop(),
+            _ => None,
+        }
+    }
+
+    /// How `tokens` are written; [`Recipe::problems`] has refused all but these two.
+    fn token_type(&self) -> TokenType {
+        match self.token_type.as_deref() {
+            Some("u32") => TokenType::U32,
+            _ => TokenType::U16,
+        }
+    }
+}
+
+/// How text becomes tokens; tokens that were tokens from the start may have one too, for samples.
+fn codec(recipe: &Recipe, source: Option<&Source>) -> Result<Option<Codec>, String> {
+    let file = match recipe.data.tokenizer.as_deref() {
+        Some("bytes") => return Ok(Some(Codec::Bytes)),
+        Some(file) => Some(PathBuf::from(file)),
+        None => {
+            recipe.model.folder().map(|folder| folder.join("tokenizer.json")).filter(|file| file.is_file())
+        }
+    };
+    match file {
+        Some(file) => Codec::from_file(&file).map(Some).map_err(|error| format!("data.tokenizer: {error}")),
+        None if source.is_some_and(|source| !source.is_text()) => Ok(None),
+        None => Ok(Some(Codec::Bytes)),
+    }
+}
+
+/// Puts the tokenizer's files beside the weights, so that the model's folder is all that is needed to use it.
+pub(crate) fn copy_tokenizer(codec: Option<&Codec>, model: &Path) -> Result<()> {
+    let Some(tokenizer) = codec.and_then(Codec::path) else { return Ok(()) };
+    for name in TOKENIZER_FILES {
+        let from =
+            if name == "tokenizer.json" { tokenizer.to_path_buf() } else { tokenizer.with_file_name(name) };
+        if from.is_file() {
+            let to = model.join(name);
+            std::fs::copy(&from, &to).map_err(TrainError::io(&to))?;
+        }
+    }
+    Ok(())
+}

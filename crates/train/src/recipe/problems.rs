@@ -1,0 +1,151 @@
+//! What is wrong with a recipe by itself, before any file it names is opened.
+
+use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
+
+impl Recipe {
+    /// Everything that is wrong with the recipe itself, before data and model are looked at.
+    pub fn problems(&self) -> Vec<String> {
+        let mut problems = self.misread.clone();
+        let mut refuse = |wrong: bool, problem: String| {
+            if wrong {
+                problems.push(problem);
+            }
+        };
+        let name_is_plain = !self.name.is_empty()
+            && self.name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+        refuse(
+            !name_is_plain || self.name.starts_with('.'),
+            format!("name: '{}' must be letters, digits, '-', '_' and '.'", self.name),
+        );
+        refuse(self.steps == 0, "steps: must be at least 1".into());
+        refuse(self.ranks == 0, "ranks: must be at least 1".into());
+        if let Some(save) = &self.save {
+            let no_rotation = save.keep_every.is_some() && save.keep_last.is_none();
+            refuse(no_rotation, "save.keep_every: means nothing without save.keep_last: all stay".into());
+            for (key, value) in [("save.keep_last", save.keep_last), ("save.keep_every", save.keep_every)] {
+                refuse(value == Some(0), format!("{key}: must be at least 1; leave it out to keep all"));
+            }
+        }
+        if let Some(sample) = &self.sample {
+            refuse(sample.prompt.is_empty(), "sample.prompt: must not be empty".into());
+            let usable = sample.temperature >= 0.0 && sample.temperature.is_finite();
+            refuse(!usable, format!("sample.temperature: {} must be 0 or more", sample.temperature));
+        }
+        self.data.problems(&mut refuse);
+        self.model.problems(&mut refuse);
+        refuse(
+            self.vocabulary_is_unknown(),
+            "model.vocabulary: must be given, for token files do not say how many ids there are".into(),
+        );
+        if let Err(error) = self.config() {
+            problems.push(error.to_string().replace('\n', "\n  "));
+        }
+        problems
+    }
+
+    /// Whether nothing says how many ids there are: neither the data nor the model.
+    pub(crate) fn vocabulary_is_unknown(&self) -> bool {
+        let tokens = self.data.tokens.is_some() || self.data.megatron.is_some();
+        tokens && self.model.preset.is_some() && self.model.vocabulary.is_none()
+    }
+}
+
+impl DataRecipe {
+    fn problems(&self, refuse: &mut impl FnMut(bool, String)) {
+        refuse(
+            self.sequence < 2,
+            format!("data.sequence: {} is too short to predict a next token", self.sequence),
+        );
+        let lists = [
+            ("text", &self.text),
+            ("jsonl", &self.jsonl),
+            ("parquet", &self.parquet),
+            ("tokens", &self.tokens),
+            ("megatron", &self.megatron),
+        ];
+        let given: Vec<&str> = lists
+            .iter()
+            .filter(|(_, list)| list.is_some())
+            .map(|(name, _)| *name)
+            .chain(self.synthetic.map(|_| "synthetic"))
+            .collect();
+        if given.len() != 1 {
+            let found = match &given[..] {
+                [] => "there is none".to_owned(),
+                several => format!("there are {}", several.join(" and ")),
+            };
+            let known = "text, jsonl, parquet, tokens, megatron and synthetic";
+            refuse(true, format!("data: give one of {known}; {found}"));
+        }
+        for (name, list) in lists {
+            let empty = list.as_ref().is_some_and(Vec::is_empty);
+            refuse(empty, format!("data.{name}: names no file or folder"));
+        }
+        for (option, set, owner) in [
+            ("extensions", !self.extensions.is_empty(), "text"),
+            ("field", self.field.is_some(), "jsonl"),
+            ("column", self.column.is_some(), "parquet"),
+            ("token_type", self.token_type.is_some(), "tokens"),
+        ] {
+            let misplaced = set && given.len() == 1 && given[0] != owner;
+            refuse(
+                misplaced,
+                format!("data.{option}: belongs to data.{owner}, not to data.{}", given.join("")),
+            );
+        }
+        let is_text = ["text", "jsonl", "parquet"].iter().any(|name| given.contains(name));
+        refuse(
+            self.cache.is_some() && !given.is_empty() && !is_text,
+            format!("data.cache: belongs to text, jsonl and parquet; data.{} needs none", given.join("")),
+        );
+        refuse(
+            self.tokenizer.is_some() && given == ["synthetic"],
+            "data.tokenizer: synthetic data has no text".into(),
+        );
+        if let Some(kind) = &self.token_type {
+            let known = ["u16", "u32"].contains(&kind.as_str());
+            refuse(!known, format!("data.token_type: '{kind}' is not known; use u16 or u32"));
+        }
+        match &self.validation {
+            ValidationRecipe::Share(share) => refuse(
+                !(0.0..1.0).contains(share),
+                format!("data.validation: {share} is not a share in 0..1"),
+            ),
+            ValidationRecipe::Files(files) => {
+                refuse(files.is_empty(), "data.validation: names no file or folder".into());
+                refuse(
+                    given == ["synthetic"],
+                    "data.validation: synthetic data has no files; give a share".into(),
+                );
+            }
+        }
+    }
+}
+
+impl ModelRecipe {
+    fn problems(&self, refuse: &mut impl FnMut(bool, String)) {
+        let sources = [self.preset.is_some(), self.path.is_some(), self.config.is_some()];
+        let given = sources.iter().filter(|&&given| given).count();
+        refuse(given != 1, "model: give one of preset, path and config".into());
+        if let Some(preset) = &self.preset {
+            let known = ["gpt2", "llama"].contains(&preset.as_str());
+            refuse(!known, format!("model.preset: '{preset}' is not known; use gpt2 or llama"));
+        } else {
+            let sizes = [self.layers, self.width, self.heads, self.vocabulary];
+            let sized = sizes.iter().any(Option::is_some) || self.dropout.is_some();
+            refuse(sized, "model: layers, width, heads, vocabulary and dropout belong to a preset".into());
+        }
+        for (key, value) in [
+            ("layers", self.layers),
+            ("width", self.width),
+            ("heads", self.heads),
+            ("vocabulary", self.vocabulary),
+        ] {
+            // More than this is a slip of the finger, and products of sizes stay far from overflow.
+            let sensible = value.is_none_or(|value| (1..=1 << 24).contains(&value));
+            refuse(!sensible, format!("model.{key}: must be in 1..={}", 1 << 24));
+        }
+        let share = self.dropout.is_none_or(|dropout| (0.0..1.0).contains(&dropout));
+        refuse(!share, "model.dropout: must be in 0..1".into());
+    }
+}

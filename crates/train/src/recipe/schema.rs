@@ -1,0 +1,172 @@
+//! The keys of a recipe and their types: everything that is misspelt, missing or of another type, found in one go.
+//!
+//! serde stops at the first mistake. Here all of them are collected, and what is wrong is taken out or replaced by
+//! something harmless, so that the rest of the recipe can be looked at too.
+
+use serde_json::{Map, Value, json};
+
+/// What a key holds.
+enum Kind {
+    Text,
+    /// A whole number, not negative.
+    Count,
+    Number,
+    Bool,
+    Texts,
+    /// A share, or files.
+    NumberOrTexts,
+    Table(&'static [Key]),
+    /// A DeepSpeed configuration, which has a table of its own, or the path of one.
+    DsConfig,
+}
+
+struct Key {
+    name: &'static str,
+    kind: Kind,
+    /// What stands in for a key that must be there and is not.
+    required: Option<fn() -> Value>,
+}
+
+const fn key(name: &'static str, kind: Kind) -> Key {
+    Key { name, kind, required: None }
+}
+
+const fn required(name: &'static str, kind: Kind, stand_in: fn() -> Value) -> Key {
+    Key { name, kind, required: Some(stand_in) }
+}
+
+const RECIPE: &[Key] = &[
+    required("name", Kind::Text, || json!("run")),
+    required("steps", Kind::Count, || json!(1)),
+    key("ranks", Kind::Count),
+    key("seed", Kind::Count),
+    required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
+    required("data", Kind::Table(DATA), || json!({ "synthetic": 1, "sequence": 2 })),
+    key("eval", Kind::Table(&[key("every", Kind::Count), key("sequences", Kind::Count)])),
+    key("save", Kind::Table(SAVE)),
+    key("sample", Kind::Table(SAMPLE)),
+    required("ds_config", Kind::DsConfig, || json!({ "train_micro_batch_size_per_gpu": 1 })),
+];
+
+const MODEL: &[Key] = &[
+    key("preset", Kind::Text),
+    key("path", Kind::Text),
+    key("config", Kind::Text),
+    key("layers", Kind::Count),
+    key("width", Kind::Count),
+    key("heads", Kind::Count),
+    key("vocabulary", Kind::Count),
+    key("dropout", Kind::Number),
+    key("activation_checkpointing", Kind::Bool),
+];
+
+const DATA: &[Key] = &[
+    key("text", Kind::Texts),
+    key("extensions", Kind::Texts),
+    key("jsonl", Kind::Texts),
+    key("field", Kind::Text),
+    key("parquet", Kind::Texts),
+    key("column", Kind::Text),
+    key("tokens", Kind::Texts),
+    key("token_type", Kind::Text),
+    key("megatron", Kind::Texts),
+    key("synthetic", Kind::Count),
+    key("tokenizer", Kind::Text),
+    key("cache", Kind::Text),
+    required("sequence", Kind::Count, || json!(2)),
+    key("validation", Kind::NumberOrTexts),
+];
+
+const SAVE: &[Key] = &[
+    key("every", Kind::Count),
+    key("keep_last", Kind::Count),
+    key("keep_every", Kind::Count),
+    key("background", Kind::Bool),
+];
+
+const SAMPLE: &[Key] = &[
+    required("prompt", Kind::Text, || json!("x")),
+    required("tokens", Kind::Count, || json!(1)),
+    key("temperature", Kind::Number),
+];
+
+/// Whether a key belongs to the recipe itself; all others that `--set` names belong to the ds_config.
+pub(super) fn is_recipe_key(name: &str) -> bool {
+    name != "ds_config" && RECIPE.iter().any(|key| key.name == name)
+}
+
+/// Everything that does not fit the table; afterwards `recipe` does.
+pub(super) fn check(recipe: &mut Map<String, Value>) -> Vec<String> {
+    let mut problems = Vec::new();
+    check_table(recipe, RECIPE, "", &mut problems);
+    problems
+}
+
+fn check_table(table: &mut Map<String, Value>, keys: &[Key], prefix: &str, problems: &mut Vec<String>) {
+    let unknown: Vec<String> =
+        table.keys().filter(|name| !keys.iter().any(|key| key.name == name.as_str())).cloned().collect();
+    for name in unknown {
+        table.remove(&name);
+        let names = keys.iter().map(|key| key.name);
+        let advice = match nearest(&name, names.clone()) {
+            Some(near) => format!("did you mean '{prefix}{near}'?"),
+            None => format!("known are {}", names.collect::<Vec<_>>().join(", ")),
+        };
+        problems.push(format!("{prefix}{name}: is not a key of recipes; {advice}"));
+    }
+    for key in keys {
+        let path = format!("{prefix}{}", key.name);
+        match table.get_mut(key.name) {
+            None => {
+                let Some(stand_in) = key.required else { continue };
+                problems.push(format!("{path}: is missing"));
+                table.insert(key.name.into(), stand_in());
+            }
+            Some(value) => {
+                if let (Kind::Table(keys), Value::Object(inner)) = (&key.kind, &mut *value) {
+                    check_table(inner, keys, &format!("{path}."), problems);
+                } else if let Some(wanted) = misfit(&key.kind, value) {
+                    problems.push(format!("{path}: must be {wanted}, and {value} is {}", name_of(value)));
+                    match key.required {
+                        Some(stand_in) => *value = stand_in(),
+                        None => drop(table.remove(key.name)),
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What a value should have been, if it is not.
+fn misfit(kind: &Kind, value: &Value) -> Option<&'static str> {
+    let texts = |value: &Value| value.as_array().is_some_and(|list| list.iter().all(Value::is_string));
+    let (fits, wanted) = match kind {
+        Kind::Text => (value.is_string(), "a text"),
+        Kind::Count => (value.is_u64(), "a whole number, not negative"),
+        Kind::Number => (value.is_number(), "a number"),
+        Kind::Bool => (value.is_boolean(), "true or false"),
+        Kind::Texts => (texts(value), "a list of texts"),
+        Kind::NumberOrTexts => (value.is_number() || texts(value), "a share in 0..1 or a list of files"),
+        Kind::Table(_) => (value.is_object(), "a table of keys"),
+        Kind::DsConfig => (value.is_object() || value.is_string(), "a table or the path of a ds_config.json"),
+    };
+    (!fits).then_some(wanted)
+}
+
+fn name_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "nothing",
+        Value::Bool(_) => "true or false",
+        Value::Number(number) if number.is_f64() => "a number with a fraction",
+        Value::Number(_) => "a whole number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "a table",
+    }
+}
+
+/// A known name that is only a slip away.
+fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> Option<&'static str> {
+    let near = known.map(|known| (strsim::damerau_levenshtein(name, known), known)).min()?;
+    (near.0 <= 1 + name.len() / 4).then_some(near.1)
+}
