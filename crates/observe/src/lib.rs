@@ -8,6 +8,7 @@ mod log;
 pub mod monitor;
 mod record;
 pub mod report;
+pub mod watch;
 
 pub use error::{ObserveError, Result};
 pub use log::{JsonLines, read_json_lines};

@@ -22,6 +22,7 @@ mod plan;
 mod rank_env;
 mod trace;
 mod train;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -41,6 +42,8 @@ pub(crate) struct Cli {
 enum Command {
     /// Train a model by a recipe
     Train(train::TrainArgs),
+    /// Show runs as they go, on a page in the browser
+    Watch(watch::WatchArgs),
     /// Continue a text with a trained model
     Generate(generate::GenerateArgs),
     /// Look at model directories, convert them, make new ones
@@ -75,6 +78,7 @@ enum Command {
 pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
         Command::Train(args) => train::run(&args),
+        Command::Watch(args) => watch::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Model(args) => model_directory::run(&args),
         Command::Checkpoint(args) => checkpoint::run(&args),

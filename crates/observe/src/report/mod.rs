@@ -14,17 +14,18 @@
 
 mod chart;
 mod frame;
-mod series;
-mod summary;
+pub(crate) mod layers;
+pub(crate) mod series;
+pub(crate) mod summary;
 mod text;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use crate::record::{EvalRecord, StepRecord};
-use chart::{COLOURS, Heading, Line};
+use chart::{Heading, Line};
+use layers::Layers;
 use series::{Merge, Point};
-use summary::{TOTAL, total_memory_bytes};
 use text::{Escaped, Unit};
 
 /// What a report is made from.
@@ -114,28 +115,7 @@ fn push_charts(page: &mut String, steps: &[&StepRecord], evals: &[&EvalRecord]) 
 }
 
 fn push_memory(page: &mut String, steps: &[&StepRecord]) {
-    let found: BTreeSet<&str> =
-        steps.iter().flat_map(|record| record.memory_bytes.keys().map(String::as_str)).collect();
-    let mut names: Vec<&str> = found.into_iter().filter(|&name| name != TOTAL).collect();
-    // More categories than colours: those that come last share one.
-    let own = if names.len() > COLOURS { COLOURS - 1 } else { names.len() };
-    let shared = names.split_off(own);
-    let bytes =
-        |record: &StepRecord, name: &str| record.memory_bytes.get(name).map_or(0.0, |&bytes| bytes as f64);
-    let row = |record: &&StepRecord| {
-        let mut values: Vec<f64> = names.iter().map(|name| bytes(record, name)).collect();
-        if !shared.is_empty() {
-            values.push(shared.iter().map(|name| bytes(record, name)).sum());
-        }
-        (record.step as f64, values)
-    };
-    let known = steps.iter().filter(|record| !record.memory_bytes.is_empty());
-    let rows: Vec<(f64, Vec<f64>)> = known.clone().map(row).collect();
-    let totals: Vec<Point> =
-        known.map(|record| (record.step as f64, total_memory_bytes(record) as f64)).collect();
-    if !shared.is_empty() {
-        names.push("other categories");
-    }
+    let Layers { names, rows, totals } = layers::memory(steps);
     let note = "Each category at its own peak within the step; these need not fall together, so the peak of all \
                 may lie below their sum.";
     let heading = Heading { title: "Memory of rank 0", note, unit: Unit::Bytes };
@@ -144,13 +124,7 @@ fn push_memory(page: &mut String, steps: &[&StepRecord]) {
 }
 
 fn push_times(page: &mut String, steps: &[&StepRecord]) {
-    let row = |record: &&StepRecord| {
-        let parts = [record.forward_ms, record.backward_ms, record.optimizer_ms];
-        let other = record.step_ms - parts.iter().sum::<f64>();
-        (record.step as f64, parts.into_iter().chain([other]).collect())
-    };
-    let rows: Vec<(f64, Vec<f64>)> = steps.iter().map(row).collect();
-    let names = ["forward", "backward", "optimizer", "other"];
+    let Layers { names, rows, .. } = layers::times(steps);
     let heading = Heading { title: "Time per step", note: "", unit: Unit::Milliseconds };
     page.push_str(&chart::layers(&heading, &names, &rows, Merge::Mean, None));
 }

@@ -1,22 +1,22 @@
 //! Long series made short enough to draw, without losing what a reader looks for.
 
 /// One point of a curve.
-pub(super) type Point = (f64, f64);
+pub(crate) type Point = (f64, f64);
 
 /// More points than this on one curve cannot be told apart.
 const MOST_POINTS: usize = 480;
 
 /// A curve in pieces (it breaks where a value is no number) and the places where it breaks.
-pub(super) struct Curve {
+pub(crate) struct Curve {
     /// Runs of finite points.
-    pub(super) pieces: Vec<Vec<Point>>,
+    pub(crate) pieces: Vec<Vec<Point>>,
     /// Where a value was NaN or infinite.
-    pub(super) broken_at: Vec<f64>,
+    pub(crate) broken_at: Vec<f64>,
 }
 
 impl Curve {
     /// Keeps the lowest and highest point of every stretch, so that a spike stays a spike.
-    pub(super) fn new(points: &[Point]) -> Curve {
+    pub(crate) fn new(points: &[Point]) -> Curve {
         let stretch_length = points.len().div_ceil(MOST_POINTS / 2).max(1);
         let mut curve = Curve { pieces: vec![Vec::new()], broken_at: Vec::new() };
         let keep_all = points.len() <= MOST_POINTS;
@@ -43,14 +43,14 @@ impl Curve {
     }
 
     /// The points of all pieces.
-    pub(super) fn points(&self) -> impl Iterator<Item = &Point> {
+    pub(crate) fn points(&self) -> impl Iterator<Item = &Point> {
         self.pieces.iter().flatten()
     }
 }
 
 /// How the rows of one stretch become one.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Merge {
+pub(crate) enum Merge {
     /// For levels that must not be exceeded.
     Highest,
     /// For shares of a whole.
@@ -58,7 +58,7 @@ pub(super) enum Merge {
 }
 
 /// Rows of layers at positions; a value that is no number counts as 0.
-pub(super) fn shorten_rows(rows: &[(f64, Vec<f64>)], merge: Merge) -> Vec<(f64, Vec<f64>)> {
+pub(crate) fn shorten_rows(rows: &[(f64, Vec<f64>)], merge: Merge) -> Vec<(f64, Vec<f64>)> {
     let stretch_length = rows.len().div_ceil(MOST_POINTS / 2).max(1);
     let merged = |stretch: &[(f64, Vec<f64>)]| {
         let layers = stretch[0].1.len();

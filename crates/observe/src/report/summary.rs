@@ -4,14 +4,14 @@ use super::text::Unit;
 use crate::record::{EvalRecord, StepRecord};
 
 /// One number with its name and, where it helps, a remark.
-pub(super) struct Tile {
-    pub(super) name: &'static str,
-    pub(super) value: String,
-    pub(super) remark: String,
+pub(crate) struct Tile {
+    pub(crate) name: &'static str,
+    pub(crate) value: String,
+    pub(crate) remark: String,
 }
 
 /// The numbers a reader looks for first. `steps` and `evals` are in order, one per step.
-pub(super) fn tiles(steps: &[&StepRecord], evals: &[&EvalRecord]) -> Vec<Tile> {
+pub(crate) fn tiles(steps: &[&StepRecord], evals: &[&EvalRecord]) -> Vec<Tile> {
     let tile = |name, value, remark| Tile { name, value, remark };
     let mut tiles = Vec::new();
     if let Some(last) = steps.last() {
@@ -51,10 +51,10 @@ pub(super) fn tiles(steps: &[&StepRecord], evals: &[&EvalRecord]) -> Vec<Tile> {
 }
 
 /// The entry of a record's memory that is no category.
-pub(super) const TOTAL: &str = "total";
+pub(crate) const TOTAL: &str = "total";
 
 /// The peak over all categories together; without a record of it, the sum of their peaks.
-pub(super) fn total_memory_bytes(record: &StepRecord) -> u64 {
+pub(crate) fn total_memory_bytes(record: &StepRecord) -> u64 {
     let sum = || record.memory_bytes.values().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
     record.memory_bytes.get(TOTAL).copied().unwrap_or_else(sum)
 }

@@ -1,0 +1,167 @@
+//! One run's folder as the page gets it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::tail::Tail;
+use crate::record::{EvalRecord, StepRecord};
+use crate::report::layers::{self, Layers};
+use crate::report::series::{Curve, Merge, Point, shorten_rows};
+use crate::report::summary;
+
+/// A run that wrote nothing for this long, and for this many of its steps, is silent.
+const SILENT_AFTER_S: f64 = 30.0;
+const SILENT_AFTER_STEPS: f64 = 20.0;
+/// More of a text is not shown.
+const LONGEST_DOCUMENT_BYTES: usize = 256 << 10;
+/// More marks than this cannot be told apart.
+const MOST_MARKS: usize = 200;
+
+/// How a run stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum State {
+    /// There is no step yet.
+    Starting,
+    /// Steps come.
+    Running,
+    /// None came for long: it was stopped hard, or it hangs.
+    Silent,
+    /// Its report is written.
+    Finished,
+}
+
+/// A run that is watched.
+#[derive(Debug)]
+pub(super) struct WatchedRun {
+    folder: PathBuf,
+    steps: Tail<StepRecord>,
+    evals: Tail<EvalRecord>,
+}
+
+impl WatchedRun {
+    pub(super) fn new(folder: &Path) -> WatchedRun {
+        WatchedRun {
+            folder: folder.to_path_buf(),
+            steps: Tail::new(&folder.join("log.jsonl")),
+            evals: Tail::new(&folder.join("eval.jsonl")),
+        }
+    }
+
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Everything the page shows of it.
+    pub(super) fn describe(&mut self) -> Value {
+        // Of several records of one step (after a resume) the last counts.
+        let steps: BTreeMap<u64, &StepRecord> =
+            self.steps.refresh().iter().map(|record| (record.step, record)).collect();
+        let steps: Vec<&StepRecord> = steps.into_values().collect();
+        let evals: BTreeMap<u64, &EvalRecord> =
+            self.evals.refresh().iter().map(|record| (record.step, record)).collect();
+        let evals: Vec<&EvalRecord> = evals.into_values().collect();
+        let (state, idle_s) = state(&self.folder, &steps);
+        let about = json(&self.folder.join("config/run.json")).unwrap_or(Value::Null);
+        let name = self.folder.file_name().map(|name| name.to_string_lossy().into_owned());
+        let tiles = summary::tiles(&steps, &evals);
+        let tiles: Vec<Value> = tiles
+            .iter()
+            .map(|tile| json!({"name": tile.name, "value": tile.value, "remark": tile.remark}))
+            .collect();
+        let documents: Vec<(&str, String)> = ["config/recipe.toml", "config/ds_config.json", "sample.txt"]
+            .iter()
+            .filter_map(|&name| Some((name, text(&self.folder.join(name))?)))
+            .collect();
+        json!({
+            "name": name.unwrap_or_else(|| self.folder.display().to_string()),
+            "path": self.folder.display().to_string(),
+            "state": state,
+            // Only where it says something: an answer that changes is drawn again.
+            "idle_s": idle_s.filter(|_| state == State::Silent).map(f64::round),
+            "step": steps.last().map(|record| record.step),
+            "steps_planned": about["steps"],
+            "eta_s": eta_s(&steps, about["steps"].as_u64(), state),
+            "tiles": tiles,
+            "curves": {
+                "loss": curve(&steps, |record| Some(record.loss.into())),
+                "validation": points(evals.iter().map(|record| (record.step as f64, f64::from(record.loss))).collect()),
+                "lr": curve(&steps, |record| Some(record.lr)),
+                "tokens_per_s": curve(&steps, |record| Some(record.tokens_per_s)),
+                "grad_norm": curve(&steps, |record| record.grad_norm),
+            },
+            "skipped": steps.iter().filter(|record| record.skipped).map(|record| record.step)
+                .take(MOST_MARKS).collect::<Vec<_>>(),
+            "memory": shortened(&layers::memory(&steps), Merge::Highest),
+            "times": shortened(&layers::times(&steps), Merge::Mean),
+            "facts": about["facts"],
+            "recipe": about["recipe"],
+            "ds_config": json(&self.folder.join("config/ds_config.json")),
+            "documents": documents,
+        })
+    }
+}
+
+fn text(path: &Path) -> Option<String> {
+    let mut bytes = fs::read(path).ok()?;
+    let cut = bytes.len() > LONGEST_DOCUMENT_BYTES;
+    bytes.truncate(LONGEST_DOCUMENT_BYTES);
+    Some(String::from_utf8_lossy(&bytes).into_owned() + if cut { "\n…" } else { "" })
+}
+
+fn json(path: &Path) -> Option<Value> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+fn state(folder: &Path, steps: &[&StepRecord]) -> (State, Option<f64>) {
+    let modified = |name: &str| fs::metadata(folder.join(name)).and_then(|about| about.modified()).ok();
+    let Some(log) = modified("log.jsonl") else { return (State::Starting, None) };
+    let idle_s = SystemTime::now().duration_since(log).map_or(0.0, |idle| idle.as_secs_f64());
+    // A report that is older than the log is that of an earlier run in this folder.
+    if modified("report.html").is_some_and(|report| report >= log) {
+        return (State::Finished, Some(idle_s));
+    }
+    let patience_s = steps
+        .last()
+        .map_or(SILENT_AFTER_S * 10.0, |last| SILENT_AFTER_S.max(SILENT_AFTER_STEPS * last.step_ms / 1e3));
+    let state = match (idle_s > patience_s, steps.is_empty()) {
+        (true, _) => State::Silent,
+        (false, true) => State::Starting,
+        (false, false) => State::Running,
+    };
+    (state, Some(idle_s))
+}
+
+fn eta_s(steps: &[&StepRecord], planned: Option<u64>, state: State) -> Option<f64> {
+    let last = steps.last()?;
+    let recent = &steps[steps.len().saturating_sub(20)..];
+    let mean_s = recent.iter().map(|record| record.step_ms / 1e3).sum::<f64>() / recent.len() as f64;
+    let left = planned?.checked_sub(last.step)? as f64 * mean_s;
+    (state == State::Running && left.is_finite()).then_some(left.round())
+}
+
+fn curve(steps: &[&StepRecord], value: fn(&StepRecord) -> Option<f64>) -> Value {
+    points(steps.iter().filter_map(|record| Some((record.step as f64, value(record)?))).collect())
+}
+
+/// Points that are worth drawing, `null` where a curve breaks.
+fn points(points: Vec<Point>) -> Value {
+    let curve = Curve::new(&points);
+    let mut shown: Vec<(f64, Option<f64>)> = curve.points().map(|&(x, y)| (x, Some(y))).collect();
+    shown.extend(curve.broken_at.iter().take(MOST_MARKS).map(|&x| (x, None)));
+    shown.sort_by(|a, b| a.0.total_cmp(&b.0));
+    json!(shown)
+}
+
+fn shortened(layers: &Layers<'_>, merge: Merge) -> Value {
+    json!({
+        "names": layers.names,
+        "rows": shorten_rows(&layers.rows, merge),
+        "totals": points(layers.totals.clone()),
+    })
+}

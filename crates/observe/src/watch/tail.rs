@@ -1,0 +1,115 @@
+//! A log that is read as it grows.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+/// More records than this are thinned out: every second one goes.
+const MOST_RECORDS: usize = 1 << 16;
+/// A longer line is none of ours.
+const LONGEST_LINE_BYTES: u64 = 1 << 20;
+
+/// The records of a log so far. A log that is replaced (a run that goes on from a checkpoint does that) is read anew.
+#[derive(Debug)]
+pub(super) struct Tail<T> {
+    path: PathBuf,
+    /// Which file was read, and how far.
+    file: Option<(u64, u64)>,
+    offset: u64,
+    records: Vec<T>,
+}
+
+impl<T: DeserializeOwned> Tail<T> {
+    pub(super) fn new(path: &Path) -> Tail<T> {
+        Tail { path: path.to_path_buf(), file: None, offset: 0, records: Vec::new() }
+    }
+
+    /// Reads what was added. A file that is not there has no records; a line that is no record is passed over, for a
+    /// page that shows the others is worth more than none.
+    pub(super) fn refresh(&mut self) -> &[T] {
+        if self.read_on().is_err() {
+            (self.file, self.offset) = (None, 0);
+            self.records.clear();
+        }
+        &self.records
+    }
+
+    fn read_on(&mut self) -> std::io::Result<()> {
+        let file = File::open(&self.path)?;
+        let about = file.metadata()?;
+        let identity = (about.dev(), about.ino());
+        if self.file != Some(identity) || about.len() < self.offset {
+            (self.file, self.offset) = (Some(identity), 0);
+            self.records.clear();
+        }
+        let mut reader = BufReader::with_capacity(1 << 16, file);
+        reader.seek(SeekFrom::Start(self.offset))?;
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            let read = std::io::Read::take(&mut reader, LONGEST_LINE_BYTES).read_until(b'\n', &mut line)?;
+            // A line without an end is still being written.
+            if read == 0 || (line.last() != Some(&b'\n') && (read as u64) < LONGEST_LINE_BYTES) {
+                return Ok(());
+            }
+            self.offset += read as u64;
+            self.records.extend(serde_json::from_slice(&line).ok());
+            if self.records.len() > MOST_RECORDS {
+                let mut keep = false;
+                self.records.retain(|_| {
+                    keep = !keep;
+                    keep
+                });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::EvalRecord;
+
+    fn steps(tail: &mut Tail<EvalRecord>) -> Vec<u64> {
+        tail.refresh().iter().map(|record| record.step).collect()
+    }
+
+    fn line(step: u64) -> String {
+        format!("{{\"step\":{step},\"loss\":1.5,\"tokens\":1}}\n")
+    }
+
+    #[test]
+    fn a_log_is_followed_through_growth_replacement_and_loss() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("eval.jsonl");
+        let mut tail = Tail::new(&path);
+        assert!(steps(&mut tail).is_empty());
+        std::fs::write(&path, line(1) + "{\"step\":2,").unwrap();
+        assert_eq!(steps(&mut tail), [1]);
+        std::fs::write(&path, line(1) + &line(2) + "not a record\n" + &line(3)).unwrap();
+        assert_eq!(steps(&mut tail), [1, 2, 3]);
+        let beside = folder.path().join("other");
+        std::fs::write(&beside, line(1) + &line(7)).unwrap();
+        std::fs::rename(&beside, &path).unwrap();
+        assert_eq!(steps(&mut tail), [1, 7]);
+        std::fs::remove_file(&path).unwrap();
+        assert!(steps(&mut tail).is_empty());
+    }
+
+    #[test]
+    fn a_long_log_is_thinned_and_a_giant_line_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("eval.jsonl");
+        let mut text: String = (0..MOST_RECORDS as u64 + 1).map(line).collect();
+        text += &"x".repeat(3 << 20);
+        text += "\n";
+        text += &line(99);
+        std::fs::write(&path, text).unwrap();
+        let found = steps(&mut Tail::new(&path));
+        assert!(found.len() < MOST_RECORDS, "{}", found.len());
+        assert_eq!(found.last(), Some(&99));
+    }
+}

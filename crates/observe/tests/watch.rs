@@ -1,0 +1,197 @@
+//! The live page over a real socket: what a browser gets, and what everybody else does.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ferrospeed_observe::watch::Server;
+use serde_json::Value;
+
+fn start(folders: &[PathBuf]) -> SocketAddr {
+    let server = Server::bind(folders, 0).unwrap();
+    let address = server.address();
+    // It answers until the test's process ends.
+    std::thread::spawn(move || server.run());
+    address
+}
+
+/// Sends bytes and returns everything that comes back.
+fn send(address: SocketAddr, request: &[u8]) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    // A server that has answered already may have closed its side.
+    let _ = stream.write_all(request);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+fn get(address: SocketAddr, path: &str, more: &str) -> (String, String) {
+    let answer = send(address, format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n{more}\r\n").as_bytes());
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a whole answer");
+    (head.to_owned(), body.to_owned())
+}
+
+fn runs(address: SocketAddr) -> Vec<Value> {
+    let (head, body) = get(address, "/runs.json", "");
+    assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+    serde_json::from_str::<Value>(&body).unwrap()["runs"].as_array().unwrap().clone()
+}
+
+fn step(step: u64, loss: &str) -> String {
+    format!(
+        "{{\"step\":{step},\"loss\":{loss},\"lr\":0.001,\"grad_norm\":0.5,\"tokens\":{},\"tokens_per_s\":1000.0,\
+         \"step_ms\":10.0,\"forward_ms\":4.0,\"backward_ms\":4.0,\"optimizer_ms\":1.0,\"flops_per_s\":1e9,\
+         \"memory_bytes\":{{\"parameters\":100,\"total\":200}},\"skipped\":false,\"loss_scale\":1.0}}\n",
+        step * 10
+    )
+}
+
+fn write(folder: &Path, name: &str, text: &str) {
+    let path = folder.join(name);
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(path, text).unwrap();
+}
+
+#[test]
+fn a_run_is_followed_from_before_its_folder_exists_to_its_report() {
+    let place = tempfile::tempdir().unwrap();
+    let folder = place.path().join("mine");
+    let address = start(std::slice::from_ref(&folder));
+    let now = || runs(address).remove(0);
+    assert_eq!(now()["state"], "starting");
+    assert_eq!(now()["name"], "mine");
+    write(&folder, "config/run.json", r#"{"steps": 4, "facts": {"ranks": 2}, "recipe": {"name": "mine"}}"#);
+    write(&folder, "config/ds_config.json", r#"{"bf16": {"enabled": true}}"#);
+    write(&folder, "config/recipe.toml", "name = \"mine\"\n");
+    write(&folder, "log.jsonl", "");
+    assert_eq!(now()["state"], "starting");
+    let mut log = step(1, "3.5");
+    write(&folder, "log.jsonl", &(log.clone() + "{\"step\":2,"));
+    let run = now();
+    assert_eq!(
+        (&run["state"], &run["step"], &run["steps_planned"]),
+        (&"running".into(), &1.into(), &4.into())
+    );
+    log += &step(2, "null");
+    log += &step(3, "2.5");
+    write(&folder, "log.jsonl", &log);
+    write(&folder, "eval.jsonl", "{\"step\":3,\"loss\":2.25,\"tokens\":7}\n");
+    let run = now();
+    assert_eq!(run["curves"]["loss"].to_string(), "[[1.0,3.5],[2.0,null],[3.0,2.5]]");
+    assert_eq!(run["curves"]["validation"].to_string(), "[[3.0,2.25]]");
+    assert_eq!(run["memory"]["names"].to_string(), "[\"parameters\"]");
+    assert_eq!(run["times"]["rows"][0].to_string(), "[1.0,[4.0,4.0,1.0,1.0]]");
+    assert_eq!(run["ds_config"]["bf16"]["enabled"], true);
+    assert_eq!(run["documents"][0].to_string(), "[\"config/recipe.toml\",\"name = \\\"mine\\\"\\n\"]");
+    assert!(
+        run["tiles"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|tile| tile["name"] == "Training loss" && tile["value"] == "2.5")
+    );
+    write(&folder, "report.html", "<!DOCTYPE html>");
+    assert_eq!(now()["state"], "finished");
+}
+
+#[test]
+fn a_folder_of_runs_shows_each_and_those_that_come_later() {
+    let place = tempfile::tempdir().unwrap();
+    write(&place.path().join("a"), "log.jsonl", &step(1, "3.0"));
+    write(&place.path().join("not-a-run"), "notes.txt", "");
+    let address = start(&[place.path().to_path_buf()]);
+    let names =
+        || runs(address).iter().map(|run| run["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    assert_eq!(names(), ["a"]);
+    write(&place.path().join("b"), "log.jsonl", &step(1, "2.0"));
+    assert_eq!(names(), ["a", "b"]);
+    std::fs::remove_dir_all(place.path().join("a")).unwrap();
+    assert_eq!(names(), ["b"]);
+}
+
+#[test]
+fn an_answer_that_did_not_change_is_not_sent_again() {
+    let place = tempfile::tempdir().unwrap();
+    write(place.path(), "log.jsonl", &step(1, "3.0"));
+    let address = start(&[place.path().to_path_buf()]);
+    let version = |head: &str| head.lines().find_map(|line| line.strip_prefix("ETag: ")).unwrap().to_owned();
+    let (head, _) = get(address, "/runs.json", "");
+    let known = version(&head);
+    let (head, _) = get(address, "/runs.json", &format!("If-None-Match: {known}\r\n"));
+    assert!(head.starts_with("HTTP/1.1 304 "), "{head}");
+    write(place.path(), "log.jsonl", &(step(1, "3.0") + &step(2, "2.9")));
+    let (head, body) = get(address, "/runs.json", &format!("If-None-Match: {known}\r\n"));
+    assert!(head.starts_with("HTTP/1.1 200 ") && body.contains("2.9") && version(&head) != known, "{head}");
+}
+
+#[test]
+fn the_page_is_one_file_whose_script_only_it_may_run() {
+    let place = tempfile::tempdir().unwrap();
+    let address = start(&[place.path().to_path_buf()]);
+    let (head, page) = get(address, "/", "");
+    let nonce = |text: &str, before: &str| {
+        let rest = &text[text.find(before).expect(before) + before.len()..];
+        rest[..32].to_owned()
+    };
+    let word = nonce(&head, "script-src 'nonce-");
+    assert_eq!(nonce(&page, "<script nonce=\""), word);
+    assert!(head.contains("default-src 'none'") && head.contains("connect-src 'self'"), "{head}");
+    let (other, _) = get(address, "/", "");
+    assert_ne!(nonce(&other, "script-src 'nonce-"), word);
+    for outside in ["http://", "https://", "src=", "href=", "@import", "url(", "innerHTML", "eval("] {
+        let found = page.matches(outside).count();
+        // The one address is the name of SVG's namespace, which nothing is loaded from.
+        let allowed = usize::from(outside == "http://");
+        assert_eq!(found, allowed, "{outside}");
+    }
+    assert!(page.contains("prefers-color-scheme: dark"));
+    let head_only = send(address, format!("HEAD / HTTP/1.1\r\nHost: {address}\r\n\r\n").as_bytes());
+    assert!(head_only.ends_with("\r\n\r\n") && head_only.starts_with("HTTP/1.1 200 OK"), "{head_only}");
+}
+
+#[test]
+fn whatever_is_sent_is_answered_or_dropped_and_the_next_request_is_served() {
+    let place = tempfile::tempdir().unwrap();
+    std::fs::write(place.path().join("secret"), "secret").unwrap();
+    let address = start(&[place.path().to_path_buf()]);
+    let local = format!("Host: {address}\r\n\r\n");
+    let head = |path: &str| format!("GET {path} HTTP/1.1\r\n{local}").into_bytes();
+    for (request, status) in [
+        (head("/secret"), "404"),
+        (head("/../secret"), "404"),
+        (head("/%2e%2e/secret"), "404"),
+        (head("//etc/passwd"), "404"),
+        (b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n".to_vec(), "421"),
+        (format!("POST / HTTP/1.1\r\n{local}").into_bytes(), "405"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n".to_vec(), "400"),
+        (b"\r\n\r\n".to_vec(), "400"),
+        (vec![b'A'; 1 << 20], "431"),
+        ([b"GET / HTTP/1.1\r\nX: ".to_vec(), vec![0xff; 100], b"\r\n\r\n".to_vec()].concat(), "400"),
+    ] {
+        let answer = send(address, &request);
+        // A server that refuses while the client still sends may reset the connection before its answer is read.
+        let dropped = answer.is_empty() && request.len() > 8 << 10;
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")) || dropped, "{status}: {answer}");
+        assert!(!answer.contains("secret"), "{answer}");
+    }
+    assert!(get(address, "/", "").0.starts_with("HTTP/1.1 200 OK"));
+}
+
+#[test]
+fn silent_clients_are_dropped_and_do_not_keep_others_out() {
+    let place = tempfile::tempdir().unwrap();
+    let address = start(&[place.path().to_path_buf()]);
+    let begin = Instant::now();
+    let mut silent: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
+    for stream in &mut silent {
+        stream.write_all(b"GET / HT").unwrap();
+    }
+    assert!(get(address, "/", "").0.starts_with("HTTP/1.1 200 OK"));
+    for mut stream in silent {
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        assert_eq!(stream.read(&mut [0; 16]).unwrap_or(0), 0, "it is closed without an answer");
+    }
+    assert!(begin.elapsed() < Duration::from_secs(60));
+}
