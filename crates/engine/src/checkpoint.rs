@@ -5,6 +5,7 @@
 
 mod load;
 mod save;
+mod weights;
 
 pub use load::{FindParameter, LoadOptions, Loaded};
 pub(crate) use save::Background;

@@ -285,3 +285,46 @@ fn a_load_that_fails_halfway_leaves_an_engine_that_refuses_to_train() {
     });
     assert!(!dir.path().join("new").exists());
 }
+
+#[test]
+fn the_16_bit_model_is_what_kernels_read_and_stage_3_gathers_only_when_told() {
+    for (stage, precision) in [(0, "fp32"), (2, "bf16"), (3, "fp16")] {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().to_path_buf();
+        let read = on_ranks(2, move |world| {
+            let (model, parameters) = Model::build(&description());
+            let mut config = configuration(stage, precision);
+            let mut losses = Vec::new();
+            if stage == 3 {
+                let world = world.clone();
+                let mut engine = engine(world, &config, &parameters, None, None, 1);
+                assert!(!engine.save_16bit_model(&folder, "refused.bin", false).unwrap());
+                config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = true.into();
+            }
+            let (_, parameters) =
+                if stage == 3 { Model::build(&description()) } else { (model.clone(), parameters) };
+            let mut engine = engine(world, &config, &parameters, None, None, 1);
+            if stage < 3 {
+                train(&mut engine, &model, 0..2, &mut losses);
+            }
+            assert!(engine.save_16bit_model(&folder, "pytorch_model.bin", false).unwrap());
+            let error = engine.save_16bit_model(&folder.join("pytorch_model.bin"), "x", false).unwrap_err();
+            assert!(error.to_string().contains("pytorch_model.bin"), "{error}");
+            let whole = |param: &ferrospeed_tensor::Param| engine.store().full_as_read(param).unwrap();
+            parameters
+                .as_slice()
+                .iter()
+                .map(|param| (param.name().to_owned(), whole(param)))
+                .collect::<Vec<_>>()
+        });
+        assert!(!dir.path().join("refused.bin").exists());
+        let file = ferrospeed_checkpoint::pt::PtFile::open(&dir.path().join("pytorch_model.bin")).unwrap();
+        let pairs = file.value().pairs().unwrap();
+        assert_eq!(pairs.len(), read[0].len());
+        for ((name, value), (own, expected)) in pairs.iter().zip(&read[0]) {
+            assert_eq!(name.as_str(), Some(own.as_str()));
+            let tensor = value.as_tensor().unwrap();
+            assert_eq!(&file.read_f32(tensor, 0..tensor.numel()).unwrap(), expected, "{own}, stage {stage}");
+        }
+    }
+}

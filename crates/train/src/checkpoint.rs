@@ -160,6 +160,8 @@ pub(crate) struct RunState {
     pub(crate) train_sequences: u64,
     /// Tokens of each.
     pub(crate) sequence: u64,
+    /// The model's Hugging Face `config.json`, for exports.
+    pub(crate) model_config: Value,
 }
 
 /// Where a run went on.

@@ -13,6 +13,7 @@ use ferrospeed_observe::monitor::Samples;
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Category, Device, Tensor};
+use serde_json::Value;
 
 use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
@@ -105,6 +106,8 @@ struct Run<'a> {
     recipe: &'a Recipe,
     engine: Engine,
     model: Decoder,
+    /// Its Hugging Face `config.json`.
+    model_config: Value,
     sequences: Sequences,
     codec: Option<Codec>,
     sampler: Sampler,
@@ -136,6 +139,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         recipe,
         engine,
         model,
+        model_config,
         sequences,
         codec,
         position: Position::default(),
@@ -203,7 +207,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     checkpoints.wait(&mut run.engine, progress)?;
     if summary.ending != Ending::Left {
-        export(run.engine.store(), &run.model, &model_config, &folder.model())?;
+        export(run.engine.store(), &run.model, &run.model_config, &folder.model())?;
         if rank == 0 {
             copy_tokenizer(run.codec.as_ref(), &folder.model())?;
         }
@@ -278,6 +282,7 @@ impl Run<'_> {
             tokens: self.tokens,
             train_sequences: self.sequences.count(Split::Train),
             sequence: self.recipe.data.sequence,
+            model_config: self.model_config.clone(),
         }
     }
 

@@ -75,7 +75,7 @@ enum Action {
         #[arg(long)]
         allow_unknown_objects: bool,
     },
-    /// Write the weights as a Hugging Face model directory (add config.json and the tokenizer yourself)
+    /// Write the weights as a Hugging Face model directory, with config.json where a recipe's run wrote the checkpoint
     ExportHf {
         #[command(flatten)]
         which: Which,
@@ -385,7 +385,22 @@ fn export_hf(which: &Which, output: &Path, dtype: WeightType, max_shard_bytes: u
     };
     write_safetensors(&weights, false, wanted, |tensors, bytes| {
         write_directory(output, tensors, max_shard_bytes, bytes)
-    })
+    })?;
+    let Weights::Ours(checkpoint, _) = &weights else { return Ok(()) };
+    // A run of a recipe knows what its model is.
+    let Some(config) = checkpoint.manifest().client_state.get("model_config") else { return Ok(()) };
+    let mut config = config.clone();
+    if let Some(keys) = config.as_object_mut() {
+        let name = match dtype {
+            WeightType::F32 => "float32",
+            WeightType::Bf16 => "bfloat16",
+            WeightType::F16 => "float16",
+        };
+        keys.insert("torch_dtype".into(), name.into());
+    }
+    let path = output.join("config.json");
+    std::fs::write(&path, format!("{config:#}\n"))
+        .map_err(|error| Failure::Run(format!("{}: cannot write: {error}", path.display())))
 }
 
 fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure> {

@@ -1,0 +1,226 @@
+//! `ferrospeed checkpoint`: every command on a checkpoint that a real run wrote, and on those that DeepSpeed did.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use ferrospeed_checkpoint::pt::PtFile;
+use ferrospeed_testkit::golden::golden;
+use ferrospeed_testkit::tensors::{self, Recorded};
+use support::{ferrospeed, stderr, stdout};
+
+const RECIPE: &str = r#"
+    name = "small"
+    steps = 4
+    ranks = 2
+    [model]
+    preset = "llama"
+    layers = 1
+    width = 64
+    heads = 2
+    [data]
+    text = ["text.txt"]
+    sequence = 16
+    [save]
+    every = 2
+    [ds_config]
+    train_micro_batch_size_per_gpu = 2
+    optimizer = { type = "AdamW", params = { lr = 3e-3 } }
+    bf16 = { enabled = true }
+    zero_optimization = { stage = 2 }
+"#;
+
+/// The folder of a run's checkpoints `global_step2` and `global_step4`, made once.
+fn trained() -> &'static Path {
+    static RUN: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+    let make = || {
+        let folder = tempfile::tempdir().unwrap();
+        let text: String = (0..4000u32).map(|n| char::from(b'a' + (n * n % 89 % 26) as u8)).collect();
+        std::fs::write(folder.path().join("text.txt"), text).unwrap();
+        std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+        let output = command.args(["train", "recipe.toml"]).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let checkpoints = folder.path().join("runs/small/checkpoints");
+        (folder, checkpoints)
+    };
+    &RUN.get_or_init(make).1
+}
+
+fn checkpoint(words: &[&str]) -> Output {
+    ferrospeed(&[&["checkpoint"], words].concat())
+}
+
+fn good(words: &[&str]) -> String {
+    let output = checkpoint(words);
+    assert!(output.status.success(), "{words:?}:\n{}\n{}", stdout(&output), stderr(&output));
+    stdout(&output)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A copy that a test may damage.
+fn copy_of(folder: &Path) -> tempfile::TempDir {
+    fn copy(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+            let target = to.join(entry.file_name());
+            if entry.path().is_dir() {
+                copy(&entry.path(), &target);
+            } else {
+                std::fs::copy(entry.path(), target).unwrap();
+            }
+        }
+    }
+    let place = tempfile::tempdir().unwrap();
+    copy(folder, place.path());
+    place
+}
+
+#[test]
+fn inspect_says_what_is_there() {
+    let said = good(&["inspect", text(trained()), "--tensors"]);
+    for part in
+        ["global_step4", "2 ranks, ZeRO stage 2, BF16", "adam", "4 (0 skipped)", "state.exp_avg", "pieces"]
+    {
+        assert!(said.contains(part), "'{part}' is not in:\n{said}");
+    }
+    let older = good(&["inspect", text(trained()), "--tag", "global_step2", "--json"]);
+    let manifest: serde_json::Value = serde_json::from_str(&older).unwrap();
+    assert_eq!(manifest["training"]["global_steps"], 2);
+
+    let nothing = checkpoint(&["inspect", text(trained()), "--tag", "global_step3"]);
+    assert_eq!(nothing.status.code(), Some(2));
+    assert!(stderr(&nothing).contains("there are: global_step2, global_step4"), "{}", stderr(&nothing));
+}
+
+#[test]
+fn verify_finds_a_flipped_bit_and_names_it() {
+    assert!(good(&["verify", text(trained())]).contains("whole"));
+    let copy = copy_of(trained());
+    let file = copy.path().join("global_step4/rank_00001.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(&file, &bytes).unwrap();
+    let damaged = checkpoint(&["verify", text(copy.path())]);
+    assert_eq!(damaged.status.code(), Some(1));
+    for part in ["rank_00001.safetensors", "is damaged between bytes", "checksum", "load an older checkpoint"]
+    {
+        assert!(stderr(&damaged).contains(part), "'{part}' is not in:\n{}", stderr(&damaged));
+    }
+    std::fs::write(&file, &bytes[..middle]).unwrap();
+    let shortened = checkpoint(&["verify", text(copy.path()), "--tag", "global_step4"]);
+    assert!(stderr(&shortened).contains("cut short"), "{}", stderr(&shortened));
+}
+
+#[test]
+fn weights_leave_as_fp32_and_as_a_model_directory() {
+    let out = tempfile::tempdir().unwrap();
+    let (safetensors, torch) = (out.path().join("w.safetensors"), out.path().join("w.bin"));
+    good(&["to-fp32", text(trained()), text(&safetensors)]);
+    good(&["to-fp32", text(trained()), text(&torch)]);
+    let weights = tensors::read(&safetensors);
+    assert!(weights.len() > 5);
+    let file = PtFile::open(&torch).unwrap();
+    assert_eq!(file.value().pairs().unwrap().len(), weights.len());
+    for (name, value) in file.value().pairs().unwrap() {
+        let tensor = value.as_tensor().unwrap();
+        let values = file.read_f32(tensor, 0..tensor.numel()).unwrap();
+        assert_eq!(values, weights[name.as_str().unwrap()].floats(), "{name:?}");
+    }
+
+    // In shards too small for all, and in bf16: what the run itself exported.
+    let (model, shards) = (out.path().join("model"), out.path().join("shards"));
+    good(&["export-hf", text(trained()), text(&model)]);
+    good(&["export-hf", text(trained()), text(&shards), "--max-shard-bytes", "50000"]);
+    let own = trained().parent().unwrap().join("model");
+    assert_eq!(
+        std::fs::read(model.join("model.safetensors")).unwrap(),
+        std::fs::read(own.join("model.safetensors")).unwrap()
+    );
+    let index = std::fs::read(shards.join("model.safetensors.index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+    assert_eq!(index["weight_map"].as_object().unwrap().len(), weights.len());
+    for folder in [&model, &shards] {
+        let words = ["generate", "--model", text(folder), "--prompt", "ab", "--tokens", "4"];
+        let output = ferrospeed(&words);
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert!(stdout(&output).starts_with("ab"));
+    }
+}
+
+#[test]
+fn a_checkpoint_goes_to_deepspeed_and_comes_back_the_same() {
+    let out = tempfile::tempdir().unwrap();
+    for (stage, ranks) in [("1", "2"), ("2", "3"), ("3", "2")] {
+        let (theirs, ours) = (out.path().join(format!("ds{stage}")), out.path().join(format!("back{stage}")));
+        good(&["export-deepspeed", text(trained()), text(&theirs), "--stage", stage, "--ranks", ranks]);
+        let (fp32, again) = (out.path().join("a.safetensors"), out.path().join("b.safetensors"));
+        good(&["to-fp32", text(trained()), text(&fp32)]);
+        good(&["to-fp32", text(&theirs), text(&again)]);
+        assert_eq!(tensors_of(&fp32), tensors_of(&again), "stage {stage}");
+        good(&["import-deepspeed", text(&theirs), text(&ours)]);
+        same(&trained().join("global_step4"), &ours.join("global_step4"));
+    }
+    let (universal, ours) = (out.path().join("uni"), out.path().join("back"));
+    good(&["to-universal", text(trained()), text(&universal)]);
+    good(&["import-deepspeed", text(&universal), text(&ours), "--tag", "global_step4_universal"]);
+    same(&trained().join("global_step4"), &ours.join("global_step4_universal"));
+}
+
+fn tensors_of(path: &Path) -> Vec<(String, Vec<f32>)> {
+    let of = |(name, tensor): (&String, &Recorded)| (name.clone(), tensor.floats().to_vec());
+    tensors::read(path).iter().map(of).collect()
+}
+
+/// Every tensor is the same; what DeepSpeed's files have no room for may differ.
+fn same(first: &Path, second: &Path) {
+    let output = checkpoint(&["diff", text(first), text(second)]);
+    let said = stdout(&output);
+    let only_counters = said.trim() == "counters, schedule, loss scale or groups differ";
+    assert!(said.trim() == "the same" || only_counters, "{said}\n{}", stderr(&output));
+}
+
+#[test]
+fn diff_counts_what_differs() {
+    let [two, four] = ["global_step2", "global_step4"].map(|tag| trained().join(tag));
+    assert_eq!(good(&["diff", text(&two), text(&two)]).trim(), "the same");
+    let output = checkpoint(&["diff", text(&two), text(&four)]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stdout(&output).contains("elements differ") && stdout(&output).contains("(state.exp_avg)"));
+}
+
+#[test]
+fn golden_checkpoints_of_deepspeed_go_through_every_command() {
+    for case in golden().entries("checkpoint/runs", "").into_iter().filter(|case| case.join("ckpt").is_dir())
+    {
+        let out = tempfile::tempdir().unwrap();
+        let dir = case.join("ckpt");
+        let ours = out.path().join("ours");
+        good(&["import-deepspeed", text(&dir), text(&ours)]);
+        good(&["verify", text(&ours)]);
+        let extracted = out.path().join("w.safetensors");
+        let recorded = case.join("zero_to_fp32.safetensors");
+        if recorded.is_file() {
+            good(&["to-fp32", text(&dir), text(&extracted)]);
+            assert_eq!(tensors_of(&extracted), tensors_of(&recorded), "{}", case.display());
+            good(&["to-fp32", text(&ours), text(&extracted)]);
+            assert_eq!(tensors_of(&extracted), tensors_of(&recorded), "{}: imported", case.display());
+            // A tied weight is in a model directory once.
+            good(&["export-hf", text(&ours), text(&out.path().join("hf")), "--dtype", "f32"]);
+            let exported = tensors_of(&out.path().join("hf/model.safetensors"));
+            let manifest = std::fs::read_dir(&ours).unwrap().map(|entry| entry.unwrap().path());
+            let manifest =
+                manifest.map(|path| path.join("manifest.json")).find(|path| path.is_file()).unwrap();
+            let manifest: serde_json::Value =
+                serde_json::from_slice(&std::fs::read(manifest).unwrap()).unwrap();
+            let aliases = manifest["aliases"].as_object().map_or(0, |aliases| aliases.len());
+            assert_eq!(exported.len() + aliases, tensors_of(&recorded).len(), "{}", case.display());
+        }
+    }
+}
