@@ -5,10 +5,12 @@
 //! | `log.jsonl` | one object per step |
 //! | `eval.jsonl` | one object per validation |
 //! | `config/recipe.toml`, `config/ds_config.json` | the resolved recipe and configuration: they reproduce the run |
+//! | `config/run.json` | what the run is: sizes, ranks, steps; for `ferrospeed watch` |
 //! | `checkpoints/` | what a run goes on from |
 //! | `model/` | a Hugging Face directory with the trained weights |
 //! | `report.html` | charts and numbers of the run, in one page that needs nothing else |
 //! | `events/` | the same for TensorBoard |
+//! | `wandb/` | the same for Weights & Biases, to be uploaded later; with `wandb.enabled` in the ds_config |
 //! | `sample.txt` | text the trained model wrote |
 //! | `data/` | texts as tokens, where the recipe names texts; made once, of no use to a finished run |
 //! | `logs/` | each rank's output |
@@ -50,6 +52,16 @@ impl RunFolder {
     /// `checkpoints/`
     pub fn checkpoints(&self) -> PathBuf {
         self.0.join("checkpoints")
+    }
+
+    /// `config/run.json`
+    pub fn about(&self) -> PathBuf {
+        self.config().join("run.json")
+    }
+
+    /// `wandb/`
+    pub fn wandb(&self) -> PathBuf {
+        self.0.join("wandb")
     }
 
     /// `model/`

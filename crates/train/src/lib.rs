@@ -8,6 +8,7 @@ pub mod error;
 mod export;
 pub mod folder;
 mod model;
+mod peak;
 mod prepare;
 pub mod recipe;
 mod records;

@@ -1,14 +1,18 @@
-//! Everything rank 0 writes down while a run goes: logs, TensorBoard events, and the report at the end.
+//! Everything rank 0 writes down while a run goes: logs, monitors, and the report at the end.
 
 use std::path::{Path, PathBuf};
 
 use ferrospeed_config::{Config, Precision};
-use ferrospeed_observe::monitor::{Monitors, OptionalEvents, Samples, TensorBoard};
+use ferrospeed_observe::monitor::{
+    CsvMonitor, Monitors, OptionalEvents, Samples, TensorBoard, WandbOffline, WandbRun,
+};
 use ferrospeed_observe::report::{Report, render};
 use ferrospeed_observe::{EvalRecord, JsonLines, StepRecord, read_json_lines};
+use serde_json::{Value, json};
 
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
+use crate::recipe::Recipe;
 use crate::run::{RunInfo, Summary};
 
 /// The files of a run that is under way.
@@ -27,6 +31,7 @@ impl Records {
         let mut monitors =
             Monitors::new(OptionalEvents { loss_scale: scales_loss, times: config.wall_clock_breakdown });
         monitors.add(TensorBoard::create(folder.path(), "events")?);
+        add_configured(&mut monitors, config, folder)?;
         let open = |path: PathBuf| -> Result<JsonLines> {
             let Some(done) = done.filter(|_| path.exists()) else { return Ok(JsonLines::create(&path)?) };
             keep_steps(&path, done)?;
@@ -34,6 +39,15 @@ impl Records {
         };
         let (log, eval) = (open(folder.log())?, open(folder.eval())?);
         Ok(Records { folder: folder.clone(), log, eval, monitors })
+    }
+
+    /// Says what the run is, for those who watch it.
+    pub(crate) fn started(&self, recipe: &Recipe, info: &RunInfo) -> Result<()> {
+        let path = self.folder.about();
+        let facts: serde_json::Map<String, Value> =
+            info.facts().into_iter().map(|(name, value)| (name, value.into())).collect();
+        let about = json!({ "steps": info.steps, "facts": facts, "recipe": recipe });
+        std::fs::write(&path, format!("{about:#}\n")).map_err(TrainError::io(&path))
     }
 
     /// Brings the logs to the disk, so that none is behind the checkpoint that is written next.
@@ -65,16 +79,8 @@ impl Records {
         if let Err(error) = self.monitors.flush() {
             tracing::warn!("{error}");
         }
-        let facts = [
-            ("parameters", info.parameters.to_string()),
-            ("type", info.dtype.clone()),
-            ("ranks", info.ranks.to_string()),
-            ("ZeRO stage", info.stage.to_string()),
-            ("sequences per step", info.batch.to_string()),
-            ("tokens per sequence", info.sequence.to_string()),
-            ("seconds", format!("{:.1}", summary.seconds)),
-        ]
-        .map(|(name, value)| (name.to_owned(), value));
+        let mut facts = info.facts();
+        facts.push(("seconds".into(), format!("{:.1}", summary.seconds)));
         let mut documents = Vec::new();
         for name in ["recipe.toml", "ds_config.json"] {
             let path = self.folder.config().join(name);
@@ -90,6 +96,23 @@ impl Records {
         });
         std::fs::write(self.folder.report(), page).map_err(TrainError::io(self.folder.report()))
     }
+}
+
+/// The monitors that the ds_config asks for, in the places it names: relative to the folder the command is run in, as
+/// DeepSpeed has it. Nothing is sent to Weights & Biases: what it would be told is kept in the run's folder.
+fn add_configured(monitors: &mut Monitors, config: &Config, folder: &RunFolder) -> Result<()> {
+    if let Some(board) = &config.monitors.tensorboard {
+        monitors.add(TensorBoard::create(Path::new(&board.output_path), &board.job_name)?);
+    }
+    if let Some(csv) = &config.monitors.csv_monitor {
+        monitors.add(CsvMonitor::create(Path::new(&csv.output_path), &csv.job_name)?);
+    }
+    if let Some(wandb) = &config.monitors.wandb {
+        let (project, group, team) = (wandb.project.clone(), wandb.group.clone(), wandb.team.clone());
+        let name = folder.path().file_name().map(|name| name.to_string_lossy().into_owned());
+        monitors.add(WandbOffline::create(&folder.wandb(), &WandbRun { project, group, team, name })?);
+    }
+    Ok(())
 }
 
 /// Drops the lines of later steps, and a last one that was never finished. The new file takes the old one's place whole.

@@ -20,6 +20,7 @@ use crate::error::{Result, TrainError};
 use crate::export::export;
 use crate::folder::RunFolder;
 use crate::model::BuiltModel;
+use crate::peak;
 use crate::prepare::{Prepared, copy_tokenizer, prepare};
 use crate::recipe::Recipe;
 use crate::records::Records;
@@ -47,8 +48,29 @@ pub struct RunInfo {
     pub validation_sequences: u64,
     /// What the configuration warned about.
     pub warnings: Vec<String>,
+    /// Floating-point operations per second that all ranks together reach in a matrix product, measured at the start.
+    pub peak_flops_per_s: f64,
     /// The checkpoint that it goes on from.
     pub resumed: Option<Resumed>,
+}
+
+impl RunInfo {
+    /// By name, for people.
+    pub(crate) fn facts(&self) -> Vec<(String, String)> {
+        [
+            ("parameters", self.parameters.to_string()),
+            ("type", self.dtype.clone()),
+            ("ranks", self.ranks.to_string()),
+            ("ZeRO stage", self.stage.to_string()),
+            ("sequences per step", self.batch.to_string()),
+            ("tokens per sequence", self.sequence.to_string()),
+            ("sequences to train on", self.train_sequences.to_string()),
+            ("sequences to validate on", self.validation_sequences.to_string()),
+            ("measured peak", format!("{:.1} GFLOP/s", self.peak_flops_per_s / 1e9)),
+        ]
+        .map(|(name, value)| (name.to_owned(), value))
+        .into()
+    }
 }
 
 /// How a run ended.
@@ -68,6 +90,8 @@ pub struct Summary {
     pub checkpoint: Option<PathBuf>,
     /// Wall-clock seconds.
     pub seconds: f64,
+    /// Of these, seconds spent on logs, monitors, progress and report.
+    pub observing_seconds: f64,
 }
 
 /// Who is told what happens. Only rank 0 tells.
@@ -155,8 +179,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     } else {
         None
     };
-    let info = run.info(warnings, resumed);
-    if rank == 0 {
+    let info = run.info(warnings, resumed, peak::measure(&run.engine)?);
+    if let Some(records) = &records {
+        records.started(recipe, &info)?;
         progress.started(&info);
     }
     let mut summary = Summary {
@@ -167,6 +192,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         ending: Ending::Finished,
         checkpoint: None,
         seconds: 0.0,
+        observing_seconds: 0.0,
     };
     for step in summary.steps + 1..=recipe.steps {
         let before = run.position.samples;
@@ -174,8 +200,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         let samples = Samples { before, after: run.position.samples };
         (summary.steps, summary.loss) = (step, record.loss);
         if let Some(records) = &mut records {
+            let begin = Instant::now();
             records.step(&record, samples)?;
             progress.step(&record);
+            summary.observing_seconds += begin.elapsed().as_secs_f64();
         }
         summary.ending = asked.filter(|_| step < recipe.steps).unwrap_or(Ending::Finished);
         let last = step == recipe.steps || asked.is_some();
@@ -184,8 +212,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             let record = run.evaluate(step)?;
             summary.validation_loss = Some(record.loss);
             if let Some(records) = &mut records {
+                let begin = Instant::now();
                 records.eval(&record, samples.after)?;
                 progress.eval(&record);
+                summary.observing_seconds += begin.elapsed().as_secs_f64();
             }
         }
         checkpoints.look(&mut run.engine, progress)?;
@@ -218,7 +248,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     summary.seconds = start.elapsed().as_secs_f64();
     if let Some(records) = records {
+        let begin = Instant::now();
         records.finish(&recipe.name, &info, &summary)?;
+        summary.observing_seconds += begin.elapsed().as_secs_f64();
     }
     Ok(summary)
 }
@@ -286,7 +318,7 @@ impl Run<'_> {
         }
     }
 
-    fn info(&self, warnings: Vec<String>, resumed: Option<Resumed>) -> RunInfo {
+    fn info(&self, warnings: Vec<String>, resumed: Option<Resumed>, peak_flops_per_s: f64) -> RunInfo {
         RunInfo {
             parameters: self.model.parameters().numel() as u64,
             ranks: self.engine.world().size(),
@@ -298,6 +330,7 @@ impl Run<'_> {
             train_sequences: self.sequences.count(Split::Train),
             validation_sequences: self.sequences.count(Split::Validation),
             warnings,
+            peak_flops_per_s,
             resumed,
         }
     }

@@ -97,9 +97,11 @@ pub(super) const COMMS_LOGGER: &[Key] = &[
     key("debug", Kind::Bool, "false", "Name the caller of each."),
 ];
 
-const OUTPUT_PATH: Key = key("output_path", Kind::Text, "\"\"", "Folder, below the working directory.");
-const JOB_NAME: Key = key("job_name", Kind::Text, "\"DeepSpeedJobName\"", "Folder of this run below it.");
-const MONITOR_ENABLED: Key = key("enabled", Kind::Bool, "false", "Turn it on.");
+const OUTPUT_PATH: Key =
+    key("output_path", Kind::Text, "\"\"", "Folder, below the working directory.").done();
+const JOB_NAME: Key =
+    key("job_name", Kind::Text, "\"DeepSpeedJobName\"", "Folder of this run below it.").done();
+const MONITOR_ENABLED: Key = key("enabled", Kind::Bool, "false", "Turn it on.").done();
 
 /// `tensorboard`.
 pub(super) const TENSORBOARD: &[Key] = &[MONITOR_ENABLED, OUTPUT_PATH, JOB_NAME];
@@ -108,9 +110,9 @@ pub(super) const CSV_MONITOR: &[Key] = &[MONITOR_ENABLED, OUTPUT_PATH, JOB_NAME]
 /// `wandb`.
 pub(super) const WANDB: &[Key] = &[
     MONITOR_ENABLED,
-    key("group", Kind::Text, "null", "Group of runs."),
-    key("team", Kind::Text, "null", "Team that owns the project."),
-    key("project", Kind::Text, "\"deepspeed\"", "Project."),
+    key("group", Kind::Text, "null", "Group of runs.").done(),
+    key("team", Kind::Text, "null", "Team that owns the project.").done(),
+    key("project", Kind::Text, "\"deepspeed\"", "Project.").done(),
 ];
 
 /// A number of ranks.

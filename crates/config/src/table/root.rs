@@ -135,9 +135,17 @@ pub const ROOT: &[Key] = &[
         Kind::Section(TENSORBOARD, Form::Schema),
         "{}",
         "Write training curves for TensorBoard.",
-    ),
-    key("csv_monitor", Kind::Section(CSV_MONITOR, Form::Schema), "{}", "Write training curves as CSV files."),
-    key("wandb", Kind::Section(WANDB, Form::Schema), "{}", "Send training curves to Weights & Biases."),
+    )
+    .done(),
+    key("csv_monitor", Kind::Section(CSV_MONITOR, Form::Schema), "{}", "Write training curves as CSV files.")
+        .done(),
+    key(
+        "wandb",
+        Kind::Section(WANDB, Form::Schema),
+        "{}",
+        "Keep training curves for Weights & Biases in the run's `wandb/`, to be uploaded later.",
+    )
+    .done(),
     key(
         "comms_logger",
         Kind::Section(COMMS_LOGGER, Form::Schema),
