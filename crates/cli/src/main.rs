@@ -5,6 +5,7 @@
 
 mod commands;
 mod failure;
+mod progress;
 mod terminal;
 
 use std::process::ExitCode;

@@ -14,7 +14,11 @@ pub(crate) enum Colour {
     Red,
     Yellow,
     Green,
+    Blue,
+    Magenta,
+    Cyan,
     Bold,
+    Faint,
 }
 
 impl Paint {
@@ -26,6 +30,17 @@ impl Paint {
         Paint { on: std::io::stderr().is_terminal() && colours_allowed() }
     }
 
+    /// For something that is known to be a terminal.
+    pub(crate) fn for_terminal() -> Self {
+        Paint { on: colours_allowed() }
+    }
+
+    /// For something that is no terminal.
+    #[cfg(test)]
+    pub(crate) fn none() -> Self {
+        Paint { on: false }
+    }
+
     pub(crate) fn is_on(self) -> bool {
         self.on
     }
@@ -35,6 +50,10 @@ impl Paint {
             Colour::Red => "31",
             Colour::Yellow => "33",
             Colour::Green => "32",
+            Colour::Blue => "34",
+            Colour::Magenta => "35",
+            Colour::Cyan => "36",
+            Colour::Faint => "2",
             Colour::Bold => "1",
         };
         match self.on {
@@ -47,6 +66,11 @@ impl Paint {
 fn colours_allowed() -> bool {
     let forbidden = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !forbidden && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Whether standard output is a terminal on which text can be written over.
+pub(crate) fn stdout_can_be_redrawn() -> bool {
+    std::io::stdout().is_terminal() && std::env::var_os("TERM").is_some_and(|term| term != "dumb")
 }
 
 pub(crate) fn print_error(text: &str) {

@@ -176,3 +176,25 @@ fn the_estimators_print_a_table_or_json() {
     assert_eq!(document["rows"][0]["device_bytes"], 6_000_000_000u64);
     assert_eq!(ferrospeed(&["estimate", "--params", "3e9", "--stage", "1"]).status.code(), Some(2));
 }
+
+#[test]
+fn watch_serves_runs_on_loopback() {
+    use std::io::{BufRead, BufReader, Read, Write};
+    let folder = tempfile::tempdir().unwrap();
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
+        .args(["watch", folder.path().to_str().unwrap(), "--port", "0"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = line.strip_prefix("http://").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    write!(stream, "GET /runs.json HTTP/1.1\r\nHost: {address}\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(answer.contains("\"state\":\"starting\""), "{answer}");
+    assert!(address.starts_with("127.0.0.1:"), "{line}");
+}

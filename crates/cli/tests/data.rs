@@ -95,7 +95,17 @@ fn a_model_of_words_is_trained_then_trained_further_and_writes_on_any_number_of_
     assert!(std::fs::read_to_string(second.join("sample.txt")).unwrap().starts_with("document"));
     let written = ferrospeed(
         place.path(),
-        &["generate", "--model", "second/model", "--prompt", "document", "--tokens", "4", "--temperature", "0"],
+        &[
+            "generate",
+            "--model",
+            "second/model",
+            "--prompt",
+            "document",
+            "--tokens",
+            "4",
+            "--temperature",
+            "0",
+        ],
     );
     assert!(text(&written.stdout).starts_with("document"), "{}", text(&written.stderr));
 }

@@ -1,6 +1,6 @@
 //! `ferrospeed train`: starts the ranks of a recipe, or is one of them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -8,14 +8,14 @@ use clap::Args;
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
-use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::Device;
 use ferrospeed_train::{
-    Ending, Job, Preparing, Progress, Recipe, Resume, RunFolder, RunInfo, StopRequests, Summary, TrainError,
+    Ending, Job, Preparing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError,
 };
 
 use crate::failure::Failure;
-use crate::terminal::{Paint, print_error, print_note, print_output};
+use crate::progress::{TERMINAL, TrainProgress, WarningWriter, grouped};
+use crate::terminal::{Paint, print_error, print_note, print_output, stdout_can_be_redrawn};
 
 /// Arguments of `train`.
 #[derive(Debug, Args)]
@@ -109,6 +109,11 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     words.extend(args.overrides.iter().flat_map(|assignment| ["--set".to_owned(), assignment.clone()]));
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
     job.output = OutputMode::Plain;
+    if let Some(terminal) = crate::progress::terminal() {
+        // Rank 0 draws on it; what ranks say goes to their logs, and their last lines into the report of a failure.
+        job.env.insert(TERMINAL.into(), terminal);
+        job.output = OutputMode::Hidden;
+    }
     job.log_dir = Some(folder.logs());
     job.interrupt_grace = INTERRUPT_GRACE;
     if std::env::var_os("FERROSPEED_THREADS").is_none() && std::env::var_os("OMP_NUM_THREADS").is_none() {
@@ -139,7 +144,7 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| level.into()),
         )
         .with_ansi(Paint::for_stderr().is_on())
-        .with_writer(std::io::stderr)
+        .with_writer(WarningWriter { only_block: stdout_can_be_redrawn() })
         .try_init();
     let requests = watch_signals()?;
     let world = if std::env::var_os("RANK").is_some() {
@@ -154,7 +159,7 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
     };
     let every = recipe.config().ok().and_then(|(config, _)| config.steps_per_print).unwrap_or(10).max(1);
     let rank = world.rank();
-    let mut lines = Lines { steps: recipe.steps, first: 1, every };
+    let mut progress = TrainProgress::new(&recipe.name, recipe.steps, every);
     let job = Job {
         recipe: &recipe,
         path: &args.recipe,
@@ -164,9 +169,9 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
         resume: args.resume(),
         requests,
     };
-    let summary = ferrospeed_train::run(&job, &mut lines).map_err(failure)?;
+    let summary = ferrospeed_train::run(&job, &mut progress).map_err(failure)?;
     if rank == 0 {
-        finish(&summary, folder)?;
+        progress.conclude(&conclusion(&summary, folder));
     }
     // A rank that leaves with a code of its own is a failure to the launcher, so none leaves before all are done.
     if summary.ending != Ending::Finished {
@@ -193,86 +198,8 @@ fn watch_signals() -> Result<StopRequests, Failure> {
     Ok(requests)
 }
 
-/// One line every few steps.
-struct Lines {
-    steps: u64,
-    first: u64,
-    every: u64,
-}
-
-impl Progress for Lines {
-    fn started(&mut self, info: &RunInfo) {
-        for warning in &info.warnings {
-            print_note(warning);
-        }
-        let text = format!(
-            "{} parameters in {}, {} ranks, ZeRO stage {}, {} sequences of {} tokens per step; {} to train on, {} to validate",
-            grouped(info.parameters),
-            info.dtype,
-            info.ranks,
-            info.stage,
-            info.batch,
-            info.sequence,
-            info.train_sequences,
-            info.validation_sequences,
-        );
-        let _ = print_output(&text);
-        if let Some(resumed) = &info.resumed {
-            self.first = resumed.step + 1;
-            let mut text = format!("going on after step {} from {}", resumed.step, resumed.path.display());
-            resumed.changes.iter().for_each(|change| text.push_str(&format!("\n  {change}")));
-            let _ = print_output(&text);
-        }
-    }
-
-    fn step(&mut self, record: &StepRecord) {
-        if record.step != self.first && record.step != self.steps && !record.step.is_multiple_of(self.every) {
-            return;
-        }
-        let norm = record.grad_norm.map_or("skipped".to_owned(), |norm| format!("{norm:.3}"));
-        let left = (self.steps - record.step) as f64 * record.step_ms / 1e3;
-        let memory = record.memory_bytes.get("total").copied().unwrap_or(0) as f64 / f64::from(1 << 20);
-        let text = format!(
-            "step {:>5}/{}  loss {:.4}  lr {:.2e}  norm {norm}  {:.0} tokens/s  {:.1} GFLOP/s  {memory:.0} MiB  {left:.0} s left",
-            record.step,
-            self.steps,
-            record.loss,
-            record.lr,
-            record.tokens_per_s,
-            record.flops_per_s / 1e9,
-        );
-        let _ = print_output(&text);
-    }
-
-    fn eval(&mut self, record: &EvalRecord) {
-        let _ = print_output(&format!(
-            "step {:>5}/{}  validation loss {:.4}",
-            record.step, self.steps, record.loss
-        ));
-    }
-
-    fn saved(&mut self, path: &Path) {
-        let _ = print_output(&format!("saved {}", path.display()));
-    }
-
-    fn warning(&mut self, text: &str) {
-        print_note(text);
-    }
-}
-
-fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(' ');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-fn finish(summary: &Summary, folder: &RunFolder) -> Result<(), Failure> {
+/// What a person wants to know at the end.
+fn conclusion(summary: &Summary, folder: &RunFolder) -> String {
     let mut text = String::new();
     if let Some(sample) = &summary.sample {
         text.push_str(&format!("\n--- sample ---\n{sample}\n---\n"));
@@ -281,10 +208,11 @@ fn finish(summary: &Summary, folder: &RunFolder) -> Result<(), Failure> {
     let validation =
         summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}"));
     text.push_str(&format!(
-        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}\nreport   {}\nlog      {}\n",
+        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}; logs, progress and report took {:.2} % of it\nreport   {}\nlog      {}\n",
         summary.steps,
         summary.seconds,
         summary.loss,
+        100.0 * summary.observing_seconds / summary.seconds.max(f64::MIN_POSITIVE),
         folder.report().display(),
         folder.log().display(),
     ));
@@ -297,5 +225,5 @@ fn finish(summary: &Summary, folder: &RunFolder) -> Result<(), Failure> {
     if summary.ending != Ending::Finished {
         text.push_str("go on with --resume\n");
     }
-    print_output(&text)
+    text
 }

@@ -1,0 +1,107 @@
+//! A run as lines: for logs, pipes and terminals that cannot be drawn over.
+
+use std::path::Path;
+
+use ferrospeed_observe::{EvalRecord, StepRecord};
+use ferrospeed_train::{Progress, RunInfo};
+
+use crate::terminal::{print_note, print_output};
+
+/// One line every few steps.
+pub(super) struct Lines {
+    steps: u64,
+    first: u64,
+    every: u64,
+    peak_flops_per_s: f64,
+}
+
+impl Lines {
+    pub(super) fn new(steps: u64, every: u64) -> Lines {
+        Lines { steps, first: 1, every, peak_flops_per_s: f64::NAN }
+    }
+}
+
+/// What is about to be trained, in a line.
+pub(super) fn describe(info: &RunInfo) -> String {
+    format!(
+        "{} parameters in {}, {} ranks, ZeRO stage {}, {} sequences of {} tokens per step; {} to train on, {} to validate",
+        grouped(info.parameters),
+        info.dtype,
+        info.ranks,
+        info.stage,
+        info.batch,
+        info.sequence,
+        info.train_sequences,
+        info.validation_sequences,
+    )
+}
+
+/// Where a run goes on from, if it does.
+pub(super) fn describe_resumed(info: &RunInfo) -> Option<String> {
+    let resumed = info.resumed.as_ref()?;
+    let mut text = format!("going on after step {} from {}", resumed.step, resumed.path.display());
+    resumed.changes.iter().for_each(|change| text.push_str(&format!("\n  {change}")));
+    Some(text)
+}
+
+impl Progress for Lines {
+    fn started(&mut self, info: &RunInfo) {
+        for warning in &info.warnings {
+            print_note(warning);
+        }
+        self.peak_flops_per_s = info.peak_flops_per_s;
+        let _ = print_output(&describe(info));
+        if let Some(text) = describe_resumed(info) {
+            self.first = info.resumed.as_ref().map_or(1, |resumed| resumed.step + 1);
+            let _ = print_output(&text);
+        }
+    }
+
+    fn step(&mut self, record: &StepRecord) {
+        if record.step != self.first && record.step != self.steps && !record.step.is_multiple_of(self.every) {
+            return;
+        }
+        let norm = record.grad_norm.map_or("skipped".to_owned(), |norm| format!("{norm:.3}"));
+        let left = (self.steps - record.step) as f64 * record.step_ms / 1e3;
+        let memory = record.memory_bytes.get("total").copied().unwrap_or(0) as f64 / f64::from(1 << 20);
+        let text = format!(
+            "step {:>5}/{}  loss {:.4}  lr {:.2e}  norm {norm}  {:.0} tokens/s  {:.1} GFLOP/s ({:.0} % of peak)  {memory:.0} MiB  {left:.0} s left",
+            record.step,
+            self.steps,
+            record.loss,
+            record.lr,
+            record.tokens_per_s,
+            record.flops_per_s / 1e9,
+            100.0 * record.flops_per_s / self.peak_flops_per_s,
+        );
+        let _ = print_output(&text);
+    }
+
+    fn eval(&mut self, record: &EvalRecord) {
+        let _ = print_output(&format!(
+            "step {:>5}/{}  validation loss {:.4}",
+            record.step, self.steps, record.loss
+        ));
+    }
+
+    fn saved(&mut self, path: &Path) {
+        let _ = print_output(&format!("saved {}", path.display()));
+    }
+
+    fn warning(&mut self, text: &str) {
+        print_note(text);
+    }
+}
+
+/// A number in groups of three digits.
+pub(crate) fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(' ');
+        }
+        text.push(digit);
+    }
+    text
+}
