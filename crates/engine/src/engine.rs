@@ -17,6 +17,7 @@ use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
 
 use crate::checkpoint::Background;
 use crate::error::{EngineError, Result};
+use crate::features::Features;
 use crate::setup::Setup;
 
 /// What a call of [`Engine::step`] did.
@@ -72,6 +73,7 @@ pub struct Engine {
     times: StepTimes,
     last_times: StepTimes,
     pub(crate) background: Background,
+    pub(crate) features: Features,
     /// Names of tied parameters that a checkpoint had: a model has each parameter under one.
     pub(crate) aliases: BTreeMap<String, String>,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
@@ -91,6 +93,7 @@ impl Engine {
         if let Some(note) = scheduler.as_ref().and_then(Scheduler::note) {
             tracing::warn!("{note}");
         }
+        let features = Features::from_config(&config)?;
         let mut engine = Engine {
             store,
             scheduler,
@@ -114,6 +117,7 @@ impl Engine {
             times: StepTimes::default(),
             last_times: StepTimes::default(),
             background: Background::default(),
+            features,
             aliases: BTreeMap::new(),
             half_loaded: None,
         };
@@ -169,6 +173,12 @@ impl Engine {
                 why: "the engine is evaluating; call train() first",
             });
         }
+        if self.store.optimizer().is_none() {
+            return Err(EngineError::Order {
+                call: "backward",
+                why: "there is no optimizer: configure one, or give one to initialize",
+            });
+        }
         let start = Instant::now();
         let scaled = 1.0 / self.accumulation_steps as f32;
         let seed =
@@ -197,6 +207,13 @@ impl Engine {
         self.global_samples += self.train_batch_size();
         self.times.step += start.elapsed();
         self.last_times = std::mem::take(&mut self.times);
+        let report = self.account(outcome);
+        self.log_step();
+        report
+    }
+
+    /// Counts what a step did, and moves on the schedule.
+    fn account(&mut self, outcome: StepOutcome) -> Result<StepReport> {
         match outcome {
             StepOutcome::Applied { norm } => {
                 self.last_grad_norm = Some(norm);

@@ -28,6 +28,8 @@
 mod checkpoint;
 mod engine;
 mod error;
+mod features;
+mod reports;
 mod setup;
 
 pub use checkpoint::{FindParameter, LoadOptions, Loaded, SaveOptions};

@@ -1,7 +1,7 @@
 //! What an engine is made from.
 
 use ferrospeed_comm::World;
-use ferrospeed_config::{Config, DataType, Precision};
+use ferrospeed_config::{Config, DataType, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
@@ -63,6 +63,10 @@ pub fn initialize<M>(setup: &Setup, build: impl FnOnce(&Init) -> M) -> Result<(E
 /// The same for a model that is built already.
 pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options<'_>) -> Result<Engine> {
     let config = &setup.config;
+    if config.section("amp").is_some_and(|amp| amp["enabled"] == true) {
+        let why = "mixed precision by apex does not exist here; enable bf16 or fp16 instead".to_owned();
+        return Err(EngineError::Unsupported { key: "amp", why });
+    }
     let optimizer = match (options.optimizer, &config.optimizer) {
         (Some(given), _) => Some(given),
         (None, Some(configured)) => match Optimizer::from_config(configured) {
@@ -80,6 +84,13 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     if optimizer.is_some() && !(group_options.lr.is_finite() && group_options.lr >= 0.0) {
         let why = format!("{} is not a learning rate", group_options.lr);
         return Err(EngineError::Argument { what: "optimizer.params.lr", why });
+    }
+    if optimizer.is_none() && matches!(config.zero.stage, Stage::OptimizerStates | Stage::Gradients) {
+        let why = format!(
+            "stage {} divides what an optimizer needs, and there is none: configure one, or use stage 0 or 3",
+            config.zero.stage.number()
+        );
+        return Err(EngineError::Argument { what: "zero_optimization.stage", why });
     }
     let groups = options.groups.unwrap_or_else(|| {
         vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options }]

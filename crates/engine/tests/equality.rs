@@ -191,3 +191,45 @@ fn an_overflow_is_skipped_by_all_ranks_in_all_stages_alike() {
         }
     }
 }
+
+#[test]
+fn gathered_parameters_are_whole_and_take_what_the_modifier_makes_of_them() {
+    for stage in [0, 2, 3] {
+        let seen = common::on_ranks(3, move |world| {
+            let rank = world.rank();
+            let description = serde_json::json!({"kind": "mlp", "d": [5, 4, 3, 2]});
+            let config = serde_json::json!({
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": true},
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            });
+            let (_, parameters) = common::Model::build(&description);
+            let engine = common::engine(world, &config, &parameters, None, None, 1);
+            let (store, params) = (engine.store(), &parameters.as_slice()[..2]);
+            let before = store.gathered(params, None, |values| {
+                let copy = values.to_vec();
+                values.iter_mut().for_each(|value| value.fill(99.0));
+                copy
+            });
+            let before = before.unwrap();
+            assert_eq!(before.iter().map(Vec::len).collect::<Vec<_>>(), [20, 4]);
+            // Everyone writes; the modifier's counts.
+            store
+                .gathered(params, Some(1), |values| {
+                    assert_eq!(values, &before[..], "what nobody modifies stays");
+                    values.iter_mut().for_each(|value| value.fill(rank as f32 + 0.5));
+                })
+                .unwrap();
+            let error = store.gathered(params, Some(3), |_| ()).unwrap_err().to_string();
+            assert!(error.contains("rank 3"), "{error}");
+            let error =
+                store.gathered(params, Some(0), |values| values[0].truncate(1)).unwrap_err().to_string();
+            assert!(error.contains("has 20 elements, the new value 1"), "{error}");
+            params.iter().map(|param| store.full_as_read(param).unwrap()).collect::<Vec<_>>()
+        });
+        for values in seen {
+            assert!(values.iter().flatten().all(|value| *value == 1.5), "stage {stage}: {values:?}");
+        }
+    }
+}

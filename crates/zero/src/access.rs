@@ -135,6 +135,36 @@ impl ZeroStore {
         if which == Which::Weight { self.publish(&mut state) } else { Ok(()) }
     }
 
+    /// Gives `work` the full f32 weights of some parameters, in order. With a `modifier`, what that rank makes of them
+    /// becomes their value on every rank, and what others make of them is dropped; without, all of it is dropped.
+    pub fn gathered<R>(
+        &self,
+        params: &[Param],
+        modifier: Option<usize>,
+        work: impl FnOnce(&mut [Vec<f32>]) -> R,
+    ) -> Result<R> {
+        let group = self.world.group();
+        if let Some(rank) = modifier.filter(|rank| *rank >= group.size()) {
+            let why = format!("rank {rank} cannot modify parameters: there are {} ranks", group.size());
+            return Err(ZeroError::Request(why));
+        }
+        let mut values: Vec<Vec<f32>> =
+            params.iter().map(|param| self.full(param, Which::Weight)).collect::<Result<_>>()?;
+        let result = work(&mut values);
+        let Some(rank) = modifier else { return Ok(result) };
+        for (param, value) in params.iter().zip(&mut values) {
+            // A value of another length cannot be sent; the modifier's own error names it, and the others get theirs.
+            let mut length = [value.len() as i64];
+            group.broadcast(&mut length, rank)?;
+            value.resize(length[0] as usize, 0.0);
+            if value.len() == param.numel() {
+                group.broadcast(value, rank)?;
+            }
+            self.set_full(param, Which::Weight, value)?;
+        }
+        Ok(result)
+    }
+
     /// The full value as kernels read it, widened: what an exported model holds.
     pub fn full_as_read(&self, param: &Param) -> Result<Vec<f32>> {
         Ok(param.read()?.to_vec_f32()?)

@@ -7,11 +7,13 @@ use std::ops::Range;
 
 use ferrospeed_config::Stage;
 use ferrospeed_tensor::{DType, Tensor};
-use half::{bf16, f16};
 
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::store::{Share, State, ZeroStore};
+
+/// Bytes that are copied at once.
+const COPY_BYTES: usize = 64 << 10;
 
 /// Which value of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -105,21 +107,22 @@ impl ZeroStore {
         }
     }
 
-    /// Appends elements `range` of a piece to `out`, little-endian, in the piece's type.
+    /// Appends elements `range` of a piece to `out`, in the piece's type and in this machine's order of bytes, which is
+    /// little-endian on all that are supported.
     pub fn read_piece(&self, piece: &SavedPiece, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
         let state = self.lock();
-        let values = part(&self.flat_of(&state, piece)?, piece.in_part + range.start, range.len())?;
-        fn append<T: Copy, const N: usize>(out: &mut Vec<u8>, values: &[T], bytes: impl Fn(T) -> [u8; N]) {
-            let start = out.len();
-            out.resize(start + values.len() * N, 0);
-            for (target, value) in out[start..].as_chunks_mut::<N>().0.iter_mut().zip(values) {
-                *target = bytes(*value);
-            }
-        }
-        match values.dtype() {
-            DType::BF16 => append(out, &values.to_vec::<bf16>()?, bf16::to_le_bytes),
-            DType::F16 => append(out, &values.to_vec::<f16>()?, f16::to_le_bytes),
-            _ => append(out, &values.to_vec::<f32>()?, f32::to_le_bytes),
+        let flat = self.flat_of(&state, piece)?;
+        let backend = self.device.backend();
+        // Through a buffer that stays in the cache: what is appended is touched once, not filled with zeros first.
+        let size = flat.dtype().size_bytes();
+        let mut buffer = [0u8; COPY_BYTES];
+        let mut at = range.start;
+        while at < range.end {
+            let count = (range.end - at).min(COPY_BYTES / size);
+            let bytes = &mut buffer[..count * size];
+            backend.copy_to_host(&part(&flat, piece.in_part + at, count)?, bytes)?;
+            out.extend_from_slice(bytes);
+            at += count;
         }
         Ok(())
     }

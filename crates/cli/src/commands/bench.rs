@@ -16,7 +16,7 @@ use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, autograd};
 use serde_json::{Value, json};
 
-use super::{bench_comm, bench_model};
+use super::{bench_checkpoint, bench_comm, bench_model};
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -35,6 +35,8 @@ enum What {
     Model(bench_model::ModelBenchArgs),
     /// Collectives between ranks
     Comm(Box<bench_comm::CommArgs>),
+    /// Saving and loading training state, beside what the disk gives
+    Checkpoint(bench_checkpoint::CheckpointBenchArgs),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -85,6 +87,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Ops(args) => (args, op_cases),
         What::Model(args) => return bench_model::run(args),
         What::Comm(args) => return bench_comm::run(args),
+        What::Checkpoint(args) => return bench_checkpoint::run(args),
     };
     match measure(run_args, cases) {
         Ok(()) => Ok(ExitCode::SUCCESS),

@@ -1,6 +1,7 @@
 //! The commands, one module each, and the table that clap reads.
 
 mod bench;
+mod bench_checkpoint;
 mod bench_comm;
 mod bench_load;
 mod bench_model;
