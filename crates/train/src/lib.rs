@@ -20,4 +20,4 @@ pub use ferrospeed_data::Preparing;
 pub use folder::RunFolder;
 pub use prepare::check;
 pub use recipe::Recipe;
-pub use run::{Job, Progress, RunInfo, Summary, run};
+pub use run::{Job, Observing, ObservingCost, Progress, RunInfo, Summary, run};

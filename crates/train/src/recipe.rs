@@ -46,7 +46,7 @@
 //! ```
 //!
 //! Paths are relative to the folder the command is run in. Everything that is wrong is reported together, before any
-//! rank starts.
+//! rank starts. `docs/recipes.md` says more.
 
 mod problems;
 mod schema;

@@ -92,6 +92,8 @@ pub struct Summary {
     pub seconds: f64,
     /// Of these, seconds spent on logs, monitors, progress and report.
     pub observing_seconds: f64,
+    /// With [`Observing::Alternating`].
+    pub observing_cost: Option<ObservingCost>,
 }
 
 /// Who is told what happens. Only rank 0 tells.
@@ -124,6 +126,47 @@ pub struct Job<'a> {
     pub resume: Resume,
     /// What signals ask for.
     pub requests: StopRequests,
+    /// When it is observed.
+    pub observing: Observing,
+}
+
+/// When steps are logged, monitored and shown.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Observing {
+    /// In every step.
+    #[default]
+    Always,
+    /// In every other block of ten steps, to measure what it costs.
+    Alternating,
+}
+
+impl Observing {
+    fn is_on(self, step: u64) -> bool {
+        self == Observing::Always || ((step - 1) / 10).is_multiple_of(2)
+    }
+}
+
+/// What observing costs: median milliseconds of a step with and without, and of how many.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ObservingCost {
+    /// With.
+    pub with_ms: f64,
+    /// Without.
+    pub without_ms: f64,
+    /// How many steps there were of the rarer kind.
+    pub steps: usize,
+}
+
+impl ObservingCost {
+    /// `None` where there are not both.
+    fn of(mut with_ms: Vec<f64>, mut without_ms: Vec<f64>) -> Option<ObservingCost> {
+        let steps = with_ms.len().min(without_ms.len());
+        let median = |values: &mut Vec<f64>| {
+            values.sort_by(f64::total_cmp);
+            values.get(values.len() / 2).copied()
+        };
+        Some(ObservingCost { with_ms: median(&mut with_ms)?, without_ms: median(&mut without_ms)?, steps })
+    }
 }
 
 struct Run<'a> {
@@ -193,18 +236,23 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         checkpoint: None,
         seconds: 0.0,
         observing_seconds: 0.0,
+        observing_cost: None,
     };
+    let mut times_ms = [Vec::new(), Vec::new()];
     for step in summary.steps + 1..=recipe.steps {
+        let step_begin = Instant::now();
+        let observed = job.observing.is_on(step);
         let before = run.position.samples;
         let (record, asked) = run.step(step, &job.requests)?;
         let samples = Samples { before, after: run.position.samples };
         (summary.steps, summary.loss) = (step, record.loss);
-        if let Some(records) = &mut records {
+        if let Some(records) = records.as_mut().filter(|_| observed) {
             let begin = Instant::now();
             records.step(&record, samples)?;
             progress.step(&record);
             summary.observing_seconds += begin.elapsed().as_secs_f64();
         }
+        times_ms[usize::from(observed)].push(step_begin.elapsed().as_secs_f64() * 1e3);
         summary.ending = asked.filter(|_| step < recipe.steps).unwrap_or(Ending::Finished);
         let last = step == recipe.steps || asked.is_some();
         let due = recipe.eval.every > 0 && step.is_multiple_of(recipe.eval.every);
@@ -245,6 +293,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         if let (0, Some(sample)) = (rank, &summary.sample) {
             std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
         }
+    }
+    if job.observing == Observing::Alternating {
+        let [without_ms, with_ms] = times_ms;
+        summary.observing_cost = ObservingCost::of(with_ms, without_ms);
     }
     summary.seconds = start.elapsed().as_secs_f64();
     if let Some(records) = records {

@@ -10,7 +10,7 @@ use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_tensor::Device;
 use ferrospeed_train::{
-    Ending, Job, Preparing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError,
+    Ending, Job, Observing, Preparing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError,
 };
 
 use crate::failure::Failure;
@@ -31,6 +31,9 @@ pub(crate) struct TrainArgs {
     /// Go on from a checkpoint: auto (the newest of this run, or from the start where there is none), its name, or a folder
     #[arg(long, value_name = "auto|TAG|DIR", num_args = 0..=1, default_missing_value = "auto")]
     resume: Option<String>,
+    /// Leave every other ten steps unlogged and unshown, and say what logs, monitors and progress cost
+    #[arg(long = "measure_observing", alias = "measure-observing")]
+    measure_observing: bool,
     /// Change a key of the recipe (steps=8) or of the ds_config (zero_optimization.stage=3); may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
@@ -105,6 +108,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];
     words.extend(["--out".to_owned(), folder.path().display().to_string()]);
     words.extend(["-n".to_owned(), recipe.ranks.to_string()]);
+    words.extend(args.measure_observing.then(|| "--measure_observing".to_owned()));
     words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
     words.extend(args.overrides.iter().flat_map(|assignment| ["--set".to_owned(), assignment.clone()]));
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
@@ -168,6 +172,7 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
         folder,
         resume: args.resume(),
         requests,
+        observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
     };
     let summary = ferrospeed_train::run(&job, &mut progress).map_err(failure)?;
     if rank == 0 {
@@ -216,6 +221,15 @@ fn conclusion(summary: &Summary, folder: &RunFolder) -> String {
         folder.report().display(),
         folder.log().display(),
     ));
+    if let Some(cost) = &summary.observing_cost {
+        text.push_str(&format!(
+            "a step took {:.3} ms with logs, monitors and progress and {:.3} ms without (medians of {} each): {:+.2} %\n",
+            cost.with_ms,
+            cost.without_ms,
+            cost.steps,
+            100.0 * (cost.with_ms / cost.without_ms - 1.0),
+        ));
+    }
     if let Some(checkpoint) = &summary.checkpoint {
         text.push_str(&format!("saved    {}\n", checkpoint.display()));
     }

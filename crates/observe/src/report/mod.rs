@@ -28,6 +28,9 @@ use layers::Layers;
 use series::{Merge, Point};
 use text::{Escaped, Unit};
 
+/// Longer texts are folded.
+const LONGEST_OPEN_LINES: usize = 80;
+
 /// What a report is made from.
 #[derive(Debug, Clone, Copy)]
 pub struct Report<'a> {
@@ -68,8 +71,10 @@ pub fn render(report: &Report<'_>) -> String {
     }
     push_facts(&mut page, report.facts);
     for (name, text) in report.documents {
+        // A long one, such as a configuration with all its defaults, is there to be opened.
+        let open = if text.lines().count() <= LONGEST_OPEN_LINES { " open=\"open\"" } else { "" };
         let (name, text) = (Escaped(name), Escaped(text));
-        let _ = writeln!(page, "<details open=\"open\"><summary>{name}</summary><pre>{text}</pre></details>");
+        let _ = writeln!(page, "<details{open}><summary>{name}</summary><pre>{text}</pre></details>");
     }
     page + "</body>\n</html>\n"
 }
