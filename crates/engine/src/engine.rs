@@ -152,7 +152,10 @@ impl Engine {
             Mode::Train => model(Mode::Train),
             Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
         };
-        self.times.forward += start.elapsed();
+        // An evaluation between two steps is no part of either.
+        if matches!(self.mode, Mode::Train) {
+            self.times.forward += start.elapsed();
+        }
         result
     }
 
