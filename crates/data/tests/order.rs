@@ -58,3 +58,22 @@ fn a_restored_position_goes_on_as_if_nothing_had_stopped_on_any_number_of_ranks(
         assert_eq!([before.clone(), after].concat(), whole, "restored on {ranks} ranks");
     }
 }
+
+#[test]
+fn a_rank_reads_many_times_faster_than_it_trains() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("text.txt");
+    std::fs::write(&file, "some text, as long as a small repository\n".repeat(50_000)).unwrap();
+    let source = ferrospeed_data::Source::Text { paths: vec![file], extensions: vec![] };
+    let stream =
+        source.open(&ferrospeed_data::Codec::Bytes, &folder.path().join("cache"), &mut |_| {}).unwrap();
+    let sequences = Sequences::split(stream, 256, 0.02).unwrap().within(256);
+    let sampler = Sampler::new(sequences.count(Split::Train), 1);
+    let begin = std::time::Instant::now();
+    let mut tokens = vec![0; 256];
+    for n in 0..20_000 {
+        sequences.read(Split::Train, sampler.sequence(n), &mut tokens).unwrap();
+    }
+    // Five million tokens, in shuffled order: the quickstart takes minutes for them. It takes well under a second.
+    assert!(begin.elapsed() < std::time::Duration::from_secs(20), "{:?}", begin.elapsed());
+}
