@@ -9,7 +9,8 @@ use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
 use crate::cpu::CpuBackend;
-use crate::error::Result;
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
 use crate::random::RandomKey;
 use crate::tensor::Tensor;
@@ -313,6 +314,13 @@ pub trait Backend: Send + Sync {
     /// `dx = dy · f'(x)`, `x` the value before the activation.
     fn activation_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor)
     -> Result<()>;
+    /// The same where both may be overwritten: `before` becomes `f(before)`, `gradient` is multiplied by `f'(before)`.
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<()>;
     /// `y = f(gate) · up`.
     fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()>;
     /// Gradients of [`Backend::gated`].
@@ -393,7 +401,16 @@ pub trait Backend: Send + Sync {
     fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()>;
     /// Scatter-adds rows in a fixed order; `dtable` is overwritten.
     fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()>;
-    /// Per row of f32 `logits [rows, classes]`: the loss into `losses [rows]`, and, if asked, the gradient over the logits.
+    /// The type in which logits of a model in `dtype` are held.
+    fn logits_dtype(&self, _dtype: DType) -> DType {
+        DType::F32
+    }
+    /// Bytes of logits that a loss should hold at once: enough to keep the device busy.
+    fn logits_chunk_bytes(&self) -> usize {
+        64 << 20
+    }
+    /// Per row of `logits [rows, classes]`, in [`Backend::logits_dtype`]: the loss into `losses [rows]`, and, if asked, the
+    /// gradient over the logits.
     fn cross_entropy_rows(
         &self,
         spec: &CrossEntropySpec,
@@ -402,6 +419,8 @@ pub trait Backend: Send + Sync {
         losses: &Tensor,
         with_gradient: bool,
     ) -> Result<()>;
+    /// The sum of `losses` in f64 over `counted`, as one f32; zero when none counts.
+    fn mean_loss(&self, losses: &Tensor, counted: usize, target: &Tensor) -> Result<()>;
     /// Zeroes elements with probability `p`, scales the others by `1/(1-p)`.
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()>;
 
@@ -481,6 +500,112 @@ pub trait Backend: Send + Sync {
     fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: &Tensor) -> Result<()>;
     /// Maximum over windows of an NCHW image, with the flat index of each maximum.
     fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()>;
+
+    /// One optimizer step over flat tensors of this device. Devices whose memory is the host's leave it to the optimizer's
+    /// own loops.
+    fn update(&self, _update: &Update, _operands: &UpdateOperands<'_>) -> Result<()> {
+        Err(self.left_to_the_host("optimizer step"))
+    }
+    /// The largest magnitude; infinity or NaN when there is one. Waits.
+    fn largest_magnitude(&self, _x: &Tensor) -> Result<f32> {
+        Err(self.left_to_the_host("gradient norm"))
+    }
+    /// The sum of `x²·grid`, each rounded down to an integer first, so that the sum has no order. Waits.
+    fn sum_of_squares(&self, _x: &Tensor, _grid: f64) -> Result<i128> {
+        Err(self.left_to_the_host("gradient norm"))
+    }
+    /// The error of the three above on a host device.
+    fn left_to_the_host(&self, op: &'static str) -> TensorError {
+        TensorError::Unsupported { op, device: self.name(), why: "the host's own loops do it".into() }
+    }
+}
+
+/// What an optimizer does to each element; the numbers of one step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Update {
+    /// Adam, or AdamW where `decoupled`. States: both moments.
+    Adam {
+        /// Whether weights decay directly instead of through the gradient.
+        decoupled: bool,
+        /// Decay rates of the moments.
+        betas: [f32; 2],
+        /// One less the rates.
+        rest: [f32; 2],
+        /// Added to the denominator.
+        eps: f32,
+        /// Weight decay; with `decoupled`, times the learning rate.
+        decay: f32,
+        /// The learning rate, corrected for the first moment's start at zero.
+        step_size: f32,
+        /// The root of one over the second moment's correction.
+        inverse_root_correction: f32,
+    },
+    /// Gradient descent. State: the momentum, where there is one.
+    Sgd {
+        /// Learning rate.
+        lr: f32,
+        /// Weight decay.
+        decay: f32,
+        /// How much of the buffer stays.
+        momentum: f32,
+        /// The share of the gradient that enters it.
+        entering: f32,
+        /// Whether the update looks one step ahead.
+        nesterov: bool,
+    },
+    /// Adagrad. State: the sum of squares.
+    Adagrad {
+        /// Learning rate.
+        lr: f32,
+        /// Weight decay.
+        decay: f32,
+        /// Added to the denominator.
+        eps: f32,
+    },
+    /// Lion. State: the moment.
+    Lion {
+        /// Learning rate.
+        lr: f32,
+        /// What is left of a weight after decay.
+        shrink: f32,
+        /// Decay rates.
+        betas: [f32; 2],
+        /// One less the rates.
+        rest: [f32; 2],
+    },
+    /// LAMB's first pass. States: both moments, and where the direction goes.
+    LambDirection {
+        /// Decay rates of the moments.
+        betas: [f32; 2],
+        /// One less the rates.
+        rest: [f32; 2],
+        /// Added to the denominator.
+        eps: f32,
+        /// Whether under the root.
+        eps_inside_sqrt: bool,
+        /// Weight decay.
+        decay: f32,
+    },
+    /// LAMB's second pass; the gradient is the direction. No states.
+    LambApply {
+        /// Multiplies the direction.
+        step_size: f32,
+    },
+}
+
+/// What [`Backend::update`] reads and writes: flat tensors of one length.
+#[derive(Debug, Clone, Copy)]
+pub struct UpdateOperands<'a> {
+    /// f32 master weights.
+    pub weights: &'a Tensor,
+    /// Their gradient.
+    pub gradient: &'a Tensor,
+    /// Multiplies the gradient first.
+    pub gradient_factor: f32,
+    /// The optimizer's f32 states.
+    pub states: &'a [Tensor],
+    /// Where the rounded copy of the new weights goes.
+    pub copy: Option<&'a Tensor>,
 }
 
 /// A handle to a backend; cheap to clone, equal when it is the same object.
@@ -497,6 +622,11 @@ impl Device {
     /// A CPU device of its own, with its own pool and accounting.
     pub fn cpu_with_threads(threads: usize) -> Device {
         Device::new(CpuBackend::new(threads))
+    }
+
+    /// The CUDA device with this number among the visible ones.
+    pub fn cuda(ordinal: usize) -> Result<Device> {
+        Ok(Device::new(crate::cuda::CudaBackend::open(ordinal)?))
     }
 
     /// A device over any backend.

@@ -114,6 +114,16 @@ pub enum TensorError {
         /// Why.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A device's own library or driver refused.
+    #[error("{op} ({device}): {what}")]
+    Device {
+        /// What was asked of it.
+        op: &'static str,
+        /// The device.
+        device: String,
+        /// Its words.
+        what: String,
+    },
     /// The backend cannot do this.
     #[error("{op} is not available on {device}: {why}")]
     Unsupported {

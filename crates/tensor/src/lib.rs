@@ -1,7 +1,7 @@
 //! Tensors, devices, kernels, the autograd tape, and parameters whose values are borrowed.
 //!
 //! Reading order: [`tensor`] (what a tensor is), [`param`] (the one idea of this project), [`autograd`] (the
-//! tape), [`ops`] (what models call), [`backend`] (what a device must do), [`cpu`] (the kernels).
+//! tape), [`ops`] (what models call), [`backend`] (what a device must do), [`cpu`] and [`cuda`] (the kernels).
 //!
 //! ```
 //! use ferrospeed_tensor::{Device, Tensor, autograd, ops};
@@ -19,6 +19,7 @@
 pub mod autograd;
 pub mod backend;
 pub mod cpu;
+pub mod cuda;
 pub mod dtype;
 pub mod error;
 pub mod memory;

@@ -81,7 +81,7 @@ impl MemoryUsage {
         self.peak_total_bytes
     }
 
-    fn add(&mut self, category: Category, bytes: usize) {
+    pub(crate) fn add(&mut self, category: Category, bytes: usize) {
         let index = category.index();
         self.current_bytes[index] += bytes;
         self.peak_bytes[index] = self.peak_bytes[index].max(self.current_bytes[index]);
@@ -89,12 +89,12 @@ impl MemoryUsage {
         self.peak_total_bytes = self.peak_total_bytes.max(self.current_total_bytes);
     }
 
-    fn subtract(&mut self, category: Category, bytes: usize) {
+    pub(crate) fn subtract(&mut self, category: Category, bytes: usize) {
         self.current_bytes[category.index()] -= bytes;
         self.current_total_bytes -= bytes;
     }
 
-    fn reset_peak(&mut self) {
+    pub(crate) fn reset_peak(&mut self) {
         self.peak_bytes = self.current_bytes;
         self.peak_total_bytes = self.current_total_bytes;
     }

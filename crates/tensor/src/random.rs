@@ -78,6 +78,11 @@ pub fn uniform_from_word(word: u32) -> f32 {
     (word >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
+/// Words below this are dropped with probability `p`.
+pub fn drop_threshold(p: f32) -> u32 {
+    (f64::from(p) * 4_294_967_296.0) as u32
+}
+
 /// A stream number for a name, so that a parameter's initial value depends on its name alone (FNV-1a).
 pub fn stream_of_name(name: &str) -> u32 {
     name.bytes().fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))

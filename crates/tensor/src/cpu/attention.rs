@@ -10,11 +10,11 @@ use crate::backend::{AttentionSpec, Heads};
 use crate::cpu::gemm::{Operand, small};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
-use crate::cpu::pointwise::drop_threshold;
 use crate::cpu::simd::{max, sum_by, vectorized};
 use crate::cpu::{amx, attention_amx, float_kernel, read, write};
 use crate::dtype::{DType, Float};
 use crate::error::Result;
+use crate::random::drop_threshold;
 use crate::tensor::Tensor;
 
 const BLOCK_T: usize = 64;

@@ -216,6 +216,14 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         pointwise::unary_backward(&self.threads, Unary::Activation(activation), x, dy, dx)
     }
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<()> {
+        pointwise::activation_backward_in_place(&self.threads, activation, before, gradient)
+    }
     fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
         pointwise::gated(&self.threads, activation, gate, up, y)
     }
@@ -313,6 +321,11 @@ impl Backend for CpuBackend {
         with_gradient: bool,
     ) -> Result<()> {
         loss::cross_entropy_rows(&self.threads, spec, logits, targets, losses, with_gradient)
+    }
+    fn mean_loss(&self, losses: &Tensor, counted: usize, target: &Tensor) -> Result<()> {
+        let total: f64 = read::<f32>(losses).iter().copied().map(f64::from).sum();
+        write::<f32>(target)[0] = (total / counted.max(1) as f64) as f32;
+        Ok(())
     }
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
         pointwise::dropout(&self.threads, x, y, p, key)

@@ -9,7 +9,7 @@ use crate::cpu::simd::vectorized;
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
-use crate::random::RandomKey;
+use crate::random::{RandomKey, drop_threshold};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -156,6 +156,29 @@ pub(crate) fn unary_backward(
     })
 }
 
+/// `before` becomes `f(before)`, `gradient` is multiplied by `f'(before)`, in one pass over both.
+pub(crate) fn activation_backward_in_place(
+    threads: &Threads,
+    activation: Activation,
+    before: &Tensor,
+    gradient: &Tensor,
+) -> Result<()> {
+    float_kernel!("activation_backward", before.dtype(), T => {
+        let (before, gradient) = (Shared::new(write::<T>(before)), Shared::new(write::<T>(gradient)));
+        with_activation!(activation, KIND => threads.blocks(before.len(), POINTWISE_BLOCK, |range| {
+            // SAFETY: blocks are disjoint.
+            let (before, gradient) = unsafe { (before.range(range.clone()), gradient.range(range)) };
+            vectorized!(|| {
+                for (value, gradient) in before.iter_mut().zip(gradient.iter_mut()) {
+                    let x = value.widen();
+                    *gradient = T::narrow(gradient.widen() * activate_derivative(KIND, x));
+                    *value = T::narrow(activate(KIND, x));
+                }
+            });
+        }))
+    })
+}
+
 pub(crate) fn gated(
     threads: &Threads,
     activation: Activation,
@@ -243,11 +266,6 @@ pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: &Tensor, p: f32, key: Ra
             });
         })
     })
-}
-
-/// Words below this are dropped.
-pub(crate) fn drop_threshold(p: f32) -> u32 {
-    (f64::from(p) * 4_294_967_296.0) as u32
 }
 
 /// Element strides of `from` seen as `to`: 0 along broadcast dimensions.

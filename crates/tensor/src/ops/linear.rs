@@ -203,7 +203,7 @@ fn activation_gradient(activation: Activation, before: &Tensor, dy: Tensor) -> R
 /// `f(x·W₁ + b₁)·W₂ + b₂` as one node.
 ///
 /// It saves the input and the value before `f`; the value after `f`, which two separate layers would save too,
-/// is computed again in backward: one cheap pass instead of a tensor held for half a step.
+/// is computed again in backward, in the pass that takes the gradient of `f`.
 pub fn mlp(
     x: impl Into<Operand>,
     up: (Operand, Option<Operand>),
@@ -228,13 +228,10 @@ pub fn mlp(
     let Some(before) = before else { return Ok(y) };
     let (saved_x, saved_up, saved_down) = (x.saved(), up.saved(), down.saved());
     Ok(record("mlp", &operands, y, move |dy| {
-        let backend = dy.device().backend();
-        let hidden = Tensor::empty(*before.shape(), before.dtype(), before.device())?;
-        backend.unary(crate::backend::Unary::Activation(activation), &before, &hidden)?;
-        let (ddown, ddown_bias) = saved_down.weight_gradients(&hidden, &dy)?;
-        drop(hidden);
-        let dhidden = saved_down.input_gradient(&dy, before.shape())?;
-        let dbefore = activation_gradient(activation, &before, dhidden)?;
+        let dbefore = saved_down.input_gradient(&dy, before.shape())?;
+        // Both tensors are this node's own: `before` becomes the value after `f`, the gradient goes through `f`.
+        dy.device().backend().activation_backward_in_place(activation, &before, &dbefore)?;
+        let (ddown, ddown_bias) = saved_down.weight_gradients(&before, &dy)?;
         drop(before);
         let x = saved_x.read()?;
         let (dup, dup_bias) = saved_up.weight_gradients(&x, &dbefore)?;

@@ -27,9 +27,6 @@ impl Default for CrossEntropyOptions {
     }
 }
 
-/// Bytes of logits held at once by [`linear_cross_entropy`].
-const CHUNK_BYTES: usize = 64 << 20;
-
 fn spec(options: &CrossEntropyOptions, targets: &Tensor) -> Result<(CrossEntropySpec, usize)> {
     let counted =
         targets.to_vec::<i64>()?.into_iter().filter(|&target| target != options.ignore_index).count();
@@ -42,10 +39,11 @@ fn spec(options: &CrossEntropyOptions, targets: &Tensor) -> Result<(CrossEntropy
     Ok((spec, counted))
 }
 
-/// The mean over counted rows, summed in f64 in row order; zero when none counts.
+/// The mean over counted rows, summed in f64; zero when none counts.
 fn mean_loss(losses: &Tensor, counted: usize) -> Result<Tensor> {
-    let total: f64 = losses.to_vec::<f32>()?.into_iter().map(f64::from).sum();
-    Tensor::scalar((total / counted.max(1) as f64) as f32, losses.device())
+    let mean = Tensor::empty([], DType::F32, losses.device())?;
+    losses.device().backend().mean_loss(losses, counted, &mean)?;
+    Ok(mean)
 }
 
 /// Mean cross-entropy of `logits [.., classes]` against `targets [..]`; an f32 scalar.
@@ -67,7 +65,7 @@ pub fn cross_entropy(
     let recording = needs_grad(&[&logits]);
     let value = logits.read()?;
     let device = value.device();
-    let work = Tensor::empty([rows, classes], DType::F32, device)?;
+    let work = Tensor::empty([rows, classes], device.backend().logits_dtype(logits.dtype()), device)?;
     device.backend().cast(&value, &work)?;
     let losses = Tensor::empty([rows], DType::F32, device)?;
     device.backend().cross_entropy_rows(&spec, &work, targets, &losses, recording)?;
@@ -80,10 +78,10 @@ pub fn cross_entropy(
         let scale = Unary::Affine { scale: dy.item()?, shift: 0.0 };
         let backend = work.device().backend();
         let dlogits = Tensor::empty(shape, dtype, work.device())?;
-        if dtype == DType::F32 {
+        if work.dtype() == dtype {
             backend.unary(scale, &work.view(shape)?, &dlogits)?;
         } else {
-            let scaled = Tensor::empty(*work.shape(), DType::F32, work.device())?;
+            let scaled = Tensor::empty(*work.shape(), work.dtype(), work.device())?;
             backend.unary(scale, &work, &scaled)?;
             backend.cast(&scaled, &dlogits)?;
         }
@@ -127,7 +125,8 @@ pub fn linear_cross_entropy(
     let dtype = x.dtype();
     let table = weight.read()?;
     let losses = Tensor::empty([rows], DType::F32, &device)?;
-    let chunk = (CHUNK_BYTES / (classes * 4).max(1)).clamp(16, rows.max(16));
+    let held = backend.logits_dtype(dtype);
+    let chunk = (backend.logits_chunk_bytes() / (classes * held.size_bytes()).max(1)).clamp(16, rows.max(16));
     let dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
     // Sums over chunks stay in f32 and are rounded once, in backward.
     let dweight = if wants[1] {
@@ -140,7 +139,7 @@ pub fn linear_cross_entropy(
     for start in (0..rows).step_by(chunk) {
         let count = chunk.min(rows - start);
         let x_chunk = flat.slice(start * width, [count, width])?;
-        let logits = Tensor::empty([count, classes], DType::F32, &device)?;
+        let logits = Tensor::empty([count, classes], held, &device)?;
         let w = Matrix { transposed, ..Matrix::whole(&table) };
         backend.gemm(&Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, &logits))?;
         let (target_chunk, loss_chunk) =
@@ -149,7 +148,7 @@ pub fn linear_cross_entropy(
         if !recording {
             continue;
         }
-        let gradient = if dtype == DType::F32 {
+        let gradient = if held == dtype {
             logits
         } else {
             let narrow = Tensor::empty(*logits.shape(), dtype, &device)?;

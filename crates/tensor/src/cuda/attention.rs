@@ -1,0 +1,228 @@
+//! Attention: cuDNN's tensor-core kernels where they fit, our own (`kernels/attention.cu`) for every other case.
+
+use crate::backend::{AttentionSpec, Heads};
+use crate::cuda::elementwise::DeviceKey;
+use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real};
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::random::{RandomKey, drop_threshold};
+use crate::tensor::Tensor;
+
+/// Warps that share one query or key.
+const WARPS: u32 = 4;
+/// Channels that a warp can hold.
+const MAX_DIM: usize = 256;
+
+/// Matches `Heads` in the kernels.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Strides {
+    batch: u64,
+    token: u64,
+    head: u64,
+}
+
+fn strides(heads: &Heads<'_>) -> Strides {
+    Strides {
+        batch: heads.batch_stride as u64,
+        token: heads.token_stride as u64,
+        head: heads.head_stride as u64,
+    }
+}
+
+/// The address of the first element.
+pub(super) fn start(heads: &Heads<'_>) -> u64 {
+    at(heads.tensor) + (heads.offset * heads.tensor.dtype().size_bytes()) as u64
+}
+
+/// Matches `Spec` in the kernels.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct DeviceSpec {
+    sizes: [u64; 6],
+    scale: f32,
+    causal: i32,
+    window: i64,
+    key_mask: u64,
+    slopes: u64,
+    positions: u64,
+    drop_threshold: u32,
+    keep_scale: f32,
+    key: DeviceKey,
+    dropout: i32,
+    unused: i32,
+}
+
+fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
+    if spec.dim > MAX_DIM {
+        let what = format!("heads of {} channels; at most {MAX_DIM} are supported on CUDA", spec.dim);
+        return Err(TensorError::argument("attention", what));
+    }
+    let (p, key) = spec.dropout.unwrap_or((0.0, RandomKey::new(0, 0)));
+    Ok(DeviceSpec {
+        sizes: [spec.batch, spec.queries, spec.keys, spec.heads, spec.kv_heads, spec.dim]
+            .map(|size| size as u64),
+        scale: spec.scale,
+        causal: spec.causal.into(),
+        window: spec.window.map_or(0, |window| window as i64),
+        key_mask: at_option(spec.key_mask),
+        slopes: at_option(spec.alibi_slopes),
+        positions: at_option(spec.alibi_positions),
+        drop_threshold: drop_threshold(p),
+        keep_scale: 1.0 / (1.0 - p),
+        key: key.into(),
+        dropout: spec.dropout.is_some().into(),
+        unused: 0,
+    })
+}
+
+fn kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
+    Ok(Kernel { source: Source::Attention, defines: [real("attention", dtype)?, "", ""], name })
+}
+
+pub(super) fn forward(
+    backend: &CudaBackend,
+    spec: &AttentionSpec<'_>,
+    q: &Heads<'_>,
+    k: &Heads<'_>,
+    v: &Heads<'_>,
+    out: &Heads<'_>,
+    logsumexp: &Tensor,
+) -> Result<()> {
+    let rows = spec.batch * spec.heads * spec.queries;
+    if rows == 0 {
+        return Ok(());
+    }
+    if super::cudnn_attention::forward(backend, spec, [q, k, v, out], logsumexp)? {
+        return Ok(());
+    }
+    let shared_bytes = WARPS * (spec.dim as u32 + 2) * 4;
+    launch!(
+        backend,
+        kernel(q.tensor.dtype(), "attention_forward")?,
+        [rows as u32, 1, 1],
+        [32 * WARPS, 1, 1],
+        shared_bytes,
+        device_spec(spec)?,
+        start(q),
+        strides(q),
+        start(k),
+        strides(k),
+        start(v),
+        strides(v),
+        start(out),
+        strides(out),
+        at(logsumexp)
+    )
+}
+
+pub(super) fn backward(
+    backend: &CudaBackend,
+    spec: &AttentionSpec<'_>,
+    [q, k, v, out, dout]: [&Heads<'_>; 5],
+    logsumexp: &Tensor,
+    [dq, dk, dv]: [&Heads<'_>; 3],
+) -> Result<()> {
+    let rows = spec.batch * spec.heads * spec.queries;
+    if rows == 0 {
+        return Ok(());
+    }
+    if super::cudnn_attention::backward(backend, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv])? {
+        return Ok(());
+    }
+    let (device, dtype) = (device_spec(spec)?, q.tensor.dtype());
+    let delta = backend.scratch(rows * 4)?;
+    let block = [32 * WARPS, 1, 1];
+    launch!(
+        backend,
+        kernel(dtype, "attention_delta")?,
+        [rows.div_ceil(WARPS as usize) as u32, 1, 1],
+        block,
+        0,
+        device,
+        start(out),
+        strides(out),
+        start(dout),
+        strides(dout),
+        delta.address()
+    )?;
+    let shared_bytes = WARPS * spec.dim as u32 * 4;
+    launch!(
+        backend,
+        kernel(dtype, "attention_dq")?,
+        [rows as u32, 1, 1],
+        block,
+        shared_bytes,
+        device,
+        start(q),
+        strides(q),
+        start(k),
+        strides(k),
+        start(v),
+        strides(v),
+        start(dout),
+        strides(dout),
+        at(logsumexp),
+        delta.address(),
+        start(dq),
+        strides(dq)
+    )?;
+    let keys = spec.batch * spec.kv_heads * spec.keys;
+    launch!(
+        backend,
+        kernel(dtype, "attention_dkv")?,
+        [keys as u32, 1, 1],
+        block,
+        shared_bytes,
+        device,
+        start(q),
+        strides(q),
+        start(k),
+        strides(k),
+        start(v),
+        strides(v),
+        start(dout),
+        strides(dout),
+        at(logsumexp),
+        delta.address(),
+        start(dk),
+        strides(dk),
+        start(dv),
+        strides(dv)
+    )
+}
+
+pub(super) fn rotary(
+    backend: &CudaBackend,
+    heads: &Heads<'_>,
+    batch: usize,
+    tokens: usize,
+    head_count: usize,
+    cos: &Tensor,
+    sin: &Tensor,
+    interleaved: bool,
+    inverse: bool,
+) -> Result<()> {
+    let pairs = cos.shape().last();
+    let count = batch * tokens * head_count * pairs;
+    let per_sequence = i32::from(cos.numel() > tokens * pairs);
+    let sign = if inverse { -1.0f32 } else { 1.0 };
+    launch!(
+        backend,
+        kernel(heads.tensor.dtype(), "rotary")?,
+        backend.grid_single(count),
+        [super::BLOCK, 1, 1],
+        0,
+        count as u64,
+        tokens as u64,
+        head_count as u64,
+        pairs as u64,
+        start(heads),
+        strides(heads),
+        at(cos),
+        at(sin),
+        per_sequence,
+        i32::from(interleaved),
+        sign
+    )
+}

@@ -1,0 +1,298 @@
+//! Matrix products by cuBLASLt, with bias and GELU in the epilogue, and a cache of what its heuristic chose.
+//!
+//! Our matrices are row-major, cuBLASLt's column-major: `C = A·B` is computed as `Cᵀ = Bᵀ·Aᵀ`, which costs nothing. The
+//! first choice of the heuristic is taken, never a timed one: timing would make bits depend on the machine's mood.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::Mutex;
+
+use cudarc::cublaslt::{result as lt, sys};
+
+use crate::backend::{Activation, Gemm, Matrix, Unary};
+use crate::cuda::CudaBackend;
+use crate::cuda::driver::failed;
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::tensor::Tensor;
+
+const OP: &str = "matrix product";
+/// What Hopper's kernels want for splitting sums.
+const WORKSPACE_BYTES: usize = 64 << 20;
+
+/// What is fused behind a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Epilogue {
+    None,
+    Bias,
+    Gelu { bias: bool, keeps_input: bool },
+}
+
+/// All that decides which kernel runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    sizes: [usize; 4],
+    types: [DType; 2],
+    strides: [[usize; 2]; 3],
+    transposed: [bool; 2],
+    alignment: [usize; 3],
+    epilogue: Epilogue,
+    accumulate: bool,
+}
+
+/// A product that is ready to run.
+struct Plan {
+    description: sys::cublasLtMatmulDesc_t,
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+/// cuBLASLt on one device.
+pub(crate) struct Products {
+    handle: sys::cublasLtHandle_t,
+    workspace: u64,
+    plans: Mutex<HashMap<Key, Plan>>,
+}
+
+// SAFETY: the handle may be used from any thread; plans are only used under the lock.
+unsafe impl Send for Products {}
+// SAFETY: as above.
+unsafe impl Sync for Products {}
+
+impl Products {
+    pub(crate) fn new() -> Result<Products> {
+        let handle = lt::create_handle().map_err(|error| failed("open cuBLASLt", format!("{error:?}")))?;
+        // SAFETY: a plain allocation, given back when the process ends: devices live as long as it.
+        let workspace = unsafe { cudarc::driver::result::malloc_sync(WORKSPACE_BYTES) }
+            .map_err(|error| failed("open cuBLASLt", format!("{error:?}")))?;
+        Ok(Products { handle, workspace, plans: Mutex::default() })
+    }
+}
+
+fn data_type(dtype: DType) -> Result<sys::cudaDataType> {
+    match dtype {
+        DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
+        DType::BF16 => Ok(sys::cudaDataType::CUDA_R_16BF),
+        DType::F16 => Ok(sys::cudaDataType::CUDA_R_16F),
+        dtype => Err(TensorError::BadDType { op: OP, what: "an operand", dtype, expected: "a float type" }),
+    }
+}
+
+fn address(matrix: &Matrix<'_>) -> u64 {
+    matrix.tensor.address().as_ptr() as u64 + (matrix.offset * matrix.tensor.dtype().size_bytes()) as u64
+}
+
+/// The largest power of two up to 256 that divides an address.
+fn alignment(address: u64) -> usize {
+    1 << address.trailing_zeros().min(8)
+}
+
+pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
+    if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
+        return Ok(());
+    }
+    backend.driver.bind()?;
+    // GELU by its tanh form is the one activation the library fuses; others follow as a pass of their own.
+    let fused = gemm.activation == Some(Activation::GeluTanh)
+        && gemm.batch == 1
+        && !gemm.accumulate
+        && gemm.n % 8 == 0;
+    let epilogue = match (gemm.bias.is_some(), gemm.activation) {
+        (bias, Some(_)) if fused => Epilogue::Gelu { bias, keeps_input: gemm.before_activation.is_some() },
+        (true, _) => Epilogue::Bias,
+        (false, _) => Epilogue::None,
+    };
+    let separate = gemm.activation.filter(|_| !fused);
+    let target = match (separate, gemm.before_activation) {
+        (Some(_), Some(before)) => Matrix { tensor: before, ..gemm.c },
+        _ => gemm.c,
+    };
+    if gemm.k == 0 {
+        return Err(TensorError::argument(OP, "a product over nothing"));
+    }
+    run(backend, gemm, &target, epilogue)?;
+    if let Some(activation) = separate {
+        backend.unary_into(Unary::Activation(activation), target.tensor, gemm.c.tensor)?;
+    }
+    Ok(())
+}
+
+fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogue) -> Result<()> {
+    let addresses = [address(&gemm.a), address(&gemm.b), address(c)];
+    let key = Key {
+        sizes: [gemm.m, gemm.n, gemm.k, gemm.batch],
+        types: [gemm.a.tensor.dtype(), c.tensor.dtype()],
+        strides: [gemm.a, gemm.b, *c].map(|matrix| [matrix.row_stride, matrix.batch_stride]),
+        transposed: [gemm.a.transposed, gemm.b.transposed],
+        alignment: addresses.map(alignment),
+        epilogue,
+        accumulate: gemm.accumulate,
+    };
+    let products = &backend.products;
+    let mut plans = products.plans.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let plan = match plans.entry(key) {
+        std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+        std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Plan::new(products.handle, &key)?),
+    };
+    let pointer = |tensor: Option<&Tensor>| tensor.map_or(0, |tensor| tensor.address().as_ptr() as u64);
+    use sys::cublasLtMatmulDescAttributes_t as Attribute;
+    if gemm.bias.is_some() {
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer(gemm.bias))?;
+    }
+    if matches!(epilogue, Epilogue::Gelu { keeps_input: true, .. }) {
+        plan.describe(
+            Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER,
+            &pointer(gemm.before_activation),
+        )?;
+    }
+    let (alpha, beta) = (gemm.alpha, if gemm.accumulate { 1.0f32 } else { 0.0 });
+    let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
+    // SAFETY: the plan was made for these sizes and alignments; the addresses are tensors of this device that hold them.
+    let outcome = unsafe {
+        lt::matmul(
+            products.handle,
+            plan.description,
+            scalar(&alpha),
+            scalar(&beta),
+            addresses[1] as *const c_void,
+            plan.layouts[1],
+            addresses[0] as *const c_void,
+            plan.layouts[0],
+            addresses[2] as *const c_void,
+            plan.layouts[2],
+            addresses[2] as *mut c_void,
+            plan.layouts[2],
+            &plan.algorithm,
+            products.workspace as *mut c_void,
+            WORKSPACE_BYTES,
+            backend.driver.stream().cast(),
+        )
+    };
+    outcome.map_err(|error| failed(OP, format!("{key:?}: {error:?}")))
+}
+
+impl Plan {
+    fn new(handle: sys::cublasLtHandle_t, key: &Key) -> Result<Plan> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let refused = |error: lt::CublasError| failed(OP, format!("{key:?}: {error:?}"));
+        let [m, n, k, batch] = key.sizes;
+        let (operand, result) = (data_type(key.types[0])?, data_type(key.types[1])?);
+        // As stored, a row-major matrix is its transpose in columns: rows and columns change places.
+        let layout =
+            |rows: usize, columns: usize, transposed: bool, [row_stride, batch_stride]: [usize; 2], kind| {
+                let (height, width) = if transposed { (rows, columns) } else { (columns, rows) };
+                // A single row has no distance to the next; the library still wants one that is wide enough.
+                let stride = row_stride.max(height);
+                let layout = lt::create_matrix_layout(kind, height as u64, width as u64, stride as i64)
+                    .map_err(refused)?;
+                if batch > 1 {
+                    use sys::cublasLtMatrixLayoutAttribute_t as Layout;
+                    let (count, offset) = (batch as i32, batch_stride as i64);
+                    // SAFETY: the attributes take a 32-bit count and a 64-bit offset.
+                    unsafe {
+                        set_layout(layout, Layout::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count)
+                            .map_err(refused)?;
+                        set_layout(layout, Layout::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset)
+                            .map_err(refused)?;
+                    }
+                }
+                Ok::<_, TensorError>(layout)
+            };
+        let layouts = [
+            layout(m, k, key.transposed[0], key.strides[0], operand)?,
+            layout(k, n, key.transposed[1], key.strides[1], operand)?,
+            layout(m, n, false, key.strides[2], result)?,
+        ];
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let description = lt::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F).map_err(refused)?;
+        // SAFETY: an all-zero algorithm is a value the heuristic overwrites before anybody reads it.
+        let algorithm = unsafe { std::mem::zeroed() };
+        let mut plan = Plan { description, layouts, algorithm };
+        let operation = |transposed: bool| i32::from(transposed);
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(key.transposed[1]))?;
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(key.transposed[0]))?;
+        use sys::cublasLtEpilogue_t as Lt;
+        let epilogue = match key.epilogue {
+            Epilogue::None => Lt::CUBLASLT_EPILOGUE_DEFAULT,
+            Epilogue::Bias => Lt::CUBLASLT_EPILOGUE_BIAS,
+            Epilogue::Gelu { bias: true, keeps_input: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            Epilogue::Gelu { bias: true, keeps_input: false } => Lt::CUBLASLT_EPILOGUE_GELU_BIAS,
+            Epilogue::Gelu { bias: false, keeps_input: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX,
+            Epilogue::Gelu { bias: false, keeps_input: false } => Lt::CUBLASLT_EPILOGUE_GELU,
+        };
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as u32))?;
+        if matches!(key.epilogue, Epilogue::Gelu { keeps_input: true, .. }) {
+            plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
+        }
+        plan.algorithm = choose(handle, &plan, key).map_err(refused)?;
+        Ok(plan)
+    }
+
+    fn describe<T>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<()> {
+        // SAFETY: each attribute is given the type its documentation names, and its size.
+        unsafe {
+            lt::set_matmul_desc_attribute(
+                self.description,
+                attribute,
+                std::ptr::from_ref(value).cast(),
+                size_of::<T>(),
+            )
+        }
+        .map_err(|error| failed(OP, format!("{attribute:?}: {error:?}")))
+    }
+}
+
+/// # Safety
+/// `T` is the type that the attribute takes.
+unsafe fn set_layout<T>(
+    layout: sys::cublasLtMatrixLayout_t,
+    attribute: sys::cublasLtMatrixLayoutAttribute_t,
+    value: &T,
+) -> Result<(), lt::CublasError> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        lt::set_matrix_layout_attribute(layout, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
+    }
+}
+
+fn choose(
+    handle: sys::cublasLtHandle_t,
+    plan: &Plan,
+    key: &Key,
+) -> Result<sys::cublasLtMatmulAlgo_t, lt::CublasError> {
+    use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+    let preference = lt::create_matmul_pref()?;
+    let alignment = key.alignment.map(|bytes| bytes as u32);
+    // The library's A is our B.
+    let wishes: [(Preference, &dyn AsBytes); 5] = [
+        (Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES),
+        (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &alignment[1]),
+        (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &alignment[0]),
+        (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &alignment[2]),
+        (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &alignment[2]),
+    ];
+    let outcome = (|| {
+        for (attribute, value) in wishes {
+            let (pointer, bytes) = value.parts();
+            // SAFETY: the workspace is a size_t, alignments are 32-bit, as documented.
+            unsafe { lt::set_matmul_pref_attribute(preference, attribute, pointer, bytes)? };
+        }
+        let [a, b, c] = plan.layouts;
+        // SAFETY: all descriptors were made above and live.
+        unsafe { lt::get_matmul_algo_heuristic(handle, plan.description, b, a, c, c, preference) }
+    })();
+    // SAFETY: the preference is ours and no longer used.
+    unsafe { lt::destroy_matmul_pref(preference)? };
+    Ok(outcome?.algo)
+}
+
+/// A value as the library's untyped attributes take it.
+trait AsBytes {
+    fn parts(&self) -> (*const c_void, usize);
+}
+
+impl<T: Copy> AsBytes for T {
+    fn parts(&self) -> (*const c_void, usize) {
+        (std::ptr::from_ref(self).cast(), size_of::<T>())
+    }
+}

@@ -1,0 +1,204 @@
+// Attention for every case: any element type, head width up to 256, masks, windows, ALiBi, dropout, shared key heads.
+//
+// One block per query (forward, dq) or per key (dk, dv); its warps share the other side's tokens and join at the end in
+// a fixed order. The tensor-core path for the usual cases is elsewhere; this one is the reference on the device.
+//
+// Legend: b batch, h query head, t query, s key, d channel. A lane owns channels lane, lane + 32, ….
+
+#define LANES 8  // channels per lane at most
+
+struct Heads { u64 batch, token, head; };
+struct Spec {
+    u64 batch, queries, keys, heads, kv_heads, dim;
+    float scale;
+    int causal;
+    i64 window;  // 0: none
+    const u8* key_mask;
+    const float* slopes;
+    const float* positions;
+    u32 drop_threshold;
+    float keep_scale;
+    RandomKey key;
+    int dropout;
+    int unused;
+};
+
+__device__ __forceinline__ void load_row(float* out, const REAL* row, u64 dim, int lane) {
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) out[j] = lane + 32 * j < dim ? widen(row[lane + 32 * j]) : 0.0f;
+}
+__device__ __forceinline__ float dot(const float* a, const float* b) {
+    float sum = 0.0f;
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) sum += a[j] * b[j];
+    return warp_sum(sum);
+}
+__device__ __forceinline__ bool visible(const Spec& p, u64 b, u64 t, u64 s) {
+    i64 position = i64(t) + i64(p.keys) - i64(p.queries);
+    if (p.causal && i64(s) > position) return false;
+    if (p.window && i64(s) <= position - p.window) return false;
+    return !p.key_mask || p.key_mask[b * p.keys + s];
+}
+__device__ __forceinline__ float score(const Spec& p, u64 b, u64 h, u64 s, float product) {
+    float v = product * p.scale;
+    if (p.slopes) v += p.slopes[h] * (p.positions ? p.positions[b * p.keys + s] : float(s));
+    return v;
+}
+// What a probability is multiplied by.
+__device__ __forceinline__ float kept(const Spec& p, u64 b, u64 h, u64 t, u64 s) {
+    if (!p.dropout) return 1.0f;
+    u64 at = ((b * p.heads + h) * p.queries + t) * p.keys + s;
+    return random_word(p.key, at) >= p.drop_threshold ? p.keep_scale : 0.0f;
+}
+__device__ __forceinline__ void key_range(const Spec& p, u64 t, u64& first, u64& last) {
+    i64 position = i64(t) + i64(p.keys) - i64(p.queries);
+    i64 end = p.causal ? position + 1 : i64(p.keys);
+    end = end < 0 ? 0 : end > i64(p.keys) ? i64(p.keys) : end;
+    i64 start = p.window ? position + 1 - p.window : 0;
+    start = start < 0 ? 0 : start > end ? end : start;
+    first = start;
+    last = end;
+}
+
+extern "C" __global__ void attention_forward(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
+                                             REAL* out, Heads os, float* lse) {
+    extern __shared__ float joined[];  // warps × (dim + 2)
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    u64 t = blockIdx.x % p.queries, h = blockIdx.x / p.queries % p.heads, b = blockIdx.x / (p.queries * p.heads);
+    u64 kv = h / (p.heads / p.kv_heads), first, last;
+    float row[LANES], sum[LANES] = {}, other[LANES];
+    load_row(row, q + b * qs.batch + t * qs.token + h * qs.head, p.dim, lane);
+    key_range(p, t, first, last);
+    float largest = -INFINITY, total = 0.0f;
+    for (u64 s = first + warp; s < last; s += warps) {
+        if (!visible(p, b, t, s)) continue;
+        load_row(other, k + b * ks.batch + s * ks.token + kv * ks.head, p.dim, lane);
+        float value = score(p, b, h, s, dot(row, other));
+        float most = fmaxf(largest, value), shrink = expf(largest - most), weight = expf(value - most);
+        total = total * shrink + weight;
+        largest = most;
+        weight *= kept(p, b, h, t, s);
+        load_row(other, v + b * vs.batch + s * vs.token + kv * vs.head, p.dim, lane);
+        #pragma unroll
+        for (int j = 0; j < LANES; j++) sum[j] = sum[j] * shrink + weight * other[j];
+    }
+    float* own = joined + warp * (p.dim + 2);
+    if (lane == 0) {
+        own[p.dim] = largest;
+        own[p.dim + 1] = total;
+    }
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) if (lane + 32 * j < p.dim) own[lane + 32 * j] = sum[j];
+    __syncthreads();
+    float most = -INFINITY, all = 0.0f;
+    for (int w = 0; w < warps; w++) most = fmaxf(most, joined[w * (p.dim + 2) + p.dim]);
+    float shift = most == -INFINITY ? 0.0f : most;
+    for (int w = 0; w < warps; w++) all += joined[w * (p.dim + 2) + p.dim + 1] * expf(joined[w * (p.dim + 2) + p.dim] - shift);
+    float inverse = all > 0.0f ? 1.0f / all : 0.0f;
+    REAL* target = out + b * os.batch + t * os.token + h * os.head;
+    for (u64 d = threadIdx.x; d < p.dim; d += blockDim.x) {
+        float value = 0.0f;
+        for (int w = 0; w < warps; w++) value += joined[w * (p.dim + 2) + d] * expf(joined[w * (p.dim + 2) + p.dim] - shift);
+        target[d] = narrow<REAL>(value * inverse);
+    }
+    if (threadIdx.x == 0) lse[blockIdx.x] = most + logf(all);
+}
+
+// delta[b, h, t] = Σ dout·out. One warp each.
+extern "C" __global__ void attention_delta(Spec p, const REAL* out, Heads os, const REAL* dout, Heads ds, float* delta) {
+    int lane = threadIdx.x & 31;
+    u64 index = blockIdx.x * (u64)(blockDim.x >> 5) + (threadIdx.x >> 5);
+    if (index >= p.batch * p.heads * p.queries) return;
+    u64 t = index % p.queries, h = index / p.queries % p.heads, b = index / (p.queries * p.heads);
+    float a[LANES], c[LANES];
+    load_row(a, out + b * os.batch + t * os.token + h * os.head, p.dim, lane);
+    load_row(c, dout + b * ds.batch + t * ds.token + h * ds.head, p.dim, lane);
+    float sum = dot(a, c);
+    if (lane == 0) delta[index] = sum;
+}
+
+// Joins the warps' sums into a row.
+__device__ __forceinline__ void join(const Spec& p, float* joined, const float* sum, REAL* target, float scale) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    __syncthreads();
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) if (lane + 32 * j < p.dim) joined[warp * p.dim + lane + 32 * j] = sum[j];
+    __syncthreads();
+    for (u64 d = threadIdx.x; d < p.dim; d += blockDim.x) {
+        float value = 0.0f;
+        for (int w = 0; w < warps; w++) value += joined[w * p.dim + d];
+        target[d] = narrow<REAL>(value * scale);
+    }
+}
+
+extern "C" __global__ void attention_dq(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
+                                        const REAL* dout, Heads ds, const float* lse, const float* delta, REAL* dq, Heads dqs) {
+    extern __shared__ float joined[];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    u64 t = blockIdx.x % p.queries, h = blockIdx.x / p.queries % p.heads, b = blockIdx.x / (p.queries * p.heads);
+    u64 kv = h / (p.heads / p.kv_heads), first, last;
+    float row[LANES], grad[LANES], sum[LANES] = {}, key[LANES], value[LANES];
+    load_row(row, q + b * qs.batch + t * qs.token + h * qs.head, p.dim, lane);
+    load_row(grad, dout + b * ds.batch + t * ds.token + h * ds.head, p.dim, lane);
+    float own_lse = lse[blockIdx.x], own_delta = delta[blockIdx.x];
+    key_range(p, t, first, last);
+    for (u64 s = first + warp; s < last && own_lse > -INFINITY; s += warps) {
+        if (!visible(p, b, t, s)) continue;
+        load_row(key, k + b * ks.batch + s * ks.token + kv * ks.head, p.dim, lane);
+        load_row(value, v + b * vs.batch + s * vs.token + kv * vs.head, p.dim, lane);
+        float probability = expf(score(p, b, h, s, dot(row, key)) - own_lse);
+        float d = probability * (dot(grad, value) * kept(p, b, h, t, s) - own_delta);
+        #pragma unroll
+        for (int j = 0; j < LANES; j++) sum[j] += d * key[j];
+    }
+    join(p, joined, sum, dq + b * dqs.batch + t * dqs.token + h * dqs.head, p.scale);
+}
+
+extern "C" __global__ void attention_dkv(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
+                                         const REAL* dout, Heads ds, const float* lse, const float* delta,
+                                         REAL* dk, Heads dks, REAL* dv, Heads dvs) {
+    extern __shared__ float joined[];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    u64 s = blockIdx.x % p.keys, kv = blockIdx.x / p.keys % p.kv_heads, b = blockIdx.x / (p.keys * p.kv_heads);
+    u64 group = p.heads / p.kv_heads;
+    float key[LANES], value[LANES], dkey[LANES] = {}, dvalue[LANES] = {}, row[LANES], grad[LANES];
+    load_row(key, k + b * ks.batch + s * ks.token + kv * ks.head, p.dim, lane);
+    load_row(value, v + b * vs.batch + s * vs.token + kv * vs.head, p.dim, lane);
+    i64 shift = i64(p.keys) - i64(p.queries);
+    i64 first = p.causal ? i64(s) - shift : 0, last = p.window ? i64(s) - shift + p.window : i64(p.queries);
+    first = first < 0 ? 0 : first;
+    last = last > i64(p.queries) ? i64(p.queries) : last;
+    for (u64 h = kv * group; h < (kv + 1) * group; h++) {
+        for (i64 t = first + warp; t < last; t += warps) {
+            if (!visible(p, b, t, s)) continue;
+            u64 index = (b * p.heads + h) * p.queries + t;
+            if (lse[index] == -INFINITY) continue;
+            load_row(row, q + b * qs.batch + t * qs.token + h * qs.head, p.dim, lane);
+            load_row(grad, dout + b * ds.batch + t * ds.token + h * ds.head, p.dim, lane);
+            float probability = expf(score(p, b, h, s, dot(row, key)) - lse[index]);
+            float factor = kept(p, b, h, t, s);
+            float d = probability * (dot(grad, value) * factor - delta[index]);
+            #pragma unroll
+            for (int j = 0; j < LANES; j++) {
+                dkey[j] += d * row[j];
+                dvalue[j] += probability * factor * grad[j];
+            }
+        }
+    }
+    join(p, joined, dkey, dk + b * dks.batch + s * dks.token + kv * dks.head, p.scale);
+    join(p, joined, dvalue, dv + b * dvs.batch + s * dvs.token + kv * dvs.head, 1.0f);
+}
+
+// Rotates pairs of channels in place; a sign of -1 rotates back.
+extern "C" __global__ void rotary(u64 count, u64 tokens, u64 heads, u64 pairs, REAL* x, Heads xs, const float* cosine, const float* sine,
+                                  int per_sequence, int interleaved, float sign) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        u64 pair = i % pairs, h = i / pairs % heads, t = i / (pairs * heads) % tokens, b = i / (pairs * heads * tokens);
+        u64 at = ((per_sequence ? b * tokens : 0) + t) * pairs + pair;
+        REAL* row = x + b * xs.batch + t * xs.token + h * xs.head;
+        u64 one = interleaved ? 2 * pair : pair, two = interleaved ? 2 * pair + 1 : pair + pairs;
+        float a = widen(row[one]), c = widen(row[two]), cs = cosine[at], sn = sign * sine[at];
+        row[one] = narrow<REAL>(a * cs - c * sn);
+        row[two] = narrow<REAL>(c * cs + a * sn);
+    }
+}

@@ -1,0 +1,130 @@
+// What every kernel file starts with: element types, vector accesses, reductions over a block, random numbers.
+//
+// No header of the CUDA toolkit is used, so that the run-time compiler alone is enough. A file is compiled once per
+// element type, which it calls REAL.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define INFINITY __int_as_float(0x7f800000)
+
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+
+__device__ __forceinline__ float widen(float v) { return v; }
+__device__ __forceinline__ float widen(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
+__device__ __forceinline__ float widen(f16 v) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(v.bits));
+    return wide;
+}
+__device__ __forceinline__ float widen(i64 v) { return float(v); }
+__device__ __forceinline__ float widen(int v) { return float(v); }
+__device__ __forceinline__ float widen(u8 v) { return float(v); }
+
+template <class T> struct Narrow;
+template <> struct Narrow<float> { __device__ static float from(float v) { return v; } };
+template <> struct Narrow<bf16> {
+    __device__ static bf16 from(float v) {
+        bf16 r;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(v));
+        return r;
+    }
+};
+template <> struct Narrow<f16> {
+    __device__ static f16 from(float v) {
+        f16 r;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(v));
+        return r;
+    }
+};
+template <> struct Narrow<i64> { __device__ static i64 from(float v) { return i64(v); } };
+template <> struct Narrow<int> { __device__ static int from(float v) { return int(v); } };
+template <> struct Narrow<u8> { __device__ static u8 from(float v) { return u8(v); } };
+template <class T> __device__ __forceinline__ T narrow(float v) { return Narrow<T>::from(v); }
+
+// Eight neighbours, moved by as few instructions as their size allows.
+template <class T> struct alignas(sizeof(T) * 8 < 16 ? sizeof(T) * 8 : 16) Pack { T v[8]; };
+template <class T> __device__ __forceinline__ Pack<T> load8(const T* at) { return *(const Pack<T>*)at; }
+template <class T> __device__ __forceinline__ void store8(T* at, const Pack<T>& pack) { *(Pack<T>*)at = pack; }
+
+__device__ __forceinline__ bool aligned16(const void* a) { return ((u64)a & 15) == 0; }
+__device__ __forceinline__ bool aligned16(const void* a, const void* b) { return (((u64)a | (u64)b) & 15) == 0; }
+__device__ __forceinline__ bool aligned16(const void* a, const void* b, const void* c) {
+    return (((u64)a | (u64)b | (u64)c) & 15) == 0;
+}
+
+// Runs `eight(first element)` over whole packs where `wide`, `one(element)` over the rest, across the whole grid.
+template <class Eight, class One>
+__device__ __forceinline__ void spread(u64 count, bool wide, Eight eight, One one) {
+    u64 thread = blockIdx.x * (u64)blockDim.x + threadIdx.x, threads = gridDim.x * (u64)blockDim.x;
+    u64 packs = wide ? count / 8 : 0;
+    for (u64 p = thread; p < packs; p += threads) eight(p * 8);
+    for (u64 i = packs * 8 + thread; i < count; i += threads) one(i);
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+    for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+    return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+    for (int step = 16; step > 0; step >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
+    return v;
+}
+
+// Reductions over all threads of a block (a multiple of 32, at most 1024); every thread gets the result. The order is
+// fixed, so the same input gives the same bits.
+template <class Op> __device__ __forceinline__ float block_reduce(float v, float neutral, Op op) {
+    __shared__ float parts[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    for (int step = 16; step > 0; step >>= 1) v = op(v, __shfl_xor_sync(0xffffffffu, v, step));
+    __syncthreads();
+    if (lane == 0) parts[warp] = v;
+    __syncthreads();
+    v = lane < warps ? parts[lane] : neutral;
+    for (int step = 16; step > 0; step >>= 1) v = op(v, __shfl_xor_sync(0xffffffffu, v, step));
+    return v;
+}
+__device__ __forceinline__ float block_sum(float v) {
+    return block_reduce(v, 0.0f, [](float a, float b) { return a + b; });
+}
+__device__ __forceinline__ float block_max(float v) {
+    return block_reduce(v, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// Philox 4x32-10, the same numbers as the host's.
+struct RandomKey { u64 seed; u32 stream; u32 step; };
+struct Words { u32 w[4]; };
+__device__ __forceinline__ Words random_block(RandomKey key, u64 index) {
+    u32 c0 = u32(index), c1 = u32(index >> 32), c2 = key.stream, c3 = key.step;
+    u32 k0 = u32(key.seed), k1 = u32(key.seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        u32 high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
+        u32 high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return Words{{c0, c1, c2, c3}};
+}
+__device__ __forceinline__ u32 random_word(RandomKey key, u64 position) {
+    return random_block(key, position / 4).w[position % 4];
+}
+
+// What a kernel leaves when an index is out of range: the first one found, by position.
+struct Fault { u64 position; i64 index; u64 limit; u64 op; };
+__device__ __forceinline__ u64 checked(i64 index, u64 position, u64 limit, u64 op, Fault* fault) {
+    if (index >= 0 && u64(index) < limit) return u64(index);
+    if (atomicCAS(&fault->op, 0ull, op) == 0) {
+        fault->position = position;
+        fault->index = index;
+        fault->limit = limit;
+    }
+    return 0;
+}

@@ -1,0 +1,216 @@
+// Elementwise kernels: unary functions, activations and gates, sums, dropout, broadcasting.
+
+enum { GELU_ERF, GELU_TANH, QUICK_GELU, SILU, RELU, TANH, SIGMOID, NEG, EXP, LOG, SQRT, SQUARE, ABS, RECIPROCAL, AFFINE, POWER };
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+// Within 2e-7 of the hyperbolic tangent, in a quarter of its instructions.
+__device__ __forceinline__ float quick_tanh(float x) { return 1.0f - __fdividef(2.0f, __expf(fminf(2.0f * x, 80.0f)) + 1.0f); }
+
+__device__ __forceinline__ float apply(int op, float x, float p, float q) {
+    switch (op) {
+        case GELU_ERF: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+        case GELU_TANH: return 0.5f * x * (1.0f + quick_tanh(0.7978846f * (x + 0.044715f * x * x * x)));
+        case QUICK_GELU: return x * sigmoid(1.702f * x);
+        case SILU: return x * sigmoid(x);
+        case RELU: return x > 0.0f ? x : 0.0f;
+        case TANH: return tanhf(x);
+        case SIGMOID: return sigmoid(x);
+        case NEG: return -x;
+        case EXP: return expf(x);
+        case LOG: return logf(x);
+        case SQRT: return sqrtf(x);
+        case SQUARE: return x * x;
+        case ABS: return fabsf(x);
+        case RECIPROCAL: return 1.0f / x;
+        case AFFINE: return p * x + q;
+        default: return powf(x, p);
+    }
+}
+
+__device__ __forceinline__ float derivative(int op, float x, float p) {
+    switch (op) {
+        case GELU_ERF: return 0.5f * (1.0f + erff(x * 0.70710678f)) + x * 0.3989423f * __expf(-0.5f * x * x);
+        case GELU_TANH: {
+            float t = quick_tanh(0.7978846f * (x + 0.044715f * x * x * x));
+            float inner = 0.7978846f * (1.0f + 3.0f * 0.044715f * x * x);
+            return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner;
+        }
+        case QUICK_GELU: {
+            float s = sigmoid(1.702f * x);
+            return s + 1.702f * x * s * (1.0f - s);
+        }
+        case SILU: {
+            float s = sigmoid(x);
+            return s + x * s * (1.0f - s);
+        }
+        case RELU: return x > 0.0f ? 1.0f : 0.0f;
+        case TANH: {
+            float t = tanhf(x);
+            return 1.0f - t * t;
+        }
+        case SIGMOID: {
+            float s = sigmoid(x);
+            return s * (1.0f - s);
+        }
+        case NEG: return -1.0f;
+        case EXP: return expf(x);
+        case LOG: return 1.0f / x;
+        case SQRT: return 0.5f / sqrtf(x);
+        case SQUARE: return 2.0f * x;
+        case ABS: return x > 0.0f ? 1.0f : (x < 0.0f ? -1.0f : 0.0f);
+        case RECIPROCAL: return -1.0f / (x * x);
+        case AFFINE: return p;
+        default: return p * powf(x, p - 1.0f);
+    }
+}
+
+extern "C" __global__ void unary(u64 count, const REAL* x, REAL* y, int op, float p, float q) {
+    spread(count, aligned16(x, y),
+        [&](u64 i) {
+            Pack<REAL> a = load8(x + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) a.v[j] = narrow<REAL>(apply(op, widen(a.v[j]), p, q));
+            store8(y + i, a);
+        },
+        [&](u64 i) { y[i] = narrow<REAL>(apply(op, widen(x[i]), p, q)); });
+}
+
+extern "C" __global__ void unary_backward(u64 count, const REAL* x, const REAL* dy, REAL* dx, int op, float p) {
+    spread(count, aligned16(x, dy, dx),
+        [&](u64 i) {
+            Pack<REAL> a = load8(x + i), d = load8(dy + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) d.v[j] = narrow<REAL>(widen(d.v[j]) * derivative(op, widen(a.v[j]), p));
+            store8(dx + i, d);
+        },
+        [&](u64 i) { dx[i] = narrow<REAL>(widen(dy[i]) * derivative(op, widen(x[i]), p)); });
+}
+
+extern "C" __global__ void gated(u64 count, const REAL* gate, const REAL* up, REAL* y, int op) {
+    spread(count, aligned16(gate, up, y),
+        [&](u64 i) {
+            Pack<REAL> g = load8(gate + i), u = load8(up + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) g.v[j] = narrow<REAL>(apply(op, widen(g.v[j]), 0, 0) * widen(u.v[j]));
+            store8(y + i, g);
+        },
+        [&](u64 i) { y[i] = narrow<REAL>(apply(op, widen(gate[i]), 0, 0) * widen(up[i])); });
+}
+
+extern "C" __global__ void gated_backward(u64 count, const REAL* gate, const REAL* up, const REAL* dy, REAL* dgate, REAL* dup, int op) {
+    spread(count, aligned16(gate, up, dy) && aligned16(dgate, dup),
+        [&](u64 i) {
+            Pack<REAL> g = load8(gate + i), u = load8(up + i), d = load8(dy + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float gj = widen(g.v[j]), uj = widen(u.v[j]), dj = widen(d.v[j]);
+                g.v[j] = narrow<REAL>(dj * uj * derivative(op, gj, 0));
+                u.v[j] = narrow<REAL>(dj * apply(op, gj, 0, 0));
+            }
+            store8(dgate + i, g);
+            store8(dup + i, u);
+        },
+        [&](u64 i) {
+            float g = widen(gate[i]), u = widen(up[i]), d = widen(dy[i]);
+            dgate[i] = narrow<REAL>(d * u * derivative(op, g, 0));
+            dup[i] = narrow<REAL>(d * apply(op, g, 0, 0));
+        });
+}
+
+// The value after an activation takes the place of the value before it, and its gradient that of the gradient.
+extern "C" __global__ void activation_backward_in_place(u64 count, REAL* before, REAL* gradient, int op) {
+    spread(count, aligned16(before, gradient),
+        [&](u64 i) {
+            Pack<REAL> a = load8(before + i), d = load8(gradient + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float x = widen(a.v[j]);
+                d.v[j] = narrow<REAL>(widen(d.v[j]) * derivative(op, x, 0));
+                a.v[j] = narrow<REAL>(apply(op, x, 0, 0));
+            }
+            store8(before + i, a);
+            store8(gradient + i, d);
+        },
+        [&](u64 i) {
+            float x = widen(before[i]);
+            gradient[i] = narrow<REAL>(widen(gradient[i]) * derivative(op, x, 0));
+            before[i] = narrow<REAL>(apply(op, x, 0, 0));
+        });
+}
+
+extern "C" __global__ void add_assign(u64 count, REAL* target, const SOURCE* source) {
+    spread(count, aligned16(target, source),
+        [&](u64 i) {
+            Pack<REAL> t = load8(target + i);
+            Pack<SOURCE> s = load8(source + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) t.v[j] = narrow<REAL>(widen(t.v[j]) + widen(s.v[j]));
+            store8(target + i, t);
+        },
+        [&](u64 i) { target[i] = narrow<REAL>(widen(target[i]) + widen(source[i])); });
+}
+
+extern "C" __global__ void dropout(u64 count, const REAL* x, REAL* y, u32 threshold, float scale, RandomKey key) {
+    u64 blocks = (count + 3) / 4;
+    for (u64 b = blockIdx.x * (u64)blockDim.x + threadIdx.x; b < blocks; b += gridDim.x * (u64)blockDim.x) {
+        Words words = random_block(key, b);
+        for (int lane = 0; lane < 4; lane++) {
+            u64 i = b * 4 + lane;
+            if (i < count) y[i] = narrow<REAL>(words.w[lane] >= threshold ? widen(x[i]) * scale : 0.0f);
+        }
+    }
+}
+
+__device__ __forceinline__ float combine(int op, float a, float b) {
+    switch (op) {
+        case 0: return a + b;
+        case 1: return a - b;
+        case 2: return a * b;
+        case 3: return a / b;
+        case 4: return a > b ? a : b;
+        default: return a < b ? a : b;
+    }
+}
+
+extern "C" __global__ void binary_same(u64 count, const REAL* a, const REAL* b, REAL* y, int op) {
+    spread(count, aligned16(a, b, y),
+        [&](u64 i) {
+            Pack<REAL> l = load8(a + i), r = load8(b + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) l.v[j] = narrow<REAL>(combine(op, widen(l.v[j]), widen(r.v[j])));
+            store8(y + i, l);
+        },
+        [&](u64 i) { y[i] = narrow<REAL>(combine(op, widen(a[i]), widen(b[i]))); });
+}
+
+// A broadcast: the result's sizes, and each operand's strides seen from the result (0 where it is repeated).
+struct Broadcast { u32 dims; u32 unused; u64 size[8]; u64 stride[3][8]; };
+__device__ __forceinline__ u64 place(const Broadcast& b, int operand, u64 index) {
+    u64 at = 0;
+    for (int dim = int(b.dims) - 1; dim >= 0; dim--) {
+        at += index % b.size[dim] * b.stride[operand][dim];
+        index /= b.size[dim];
+    }
+    return at;
+}
+
+extern "C" __global__ void binary_broadcast(u64 count, const REAL* a, const REAL* b, REAL* y, int op, Broadcast shape) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x)
+        y[i] = narrow<REAL>(combine(op, widen(a[place(shape, 0, i)]), widen(b[place(shape, 1, i)])));
+}
+
+extern "C" __global__ void select_broadcast(u64 count, const u8* condition, const REAL* a, const REAL* b, REAL* y, Broadcast shape) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x)
+        y[i] = condition[place(shape, 0, i)] ? a[place(shape, 1, i)] : b[place(shape, 2, i)];
+}
+
+// Sums x down to y: thread i owns y[i] and walks, in order, the elements of x that were broadcast from it. `own` are the
+// dimensions of x that y keeps, `summed` those it lost.
+extern "C" __global__ void sum_to(u64 count, u64 repeats, const REAL* x, REAL* y, Broadcast own, Broadcast summed) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        const REAL* start = x + place(own, 0, i);
+        float sum = 0.0f;
+        for (u64 r = 0; r < repeats; r++) sum += widen(start[place(summed, 0, r)]);
+        y[i] = narrow<REAL>(sum);
+    }
+}

@@ -1,0 +1,53 @@
+// Kernels that move elements of any size: fills, casts, comparisons, permutations, strided copies, lookups.
+
+extern "C" __global__ void fill(u64 count, REAL* target, REAL value) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) target[i] = value;
+}
+
+struct Broadcast { u32 dims; u32 unused; u64 size[8]; u64 stride[3][8]; };
+__device__ __forceinline__ u64 place(const Broadcast& b, int operand, u64 index) {
+    u64 at = 0;
+    for (int dim = int(b.dims) - 1; dim >= 0; dim--) {
+        at += index % b.size[dim] * b.stride[operand][dim];
+        index /= b.size[dim];
+    }
+    return at;
+}
+
+extern "C" __global__ void compare(u64 count, const REAL* a, const REAL* b, u8* y, int op, Broadcast shape) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        #ifdef EXACT
+        REAL l = a[place(shape, 0, i)], r = b[place(shape, 1, i)];
+        #else
+        float l = widen(a[place(shape, 0, i)]), r = widen(b[place(shape, 1, i)]);
+        #endif
+        y[i] = op == 0 ? l == r : op == 1 ? l < r : l <= r;
+    }
+}
+
+extern "C" __global__ void permute(u64 count, const REAL* x, REAL* y, Broadcast shape) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x)
+        y[i] = x[place(shape, 0, i)];
+}
+
+// `width` and the strides count REALs; the host widens REAL where everything is aligned.
+extern "C" __global__ void copy_blocks(const REAL* source, u64 source_stride, REAL* target, u64 target_stride, u64 rows, u64 width) {
+    u64 count = rows * width;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        u64 r = i / width, c = i % width;
+        target[r * target_stride + c] = source[r * source_stride + c];
+    }
+}
+
+extern "C" __global__ void index_select(u64 count, const REAL* x, const INDEX* indices, u64 picked, u64 size, u64 inner, REAL* y, u64 op, Fault* fault) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        u64 c = i % inner, p = i / inner % picked, o = i / (inner * picked);
+        u64 index = checked(i64(indices[p]), p, size, op, fault);
+        y[i] = x[(o * size + index) * inner + c];
+    }
+}
+
+extern "C" __global__ void gather(u64 count, const REAL* x, const INDEX* indices, u64 picked, u64 width, REAL* y, u64 op, Fault* fault) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x)
+        y[i] = x[i / picked * width + checked(i64(indices[i]), i, width, op, fault)];
+}

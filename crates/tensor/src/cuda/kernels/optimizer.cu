@@ -1,0 +1,131 @@
+// Optimizer steps in one pass over memory, and the two halves of an exact norm.
+//
+// The norm: squares scaled by a power of two are added as integers, whose sum has no order.
+
+struct Update { int kind; int flag; float a, b, c, d, e, f, g, h; };
+enum { ADAM, ADAMW, SGD, ADAGRAD, LION, LAMB_DIRECTION, LAMB_APPLY };
+
+__device__ __forceinline__ float step(const Update& u, float w, float g, float* s) {
+    switch (u.kind) {
+        case ADAM:
+        case ADAMW: {
+            // a beta1, b beta2, c 1-beta1, d 1-beta2, e eps, f decay, g step size, h the inverse root of the correction.
+            if (u.kind == ADAMW) w -= u.f * w; else g += u.f * w;
+            s[0] = u.a * s[0] + u.c * g;
+            s[1] = u.b * s[1] + u.d * g * g;
+            float denominator = sqrtf(s[1]) * u.h + u.e;
+            return w - u.g * (s[0] / denominator);
+        }
+        case SGD: {
+            // a momentum, b the share of the gradient that enters it, c decay, d learning rate; flag: Nesterov.
+            g += u.c * w;
+            if (STATES > 0) {
+                s[0] = u.a * s[0] + u.b * g;
+                g = u.flag ? g + u.a * s[0] : s[0];
+            }
+            return w - u.d * g;
+        }
+        case ADAGRAD:
+            // a decay, b learning rate, c eps
+            g += u.a * w;
+            s[0] += g * g;
+            return w - u.b * g / (sqrtf(s[0]) + u.c);
+        case LION: {
+            // a beta1, b beta2, c 1-beta1, d 1-beta2, e learning rate, f what is left of a weight
+            float direction = u.a * s[0] + u.c * g;
+            s[0] = u.b * s[0] + u.d * g;
+            float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : 0.0f;
+            return w * u.f - u.e * sign;
+        }
+        case LAMB_DIRECTION: {
+            // a beta1, b beta2, c 1-beta1, d 1-beta2, e eps, f decay; flag: eps under the root
+            s[0] = u.a * s[0] + u.c * g;
+            s[1] = u.b * s[1] + u.d * g * g;
+            float denominator = u.flag ? sqrtf(s[1] + u.e) : sqrtf(s[1]) + u.e;
+            s[2] = s[0] / denominator + u.f * w;
+            return w;
+        }
+        default: return w - u.a * g;
+    }
+}
+
+// REAL is the gradient's type, COPY that of the 16-bit copy, STATES how many states there are.
+extern "C" __global__ void optimizer_step(u64 count, Update update, float factor, float* weights, const REAL* gradient,
+                                          float* s0, float* s1, float* s2, COPY* copy) {
+    float* states[3] = {s0, s1, s2};
+    bool wide = aligned16(weights, gradient) && (STATES < 1 || aligned16(s0)) && (STATES < 2 || aligned16(s1)) &&
+                (STATES < 3 || aligned16(s2)) && aligned16(copy);
+    spread(count, wide,
+        [&](u64 i) {
+            Pack<float> w = load8(weights + i), s[STATES + 1];
+            Pack<REAL> g = load8(gradient + i);
+            #pragma unroll
+            for (int k = 0; k < STATES; k++) s[k] = load8(states[k] + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float own[STATES + 1];
+                #pragma unroll
+                for (int k = 0; k < STATES; k++) own[k] = s[k].v[j];
+                w.v[j] = step(update, w.v[j], widen(g.v[j]) * factor, own);
+                #pragma unroll
+                for (int k = 0; k < STATES; k++) s[k].v[j] = own[k];
+            }
+            store8(weights + i, w);
+            #pragma unroll
+            for (int k = 0; k < STATES; k++) store8(states[k] + i, s[k]);
+            if (copy) {
+                Pack<COPY> rounded;
+                #pragma unroll
+                for (int j = 0; j < 8; j++) rounded.v[j] = narrow<COPY>(w.v[j]);
+                store8(copy + i, rounded);
+            }
+        },
+        [&](u64 i) {
+            float own[STATES + 1];
+            for (int k = 0; k < STATES; k++) own[k] = states[k][i];
+            float w = step(update, weights[i], widen(gradient[i]) * factor, own);
+            weights[i] = w;
+            for (int k = 0; k < STATES; k++) states[k][i] = own[k];
+            if (copy) copy[i] = narrow<COPY>(w);
+        });
+}
+
+// The largest magnitude as bits: among non-negative floats the order is that of their bits, NaN and infinity on top.
+extern "C" __global__ void largest_magnitude(u64 count, const REAL* x, u32* most) {
+    u32 own = 0;
+    spread(count, aligned16(x),
+        [&](u64 i) {
+            Pack<REAL> a = load8(x + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) own = max(own, __float_as_uint(widen(a.v[j])) & 0x7fffffffu);
+        },
+        [&](u64 i) { own = max(own, __float_as_uint(widen(x[i])) & 0x7fffffffu); });
+    for (int step = 16; step > 0; step >>= 1) own = max(own, __shfl_xor_sync(0xffffffffu, own, step));
+    if ((threadIdx.x & 31) == 0) atomicMax(most, own);
+}
+
+// Σ (x²·grid) as integers: parts[0] collects the low 32 bits, parts[1] what is above.
+extern "C" __global__ void sum_squares(u64 count, const REAL* x, double grid, u64* parts) {
+    u64 low = 0, high = 0;
+    auto take = [&](float v) {
+        double wide = v;
+        u64 square = u64(wide * wide * grid);
+        low += square & 0xffffffffu;
+        high += square >> 32;
+    };
+    spread(count, aligned16(x),
+        [&](u64 i) {
+            Pack<REAL> a = load8(x + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) take(widen(a.v[j]));
+        },
+        [&](u64 i) { take(widen(x[i])); });
+    for (int step = 16; step > 0; step >>= 1) {
+        low += __shfl_xor_sync(0xffffffffu, low, step);
+        high += __shfl_xor_sync(0xffffffffu, high, step);
+    }
+    if ((threadIdx.x & 31) == 0) {
+        atomicAdd(&parts[0], low);
+        atomicAdd(&parts[1], high);
+    }
+}

@@ -1,0 +1,522 @@
+//! The CUDA backend. Start reading at [`CudaBackend`]; each kernel family has its file here and its `.cu` in `kernels/`.
+//!
+//! Work is submitted to one stream and runs behind the host's back; only copies to the host wait. Sums have a fixed
+//! order, so the same run gives the same bits again on the same kind of GPU. An index out of range, which a kernel cannot
+//! report, is remembered on the device and returned by the next copy to the host.
+
+mod attention;
+mod compile;
+mod cudnn;
+mod cudnn_attention;
+mod driver;
+mod elementwise;
+mod gemm;
+mod image;
+mod layout;
+mod memory;
+mod norm;
+mod optimizer;
+mod reduce;
+
+use std::sync::Mutex;
+
+use cudarc::driver::result as cu;
+
+use crate::backend::*;
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::memory::{Category, MemoryUsage};
+use crate::random::RandomKey;
+use crate::tensor::Tensor;
+use compile::{Kernel, Kernels, Source};
+use driver::{Checked, Driver};
+use memory::DevicePool;
+
+pub use driver::device_count;
+
+/// Threads per block where a kernel does not care.
+const BLOCK: u32 = 256;
+
+/// Kernels and memory of one NVIDIA GPU.
+pub struct CudaBackend {
+    // Fields are dropped in this order: the driver last.
+    products: gemm::Products,
+    attention: Mutex<cudnn_attention::Plans>,
+    kernels: Kernels,
+    pool: DevicePool,
+    /// A [`Fault`] on the device.
+    fault: u64,
+    driver: Driver,
+}
+
+/// What a kernel leaves when it met an index out of range. Matches `Fault` in `kernels/common.cuh`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+struct Fault {
+    position: u64,
+    index: i64,
+    limit: u64,
+    op: u64,
+}
+
+/// Operations that check indices, by the number that a [`Fault`] carries.
+const CHECKED_OPS: [&str; 6] = ["", "embedding", "cross_entropy", "index_select", "gather", "index_add"];
+
+/// The number of a checked operation.
+fn op_number(name: &'static str) -> u64 {
+    CHECKED_OPS.iter().position(|&known| known == name).map_or(1, |number| number as u64)
+}
+
+/// Submits a kernel: `launch!(backend, kernel, grid, block, shared bytes, arguments…)`. Arguments must have exactly the
+/// types that the kernel declares; addresses are `u64`.
+macro_rules! launch {
+    ($backend:expr, $kernel:expr, $grid:expr, $block:expr, $shared:expr, $($argument:expr),+ $(,)?) => {{
+        let backend: &$crate::cuda::CudaBackend = $backend;
+        backend.driver.bind()?;
+        let function = backend.kernels.get(&backend.driver, $kernel)?;
+        // SAFETY: each call lists the arguments of the kernel it names, in order and of its types, and tensors that hold
+        // what the kernel reads and writes; the ops above have checked their shapes.
+        unsafe {
+            backend.driver.launch(
+                function, $grid, $block, $shared,
+                &mut [$(std::ptr::from_ref(&$argument).cast_mut().cast::<std::ffi::c_void>()),+],
+            )
+        }
+    }};
+}
+pub(crate) use launch;
+
+/// A tensor's address as kernels take it.
+fn at(tensor: &Tensor) -> u64 {
+    tensor.address().as_ptr() as u64
+}
+
+/// The same, zero where there is none.
+fn at_option(tensor: Option<&Tensor>) -> u64 {
+    tensor.map_or(0, at)
+}
+
+/// `REAL=` for a float type.
+fn real(op: &'static str, dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("REAL=float"),
+        DType::BF16 => Ok("REAL=bf16"),
+        DType::F16 => Ok("REAL=f16"),
+        dtype => Err(TensorError::BadDType { op, what: "the operand", dtype, expected: "a float type" }),
+    }
+}
+
+/// `INDEX=` for an integer type.
+fn index_type(op: &'static str, dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::I64 => Ok("INDEX=i64"),
+        DType::I32 => Ok("INDEX=int"),
+        DType::U8 => Ok("INDEX=u8"),
+        dtype => Err(TensorError::BadDType { op, what: "the indices", dtype, expected: "an integer type" }),
+    }
+}
+
+impl CudaBackend {
+    /// Opens the GPU with this number among the visible ones.
+    pub fn open(ordinal: usize) -> Result<CudaBackend> {
+        let driver = Driver::open(ordinal)?;
+        let pool = DevicePool::new(&driver)?;
+        // SAFETY: a plain allocation of the fault's size, zeroed at once; it lives as long as the process.
+        let fault = unsafe {
+            let fault = cu::malloc_sync(size_of::<Fault>()).during("open a CUDA device")?;
+            cu::memset_d8_sync(fault, 0, size_of::<Fault>()).during("open a CUDA device")?;
+            fault
+        };
+        let products = gemm::Products::new()?;
+        let attention = Mutex::new(cudnn_attention::Plans::open(&driver));
+        Ok(CudaBackend { products, attention, kernels: Kernels::new(), pool, fault, driver })
+    }
+
+    /// A grid of [`BLOCK`] threads each for `count` elements, eight to a thread, bounded by what the GPU runs at once.
+    fn grid(&self, count: usize) -> [u32; 3] {
+        let wanted = count.div_ceil(8 * BLOCK as usize).max(1);
+        [wanted.min(self.driver.multiprocessors as usize * 16) as u32, 1, 1]
+    }
+
+    /// The same, one element to a thread.
+    fn grid_single(&self, count: usize) -> [u32; 3] {
+        let wanted = count.div_ceil(BLOCK as usize).max(1);
+        [wanted.min(self.driver.multiprocessors as usize * 32) as u32, 1, 1]
+    }
+
+    fn copy_bytes(&self, source: u64, target: u64, bytes: usize) -> Result<()> {
+        self.driver.bind()?;
+        if bytes == 0 || source == target {
+            return Ok(());
+        }
+        // SAFETY: both ranges are tensors of this device with so many bytes.
+        unsafe { cu::memcpy_dtod_async(target, source, bytes, self.driver.stream()) }
+            .during("copy on the device")
+    }
+
+    fn zero_bytes(&self, target: u64, bytes: usize) -> Result<()> {
+        self.driver.bind()?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the range is a tensor of this device with so many bytes.
+        unsafe { cu::memset_d8_async(target, 0, bytes, self.driver.stream()) }.during("clear memory")
+    }
+
+    /// Device memory that lives until it is dropped, for intermediate results of one call.
+    fn scratch(&self, bytes: usize) -> Result<Scratch<'_>> {
+        let block = self.pool.allocate(&self.driver, bytes, Category::Buffers)?;
+        Ok(Scratch { backend: self, block })
+    }
+
+    /// Reads from the device, after everything submitted before, and reports an index that was out of range.
+    fn read(&self, source: u64, target: &mut [u8]) -> Result<()> {
+        self.driver.bind()?;
+        let mut fault = Fault::default();
+        // SAFETY: the sources are live device memory of these sizes; both targets outlive the wait below.
+        unsafe {
+            if !target.is_empty() {
+                cu::memcpy_dtoh_async(target, source, self.driver.stream()).during("copy from the device")?;
+            }
+            cu::memcpy_dtoh_async(bytemuck::bytes_of_mut(&mut fault), self.fault, self.driver.stream())
+                .during("copy from the device")?;
+        }
+        self.driver.synchronize()?;
+        if fault.op == 0 {
+            return Ok(());
+        }
+        self.zero_bytes(self.fault, size_of::<Fault>())?;
+        let op =
+            usize::try_from(fault.op).ok().and_then(|op| CHECKED_OPS.get(op)).copied().unwrap_or("a kernel");
+        Err(TensorError::IndexOutOfRange {
+            op,
+            index: fault.index,
+            position: fault.position as usize,
+            limit: fault.limit as usize,
+        })
+    }
+}
+
+/// Memory for one call.
+struct Scratch<'a> {
+    backend: &'a CudaBackend,
+    block: RawBlock,
+}
+
+impl Scratch<'_> {
+    fn address(&self) -> u64 {
+        self.block.address.as_ptr() as u64
+    }
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        self.backend.pool.free(&self.backend.driver, self.block, Category::Buffers);
+    }
+}
+
+impl Backend for CudaBackend {
+    fn name(&self) -> String {
+        format!("cuda ({})", self.driver.name)
+    }
+    fn is_host(&self) -> bool {
+        false
+    }
+    fn allocate(&self, bytes: usize, category: Category) -> Result<RawBlock> {
+        self.pool.allocate(&self.driver, bytes, category)
+    }
+    fn free(&self, block: RawBlock, category: Category) {
+        self.pool.free(&self.driver, block, category);
+    }
+    fn count_external(&self, bytes: usize, category: Category) {
+        self.pool.count_external(bytes, category);
+    }
+    fn uncount_external(&self, bytes: usize, category: Category) {
+        self.pool.uncount_external(bytes, category);
+    }
+    fn memory_usage(&self) -> MemoryUsage {
+        self.pool.usage()
+    }
+    fn reset_peak_memory(&self) {
+        self.pool.reset_peak();
+    }
+    fn synchronize(&self) -> Result<()> {
+        self.read(0, &mut [])
+    }
+    fn logits_dtype(&self, dtype: DType) -> DType {
+        dtype
+    }
+    fn logits_chunk_bytes(&self) -> usize {
+        1 << 30
+    }
+    fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
+        if source.len() != target.size_bytes() {
+            let what = format!("{} bytes do not fill {target:?}", source.len());
+            return Err(TensorError::argument("copy_from_host", what));
+        }
+        self.driver.bind()?;
+        if source.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the target holds these bytes. The driver has taken pageable memory over when the call returns.
+        unsafe { cu::memcpy_htod_async(at(target), source, self.driver.stream()) }
+            .during("copy to the device")
+    }
+    fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()> {
+        if target.len() != source.size_bytes() {
+            let what = format!("{source:?} does not fill {} bytes", target.len());
+            return Err(TensorError::argument("copy_to_host", what));
+        }
+        self.read(at(source), target)
+    }
+    fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()> {
+        if source.dtype() != target.dtype() || source.numel() != target.numel() {
+            return Err(TensorError::ShapeMismatch {
+                op: "copy",
+                left: *source.shape(),
+                right: *target.shape(),
+            });
+        }
+        self.copy_bytes(at(source), at(target), source.size_bytes())
+    }
+    fn fill(&self, target: &Tensor, value: f32) -> Result<()> {
+        layout::fill(self, target, value)
+    }
+    fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()> {
+        layout::cast(self, source, target)
+    }
+    fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
+        gemm::gemm(self, gemm)
+    }
+    fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
+        reduce::sum_rows(self, x, target)
+    }
+    fn activation_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+    ) -> Result<()> {
+        self.unary_backward(Unary::Activation(activation), x, dy, dx)
+    }
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<()> {
+        elementwise::activation_backward_in_place(self, activation, before, gradient)
+    }
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::gated(self, activation, gate, up, y)
+    }
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: &Tensor,
+        dup: &Tensor,
+    ) -> Result<()> {
+        elementwise::gated_backward(self, activation, gate, up, dy, dgate, dup)
+    }
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: &Tensor,
+        residual: Option<(&Tensor, &Tensor)>,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+        mean: &Tensor,
+        rstd: &Tensor,
+    ) -> Result<()> {
+        norm::norm(self, kind, eps, x, residual, weight, bias, y, mean, rstd)
+    }
+    fn norm_backward(
+        &self,
+        kind: NormKind,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        mean: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        dx: &Tensor,
+        dweight: Option<&Tensor>,
+        dbias: Option<&Tensor>,
+    ) -> Result<()> {
+        norm::norm_backward(self, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
+    }
+    fn attention(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+    ) -> Result<()> {
+        attention::forward(self, spec, q, k, v, out, logsumexp)
+    }
+    fn attention_backward(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+        dout: &Heads<'_>,
+        dq: &Heads<'_>,
+        dk: &Heads<'_>,
+        dv: &Heads<'_>,
+    ) -> Result<()> {
+        attention::backward(self, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv])
+    }
+    fn rotary(
+        &self,
+        heads: &Heads<'_>,
+        batch: usize,
+        tokens: usize,
+        head_count: usize,
+        cos: &Tensor,
+        sin: &Tensor,
+        interleaved: bool,
+        inverse: bool,
+    ) -> Result<()> {
+        attention::rotary(self, heads, batch, tokens, head_count, cos, sin, interleaved, inverse)
+    }
+    fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
+        layout::embedding(self, table, ids, out)
+    }
+    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()> {
+        layout::embedding_backward(self, ids, dout, dtable)
+    }
+    fn cross_entropy_rows(
+        &self,
+        spec: &CrossEntropySpec,
+        logits: &Tensor,
+        targets: &Tensor,
+        losses: &Tensor,
+        with_gradient: bool,
+    ) -> Result<()> {
+        reduce::cross_entropy_rows(self, spec, logits, targets, losses, with_gradient)
+    }
+    fn mean_loss(&self, losses: &Tensor, counted: usize, target: &Tensor) -> Result<()> {
+        reduce::mean_loss(self, losses, counted, target)
+    }
+    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
+        elementwise::dropout(self, x, y, p, key)
+    }
+    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
+        self.unary_into(op, x, y)
+    }
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        elementwise::unary_backward(self, op, x, dy, dx)
+    }
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::binary(self, op, a, b, y)
+    }
+    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
+        elementwise::add_assign(self, target, source)
+    }
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        layout::compare(self, op, a, b, y)
+    }
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::select(self, condition, a, b, y)
+    }
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()> {
+        reduce::reduce(self, op, x, outer, size, inner, y)
+    }
+    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::sum_to(self, x, y)
+    }
+    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax(self, x, y, log)
+    }
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax_backward(self, y, dy, dx, log)
+    }
+    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
+        reduce::cumsum(self, x, y, reverse)
+    }
+    fn permute(&self, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
+        layout::permute(self, x, order, y)
+    }
+    fn copy_blocks(
+        &self,
+        source: &Tensor,
+        source_offset: usize,
+        source_stride: usize,
+        target: &Tensor,
+        target_offset: usize,
+        target_stride: usize,
+        rows: usize,
+        width: usize,
+    ) -> Result<()> {
+        let (from, to) = ((source, source_offset, source_stride), (target, target_offset, target_stride));
+        layout::copy_blocks(self, from, to, rows, width)
+    }
+    fn index_select(
+        &self,
+        x: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()> {
+        layout::index_select(self, x, indices, outer, size, inner, y)
+    }
+    fn index_add(
+        &self,
+        dy: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        dx: &Tensor,
+    ) -> Result<()> {
+        layout::index_add(self, dy, indices, outer, size, inner, dx)
+    }
+    fn gather(&self, x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()> {
+        layout::gather(self, x, indices, y)
+    }
+    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()> {
+        layout::scatter_add(self, dy, indices, dx)
+    }
+    fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()> {
+        reduce::top_k(self, x, k, values, indices)
+    }
+    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
+        image::image_to_columns(self, x, window, columns)
+    }
+    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: &Tensor) -> Result<()> {
+        image::columns_to_image(self, columns, window, x)
+    }
+    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()> {
+        image::max_pool2d(self, x, window, y, indices)
+    }
+    fn update(&self, update: &Update, operands: &UpdateOperands<'_>) -> Result<()> {
+        optimizer::update(self, update, operands)
+    }
+    fn largest_magnitude(&self, x: &Tensor) -> Result<f32> {
+        optimizer::largest_magnitude(self, x)
+    }
+    fn sum_of_squares(&self, x: &Tensor, grid: f64) -> Result<i128> {
+        optimizer::sum_of_squares(self, x, grid)
+    }
+}

@@ -1,0 +1,247 @@
+//! Reductions and losses: `kernels/reduce.cu` and `kernels/loss.cu`.
+
+use crate::backend::{CrossEntropySpec, Reduction};
+use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, launch, op_number, real};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+fn kernel(op: &'static str, dtype: DType, name: &'static str) -> Result<Kernel> {
+    Ok(Kernel { source: Source::Reduce, defines: [real(op, dtype)?, "", ""], name })
+}
+
+/// Sums `partial [slices, width]` into `target`.
+pub(super) fn finish_rows(
+    backend: &CudaBackend,
+    partial: u64,
+    slices: usize,
+    width: usize,
+    target: &Tensor,
+) -> Result<()> {
+    let kernel = kernel("sum_rows", target.dtype(), "sum_rows_finish")?;
+    let grid = [width.div_ceil(32) as u32, 1, 1];
+    launch!(backend, kernel, grid, [32, 32, 1], 0, slices as u64, width as u64, partial, at(target))
+}
+
+pub(super) fn sum_rows(backend: &CudaBackend, x: &Tensor, target: &Tensor) -> Result<()> {
+    let (rows, width) = (x.shape().rows(), x.shape().last());
+    if width == 0 {
+        return Ok(());
+    }
+    let tiles = width.div_ceil(256);
+    // Enough blocks to fill the device several times over, but no slice under 64 rows.
+    let slices = (backend.driver.multiprocessors as usize * 8).div_ceil(tiles).min(rows.div_ceil(64)).max(1);
+    let slice_rows = rows.div_ceil(slices).max(1);
+    let partial = backend.scratch(slices * width * 4)?;
+    let kernel = kernel("sum_rows", x.dtype(), "sum_rows_partial")?;
+    launch!(
+        backend,
+        kernel,
+        [tiles as u32, slices as u32, 1],
+        [32, 8, 1],
+        0,
+        rows as u64,
+        width as u64,
+        slice_rows as u64,
+        at(x),
+        partial.address()
+    )?;
+    finish_rows(backend, partial.address(), slices, width, target)
+}
+
+/// Threads for a block that walks a row.
+fn row_threads(width: usize) -> u32 {
+    (width.div_ceil(4).next_multiple_of(32)).clamp(32, 1024) as u32
+}
+
+pub(super) fn reduce(
+    backend: &CudaBackend,
+    op: Reduction,
+    x: &Tensor,
+    outer: usize,
+    size: usize,
+    inner: usize,
+    y: &Tensor,
+) -> Result<()> {
+    let op = match op {
+        Reduction::Sum => 0i32,
+        Reduction::Max => 1,
+        Reduction::Min => 2,
+    };
+    if outer * inner == 0 {
+        return Ok(());
+    }
+    if inner == 1 {
+        let kernel = kernel("reduce", x.dtype(), "reduce_rows")?;
+        let block = [row_threads(size), 1, 1];
+        return launch!(backend, kernel, [outer as u32, 1, 1], block, 0, size as u64, at(x), at(y), op);
+    }
+    let kernel = kernel("reduce", x.dtype(), "reduce_middle")?;
+    let grid = backend.grid_single(outer * inner);
+    launch!(
+        backend,
+        kernel,
+        grid,
+        [BLOCK, 1, 1],
+        0,
+        outer as u64,
+        size as u64,
+        inner as u64,
+        at(x),
+        at(y),
+        op
+    )
+}
+
+pub(super) fn softmax(backend: &CudaBackend, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
+    let (rows, width) = (x.shape().rows(), x.shape().last());
+    if x.numel() == 0 {
+        return Ok(());
+    }
+    let kernel = kernel("softmax", x.dtype(), "softmax")?;
+    let block = [row_threads(width), 1, 1];
+    launch!(backend, kernel, [rows as u32, 1, 1], block, 0, width as u64, at(x), at(y), i32::from(log))
+}
+
+pub(super) fn softmax_backward(
+    backend: &CudaBackend,
+    y: &Tensor,
+    dy: &Tensor,
+    dx: &Tensor,
+    log: bool,
+) -> Result<()> {
+    let (rows, width) = (y.shape().rows(), y.shape().last());
+    if y.numel() == 0 {
+        return Ok(());
+    }
+    let kernel = kernel("softmax_backward", y.dtype(), "softmax_backward")?;
+    let block = [row_threads(width), 1, 1];
+    launch!(
+        backend,
+        kernel,
+        [rows as u32, 1, 1],
+        block,
+        0,
+        width as u64,
+        at(y),
+        at(dy),
+        at(dx),
+        i32::from(log)
+    )
+}
+
+pub(super) fn cumsum(backend: &CudaBackend, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
+    let (rows, width) = (x.shape().rows(), x.shape().last());
+    let kernel = kernel("cumsum", x.dtype(), "cumsum")?;
+    let grid = backend.grid_single(rows);
+    launch!(
+        backend,
+        kernel,
+        grid,
+        [BLOCK, 1, 1],
+        0,
+        rows as u64,
+        width as u64,
+        at(x),
+        at(y),
+        i32::from(reverse)
+    )
+}
+
+pub(super) fn top_k(
+    backend: &CudaBackend,
+    x: &Tensor,
+    k: usize,
+    values: &Tensor,
+    indices: &Tensor,
+) -> Result<()> {
+    let (rows, width) = (x.shape().rows(), x.shape().last());
+    if rows * k == 0 {
+        return Ok(());
+    }
+    let kernel = kernel("top_k", x.dtype(), "top_k")?;
+    let block = [row_threads(width), 1, 1];
+    launch!(
+        backend,
+        kernel,
+        [rows as u32, 1, 1],
+        block,
+        0,
+        width as u64,
+        k as u64,
+        at(x),
+        at(values),
+        at(indices)
+    )
+}
+
+/// Matches `LossSpec` in the kernels.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct LossSpec {
+    ignore_index: i64,
+    smoothing: f32,
+    z_loss: f32,
+    gradient_scale: f32,
+}
+
+fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
+    Ok(Kernel { source: Source::Loss, defines: [real("cross_entropy", dtype)?, "", ""], name })
+}
+
+pub(super) fn cross_entropy_rows(
+    backend: &CudaBackend,
+    spec: &CrossEntropySpec,
+    logits: &Tensor,
+    targets: &Tensor,
+    losses: &Tensor,
+    with_gradient: bool,
+) -> Result<()> {
+    let (rows, classes) = (logits.shape().rows(), logits.shape().last());
+    if rows == 0 {
+        return Ok(());
+    }
+    let spec = LossSpec {
+        ignore_index: spec.ignore_index,
+        smoothing: spec.label_smoothing,
+        z_loss: spec.z_loss,
+        gradient_scale: spec.gradient_scale,
+    };
+    let block = [(classes.div_ceil(16).next_multiple_of(32)).clamp(32, 1024) as u32, 1, 1];
+    launch!(
+        backend,
+        loss_kernel(logits.dtype(), "cross_entropy")?,
+        [rows as u32, 1, 1],
+        block,
+        0,
+        classes as u64,
+        at(logits),
+        at(targets),
+        at(losses),
+        spec,
+        i32::from(with_gradient),
+        op_number("cross_entropy"),
+        backend.fault
+    )
+}
+
+pub(super) fn mean_loss(
+    backend: &CudaBackend,
+    losses: &Tensor,
+    counted: usize,
+    target: &Tensor,
+) -> Result<()> {
+    let divisor = counted.max(1) as f64;
+    let kernel = loss_kernel(DType::F32, "sum_losses")?;
+    launch!(
+        backend,
+        kernel,
+        [1, 1, 1],
+        [1024, 1, 1],
+        0,
+        losses.numel() as u64,
+        at(losses),
+        at(target),
+        divisor
+    )
+}

@@ -1,0 +1,435 @@
+//! Every op on the GPU against the same op on the CPU, over odd shapes and all float types, with its gradients.
+//!
+//! Without a device each test says so and passes: there is nothing to compare.
+
+use ferrospeed_tensor::backend::{Comparison, Update, UpdateOperands};
+use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, PackedHeads, WeightLayout};
+use ferrospeed_tensor::random::{self, RandomKey, RandomState};
+use ferrospeed_tensor::{
+    Activation, Category, DType, Device, Result, Tensor, TensorError, Window2d, autograd, cuda,
+};
+
+const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// The device, or `None` with a word about it.
+fn device() -> Option<Device> {
+    if cuda::device_count() == 0 {
+        eprintln!("skipped: no CUDA device");
+        return None;
+    }
+    Some(Device::cuda(0).expect("a device is there"))
+}
+
+fn normal(shape: &[usize], stream: u32) -> Vec<f32> {
+    let mut values = vec![0.0f32; shape.iter().product()];
+    RandomKey::new(5, stream).fill_normal(0, &mut values);
+    values
+}
+
+/// Inputs that remember their gradients.
+struct Inputs<'a> {
+    device: &'a Device,
+    dtype: DType,
+    tracked: Vec<Tensor>,
+}
+
+impl Inputs<'_> {
+    fn input(&mut self, shape: &[usize]) -> Tensor {
+        self.input_by(shape, |value| value)
+    }
+
+    fn input_by(&mut self, shape: &[usize], map: impl Fn(f32) -> f32) -> Tensor {
+        let values: Vec<f32> = normal(shape, self.tracked.len() as u32 + 1).into_iter().map(map).collect();
+        let tensor = Tensor::from_f32(&values, shape, self.dtype, self.device).unwrap().tracked();
+        self.tracked.push(tensor.clone());
+        tensor
+    }
+
+    fn constant<T: ferrospeed_tensor::dtype::Element>(&self, values: &[T], shape: &[usize]) -> Tensor {
+        Tensor::from_slice(values, shape, self.device).unwrap()
+    }
+}
+
+type Op<'a> = &'a dyn Fn(&mut Inputs<'_>) -> Result<Vec<Tensor>>;
+
+/// Results and the gradients of all inputs, from one fixed gradient of the results.
+fn run(op: Op<'_>, dtype: DType, device: &Device) -> Vec<Vec<f32>> {
+    random::set_state(RandomState { seed: 3, step: 1, next_stream: 0 });
+    let mut inputs = Inputs { device, dtype, tracked: Vec::new() };
+    let outputs = op(&mut inputs).unwrap();
+    let seeds: Vec<(Tensor, Tensor)> = outputs
+        .iter()
+        .filter(|output| output.requires_grad())
+        .enumerate()
+        .map(|(index, output)| {
+            let values = normal(output.sizes(), 100 + index as u32);
+            let seed = Tensor::from_f32(&values, *output.shape(), output.dtype(), device).unwrap();
+            (output.clone(), seed)
+        })
+        .collect();
+    if !seeds.is_empty() {
+        autograd::backward_with(&seeds).unwrap();
+    }
+    let gradients = inputs.tracked.iter().filter_map(Tensor::grad);
+    let floats = |tensor: Tensor| match tensor.dtype() {
+        dtype if dtype.is_float() => tensor.to_vec_f32().unwrap(),
+        DType::I64 => tensor.to_vec::<i64>().unwrap().into_iter().map(|value| value as f32).collect(),
+        _ => tensor.to_vec::<u8>().unwrap().into_iter().map(f32::from).collect(),
+    };
+    outputs.iter().map(Tensor::detach).chain(gradients).map(floats).collect()
+}
+
+/// How far apart results may be, relative to the largest: a few roundings of the type.
+fn tolerance(dtype: DType) -> f32 {
+    match dtype {
+        DType::F32 => 1e-5,
+        DType::BF16 => 2e-2,
+        _ => 3e-3,
+    }
+}
+
+fn compare_in(types: &[DType], what: &str, op: Op<'_>) {
+    let Some(gpu) = device() else { return };
+    let cpu = Device::cpu();
+    for &dtype in types {
+        let (ours, truth) = (run(op, dtype, &gpu), run(op, dtype, &cpu));
+        assert_eq!(ours.len(), truth.len(), "{what} {dtype}: number of results and gradients");
+        for (index, (ours, truth)) in ours.iter().zip(&truth).enumerate() {
+            assert_eq!(ours.len(), truth.len(), "{what} {dtype} result {index}");
+            let scale = truth.iter().filter(|v| v.is_finite()).fold(0.1f32, |most, v| most.max(v.abs()));
+            for (i, (a, b)) in ours.iter().zip(truth).enumerate() {
+                let close = (a - b).abs() <= tolerance(dtype) * scale || a == b || (a.is_nan() && b.is_nan());
+                assert!(
+                    close,
+                    "{what} {dtype}: result {index}, element {i} is {a} on the GPU and {b} on the CPU"
+                );
+            }
+        }
+        // The same bits again.
+        assert!(bits(&ours) == bits(&run(op, dtype, &gpu)), "{what} {dtype}: a second run gave other bits");
+    }
+}
+
+fn bits(results: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    results.iter().map(|values| values.iter().map(|value| value.to_bits()).collect()).collect()
+}
+
+fn compare(what: &str, op: Op<'_>) {
+    compare_in(&TYPES, what, op);
+}
+
+#[test]
+fn elementwise_functions_and_their_gradients() {
+    for shape in [&[1][..], &[7, 13], &[3, 1000]] {
+        for activation in [
+            Activation::GeluErf,
+            Activation::GeluTanh,
+            Activation::QuickGelu,
+            Activation::Silu,
+            Activation::Relu,
+            Activation::Tanh,
+            Activation::Sigmoid,
+        ] {
+            compare("activate", &|i| Ok(vec![ops::activate(&i.input(shape), activation)?]));
+            compare("gated", &|i| Ok(vec![ops::gated(activation, &i.input(shape), &i.input(shape))?]));
+        }
+        let positive = |v: f32| v.abs() + 0.5;
+        compare("exp", &|i| Ok(vec![ops::exp(&i.input(shape))?]));
+        compare("log", &|i| Ok(vec![ops::log(&i.input_by(shape, positive))?]));
+        compare("sqrt", &|i| Ok(vec![ops::sqrt(&i.input_by(shape, positive))?]));
+        compare("square", &|i| Ok(vec![ops::square(&i.input(shape))?]));
+        compare("abs", &|i| Ok(vec![ops::abs(&i.input(shape))?]));
+        compare("affine", &|i| Ok(vec![ops::affine(&i.input(shape), 2.5, -1.0)?]));
+        compare("power", &|i| Ok(vec![ops::power(&i.input_by(shape, positive), 1.5)?]));
+        compare("dropout", &|i| Ok(vec![ops::dropout(&i.input(shape), 0.3)?]));
+    }
+}
+
+#[test]
+fn broadcasts_comparisons_and_selections() {
+    for (left, right) in [
+        (&[4, 5][..], &[4, 5][..]),
+        (&[4, 5], &[5]),
+        (&[3, 1, 7], &[2, 1]),
+        (&[2, 3, 4, 5], &[3, 1, 5]),
+        (&[1], &[6, 8]),
+    ] {
+        compare("add", &|i| Ok(vec![ops::add(&i.input(left), &i.input(right))?]));
+        compare("sub", &|i| Ok(vec![ops::sub(&i.input(left), &i.input(right))?]));
+        compare("mul", &|i| Ok(vec![ops::mul(&i.input(left), &i.input(right))?]));
+        compare("div", &|i| Ok(vec![ops::div(&i.input(left), &i.input_by(right, |v| v.abs() + 0.5))?]));
+        for comparison in [Comparison::Equal, Comparison::Less, Comparison::LessEqual] {
+            compare("compare", &|i| Ok(vec![ops::compare(comparison, &i.input(left), &i.input(right))?]));
+        }
+    }
+    compare("select", &|i| {
+        let mask = i.constant(&[1u8, 0, 0, 1, 1], &[5]);
+        Ok(vec![ops::select(&mask, &i.input(&[4, 5]), &i.input(&[4, 1]))?])
+    });
+}
+
+#[test]
+fn shapes_and_reductions() {
+    compare("permute", &|i| Ok(vec![ops::permute(&i.input(&[3, 4, 5, 6]), &[2, 0, 3, 1])?]));
+    compare("narrow", &|i| Ok(vec![ops::narrow(&i.input(&[3, 9, 5]), 1, 2, 4)?]));
+    compare("narrow", &|i| Ok(vec![ops::narrow(&i.input(&[6, 16]), 1, 8, 8)?]));
+    compare("concat", &|i| Ok(vec![ops::concat(&[i.input(&[3, 2, 5]), i.input(&[3, 4, 5])], 1)?]));
+    for shape in [&[5, 7][..], &[2, 300, 3], &[4, 3000], &[6, 1, 9]] {
+        for dim in 0..shape.len() {
+            compare("sum_dim", &|i| Ok(vec![ops::sum_dim(&i.input(shape), dim)?]));
+            compare("mean_dim", &|i| Ok(vec![ops::mean_dim(&i.input(shape), dim)?]));
+        }
+        compare("sum", &|i| Ok(vec![ops::sum(&i.input(shape))?]));
+        compare("softmax", &|i| Ok(vec![ops::softmax(&i.input(shape))?]));
+        compare("log_softmax", &|i| Ok(vec![ops::log_softmax(&i.input(shape))?]));
+    }
+    compare("cumsum", &|i| Ok(vec![ops::cumsum(&i.input(&[3, 40]))?]));
+    compare_in(&[DType::F32], "top_k", &|i| {
+        let (values, indices) = ops::top_k(&i.input(&[5, 100]), 7)?;
+        Ok(vec![values, indices])
+    });
+}
+
+#[test]
+fn casts_between_all_types() {
+    let all = [DType::F32, DType::BF16, DType::F16, DType::I64, DType::I32, DType::U8, DType::Bool];
+    for from in all {
+        for to in all {
+            compare_in(&[DType::F32], "cast", &|i| {
+                let values: Vec<f32> = (0..41).map(|v| v as f32).collect();
+                let there = ops::cast(&i.constant(&values, &[41]), from)?;
+                Ok(vec![ops::cast(&ops::cast(&there, to)?, DType::F32)?])
+            });
+        }
+    }
+}
+
+#[test]
+fn products_with_bias_and_activation() {
+    for [m, n, k] in
+        [[1, 1, 1], [1, 70, 33], [8, 64, 50], [33, 31, 65], [64, 512, 40], [70, 1032, 130], [256, 768, 768]]
+    {
+        for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
+            let weight = if layout == WeightLayout::OutIn { [n, k] } else { [k, n] };
+            compare("linear", &|i| {
+                let (x, w, b) = (i.input(&[m, k]), i.input(&weight), i.input(&[n]));
+                Ok(vec![ops::linear(&x, &w, Some((&b).into()), layout)?])
+            });
+            for activation in [Activation::GeluTanh, Activation::Silu] {
+                compare("linear_activation", &|i| {
+                    let (x, w, b) = (i.input(&[m, k]), i.input(&weight), i.input(&[n]));
+                    Ok(vec![ops::linear_activation(&x, &w, Some((&b).into()), layout, Some(activation))?])
+                });
+            }
+        }
+    }
+    compare("matmul", &|i| Ok(vec![ops::matmul(&i.input(&[3, 2, 17, 9]), &i.input(&[3, 2, 9, 21]))?]));
+    for (activation, tokens) in [(Activation::GeluTanh, 24), (Activation::GeluErf, 5)] {
+        compare("mlp", &|i| {
+            let x = i.input(&[tokens, 16]);
+            let (up, up_bias, down, down_bias) =
+                (i.input(&[16, 64]), i.input(&[64]), i.input(&[64, 16]), i.input(&[16]));
+            let up = ((&up).into(), Some((&up_bias).into()));
+            let down = ((&down).into(), Some((&down_bias).into()));
+            Ok(vec![ops::mlp(&x, up, down, WeightLayout::InOut, activation)?])
+        });
+    }
+}
+
+#[test]
+fn norms() {
+    for (rows, width) in
+        [(1, 8), (5, 33), (70, 768), (300, 1024), (9, 2048), (3, 5000), (7, 8192), (4, 20_000)]
+    {
+        compare("layer_norm", &|i| {
+            let (x, w, b) = (i.input(&[rows, width]), i.input(&[width]), i.input(&[width]));
+            Ok(vec![ops::layer_norm(&x, Some((&w).into()), Some((&b).into()), 1e-5)?])
+        });
+        compare("rms_norm", &|i| {
+            let (x, w) = (i.input(&[rows, width]), i.input(&[width]));
+            Ok(vec![ops::rms_norm(&x, Some((&w).into()), 1e-6)?])
+        });
+        compare("add_layer_norm", &|i| {
+            let (x, r, w, b) =
+                (i.input(&[rows, width]), i.input(&[rows, width]), i.input(&[width]), i.input(&[width]));
+            let (sum, y) = ops::add_layer_norm(&x, &r, Some((&w).into()), Some((&b).into()), 1e-5)?;
+            Ok(vec![sum, y])
+        });
+    }
+}
+
+#[test]
+fn attention_in_every_variant() {
+    let plain = |causal| AttentionOptions { causal, ..AttentionOptions::default() };
+    // (batch, queries, keys, heads, key heads, dim): the last four are shapes that cuDNN takes.
+    for [b, t, s, h, kv, d] in [
+        [1, 1, 1, 1, 1, 8],
+        [2, 5, 9, 4, 2, 40],
+        [1, 70, 70, 3, 3, 64],
+        [1, 1, 300, 2, 1, 128],
+        [2, 128, 128, 2, 2, 64],
+        [1, 200, 200, 4, 2, 64],
+        [1, 256, 256, 2, 2, 128],
+        [2, 64, 192, 2, 1, 64],
+    ] {
+        for causal in [false, true] {
+            compare("attention", &|i| {
+                let (q, k, v) = (i.input(&[b, t, h, d]), i.input(&[b, s, kv, d]), i.input(&[b, s, kv, d]));
+                Ok(vec![ops::attention(&q, &k, &v, &plain(causal))?])
+            });
+        }
+    }
+    for layout in [PackedHeads::Thirds, PackedHeads::PerHead] {
+        for (tokens, dim) in [(10, 16), (128, 64)] {
+            compare("attention_packed", &|i| {
+                Ok(vec![ops::attention_packed(&i.input(&[2, tokens, 3 * 2 * dim]), 2, layout, &plain(true))?])
+            });
+        }
+    }
+    let masked = |i: &Inputs<'_>, dropout: f32| AttentionOptions {
+        causal: true,
+        window: Some(6),
+        key_mask: Some(i.constant(&(0..2 * 11).map(|s| u8::from(s % 5 != 1)).collect::<Vec<_>>(), &[2, 11])),
+        alibi_slopes: Some(i.constant(&[0.5f32, 0.25], &[2])),
+        dropout,
+        ..AttentionOptions::default()
+    };
+    for dropout in [0.0, 0.4] {
+        compare("masked attention", &|i| {
+            let (q, k, v) = (i.input(&[2, 11, 2, 24]), i.input(&[2, 11, 1, 24]), i.input(&[2, 11, 1, 24]));
+            let options = masked(i, dropout);
+            Ok(vec![ops::attention(&q, &k, &v, &options)?])
+        });
+    }
+    for interleaved in [false, true] {
+        compare("rotary", &|i| {
+            let table = |i: &Inputs<'_>, stream| i.constant(&normal(&[1, 6, 8], stream), &[1, 6, 8]);
+            Ok(vec![ops::rotary(&i.input(&[2, 6, 3, 20]), &table(i, 50), &table(i, 51), interleaved)?])
+        });
+    }
+}
+
+#[test]
+fn losses_and_lookups() {
+    for (rows, classes) in [(1, 2), (9, 33), (40, 1000), (5, 50_304)] {
+        let targets: Vec<i64> =
+            (0..rows as i64).map(|r| if r % 4 == 3 { -100 } else { r * 7 % classes as i64 }).collect();
+        for options in [
+            CrossEntropyOptions::default(),
+            CrossEntropyOptions { label_smoothing: 0.1, z_loss: 1e-3, ..CrossEntropyOptions::default() },
+        ] {
+            compare("cross_entropy", &|i| {
+                Ok(vec![ops::cross_entropy(
+                    &i.input(&[rows, classes]),
+                    &i.constant(&targets, &[rows]),
+                    options,
+                )?])
+            });
+            compare("linear_cross_entropy", &|i| {
+                let (x, w) = (i.input(&[rows, 24]), i.input_by(&[classes, 24], |v| v * 0.2));
+                let targets = i.constant(&targets, &[rows]);
+                Ok(vec![ops::linear_cross_entropy(&x, &w, WeightLayout::OutIn, &targets, options)?])
+            });
+        }
+    }
+    for (rows, width, count) in [(10, 24, 100), (300, 7, 5), (50, 768, 1000)] {
+        let ids: Vec<i64> = (0..count as i64).map(|i| i * i * 31 % rows as i64).collect();
+        compare("embedding", &|i| {
+            Ok(vec![ops::embedding(&i.input(&[rows, width]), &i.constant(&ids, &[count]))?])
+        });
+    }
+    compare("index_select", &|i| {
+        let indices = i.constant(&[2i64, 0, 2, 4], &[4]);
+        Ok(vec![ops::index_select(&i.input(&[3, 5, 6]), 1, &indices)?])
+    });
+    compare("gather", &|i| {
+        let indices = i.constant(&[2i64, 0, 2, 4, 1, 1], &[3, 2]);
+        Ok(vec![ops::gather(&i.input(&[3, 5]), &indices)?])
+    });
+}
+
+#[test]
+fn images() {
+    let window = Window2d { kernel: [3, 2], stride: [2, 1], padding: [1, 0] };
+    compare("conv2d", &|i| {
+        let (x, w, b) = (i.input(&[2, 3, 9, 8]), i.input(&[4, 3, 3, 2]), i.input(&[4]));
+        Ok(vec![ops::conv2d(&x, &w, Some((&b).into()), window.stride, window.padding)?])
+    });
+    compare("max_pool2d", &|i| Ok(vec![ops::max_pool2d(&i.input(&[2, 3, 9, 8]), window)?]));
+}
+
+#[test]
+fn an_index_out_of_range_is_reported_by_the_next_copy() {
+    let Some(gpu) = device() else { return };
+    let table = Tensor::zeros([10, 4], DType::F32, &gpu).unwrap();
+    let ids = Tensor::from_slice(&[1i64, 12, 3], [3], &gpu).unwrap();
+    let rows = ops::embedding(&table, &ids).unwrap();
+    match rows.to_vec::<f32>() {
+        Err(TensorError::IndexOutOfRange { op: "embedding", index: 12, position: 1, limit: 10 }) => {}
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(table.to_vec::<f32>().unwrap(), [0.0; 40], "the device goes on");
+}
+
+#[test]
+fn memory_is_counted_and_running_out_is_an_error() {
+    let Some(gpu) = device() else { return };
+    let before = gpu.memory_usage().current(Category::Gradients);
+    let tensor = Tensor::zeros_in([1000], DType::F32, &gpu, Category::Gradients).unwrap();
+    assert_eq!(gpu.memory_usage().current(Category::Gradients) - before, 4096);
+    drop(tensor);
+    assert_eq!(gpu.memory_usage().current(Category::Gradients), before);
+    let error = Tensor::empty([1usize << 50], DType::F32, &gpu).unwrap_err().to_string();
+    assert!(error.contains("cannot allocate") && error.contains("bytes free"), "{error}");
+    assert!(Tensor::zeros([10], DType::F32, &gpu).is_ok(), "the device goes on");
+}
+
+#[test]
+fn optimizer_steps_and_exact_norms() {
+    let Some(gpu) = device() else { return };
+    let adam = Update::Adam {
+        decoupled: true,
+        betas: [0.9, 0.99],
+        rest: [0.1, 0.01],
+        eps: 1e-8,
+        decay: 0.01,
+        step_size: 0.1,
+        inverse_root_correction: 1.2,
+    };
+    for count in [1, 77, 4096, 100_003] {
+        let (w, g) = (normal(&[count], 1), normal(&[count], 2));
+        let (weights, gradient) = (
+            Tensor::from_slice(&w, [count], &gpu).unwrap(),
+            Tensor::from_f32(&g, [count], DType::BF16, &gpu).unwrap(),
+        );
+        let rounded = gradient.to_vec_f32().unwrap();
+        let states = [0, 1].map(|_| Tensor::zeros([count], DType::F32, &gpu).unwrap());
+        let copy = Tensor::zeros([count], DType::BF16, &gpu).unwrap();
+        let operands = UpdateOperands {
+            weights: &weights,
+            gradient: &gradient,
+            gradient_factor: 0.5,
+            states: &states,
+            copy: Some(&copy),
+        };
+        gpu.backend().update(&adam, &operands).unwrap();
+        let new = weights.to_vec::<f32>().unwrap();
+        for i in 0..count {
+            let g = f64::from(rounded[i]) * 0.5;
+            let (m, v) = (0.1 * g, 0.01 * g * g);
+            let truth = f64::from(w[i]) * 0.99 - 0.1 * m / (v.sqrt() * 1.2 + 1e-8);
+            assert!((f64::from(new[i]) - truth).abs() < 1e-5, "element {i}: {} against {truth}", new[i]);
+        }
+        let expected: Vec<f32> = new.iter().map(|&v| half::bf16::from_f32(v).to_f32()).collect();
+        assert_eq!(copy.to_vec_f32().unwrap(), expected);
+
+        let largest = rounded.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+        assert_eq!(gpu.backend().largest_magnitude(&gradient).unwrap(), largest);
+        let grid = 2f64.powi(40);
+        let sum: i128 =
+            rounded.iter().map(|&v| i128::from((f64::from(v) * f64::from(v) * grid) as i64)).sum();
+        assert_eq!(gpu.backend().sum_of_squares(&gradient, grid).unwrap(), sum);
+    }
+    let bad = Tensor::from_slice(&[1.0f32, f32::NAN, 2.0], [3], &gpu).unwrap();
+    assert!(!gpu.backend().largest_magnitude(&bad).unwrap().is_finite());
+}
