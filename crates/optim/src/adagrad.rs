@@ -1,7 +1,9 @@
 //! Adagrad (Duchi, Hazan, Singer, 2011). The decayed gradient is used throughout.
 
+use ferrospeed_tensor::backend::Update;
+
 use crate::GroupOptions;
-use crate::stretch::{Rule, Stretch, run};
+use crate::stretch::Rule;
 
 /// Adagrad's fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -10,13 +12,14 @@ pub struct Adagrad {
     pub eps: f64,
 }
 
-struct Update {
-    lr: f32,
-    decay: f32,
-    eps: f32,
+/// The host's form of [`Update::Adagrad`].
+pub(crate) struct Squares {
+    pub(crate) lr: f32,
+    pub(crate) decay: f32,
+    pub(crate) eps: f32,
 }
 
-impl Rule<1> for Update {
+impl Rule<1> for Squares {
     #[inline(always)]
     fn update(&self, weight: f32, gradient: f32, [sum]: &mut [f32; 1]) -> f32 {
         let gradient = gradient + self.decay * weight;
@@ -26,10 +29,7 @@ impl Rule<1> for Update {
 }
 
 impl Adagrad {
-    pub(crate) fn step(&self, options: &GroupOptions, stretch: &mut Stretch<'_>) {
-        run(
-            stretch,
-            &Update { lr: options.lr as f32, decay: options.weight_decay as f32, eps: self.eps as f32 },
-        );
+    pub(crate) fn update(&self, options: &GroupOptions) -> Update {
+        Update::Adagrad { lr: options.lr as f32, decay: options.weight_decay as f32, eps: self.eps as f32 }
     }
 }

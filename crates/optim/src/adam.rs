@@ -1,7 +1,9 @@
 //! Adam (Kingma, Ba, 2015) and AdamW (Loshchilov, Hutter, 2019).
 
+use ferrospeed_tensor::backend::Update;
+
 use crate::GroupOptions;
-use crate::stretch::{Rule, Stretch, run};
+use crate::stretch::Rule;
 
 /// Adam's fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,19 +16,17 @@ pub struct Adam {
     pub decoupled: bool,
 }
 
-struct Update<const DECOUPLED: bool> {
-    beta1: f32,
-    beta2: f32,
-    /// One less the betas, rounded after the subtraction: 1 − 0.999 in f32 is off in the fifth digit.
-    rest1: f32,
-    rest2: f32,
-    eps: f32,
-    decay: f32,
-    step_size: f32,
-    inverse_root_correction: f32,
+/// The host's form of [`Update::Adam`].
+pub(crate) struct Moments<const DECOUPLED: bool> {
+    pub(crate) betas: [f32; 2],
+    pub(crate) rest: [f32; 2],
+    pub(crate) eps: f32,
+    pub(crate) decay: f32,
+    pub(crate) step_size: f32,
+    pub(crate) inverse_root_correction: f32,
 }
 
-impl<const DECOUPLED: bool> Rule<2> for Update<DECOUPLED> {
+impl<const DECOUPLED: bool> Rule<2> for Moments<DECOUPLED> {
     #[inline(always)]
     fn update(&self, weight: f32, gradient: f32, [m, v]: &mut [f32; 2]) -> f32 {
         let (weight, gradient) = if DECOUPLED {
@@ -34,36 +34,23 @@ impl<const DECOUPLED: bool> Rule<2> for Update<DECOUPLED> {
         } else {
             (weight, gradient + self.decay * weight)
         };
-        *m = self.beta1 * *m + self.rest1 * gradient;
-        *v = self.beta2 * *v + self.rest2 * gradient * gradient;
+        *m = self.betas[0] * *m + self.rest[0] * gradient;
+        *v = self.betas[1] * *v + self.rest[1] * gradient * gradient;
         let denominator = v.sqrt() * self.inverse_root_correction + self.eps;
         weight - self.step_size * (*m / denominator)
     }
 }
 
 impl Adam {
-    pub(crate) fn step(&self, options: &GroupOptions, step: u64, stretch: &mut Stretch<'_>) {
-        if self.decoupled {
-            run(stretch, &self.rule::<true>(options, step, options.lr * options.weight_decay));
-        } else {
-            run(stretch, &self.rule::<false>(options, step, options.weight_decay));
-        }
-    }
-
-    fn rule<const DECOUPLED: bool>(
-        &self,
-        options: &GroupOptions,
-        step: u64,
-        decay: f64,
-    ) -> Update<DECOUPLED> {
+    pub(crate) fn update(&self, options: &GroupOptions, step: u64) -> Update {
         let [beta1, beta2] = options.betas;
         let step = i32::try_from(step).unwrap_or(i32::MAX);
         let correction = |beta: f64| if self.bias_correction { 1.0 - beta.powi(step) } else { 1.0 };
-        Update {
-            beta1: beta1 as f32,
-            beta2: beta2 as f32,
-            rest1: (1.0 - beta1) as f32,
-            rest2: (1.0 - beta2) as f32,
+        let decay = if self.decoupled { options.lr * options.weight_decay } else { options.weight_decay };
+        Update::Adam {
+            decoupled: self.decoupled,
+            betas: options.betas.map(|beta| beta as f32),
+            rest: options.rest(),
             eps: self.eps as f32,
             decay: decay as f32,
             step_size: (options.lr / correction(beta1)) as f32,

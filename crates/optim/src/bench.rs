@@ -68,7 +68,7 @@ pub fn adam(numel: usize, device: &Device) -> AdamSpeed {
             copy: Copy16::Bf16(&mut copy),
             device,
         };
-        optimizer.step(&options, step, &mut stretch);
+        stretch.apply(&optimizer.update(&options, step));
     });
     let [first, second] = &mut moments;
     let scale = best(|| {

@@ -4,8 +4,10 @@
 //! passes with the exchange of norms between them: [`Lamb::direction`] leaves the update in a buffer, the caller
 //! finds both norms of each whole parameter (see [`crate::norm`]), [`Lamb::apply`] moves the weights.
 
+use ferrospeed_tensor::backend::Update;
+
 use crate::GroupOptions;
-use crate::stretch::{Copy16, Gradient, Rule, Stretch, run};
+use crate::stretch::Rule;
 
 /// LAMB's fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -22,31 +24,29 @@ pub struct Lamb {
     pub min_coeff: f64,
 }
 
-struct Direction {
-    beta1: f32,
-    beta2: f32,
-    /// One less the betas, rounded after the subtraction.
-    rest1: f32,
-    rest2: f32,
-    eps: f32,
-    eps_inside: bool,
-    decay: f32,
+/// The host's form of [`Update::LambDirection`]: states are the moments and the buffer for the update; the weight stays.
+pub(crate) struct Direction {
+    pub(crate) betas: [f32; 2],
+    pub(crate) rest: [f32; 2],
+    pub(crate) eps: f32,
+    pub(crate) eps_inside: bool,
+    pub(crate) decay: f32,
 }
 
-/// States are the moments and the buffer for the update; the weight stays.
 impl Rule<3> for Direction {
     #[inline(always)]
     fn update(&self, weight: f32, gradient: f32, [m, v, direction]: &mut [f32; 3]) -> f32 {
-        *m = self.beta1 * *m + self.rest1 * gradient;
-        *v = self.beta2 * *v + self.rest2 * gradient * gradient;
+        *m = self.betas[0] * *m + self.rest[0] * gradient;
+        *v = self.betas[1] * *v + self.rest[1] * gradient * gradient;
         let denominator = if self.eps_inside { (*v + self.eps).sqrt() } else { v.sqrt() + self.eps };
         *direction = *m / denominator + self.decay * weight;
         weight
     }
 }
 
-struct Apply {
-    step_size: f32,
+/// The host's form of [`Update::LambApply`].
+pub(crate) struct Apply {
+    pub(crate) step_size: f32,
 }
 
 impl Rule<0> for Apply {
@@ -57,20 +57,16 @@ impl Rule<0> for Apply {
 }
 
 impl Lamb {
-    /// The first pass: updates the moments and leaves the update of each weight in the third state.
-    pub fn direction(&self, options: &GroupOptions, stretch: &mut Stretch<'_>) {
-        let rule = Direction {
-            beta1: options.betas[0] as f32,
-            beta2: options.betas[1] as f32,
-            rest1: (1.0 - options.betas[0]) as f32,
-            rest2: (1.0 - options.betas[1]) as f32,
+    /// The first pass: updates the moments and leaves the update of each weight in the third state. Weights and their
+    /// 16-bit copy stay as they are.
+    pub fn direction(&self, options: &GroupOptions) -> Update {
+        Update::LambDirection {
+            betas: options.betas.map(|beta| beta as f32),
+            rest: options.rest(),
             eps: self.eps as f32,
-            eps_inside: self.eps_inside_sqrt,
+            eps_inside_sqrt: self.eps_inside_sqrt,
             decay: options.weight_decay as f32,
-        };
-        let copy = std::mem::replace(&mut stretch.copy, Copy16::None);
-        run(stretch, &rule);
-        stretch.copy = copy;
+        }
     }
 
     /// The ratio for a parameter with these norms.
@@ -81,8 +77,8 @@ impl Lamb {
         (weight_norm / update_norm).clamp(self.min_coeff, self.max_coeff)
     }
 
-    /// The second pass over one parameter's part: `direction` is the stretch's gradient.
-    pub fn apply(&self, options: &GroupOptions, step: u64, coefficient: f64, stretch: &mut Stretch<'_>) {
+    /// The second pass over one parameter's part, whose gradient is the direction.
+    pub fn apply(&self, options: &GroupOptions, step: u64, coefficient: f64) -> Update {
         let correction = if self.bias_correction {
             let [beta1, beta2] = options.betas;
             let step = i32::try_from(step).unwrap_or(i32::MAX);
@@ -90,7 +86,6 @@ impl Lamb {
         } else {
             1.0
         };
-        debug_assert!(matches!(stretch.gradient, Gradient::F32(_)) && stretch.gradient_factor == 1.0);
-        run(stretch, &Apply { step_size: (options.lr * correction * coefficient) as f32 });
+        Update::LambApply { step_size: (options.lr * correction * coefficient) as f32 }
     }
 }

@@ -1,8 +1,9 @@
 //! Optimizers on flat slices, and what surrounds a step: schedules, loss scaling, norms.
 //!
-//! Nothing here knows how weights are spread over ranks. An [`Optimizer`] gets a stretch of f32 master weights,
-//! the gradient of that stretch in whatever type it arrived, and its own states, and updates them in one pass that
-//! also writes the 16-bit copy the kernels will read. Every result depends on the elements alone, so a stretch may
+//! Nothing here knows how weights are spread over ranks. An [`Optimizer`] turns its options into the numbers of one
+//! step ([`Update`]); a device applies them to a stretch of f32 master weights, the gradient of that stretch in whatever
+//! type it arrived, and the states, in one pass that also writes the 16-bit copy the kernels will read. On the host
+//! [`Stretch::apply`] does. Every result depends on the elements alone, so a stretch may
 //! be cut anywhere.
 
 pub mod adagrad;
@@ -30,6 +31,7 @@ pub use schedule::Scheduler;
 pub use stretch::{Copy16, Gradient, Stretch};
 
 use ferrospeed_config::Optimizer as Configured;
+use ferrospeed_tensor::backend::Update;
 
 /// What may differ between parameter groups and change from step to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,6 +42,13 @@ pub struct GroupOptions {
     pub weight_decay: f64,
     /// The two decay rates (momentum is `betas[0]` for SGD).
     pub betas: [f64; 2],
+}
+
+impl GroupOptions {
+    /// One less the decay rates, rounded after the subtraction: 1 − 0.999 in f32 is off in the fifth digit.
+    fn rest(&self) -> [f32; 2] {
+        self.betas.map(|beta| (1.0 - beta) as f32)
+    }
 }
 
 /// An update rule with its fixed options.
@@ -111,16 +120,16 @@ impl Optimizer {
         }
     }
 
-    /// Updates a stretch. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
+    /// The numbers of one step, for any device. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
     ///
     /// # Panics
-    /// For LAMB, and when the stretch does not hold [`Optimizer::state_names`]: a bug of the caller.
-    pub fn step(&self, options: &GroupOptions, step: u64, stretch: &mut Stretch<'_>) {
+    /// For LAMB: a bug of the caller.
+    pub fn update(&self, options: &GroupOptions, step: u64) -> Update {
         match self {
-            Optimizer::Adam(rule) => rule.step(options, step, stretch),
-            Optimizer::Sgd(rule) => rule.step(options, step, stretch),
-            Optimizer::Adagrad(rule) => rule.step(options, stretch),
-            Optimizer::Lion(rule) => rule.step(options, stretch),
+            Optimizer::Adam(rule) => rule.update(options, step),
+            Optimizer::Sgd(rule) => rule.update(options, step),
+            Optimizer::Adagrad(rule) => rule.update(options),
+            Optimizer::Lion(rule) => rule.update(options),
             Optimizer::Lamb(_) => panic!("LAMB is stepped parameter by parameter"),
         }
     }

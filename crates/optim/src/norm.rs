@@ -35,6 +35,15 @@ impl Magnitude {
         self.0.is_finite()
     }
 
+    /// What squares are multiplied by: the power of two that brings the largest to between 2⁵⁰ and 2⁵².
+    pub fn grid(self) -> f64 {
+        if self.0 == 0.0 || !self.is_finite() {
+            return 1.0;
+        }
+        let exponent = f64::from(self.0).log2().floor() as i32;
+        2f64.powi(50 - 2 * exponent)
+    }
+
     /// The larger of two.
     pub fn max(self, other: Magnitude) -> Magnitude {
         Magnitude(self.0.max(other.0))
@@ -83,6 +92,11 @@ impl SquareSum {
         }
     }
 
+    /// A sum that a device has taken, on the grid of [`Magnitude::grid`].
+    pub fn from_sum(sum: i128) -> SquareSum {
+        SquareSum(sum)
+    }
+
     /// Words whose sums over ranks, each taken as an integer, are the words of the summed value.
     pub fn to_words(self) -> [i64; WORDS] {
         // 31 bits per word leave room for 2³² ranks.
@@ -99,7 +113,7 @@ impl SquareSum {
         if !whole.is_finite() {
             return f64::INFINITY;
         }
-        (self.0 as f64 / grid(whole)).sqrt()
+        (self.0 as f64 / whole.grid()).sqrt()
     }
 }
 
@@ -110,20 +124,11 @@ impl std::ops::Add for SquareSum {
     }
 }
 
-/// The power of two that brings the largest square to between 2⁵⁰ and 2⁵².
-fn grid(whole: Magnitude) -> f64 {
-    if whole.0 == 0.0 || !whole.is_finite() {
-        return 1.0;
-    }
-    let exponent = f64::from(whole.0).log2().floor() as i32;
-    2f64.powi(50 - 2 * exponent)
-}
-
 fn squares<T: Float>(values: &[T], whole: Magnitude, device: &Device) -> SquareSum {
     if !whole.is_finite() {
         return SquareSum::default();
     }
-    let grid = grid(whole);
+    let grid = whole.grid();
     let blocks = values.len().div_ceil(BLOCK);
     let found: Vec<std::sync::Mutex<i128>> = (0..blocks).map(|_| Default::default()).collect();
     device.backend().parallel(blocks, &|index| {

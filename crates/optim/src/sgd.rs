@@ -1,7 +1,9 @@
 //! Stochastic gradient descent with momentum, optionally Nesterov's.
 
+use ferrospeed_tensor::backend::Update;
+
 use crate::GroupOptions;
-use crate::stretch::{Rule, Stretch, run};
+use crate::stretch::Rule;
 
 /// SGD's fixed options. Momentum is `betas[0]` of the group.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -12,9 +14,10 @@ pub struct Sgd {
     pub nesterov: bool,
 }
 
-struct Plain {
-    lr: f32,
-    decay: f32,
+/// The host's form of [`Update::Sgd`] without momentum.
+pub(crate) struct Plain {
+    pub(crate) lr: f32,
+    pub(crate) decay: f32,
 }
 
 impl Rule<0> for Plain {
@@ -24,13 +27,13 @@ impl Rule<0> for Plain {
     }
 }
 
-struct Momentum {
-    lr: f32,
-    decay: f32,
-    momentum: f32,
-    /// Share of the gradient that enters the buffer; all of it on the first step.
-    entering: f32,
-    nesterov: bool,
+/// The host's form of [`Update::Sgd`] with momentum.
+pub(crate) struct Momentum {
+    pub(crate) lr: f32,
+    pub(crate) decay: f32,
+    pub(crate) momentum: f32,
+    pub(crate) entering: f32,
+    pub(crate) nesterov: bool,
 }
 
 impl Rule<1> for Momentum {
@@ -44,12 +47,14 @@ impl Rule<1> for Momentum {
 }
 
 impl Sgd {
-    pub(crate) fn step(&self, options: &GroupOptions, step: u64, stretch: &mut Stretch<'_>) {
-        let (lr, decay, momentum) = (options.lr as f32, options.weight_decay as f32, options.betas[0] as f32);
-        if momentum == 0.0 {
-            return run(stretch, &Plain { lr, decay });
+    pub(crate) fn update(&self, options: &GroupOptions, step: u64) -> Update {
+        Update::Sgd {
+            lr: options.lr as f32,
+            decay: options.weight_decay as f32,
+            momentum: options.betas[0] as f32,
+            // All of the gradient enters on the first step.
+            entering: if step <= 1 { 1.0 } else { 1.0 - self.dampening as f32 },
+            nesterov: self.nesterov,
         }
-        let entering = if step <= 1 { 1.0 } else { 1.0 - self.dampening as f32 };
-        run(stretch, &Momentum { lr, decay, momentum, entering, nesterov: self.nesterov });
     }
 }

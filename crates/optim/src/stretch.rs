@@ -1,9 +1,16 @@
 //! One stretch of flat memory that an optimizer updates, and the pass over it.
 
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::backend::Update;
 use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::dtype::Float;
 use half::{bf16, f16};
+
+use crate::adagrad::Squares;
+use crate::adam::Moments;
+use crate::lamb::{Apply, Direction};
+use crate::lion::Sign;
+use crate::sgd::{Momentum, Plain};
 
 /// Gradients in the type they arrived in.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +49,33 @@ pub struct Stretch<'a> {
     pub copy: Copy16<'a>,
     /// Whose threads do the work.
     pub device: &'a Device,
+}
+
+impl Stretch<'_> {
+    /// Runs one step over the stretch.
+    ///
+    /// # Panics
+    /// When the stretch does not hold the states of the update: a bug of the caller.
+    pub fn apply(&mut self, update: &Update) {
+        match *update {
+            Update::Adam { decoupled: true, betas, rest, eps, decay, step_size, inverse_root_correction } => {
+                run(self, &Moments::<true> { betas, rest, eps, decay, step_size, inverse_root_correction });
+            }
+            Update::Adam { decoupled: false, betas, rest, eps, decay, step_size, inverse_root_correction } => {
+                run(self, &Moments::<false> { betas, rest, eps, decay, step_size, inverse_root_correction });
+            }
+            Update::Sgd { lr, decay, .. } if self.states.is_empty() => run(self, &Plain { lr, decay }),
+            Update::Sgd { lr, decay, momentum, entering, nesterov } => {
+                run(self, &Momentum { lr, decay, momentum, entering, nesterov });
+            }
+            Update::Adagrad { lr, decay, eps } => run(self, &Squares { lr, decay, eps }),
+            Update::Lion { lr, shrink, betas, rest } => run(self, &Sign { lr, shrink, betas, rest }),
+            Update::LambDirection { betas, rest, eps, eps_inside_sqrt: eps_inside, decay } => {
+                run(self, &Direction { betas, rest, eps, eps_inside, decay });
+            }
+            Update::LambApply { step_size } => run(self, &Apply { step_size }),
+        }
+    }
 }
 
 /// Elements per task: four f32 streams of this length fit the second-level cache.
@@ -221,7 +255,7 @@ mod tests {
                     copy: Copy16::Bf16(&mut copy[start..end]),
                     device: &device,
                 };
-                optimizer.step(&OPTIONS, step, &mut stretch);
+                stretch.apply(&optimizer.update(&OPTIONS, step));
                 start = end;
             }
         }

@@ -10,6 +10,7 @@
 pub mod access;
 pub mod buckets;
 mod error;
+mod exchange;
 mod memory;
 pub mod partition;
 mod reducer;

@@ -5,13 +5,14 @@
 //! owns is kept or added to what earlier micro-batches left. Every micro-batch is reduced before it is added, in all
 //! stages: that is what makes their results equal to the last bit.
 
-use ferrospeed_comm::{Group, ReduceOp, Work, World};
+use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_tensor::backend::Unary;
 use ferrospeed_tensor::{Category, DType, Device, Tensor, ops};
 
 use crate::buckets::Bucket;
 use crate::error::{Result, ZeroError};
-use crate::memory::{comm_type, part, reachable, region};
+use crate::exchange::{self, Pending};
+use crate::memory::{part, reachable};
 
 /// How gradients are averaged and kept.
 #[derive(Debug, Clone, Copy)]
@@ -43,7 +44,7 @@ pub(crate) struct Segment {
 
 struct InFlight {
     bucket: usize,
-    work: Option<Work>,
+    work: Option<Pending>,
 }
 
 /// The gradients of all groups on their way.
@@ -165,7 +166,7 @@ impl Reducer {
         }
         let buffer = self.buffer(index)?;
         self.fill(index, &buffer)?;
-        let work = if self.group.size() == 1 { None } else { Some(self.reduce(index, &buffer)) };
+        let work = if self.group.size() == 1 { None } else { Some(self.reduce(index, &buffer)?) };
         let in_flight = InFlight { bucket: index, work };
         if self.options.overlap && in_flight.work.is_some() {
             self.in_flight.push(in_flight);
@@ -219,16 +220,14 @@ impl Reducer {
         Ok(ops::cast(&gradient, self.options.wire)?)
     }
 
-    fn reduce(&self, index: usize, buffer: &Tensor) -> Work {
+    fn reduce(&self, index: usize, buffer: &Tensor) -> Result<Pending> {
         let op = if self.options.after.is_some() { ReduceOp::Sum } else { ReduceOp::Avg };
-        let (all, dtype) = (region(buffer), comm_type(self.options.wire));
         if self.options.whole {
-            return self.group.all_reduce_async(&all, dtype, op);
+            return exchange::all_reduce(&self.group, buffer, op);
         }
         let bucket = &self.buckets[index];
-        let size = self.options.wire.size_bytes();
-        let own = bucket.own_start * size..(bucket.own_start + bucket.own_numel()) * size;
-        self.group.reduce_scatter_unequal_async(&all, &all.slice(own), &bucket.counts, dtype, op)
+        let own = bucket.own_start..bucket.own_start + bucket.own_numel();
+        exchange::reduce_scatter(&self.group, buffer, own, &bucket.counts, op)
     }
 
     /// Waits for a bucket and keeps what this rank owns of it.

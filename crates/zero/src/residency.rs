@@ -6,11 +6,12 @@
 
 use std::collections::HashMap;
 
-use ferrospeed_comm::{Group, Work};
+use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
-use crate::memory::{comm_type, part, region};
+use crate::exchange::{self, Pending};
+use crate::memory::part;
 
 /// The limits of stage 3, in elements.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +38,7 @@ pub(crate) struct Sharded {
 struct Whole {
     borrows: usize,
     value: Option<Tensor>,
-    work: Option<Work>,
+    work: Option<Pending>,
 }
 
 /// Which order of reads a pass follows.
@@ -196,13 +197,13 @@ impl Residency {
             let value =
                 Tensor::empty_in([sharded.share * ranks], self.dtype, &self.device, Category::Parameters)?;
             let own = part(&self.flats[sharded.flat], sharded.start, sharded.share)?;
-            pairs.push((region(&own), region(&value)));
+            pairs.push((own, value.clone()));
             self.whole[param].value = Some(value);
             self.live_numel += self.numel(param);
         }
         self.peak_live_numel = self.peak_live_numel.max(self.live_numel);
-        let work = self.group.all_gather_coalesced(&pairs, comm_type(self.dtype));
-        params.iter().for_each(|&param| self.whole[param].work = Some(work.clone()));
+        let pending = exchange::all_gather(&self.group, &pairs)?;
+        params.iter().zip(pending).for_each(|(&param, work)| self.whole[param].work = Some(work));
         Ok(())
     }
 

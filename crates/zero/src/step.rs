@@ -6,10 +6,12 @@ use ferrospeed_comm::ReduceOp;
 use ferrospeed_config::Stage;
 use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
 use ferrospeed_optim::{Copy16, Gradient, Optimizer, Stretch, lamb};
+use ferrospeed_tensor::backend::{Update, UpdateOperands};
 use ferrospeed_tensor::{Category, DType, Tensor};
 
 use crate::error::{Result, ZeroError};
-use crate::memory::{comm_type, part, region};
+use crate::exchange;
+use crate::memory::part;
 use crate::reducer::Segment;
 use crate::store::{Share, State, ZeroStore};
 
@@ -39,12 +41,30 @@ pub enum StepOutcome {
     },
 }
 
-pub(crate) fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
+fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
     Ok(match tensor.dtype() {
         DType::BF16 => Gradient::Bf16(tensor.host()?),
         DType::F16 => Gradient::F16(tensor.host()?),
         _ => Gradient::F32(tensor.host()?),
     })
+}
+
+/// The largest magnitude of a tensor, wherever it is.
+fn magnitude_of(values: &Tensor) -> Result<Magnitude> {
+    let device = values.device();
+    if device.backend().is_host() {
+        return Ok(Magnitude::of(gradient_of(values)?, device));
+    }
+    Ok(Magnitude::from_value(device.backend().largest_magnitude(values)?))
+}
+
+/// The sum of a tensor's squares on the grid of the whole vector's magnitude.
+fn squares_of(values: &Tensor, whole: Magnitude) -> Result<SquareSum> {
+    let device = values.device();
+    if device.backend().is_host() {
+        return Ok(SquareSum::of(gradient_of(values)?, whole, device));
+    }
+    Ok(SquareSum::from_sum(device.backend().sum_of_squares(values, whole.grid())?))
 }
 
 impl ZeroStore {
@@ -79,9 +99,10 @@ impl ZeroStore {
             let share = &state.shares[segment.group];
             match &optimizer {
                 Optimizer::Lamb(_) => {}
-                optimizer => self.update(share, &share.states, segment, factor, |share, stretch| {
-                    optimizer.step(&share.options, share.steps, stretch);
-                })?,
+                optimizer => {
+                    let update = optimizer.update(&share.options, share.steps);
+                    self.update(share, &share.states, segment, factor, &update)?;
+                }
             }
         }
         if let Optimizer::Lamb(lamb) = optimizer {
@@ -104,7 +125,7 @@ impl ZeroStore {
     fn global_magnitude(&self, segments: &[Segment]) -> Result<Magnitude> {
         let mut magnitude = Magnitude::ZERO;
         for segment in segments {
-            magnitude = magnitude.max(Magnitude::of(gradient_of(&segment.values)?, &self.device));
+            magnitude = magnitude.max(magnitude_of(&segment.values)?);
         }
         if self.is_split() {
             let mut value = [magnitude.value()];
@@ -117,7 +138,7 @@ impl ZeroStore {
     fn global_norm(&self, segments: &[Segment], magnitude: Magnitude) -> Result<f64> {
         let mut sum = SquareSum::default();
         for segment in segments {
-            sum = sum + SquareSum::of(gradient_of(&segment.values)?, magnitude, &self.device);
+            sum = sum + squares_of(&segment.values, magnitude)?;
         }
         if self.is_split() {
             let mut words = sum.to_words();
@@ -141,7 +162,7 @@ impl ZeroStore {
                     continue;
                 }
                 let values = part(&segment.values, start - segment.in_part, end - start)?;
-                if !Magnitude::of(gradient_of(&values)?, &self.device).is_finite() {
+                if !magnitude_of(&values)?.is_finite() {
                     found = param as i64;
                 }
             }
@@ -157,36 +178,48 @@ impl ZeroStore {
         Ok((name.to_owned(), (code[0] % ranks) as usize))
     }
 
-    /// Runs `rule` over the weights of one segment.
+    /// Updates the weights of one segment.
     fn update(
         &self,
         share: &Share,
         states: &[Tensor],
         segment: &Segment,
-        factor: f32,
-        rule: impl FnOnce(&Share, &mut Stretch<'_>),
+        gradient_factor: f32,
+        update: &Update,
     ) -> Result<()> {
         let len = segment.values.numel();
         let weights = part(&share.own_master()?, segment.in_part, len)?;
         let states =
             states.iter().map(|state| part(state, segment.in_part, len)).collect::<Result<Vec<Tensor>>>()?;
-        let copy = part(&share.own_values()?, segment.in_part, len)?;
+        // The first pass of LAMB leaves weights and their copy alone.
+        let copied = share.master.is_some() && !matches!(update, Update::LambDirection { .. });
+        let copy = copied.then(|| part(&share.own_values()?, segment.in_part, len)).transpose()?;
+        if !self.device.backend().is_host() {
+            let operands = UpdateOperands {
+                weights: &weights,
+                gradient: &segment.values,
+                gradient_factor,
+                states: &states,
+                copy: copy.as_ref(),
+            };
+            return Ok(self.device.backend().update(update, &operands)?);
+        }
         // SAFETY: master, states and values are this store's own, the lock on its state is held, no collective over
         // them is in flight, and segments are disjoint.
         unsafe {
             let mut stretch = Stretch {
                 weights: weights.host_mut()?,
                 gradient: gradient_of(&segment.values)?,
-                gradient_factor: factor,
+                gradient_factor,
                 states: states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
-                copy: match (share.master.is_some(), self.dtype) {
-                    (true, DType::BF16) => Copy16::Bf16(copy.host_mut()?),
-                    (true, DType::F16) => Copy16::F16(copy.host_mut()?),
-                    _ => Copy16::None,
+                copy: match &copy {
+                    Some(copy) if self.dtype == DType::BF16 => Copy16::Bf16(copy.host_mut()?),
+                    Some(copy) => Copy16::F16(copy.host_mut()?),
+                    None => Copy16::None,
                 },
                 device: &self.device,
             };
-            rule(share, &mut stretch);
+            stretch.apply(update);
         }
         Ok(())
     }
@@ -199,9 +232,7 @@ impl ZeroStore {
             // The third state of the first pass is where the direction goes.
             let mut states = share.states.clone();
             states.push(directions.clone());
-            self.update(share, &states, segment, factor, |share, stretch| {
-                lamb.direction(&share.options, stretch)
-            })?;
+            self.update(share, &states, segment, factor, &lamb.direction(&share.options))?;
         }
         let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
         let master = share.own_master()?;
@@ -211,9 +242,8 @@ impl ZeroStore {
             let values = part(&directions, fragment.in_part, fragment.len)?;
             let segment = Segment { group: 0, in_part: fragment.in_part, values };
             let coefficient = lamb.coefficient(norm[0], norm[1]);
-            self.update(share, &[], &segment, 1.0, |share, stretch| {
-                lamb.apply(&share.options, share.steps, coefficient, stretch);
-            })?;
+            let update = lamb.apply(&share.options, share.steps, coefficient);
+            self.update(share, &[], &segment, 1.0, &update)?;
         }
         Ok(())
     }
@@ -228,7 +258,7 @@ impl ZeroStore {
         let mut largest = vec![0.0f32; count];
         for (index, largest) in largest.iter_mut().enumerate() {
             if let Some(values) = fragment_of(index)? {
-                *largest = Magnitude::of(gradient_of(&values)?, &self.device).value();
+                *largest = magnitude_of(&values)?.value();
             }
         }
         if self.is_split() {
@@ -238,7 +268,7 @@ impl ZeroStore {
         for (index, words) in words.chunks_mut(WORDS).enumerate() {
             if let Some(values) = fragment_of(index)? {
                 let whole = Magnitude::from_value(largest[index]);
-                words.copy_from_slice(&SquareSum::of(gradient_of(&values)?, whole, &self.device).to_words());
+                words.copy_from_slice(&squares_of(&values, whole)?.to_words());
             }
         }
         if self.is_split() {
@@ -261,12 +291,11 @@ impl ZeroStore {
         if !self.is_split() {
             return Ok(());
         }
-        let mut works = Vec::new();
+        let mut pending = Vec::new();
         for share in state.shares.iter().filter(|share| share.trained && share.layout.part_numel > 0) {
-            let (own, all) = (region(&share.own_values()?), region(&share.values));
-            works.push(self.world.group().all_gather_async(&own, &all, comm_type(self.dtype)));
+            let pair = (share.own_values()?, share.values.clone());
+            pending.extend(exchange::all_gather(&self.world.group(), &[pair])?);
         }
-        ferrospeed_comm::wait_all(works)?;
-        Ok(())
+        pending.into_iter().try_for_each(exchange::Pending::wait)
     }
 }

@@ -84,10 +84,10 @@ impl Parameter {
             device: &device,
         };
         let Optimizer::Lamb(lamb) = optimizer else {
-            return optimizer.step(options, self.steps, &mut stretch);
+            return stretch.apply(&optimizer.update(options, self.steps));
         };
         stretch.states.push(&mut directions);
-        lamb.direction(options, &mut stretch);
+        stretch.apply(&lamb.direction(options));
         self.lamb_coefficient = lamb.coefficient(norm(&self.weights), norm(&directions));
         let mut stretch = Stretch {
             weights: &mut self.weights,
@@ -97,7 +97,7 @@ impl Parameter {
             copy: Copy16::None,
             device: &device,
         };
-        lamb.apply(options, self.steps, self.lamb_coefficient, &mut stretch);
+        stretch.apply(&lamb.apply(options, self.steps, self.lamb_coefficient));
     }
 }
 

@@ -1,0 +1,96 @@
+//! Collectives over tensors, wherever their memory is.
+//!
+//! On a host device the ranks read and write the tensors themselves. Memory of a GPU is copied to the host, exchanged
+//! there and copied back when somebody waits: several ranks can then share one GPU.
+
+use std::ops::Range;
+
+use ferrospeed_comm::{Group, ReduceOp, Region, Work};
+use ferrospeed_tensor::Tensor;
+
+use crate::error::Result;
+use crate::memory::{comm_type, part, region};
+
+/// An exchange under way. Its tensors are not touched before [`Pending::wait`] returns.
+pub(crate) struct Pending {
+    work: Work,
+    /// Where the result arrives on the host, and the tensor it is for.
+    landing: Option<(Region, Tensor)>,
+}
+
+impl Pending {
+    /// Waits until the result is in its tensor.
+    pub(crate) fn wait(self) -> Result<()> {
+        self.work.wait()?;
+        if let Some((arrived, target)) = self.landing {
+            // SAFETY: the exchange is over, and nobody else knows this region.
+            let bytes = unsafe { arrived.as_slice::<u8>() };
+            target.device().backend().copy_from_host(bytes, &target)?;
+        }
+        Ok(())
+    }
+}
+
+fn on_host(tensor: &Tensor) -> bool {
+    tensor.device().backend().is_host()
+}
+
+/// A copy of a device's tensor on the host.
+fn staged(tensor: &Tensor) -> Result<Region> {
+    let copy = Region::zeroed(tensor.size_bytes());
+    // SAFETY: the region was just made and nobody else knows it.
+    let bytes = unsafe { copy.as_mut_slice::<u8>() };
+    tensor.device().backend().copy_to_host(tensor, bytes)?;
+    Ok(copy)
+}
+
+/// Every rank's tensor becomes the reduction of all.
+pub(crate) fn all_reduce(group: &Group, data: &Tensor, op: ReduceOp) -> Result<Pending> {
+    let dtype = comm_type(data.dtype());
+    if on_host(data) {
+        return Ok(Pending { work: group.all_reduce_async(&region(data), dtype, op), landing: None });
+    }
+    let copy = staged(data)?;
+    Ok(Pending { work: group.all_reduce_async(&copy, dtype, op), landing: Some((copy, data.clone())) })
+}
+
+/// Elements `own` of every rank's tensor become their reduction; rank `r` has `counts[r]` of them.
+pub(crate) fn reduce_scatter(
+    group: &Group,
+    data: &Tensor,
+    own: Range<usize>,
+    counts: &[usize],
+    op: ReduceOp,
+) -> Result<Pending> {
+    let dtype = comm_type(data.dtype());
+    let size = data.dtype().size_bytes();
+    let bytes = own.start * size..own.end * size;
+    if on_host(data) {
+        let all = region(data);
+        let work = group.reduce_scatter_unequal_async(&all, &all.slice(bytes), counts, dtype, op);
+        return Ok(Pending { work, landing: None });
+    }
+    let all = staged(data)?;
+    let result = all.slice(bytes);
+    let work = group.reduce_scatter_unequal_async(&all, &result, counts, dtype, op);
+    Ok(Pending { work, landing: Some((result, part(data, own.start, own.len())?)) })
+}
+
+/// One exchange for several pairs: each second tensor becomes all ranks' first ones, end to end.
+pub(crate) fn all_gather(group: &Group, pairs: &[(Tensor, Tensor)]) -> Result<Vec<Pending>> {
+    let Some((first, _)) = pairs.first() else { return Ok(Vec::new()) };
+    let dtype = comm_type(first.dtype());
+    let mut regions = Vec::with_capacity(pairs.len());
+    for (own, all) in pairs {
+        regions.push(match on_host(own) {
+            true => (region(own), region(all)),
+            false => (staged(own)?, Region::zeroed(all.size_bytes())),
+        });
+    }
+    let work = group.all_gather_coalesced(&regions, dtype);
+    let pending = |((_, all), (_, arrived)): (&(Tensor, Tensor), (Region, Region))| Pending {
+        work: work.clone(),
+        landing: (!on_host(all)).then(|| (arrived, all.clone())),
+    };
+    Ok(pairs.iter().zip(regions).map(pending).collect())
+}
