@@ -11,8 +11,9 @@ use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
 use ferrospeed_tensor::store::PlainStore;
-use ferrospeed_tensor::{DType, Device};
+use ferrospeed_tensor::DType;
 
+use super::device::DeviceChoice;
 use crate::failure::Failure;
 
 /// Arguments of `generate`.
@@ -42,6 +43,9 @@ pub(crate) struct GenerateArgs {
     /// The type to compute in [default: the model's own]
     #[arg(long, value_parser = ["float32", "bfloat16", "float16"])]
     dtype: Option<String>,
+    /// Where to compute: auto, cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
+    device: DeviceChoice,
 }
 
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
@@ -65,7 +69,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     weights.check(model.parameters().as_slice()).map_err(usage)?;
     let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());
     let dtype = args.dtype.as_deref().and_then(dtype_of_name).or(stored).unwrap_or(DType::F32);
-    let device = Device::cpu();
+    let device = args.device.open()?;
     let _store = PlainStore::attach(model.parameters().as_slice(), dtype, &device, &weights)
         .map_err(|e| failed(&e))?;
 

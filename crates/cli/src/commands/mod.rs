@@ -3,12 +3,14 @@
 mod bench;
 mod bench_checkpoint;
 mod bench_comm;
+mod bench_gpu;
 mod bench_load;
 mod bench_model;
 mod bench_parts;
 mod checkpoint;
 mod completions;
 mod config;
+mod device;
 mod doctor;
 mod estimate;
 mod generate;

@@ -8,11 +8,11 @@ use clap::Args;
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
-use ferrospeed_tensor::Device;
 use ferrospeed_train::{
     Ending, Job, Observing, Preparing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError,
 };
 
+use super::device::DeviceChoice;
 use crate::failure::Failure;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter, grouped};
 use crate::terminal::{Paint, print_error, print_note, print_output, stdout_can_be_redrawn};
@@ -37,6 +37,9 @@ pub(crate) struct TrainArgs {
     /// Change a key of the recipe (steps=8) or of the ds_config (zero_optimization.stage=3); may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
+    /// Where to compute: auto (a GPU where there is one), cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
+    device: DeviceChoice,
 }
 
 /// Ranks may need this long to finish their step and save after a signal.
@@ -109,6 +112,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     words.extend(["--out".to_owned(), folder.path().display().to_string()]);
     words.extend(["-n".to_owned(), recipe.ranks.to_string()]);
     words.extend(args.measure_observing.then(|| "--measure_observing".to_owned()));
+    words.extend(["--device".to_owned(), args.device.to_string()]);
     words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
     words.extend(args.overrides.iter().flat_map(|assignment| ["--set".to_owned(), assignment.clone()]));
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
@@ -168,7 +172,7 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
         recipe: &recipe,
         path: &args.recipe,
         world: world.clone(),
-        device: Device::cpu(),
+        device: args.device.open()?,
         folder,
         resume: args.resume(),
         requests,

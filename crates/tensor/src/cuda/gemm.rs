@@ -62,10 +62,15 @@ unsafe impl Sync for Products {}
 impl Products {
     pub(crate) fn new() -> Result<Products> {
         let handle = lt::create_handle().map_err(|error| failed("open cuBLASLt", format!("{error:?}")))?;
-        // SAFETY: a plain allocation, given back when the process ends: devices live as long as it.
+        // SAFETY: a plain allocation; the backend gives it back.
         let workspace = unsafe { cudarc::driver::result::malloc_sync(WORKSPACE_BYTES) }
             .map_err(|error| failed("open cuBLASLt", format!("{error:?}")))?;
         Ok(Products { handle, workspace, plans: Mutex::default() })
+    }
+
+    /// The address of the memory that products may use.
+    pub(crate) fn workspace(&self) -> u64 {
+        self.workspace
     }
 }
 

@@ -197,6 +197,19 @@ impl CudaBackend {
     }
 }
 
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        if self.driver.synchronize().is_ok() {
+            // SAFETY: both were allocated when the device was opened, and no kernel is left that could use them. What
+            // fails here fails because the process is ending.
+            unsafe {
+                let _ = cu::free_sync(self.fault);
+                let _ = cu::free_sync(self.products.workspace());
+            }
+        }
+    }
+}
+
 /// Memory for one call.
 struct Scratch<'a> {
     backend: &'a CudaBackend,

@@ -1,0 +1,154 @@
+//! The engine on a GPU: stages equal to the bit, several ranks on one device, the CPU's trajectory within rounding.
+//!
+//! Without a device each test says so and passes: there is nothing to compare.
+
+mod common;
+
+use std::num::NonZeroU64;
+use std::sync::Arc;
+
+use common::{Batch, Model, on_ranks};
+use ferrospeed_comm::World;
+use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
+use ferrospeed_tensor::{Device, Tensor, cuda};
+use ferrospeed_zero::access::Which;
+use serde_json::{Value, json};
+
+fn has_device() -> bool {
+    if cuda::device_count() == 0 {
+        eprintln!("skipped: no CUDA device");
+        return false;
+    }
+    true
+}
+
+/// Losses and norms of three steps, and the f32 weights after them.
+#[derive(Debug, Clone, PartialEq)]
+struct Outcome {
+    losses: Vec<f32>,
+    norms: Vec<f64>,
+    weights: Vec<f32>,
+}
+
+fn train(on_gpu: bool, ranks: usize, config: Value) -> Vec<Outcome> {
+    let config = Arc::new(config);
+    on_ranks(ranks, move |world: World| {
+        let device = if on_gpu { Device::cuda(0).unwrap() } else { Device::cpu_with_threads(1) };
+        let rank = world.rank();
+        let size = NonZeroU64::new(world.size() as u64).unwrap();
+        let (resolved, _) =
+            Config::from_value("test", &config).unwrap().resolve(size, &AutoValues::new()).unwrap();
+        let accumulation = resolved.batch.gradient_accumulation_steps.get();
+        let (model, parameters) = Model::build(&json!({"kind": "lm", "vocab": 40, "dm": 32, "nh": 2, "nl": 2, "tmax": 16}));
+        let setup = Setup::new(resolved, world, device.clone());
+        let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
+        let mut outcome = Outcome { losses: Vec::new(), norms: Vec::new(), weights: Vec::new() };
+        for step in 0..3 {
+            for micro in 0..accumulation as usize {
+                let ids: Vec<i64> =
+                    (0..32).map(|i| ((i * 7 + step * 5 + micro * 3 + rank * 11 + i * i) % 40) as i64).collect();
+                let batch = Batch::Tokens(Tensor::from_slice(&ids, [2, 16], &device).unwrap());
+                let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+                outcome.losses.push(loss.item().unwrap());
+                engine.backward(&loss).unwrap();
+                if let StepReport::Applied { grad_norm } = engine.step().unwrap() {
+                    outcome.norms.push(grad_norm);
+                }
+            }
+        }
+        assert_eq!(outcome.norms.len(), 3, "every step was applied");
+        for param in parameters.as_slice() {
+            outcome.weights.extend(engine.store().full(param, Which::Weight).unwrap());
+        }
+        outcome
+    })
+}
+
+fn configuration(stage: u8, precision: &str, optimizer: &str, accumulation: u64) -> Value {
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_allow_untested_optimizer": true,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20},
+    });
+    if precision != "fp32" {
+        config[precision] = json!({"enabled": true});
+        if precision == "fp16" {
+            config[precision]["loss_scale"] = json!(128.0);
+        }
+    }
+    config
+}
+
+#[test]
+fn stages_agree_to_the_bit_and_runs_repeat() {
+    if !has_device() {
+        return;
+    }
+    for ranks in [1, 2] {
+        for precision in ["fp32", "bf16", "fp16"] {
+            for accumulation in [1, 2] {
+                let plain = train(true, ranks, configuration(0, precision, "AdamW", accumulation));
+                for stage in 0..=3 {
+                    let other = train(true, ranks, configuration(stage, precision, "AdamW", accumulation));
+                    assert!(plain == other, "stage {stage} {precision} {ranks} ranks, {accumulation} micro-batches");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_trajectory_is_the_cpus_within_rounding() {
+    if !has_device() {
+        return;
+    }
+    for (precision, tolerance) in [("fp32", 2e-5), ("bf16", 3e-2), ("fp16", 5e-3)] {
+        for optimizer in ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb"] {
+            for ranks in [1, 2] {
+                let config = configuration(2, precision, optimizer, 1);
+                let (gpu, cpu) = (train(true, ranks, config.clone()), train(false, ranks, config));
+                for (gpu, cpu) in gpu.iter().zip(&cpu) {
+                    for (step, (a, b)) in gpu.losses.iter().zip(&cpu.losses).enumerate() {
+                        assert!(
+                            (a - b).abs() <= tolerance * b.abs(),
+                            "{optimizer} {precision} {ranks} ranks, loss {step}: {a} on the GPU, {b} on the CPU"
+                        );
+                    }
+                    for (step, (a, b)) in gpu.norms.iter().zip(&cpu.norms).enumerate() {
+                        assert!(
+                            (a - b).abs() <= f64::from(tolerance) * 3.0 * b.abs(),
+                            "{optimizer} {precision} {ranks} ranks, norm {step}: {a} on the GPU, {b} on the CPU"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gradient_that_is_no_number_is_skipped_and_named() {
+    if !has_device() {
+        return;
+    }
+    let device = Device::cuda(0).unwrap();
+    let (config, _) = Config::from_value("test", &configuration(1, "bf16", "AdamW", 1))
+        .unwrap()
+        .resolve(NonZeroU64::MIN, &AutoValues::new())
+        .unwrap();
+    let (model, parameters) = Model::build(&json!({"kind": "mlp", "d": [4, 8, 8, 2]}));
+    let setup = Setup::new(config, World::solo(), device.clone());
+    let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
+    let x = Tensor::from_slice(&[f32::NAN; 8], [2, 4], &device).unwrap();
+    let y = Tensor::zeros([2, 2], ferrospeed_tensor::DType::F32, &device).unwrap();
+    let loss = engine.forward(|_| model.loss(&Batch::Regression { x: x.clone(), y: y.clone() })).unwrap();
+    engine.backward(&loss).unwrap();
+    match engine.step().unwrap() {
+        StepReport::Skipped { param, rank: 0 } => assert_eq!(param, "fc1.weight"),
+        other => panic!("{other:?}"),
+    }
+}
