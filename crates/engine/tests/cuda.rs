@@ -40,14 +40,16 @@ fn train(on_gpu: bool, ranks: usize, config: Value) -> Vec<Outcome> {
         let (resolved, _) =
             Config::from_value("test", &config).unwrap().resolve(size, &AutoValues::new()).unwrap();
         let accumulation = resolved.batch.gradient_accumulation_steps.get();
-        let (model, parameters) = Model::build(&json!({"kind": "lm", "vocab": 40, "dm": 32, "nh": 2, "nl": 2, "tmax": 16}));
+        let (model, parameters) =
+            Model::build(&json!({"kind": "lm", "vocab": 40, "dm": 32, "nh": 2, "nl": 2, "tmax": 16}));
         let setup = Setup::new(resolved, world, device.clone());
         let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
         let mut outcome = Outcome { losses: Vec::new(), norms: Vec::new(), weights: Vec::new() };
         for step in 0..3 {
             for micro in 0..accumulation as usize {
-                let ids: Vec<i64> =
-                    (0..32).map(|i| ((i * 7 + step * 5 + micro * 3 + rank * 11 + i * i) % 40) as i64).collect();
+                let ids: Vec<i64> = (0..32)
+                    .map(|i| ((i * 7 + step * 5 + micro * 3 + rank * 11 + i * i) % 40) as i64)
+                    .collect();
                 let batch = Batch::Tokens(Tensor::from_slice(&ids, [2, 16], &device).unwrap());
                 let loss = engine.forward(|_| model.loss(&batch)).unwrap();
                 outcome.losses.push(loss.item().unwrap());
@@ -94,7 +96,10 @@ fn stages_agree_to_the_bit_and_runs_repeat() {
                 let plain = train(true, ranks, configuration(0, precision, "AdamW", accumulation));
                 for stage in 0..=3 {
                     let other = train(true, ranks, configuration(stage, precision, "AdamW", accumulation));
-                    assert!(plain == other, "stage {stage} {precision} {ranks} ranks, {accumulation} micro-batches");
+                    assert!(
+                        plain == other,
+                        "stage {stage} {precision} {ranks} ranks, {accumulation} micro-batches"
+                    );
                 }
             }
         }

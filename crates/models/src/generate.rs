@@ -70,17 +70,10 @@ pub fn generate(
             let tokens = Tokens { ids, mask: mask.clone(), positions };
             let hidden = model.hidden(&tokens, Some(&mut state), Mode::Evaluate)?;
             let last = ops::narrow(&hidden, 1, width - 1, 1)?;
-            let logits = ops::cast(&model.logits(&last)?, DType::F32)?.to_vec::<f32>()?;
-            let vocab = logits.len() / batch;
-            input = (0..batch)
-                .map(|row| {
-                    if ended[row] {
-                        return options.pad_token;
-                    }
-                    let position = (step * batch + row) as u64;
-                    choose(&logits[row * vocab..(row + 1) * vocab], options.sampling, position)
-                })
-                .collect();
+            input = next_tokens(&model.logits(&last)?, options.sampling, step)?;
+            for (token, _) in input.iter_mut().zip(&ended).filter(|(_, ended)| **ended) {
+                *token = options.pad_token;
+            }
             for (row, &token) in input.iter().enumerate() {
                 sequences[row].push(token);
                 ended[row] |= Some(token) == options.end_token;
@@ -96,6 +89,18 @@ pub fn generate(
         }
         Ok(sequences)
     })
+}
+
+/// The next token of every row of `logits [batch, 1, vocabulary]`.
+fn next_tokens(logits: &Tensor, sampling: Sampling, step: usize) -> Result<Vec<i64>> {
+    if sampling == Sampling::Greedy && !logits.device().backend().is_host() {
+        // One number comes back instead of a vocabulary.
+        return Ok(ops::top_k(logits, 1)?.1.to_vec::<i64>()?);
+    }
+    let batch = logits.sizes()[0];
+    let logits = ops::cast(logits, DType::F32)?.to_vec::<f32>()?;
+    let rows = logits.chunks(logits.len() / batch).enumerate();
+    Ok(rows.map(|(row, logits)| choose(logits, sampling, (step * batch + row) as u64)).collect())
 }
 
 /// Positions of the last `count` tokens: real tokens are counted from 0, masked ones stand at 1.

@@ -10,7 +10,7 @@ use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Bert, Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{PlainStore, PoisonStore};
-use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd};
+use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, cuda};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::{golden, read_json};
 use ferrospeed_testkit::tensors::{self, Recorded};
@@ -231,6 +231,19 @@ fn check_bert(case: &Case, model: &Bert, weights: &WeightFiles) {
 
 #[test]
 fn golden_models_match_their_recordings() {
+    check_all(&Device::cpu_with_threads(1));
+}
+
+#[test]
+fn golden_models_match_their_recordings_on_a_gpu() {
+    if cuda::device_count() == 0 {
+        eprintln!("skipped: no CUDA device");
+        return;
+    }
+    check_all(&Device::cuda(0).unwrap());
+}
+
+fn check_all(device: &Device) {
     let set = golden();
     for folder in set.entries("models", "").into_iter().filter(|path| path.is_dir()) {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
@@ -240,7 +253,7 @@ fn golden_models_match_their_recordings() {
         let case = Case {
             recorded: tensors::read(&folder.join("golden.safetensors")),
             facts: read_json(&folder.join("golden.json")),
-            device: Device::cpu_with_threads(1),
+            device: device.clone(),
             name,
         };
         let weights = WeightFiles::open_directory(&folder).unwrap();

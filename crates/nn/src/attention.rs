@@ -85,15 +85,19 @@ impl KeyValueCache {
         Ok(KeyValueCache { keys, values: Tensor::zeros(shape, dtype, device)?, filled: 0 })
     }
 
+    fn expect_room(&self, tokens: usize) -> Result<()> {
+        let capacity = self.keys.sizes()[1];
+        if self.filled + tokens <= capacity {
+            return Ok(());
+        }
+        let what = format!("{} tokens do not fit a cache of {capacity}", self.filled + tokens);
+        Err(TensorError::BadArgument { op: "key/value cache", what })
+    }
+
     fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
         let (batch, capacity) = (self.keys.sizes()[0], self.keys.sizes()[1]);
         let tokens = k.sizes()[1];
-        if self.filled + tokens > capacity {
-            return Err(TensorError::BadArgument {
-                op: "key/value cache",
-                what: format!("{} tokens do not fit a cache of {capacity}", self.filled + tokens),
-            });
-        }
+        self.expect_room(tokens)?;
         let token = k.sizes()[2] * k.sizes()[3];
         for (new, cache) in [(k, &self.keys), (v, &self.values)] {
             new.device().backend().copy_blocks(
@@ -147,7 +151,7 @@ impl MultiHeadAttention {
         &self,
         x: &Tensor,
         visibility: &Visibility,
-        cache: Option<&mut KeyValueCache>,
+        mut cache: Option<&mut KeyValueCache>,
         mode: Mode,
     ) -> Result<Tensor> {
         let options = AttentionOptions {
@@ -164,6 +168,24 @@ impl MultiHeadAttention {
             (&self.projections, &visibility.rotary, &cache)
         {
             let mixed = ops::attention_packed(&qkv.forward(x)?, self.config.heads, *layout, &options)?;
+            return self.output.forward(&mixed);
+        }
+        if let (HeadProjections::Packed(qkv, layout), None, Some(cache)) =
+            (&self.projections, &visibility.rotary, &mut cache)
+        {
+            cache.expect_room(tokens)?;
+            let (heads, past) = (self.config.heads, cache.filled);
+            let qkv = qkv.forward(x)?;
+            let mixed = ops::attention_packed_cached(
+                &qkv,
+                heads,
+                *layout,
+                &cache.keys,
+                &cache.values,
+                past,
+                &options,
+            )?;
+            cache.filled += tokens;
             return self.output.forward(&mixed);
         }
         let [q, k, v] = self.project(x, batch, tokens)?;

@@ -61,7 +61,15 @@ impl Stretch<'_> {
             Update::Adam { decoupled: true, betas, rest, eps, decay, step_size, inverse_root_correction } => {
                 run(self, &Moments::<true> { betas, rest, eps, decay, step_size, inverse_root_correction });
             }
-            Update::Adam { decoupled: false, betas, rest, eps, decay, step_size, inverse_root_correction } => {
+            Update::Adam {
+                decoupled: false,
+                betas,
+                rest,
+                eps,
+                decay,
+                step_size,
+                inverse_root_correction,
+            } => {
                 run(self, &Moments::<false> { betas, rest, eps, decay, step_size, inverse_root_correction });
             }
             Update::Sgd { lr, decay, .. } if self.states.is_empty() => run(self, &Plain { lr, decay }),

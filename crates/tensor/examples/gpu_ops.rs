@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use ferrospeed_tensor::backend::{Gemm, Matrix, OperandSum};
 use ferrospeed_tensor::ops::{self, AttentionOptions, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, autograd};
@@ -67,6 +68,17 @@ fn main() -> Result<()> {
             "product {m}x{n}x{k}: {plain:.3} ms ({:.0} TFLOP/s), bias {bias:.3}, gelu {gelu:.3}, gelu kept {kept:.3}",
             tera / plain
         );
+    }
+    for [m, n, k] in [[768, 2304, 32768], [768, 3072, 32768], [3072, 768, 32768], [2048, 8192, 8192]] {
+        let (x, dy) = (random(&[k, m], 1, &device)?, random(&[k, n], 2, &device)?);
+        let (dw, db) =
+            (Tensor::empty([m, n], DType::BF16, &device)?, Tensor::empty([n], DType::BF16, &device)?);
+        let plain = Gemm::plain(m, n, k, Matrix::transposed(&x), Matrix::whole(&dy), &dw);
+        let alone = time(&device, || device.backend().gemm(&plain))?;
+        let sums = time(&device, || device.backend().sum_rows(&dy, &db))?;
+        let summed = Gemm { operand_sum: Some(OperandSum { of_left: false, target: &db }), ..plain };
+        let fused = time(&device, || device.backend().gemm(&summed))?;
+        println!("weight gradient {m}x{n}x{k}: {alone:.3} ms, sums {sums:.3}, fused {fused:.3}");
     }
     for (rows, width) in [(32768, 768), (16384, 1024), (8192, 2048)] {
         let (x, w, b) = (

@@ -102,6 +102,17 @@ pub struct Gemm<'a> {
     pub activation: Option<Activation>,
     /// Where the value before the activation is kept for backward.
     pub before_activation: Option<&'a Tensor>,
+    /// Where the sum of an operand over `k` goes, if it is wanted: the gradient of a bias, beside that of its weight.
+    pub operand_sum: Option<OperandSum<'a>>,
+}
+
+/// The sum of one operand over `k`, taken while it is read anyway. The operand is stored with `k` whole rows.
+#[derive(Debug, Clone, Copy)]
+pub struct OperandSum<'a> {
+    /// Whether it is the left operand's (then stored transposed), or the right one's.
+    pub of_left: bool,
+    /// Where it goes.
+    pub target: &'a Tensor,
 }
 
 impl<'a> Gemm<'a> {
@@ -120,6 +131,7 @@ impl<'a> Gemm<'a> {
             bias: None,
             activation: None,
             before_activation: None,
+            operand_sum: None,
         }
     }
 }

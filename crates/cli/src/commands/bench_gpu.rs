@@ -109,7 +109,10 @@ pub(super) fn run(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
     let mut rows = Vec::new();
     for name in &args.model {
         let Some(case) = CASES.iter().find(|case| case.name == name) else {
-            return Err(Failure::Usage(format!("--model {name}: there are {}", CASES.map(|case| case.name).join(", "))));
+            return Err(Failure::Usage(format!(
+                "--model {name}: there are {}",
+                CASES.map(|case| case.name).join(", ")
+            )));
         };
         for &stage in &args.stage {
             rows.push(("train", case, stage));
@@ -123,7 +126,8 @@ pub(super) fn run(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
     }
     if args.generate > 0 {
         let device = args.device.open()?;
-        let row = speak(&CASES[0], args.generate, &device).map_err(|error| Failure::Run(error.to_string()))?;
+        let row =
+            speak(&CASES[0], args.generate, &device).map_err(|error| Failure::Run(error.to_string()))?;
         print(args, &row)?;
     }
     Ok(ExitCode::SUCCESS)
@@ -171,8 +175,10 @@ fn train(case: &Case, stage: u8, steps: u64, device: &Device) -> Result<Value, F
     seconds.sort_by(f64::total_cmp);
     let median_s = seconds[seconds.len() / 2];
     let usage = device.memory_usage();
-    let by_category: serde_json::Map<String, Value> =
-        Category::ALL.iter().map(|&category| (category.name().to_owned(), usage.peak(category).into())).collect();
+    let by_category: serde_json::Map<String, Value> = Category::ALL
+        .iter()
+        .map(|&category| (category.name().to_owned(), usage.peak(category).into()))
+        .collect();
     Ok(json!({
         "case": format!("train {}", case.name),
         "stage": stage,

@@ -33,11 +33,14 @@ impl DeviceChoice {
     /// Opens it. Ranks of one host take its GPUs in turn.
     pub(crate) fn open(self) -> Result<Device, Failure> {
         let failed = |error: ferrospeed_tensor::TensorError| Failure::Run(error.to_string());
-        let local_rank = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse::<usize>().ok()).unwrap_or(0);
+        let local_rank =
+            || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse::<usize>().ok()).unwrap_or(0);
         match self {
             DeviceChoice::Cpu => Ok(Device::cpu()),
             DeviceChoice::Cuda(Some(number)) => Device::cuda(number).map_err(failed),
-            DeviceChoice::Cuda(None) => Device::cuda(local_rank() % cuda::device_count().max(1)).map_err(failed),
+            DeviceChoice::Cuda(None) => {
+                Device::cuda(local_rank() % cuda::device_count().max(1)).map_err(failed)
+            }
             DeviceChoice::Auto => match cuda::device_count() {
                 0 => Ok(Device::cpu()),
                 count => Device::cuda(local_rank() % count).map_err(failed),

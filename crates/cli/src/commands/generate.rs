@@ -10,8 +10,8 @@ use ferrospeed_models::decoder::dtype_of_name;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
-use ferrospeed_tensor::store::PlainStore;
 use ferrospeed_tensor::DType;
+use ferrospeed_tensor::store::PlainStore;
 
 use super::device::DeviceChoice;
 use crate::failure::Failure;

@@ -169,6 +169,14 @@ pub(crate) fn config(value: &Value, ranks: usize) -> Config {
     unresolved.resolve(ranks, &AutoValues::new()).unwrap_or_else(|error| panic!("{error}")).0
 }
 
+/// A device of one's own: the CPU, or the first GPU with `FERROSPEED_TEST_DEVICE=cuda` in the environment.
+pub(crate) fn device(threads: usize) -> Device {
+    match std::env::var("FERROSPEED_TEST_DEVICE").as_deref() {
+        Ok("cuda") => Device::cuda(0).unwrap_or_else(|error| panic!("{error}")),
+        _ => Device::cpu_with_threads(threads),
+    }
+}
+
 /// An engine on one rank, with a device of its own so that memory is counted apart.
 pub(crate) fn engine(
     world: World,
@@ -179,7 +187,7 @@ pub(crate) fn engine(
     threads: usize,
 ) -> Engine {
     let config = config(value, world.size());
-    let setup = Setup::new(config, world, Device::cpu_with_threads(threads));
+    let setup = Setup::new(config, world, device(threads));
     initialize_model(&setup, parameters, Options { groups, source, ..Default::default() })
         .unwrap_or_else(|error| panic!("{error}"))
 }

@@ -9,9 +9,9 @@ use std::sync::Mutex;
 
 use cudarc::cublaslt::{result as lt, sys};
 
-use crate::backend::{Activation, Gemm, Matrix, Unary};
-use crate::cuda::CudaBackend;
+use crate::backend::{Activation, Gemm, Matrix, OperandSum, Unary};
 use crate::cuda::driver::failed;
+use crate::cuda::{CudaBackend, reduce};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::tensor::Tensor;
@@ -26,6 +26,14 @@ enum Epilogue {
     None,
     Bias,
     Gelu { bias: bool, keeps_input: bool },
+    Sum { of_left: bool },
+}
+
+impl Epilogue {
+    /// Whether it reads or writes a vector along the columns.
+    fn has_bias(self) -> bool {
+        matches!(self, Epilogue::Bias | Epilogue::Gelu { bias: true, .. } | Epilogue::Sum { .. })
+    }
 }
 
 /// All that decides which kernel runs.
@@ -51,7 +59,8 @@ struct Plan {
 pub(crate) struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
-    plans: Mutex<HashMap<Key, Plan>>,
+    /// `None` where the library has no kernel.
+    plans: Mutex<HashMap<Key, Option<Plan>>>,
 }
 
 // SAFETY: the handle may be used from any thread; plans are only used under the lock.
@@ -115,14 +124,24 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
     if gemm.k == 0 {
         return Err(TensorError::argument(OP, "a product over nothing"));
     }
-    run(backend, gemm, &target, epilogue)?;
+    if let Some(OperandSum { of_left, target: sum }) = gemm.operand_sum {
+        if !run(backend, gemm, &target, Epilogue::Sum { of_left })? {
+            run(backend, gemm, &target, epilogue)?;
+            reduce::sum_rows(backend, if of_left { gemm.a.tensor } else { gemm.b.tensor }, sum)?;
+        }
+        return Ok(());
+    }
+    if !run(backend, gemm, &target, epilogue)? {
+        return Err(failed(OP, format!("cuBLASLt has no kernel for {gemm:?}")));
+    }
     if let Some(activation) = separate {
         backend.unary_into(Unary::Activation(activation), target.tensor, gemm.c.tensor)?;
     }
     Ok(())
 }
 
-fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogue) -> Result<()> {
+/// Runs a product with an epilogue; `false` when the library has no kernel for it.
+fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogue) -> Result<bool> {
     let addresses = [address(&gemm.a), address(&gemm.b), address(c)];
     let key = Key {
         sizes: [gemm.m, gemm.n, gemm.k, gemm.batch],
@@ -135,14 +154,14 @@ fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogu
     };
     let products = &backend.products;
     let mut plans = products.plans.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let plan = match plans.entry(key) {
-        std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-        std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Plan::new(products.handle, &key)?),
+    let Some(plan) = plans.entry(key).or_insert_with(|| Plan::new(products.handle, &key).ok()) else {
+        return Ok(false);
     };
     let pointer = |tensor: Option<&Tensor>| tensor.map_or(0, |tensor| tensor.address().as_ptr() as u64);
     use sys::cublasLtMatmulDescAttributes_t as Attribute;
-    if gemm.bias.is_some() {
-        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer(gemm.bias))?;
+    let bias = gemm.bias.or(gemm.operand_sum.map(|sum| sum.target));
+    if epilogue.has_bias() {
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer(bias))?;
     }
     if matches!(epilogue, Epilogue::Gelu { keeps_input: true, .. }) {
         plan.describe(
@@ -173,7 +192,8 @@ fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogu
             backend.driver.stream().cast(),
         )
     };
-    outcome.map_err(|error| failed(OP, format!("{key:?}: {error:?}")))
+    outcome.map_err(|error| failed(OP, format!("{key:?}: {error:?}")))?;
+    Ok(true)
 }
 
 impl Plan {
@@ -220,6 +240,9 @@ impl Plan {
         let epilogue = match key.epilogue {
             Epilogue::None => Lt::CUBLASLT_EPILOGUE_DEFAULT,
             Epilogue::Bias => Lt::CUBLASLT_EPILOGUE_BIAS,
+            // The library's A is our right operand.
+            Epilogue::Sum { of_left: false } => Lt::CUBLASLT_EPILOGUE_BGRADA,
+            Epilogue::Sum { of_left: true } => Lt::CUBLASLT_EPILOGUE_BGRADB,
             Epilogue::Gelu { bias: true, keeps_input: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
             Epilogue::Gelu { bias: true, keeps_input: false } => Lt::CUBLASLT_EPILOGUE_GELU_BIAS,
             Epilogue::Gelu { bias: false, keeps_input: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX,

@@ -1,8 +1,10 @@
 //! Device memory from the driver's stream-ordered pool, with the same accounting as the host's.
 //!
 //! The pool keeps what is freed and may remap it, so pieces of different sizes do not fragment it. Since all work is on
-//! one stream, memory freed by one op can serve the next although the first has not run yet.
+//! one stream, memory freed by one op can serve the next although the first has not run yet. Small blocks are kept by
+//! size in front of the pool: decoding takes hundreds per token, and each call of the driver costs a microsecond.
 
+use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
@@ -17,10 +19,23 @@ use crate::memory::{Category, MemoryUsage};
 /// Alignment of every block: what the widest loads and cuBLASLt's fastest kernels like.
 const ALIGNMENT_BYTES: usize = 256;
 
+/// Blocks up to this size are kept in front of the driver's pool,
+const SMALL_BYTES: usize = 1 << 20;
+/// up to this much in all.
+const KEPT_BYTES: usize = 64 << 20;
+
 /// The pool of one device.
 pub(crate) struct DevicePool {
     pool: sys::CUmemoryPool,
-    usage: Mutex<MemoryUsage>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    usage: MemoryUsage,
+    /// Free small blocks by size.
+    small: HashMap<usize, Vec<u64>>,
+    small_bytes: usize,
 }
 
 // SAFETY: the pool's handle may be used from any thread.
@@ -40,11 +55,11 @@ impl DevicePool {
                 .during("set up the memory pool")?;
             pool
         };
-        Ok(DevicePool { pool, usage: Mutex::default() })
+        Ok(DevicePool { pool, state: Mutex::default() })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, MemoryUsage> {
-        self.usage.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     pub(crate) fn allocate(&self, driver: &Driver, bytes: usize, category: Category) -> Result<RawBlock> {
@@ -57,45 +72,76 @@ impl DevicePool {
         let Some(capacity_bytes) = bytes.max(1).checked_next_multiple_of(ALIGNMENT_BYTES) else {
             return Err(out_of_memory());
         };
+        let block = |address: u64| RawBlock {
+            address: NonNull::new(address as *mut u8).expect("the driver gives no address zero"),
+            capacity_bytes,
+        };
+        if capacity_bytes <= SMALL_BYTES {
+            let state = &mut *self.lock();
+            if let Some(address) = state.small.get_mut(&capacity_bytes).and_then(Vec::pop) {
+                state.small_bytes -= capacity_bytes;
+                state.usage.add(category, capacity_bytes);
+                return Ok(block(address));
+            }
+        }
         // SAFETY: the stream is the driver's own.
         let allocate = || unsafe { cu::malloc_async(driver.stream(), capacity_bytes) };
         let address = match allocate() {
             Ok(address) => address,
             Err(_) => {
                 // What other sizes hold in the pool may be enough, once the work that used it is done.
+                self.release_small(driver);
                 driver.synchronize()?;
                 // SAFETY: the pool is the device's own; trimming gives back what nobody uses.
                 unsafe { cu::mem_pool::trim_to(self.pool, 0) }.during("trim the memory pool")?;
                 allocate().map_err(|_| out_of_memory())?
             }
         };
-        self.lock().add(category, capacity_bytes);
-        let address = NonNull::new(address as *mut u8).expect("the driver gives no address zero");
-        Ok(RawBlock { address, capacity_bytes })
+        self.lock().usage.add(category, capacity_bytes);
+        Ok(block(address))
     }
 
     pub(crate) fn free(&self, driver: &Driver, block: RawBlock, category: Category) {
-        self.lock().subtract(category, block.capacity_bytes);
-        if driver.bind().is_ok() {
-            // SAFETY: the block came from `allocate`, and what was submitted before still finds it. A failure means that
-            // the device is gone, and the memory with it.
-            let _ = unsafe { cu::free_async(block.address.as_ptr() as sys::CUdeviceptr, driver.stream()) };
+        let address = block.address.as_ptr() as sys::CUdeviceptr;
+        let mut state = self.lock();
+        state.usage.subtract(category, block.capacity_bytes);
+        if block.capacity_bytes <= SMALL_BYTES && state.small_bytes + block.capacity_bytes <= KEPT_BYTES {
+            state.small_bytes += block.capacity_bytes;
+            state.small.entry(block.capacity_bytes).or_default().push(address);
+            return;
         }
+        drop(state);
+        give_back(driver, address);
+    }
+
+    /// Gives the kept blocks back to the driver.
+    pub(crate) fn release_small(&self, driver: &Driver) {
+        let mut state = self.lock();
+        state.small_bytes = 0;
+        state.small.drain().flat_map(|(_, blocks)| blocks).for_each(|address| give_back(driver, address));
     }
 
     pub(crate) fn count_external(&self, bytes: usize, category: Category) {
-        self.lock().add(category, bytes);
+        self.lock().usage.add(category, bytes);
     }
 
     pub(crate) fn uncount_external(&self, bytes: usize, category: Category) {
-        self.lock().subtract(category, bytes);
+        self.lock().usage.subtract(category, bytes);
     }
 
     pub(crate) fn usage(&self) -> MemoryUsage {
-        *self.lock()
+        self.lock().usage
     }
 
     pub(crate) fn reset_peak(&self) {
-        self.lock().reset_peak();
+        self.lock().usage.reset_peak();
+    }
+}
+
+fn give_back(driver: &Driver, address: sys::CUdeviceptr) {
+    if driver.bind().is_ok() {
+        // SAFETY: the block came from the pool, and what was submitted before still finds it. A failure means that the
+        // device is gone, and the memory with it.
+        let _ = unsafe { cu::free_async(address, driver.stream()) };
     }
 }

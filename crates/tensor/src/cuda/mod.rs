@@ -199,6 +199,7 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
+        self.pool.release_small(&self.driver);
         if self.driver.synchronize().is_ok() {
             // SAFETY: both were allocated when the device was opened, and no kernel is left that could use them. What
             // fails here fails because the process is ending.

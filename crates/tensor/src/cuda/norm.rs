@@ -101,7 +101,7 @@ pub(super) fn norm_backward(
     let shape = Shape::new(width, &[at(x), w, at(dy), more, at(dx)]);
     let kernel = shape.kernel(x.dtype(), "norm_backward", "norm_backward_any")?;
     // Each block leaves one row of partial sums: as many blocks as run at once, no more.
-    let per_multiprocessor = (1024 / shape.threads).clamp(1, 8) as usize;
+    let per_multiprocessor = (1024 / shape.threads).clamp(1, 10) as usize;
     let blocks = (backend.driver.multiprocessors as usize * per_multiprocessor).min(rows);
     let bytes = blocks * width * 4;
     let partial = |wanted: Option<&Tensor>| wanted.map(|_| backend.scratch(bytes)).transpose();

@@ -304,6 +304,67 @@ pub fn attention_cached(
     Ok(run(&problem, &[q, k_cache, v_cache], &places, *q.shape())?.0)
 }
 
+/// The same with the new tokens' queries, keys and values in one packed projection: the keys and values are appended to
+/// the caches behind their first `past` tokens.
+pub fn attention_packed_cached(
+    qkv: &Tensor,
+    heads: usize,
+    layout: PackedHeads,
+    k_cache: &Tensor,
+    v_cache: &Tensor,
+    past: usize,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    const OP: &str = "attention_packed_cached";
+    expect_heads("the cache", k_cache.shape())?;
+    let (shape, cache) = (*qkv.shape(), *k_cache.shape());
+    let (capacity, dim) = (cache[1], cache[3]);
+    let fits = shape.dims() == 3
+        && shape[0] == cache[0]
+        && shape.last() == 3 * heads * dim
+        && cache[2] == heads
+        && cache == *v_cache.shape()
+        && past + shape[1] <= capacity;
+    if !fits {
+        return Err(TensorError::ShapeMismatch { op: OP, left: shape, right: cache });
+    }
+    let (batch, tokens) = (shape[0], shape[1]);
+    // A block is what lies together: a token's heads, or one head.
+    let (width, blocks) = match layout {
+        PackedHeads::Thirds => (heads * dim, tokens),
+        PackedHeads::PerHead => (dim, tokens * heads),
+    };
+    let token = heads * dim;
+    for (part, target) in [(1, k_cache), (2, v_cache)] {
+        for sequence in 0..batch {
+            qkv.device().backend().copy_blocks(
+                qkv,
+                sequence * tokens * 3 * token + part * width,
+                3 * width,
+                target,
+                (sequence * capacity + past) * token,
+                width,
+                blocks,
+                width,
+            )?;
+        }
+    }
+    let problem = Problem {
+        batch,
+        queries: tokens,
+        keys: past + tokens,
+        heads,
+        kv_heads: heads,
+        dim,
+        dropout: None,
+        options: options.clone(),
+    };
+    problem.check()?;
+    let places = [Place::packed(layout, 0, tokens, heads, dim), Place::whole(&cache), Place::whole(&cache)];
+    let out = run(&problem, &[qkv, k_cache, v_cache], &places, Shape::new(&[batch, tokens, heads, dim]))?.0;
+    out.view([batch, tokens, token])
+}
+
 /// Rotates the first channels of each head of `x [batch, tokens, heads, dim]` by tables `[batch or 1, tokens, pairs]`.
 pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     expect_heads("x", x.shape())?;

@@ -1,7 +1,7 @@
 //! Products with weights, and the two-layer perceptron as one node.
 
 use crate::autograd::{needs_grad, record};
-use crate::backend::{Activation, Gemm, Matrix};
+use crate::backend::{Activation, Gemm, Matrix, OperandSum};
 use crate::error::{Result, TensorError};
 use crate::ops::{expect_same_dtype, gradient_like};
 use crate::param::{Operand, Value};
@@ -114,33 +114,29 @@ impl Layer {
     fn weight_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let backend = dy.device().backend();
         let rows = x.shape().rows();
-        let dweight = if self.wanted[0] {
-            let dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
-            let (left, right, m, n) = match self.layout {
-                WeightLayout::OutIn => (dy, x, self.outputs, self.inputs),
-                WeightLayout::InOut => (x, dy, self.inputs, self.outputs),
-            };
-            backend.gemm(&Gemm::plain(
-                m,
-                n,
-                rows,
-                Matrix::transposed(left),
-                Matrix::whole(right),
-                &dweight,
-            ))?;
-            Some(dweight)
-        } else {
-            None
-        };
         let dbias = match &self.bias {
             Some(bias) if self.wanted[1] => {
-                let dbias = gradient_like(bias, *bias.shape(), dy.dtype(), dy.device())?;
-                backend.sum_rows(dy, &dbias)?;
-                Some(dbias)
+                Some(gradient_like(bias, *bias.shape(), dy.dtype(), dy.device())?)
             }
             _ => None,
         };
-        Ok((dweight, dbias))
+        if !self.wanted[0] {
+            if let Some(dbias) = &dbias {
+                backend.sum_rows(dy, dbias)?;
+            }
+            return Ok((None, dbias));
+        }
+        let dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
+        let (left, right, m, n) = match self.layout {
+            WeightLayout::OutIn => (dy, x, self.outputs, self.inputs),
+            WeightLayout::InOut => (x, dy, self.inputs, self.outputs),
+        };
+        let of_left = self.layout == WeightLayout::OutIn;
+        backend.gemm(&Gemm {
+            operand_sum: dbias.as_ref().map(|target| OperandSum { of_left, target }),
+            ..Gemm::plain(m, n, rows, Matrix::transposed(left), Matrix::whole(right), &dweight)
+        })?;
+        Ok((Some(dweight), dbias))
     }
 }
 

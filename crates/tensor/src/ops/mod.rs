@@ -14,7 +14,8 @@ mod reduce;
 mod shape;
 
 pub use attention::{
-    AttentionOptions, PackedHeads, attention, attention_cached, attention_packed, rotary, split_heads,
+    AttentionOptions, PackedHeads, attention, attention_cached, attention_packed, attention_packed_cached,
+    rotary, split_heads,
 };
 pub use elementwise::*;
 pub use image::{avg_pool2d, conv2d, max_pool2d};

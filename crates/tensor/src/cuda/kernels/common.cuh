@@ -95,6 +95,22 @@ __device__ __forceinline__ float block_max(float v) {
     return block_reduce(v, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
 }
 
+// Two sums for the price of one.
+__device__ __forceinline__ void block_sum2(float& a, float& b) {
+    __shared__ float parts[2][32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    a = warp_sum(a);
+    b = warp_sum(b);
+    __syncthreads();
+    if (lane == 0) {
+        parts[0][warp] = a;
+        parts[1][warp] = b;
+    }
+    __syncthreads();
+    a = warp_sum(lane < warps ? parts[0][lane] : 0.0f);
+    b = warp_sum(lane < warps ? parts[1][lane] : 0.0f);
+}
+
 // Philox 4x32-10, the same numbers as the host's.
 struct RandomKey { u64 seed; u32 stream; u32 step; };
 struct Words { u32 w[4]; };

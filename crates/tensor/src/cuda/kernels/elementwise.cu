@@ -64,6 +64,18 @@ __device__ __forceinline__ float derivative(int op, float x, float p) {
     }
 }
 
+// Value and slope together: what they share is computed once.
+__device__ __forceinline__ void apply_both(int op, float x, float* value, float* slope) {
+    if (op == GELU_TANH) {
+        float t = quick_tanh(0.7978846f * (x + 0.044715f * x * x * x)), half = 0.5f * (1.0f + t);
+        *value = x * half;
+        *slope = half + 0.5f * x * (1.0f - t * t) * (0.7978846f + 0.1070322f * x * x);
+        return;
+    }
+    *value = apply(op, x, 0, 0);
+    *slope = derivative(op, x, 0);
+}
+
 extern "C" __global__ void unary(u64 count, const REAL* x, REAL* y, int op, float p, float q) {
     spread(count, aligned16(x, y),
         [&](u64 i) {
@@ -124,17 +136,19 @@ extern "C" __global__ void activation_backward_in_place(u64 count, REAL* before,
             Pack<REAL> a = load8(before + i), d = load8(gradient + i);
             #pragma unroll
             for (int j = 0; j < 8; j++) {
-                float x = widen(a.v[j]);
-                d.v[j] = narrow<REAL>(widen(d.v[j]) * derivative(op, x, 0));
-                a.v[j] = narrow<REAL>(apply(op, x, 0, 0));
+                float value, slope;
+                apply_both(op, widen(a.v[j]), &value, &slope);
+                d.v[j] = narrow<REAL>(widen(d.v[j]) * slope);
+                a.v[j] = narrow<REAL>(value);
             }
             store8(before + i, a);
             store8(gradient + i, d);
         },
         [&](u64 i) {
-            float x = widen(before[i]);
-            gradient[i] = narrow<REAL>(widen(gradient[i]) * derivative(op, x, 0));
-            before[i] = narrow<REAL>(apply(op, x, 0, 0));
+            float value, slope;
+            apply_both(op, widen(before[i]), &value, &slope);
+            gradient[i] = narrow<REAL>(widen(gradient[i]) * slope);
+            before[i] = narrow<REAL>(value);
         });
 }
 

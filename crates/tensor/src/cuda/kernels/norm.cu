@@ -122,8 +122,9 @@ extern "C" __global__ void norm_backward(u64 rows, u64 width, int kind, const RE
                 shift += g;
             }
         }
-        along = block_sum(along) / width;
-        shift = kind == LAYER ? block_sum(shift) / width : 0.0f;
+        block_sum2(along, shift);
+        along /= width;
+        shift = kind == LAYER ? shift / width : 0.0f;
         #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             u64 c = (p * (u64)blockDim.x + threadIdx.x) * 8;
@@ -168,8 +169,9 @@ extern "C" __global__ void norm_backward_any(u64 rows, u64 width, int kind, cons
             along += g * v;
             shift += g;
         }
-        along = block_sum(along) / width;
-        shift = kind == LAYER ? block_sum(shift) / width : 0.0f;
+        block_sum2(along, shift);
+        along /= width;
+        shift = kind == LAYER ? shift / width : 0.0f;
         for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
             float v = (widen(x[start + i]) - average) * scale;
             float g = widen(dy[start + i]) * (weight ? widen(weight[i]) : 1.0f);
