@@ -554,12 +554,12 @@ impl Decoder {
         let options = CrossEntropyOptions::default();
         let (rows, width) = (hidden.shape().rows(), hidden.shape().last());
         let tokens = labels.shape().last();
-        let mut shifted = labels.to_vec::<i64>()?;
-        for row in shifted.chunks_mut(tokens.max(1)) {
-            row.rotate_left(1);
-            row[tokens - 1] = options.ignore_index;
+        let targets = Tensor::full([rows], options.ignore_index as f32, DType::I64, hidden.device())?;
+        if tokens > 1 {
+            let sequences = rows / tokens;
+            let backend = hidden.device().backend();
+            backend.copy_blocks(labels, 1, tokens, &targets, 0, tokens, sequences, tokens - 1)?;
         }
-        let targets = Tensor::from_slice(&shifted, [rows], hidden.device())?;
         let flat = ops::reshape(hidden, [rows, width])?;
         Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, &targets, options)?)
     }

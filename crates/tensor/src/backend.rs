@@ -262,15 +262,15 @@ pub enum Reduction {
 
 /// What the rows of a loss need. See [`Backend::cross_entropy_rows`].
 #[derive(Debug, Clone, Copy)]
-pub struct CrossEntropySpec {
+pub struct CrossEntropySpec<'a> {
     /// Targets with this value count for nothing.
     pub ignore_index: i64,
     /// Share of the probability spread over all classes.
     pub label_smoothing: f32,
     /// Weight of the squared log-partition term.
     pub z_loss: f32,
-    /// Multiplies the gradient of every row (one over the number of counted rows, for a mean).
-    pub gradient_scale: f32,
+    /// How many rows count, from [`Backend::count_targets`]: the gradient of every row is divided by it.
+    pub counted: &'a Tensor,
 }
 
 /// A two-dimensional convolution or pooling window.
@@ -425,14 +425,18 @@ pub trait Backend: Send + Sync {
     /// gradient over the logits.
     fn cross_entropy_rows(
         &self,
-        spec: &CrossEntropySpec,
+        spec: &CrossEntropySpec<'_>,
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
         with_gradient: bool,
     ) -> Result<()>;
+    /// How many of `targets` differ from `ignore_index`, as one `I64`.
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()>;
     /// The sum of `losses` in f64 over `counted`, as one f32; zero when none counts.
-    fn mean_loss(&self, losses: &Tensor, counted: usize, target: &Tensor) -> Result<()>;
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()>;
+    /// `target = source · factor`, `factor` one f32, rounded to the target's type; both may be one tensor.
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()>;
     /// Zeroes elements with probability `p`, scales the others by `1/(1-p)`.
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()>;
 

@@ -10,7 +10,7 @@ use crate::tensor::Tensor;
 
 pub(crate) fn cross_entropy_rows(
     threads: &Threads,
-    spec: &CrossEntropySpec,
+    spec: &CrossEntropySpec<'_>,
     logits: &Tensor,
     targets: &Tensor,
     losses: &Tensor,
@@ -30,7 +30,8 @@ pub(crate) fn cross_entropy_rows(
     }
     let logits = Shared::new(write::<f32>(logits));
     let losses = Shared::new(write::<f32>(losses));
-    let CrossEntropySpec { label_smoothing: smoothing, z_loss, gradient_scale, .. } = *spec;
+    let CrossEntropySpec { label_smoothing: smoothing, z_loss, .. } = *spec;
+    let gradient_scale = 1.0 / read::<i64>(spec.counted)[0].max(1) as f32;
     threads.blocks(rows, row_block(classes), |range| {
         vectorized!(|| {
             for r in range {

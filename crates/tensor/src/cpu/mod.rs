@@ -319,7 +319,7 @@ impl Backend for CpuBackend {
     }
     fn cross_entropy_rows(
         &self,
-        spec: &CrossEntropySpec,
+        spec: &CrossEntropySpec<'_>,
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
@@ -327,9 +327,25 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         loss::cross_entropy_rows(&self.threads, spec, logits, targets, losses, with_gradient)
     }
-    fn mean_loss(&self, losses: &Tensor, counted: usize, target: &Tensor) -> Result<()> {
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
+        let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();
+        write::<i64>(target)[0] = counted as i64;
+        Ok(())
+    }
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
         let total: f64 = read::<f32>(losses).iter().copied().map(f64::from).sum();
-        write::<f32>(target)[0] = (total / counted.max(1) as f64) as f32;
+        write::<f32>(target)[0] = (total / read::<i64>(counted)[0].max(1) as f64) as f32;
+        Ok(())
+    }
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
+        let factor = read::<f32>(factor)[0];
+        if factor != 1.0 {
+            // Nobody else sees the source any more: it is scaled where it lies, and rounded once below.
+            pointwise::unary(&self.threads, Unary::Affine { scale: factor, shift: 0.0 }, source, source)?;
+        }
+        if source.address() != target.address() {
+            pointwise::cast(&self.threads, source, target);
+        }
         Ok(())
     }
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {

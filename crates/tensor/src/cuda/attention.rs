@@ -8,8 +8,10 @@ use crate::error::{Result, TensorError};
 use crate::random::{RandomKey, drop_threshold};
 use crate::tensor::Tensor;
 
-/// Warps that share one query or key.
+/// Warps that share one query or key,
 const WARPS: u32 = 4;
+/// and one query of few, when there are too few blocks to fill the GPU: decoding.
+const DECODING_WARPS: u32 = 16;
 /// Channels that a warp can hold.
 const MAX_DIM: usize = 256;
 
@@ -76,8 +78,14 @@ fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
     })
 }
 
-fn kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
-    Ok(Kernel { source: Source::Attention, defines: [real("attention", dtype)?, "", ""], name })
+fn kernel(dtype: DType, dim: usize, name: &'static str) -> Result<Kernel> {
+    let lanes = match dim {
+        0..=32 => "LANES=1",
+        33..=64 => "LANES=2",
+        65..=128 => "LANES=4",
+        _ => "LANES=8",
+    };
+    Ok(Kernel { source: Source::Attention, defines: [real("attention", dtype)?, lanes, ""], name })
 }
 
 pub(super) fn forward(
@@ -96,12 +104,14 @@ pub(super) fn forward(
     if super::cudnn_attention::forward(backend, spec, [q, k, v, out], logsumexp)? {
         return Ok(());
     }
-    let shared_bytes = WARPS * (spec.dim as u32 + 2) * 4;
+    let is_decoding = rows < 2 * backend.driver.multiprocessors as usize;
+    let warps = if is_decoding { DECODING_WARPS } else { WARPS };
+    let shared_bytes = warps * (spec.dim as u32 + 2) * 4;
     launch!(
         backend,
-        kernel(q.tensor.dtype(), "attention_forward")?,
+        kernel(q.tensor.dtype(), spec.dim, "attention_forward")?,
         [rows as u32, 1, 1],
-        [32 * WARPS, 1, 1],
+        [32 * warps, 1, 1],
         shared_bytes,
         device_spec(spec)?,
         start(q),
@@ -135,7 +145,7 @@ pub(super) fn backward(
     let block = [32 * WARPS, 1, 1];
     launch!(
         backend,
-        kernel(dtype, "attention_delta")?,
+        kernel(dtype, spec.dim, "attention_delta")?,
         [rows.div_ceil(WARPS as usize) as u32, 1, 1],
         block,
         0,
@@ -149,7 +159,7 @@ pub(super) fn backward(
     let shared_bytes = WARPS * spec.dim as u32 * 4;
     launch!(
         backend,
-        kernel(dtype, "attention_dq")?,
+        kernel(dtype, spec.dim, "attention_dq")?,
         [rows as u32, 1, 1],
         block,
         shared_bytes,
@@ -170,7 +180,7 @@ pub(super) fn backward(
     let keys = spec.batch * spec.kv_heads * spec.keys;
     launch!(
         backend,
-        kernel(dtype, "attention_dkv")?,
+        kernel(dtype, spec.dim, "attention_dkv")?,
         [keys as u32, 1, 1],
         block,
         shared_bytes,
@@ -209,7 +219,7 @@ pub(super) fn rotary(
     let sign = if inverse { -1.0f32 } else { 1.0 };
     launch!(
         backend,
-        kernel(heads.tensor.dtype(), "rotary")?,
+        kernel(heads.tensor.dtype(), 0, "rotary")?,
         backend.grid_single(count),
         [super::BLOCK, 1, 1],
         0,

@@ -215,10 +215,21 @@ pub(super) fn binary(backend: &CudaBackend, op: Binary, a: &Tensor, b: &Tensor, 
             op
         );
     }
+    if a.shape() == y.shape() && repeats(b.shape(), y.shape()) {
+        let kernel = kernel("binary", a.dtype(), "binary_repeat")?;
+        let (grid, period) = (backend.grid(y.numel()), b.numel().max(1) as u64);
+        return launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, period, at(a), at(b), at(y), op);
+    }
     let shape = Broadcast::new(y.shape(), &[a.shape(), b.shape()]);
     let kernel = kernel("binary", a.dtype(), "binary_broadcast")?;
     let grid = backend.grid_single(y.numel());
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(a), at(b), at(y), op, shape)
+}
+
+/// Whether a tensor is repeated whole to fill `target`: its sizes are the target's last ones, behind ones.
+fn repeats(own: &Shape, target: &Shape) -> bool {
+    let sizes: Vec<usize> = own.sizes().iter().copied().skip_while(|&size| size == 1).collect();
+    target.sizes().ends_with(&sizes)
 }
 
 pub(super) fn select(

@@ -52,22 +52,7 @@ pub(super) fn cast(backend: &CudaBackend, x: &Tensor, y: &Tensor) -> Result<()> 
     if x.dtype() == y.dtype() {
         return backend.copy_bytes(at(x), at(y), x.size_bytes());
     }
-    let from = match x.dtype() {
-        DType::F32 => "FROM=float",
-        DType::BF16 => "FROM=bf16",
-        DType::F16 => "FROM=f16",
-        DType::I64 => "FROM=i64",
-        DType::I32 => "FROM=int",
-        DType::U8 | DType::Bool => "FROM=u8",
-    };
-    let to = match y.dtype() {
-        DType::F32 => "TO=float",
-        DType::BF16 => "TO=bf16",
-        DType::F16 => "TO=f16",
-        DType::I64 => "TO=i64",
-        DType::I32 => "TO=int",
-        DType::U8 | DType::Bool => "TO=u8",
-    };
+    let (from, to) = from_to(x.dtype(), y.dtype());
     let convert = match (x.dtype(), y.dtype()) {
         (_, DType::Bool) => "CONVERT(v)=u8(widen(v)!=0.0f)",
         // Between integers f32 would lose digits.
@@ -76,6 +61,41 @@ pub(super) fn cast(backend: &CudaBackend, x: &Tensor, y: &Tensor) -> Result<()> 
     };
     let kernel = Kernel { source: Source::Cast, defines: [from, to, convert], name: "cast" };
     launch!(backend, kernel, backend.grid(x.numel()), [BLOCK, 1, 1], 0, x.numel() as u64, at(x), at(y))
+}
+
+/// `FROM=` and `TO=` of a conversion.
+fn from_to(from: DType, to: DType) -> (&'static str, &'static str) {
+    let from = match from {
+        DType::F32 => "FROM=float",
+        DType::BF16 => "FROM=bf16",
+        DType::F16 => "FROM=f16",
+        DType::I64 => "FROM=i64",
+        DType::I32 => "FROM=int",
+        DType::U8 | DType::Bool => "FROM=u8",
+    };
+    let to = match to {
+        DType::F32 => "TO=float",
+        DType::BF16 => "TO=bf16",
+        DType::F16 => "TO=f16",
+        DType::I64 => "TO=i64",
+        DType::I32 => "TO=int",
+        DType::U8 | DType::Bool => "TO=u8",
+    };
+    (from, to)
+}
+
+pub(super) fn scale_by(
+    backend: &CudaBackend,
+    source: &Tensor,
+    factor: &Tensor,
+    target: &Tensor,
+) -> Result<()> {
+    real("scale_by", source.dtype())?;
+    let (from, to) = from_to(source.dtype(), target.dtype());
+    let defines = [from, to, "CONVERT(v)=narrow<TO>(widen(v))"];
+    let kernel = Kernel { source: Source::Cast, defines, name: "scale_by" };
+    let (grid, count) = (backend.grid(source.numel()), source.numel() as u64);
+    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(source), at(factor), at(target))
 }
 
 pub(super) fn compare(

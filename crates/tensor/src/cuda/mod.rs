@@ -412,7 +412,7 @@ impl Backend for CudaBackend {
     }
     fn cross_entropy_rows(
         &self,
-        spec: &CrossEntropySpec,
+        spec: &CrossEntropySpec<'_>,
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
@@ -420,8 +420,14 @@ impl Backend for CudaBackend {
     ) -> Result<()> {
         reduce::cross_entropy_rows(self, spec, logits, targets, losses, with_gradient)
     }
-    fn mean_loss(&self, losses: &Tensor, counted: usize, target: &Tensor) -> Result<()> {
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
+        reduce::count_targets(self, targets, ignore_index, target)
+    }
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
         reduce::mean_loss(self, losses, counted, target)
+    }
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
+        layout::scale_by(self, source, factor, target)
     }
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
         elementwise::dropout(self, x, y, p, key)

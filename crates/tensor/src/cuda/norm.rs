@@ -127,10 +127,9 @@ pub(super) fn norm_backward(
         dw,
         db
     )?;
-    for (target, parts) in [(dweight, dw), (dbias, db)] {
-        if let Some(target) = target {
-            reduce::finish_rows(backend, parts, blocks, width, target)?;
-        }
-    }
-    Ok(())
+    let sums: Vec<(u64, &Tensor)> = [(dw, dweight), (db, dbias)]
+        .into_iter()
+        .filter_map(|(parts, target)| Some((parts, target?)))
+        .collect();
+    reduce::finish_rows(backend, blocks, width, &sums)
 }

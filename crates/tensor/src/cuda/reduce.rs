@@ -10,17 +10,31 @@ fn kernel(op: &'static str, dtype: DType, name: &'static str) -> Result<Kernel> 
     Ok(Kernel { source: Source::Reduce, defines: [real(op, dtype)?, "", ""], name })
 }
 
-/// Sums `partial [slices, width]` into `target`.
+/// Sums each `partial [slices, width]` into its target; at most two.
 pub(super) fn finish_rows(
     backend: &CudaBackend,
-    partial: u64,
     slices: usize,
     width: usize,
-    target: &Tensor,
+    sums: &[(u64, &Tensor)],
 ) -> Result<()> {
-    let kernel = kernel("sum_rows", target.dtype(), "sum_rows_finish")?;
-    let grid = [width.div_ceil(32) as u32, 1, 1];
-    launch!(backend, kernel, grid, [32, 32, 1], 0, slices as u64, width as u64, partial, at(target))
+    let [first, rest @ ..] = sums else { return Ok(()) };
+    let second = rest.first().unwrap_or(first);
+    let kernel = kernel("sum_rows", first.1.dtype(), "sum_rows_finish")?;
+    let grid = [width.div_ceil(32) as u32, sums.len() as u32, 1];
+    let (slices, width) = (slices as u64, width as u64);
+    launch!(
+        backend,
+        kernel,
+        grid,
+        [32, 32, 1],
+        0,
+        slices,
+        width,
+        first.0,
+        at(first.1),
+        second.0,
+        at(second.1)
+    )
 }
 
 pub(super) fn sum_rows(backend: &CudaBackend, x: &Tensor, target: &Tensor) -> Result<()> {
@@ -46,7 +60,7 @@ pub(super) fn sum_rows(backend: &CudaBackend, x: &Tensor, target: &Tensor) -> Re
         at(x),
         partial.address()
     )?;
-    finish_rows(backend, partial.address(), slices, width, target)
+    finish_rows(backend, slices, width, &[(partial.address(), target)])
 }
 
 /// Threads for a block that walks a row.
@@ -182,7 +196,7 @@ struct LossSpec {
     ignore_index: i64,
     smoothing: f32,
     z_loss: f32,
-    gradient_scale: f32,
+    counted: u64,
 }
 
 fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
@@ -191,7 +205,7 @@ fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
 
 pub(super) fn cross_entropy_rows(
     backend: &CudaBackend,
-    spec: &CrossEntropySpec,
+    spec: &CrossEntropySpec<'_>,
     logits: &Tensor,
     targets: &Tensor,
     losses: &Tensor,
@@ -205,14 +219,22 @@ pub(super) fn cross_entropy_rows(
         ignore_index: spec.ignore_index,
         smoothing: spec.label_smoothing,
         z_loss: spec.z_loss,
-        gradient_scale: spec.gradient_scale,
+        counted: at(spec.counted),
     };
-    let block = [(classes.div_ceil(16).next_multiple_of(32)).clamp(32, 1024) as u32, 1, 1];
+    // A row of 16-bit logits stays in the registers of a full block.
+    let held = logits.dtype().size_bytes() == 2
+        && classes.is_multiple_of(8)
+        && (4096..=57_344).contains(&classes)
+        && at(logits).is_multiple_of(16);
+    let (name, threads) = match held {
+        true => ("cross_entropy_held", 1024),
+        false => ("cross_entropy", (classes.div_ceil(16).next_multiple_of(32)).clamp(32, 1024) as u32),
+    };
     launch!(
         backend,
-        loss_kernel(logits.dtype(), "cross_entropy")?,
+        loss_kernel(logits.dtype(), name)?,
         [rows as u32, 1, 1],
-        block,
+        [threads, 1, 1],
         0,
         classes as u64,
         at(logits),
@@ -225,23 +247,24 @@ pub(super) fn cross_entropy_rows(
     )
 }
 
+pub(super) fn count_targets(
+    backend: &CudaBackend,
+    targets: &Tensor,
+    ignore_index: i64,
+    target: &Tensor,
+) -> Result<()> {
+    let kernel = loss_kernel(DType::F32, "count_targets")?;
+    let count = targets.numel() as u64;
+    launch!(backend, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(targets), ignore_index, at(target))
+}
+
 pub(super) fn mean_loss(
     backend: &CudaBackend,
     losses: &Tensor,
-    counted: usize,
+    counted: &Tensor,
     target: &Tensor,
 ) -> Result<()> {
-    let divisor = counted.max(1) as f64;
     let kernel = loss_kernel(DType::F32, "sum_losses")?;
-    launch!(
-        backend,
-        kernel,
-        [1, 1, 1],
-        [1024, 1, 1],
-        0,
-        losses.numel() as u64,
-        at(losses),
-        at(target),
-        divisor
-    )
+    let count = losses.numel() as u64;
+    launch!(backend, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(losses), at(target), at(counted))
 }

@@ -1,7 +1,7 @@
 //! Cross-entropy, on logits or fused with the projection that makes them.
 
 use crate::autograd::{needs_grad, record};
-use crate::backend::{CrossEntropySpec, Gemm, Matrix, Unary};
+use crate::backend::{CrossEntropySpec, Gemm, Matrix};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
@@ -27,20 +27,24 @@ impl Default for CrossEntropyOptions {
     }
 }
 
-fn spec(options: &CrossEntropyOptions, targets: &Tensor) -> Result<(CrossEntropySpec, usize)> {
-    let counted =
-        targets.to_vec::<i64>()?.into_iter().filter(|&target| target != options.ignore_index).count();
-    let spec = CrossEntropySpec {
+/// How many targets count, without waiting for the device.
+fn counted(options: &CrossEntropyOptions, targets: &Tensor) -> Result<Tensor> {
+    let counted = Tensor::empty([], DType::I64, targets.device())?;
+    targets.device().backend().count_targets(targets, options.ignore_index, &counted)?;
+    Ok(counted)
+}
+
+fn spec<'a>(options: &CrossEntropyOptions, counted: &'a Tensor) -> CrossEntropySpec<'a> {
+    CrossEntropySpec {
         ignore_index: options.ignore_index,
         label_smoothing: options.label_smoothing,
         z_loss: options.z_loss,
-        gradient_scale: 1.0 / counted.max(1) as f32,
-    };
-    Ok((spec, counted))
+        counted,
+    }
 }
 
 /// The mean over counted rows, summed in f64; zero when none counts.
-fn mean_loss(losses: &Tensor, counted: usize) -> Result<Tensor> {
+fn mean_loss(losses: &Tensor, counted: &Tensor) -> Result<Tensor> {
     let mean = Tensor::empty([], DType::F32, losses.device())?;
     losses.device().backend().mean_loss(losses, counted, &mean)?;
     Ok(mean)
@@ -61,7 +65,8 @@ pub fn cross_entropy(
             right: *targets.shape(),
         });
     }
-    let (spec, counted) = spec(&options, targets)?;
+    let counted = counted(&options, targets)?;
+    let spec = spec(&options, &counted);
     let recording = needs_grad(&[&logits]);
     let value = logits.read()?;
     let device = value.device();
@@ -69,22 +74,14 @@ pub fn cross_entropy(
     device.backend().cast(&value, &work)?;
     let losses = Tensor::empty([rows], DType::F32, device)?;
     device.backend().cross_entropy_rows(&spec, &work, targets, &losses, recording)?;
-    let loss = mean_loss(&losses, counted)?;
+    let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
     }
     let (shape, dtype) = (*logits.shape(), logits.dtype());
     Ok(record("cross_entropy", &[&logits], loss, move |dy| {
-        let scale = Unary::Affine { scale: dy.item()?, shift: 0.0 };
-        let backend = work.device().backend();
         let dlogits = Tensor::empty(shape, dtype, work.device())?;
-        if work.dtype() == dtype {
-            backend.unary(scale, &work.view(shape)?, &dlogits)?;
-        } else {
-            let scaled = Tensor::empty(*work.shape(), work.dtype(), work.device())?;
-            backend.unary(scale, &work, &scaled)?;
-            backend.cast(&scaled, &dlogits)?;
-        }
+        work.device().backend().scale_by(&work.view(shape)?, &dy, &dlogits)?;
         Ok(vec![Some(dlogits)])
     }))
 }
@@ -115,7 +112,8 @@ pub fn linear_cross_entropy(
     if targets.numel() != rows {
         return Err(TensorError::ShapeMismatch { op: OP, left: *x.shape(), right: *targets.shape() });
     }
-    let (spec, counted) = spec(&options, targets)?;
+    let counted = counted(&options, targets)?;
+    let spec = spec(&options, &counted);
     let recording = needs_grad(&[&x, &weight]);
     let wants = [recording && x.requires_grad(), recording && weight.requires_grad()];
 
@@ -170,27 +168,21 @@ pub fn linear_cross_entropy(
         }
     }
     drop(table);
-    let loss = mean_loss(&losses, counted)?;
+    let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
     }
     Ok(record(OP, &[&x, &weight], loss, move |dy| {
-        let factor = dy.item()?;
+        // Nobody else sees these tensors: they are scaled where they lie, or on the way into the model's type.
         let finish = |gradient: Option<Tensor>, category: Category| -> Result<Option<Tensor>> {
             let Some(gradient) = gradient else { return Ok(None) };
-            with_category(category, || {
-                let backend = gradient.device().backend();
-                if factor != 1.0 {
-                    // Nobody else sees this tensor: scale it where it lies.
-                    backend.unary(Unary::Affine { scale: factor, shift: 0.0 }, &gradient, &gradient)?;
-                }
-                if gradient.dtype() == dtype {
-                    return Ok(Some(gradient));
-                }
-                let narrow = Tensor::empty(*gradient.shape(), dtype, gradient.device())?;
-                backend.cast(&gradient, &narrow)?;
-                Ok(Some(narrow))
-            })
+            let target = if gradient.dtype() == dtype {
+                gradient.clone()
+            } else {
+                with_category(category, || Tensor::empty(*gradient.shape(), dtype, gradient.device()))?
+            };
+            gradient.device().backend().scale_by(&gradient, &dy, &target)?;
+            Ok(Some(target))
         };
         Ok(vec![finish(dx, Category::Activations)?, finish(dweight, Category::Gradients)?])
     }))

@@ -3,9 +3,9 @@
 // One block per query (forward, dq) or per key (dk, dv); its warps share the other side's tokens and join at the end in
 // a fixed order. The tensor-core path for the usual cases is elsewhere; this one is the reference on the device.
 //
-// Legend: b batch, h query head, t query, s key, d channel. A lane owns channels lane, lane + 32, ….
+// Legend: b batch, h query head, t query, s key, d channel. A lane owns LANES channels: lane, lane + 32, ….
 
-#define LANES 8  // channels per lane at most
+#define AHEAD 4  // keys that a warp of the forward kernel has under way at once
 
 struct Heads { u64 batch, token, head; };
 struct Spec {
@@ -66,21 +66,39 @@ extern "C" __global__ void attention_forward(Spec p, const REAL* q, Heads qs, co
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     u64 t = blockIdx.x % p.queries, h = blockIdx.x / p.queries % p.heads, b = blockIdx.x / (p.queries * p.heads);
     u64 kv = h / (p.heads / p.kv_heads), first, last;
-    float row[LANES], sum[LANES] = {}, other[LANES];
+    float row[LANES], sum[LANES] = {};
     load_row(row, q + b * qs.batch + t * qs.token + h * qs.head, p.dim, lane);
     key_range(p, t, first, last);
     float largest = -INFINITY, total = 0.0f;
-    for (u64 s = first + warp; s < last; s += warps) {
-        if (!visible(p, b, t, s)) continue;
-        load_row(other, k + b * ks.batch + s * ks.token + kv * ks.head, p.dim, lane);
-        float value = score(p, b, h, s, dot(row, other));
-        float most = fmaxf(largest, value), shrink = expf(largest - most), weight = expf(value - most);
-        total = total * shrink + weight;
-        largest = most;
-        weight *= kept(p, b, h, t, s);
-        load_row(other, v + b * vs.batch + s * vs.token + kv * vs.head, p.dim, lane);
+    const REAL *keys = k + b * ks.batch + kv * ks.head, *values = v + b * vs.batch + kv * vs.head;
+    for (u64 s = first + warp * AHEAD; s < last; s += warps * AHEAD) {
+        float key[AHEAD][LANES], value[AHEAD][LANES], scores[AHEAD], most = largest;
         #pragma unroll
-        for (int j = 0; j < LANES; j++) sum[j] = sum[j] * shrink + weight * other[j];
+        for (int u = 0; u < AHEAD; u++) {
+            u64 at = s + u < last ? s + u : s;
+            load_row(key[u], keys + at * ks.token, p.dim, lane);
+            load_row(value[u], values + at * vs.token, p.dim, lane);
+        }
+        #pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            float product = dot(row, key[u]);
+            scores[u] = s + u < last && visible(p, b, t, s + u) ? score(p, b, h, s + u, product) : -INFINITY;
+            most = fmaxf(most, scores[u]);
+        }
+        if (most == -INFINITY) continue;
+        float shrink = expf(largest - most);
+        total *= shrink;
+        #pragma unroll
+        for (int j = 0; j < LANES; j++) sum[j] *= shrink;
+        largest = most;
+        #pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            float weight = expf(scores[u] - most);
+            total += weight;
+            weight *= s + u < last ? kept(p, b, h, t, s + u) : 0.0f;
+            #pragma unroll
+            for (int j = 0; j < LANES; j++) sum[j] += weight * value[u][j];
+        }
     }
     float* own = joined + warp * (p.dim + 2);
     if (lane == 0) {

@@ -197,6 +197,18 @@ extern "C" __global__ void binary_same(u64 count, const REAL* a, const REAL* b, 
         [&](u64 i) { y[i] = narrow<REAL>(combine(op, widen(a[i]), widen(b[i]))); });
 }
 
+// `b` repeats with a period of its own length.
+extern "C" __global__ void binary_repeat(u64 count, u64 period, const REAL* a, const REAL* b, REAL* y, int op) {
+    spread(count, aligned16(a, b, y) && period % 8 == 0,
+        [&](u64 i) {
+            Pack<REAL> l = load8(a + i), r = load8(b + i % period);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) l.v[j] = narrow<REAL>(combine(op, widen(l.v[j]), widen(r.v[j])));
+            store8(y + i, l);
+        },
+        [&](u64 i) { y[i] = narrow<REAL>(combine(op, widen(a[i]), widen(b[i % period]))); });
+}
+
 // A broadcast: the result's sizes, and each operand's strides seen from the result (0 where it is repeated).
 struct Broadcast { u32 dims; u32 unused; u64 size[8]; u64 stride[3][8]; };
 __device__ __forceinline__ u64 place(const Broadcast& b, int operand, u64 index) {

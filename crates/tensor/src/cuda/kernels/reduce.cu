@@ -42,7 +42,9 @@ template <class T> __device__ void finish_rows(u64 slices, u64 width, const floa
     u64 own = blockIdx.x * 32ull + threadIdx.y;
     if (threadIdx.x == 0 && own < width) y[own] = narrow<T>(total);
 }
-extern "C" __global__ void sum_rows_finish(u64 slices, u64 width, const float* partial, REAL* y) { finish_rows(slices, width, partial, y); }
+extern "C" __global__ void sum_rows_finish(u64 slices, u64 width, const float* partial0, REAL* y0, const float* partial1, REAL* y1) {
+    finish_rows(slices, width, blockIdx.y == 0 ? partial0 : partial1, blockIdx.y == 0 ? y0 : y1);
+}
 
 enum { SUM, MAX, MIN };
 __device__ __forceinline__ float neutral(int op) { return op == SUM ? 0.0f : op == MAX ? -INFINITY : INFINITY; }
