@@ -90,7 +90,12 @@ impl Checkpoint {
     }
 
     /// Reads elements `range` of a tensor, in its own type, block by block; `take` gets them in order.
-    fn blocks(&self, tensor: &TensorEntry, range: Range<u64>, take: &mut dyn FnMut(&[u8])) -> Result<()> {
+    fn blocks(
+        &self,
+        tensor: &TensorEntry,
+        range: Range<u64>,
+        take: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
         if range.start > range.end || range.end > tensor.numel() {
             let why = format!("'{}' has {} elements, {range:?} were asked for", tensor.name, tensor.numel());
             return Err(CheckpointError::Request(why));
@@ -107,7 +112,7 @@ impl Checkpoint {
                 self.block(tensor, piece, at, length, &mut block)?;
                 let from = start.saturating_sub(at) as usize;
                 let to = (end - at).min(length) as usize;
-                take(&block[from..to]);
+                take(&block[from..to])?;
                 at += length;
             }
         }
@@ -152,7 +157,10 @@ impl Checkpoint {
 
     /// Appends elements `range` of a tensor, as stored, to `out`.
     pub fn read_bytes(&self, tensor: &TensorEntry, range: Range<u64>, out: &mut Vec<u8>) -> Result<()> {
-        self.blocks(tensor, range, &mut |bytes| out.extend_from_slice(bytes))
+        self.blocks(tensor, range, &mut |bytes| {
+            out.extend_from_slice(bytes);
+            Ok(())
+        })
     }
 
     /// Reads elements `range` of a tensor of floats into `out`, which has their number.
@@ -161,25 +169,38 @@ impl Checkpoint {
             let why = format!("{range:?} of '{}' do not fit into {} elements", tensor.name, out.len());
             return Err(CheckpointError::Request(why));
         }
+        let mut done = 0;
+        self.each_f32(tensor, range, &mut |values| {
+            out[done..done + values.len()].copy_from_slice(values);
+            done += values.len();
+            Ok(())
+        })
+    }
+
+    /// Reads elements `range` of a tensor of floats, each block once, and gives them to `take` in order.
+    pub fn each_f32(
+        &self,
+        tensor: &TensorEntry,
+        range: Range<u64>,
+        take: &mut dyn FnMut(&mut [f32]) -> Result<()>,
+    ) -> Result<()> {
         let size = tensor.dtype.size_bytes() as usize;
-        let (mut done, mut floats) = (0, true);
+        let mut values = Vec::new();
         self.blocks(tensor, range, &mut |bytes| {
-            let count = bytes.len() / size;
-            floats &= tensor.dtype.to_f32(bytes, &mut out[done..done + count]).is_some();
-            done += count;
-        })?;
-        if !floats {
-            let why = format!("'{}' is {:?}, expected a float type", tensor.name, tensor.dtype);
-            return Err(CheckpointError::file(&self.path, why));
-        }
-        Ok(())
+            values.resize(bytes.len() / size, 0.0);
+            if tensor.dtype.to_f32(bytes, &mut values).is_none() {
+                let why = format!("'{}' is {:?}, expected a float type", tensor.name, tensor.dtype);
+                return Err(CheckpointError::file(&self.path, why));
+            }
+            take(&mut values)
+        })
     }
 
     /// Reads everything and compares every checksum.
     pub fn verify(&self) -> Result<Verified> {
         let mut verified = Verified::default();
         for tensor in &self.manifest.tensors {
-            self.blocks(tensor, 0..tensor.numel(), &mut |_| {})?;
+            self.blocks(tensor, 0..tensor.numel(), &mut |_| Ok(()))?;
             verified.tensors += 1;
         }
         let mut block = vec![0; BLOCK_BYTES as usize];

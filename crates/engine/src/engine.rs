@@ -156,6 +156,7 @@ impl Engine {
         if matches!(self.mode, Mode::Train) {
             self.times.forward += start.elapsed();
         }
+        self.log_memory("after forward");
         result
     }
 
@@ -189,6 +190,7 @@ impl Engine {
         autograd::backward_with(&[(loss.clone(), seed)])?;
         self.store.finish_backward()?;
         self.times.backward += start.elapsed();
+        self.log_memory("after backward");
         Ok(loss.item()? * scaled)
     }
 
@@ -212,6 +214,7 @@ impl Engine {
         self.last_times = std::mem::take(&mut self.times);
         let report = self.account(outcome);
         self.log_step();
+        self.log_memory("after step");
         report
     }
 

@@ -43,6 +43,13 @@ impl Engine {
         }
     }
 
+    /// With `memory_breakdown`, the memory after a part of a step.
+    pub(crate) fn log_memory(&self, when: &str) {
+        if self.config.memory_breakdown {
+            self.see_memory_usage(when);
+        }
+    }
+
     /// At the end of a step, what the configuration wants to be told.
     pub(crate) fn log_step(&self) {
         let steps = self.global_steps;
@@ -69,9 +76,6 @@ impl Engine {
         let seconds = (times.forward + times.backward + times.step).as_secs_f64();
         if seconds > 0.0 {
             tracing::info!("{:.2} samples/s", self.train_batch_size() as f64 / seconds);
-        }
-        if self.config.memory_breakdown {
-            self.see_memory_usage(&format!("after step {steps}"));
         }
     }
 }

@@ -287,28 +287,18 @@ fn a_load_that_fails_halfway_leaves_an_engine_that_refuses_to_train() {
 }
 
 #[test]
-fn the_16_bit_model_is_what_kernels_read_and_stage_3_gathers_only_when_told() {
+fn the_16_bit_model_is_what_kernels_read_in_every_stage() {
     for (stage, precision) in [(0, "fp32"), (2, "bf16"), (3, "fp16")] {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().to_path_buf();
         let read = on_ranks(2, move |world| {
             let (model, parameters) = Model::build(&description());
-            let mut config = configuration(stage, precision);
-            let mut losses = Vec::new();
-            if stage == 3 {
-                let world = world.clone();
-                let mut engine = engine(world, &config, &parameters, None, None, 1);
-                assert!(!engine.save_16bit_model(&folder, "refused.bin", false).unwrap());
-                config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = true.into();
-            }
-            let (_, parameters) =
-                if stage == 3 { Model::build(&description()) } else { (model.clone(), parameters) };
-            let mut engine = engine(world, &config, &parameters, None, None, 1);
-            if stage < 3 {
-                train(&mut engine, &model, 0..2, &mut losses);
-            }
-            assert!(engine.save_16bit_model(&folder, "pytorch_model.bin", false).unwrap());
-            let error = engine.save_16bit_model(&folder.join("pytorch_model.bin"), "x", false).unwrap_err();
+            let mut engine = engine(world, &configuration(stage, precision), &parameters, None, None, 1);
+            train(&mut engine, &model, 0..2, &mut Vec::new());
+            let path = engine.save_16bit_model(&folder, "pytorch_model.bin", false).unwrap();
+            assert_eq!(path, folder.join("pytorch_model.bin"));
+            // A folder that is a file: every rank is told, and none waits for a parameter.
+            let error = engine.save_16bit_model(&path, "x", false).unwrap_err();
             assert!(error.to_string().contains("pytorch_model.bin"), "{error}");
             let whole = |param: &ferrospeed_tensor::Param| engine.store().full_as_read(param).unwrap();
             parameters
@@ -317,7 +307,6 @@ fn the_16_bit_model_is_what_kernels_read_and_stage_3_gathers_only_when_told() {
                 .map(|param| (param.name().to_owned(), whole(param)))
                 .collect::<Vec<_>>()
         });
-        assert!(!dir.path().join("refused.bin").exists());
         let file = ferrospeed_checkpoint::pt::PtFile::open(&dir.path().join("pytorch_model.bin")).unwrap();
         let pairs = file.value().pairs().unwrap();
         assert_eq!(pairs.len(), read[0].len());

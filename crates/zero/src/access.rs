@@ -6,6 +6,7 @@ use ferrospeed_tensor::{DType, Param, Tensor};
 
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
+use crate::residency::Pass;
 use crate::store::{Share, State, ZeroStore};
 
 /// Which of a parameter's values.
@@ -163,6 +164,18 @@ impl ZeroStore {
             self.set_full(param, Which::Weight, value)?;
         }
         Ok(result)
+    }
+
+    /// Stage 3: the order in which a pass reads parameters, by index among [`ZeroStore::params`]; prefetching follows it.
+    /// Empty while it is not known, and below stage 3.
+    pub fn read_order(&self, pass: Pass) -> Vec<usize> {
+        self.lock().residency.as_ref().map_or(Vec::new(), |residency| residency.order(pass).to_vec())
+    }
+
+    /// Stage 3: whether a parameter is small enough to stay whole between passes. Below stage 3 all are whole.
+    pub fn is_persistent(&self, param: &Param) -> Result<bool> {
+        let index = self.index_of(param)?;
+        Ok(self.lock().residency.as_ref().is_none_or(|residency| residency.is_persistent(index)))
     }
 
     /// The full value as kernels read it, widened: what an exported model holds.

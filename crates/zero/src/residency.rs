@@ -268,6 +268,20 @@ impl Residency {
         Ok(())
     }
 
+    /// The order of reads that a pass follows, or is recording now.
+    pub(crate) fn order(&self, pass: Pass) -> &[usize] {
+        match &self.order {
+            Order::Recording(order) if self.pass == pass => order,
+            Order::Lost if self.pass == pass => &[],
+            _ => self.known.get(&pass).map_or(&[], Vec::as_slice),
+        }
+    }
+
+    /// Whether a parameter stays whole between passes.
+    pub(crate) fn is_persistent(&self, param: usize) -> bool {
+        self.params[param].persistent
+    }
+
     /// The most elements that were whole at once.
     pub(crate) fn peak_live_numel(&self) -> u64 {
         self.peak_live_numel

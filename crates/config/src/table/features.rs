@@ -175,7 +175,8 @@ pub(super) const CHECKPOINT: &[Key] = &[
         Kind::Choice { values: &["Ignore", "Warn", "Fail"], any_case: true },
         "\"Warn\"",
         "What happens when ranks disagree about the tag.",
-    ),
+    )
+    .done(),
     key("load_universal", Kind::Bool, "false", "Load a universal checkpoint."),
     key("use_node_local_storage", Kind::Bool, "false", "Each node writes to its own disk."),
     key("parallel_write", Kind::Section(PARALLEL_WRITE, Form::Plain), "{}", "Who writes what."),
@@ -183,7 +184,7 @@ pub(super) const CHECKPOINT: &[Key] = &[
 
 /// `data_types`.
 pub(super) const DATA_TYPES: &[Key] =
-    &[key("grad_accum_dtype", Kind::DataType, "null", "Format in which gradients accumulate.")];
+    &[key("grad_accum_dtype", Kind::DataType, "null", "Format in which gradients accumulate.").done()];
 
 /// `aio`.
 pub(super) const AIO: &[Key] = &[

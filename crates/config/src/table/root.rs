@@ -127,8 +127,8 @@ pub const ROOT: &[Key] = &[
         "Recompute activations in the backward pass instead of keeping them.",
     )
     .done(),
-    key("wall_clock_breakdown", Kind::Bool, "false", "Time forward, backward, reduction and step."),
-    key("memory_breakdown", Kind::Bool, "false", "Report memory around forward, backward and step."),
+    key("wall_clock_breakdown", Kind::Bool, "false", "Time forward, backward, reduction and step.").done(),
+    key("memory_breakdown", Kind::Bool, "false", "Report memory after forward, backward and step.").done(),
     key("dump_state", Kind::Bool, "false", "Print the whole engine state after construction."),
     key(
         "tensorboard",

@@ -15,9 +15,6 @@ use super::{optimizer_name, stored_type};
 use crate::engine::Engine;
 use crate::error::Result;
 
-/// Elements that are read at once.
-const CHUNK_NUMEL: usize = 1 << 20;
-
 /// Finds a parameter of the model in the checkpoint: its name here to its name there, `None` to leave it as it is.
 pub type FindParameter<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
 
@@ -225,21 +222,17 @@ impl Engine {
         // `load_from_fp32_weights: false` asks for the weights as kernels read them.
         let dtype = checkpoint.manifest().origin.dtype;
         let rounds = !self.config.zero.load_from_fp32_weights;
-        let mut values = Vec::new();
         for Match { piece, entry } in &plan.matches {
             let mut done = 0;
-            while done < piece.len {
-                let count = (piece.len - done).min(CHUNK_NUMEL);
-                values.resize(count, 0.0);
-                let start = (piece.start + done) as u64;
-                checkpoint.read_f32(entry, start..start + count as u64, &mut values)?;
+            let elements = piece.start as u64..(piece.start + piece.len) as u64;
+            checkpoint.each_f32(entry, elements, &mut |values| {
                 if rounds && piece.value == Saved::Weight {
                     values.iter_mut().for_each(|value| *value = rounded(dtype, *value));
                 }
-                let written = self.store.write_piece(piece, done, &values);
-                written.map_err(|error| CheckpointError::Request(format!("'{}': {error}", entry.name)))?;
-                done += count;
-            }
+                let written = self.store.write_piece(piece, done, values);
+                done += values.len();
+                written.map_err(|error| CheckpointError::Request(format!("'{}': {error}", entry.name)))
+            })?;
         }
         Ok(())
     }

@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::pt::{TensorTable, Value, write_pt};
 use ferrospeed_checkpoint::{CheckpointError, Result as CheckpointResult, agree};
-use ferrospeed_config::Stage;
 use ferrospeed_tensor::Param;
 
 use super::stored_type;
@@ -14,30 +13,19 @@ use crate::error::Result;
 impl Engine {
     /// Writes `dir/name` (DeepSpeed's name is `pytorch_model.bin`): every weight in the type that kernels read, which is
     /// 16 bits wide unless the run is in fp32. Rank 0 writes, one tensor in memory at a time; all ranks call it together.
-    ///
-    /// In stage 3 this gathers the whole model, so it is done only where the configuration sets
-    /// `gather_16bit_weights_on_model_save`; otherwise nothing is written and the answer is `false`.
-    pub fn save_16bit_model(&mut self, dir: &Path, name: &str, exclude_frozen: bool) -> Result<bool> {
+    pub fn save_16bit_model(&mut self, dir: &Path, name: &str, exclude_frozen: bool) -> Result<PathBuf> {
         self.check_whole("save_16bit_model")?;
-        if self.store.stage() == Stage::Parameters && !self.config.zero.gather_16bit_weights_on_model_save {
-            tracing::warn!(
-                "{name} was not written: set zero_optimization.gather_16bit_weights_on_model_save to gather a model of stage 3"
-            );
-            return Ok(false);
-        }
+        let path = dir.join(name);
         let trained = |param: &&Param| param.is_trainable() || !exclude_frozen;
         let params: Vec<Param> = self.store.params().iter().filter(trained).cloned().collect();
         let group = self.world.group();
         let mut gathered = 0;
-        let written = if group.rank() == 0 {
-            self.write_weights(&dir.join(name), &params, &mut gathered)
-        } else {
-            Ok(())
-        };
+        let written =
+            if group.rank() == 0 { self.write_weights(&path, &params, &mut gathered) } else { Ok(()) };
         // Whatever happened on rank 0, its peers gather every parameter, and so does it.
         let rest = params[gathered..].iter().try_for_each(|param| self.read_whole(param).map(drop));
         agree(&group, written.and(rest))?;
-        Ok(true)
+        Ok(path)
     }
 
     fn write_weights(&self, path: &Path, params: &[Param], gathered: &mut usize) -> CheckpointResult<()> {
