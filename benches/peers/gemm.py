@@ -8,12 +8,15 @@ LAYERS = [
     [512, 768, 768], [512, 1024, 4096], [1024, 768, 3072], [1024, 3072, 768],
     [2048, 1024, 4096], [2048, 2048, 2048], [4096, 768, 2304], [4096, 4096, 1024],
 ]
+DECODE_LAYERS = [[1, 768, 2304], [1, 3072, 768], [1, 768, 50257], [8, 4096, 4096]]
 
 
 def cases(dtype, only):
-    for tokens, inputs, outputs in LAYERS:
-        for layout in ("NN", "NT", "TN"):
-            name = f"{layout} {tokens}x{inputs}x{outputs}"
+    layers = [("", layer, ("NN", "NT", "TN")) for layer in LAYERS]
+    layers += [("decode ", layer, ("NN", "NT")) for layer in DECODE_LAYERS]
+    for kind, (tokens, inputs, outputs), layouts in layers:
+        for layout in layouts:
+            name = f"{kind}{layout} {tokens}x{inputs}x{outputs}"
             if only not in name:
                 continue
             x = torch.randn(tokens, inputs).to(dtype)

@@ -60,13 +60,14 @@ def compare(ours_path, peer_path, label):
         if key not in peer:
             continue
         ratio = peer[key]["best_s"] / row["best_s"]
-        groups.setdefault(key[1:], []).append(ratio)
+        kind = "decoding " if key[0].startswith("decode ") else ""
+        groups.setdefault((kind, *key[1:]), []).append(ratio)
         rate = f"{row['gflops']:8.0f} and {peer[key]['gflops']:8.0f} GFLOP/s" if row["gflops"] else ""
         print(f"  {key[0]:<34} {key[1]:<5} {key[2]} threads  {row['best_s'] * 1e3:9.3f} ms  "
               f"{peer[key]['best_s'] * 1e3:9.3f} ms  ratio {ratio:5.2f}  {rate}")
-    for (dtype, threads), ratios in sorted(groups.items()):
+    for (kind, dtype, threads), ratios in sorted(groups.items()):
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        print(f"  geometric mean {dtype} on {threads} threads: {mean:.2f} (worst {min(ratios):.2f})")
+        print(f"  geometric mean {kind}{dtype} on {threads} threads: {mean:.2f} (worst {min(ratios):.2f})")
 
 
 if __name__ == "__main__":

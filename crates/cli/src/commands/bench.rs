@@ -176,12 +176,17 @@ const LAYERS: [[usize; 3]; 8] = [
     [4096, 4096, 1024],
 ];
 
+/// The same with the few tokens of decoding, where reading the weight is the limit.
+const DECODE_LAYERS: [[usize; 3]; 4] = [[1, 768, 2304], [1, 3072, 768], [1, 768, 50257], [8, 4096, 4096]];
+
 /// The three products of each layer: forward with `[in, out]` (NN) and `[out, in]` weights (NT), the weight's gradient (TN).
 fn gemm_cases(dtype: DType, device: &Device, only: &str) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
-    for [tokens, inputs, outputs] in LAYERS {
-        for layout in ["NN", "NT", "TN"] {
-            let name = format!("{layout} {tokens}x{inputs}x{outputs}");
+    let training = LAYERS.iter().map(|layer| ("", layer, &["NN", "NT", "TN"][..]));
+    let decoding = DECODE_LAYERS.iter().map(|layer| ("decode ", layer, &["NN", "NT"][..]));
+    for (kind, &[tokens, inputs, outputs], layouts) in training.chain(decoding) {
+        for &layout in layouts {
+            let name = format!("{kind}{layout} {tokens}x{inputs}x{outputs}");
             if !name.contains(only) {
                 continue;
             }
