@@ -79,7 +79,8 @@ fn configuration(stage: u8, precision: &str, optimizer: &str, accumulation: u64)
     if precision != "fp32" {
         config[precision] = json!({"enabled": true});
         if precision == "fp16" {
-            config[precision]["loss_scale"] = json!(128.0);
+            // A scale of 128 that nothing moves in three steps; a fixed one is refused for LAMB.
+            config[precision]["initial_scale_power"] = json!(7);
         }
     }
     config

@@ -61,7 +61,7 @@ fn main() -> Result<()> {
         })?;
         let kept = time(&device, || {
             let bias = Some((&b).into());
-            ops::linear_activation(&x.tracked(), &w, bias, WeightLayout::OutIn, Some(Activation::GeluTanh))
+            ops::linear_activation(x.tracked(), &w, bias, WeightLayout::OutIn, Some(Activation::GeluTanh))
                 .map(drop)
         })?;
         println!(
@@ -94,7 +94,7 @@ fn main() -> Result<()> {
         let both = time(&device, || {
             let (w, b) = (w.tracked(), b.tracked());
             let (sum, y) =
-                ops::add_layer_norm(&x.tracked(), &r.tracked(), Some((&w).into()), Some((&b).into()), 1e-5)?;
+                ops::add_layer_norm(x.tracked(), r.tracked(), Some((&w).into()), Some((&b).into()), 1e-5)?;
             autograd::backward_with(&[(sum, seed.clone()), (y, seed.clone())])
         })?;
         let giga = (rows * width * 2) as f64 / 1e6;
@@ -126,8 +126,8 @@ fn main() -> Result<()> {
     let (x, w) = (random(&[32768, 768], 1, &device)?, random(&[50304, 768], 2, &device)?);
     let loss = time(&device, || {
         let loss = ops::linear_cross_entropy(
-            &x.tracked(),
-            &w.tracked(),
+            x.tracked(),
+            w.tracked(),
             WeightLayout::OutIn,
             &ids,
             Default::default(),

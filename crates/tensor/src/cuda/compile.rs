@@ -30,6 +30,7 @@ pub(crate) enum Source {
     Move,
     Norm,
     Optimizer,
+    Product,
     Reduce,
 }
 
@@ -45,6 +46,7 @@ impl Source {
             Source::Move => ("move.cu", include_str!("kernels/move.cu")),
             Source::Norm => ("norm.cu", include_str!("kernels/norm.cu")),
             Source::Optimizer => ("optimizer.cu", include_str!("kernels/optimizer.cu")),
+            Source::Product => ("product.cu", include_str!("kernels/product.cu")),
             Source::Reduce => ("reduce.cu", include_str!("kernels/reduce.cu")),
         }
     }

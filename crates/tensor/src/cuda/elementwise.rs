@@ -59,7 +59,7 @@ impl From<RandomKey> for DeviceKey {
     }
 }
 
-fn activation_number(activation: Activation) -> i32 {
+pub(super) fn activation_number(activation: Activation) -> i32 {
     match activation {
         Activation::GeluErf => 0,
         Activation::GeluTanh => 1,

@@ -11,7 +11,8 @@ use cudarc::cublaslt::{result as lt, sys};
 
 use crate::backend::{Activation, Gemm, Matrix, OperandSum, Unary};
 use crate::cuda::driver::failed;
-use crate::cuda::{CudaBackend, reduce};
+use crate::cuda::elementwise::activation_number;
+use crate::cuda::{CudaBackend, Kernel, Source, at_option, launch, real, reduce};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::tensor::Tensor;
@@ -106,11 +107,14 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
         return Ok(());
     }
     backend.driver.bind()?;
+    if few_rows(backend, gemm)? {
+        return Ok(());
+    }
     // GELU by its tanh form is the one activation the library fuses; others follow as a pass of their own.
     let fused = gemm.activation == Some(Activation::GeluTanh)
         && gemm.batch == 1
         && !gemm.accumulate
-        && gemm.n % 8 == 0;
+        && gemm.n.is_multiple_of(8);
     let epilogue = match (gemm.bias.is_some(), gemm.activation) {
         (bias, Some(_)) if fused => Epilogue::Gelu { bias, keeps_input: gemm.before_activation.is_some() },
         (true, _) => Epilogue::Bias,
@@ -138,6 +142,56 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
         backend.unary_into(Unary::Activation(activation), target.tensor, gemm.c.tensor)?;
     }
     Ok(())
+}
+
+/// The most rows on the left that our own kernels take: with more, products are no longer bound by reading the weight.
+const FEW_ROWS: usize = 4;
+
+/// Decoding: few rows times a weight. `false` when the product is of another kind.
+fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
+    const ROWS: [&str; FEW_ROWS] = ["ROWS=1", "ROWS=2", "ROWS=3", "ROWS=4"];
+    let (m, n, k) = (gemm.m, gemm.n, gemm.k);
+    let dtype = gemm.a.tensor.dtype();
+    let plain = gemm.batch == 1
+        && gemm.alpha == 1.0
+        && !gemm.accumulate
+        && gemm.before_activation.is_none()
+        && gemm.operand_sum.is_none()
+        && !gemm.a.transposed
+        && gemm.c.tensor.dtype() == dtype;
+    let packed = gemm.a.row_stride == k
+        && gemm.c.row_stride == n
+        && gemm.b.row_stride == if gemm.b.transposed { k } else { n };
+    let addresses = [address(&gemm.a), address(&gemm.b), address(&gemm.c)];
+    let aligned =
+        k.is_multiple_of(8) && n.is_multiple_of(8) && addresses.iter().all(|a| a.is_multiple_of(16));
+    if m > FEW_ROWS || k == 0 || !plain || !packed || !aligned {
+        return Ok(false);
+    }
+    let (name, grid, threads) = match gemm.b.transposed {
+        true => ("few_rows_out_in", n.div_ceil(8), 256),
+        false => ("few_rows_in_out", n.div_ceil(32), 512),
+    };
+    let defines = [real("matrix product", dtype)?, ROWS[m - 1], ""];
+    let kernel = Kernel { source: Source::Product, defines, name };
+    let activation = gemm.activation.map_or(-1, activation_number);
+    let [a, b, c] = addresses;
+    let bias = at_option(gemm.bias);
+    launch!(
+        backend,
+        kernel,
+        [grid as u32, 1, 1],
+        [threads, 1, 1],
+        0,
+        n as u64,
+        k as u64,
+        a,
+        b,
+        bias,
+        c,
+        activation
+    )?;
+    Ok(true)
 }
 
 /// Runs a product with an epilogue; `false` when the library has no kernel for it.

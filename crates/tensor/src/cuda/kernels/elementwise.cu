@@ -1,32 +1,5 @@
 // Elementwise kernels: unary functions, activations and gates, sums, dropout, broadcasting.
 
-enum { GELU_ERF, GELU_TANH, QUICK_GELU, SILU, RELU, TANH, SIGMOID, NEG, EXP, LOG, SQRT, SQUARE, ABS, RECIPROCAL, AFFINE, POWER };
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
-// Within 2e-7 of the hyperbolic tangent, in a quarter of its instructions.
-__device__ __forceinline__ float quick_tanh(float x) { return 1.0f - __fdividef(2.0f, __expf(fminf(2.0f * x, 80.0f)) + 1.0f); }
-
-__device__ __forceinline__ float apply(int op, float x, float p, float q) {
-    switch (op) {
-        case GELU_ERF: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-        case GELU_TANH: return 0.5f * x * (1.0f + quick_tanh(0.7978846f * (x + 0.044715f * x * x * x)));
-        case QUICK_GELU: return x * sigmoid(1.702f * x);
-        case SILU: return x * sigmoid(x);
-        case RELU: return x > 0.0f ? x : 0.0f;
-        case TANH: return tanhf(x);
-        case SIGMOID: return sigmoid(x);
-        case NEG: return -x;
-        case EXP: return expf(x);
-        case LOG: return logf(x);
-        case SQRT: return sqrtf(x);
-        case SQUARE: return x * x;
-        case ABS: return fabsf(x);
-        case RECIPROCAL: return 1.0f / x;
-        case AFFINE: return p * x + q;
-        default: return powf(x, p);
-    }
-}
-
 __device__ __forceinline__ float derivative(int op, float x, float p) {
     switch (op) {
         case GELU_ERF: return 0.5f * (1.0f + erff(x * 0.70710678f)) + x * 0.3989423f * __expf(-0.5f * x * x);
