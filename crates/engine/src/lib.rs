@@ -29,10 +29,12 @@ mod checkpoint;
 mod engine;
 mod error;
 mod features;
+mod loader;
 mod reports;
 mod setup;
 
 pub use checkpoint::{FindParameter, LoadOptions, Loaded, SaveOptions};
 pub use engine::{Engine, StepReport};
 pub use error::{EngineError, Result};
+pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
 pub use setup::{Options, Setup, initialize, initialize_model};
