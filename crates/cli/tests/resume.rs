@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -51,6 +52,14 @@ impl Workplace {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
         command.args(["train", "recipe.toml", "--out"]).arg(self.run(name)).args(more);
         command.current_dir(self.0.path()).stdin(Stdio::null());
+        // A script that runs the tests in its background has told them to ignore SIGINT, and programs inherit that.
+        // SAFETY: between fork and exec only `signal` is called, which is safe there.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                Ok(())
+            });
+        }
         command
     }
 
