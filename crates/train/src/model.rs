@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_data::Codec;
+use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::error::{Result, TrainError};
 use crate::recipe::{ModelRecipe, Recipe};
@@ -28,7 +29,7 @@ pub(crate) struct ModelPlan {
 impl ModelRecipe {
     /// Whether it says which model; [`Recipe::problems`] tells when it does not.
     pub(crate) fn is_clear(&self) -> bool {
-        let known = self.preset.as_ref().is_none_or(|preset| ["gpt2", "llama"].contains(&preset.as_str()));
+        let known = self.preset.as_ref().is_none_or(|preset| Preset::of_name(preset).is_ok());
         let given = [self.preset.is_some(), self.path.is_some(), self.config.is_some()];
         known && given.iter().filter(|&&given| given).count() == 1
     }
@@ -50,31 +51,19 @@ fn hugging_face(recipe: &Recipe, vocabulary: Option<u64>) -> Result<Value> {
             .map_err(|error| ModelError::BadFile { path: file.clone(), why: error.to_string() })?;
         return Ok(parsed);
     }
-    Ok(preset(model, recipe.data.sequence, vocabulary.unwrap_or(256)))
+    preset(model, recipe.data.sequence, vocabulary.unwrap_or(256))
 }
 
-fn preset(model: &ModelRecipe, sequence: u64, data_vocabulary: u64) -> Value {
-    let (layers, width) = (model.layers.unwrap_or(4), model.width.unwrap_or(256));
-    let heads = model.heads.unwrap_or((width / 64).max(1));
-    let vocabulary = model.vocabulary.unwrap_or(data_vocabulary);
-    let dropout = model.dropout.unwrap_or(0.0);
-    if model.preset.as_deref() == Some("llama") {
-        // The usual width of a gated feed-forward: two thirds of four times, rounded up to 64.
-        let inner = (8 * width / 3).next_multiple_of(64);
-        return json!({
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary,
-            "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": sequence,
-            "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "attention_dropout": dropout,
-            "tie_word_embeddings": true, "initializer_range": 0.02,
-        });
-    }
-    json!({
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width,
-        "n_layer": layers, "n_head": heads, "n_positions": sequence, "activation_function": "gelu_new",
-        "embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout, "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-    })
+fn preset(model: &ModelRecipe, sequence: u64, data_vocabulary: u64) -> Result<Value> {
+    let preset = Preset::of_name(model.preset.as_deref().unwrap_or("gpt2"))?;
+    Ok(preset.config(&PresetSizes {
+        layers: model.layers,
+        width: model.width,
+        heads: model.heads,
+        vocabulary: model.vocabulary.unwrap_or(data_vocabulary),
+        sequence,
+        dropout: model.dropout.unwrap_or(0.0),
+    }))
 }
 
 impl ModelPlan {

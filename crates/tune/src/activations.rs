@@ -69,9 +69,9 @@ impl ActivationBytes {
             layer_input: bytes(shape.hidden),
             layer: bytes(elements).saturating_add(statistics.saturating_mul(tokens)),
             loss: around_the_loss.saturating_add(logits(shape, width, tokens)),
-            // The gradient of the stream, and its copy behind dropout; the inner gradient before and after the
-            // activation, or of gate and up.
-            backward: bytes(2 * shape.hidden + 2 * inner),
+            // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the
+            // activation in place, or those of gate and up.
+            backward: bytes(2 * shape.hidden + if shape.gated { 2 * inner } else { inner }),
         }
     }
 

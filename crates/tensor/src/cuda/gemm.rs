@@ -12,10 +12,9 @@ use cudarc::cublaslt::{result as lt, sys};
 use crate::backend::{Activation, Gemm, Matrix, OperandSum, Unary};
 use crate::cuda::driver::failed;
 use crate::cuda::elementwise::activation_number;
-use crate::cuda::{CudaBackend, Kernel, Source, at_option, launch, real, reduce};
+use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real, reduce};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
-use crate::tensor::Tensor;
 
 const OP: &str = "matrix product";
 /// What Hopper's kernels want for splitting sums.
@@ -26,8 +25,14 @@ const WORKSPACE_BYTES: usize = 64 << 20;
 enum Epilogue {
     None,
     Bias,
-    Gelu { bias: bool, keeps_input: bool },
-    Sum { of_left: bool },
+    /// The value before the activation is always kept, wanted or not: another epilogue would be another kernel, and a
+    /// forward pass whose bits depend on whether it is recorded.
+    Gelu {
+        bias: bool,
+    },
+    Sum {
+        of_left: bool,
+    },
 }
 
 impl Epilogue {
@@ -116,7 +121,7 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
         && !gemm.accumulate
         && gemm.n.is_multiple_of(8);
     let epilogue = match (gemm.bias.is_some(), gemm.activation) {
-        (bias, Some(_)) if fused => Epilogue::Gelu { bias, keeps_input: gemm.before_activation.is_some() },
+        (bias, Some(_)) if fused => Epilogue::Gelu { bias },
         (true, _) => Epilogue::Bias,
         (false, _) => Epilogue::None,
     };
@@ -155,7 +160,6 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     let plain = gemm.batch == 1
         && gemm.alpha == 1.0
         && !gemm.accumulate
-        && gemm.before_activation.is_none()
         && gemm.operand_sum.is_none()
         && !gemm.a.transposed
         && gemm.c.tensor.dtype() == dtype;
@@ -176,7 +180,7 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     let kernel = Kernel { source: Source::Product, defines, name };
     let activation = gemm.activation.map_or(-1, activation_number);
     let [a, b, c] = addresses;
-    let bias = at_option(gemm.bias);
+    let (bias, before) = (at_option(gemm.bias), at_option(gemm.before_activation));
     launch!(
         backend,
         kernel,
@@ -189,6 +193,7 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
         b,
         bias,
         c,
+        before,
         activation
     )?;
     Ok(true)
@@ -211,17 +216,21 @@ fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogu
     let Some(plan) = plans.entry(key).or_insert_with(|| Plan::new(products.handle, &key).ok()) else {
         return Ok(false);
     };
-    let pointer = |tensor: Option<&Tensor>| tensor.map_or(0, |tensor| tensor.address().as_ptr() as u64);
     use sys::cublasLtMatmulDescAttributes_t as Attribute;
     let bias = gemm.bias.or(gemm.operand_sum.map(|sum| sum.target));
     if epilogue.has_bias() {
-        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer(bias))?;
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at_option(bias))?;
     }
-    if matches!(epilogue, Epilogue::Gelu { keeps_input: true, .. }) {
-        plan.describe(
-            Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER,
-            &pointer(gemm.before_activation),
-        )?;
+    let mut unwanted = None;
+    if matches!(epilogue, Epilogue::Gelu { .. }) {
+        let before = match gemm.before_activation {
+            Some(before) => at(before),
+            None => {
+                let bytes = gemm.m * gemm.n * c.tensor.dtype().size_bytes();
+                unwanted.insert(backend.scratch(bytes)?).address()
+            }
+        };
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &before)?;
     }
     let (alpha, beta) = (gemm.alpha, if gemm.accumulate { 1.0f32 } else { 0.0 });
     let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
@@ -297,13 +306,11 @@ impl Plan {
             // The library's A is our right operand.
             Epilogue::Sum { of_left: false } => Lt::CUBLASLT_EPILOGUE_BGRADA,
             Epilogue::Sum { of_left: true } => Lt::CUBLASLT_EPILOGUE_BGRADB,
-            Epilogue::Gelu { bias: true, keeps_input: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
-            Epilogue::Gelu { bias: true, keeps_input: false } => Lt::CUBLASLT_EPILOGUE_GELU_BIAS,
-            Epilogue::Gelu { bias: false, keeps_input: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX,
-            Epilogue::Gelu { bias: false, keeps_input: false } => Lt::CUBLASLT_EPILOGUE_GELU,
+            Epilogue::Gelu { bias: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            Epilogue::Gelu { bias: false } => Lt::CUBLASLT_EPILOGUE_GELU_AUX,
         };
         plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as u32))?;
-        if matches!(key.epilogue, Epilogue::Gelu { keeps_input: true, .. }) {
+        if matches!(key.epilogue, Epilogue::Gelu { .. }) {
             plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
         }
         plan.algorithm = choose(handle, &plan, key).map_err(refused)?;
