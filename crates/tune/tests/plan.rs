@@ -88,11 +88,12 @@ fn checkpointing_keeps_layer_inputs_only() {
     // The loss holds 64 MiB of f32 logits, their bf16 copy, and three tensors as wide as the stream; ids and statistics.
     let logits = (64 << 20) / (4 * 50257) * 50257 * (4 + 2);
     let loss = logits + 3 * input + 4096 * (3 * 4 + 2 * 8);
-    // Two gradients of the stream, and two of the feed-forward layer.
-    let backward = 2 * (input + 4096 * 2 * 3072);
-    assert!(loss > backward && layer + backward > loss);
+    // Two gradients of the stream, and one of the feed-forward layer: with a layer that is run again, still less than the
+    // loss.
+    let backward = 2 * input + 4096 * 2 * 3072;
+    assert!(loss > layer + backward);
     assert_eq!(activations.kept_bytes, 12 * layer + loss);
-    assert_eq!(activations.checkpointed_bytes, 12 * input + layer + backward);
+    assert_eq!(activations.checkpointed_bytes, 12 * input + loss);
     let kept = plan_for(&model, value(), 1, false);
     assert_eq!(kept.total(Tier::Device) - states(&kept), activations.kept_bytes);
 }
