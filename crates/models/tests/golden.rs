@@ -142,23 +142,33 @@ fn check_decoder(case: &Case, config: ferrospeed_models::DecoderConfig, weights:
         case.expect_gradients(&params, &gradients);
     }
 
-    let same_bits = |again: &[Option<Tensor>], how: &str| {
+    // On a GPU a recomputed block has been seen to differ in the last bits of f32 (2.5e-7 of the value, BLOOM): there it is
+    // held to rounding, everywhere else to the bit.
+    let on_gpu = !case.device.backend().is_host();
+    let same_bits = |again: &[Option<Tensor>], how: &str, recomputed: bool| {
         for ((param, again), first) in params.iter().zip(again).zip(&gradients) {
             let [again, first] =
                 [again, first].map(|g| g.as_ref().map_or(Vec::new(), |g| g.to_vec_f32().unwrap()));
-            let differs = again.iter().zip(&first).position(|(a, b)| a.to_bits() != b.to_bits());
+            let largest = first.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+            let slack = if on_gpu && recomputed { 1e-5 * largest } else { 0.0 };
+            let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a - b).abs() <= slack;
+            let differs = again.iter().zip(&first).position(|(&a, &b)| !same(a, b));
             if let Some(at) = differs.or((again.len() != first.len()).then_some(0)) {
                 let (name, ours, theirs) = (param.name(), again.get(at), first.get(at));
                 panic!("{}: {how} gradient of {name}, element {at}: {ours:?}, plainly {theirs:?}", case.name);
             }
         }
     };
+    // The same again gives the same bits.
+    autograd::backward(&model.loss(&tokens, &labels, Mode::Train).unwrap()).unwrap();
+    same_bits(&store.take_gradients(), "repeated", false);
+
     // Recomputing blocks in backward changes no bit.
     model.set_activation_checkpointing(true);
     let again = model.loss(&tokens, &labels, Mode::Train).unwrap();
     assert_eq!(again.item().unwrap(), loss.item().unwrap());
     autograd::backward(&again).unwrap();
-    same_bits(&store.take_gradients(), "checkpointed");
+    same_bits(&store.take_gradients(), "checkpointed", true);
 
     // Neither does a store that hides every value nobody borrows.
     for checkpointed in [false, true] {
@@ -169,7 +179,7 @@ fn check_decoder(case: &Case, config: ferrospeed_models::DecoderConfig, weights:
         let again = other.loss(&tokens, &labels, Mode::Train).unwrap();
         assert_eq!(again.item().unwrap(), loss.item().unwrap(), "{}: poisoned loss", case.name);
         autograd::backward(&again).unwrap();
-        same_bits(&poisoned.vault().take_gradients(), "poisoned");
+        same_bits(&poisoned.vault().take_gradients(), "poisoned", checkpointed);
         assert_eq!(poisoned.borrowed(), 0);
     }
     check_generation(case, &model);
