@@ -145,12 +145,14 @@ fn check_decoder(case: &Case, config: ferrospeed_models::DecoderConfig, weights:
     // On a GPU a recomputed block has been seen to differ in the last bits of f32 (2.5e-7 of the value, BLOOM): there it is
     // held to rounding, everywhere else to the bit.
     let on_gpu = !case.device.backend().is_host();
+    // A key's bias has a gradient of zero: what is there is rounding of the others.
+    let rounding = 1e-6 * case.facts["grad_global_norm"].as_f64().unwrap_or(0.0) as f32;
     let same_bits = |again: &[Option<Tensor>], how: &str, recomputed: bool| {
         for ((param, again), first) in params.iter().zip(again).zip(&gradients) {
             let [again, first] =
                 [again, first].map(|g| g.as_ref().map_or(Vec::new(), |g| g.to_vec_f32().unwrap()));
             let largest = first.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-            let slack = if on_gpu && recomputed { 1e-5 * largest } else { 0.0 };
+            let slack = if on_gpu && recomputed { 1e-5 * largest + rounding } else { 0.0 };
             let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a - b).abs() <= slack;
             let differs = again.iter().zip(&first).position(|(&a, &b)| !same(a, b));
             if let Some(at) = differs.or((again.len() != first.len()).then_some(0)) {
