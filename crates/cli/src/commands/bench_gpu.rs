@@ -106,7 +106,7 @@ impl ParamSource for Scatter {
 }
 
 pub(super) fn run(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
-    let mut rows = Vec::new();
+    let mut wanted = Vec::new();
     for name in &args.model {
         let Some(case) = CASES.iter().find(|case| case.name == name) else {
             return Err(Failure::Usage(format!(
@@ -115,10 +115,10 @@ pub(super) fn run(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
             )));
         };
         for &stage in &args.stage {
-            rows.push(("train", case, stage));
+            wanted.push((case, stage));
         }
     }
-    for (_, case, stage) in rows {
+    for (case, stage) in wanted {
         // A device of its own gives back everything that the last case held.
         let device = args.device.open()?;
         let row = train(case, stage, args.steps, &device)?;

@@ -38,7 +38,7 @@ enum Epilogue {
 impl Epilogue {
     /// Whether it reads or writes a vector along the columns.
     fn has_bias(self) -> bool {
-        matches!(self, Epilogue::Bias | Epilogue::Gelu { bias: true, .. } | Epilogue::Sum { .. })
+        matches!(self, Epilogue::Bias | Epilogue::Gelu { bias: true } | Epilogue::Sum { .. })
     }
 }
 

@@ -121,7 +121,7 @@ impl CudaBackend {
     pub fn open(ordinal: usize) -> Result<CudaBackend> {
         let driver = Driver::open(ordinal)?;
         let pool = DevicePool::new(&driver)?;
-        // SAFETY: a plain allocation of the fault's size, zeroed at once; it lives as long as the process.
+        // SAFETY: a plain allocation of the fault's size, zeroed at once; given back when the backend is dropped.
         let fault = unsafe {
             let fault = cu::malloc_sync(size_of::<Fault>()).during("open a CUDA device")?;
             cu::memset_d8_sync(fault, 0, size_of::<Fault>()).during("open a CUDA device")?;
