@@ -19,6 +19,7 @@ use ferrospeed_tensor::store::{ParamSource, PlainStore};
 use ferrospeed_tensor::{Category, DType, Device, Param, Tensor, TensorError};
 use serde_json::{Value, json};
 
+use super::bench_model::step_flops;
 use super::device::DeviceChoice;
 use crate::failure::Failure;
 use crate::terminal;
@@ -82,12 +83,8 @@ impl Case {
         }
     }
 
-    /// Multiplications and additions of a step: forward once, backward twice; masked scores do not count.
     fn step_flops(&self) -> f64 {
-        let (layers, width) = (self.layers as f64, self.width as f64);
-        let weights = layers * 12.0 * width * width + VOCABULARY as f64 * width;
-        let scores = layers * 2.0 * width * (TOKENS as f64 + 1.0) / 2.0;
-        6.0 * (self.batch * TOKENS) as f64 * (weights + scores)
+        step_flops([self.layers, self.width, VOCABULARY], self.batch, TOKENS)
     }
 }
 

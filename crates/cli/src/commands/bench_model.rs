@@ -181,16 +181,16 @@ impl Case {
             ModelConfig::Bert(_) => unreachable!("a preset is a decoder"),
         }
     }
+}
 
-    /// Multiplications and additions of a step: forward once, backward twice; masked scores do not count.
-    /// (The positions are looked up, not multiplied.)
-    fn step_flops(&self, batch: usize, tokens: usize) -> f64 {
-        let (layers, width, vocabulary) = (self.layers as f64, self.width as f64, self.vocabulary as f64);
-        let (batch, tokens) = (batch as f64, tokens as f64);
-        let weights = layers * 12.0 * width * width + vocabulary * width;
-        let scores = layers * 2.0 * width * (tokens + 1.0) / 2.0;
-        6.0 * batch * tokens * (weights + scores)
-    }
+/// Multiplications and additions of a step on `batch` sequences of `tokens` with a model of GPT-2's shape: forward once,
+/// backward twice; masked scores do not count. (The positions are looked up, not multiplied.)
+pub(super) fn step_flops([layers, width, vocabulary]: [u64; 3], batch: usize, tokens: usize) -> f64 {
+    let [layers, width, vocabulary] = [layers, width, vocabulary].map(|size| size as f64);
+    let (batch, tokens) = (batch as f64, tokens as f64);
+    let weights = layers * 12.0 * width * width + vocabulary * width;
+    let scores = layers * 2.0 * width * (tokens + 1.0) / 2.0;
+    6.0 * batch * tokens * (weights + scores)
 }
 
 /// Ids that look like no pattern.
@@ -255,7 +255,7 @@ fn train(
         "best_s": best_s,
         "median_s": seconds[seconds.len() / 2],
         "peak_rss_bytes": peak_rss_bytes,
-        "flops": case.step_flops(batch, tokens),
+        "flops": step_flops([case.layers, case.width, case.vocabulary], batch, tokens),
         "costs": costs,
     }))
 }

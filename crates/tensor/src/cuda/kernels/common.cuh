@@ -172,3 +172,14 @@ __device__ __forceinline__ float apply(int op, float x, float p, float q) {
         default: return powf(x, p);
     }
 }
+
+// A broadcast: the result's sizes, and each operand's strides seen from the result (0 where it is repeated).
+struct Broadcast { u32 dims; u32 unused; u64 size[8]; u64 stride[3][8]; };
+__device__ __forceinline__ u64 place(const Broadcast& b, int operand, u64 index) {
+    u64 at = 0;
+    for (int dim = int(b.dims) - 1; dim >= 0; dim--) {
+        at += index % b.size[dim] * b.stride[operand][dim];
+        index /= b.size[dim];
+    }
+    return at;
+}

@@ -182,17 +182,6 @@ extern "C" __global__ void binary_repeat(u64 count, u64 period, const REAL* a, c
         [&](u64 i) { y[i] = narrow<REAL>(combine(op, widen(a[i]), widen(b[i % period]))); });
 }
 
-// A broadcast: the result's sizes, and each operand's strides seen from the result (0 where it is repeated).
-struct Broadcast { u32 dims; u32 unused; u64 size[8]; u64 stride[3][8]; };
-__device__ __forceinline__ u64 place(const Broadcast& b, int operand, u64 index) {
-    u64 at = 0;
-    for (int dim = int(b.dims) - 1; dim >= 0; dim--) {
-        at += index % b.size[dim] * b.stride[operand][dim];
-        index /= b.size[dim];
-    }
-    return at;
-}
-
 extern "C" __global__ void binary_broadcast(u64 count, const REAL* a, const REAL* b, REAL* y, int op, Broadcast shape) {
     for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x)
         y[i] = narrow<REAL>(combine(op, widen(a[place(shape, 0, i)]), widen(b[place(shape, 1, i)])));

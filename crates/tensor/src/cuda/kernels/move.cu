@@ -4,16 +4,6 @@ extern "C" __global__ void fill(u64 count, REAL* target, REAL value) {
     for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) target[i] = value;
 }
 
-struct Broadcast { u32 dims; u32 unused; u64 size[8]; u64 stride[3][8]; };
-__device__ __forceinline__ u64 place(const Broadcast& b, int operand, u64 index) {
-    u64 at = 0;
-    for (int dim = int(b.dims) - 1; dim >= 0; dim--) {
-        at += index % b.size[dim] * b.stride[operand][dim];
-        index /= b.size[dim];
-    }
-    return at;
-}
-
 extern "C" __global__ void compare(u64 count, const REAL* a, const REAL* b, u8* y, int op, Broadcast shape) {
     for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
         #ifdef EXACT
