@@ -8,6 +8,7 @@
 
 pub mod deepspeed;
 pub mod directory;
+mod disk;
 mod error;
 pub mod fs;
 pub mod load;
@@ -19,7 +20,7 @@ pub mod shard;
 pub use directory::{Listed, Retention, list, resolve};
 pub use error::{CheckpointError, Result};
 pub use fs::{Disk, FileSystem};
-pub use load::{Checkpoint, Verified};
+pub use load::{Checkpoint, Readers, Verified, Wanted};
 pub use manifest::{Dtype, GroupState, Kind, Manifest, Origin, TensorEntry, TrainingState};
 pub use save::{Contents, Target, agree, all_or_none, save};
 pub use shard::{PieceBytes, PieceSpec};

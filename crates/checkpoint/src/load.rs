@@ -10,17 +10,63 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crc32fast::Hasher;
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
+use crate::disk::{self, Stretch, Window};
 use crate::error::{CheckpointError, Result};
-use crate::manifest::{BLOCK_BYTES, Kind, MANIFEST_FILE, Manifest, Piece, TensorEntry};
+use crate::manifest::{BLOCK_BYTES, Dtype, Kind, MANIFEST_FILE, Manifest, TensorEntry};
+
+/// Files smaller than this are read through the system's cache.
+const DIRECT_FROM_BYTES: u64 = 16 << 20;
+
+/// A file, opened at most once in each way.
+#[derive(Default)]
+struct Opened {
+    direct: OnceLock<File>,
+    cached: OnceLock<File>,
+}
+
+/// Who reads a stretch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Readers {
+    /// This rank alone: its bytes need not stay in the system's cache.
+    This,
+    /// Other ranks too: the first to read brings them into the cache, for all of this host.
+    Several,
+}
+
+/// A stretch of a tensor to be read.
+#[derive(Debug, Clone)]
+pub struct Wanted<'c> {
+    /// The tensor.
+    pub tensor: &'c TensorEntry,
+    /// Which of its elements.
+    pub elements: Range<u64>,
+    /// Who reads them.
+    pub readers: Readers,
+}
+
+impl<'c> Wanted<'c> {
+    /// A stretch that only this process reads.
+    pub fn of(tensor: &'c TensorEntry, elements: Range<u64>) -> Wanted<'c> {
+        Wanted { tensor, elements, readers: Readers::This }
+    }
+}
+
+/// What a block is to those who asked for it.
+struct Block {
+    /// Index of the stretch that it belongs to.
+    wanted: usize,
+    /// Which of its bytes belong to that.
+    part: Range<usize>,
+    crc32: u32,
+}
 
 /// An open checkpoint.
 pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     index: HashMap<Kind, HashMap<String, usize>>,
-    files: Vec<OnceLock<File>>,
+    files: Vec<Opened>,
 }
 
 /// What [`Checkpoint::verify`] looked at.
@@ -54,7 +100,7 @@ impl Checkpoint {
         for (at, tensor) in manifest.tensors.iter().enumerate() {
             index.entry(tensor.kind.clone()).or_default().insert(tensor.name.clone(), at);
         }
-        let files = manifest.files.iter().map(|_| OnceLock::new()).collect();
+        let files = manifest.files.iter().map(|_| Opened::default()).collect();
         Ok(Checkpoint { path: path.to_path_buf(), manifest, index, files })
     }
 
@@ -80,84 +126,94 @@ impl Checkpoint {
         stored(name).or_else(|| stored(self.manifest.aliases.get(name)?))
     }
 
-    fn file(&self, index: usize) -> Result<(&File, PathBuf)> {
-        let path = self.path.join(&self.manifest.files[index].name);
-        if let Some(file) = self.files[index].get() {
-            return Ok((file, path));
-        }
-        let file = File::open(&path).map_err(CheckpointError::io("open", &path))?;
-        Ok((self.files[index].get_or_init(|| file), path))
+    fn file_path(&self, index: usize) -> PathBuf {
+        self.path.join(&self.manifest.files[index].name)
     }
 
-    /// Reads elements `range` of a tensor, in its own type, block by block; `take` gets them in order.
-    fn blocks(
+    /// A file, opened as it is best read.
+    fn file(&self, index: usize, readers: Readers) -> Result<&File> {
+        let direct = readers == Readers::This && self.manifest.files[index].bytes >= DIRECT_FROM_BYTES;
+        let place = if direct { &self.files[index].direct } else { &self.files[index].cached };
+        if let Some(file) = place.get() {
+            return Ok(file);
+        }
+        let path = self.file_path(index);
+        let file = disk::open(&path, direct).map_err(CheckpointError::io("open", &path))?;
+        Ok(place.get_or_init(|| file))
+    }
+
+    /// Reads stretches of tensors, in their own types; `take` gets the elements of each in order, in parts, with the
+    /// stretch's index. The next blocks come while `take` works, across tensors.
+    fn stream(
         &self,
-        tensor: &TensorEntry,
-        range: Range<u64>,
-        take: &mut dyn FnMut(&[u8]) -> Result<()>,
+        wanted: &[Wanted<'_>],
+        take: &mut dyn FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        if range.start > range.end || range.end > tensor.numel() {
-            let why = format!("'{}' has {} elements, {range:?} were asked for", tensor.name, tensor.numel());
+        let mut blocks = Vec::new();
+        for (index, wanted) in wanted.iter().enumerate() {
+            self.list_blocks(index, wanted, &mut blocks)?;
+        }
+        disk::read(
+            &Window::gather(blocks),
+            &|stretch| self.file(stretch.file, wanted[stretch.known_by.wanted].readers),
+            &|stretch, error| {
+                let tensor = &wanted[stretch.known_by.wanted].tensor.name;
+                let why = format!("cannot read '{tensor}' at byte {}: {error}", stretch.start);
+                CheckpointError::file(&self.file_path(stretch.file), why)
+            },
+            &mut |stretch, bytes| {
+                let block = &stretch.known_by;
+                self.check(wanted[block.wanted].tensor, stretch, bytes)?;
+                take(block.wanted, &mut bytes[block.part.clone()])
+            },
+        )
+    }
+
+    /// The blocks that hold a stretch of a tensor.
+    fn list_blocks(&self, index: usize, wanted: &Wanted<'_>, blocks: &mut Vec<Stretch<Block>>) -> Result<()> {
+        let Wanted { tensor, elements, .. } = wanted;
+        if elements.start > elements.end || elements.end > tensor.numel() {
+            let why =
+                format!("'{}' has {} elements, {elements:?} were asked for", tensor.name, tensor.numel());
             return Err(CheckpointError::Request(why));
         }
         let size = tensor.dtype.size_bytes();
-        let first = tensor.pieces.partition_point(|piece| piece.start + piece.len <= range.start);
-        let mut block = Vec::new();
-        for piece in tensor.pieces[first..].iter().take_while(|piece| piece.start < range.end) {
-            let start = (range.start.max(piece.start) - piece.start) * size;
-            let end = (range.end.min(piece.start + piece.len) - piece.start) * size;
+        let first = tensor.pieces.partition_point(|piece| piece.start + piece.len <= elements.start);
+        for piece in tensor.pieces[first..].iter().take_while(|piece| piece.start < elements.end) {
+            let start = (elements.start.max(piece.start) - piece.start) * size;
+            let end = (elements.end.min(piece.start + piece.len) - piece.start) * size;
             let mut at = start / BLOCK_BYTES * BLOCK_BYTES;
             while at < end {
-                let length = (piece.len * size - at).min(BLOCK_BYTES);
-                self.block(tensor, piece, at, length, &mut block)?;
-                let from = start.saturating_sub(at) as usize;
-                let to = (end - at).min(length) as usize;
-                take(&block[from..to])?;
-                at += length;
+                let bytes = (piece.len * size - at).min(BLOCK_BYTES);
+                let part = start.saturating_sub(at) as usize..(end - at).min(bytes) as usize;
+                let crc32 = piece.crc32[(at / BLOCK_BYTES) as usize];
+                let known_by = Block { wanted: index, part, crc32 };
+                blocks.push(Stretch { file: piece.file, start: piece.offset + at, bytes, known_by });
+                at += bytes;
             }
         }
         Ok(())
     }
 
-    /// Reads and checks the block that starts `at` bytes into a piece.
-    fn block(
-        &self,
-        tensor: &TensorEntry,
-        piece: &Piece,
-        at: u64,
-        length: u64,
-        block: &mut Vec<u8>,
-    ) -> Result<()> {
-        let (file, path) = self.file(piece.file)?;
-        block.resize(length as usize, 0);
-        let start = piece.offset + at;
-        // The next block comes while this one is checked. A hint: a system that does not take it is only slower.
-        let next = (start + length) as i64;
-        let _ = posix_fadvise(file, next, BLOCK_BYTES as i64, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
-        if let Err(error) = file.read_exact_at(block, start) {
-            let why = format!("cannot read '{}' at byte {start}: {error}", tensor.name);
-            return Err(CheckpointError::file(&path, why));
+    /// Compares the checksum of a block.
+    fn check(&self, tensor: &TensorEntry, stretch: &Stretch<Block>, bytes: &[u8]) -> Result<()> {
+        let found = crc32fast::hash(bytes);
+        if found == stretch.known_by.crc32 {
+            return Ok(());
         }
-        let mut crc = Hasher::new();
-        crc.update(block);
-        let (found, expected) = (crc.finalize(), piece.crc32[(at / BLOCK_BYTES) as usize]);
-        if found != expected {
-            let tensor = format!("{} ({})", tensor.name, tensor.kind);
-            return Err(CheckpointError::Damaged {
-                path,
-                tensor,
-                start,
-                end: start + length,
-                found,
-                expected,
-            });
-        }
-        Ok(())
+        Err(CheckpointError::Damaged {
+            path: self.file_path(stretch.file),
+            tensor: format!("{} ({})", tensor.name, tensor.kind),
+            start: stretch.start,
+            end: stretch.start + stretch.bytes,
+            found,
+            expected: stretch.known_by.crc32,
+        })
     }
 
     /// Appends elements `range` of a tensor, as stored, to `out`.
     pub fn read_bytes(&self, tensor: &TensorEntry, range: Range<u64>, out: &mut Vec<u8>) -> Result<()> {
-        self.blocks(tensor, range, &mut |bytes| {
+        self.stream(&[Wanted::of(tensor, range)], &mut |_, bytes| {
             out.extend_from_slice(bytes);
             Ok(())
         })
@@ -170,63 +226,91 @@ impl Checkpoint {
             return Err(CheckpointError::Request(why));
         }
         let mut done = 0;
-        self.each_f32(tensor, range, &mut |values| {
+        self.each_f32(&[Wanted::of(tensor, range)], &mut |_, values| {
             out[done..done + values.len()].copy_from_slice(values);
             done += values.len();
             Ok(())
         })
     }
 
-    /// Reads elements `range` of a tensor of floats, each block once, and gives them to `take` in order.
+    /// Reads stretches of tensors of floats, each block once. `take` gets the elements of each in order, in parts, with
+    /// the stretch's index in `wanted`; the next ones are on their way meanwhile.
     pub fn each_f32(
         &self,
-        tensor: &TensorEntry,
-        range: Range<u64>,
-        take: &mut dyn FnMut(&mut [f32]) -> Result<()>,
+        wanted: &[Wanted<'_>],
+        take: &mut dyn FnMut(usize, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
-        let size = tensor.dtype.size_bytes() as usize;
-        let mut values = Vec::new();
-        self.blocks(tensor, range, &mut |bytes| {
-            values.resize(bytes.len() / size, 0.0);
-            if tensor.dtype.to_f32(bytes, &mut values).is_none() {
+        let mut converted = Vec::new();
+        self.stream(wanted, &mut |index, bytes| {
+            let tensor = wanted[index].tensor;
+            // What is stored as it is used is used where it lies.
+            if tensor.dtype == Dtype::F32
+                && cfg!(target_endian = "little")
+                && let Ok(values) = bytemuck::try_cast_slice_mut(bytes)
+            {
+                return take(index, values);
+            }
+            converted.resize(bytes.len() / tensor.dtype.size_bytes() as usize, 0.0);
+            if tensor.dtype.to_f32(bytes, &mut converted).is_none() {
                 let why = format!("'{}' is {:?}, expected a float type", tensor.name, tensor.dtype);
                 return Err(CheckpointError::file(&self.path, why));
             }
-            take(&mut values)
+            take(index, &mut converted)
         })
     }
 
     /// Reads everything and compares every checksum.
     pub fn verify(&self) -> Result<Verified> {
-        let mut verified = Verified::default();
-        for tensor in &self.manifest.tensors {
-            self.blocks(tensor, 0..tensor.numel(), &mut |_| Ok(()))?;
-            verified.tensors += 1;
+        let whole = |tensor| Wanted::of(tensor, 0..TensorEntry::numel(tensor));
+        let everything: Vec<Wanted<'_>> = self.manifest.tensors.iter().map(whole).collect();
+        self.stream(&everything, &mut |_, _| Ok(()))?;
+        let mut blocks = Vec::new();
+        for wanted in &everything {
+            self.list_blocks(0, wanted, &mut blocks)?;
         }
-        let mut block = vec![0; BLOCK_BYTES as usize];
+        blocks.sort_unstable_by_key(|block| (block.file, block.start));
+        let mut verified = Verified { tensors: everything.len(), ..Verified::default() };
         for (index, entry) in self.manifest.files.iter().enumerate() {
-            let (file, path) = self.file(index)?;
-            let mut crc = Hasher::new();
-            let mut at = 0;
-            while at < entry.bytes {
-                let length = (entry.bytes - at).min(BLOCK_BYTES);
-                let block = &mut block[..length as usize];
-                file.read_exact_at(block, at).map_err(CheckpointError::io("read", &path))?;
-                crc.update(block);
-                at += length;
-            }
-            let found = crc.finalize();
+            let found = self.file_checksum(index, blocks.iter().filter(|block| block.file == index))?;
             if found != entry.crc32 {
                 // Every tensor is whole, so it is the file's own header.
                 let why = format!(
                     "its header is damaged (checksum of the file {found:08x}, expected {:08x})",
                     entry.crc32
                 );
-                return Err(CheckpointError::file(&path, why));
+                return Err(CheckpointError::file(&self.file_path(index), why));
             }
             verified.files += 1;
             verified.bytes += entry.bytes;
         }
         Ok(verified)
+    }
+
+    /// The checksum of a whole file whose blocks, given in order, are known to be right: only what is between them is
+    /// read.
+    fn file_checksum<'b>(
+        &self,
+        index: usize,
+        blocks: impl Iterator<Item = &'b Stretch<Block>>,
+    ) -> Result<u32> {
+        let (file, path) = (self.file(index, Readers::Several)?, self.file_path(index));
+        let mut crc = Hasher::new();
+        let mut at = 0;
+        let mut between = Vec::new();
+        let mut read_until = |at: u64, end: u64, crc: &mut Hasher| {
+            for start in (at..end).step_by(BLOCK_BYTES as usize) {
+                between.resize((end - start).min(BLOCK_BYTES) as usize, 0);
+                file.read_exact_at(&mut between, start).map_err(CheckpointError::io("read", &path))?;
+                crc.update(&between);
+            }
+            Ok::<(), CheckpointError>(())
+        };
+        for block in blocks {
+            read_until(at, block.start, &mut crc)?;
+            crc.combine(&Hasher::new_with_initial_len(block.known_by.crc32, block.bytes));
+            at = block.start + block.bytes;
+        }
+        read_until(at, self.manifest.files[index].bytes, &mut crc)?;
+        Ok(crc.finalize())
     }
 }

@@ -1,6 +1,7 @@
 //! One rank's file: a safetensors file written as a stream, checksummed as it goes.
 //!
-//! What a rank writes is known before the first byte, so the header comes first and one block is in memory at a time.
+//! What a rank writes is known before the first byte, so the header comes first, and no more than a few blocks
+//! are in memory at a time: one is asked for and checksummed while others go to the disk.
 
 use std::ops::Range;
 use std::path::Path;
@@ -9,6 +10,7 @@ use crc32fast::Hasher;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, json};
 
+use crate::disk;
 use crate::error::{CheckpointError, Result};
 use crate::fs::FileSystem;
 use crate::manifest::{BLOCK_BYTES, Dtype, FileEntry, Kind, Piece};
@@ -85,39 +87,50 @@ pub(crate) fn write(
     specs: &[PieceSpec],
     bytes: &mut PieceBytes<'_>,
 ) -> Result<Written> {
-    let mut file = fs.create_file(path).map_err(CheckpointError::io("create", path))?;
+    let file = fs.create_file(path).map_err(CheckpointError::io("create", path))?;
     let mut whole = Hasher::new();
-    let header = header(specs);
-    whole.update(&header);
-    fs.write(&mut file, &header).map_err(CheckpointError::io("write", path))?;
-    let mut offset = header.len() as u64;
-    let mut pieces = Vec::with_capacity(specs.len());
-    let mut block = Vec::new();
-    for (index, spec) in specs.iter().enumerate() {
-        let mut piece = Piece { file: 0, offset, start: spec.start, len: spec.len, crc32: Vec::new() };
-        let block_numel = BLOCK_BYTES / spec.dtype.size_bytes();
-        let mut done = 0;
-        while done < spec.len {
-            let elements = done..(done + block_numel).min(spec.len);
-            block.clear();
-            bytes(index, elements.clone(), &mut block)
-                .map_err(|why| CheckpointError::Request(format!("'{}': {why}", spec.name)))?;
-            let expected = (elements.end - elements.start) * spec.dtype.size_bytes();
-            if block.len() as u64 != expected {
-                let why = format!("'{}' gave {} bytes, expected {expected}", spec.name, block.len());
-                return Err(CheckpointError::Request(why));
-            }
-            let mut crc = Hasher::new();
-            crc.update(&block);
-            whole.combine(&crc);
-            piece.crc32.push(crc.finalize());
-            fs.write(&mut file, &block).map_err(CheckpointError::io("write", path))?;
-            done = elements.end;
+    let mut offset = 0;
+    let pieces = disk::write(fs, path, file, |output| {
+        // Headers grow with the number of tensors, and may be longer than a block.
+        for part in header(specs).chunks(BLOCK_BYTES as usize) {
+            output.append(|to| Ok(to.extend_from_slice(part)), |part| Ok(whole.update(part)))?;
+            offset += part.len() as u64;
         }
-        offset += spec.size_bytes();
-        pieces.push(piece);
-    }
-    fs.sync_file(&file).map_err(CheckpointError::io("sync", path))?;
+        let mut pieces = Vec::with_capacity(specs.len());
+        for (index, spec) in specs.iter().enumerate() {
+            let mut crc32 = Vec::new();
+            let block_numel = BLOCK_BYTES / spec.dtype.size_bytes();
+            let mut done = 0;
+            while done < spec.len {
+                let elements = done..(done + block_numel).min(spec.len);
+                done = elements.end;
+                let crc = output.append(
+                    |to| {
+                        bytes(index, elements.clone(), to)
+                            .map_err(|why| CheckpointError::Request(format!("'{}': {why}", spec.name)))
+                    },
+                    |block| checksum(spec, elements.end - elements.start, block),
+                )?;
+                whole.combine(&crc);
+                crc32.push(crc.finalize());
+            }
+            pieces.push(Piece { file: 0, offset, start: spec.start, len: spec.len, crc32 });
+            offset += spec.size_bytes();
+        }
+        Ok(pieces)
+    })?;
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     Ok(Written { file: FileEntry { name, bytes: offset, crc32: whole.finalize() }, pieces })
+}
+
+/// The checksum of a block, if it has the length it should have.
+fn checksum(spec: &PieceSpec, numel: u64, block: &[u8]) -> Result<Hasher> {
+    let expected = numel * spec.dtype.size_bytes();
+    if block.len() as u64 != expected {
+        let why = format!("'{}' gave {} bytes, expected {expected}", spec.name, block.len());
+        return Err(CheckpointError::Request(why));
+    }
+    let mut crc = Hasher::new();
+    crc.update(block);
+    Ok(crc)
 }

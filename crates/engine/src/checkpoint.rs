@@ -5,6 +5,7 @@
 
 mod load;
 mod save;
+mod snapshot;
 mod weights;
 
 pub use load::{FindParameter, LoadOptions, Loaded};

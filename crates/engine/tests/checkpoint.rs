@@ -2,13 +2,17 @@
 
 mod common;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use common::{Batch, Model, engine, on_ranks};
+use ferrospeed_checkpoint::{Disk, FileSystem};
 use ferrospeed_engine::{Engine, LoadOptions, SaveOptions, StepReport};
 use ferrospeed_nn::Parameters;
 use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_zero::Held;
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -176,6 +180,67 @@ fn a_save_in_the_background_holds_the_state_of_its_moment() {
     for rank in 0..2 {
         assert_eq!(resumed[rank].losses, whole[rank].losses[4..]);
         assert_eq!(resumed[rank].weights, whole[rank].weights);
+    }
+}
+
+/// A disk that makes no file before somebody waits to change the state.
+struct NotBeforeAStep(Mutex<Option<Held>>);
+
+impl FileSystem for NotBeforeAStep {
+    fn create_file(&self, path: &Path) -> std::io::Result<File> {
+        if let Some(held) = self.0.lock().unwrap().take() {
+            let deadline = Instant::now() + Duration::from_secs(60);
+            while !held.is_waited_for() {
+                assert!(Instant::now() < deadline, "no step came");
+                std::thread::yield_now();
+            }
+        }
+        Disk.create_file(path)
+    }
+    fn create_folder(&self, path: &Path) -> std::io::Result<()> {
+        Disk.create_folder(path)
+    }
+    fn write(&self, file: &mut File, bytes: &[u8]) -> std::io::Result<()> {
+        Disk.write(file, bytes)
+    }
+    fn sync_file(&self, file: &File) -> std::io::Result<()> {
+        Disk.sync_file(file)
+    }
+    fn sync_folder(&self, path: &Path) -> std::io::Result<()> {
+        Disk.sync_folder(path)
+    }
+    fn rename(&self, from: &Path, to: &Path) -> std::io::Result<()> {
+        Disk.rename(from, to)
+    }
+    fn remove_folder(&self, path: &Path) -> std::io::Result<()> {
+        Disk.remove_folder(path)
+    }
+    fn available_bytes(&self, path: &Path) -> std::io::Result<u64> {
+        Disk.available_bytes(path)
+    }
+}
+
+#[test]
+fn a_step_that_comes_before_the_first_byte_is_written_changes_nothing_that_is_saved() {
+    for (stage, precision) in [(0, "fp32"), (2, "fp32"), (2, "bf16"), (3, "fp32")] {
+        let config = configuration(stage, precision);
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().to_path_buf();
+        let given = Arc::new(config.clone());
+        let saved = on_ranks(2, move |world| {
+            let (model, parameters) = Model::build(&description());
+            let mut engine = engine(world, &given, &parameters, None, None, 1);
+            let mut losses = Vec::new();
+            train(&mut engine, &model, 0..4, &mut losses);
+            let saved = state_of(&engine, &parameters);
+            let fs = Arc::new(NotBeforeAStep(Mutex::new(Some(engine.store().hold(&[]).unwrap()))));
+            let options = SaveOptions { client_state: json!({"epoch": 3}), fs, ..Default::default() };
+            engine.save_checkpoint_in_background(&folder, &options).unwrap();
+            train(&mut engine, &model, 4..6, &mut losses);
+            engine.finish_checkpoint().unwrap();
+            saved
+        });
+        assert_eq!(run(2, config, 0..0, Some(dir.path()), None), saved, "stage {stage}, {precision}");
     }
 }
 

@@ -120,6 +120,7 @@ impl ZeroStore {
         }
         let index = self.index_of(param)?;
         let mut state = self.lock();
+        self.holds.wait_for_none();
         let (group, in_group) = self.places[index];
         let share = &state.shares[group];
         let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };

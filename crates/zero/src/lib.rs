@@ -11,6 +11,7 @@ pub mod access;
 pub mod buckets;
 mod error;
 mod exchange;
+mod hold;
 mod memory;
 pub mod partition;
 mod reducer;
@@ -21,6 +22,6 @@ mod store;
 
 pub use error::{Result, ZeroError};
 pub use residency::Pass;
-pub use snapshot::{Saved, SavedPiece};
+pub use snapshot::{Held, Saved, SavedPiece};
 pub use step::{StepOptions, StepOutcome};
 pub use store::{ParamGroup, StoreOptions, ZeroStore};

@@ -9,6 +9,7 @@ use ferrospeed_config::Stage;
 use ferrospeed_tensor::{DType, Tensor};
 
 use crate::error::{Result, ZeroError};
+use crate::hold::Hold;
 use crate::memory::part;
 use crate::store::{Share, State, ZeroStore};
 
@@ -39,7 +40,40 @@ pub struct SavedPiece {
     pub start: usize,
     /// How many elements.
     pub len: usize,
+    /// Whether every rank holds the same stretch.
+    pub replicated: bool,
     in_part: usize,
+}
+
+/// Pieces of a store that stay as they are while this lives; see [`ZeroStore::hold`].
+pub struct Held {
+    parts: Vec<Tensor>,
+    hold: Hold,
+}
+
+impl Held {
+    /// Whether somebody waits to change what is held: the holder should copy what it still needs, and let go.
+    pub fn is_waited_for(&self) -> bool {
+        self.hold.is_waited_for()
+    }
+
+    /// Appends elements `range` of the piece at `index` to `out`, in the piece's type and in this machine's order of
+    /// bytes, which is little-endian on all that are supported.
+    pub fn read(&self, index: usize, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
+        let whole = &self.parts[index];
+        // Through a buffer that stays in the cache: what is appended is touched once, not filled with zeros first.
+        let size = whole.dtype().size_bytes();
+        let mut buffer = [0u8; COPY_BYTES];
+        let mut at = range.start;
+        while at < range.end {
+            let count = (range.end - at).min(COPY_BYTES / size);
+            let bytes = &mut buffer[..count * size];
+            whole.device().backend().copy_to_host(&part(whole, at, count)?, bytes)?;
+            out.extend_from_slice(bytes);
+            at += count;
+        }
+        Ok(())
+    }
 }
 
 impl ZeroStore {
@@ -58,6 +92,7 @@ impl ZeroStore {
                 trained: share.trained,
                 start: fragment.in_param,
                 len: fragment.len,
+                replicated: share.layout.ranks == 1,
                 in_part: fragment.in_part,
             };
             pieces.push(piece(Saved::Weight, if share.trained { DType::F32 } else { self.dtype }));
@@ -70,19 +105,15 @@ impl ZeroStore {
     /// What this rank writes: its own parts, and its share of what all ranks hold alike.
     pub fn pieces_to_write(&self) -> Vec<SavedPiece> {
         let (rank, ranks) = (self.world.rank(), self.world.size());
-        let replicated: Vec<bool> = {
-            let state = self.lock();
-            self.places.iter().map(|&(group, _)| state.shares[group].layout.ranks == 1).collect()
-        };
+        let mut pieces = self.pieces_to_read();
         // Every rank holds these, so every rank finds the same writer: the one with the least to write so far.
         let mut writer = vec![None; self.params.len()];
         let mut load = vec![0; ranks];
-        for (param, _) in replicated.iter().enumerate().filter(|(_, alike)| **alike) {
+        for piece in pieces.iter().filter(|piece| piece.replicated && piece.value == Saved::Weight) {
             let lightest = (0..ranks).min_by_key(|rank| load[*rank]).unwrap_or(0);
-            load[lightest] += self.params[param].numel();
-            writer[param] = Some(lightest);
+            load[lightest] += piece.len;
+            writer[piece.param] = Some(lightest);
         }
-        let mut pieces = self.pieces_to_read();
         pieces.retain(|piece| writer[piece.param].is_none_or(|writer| writer == rank));
         pieces
     }
@@ -107,36 +138,30 @@ impl ZeroStore {
         }
     }
 
-    /// Appends elements `range` of a piece to `out`, in the piece's type and in this machine's order of bytes, which is
-    /// little-endian on all that are supported.
-    pub fn read_piece(&self, piece: &SavedPiece, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
+    /// Keeps pieces as they are now until what is returned is dropped: whoever would change them waits.
+    ///
+    /// Forward and backward go on meanwhile, since they only read weights.
+    pub fn hold(&self, pieces: &[SavedPiece]) -> Result<Held> {
         let state = self.lock();
-        let flat = self.flat_of(&state, piece)?;
-        let backend = self.device.backend();
-        // Through a buffer that stays in the cache: what is appended is touched once, not filled with zeros first.
-        let size = flat.dtype().size_bytes();
-        let mut buffer = [0u8; COPY_BYTES];
-        let mut at = range.start;
-        while at < range.end {
-            let count = (range.end - at).min(COPY_BYTES / size);
-            let bytes = &mut buffer[..count * size];
-            backend.copy_to_host(&part(&flat, piece.in_part + at, count)?, bytes)?;
-            out.extend_from_slice(bytes);
-            at += count;
-        }
-        Ok(())
+        let parts = pieces.iter().map(|piece| part(&self.flat_of(&state, piece)?, piece.in_part, piece.len));
+        Ok(Held { parts: parts.collect::<Result<_>>()?, hold: self.holds.take() })
     }
 
     /// Replaces elements of a piece from `start` on. Kernels see new weights after [`ZeroStore::finish_restore`].
     pub fn write_piece(&self, piece: &SavedPiece, start: usize, values: &[f32]) -> Result<()> {
         let state = self.lock();
+        self.holds.wait_for_none();
         let share = &state.shares[self.places[piece.param].0];
         let at = piece.in_part + start;
-        let new = Tensor::from_slice(values, [values.len()], &self.device)?;
         let backend = self.device.backend();
-        backend.cast(&new, &part(&self.flat_of(&state, piece)?, at, values.len())?)?;
+        let target = part(&self.flat_of(&state, piece)?, at, values.len())?;
+        if target.dtype() == DType::F32 {
+            backend.copy_from_host(bytemuck::cast_slice(values), &target)?;
+        } else {
+            backend.cast(&Tensor::from_slice(values, [values.len()], &self.device)?, &target)?;
+        }
         if piece.value == Saved::Weight && share.master.is_some() {
-            backend.cast(&new, &part(&share.own_values()?, at, values.len())?)?;
+            backend.cast(&target, &part(&share.own_values()?, at, values.len())?)?;
         }
         Ok(())
     }

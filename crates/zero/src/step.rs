@@ -94,6 +94,7 @@ impl ZeroStore {
         let norm = self.global_norm(&segments, magnitude)? / options.loss_scale;
         let clip = options.clip.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0));
         let factor = (clip / options.loss_scale) as f32;
+        self.holds.wait_for_none();
         state.shares.iter_mut().for_each(|share| share.steps += 1);
         for segment in &segments {
             let share = &state.shares[segment.group];

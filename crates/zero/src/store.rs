@@ -14,6 +14,7 @@ use ferrospeed_tensor::{Category, DType, Device, Param, ParamStore, StoreError, 
 
 use crate::buckets;
 use crate::error::{Result, ZeroError};
+use crate::hold::Holds;
 use crate::memory::{part, reachable};
 use crate::partition::{Layout, persistent};
 use crate::reducer::{ReduceOptions, Reducer};
@@ -101,6 +102,8 @@ pub struct ZeroStore {
     pub(crate) places: Vec<(usize, usize)>,
     pub(crate) state: Mutex<State>,
     synchronize: AtomicBool,
+    /// Who copies weights and states, which therefore must not change.
+    pub(crate) holds: Holds,
 }
 
 impl ZeroStore {
@@ -168,6 +171,7 @@ impl ZeroStore {
             places: positions,
             state: Mutex::new(State { shares, reducer, residency }),
             synchronize: AtomicBool::new(true),
+            holds: Holds::default(),
         });
         for (index, param) in params.iter().enumerate() {
             param.attach(store.clone(), index, options.dtype)?;

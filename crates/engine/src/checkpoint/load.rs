@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::{
-    Checkpoint, CheckpointError, Dtype, Kind, TensorEntry, TrainingState, agree, all_or_none, resolve,
+    Checkpoint, CheckpointError, Dtype, Kind, Readers, TensorEntry, TrainingState, Wanted, agree,
+    all_or_none, resolve,
 };
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::LossScalerState;
@@ -222,19 +223,22 @@ impl Engine {
         // `load_from_fp32_weights: false` asks for the weights as kernels read them.
         let dtype = checkpoint.manifest().origin.dtype;
         let rounds = !self.config.zero.load_from_fp32_weights;
-        for Match { piece, entry } in &plan.matches {
-            let mut done = 0;
-            let elements = piece.start as u64..(piece.start + piece.len) as u64;
-            checkpoint.each_f32(entry, elements, &mut |values| {
-                if rounds && piece.value == Saved::Weight {
-                    values.iter_mut().for_each(|value| *value = rounded(dtype, *value));
-                }
-                let written = self.store.write_piece(piece, done, values);
-                done += values.len();
-                written.map_err(|error| CheckpointError::Request(format!("'{}': {error}", entry.name)))
-            })?;
-        }
-        Ok(())
+        let wanted = plan.matches.iter().map(|Match { piece, entry }| Wanted {
+            tensor: entry,
+            elements: piece.start as u64..(piece.start + piece.len) as u64,
+            readers: if piece.replicated && self.world.size() > 1 { Readers::Several } else { Readers::This },
+        });
+        let wanted: Vec<Wanted<'_>> = wanted.collect();
+        let mut done = vec![0; wanted.len()];
+        checkpoint.each_f32(&wanted, &mut |index, values| {
+            let Match { piece, entry } = &plan.matches[index];
+            if rounds && piece.value == Saved::Weight {
+                values.iter_mut().for_each(|value| *value = rounded(dtype, *value));
+            }
+            let written = self.store.write_piece(piece, done[index], values);
+            done[index] += values.len();
+            written.map_err(|error| CheckpointError::Request(format!("'{}': {error}", entry.name)))
+        })
     }
 
     fn restore_counters(&mut self, saved: &TrainingState) {

@@ -14,6 +14,7 @@ use ferrospeed_config::TagValidation;
 use ferrospeed_zero::SavedPiece;
 use serde_json::Value;
 
+use super::snapshot::Snapshot;
 use super::{kind_of, optimizer_name, stored_type};
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
@@ -84,27 +85,24 @@ impl Engine {
     pub fn save_checkpoint(&mut self, dir: &Path, options: &SaveOptions) -> Result<PathBuf> {
         self.finish_checkpoint()?;
         let draft = self.draft(options)?;
-        let store = Arc::clone(&self.store);
-        let pieces = &draft.pieces;
+        let held = self.store.hold(&draft.pieces)?;
         let mut bytes = |piece: usize, range: Range<u64>, out: &mut Vec<u8>| {
             let range = range.start as usize..range.end as usize;
-            store.read_piece(&pieces[piece], range, out).map_err(|error| error.to_string())
+            held.read(piece, range, out).map_err(|error| error.to_string())
         };
         let target = target(dir, &draft.tag, options);
         Ok(save(&self.world.group(), &target, draft.contents, &draft.specs, &mut bytes)?)
     }
 
-    /// As [`Engine::save_checkpoint`], but returns once this rank's state is copied; files are written while training
-    /// goes on. One save runs at a time: a second waits for the first, so at most one copy of the state exists.
+    /// As [`Engine::save_checkpoint`], but returns at once. Files are written while training goes on: straight from the
+    /// state while forward and backward run, which do not change it, and from a copy of the rest once a step would. One
+    /// save runs at a time: a second waits for the first, so at most one copy of the state exists.
     /// [`Engine::finish_checkpoint`] says how it went.
     pub fn save_checkpoint_in_background(&mut self, dir: &Path, options: &SaveOptions) -> Result<()> {
         self.finish_checkpoint()?;
         let draft = self.draft(options)?;
-        let copies = draft.pieces.iter().map(|piece| {
-            let mut copy = Vec::with_capacity(piece.len * piece.dtype.size_bytes());
-            self.store.read_piece(piece, 0..piece.len, &mut copy).map(|()| copy)
-        });
-        let copies: Vec<Vec<u8>> = copies.collect::<Result<_, _>>()?;
+        let held = self.store.hold(&draft.pieces)?;
+        let is_host = self.device().backend().is_host();
         let group = match &self.background.group {
             Some(group) => group.clone(),
             None => {
@@ -117,12 +115,9 @@ impl Engine {
         };
         let (dir, options) = (dir.to_path_buf(), options.clone());
         let running = std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
+            let mut snapshot = Snapshot::new(held, draft.pieces, is_host);
             let mut bytes = |piece: usize, range: Range<u64>, out: &mut Vec<u8>| {
-                let size = draft.specs[piece].dtype.size_bytes();
-                out.extend_from_slice(
-                    &copies[piece][(range.start * size) as usize..(range.end * size) as usize],
-                );
-                Ok(())
+                snapshot.read(piece, range.start as usize..range.end as usize, out)
             };
             save(&group, &target(&dir, &draft.tag, &options), draft.contents, &draft.specs, &mut bytes)
         });
