@@ -98,6 +98,55 @@ fn imported(case: &Path, dir: &Path) -> Result<Checkpoint, String> {
     Checkpoint::open(&path.map_err(|error| error.to_string())?).map_err(|error| error.to_string())
 }
 
+/// Every tensor of a recorded file, in order: a file of a module keeps them under `module`.
+fn tensors_of(path: &Path) -> Vec<(String, Vec<u64>, Vec<u8>)> {
+    let file = PtFile::open(path).unwrap();
+    let dict = file.value().get("module").unwrap_or(file.value());
+    let tensors = dict.pairs().unwrap_or_default().iter();
+    let tensors = tensors.filter_map(|(name, value)| Some((name.as_str()?, value.as_tensor()?)));
+    tensors.map(|(name, t)| (name.to_owned(), t.shape.clone(), file.read_all(t).unwrap())).collect()
+}
+
+#[test]
+fn golden_pipelines_and_mixtures_of_experts_bring_every_weight() {
+    for case in cases("checkpoint/pipeline_moe") {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoint =
+            imported(&case, dir.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
+        checkpoint.verify().unwrap();
+        let mut compared = 0;
+        for path in files_below(&case.join("ckpt"), "model_states.pt") {
+            let file = path.file_name().unwrap().to_str().unwrap();
+            let layer = file.strip_prefix("layer_").and_then(|rest| rest.split_once('-'));
+            let prefix =
+                layer.map_or(String::new(), |(layer, _)| format!("{}.", layer.parse::<u64>().unwrap()));
+            for (name, shape, bytes) in tensors_of(&path) {
+                let entry = checkpoint.entry(&Kind::Weight, &format!("{prefix}{name}"));
+                let entry = entry.unwrap_or_else(|| panic!("{}: {prefix}{name}", path.display()));
+                let mut found = Vec::new();
+                checkpoint.read_bytes(entry, 0..entry.numel(), &mut found).unwrap();
+                assert_eq!((&entry.shape, &found), (&shape, &bytes), "{}: {name}", path.display());
+                compared += 1;
+            }
+        }
+        assert!(compared > 3 && compared == checkpoint.manifest().tensors.len(), "{}", case.display());
+    }
+}
+
+#[test]
+fn layers_cut_over_tensor_parallel_ranks_are_refused_by_name() {
+    for name in ["layer_00-model_01-model_states.pt", "layer_0_expert_1_mp_rank_01_model_states.pt"] {
+        let dir = tempfile::tempdir().unwrap();
+        let tag = dir.path().join("ckpt/step");
+        std::fs::create_dir_all(&tag).unwrap();
+        std::fs::write(dir.path().join("ckpt/latest"), "step").unwrap();
+        std::fs::write(tag.join("mp_rank_00_model_states.pt"), b"").unwrap();
+        std::fs::write(tag.join(name), b"").unwrap();
+        let error = imported(dir.path(), &dir.path().join("out")).err().unwrap();
+        assert!(error.contains(name) && error.contains("tensor-parallel"), "{error}");
+    }
+}
+
 #[test]
 fn golden_imports_hold_the_weights_at_the_save() {
     for case in cases("checkpoint/runs") {

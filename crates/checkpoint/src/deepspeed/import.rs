@@ -1,7 +1,7 @@
 //! A DeepSpeed checkpoint as one of ours: weights, optimizer states, counters, schedule, loss scale, client state.
 //!
 //! Any number of ranks, ZeRO 1 to 3, the BF16 optimizer, and no ZeRO at all. What cannot be placed is an error.
-//! Pipeline and MoE checkpoints are refused: their module files do not say where parameters lie.
+//! Of pipelines and mixtures of experts the weights are imported, by `split`.
 
 use std::path::{Path, PathBuf};
 
@@ -10,6 +10,7 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::deepspeed::fp32::{self, Placed, flat_groups, per_parameter, stage_of};
 use crate::deepspeed::source::{DeepSpeedFiles, Stretch, common_type, find, whole};
+use crate::deepspeed::split;
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{Dtype, GroupState, Kind, Origin, TrainingState};
 use crate::pt::{Unknown, Value};
@@ -52,13 +53,11 @@ pub fn import_deepspeed(
     unknown: Unknown,
     target: &Target<'_>,
 ) -> Result<PathBuf> {
-    let files = DeepSpeedFiles::open(&find(source, tag)?, unknown)?;
-    if files.at(0, &["module"]).is_ok_and(|module| *module == Value::None)
-        || files.at(0, &["num_experts"]).is_ok()
-    {
-        let why = "is of a pipeline or a mixture of experts; these are not imported";
-        return Err(files.fail(0, why));
+    let path = find(source, tag)?;
+    if let Some(saved) = split::import(&path, unknown, target)? {
+        return Ok(saved);
     }
+    let files = DeepSpeedFiles::open(&path, unknown)?;
     let stage = match files.optimizers().first() {
         None => 0,
         Some(_) => files.optimizer(0, "zero_stage").ok().and_then(stage_of).unwrap_or(1),

@@ -8,6 +8,7 @@ pub mod export;
 pub mod fp32;
 pub mod import;
 pub mod source;
+mod split;
 mod to_universal;
 mod universal;
 

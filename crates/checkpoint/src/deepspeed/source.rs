@@ -70,16 +70,21 @@ pub fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     Err(CheckpointError::NotFound { dir: dir.to_path_buf(), why: format!("there is no folder '{tag}'") })
 }
 
+/// The names in a folder, in natural order.
+pub(crate) fn names_in(path: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(path).map_err(CheckpointError::io("list", path))? {
+        let entry = entry.map_err(CheckpointError::io("list", path))?;
+        names.extend(entry.file_name().into_string());
+    }
+    names.sort_by(|a, b| natural(a, b));
+    Ok(names)
+}
+
 impl DeepSpeedFiles {
     /// Opens every module and optimizer file of a checkpoint's folder.
     pub fn open(path: &Path, unknown: Unknown) -> Result<DeepSpeedFiles> {
-        let listing = std::fs::read_dir(path).map_err(CheckpointError::io("list", path))?;
-        let mut names = Vec::new();
-        for entry in listing {
-            let entry = entry.map_err(CheckpointError::io("list", path))?;
-            names.extend(entry.file_name().into_string());
-        }
-        names.sort_by(|a, b| natural(a, b));
+        let names = names_in(path)?;
         let ending = |suffix: &str| names.iter().filter(|name| name.ends_with(suffix)).collect::<Vec<_>>();
         let (models, optimizers) = (ending("_model_states.pt"), ending("optim_states.pt"));
         if models.is_empty() {
@@ -88,7 +93,18 @@ impl DeepSpeedFiles {
                 "holds no *_model_states.pt: it is no DeepSpeed checkpoint",
             ));
         }
-        let files = models.iter().chain(&optimizers).map(|name| PtFile::open_with(&path.join(name), unknown));
+        DeepSpeedFiles::open_named(path, &models, &optimizers, unknown)
+    }
+
+    /// Opens these module and optimizer files.
+    pub(crate) fn open_named(
+        path: &Path,
+        models: &[&String],
+        optimizers: &[&String],
+        unknown: Unknown,
+    ) -> Result<DeepSpeedFiles> {
+        let names = models.iter().chain(optimizers);
+        let files = names.map(|name| PtFile::open_with(&path.join(name), unknown));
         Ok(DeepSpeedFiles {
             path: path.to_path_buf(),
             files: files.collect::<Result<_>>()?,

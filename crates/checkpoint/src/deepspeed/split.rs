@@ -1,0 +1,118 @@
+//! Pipelines and mixtures of experts: weights that lie in a file per layer, or per expert.
+//!
+//! Weights are imported, and counters and schedule with them. Optimizer states are not: the files of a mixture do not
+//! say which parameter lies where, and those of a pipeline are cut by stage. A checkpoint so made loads with
+//! `load_module_only`, or without optimizer states. Layers cut over tensor-parallel ranks, and experts
+//! that are numbered without their layer, are refused by name.
+
+use std::path::{Path, PathBuf};
+
+use ferrospeed_comm::World;
+
+use super::import::contents;
+use super::source::{DeepSpeedFiles, names_in, whole};
+use crate::error::{CheckpointError, Result};
+use crate::manifest::{Dtype, Kind};
+use crate::pt::{Unknown, Value};
+use crate::save::{Target, save};
+use crate::shard::PieceSpec;
+
+const ENDING: &str = "model_states.pt";
+
+/// What a file of such a checkpoint holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Held {
+    /// Counters, and in a mixture all that is no expert.
+    Module,
+    /// A layer of a pipeline, whose parameters are named after its number.
+    Layer(u64),
+    /// An expert, whose parameters have their full names.
+    Expert,
+}
+
+/// What a file holds, or why such files are not read.
+fn held(name: &str) -> Result<Option<Held>, &'static str> {
+    let Some(stem) = name.strip_suffix(ENDING) else { return Ok(None) };
+    if let Some(rest) = stem.strip_prefix("layer_") {
+        if let Some((layer, rank)) = rest.split_once('-') {
+            let Ok(layer) = layer.parse() else { return Ok(None) };
+            let whole = rank.is_empty();
+            return if whole {
+                Ok(Some(Held::Layer(layer)))
+            } else {
+                Err("layers cut over tensor-parallel ranks")
+            };
+        }
+        if let Some((_, rank)) =
+            rest.split_once("_mp_rank_").filter(|(expert, _)| expert.contains("_expert_"))
+        {
+            let first = rank.trim_end_matches('_') == "00";
+            return if first {
+                Ok(Some(Held::Expert))
+            } else {
+                Err("experts cut over tensor-parallel ranks")
+            };
+        }
+    }
+    if stem.starts_with("expert_") {
+        return Err("experts that are numbered without their layer, as old versions wrote them");
+    }
+    Ok(stem.starts_with("mp_rank_").then_some(Held::Module))
+}
+
+/// Imports a checkpoint of a pipeline or a mixture of experts; `None` when it is neither.
+pub(super) fn import(path: &Path, unknown: Unknown, target: &Target<'_>) -> Result<Option<PathBuf>> {
+    let mut parts = Vec::new();
+    for name in names_in(path)? {
+        match held(&name) {
+            Ok(held) => parts.extend(held.map(|held| (name, held))),
+            Err(what) => {
+                let why = format!("holds {what}; these are not imported");
+                return Err(CheckpointError::file(&path.join(&name), why));
+            }
+        }
+    }
+    if parts.iter().all(|(_, held)| *held == Held::Module) {
+        return Ok(None);
+    }
+    let names: Vec<&String> = parts.iter().map(|(name, _)| name).collect();
+    let files = DeepSpeedFiles::open_named(path, &names, &[], unknown)?;
+    let module = parts.iter().position(|(_, held)| *held == Held::Module);
+    let module = module.ok_or_else(|| CheckpointError::file(path, "holds no mp_rank_00_model_states.pt"))?;
+
+    let (mut specs, mut stretches) = (Vec::new(), Vec::new());
+    for (file, (_, held)) in parts.iter().enumerate() {
+        let value = files.files[file].value();
+        let (tensors, prefix) = match held {
+            Held::Module => (value.get("module").unwrap_or(&Value::None), String::new()),
+            Held::Layer(layer) => (value, format!("{layer}.")),
+            Held::Expert => (value, String::new()),
+        };
+        for (name, value) in tensors.pairs().unwrap_or_default() {
+            let (Some(name), Some(tensor)) = (name.as_str(), value.as_tensor()) else { continue };
+            specs.push(PieceSpec {
+                name: format!("{prefix}{name}"),
+                kind: Kind::Weight,
+                shape: tensor.shape.clone(),
+                dtype: tensor.dtype,
+                place: specs.len() as u64,
+                start: 0,
+                len: tensor.numel(),
+            });
+            stretches.push([whole(file, tensor)]);
+        }
+    }
+    let stage = 0;
+    let mut contents = contents(files.files[module].value(), None, 0, stage);
+    let is_half = |spec: &&PieceSpec| matches!(spec.dtype, Dtype::F16 | Dtype::BF16);
+    contents.origin.dtype = specs.iter().find(is_half).map_or(Dtype::F32, |spec| spec.dtype);
+    contents.origin.optimizer = None;
+    tracing::warn!(
+        "{}: weights, counters and schedule are imported, optimizer states of pipelines and mixtures of experts are not",
+        path.display()
+    );
+    let saved = save(&World::solo().group(), target, contents, &specs, &mut |piece, range, out| {
+        files.read_bytes(&stretches[piece], range.start, range.end, out).map_err(|error| error.to_string())
+    });
+    saved.map(Some)
+}
