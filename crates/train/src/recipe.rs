@@ -271,6 +271,12 @@ impl Recipe {
             let (target, assignment) = match assignment.strip_prefix("ds_config.") {
                 Some(rest) => (&mut value["ds_config"], rest),
                 None if schema::is_recipe_key(first) => (&mut value, assignment.as_str()),
+                None if let Some(near) = schema::misspelt_recipe_key(first) => {
+                    misread.push(format!(
+                        "--set {assignment}: '{first}' is a key neither of recipes nor of ds_config; did you mean '{near}'?"
+                    ));
+                    continue;
+                }
                 None => (&mut value["ds_config"], assignment.as_str()),
             };
             if let Err(error) = ferrospeed_config::set(target, assignment) {

@@ -75,6 +75,20 @@ fn a_good_recipe_has_no_problem() {
 }
 
 #[test]
+fn a_misspelt_override_is_told_the_key_it_was_meant_for() {
+    let place = Place::new();
+    assert_says(&place.problems(GOOD, &["stpes=3"]), &["--set stpes=3: 'stpes' is a key neither of recipes"]);
+    assert_says(&place.problems(GOOD, &["stpes=3"]), &["did you mean 'steps'?"]);
+    assert_says(&place.problems(GOOD, &["modle.layers=3"]), &["did you mean 'model'?"]);
+    // Names that are near to keys of ds_config are told those.
+    assert_says(
+        &place.problems(GOOD, &["zero_optimisation.stage=3"]),
+        &["did you mean `zero_optimization`?"],
+    );
+    assert_says(&place.problems(GOOD, &["steps_per_print=3", "model.layers=2"]), &[]);
+}
+
+#[test]
 fn unknown_keys_wrong_types_missing_files_and_misfits_are_told_together() {
     let recipe = r#"
         name = "bad name"

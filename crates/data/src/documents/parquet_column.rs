@@ -1,8 +1,10 @@
 //! Parquet: one column of texts. Only that column's pages are read, a few hundred rows at a time.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 use parquet::basic::{Compression, Type as PhysicalType};
 use parquet::column::reader::{ColumnReader, get_typed_column_reader};
@@ -42,13 +44,35 @@ impl ParquetTexts {
     }
 }
 
+thread_local! {
+    /// Whether a panic of this thread is caught and told as an error.
+    static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Keeps panics that are caught here off the terminal; all others are told as before.
+fn quiet_guarded_panics() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let others = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if !IS_GUARDED.get() {
+                others(panic);
+            }
+        }));
+    });
+}
+
 /// Damaged files are the parquet crate's to refuse; where it gives up with a panic, that is an error here too.
 fn guarded<T>(
     path: &Path,
     place: impl Fn() -> String,
     act: impl FnOnce() -> Result<T, ParquetError>,
 ) -> Result<T> {
-    match catch_unwind(AssertUnwindSafe(act)) {
+    quiet_guarded_panics();
+    IS_GUARDED.set(true);
+    let outcome = catch_unwind(AssertUnwindSafe(act));
+    IS_GUARDED.set(false);
+    match outcome {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(DataError::bad_place(path, place(), format!("is damaged or cut off: {error}"))),
         Err(_) => Err(DataError::bad_place(path, place(), "is damaged: its pages contradict its header")),
@@ -77,11 +101,10 @@ impl OpenFile {
             return Err(DataError::bad_file(&path, why));
         }
         for group in reader.metadata().row_groups() {
-            if matches!(group.column(column).compression(), Compression::ZSTD(_) | Compression::LZO) {
+            if group.column(column).compression() == Compression::LZO {
                 let why = format!(
-                    "column '{wanted}' is compressed by {}, which is not read here; write it with snappy, gzip, \
-                     brotli, lz4 or uncompressed",
-                    group.column(column).compression()
+                    "column '{wanted}' is compressed by LZO, which is not read here; write it with zstd, snappy, \
+                     gzip, brotli, lz4 or uncompressed"
                 );
                 return Err(DataError::bad_file(&path, why));
             }

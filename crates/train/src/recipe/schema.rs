@@ -95,6 +95,18 @@ pub(super) fn is_recipe_key(name: &str) -> bool {
     name != "ds_config" && RECIPE.iter().any(|key| key.name == name)
 }
 
+/// The key of recipes that a name given to `--set` was meant to be, where neither recipes nor ds_config know it.
+pub(super) fn misspelt_recipe_key(name: &str) -> Option<&'static str> {
+    let distance = |known: &str| strsim::damerau_levenshtein(name, known);
+    let config = ferrospeed_config::table::ROOT.iter();
+    let nearest_in_config =
+        config.flat_map(|key| std::iter::once(key.name).chain(key.aliases.iter().copied()));
+    let nearest_in_config = nearest_in_config.map(distance).min().unwrap_or(usize::MAX);
+    let near = nearest(name, RECIPE.iter().map(|key| key.name))?;
+    // A key of ds_config, or one that is nearer to such a key, is left to its own checks.
+    (distance(near) < nearest_in_config).then_some(near)
+}
+
 /// Everything that does not fit the table; afterwards `recipe` does.
 pub(super) fn check(recipe: &mut Map<String, Value>) -> Vec<String> {
     let mut problems = Vec::new();
