@@ -11,7 +11,9 @@ use crate::cpu::gemm::{Operand, small};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{max, sum_by, vectorized};
-use crate::cpu::{amx, attention_amx, float_kernel, read, write};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::{amx, attention_amx};
+use crate::cpu::{float_kernel, read, write};
 use crate::dtype::{DType, Float};
 use crate::error::Result;
 use crate::random::drop_threshold;
@@ -157,6 +159,7 @@ impl<'a> Mask<'a> {
 }
 
 /// Whether the tile registers take this one. A single query (decoding) is bound by memory and fills no tile.
+#[cfg(target_arch = "x86_64")]
 fn on_amx(spec: &AttentionSpec<'_>, q: &Heads<'_>) -> bool {
     q.tensor.dtype() == DType::BF16 && amx::available() && spec.queries >= 8 && spec.keys > 0 && spec.dim > 0
 }
@@ -172,6 +175,7 @@ pub(crate) fn forward(
 ) -> Result<()> {
     let (queries, dim) = (spec.queries, spec.dim);
     let group = spec.heads / spec.kv_heads;
+    #[cfg(target_arch = "x86_64")]
     if on_amx(spec, q) {
         attention_amx::forward(threads, spec, [q, k, v, out], logsumexp);
         return Ok(());
@@ -274,6 +278,7 @@ pub(crate) fn backward(
 ) -> Result<()> {
     let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
     let group = spec.heads / spec.kv_heads;
+    #[cfg(target_arch = "x86_64")]
     if on_amx(spec, q) {
         attention_amx::backward(threads, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv]);
         return Ok(());

@@ -9,7 +9,7 @@
 use half::bf16;
 
 use crate::backend::{AttentionSpec, Heads};
-use crate::cpu::amx::{BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
+use crate::cpu::amx::{Aligned, BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
 use crate::cpu::attention::Mask;
 use crate::cpu::gemm::Operand;
 use crate::cpu::math::exp;
@@ -48,7 +48,7 @@ fn turned<'a>(operand: &Operand<'a, bf16>) -> Operand<'a, bf16> {
 
 /// An operand packed for the right side: `k × columns`.
 struct Right {
-    tiles: Vec<bf16>,
+    tiles: Aligned<bf16>,
     steps: usize,
     columns: usize,
 }
@@ -56,7 +56,7 @@ struct Right {
 impl Right {
     fn pack(&mut self, operand: &Operand<'_, bf16>, k: usize, columns: usize) {
         (self.steps, self.columns) = (k.div_ceil(DEPTH), columns.div_ceil(BLOCK));
-        self.tiles.resize(self.steps * self.columns * PAIR, bf16::ZERO);
+        self.tiles.resize(self.steps * self.columns * PAIR);
         for (block, tiles) in self.tiles.chunks_mut((self.steps * PAIR).max(1)).enumerate() {
             pack_right(operand, [0, k], block * BLOCK, columns, tiles);
         }
@@ -69,21 +69,21 @@ impl Right {
     }
 
     fn empty() -> Right {
-        Right { tiles: Vec::new(), steps: 0, columns: 0 }
+        Right { tiles: Aligned::default(), steps: 0, columns: 0 }
     }
 }
 
 /// A left operand packed by blocks of 32 rows.
 #[derive(Default)]
 struct PackedLeft {
-    tiles: Vec<bf16>,
+    tiles: Aligned<bf16>,
     steps: usize,
 }
 
 impl PackedLeft {
     fn pack(&mut self, operand: &Operand<'_, bf16>, rows: usize, k: usize) {
         self.steps = k.div_ceil(DEPTH);
-        self.tiles.resize(self.steps * rows.div_ceil(BLOCK) * PAIR, bf16::ZERO);
+        self.tiles.resize(self.steps * rows.div_ceil(BLOCK) * PAIR);
         for (block, tiles) in self.tiles.chunks_mut((self.steps * PAIR).max(1)).enumerate() {
             pack_left(operand, [0, k], block * BLOCK, rows, tiles);
         }
@@ -276,9 +276,9 @@ pub(crate) fn forward(
         let k_ds = Right::new(&turned(&head(k, batch, kv_head)), dim, keys);
         let v_sd = Right::new(&head(v, batch, kv_head), keys, dim);
         let width_d = padded(dim);
-        let mut score_ts = vec![0.0f32; BLOCK_T * BLOCK_S];
-        let mut prob_ts = vec![bf16::ZERO; BLOCK_T * BLOCK_S];
-        let mut out_td = vec![0.0f32; BLOCK_T * width_d];
+        let mut score_ts = Aligned::<f32>::zeros(BLOCK_T * BLOCK_S);
+        let mut prob_ts = Aligned::<bf16>::zeros(BLOCK_T * BLOCK_S);
+        let mut out_td = Aligned::<f32>::zeros(BLOCK_T * width_d);
         let (mut q_block, mut prob_block) = (PackedLeft::default(), PackedLeft::default());
         let tiles = Tiles::configure();
         for head_index in kv_head * group..(kv_head + 1) * group {
@@ -367,12 +367,12 @@ pub(crate) fn backward(
         let v_ds_right = Right::new(&turned(&v_sd), dim, keys);
         let k_sd_right = Right::new(&k_sd, keys, dim);
         let (mut dk_sd, mut dv_sd) =
-            (vec![0.0f32; padded(keys) * width_d], vec![0.0f32; padded(keys) * width_d]);
-        let block = || vec![0.0f32; BLOCK_T * BLOCK_S];
+            (Aligned::<f32>::zeros(padded(keys) * width_d), Aligned::<f32>::zeros(padded(keys) * width_d));
+        let block = || Aligned::<f32>::zeros(BLOCK_T * BLOCK_S);
         // Probabilities, then the gradient of the scores; its factors before and after dropout.
         let (mut prob_ts, mut dprob_ts, mut dropped_ts) = (block(), block(), block());
-        let mut rounded_ts = vec![bf16::ZERO; BLOCK_T * BLOCK_S];
-        let mut dq_td = vec![0.0f32; BLOCK_T * width_d];
+        let mut rounded_ts = Aligned::<bf16>::zeros(BLOCK_T * BLOCK_S);
+        let mut dq_td = Aligned::<f32>::zeros(BLOCK_T * width_d);
         let [mut left, mut q_left, mut dout_left] = [(); 3].map(|()| PackedLeft::default());
         let (mut q_right, mut dout_right) = (Right::empty(), Right::empty());
         let tiles = Tiles::configure();

@@ -6,10 +6,12 @@
 use half::{bf16, f16};
 
 use crate::backend::{Activation, Gemm, Matrix};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx;
 use crate::cpu::math::{activate, with_activation};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
-use crate::cpu::{amx, float_kernel, read, write};
+use crate::cpu::{float_kernel, read, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
 use crate::memory::HostPool;
@@ -51,6 +53,12 @@ pub(crate) struct Epilogue<'a> {
 impl Epilogue<'_> {
     fn is_plain(&self) -> bool {
         self.bias.is_none() && self.activation.is_none()
+    }
+
+    /// Whether sums are stored as they are.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn is_none(&self) -> bool {
+        self.is_plain() && self.alpha == 1.0 && !self.accumulate
     }
 
     /// Stores `sums`, the product for columns `first..` of one row, to `c`, and the value before the activation.
@@ -112,6 +120,8 @@ impl<C> Output<C> {
 
 pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Result<()> {
     check(gemm)?;
+    // Only tiles are packed into the pool.
+    let _ = pool;
     if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
         return Ok(());
     }
@@ -133,6 +143,7 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         };
         match gemm.a.tensor.dtype() {
             DType::F32 => products_f32::<C>(threads, gemm, &epilogue, output),
+            #[cfg(target_arch = "x86_64")]
             DType::BF16 if amx::available() => {
                 let problem = amx::Problem {
                     m: gemm.m,

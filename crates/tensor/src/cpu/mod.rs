@@ -3,8 +3,10 @@
 //! Every kernel gives the same bits with any number of threads: see `parallel`. What depends on the instruction
 //! set: see `simd`.
 
+#[cfg(target_arch = "x86_64")]
 mod amx;
 mod attention;
+#[cfg(target_arch = "x86_64")]
 mod attention_amx;
 mod gemm;
 mod image;

@@ -5,11 +5,14 @@
 //! `k` side by side (row `p` is `k = 2p, 2p+1` for 16 columns). The micro-kernel keeps a 32×32 block of sums in
 //! four tiles.
 //!
-//! Reading order: this file (the registers), `pack` (bringing operands into tiles), `product` (blocking).
+//! Reading order: this file (the registers), `aligned` (memory for tiles), `pack` (bringing operands into tiles), `product`
+//! (blocking).
 
+mod aligned;
 mod pack;
 mod product;
 
+pub(crate) use aligned::Aligned;
 pub(crate) use pack::{pack_left, pack_right};
 pub(crate) use product::{Problem, products};
 
@@ -29,6 +32,9 @@ pub(crate) const DEPTH: usize = 32;
 /// Elements of a packed pair of tiles: a block's worth of one operand, `DEPTH` deep.
 pub(crate) const PAIR: usize = BLOCK * DEPTH;
 
+/// Parts that a product's depth is cut into where other work goes on beside it.
+pub(crate) const PARTS: usize = 4;
+
 /// Whether this process may use AMX for bf16.
 pub(crate) fn available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
@@ -38,7 +44,7 @@ pub(crate) fn available() -> bool {
 fn detected() -> bool {
     let leaf7 = std::arch::x86_64::__cpuid_count(7, 0);
     let (bf16, tiles) = (leaf7.edx >> 22 & 1, leaf7.edx >> 24 & 1);
-    bf16 == 1 && tiles == 1
+    bf16 == 1 && tiles == 1 && is_x86_feature_detected!("avx512bf16")
 }
 
 /// The kernel gives the tile state only to processes that ask for it.
@@ -121,24 +127,78 @@ impl Tiles {
         sums_stride: usize,
         accumulate: bool,
     ) {
-        // SAFETY: the tiles are configured; what is read and written is the caller's promise.
+        // SAFETY: passed on to the caller.
         unsafe {
+            self.begin(sums, sums_stride, accumulate);
+            self.advance(a, b, 0..depth);
+            self.end(sums, sums_stride);
+        }
+    }
+
+    /// The same with other work in between, a part of it after each of [`PARTS`] parts of the depth. The processor does
+    /// both at once, where work after the whole product would leave the tiles idle.
+    ///
+    /// # Safety
+    /// As for [`Tiles::multiply`]; `between` uses no tile.
+    #[inline(always)]
+    pub(crate) unsafe fn multiply_beside(
+        &self,
+        a: Left,
+        b: *const bf16,
+        depth: usize,
+        sums: *mut f32,
+        accumulate: bool,
+        mut between: impl FnMut(usize),
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            self.begin(sums, BLOCK, accumulate);
+            for part in 0..PARTS {
+                self.advance(a, b, part * depth / PARTS..(part + 1) * depth / PARTS);
+                between(part);
+            }
+            self.end(sums, BLOCK);
+        }
+    }
+
+    /// Fills the tiles of sums.
+    #[inline(always)]
+    unsafe fn begin(&self, sums: *mut f32, sums_stride: usize, accumulate: bool) {
+        // SAFETY: the tiles are configured; what is read is the caller's promise.
+        unsafe {
+            if accumulate {
+                asm!(
+                    "tileloadd tmm0, [{c} + {row}*1]",
+                    "tileloadd tmm1, [{c} + {row}*1 + 64]",
+                    "tileloadd tmm2, [{lower} + {row}*1]",
+                    "tileloadd tmm3, [{lower} + {row}*1 + 64]",
+                    c = in(reg) sums,
+                    lower = in(reg) sums.add(TILE * sums_stride),
+                    row = in(reg) 4 * sums_stride,
+                    options(nostack, preserves_flags)
+                );
+            } else {
+                asm!(
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    options(nostack, preserves_flags)
+                );
+            }
+        }
+    }
+
+    /// Adds the products of some steps to the tiles of sums.
+    #[inline(always)]
+    unsafe fn advance(&self, a: Left, b: *const bf16, steps: std::ops::Range<usize>) {
+        if steps.is_empty() {
+            return;
+        }
+        // SAFETY: the tiles are configured; what is read is the caller's promise.
+        unsafe {
+            let first = a.pointer.byte_add(steps.start * a.step_bytes);
             asm!(
-                "test {flag:e}, {flag:e}",
-                "jnz 3f",
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                "jmp 4f",
-                "3:",
-                "tileloadd tmm0, [{c} + {row}*1]",
-                "tileloadd tmm1, [{c} + {row}*1 + 64]",
-                "tileloadd tmm2, [{lower} + {row}*1]",
-                "tileloadd tmm3, [{lower} + {row}*1 + 64]",
-                "4:",
-                "test {depth}, {depth}",
-                "jz 5f",
                 "2:",
                 "tileloadd tmm4, [{a} + {a_row}*1]",
                 "tileloadd tmm6, [{b} + {line}*1]",
@@ -153,23 +213,32 @@ impl Tiles {
                 "add {b}, 2048",
                 "dec {depth}",
                 "jnz 2b",
-                "5:",
+                a = inout(reg) first => _,
+                a_lower = inout(reg) first.byte_add(TILE * a.row_bytes) => _,
+                a_row = in(reg) a.row_bytes,
+                step = in(reg) a.step_bytes,
+                b = inout(reg) b.add(steps.start * PAIR) => _,
+                line = in(reg) 64usize,
+                depth = inout(reg) steps.len() => _,
+                options(nostack)
+            );
+        }
+    }
+
+    /// Writes the tiles of sums.
+    #[inline(always)]
+    unsafe fn end(&self, sums: *mut f32, sums_stride: usize) {
+        // SAFETY: the tiles are configured; what is written is the caller's promise.
+        unsafe {
+            asm!(
                 "tilestored [{c} + {row}*1], tmm0",
                 "tilestored [{c} + {row}*1 + 64], tmm1",
                 "tilestored [{lower} + {row}*1], tmm2",
                 "tilestored [{lower} + {row}*1 + 64], tmm3",
-                a = inout(reg) a.pointer => _,
-                a_lower = inout(reg) a.pointer.byte_add(TILE * a.row_bytes) => _,
-                a_row = in(reg) a.row_bytes,
-                step = in(reg) a.step_bytes,
-                b = inout(reg) b => _,
                 c = in(reg) sums,
                 lower = in(reg) sums.add(TILE * sums_stride),
-                line = in(reg) 64usize,
                 row = in(reg) 4 * sums_stride,
-                depth = inout(reg) depth => _,
-                flag = in(reg) u32::from(accumulate),
-                options(nostack)
+                options(nostack, preserves_flags)
             );
         }
     }

@@ -9,26 +9,24 @@ use std::cell::RefCell;
 
 use half::bf16;
 
-use super::{BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
+use super::{Aligned, BLOCK, DEPTH, Left, PAIR, PARTS, TILE, Tiles, pack_left, pack_right};
 use crate::cpu::gemm::{Epilogue, Operand, Output};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
-use crate::dtype::Float;
+use crate::dtype::{DType, Float};
 use crate::error::Result;
 use crate::memory::{Category, HostPool};
 
 /// Tile depths per slice of `k`: starting and ending a block of sums costs as much as four of them.
 const SLICE: usize = 32;
 /// Up to this many rows of the result, tasks span all of them and pack the right operand themselves.
-const FEW_ROWS: usize = 512;
+const FEW_ROWS: usize = 1024;
 /// Rows of a task's panel where there are more.
-const PANEL_ROWS: usize = 256;
-/// Columns of a task's panel.
-const PANEL_COLUMNS: usize = 256;
-/// The same where tasks span all rows.
-const NARROW_COLUMNS: usize = 128;
+const PANEL_ROWS: usize = 512;
+/// Columns of a task's panel, at most: the right operand's slice takes half of the second-level cache.
+const PANEL_COLUMNS: usize = 512;
 /// Blocks of lines that one packing task brings into tiles: neighbours share pages.
-const PACKED_TOGETHER: usize = 4;
+const PACKED_TOGETHER: usize = 8;
 
 /// A batch of products of one shape.
 pub(crate) struct Problem<'a, A, B, O> {
@@ -48,20 +46,13 @@ pub(crate) struct Problem<'a, A, B, O> {
 /// What a task needs besides its operands; kept by its thread.
 #[derive(Default)]
 struct Workspace {
-    left: Vec<bf16>,
-    right: Vec<bf16>,
-    sums: Vec<f32>,
+    left: Aligned<bf16>,
+    right: Aligned<bf16>,
+    sums: Aligned<f32>,
 }
 
 thread_local! {
     static WORKSPACE: RefCell<Workspace> = RefCell::default();
-}
-
-fn at_least<T: Clone + Default>(buffer: &mut Vec<T>, length: usize) -> &mut [T] {
-    if buffer.len() < length {
-        buffer.resize(length, T::default());
-    }
-    &mut buffer[..length]
 }
 
 /// An operand in tiles: `lines` blocks of 32 rows or columns, each `steps` pairs deep.
@@ -92,21 +83,35 @@ where
     let steps = k.div_ceil(DEPTH);
     let few_rows = m <= FEW_ROWS;
     let in_place = (problem.a)(0).column_stride == 1 && k > 0 && k.is_multiple_of(DEPTH);
-    let (panel_rows, panel_columns) =
-        if few_rows { (m, NARROW_COLUMNS) } else { (PANEL_ROWS, PANEL_COLUMNS) };
+    let panel_rows = if few_rows { m } else { PANEL_ROWS };
+    // An even number of equal panels, so that two threads end together.
+    let panel_columns = n.div_ceil(n.div_ceil(PANEL_COLUMNS).next_multiple_of(2)).next_multiple_of(BLOCK);
     let (down, across) = (m.div_ceil(panel_rows), n.div_ceil(panel_columns));
     let (row_blocks, column_blocks) = (m.div_ceil(BLOCK), n.div_ceil(BLOCK));
 
     let left = (!in_place).then(|| {
-        packed(threads, pool, batch * row_blocks, steps, |block, tiles| {
-            pack_left(&(problem.a)(block / row_blocks), [0, k], block % row_blocks * BLOCK, m, tiles);
+        packed(threads, pool, batch * row_blocks, k, (problem.a)(0).row_stride == 1, |block, range, tiles| {
+            pack_left(&(problem.a)(block / row_blocks), range, block % row_blocks * BLOCK, m, tiles);
         })
     });
     let left = left.transpose()?;
     let right = (!few_rows).then(|| {
-        packed(threads, pool, batch * column_blocks, steps, |block, tiles| {
-            pack_right(&(problem.b)(block / column_blocks), [0, k], block % column_blocks * BLOCK, n, tiles);
-        })
+        packed(
+            threads,
+            pool,
+            batch * column_blocks,
+            k,
+            (problem.b)(0).column_stride == 1,
+            |block, range, tiles| {
+                pack_right(
+                    &(problem.b)(block / column_blocks),
+                    range,
+                    block % column_blocks * BLOCK,
+                    n,
+                    tiles,
+                );
+            },
+        )
     });
     let right = right.transpose()?;
     threads.run(batch * down * across, |task| {
@@ -154,21 +159,43 @@ fn packed<'p>(
     threads: &Threads,
     pool: &'p HostPool,
     blocks: usize,
-    steps: usize,
-    pack: impl Fn(usize, &mut [bf16]) + Sync + Send,
+    k: usize,
+    across_memory: bool,
+    pack: impl Fn(usize, [usize; 2], &mut [bf16]) + Sync + Send,
 ) -> Result<Scratch<'p>> {
-    let length = blocks * steps * PAIR;
+    let part = k.div_ceil(DEPTH) * PAIR;
+    let length = blocks * part;
     let block = pool.take(2 * length, Category::Buffers)?;
     // SAFETY: the block is ours, aligned, and holds `length` elements; any bit pattern is a bf16.
     let tiles =
         Shared::new(unsafe { std::slice::from_raw_parts_mut(block.pointer.as_ptr().cast::<bf16>(), length) });
     threads.blocks(blocks, PACKED_TOGETHER, |range| {
-        for block in range {
-            // SAFETY: each block is packed by one task.
-            pack(block, unsafe { tiles.range(block * steps * PAIR..(block + 1) * steps * PAIR) });
-        }
+        // SAFETY: each block is packed by one task.
+        let tiles = unsafe { tiles.range(range.start * part..range.end * part) };
+        pack_blocks(range.len(), part, [0, k], across_memory, tiles, |block, span, tiles| {
+            pack(range.start + block, span, tiles);
+        });
     });
     Ok(Scratch { tiles, block, pool })
+}
+
+/// Packs `count` blocks of lines, each to `part` elements. Where lines of `k` lie across memory, all blocks go on
+/// together, so that memory is read in the order in which it lies.
+fn pack_blocks(
+    count: usize,
+    part: usize,
+    [k0, k1]: [usize; 2],
+    across_memory: bool,
+    tiles: &mut [bf16],
+    pack: impl Fn(usize, [usize; 2], &mut [bf16]),
+) {
+    let stride = if across_memory { DEPTH } else { (k1 - k0).max(1) };
+    for k in (k0..k1).step_by(stride) {
+        let step = (k - k0) / DEPTH;
+        for (block, tiles) in tiles.chunks_mut(part).take(count).enumerate() {
+            pack(block, [k, (k + stride).min(k1)], &mut tiles[step * PAIR..]);
+        }
+    }
 }
 
 /// One task: `rows × columns` of one product.
@@ -191,19 +218,29 @@ impl Panel<'_> {
         // Equal slices: a thin last one would pay for its sums with little work.
         let slice_steps = steps.div_ceil(slices);
         let (down, across) = ((row1 - row0).div_ceil(BLOCK), (column1 - column0).div_ceil(BLOCK));
-        let sums = at_least(&mut workspace.sums, down * across * BLOCK * BLOCK);
-        let right = at_least(&mut workspace.right, across * slice_steps * PAIR);
-        let left = at_least(&mut workspace.left, slice_steps * PAIR);
+        // A block's sums wait for the next slice, or while the next block is multiplied.
+        let places = if slices > 1 { down * across } else { 2 };
+        let sums = Shared::new(workspace.sums.at_least(places * BLOCK * BLOCK));
+        let right = workspace.right.at_least(across * slice_steps * PAIR);
+        let left = workspace.left.at_least(slice_steps * PAIR);
         let tiles = Tiles::configure();
+        let mut finished = None;
         for slice in 0..slices {
             let (step0, step1) = (slice * slice_steps, ((slice + 1) * slice_steps).min(steps));
             let (k0, k1) = (step0 * DEPTH, (step1 * DEPTH).min(self.k));
             let depth = step1 - step0;
             if self.right.is_none() {
-                for block in 0..across {
-                    let target = &mut right[block * slice_steps * PAIR..(block + 1) * slice_steps * PAIR];
-                    pack_right(&self.b, [k0, k1], column0 + block * BLOCK, column1, target);
-                }
+                let across_memory = self.b.column_stride == 1;
+                pack_blocks(
+                    across,
+                    slice_steps * PAIR,
+                    [k0, k1],
+                    across_memory,
+                    right,
+                    |block, span, tiles| {
+                        pack_right(&self.b, span, column0 + block * BLOCK, column1, tiles);
+                    },
+                );
             }
             for down_block in 0..down {
                 let row = row0 + down_block * BLOCK;
@@ -225,27 +262,79 @@ impl Panel<'_> {
                         Some(packed) => packed.block(column / BLOCK, step0),
                         None => &right[block * slice_steps * PAIR..],
                     };
-                    let target = (down_block * across + block) * BLOCK * BLOCK;
-                    let sums = &mut sums[target..target + BLOCK * BLOCK];
                     assert!(b.len() >= depth * PAIR);
-                    // SAFETY: `a` and `b` reach `depth` steps, as was asserted; `sums` is a whole block of ours.
-                    unsafe { tiles.multiply(a, b.as_ptr(), depth, sums.as_mut_ptr(), BLOCK, slice > 0) };
+                    let index = down_block * across + block;
+                    let start = index % places * BLOCK * BLOCK;
+                    // SAFETY: the block that is being stored has another place.
+                    let own = unsafe { sums.range(start..start + BLOCK * BLOCK) };
+                    let before: Option<Finished<'_>> = finished.take();
+                    // SAFETY: `a` and `b` reach `depth` steps, as was asserted; `own` is a whole block of ours.
+                    unsafe {
+                        tiles.multiply_beside(a, b.as_ptr(), depth, own.as_mut_ptr(), slice > 0, |part| {
+                            if let Some(before) = &before {
+                                self.store(before, part, output);
+                            }
+                        });
+                    }
                     if slice + 1 == slices {
-                        self.store(sums, row, column, output);
+                        finished = Some(Finished { sums: own, row, column });
                     }
                 }
             }
         }
+        if let Some(last) = finished {
+            (0..PARTS).for_each(|part| self.store(&last, part, output));
+        }
     }
 
-    fn store<C: Float>(&self, sums: &mut [f32], row: usize, column: usize, output: &Output<C>) {
-        let width = BLOCK.min(self.columns[1] - column);
+    /// Stores one of [`PARTS`] parts of a block's rows.
+    #[inline(always)]
+    fn store<C: Float>(&self, block: &Finished<'_>, part: usize, output: &Output<C>) {
+        const ROWS: usize = BLOCK / PARTS;
+        let width = BLOCK.min(self.columns[1] - block.column);
+        let rows = part * ROWS..((part + 1) * ROWS).min(self.rows[1] - block.row);
+        if C::DTYPE == DType::BF16 && width == BLOCK && self.epilogue.is_none() {
+            for r in rows {
+                // SAFETY: this task alone writes these rows and columns; C is bf16; AMX implies AVX512_BF16.
+                unsafe {
+                    let (c, _) = output.row(block.row + r, block.column..block.column + BLOCK);
+                    store_rounded(&block.sums[r * BLOCK..][..BLOCK], c.as_mut_ptr().cast());
+                }
+            }
+            return;
+        }
         vectorized!(|| {
-            for r in 0..BLOCK.min(self.rows[1] - row) {
+            for r in rows.clone() {
+                let mut sums = [0.0f32; BLOCK];
+                sums.copy_from_slice(&block.sums[r * BLOCK..][..BLOCK]);
                 // SAFETY: this task alone writes these rows and columns.
-                let (c, before) = unsafe { output.row(row + r, column..column + width) };
-                self.epilogue.store(&mut sums[r * BLOCK..r * BLOCK + width], column, c, before);
+                let (c, before) = unsafe { output.row(block.row + r, block.column..block.column + width) };
+                self.epilogue.store(&mut sums[..width], block.column, c, before);
             }
         });
+    }
+}
+
+/// A block whose sums are complete, to be stored while the next one is multiplied.
+struct Finished<'a> {
+    sums: &'a [f32],
+    row: usize,
+    column: usize,
+}
+
+/// Rounds a row of a block to bf16. The instruction takes denormals for zero, as the one that made the sums does.
+///
+/// # Safety
+/// The processor has AVX512_BF16; `target` holds [`BLOCK`] values.
+#[target_feature(enable = "avx512f,avx512bf16")]
+#[inline]
+unsafe fn store_rounded(sums: &[f32], target: *mut bf16) {
+    use std::arch::x86_64::*;
+    assert_eq!(sums.len(), BLOCK);
+    // SAFETY: both halves lie inside the row; the target is the caller's promise.
+    unsafe {
+        let (low, high) = (_mm512_loadu_ps(sums.as_ptr()), _mm512_loadu_ps(sums.as_ptr().add(TILE)));
+        let line: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+        _mm512_storeu_si512(target.cast(), line);
     }
 }
