@@ -219,9 +219,9 @@ impl Bert {
         for (index, layer) in self.layers.iter().enumerate() {
             let attended = layer.attention.forward(&x, &visibility, None, mode)?;
             let attended = mode.dropout(&attended, self.config.hidden_dropout)?;
-            let (_, normed) = layer.attention_norm.forward_add(&attended, &x)?;
+            let (_, normed) = layer.attention_norm.forward_add(&attended, Some(&x))?;
             let fed = mode.dropout(&layer.mlp.forward(&normed)?, self.config.hidden_dropout)?;
-            x = layer.output_norm.forward_add(&fed, &normed)?.1;
+            x = layer.output_norm.forward_add(&fed, Some(&normed))?.1;
             observe(index + 1, &x);
         }
         let transformed = self.transform.forward_activated(&x, self.config.activation)?;

@@ -5,7 +5,7 @@
 
 use ferrospeed_nn::{
     AttentionConfig, AttentionState, Embedding, GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp,
-    Mode, MultiHeadAttention, Norm, NormConfig, Parameters, Rotary, Visibility,
+    Mode, MultiHeadAttention, Norm, NormConfig, Parameters, Rotary, RotaryScaling, RotaryTable, Visibility,
 };
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, PackedHeads, WeightLayout};
 use ferrospeed_tensor::{Activation, DType, Device, Param, Tensor, autograd};
@@ -233,11 +233,8 @@ impl Stream {
     /// (value, norm of the value)
     fn normed(self, norm: &Norm) -> Result<(Tensor, Tensor)> {
         Ok(match &self.pending {
-            Some(pending) => norm.forward_add(pending, &self.stream)?,
-            None => {
-                let normed = norm.forward(&self.stream)?;
-                (self.stream, normed)
-            }
+            Some(pending) => norm.forward_add(pending, Some(&self.stream))?,
+            None => norm.forward_add(&self.stream, None)?,
         })
     }
 }
@@ -323,7 +320,7 @@ impl Block {
             Residual::PreNorm => {
                 let (stream, normed) = x.normed(&self.norm1)?;
                 let attended = attend(&normed)?;
-                let (stream, normed) = self.norm2.forward_add(&attended, &stream)?;
+                let (stream, normed) = self.norm2.forward_add(&attended, Some(&stream))?;
                 Ok(Stream { stream, pending: Some(feed(&normed)?) })
             }
             Residual::PreNormResidual => {
@@ -335,8 +332,8 @@ impl Block {
             }
             Residual::PostNorm => {
                 let value = x.value()?;
-                let (_, normed) = self.norm1.forward_add(&attend(&value)?, &value)?;
-                let (_, stream) = self.norm2.forward_add(&feed(&normed)?, &normed)?;
+                let (_, normed) = self.norm1.forward_add(&attend(&value)?, Some(&value))?;
+                let (_, stream) = self.norm2.forward_add(&feed(&normed)?, Some(&normed))?;
                 Ok(Stream { stream, pending: None })
             }
             Residual::Parallel => {
@@ -452,6 +449,11 @@ impl Decoder {
         &self.parameters
     }
 
+    /// The type of its activations.
+    pub(crate) fn dtype(&self) -> DType {
+        self.head.dtype()
+    }
+
     /// Recompute blocks in backward: less memory, a third more arithmetic, the same bits.
     pub fn set_activation_checkpointing(&mut self, on: bool) {
         self.checkpoint_blocks = on;
@@ -459,7 +461,7 @@ impl Decoder {
 
     /// Empty caches for decoding up to `capacity` tokens.
     pub fn new_state(&self, batch: usize, capacity: usize, device: &Device) -> Result<AttentionState> {
-        let dtype = self.head.dtype();
+        let dtype = self.dtype();
         let layer = |layer| KeyValueCache::new(batch, capacity, &self.config.attention(layer), dtype, device);
         Ok(AttentionState { layers: (0..self.config.layers).map(layer).collect::<Result<_, _>>()? })
     }
@@ -475,7 +477,7 @@ impl Decoder {
         tokens: &Tokens,
         state: Option<&mut AttentionState>,
         mode: Mode,
-        mut observe: Option<&mut dyn FnMut(usize, &Tensor)>,
+        observe: Option<&mut dyn FnMut(usize, &Tensor)>,
     ) -> Result<(Tensor, RouterLogits)> {
         let &[batch, count] = tokens.ids.sizes() else {
             return Err(ModelError::config(
@@ -485,18 +487,35 @@ impl Decoder {
         };
         let past = state.as_ref().map_or(0, |state| state.len());
         self.check_length(past + count)?;
-        let device = tokens.ids.device().clone();
+        let device = tokens.ids.device();
         let positions = self.positions(tokens, batch, count, past)?;
-        let visibility = self.visibility(tokens, &positions, batch, past + count, &device)?;
+        let visibility = self.visibility(tokens, &positions, batch, past + count, device)?;
+        let rows = match &self.learned_positions {
+            Some(_) => {
+                let rows: Vec<i64> = positions.iter().flatten().map(|&row| row as i64).collect();
+                Some(Tensor::from_slice(&rows, [positions.len(), count], device)?)
+            }
+            None => None,
+        };
+        self.run_at(&tokens.ids, &Places { rows, visibility }, state, mode, observe)
+    }
 
-        let mut embedded = self.embedding.forward(&tokens.ids)?;
+    /// The same where all that it needs to know of places is on the device already.
+    pub(crate) fn run_at(
+        &self,
+        ids: &Tensor,
+        places: &Places,
+        state: Option<&mut AttentionState>,
+        mode: Mode,
+        mut observe: Option<&mut dyn FnMut(usize, &Tensor)>,
+    ) -> Result<(Tensor, RouterLogits)> {
+        let visibility = &places.visibility;
+        let mut embedded = self.embedding.forward(ids)?;
         if let Some([inwards, _]) = &self.projections {
             embedded = inwards.forward(&embedded)?;
         }
-        if let Some(table) = &self.learned_positions {
-            let rows: Vec<i64> = positions.iter().flatten().map(|&row| row as i64).collect();
-            let rows = Tensor::from_slice(&rows, [positions.len(), count], &device)?;
-            embedded = ops::add(&embedded, &table.forward(&rows)?)?;
+        if let (Some(table), Some(rows)) = (&self.learned_positions, &places.rows) {
+            embedded = ops::add(&embedded, &table.forward(rows)?)?;
         }
         if let Some(norm) = &self.embedding_norm {
             embedded = norm.forward(&embedded)?;
@@ -512,9 +531,9 @@ impl Decoder {
         for (index, block) in self.blocks.iter().enumerate() {
             let cache = caches.as_mut().and_then(Iterator::next);
             stream = if self.checkpoint_blocks && cache.is_none() && autograd::is_recording() {
-                checkpointed(block, stream, &visibility, mode, &mut routers)?
+                checkpointed(block, stream, visibility, mode, &mut routers)?
             } else {
-                block.forward(stream, &visibility, cache, mode, &mut routers)?
+                block.forward(stream, visibility, cache, mode, &mut routers)?
             };
             // The sum is made for the observer alone: the next block fuses it with its norm.
             if let Some(observe) = &mut observe {
@@ -564,7 +583,27 @@ impl Decoder {
         Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, &targets, options)?)
     }
 
-    fn check_length(&self, length: usize) -> Result<()> {
+    /// What a decoding step has to be told of its place: tables over all places, to look up on the device. `None` where a
+    /// step depends on more than its place.
+    pub(crate) fn step_tables(&self, capacity: usize, device: &Device) -> Result<Option<StepTables>> {
+        let mut tables = StepTables { row_offset: 0, rotary: None, alibi_slopes: None };
+        match self.config.positions {
+            Positions::Learned { offset, .. } => tables.row_offset = offset,
+            // The frequencies change with the length.
+            Positions::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. }, .. }) => return Ok(None),
+            Positions::Rotary(rotary) => {
+                tables.rotary = Some(rotary.table(&[(0..capacity).collect()], capacity, device)?);
+            }
+            Positions::Alibi => tables.alibi_slopes = Some(self.slopes(device)?),
+        }
+        Ok(Some(tables))
+    }
+
+    fn slopes(&self, device: &Device) -> Result<Tensor> {
+        Ok(Tensor::from_slice(&alibi_slopes(self.config.heads), [self.config.heads], device)?)
+    }
+
+    pub(crate) fn check_length(&self, length: usize) -> Result<()> {
         // Only a learned table ends; rotary and ALiBi go on.
         if self.learned_positions.is_some() && length > self.config.max_tokens {
             let why = format!(
@@ -625,8 +664,7 @@ impl Decoder {
             Positions::Learned { .. } => {}
             Positions::Rotary(rotary) => visibility.rotary = Some(rotary.table(positions, keys, device)?),
             Positions::Alibi => {
-                visibility.alibi_slopes =
-                    Some(Tensor::from_slice(&alibi_slopes(self.config.heads), [self.config.heads], device)?);
+                visibility.alibi_slopes = Some(self.slopes(device)?);
                 if let Some(mask) = &tokens.mask {
                     let places: Vec<f32> = mask
                         .iter()
@@ -642,6 +680,37 @@ impl Decoder {
             }
         }
         Ok(visibility)
+    }
+}
+
+/// What a pass knows of where its tokens stand.
+#[derive(Debug)]
+pub(crate) struct Places {
+    /// Rows of the table of learned positions.
+    pub(crate) rows: Option<Tensor>,
+    pub(crate) visibility: Visibility,
+}
+
+/// What decoding steps look up by their place.
+#[derive(Debug)]
+pub(crate) struct StepTables {
+    /// Rows before position 0 in the table of learned positions.
+    pub(crate) row_offset: usize,
+    rotary: Option<RotaryTable>,
+    alibi_slopes: Option<Tensor>,
+}
+
+impl StepTables {
+    /// The places of one token per sequence, all at `place`; `row` is [`StepTables::row_offset`] further.
+    pub(crate) fn at(&self, place: &Tensor, row: &Tensor) -> Result<Places> {
+        let rotary = self.rotary.as_ref().map(|table| table.at(place)).transpose()?;
+        let visibility = Visibility {
+            rotary,
+            alibi_slopes: self.alibi_slopes.clone(),
+            place: Some(place.clone()),
+            ..Default::default()
+        };
+        Ok(Places { rows: Some(row.clone()), visibility })
     }
 }
 

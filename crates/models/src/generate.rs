@@ -6,6 +6,7 @@ use ferrospeed_tensor::{DType, Device, Tensor, autograd, ops};
 
 use crate::decoder::{Decoder, Tokens};
 use crate::error::{ModelError, Result};
+use crate::stepper::{Outcome, Stepper};
 
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,18 +60,33 @@ pub fn generate(
     autograd::no_grad(|| {
         let batch = prompts.len();
         let mut sequences = prompts.to_vec();
-        let mut mask: Option<Vec<Vec<u8>>> = mask.map(<[_]>::to_vec);
+        // A mask that hides nothing is none.
+        let padded = mask.filter(|mask| mask.iter().flatten().any(|&real| real == 0));
+        let mut mask: Option<Vec<Vec<u8>>> = padded.map(<[_]>::to_vec);
         let mut ended = vec![false; batch];
-        let mut state = model.new_state(batch, length + options.max_new_tokens, device)?;
+        let capacity = length + options.max_new_tokens;
+        let mut state = model.new_state(batch, capacity, device)?;
+        let mut stepper = match mask {
+            Some(_) => None,
+            None => Stepper::new(model, batch, capacity, device)?,
+        };
         let mut input: Vec<i64> = prompts.concat();
-        let mut width = length;
         for step in 0..options.max_new_tokens {
-            let ids = Tensor::from_slice(&input, [batch, width], device)?;
-            let positions = mask.as_ref().map(|mask| positions_of(mask, width));
-            let tokens = Tokens { ids, mask: mask.clone(), positions };
-            let hidden = model.hidden(&tokens, Some(&mut state), Mode::Evaluate)?;
-            let last = ops::narrow(&hidden, 1, width - 1, 1)?;
-            input = next_tokens(&model.logits(&last)?, options.sampling, step)?;
+            input = match &mut stepper {
+                Some(stepper) if step > 0 => {
+                    next_tokens(stepper.step(&input, &mut state)?, options.sampling, step)?
+                }
+                _ => {
+                    let width = input.len() / batch;
+                    let ids = Tensor::from_slice(&input, [batch, width], device)?;
+                    let positions = mask.as_ref().map(|mask| positions_of(mask, width));
+                    let tokens = Tokens { ids, mask: mask.clone(), positions };
+                    let hidden = model.hidden(&tokens, Some(&mut state), Mode::Evaluate)?;
+                    let last = ops::narrow(&hidden, 1, width - 1, 1)?;
+                    let logits = model.logits(&last)?;
+                    next_tokens(&Outcome::of(logits)?, options.sampling, step)?
+                }
+            };
             for (token, _) in input.iter_mut().zip(&ended).filter(|(_, ended)| **ended) {
                 *token = options.pad_token;
             }
@@ -82,7 +98,6 @@ pub fn generate(
                 mask.iter_mut().for_each(|row| row.push(1));
             }
             emit(step, &input);
-            width = 1;
             if ended.iter().all(|&ended| ended) {
                 break;
             }
@@ -91,14 +106,14 @@ pub fn generate(
     })
 }
 
-/// The next token of every row of `logits [batch, 1, vocabulary]`.
-fn next_tokens(logits: &Tensor, sampling: Sampling, step: usize) -> Result<Vec<i64>> {
-    if sampling == Sampling::Greedy && !logits.device().backend().is_host() {
-        // One number comes back instead of a vocabulary.
-        return Ok(ops::top_k(logits, 1)?.1.to_vec::<i64>()?);
+/// The next token of every sequence.
+fn next_tokens(outcome: &Outcome, sampling: Sampling, step: usize) -> Result<Vec<i64>> {
+    // One number comes back from a device instead of a vocabulary.
+    if let (Sampling::Greedy, Some(best)) = (sampling, &outcome.best) {
+        return Ok(best.to_vec::<i64>()?);
     }
-    let batch = logits.sizes()[0];
-    let logits = ops::cast(logits, DType::F32)?.to_vec::<f32>()?;
+    let batch = outcome.logits.sizes()[0];
+    let logits = ops::cast(&outcome.logits, DType::F32)?.to_vec::<f32>()?;
     let rows = logits.chunks(logits.len() / batch).enumerate();
     Ok(rows.map(|(row, logits)| choose(logits, sampling, (step * batch + row) as u64)).collect())
 }

@@ -53,6 +53,9 @@ pub struct Visibility {
     pub alibi_slopes: Option<Tensor>,
     /// ALiBi key positions `[batch, keys]`.
     pub alibi_positions: Option<Tensor>,
+    /// Where the one new token of every sequence stands in the cache, an `I64` in the device's memory: a pass that knows its
+    /// place by this alone can be recorded once for all tokens. The caller counts the cached tokens then.
+    pub place: Option<Tensor>,
 }
 
 /// Multi-head attention with an output projection.
@@ -129,6 +132,15 @@ impl AttentionState {
         self.layers.first().map_or(0, |layer| layer.filled)
     }
 
+    /// Counts tokens that passes with a [`Visibility::place`] have cached.
+    pub fn advance(&mut self, tokens: usize) -> Result<()> {
+        for layer in &mut self.layers {
+            layer.expect_room(tokens)?;
+            layer.filled += tokens;
+        }
+        Ok(())
+    }
+
     /// Whether nothing is cached yet.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -173,6 +185,12 @@ impl MultiHeadAttention {
         if let (HeadProjections::Packed(qkv, layout), None, Some(cache)) =
             (&self.projections, &visibility.rotary, &mut cache)
         {
+            if let Some(place) = &visibility.place {
+                let (qkv, caches) = (qkv.forward(x)?, [&cache.keys, &cache.values]);
+                let mixed =
+                    ops::attention_packed_step(&qkv, self.config.heads, *layout, caches, place, &options)?;
+                return self.output.forward(&mixed);
+            }
             cache.expect_room(tokens)?;
             let (heads, past) = (self.config.heads, cache.filled);
             let qkv = qkv.forward(x)?;
@@ -193,12 +211,15 @@ impl MultiHeadAttention {
             Some(table) => (table.rotate(&q)?, table.rotate(&k)?),
             None => (q, k),
         };
-        let mixed = match cache {
-            Some(cache) => {
+        let mixed = match (cache, &visibility.place) {
+            (Some(cache), Some(place)) => {
+                ops::attention_step([&q, &k, &v], [&cache.keys, &cache.values], place, &options)?
+            }
+            (Some(cache), None) => {
                 cache.append(&k, &v)?;
                 ops::attention_cached(&q, &cache.keys, &cache.values, cache.filled, &options)?
             }
-            None => ops::attention(&q, &k, &v, &options)?,
+            (None, _) => ops::attention(&q, &k, &v, &options)?,
         };
         let width = self.config.heads * self.config.head_dim;
         self.output.forward(&ops::reshape(&mixed, [batch, tokens, width])?)

@@ -31,10 +31,10 @@ impl LayerNorm {
         ops::layer_norm(x, weight, bias, self.eps)
     }
 
-    /// `(x + residual, norm(x + residual))`.
-    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// `(x + residual, norm(x + residual))`; without a residual, `x` and its norm.
+    pub fn forward_add(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
         let (weight, bias) = self.operands();
-        ops::add_layer_norm(x, residual, weight, bias, self.eps)
+        ops::add_layer_norm(x, residual.map(Operand::from), weight, bias, self.eps)
     }
 }
 
@@ -56,9 +56,9 @@ impl RmsNorm {
         ops::rms_norm(x, Some(Operand::from(&self.weight)), self.eps)
     }
 
-    /// `(x + residual, norm(x + residual))`.
-    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        ops::add_rms_norm(x, residual, Some(Operand::from(&self.weight)), self.eps)
+    /// `(x + residual, norm(x + residual))`; without a residual, `x` and its norm.
+    pub fn forward_add(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
+        ops::add_rms_norm(x, residual.map(Operand::from), Some(Operand::from(&self.weight)), self.eps)
     }
 }
 
@@ -105,8 +105,8 @@ impl Norm {
         }
     }
 
-    /// `(x + residual, norm(x + residual))`.
-    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// `(x + residual, norm(x + residual))`; without a residual, `x` and its norm.
+    pub fn forward_add(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
         match self {
             Norm::Layer(norm) => norm.forward_add(x, residual),
             Norm::Rms(norm) => norm.forward_add(x, residual),

@@ -106,6 +106,12 @@ impl Rotary {
 }
 
 impl RotaryTable {
+    /// The one row at `place`, an `I64` in the device's memory.
+    pub fn at(&self, place: &Tensor) -> Result<RotaryTable> {
+        let row = |table: &Tensor| ferrospeed_tensor::ops::index_select(table, 1, place);
+        Ok(RotaryTable { cos: row(&self.cos)?, sin: row(&self.sin)?, interleaved: self.interleaved })
+    }
+
     /// Turns `x [batch, tokens, heads, dim]`.
     pub fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         ferrospeed_tensor::ops::rotary(x, &self.cos, &self.sin, self.interleaved)

@@ -138,7 +138,13 @@ impl TransformerLayer {
         residual: &Tensor,
         (weight, bias): &Affine,
     ) -> Result<(Tensor, Tensor)> {
-        ops::add_layer_norm(x, residual, Some(weight.into()), Some(bias.into()), self.config.layer_norm_eps)
+        ops::add_layer_norm(
+            x,
+            Some(residual.into()),
+            Some(weight.into()),
+            Some(bias.into()),
+            self.config.layer_norm_eps,
+        )
     }
 
     fn feed_forward(&self, x: &Tensor) -> Result<Tensor> {

@@ -89,12 +89,17 @@ fn main() -> Result<()> {
         let r = random(&[rows, width], 4, &device)?;
         let seed = random(&[rows, width], 5, &device)?;
         let forward = time(&device, || {
-            ops::add_layer_norm(&x, &r, Some((&w).into()), Some((&b).into()), 1e-5).map(drop)
+            ops::add_layer_norm(&x, Some((&r).into()), Some((&w).into()), Some((&b).into()), 1e-5).map(drop)
         })?;
         let both = time(&device, || {
             let (w, b) = (w.tracked(), b.tracked());
-            let (sum, y) =
-                ops::add_layer_norm(x.tracked(), r.tracked(), Some((&w).into()), Some((&b).into()), 1e-5)?;
+            let (sum, y) = ops::add_layer_norm(
+                x.tracked(),
+                Some((&r.tracked()).into()),
+                Some((&w).into()),
+                Some((&b).into()),
+                1e-5,
+            )?;
             autograd::backward_with(&[(sum, seed.clone()), (y, seed.clone())])
         })?;
         let giga = (rows * width * 2) as f64 / 1e6;

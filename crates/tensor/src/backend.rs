@@ -260,17 +260,21 @@ pub enum Reduction {
     Min,
 }
 
-/// What the rows of a loss need. See [`Backend::cross_entropy_rows`].
-#[derive(Debug, Clone, Copy)]
-pub struct CrossEntropySpec<'a> {
+/// How a cross-entropy is taken.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CrossEntropyOptions {
     /// Targets with this value count for nothing.
     pub ignore_index: i64,
     /// Share of the probability spread over all classes.
     pub label_smoothing: f32,
     /// Weight of the squared log-partition term.
     pub z_loss: f32,
-    /// How many rows count, from [`Backend::count_targets`]: the gradient of every row is divided by it.
-    pub counted: &'a Tensor,
+}
+
+impl Default for CrossEntropyOptions {
+    fn default() -> Self {
+        CrossEntropyOptions { ignore_index: -100, label_smoothing: 0.0, z_loss: 0.0 }
+    }
 }
 
 /// A two-dimensional convolution or pooling window.
@@ -308,6 +312,16 @@ pub trait Backend: Send + Sync {
     fn parallel(&self, count: usize, task: &(dyn Fn(usize) + Send + Sync)) {
         (0..count).for_each(task);
     }
+    /// Keeps what `work` submits under a number, without running it; see [`Device::record`].
+    fn record(&self, _work: &mut dyn FnMut() -> Result<()>) -> Result<Option<u64>> {
+        Ok(None)
+    }
+    /// Submits recorded work.
+    fn replay(&self, _recorded: u64) -> Result<()> {
+        Err(self.left_to_the_host("replay"))
+    }
+    /// Gives up what a recording holds.
+    fn forget(&self, _recorded: u64) {}
     /// Copies bytes in; `source` may be reused at once.
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()>;
     /// Copies bytes out, after everything submitted before.
@@ -396,6 +410,18 @@ pub trait Backend: Send + Sync {
         dk: &Heads<'_>,
         dv: &Heads<'_>,
     ) -> Result<()>;
+    /// Attention of one new token per sequence (`queries` is 1) over all that the caches hold, itself included.
+    ///
+    /// `new` are its query, key and value; the latter two are appended to `caches` behind the first `place` tokens, an
+    /// `I64` in the device's memory. The spec's `keys` is the capacity of the caches; it has no mask.
+    fn attention_step(
+        &self,
+        spec: &AttentionSpec<'_>,
+        new: [&Heads<'_>; 3],
+        caches: [&Heads<'_>; 2],
+        place: &Tensor,
+        out: &Heads<'_>,
+    ) -> Result<()>;
     /// Rotates the first `2·cos.last()` channels of each head in place, by tables `[batch or 1, tokens, pairs]` in f32.
     /// `inverse` rotates back, which is the gradient.
     fn rotary(
@@ -421,11 +447,11 @@ pub trait Backend: Send + Sync {
     fn logits_chunk_bytes(&self) -> usize {
         64 << 20
     }
-    /// Per row of `logits [rows, classes]`, in [`Backend::logits_dtype`]: the loss into `losses [rows]`, and, if asked, the
-    /// gradient over the logits.
+    /// Per row of `logits [rows, classes]`, in [`Backend::logits_dtype`]: the loss into `losses [rows]`, and, if asked, its
+    /// gradient over the logits: of each row's own loss, not of their mean, which small types could not hold.
     fn cross_entropy_rows(
         &self,
-        spec: &CrossEntropySpec<'_>,
+        options: &CrossEntropyOptions,
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,

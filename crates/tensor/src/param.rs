@@ -68,6 +68,10 @@ pub trait ParamStore: Send + Sync {
     fn release(&self, index: usize);
     /// Takes the gradient of parameter `index`, complete for this backward.
     fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError>;
+    /// Whether values stay where they are for as long as the store lives, borrowed or not.
+    fn values_stay(&self) -> bool {
+        false
+    }
 }
 
 struct Attachment {
@@ -126,6 +130,11 @@ impl Param {
     /// The type its readers get; f32 until a store says otherwise.
     pub fn dtype(&self) -> DType {
         self.0.attachment.get().map_or(DType::F32, |attachment| attachment.dtype)
+    }
+
+    /// Whether its value stays where it is for as long as the parameter lives, so that a recording may hold its address.
+    pub fn value_stays(&self) -> bool {
+        self.0.attachment.get().is_some_and(|attachment| attachment.store.values_stay())
     }
 
     /// Whether it gets gradients.

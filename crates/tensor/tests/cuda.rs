@@ -263,7 +263,8 @@ fn norms() {
         compare("add_layer_norm", &|i| {
             let (x, r, w, b) =
                 (i.input(&[rows, width]), i.input(&[rows, width]), i.input(&[width]), i.input(&[width]));
-            let (sum, y) = ops::add_layer_norm(&x, &r, Some((&w).into()), Some((&b).into()), 1e-5)?;
+            let (sum, y) =
+                ops::add_layer_norm(&x, Some((&r).into()), Some((&w).into()), Some((&b).into()), 1e-5)?;
             Ok(vec![sum, y])
         });
     }
@@ -318,6 +319,67 @@ fn attention_in_every_variant() {
             Ok(vec![ops::rotary(&i.input(&[2, 6, 3, 20]), &table(i, 50), &table(i, 51), interleaved)?])
         });
     }
+}
+
+/// Decodes `steps` tokens from empty caches; the result of each.
+fn decode(inputs: &mut Inputs<'_>, kv_heads: usize, options: &AttentionOptions) -> Result<Vec<Tensor>> {
+    let (batch, heads, dim, capacity) = (2, 6, 40, 9);
+    let cache = || Tensor::zeros([batch, capacity, kv_heads, dim], inputs.dtype, inputs.device);
+    let (keys, values) = (cache()?, cache()?);
+    (0..capacity)
+        .map(|step| {
+            let place = inputs.constant(&[step as i64], &[1]);
+            if kv_heads == heads {
+                let qkv = inputs.input(&[batch, 1, 3 * heads * dim]).detach();
+                let layout = if step % 2 == 0 { PackedHeads::Thirds } else { PackedHeads::PerHead };
+                return ops::attention_packed_step(&qkv, heads, layout, [&keys, &values], &place, options);
+            }
+            let mut input = |heads| inputs.input(&[batch, 1, heads, dim]).detach();
+            let (q, k, v) = (input(heads), input(kv_heads), input(kv_heads));
+            ops::attention_step([&q, &k, &v], [&keys, &values], &place, options)
+        })
+        .collect()
+}
+
+#[test]
+fn decoding_steps_append_to_the_cache() {
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    compare("attention_step", &|i| decode(i, 6, &causal));
+    compare("attention_step", &|i| decode(i, 2, &AttentionOptions { window: Some(3), ..causal.clone() }));
+    compare("attention_step", &|i| {
+        let slopes = Some(i.constant(&[0.5f32, 0.25, 0.1, 0.05, 0.02, 0.01], &[6]));
+        decode(i, 3, &AttentionOptions { alibi_slopes: slopes, ..causal.clone() })
+    });
+}
+
+#[test]
+fn recorded_work_is_replayed_with_new_inputs() {
+    let Some(gpu) = device() else { return };
+    let before = gpu.memory_usage().current_total();
+    let x = Tensor::zeros([3, 5], DType::F32, &gpu).unwrap();
+    let y = Tensor::zeros([3, 5], DType::F32, &gpu).unwrap();
+    let mut work = || gpu.backend().copy(&ops::affine(&ops::square(&x)?, 2.0, 1.0)?, &y);
+    work().unwrap();
+    let recording = gpu.record(&mut work).unwrap().expect("nothing here needs the host");
+    assert_eq!(y.to_vec::<f32>().unwrap(), [1.0; 15], "recording runs nothing");
+    for value in [1.0f32, 2.0, 3.0] {
+        gpu.backend().fill(&x, value).unwrap();
+        // Memory that the recorded work uses between its ops must not be given to others.
+        let others = ops::affine(&Tensor::full([3, 5], value, DType::F32, &gpu).unwrap(), 1.0, 0.0).unwrap();
+        recording.replay().unwrap();
+        assert_eq!(y.to_vec::<f32>().unwrap(), [2.0 * value * value + 1.0; 15]);
+        assert_eq!(others.to_vec::<f32>().unwrap(), [value; 15]);
+    }
+    let copies = &mut || x.to_vec::<f32>().map(drop);
+    assert!(gpu.record(copies).unwrap().is_none(), "a copy to the host cannot be recorded");
+    assert_eq!(y.to_vec::<f32>().unwrap(), [19.0; 15], "the stream works on");
+    let leaving = &mut || ops::square(&x).map(std::mem::forget);
+    assert!(gpu.record(leaving).unwrap_err().to_string().contains("left tensors alive"));
+    let failing = &mut || Err(TensorError::argument("this", "went wrong"));
+    assert!(gpu.record(failing).unwrap_err().to_string().contains("went wrong"));
+    drop((recording, x, y));
+    // What was forgotten on purpose is still counted: one block.
+    assert!(gpu.memory_usage().current_total() - before <= 256);
 }
 
 #[test]

@@ -126,8 +126,13 @@ fn norms_and_softmax() {
             &format!("add_layer_norm {what}"),
             &[x.clone(), r, w, b],
             |x| {
-                let (sum, y) =
-                    ops::add_layer_norm(&x[0], &x[1], Some((&x[2]).into()), Some((&x[3]).into()), 1e-5)?;
+                let (sum, y) = ops::add_layer_norm(
+                    &x[0],
+                    Some((&x[1]).into()),
+                    Some((&x[2]).into()),
+                    Some((&x[3]).into()),
+                    1e-5,
+                )?;
                 ops::add(&sum, &y)
             },
             |x| {

@@ -270,7 +270,7 @@ fn rms_norm_behind_a_sum() {
             &format!("add_rms_norm [{rows}, {width}]"),
             &[random(&[rows, width], 1), random(&[rows, width], 2), random(&[width], 3)],
             |x| {
-                let (sum, y) = ops::add_rms_norm(&x[0], &x[1], Some((&x[2]).into()), 1e-5)?;
+                let (sum, y) = ops::add_rms_norm(&x[0], Some((&x[1]).into()), Some((&x[2]).into()), 1e-5)?;
                 ops::add(&sum, &y)
             },
             |x| {

@@ -205,3 +205,22 @@ fn rows_match_the_reference_in_every_type() {
         }
     }
 }
+
+#[test]
+fn small_gradients_of_a_loss_over_many_rows_survive_f16() {
+    // All classes are equally likely and have the same weights: their gradients of 1/classes/rows each, which f16 cannot
+    // hold to 3 %, cancel that of the target.
+    let (rows, classes, width) = (2048, 1000, 8);
+    let device = Device::cpu_with_threads(2);
+    let full = |shape: [usize; 2]| Tensor::full(shape, 1.0, DType::F16, &device).unwrap();
+    let (x, w) = (full([rows, width]).tracked(), full([classes, width]));
+    let targets: Vec<i64> = (0..rows as i64).map(|row| row % classes as i64).collect();
+    let targets = Tensor::from_slice(&targets, [rows], &device).unwrap();
+    let options = ops::CrossEntropyOptions::default();
+    let loss = ops::linear_cross_entropy(&x, &w, ops::WeightLayout::OutIn, &targets, options).unwrap();
+    let scale = 65_536.0;
+    autograd::backward_with(&[(loss, Tensor::scalar(scale, &device).unwrap())]).unwrap();
+    let largest =
+        x.grad().unwrap().to_vec_f32().unwrap().into_iter().fold(0.0f32, |most, g| most.max(g.abs()));
+    assert!(largest < 1e-3 * scale / rows as f32, "the gradients add up to {largest} instead of zero");
+}

@@ -105,7 +105,7 @@ impl Block {
         let mixed = ops::dropout(&linear(&mixed, &self.projection)?, 0.1)?;
         let [weight, bias] = &self.norm2;
         let (hidden, normed) =
-            ops::add_layer_norm(&mixed, hidden, Some(weight.into()), Some(bias.into()), 1e-5)?;
+            ops::add_layer_norm(&mixed, Some(hidden.into()), Some(weight.into()), Some(bias.into()), 1e-5)?;
         let up = (Operand::from(&self.up[0]), Some(Operand::from(&self.up[1])));
         let down = (Operand::from(&self.down[0]), Some(Operand::from(&self.down[1])));
         ops::add(&hidden, &ops::mlp(&normed, up, down, WeightLayout::OutIn, Activation::GeluTanh)?)

@@ -73,7 +73,7 @@ pub(super) fn parts_of_a_step(
     let attention = time(&mut *attention, BUDGET)?.0;
     let norm_inputs = vec![input(width)?, input(width)?, weight(&[width])?, weight(&[width])?];
     let mut norm = there_and_back(norm_inputs, move |x| {
-        Ok(ops::add_layer_norm(&x[0], &x[1], optional(&x[2]), optional(&x[3]), 1e-5)?.1)
+        Ok(ops::add_layer_norm(&x[0], Some((&x[1]).into()), optional(&x[2]), optional(&x[3]), 1e-5)?.1)
     });
     let norm = time(&mut *norm, BUDGET)?.0;
     let head = vec![input(width)?, weight(&[config.vocab, width])?, ids(rows, config.vocab, device)?];

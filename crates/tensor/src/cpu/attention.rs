@@ -13,9 +13,9 @@ use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{max, sum_by, vectorized};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{amx, attention_amx};
-use crate::cpu::{float_kernel, read, write};
+use crate::cpu::{CpuBackend, float_kernel, layout, read, write};
 use crate::dtype::{DType, Float};
-use crate::error::Result;
+use crate::error::{Result, TensorError};
 use crate::random::drop_threshold;
 use crate::tensor::Tensor;
 
@@ -261,6 +261,34 @@ fn forward_block(
             lse_t[t] = largest_t[t] + total_t[t].ln();
         }
     });
+}
+
+/// One new token per sequence: appended to the caches at `place`, then an ordinary forward pass over what they hold.
+pub(super) fn step(
+    backend: &CpuBackend,
+    spec: &AttentionSpec<'_>,
+    [q, k, v]: [&Heads<'_>; 3],
+    [keys, values]: [&Heads<'_>; 2],
+    place: &Tensor,
+    out: &Heads<'_>,
+) -> Result<()> {
+    let place = read::<i64>(place)[0];
+    let Some(past) = usize::try_from(place).ok().filter(|&past| past < spec.keys) else {
+        let what = format!("token {place} does not fit a cache of {}", spec.keys);
+        return Err(TensorError::argument("attention_step", what));
+    };
+    for (new, cache) in [(k, keys), (v, values)] {
+        for sequence in 0..spec.batch {
+            let source = new.offset + sequence * new.batch_stride;
+            let target = cache.offset + sequence * cache.batch_stride + past * cache.token_stride;
+            let (from, to) = (new.head_stride, cache.head_stride);
+            layout::copy_blocks(new.tensor, source, from, cache.tensor, target, to, spec.kv_heads, spec.dim);
+        }
+    }
+    let device = q.tensor.device();
+    let logsumexp = Tensor::empty([spec.batch, spec.heads, 1], DType::F32, device)?;
+    let spec = AttentionSpec { keys: past + 1, ..*spec };
+    forward(&backend.threads, &spec, q, keys, values, out, &logsumexp)
 }
 
 pub(crate) fn backward(

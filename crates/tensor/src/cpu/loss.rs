@@ -1,6 +1,6 @@
 //! Softmax cross-entropy over rows of f32 logits, the gradient written over them.
 
-use crate::backend::CrossEntropySpec;
+use crate::backend::CrossEntropyOptions;
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads, row_block};
 use crate::cpu::simd::{max, sum_by, vectorized};
@@ -10,16 +10,17 @@ use crate::tensor::Tensor;
 
 pub(crate) fn cross_entropy_rows(
     threads: &Threads,
-    spec: &CrossEntropySpec<'_>,
+    options: &CrossEntropyOptions,
     logits: &Tensor,
     targets: &Tensor,
     losses: &Tensor,
     with_gradient: bool,
 ) -> Result<()> {
+    let CrossEntropyOptions { ignore_index, label_smoothing: smoothing, z_loss } = *options;
     let (rows, classes) = (logits.shape().rows(), logits.shape().last());
     let targets = read::<i64>(targets);
     for (position, &index) in targets.iter().enumerate() {
-        if index != spec.ignore_index && !usize::try_from(index).is_ok_and(|index| index < classes) {
+        if index != ignore_index && !usize::try_from(index).is_ok_and(|index| index < classes) {
             return Err(TensorError::IndexOutOfRange {
                 op: "cross_entropy",
                 index,
@@ -30,15 +31,13 @@ pub(crate) fn cross_entropy_rows(
     }
     let logits = Shared::new(write::<f32>(logits));
     let losses = Shared::new(write::<f32>(losses));
-    let CrossEntropySpec { label_smoothing: smoothing, z_loss, .. } = *spec;
-    let gradient_scale = 1.0 / read::<i64>(spec.counted)[0].max(1) as f32;
     threads.blocks(rows, row_block(classes), |range| {
         vectorized!(|| {
             for r in range {
                 // SAFETY: rows are disjoint.
                 let (row, loss) =
                     unsafe { (logits.range(r * classes..(r + 1) * classes), &mut losses.range(r..r + 1)[0]) };
-                if targets[r] == spec.ignore_index {
+                if targets[r] == ignore_index {
                     *loss = 0.0;
                     if with_gradient {
                         row.fill(0.0);
@@ -63,12 +62,12 @@ pub(crate) fn cross_entropy_rows(
                     + z_loss * log_total * log_total;
                 if with_gradient {
                     // d loss / d logit = p·(1 + 2·z·logsumexp) - (1-s)·[target] - s/classes
-                    let scale = gradient_scale * (1.0 + 2.0 * z_loss * log_total) / total;
-                    let uniform = gradient_scale * smoothing / classes as f32;
+                    let scale = (1.0 + 2.0 * z_loss * log_total) / total;
+                    let uniform = smoothing / classes as f32;
                     for value in row.iter_mut() {
                         *value = *value * scale - uniform;
                     }
-                    row[target] -= gradient_scale * (1.0 - smoothing);
+                    row[target] -= 1.0 - smoothing;
                 }
             }
         });

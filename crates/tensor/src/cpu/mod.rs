@@ -300,6 +300,16 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         attention::backward(&self.threads, spec, q, k, v, out, logsumexp, dout, dq, dk, dv)
     }
+    fn attention_step(
+        &self,
+        spec: &AttentionSpec<'_>,
+        new: [&Heads<'_>; 3],
+        caches: [&Heads<'_>; 2],
+        place: &Tensor,
+        out: &Heads<'_>,
+    ) -> Result<()> {
+        attention::step(self, spec, new, caches, place, out)
+    }
     fn rotary(
         &self,
         heads: &Heads<'_>,
@@ -321,13 +331,13 @@ impl Backend for CpuBackend {
     }
     fn cross_entropy_rows(
         &self,
-        spec: &CrossEntropySpec<'_>,
+        options: &CrossEntropyOptions,
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
         with_gradient: bool,
     ) -> Result<()> {
-        loss::cross_entropy_rows(&self.threads, spec, logits, targets, losses, with_gradient)
+        loss::cross_entropy_rows(&self.threads, options, logits, targets, losses, with_gradient)
     }
     fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
         let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();

@@ -106,13 +106,12 @@ pub(super) fn forward(
     }
     let is_decoding = rows < 2 * backend.driver.multiprocessors as usize;
     let warps = if is_decoding { DECODING_WARPS } else { WARPS };
-    let shared_bytes = warps * (spec.dim as u32 + 2) * 4;
     launch!(
         backend,
         kernel(q.tensor.dtype(), spec.dim, "attention_forward")?,
         [rows as u32, 1, 1],
         [32 * warps, 1, 1],
-        shared_bytes,
+        joined_bytes(warps, spec.dim),
         device_spec(spec)?,
         start(q),
         strides(q),
@@ -123,6 +122,46 @@ pub(super) fn forward(
         start(out),
         strides(out),
         at(logsumexp)
+    )
+}
+
+/// Shared memory of a block of [`forward`] or [`step`].
+fn joined_bytes(warps: u32, dim: usize) -> u32 {
+    warps * (dim as u32 + 2) * 4
+}
+
+pub(super) fn step(
+    backend: &CudaBackend,
+    spec: &AttentionSpec<'_>,
+    [q, k, v]: [&Heads<'_>; 3],
+    [keys, values]: [&Heads<'_>; 2],
+    place: &Tensor,
+    out: &Heads<'_>,
+) -> Result<()> {
+    let rows = spec.batch * spec.heads;
+    if rows == 0 {
+        return Ok(());
+    }
+    launch!(
+        backend,
+        kernel(q.tensor.dtype(), spec.dim, "attention_step")?,
+        [rows as u32, 1, 1],
+        [32 * DECODING_WARPS, 1, 1],
+        joined_bytes(DECODING_WARPS, spec.dim),
+        device_spec(spec)?,
+        start(q),
+        strides(q),
+        start(k),
+        strides(k),
+        start(v),
+        strides(v),
+        start(keys),
+        strides(keys),
+        start(values),
+        strides(values),
+        at(place),
+        start(out),
+        strides(out)
     )
 }
 

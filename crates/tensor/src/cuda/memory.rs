@@ -36,6 +36,47 @@ struct State {
     /// Free small blocks by size.
     small: HashMap<usize, Vec<u64>>,
     small_bytes: usize,
+    /// Where memory comes from while work is recorded.
+    arena: Option<Arena>,
+}
+
+/// Memory that belongs to recorded work. What the work frees serves it again, and nobody else.
+#[derive(Default)]
+pub(crate) struct Arena {
+    /// All blocks with their sizes.
+    blocks: HashMap<u64, usize>,
+    unused: HashMap<usize, Vec<u64>>,
+    /// Blocks of others that were freed meanwhile: the stream cannot free them while it records.
+    freed_of_others: Vec<u64>,
+}
+
+impl Arena {
+    fn allocate(&mut self, capacity_bytes: usize) -> Result<u64, cu::DriverError> {
+        if let Some(address) = self.unused.get_mut(&capacity_bytes).and_then(Vec::pop) {
+            return Ok(address);
+        }
+        // SAFETY: a plain allocation, given back by `end_arena`.
+        let address = unsafe { cu::malloc_sync(capacity_bytes) }?;
+        self.blocks.insert(address, capacity_bytes);
+        Ok(address)
+    }
+
+    fn take_back(&mut self, address: u64, capacity_bytes: usize) {
+        if self.blocks.contains_key(&address) {
+            self.unused.entry(capacity_bytes).or_default().push(address);
+        } else {
+            self.freed_of_others.push(address);
+        }
+    }
+
+    /// Whether nothing of it is in use.
+    pub(crate) fn is_free(&self) -> bool {
+        self.unused.values().map(Vec::len).sum::<usize>() == self.blocks.len()
+    }
+
+    fn size_bytes(&self) -> usize {
+        self.blocks.values().sum()
+    }
 }
 
 // SAFETY: the pool's handle may be used from any thread.
@@ -76,13 +117,8 @@ impl DevicePool {
             address: NonNull::new(address as *mut u8).expect("the driver gives no address zero"),
             capacity_bytes,
         };
-        if capacity_bytes <= SMALL_BYTES {
-            let state = &mut *self.lock();
-            if let Some(address) = state.small.get_mut(&capacity_bytes).and_then(Vec::pop) {
-                state.small_bytes -= capacity_bytes;
-                state.usage.add(category, capacity_bytes);
-                return Ok(block(address));
-            }
+        if let Some(address) = self.take(capacity_bytes, category).map_err(|_| out_of_memory())? {
+            return Ok(block(address));
         }
         // SAFETY: the stream is the driver's own.
         let allocate = || unsafe { cu::malloc_async(driver.stream(), capacity_bytes) };
@@ -101,10 +137,30 @@ impl DevicePool {
         Ok(block(address))
     }
 
+    /// A block from the arena of a recording, or one that was kept.
+    fn take(&self, capacity_bytes: usize, category: Category) -> Result<Option<u64>, cu::DriverError> {
+        let state = &mut *self.lock();
+        let address = match &mut state.arena {
+            Some(arena) => Some(arena.allocate(capacity_bytes)?),
+            None => state.small.get_mut(&capacity_bytes).and_then(Vec::pop),
+        };
+        if address.is_some() {
+            if state.arena.is_none() {
+                state.small_bytes -= capacity_bytes;
+            }
+            state.usage.add(category, capacity_bytes);
+        }
+        Ok(address)
+    }
+
     pub(crate) fn free(&self, driver: &Driver, block: RawBlock, category: Category) {
         let address = block.address.as_ptr() as sys::CUdeviceptr;
         let mut state = self.lock();
         state.usage.subtract(category, block.capacity_bytes);
+        if let Some(arena) = &mut state.arena {
+            arena.take_back(address, block.capacity_bytes);
+            return;
+        }
         if block.capacity_bytes <= SMALL_BYTES && state.small_bytes + block.capacity_bytes <= KEPT_BYTES {
             state.small_bytes += block.capacity_bytes;
             state.small.entry(block.capacity_bytes).or_default().push(address);
@@ -112,6 +168,32 @@ impl DevicePool {
         }
         drop(state);
         give_back(driver, address);
+    }
+
+    /// From now on memory comes from an arena.
+    pub(crate) fn begin_recording(&self) {
+        self.lock().arena = Some(Arena::default());
+    }
+
+    /// The arena of the recording that ends. Its memory counts as buffers until [`DevicePool::end_arena`].
+    pub(crate) fn end_recording(&self, driver: &Driver) -> Arena {
+        let mut state = self.lock();
+        let mut arena = state.arena.take().unwrap_or_default();
+        state.usage.add(Category::Buffers, arena.size_bytes());
+        drop(state);
+        arena.freed_of_others.drain(..).for_each(|address| give_back(driver, address));
+        arena
+    }
+
+    /// Gives an arena's memory back; nothing that uses it may be under way.
+    pub(crate) fn end_arena(&self, driver: &Driver, arena: Arena) {
+        self.lock().usage.subtract(Category::Buffers, arena.size_bytes());
+        if driver.synchronize().is_ok() {
+            for address in arena.blocks.into_keys() {
+                // SAFETY: the arena allocated the block. A failure means that the device is gone.
+                let _ = unsafe { cu::free_sync(address) };
+            }
+        }
     }
 
     /// Gives the kept blocks back to the driver.

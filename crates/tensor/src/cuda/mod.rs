@@ -11,6 +11,7 @@ mod cudnn_attention;
 mod driver;
 mod elementwise;
 mod gemm;
+mod graph;
 mod image;
 mod layout;
 mod memory;
@@ -42,6 +43,7 @@ pub struct CudaBackend {
     // Fields are dropped in this order: the driver last.
     products: gemm::Products,
     attention: Mutex<cudnn_attention::Plans>,
+    graphs: graph::Graphs,
     kernels: Kernels,
     pool: DevicePool,
     /// A [`Fault`] on the device.
@@ -129,7 +131,8 @@ impl CudaBackend {
         };
         let products = gemm::Products::new()?;
         let attention = Mutex::new(cudnn_attention::Plans::open(&driver));
-        Ok(CudaBackend { products, attention, kernels: Kernels::new(), pool, fault, driver })
+        let graphs = graph::Graphs::default();
+        Ok(CudaBackend { products, attention, graphs, kernels: Kernels::new(), pool, fault, driver })
     }
 
     /// A grid of [`BLOCK`] threads each for `count` elements, eight to a thread, bounded by what the GPU runs at once.
@@ -171,6 +174,7 @@ impl CudaBackend {
 
     /// Reads from the device, after everything submitted before, and reports an index that was out of range.
     fn read(&self, source: u64, target: &mut [u8]) -> Result<()> {
+        self.graphs.expect_not_recording()?;
         self.driver.bind()?;
         let mut fault = Fault::default();
         // SAFETY: the sources are live device memory of these sizes; both targets outlive the wait below.
@@ -199,6 +203,7 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
+        self.graphs.clear(&self.driver, &self.pool);
         self.pool.release_small(&self.driver);
         if self.driver.synchronize().is_ok() {
             // SAFETY: both were allocated when the device was opened, and no kernel is left that could use them. What
@@ -257,6 +262,15 @@ impl Backend for CudaBackend {
     fn synchronize(&self) -> Result<()> {
         self.read(0, &mut [])
     }
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Option<u64>> {
+        graph::record(self, work)
+    }
+    fn replay(&self, recorded: u64) -> Result<()> {
+        graph::replay(self, recorded)
+    }
+    fn forget(&self, recorded: u64) {
+        graph::forget(self, recorded);
+    }
     fn logits_dtype(&self, dtype: DType) -> DType {
         dtype
     }
@@ -268,6 +282,7 @@ impl Backend for CudaBackend {
             let what = format!("{} bytes do not fill {target:?}", source.len());
             return Err(TensorError::argument("copy_from_host", what));
         }
+        self.graphs.expect_not_recording()?;
         self.driver.bind()?;
         if source.is_empty() {
             return Ok(());
@@ -391,6 +406,16 @@ impl Backend for CudaBackend {
     ) -> Result<()> {
         attention::backward(self, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv])
     }
+    fn attention_step(
+        &self,
+        spec: &AttentionSpec<'_>,
+        new: [&Heads<'_>; 3],
+        caches: [&Heads<'_>; 2],
+        place: &Tensor,
+        out: &Heads<'_>,
+    ) -> Result<()> {
+        attention::step(self, spec, new, caches, place, out)
+    }
     fn rotary(
         &self,
         heads: &Heads<'_>,
@@ -412,13 +437,13 @@ impl Backend for CudaBackend {
     }
     fn cross_entropy_rows(
         &self,
-        spec: &CrossEntropySpec<'_>,
+        options: &CrossEntropyOptions,
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
         with_gradient: bool,
     ) -> Result<()> {
-        reduce::cross_entropy_rows(self, spec, logits, targets, losses, with_gradient)
+        reduce::cross_entropy_rows(self, options, logits, targets, losses, with_gradient)
     }
     fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
         reduce::count_targets(self, targets, ignore_index, target)

@@ -1,6 +1,6 @@
 //! Reductions and losses: `kernels/reduce.cu` and `kernels/loss.cu`.
 
-use crate::backend::{CrossEntropySpec, Reduction};
+use crate::backend::{CrossEntropyOptions, Reduction};
 use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, launch, op_number, real};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -196,7 +196,6 @@ struct LossSpec {
     ignore_index: i64,
     smoothing: f32,
     z_loss: f32,
-    counted: u64,
 }
 
 fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
@@ -205,7 +204,7 @@ fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
 
 pub(super) fn cross_entropy_rows(
     backend: &CudaBackend,
-    spec: &CrossEntropySpec<'_>,
+    options: &CrossEntropyOptions,
     logits: &Tensor,
     targets: &Tensor,
     losses: &Tensor,
@@ -216,10 +215,9 @@ pub(super) fn cross_entropy_rows(
         return Ok(());
     }
     let spec = LossSpec {
-        ignore_index: spec.ignore_index,
-        smoothing: spec.label_smoothing,
-        z_loss: spec.z_loss,
-        counted: at(spec.counted),
+        ignore_index: options.ignore_index,
+        smoothing: options.label_smoothing,
+        z_loss: options.z_loss,
     };
     // A row of 16-bit logits stays in the registers of a full block.
     let held = logits.dtype().size_bytes() == 2

@@ -365,6 +365,91 @@ pub fn attention_packed_cached(
     out.view([batch, tokens, token])
 }
 
+/// Attention of one new token per sequence over all that the caches `[batch, capacity, kv_heads, dim]` hold, itself
+/// included: `q`, `k` and `v [batch, 1, …, dim]` join the caches at `place`, an `I64` in the device's memory. Not recorded
+/// on the tape. No number that the host knows decides what happens here, so a [`crate::Recording`] can hold it.
+pub fn attention_step(
+    [q, k, v]: [&Tensor; 3],
+    caches: [&Tensor; 2],
+    place: &Tensor,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
+        expect_heads(what, tensor.shape())?;
+    }
+    let places = [q, k, v].map(|tensor| Place::whole(tensor.shape()));
+    let fits =
+        k.shape() == v.shape() && q.shape()[1] == 1 && k.shape()[1] == 1 && q.shape()[3] == k.shape()[3];
+    if !fits {
+        return Err(TensorError::ShapeMismatch { op: STEP, left: *q.shape(), right: *k.shape() });
+    }
+    step(q.shape()[2], k.shape()[2], [q, k, v], places, caches, place, options)
+}
+
+/// The same with query, key and value in one packed projection `[batch, 1, 3·heads·dim]`; the result is `[batch, 1, heads·dim]`.
+pub fn attention_packed_step(
+    qkv: &Tensor,
+    heads: usize,
+    layout: PackedHeads,
+    caches: [&Tensor; 2],
+    place: &Tensor,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let shape = *qkv.shape();
+    if shape.dims() != 3 || shape[1] != 1 || heads == 0 || !shape.last().is_multiple_of(3 * heads) {
+        return Err(TensorError::shape(STEP, "qkv", shape, format!("[batch, 1, 3·{heads}·dim]")));
+    }
+    let dim = shape.last() / (3 * heads);
+    let places = [0, 1, 2].map(|part| Place::packed(layout, part, 1, heads, dim));
+    step(heads, heads, [qkv; 3], places, caches, place, options)?.view([shape[0], 1, heads * dim])
+}
+
+const STEP: &str = "attention_step";
+
+fn step(
+    heads: usize,
+    kv_heads: usize,
+    new: [&Tensor; 3],
+    places: [Place; 3],
+    [keys, values]: [&Tensor; 2],
+    place: &Tensor,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    expect_heads("the cache", keys.shape())?;
+    let (batch, dim) = (new[0].shape()[0], keys.shape()[3]);
+    let width = new[0].numel() / batch.max(1);
+    let fits = keys.shape() == values.shape()
+        && keys.shape()[0] == batch
+        && keys.shape()[2] == kv_heads
+        && (width == heads * dim || width == 3 * heads * dim)
+        && keys.dtype() == new[0].dtype();
+    if !fits {
+        return Err(TensorError::ShapeMismatch { op: STEP, left: *new[0].shape(), right: *keys.shape() });
+    }
+    if place.dtype() != DType::I64 || place.numel() != 1 {
+        let what = format!("the place is {} {}, expected one i64", place.dtype(), place.shape());
+        return Err(TensorError::argument(STEP, what));
+    }
+    let options = AttentionOptions { dropout: 0.0, ..options.clone() };
+    if options.key_mask.is_some() || options.alibi_positions.is_some() {
+        return Err(TensorError::argument(STEP, "a mask or positions of keys cannot grow with the cache"));
+    }
+    let capacity = keys.shape()[1];
+    let problem = Problem { batch, queries: 1, keys: capacity, heads, kv_heads, dim, dropout: None, options };
+    problem.check()?;
+    let out = Tensor::empty([batch, 1, heads, dim], keys.dtype(), keys.device())?;
+    let [q, k, v] = [0, 1, 2].map(|i| places[i].of(new[i]));
+    let cache = Place::whole(keys.shape());
+    out.device().backend().attention_step(
+        &problem.spec(),
+        [&q, &k, &v],
+        [&cache.of(keys), &cache.of(values)],
+        place,
+        &Place::whole(out.shape()).of(&out),
+    )?;
+    Ok(out)
+}
+
 /// Rotates the first channels of each head of `x [batch, tokens, heads, dim]` by tables `[batch or 1, tokens, pairs]`.
 pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     expect_heads("x", x.shape())?;

@@ -1,7 +1,8 @@
 //! Cross-entropy, on logits or fused with the projection that makes them.
 
 use crate::autograd::{needs_grad, record};
-use crate::backend::{CrossEntropySpec, Gemm, Matrix};
+pub use crate::backend::CrossEntropyOptions;
+use crate::backend::{Gemm, Matrix};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
@@ -10,23 +11,6 @@ use crate::param::Operand;
 use crate::tensor::Tensor;
 use crate::with_category;
 
-/// How the loss is taken.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct CrossEntropyOptions {
-    /// Targets with this value count for nothing.
-    pub ignore_index: i64,
-    /// Share of the probability spread over all classes.
-    pub label_smoothing: f32,
-    /// Weight of the squared log-partition term.
-    pub z_loss: f32,
-}
-
-impl Default for CrossEntropyOptions {
-    fn default() -> Self {
-        CrossEntropyOptions { ignore_index: -100, label_smoothing: 0.0, z_loss: 0.0 }
-    }
-}
-
 /// How many targets count, without waiting for the device.
 fn counted(options: &CrossEntropyOptions, targets: &Tensor) -> Result<Tensor> {
     let counted = Tensor::empty([], DType::I64, targets.device())?;
@@ -34,16 +18,7 @@ fn counted(options: &CrossEntropyOptions, targets: &Tensor) -> Result<Tensor> {
     Ok(counted)
 }
 
-fn spec<'a>(options: &CrossEntropyOptions, counted: &'a Tensor) -> CrossEntropySpec<'a> {
-    CrossEntropySpec {
-        ignore_index: options.ignore_index,
-        label_smoothing: options.label_smoothing,
-        z_loss: options.z_loss,
-        counted,
-    }
-}
-
-/// The mean over counted rows, summed in f64; zero when none counts.
+/// The mean over counted rows, summed in f64; zero when none counts. Of a gradient, it is each row's share.
 fn mean_loss(losses: &Tensor, counted: &Tensor) -> Result<Tensor> {
     let mean = Tensor::empty([], DType::F32, losses.device())?;
     losses.device().backend().mean_loss(losses, counted, &mean)?;
@@ -66,14 +41,13 @@ pub fn cross_entropy(
         });
     }
     let counted = counted(&options, targets)?;
-    let spec = spec(&options, &counted);
     let recording = needs_grad(&[&logits]);
     let value = logits.read()?;
     let device = value.device();
     let work = Tensor::empty([rows, classes], device.backend().logits_dtype(logits.dtype()), device)?;
     device.backend().cast(&value, &work)?;
     let losses = Tensor::empty([rows], DType::F32, device)?;
-    device.backend().cross_entropy_rows(&spec, &work, targets, &losses, recording)?;
+    device.backend().cross_entropy_rows(&options, &work, targets, &losses, recording)?;
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
@@ -81,7 +55,8 @@ pub fn cross_entropy(
     let (shape, dtype) = (*logits.shape(), logits.dtype());
     Ok(record("cross_entropy", &[&logits], loss, move |dy| {
         let dlogits = Tensor::empty(shape, dtype, work.device())?;
-        work.device().backend().scale_by(&work.view(shape)?, &dy, &dlogits)?;
+        let share = mean_loss(&dy, &counted)?;
+        work.device().backend().scale_by(&work.view(shape)?, &share, &dlogits)?;
         Ok(vec![Some(dlogits)])
     }))
 }
@@ -113,7 +88,6 @@ pub fn linear_cross_entropy(
         return Err(TensorError::ShapeMismatch { op: OP, left: *x.shape(), right: *targets.shape() });
     }
     let counted = counted(&options, targets)?;
-    let spec = spec(&options, &counted);
     let recording = needs_grad(&[&x, &weight]);
     let wants = [recording && x.requires_grad(), recording && weight.requires_grad()];
 
@@ -142,7 +116,7 @@ pub fn linear_cross_entropy(
         backend.gemm(&Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, &logits))?;
         let (target_chunk, loss_chunk) =
             (targets.view([rows])?.slice(start, [count])?, losses.slice(start, [count])?);
-        backend.cross_entropy_rows(&spec, &logits, &target_chunk, &loss_chunk, recording)?;
+        backend.cross_entropy_rows(&options, &logits, &target_chunk, &loss_chunk, recording)?;
         if !recording {
             continue;
         }
@@ -173,6 +147,7 @@ pub fn linear_cross_entropy(
         return Ok(loss);
     }
     Ok(record(OP, &[&x, &weight], loss, move |dy| {
+        let share = mean_loss(&dy, &counted)?;
         // Nobody else sees these tensors: they are scaled where they lie, or on the way into the model's type.
         let finish = |gradient: Option<Tensor>, category: Category| -> Result<Option<Tensor>> {
             let Some(gradient) = gradient else { return Ok(None) };
@@ -181,7 +156,7 @@ pub fn linear_cross_entropy(
             } else {
                 with_category(category, || Tensor::empty(*gradient.shape(), dtype, gradient.device()))?
             };
-            gradient.device().backend().scale_by(&gradient, &dy, &target)?;
+            gradient.device().backend().scale_by(&gradient, &share, &target)?;
             Ok(Some(target))
         };
         Ok(vec![finish(dx, Category::Activations)?, finish(dweight, Category::Gradients)?])

@@ -15,7 +15,7 @@ mod shape;
 
 pub use attention::{
     AttentionOptions, PackedHeads, attention, attention_cached, attention_packed, attention_packed_cached,
-    rotary, split_heads,
+    attention_packed_step, attention_step, rotary, split_heads,
 };
 pub use elementwise::*;
 pub use image::{avg_pool2d, conv2d, max_pool2d};

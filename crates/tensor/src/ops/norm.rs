@@ -15,44 +15,58 @@ pub fn layer_norm(
     bias: Option<Operand>,
     eps: f32,
 ) -> Result<Tensor> {
-    Ok(norm(NormKind::Layer, x.into(), None, weight, bias, eps)?.1)
+    Ok(norm(NormKind::Layer, x.into(), Sum::None, weight, bias, eps)?.1)
 }
 
 /// `x/√(mean(x²) + eps) · weight` over the last dimension.
 pub fn rms_norm(x: impl Into<Operand>, weight: Option<Operand>, eps: f32) -> Result<Tensor> {
-    Ok(norm(NormKind::Rms, x.into(), None, weight, None, eps)?.1)
+    Ok(norm(NormKind::Rms, x.into(), Sum::None, weight, None, eps)?.1)
 }
 
 /// `(x + residual, layer_norm(x + residual))` in one pass, and one pass back.
+///
+/// Without a residual the first result is `x`: whoever goes on with it instead of `x` has both gradients joined in that
+/// one pass, to the same bits as with a residual.
 pub fn add_layer_norm(
     x: impl Into<Operand>,
-    residual: impl Into<Operand>,
-    weight: Option<Operand>,
-    bias: Option<Operand>,
-    eps: f32,
-) -> Result<(Tensor, Tensor)> {
-    norm(NormKind::Layer, x.into(), Some(residual.into()), weight, bias, eps)
-}
-
-/// `(x + residual, rms_norm(x + residual))` in one pass, and one pass back.
-pub fn add_rms_norm(
-    x: impl Into<Operand>,
-    residual: impl Into<Operand>,
-    weight: Option<Operand>,
-    eps: f32,
-) -> Result<(Tensor, Tensor)> {
-    norm(NormKind::Rms, x.into(), Some(residual.into()), weight, None, eps)
-}
-
-fn norm(
-    kind: NormKind,
-    x: Operand,
     residual: Option<Operand>,
     weight: Option<Operand>,
     bias: Option<Operand>,
     eps: f32,
 ) -> Result<(Tensor, Tensor)> {
+    norm(NormKind::Layer, x.into(), Sum::With(residual), weight, bias, eps)
+}
+
+/// `(x + residual, rms_norm(x + residual))` in one pass, and one pass back; see [`add_layer_norm`].
+pub fn add_rms_norm(
+    x: impl Into<Operand>,
+    residual: Option<Operand>,
+    weight: Option<Operand>,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
+    norm(NormKind::Rms, x.into(), Sum::With(residual), weight, None, eps)
+}
+
+/// What comes out beside the normalised input.
+enum Sum {
+    None,
+    /// The input with this added, where there is something to add.
+    With(Option<Operand>),
+}
+
+fn norm(
+    kind: NormKind,
+    x: Operand,
+    sum: Sum,
+    weight: Option<Operand>,
+    bias: Option<Operand>,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
     const OP: &str = "norm";
+    let (gives_sum, residual) = match sum {
+        Sum::None => (false, None),
+        Sum::With(residual) => (true, residual),
+    };
     let shape = *x.shape();
     expect_float(OP, "the input", x.dtype())?;
     if shape.dims() == 0 {
@@ -113,11 +127,8 @@ fn norm(
     let (saved_weight, saved_bias) = (weight.as_ref().map(Operand::saved), bias.as_ref().map(Operand::saved));
     let has_residual = residual.is_some();
     let backward = move |mut gradients: Vec<Option<Tensor>>| {
-        let (dsum, dy) = if has_residual {
-            (gradients.remove(0), gradients.remove(0))
-        } else {
-            (None, gradients.remove(0))
-        };
+        let (dsum, dy) =
+            if gives_sum { (gradients.remove(0), gradients.remove(0)) } else { (None, gradients.remove(0)) };
         let x = saved_x.read()?;
         let mut results = Vec::new();
         let (dweight, dbias);
@@ -160,7 +171,7 @@ fn norm(
         results.extend(saved_bias.is_some().then_some(dbias));
         Ok(results)
     };
-    let outputs = if has_residual { vec![normalised, y] } else { vec![y] };
+    let outputs = if gives_sum { vec![normalised, y] } else { vec![y] };
     let mut recorded = record_many(OP, &operands, outputs, backward);
     let y = recorded.pop().expect("the normalised result is last");
     let sum = recorded.pop().unwrap_or_else(|| input.detach());

@@ -108,4 +108,8 @@ impl ParamStore for PlainStore {
         }
         Ok(())
     }
+
+    fn values_stay(&self) -> bool {
+        true
+    }
 }

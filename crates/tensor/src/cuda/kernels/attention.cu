@@ -7,6 +7,8 @@
 
 #define AHEAD 4  // keys that a warp of the forward kernel has under way at once
 
+extern __shared__ float joined[];  // warps × (dim + 2) in forward, warps × dim in backward
+
 struct Heads { u64 batch, token, head; };
 struct Spec {
     u64 batch, queries, keys, heads, kv_heads, dim;
@@ -60,11 +62,10 @@ __device__ __forceinline__ void key_range(const Spec& p, u64 t, u64& first, u64&
     last = end;
 }
 
-extern "C" __global__ void attention_forward(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
-                                             REAL* out, Heads os, float* lse) {
-    extern __shared__ float joined[];  // warps × (dim + 2)
+// One query over its keys. `newest` and `newest_value` are the last key and value where they are not with the others yet.
+__device__ __forceinline__ void attend(const Spec& p, u64 b, u64 h, u64 t, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
+                                       const REAL* newest, const REAL* newest_value, REAL* out, Heads os, float* lse) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    u64 t = blockIdx.x % p.queries, h = blockIdx.x / p.queries % p.heads, b = blockIdx.x / (p.queries * p.heads);
     u64 kv = h / (p.heads / p.kv_heads), first, last;
     float row[LANES], sum[LANES] = {};
     load_row(row, q + b * qs.batch + t * qs.token + h * qs.head, p.dim, lane);
@@ -76,8 +77,9 @@ extern "C" __global__ void attention_forward(Spec p, const REAL* q, Heads qs, co
         #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             u64 at = s + u < last ? s + u : s;
-            load_row(key[u], keys + at * ks.token, p.dim, lane);
-            load_row(value[u], values + at * vs.token, p.dim, lane);
+            bool apart = newest && at + 1 == p.keys;
+            load_row(key[u], apart ? newest : keys + at * ks.token, p.dim, lane);
+            load_row(value[u], apart ? newest_value : values + at * vs.token, p.dim, lane);
         }
         #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
@@ -119,7 +121,30 @@ extern "C" __global__ void attention_forward(Spec p, const REAL* q, Heads qs, co
         for (int w = 0; w < warps; w++) value += joined[w * (p.dim + 2) + d] * expf(joined[w * (p.dim + 2) + p.dim] - shift);
         target[d] = narrow<REAL>(value * inverse);
     }
-    if (threadIdx.x == 0) lse[blockIdx.x] = most + logf(all);
+    if (lse && threadIdx.x == 0) lse[blockIdx.x] = most + logf(all);
+}
+
+extern "C" __global__ void attention_forward(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
+                                             REAL* out, Heads os, float* lse) {
+    u64 t = blockIdx.x % p.queries, h = blockIdx.x / p.queries % p.heads, b = blockIdx.x / (p.queries * p.heads);
+    attend(p, b, h, t, q, qs, k, ks, v, vs, nullptr, nullptr, out, os, lse);
+}
+
+// One new token per sequence, appended to the caches at `place`. A block per query head; the first head of those that
+// share a key head writes the cache, and all read the new key and value where they were computed.
+extern "C" __global__ void attention_step(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
+                                          REAL* keys, Heads kcs, REAL* values, Heads vcs, const i64* place, REAL* out, Heads os) {
+    u64 h = blockIdx.x % p.heads, b = blockIdx.x / p.heads, group = p.heads / p.kv_heads, kv = h / group, past = *place;
+    if (past >= p.keys) return;  // the host has checked that there is room
+    p.keys = past + 1;
+    const REAL *key = k + b * ks.batch + kv * ks.head, *value = v + b * vs.batch + kv * vs.head;
+    if (h % group == 0) {
+        for (u64 d = threadIdx.x; d < p.dim; d += blockDim.x) {
+            keys[b * kcs.batch + past * kcs.token + kv * kcs.head + d] = key[d];
+            values[b * vcs.batch + past * vcs.token + kv * vcs.head + d] = value[d];
+        }
+    }
+    attend(p, b, h, 0, q, qs, keys, kcs, values, vcs, key, value, out, os, nullptr);
 }
 
 // delta[b, h, t] = Σ dout·out. One warp each.
@@ -136,7 +161,7 @@ extern "C" __global__ void attention_delta(Spec p, const REAL* out, Heads os, co
 }
 
 // Joins the warps' sums into a row.
-__device__ __forceinline__ void join(const Spec& p, float* joined, const float* sum, REAL* target, float scale) {
+__device__ __forceinline__ void join(const Spec& p, const float* sum, REAL* target, float scale) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     __syncthreads();
     #pragma unroll
@@ -151,7 +176,6 @@ __device__ __forceinline__ void join(const Spec& p, float* joined, const float* 
 
 extern "C" __global__ void attention_dq(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
                                         const REAL* dout, Heads ds, const float* lse, const float* delta, REAL* dq, Heads dqs) {
-    extern __shared__ float joined[];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     u64 t = blockIdx.x % p.queries, h = blockIdx.x / p.queries % p.heads, b = blockIdx.x / (p.queries * p.heads);
     u64 kv = h / (p.heads / p.kv_heads), first, last;
@@ -169,13 +193,12 @@ extern "C" __global__ void attention_dq(Spec p, const REAL* q, Heads qs, const R
         #pragma unroll
         for (int j = 0; j < LANES; j++) sum[j] += d * key[j];
     }
-    join(p, joined, sum, dq + b * dqs.batch + t * dqs.token + h * dqs.head, p.scale);
+    join(p, sum, dq + b * dqs.batch + t * dqs.token + h * dqs.head, p.scale);
 }
 
 extern "C" __global__ void attention_dkv(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
                                          const REAL* dout, Heads ds, const float* lse, const float* delta,
                                          REAL* dk, Heads dks, REAL* dv, Heads dvs) {
-    extern __shared__ float joined[];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     u64 s = blockIdx.x % p.keys, kv = blockIdx.x / p.keys % p.kv_heads, b = blockIdx.x / (p.keys * p.kv_heads);
     u64 group = p.heads / p.kv_heads;
@@ -203,8 +226,8 @@ extern "C" __global__ void attention_dkv(Spec p, const REAL* q, Heads qs, const 
             }
         }
     }
-    join(p, joined, dkey, dk + b * dks.batch + s * dks.token + kv * dks.head, p.scale);
-    join(p, joined, dvalue, dv + b * dvs.batch + s * dvs.token + kv * dvs.head, 1.0f);
+    join(p, dkey, dk + b * dks.batch + s * dks.token + kv * dks.head, p.scale);
+    join(p, dvalue, dv + b * dvs.batch + s * dvs.token + kv * dvs.head, 1.0f);
 }
 
 // Rotates pairs of channels in place; a sign of -1 rotates back.

@@ -1,11 +1,6 @@
 // Cross-entropy over rows of logits; the gradient takes the place of the logits.
 
-struct LossSpec { i64 ignore_index; float smoothing; float z_loss; const i64* counted; };
-
-__device__ __forceinline__ float gradient_scale(const LossSpec& spec) {
-    i64 counted = *spec.counted;
-    return 1.0f / float(counted > 0 ? counted : 1);
-}
+struct LossSpec { i64 ignore_index; float smoothing; float z_loss; };
 
 extern "C" __global__ void cross_entropy(u64 classes, REAL* logits, const i64* targets, float* losses, LossSpec spec,
                                          int with_gradient, u64 op, Fault* fault) {
@@ -57,10 +52,8 @@ extern "C" __global__ void cross_entropy(u64 classes, REAL* logits, const i64* t
         losses[blockIdx.x] = log_total - (1.0f - spec.smoothing) * target_logit - spec.smoothing * mean_logit + spec.z_loss * log_total * log_total;
     if (!with_gradient) return;
     // d loss / d logit = p·(1 + 2·z·logsumexp) - (1-s)·[target] - s/classes
-    float share = gradient_scale(spec);
-    float scale = share * (1.0f + 2.0f * spec.z_loss * log_total) / total;
-    float uniform = share * spec.smoothing / classes;
-    float hit = share * (1.0f - spec.smoothing);
+    float scale = (1.0f + 2.0f * spec.z_loss * log_total) / total;
+    float uniform = spec.smoothing / classes, hit = 1.0f - spec.smoothing;
     for (u64 p = threadIdx.x; p < packs; p += blockDim.x) {
         Pack<REAL> a = load8(row + p * 8);
         #pragma unroll
@@ -123,9 +116,8 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 classe
     if (threadIdx.x == 0)
         losses[blockIdx.x] = log_total - (1.0f - spec.smoothing) * target_logit - spec.smoothing * mean_logit + spec.z_loss * log_total * log_total;
     if (!with_gradient) return;
-    float share = gradient_scale(spec);
-    float scale = share * (1.0f + 2.0f * spec.z_loss * log_total) / total;
-    float uniform = share * spec.smoothing / classes, hit = share * (1.0f - spec.smoothing);
+    float scale = (1.0f + 2.0f * spec.z_loss * log_total) / total;
+    float uniform = spec.smoothing / classes, hit = 1.0f - spec.smoothing;
     #pragma unroll
     for (int h = 0; h < HELD; h++) {
         int p = h * 1024 + threadIdx.x;

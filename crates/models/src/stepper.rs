@@ -1,0 +1,113 @@
+//! One decoding step, the same work for every token: recorded once where the device can, and replayed.
+//!
+//! What changes from token to token (the tokens and their place) lies in tensors that are made once; so do the results.
+
+use ferrospeed_nn::{AttentionState, Mode};
+use ferrospeed_tensor::{DType, Device, Param, Recording, Tensor, TensorError, ops};
+
+use crate::decoder::{Decoder, StepTables};
+use crate::error::Result;
+
+/// What a pass says of the next tokens.
+pub(crate) struct Outcome {
+    /// `[batch, 1, vocabulary]`.
+    pub(crate) logits: Tensor,
+    /// `[batch, 1, 1]` of i64, the most likely tokens, where the device is not the host.
+    pub(crate) best: Option<Tensor>,
+}
+
+impl Outcome {
+    pub(crate) fn of(logits: Tensor) -> Result<Outcome> {
+        let best = match logits.device().backend().is_host() {
+            true => None,
+            false => Some(ops::top_k(&logits, 1)?.1),
+        };
+        Ok(Outcome { logits, best })
+    }
+}
+
+/// Continues sequences of one length, none of them padded, by a token at a time.
+pub(crate) struct Stepper<'a> {
+    model: &'a Decoder,
+    tables: StepTables,
+    /// `[batch + 2]` of i64: the tokens, their place, and its row in the table of learned positions.
+    inputs: Tensor,
+    outcome: Outcome,
+    recording: Option<Recording>,
+    can_record: bool,
+    /// How many steps have run.
+    steps: usize,
+}
+
+impl<'a> Stepper<'a> {
+    /// `None` where a step of this model depends on more than its place.
+    pub(crate) fn new(
+        model: &'a Decoder,
+        batch: usize,
+        capacity: usize,
+        device: &Device,
+    ) -> Result<Option<Stepper<'a>>> {
+        let Some(tables) = model.step_tables(capacity, device)? else { return Ok(None) };
+        let shape = [batch, 1, model.config().vocab];
+        Ok(Some(Stepper {
+            model,
+            tables,
+            inputs: Tensor::zeros([batch + 2], DType::I64, device)?,
+            outcome: Outcome::of(Tensor::zeros(shape, model.dtype(), device)?)?,
+            recording: None,
+            can_record: model.parameters().as_slice().iter().all(Param::value_stays),
+            steps: 0,
+        }))
+    }
+
+    /// What comes after `tokens`, one per sequence.
+    pub(crate) fn step(&mut self, tokens: &[i64], state: &mut AttentionState) -> Result<&Outcome> {
+        let place = state.len();
+        self.model.check_length(place + 1)?;
+        state.advance(1)?;
+        let mut inputs = tokens.to_vec();
+        inputs.extend([place as i64, (place + self.tables.row_offset) as i64]);
+        let device = self.inputs.device().clone();
+        device.backend().copy_from_host(bytemuck::cast_slice(&inputs), &self.inputs)?;
+        // The first step compiles kernels and chooses algorithms, which is no part of a recording.
+        if self.steps == 1 && self.can_record {
+            self.recording = self.record(&device, state)?;
+        }
+        self.steps += 1;
+        match &self.recording {
+            Some(recording) => recording.replay()?,
+            None => self.work(state)?,
+        }
+        Ok(&self.outcome)
+    }
+
+    fn record(&self, device: &Device, state: &mut AttentionState) -> Result<Option<Recording>> {
+        let mut failure = None;
+        let recorded = device.record(&mut || {
+            self.work(state).map_err(|error| {
+                let what = error.to_string();
+                failure = Some(error);
+                TensorError::argument("decoding step", what)
+            })
+        });
+        match (recorded, failure) {
+            (Err(_), Some(error)) => Err(error),
+            (recorded, _) => Ok(recorded?),
+        }
+    }
+
+    fn work(&self, state: &mut AttentionState) -> Result<()> {
+        let batch = self.inputs.numel() - 2;
+        let input = |start: usize, shape: &[usize]| self.inputs.slice(start, shape);
+        let places = self.tables.at(&input(batch, &[1])?, &input(batch + 1, &[1, 1])?)?;
+        let ids = input(0, &[batch, 1])?;
+        let (hidden, _) = self.model.run_at(&ids, &places, Some(state), Mode::Evaluate, None)?;
+        let outcome = Outcome::of(self.model.logits(&hidden)?)?;
+        let backend = outcome.logits.device().backend();
+        backend.copy(&outcome.logits, &self.outcome.logits)?;
+        if let (Some(best), Some(target)) = (&outcome.best, &self.outcome.best) {
+            backend.copy(best, target)?;
+        }
+        Ok(())
+    }
+}
