@@ -9,6 +9,7 @@ pub(crate) mod local;
 pub(crate) mod message;
 #[cfg(feature = "mpi")]
 pub(crate) mod mpi;
+pub(crate) mod nccl;
 mod stash;
 pub(crate) mod tcp;
 

@@ -36,6 +36,8 @@ struct GroupInner {
     messages: Mutex<HashMap<(Kind, usize), Arc<MessageLane>>>,
     next_sequence: AtomicU64,
     failure: OnceLock<Error>,
+    /// The same ranks over the memory of their GPUs.
+    on_devices: OnceLock<Group>,
 }
 
 struct MessageLane {
@@ -61,6 +63,7 @@ impl Group {
                 messages: Mutex::default(),
                 next_sequence: AtomicU64::new(0),
                 failure: OnceLock::new(),
+                on_devices: OnceLock::new(),
             }),
         }
     }
@@ -88,6 +91,25 @@ impl Group {
     /// The name of the backend that carries this group.
     pub fn backend(&self) -> &'static str {
         self.inner.carrier.name()
+    }
+
+    /// The same ranks over the memory of their GPUs, once [`World::attach_device`](crate::World::attach_device) has
+    /// found that they can: its regions are addresses on the rank's own GPU.
+    pub fn on_devices(&self) -> Option<&Group> {
+        self.inner.on_devices.get()
+    }
+
+    pub(crate) fn set_on_devices(&self, group: Group) {
+        // A second attachment finds the first one's group.
+        let _ = self.inner.on_devices.set(group);
+    }
+
+    pub(crate) fn carrier(&self) -> Arc<dyn Carrier> {
+        Arc::clone(&self.inner.carrier)
+    }
+
+    pub(crate) fn membership(&self) -> Membership {
+        self.inner.membership.clone()
     }
 
     /// The number in this group of a world rank.

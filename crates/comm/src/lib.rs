@@ -46,6 +46,7 @@ pub mod topology;
 pub mod trace;
 mod world;
 
+pub use backend::nccl::DeviceStream;
 pub use dtype::{DType, Element, ReduceOp};
 pub use error::{Error, Loss, Result};
 pub use group::Group;

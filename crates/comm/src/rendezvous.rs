@@ -19,7 +19,7 @@ pub use options::{Backend, ConnectOptions};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::state::JobState;
 use crate::world::{World, WorldParts};
 use hub::Hub;
@@ -44,13 +44,11 @@ impl World {
     /// ```
     pub fn connect(options: ConnectOptions) -> Result<World> {
         options.check()?;
-        if options.backend == Backend::Nccl {
-            let problem = "needs CUDA devices, which this build does not drive; use auto, local, tcp or mpi";
-            return Err(Error::Backend { backend: "nccl", problem: problem.into() });
-        }
-        if options.world_size == 1 && matches!(options.backend, Backend::Auto | Backend::Local) {
+        if options.world_size == 1
+            && matches!(options.backend, Backend::Auto | Backend::Local | Backend::Nccl)
+        {
             // Nobody to meet: no port is taken, and any number of such jobs may run side by side.
-            return Ok(World::threads_within(1, &options.limits)?.remove(0));
+            return World::alone(options.backend, &options.limits);
         }
         let deadline = Instant::now() + options.limits.deadline;
         let state = Arc::new(JobState::new(options.world_size));

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use crate::backend::hierarchical::{HierarchicalCarrier, Place};
 use crate::backend::local::LocalCarrier;
 use crate::backend::message::{Link, MessageCarrier};
+use crate::backend::nccl::{self, DeviceStream, NcclCarrier};
 use crate::backend::tcp::{Endpoint, TcpLink};
 use crate::backend::{Carrier, Membership};
 use crate::error::{Error, Result};
@@ -141,13 +142,77 @@ impl World {
         })
     }
 
+    /// A job of one rank, which says what it was asked to be carried by.
+    pub(crate) fn alone(backend: Backend, limits: &Limits) -> Result<World> {
+        let state = Arc::new(JobState::new(1));
+        let departed = Arc::clone(&state);
+        World::assemble(WorldParts {
+            rank: 0,
+            hosts: vec![vec![0]],
+            backend,
+            limits: limits.clone(),
+            job: 0,
+            address: Ipv4Addr::LOCALHOST.into(),
+            state,
+            store: Arc::new(MemoryStore::default()),
+            departure: Box::new(move || departed.note_left(0)),
+        })
+    }
+
+    /// Says where this rank's GPU takes its work, and opens NCCL among the ranks: then
+    /// [`Group::on_devices`](crate::Group::on_devices) of [`World::group`] has an answer.
+    ///
+    /// Every rank must call it, with or without a GPU. Ranks that share a GPU, or that lack NCCL, exchange through the
+    /// host: `Ok(Some(why))`, unless `nccl` was asked for by name, which makes it an error.
+    pub fn attach_device(&self, stream: Option<DeviceStream>) -> Result<Option<String>> {
+        let by_name = self.inner.backend == Backend::Nccl;
+        if self.group.on_devices().is_some() || (self.size() == 1 && !by_name) {
+            return Ok(None);
+        }
+        // What every rank has: a byte for whether it can, and the identity of its GPU.
+        let own = stream.map(nccl::identity);
+        let mut card = [0u8; 17];
+        if let Some(Ok(identity)) = &own {
+            card[0] = 1;
+            card[1..].copy_from_slice(identity);
+        }
+        let mut cards = vec![0u8; card.len() * self.size()];
+        self.group.all_gather(&card, &mut cards)?;
+        let problem = match own {
+            Some(Err(error)) => Some(error.to_string()),
+            _ => why_not(cards.chunks(card.len())),
+        };
+        match (problem, stream) {
+            (None, Some(stream)) => {
+                let mut id = [0u8; nccl::ID_BYTES];
+                if self.rank() == 0 {
+                    id = nccl::new_id()?;
+                }
+                self.group.broadcast(&mut id, 0)?;
+                // A host group of its own, through which the ranks agree on each operation.
+                let ranks: Vec<usize> = (0..self.size()).collect();
+                let host = self.inner.connect_group(&ranks, "world on GPUs".to_owned())?;
+                let host = host.ok_or_else(|| Error::rendezvous("this rank is not in its own world"))?;
+                let deadline = Instant::now() + self.inner.limits.deadline;
+                let membership = host.membership();
+                let carrier = NcclCarrier::connect(membership.clone(), host.carrier(), stream, id, deadline)?;
+                self.group.set_on_devices(Group::new(Arc::clone(&self.inner), membership, Arc::new(carrier)));
+                Ok(None)
+            }
+            (problem, _) => {
+                let problem = problem.unwrap_or_else(|| "this rank has no GPU".to_owned());
+                if by_name { Err(Error::Backend { backend: "nccl", problem }) } else { Ok(Some(problem)) }
+            }
+        }
+    }
+
     /// Builds the membership once the ranks know each other.
     pub(crate) fn assemble(parts: WorldParts) -> Result<World> {
         let size = parts.hosts.iter().map(Vec::len).sum();
         let uses_tcp = match parts.backend {
             Backend::Tcp => true,
-            Backend::Auto => parts.hosts.len() > 1,
-            Backend::Local | Backend::Mpi | Backend::Nccl => false,
+            Backend::Auto | Backend::Nccl => parts.hosts.len() > 1,
+            Backend::Local | Backend::Mpi => false,
         };
         #[cfg(feature = "mpi")]
         let mpi = (parts.backend == Backend::Mpi)
@@ -264,6 +329,21 @@ impl std::fmt::Debug for World {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(formatter, "World(rank {} of {})", self.rank(), self.size())
     }
+}
+
+/// Why ranks with these cards (see [`World::attach_device`]) cannot use NCCL.
+fn why_not<'a>(cards: impl Iterator<Item = &'a [u8]>) -> Option<String> {
+    let mut seen: Vec<&[u8]> = Vec::new();
+    for (rank, card) in cards.enumerate() {
+        if card[0] == 0 {
+            return Some(format!("rank {rank} has no GPU, or no NCCL"));
+        }
+        if let Some(other) = seen.iter().position(|known| *known == card) {
+            return Some(format!("ranks {other} and {rank} share a GPU, and NCCL wants one each"));
+        }
+        seen.push(card);
+    }
+    None
 }
 
 /// What the different ways of meeting produce.

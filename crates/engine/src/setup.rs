@@ -99,6 +99,14 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     let accumulates = config.batch.gradient_accumulation_steps.get() > 1;
     let initial = FromInitializers { seed: setup.seed };
     let source: &dyn ParamSource = options.source.unwrap_or(&initial);
+    let stream = setup.device.backend().stream();
+    let stream = stream.map(|(ordinal, handle)| ferrospeed_comm::DeviceStream { ordinal, handle });
+    if let Some(why) = setup.world.attach_device(stream)?
+        && stream.is_some()
+        && setup.world.rank() == 0
+    {
+        tracing::warn!("gradients and weights travel through the host's memory: {why}");
+    }
     let store = ZeroStore::attach(
         &setup.world,
         &setup.device,

@@ -8,10 +8,11 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use common::{Batch, Model, on_ranks};
-use ferrospeed_comm::World;
+use ferrospeed_comm::DType as comm;
+use ferrospeed_comm::{Backend, ConnectOptions, DeviceStream, ReduceOp, Region, Work, World};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
-use ferrospeed_tensor::{Device, Tensor, cuda};
+use ferrospeed_tensor::{DType, Device, Tensor, cuda, ops};
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -35,36 +36,39 @@ fn train(on_gpu: bool, ranks: usize, config: Value) -> Vec<Outcome> {
     let config = Arc::new(config);
     on_ranks(ranks, move |world: World| {
         let device = if on_gpu { Device::cuda(0).unwrap() } else { Device::cpu_with_threads(1) };
-        let rank = world.rank();
-        let size = NonZeroU64::new(world.size() as u64).unwrap();
-        let (resolved, _) =
-            Config::from_value("test", &config).unwrap().resolve(size, &AutoValues::new()).unwrap();
-        let accumulation = resolved.batch.gradient_accumulation_steps.get();
-        let (model, parameters) =
-            Model::build(&json!({"kind": "lm", "vocab": 40, "dm": 32, "nh": 2, "nl": 2, "tmax": 16}));
-        let setup = Setup::new(resolved, world, device.clone());
-        let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
-        let mut outcome = Outcome { losses: Vec::new(), norms: Vec::new(), weights: Vec::new() };
-        for step in 0..3 {
-            for micro in 0..accumulation as usize {
-                let ids: Vec<i64> = (0..32)
-                    .map(|i| ((i * 7 + step * 5 + micro * 3 + rank * 11 + i * i) % 40) as i64)
-                    .collect();
-                let batch = Batch::Tokens(Tensor::from_slice(&ids, [2, 16], &device).unwrap());
-                let loss = engine.forward(|_| model.loss(&batch)).unwrap();
-                outcome.losses.push(loss.item().unwrap());
-                engine.backward(&loss).unwrap();
-                if let StepReport::Applied { grad_norm } = engine.step().unwrap() {
-                    outcome.norms.push(grad_norm);
-                }
+        train_rank(world, device, &config)
+    })
+}
+
+fn train_rank(world: World, device: Device, config: &Value) -> Outcome {
+    let rank = world.rank();
+    let size = NonZeroU64::new(world.size() as u64).unwrap();
+    let (resolved, _) =
+        Config::from_value("test", config).unwrap().resolve(size, &AutoValues::new()).unwrap();
+    let accumulation = resolved.batch.gradient_accumulation_steps.get();
+    let (model, parameters) =
+        Model::build(&json!({"kind": "lm", "vocab": 40, "dm": 32, "nh": 2, "nl": 2, "tmax": 16}));
+    let setup = Setup::new(resolved, world, device.clone());
+    let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
+    let mut outcome = Outcome { losses: Vec::new(), norms: Vec::new(), weights: Vec::new() };
+    for step in 0..3 {
+        for micro in 0..accumulation as usize {
+            let ids: Vec<i64> =
+                (0..32).map(|i| ((i * 7 + step * 5 + micro * 3 + rank * 11 + i * i) % 40) as i64).collect();
+            let batch = Batch::Tokens(Tensor::from_slice(&ids, [2, 16], &device).unwrap());
+            let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+            outcome.losses.push(loss.item().unwrap());
+            engine.backward(&loss).unwrap();
+            if let StepReport::Applied { grad_norm } = engine.step().unwrap() {
+                outcome.norms.push(grad_norm);
             }
         }
-        assert_eq!(outcome.norms.len(), 3, "every step was applied");
-        for param in parameters.as_slice() {
-            outcome.weights.extend(engine.store().full(param, Which::Weight).unwrap());
-        }
-        outcome
-    })
+    }
+    assert_eq!(outcome.norms.len(), 3, "every step was applied");
+    for param in parameters.as_slice() {
+        outcome.weights.extend(engine.store().full(param, Which::Weight).unwrap());
+    }
+    outcome
 }
 
 fn configuration(stage: u8, precision: &str, optimizer: &str, accumulation: u64) -> Value {
@@ -104,6 +108,91 @@ fn stages_agree_to_the_bit_and_runs_repeat() {
                 }
             }
         }
+    }
+}
+
+/// A job of one rank that must use NCCL.
+fn nccl_world() -> World {
+    let options = ConnectOptions { backend: Backend::Nccl, ..ConnectOptions::new(0, 1, "127.0.0.1", 0) };
+    World::connect(options).unwrap()
+}
+
+fn stream_of(device: &Device) -> Option<DeviceStream> {
+    device.backend().stream().map(|(ordinal, handle)| DeviceStream { ordinal, handle })
+}
+
+#[test]
+fn nccl_carries_every_operation_on_device_memory() {
+    if !has_device() {
+        return;
+    }
+    let (world, device) = (nccl_world(), Device::cuda(0).unwrap());
+    assert_eq!(world.attach_device(stream_of(&device)).unwrap(), None);
+    let group = world.group();
+    let group = group.on_devices().expect("one rank has its GPU to itself");
+    assert_eq!((group.backend(), group.size()), ("nccl", 1));
+    // Long enough that an operation that did not wait for it would read something else.
+    let values: Vec<f32> = (0..4_000_000).map(|i| (i % 1000) as f32).collect();
+    let full = |values: &[f32], dtype| Tensor::from_f32(values, [values.len()], dtype, &device).unwrap();
+    let region = |tensor: &Tensor| {
+        // SAFETY: the tensor is kept alive, and nobody touches it before the operation is done.
+        unsafe { Region::from_raw(tensor.address().as_ptr(), tensor.size_bytes(), tensor.keep_alive()) }
+    };
+    for (dtype, wire) in [(DType::F32, comm::F32), (DType::BF16, comm::BF16), (DType::F16, comm::F16)] {
+        let data = ops::affine(full(&values, dtype), 1.0, 1.0).unwrap();
+        let expected = data.to_vec_f32().unwrap();
+        for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product] {
+            group.all_reduce_async(&region(&data), wire, op).wait().unwrap();
+            group.reduce_async(&region(&data), wire, op, 0).wait().unwrap();
+            assert_eq!(data.to_vec_f32().unwrap(), expected, "{op:?} {dtype}");
+        }
+        let zeros = || Tensor::zeros([values.len()], dtype, &device).unwrap();
+        let (all, count) = (zeros(), [values.len()]);
+        let from = |work: &dyn Fn(&Region, &Region) -> Work| {
+            let target = zeros();
+            work(&region(&data), &region(&target)).wait().unwrap();
+            assert_eq!(target.to_vec_f32().unwrap(), expected, "{dtype}");
+        };
+        from(&|input, output| group.all_gather_async(input, output, wire));
+        from(&|input, output| group.all_gather_unequal_async(input, output, &count, wire));
+        from(&|input, output| group.reduce_scatter_async(input, output, wire, ReduceOp::Sum));
+        from(&|input, output| group.reduce_scatter_unequal_async(input, output, &count, wire, ReduceOp::Sum));
+        from(&|input, output| group.scatter_async(Some(input), output, wire, 0));
+        from(&|input, output| group.gather_async(input, Some(output), wire, 0));
+        from(&|input, output| group.all_to_all_async(input, output, wire));
+        group.broadcast_async(&region(&data), wire, 0).wait().unwrap();
+        let pairs = [(region(&data), region(&all)), (region(&data), region(&zeros()))];
+        group.all_gather_coalesced(&pairs, wire).wait().unwrap();
+        assert_eq!(all.to_vec_f32().unwrap(), expected, "{dtype} coalesced");
+    }
+    group.barrier().unwrap();
+    let booleans = Tensor::zeros([4], DType::Bool, &device).unwrap();
+    let refused = group.all_reduce_async(&region(&booleans), comm::Bool, ReduceOp::BitOr).wait().unwrap_err();
+    assert!(refused.to_string().contains("NCCL does not reduce bool"), "{refused}");
+    let records = world.recorder().records();
+    assert!(
+        records.iter().any(|record| record.description.starts_with("reduce_scatter(sum, bf16")),
+        "{records:?}"
+    );
+}
+
+#[test]
+fn training_over_nccl_gives_the_same_bits_and_ranks_that_share_a_gpu_go_without() {
+    if !has_device() {
+        return;
+    }
+    for stage in [0, 2, 3] {
+        let config = configuration(stage, "bf16", "AdamW", 2);
+        let ours = train_rank(nccl_world(), Device::cuda(0).unwrap(), &config);
+        assert!(train(true, 1, config) == [ours], "stage {stage}");
+    }
+    let answers = on_ranks(2, |world: World| {
+        let device = Device::cuda(0).unwrap();
+        (world.attach_device(stream_of(&device)).unwrap(), world.group().on_devices().is_none())
+    });
+    for (why, staged) in answers {
+        assert_eq!(why.as_deref(), Some("ranks 0 and 1 share a GPU, and NCCL wants one each"));
+        assert!(staged);
     }
 }
 

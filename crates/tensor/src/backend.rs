@@ -308,6 +308,10 @@ pub trait Backend: Send + Sync {
     fn reset_peak_memory(&self);
     /// Waits until everything submitted so far is done.
     fn synchronize(&self) -> Result<()>;
+    /// Of a GPU: its number, and the handle of the stream that its work goes to.
+    fn stream(&self) -> Option<(usize, u64)> {
+        None
+    }
     /// Runs `task(0)` to `task(count - 1)` on the host's threads that serve this device, and waits.
     fn parallel(&self, count: usize, task: &(dyn Fn(usize) + Send + Sync)) {
         (0..count).for_each(task);

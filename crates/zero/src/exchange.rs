@@ -1,7 +1,8 @@
 //! Collectives over tensors, wherever their memory is.
 //!
-//! On a host device the ranks read and write the tensors themselves. Memory of a GPU is copied to the host, exchanged
-//! there and copied back when somebody waits: several ranks can then share one GPU.
+//! On a host device the ranks read and write the tensors themselves, and so they do on GPUs when each has one of its own and
+//! NCCL connects them. Otherwise a GPU's memory is copied to the host, exchanged there and copied back when somebody
+//! waits: several ranks can then share one GPU.
 
 use std::ops::Range;
 
@@ -31,8 +32,9 @@ impl Pending {
     }
 }
 
-fn on_host(tensor: &Tensor) -> bool {
-    tensor.device().backend().is_host()
+/// The ranks as they reach a tensor's memory where it is; `None` when it has to be copied to the host.
+fn in_place<'a>(group: &'a Group, tensor: &Tensor) -> Option<&'a Group> {
+    if tensor.device().backend().is_host() { Some(group) } else { group.on_devices() }
 }
 
 /// A copy of a device's tensor on the host.
@@ -47,7 +49,7 @@ fn staged(tensor: &Tensor) -> Result<Region> {
 /// Every rank's tensor becomes the reduction of all.
 pub(crate) fn all_reduce(group: &Group, data: &Tensor, op: ReduceOp) -> Result<Pending> {
     let dtype = comm_type(data.dtype());
-    if on_host(data) {
+    if let Some(group) = in_place(group, data) {
         return Ok(Pending { work: group.all_reduce_async(&region(data), dtype, op), landing: None });
     }
     let copy = staged(data)?;
@@ -65,7 +67,7 @@ pub(crate) fn reduce_scatter(
     let dtype = comm_type(data.dtype());
     let size = data.dtype().size_bytes();
     let bytes = own.start * size..own.end * size;
-    if on_host(data) {
+    if let Some(group) = in_place(group, data) {
         let all = region(data);
         let work = group.reduce_scatter_unequal_async(&all, &all.slice(bytes), counts, dtype, op);
         return Ok(Pending { work, landing: None });
@@ -80,17 +82,19 @@ pub(crate) fn reduce_scatter(
 pub(crate) fn all_gather(group: &Group, pairs: &[(Tensor, Tensor)]) -> Result<Vec<Pending>> {
     let Some((first, _)) = pairs.first() else { return Ok(Vec::new()) };
     let dtype = comm_type(first.dtype());
+    if let Some(group) = in_place(group, first) {
+        let regions: Vec<_> = pairs.iter().map(|(own, all)| (region(own), region(all))).collect();
+        let work = group.all_gather_coalesced(&regions, dtype);
+        return Ok(pairs.iter().map(|_| Pending { work: work.clone(), landing: None }).collect());
+    }
     let mut regions = Vec::with_capacity(pairs.len());
     for (own, all) in pairs {
-        regions.push(match on_host(own) {
-            true => (region(own), region(all)),
-            false => (staged(own)?, Region::zeroed(all.size_bytes())),
-        });
+        regions.push((staged(own)?, Region::zeroed(all.size_bytes())));
     }
     let work = group.all_gather_coalesced(&regions, dtype);
     let pending = |((_, all), (_, arrived)): (&(Tensor, Tensor), (Region, Region))| Pending {
         work: work.clone(),
-        landing: (!on_host(all)).then(|| (arrived, all.clone())),
+        landing: Some((arrived, all.clone())),
     };
     Ok(pairs.iter().zip(regions).map(pending).collect())
 }

@@ -51,7 +51,6 @@ enum BackendChoice {
     Local,
     Tcp,
     Mpi,
-    Nccl,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

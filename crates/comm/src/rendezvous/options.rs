@@ -10,7 +10,7 @@ use crate::world::Limits;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
-    /// `local` inside a host; between hosts `tcp`, hierarchically.
+    /// `local` inside a host; between hosts `tcp`, hierarchically. NCCL for the memory of GPUs, where it can be used.
     #[default]
     Auto,
     /// Shared memory; all ranks on one host.
@@ -19,7 +19,7 @@ pub enum Backend {
     Tcp,
     /// MPI; needs the cargo feature `mpi` and a start by `mpirun` or `srun`.
     Mpi,
-    /// NVIDIA's library; needs CUDA devices.
+    /// NVIDIA's library for the memory of GPUs, one rank per GPU, or it is an error; as `auto` for that of hosts.
     Nccl,
 }
 

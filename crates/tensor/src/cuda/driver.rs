@@ -95,6 +95,8 @@ thread_local! {
 
 /// One GPU.
 pub(crate) struct Driver {
+    /// Its number among the visible ones.
+    pub(crate) ordinal: usize,
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
@@ -147,7 +149,7 @@ impl Driver {
         unsafe { cu::ctx::set_current(context) }.during(OP)?;
         CURRENT.set(context as usize);
         let stream = cu::stream::create(cu::stream::StreamKind::NonBlocking).during(OP)?;
-        Ok(Driver { device, context, stream, name, capability, multiprocessors })
+        Ok(Driver { ordinal, device, context, stream, name, capability, multiprocessors })
     }
 
     /// Makes the context current on this thread.

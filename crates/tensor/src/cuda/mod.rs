@@ -262,6 +262,9 @@ impl Backend for CudaBackend {
     fn synchronize(&self) -> Result<()> {
         self.read(0, &mut [])
     }
+    fn stream(&self) -> Option<(usize, u64)> {
+        Some((self.driver.ordinal, self.driver.stream() as u64))
+    }
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Option<u64>> {
         graph::record(self, work)
     }
