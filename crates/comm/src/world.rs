@@ -162,12 +162,11 @@ impl World {
     /// Says where this rank's GPU takes its work, and opens NCCL among the ranks: then
     /// [`Group::on_devices`](crate::Group::on_devices) of [`World::group`] has an answer.
     ///
-    /// Every rank must call it, with or without a GPU. Ranks that share a GPU, or that lack NCCL, exchange through the
-    /// host: `Ok(Some(why))`, unless `nccl` was asked for by name, which makes it an error.
-    pub fn attach_device(&self, stream: Option<DeviceStream>) -> Result<Option<String>> {
-        let by_name = self.inner.backend == Backend::Nccl;
-        if self.group.on_devices().is_some() || (self.size() == 1 && !by_name) {
-            return Ok(None);
+    /// Only where `nccl` was asked for by name; otherwise ranks exchange a GPU's memory through the host's. Every rank
+    /// must call it; a rank without a GPU or without NCCL, or two that share a GPU, are an error on all.
+    pub fn attach_device(&self, stream: Option<DeviceStream>) -> Result<()> {
+        if self.inner.backend != Backend::Nccl || self.group.on_devices().is_some() {
+            return Ok(());
         }
         // What every rank has: a byte for whether it can, and the identity of its GPU.
         let own = stream.map(nccl::identity);
@@ -182,28 +181,24 @@ impl World {
             Some(Err(error)) => Some(error.to_string()),
             _ => why_not(cards.chunks(card.len())),
         };
-        match (problem, stream) {
-            (None, Some(stream)) => {
-                let mut id = [0u8; nccl::ID_BYTES];
-                if self.rank() == 0 {
-                    id = nccl::new_id()?;
-                }
-                self.group.broadcast(&mut id, 0)?;
-                // A host group of its own, through which the ranks agree on each operation.
-                let ranks: Vec<usize> = (0..self.size()).collect();
-                let host = self.inner.connect_group(&ranks, "world on GPUs".to_owned())?;
-                let host = host.ok_or_else(|| Error::rendezvous("this rank is not in its own world"))?;
-                let deadline = Instant::now() + self.inner.limits.deadline;
-                let membership = host.membership();
-                let carrier = NcclCarrier::connect(membership.clone(), host.carrier(), stream, id, deadline)?;
-                self.group.set_on_devices(Group::new(Arc::clone(&self.inner), membership, Arc::new(carrier)));
-                Ok(None)
-            }
-            (problem, _) => {
-                let problem = problem.unwrap_or_else(|| "this rank has no GPU".to_owned());
-                if by_name { Err(Error::Backend { backend: "nccl", problem }) } else { Ok(Some(problem)) }
-            }
+        let (None, Some(stream)) = (&problem, stream) else {
+            let problem = problem.unwrap_or_else(|| "this rank has no GPU".to_owned());
+            return Err(Error::Backend { backend: "nccl", problem });
+        };
+        let mut id = [0u8; nccl::ID_BYTES];
+        if self.rank() == 0 {
+            id = nccl::new_id()?;
         }
+        self.group.broadcast(&mut id, 0)?;
+        // A host group of its own, through which the ranks agree on each operation.
+        let ranks: Vec<usize> = (0..self.size()).collect();
+        let host = self.inner.connect_group(&ranks, "world on GPUs".to_owned())?;
+        let host = host.ok_or_else(|| Error::rendezvous("this rank is not in its own world"))?;
+        let deadline = Instant::now() + self.inner.limits.deadline;
+        let membership = host.membership();
+        let carrier = NcclCarrier::connect(membership.clone(), host.carrier(), stream, id, deadline)?;
+        self.group.set_on_devices(Group::new(Arc::clone(&self.inner), membership, Arc::new(carrier)));
+        Ok(())
     }
 
     /// Builds the membership once the ranks know each other.

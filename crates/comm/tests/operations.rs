@@ -190,3 +190,15 @@ fn the_benchmark_measures_every_row_of_its_matrix() {
         assert_eq!(table(&rows).lines().count(), 21);
     });
 }
+
+#[test]
+fn nccl_by_name_without_a_gpu_is_an_error_that_names_the_rank() {
+    let alone = ConnectOptions { backend: Backend::Nccl, ..ConnectOptions::new(0, 1, "127.0.0.1", 0) };
+    let world = World::connect(alone).unwrap();
+    let error = world.attach_device(None).unwrap_err().to_string();
+    assert!(error.contains("backend nccl: rank 0 has no GPU, or no NCCL"), "{error}");
+    // Where nobody asked for it, the host carries everything.
+    let world = World::solo();
+    world.attach_device(None).unwrap();
+    assert!(world.group().on_devices().is_none());
+}

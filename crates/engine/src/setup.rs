@@ -101,12 +101,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     let source: &dyn ParamSource = options.source.unwrap_or(&initial);
     let stream = setup.device.backend().stream();
     let stream = stream.map(|(ordinal, handle)| ferrospeed_comm::DeviceStream { ordinal, handle });
-    if let Some(why) = setup.world.attach_device(stream)?
-        && stream.is_some()
-        && setup.world.rank() == 0
-    {
-        tracing::warn!("gradients and weights travel through the host's memory: {why}");
-    }
+    setup.world.attach_device(stream)?;
     let store = ZeroStore::attach(
         &setup.world,
         &setup.device,

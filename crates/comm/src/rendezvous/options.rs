@@ -10,7 +10,7 @@ use crate::world::Limits;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
-    /// `local` inside a host; between hosts `tcp`, hierarchically. NCCL for the memory of GPUs, where it can be used.
+    /// `local` inside a host; between hosts `tcp`, hierarchically.
     #[default]
     Auto,
     /// Shared memory; all ranks on one host.

@@ -2,7 +2,7 @@
 //!
 //! The stream captures what is submitted; memory taken meanwhile belongs to the graph until it is forgotten, so that a
 //! replay finds its intermediate results' places free. A copy from or to the host has no meaning in a replay: it ends the
-//! recording, and the work is left to run as it always did.
+//! recording, and the work is left to run as it always did. So it is everywhere unless `FERROSPEED_CUDA_GRAPHS=1`.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -19,8 +19,8 @@ use crate::error::{Result, TensorError};
 const OP: &str = "record work";
 
 /// The graphs of one device.
-#[derive(Default)]
 pub(crate) struct Graphs {
+    wanted: bool,
     ready: Mutex<Ready>,
     recording: AtomicBool,
     refused: AtomicBool,
@@ -41,6 +41,12 @@ struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graphs {
+    pub(crate) fn new() -> Graphs {
+        let wanted = std::env::var("FERROSPEED_CUDA_GRAPHS").is_ok_and(|value| value == "1");
+        let (recording, refused) = (AtomicBool::new(false), AtomicBool::new(false));
+        Graphs { wanted, ready: Mutex::default(), recording, refused }
+    }
+
     /// An error while work is being recorded: it needs the host.
     pub(crate) fn expect_not_recording(&self) -> Result<()> {
         if !self.recording.load(Ordering::Relaxed) {
@@ -63,6 +69,9 @@ impl Graphs {
 
 pub(crate) fn record(backend: &CudaBackend, work: &mut dyn FnMut() -> Result<()>) -> Result<Option<u64>> {
     let (driver, graphs) = (&backend.driver, &backend.graphs);
+    if !graphs.wanted {
+        return Ok(None);
+    }
     graphs.expect_not_recording()?;
     driver.bind()?;
     let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;

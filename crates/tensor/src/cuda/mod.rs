@@ -131,7 +131,7 @@ impl CudaBackend {
         };
         let products = gemm::Products::new()?;
         let attention = Mutex::new(cudnn_attention::Plans::open(&driver));
-        let graphs = graph::Graphs::default();
+        let graphs = graph::Graphs::new();
         Ok(CudaBackend { products, attention, graphs, kernels: Kernels::new(), pool, fault, driver })
     }
 
