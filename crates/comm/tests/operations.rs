@@ -4,7 +4,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use ferrospeed_comm::{DType, Error, Limits, ReduceOp, World, wait_all};
+use ferrospeed_comm::{Backend, ConnectOptions, DType, Error, Limits, ReduceOp, World, wait_all};
 use support::{on_threads, script};
 
 #[test]

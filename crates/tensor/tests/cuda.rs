@@ -368,7 +368,7 @@ fn recorded_work_is_replayed_with_new_inputs() {
     for value in [1.0f32, 2.0, 3.0] {
         gpu.backend().fill(&x, value).unwrap();
         // Memory that the recorded work uses between its ops must not be given to others.
-        let others = ops::affine(&Tensor::full([3, 5], value, DType::F32, &gpu).unwrap(), 1.0, 0.0).unwrap();
+        let others = ops::affine(Tensor::full([3, 5], value, DType::F32, &gpu).unwrap(), 1.0, 0.0).unwrap();
         recording.replay().unwrap();
         assert_eq!(y.to_vec::<f32>().unwrap(), [2.0 * value * value + 1.0; 15]);
         assert_eq!(others.to_vec::<f32>().unwrap(), [value; 15]);
