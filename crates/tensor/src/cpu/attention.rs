@@ -11,9 +11,9 @@ use crate::cpu::gemm::{Operand, small};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{max, sum_by, vectorized};
+use crate::cpu::{CpuBackend, float_kernel, layout, read, write};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{amx, attention_amx};
-use crate::cpu::{CpuBackend, float_kernel, layout, read, write};
 use crate::dtype::{DType, Float};
 use crate::error::{Result, TensorError};
 use crate::random::drop_threshold;
