@@ -1,0 +1,127 @@
+//! The live page in a real browser: headless Chromium runs its script, draws its charts and takes its picture.
+//!
+//! Where there is no Chromium (`FERROSPEED_CHROMIUM` names one; otherwise `chromium` or `google-chrome` of the `PATH`)
+//! the tests say "skipped: no Chromium". With `FERROSPEED_SCREENSHOTS=DIR` the pictures stay there to be looked at.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use ferrospeed_observe::watch::Server;
+
+fn chromium() -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os("FERROSPEED_CHROMIUM") {
+        return Some(named.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    let names = ["chromium", "chromium-browser", "google-chrome"];
+    let found = std::env::split_paths(&path).flat_map(|dir| names.map(|name| dir.join(name)));
+    found.into_iter().find(|program| program.is_file())
+}
+
+/// Serves these runs until the test's process ends.
+fn serve(folders: &[PathBuf]) -> String {
+    let server = Server::bind(folders, 0).unwrap();
+    let address = server.address();
+    std::thread::spawn(move || server.run());
+    format!("http://{address}/")
+}
+
+fn visit(chromium: &Path, profile: &Path, url: &str, more: &[String]) -> Output {
+    let output = Command::new(chromium)
+        .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"])
+        .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
+        .args(["--hide-scrollbars", "--virtual-time-budget=5000"])
+        .arg(format!("--user-data-dir={}", profile.display()))
+        .args(more)
+        .arg(url)
+        .output()
+        .unwrap_or_else(|error| panic!("{}: {error}", chromium.display()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+fn write_run(folder: &Path, steps: u64, finished: bool) {
+    let write = |name: &str, text: String| {
+        let path = folder.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    let line = |step: u64| {
+        let loss = if step == 7 { "null".to_owned() } else { format!("{}", 5.0 - step as f64 * 0.01) };
+        format!(
+            "{{\"step\":{step},\"loss\":{loss},\"lr\":0.001,\"grad_norm\":0.5,\"tokens\":{},\"tokens_per_s\":1000.0,\
+             \"step_ms\":10.0,\"forward_ms\":4.0,\"backward_ms\":4.0,\"optimizer_ms\":1.0,\"flops_per_s\":1e9,\
+             \"memory_bytes\":{{\"parameters\":1000000,\"total\":2000000}},\"skipped\":false,\"loss_scale\":1.0}}\n",
+            step * 10
+        )
+    };
+    write("config/run.json", r#"{"steps": 200, "facts": {"ranks": 2}, "recipe": {"name": "a"}}"#.into());
+    write("config/ds_config.json", r#"{"bf16": {"enabled": true}}"#.into());
+    write("config/recipe.toml", "name = \"<script>alert(1)</script>\"\n".into());
+    write("log.jsonl", (1..=steps).map(line).collect());
+    write("eval.jsonl", "{\"step\":50,\"loss\":4.25,\"tokens\":70}\n".into());
+    if finished {
+        write("report.html", "<!DOCTYPE html><title>report</title>".into());
+    }
+}
+
+/// Width and height of a picture, from its header.
+fn size_of(picture: &[u8]) -> (u32, u32) {
+    assert!(picture.starts_with(b"\x89PNG\r\n\x1a\n"), "this is no picture");
+    let number = |at: usize| u32::from_be_bytes(picture[at..at + 4].try_into().unwrap());
+    (number(16), number(20))
+}
+
+#[test]
+fn the_page_draws_runs_in_every_state_and_says_when_none_has_begun() {
+    let Some(chromium) = chromium() else { return println!("skipped: no Chromium") };
+    let place = tempfile::tempdir().unwrap();
+    let folders = ["finished", "running", "not-begun"].map(|name| place.path().join(name));
+    write_run(&folders[0], 200, true);
+    write_run(&folders[1], 60, false);
+    let dom = |folders: &[PathBuf]| {
+        let output =
+            visit(&chromium, &place.path().join("profile"), &serve(folders), &["--dump-dom".to_owned()]);
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let page = dom(&folders);
+    for (what, times) in [("<svg", 6), ("<path", 6), ("class=\"run", 3), ("checkbox", 3)] {
+        assert!(page.matches(what).count() >= times, "{what} is not there {times} times:\n{page}");
+    }
+    for what in ["finished", "running", "not-begun", "starting", "step 60 of 200", "as of "] {
+        assert!(page.contains(what), "'{what}' is not shown:\n{page}");
+    }
+    // What a recipe says is text.
+    assert!(!page.contains("<script>alert(1)"), "{page}");
+    let empty = dom(&folders[2..]);
+    assert!(empty.contains("starting") && !empty.contains("NaN") && !page.contains("NaN"), "{empty}");
+}
+
+#[test]
+fn the_page_has_its_picture_taken_in_light_and_dark_wide_and_narrow() {
+    let Some(chromium) = chromium() else { return println!("skipped: no Chromium") };
+    let place = tempfile::tempdir().unwrap();
+    let kept = std::env::var_os("FERROSPEED_SCREENSHOTS").map(PathBuf::from);
+    let pictures = kept.unwrap_or_else(|| place.path().join("pictures"));
+    std::fs::create_dir_all(&pictures).unwrap();
+    let folders = ["one", "two"].map(|name| place.path().join(name));
+    write_run(&folders[0], 200, true);
+    write_run(&folders[1], 90, false);
+    let url = serve(&folders);
+    for (width, height) in [(1400, 1200), (420, 2400)] {
+        let [dark, light] = [("dark", 0), ("light", 1)].map(|(name, scheme)| {
+            let picture = pictures.join(format!("{name}-{width}.png"));
+            let options = [
+                format!("--blink-settings=preferredColorScheme={scheme}"),
+                format!("--window-size={width},{height}"),
+                format!("--screenshot={}", picture.display()),
+            ];
+            visit(&chromium, &place.path().join("profile"), &url, &options);
+            std::fs::read(&picture).unwrap()
+        });
+        assert_eq!((size_of(&dark), size_of(&light)), ((width, height), (width, height)));
+        // An empty page of this size takes a few kilobytes.
+        assert!(dark.len() > 30_000 && light.len() > 30_000, "{} and {} bytes", dark.len(), light.len());
+        assert_ne!(dark, light, "the page looks the same in light and dark");
+    }
+}
