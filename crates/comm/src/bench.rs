@@ -25,6 +25,9 @@ pub enum Memory {
     Staged,
 }
 
+/// How often a plain copy is timed.
+const COPIES: usize = 8;
+
 /// What to measure.
 #[derive(Debug, Clone)]
 pub struct Matrix {
@@ -83,6 +86,9 @@ pub struct Row {
     pub algorithm_gb_per_s: f64,
     /// Scaled to what each rank must move.
     pub bus_gb_per_s: f64,
+    /// How long every rank took to copy as many bytes inside its own memory, all at the same time: what the memory of
+    /// one host allows.
+    pub copy_us: f64,
 }
 
 /// Measures the whole matrix.
@@ -90,9 +96,11 @@ pub fn run(world: &World, matrix: &Matrix) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for memory in &matrix.memories {
         for bytes in &matrix.sizes_bytes {
+            let copy_us = measure_copy(world, *bytes, *memory)?;
             for dtype in &matrix.dtypes {
                 for operation in &matrix.operations {
-                    rows.push(measure(world, *operation, *bytes, *dtype, *memory, matrix.time_per_row)?);
+                    let row = measure(world, *operation, *bytes, *dtype, *memory, matrix.time_per_row)?;
+                    rows.push(Row { copy_us, ..row });
                 }
             }
         }
@@ -147,7 +155,30 @@ fn measure(
         best_us,
         algorithm_gb_per_s,
         bus_gb_per_s: algorithm_gb_per_s * bus_factor(operation, group.size()),
+        copy_us: f64::NAN,
     })
+}
+
+/// The median time of a plain copy of `bytes` on every rank at once, the slowest rank's.
+fn measure_copy(world: &World, bytes: usize, memory: Memory) -> Result<f64> {
+    let group = world.group();
+    let allocate = || match memory {
+        Memory::Registered => world.allocate(bytes).map(|buffer| buffer.region()),
+        Memory::Staged => Ok(Region::zeroed(bytes)),
+    };
+    let (from, to) = (allocate()?, allocate()?);
+    let mut times_us = Vec::new();
+    for _ in 0..COPIES {
+        group.barrier()?;
+        let begin = Instant::now();
+        // SAFETY: both regions are this measurement's own and apart from each other.
+        unsafe { to.as_mut_slice::<u8>().copy_from_slice(from.as_mut_slice::<u8>()) };
+        times_us.push(begin.elapsed().as_secs_f64() * 1e6);
+    }
+    group.all_reduce(&mut times_us, ReduceOp::Max)?;
+    // The first one faults the pages in.
+    times_us[1..].sort_by(f64::total_cmp);
+    Ok(times_us[COPIES / 2 + 1])
 }
 
 /// The bytes that each rank must move, for each byte of the buffer.
@@ -204,8 +235,17 @@ fn run_typed<T: Element>(group: &Group, operation: Kind, whole: &Region, part: &
 /// The rows as a table for people.
 pub fn table(rows: &[Row]) -> String {
     let mut text = format!(
-        "{:<15}{:<14}{:>5}{:>11}{:>7}  {:<12}{:>12}{:>12}{:>12}\n",
-        "operation", "backend", "ranks", "size", "type", "memory", "median µs", "alg GB/s", "bus GB/s"
+        "{:<15}{:<14}{:>5}{:>11}{:>7}  {:<12}{:>12}{:>12}{:>12}{:>12}\n",
+        "operation",
+        "backend",
+        "ranks",
+        "size",
+        "type",
+        "memory",
+        "median µs",
+        "alg GB/s",
+        "bus GB/s",
+        "copy µs"
     );
     for row in rows {
         let memory = match row.memory {
@@ -213,7 +253,7 @@ pub fn table(rows: &[Row]) -> String {
             Memory::Staged => "staged",
         };
         text.push_str(&format!(
-            "{:<15}{:<14}{:>5}{:>11}{:>7}  {:<12}{:>12.1}{:>12.2}{:>12.2}\n",
+            "{:<15}{:<14}{:>5}{:>11}{:>7}  {:<12}{:>12.1}{:>12.2}{:>12.2}{:>12.1}\n",
             row.operation.name(),
             row.backend,
             row.ranks,
@@ -222,7 +262,8 @@ pub fn table(rows: &[Row]) -> String {
             memory,
             row.median_us,
             row.algorithm_gb_per_s,
-            row.bus_gb_per_s
+            row.bus_gb_per_s,
+            row.copy_us
         ));
     }
     text

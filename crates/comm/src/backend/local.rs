@@ -14,6 +14,7 @@
 //! operation *s* + 2 only after every rank stepped into *s* + 1, that is, finished reading those of *s*.
 
 mod collectives;
+mod copy;
 mod layout;
 mod messages;
 mod staged;

@@ -6,6 +6,7 @@
 //! meant for it out of the buffers of the others.
 
 use super::LocalCarrier;
+use super::copy::copy;
 use super::layout::PostedRange;
 use crate::backend::Ticket;
 use crate::error::{Error, Result};
@@ -291,16 +292,5 @@ impl LocalCarrier {
             }
         }
         Ok(())
-    }
-}
-
-/// Copies bytes that may be the same bytes.
-///
-/// # Safety
-/// `from` is readable and `to` writable for `bytes`.
-pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
-    if !std::ptr::eq(from, to) && bytes > 0 {
-        // SAFETY: the caller's contract; `copy` allows overlap.
-        unsafe { std::ptr::copy(from, to, bytes) };
     }
 }

@@ -9,7 +9,7 @@
 use std::sync::PoisonError;
 
 use super::LocalCarrier;
-use super::collectives::copy;
+use super::copy::copy;
 use super::sync::{Counter, Interrupted};
 use crate::backend::stash::MessageHeader;
 use crate::backend::{Message, Ticket};

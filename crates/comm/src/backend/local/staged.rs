@@ -5,7 +5,8 @@
 //! once and written once, whatever the message size.
 
 use super::LocalCarrier;
-use super::collectives::{Pull, copy};
+use super::collectives::Pull;
+use super::copy::copy;
 use crate::backend::Ticket;
 use crate::error::Result;
 use crate::op::{Collective, Kind, Part};
