@@ -93,7 +93,12 @@ pub(crate) fn write(
     let pieces = disk::write(fs, path, file, |output| {
         // Headers grow with the number of tensors, and may be longer than a block.
         for part in header(specs).chunks(BLOCK_BYTES as usize) {
-            output.append(|to| Ok(to.extend_from_slice(part)), |part| Ok(whole.update(part)))?;
+            whole.update(part);
+            let append = |to: &mut Vec<u8>| {
+                to.extend_from_slice(part);
+                Ok(())
+            };
+            output.append(append, |_| Ok(()))?;
             offset += part.len() as u64;
         }
         let mut pieces = Vec::with_capacity(specs.len());
