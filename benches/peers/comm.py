@@ -2,7 +2,8 @@
 """Collectives side by side: Ferrospeed, Gloo (torch.distributed) and OpenMPI (mpi4py), as ratios.
 
 Runs the same operations on the same sizes, types and numbers of ranks, one after the other on this machine, and prints
-each peer's median time over Ferrospeed's: above 1, Ferrospeed is faster. Sizes are those of the whole buffer.
+each peer's median time over Ferrospeed's: above 1, Ferrospeed is faster. Sizes are those of the whole buffer. The last
+column is the roof: the time in which all ranks at once copy as many bytes inside their own memory, over Ferrospeed's.
 
     cargo build --release -p ferrospeed-cli
     python3 benches/peers/comm.py --ranks 2 4 --json comm.json
@@ -143,7 +144,7 @@ def ferrospeed(options, ranks, backend):
     for row in rows:
         # A size that does not divide is rounded down by all sides; name it as asked for.
         asked = min(options.sizes, key=lambda size: abs(size - row["bytes"]))
-        ordered[row["operation"], asked, row["dtype"], row["memory"]] = row["median_us"]
+        ordered[row["operation"], asked, row["dtype"], row["memory"]] = row["median_us"], row["copy_us"]
     return ordered
 
 
@@ -170,7 +171,7 @@ def main():
         if not present:
             print(f"left out: {name}", file=sys.stderr)
     everything = []
-    print(f"{'ranks':>5} {'operation':<15}{'size':>10} {'type':<5}{'memory':<12}{'µs':>10} {'× Gloo':>8} {'× MPI':>8}")
+    print(f"{'ranks':>5} {'operation':<15}{'size':>10} {'type':<5}{'memory':<12}{'µs':>10} {'× Gloo':>8} {'× MPI':>8} {'× copy':>8}")
     for ranks in options.ranks:
         ours = ferrospeed(options, ranks, "auto")
         over_tcp = ferrospeed(options, ranks, "tcp")
@@ -181,14 +182,13 @@ def main():
             command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), *itself, "--as-rank", "mpi"]
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             mpi = peer([json.loads(line) for line in output.splitlines() if line.startswith("{")])
-        for (operation, size, dtype, memory), median in ours.items():
+        for (operation, size, dtype, memory), (median, copy) in ours.items():
             ratios = [other.get((operation, size, dtype)) for other in (gloo, mpi)]
             ratios = [theirs / median if theirs else None for theirs in ratios]
             shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-            print(f"{ranks:>5} {operation:<15}{size:>10} {dtype:<5}{memory:<12}{median:>10.1f} {shown[0]:>8} {shown[1]:>8}")
-            everything.append(
-                dict(ranks=ranks, operation=operation, size=size, dtype=dtype, memory=memory, median_us=median, over_gloo=ratios[0], over_mpi=ratios[1])
-            )
+            print(f"{ranks:>5} {operation:<15}{size:>10} {dtype:<5}{memory:<12}{median:>10.1f} {shown[0]:>8} {shown[1]:>8} {copy / median:>8.2f}")
+            row = dict(ranks=ranks, operation=operation, size=size, dtype=dtype, memory=memory, median_us=median)
+            everything.append(row | dict(over_gloo=ratios[0], over_mpi=ratios[1], over_copy=copy / median))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(everything, file, indent=1)
