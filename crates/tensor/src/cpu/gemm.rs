@@ -1,4 +1,5 @@
-//! Matrix products: f32 by the `gemm` crate, bf16 on AMX where the processor has it, else widened to f32.
+//! Matrix products: f32 by the `gemm` crate, bf16 on AMX where the processor has it, else widened to f32; a
+//! single row by `one_row.rs`.
 //!
 //! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
 //! with any number of threads. They are grouped differently on another instruction set.
@@ -11,7 +12,7 @@ use crate::cpu::amx;
 use crate::cpu::math::{activate, with_activation};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
-use crate::cpu::{float_kernel, read, write};
+use crate::cpu::{float_kernel, one_row, read, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
 use crate::memory::HostPool;
@@ -28,7 +29,7 @@ pub(crate) struct Operand<'a, T> {
 }
 
 impl<'a, T: Element> Operand<'a, T> {
-    fn new(matrix: &Matrix<'a>, batch: usize) -> Self {
+    pub(crate) fn new(matrix: &Matrix<'a>, batch: usize) -> Self {
         let elements = &read::<T>(matrix.tensor)[matrix.offset + batch * matrix.batch_stride..];
         let (row_stride, column_stride) =
             if matrix.transposed { (1, matrix.row_stride) } else { (matrix.row_stride, 1) };
@@ -141,6 +142,9 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
             offset: gemm.c.offset + batch * gemm.c.batch_stride,
             row_stride: gemm.c.row_stride,
         };
+        if gemm.m == 1 && gemm.batch == 1 {
+            return one_row::product(threads, gemm, &epilogue, &output(0));
+        }
         match gemm.a.tensor.dtype() {
             DType::F32 => products_f32::<C>(threads, gemm, &epilogue, output),
             #[cfg(target_arch = "x86_64")]

@@ -14,6 +14,7 @@ mod layout;
 mod loss;
 mod math;
 mod norm;
+mod one_row;
 mod parallel;
 mod pointwise;
 mod reduce;
