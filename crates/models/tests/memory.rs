@@ -1,4 +1,5 @@
-//! Loading a sharded model takes the memory of the model and one tensor. Alone in its file: it measures the process.
+//! Loading a sharded model takes the memory of the model and one tensor, and all of it is given back with the model.
+//! Alone in its file: it measures the process.
 
 use ferrospeed_models::directory::{WriteOptions, create};
 use ferrospeed_models::presets::{Preset, PresetSizes};
@@ -15,7 +16,7 @@ fn peak_bytes() -> usize {
 }
 
 #[test]
-fn loading_takes_the_model_and_one_tensor() {
+fn loading_takes_the_model_and_one_tensor_and_dropping_gives_it_back() {
     let folder = tempfile::tempdir().unwrap();
     let place = folder.path().join("model");
     let sizes = PresetSizes {
@@ -47,5 +48,8 @@ fn loading_takes_the_model_and_one_tensor() {
             taken_bytes <= model_bytes + largest_bytes,
             "{dtype}: loading took {taken_bytes} bytes for a model of {model_bytes} and a tensor of {largest_bytes}"
         );
+        assert!(device.memory_usage().current_total() >= model_bytes);
+        drop((store, params, model));
+        assert_eq!(device.memory_usage().current_total(), 0, "{dtype}: nobody holds the model any more");
     }
 }

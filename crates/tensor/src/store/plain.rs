@@ -1,8 +1,11 @@
 //! Everything resident: all parameters are slices of one flat buffer.
+//!
+//! Parameters hold their store, so the store holds no parameters: with the last handle all memory is given back.
 
 use std::sync::{Arc, Mutex};
 
 use crate::backend::Device;
+use crate::cpu;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Category;
@@ -15,7 +18,6 @@ const LOADED_AT_ONCE: usize = 256 << 10;
 
 /// The store without a policy.
 pub struct PlainStore {
-    params: Vec<Param>,
     values: Vec<Tensor>,
     flat: Tensor,
     gradients: Mutex<Vec<Option<Tensor>>>,
@@ -44,32 +46,16 @@ impl PlainStore {
         source: &dyn ParamSource,
     ) -> Result<PlainStore> {
         let total = params.iter().map(Param::numel).sum::<usize>();
-        let flat = Tensor::zeros_in([total], dtype, device, Category::Parameters)?;
+        let flat = Tensor::empty_in([total], dtype, device, Category::Parameters)?;
         let mut values = Vec::with_capacity(params.len());
         let mut start = 0;
         for param in params {
-            let numel = param.numel();
-            let mut part = vec![0.0; numel.min(LOADED_AT_ONCE)];
-            for first in (0..numel).step_by(LOADED_AT_ONCE) {
-                let part = &mut part[..LOADED_AT_ONCE.min(numel - first)];
-                source.load(param, first..first + part.len(), part)?;
-                let staged = Tensor::from_f32(part, [part.len()], dtype, device)?;
-                device.backend().copy(&staged, &flat.slice(start + first, [part.len()])?)?;
-            }
-            values.push(flat.slice(start, *param.shape())?);
-            start += numel;
+            let value = flat.slice(start, *param.shape())?;
+            load(source, param, &value)?;
+            values.push(value);
+            start += param.numel();
         }
-        Ok(PlainStore {
-            params: params.to_vec(),
-            values,
-            flat,
-            gradients: Mutex::new(vec![None; params.len()]),
-        })
-    }
-
-    /// The parameters in the order of the flat buffer.
-    pub fn params(&self) -> &[Param] {
-        &self.params
+        Ok(PlainStore { values, flat, gradients: Mutex::new(vec![None; params.len()]) })
     }
 
     /// The whole flat buffer.
@@ -85,12 +71,29 @@ impl PlainStore {
     /// Takes all gradients out.
     pub fn take_gradients(&self) -> Vec<Option<Tensor>> {
         let mut gradients = self.lock();
-        std::mem::replace(&mut *gradients, vec![None; self.params.len()])
+        std::mem::replace(&mut *gradients, vec![None; self.values.len()])
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Option<Tensor>>> {
         self.gradients.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
+}
+
+/// Fills `value`: in place where it is f32 on the host, else by parts that are converted on their way.
+fn load(source: &dyn ParamSource, param: &Param, value: &Tensor) -> Result<()> {
+    let (numel, dtype, device) = (param.numel(), value.dtype(), value.device());
+    if device.backend().is_host() && dtype == DType::F32 {
+        return source.load(param, 0..numel, cpu::write::<f32>(value));
+    }
+    let flat = value.view([numel])?;
+    let mut part = vec![0.0; numel.min(LOADED_AT_ONCE)];
+    for first in (0..numel).step_by(LOADED_AT_ONCE) {
+        let part = &mut part[..LOADED_AT_ONCE.min(numel - first)];
+        source.load(param, first..first + part.len(), part)?;
+        let staged = Tensor::from_f32(part, [part.len()], dtype, device)?;
+        device.backend().copy(&staged, &flat.slice(first, [part.len()])?)?;
+    }
+    Ok(())
 }
 
 impl ParamStore for PlainStore {
