@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::vectorized;
 use half::bf16;
 
 use crate::adam::Adam;
@@ -88,7 +89,7 @@ fn scale_in_place(values: &mut [f32], device: &Device) {
     let blocks: Vec<_> = values.chunks_mut(256 * 1024).map(std::sync::Mutex::new).collect();
     device.backend().parallel(blocks.len(), &|index| {
         let mut block = blocks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        ferrospeed_tensor::cpu::simd::vectorized(|| block.iter_mut().for_each(|value| *value *= 1.000_001));
+        vectorized!(|| block.iter_mut().for_each(|value| *value *= 1.000_001));
     });
 }
 

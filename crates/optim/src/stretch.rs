@@ -160,6 +160,19 @@ fn block<const STATES: usize, G: Float, C: Float>(
     gradient: &[G],
     factor: f32,
     states: &mut [&mut [f32]; STATES],
+    copy: Option<&mut [C]>,
+    rule: &impl Rule<STATES>,
+) {
+    // The macro, not the function of that name: the whole loop is compiled for each instruction set.
+    vectorized!(|| in_one_pass(weights, gradient, factor, states, copy, rule));
+}
+
+#[inline(always)]
+fn in_one_pass<const STATES: usize, G: Float, C: Float>(
+    weights: &mut [f32],
+    gradient: &[G],
+    factor: f32,
+    states: &mut [&mut [f32]; STATES],
     mut copy: Option<&mut [C]>,
     rule: &impl Rule<STATES>,
 ) {
@@ -198,8 +211,7 @@ fn lanes<const STATES: usize, const N: usize, G: Float, C: Float>(
     for (scaled, gradient) in scaled.iter_mut().zip(&gradient[range.clone()]) {
         *scaled = gradient.widen() * factor;
     }
-    // Only this much is compiled per instruction set: a larger closure would not be inlined there, and stay scalar.
-    vectorized(|| update(&mut new, &scaled, &mut held, rule));
+    update(&mut new, &scaled, &mut held, rule);
     weights[range.clone()].copy_from_slice(&new);
     for (held, state) in held.iter().zip(states.iter_mut()) {
         state[range.clone()].copy_from_slice(held);
