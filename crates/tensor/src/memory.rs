@@ -204,7 +204,8 @@ impl HostPool {
         state.usage.subtract(category, block.capacity_bytes);
         state.free.entry(block.capacity_bytes).or_default().push(block.pointer);
         state.pooled_bytes += block.capacity_bytes;
-        let limit_bytes = POOL_FLOOR_BYTES + state.usage.current_total_bytes / 4;
+        // Between steps only model state is in use, and activations of about its size wait for the next one.
+        let limit_bytes = POOL_FLOOR_BYTES + state.usage.current_total_bytes / 2;
         while state.pooled_bytes > limit_bytes {
             state.release_largest();
         }

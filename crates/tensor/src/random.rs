@@ -59,16 +59,30 @@ impl RandomKey {
     ///
     /// Positions `2i` and `2i+1` share a pair of words, so any range gives the same numbers as the whole.
     pub fn fill_normal(&self, start: u64, out: &mut [f32]) {
-        for (offset, value) in out.iter_mut().enumerate() {
-            let position = start + offset as u64;
-            let words = self.block(position / 4);
-            let pair = if position % 4 < 2 { [words[0], words[1]] } else { [words[2], words[3]] };
-            // 1 - u lies in (0, 1], so the logarithm is finite.
-            let radius = (-2.0 * f64::ln(1.0 - f64::from(uniform_from_word(pair[0])))).sqrt();
-            let angle = std::f64::consts::TAU * f64::from(uniform_from_word(pair[1]));
-            *value =
-                if position.is_multiple_of(2) { radius * angle.cos() } else { radius * angle.sin() } as f32;
+        let mut rest = out;
+        let mut position = start;
+        while !rest.is_empty() {
+            // A whole block gives four; the first and the last one may be wanted in part.
+            let numbers = self.normal_block(position / 4);
+            let skipped = (position % 4) as usize;
+            let count = rest.len().min(4 - skipped);
+            let (now, later) = rest.split_at_mut(count);
+            now.copy_from_slice(&numbers[skipped..skipped + count]);
+            (rest, position) = (later, position + count as u64);
         }
+    }
+
+    /// The four normal numbers of a block.
+    fn normal_block(&self, index: u64) -> [f32; 4] {
+        let words = self.block(index);
+        let pair = |radius: u32, angle: u32| {
+            // 1 - u lies in (0, 1], so the logarithm is finite.
+            let radius = (-2.0 * f64::ln(1.0 - f64::from(uniform_from_word(radius)))).sqrt();
+            let (sin, cos) = (std::f64::consts::TAU * f64::from(uniform_from_word(angle))).sin_cos();
+            [(radius * cos) as f32, (radius * sin) as f32]
+        };
+        let ([a, b], [c, d]) = (pair(words[0], words[1]), pair(words[2], words[3]));
+        [a, b, c, d]
     }
 }
 
