@@ -16,10 +16,9 @@
 //! last layer, whichever needs more beyond what all layers keep.
 
 use crate::model::Transformer;
+use crate::plan::Processor;
 
-/// The most bytes of f32 logits that the fused loss holds at once.
-const LOSS_CHUNK_BYTES: u64 = 64 << 20;
-/// It takes at least this many rows.
+/// The fused loss takes at least this many rows at once.
 const LOSS_CHUNK_MIN_ROWS: u64 = 16;
 /// Means, deviations, log-sums, losses.
 const F32_BYTES: u64 = 4;
@@ -47,6 +46,7 @@ impl ActivationBytes {
         tokens: u64,
         sequence_length: u64,
         keeps_attention_matrix: bool,
+        processor: Processor,
     ) -> ActivationBytes {
         let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
         let inner = shape.intermediate * shape.experts_per_token;
@@ -68,7 +68,7 @@ impl ActivationBytes {
         ActivationBytes {
             layer_input: bytes(shape.hidden),
             layer: bytes(elements).saturating_add(statistics.saturating_mul(tokens)),
-            loss: around_the_loss.saturating_add(logits(shape, width, tokens)),
+            loss: around_the_loss.saturating_add(logits(shape, width, tokens, processor)),
             // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the
             // activation in place, or those of gate and up.
             backward: bytes(2 * shape.hidden + if shape.gated { 2 * inner } else { inner }),
@@ -92,12 +92,12 @@ impl ActivationBytes {
 }
 
 /// The logits that are held at once, and their gradient where it needs a copy in the training precision.
-fn logits(shape: &Transformer, width: u64, tokens: u64) -> u64 {
+fn logits(shape: &Transformer, width: u64, tokens: u64, processor: Processor) -> u64 {
     if shape.keeps_logits {
         // In the training precision, in f32 for the loss, and their gradient.
         return tokens.saturating_mul(shape.vocab).saturating_mul(2 * width + F32_BYTES);
     }
-    let rows = (LOSS_CHUNK_BYTES / (shape.vocab * F32_BYTES))
+    let rows = (processor.loss_chunk_bytes() / (shape.vocab * F32_BYTES))
         .clamp(LOSS_CHUNK_MIN_ROWS, tokens.max(LOSS_CHUNK_MIN_ROWS));
     let narrow = if width < F32_BYTES { width } else { 0 };
     rows.min(tokens).saturating_mul(shape.vocab).saturating_mul(F32_BYTES + narrow)

@@ -54,6 +54,27 @@ pub struct Request<'a> {
     pub checkpoint_activations: bool,
     /// Whether attention keeps its matrix of weights; fused attention does not.
     pub keeps_attention_matrix: bool,
+    /// What ranks compute on.
+    pub processor: Processor,
+}
+
+/// What a rank computes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Processor {
+    /// The host's own cores.
+    Cpu,
+    /// A GPU each.
+    Gpu,
+}
+
+impl Processor {
+    /// The most bytes of f32 logits that the fused loss holds at once: what fits a cache, or what fills a GPU.
+    pub(crate) fn loss_chunk_bytes(self) -> u64 {
+        match self {
+            Processor::Cpu => 64 << 20,
+            Processor::Gpu => 1 << 30,
+        }
+    }
 }
 
 /// One purpose in one tier.

@@ -145,8 +145,9 @@ impl Planner<'_> {
         let (zero, params, purpose) =
             (&self.request.config.zero, self.params(), Purpose::CommunicationBuffers);
         let width = self.request.config.communication_data_type.map_or(self.width(), DataType::bytes);
-        if self.request.data_parallel_size > 1 {
-            let bucket = zero.reduce_bucket_size.min(params);
+        // Below stage 2 gradients stay in the buffers they travel in.
+        if self.request.data_parallel_size > 1 && self.stage() >= Stage::Gradients {
+            let bucket = zero.bucket_numel(params).min(params);
             let copies = if zero.overlap_comm { 2 } else { 1 };
             let why = format!("{copies} × {bucket} gradients × {width} bytes");
             self.add(purpose, Tier::Device, bucket.saturating_mul(copies * width), why);
@@ -179,6 +180,7 @@ impl Planner<'_> {
             tokens,
             self.request.sequence_length,
             self.request.keeps_attention_matrix,
+            self.request.processor,
         );
         let (kept, checkpointed) = (bytes.kept(shape.layers), bytes.checkpointed(shape.layers));
         let purpose = Purpose::Activations;

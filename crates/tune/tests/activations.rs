@@ -8,7 +8,7 @@ use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
 use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
-use ferrospeed_tune::plan::{Activations, Request, plan};
+use ferrospeed_tune::plan::{Activations, Processor, Request, plan};
 use ferrospeed_tune::serve::serving;
 use serde_json::{Value, json};
 
@@ -49,6 +49,7 @@ fn planned(config: &Value, dtype: DType, batch: u64, sequence_length: u64) -> Ac
         sequence_length,
         checkpoint_activations: false,
         keeps_attention_matrix: false,
+        processor: Processor::Cpu,
     };
     plan(&request).activations.unwrap()
 }

@@ -3,7 +3,7 @@
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, ModelError, from_hugging_face};
-use ferrospeed_tune::plan::{Capacity, Plan, Purpose, Request, Tier, human, plan};
+use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose, Request, Tier, human, plan};
 use serde_json::{Value, json};
 
 fn config(value: Value, ranks: u64) -> Config {
@@ -19,6 +19,7 @@ fn plan_for(model: &Model, value: Value, ranks: u64, checkpoint_activations: boo
         sequence_length: 1024,
         checkpoint_activations,
         keeps_attention_matrix: false,
+        processor: Processor::Cpu,
     })
 }
 
@@ -96,6 +97,36 @@ fn checkpointing_keeps_layer_inputs_only() {
     assert_eq!(activations.checkpointed_bytes, 12 * input + loss);
     let kept = plan_for(&model, value(), 1, false);
     assert_eq!(kept.total(Tier::Device) - states(&kept), activations.kept_bytes);
+    // A GPU takes all rows of this loss at once.
+    let on_gpu = plan(&Request {
+        model: &model,
+        config: &config(value(), 1),
+        data_parallel_size: 1,
+        sequence_length: 1024,
+        checkpoint_activations: true,
+        keeps_attention_matrix: false,
+        processor: Processor::Gpu,
+    });
+    let checkpointed = on_gpu.activations.expect("a known shape").checkpointed_bytes;
+    assert_eq!(checkpointed, 12 * input + loss - logits + 4096 * 50257 * (4 + 2));
+}
+
+#[test]
+fn buckets_are_planned_as_they_are_cut() {
+    let model = Model::Counts(ModelSize { total_params: 80_000_000, largest_layer_params: 1_000_000 });
+    let buffers = |stage: u8, limit: u64| {
+        let value = json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": { "enabled": true },
+            "zero_optimization": { "stage": stage, "reduce_bucket_size": limit, "overlap_comm": true },
+        });
+        let plan = plan_for(&model, value, 2, false);
+        let rows = plan.rows.iter().filter(|row| row.purpose == Purpose::CommunicationBuffers);
+        rows.map(|row| row.bytes).sum::<u64>()
+    };
+    // The default limit is larger than the model, which is cut into eight all the same.
+    assert_eq!((buffers(1, 500_000_000), buffers(2, 500_000_000)), (0, 2 * 10_000_000 * 2));
+    assert_eq!(buffers(2, 3_000_000), 2 * 3_000_000 * 2);
 }
 
 #[test]

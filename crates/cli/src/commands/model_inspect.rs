@@ -12,7 +12,7 @@ use ferrospeed_models::roles::Role;
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{ModelConfig, WindowRule};
 use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
-use ferrospeed_tune::plan::{Activations, Purpose, Request, human, plan};
+use ferrospeed_tune::plan::{Activations, Processor, Purpose, Request, human, plan};
 use ferrospeed_tune::serve::{Serving, serving};
 use serde_json::{Value, json};
 
@@ -136,6 +136,7 @@ fn training(
         sequence_length: sequence,
         checkpoint_activations: false,
         keeps_attention_matrix: false,
+        processor: Processor::Cpu,
     });
     let states = planned.rows.iter().filter(|row| row.purpose != Purpose::Activations).map(|row| row.bytes);
     let none = Activations { kept_bytes: 0, checkpointed_bytes: 0 };

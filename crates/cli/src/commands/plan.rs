@@ -8,7 +8,7 @@ use clap::Args;
 use ferrospeed_config::{AutoValues, Config, OptimizerTier, ParameterTier};
 use ferrospeed_launch::probe;
 use ferrospeed_tune::model::Model;
-use ferrospeed_tune::plan::{Capacity, Plan, Request, Shortfall, human, plan};
+use ferrospeed_tune::plan::{Capacity, Plan, Processor, Request, Shortfall, human, plan};
 use serde_json::json;
 
 use super::config::{InputArgs, print_findings, refusal};
@@ -73,6 +73,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         Model::Transformer(transformer) => Some(transformer.max_positions),
         Model::Counts(_) => None,
     };
+    let capacity = capacity(args, &config)?;
     let planned = plan(&Request {
         model: &model,
         config: &config,
@@ -84,8 +85,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
             .unwrap_or(DEFAULT_SEQUENCE_LENGTH),
         checkpoint_activations: args.checkpoint_activations,
         keeps_attention_matrix: args.keep_attention_matrix,
+        processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
     });
-    let capacity = capacity(args, &config)?;
     let shortfalls = planned.shortfalls(&capacity);
     let text = match args.json {
         true => as_json(&planned, &capacity, &shortfalls),
