@@ -1,4 +1,4 @@
-//! `ferrospeed bench comm` with real ranks, `ferrospeed bench model`'s arguments, and `ferrospeed trace diff`.
+//! `ferrospeed bench comm` and `engine` with real ranks, `ferrospeed bench model`'s arguments, and `ferrospeed trace diff`.
 
 mod support;
 
@@ -35,6 +35,24 @@ fn collectives_are_measured_over_ranks_and_backends_as_json() {
 }
 
 #[test]
+fn steps_of_real_ranks_are_measured_for_each_stage() {
+    let small = ["--layers", "1", "--width", "64", "--vocabulary", "64", "--batch", "1", "--tokens", "8"];
+    let cases = ["--stage", "0,3", "--dtype", "bf16", "--repeats", "1", "--accumulation", "2", "--json"];
+    let output = ferrospeed(&[&["bench", "engine"][..], &small, &cases].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let rows: Vec<Value> =
+        stdout(&output).lines().map(|line| serde_json::from_str(line).expect("a row")).collect();
+    let stages: Vec<Option<u64>> = rows.iter().map(|row| row["stage"].as_u64()).collect();
+    assert_eq!(stages, [Some(0), Some(3)]);
+    for row in &rows {
+        for key in ["tokens_per_s", "median_s", "launch_to_first_step_s", "peak_rss_bytes", "processor_s"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key}: {row}");
+        }
+        assert_eq!((row["ranks"].as_u64(), row["dtype"].as_str()), (Some(2), Some("bf16")));
+    }
+}
+
+#[test]
 fn people_get_a_table() {
     let output = ferrospeed(&SMALL);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -53,6 +71,8 @@ fn what_cannot_be_measured_is_refused() {
         (&["bench", "model", "--only", "nothing"], "train gpt2-124m 2x512"),
         (&["bench", "model", "--threads", "0"], "--threads"),
         (&["bench", "model", "--repeats", "0"], "--repeats"),
+        (&["bench", "engine", "--stage", "4"], "--stage"),
+        (&["bench", "engine", "--threads", "0"], "--threads"),
     ] {
         let output = ferrospeed(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");

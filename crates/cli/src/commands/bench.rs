@@ -1,5 +1,5 @@
 //! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
-//! models in `bench_model.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`.
+//! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
 //! given time after a warm-up; both the best and the median run are reported, since on a machine that is shared
@@ -16,7 +16,7 @@ use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, autograd};
 use serde_json::{Value, json};
 
-use super::{bench_checkpoint, bench_comm, bench_gpu, bench_model};
+use super::{bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model};
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -33,6 +33,8 @@ enum What {
     Ops(RunArgs),
     /// Whole training steps and text generation
     Model(bench_model::ModelBenchArgs),
+    /// Training steps of several ranks, for each ZeRO stage
+    Engine(bench_engine::EngineBenchArgs),
     /// Training steps and text generation on a GPU
     Gpu(bench_gpu::GpuBenchArgs),
     /// Collectives between ranks
@@ -88,6 +90,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Gemm(args) => (args, gemm_cases),
         What::Ops(args) => (args, op_cases),
         What::Model(args) => return bench_model::run(args),
+        What::Engine(args) => return bench_engine::run(args),
         What::Gpu(args) => return bench_gpu::run(args),
         What::Comm(args) => return bench_comm::run(args),
         What::Checkpoint(args) => return bench_checkpoint::run(args),

@@ -3,6 +3,7 @@
 mod bench;
 mod bench_checkpoint;
 mod bench_comm;
+mod bench_engine;
 mod bench_gpu;
 mod bench_load;
 mod bench_model;
