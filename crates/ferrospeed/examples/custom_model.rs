@@ -70,3 +70,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Err(format!("the loss should have fallen below 0.02, it is {last}").into())
     }
 }
+
+#[test]
+fn it_learns() -> Result<(), Box<dyn std::error::Error>> {
+    main()
+}
