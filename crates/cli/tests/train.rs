@@ -139,6 +139,36 @@ fn stages_write_the_same_log_to_the_last_digit() {
 }
 
 #[test]
+fn a_curriculum_cuts_sequences_and_layers_are_dropped_alike_in_every_stage() {
+    let place = Workplace::new();
+    let train = |stage: u8| {
+        let sets = [
+            format!("zero_optimization.stage={stage}"),
+            "steps=6".into(),
+            "curriculum_learning.enabled=true".into(),
+            "curriculum_learning.min_difficulty=16".into(),
+            "curriculum_learning.max_difficulty=64".into(),
+            "curriculum_learning.schedule_type=\"fixed_linear\"".into(),
+            "curriculum_learning.schedule_config.total_curriculum_step=4".into(),
+            "curriculum_learning.schedule_config.difficulty_step=16".into(),
+            "progressive_layer_drop.enabled=true".into(),
+            "progressive_layer_drop.theta=0.1".into(),
+            "progressive_layer_drop.gamma=1.0".into(),
+        ];
+        let words: Vec<&str> = sets.iter().flat_map(|set| ["--set", set.as_str()]).collect();
+        place.train(&format!("curriculum{stage}"), &words)
+    };
+    let run = train(0);
+    let tokens: Vec<u64> =
+        lines(&run.join("log.jsonl")).iter().map(|record| record["tokens"].as_u64().unwrap()).collect();
+    // 4 sequences on each of 2 ranks, of a length that grows by 12 a step and is a multiple of 16.
+    assert_eq!(tokens[0], 8 * 16);
+    let lengths: Vec<u64> = tokens.windows(2).map(|pair| (pair[1] - pair[0]) / 8).collect();
+    assert_eq!(lengths, [32, 48, 64, 64, 64]);
+    assert_eq!(losses(&train(3)), losses(&run));
+}
+
+#[test]
 fn everything_wrong_with_a_recipe_is_said_before_a_rank_starts() {
     let place = Workplace::new();
     let output = place.ferrospeed(&[

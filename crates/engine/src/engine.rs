@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrospeed_comm::World;
+use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_config::Config;
 use ferrospeed_nn::Mode;
+use ferrospeed_nn::layer_drop::with_layer_drop;
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::{LossScaler, Machine};
 use ferrospeed_optim::schedule::Scheduler;
@@ -18,7 +19,7 @@ use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
 use crate::checkpoint::Background;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
-use crate::setup::Setup;
+use crate::setup::{Setup, kept_type};
 
 /// What a call of [`Engine::step`] did.
 #[derive(Debug, Clone, PartialEq)]
@@ -34,7 +35,8 @@ pub enum StepReport {
     Skipped {
         /// The first parameter with a bad gradient.
         param: String,
-        /// The rank that found it.
+        /// The first rank whose loss was not a number; where all losses were numbers, the first that holds a bad part
+        /// of the gradient.
         rank: usize,
     },
 }
@@ -60,7 +62,6 @@ pub struct Engine {
     pub(crate) scheduler: Option<Scheduler>,
     pub(crate) scaler: LossScaler,
     pub(crate) accumulation_steps: u64,
-    accumulates: bool,
     pub(crate) micro_steps: u64,
     pub(crate) global_steps: u64,
     pub(crate) global_samples: u64,
@@ -70,6 +71,8 @@ pub struct Engine {
     boundary_override: Option<bool>,
     pub(crate) last_grad_norm: Option<f64>,
     last_step_applied: bool,
+    /// Whether a loss since the last step was not a number on this rank.
+    bad_loss: bool,
     times: StepTimes,
     last_times: StepTimes,
     pub(crate) background: Background,
@@ -100,7 +103,6 @@ impl Engine {
             // One machine for all stages, so that they agree on what is skipped.
             scaler: LossScaler::from_config(config.precision, Machine::Zero),
             accumulation_steps: config.batch.gradient_accumulation_steps.get(),
-            accumulates: config.batch.gradient_accumulation_steps.get() > 1,
             world: setup.world.clone(),
             seed: setup.seed,
             mode: Mode::Train,
@@ -114,6 +116,7 @@ impl Engine {
             boundary_override: None,
             last_grad_norm: None,
             last_step_applied: false,
+            bad_loss: false,
             times: StepTimes::default(),
             last_times: StepTimes::default(),
             background: Background::default(),
@@ -149,7 +152,7 @@ impl Engine {
         });
         random::set_state(self.random_state());
         let result = match self.mode {
-            Mode::Train => model(Mode::Train),
+            Mode::Train => with_layer_drop(self.layer_drop(), || model(Mode::Train)),
             Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
         };
         // An evaluation between two steps is no part of either.
@@ -191,7 +194,9 @@ impl Engine {
         self.store.finish_backward()?;
         self.times.backward += start.elapsed();
         self.log_memory("after backward");
-        Ok(loss.item()? * scaled)
+        let loss = loss.item()?;
+        self.bad_loss |= !loss.is_finite();
+        Ok(loss * scaled)
     }
 
     /// Ends a micro-batch; at the end of an accumulation, updates the weights. All ranks call it together.
@@ -205,7 +210,11 @@ impl Engine {
         let start = Instant::now();
         // Gradients are divided by the scale they were made with; only then does it move.
         let options = StepOptions { loss_scale: self.scaler.scale(), clip: self.config.gradient_clipping };
-        let outcome = self.store.step(options)?;
+        let mut outcome = self.store.step(options)?;
+        if let StepOutcome::Skipped { rank, .. } = &mut outcome {
+            *rank = self.first_bad_rank(*rank)?;
+        }
+        self.bad_loss = false;
         self.scaler.update(matches!(outcome, StepOutcome::Skipped { .. }))?;
         self.micro_steps += 1;
         self.global_steps += 1;
@@ -216,6 +225,14 @@ impl Engine {
         self.log_step();
         self.log_memory("after step");
         report
+    }
+
+    /// Where a bad gradient came from: the first rank whose loss was bad, or `holder`. All ranks ask together.
+    fn first_bad_rank(&self, holder: usize) -> Result<usize> {
+        let (rank, ranks) = (self.world.rank() as i64, self.world.size() as i64);
+        let mut first = [if self.bad_loss { rank } else { ranks }];
+        self.world.group().all_reduce(&mut first, ReduceOp::Min)?;
+        Ok(if first[0] < ranks { first[0] as usize } else { holder })
     }
 
     /// Counts what a step did, and moves on the schedule.
@@ -359,7 +376,7 @@ impl Engine {
         self.accumulation_steps
     }
 
-    /// Changes the samples per step by changing the number of micro-batches.
+    /// Changes the samples per step by changing the number of micro-batches, from the next step on.
     pub fn set_train_batch_size(&mut self, samples: u64) -> Result<()> {
         let per_micro_batch = self.train_micro_batch_size_per_gpu() * self.world.size() as u64;
         if samples == 0 || !samples.is_multiple_of(per_micro_batch) {
@@ -367,9 +384,9 @@ impl Engine {
             return Err(EngineError::Argument { what: "train batch size", why });
         }
         let steps = samples / per_micro_batch;
-        if steps > 1 && !self.accumulates {
-            let why = "gradients are not accumulated in this run: configure gradient_accumulation_steps of 2 or more first".to_owned();
-            return Err(EngineError::Argument { what: "train batch size", why });
+        if steps > 1 {
+            // A run that did not accumulate so far has no memory for it yet.
+            self.store.accumulate_in(kept_type(&self.config, self.store.dtype(), true))?;
         }
         self.accumulation_steps = steps;
         Ok(())

@@ -25,6 +25,20 @@ pub enum EngineError {
         /// Why, and what to write instead.
         why: String,
     },
+    /// Ranks were started with different settings.
+    #[error(
+        "rank {rank} was told something else than rank 0: {what} is {there} there and {here} on rank 0; give every rank the same configuration and seed"
+    )]
+    Disagreement {
+        /// The first rank that differs.
+        rank: usize,
+        /// Which key.
+        what: String,
+        /// Its value on that rank.
+        there: String,
+        /// Its value on rank 0.
+        here: String,
+    },
     /// A call came at the wrong time.
     #[error("{call}: {why}")]
     Order {
@@ -53,7 +67,7 @@ pub enum EngineError {
         skipped: u64,
         /// The last bad parameter.
         param: String,
-        /// The rank that held it.
+        /// Where it came from.
         rank: usize,
     },
     /// A checkpoint could not be saved or loaded.

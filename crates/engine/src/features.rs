@@ -1,8 +1,10 @@
 //! What changes as training goes on besides the weights: layers that are dropped, sequences that grow.
 //!
-//! The engine says how much, a model or a data loader does it: both are numbers to ask for before a forward pass.
+//! The engine says how much, a model or a data loader does it: models ask [`ferrospeed_nn::layer_drop`] for each block,
+//! and whoever makes micro-batches asks the engine for the length of sequences.
 
 use ferrospeed_config::Config;
+use ferrospeed_nn::layer_drop::LayerDrop;
 use ferrospeed_optim::curriculum::{Curriculum, CurriculumScheduler};
 use ferrospeed_optim::progressive_layer_drop::ProgressiveLayerDrop;
 use serde_json::Value;
@@ -15,6 +17,8 @@ use crate::error::Result;
 pub(crate) struct Features {
     layer_drop: Option<ProgressiveLayerDrop>,
     curriculum: Option<CurriculumScheduler>,
+    /// Whether the difficulty is the length of sequences.
+    by_length: bool,
 }
 
 impl Features {
@@ -24,11 +28,19 @@ impl Features {
         let layer_drop = enabled("progressive_layer_drop").map(|section| {
             ProgressiveLayerDrop::new(number(section, "theta", 0.5), number(section, "gamma", 0.001))
         });
-        let curriculum =
-            enabled("curriculum_learning").map(|section| Curriculum::from_section(section, None));
+        let section = enabled("curriculum_learning");
+        let by_length = section.is_some_and(|section| section["curriculum_type"] == "seqlen");
+        if let Some(section) = section.filter(|_| !by_length) {
+            tracing::warn!(
+                "curriculum_learning.curriculum_type {}: only \"seqlen\" changes what a model is fed with; ask Engine::curriculum_difficulty for the difficulty of any other",
+                section["curriculum_type"]
+            );
+        }
+        let curriculum = section.map(|section| Curriculum::from_section(section, None));
         Ok(Features {
             layer_drop: layer_drop.transpose()?,
             curriculum: curriculum.transpose()?.map(CurriculumScheduler::new),
+            by_length,
         })
     }
 }
@@ -39,6 +51,20 @@ impl Engine {
     pub fn pld_theta(&self) -> Option<f64> {
         let done = self.global_steps.saturating_sub(1);
         self.features.layer_drop.as_ref().map(|drop| drop.keep_probability(done))
+    }
+
+    /// Which blocks the next forward pass leaves out: the same on all ranks.
+    pub(crate) fn layer_drop(&self) -> Option<LayerDrop> {
+        self.pld_theta().map(|theta| LayerDrop { theta, seed: self.seed, pass: self.micro_steps })
+    }
+
+    /// With `curriculum_learning` of the type `seqlen`: the tokens to cut sequences of `whole` to in the next step. At
+    /// least two, since one predicts nothing.
+    pub fn curriculum_length(&mut self, whole: u64) -> u64 {
+        match self.curriculum_difficulty() {
+            Some(difficulty) if self.features.by_length => difficulty.max(2).min(whole),
+            _ => whole,
+        }
     }
 
     /// With `curriculum_learning`: the difficulty of the next step, which for the type `seqlen` is the length to cut

@@ -25,7 +25,9 @@
 //! # }
 //! ```
 
+mod agreement;
 mod checkpoint;
+mod eigenvalues;
 mod engine;
 mod error;
 mod features;

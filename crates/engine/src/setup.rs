@@ -9,6 +9,7 @@ use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Device};
 use ferrospeed_zero::{ParamGroup, StoreOptions, ZeroStore};
 
+use crate::agreement::agree;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 
@@ -50,6 +51,9 @@ pub struct Options<'a> {
     pub optimizer: Option<(Optimizer, GroupOptions)>,
     /// The learning-rate schedule. Default: the configured one.
     pub scheduler: Option<Scheduler>,
+    /// Paths of modules (`*` stands for anything) that ranks may read unlike each other, as experts that a router
+    /// chooses: stage 3 gathers and releases all of such a module at once. DeepSpeed's `set_z3_leaf_modules`.
+    pub leaf_modules: Vec<String>,
 }
 
 /// Builds a model on handles, decides where its state lives, and makes it ready to train.
@@ -62,6 +66,7 @@ pub fn initialize<M>(setup: &Setup, build: impl FnOnce(&Init) -> M) -> Result<(E
 
 /// The same for a model that is built already.
 pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options<'_>) -> Result<Engine> {
+    agree(setup)?;
     let config = &setup.config;
     if config.section("amp").is_some_and(|amp| amp["enabled"] == true) {
         let why = "mixed precision by apex does not exist here; enable bf16 or fp16 instead".to_owned();
@@ -102,6 +107,21 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     let stream = setup.device.backend().stream();
     let stream = stream.map(|(ordinal, handle)| ferrospeed_comm::DeviceStream { ordinal, handle });
     setup.world.attach_device(stream)?;
+    let mut leaf_modules = Vec::new();
+    for pattern in &options.leaf_modules {
+        let found = parameters.modules(pattern);
+        if found.is_empty() {
+            let why = format!("no module of this model has a path like '{pattern}'");
+            return Err(EngineError::Argument { what: "leaf modules", why });
+        }
+        leaf_modules.extend(found.iter().map(|module| module.as_slice().to_vec()));
+    }
+    if config.sparse_gradients && config.zero.stage != Stage::Off && setup.world.rank() == 0 {
+        tracing::warn!(
+            "sparse_gradients has no effect in stage {}, where each rank reduces its own part of a table; it has in stage 0",
+            config.zero.stage.number()
+        );
+    }
     let store = ZeroStore::attach(
         &setup.world,
         &setup.device,
@@ -115,6 +135,8 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
             accumulates,
             predivide: config.gradient_predivide_factor,
             prescale: config.prescale_gradients,
+            sparse_gradients: config.sparse_gradients,
+            leaf_modules: &leaf_modules,
             optimizer: optimizer.map(|(rule, _)| rule),
         },
         source,
@@ -141,7 +163,7 @@ pub(crate) fn model_type(config: &Config) -> DType {
 
 /// Sums of micro-batches are kept in f32 unless the configuration says otherwise; a single one needs no more than its
 /// own type.
-fn kept_type(config: &Config, dtype: DType, accumulates: bool) -> DType {
+pub(crate) fn kept_type(config: &Config, dtype: DType, accumulates: bool) -> DType {
     match config.grad_accum_dtype {
         Some(data_type) => element_type(data_type),
         None if accumulates => DType::F32,

@@ -9,6 +9,8 @@ use ferrospeed_comm::World;
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initialize_model};
 use ferrospeed_nn::{Init, Linear};
+use ferrospeed_observe::StepRecord;
+use ferrospeed_observe::monitor::{CsvMonitor, Monitors, OptionalEvents, Samples};
 use ferrospeed_tensor::ops;
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Device, Param, Tensor};
@@ -17,8 +19,7 @@ use ferrospeed_testkit::golden::golden;
 use ferrospeed_zero::access::Which;
 use serde_json::Value;
 
-/// Where we differ from what was recorded, by what the configuration asks for. `docs/differences.md` says why. (The CSV
-/// files of a recording are not compared here: curves are written by a training loop, not by the engine.)
+/// Where we differ from what was recorded, by what the configuration asks for. `docs/differences.md` says why.
 const EXCEPTIONS: [(&str, fn(&Value) -> bool, Ours); 4] = [
     (
         "fp16 trains on the CPU, which DeepSpeed refuses there",
@@ -162,6 +163,78 @@ fn loss(layer: &Linear, batch: &Value, scale: f32) -> ferrospeed_tensor::Result<
     ops::mean(&ops::square(&ops::sub(&ops::cast(&out, DType::F32)?, &y)?)?)
 }
 
+/// The CSV files that a training loop writes from what the engine tells it, beside those of a recording.
+struct Curves {
+    folder: tempfile::TempDir,
+    monitors: Monitors,
+    losses: Vec<f32>,
+}
+
+impl Curves {
+    fn of(case: &Value) -> Option<Curves> {
+        case["csv_files"].as_object().filter(|files| !files.is_empty())?;
+        let folder = tempfile::tempdir().unwrap();
+        let mut monitors = Monitors::new(OptionalEvents::default());
+        let job = case["config"]["csv_monitor"]["job_name"].as_str().unwrap();
+        monitors.add(CsvMonitor::create(folder.path(), job).unwrap());
+        Some(Curves { folder, monitors, losses: Vec::new() })
+    }
+
+    fn note(&mut self, engine: &Engine, loss: f32, was_boundary: bool) {
+        self.losses.push(loss);
+        if !was_boundary {
+            return;
+        }
+        let record = StepRecord {
+            step: engine.global_steps(),
+            loss: self.losses.iter().sum::<f32>() / self.losses.len() as f32,
+            lr: engine.get_lr()[0],
+            grad_norm: engine.global_grad_norm(),
+            tokens: 0,
+            tokens_per_s: 0.0,
+            step_ms: 0.0,
+            forward_ms: 0.0,
+            backward_ms: 0.0,
+            optimizer_ms: 0.0,
+            flops_per_s: 0.0,
+            memory_bytes: Default::default(),
+            skipped: false,
+            loss_scale: engine.loss_scale(),
+        };
+        let after = engine.global_samples();
+        let samples = Samples { before: after - engine.train_batch_size(), after };
+        self.monitors.step(&record, samples).unwrap();
+        self.losses.clear();
+    }
+
+    fn compare(mut self, case: &Value, tolerance: f32) {
+        self.monitors.flush().unwrap();
+        for (name, recorded) in case["csv_files"].as_object().unwrap() {
+            let written = std::fs::read_to_string(self.folder.path().join(name))
+                .unwrap_or_else(|error| panic!("{}: {name}: {error}", case["id"]));
+            let rows = |text: &str| -> Vec<(String, String)> {
+                let lines = text.strip_suffix("\r\n").expect("lines end as DeepSpeed's do").split("\r\n");
+                lines
+                    .map(|line| line.split_once(',').expect("two columns"))
+                    .map(|(x, y)| (x.into(), y.into()))
+                    .collect()
+            };
+            let (written, recorded) = (rows(&written), rows(recorded.as_str().unwrap()));
+            assert_eq!(written[0], recorded[0], "{}: {name}: the header", case["id"]);
+            assert_eq!(written.len(), recorded.len(), "{}: {name}", case["id"]);
+            for ((x, y), (their_x, their_y)) in written.iter().zip(&recorded).skip(1) {
+                assert_eq!(x, their_x, "{}: {name}", case["id"]);
+                let (y, their_y): (f32, f32) = (y.parse().unwrap(), their_y.parse().unwrap());
+                assert!(
+                    (y - their_y).abs() <= tolerance * their_y.abs().max(1.0),
+                    "{}: {name}: {y}, {their_y}",
+                    case["id"]
+                );
+            }
+        }
+    }
+}
+
 fn check_trace(case: &Value, model: &Value) {
     let (case, model) = (Arc::new(case.clone()), Arc::new(model.clone()));
     let ranks = case["world_size"].as_u64().unwrap() as usize;
@@ -182,6 +255,7 @@ fn check_trace(case: &Value, model: &Value) {
             assert_close(&format!("{id}: {what}"), found, &floats(recorded), tolerance, tolerance);
         };
         let rates = Rates::of(&case);
+        let mut curves = Curves::of(&case).filter(|_| rank == 0);
         for (index, step) in case["trace"].as_array().unwrap().iter().enumerate() {
             let what = |what: &str| format!("micro-batch {index}: {what}");
             assert_eq!(
@@ -218,7 +292,11 @@ fn check_trace(case: &Value, model: &Value) {
                     near(&what(name), &engine.store().full(param, Which::Gradient).unwrap(), &step[name]);
                 }
             }
+            let is_boundary = engine.is_gradient_accumulation_boundary();
             engine.step().unwrap();
+            if let Some(curves) = &mut curves {
+                curves.note(&engine, computed.item().unwrap(), is_boundary);
+            }
             assert_eq!(Value::from(engine.was_step_applied()), step["step_applied"], "{id} {index}");
             for (key, found) in [
                 ("global_steps", engine.global_steps()),
@@ -253,6 +331,9 @@ fn check_trace(case: &Value, model: &Value) {
                     assert!(found.is_none() || differs(&case, Ours::ReportsMore), "{id} {index}")
                 }
             }
+        }
+        if let Some(curves) = curves {
+            curves.compare(&case, tolerance);
         }
     });
 }

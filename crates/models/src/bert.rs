@@ -1,5 +1,6 @@
 //! BERT with its masked-token and next-sentence heads.
 
+use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::{
     AttentionConfig, Embedding, HeadProjections, Init, LayerNorm, Linear, Mlp, Mode, MultiHeadAttention,
     Parameters, Visibility,
@@ -216,7 +217,11 @@ impl Bert {
         let mut x = mode.dropout(&self.embedding_norm.forward(&embedded)?, self.config.hidden_dropout)?;
         observe(0, &x);
         let visibility = Visibility { key_mask: mask.cloned(), ..Default::default() };
+        let dropping = layer_drop().filter(|_| mode == Mode::Train);
         for (index, layer) in self.layers.iter().enumerate() {
+            if dropping.is_some_and(|drop| !drop.keeps(index, self.layers.len())) {
+                continue;
+            }
             let attended = layer.attention.forward(&x, &visibility, None, mode)?;
             let attended = mode.dropout(&attended, self.config.hidden_dropout)?;
             let (_, normed) = layer.attention_norm.forward_add(&attended, Some(&x))?;

@@ -3,6 +3,7 @@
 //! Embedding, blocks of attention and feed-forward around a residual stream, a final norm, a head. What differs
 //! between families is data: [`DecoderConfig`] and the tensor names in [`Names`].
 
+use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::{
     AttentionConfig, AttentionState, Embedding, GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp,
     Mode, MultiHeadAttention, Norm, NormConfig, Parameters, Rotary, RotaryScaling, RotaryTable, Visibility,
@@ -528,13 +529,29 @@ impl Decoder {
         let mut routers = RouterLogits::new();
         let mut stream = Stream { stream: embedded, pending: None };
         let mut caches = state.map(|state| state.layers.iter_mut());
+        let dropping = layer_drop().filter(|_| mode == Mode::Train);
         for (index, block) in self.blocks.iter().enumerate() {
             let cache = caches.as_mut().and_then(Iterator::next);
+            if dropping.is_some_and(|drop| !drop.keeps(index, self.blocks.len())) {
+                continue;
+            }
+            // Only where a block adds to the stream is there a part of its own to rescale.
+            let rescaling = dropping.filter(|drop| {
+                block.residual == Residual::PreNorm && drop.keep_probability(index, self.blocks.len()) < 1.0
+            });
+            let before = rescaling.map(|_| stream.value()).transpose()?;
+            if let Some(before) = &before {
+                stream = Stream { stream: before.clone(), pending: None };
+            }
             stream = if self.checkpoint_blocks && cache.is_none() && autograd::is_recording() {
                 checkpointed(block, stream, visibility, mode, &mut routers)?
             } else {
                 block.forward(stream, visibility, cache, mode, &mut routers)?
             };
+            if let (Some(drop), Some(before)) = (rescaling, &before) {
+                let value = drop.rescaled(before, &stream.value()?, index, self.blocks.len())?;
+                stream = Stream { stream: value, pending: None };
+            }
             // The sum is made for the observer alone: the next block fuses it with its norm.
             if let Some(observe) = &mut observe {
                 observe(index + 1, &autograd::no_grad(|| stream.value())?);

@@ -13,7 +13,8 @@ pub struct Embedding {
 impl Embedding {
     /// A table `[entries, width]` of normal numbers.
     pub fn new(init: &Init, entries: usize, width: usize, std: f32) -> Embedding {
-        Embedding { table: init.param("weight", [entries, width], Initializer::Normal { mean: 0.0, std }) }
+        let table = init.param("weight", [entries, width], Initializer::Normal { mean: 0.0, std });
+        Embedding { table: table.as_table() }
     }
 
     /// The table's handle: clone it to tie another layer to it.

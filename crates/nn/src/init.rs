@@ -73,6 +73,26 @@ impl Parameters {
         matching.len()
     }
 
+    /// The parameters of every module whose path matches `pattern` (`*` stands for anything), by module, in order.
+    pub fn modules(&self, pattern: &str) -> Vec<Parameters> {
+        let module_of = |name: &str| {
+            let ends = name.match_indices('.').map(|(end, _)| end);
+            ends.map(|end| name[..end].to_owned()).find(|path| matches(pattern, path))
+        };
+        let mut paths: Vec<String> = Vec::new();
+        let mut modules: Vec<Parameters> = Vec::new();
+        for param in &self.0 {
+            let Some(path) = module_of(param.name()) else { continue };
+            let at = paths.iter().rposition(|known| *known == path).unwrap_or_else(|| {
+                paths.push(path);
+                modules.push(Parameters::default());
+                modules.len() - 1
+            });
+            modules[at].0.push(param.clone());
+        }
+        modules
+    }
+
     /// Splits by a rule, in order: those it holds for, and the others. For parameter groups.
     pub fn partition(&self, rule: impl Fn(&Param) -> bool) -> (Parameters, Parameters) {
         let (yes, no) = self.0.iter().cloned().partition(rule);
@@ -115,6 +135,18 @@ mod tests {
         assert!(matches("a.b", "a.b") && !matches("a.b", "a.bc") && !matches("a", "b"));
         assert!(matches("*", "anything") && matches("h.*.weight", "h.3.mlp.weight"));
         assert!(matches("*.bias", "x.bias") && !matches("*.bias", "x.bias.y") && !matches("h.*.w", "h.w"));
+    }
+
+    #[test]
+    fn modules_are_found_by_their_paths() {
+        let init = Init::root();
+        for name in ["h.0.moe.gate", "h.0.moe.experts.1.w", "h.0.mlp.w", "h.1.moe.gate", "moe"] {
+            init.param(name, [1], Initializer::Constant(0.0));
+        }
+        let modules = init.parameters().modules("h.*.moe");
+        let names: Vec<Vec<&str>> = modules.iter().map(Parameters::names).collect();
+        assert_eq!(names, [vec!["h.0.moe.gate", "h.0.moe.experts.1.w"], vec!["h.1.moe.gate"]]);
+        assert!(init.parameters().modules("nothing").is_empty());
     }
 
     #[test]

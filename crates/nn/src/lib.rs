@@ -26,6 +26,7 @@ mod attention;
 mod conv;
 mod embedding;
 mod init;
+pub mod layer_drop;
 mod linear;
 mod mlp;
 mod norm;

@@ -15,6 +15,7 @@ use std::sync::{Arc, OnceLock};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::random::{RandomKey, stream_of_name};
+use crate::rows::RowGradient;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -72,6 +73,14 @@ pub trait ParamStore: Send + Sync {
     fn values_stay(&self) -> bool {
         false
     }
+    /// Whether it would rather take [`ParamStore::push_rows`] for parameter `index`.
+    fn wants_rows(&self, _index: usize) -> bool {
+        false
+    }
+    /// As [`ParamStore::push_grad`], with the rows that are not zero.
+    fn push_rows(&self, index: usize, gradient: RowGradient) -> Result<(), StoreError> {
+        self.push_grad(index, gradient.to_dense()?)
+    }
 }
 
 struct Attachment {
@@ -86,6 +95,7 @@ struct Inner {
     shape: Shape,
     initializer: Initializer,
     trainable: AtomicBool,
+    is_table: AtomicBool,
     attachment: OnceLock<Attachment>,
 }
 
@@ -103,6 +113,7 @@ impl Param {
             shape: shape.into(),
             initializer,
             trainable: AtomicBool::new(true),
+            is_table: AtomicBool::new(false),
             attachment: OnceLock::new(),
         }))
     }
@@ -147,6 +158,17 @@ impl Param {
         self.0.trainable.store(trainable, Ordering::Relaxed);
     }
 
+    /// Says that it is a table `[entries, width]` whose rows are looked up, so that few of them get gradients.
+    pub fn as_table(self) -> Param {
+        self.0.is_table.store(true, Ordering::Relaxed);
+        self
+    }
+
+    /// Whether it is such a table.
+    pub fn is_table(&self) -> bool {
+        self.0.is_table.load(Ordering::Relaxed)
+    }
+
     /// Whether two handles are one parameter.
     pub fn is_same(&self, other: &Param) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -186,6 +208,17 @@ impl Param {
             });
         }
         Ok(value)
+    }
+
+    /// Whether its store would rather have the rows of a lookup's gradient than all of it.
+    pub fn wants_rows(&self) -> bool {
+        self.0.attachment.get().is_some_and(|attachment| attachment.store.wants_rows(attachment.index))
+    }
+
+    /// Hands a complete gradient to the store, as the rows that are not zero.
+    pub fn push_rows(&self, gradient: RowGradient) -> Result<()> {
+        let attachment = self.attachment()?;
+        attachment.store.push_rows(attachment.index, gradient).map_err(|source| self.store_error(source))
     }
 
     /// Hands a complete gradient to the store.

@@ -387,15 +387,17 @@ impl Run<'_> {
         }
     }
 
-    fn batch(&self, split: Split, indices: impl Iterator<Item = u64>) -> Result<Tensor> {
-        let length = self.recipe.data.sequence as usize;
+    /// The first `kept` tokens of some sequences.
+    fn batch(&self, split: Split, indices: impl Iterator<Item = u64>, kept: u64) -> Result<Tensor> {
+        let (length, kept) = (self.recipe.data.sequence as usize, kept as usize);
         let mut ids = Vec::new();
         for index in indices {
             let start = ids.len();
             ids.resize(start + length, 0);
             self.sequences.read(split, index, &mut ids[start..])?;
+            ids.truncate(start + kept);
         }
-        Ok(Tensor::from_slice(&ids, [ids.len() / length, length], self.engine.device())?)
+        Ok(Tensor::from_slice(&ids, [ids.len() / kept, kept], self.engine.device())?)
     }
 
     /// One optimizer step; says whether any rank was asked to stop, and how.
@@ -410,9 +412,10 @@ impl Run<'_> {
             (self.engine.get_lr().first().copied().unwrap_or(0.0), self.engine.loss_scale());
         let mut loss_sum = 0.0;
         let mut report = StepReport::Accumulating;
+        let length = self.engine.curriculum_length(self.recipe.data.sequence);
         for micro in 0..micro_batches {
             let indices = self.sampler.micro_batch(self.position, micro, rank, ranks, size);
-            let ids = self.batch(Split::Train, indices)?;
+            let ids = self.batch(Split::Train, indices, length)?;
             let model = &self.model;
             let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), &ids, mode))?;
             loss_sum += loss.item()?;
@@ -420,7 +423,7 @@ impl Run<'_> {
             report = self.engine.step()?;
         }
         self.position.samples += self.engine.train_batch_size();
-        let tokens = self.engine.train_batch_size() * self.recipe.data.sequence;
+        let tokens = self.engine.train_batch_size() * length;
         self.tokens += tokens;
         // The mean over ranks, and whether anybody wants to stop, in one exchange.
         let [finish, leave] = requests.as_flags();
@@ -480,7 +483,7 @@ impl Run<'_> {
             let own: Vec<u64> = (first..(first + size).min(count)).collect();
             let counted = own.len() as f64;
             let indices = if own.is_empty() { vec![0] } else { own };
-            let ids = self.batch(Split::Validation, indices.into_iter())?;
+            let ids = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
             let model = &self.model;
             let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), &ids, mode))?;
             sums[0] += f64::from(loss.item()?) * counted;

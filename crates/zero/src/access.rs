@@ -21,13 +21,6 @@ pub enum Which<'a> {
 }
 
 impl ZeroStore {
-    fn index_of(&self, param: &Param) -> Result<usize> {
-        self.params.iter().position(|own| own.is_same(param)).ok_or_else(|| ZeroError::Parameter {
-            name: param.name().into(),
-            why: "does not belong to this model".into(),
-        })
-    }
-
     /// This rank's fragment: (where it starts in the parameter, its values). Empty where it owns nothing.
     pub fn local(&self, param: &Param, which: Which<'_>) -> Result<(usize, Vec<f32>)> {
         let index = self.index_of(param)?;
@@ -35,8 +28,8 @@ impl ZeroStore {
         let (group, in_group) = self.places[index];
         let share = &state.shares[group];
         let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+        let flat = self.flat(&state, group, share, which, param)?;
         let Some(fragment) = share.layout.fragment(in_group, own_rank).copied() else {
-            self.flat(&state, group, share, which, param)?;
             return Ok((0, Vec::new()));
         };
         if which == Which::Gradient {
@@ -51,7 +44,6 @@ impl ZeroStore {
             }
             return Ok((fragment.in_param, values));
         }
-        let flat = self.flat(&state, group, share, which, param)?;
         Ok((fragment.in_param, part(&flat, fragment.in_part, fragment.len)?.to_vec_f32()?))
     }
 

@@ -10,8 +10,6 @@ use crate::partition::Layout;
 /// A run of elements of one parameter and its place in the bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Index of the parameter among all.
-    pub param: usize,
     /// Where the run starts in the parameter.
     pub in_param: usize,
     /// Where it starts in the bucket.
@@ -40,12 +38,25 @@ pub struct Bucket {
     pub params: Vec<usize>,
     /// Elements by owner.
     pub counts: Vec<usize>,
-    /// Where everything lies.
-    pub places: Vec<Place>,
+    /// Where each of them lies, in the order of `params`.
+    pub places: Vec<Vec<Place>>,
     /// What this rank owns; neighbouring runs are joined.
     pub owned: Vec<Owned>,
     /// Where this rank's elements start in the bucket.
     pub own_start: usize,
+    /// What is special about its parameters.
+    pub kind: Kind,
+}
+
+/// How a parameter's gradient travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// With others, as soon as they are there.
+    Ordinary,
+    /// Alone: a table of which few rows have gradients, and only those travel.
+    Rows,
+    /// With others of its kind, when backward is over: a leaf module's, for which some ranks may have no gradient at all.
+    Leaf,
 }
 
 impl Bucket {
@@ -59,44 +70,34 @@ impl Bucket {
         self.owned.iter().map(|owned| owned.len).sum()
     }
 
-    fn new(group: usize, members: &[(usize, usize)], layout: &Layout, rank: usize) -> Bucket {
-        // In the layout's order, so that what one rank owns is one run wherever possible.
-        let mut members = members.to_vec();
-        let position = |in_group: usize| layout.order.iter().position(|&param| param == in_group);
-        members.sort_by_key(|&(_, in_group)| position(in_group));
+    /// `members` are (index among all parameters, index in the group), in the order in which the layout has them.
+    fn new(group: usize, members: &[(usize, usize)], layout: &Layout, rank: usize, kind: Kind) -> Bucket {
         let mut bucket = Bucket {
             group,
             params: members.iter().map(|&(param, _)| param).collect(),
             counts: vec![0; layout.ranks],
-            places: Vec::new(),
+            places: vec![Vec::new(); members.len()],
             owned: Vec::new(),
             own_start: 0,
+            kind,
         };
         let mut in_bucket = 0;
         for owner in 0..layout.ranks {
             if owner == rank {
                 bucket.own_start = in_bucket;
             }
-            for &(param, in_group) in &members {
+            for (member, &(_, in_group)) in members.iter().enumerate() {
                 let Some(fragment) = layout.fragment(in_group, owner) else { continue };
-                bucket.places.push(Place {
-                    param,
-                    in_param: fragment.in_param,
-                    in_bucket,
-                    len: fragment.len,
-                });
-                bucket.counts[owner] += fragment.len;
+                let (in_param, len) = (fragment.in_param, fragment.len);
+                bucket.places[member].push(Place { in_param, in_bucket, len });
+                bucket.counts[owner] += len;
                 if owner == rank {
                     match bucket.owned.last_mut() {
-                        Some(last) if last.in_part + last.len == fragment.in_part => last.len += fragment.len,
-                        _ => bucket.owned.push(Owned {
-                            in_bucket,
-                            in_part: fragment.in_part,
-                            len: fragment.len,
-                        }),
+                        Some(joined) if joined.in_part + joined.len == fragment.in_part => joined.len += len,
+                        _ => bucket.owned.push(Owned { in_bucket, in_part: fragment.in_part, len }),
                     }
                 }
-                in_bucket += fragment.len;
+                in_bucket += len;
             }
         }
         bucket
@@ -105,27 +106,49 @@ impl Bucket {
 
 /// Cuts all groups into buckets of at most `limit` elements; a larger parameter travels alone.
 ///
-/// `groups[g]` lists (index among all parameters, elements) in the order of `layouts[g]`'s indices.
-pub fn plan(groups: &[Vec<(usize, usize)>], layouts: &[Layout], rank: usize, limit: u64) -> Vec<Bucket> {
+/// `groups[g]` lists (index among all parameters, elements) in the order of `layouts[g]`'s indices; `kind` says how each
+/// parameter, by index among all, travels.
+pub fn plan(
+    groups: &[Vec<(usize, usize)>],
+    layouts: &[Layout],
+    kind: impl Fn(usize) -> Kind,
+    rank: usize,
+    limit: u64,
+) -> Vec<Bucket> {
     let mut buckets = Vec::new();
     for (group, params) in groups.iter().enumerate() {
-        let mut members: Vec<(usize, usize)> = Vec::new();
-        let mut filled = 0u64;
-        for (in_group, &(param, numel)) in params.iter().enumerate().rev() {
-            if !members.is_empty() && filled + numel as u64 > limit {
-                buckets.push(Bucket::new(group, &members, &layouts[group], rank));
-                members.clear();
-                filled = 0;
+        let layout = &layouts[group];
+        // In the layout's order, so that what one rank owns is one run wherever possible.
+        let mut position = vec![0; params.len()];
+        layout.order.iter().enumerate().for_each(|(at, &in_group)| position[in_group] = at);
+        for wanted in [Kind::Ordinary, Kind::Rows, Kind::Leaf] {
+            let mut close = |members: &mut Vec<(usize, usize)>| {
+                if !members.is_empty() {
+                    members.sort_by_key(|&(_, in_group)| position[in_group]);
+                    buckets.push(Bucket::new(group, members, layout, rank, wanted));
+                    members.clear();
+                }
+            };
+            let mut members: Vec<(usize, usize)> = Vec::new();
+            let mut filled = 0u64;
+            for (in_group, &(param, numel)) in params.iter().enumerate().rev() {
+                if kind(param) != wanted {
+                    continue;
+                }
+                if filled + numel as u64 > limit || wanted == Kind::Rows {
+                    close(&mut members);
+                    filled = 0;
+                }
+                members.push((param, in_group));
+                filled += numel as u64;
             }
-            members.push((param, in_group));
-            filled += numel as u64;
-        }
-        if !members.is_empty() {
-            buckets.push(Bucket::new(group, &members, &layouts[group], rank));
+            close(&mut members);
         }
     }
     // A bucket can leave when its first parameter, the last to get a gradient, has one.
-    buckets.sort_by_key(|bucket| std::cmp::Reverse(bucket.params.iter().copied().min()));
+    buckets.sort_by_key(|bucket| {
+        (bucket.kind == Kind::Leaf, std::cmp::Reverse(bucket.params.iter().copied().min()))
+    });
     buckets
 }
 
@@ -146,10 +169,19 @@ mod tests {
                     let group: Vec<(usize, usize)> = numels.iter().copied().enumerate().collect();
                     let mut owned_in_all = 0;
                     for rank in 0..ranks {
-                        let buckets =
-                            plan(std::slice::from_ref(&group), std::slice::from_ref(&layout), rank, limit);
-                        let travelled: usize =
-                            buckets.iter().flat_map(|b| &b.places).map(|place| place.len).sum();
+                        let buckets = plan(
+                            std::slice::from_ref(&group),
+                            std::slice::from_ref(&layout),
+                            |param| if param == 2 { Kind::Leaf } else { Kind::Ordinary },
+                            rank,
+                            limit,
+                        );
+                        let places = buckets.iter().flat_map(|b| b.places.iter().flatten());
+                        let travelled: usize = places.map(|place| place.len).sum();
+                        assert_eq!(
+                            buckets.last().map(|b| (b.kind, &b.params[..])),
+                            Some((Kind::Leaf, &[2][..]))
+                        );
                         assert_eq!(travelled, numels.iter().sum::<usize>());
                         for bucket in &buckets {
                             assert_eq!(bucket.own_numel(), bucket.counts[rank]);

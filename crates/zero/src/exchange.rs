@@ -20,6 +20,11 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
+    /// Whether [`Pending::wait`] would return at once.
+    pub(crate) fn is_done(&self) -> bool {
+        self.work.is_done()
+    }
+
     /// Waits until the result is in its tensor.
     pub(crate) fn wait(self) -> Result<()> {
         self.work.wait()?;
@@ -76,6 +81,20 @@ pub(crate) fn reduce_scatter(
     let result = all.slice(bytes);
     let work = group.reduce_scatter_unequal_async(&all, &result, counts, dtype, op);
     Ok(Pending { work, landing: Some((result, part(data, own.start, own.len())?)) })
+}
+
+/// A tensor of which each rank has a stretch, `own` here, becomes whole on all; rank `r` has `counts[r]` elements. For
+/// host memory only.
+pub(crate) fn all_gather_unequal(
+    group: &Group,
+    data: &Tensor,
+    own: Range<usize>,
+    counts: &[usize],
+) -> Result<Pending> {
+    let (all, size) = (region(data), data.dtype().size_bytes());
+    let stretch = all.slice(own.start * size..own.end * size);
+    let work = group.all_gather_unequal_async(&stretch, &all, counts, comm_type(data.dtype()));
+    Ok(Pending { work, landing: None })
 }
 
 /// One exchange for several pairs: each second tensor becomes all ranks' first ones, end to end.

@@ -1,7 +1,7 @@
 //! Where model state lives: ZeRO stages 0 to 3 as one store.
 //!
 //! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `store` (attach a
-//! model), `reducer` (gradients), `residency` (stage 3's parameters), `step` (the update), [`access`] (looking in), `snapshot`
+//! model; `fill` loads it), `reducer` (gradients; `rows` for tables), `residency` (stage 3's parameters, by the order of `trace`), `step` (the update), [`access`] (looking in), `snapshot`
 //! (to and from checkpoints).
 //!
 //! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
@@ -11,14 +11,17 @@ pub mod access;
 pub mod buckets;
 mod error;
 mod exchange;
+mod fill;
 mod hold;
 mod memory;
 pub mod partition;
 mod reducer;
 mod residency;
+mod rows;
 mod snapshot;
 mod step;
 mod store;
+mod trace;
 
 pub use error::{Result, ZeroError};
 pub use residency::Pass;

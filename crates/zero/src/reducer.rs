@@ -1,15 +1,15 @@
 //! From the gradients of one rank to this rank's share of everybody's average.
 //!
-//! Backward hands gradients over one by one. When all of a bucket are there, they are copied into its buffer, the
-//! ranks reduce it (on the progress thread, while backward goes on, if `overlap_comm` says so), and what this rank
+//! Backward hands gradients over one by one. Each is copied into its bucket's buffer and freed; when a bucket is full
+//! the ranks reduce it (on the progress thread, while backward goes on, if `overlap_comm` says so), and what this rank
 //! owns is kept or added to what earlier micro-batches left. Every micro-batch is reduced before it is added, in all
-//! stages: that is what makes their results equal to the last bit.
+//! stages: that is what makes their results equal to the last bit. Rows of tables go their own way: see `rows`.
 
 use ferrospeed_comm::{Group, ReduceOp, World};
-use ferrospeed_tensor::backend::Unary;
-use ferrospeed_tensor::{Category, DType, Device, Tensor, ops};
+use ferrospeed_tensor::backend::{Binary, Unary};
+use ferrospeed_tensor::{Category, DType, Device, RowGradient, Shape, Tensor, ops};
 
-use crate::buckets::Bucket;
+use crate::buckets::{Bucket, Kind};
 use crate::error::{Result, ZeroError};
 use crate::exchange::{self, Pending};
 use crate::memory::{part, reachable};
@@ -42,6 +42,27 @@ pub(crate) struct Segment {
     pub(crate) values: Tensor,
 }
 
+/// A gradient on its way into its bucket.
+pub(crate) enum Arrived {
+    /// All of it.
+    Whole(Tensor),
+    /// The rows that are not zero.
+    Rows(RowGradient),
+    /// It is in the buffer already.
+    Placed,
+}
+
+impl Arrived {
+    /// The whole gradient; `None` when it is not here any more.
+    fn whole(self) -> Result<Option<Tensor>> {
+        Ok(match self {
+            Arrived::Whole(gradient) => Some(gradient),
+            Arrived::Rows(rows) => Some(rows.to_dense()?),
+            Arrived::Placed => None,
+        })
+    }
+}
+
 struct InFlight {
     bucket: usize,
     work: Option<Pending>,
@@ -49,21 +70,25 @@ struct InFlight {
 
 /// The gradients of all groups on their way.
 pub(crate) struct Reducer {
-    group: Group,
-    options: ReduceOptions,
-    buckets: Vec<Bucket>,
-    bucket_of_param: Vec<Option<usize>>,
+    pub(crate) group: Group,
+    pub(crate) options: ReduceOptions,
+    pub(crate) buckets: Vec<Bucket>,
+    /// (bucket, place among its parameters) of every parameter that is trained.
+    seats: Vec<Option<(usize, usize)>>,
     buffers: Vec<Tensor>,
-    arrived: Vec<Option<Tensor>>,
+    pub(crate) arrived: Vec<Option<Arrived>>,
     missing: Vec<usize>,
     /// The next bucket to leave.
     next: usize,
     in_flight: Vec<InFlight>,
     /// What this rank keeps, by group; empty where the buffers themselves are kept.
     kept: Vec<Tensor>,
+    part_numels: Vec<usize>,
     micro_steps: usize,
-    device: Device,
-    shapes: Vec<(ferrospeed_tensor::Shape, DType)>,
+    pub(crate) device: Device,
+    pub(crate) shapes: Vec<(Shape, DType)>,
+    /// Which rows of a table's buffer are not zero; `None` when any may be.
+    pub(crate) touched: Vec<Option<Vec<i64>>>,
 }
 
 impl Reducer {
@@ -72,12 +97,12 @@ impl Reducer {
         options: ReduceOptions,
         buckets: Vec<Bucket>,
         part_numels: &[usize],
-        shapes: Vec<(ferrospeed_tensor::Shape, DType)>,
+        shapes: Vec<(Shape, DType)>,
         device: &Device,
     ) -> Result<Reducer> {
-        let mut bucket_of_param = vec![None; shapes.len()];
+        let mut seats = vec![None; shapes.len()];
         for (index, bucket) in buckets.iter().enumerate() {
-            bucket.params.iter().for_each(|&param| bucket_of_param[param] = Some(index));
+            bucket.params.iter().enumerate().for_each(|(seat, &param)| seats[param] = Some((index, seat)));
         }
         let buffer = |numel, category| reachable(world, numel, options.wire, device, category);
         let buffers = if options.keep_buffers {
@@ -85,57 +110,96 @@ impl Reducer {
         } else {
             let largest = buckets.iter().map(Bucket::numel).max().unwrap_or(0);
             let count = if options.overlap { 2 } else { 1 };
-            (0..count).map(|_| buffer(largest, Category::Buffers)).collect::<Result<_>>()?
+            (0..count.min(buckets.len()))
+                .map(|_| buffer(largest, Category::Buffers))
+                .collect::<Result<_>>()?
         };
-        let kept = if options.keep_buffers && !options.accumulates && options.wire == options.kept {
-            Vec::new()
-        } else {
-            let keep = |&numel: &usize| Tensor::zeros_in([numel], options.kept, device, Category::Gradients);
-            part_numels.iter().map(keep).collect::<Result<_, _>>()?
-        };
-        Ok(Reducer {
+        let mut reducer = Reducer {
             group: world.group(),
             options,
             missing: buckets.iter().map(|bucket| bucket.params.len()).collect(),
+            touched: vec![None; buckets.len()],
             buckets,
-            bucket_of_param,
+            seats,
             buffers,
-            arrived: vec![None; shapes.len()],
+            arrived: shapes.iter().map(|_| None).collect(),
             next: 0,
             in_flight: Vec::new(),
-            kept,
+            kept: Vec::new(),
+            part_numels: part_numels.to_vec(),
             micro_steps: 0,
             device: device.clone(),
             shapes,
-        })
+        };
+        reducer.allocate_kept()?;
+        Ok(reducer)
+    }
+
+    /// Memory for what is kept beside the buffers, where they are used again or hold another type.
+    fn allocate_kept(&mut self) -> Result<()> {
+        let options = &self.options;
+        if options.keep_buffers && !options.accumulates && options.wire == options.kept {
+            return Ok(());
+        }
+        let keep =
+            |&numel: &usize| Tensor::zeros_in([numel], options.kept, &self.device, Category::Gradients);
+        self.kept = self.part_numels.iter().map(keep).collect::<Result<_, _>>()?;
+        Ok(())
+    }
+
+    /// From now on micro-batches are added up, in this type.
+    pub(crate) fn accumulate_in(&mut self, kept: DType) -> Result<()> {
+        if self.options.accumulates {
+            return Ok(());
+        }
+        if self.has_gradients() || self.arrived.iter().any(Option::is_some) {
+            let why = "gradients wait for a step: accumulation can only begin between steps";
+            return Err(ZeroError::Request(why.into()));
+        }
+        self.options = ReduceOptions { accumulates: true, kept, ..self.options };
+        self.kept = Vec::new();
+        self.allocate_kept()
     }
 
     /// Takes a parameter's gradient. With `synchronize` off it only waits to be added to the next one.
-    pub(crate) fn push(&mut self, param: usize, gradient: Tensor, synchronize: bool) -> Result<()> {
-        let Some(bucket) = self.bucket_of_param[param] else { return Ok(()) };
-        match &self.arrived[param] {
-            None => self.arrived[param] = Some(gradient),
-            Some(held) => {
-                let sum = Tensor::empty_in(*held.shape(), held.dtype(), &self.device, Category::Gradients)?;
-                self.device.backend().binary(
-                    ferrospeed_tensor::backend::Binary::Add,
-                    held,
-                    &gradient,
-                    &sum,
-                )?;
-                self.arrived[param] = Some(sum);
-            }
-        }
+    pub(crate) fn push(&mut self, param: usize, gradient: Arrived, synchronize: bool) -> Result<()> {
+        let Some((bucket, seat)) = self.seats[param] else { return Ok(()) };
+        let gradient = match self.arrived[param].take() {
+            None => gradient,
+            Some(held) => Arrived::Whole(self.sum(held, gradient)?),
+        };
         if !synchronize {
+            self.arrived[param] = Some(gradient);
             return Ok(());
         }
+        let placed = match gradient {
+            Arrived::Whole(gradient) if self.can_place(bucket)? => {
+                self.place(bucket, seat, Some(gradient))?;
+                Arrived::Placed
+            }
+            gradient => gradient,
+        };
+        self.arrived[param] = Some(placed);
         // One held back by an earlier, unsynchronised micro-batch counts when its successor comes.
         self.missing[bucket] = self.missing[bucket].saturating_sub(1);
-        while self.next < self.buckets.len() && self.missing[self.next] == 0 {
+        while self.next < self.buckets.len()
+            && self.missing[self.next] == 0
+            && self.buckets[self.next].kind != Kind::Leaf
+        {
             self.launch(self.next)?;
             self.next += 1;
         }
         Ok(())
+    }
+
+    fn sum(&self, held: Arrived, more: Arrived) -> Result<Tensor> {
+        let (Some(held), Some(more)) = (held.whole()?, more.whole()?) else {
+            let why = "a parameter got a second gradient in one backward";
+            return Err(ZeroError::Request(why.into()));
+        };
+        let sum = Tensor::empty_in(*held.shape(), held.dtype(), &self.device, Category::Gradients)?;
+        self.device.backend().binary(Binary::Add, &held, &more, &sum)?;
+        Ok(sum)
     }
 
     /// Ends a micro-batch: everything that is still here leaves, and everything that left comes back.
@@ -153,20 +217,49 @@ impl Reducer {
         Ok(())
     }
 
-    fn buffer(&self, bucket: usize) -> Result<Tensor> {
-        let slot = if self.options.keep_buffers { bucket } else { bucket % self.buffers.len() };
-        part(&self.buffers[slot], 0, self.buckets[bucket].numel())
+    fn slot(&self, bucket: usize) -> usize {
+        if self.options.keep_buffers { bucket } else { bucket % self.buffers.len() }
+    }
+
+    pub(crate) fn buffer(&self, bucket: usize) -> Result<Tensor> {
+        part(&self.buffers[self.slot(bucket)], 0, self.buckets[bucket].numel())
+    }
+
+    /// Whether a bucket's buffer can be written now. Buckets that have come back make room.
+    fn can_place(&mut self, bucket: usize) -> Result<bool> {
+        if self.buckets[bucket].kind == Kind::Rows {
+            return Ok(false);
+        }
+        if self.options.keep_buffers {
+            return Ok(true);
+        }
+        while self
+            .in_flight
+            .first()
+            .is_some_and(|earliest| earliest.work.as_ref().is_none_or(Pending::is_done))
+        {
+            let earliest = self.in_flight.remove(0);
+            self.land(earliest)?;
+        }
+        let busy = self.in_flight.iter().any(|other| self.slot(other.bucket) == self.slot(bucket));
+        Ok(!busy && bucket < self.next + self.buffers.len())
     }
 
     fn launch(&mut self, index: usize) -> Result<()> {
         // The buffer may still be under way with an earlier bucket.
-        if !self.options.keep_buffers && self.in_flight.len() == self.buffers.len() {
+        while self.in_flight.iter().any(|other| self.slot(other.bucket) == self.slot(index)) {
             let earliest = self.in_flight.remove(0);
             self.land(earliest)?;
         }
-        let buffer = self.buffer(index)?;
-        self.fill(index, &buffer)?;
-        let work = if self.group.size() == 1 { None } else { Some(self.reduce(index, &buffer)?) };
+        let in_rows = self.buckets[index].kind == Kind::Rows && self.reduce_rows(index)?;
+        if !in_rows {
+            self.fill(index)?;
+        }
+        let work = if in_rows || self.group.size() == 1 {
+            None
+        } else {
+            Some(self.reduce(index, &self.buffer(index)?)?)
+        };
         let in_flight = InFlight { bucket: index, work };
         if self.options.overlap && in_flight.work.is_some() {
             self.in_flight.push(in_flight);
@@ -175,37 +268,45 @@ impl Reducer {
         self.land(in_flight)
     }
 
-    /// Copies the bucket's gradients to their places; a parameter without one gives zeros.
-    fn fill(&mut self, index: usize, buffer: &Tensor) -> Result<()> {
+    /// Copies what is not in the bucket's buffer yet; a parameter without a gradient gives zeros.
+    fn fill(&mut self, index: usize) -> Result<()> {
+        self.touched[index] = None;
+        for seat in 0..self.buckets[index].params.len() {
+            let param = self.buckets[index].params[seat];
+            match self.arrived[param].take() {
+                Some(Arrived::Placed) => {}
+                Some(gradient) => self.place(index, seat, gradient.whole()?)?,
+                None => self.place(index, seat, None)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies one gradient to its places in a bucket's buffer; without one, zeros.
+    fn place(&self, bucket: usize, seat: usize, gradient: Option<Tensor>) -> Result<()> {
+        let buffer = self.buffer(bucket)?;
         let backend = self.device.backend();
-        let bucket = &self.buckets[index];
-        for &param in &bucket.params {
-            let gradient = self.arrived[param].take();
-            let gradient = match gradient {
-                Some(gradient) => Some(self.prepared(gradient)?),
-                None => None,
-            };
-            for place in bucket.places.iter().filter(|place| place.param == param) {
-                match &gradient {
-                    Some(gradient) => backend.copy_blocks(
-                        gradient,
-                        place.in_param,
-                        place.len,
-                        buffer,
-                        place.in_bucket,
-                        place.len,
-                        1,
-                        place.len,
-                    )?,
-                    None => backend.fill(&part(buffer, place.in_bucket, place.len)?, 0.0)?,
-                }
+        let gradient = gradient.map(|gradient| self.prepared(gradient)).transpose()?;
+        for place in &self.buckets[bucket].places[seat] {
+            match &gradient {
+                Some(gradient) => backend.copy_blocks(
+                    gradient,
+                    place.in_param,
+                    place.len,
+                    &buffer,
+                    place.in_bucket,
+                    place.len,
+                    1,
+                    place.len,
+                )?,
+                None => backend.fill(&part(&buffer, place.in_bucket, place.len)?, 0.0)?,
             }
         }
         Ok(())
     }
 
     /// In the type of the wire, and multiplied by what comes before the sum.
-    fn prepared(&self, gradient: Tensor) -> Result<Tensor> {
+    pub(crate) fn prepared(&self, gradient: Tensor) -> Result<Tensor> {
         let gradient = if self.options.before == 1.0 {
             gradient
         } else {
@@ -220,8 +321,13 @@ impl Reducer {
         Ok(ops::cast(&gradient, self.options.wire)?)
     }
 
+    /// What ranks do with gradients.
+    pub(crate) fn operation(&self) -> ReduceOp {
+        if self.options.after.is_some() { ReduceOp::Sum } else { ReduceOp::Avg }
+    }
+
     fn reduce(&self, index: usize, buffer: &Tensor) -> Result<Pending> {
-        let op = if self.options.after.is_some() { ReduceOp::Sum } else { ReduceOp::Avg };
+        let op = self.operation();
         if self.options.whole {
             return exchange::all_reduce(&self.group, buffer, op);
         }
@@ -280,7 +386,7 @@ impl Reducer {
     /// Forgets everything, for the next step.
     pub(crate) fn clear(&mut self) {
         self.micro_steps = 0;
-        self.arrived.fill(None);
+        self.arrived.iter_mut().for_each(|arrived| *arrived = None);
     }
 
     /// Checks a gradient's shape before it is taken.

@@ -3,8 +3,13 @@
 //! A read gathers a parameter, the last release lets it go. The order of reads is recorded on the first pass; later
 //! passes gather ahead by it, several parameters in one collective, within `prefetch_bucket_size` and
 //! `max_live_parameters`. A pass that leaves the recorded order is recorded anew next time.
+//!
+//! The parameters of a *leaf module* are one unit: whichever is read first brings all of them, in one collective, and
+//! all stay until a parameter outside the unit is read. So ranks that read different parts of such a module (experts
+//! that a router chooses, say) still take part in the same collectives, in the same order.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
@@ -12,6 +17,7 @@ use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 use crate::error::Result;
 use crate::exchange::{self, Pending};
 use crate::memory::part;
+use crate::trace::ReadOrder;
 
 /// The limits of stage 3, in elements.
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +45,8 @@ struct Whole {
     borrows: usize,
     value: Option<Tensor>,
     work: Option<Pending>,
+    /// Where it stands in [`Residency::absent`].
+    absent_at: Option<usize>,
 }
 
 /// Which order of reads a pass follows.
@@ -53,7 +61,7 @@ pub enum Pass {
 enum Order {
     Recording(Vec<usize>),
     Following {
-        order: Vec<usize>,
+        order: Arc<ReadOrder>,
         at: usize,
     },
     /// The pass has left the order.
@@ -67,32 +75,60 @@ pub(crate) struct Residency {
     params: Vec<Sharded>,
     flats: Vec<Tensor>,
     whole: Vec<Whole>,
+    /// The parameters that come and go together with each one: itself, or its leaf module's. Its first stands for all.
+    units: Vec<Arc<[usize]>>,
+    /// The leaf module that the pass is in, by the parameter that stands for it.
+    inside: Option<usize>,
+    /// Elements of each unit's first parameter's unit, padding included.
+    unit_numels: Vec<u64>,
     live_numel: u64,
     peak_live_numel: u64,
+    /// Elements whose gathering has begun and was not waited for.
+    under_way_numel: u64,
+    /// Where in the order each parameter that is not whole is read next; kept while an order is followed.
+    absent: BTreeSet<usize>,
+    /// What is whole, not borrowed, and may be let go.
+    idle: BTreeSet<usize>,
     pass: Pass,
     order: Order,
-    known: HashMap<Pass, Vec<usize>>,
+    known: HashMap<Pass, Arc<ReadOrder>>,
     dtype: DType,
     device: Device,
 }
 
 impl Residency {
+    /// `leaves` are the leaf modules, as parameters of each.
     pub(crate) fn new(
         group: Group,
         limits: Limits,
         params: Vec<Sharded>,
+        leaves: &[Vec<usize>],
         flats: Vec<Tensor>,
         dtype: DType,
         device: &Device,
     ) -> Residency {
+        let mut units: Vec<Arc<[usize]>> = (0..params.len()).map(|param| Arc::from([param])).collect();
+        for leaf in leaves {
+            let unit: Arc<[usize]> = Arc::from(leaf.as_slice());
+            leaf.iter().for_each(|&param| units[param] = unit.clone());
+        }
+        let ranks = group.size();
+        let numel = |param: &usize| (params[*param].share * ranks) as u64;
+        let unit_numels = units.iter().map(|unit| unit.iter().map(numel).sum()).collect();
         Residency {
             group,
             limits,
             whole: params.iter().map(|_| Whole::default()).collect(),
             params,
             flats,
+            units,
+            inside: None,
+            unit_numels,
             live_numel: 0,
             peak_live_numel: 0,
+            under_way_numel: 0,
+            absent: BTreeSet::new(),
+            idle: BTreeSet::new(),
             pass: Pass::Train,
             order: Order::Recording(Vec::new()),
             known: HashMap::new(),
@@ -104,18 +140,24 @@ impl Residency {
     /// Starts a pass.
     pub(crate) fn begin(&mut self, pass: Pass) {
         self.remember();
+        self.leave();
         self.pass = pass;
         self.order = match self.known.get(&pass) {
             Some(order) => Order::Following { order: order.clone(), at: 0 },
             None => Order::Recording(Vec::new()),
         };
+        self.absent.clear();
+        for param in 0..self.whole.len() {
+            self.whole[param].absent_at = None;
+            self.expect(param);
+        }
     }
 
     /// Keeps what was recorded; an order that was left is forgotten.
     fn remember(&mut self) {
         match std::mem::replace(&mut self.order, Order::Lost) {
-            Order::Recording(order) if !order.is_empty() => {
-                self.known.insert(self.pass, order);
+            Order::Recording(reads) if !reads.is_empty() => {
+                self.known.insert(self.pass, Arc::new(ReadOrder::new(reads, &self.unit_numels)));
             }
             Order::Lost => {
                 self.known.remove(&self.pass);
@@ -124,24 +166,35 @@ impl Residency {
         }
     }
 
+    /// The parameter that stands for the unit of this one.
+    fn first(&self, param: usize) -> usize {
+        self.units[param][0]
+    }
+
     pub(crate) fn acquire(&mut self, param: usize) -> Result<Tensor> {
-        self.advance(param);
+        let first = self.first(param);
+        if self.inside != Some(first) {
+            self.leave();
+            self.inside = (self.units[param].len() > 1).then_some(first);
+            self.advance(first);
+        }
         if self.group.size() == 1 {
             let sharded = &self.params[param];
             self.whole[param].borrows += 1;
             return Ok(self.flats[sharded.flat].slice(sharded.start, sharded.shape)?);
         }
         if self.whole[param].value.is_none() {
-            self.make_room(self.numel(param));
-            self.gather(&[param])?;
+            let missing = self.missing(param);
+            self.make_room(missing.iter().map(|&param| self.numel(param)).sum());
+            self.gather(&missing)?;
         }
         self.prefetch()?;
-        let whole = &mut self.whole[param];
-        whole.borrows += 1;
-        if let Some(work) = whole.work.take() {
-            work.wait()?;
+        self.idle.remove(&param);
+        self.whole[param].borrows += 1;
+        for &member in self.units[param].clone().iter() {
+            self.land(member)?;
         }
-        let value = whole.value.as_ref().expect("it was just gathered");
+        let value = self.whole[param].value.as_ref().expect("it was just gathered");
         Ok(value.slice(0, self.params[param].shape)?)
     }
 
@@ -149,37 +202,64 @@ impl Residency {
         (self.params[param].share * self.group.size()) as u64
     }
 
+    /// What is not whole of a parameter's unit.
+    fn missing(&self, param: usize) -> Vec<usize> {
+        self.units[param].iter().copied().filter(|&member| self.whole[member].value.is_none()).collect()
+    }
+
+    /// Waits for a parameter that is under way.
+    fn land(&mut self, param: usize) -> Result<()> {
+        let Some(work) = self.whole[param].work.take() else { return Ok(()) };
+        self.under_way_numel -= self.numel(param);
+        work.wait()
+    }
+
     /// Notes a read.
     fn advance(&mut self, param: usize) {
         match &mut self.order {
-            Order::Recording(order) => order.push(param),
-            Order::Following { order, at } if order.get(*at) == Some(&param) => *at += 1,
+            Order::Recording(reads) => reads.push(param),
+            Order::Following { order, at } if order.at(*at) == Some(param) => *at += 1,
             Order::Following { .. } => self.order = Order::Lost,
             Order::Lost => {}
         }
     }
 
+    /// Ends the stay in a leaf module.
+    fn leave(&mut self) {
+        let Some(first) = self.inside.take() else { return };
+        for &member in self.units[first].clone().iter() {
+            if self.whole[member].borrows == 0 {
+                self.let_go(member);
+            }
+        }
+    }
+
+    /// Notes where a parameter that is not whole is read next. A unit waits under its first.
+    fn expect(&mut self, param: usize) {
+        let Order::Following { order, at } = &self.order else { return };
+        if self.whole[param].value.is_some() || self.whole[param].absent_at.is_some() {
+            return;
+        }
+        let next = order.next_read(self.first(param), *at);
+        self.whole[param].absent_at = next;
+        self.absent.extend(next);
+    }
+
     /// Gathers what comes next, unless enough is under way already.
     fn prefetch(&mut self) -> Result<()> {
-        let Order::Following { order, at } = &self.order else { return Ok(()) };
-        let under_way: u64 = (0..self.whole.len())
-            .filter(|&param| self.whole[param].work.is_some() && self.whole[param].borrows == 0)
-            .map(|param| self.numel(param))
-            .sum();
-        if under_way * 2 > self.limits.prefetch {
+        let Order::Following { order, .. } = &self.order else { return Ok(()) };
+        if self.under_way_numel * 2 > self.limits.prefetch {
             return Ok(());
         }
         let mut chosen: Vec<usize> = Vec::new();
         let mut total = 0;
-        for &param in &order[*at..] {
-            let numel = self.numel(param);
-            if self.whole[param].value.is_some() || chosen.contains(&param) {
-                continue;
-            }
+        for param in self.absent.iter().filter_map(|&place| order.at(place)) {
+            let missing = self.missing(param);
+            let numel: u64 = missing.iter().map(|&param| self.numel(param)).sum();
             if total + numel > self.limits.prefetch || self.live_numel + total + numel > self.limits.live {
                 break;
             }
-            chosen.push(param);
+            chosen.extend(missing);
             total += numel;
         }
         self.gather(&chosen)
@@ -199,68 +279,71 @@ impl Residency {
             let own = part(&self.flats[sharded.flat], sharded.start, sharded.share)?;
             pairs.push((own, value.clone()));
             self.whole[param].value = Some(value);
+            if let Some(place) = self.whole[param].absent_at.take() {
+                self.absent.remove(&place);
+            }
             self.live_numel += self.numel(param);
         }
         self.peak_live_numel = self.peak_live_numel.max(self.live_numel);
         let pending = exchange::all_gather(&self.group, &pairs)?;
-        params.iter().zip(pending).for_each(|(&param, work)| self.whole[param].work = Some(work));
+        for (&param, work) in params.iter().zip(pending) {
+            self.whole[param].work = Some(work);
+            self.under_way_numel += self.numel(param);
+        }
         Ok(())
     }
 
     pub(crate) fn release(&mut self, param: usize) {
         self.whole[param].borrows -= 1;
-        if self.group.size() == 1 || self.whole[param].borrows > 0 || self.params[param].persistent {
+        // A leaf module goes as one, when the pass has left it.
+        if self.whole[param].borrows > 0 || self.inside == Some(self.first(param)) {
+            return;
+        }
+        self.let_go(param);
+    }
+
+    /// Drops what nobody borrows, or keeps it until room is needed.
+    fn let_go(&mut self, param: usize) {
+        if self.group.size() == 1 || self.params[param].persistent || self.whole[param].value.is_none() {
             return;
         }
         if self.live_numel > self.limits.live || !self.used_soon(param) {
             self.drop_value(param);
+        } else {
+            self.idle.insert(param);
         }
     }
 
     /// Whether the recorded order reads it again within the reuse distance.
     fn used_soon(&self, param: usize) -> bool {
         let Order::Following { order, at } = &self.order else { return false };
-        let mut distance = 0;
-        for &next in &order[*at..] {
-            if next == param {
-                return true;
-            }
-            distance += self.numel(next);
-            if distance >= self.limits.reuse_distance {
-                return false;
-            }
-        }
-        false
+        order
+            .next_read(self.first(param), *at)
+            .is_some_and(|next| next == *at || order.numel_between(*at, next) < self.limits.reuse_distance)
     }
 
     /// Lets go of what nobody borrows until `numel` more fit under the limit, or nothing is left to let go.
     fn make_room(&mut self, numel: u64) {
-        let mut param = 0;
-        while self.live_numel + numel > self.limits.live && param < self.whole.len() {
-            let whole = &self.whole[param];
-            if whole.borrows == 0
-                && whole.work.is_none()
-                && whole.value.is_some()
-                && !self.params[param].persistent
-            {
-                self.drop_value(param);
-            }
-            param += 1;
+        while self.live_numel + numel > self.limits.live
+            && let Some(param) = self.idle.pop_first()
+        {
+            self.drop_value(param);
         }
     }
 
     fn drop_value(&mut self, param: usize) {
         if self.whole[param].value.take().is_some() {
             self.live_numel -= self.numel(param);
+            self.idle.remove(&param);
+            self.expect(param);
         }
     }
 
     /// Lets go of everything: values have changed, or the caller wants the memory. Waits for what is under way.
     pub(crate) fn clear(&mut self) -> Result<()> {
+        self.inside = None;
         for param in 0..self.whole.len() {
-            if let Some(work) = self.whole[param].work.take() {
-                work.wait()?;
-            }
+            self.land(param)?;
             if self.whole[param].borrows == 0 {
                 self.drop_value(param);
             }
@@ -271,9 +354,9 @@ impl Residency {
     /// The order of reads that a pass follows, or is recording now.
     pub(crate) fn order(&self, pass: Pass) -> &[usize] {
         match &self.order {
-            Order::Recording(order) if self.pass == pass => order,
+            Order::Recording(reads) if self.pass == pass => reads,
             Order::Lost if self.pass == pass => &[],
-            _ => self.known.get(&pass).map_or(&[], Vec::as_slice),
+            _ => self.known.get(&pass).map_or(&[], |order| order.as_slice()),
         }
     }
 

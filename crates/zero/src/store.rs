@@ -3,6 +3,7 @@
 //! [`ZeroStore::attach`] decides where each parameter of a model lives and fills it; afterwards the model runs on its
 //! handles, gradients flow into the reducer, and [`ZeroStore::step`](crate::step) updates this rank's share.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,14 +11,15 @@ use ferrospeed_comm::World;
 use ferrospeed_config::{Stage, Zero};
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{Category, DType, Device, Param, ParamStore, StoreError, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Param, ParamStore, RowGradient, StoreError, Tensor};
 
-use crate::buckets;
+use crate::buckets::{self, Kind};
 use crate::error::{Result, ZeroError};
+use crate::fill;
 use crate::hold::Holds;
 use crate::memory::{part, reachable};
 use crate::partition::{Layout, persistent};
-use crate::reducer::{ReduceOptions, Reducer};
+use crate::reducer::{Arrived, ReduceOptions, Reducer};
 use crate::residency::{Limits, Pass, Residency, Sharded};
 
 /// Parameters that share optimizer options.
@@ -45,6 +47,10 @@ pub struct StoreOptions<'a> {
     pub predivide: f64,
     /// `prescale_gradients`.
     pub prescale: bool,
+    /// `sparse_gradients`: below stage 1, gradients of tables travel as rows.
+    pub sparse_gradients: bool,
+    /// Parameters that stage 3 gathers and releases together, by leaf module: parts that ranks read unlike each other.
+    pub leaf_modules: &'a [Vec<Param>],
     /// The update rule; `None` when nothing is trained.
     pub optimizer: Option<Optimizer>,
 }
@@ -98,8 +104,12 @@ pub struct ZeroStore {
     pub(crate) dtype: DType,
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) params: Vec<Param>,
+    /// Where each parameter is among `params`, by its number.
+    indices: HashMap<u64, usize>,
     /// (group, index in the group) of every parameter.
     pub(crate) places: Vec<(usize, usize)>,
+    /// Which parameters' gradients are wanted as rows.
+    in_rows: Vec<bool>,
     pub(crate) state: Mutex<State>,
     synchronize: AtomicBool,
     /// Who copies weights and states, which therefore must not change.
@@ -119,7 +129,10 @@ impl ZeroStore {
         source: &dyn ParamSource,
     ) -> Result<Arc<ZeroStore>> {
         agree(world, params)?;
-        let places = places(params, groups)?;
+        let indices: HashMap<u64, usize> =
+            params.iter().enumerate().map(|(index, param)| (param.id(), index)).collect();
+        let places = places(&indices, params.len(), groups)?;
+        let leaves = leaves(&indices, options.leaf_modules)?;
         let stage = options.zero.stage;
         let (ranks, rank) = (world.size(), world.rank());
 
@@ -150,13 +163,21 @@ impl ZeroStore {
             .collect();
         let layouts: Vec<Layout> = trained.iter().map(|share| share.layout.clone()).collect();
         let plan_rank = if stage == Stage::Off { 0 } else { rank };
-        let plan = buckets::plan(&grouped, &layouts, plan_rank, options.zero.reduce_bucket_size.max(1));
+        let rows = options.sparse_gradients && stage == Stage::Off && ranks > 1;
+        let in_rows: Vec<bool> =
+            params.iter().map(|param| rows && param.is_table() && param.shape().dims() == 2).collect();
+        let mut kinds = vec![Kind::Ordinary; params.len()];
+        leaves.iter().flatten().for_each(|&param| kinds[param] = Kind::Leaf);
+        in_rows.iter().zip(&mut kinds).filter(|(rows, _)| **rows).for_each(|(_, kind)| *kind = Kind::Rows);
+        let trained_numel: usize = grouped.iter().flatten().map(|&(_, numel)| numel).sum();
+        let limit = options.zero.bucket_numel(trained_numel as u64);
+        let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], plan_rank, limit);
         let part_numels: Vec<usize> = layouts.iter().map(|layout| layout.part_numel).collect();
         let shapes = params.iter().map(|param| (*param.shape(), options.dtype)).collect();
         let reduce = reduce_options(options, ranks);
         let reducer = Reducer::new(world, reduce, plan, &part_numels, shapes, device)?;
         let residency = if stage == Stage::Parameters {
-            Some(residency(world, device, params, &positions, &shares, options))
+            Some(residency(world, device, params, &positions, &shares, &leaves, options))
         } else {
             None
         };
@@ -168,7 +189,9 @@ impl ZeroStore {
             dtype: options.dtype,
             optimizer: options.optimizer,
             params: params.to_vec(),
+            indices,
             places: positions,
+            in_rows,
             state: Mutex::new(State { shares, reducer, residency }),
             synchronize: AtomicBool::new(true),
             holds: Holds::default(),
@@ -181,6 +204,18 @@ impl ZeroStore {
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn index_of(&self, param: &Param) -> Result<usize> {
+        self.indices.get(&param.id()).copied().ok_or_else(|| ZeroError::Parameter {
+            name: param.name().into(),
+            why: "does not belong to this model".into(),
+        })
+    }
+
+    /// From now on micro-batches are added up before a step, in this type. Not while gradients wait for one.
+    pub fn accumulate_in(&self, kept: DType) -> Result<()> {
+        self.lock().reducer.accumulate_in(kept)
     }
 
     /// All parameters.
@@ -302,7 +337,6 @@ fn build_share(
         _ => (layout.part_numel * layout.ranks, if layout.ranks > 1 { rank * layout.part_numel } else { 0 }),
     };
     let values = reachable(world, values_numel, options.dtype, device, Category::Parameters)?;
-    let own_rank = if layout.ranks > 1 { rank } else { 0 };
     let master = if trained && options.dtype != DType::F32 {
         Some(Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer)?)
     } else {
@@ -325,47 +359,8 @@ fn build_share(
         steps: 0,
         trained,
     };
-    fill_share(&share, params, own_rank, stage, device, source)?;
+    fill::fill(&share, params, world, stage, source)?;
     Ok(share)
-}
-
-/// Loads each parameter's first value: all of it where it is kept whole, only this rank's fragment in stage 3.
-fn fill_share(
-    share: &Share,
-    params: &[Param],
-    own_rank: usize,
-    stage: Stage,
-    device: &Device,
-    source: &dyn ParamSource,
-) -> Result<()> {
-    let backend = device.backend();
-    let store = |values: &[f32], target: &Tensor| -> Result<()> {
-        backend.cast(&Tensor::from_slice(values, [values.len()], device)?, target)?;
-        Ok(())
-    };
-    for (in_group, &param) in share.params.iter().enumerate() {
-        let param = &params[param];
-        if stage != Stage::Parameters {
-            let mut whole = vec![0.0; param.numel()];
-            source.load(param, 0..param.numel(), &mut whole)?;
-            for fragment in &share.layout.fragments[in_group] {
-                let values = &whole[fragment.in_param..fragment.in_param + fragment.len];
-                let start = fragment.rank * share.layout.part_numel + fragment.in_part;
-                store(values, &part(&share.values, start, fragment.len)?)?;
-                if let (Some(master), true) = (&share.master, fragment.rank == own_rank) {
-                    store(values, &part(master, fragment.in_part, fragment.len)?)?;
-                }
-            }
-        } else if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
-            let mut own = vec![0.0; fragment.len];
-            source.load(param, fragment.in_param..fragment.in_param + fragment.len, &mut own)?;
-            store(&own, &part(&share.values, fragment.in_part, fragment.len)?)?;
-            if let Some(master) = &share.master {
-                store(&own, &part(master, fragment.in_part, fragment.len)?)?;
-            }
-        }
-    }
-    Ok(())
 }
 
 fn residency(
@@ -374,6 +369,7 @@ fn residency(
     params: &[Param],
     positions: &[(usize, usize)],
     shares: &[Share],
+    leaves: &[Vec<usize>],
     options: &StoreOptions<'_>,
 ) -> Residency {
     let numels: Vec<usize> = params.iter().map(Param::numel).collect();
@@ -404,17 +400,21 @@ fn residency(
         live: zero.max_live_parameters,
         reuse_distance: zero.max_reuse_distance,
     };
-    let flats = shares.iter().map(|share| share.values.clone()).collect();
-    Residency::new(world.group(), limits, sharded, flats, options.dtype, device)
+    let flats: Vec<Tensor> = shares.iter().map(|share| share.values.clone()).collect();
+    Residency::new(world.group(), limits, sharded, leaves, flats, options.dtype, device)
 }
 
 /// (group, index in it) of every parameter; the group after the last is what nobody trains.
-fn places(params: &[Param], groups: &[ParamGroup]) -> Result<Vec<(usize, usize)>> {
-    let mut places = vec![None; params.len()];
+fn places(
+    indices: &HashMap<u64, usize>,
+    params: usize,
+    groups: &[ParamGroup],
+) -> Result<Vec<(usize, usize)>> {
+    let mut places = vec![None; params];
     for (group, members) in groups.iter().enumerate() {
         for (index, member) in members.params.iter().enumerate() {
             let fail = |why: &str| ZeroError::Parameter { name: member.name().into(), why: why.into() };
-            let param = params.iter().position(|param| param.is_same(member));
+            let param = indices.get(&member.id()).copied();
             let param = param.ok_or_else(|| fail("is in a group but not in the model"))?;
             if places[param].is_some() {
                 return Err(fail("is in more than one group; give each parameter to one"));
@@ -425,6 +425,27 @@ fn places(params: &[Param], groups: &[ParamGroup]) -> Result<Vec<(usize, usize)>
         }
     }
     Ok(places.into_iter().map(|place| place.unwrap_or((groups.len(), 0))).collect())
+}
+
+/// The parameters of each leaf module by index, ascending.
+fn leaves(indices: &HashMap<u64, usize>, modules: &[Vec<Param>]) -> Result<Vec<Vec<usize>>> {
+    let mut taken = HashSet::new();
+    let mut leaves = Vec::with_capacity(modules.len());
+    for module in modules.iter().filter(|module| !module.is_empty()) {
+        let mut leaf = Vec::with_capacity(module.len());
+        for member in module {
+            let fail = |why: &str| ZeroError::Parameter { name: member.name().into(), why: why.into() };
+            let param = indices.get(&member.id()).copied();
+            let param = param.ok_or_else(|| fail("is in a leaf module but not in the model"))?;
+            if !taken.insert(param) {
+                return Err(fail("is in more than one leaf module; one must not lie in another"));
+            }
+            leaf.push(param);
+        }
+        leaf.sort_unstable();
+        leaves.push(leaf);
+    }
+    Ok(leaves)
 }
 
 /// Every rank must have the same parameters in the same order.
@@ -481,6 +502,16 @@ impl ParamStore for ZeroStore {
     fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError> {
         let mut state = self.lock();
         state.reducer.check(index, &gradient)?;
-        Ok(state.reducer.push(index, gradient, self.synchronize.load(Ordering::Relaxed))?)
+        let synchronize = self.synchronize.load(Ordering::Relaxed);
+        Ok(state.reducer.push(index, Arrived::Whole(gradient), synchronize)?)
+    }
+
+    fn wants_rows(&self, index: usize) -> bool {
+        self.in_rows[index]
+    }
+
+    fn push_rows(&self, index: usize, gradient: RowGradient) -> Result<(), StoreError> {
+        let synchronize = self.synchronize.load(Ordering::Relaxed);
+        Ok(self.lock().reducer.push(index, Arrived::Rows(gradient), synchronize)?)
     }
 }

@@ -5,27 +5,29 @@ use super::*;
 const SCHEDULE_TYPE: Kind = choice(&["fixed_linear", "fixed_root", "fixed_discrete", "custom"]);
 
 const CURRICULUM_SCHEDULE: &[Key] = &[
-    key("total_curriculum_step", POSITIVE_COUNT, "null", "Steps until the full difficulty."),
+    key("total_curriculum_step", POSITIVE_COUNT, "null", "Steps until the full difficulty.").done(),
     key(
         "difficulty_step",
         POSITIVE_COUNT,
         "null",
         "Difficulties are multiples of this; 8 suits tensor cores.",
-    ),
-    key("root_degree", POSITIVE_COUNT, "null", "Degree of the root for `fixed_root`."),
-    key("difficulty", COUNT_LIST, "null", "Difficulties in turn for `fixed_discrete`."),
-    key("max_step", COUNT_LIST, "null", "Last step of each difficulty but the last."),
+    )
+    .done(),
+    key("root_degree", POSITIVE_COUNT, "null", "Degree of the root for `fixed_root`.").done(),
+    key("difficulty", COUNT_LIST, "null", "Difficulties in turn for `fixed_discrete`.").done(),
+    key("max_step", COUNT_LIST, "null", "Last step of each difficulty but the last.").done(),
 ];
 const SCHEDULE_CONFIG: Kind = Kind::Section(CURRICULUM_SCHEDULE, Form::Plain);
 
 /// `curriculum_learning`, the older form.
 pub(super) const CURRICULUM: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn the curriculum on."),
-    key("curriculum_type", Kind::Text, "\"seqlen\"", "What is made harder; `seqlen` is the sequence length."),
-    key("min_difficulty", COUNT, "null", "Difficulty at the start."),
-    key("max_difficulty", COUNT, "null", "Difficulty at the end."),
-    key("schedule_type", SCHEDULE_TYPE, "null", "How difficulty grows."),
-    key("schedule_config", SCHEDULE_CONFIG, "null", "Parameters of the growth."),
+    key("enabled", Kind::Bool, "false", "Turn the curriculum on.").done(),
+    key("curriculum_type", Kind::Text, "\"seqlen\"", "What is made harder; `seqlen` is the sequence length.")
+        .done(),
+    key("min_difficulty", COUNT, "null", "Difficulty at the start.").done(),
+    key("max_difficulty", COUNT, "null", "Difficulty at the end.").done(),
+    key("schedule_type", SCHEDULE_TYPE, "null", "How difficulty grows.").done(),
+    key("schedule_config", SCHEDULE_CONFIG, "null", "Parameters of the growth.").done(),
 ];
 
 const METRIC: &[Key] = &[
@@ -117,9 +119,9 @@ pub(super) const DATA_EFFICIENCY: &[Key] = &[
 
 /// `progressive_layer_drop`.
 pub(super) const PROGRESSIVE_LAYER_DROP: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn layer dropping on."),
-    key("theta", FRACTION, "0.5", "Share of layers kept in the end."),
-    key("gamma", NON_NEGATIVE, "0.001", "How fast that is reached."),
+    key("enabled", Kind::Bool, "false", "Turn layer dropping on.").done(),
+    key("theta", FRACTION, "0.5", "Share of layers kept in the end.").done(),
+    key("gamma", NON_NEGATIVE, "0.001", "How fast that is reached.").done(),
 ];
 
 /// `eigenvalue`.

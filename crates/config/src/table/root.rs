@@ -83,8 +83,9 @@ pub const ROOT: &[Key] = &[
         "sparse_gradients",
         Kind::Bool,
         "false",
-        "Exchange embedding gradients as rows instead of whole tables.",
-    ),
+        "Exchange embedding gradients as rows instead of whole tables (stage 0).",
+    )
+    .done(),
     key(
         "communication_data_type",
         COMMUNICATION_TYPE,
@@ -183,13 +184,15 @@ pub const ROOT: &[Key] = &[
         Kind::Section(CURRICULUM, Form::Plain),
         "null",
         "Sequence-length curriculum (the older form; see `data_efficiency`).",
-    ),
+    )
+    .done(),
     key(
         "progressive_layer_drop",
         Kind::Section(PROGRESSIVE_LAYER_DROP, Form::Plain),
         "null",
         "Drop layers at random, more and more of them.",
-    ),
+    )
+    .done(),
     key(
         "eigenvalue",
         Kind::Section(EIGENVALUE, Form::Plain),
@@ -223,7 +226,7 @@ pub const ROOT: &[Key] = &[
     key("compile", Kind::Section(COMPILE, Form::Schema), "{}", "Graph compilation by the tensor framework.")
         .inert("models are compiled ahead of time here"),
     key("nebula", Kind::Section(NEBULA, Form::Plain), "{}", "Azure's asynchronous checkpoint service."),
-    key("dataloader_drop_last", Kind::Bool, "false", "Drop the last batch when it is not full."),
+    key("dataloader_drop_last", Kind::Bool, "false", "Drop the last batch when it is not full.").done(),
     key(
         "use_data_before_expert_parallelism",
         Kind::Bool,

@@ -151,8 +151,16 @@ pub(crate) fn on_ranks<R: Send + 'static>(
     ranks: usize,
     work: impl Fn(World) -> R + Send + Sync + 'static,
 ) -> Vec<R> {
+    on_worlds(World::threads(ranks), work)
+}
+
+/// The same for ranks that are connected already.
+pub(crate) fn on_worlds<R: Send + 'static>(
+    worlds: Vec<World>,
+    work: impl Fn(World) -> R + Send + Sync + 'static,
+) -> Vec<R> {
     let work = Arc::new(work);
-    let threads: Vec<_> = World::threads(ranks)
+    let threads: Vec<_> = worlds
         .into_iter()
         .map(|world| {
             let work = work.clone();

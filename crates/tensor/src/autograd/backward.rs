@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::autograd::{Action, Edge, GradientSource, Node, accumulate, lock, no_grad};
 use crate::error::{Result, TensorError};
 use crate::param::Param;
+use crate::rows::RowGradient;
 use crate::tensor::Tensor;
 
 /// Backward from a scalar.
@@ -39,7 +40,32 @@ pub fn backward_with(roots: &[(Tensor, Tensor)]) -> Result<()> {
 struct Pending {
     param: Param,
     uses: usize,
-    sum: Option<Tensor>,
+    sum: Option<Sum>,
+}
+
+/// What the uses so far have contributed: rows while there was one use and that was a lookup.
+enum Sum {
+    Whole(Tensor),
+    Rows(RowGradient),
+}
+
+impl Sum {
+    fn whole(self) -> Result<Tensor> {
+        match self {
+            Sum::Whole(gradient) => Ok(gradient),
+            Sum::Rows(rows) => rows.to_dense(),
+        }
+    }
+}
+
+impl Pending {
+    fn add(&mut self, contribution: Sum) -> Result<()> {
+        self.sum = Some(match self.sum.take() {
+            None => contribution,
+            Some(sum) => Sum::Whole(accumulate(sum.whole()?, contribution.whole()?)?),
+        });
+        Ok(())
+    }
 }
 
 type PendingParams = HashMap<u64, Pending>;
@@ -162,7 +188,7 @@ impl Pass {
 /// A node with inner parameters counts one use of each, which it ends itself after its inner pass has handed
 /// over; the inner pass's own contribution therefore does not count as a use.
 fn add_to_param(param: &Param, gradient: Option<Tensor>) -> Result<()> {
-    let ready = PASSES.with_borrow_mut(|passes| -> Result<Option<Tensor>> {
+    let ready = PASSES.with_borrow_mut(|passes| -> Result<Option<Sum>> {
         let pending = passes.last_mut().and_then(|pass| pass.get_mut(&param.id()));
         let Some(pending) = pending else {
             return Err(TensorError::argument(
@@ -171,10 +197,7 @@ fn add_to_param(param: &Param, gradient: Option<Tensor>) -> Result<()> {
             ));
         };
         if let Some(gradient) = gradient {
-            pending.sum = Some(match pending.sum.take() {
-                None => gradient,
-                Some(sum) => accumulate(sum, gradient)?,
-            });
+            pending.add(Sum::Whole(gradient))?;
         }
         pending.uses -= 1;
         Ok(if pending.uses == 0 { pending.sum.take() } else { None })
@@ -185,8 +208,13 @@ fn add_to_param(param: &Param, gradient: Option<Tensor>) -> Result<()> {
 }
 
 /// Hands a finished gradient to the store, or adds it to the sum of the pass around, without ending a use there.
-fn deliver(param: &Param, gradient: Tensor, outer: Option<usize>) -> Result<()> {
-    let Some(outer) = outer else { return param.push_grad(gradient) };
+fn deliver(param: &Param, gradient: Sum, outer: Option<usize>) -> Result<()> {
+    let Some(outer) = outer else {
+        return match gradient {
+            Sum::Whole(gradient) => param.push_grad(gradient),
+            Sum::Rows(rows) => param.push_rows(rows),
+        };
+    };
     PASSES.with_borrow_mut(|passes| {
         let Some(pending) = passes[outer].get_mut(&param.id()) else {
             return Err(TensorError::argument(
@@ -196,11 +224,17 @@ fn deliver(param: &Param, gradient: Tensor, outer: Option<usize>) -> Result<()> 
                 ),
             ));
         };
-        pending.sum = Some(match pending.sum.take() {
-            None => gradient,
-            Some(sum) => accumulate(sum, gradient)?,
-        });
-        Ok(())
+        pending.add(gradient)
+    })
+}
+
+/// What a lookup contributes to the gradient of its table. Its node then returns no gradient for it, which ends the use.
+pub(crate) fn contribute_rows(param: &Param, rows: RowGradient) -> Result<()> {
+    PASSES.with_borrow_mut(|passes| match passes.last_mut().and_then(|pass| pass.get_mut(&param.id())) {
+        Some(pending) => pending.add(Sum::Rows(rows)),
+        None => {
+            Err(TensorError::argument("backward", format!("{param:?} was not part of the recorded graph")))
+        }
     })
 }
 

@@ -11,6 +11,7 @@ mod backward;
 mod checkpoint;
 mod custom;
 
+pub(crate) use backward::contribute_rows;
 pub use backward::{backward, backward_with};
 pub use checkpoint::checkpoint;
 pub use custom::{CustomOp, apply};

@@ -1,11 +1,12 @@
 //! Looking things up: embedding, gather, index_select, top-k, one-hot.
 
-use crate::autograd::{needs_grad, record};
+use crate::autograd::{contribute_rows, needs_grad, record};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::shape::around;
 use crate::ops::{expect_float, gradient_like};
 use crate::param::Operand;
+use crate::rows::RowGradient;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -28,6 +29,12 @@ pub fn embedding(table: impl Into<Operand>, ids: &Tensor) -> Result<Tensor> {
     }
     let (saved, ids) = (table.saved(), ids.detach());
     Ok(record("embedding", &[&table], out, move |dout| {
+        if let Operand::Param(param) = &saved
+            && param.wants_rows()
+        {
+            contribute_rows(param, RowGradient::of_lookup(&ids, &dout, param.shape()[0])?)?;
+            return Ok(vec![None]);
+        }
         let dtable = gradient_like(&saved, *saved.shape(), dout.dtype(), dout.device())?;
         dout.device().backend().embedding_backward(&ids, &dout, &dtable)?;
         Ok(vec![Some(dtable)])

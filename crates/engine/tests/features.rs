@@ -1,0 +1,206 @@
+//! What an engine changes as training goes on: blocks that are left out, sequences that grow; and what it tells.
+
+mod common;
+
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+
+use common::{config, device, on_ranks};
+use ferrospeed_comm::World;
+use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
+use ferrospeed_nn::layer_drop::layer_drop;
+use ferrospeed_nn::{Init, Linear, Mode};
+use ferrospeed_tensor::{DType, Tensor, TensorError, ops};
+use ferrospeed_zero::access::Which;
+use serde_json::{Value, json};
+
+const LAYERS: usize = 5;
+
+fn configuration(stage: u8) -> Value {
+    json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    })
+}
+
+fn start(world: World, value: &Value) -> (Engine, Vec<Linear>, Init) {
+    let init = Init::root();
+    let blocks = (0..LAYERS).map(|layer| Linear::new(&init.at(format!("h.{layer}")), 6, 6, true)).collect();
+    let setup = Setup::new(config(value, world.size()), world, device(1));
+    (initialize_model(&setup, &init.parameters(), Options::default()).unwrap(), blocks, init)
+}
+
+/// A step; returns which blocks ran.
+fn step(engine: &mut Engine, blocks: &[Linear]) -> Vec<usize> {
+    let mut ran = Vec::new();
+    let mut x =
+        Tensor::full([2, 6], 0.3 + engine.world().rank() as f32, DType::F32, engine.device()).unwrap();
+    let loss = engine
+        .forward(|mode| {
+            for (layer, block) in blocks.iter().enumerate() {
+                if layer_drop().is_some_and(|drop| mode == Mode::Train && !drop.keeps(layer, LAYERS)) {
+                    continue;
+                }
+                ran.push(layer);
+                x = ops::add(&x, &ops::tanh(&block.forward(&x)?)?)?;
+            }
+            ops::mean(&ops::square(&x)?)
+        })
+        .unwrap();
+    engine.backward(&loss).unwrap();
+    engine.step().unwrap();
+    ran
+}
+
+#[test]
+fn layers_are_dropped_alike_on_all_ranks_and_in_all_stages_more_and_more() {
+    let run = |stage: u8| {
+        on_ranks(2, move |world| {
+            let mut value = configuration(stage);
+            value["progressive_layer_drop"] = json!({"enabled": true, "theta": 0.2, "gamma": 0.5});
+            let (mut engine, blocks, init) = start(world, &value);
+            let (mut thetas, mut ran) = (Vec::new(), Vec::new());
+            for _ in 0..10 {
+                thetas.push(engine.pld_theta().unwrap());
+                ran.push(step(&mut engine, &blocks));
+            }
+            assert!(layer_drop().is_none(), "it holds for a forward pass alone");
+            let parameters = init.parameters();
+            let full = |param| engine.store().full(param, Which::Weight).unwrap();
+            let weights: Vec<u32> = parameters.as_slice().iter().flat_map(full).map(f32::to_bits).collect();
+            (thetas, ran, weights)
+        })
+    };
+    let expected = run(0);
+    assert_eq!(expected[0], expected[1], "ranks");
+    let (thetas, ran, _) = &expected[0];
+    assert_eq!(thetas[..2], [1.0, 1.0]);
+    assert!(thetas[2..].windows(2).all(|pair| pair[1] < pair[0]), "{thetas:?}");
+    assert_eq!((ran[0].len(), ran[1].len()), (LAYERS, LAYERS));
+    assert!(ran.iter().map(Vec::len).sum::<usize>() < 10 * LAYERS, "{ran:?}");
+    for stage in 1..=3 {
+        assert_eq!(run(stage), expected, "stage {stage}");
+    }
+}
+
+#[test]
+fn sequences_grow_with_the_steps_that_are_done() {
+    let mut value = configuration(0);
+    value["curriculum_learning"] = json!({
+        "enabled": true, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+    });
+    on_ranks(1, move |world| {
+        let (mut engine, blocks, _) = start(world, &value);
+        let mut lengths = Vec::new();
+        for _ in 0..5 {
+            lengths.push(engine.curriculum_length(24));
+            step(&mut engine, &blocks);
+        }
+        assert_eq!(lengths, [8, 16, 24, 24, 24], "never more than there is");
+    });
+    on_ranks(1, |world| {
+        let (mut engine, _, _) = start(world, &configuration(0));
+        assert_eq!(engine.curriculum_length(24), 24, "no curriculum");
+    });
+}
+
+#[test]
+fn blocks_are_measured_by_how_the_loss_bends_and_weights_stay() {
+    for stage in 0..=3 {
+        on_ranks(2, move |world| {
+            let mut value = configuration(stage);
+            value["eigenvalue"] =
+                json!({"enabled": true, "layer_name": "h", "max_iter": 200, "tol": 1e-6, "stability": 0.0});
+            let (mut engine, blocks, init) = start(world, &value);
+            let parameters = init.parameters();
+            let full = |engine: &Engine| {
+                let values = parameters.as_slice().iter();
+                values
+                    .flat_map(|param| engine.store().full(param, Which::Weight).unwrap())
+                    .collect::<Vec<f32>>()
+            };
+            let before = full(&engine);
+            let device = engine.device().clone();
+            // Half of c·w² bends by c everywhere: block 2 four times as much as the others.
+            let loss = |_: Mode| {
+                let mut sum = Tensor::zeros([], DType::F32, &device)?;
+                for (layer, block) in blocks.iter().enumerate() {
+                    let curvature = if layer == 2 { 4.0 } else { 1.0 };
+                    let squares = ops::sum(&ops::square(block.weight())?)?;
+                    sum = ops::add(&sum, &ops::affine(&squares, 0.5 * curvature, 0.0)?)?;
+                }
+                Ok::<_, TensorError>(sum)
+            };
+            let bends = engine.block_eigenvalues(loss).unwrap();
+            for (layer, bend) in bends.iter().enumerate() {
+                let expected = if layer == 2 { 1.0 } else { 0.25 };
+                assert!((bend - expected).abs() < 0.01, "stage {stage}: {bends:?}");
+            }
+            assert_eq!(full(&engine), before);
+        });
+    }
+    let mut value = configuration(0);
+    value["bf16"] = json!({"enabled": true});
+    let (mut engine, ..) = start(World::solo(), &value);
+    let error =
+        engine.block_eigenvalues(|_| Err::<Tensor, _>(TensorError::argument("loss", "not run"))).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "eigenvalue: a small change of 16-bit weights is rounded away; measure in fp32"
+    );
+}
+
+/// Collects what is logged.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn steps_times_throughput_and_memory_are_logged_as_configured() {
+    let log = Log::default();
+    let sink = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || sink.clone()).finish();
+    let mut value = configuration(1);
+    value["steps_per_print"] = 2.into();
+    value["wall_clock_breakdown"] = true.into();
+    value["memory_breakdown"] = true.into();
+    tracing::subscriber::with_default(subscriber, || {
+        let (mut engine, blocks, _) = start(World::solo(), &value);
+        for _ in 0..4 {
+            step(&mut engine, &blocks);
+        }
+        engine.see_memory_usage("at the end");
+    });
+    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let count = |part: &str| text.matches(part).count();
+    assert_eq!(
+        (count("step=2, skipped=0, lr=[0.01], mom=[[0.9, 0.999]]"), count("step=4,")),
+        (1, 1),
+        "{text}"
+    );
+    assert_eq!((count("step=1,"), count("step=3,")), (0, 0), "{text}");
+    assert_eq!(count("time (ms) | fwd: "), 2, "{text}");
+    assert_eq!(count(" | bwd: "), 2, "{text}");
+    assert_eq!(count("samples/s"), 2, "{text}");
+    for part in ["after forward", "after backward", "after step"] {
+        assert_eq!(count(&format!("memory {part}: parameters ")), 4, "{text}");
+    }
+    assert_eq!(count("memory at the end: parameters "), 1, "{text}");
+    let line = text.lines().find(|line| line.contains("at the end")).unwrap();
+    for category in ["gradients", "optimizer", "activations", "buffers", "total", "process", "(now/peak)"] {
+        assert!(line.contains(category), "{line}");
+    }
+}
