@@ -88,11 +88,12 @@ pub(crate) fn activate(activation: Activation, x: f32) -> f32 {
         Activation::GeluTanh => 0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))),
         Activation::QuickGelu => x * sigmoid(1.702 * x),
         Activation::Silu => x * sigmoid(x),
+        // What is no number stays so: a zero would hide it from everything behind.
         Activation::Relu => {
-            if x > 0.0 {
-                x
-            } else {
+            if x <= 0.0 {
                 0.0
+            } else {
+                x
             }
         }
         Activation::Tanh => tanh(x),
@@ -119,10 +120,10 @@ pub(crate) fn activate_derivative(activation: Activation, x: f32) -> f32 {
             s + x * s * (1.0 - s)
         }
         Activation::Relu => {
-            if x > 0.0 {
-                1.0
-            } else {
+            if x <= 0.0 {
                 0.0
+            } else {
+                1.0
             }
         }
         Activation::Tanh => {
@@ -208,17 +209,26 @@ mod tests {
         }
     }
 
+    const ALL: [Activation; 7] = [
+        Activation::GeluErf,
+        Activation::GeluTanh,
+        Activation::QuickGelu,
+        Activation::Silu,
+        Activation::Relu,
+        Activation::Tanh,
+        Activation::Sigmoid,
+    ];
+
+    #[test]
+    fn what_is_no_number_stays_so() {
+        for activation in ALL {
+            assert!(activate(activation, f32::NAN).is_nan(), "{activation:?}");
+        }
+    }
+
     #[test]
     fn derivatives_match_central_differences() {
-        for activation in [
-            Activation::GeluErf,
-            Activation::GeluTanh,
-            Activation::QuickGelu,
-            Activation::Silu,
-            Activation::Relu,
-            Activation::Tanh,
-            Activation::Sigmoid,
-        ] {
+        for activation in ALL {
             for i in -40..40 {
                 let x = i as f32 * 0.2 + 0.05;
                 let step = 1e-2;

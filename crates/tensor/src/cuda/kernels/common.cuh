@@ -158,7 +158,7 @@ __device__ __forceinline__ float apply(int op, float x, float p, float q) {
         case GELU_TANH: return 0.5f * x * (1.0f + quick_tanh(0.7978846f * (x + 0.044715f * x * x * x)));
         case QUICK_GELU: return x * sigmoid(1.702f * x);
         case SILU: return x * sigmoid(x);
-        case RELU: return x > 0.0f ? x : 0.0f;
+        case RELU: return x <= 0.0f ? 0.0f : x;
         case TANH: return tanhf(x);
         case SIGMOID: return sigmoid(x);
         case NEG: return -x;

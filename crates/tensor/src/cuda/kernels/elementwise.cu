@@ -16,7 +16,7 @@ __device__ __forceinline__ float derivative(int op, float x, float p) {
             float s = sigmoid(x);
             return s + x * s * (1.0f - s);
         }
-        case RELU: return x > 0.0f ? 1.0f : 0.0f;
+        case RELU: return x <= 0.0f ? 0.0f : 1.0f;
         case TANH: {
             float t = tanhf(x);
             return 1.0f - t * t;
