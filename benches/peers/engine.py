@@ -47,7 +47,7 @@ def peer_rank(args):
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
-        # Its own Adam is compiled at the first run, which would count as the launch; torch's is as fast at this size.
+        # Its own Adam is compiled at the first run, which would count as the launch, so torch's is used.
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01, "torch_adam": True}},
         "steps_per_print": 1 << 30,
     }
