@@ -9,7 +9,8 @@
 use half::bf16;
 
 use crate::backend::{AttentionSpec, Heads};
-use crate::cpu::amx::{Aligned, BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
+use crate::cpu::aligned::Aligned;
+use crate::cpu::amx::{BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
 use crate::cpu::attention::Mask;
 use crate::cpu::gemm::Operand;
 use crate::cpu::math::exp;

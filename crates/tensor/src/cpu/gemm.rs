@@ -1,5 +1,5 @@
-//! Matrix products: f32 by the `gemm` crate, bf16 on AMX where the processor has it, else widened to f32; a
-//! single row by `one_row.rs`.
+//! Matrix products: f32 with AVX-512 where the processor has it, else by the `gemm` crate; bf16 on AMX where the
+//! processor has it, else widened to f32; a single row by `one_row.rs`.
 //!
 //! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
 //! with any number of threads. They are grouped differently on another instruction set.
@@ -7,11 +7,11 @@
 use half::{bf16, f16};
 
 use crate::backend::{Activation, Gemm, Matrix};
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::amx;
 use crate::cpu::math::{activate, with_activation};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::{amx, avx512};
 use crate::cpu::{float_kernel, one_row, read, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
@@ -62,6 +62,12 @@ impl Epilogue<'_> {
         self.is_plain() && self.alpha == 1.0 && !self.accumulate
     }
 
+    /// Whether anything is left to do once sums are in the result, scaled and added.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn finishes<C>(&self, output: &Output<C>) -> bool {
+        !self.is_plain() || output.before.is_some()
+    }
+
     /// Stores `sums`, the product for columns `first..` of one row, to `c`, and the value before the activation.
     #[inline(always)]
     pub(crate) fn store<C: Float>(
@@ -103,6 +109,13 @@ pub(crate) struct Output<C> {
 }
 
 impl<C> Output<C> {
+    /// Whether a result of this many rows and columns lies inside.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn reaches(&self, rows: usize, columns: usize) -> bool {
+        let end = self.offset + rows.saturating_sub(1) * self.row_stride + columns;
+        rows == 0 || (end <= self.c.len() && self.before.as_ref().is_none_or(|before| end <= before.len()))
+    }
+
     /// # Safety
     /// No other task touches these columns of this row.
     #[inline(always)]
@@ -133,38 +146,44 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         bias: bias.as_deref(),
         activation: gemm.activation,
     };
-    float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
-        let c = Shared::new(write::<C>(gemm.c.tensor));
-        let before = gemm.before_activation.map(|before| Shared::new(write::<C>(before)));
-        let output = |batch: usize| Output {
-            c,
-            before,
-            offset: gemm.c.offset + batch * gemm.c.batch_stride,
-            row_stride: gemm.c.row_stride,
-        };
-        if gemm.m == 1 && gemm.batch == 1 {
-            return one_row::product(threads, gemm, &epilogue, &output(0));
+    if gemm.m == 1 && gemm.batch == 1 {
+        return float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
+            one_row::product::<C>(threads, gemm, &epilogue, &output(gemm, 0))?;
+        });
+    }
+    if gemm.a.tensor.dtype() == DType::F32 {
+        // So is the result, as was checked.
+        products_f32(threads, gemm, &epilogue);
+        return Ok(());
+    }
+    float_kernel!("gemm", gemm.c.tensor.dtype(), C => match gemm.a.tensor.dtype() {
+        #[cfg(target_arch = "x86_64")]
+        DType::BF16 if amx::available() => {
+            let problem = amx::Problem {
+                m: gemm.m,
+                n: gemm.n,
+                k: gemm.k,
+                batch: gemm.batch,
+                a: |batch| Operand::<bf16>::new(&gemm.a, batch),
+                b: |batch| Operand::<bf16>::new(&gemm.b, batch),
+                epilogue: &epilogue,
+                output: |batch| output::<C>(gemm, batch),
+            };
+            amx::products::<C, _, _, _>(threads, pool, &problem)?;
         }
-        match gemm.a.tensor.dtype() {
-            DType::F32 => products_f32::<C>(threads, gemm, &epilogue, output),
-            #[cfg(target_arch = "x86_64")]
-            DType::BF16 if amx::available() => {
-                let problem = amx::Problem {
-                    m: gemm.m,
-                    n: gemm.n,
-                    k: gemm.k,
-                    batch: gemm.batch,
-                    a: |batch| Operand::<bf16>::new(&gemm.a, batch),
-                    b: |batch| Operand::<bf16>::new(&gemm.b, batch),
-                    epilogue: &epilogue,
-                    output,
-                };
-                amx::products::<C, _, _, _>(threads, pool, &problem)?;
-            }
-            DType::BF16 => products_widened::<bf16, C>(threads, gemm, &epilogue, output),
-            _ => products_widened::<f16, C>(threads, gemm, &epilogue, output),
-        }
+        DType::BF16 => products_widened::<bf16, C>(threads, gemm, &epilogue),
+        _ => products_widened::<f16, C>(threads, gemm, &epilogue),
     })
+}
+
+/// Where one product of a batch goes.
+fn output<C: Element>(gemm: &Gemm<'_>, batch: usize) -> Output<C> {
+    Output {
+        c: Shared::new(write::<C>(gemm.c.tensor)),
+        before: gemm.before_activation.map(|before| Shared::new(write::<C>(before))),
+        offset: gemm.c.offset + batch * gemm.c.batch_stride,
+        row_stride: gemm.c.row_stride,
+    }
 }
 
 fn check(gemm: &Gemm<'_>) -> Result<()> {
@@ -203,43 +222,30 @@ fn tiles(
     });
 }
 
-fn products_f32<C: Float>(
-    threads: &Threads,
-    gemm: &Gemm<'_>,
-    epilogue: &Epilogue<'_>,
-    output: impl Fn(usize) -> Output<C> + Send + Sync,
-) {
+fn products_f32(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    if avx512::available() {
+        return avx512::products(threads, gemm, epilogue, |batch| output(gemm, batch));
+    }
     tiles(threads, gemm, |batch, rows, columns| {
         let (a, b) = (Operand::<f32>::new(&gemm.a, batch), Operand::<f32>::new(&gemm.b, batch));
-        let output = output(batch);
-        if epilogue.is_plain() && C::DTYPE == DType::F32 {
-            let start = output.offset + rows.start * output.row_stride + columns.start;
-            // SAFETY: C is f32 here; the tile lies inside the checked matrix and belongs to this task alone.
-            let target = unsafe { output.c.pointer().add(start).cast::<f32>() };
-            multiply(
-                &a,
-                &b,
-                rows,
-                columns,
-                gemm.k,
-                epilogue.alpha,
-                target,
-                output.row_stride,
-                epilogue.accumulate,
-            );
-            return;
+        let output = output::<f32>(gemm, batch);
+        if !epilogue.is_plain() {
+            return through_scratch(&a, &b, rows, columns, gemm.k, epilogue, &output);
         }
-        through_scratch(&a, &b, rows, columns, gemm.k, epilogue, &output);
+        let start = output.offset + rows.start * output.row_stride + columns.start;
+        let target = output.c.pointer().wrapping_add(start);
+        let (alpha, accumulate) = (epilogue.alpha, epilogue.accumulate);
+        // SAFETY: `check` has proved that the operands reach m×k and k×n, and the result m×n; the tile belongs to this
+        // task alone.
+        unsafe {
+            library(&a, &b, rows, columns, gemm.k, alpha, target, output.row_stride, accumulate);
+        }
     });
 }
 
 /// Without hardware for the type: both operands of a tile are widened, multiplied in f32 and rounded once.
-fn products_widened<T: Float, C: Float>(
-    threads: &Threads,
-    gemm: &Gemm<'_>,
-    epilogue: &Epilogue<'_>,
-    output: impl Fn(usize) -> Output<C> + Send + Sync,
-) {
+fn products_widened<T: Float, C: Float>(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) {
     tiles(threads, gemm, |batch, rows, columns| {
         let (a, b) = (Operand::<T>::new(&gemm.a, batch), Operand::<T>::new(&gemm.b, batch));
         let (m, n, k) = (rows.len(), columns.len(), gemm.k);
@@ -250,7 +256,7 @@ fn products_widened<T: Float, C: Float>(
         });
         let wide_a = Operand { elements: &wide_a, row_stride: k, column_stride: 1 };
         let wide_b = Operand { elements: &wide_b, row_stride: n, column_stride: 1 };
-        let output = output(batch);
+        let output = output::<C>(gemm, batch);
         let shifted =
             Output { offset: output.offset + rows.start * output.row_stride + columns.start, ..output };
         let local = Epilogue { bias: epilogue.bias.map(|bias| &bias[columns.clone()]), ..*epilogue };
@@ -286,7 +292,7 @@ fn through_scratch<C: Float>(
 ) {
     let width = columns.len();
     let mut sums = vec![0.0f32; rows.len() * width];
-    multiply(a, b, rows.clone(), columns.clone(), k, 1.0, sums.as_mut_ptr(), width, false);
+    into_slice(a, b, rows.clone(), columns.clone(), k, &mut sums, 1.0, false);
     vectorized!(|| {
         for (row, sums) in rows.zip(sums.chunks_mut(width)) {
             // SAFETY: the tile belongs to this task alone.
@@ -296,8 +302,11 @@ fn through_scratch<C: Float>(
     });
 }
 
-/// `target = [target +] alpha · a[rows, :] · b[:, columns]` on one thread.
-fn multiply(
+/// `target = [target +] alpha · a[rows, :] · b[:, columns]` on one thread, by the library.
+///
+/// # Safety
+/// The operands reach these rows, columns and `k`; the target's rows and columns belong to the caller.
+unsafe fn library(
     a: &Operand<'_, f32>,
     b: &Operand<'_, f32>,
     rows: std::ops::Range<usize>,
@@ -308,7 +317,7 @@ fn multiply(
     target_stride: usize,
     accumulate: bool,
 ) {
-    // SAFETY: `check` has proved that the operands reach m×k and k×n; the target is the caller's m×n tile.
+    // SAFETY: passed on to the caller.
     unsafe {
         // The library's kernels want the result column by column: they get the transposed product.
         gemm_f32::gemm::f32::get_gemm_fn()(
@@ -335,6 +344,38 @@ fn multiply(
     }
 }
 
+/// `target = [target +] alpha · a[rows, :] · b[:, columns]` on one thread, into rows that follow each other.
+fn into_slice(
+    a: &Operand<'_, f32>,
+    b: &Operand<'_, f32>,
+    rows: std::ops::Range<usize>,
+    columns: std::ops::Range<usize>,
+    k: usize,
+    target: &mut [f32],
+    alpha: f32,
+    accumulate: bool,
+) {
+    if rows.is_empty() || columns.is_empty() {
+        return;
+    }
+    let width = columns.len();
+    assert!(target.len() >= rows.len() * width);
+    assert!(k == 0 || a.elements.len() > a.index(rows.end - 1, k - 1));
+    assert!(k == 0 || b.elements.len() > b.index(k - 1, columns.end - 1));
+    #[cfg(target_arch = "x86_64")]
+    if avx512::available() {
+        let (first_a, first_b) =
+            if k == 0 { (0, 0) } else { (a.index(rows.start, 0), b.index(0, columns.start)) };
+        let a = Operand { elements: &a.elements[first_a..], ..*a };
+        let b = Operand { elements: &b.elements[first_b..], ..*b };
+        let epilogue = Epilogue { alpha, accumulate, bias: None, activation: None };
+        let output = Output { c: Shared::new(target), before: None, offset: 0, row_stride: width };
+        return avx512::multiply(&a, &b, 0..rows.len(), 0..width, k, &epilogue, &output);
+    }
+    // SAFETY: as was asserted.
+    unsafe { library(a, b, rows, columns, k, alpha, target.as_mut_ptr(), width, accumulate) };
+}
+
 /// A small f32 product for the attention kernels: `c = [c +] alpha·a·b`, contiguous `c`.
 pub(crate) fn small(
     m: usize,
@@ -346,7 +387,5 @@ pub(crate) fn small(
     alpha: f32,
     accumulate: bool,
 ) {
-    assert!(c.len() >= m * n && a.elements.len() > a.index(m.max(1) - 1, k.max(1) - 1));
-    assert!(b.elements.len() > b.index(k.max(1) - 1, n.max(1) - 1));
-    multiply(a, b, 0..m, 0..n, k, alpha, c.as_mut_ptr(), n, accumulate);
+    into_slice(a, b, 0..m, 0..n, k, c, alpha, accumulate);
 }

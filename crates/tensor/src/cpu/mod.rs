@@ -4,10 +4,14 @@
 //! set: see `simd`.
 
 #[cfg(target_arch = "x86_64")]
+mod aligned;
+#[cfg(target_arch = "x86_64")]
 mod amx;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod attention_amx;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod gemm;
 mod image;
 mod layout;

@@ -5,14 +5,11 @@
 //! `k` side by side (row `p` is `k = 2p, 2p+1` for 16 columns). The micro-kernel keeps a 32×32 block of sums in
 //! four tiles.
 //!
-//! Reading order: this file (the registers), `aligned` (memory for tiles), `pack` (bringing operands into tiles), `product`
-//! (blocking).
+//! Reading order: this file (the registers), `pack` (bringing operands into tiles), `product` (blocking).
 
-mod aligned;
 mod pack;
 mod product;
 
-pub(crate) use aligned::Aligned;
 pub(crate) use pack::{pack_left, pack_right};
 pub(crate) use product::{Problem, products};
 

@@ -8,6 +8,7 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::{BLOCK, DEPTH, PAIR, TILE};
+use crate::cpu::avx512::transposed;
 use crate::cpu::gemm::Operand;
 
 /// Packs rows `row..row + 32` (zeros from `end` on), `k` from `k0` to `k1`, of a left operand.
@@ -176,34 +177,4 @@ unsafe fn store_tile(tile: [__m512i; TILE], target: *mut bf16) {
         // SAFETY: the caller's tile holds 16 lines.
         unsafe { _mm512_storeu_si512(target.add(i * DEPTH).cast(), line) };
     }
-}
-
-/// The transpose of 16×16 double words: pairs, quads and lanes are exchanged in turn.
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn transposed(r: [__m512i; TILE]) -> [__m512i; TILE] {
-    let mut t = r;
-    for i in 0..8 {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    let mut u = t;
-    for i in 0..4 {
-        u[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        u[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        u[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        u[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    let mut out = u;
-    for i in 0..4 {
-        let even = _mm512_shuffle_i32x4::<0x88>(u[i], u[4 + i]);
-        let odd = _mm512_shuffle_i32x4::<0xdd>(u[i], u[4 + i]);
-        let even_high = _mm512_shuffle_i32x4::<0x88>(u[8 + i], u[12 + i]);
-        let odd_high = _mm512_shuffle_i32x4::<0xdd>(u[8 + i], u[12 + i]);
-        out[i] = _mm512_shuffle_i32x4::<0x88>(even, even_high);
-        out[8 + i] = _mm512_shuffle_i32x4::<0xdd>(even, even_high);
-        out[4 + i] = _mm512_shuffle_i32x4::<0x88>(odd, odd_high);
-        out[12 + i] = _mm512_shuffle_i32x4::<0xdd>(odd, odd_high);
-    }
-    out
 }

@@ -9,7 +9,8 @@ use std::cell::RefCell;
 
 use half::bf16;
 
-use super::{Aligned, BLOCK, DEPTH, Left, PAIR, PARTS, TILE, Tiles, pack_left, pack_right};
+use super::{BLOCK, DEPTH, Left, PAIR, PARTS, TILE, Tiles, pack_left, pack_right};
+use crate::cpu::aligned::Aligned;
 use crate::cpu::gemm::{Epilogue, Operand, Output};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;

@@ -1,7 +1,7 @@
-//! Memory that tiles are loaded from and stored to.
+//! Memory that packed operands are loaded from and sums are stored to.
 //!
-//! A row of a tile is a line of the cache. One that lies across two lines takes twice the time, so these buffers start
-//! where a line does, which vectors of small elements do not.
+//! A row of a tile, like a register of AVX-512, is a line of the cache. One that lies across two lines takes twice the
+//! time, so these buffers start where a line does, which vectors of small elements do not.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};

@@ -1,0 +1,138 @@
+//! Few rows times columns that are consecutive in memory (`x·Wᵀ` of an `[out, in]` weight): dot products, read in place.
+//!
+//! Such a product is bound by reading its right operand. Packing it, which pays where many rows share it, costs more than
+//! the product; here each of its lines is read once and multiplied by all rows.
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use super::finish::finish;
+use super::{LANES, first_lanes};
+use crate::cpu::gemm::{Epilogue, Operand, Output};
+
+/// Rows of a block of dot products, at most.
+const BLOCK_ROWS: usize = 8;
+/// Columns of a block of dot products, at most: with eight rows 24 sums, and few loads for each multiplication.
+const BLOCK_COLUMNS: usize = 3;
+/// `k` of a slice, at most: eight rows of it take a third of the first-level cache.
+const SLICE: usize = 512;
+
+/// Whether these rows and operands are for dot products.
+pub(super) fn suits(a: &Operand<'_, f32>, b: &Operand<'_, f32>, rows: usize) -> bool {
+    rows <= BLOCK_ROWS && a.column_stride == 1 && b.row_stride == 1 && b.column_stride > 1
+}
+
+/// Computes some rows and columns of a product on this thread. They belong to the caller.
+pub(super) fn multiply(
+    a: &Operand<'_, f32>,
+    b: &Operand<'_, f32>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    k: usize,
+    epilogue: &Epilogue<'_>,
+    output: &Output<f32>,
+) {
+    assert!((1..=BLOCK_ROWS).contains(&rows.len()));
+    assert!(a.column_stride == 1 && b.row_stride == 1 && output.reaches(rows.end, columns.end));
+    assert!(k == 0 || a.index(rows.end - 1, k - 1) < a.elements.len());
+    assert!(k == 0 || b.index(k - 1, columns.end - 1) < b.elements.len());
+    let slices = k.div_ceil(SLICE).max(1);
+    let depth = k.div_ceil(slices);
+    for slice in 0..slices {
+        let span = [slice * depth, ((slice + 1) * depth).min(k)];
+        for column in columns.clone().step_by(BLOCK_COLUMNS) {
+            let block = Block {
+                left: a.elements.as_ptr().wrapping_add(a.index(rows.start, span[0])),
+                left_stride: a.row_stride,
+                right: b.elements.as_ptr().wrapping_add(b.index(span[0], column)),
+                right_stride: b.column_stride,
+                depth: span[1] - span[0],
+                target: output
+                    .c
+                    .pointer()
+                    .wrapping_add(output.offset + rows.start * output.row_stride + column),
+                target_stride: output.row_stride,
+                rows: rows.len(),
+                columns: BLOCK_COLUMNS.min(columns.end - column),
+                alpha: epilogue.alpha,
+                add: slice > 0 || epilogue.accumulate,
+            };
+            // SAFETY: operands and target reach that far, as was asserted; the target belongs to the caller; these
+            // kernels are only used where AVX-512 is.
+            unsafe { block.multiply() };
+        }
+    }
+    if epilogue.finishes(output) {
+        // SAFETY: as above.
+        unsafe { finish(epilogue, output, rows, columns) };
+    }
+}
+
+/// Some rows and columns: what is multiplied, and where the result goes.
+struct Block {
+    left: *const f32,
+    left_stride: usize,
+    right: *const f32,
+    right_stride: usize,
+    depth: usize,
+    target: *mut f32,
+    target_stride: usize,
+    rows: usize,
+    columns: usize,
+    alpha: f32,
+    add: bool,
+}
+
+impl Block {
+    /// `target = [target +] alpha · left · right`.
+    ///
+    /// # Safety
+    /// The processor has AVX-512. The operands hold this many rows and columns of `depth` values, and the target's rows and
+    /// columns belong to the caller. There are 1 to [`BLOCK_ROWS`] rows and 1 to [`BLOCK_COLUMNS`] columns.
+    unsafe fn multiply(&self) {
+        type Kernel = unsafe fn(&Block);
+        macro_rules! kernels {
+            ($($rows:literal)*) => {
+                [$([block::<$rows, 1> as Kernel, block::<$rows, 2> as Kernel, block::<$rows, 3> as Kernel]),*]
+            };
+        }
+        const KERNELS: [[Kernel; BLOCK_COLUMNS]; BLOCK_ROWS] = kernels!(1 2 3 4 5 6 7 8);
+        // SAFETY: passed on to the caller.
+        unsafe { KERNELS[self.rows - 1][self.columns - 1](self) }
+    }
+}
+
+/// [`Block::multiply`] for a block of this size.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f")]
+unsafe fn block<const ROWS: usize, const COLUMNS: usize>(block: &Block) {
+    let mut sums = [[_mm512_setzero_ps(); COLUMNS]; ROWS];
+    for k in (0..block.depth).step_by(LANES) {
+        let lanes = first_lanes(block.depth - k);
+        let mut lines = [_mm512_setzero_ps(); COLUMNS];
+        // SAFETY: both operands hold `depth` values of each row and column; masked lanes are not read.
+        unsafe {
+            for (column, line) in lines.iter_mut().enumerate() {
+                *line = _mm512_maskz_loadu_ps(lanes, block.right.add(column * block.right_stride + k));
+            }
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let factor = _mm512_maskz_loadu_ps(lanes, block.left.add(row * block.left_stride + k));
+                for (sum, line) in sums.iter_mut().zip(lines) {
+                    *sum = _mm512_fmadd_ps(factor, line, *sum);
+                }
+            }
+        }
+    }
+    for (row, sums) in sums.into_iter().enumerate() {
+        for (column, sum) in sums.into_iter().enumerate() {
+            let value = block.alpha * _mm512_reduce_add_ps(sum);
+            // SAFETY: only the block's own rows and columns are touched.
+            unsafe {
+                let place = block.target.add(row * block.target_stride + column);
+                *place = if block.add { *place + value } else { value };
+            }
+        }
+    }
+}
