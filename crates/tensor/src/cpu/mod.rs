@@ -12,6 +12,7 @@ mod attention;
 mod attention_amx;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod crew;
 mod gemm;
 mod image;
 mod layout;

@@ -5,38 +5,27 @@
 
 use std::sync::Arc;
 
-/// How many threads a CPU device uses.
+use crate::cpu::crew::Crew;
+
+/// How many threads a CPU device uses: the caller's, and those that help it.
 #[derive(Clone)]
 pub(crate) struct Threads {
-    pool: Option<Arc<rayon::ThreadPool>>,
+    crew: Option<Arc<Crew>>,
 }
 
 impl Threads {
     pub(crate) fn new(count: usize) -> Self {
-        if count <= 1 {
-            return Threads { pool: None };
-        }
-        // Without its threads the work still gets done, on the caller's.
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(count)
-            .thread_name(|index| format!("ferrospeed-cpu-{index}"))
-            .build()
-            .ok()
-            .map(Arc::new);
-        Threads { pool }
+        Threads { crew: (count > 1).then(|| Arc::new(Crew::new(count - 1))) }
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.pool.as_ref().map_or(1, |pool| pool.current_num_threads())
+        1 + self.crew.as_ref().map_or(0, |crew| crew.helpers())
     }
 
     /// Runs `task(0)`, …, `task(count - 1)`, in any order, at once where there are threads.
     pub(crate) fn run(&self, count: usize, task: impl Fn(usize) + Send + Sync) {
-        match &self.pool {
-            Some(pool) if count > 1 => pool.install(|| {
-                use rayon::prelude::*;
-                (0..count).into_par_iter().with_max_len(1).for_each(&task);
-            }),
+        match &self.crew {
+            Some(crew) if count > 1 => crew.run(count, &task),
             _ => (0..count).for_each(task),
         }
     }
