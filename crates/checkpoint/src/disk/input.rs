@@ -1,13 +1,19 @@
-//! Stretches of files, read by a thread ahead of the caller.
+//! Stretches of files, read by threads ahead of the caller.
+//!
+//! [`READERS`] transfers are under way at a time, so that the disk has the next one while an answer is being delivered.
+//! They land in huge pages where the system has them: a transfer of 8 MiB is then a handful of contiguous stretches for
+//! the disk instead of 2048 single pages, which are pinned and listed one by one.
 
 use std::fs::{File, OpenOptions};
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 
+use memmap2::{Advice, MmapMut};
 use nix::fcntl::OFlag;
 
-use super::{BUFFERS, Buffer, PAGE, refuses_direct, set_direct};
+use super::{BUFFER_BYTES, PAGE, refuses_direct, set_direct};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::BLOCK_BYTES;
 
@@ -30,6 +36,12 @@ pub(crate) struct Window<T> {
 
 /// Bytes between two stretches that are rather read than jumped over.
 const GAP_BYTES: u64 = 64 << 10;
+/// Transfers that are under way at a time.
+const READERS: usize = 2;
+/// How many buffers a reader has: one is on its way, one waits or is taken apart.
+const BUFFERS_PER_READER: usize = 2;
+/// What huge pages are aligned to.
+const HUGE_PAGE: usize = 2 << 20;
 
 impl<T> Window<T> {
     /// Puts stretches together that follow one another in a file, in the order in which they are wanted.
@@ -73,76 +85,102 @@ pub(crate) fn open(path: &Path, direct: bool) -> std::io::Result<File> {
     options.open(path)
 }
 
-/// Reads windows in order and gives `take` every stretch of them.
+/// Memory that windows are read into: fresh from the system, and untouched until something lands in it.
+struct Landing {
+    memory: MmapMut,
+    start: usize,
+}
+
+impl Landing {
+    fn new() -> std::io::Result<Landing> {
+        let memory = MmapMut::map_anon(BUFFER_BYTES + HUGE_PAGE)?;
+        // Where the system has none, small pages do.
+        let _ = memory.advise(Advice::HugePage);
+        let start = memory.as_ptr().align_offset(HUGE_PAGE).min(HUGE_PAGE);
+        Ok(Landing { memory, start })
+    }
+
+    fn part_mut(&mut self, part: Range<usize>) -> &mut [u8] {
+        &mut self.memory[self.start + part.start..self.start + part.end]
+    }
+}
+
+/// Reads windows and gives `take` every stretch of them, in order.
 pub(crate) fn read<'f, T: Send + Sync>(
     windows: &[Window<T>],
     file: &(dyn Fn(&Stretch<T>) -> Result<&'f File> + Sync),
     failed: &(dyn Fn(&Stretch<T>, std::io::Error) -> CheckpointError + Sync),
     take: &mut dyn FnMut(&Stretch<T>, &mut [u8]) -> Result<()>,
 ) -> Result<()> {
-    let fetch = |window: &Window<T>, buffer: &mut Buffer| -> Result<()> {
+    let prepare = |window: &Window<T>| Landing::new().map_err(|error| failed(&window.stretches[0], error));
+    let fetch = |window: &Window<T>, landing: &mut Landing| -> Result<()> {
         let first = &window.stretches[0];
         let file = file(first)?;
         let skipped = (window.start() % PAGE as u64) as usize;
         let wanted = skipped + (window.end() - window.start()) as usize;
-        let outcome = fill(file, window.start() - skipped as u64, wanted, buffer);
+        let outcome = fill(file, window.start() - skipped as u64, wanted, landing);
         outcome.map_err(|error| failed(first, error))
     };
-    let mut hand_out = |window: &Window<T>, buffer: &mut Buffer| -> Result<()> {
+    let mut hand_out = |window: &Window<T>, landing: &mut Landing| -> Result<()> {
         let origin = window.start() - window.start() % PAGE as u64;
         window.stretches.iter().try_for_each(|stretch| {
             let from = (stretch.start - origin) as usize;
-            take(stretch, buffer.part_mut(from..from + stretch.bytes as usize))
+            take(stretch, landing.part_mut(from..from + stretch.bytes as usize))
         })
     };
     // One transfer has nothing to overlap with.
     if let [only] = windows {
-        let mut buffer = Buffer::new();
-        fetch(only, &mut buffer)?;
-        return hand_out(only, &mut buffer);
+        let mut landing = prepare(only)?;
+        fetch(only, &mut landing)?;
+        return hand_out(only, &mut landing);
     }
-    let (ready, to_take): (SyncSender<Result<Buffer>>, Receiver<Result<Buffer>>) = sync_channel(1);
-    let (taken, empty) = channel();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            let mut made = 0;
-            for window in windows {
-                let buffer = match empty.try_recv() {
-                    Ok(buffer) => Ok(buffer),
-                    Err(_) if made < BUFFERS => {
-                        made += 1;
-                        Ok(Buffer::new())
-                    }
-                    Err(_) => empty.recv(),
-                };
-                // Nobody takes any more: the caller has failed.
-                let Ok(mut buffer) = buffer else { return };
-                let outcome = fetch(window, &mut buffer);
-                let ends = outcome.is_err();
-                if ready.send(outcome.map(|()| buffer)).is_err() || ends {
-                    return;
-                }
+    let read_every_nth = |first: usize, ready: SyncSender<Result<Landing>>, empty: Receiver<Landing>| {
+        for (turn, window) in windows.iter().skip(first).step_by(READERS).enumerate() {
+            let landing = match empty.try_recv() {
+                Ok(landing) => Ok(landing),
+                Err(_) if turn < BUFFERS_PER_READER => prepare(window),
+                // Nobody takes any more when this fails: the caller has failed.
+                Err(_) => match empty.recv() {
+                    Ok(landing) => Ok(landing),
+                    Err(_) => return,
+                },
+            };
+            let outcome = landing.and_then(|mut landing| fetch(window, &mut landing).map(|()| landing));
+            let ends = outcome.is_err();
+            if ready.send(outcome).is_err() || ends {
+                return;
             }
-        });
-        let outcome = windows.iter().try_for_each(|window| {
-            let gone = || CheckpointError::Request("the thread that reads the files has ended".into());
-            let mut buffer = to_take.recv().map_err(|_| gone())??;
-            hand_out(window, &mut buffer)?;
+        }
+    };
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..READERS.min(windows.len()))
+            .map(|first| {
+                let (ready, to_take) = sync_channel(1);
+                let (taken, empty) = channel();
+                let read_every_nth = &read_every_nth;
+                scope.spawn(move || read_every_nth(first, ready, empty));
+                (to_take, taken)
+            })
+            .collect();
+        // What `readers` holds goes before the threads are waited for, so that none of them waits for the caller.
+        windows.iter().enumerate().try_for_each(move |(index, window)| {
+            let (to_take, taken) = &readers[index % READERS];
+            let gone = || CheckpointError::Request("a thread that reads the files has ended".into());
+            let mut landing = to_take.recv().map_err(|_| gone())??;
+            hand_out(window, &mut landing)?;
             // The reader may be through.
-            let _ = taken.send(buffer);
+            let _ = taken.send(landing);
             Ok(())
-        });
-        drop((to_take, taken));
-        outcome
+        })
     })
 }
 
-/// Fills a buffer from a file, from the start of a page on.
-fn fill(file: &File, start: u64, wanted: usize, buffer: &mut Buffer) -> std::io::Result<()> {
+/// Fills memory from a file, from the start of a page on.
+fn fill(file: &File, start: u64, wanted: usize, landing: &mut Landing) -> std::io::Result<()> {
     let mut done = 0;
     while done < wanted {
         // Whole pages, though the file may end in the last.
-        let into = buffer.part_mut(done..wanted.next_multiple_of(PAGE));
+        let into = landing.part_mut(done..wanted.next_multiple_of(PAGE));
         match file.read_at(into, start + done as u64) {
             Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
             Ok(bytes) => done += bytes,

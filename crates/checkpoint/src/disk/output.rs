@@ -5,9 +5,34 @@ use std::io::{Seek, SeekFrom};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 
-use super::{BUFFERS, Buffer, PAGE, TRANSFER_BYTES, refuses_direct, set_direct};
+use super::{BUFFER_BYTES, PAGE, refuses_direct, set_direct};
 use crate::error::{CheckpointError, Result};
 use crate::fs::FileSystem;
+use crate::manifest::BLOCK_BYTES;
+
+/// How many buffers a stream has: one is filled, one waits, one is on its way.
+const BUFFERS: usize = 3;
+/// Transfers are at least this large, where there is as much to move.
+const TRANSFER_BYTES: usize = BLOCK_BYTES as usize;
+
+/// Memory whose content starts at a multiple of [`PAGE`].
+struct Buffer {
+    memory: Vec<u8>,
+    start: usize,
+}
+
+impl Buffer {
+    fn new() -> Buffer {
+        let mut memory: Vec<u8> = Vec::with_capacity(BUFFER_BYTES + PAGE);
+        let start = memory.as_ptr().align_offset(PAGE).min(PAGE);
+        memory.resize(start, 0);
+        Buffer { memory, start }
+    }
+
+    fn content(&self) -> &[u8] {
+        &self.memory[self.start..]
+    }
+}
 
 /// A full buffer on its way to the disk.
 struct Full {
