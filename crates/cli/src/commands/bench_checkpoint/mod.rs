@@ -7,6 +7,7 @@
 mod exports;
 mod ranks;
 mod raw;
+mod scratch;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -16,6 +17,7 @@ use ferrospeed_comm::World;
 use serde_json::{Value, json};
 
 use self::ranks::Round;
+use self::scratch::Scratch;
 use super::model_directory::parse_size;
 use crate::failure::Failure;
 use crate::terminal;
@@ -47,24 +49,6 @@ const WIDTH: usize = 4096;
 /// An f32 weight and Adam's two moments.
 const STATE_BYTES_PER_WEIGHT: usize = 12;
 
-/// A folder that goes when the measurement ends, however it ends.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn create(dir: &Path) -> Result<Scratch, Failure> {
-        let path = dir.join(format!(".ferrospeed-bench-{}", std::process::id()));
-        std::fs::create_dir_all(&path).map_err(|error| failed(&path, &error))?;
-        Ok(Scratch(path))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // What is left names itself.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 fn failed(path: &Path, error: &dyn std::fmt::Display) -> Failure {
     Failure::Run(format!("{}: {error}", path.display()))
 }
@@ -73,12 +57,12 @@ pub(super) fn run(args: &CheckpointBenchArgs) -> Result<ExitCode, Failure> {
     let scratch = Scratch::create(&args.dir)?;
     let layers = (args.size / (WIDTH * WIDTH * STATE_BYTES_PER_WEIGHT)).max(1);
     let bytes = layers * WIDTH * WIDTH * STATE_BYTES_PER_WEIGHT;
-    let checkpoints = scratch.0.join("checkpoints");
+    let checkpoints = scratch.path().join("checkpoints");
     let mut report = json!({"bytes": bytes, "ranks": args.ranks});
     if args.exports_only {
         exports::write_checkpoint(layers, args.ranks as usize, &checkpoints)?;
     } else {
-        let rounds = measure(args, layers, &scratch.0)?;
+        let rounds = measure(args, layers, scratch.path())?;
         report["rounds"] = json!(args.rounds);
         let median_of = |of: fn(&Round) -> f64| median(rounds.iter().map(of).collect());
         for (key, of) in FIGURES {
@@ -86,7 +70,7 @@ pub(super) fn run(args: &CheckpointBenchArgs) -> Result<ExitCode, Failure> {
         }
     }
     for (action, key) in [("to-fp32", "to_fp32"), ("export-hf", "export_hf")] {
-        let output = scratch.0.join(key);
+        let output = scratch.path().join(key);
         let export = exports::run(&checkpoints, action, &output)?;
         report[format!("{key}_s")] = json!(export.seconds);
         report[format!("{key}_peak_rss_bytes")] = json!(export.peak_rss_bytes);
