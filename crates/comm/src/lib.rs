@@ -26,6 +26,7 @@
 
 mod backend;
 pub mod bench;
+mod copy;
 mod dtype;
 mod error;
 mod group;

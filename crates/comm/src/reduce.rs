@@ -11,6 +11,7 @@ mod kernels;
 
 use half::{bf16, f16};
 
+use crate::copy::{STREAM_FROM_BYTES, copy_past_cache};
 use crate::dtype::{DType, ReduceOp};
 use kernels::{Accumulate, fold_block};
 
@@ -113,6 +114,9 @@ unsafe fn fold_typed<T: Accumulate>(
     let mut accumulator =
         vec![<T::Accumulator as bytemuck::Zeroable>::zeroed(); block_elements.min(elements)];
     let mut rounded = vec![<T as bytemuck::Zeroable>::zeroed(); block_elements.min(elements)];
+    // A large result is not read soon, and its lines need not be fetched, unless they just were as those of a source.
+    let past_cache = elements * size_of::<T>() >= STREAM_FROM_BYTES
+        && matches!(end, End::Rounded { destinations: [only], .. } if !sources.contains(&only.cast_const()));
     let mut at = 0;
     while at < elements {
         let count = block_elements.min(elements - at);
@@ -139,13 +143,13 @@ unsafe fn fold_typed<T: Accumulate>(
                 }
                 End::Rounded { ranks, destinations } => {
                     T::finish(op, accumulator, rounded, ranks);
+                    let (from, bytes) = (rounded.as_ptr().cast(), size_of_val(rounded));
                     for destination in destinations {
-                        let bytes = size_of_val(rounded);
-                        std::ptr::copy_nonoverlapping(
-                            rounded.as_ptr().cast(),
-                            destination.add(offset),
-                            bytes,
-                        );
+                        if past_cache {
+                            copy_past_cache(from, destination.add(offset), bytes);
+                        } else {
+                            std::ptr::copy_nonoverlapping(from, destination.add(offset), bytes);
+                        }
                     }
                 }
             }

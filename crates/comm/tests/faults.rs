@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrospeed_comm::{ConnectOptions, DType, Error, ReduceOp, Region, World, trace};
-use support::hosts::TwoHosts;
+use support::hosts::Hosts;
 use support::processes::{Ending, Job, finish, role};
 
 /// A lost rank must be noticed within 5 seconds; the rest is start-up on a busy machine.
@@ -315,7 +315,7 @@ fn nothing_is_left_in_shared_memory() {
 
 #[test]
 fn a_host_that_is_cut_off_is_noticed_on_both_sides() {
-    let Some(hosts) = TwoHosts::make(8) else { return };
+    let Some(hosts) = Hosts::make(2, 8) else { return };
     let folder = std::env::temp_dir().join(format!("ferrospeed-cut-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let mut job = Job::new(2, "forever")

@@ -5,7 +5,7 @@ mod support;
 use std::time::Duration;
 
 use ferrospeed_comm::{Backend, ConnectOptions, World};
-use support::hosts::TwoHosts;
+use support::hosts::Hosts;
 use support::processes::{Job, role};
 use support::script;
 
@@ -15,7 +15,11 @@ const LIMIT: Duration = Duration::from_secs(60);
 #[test]
 fn rank_process() {
     let Some(role) = role() else { return };
-    let world = World::connect(ConnectOptions::from_env().unwrap()).unwrap();
+    let mut options = ConnectOptions::from_env().unwrap();
+    if let Ok(bytes) = std::env::var("STAGING_BYTES") {
+        options.limits.staging_bytes = bytes.parse().unwrap();
+    }
+    let world = World::connect(options).unwrap();
     let number = |name: &str| std::env::var(name).unwrap().parse::<u64>().unwrap();
     match role.as_str() {
         "script" => {
@@ -55,13 +59,21 @@ fn a_ring_of_more_than_eight_ranks_gives_the_reference_bits() {
 }
 
 #[test]
-fn two_hosts_give_the_reference_bits() {
-    let Some(hosts) = TwoHosts::make(7) else { return };
-    // Three ranks per host in order; one rank per host; hosts that alternate.
-    for (layout, expected, seed) in
-        [(&[0, 0, 0, 1, 1, 1][..], "hierarchical", 41), (&[0, 1], "tcp", 42), (&[0, 1, 0, 1], "tcp", 43)]
-    {
-        let mut job = script_job(layout.len(), "auto", expected, seed, 40).with("MASTER_ADDR", "10.231.7.1");
+fn several_hosts_give_the_reference_bits() {
+    let Some(hosts) = Hosts::make(3, 7) else { return };
+    // Ranks in order, on two hosts and on three, with half types handed from host to host too where there are five per
+    // host; one rank per host; hosts that alternate.
+    for (layout, expected, seed) in [
+        (&[0, 0, 0, 1, 1, 1][..], "hierarchical", 41),
+        (&[0, 0, 0, 0, 0, 1, 1, 1, 1, 1], "hierarchical", 44),
+        (&[0, 0, 1, 1, 2, 2], "hierarchical", 45),
+        (&[0, 1], "tcp", 42),
+        (&[0, 1, 0, 1], "tcp", 43),
+    ] {
+        let mut job = script_job(layout.len(), "auto", expected, seed, 40)
+            .with("MASTER_ADDR", "10.231.7.1")
+            // Small enough that operations take several windows.
+            .with("STAGING_BYTES", 256 << 10);
         job.prefix = layout.iter().map(|host| hosts.enter(*host)).collect();
         job.run(LIMIT);
     }

@@ -14,7 +14,6 @@
 //! operation *s* + 2 only after every rank stepped into *s* + 1, that is, finished reading those of *s*.
 
 mod collectives;
-mod copy;
 mod layout;
 mod messages;
 mod staged;
@@ -33,6 +32,7 @@ use crate::segment::SegmentTable;
 use crate::store::Store;
 use crate::sys::SharedMemory;
 use layout::{Layout, PostedRange};
+pub(crate) use staged::pieces_of;
 
 /// One rank's view of a group on one host.
 pub(crate) struct LocalCarrier {

@@ -1,30 +1,34 @@
-//! Two hosts on one machine, for the paths that cross a network.
+//! Several hosts on one machine, for the paths that cross a network.
 
-/// Two "hosts": network namespaces of this machine, joined by a pair of virtual interfaces.
-pub struct TwoHosts {
-    names: [String; 2],
+/// "Hosts": network namespaces of this machine. The first has a switch, to which the others are wired.
+pub struct Hosts {
+    names: Vec<String>,
 }
 
-impl TwoHosts {
+impl Hosts {
     /// `None`, with the reason printed, where namespaces are not permitted.
     ///
-    /// Tests that run at the same time use different networks `10.231.NETWORK.0`.
-    pub fn make(network: u8) -> Option<TwoHosts> {
+    /// Tests that run at the same time use different networks: host *i* is `10.231.NETWORK.(i + 1)`.
+    pub fn make(count: usize, network: u8) -> Option<Hosts> {
         let id = std::process::id() % 100_000;
-        let names = [format!("fa{network}x{id}"), format!("fb{network}x{id}")];
-        let hosts = TwoHosts { names };
-        let [a, b] = &hosts.names;
-        let commands = [
-            format!("ip netns add {a}"),
-            format!("ip netns add {b}"),
-            format!("ip link add v{a} netns {a} type veth peer name v{b} netns {b}"),
-            format!("ip -n {a} addr add 10.231.{network}.1/24 dev v{a}"),
-            format!("ip -n {b} addr add 10.231.{network}.2/24 dev v{b}"),
-            format!("ip -n {a} link set v{a} up"),
-            format!("ip -n {b} link set v{b} up"),
-            format!("ip -n {a} link set lo up"),
-            format!("ip -n {b} link set lo up"),
-        ];
+        let hosts = Hosts { names: (0..count).map(|host| format!("f{host}n{network}x{id}")).collect() };
+        let first = &hosts.names[0];
+        let mut commands: Vec<String> =
+            hosts.names.iter().map(|name| format!("ip netns add {name}")).collect();
+        commands.extend([
+            format!("ip -n {first} link add switch type bridge"),
+            format!("ip -n {first} addr add 10.231.{network}.1/24 dev switch"),
+            format!("ip -n {first} link set switch up"),
+        ]);
+        for (host, name) in hosts.names.iter().enumerate().skip(1) {
+            commands.extend([
+                format!("ip link add wire{host} netns {first} type veth peer name wire netns {name}"),
+                format!("ip -n {first} link set wire{host} master switch up"),
+                format!("ip -n {name} addr add 10.231.{network}.{}/24 dev wire", host + 1),
+                format!("ip -n {name} link set wire up"),
+            ]);
+        }
+        commands.extend(hosts.names.iter().map(|name| format!("ip -n {name} link set lo up")));
         for command in commands {
             let mut words = command.split(' ');
             let output = std::process::Command::new(words.next().unwrap()).args(words).output();
@@ -40,20 +44,17 @@ impl TwoHosts {
     pub fn enter(&self, host: usize) -> Vec<String> {
         ["ip", "netns", "exec", &self.names[host]].map(str::to_owned).to_vec()
     }
-}
 
-impl TwoHosts {
-    /// Cuts the line: packets vanish, and no connection is told.
+    /// Cuts the last host's line: packets vanish, and no connection is told.
     pub fn cut(&self) {
-        let name = &self.names[1];
-        let output = std::process::Command::new("ip")
-            .args(["-n", name, "link", "set", &format!("v{name}"), "down"])
-            .output();
+        let name = &self.names[self.names.len() - 1];
+        let output =
+            std::process::Command::new("ip").args(["-n", name, "link", "set", "wire", "down"]).output();
         assert!(output.unwrap().status.success());
     }
 }
 
-impl Drop for TwoHosts {
+impl Drop for Hosts {
     fn drop(&mut self) {
         for name in &self.names {
             let _ = std::process::Command::new("ip").args(["netns", "del", name]).output();

@@ -6,9 +6,9 @@
 //! meant for it out of the buffers of the others.
 
 use super::LocalCarrier;
-use super::copy::copy;
 use super::layout::PostedRange;
 use crate::backend::Ticket;
+use crate::copy::copy;
 use crate::error::{Error, Result};
 use crate::op::{Collective, Kind, Part};
 use crate::reduce::fold;

@@ -9,10 +9,10 @@
 use std::sync::PoisonError;
 
 use super::LocalCarrier;
-use super::copy::copy;
 use super::sync::{Counter, Interrupted};
 use crate::backend::stash::MessageHeader;
 use crate::backend::{Message, Ticket};
+use crate::copy::copy;
 use crate::error::{Error, Result};
 use crate::segment::SharedRange;
 

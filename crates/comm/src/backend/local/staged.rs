@@ -4,10 +4,12 @@
 //! into the other, so a window costs one step, and the staging area stays in the cache: main memory sees each byte read
 //! once and written once, whatever the message size.
 
+use std::ops::Range;
+
 use super::LocalCarrier;
 use super::collectives::Pull;
-use super::copy::copy;
 use crate::backend::Ticket;
+use crate::copy::copy;
 use crate::error::Result;
 use crate::op::{Collective, Kind, Part};
 
@@ -15,11 +17,20 @@ impl LocalCarrier {
     pub(super) fn run_staged(&self, operation: &Collective, part: &Part, ticket: &Ticket) -> Result<()> {
         match operation.kind {
             Kind::AllReduce | Kind::Reduce => {
-                self.reduce_staged(operation, part, ticket, |bases, start, bytes| {
+                let takes_result = operation.root.is_none_or(|root| root == self.membership.me);
+                self.reduce_staged(part, takes_result, ticket, |bases, start, bytes| {
                     match operation.root {
                         Some(root) => self.fold_range(operation, bases, &[bases[root]], start, bytes),
                         None => self.fold_range(operation, bases, bases, start, bytes),
                     }
+                    Ok(())
+                })
+            }
+            Kind::ReduceScatter => {
+                let pieces = pieces_of(&part.input_cuts);
+                self.fold_pieces_staged(part, &pieces, ticket, |windows, start, bytes| {
+                    let output = part.output.as_ptr().wrapping_add(start);
+                    self.fold_range(operation, windows, &[output], 0, bytes);
                     Ok(())
                 })
             }
@@ -29,11 +40,12 @@ impl LocalCarrier {
 
     /// Folds window after window inside the staging area: each rank its slice, written to all (or to the root).
     ///
-    /// `fold_slice(bases, start, bytes)` folds the same slice of all ranks' windows and writes the result back to them.
+    /// `fold_slice(bases, start, bytes)` folds the same slice of all ranks' windows and writes the result back to those
+    /// that take it.
     pub(crate) fn reduce_staged(
         &self,
-        operation: &Collective,
         part: &Part,
+        takes_result: bool,
         ticket: &Ticket,
         mut fold_slice: impl FnMut(&[*mut u8], usize, usize) -> Result<()>,
     ) -> Result<()> {
@@ -54,7 +66,7 @@ impl LocalCarrier {
         }
         for round in 0..=rounds {
             self.step(ticket)?;
-            if round > 0 && operation.root.is_none_or(|root| root == me) {
+            if round > 0 && takes_result {
                 let (start, bytes) = extent(round - 1);
                 // SAFETY: the step above says that every slice of this window is written.
                 unsafe {
@@ -74,12 +86,57 @@ impl LocalCarrier {
         Ok(())
     }
 
+    /// Folds pieces window after window, the `i`-th of `pieces` on rank `i`.
+    ///
+    /// All pieces show a window at a time, so that all ranks have work. `fold_window(windows, start, bytes)` gets the
+    /// same stretch of this rank's piece, from `start` on, out of every rank's input.
+    pub(crate) fn fold_pieces_staged(
+        &self,
+        part: &Part,
+        pieces: &[Range<usize>],
+        ticket: &Ticket,
+        mut fold_window: impl FnMut(&[*mut u8], usize, usize) -> Result<()>,
+    ) -> Result<()> {
+        let (size, me) = (self.membership.size(), self.membership.me);
+        let sequence = ticket.fingerprint.sequence;
+        let window = self.layout.half_bytes() / size / 64 * 64;
+        let half = |round: usize| sequence.wrapping_add(round as u64);
+        let slot = |rank: usize, round: usize, piece: usize| {
+            self.layout.staging(rank, half(round)).wrapping_add(piece * window)
+        };
+        let copy_in = |round: usize| {
+            for (index, piece) in pieces.iter().enumerate() {
+                let start = (round * window).min(piece.len());
+                let input = part.input.as_ptr().wrapping_add(piece.start + start);
+                // SAFETY: our input and our half, which nobody reads before the next step; a slot holds a window.
+                unsafe { copy(input, slot(me, round, index), window.min(piece.len() - start)) };
+            }
+        };
+        let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let rounds = longest.div_ceil(window.max(1));
+        if rounds > 0 {
+            copy_in(0);
+        }
+        for round in 0..rounds {
+            self.step(ticket)?;
+            if round + 1 < rounds {
+                copy_in(round + 1);
+            }
+            let start = round * window;
+            if start < pieces[me].len() {
+                let windows: Vec<*mut u8> = (0..size).map(|rank| slot(rank, round, me)).collect();
+                fold_window(&windows, start, window.min(pieces[me].len() - start))?;
+            }
+        }
+        self.step(ticket)
+    }
+
     /// Publishes every rank's pieces window by window; each rank takes what is meant for it.
     ///
     /// A buffer that is cut into a piece per rank shows a window of every piece at a time, so that all ranks have work.
     fn pull_staged(&self, operation: &Collective, part: &Part, ticket: &Ticket) -> Result<()> {
         let sequence = ticket.fingerprint.sequence;
-        let cut = matches!(operation.kind, Kind::ReduceScatter | Kind::Scatter | Kind::AllToAll);
+        let cut = matches!(operation.kind, Kind::Scatter | Kind::AllToAll);
         let slots = if cut { self.membership.size() } else { 1 };
         let window = self.layout.half_bytes() / slots / 64 * 64;
         let half = |round: usize| sequence.wrapping_add(round as u64);
@@ -105,28 +162,13 @@ impl LocalCarrier {
             if round + 1 < rounds {
                 copy_in(round + 1);
             }
-            self.take_window(operation, part, &pulls, round * window, window, half(round));
+            self.take_window(part, &pulls, round * window, window, half(round));
         }
         self.step(ticket)
     }
 
-    fn take_window(
-        &self,
-        operation: &Collective,
-        part: &Part,
-        pulls: &[Pull],
-        start: usize,
-        window: usize,
-        half: u64,
-    ) {
+    fn take_window(&self, part: &Part, pulls: &[Pull], start: usize, window: usize, half: u64) {
         let staged = |pull: &Pull| self.layout.staging(pull.source, half).wrapping_add(pull.piece * window);
-        if operation.kind == Kind::ReduceScatter {
-            let Some(first) = pulls.first().filter(|pull| start < pull.bytes) else { return };
-            let bases: Vec<*mut u8> = pulls.iter().map(staged).collect();
-            let output = part.output.as_ptr().wrapping_add(start);
-            self.fold_range(operation, &bases, &[output], 0, window.min(first.bytes - start));
-            return;
-        }
         for pull in pulls.iter().filter(|pull| start < pull.bytes) {
             let bytes = window.min(pull.bytes - start);
             // SAFETY: the source has stepped past filling this window and refills it only after our next step.
@@ -139,7 +181,7 @@ impl LocalCarrier {
         let me = self.membership.me;
         match operation.kind {
             _ if !self.shares(operation, me) => Vec::new(),
-            Kind::ReduceScatter | Kind::AllToAll | Kind::Scatter => part.input_cuts.clone(),
+            Kind::AllToAll | Kind::Scatter => part.input_cuts.clone(),
             _ => vec![part.input.len()],
         }
     }
@@ -148,7 +190,6 @@ impl LocalCarrier {
     fn longest_piece(&self, operation: &Collective, part: &Part, sequence: u64) -> usize {
         let longest = |cuts: &[usize]| cuts.iter().copied().max().unwrap_or(0);
         match operation.kind {
-            Kind::ReduceScatter => longest(&part.input_cuts),
             Kind::AllGather => longest(&part.output_cuts),
             Kind::Scatter => part.output.len(),
             Kind::AllToAll => {
@@ -158,4 +199,14 @@ impl LocalCarrier {
             _ => part.input.len(),
         }
     }
+}
+
+/// Where each of the pieces lies that follow one another, by their lengths.
+pub(crate) fn pieces_of(lengths: &[usize]) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let piece = |length: &usize| {
+        end += length;
+        end - length..end
+    };
+    lengths.iter().map(piece).collect()
 }

@@ -6,26 +6,36 @@
 //! times at 64 MiB. Smaller pieces are better left in the cache, for their reader.
 
 /// Pieces from this size on are written past the cache.
-const STREAM_FROM_BYTES: usize = 8 << 20;
+pub(crate) const STREAM_FROM_BYTES: usize = 8 << 20;
 
 /// Copies bytes that may be the same bytes, or overlap.
 ///
 /// # Safety
 /// `from` is readable and `to` writable for `bytes`.
-pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     if std::ptr::eq(from, to) || bytes == 0 {
         return;
     }
-    #[cfg(target_arch = "x86_64")]
-    if bytes >= STREAM_FROM_BYTES
-        && (from as usize).abs_diff(to as usize) >= bytes
-        && is_x86_feature_detected!("avx")
-    {
-        // SAFETY: the caller's contract; the two do not overlap, and the processor has AVX.
-        return unsafe { stream(from, to, bytes) };
+    if bytes >= STREAM_FROM_BYTES && (from as usize).abs_diff(to as usize) >= bytes {
+        // SAFETY: the caller's contract; the two do not overlap.
+        return unsafe { copy_past_cache(from, to, bytes) };
     }
     // SAFETY: the caller's contract; `copy` allows overlap.
     unsafe { std::ptr::copy(from, to, bytes) };
+}
+
+/// Copies bytes that nobody reads soon.
+///
+/// # Safety
+/// As [`copy`], without overlap.
+pub(crate) unsafe fn copy_past_cache(from: *const u8, to: *mut u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx") {
+        // SAFETY: the caller's contract, on a processor with AVX.
+        return unsafe { stream(from, to, bytes) };
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
 }
 
 /// Copies past the cache.
