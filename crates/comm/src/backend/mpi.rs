@@ -15,11 +15,14 @@ use mpi::topology::Communicator;
 use crate::backend::message::{Incoming, Link, Outgoing, Stream};
 use crate::backend::{Membership, Ticket};
 use crate::error::{Error, Result};
+use crate::rendezvous::SILENCE_LIMIT;
 use crate::state::JobState;
 use crate::store::HEALTH_CHECK_INTERVAL;
 
 /// MPI counts in `int`; longer transfers are cut.
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
+/// More than the longest message of any library.
+const MAX_ERROR_BYTES: usize = 2048;
 /// Tests without a pause before the first pause.
 const EAGER_TESTS: u32 = 2000;
 const PAUSE: Duration = Duration::from_micros(50);
@@ -55,6 +58,12 @@ impl Session {
                 world.size()
             )));
         }
+        // A failed call says so, and this rank goes on long enough to say which rank was lost.
+        // SAFETY: two constants of the library, which is initialised.
+        let code = unsafe { ffi::MPI_Comm_set_errhandler(ffi::RSMPI_COMM_WORLD, ffi::RSMPI_ERRORS_RETURN) };
+        if code != 0 {
+            return Err(refuse(format!("MPI_Comm_set_errhandler failed: {}", describe(code))));
+        }
         Ok(Arc::new(Session { universe: Some(universe), state }))
     }
 }
@@ -79,14 +88,68 @@ impl MpiLink {
     }
 }
 
+/// A call of the library that failed.
+#[derive(Debug)]
+struct Refusal {
+    call: &'static str,
+    code: i32,
+}
+
 /// The transfers of one exchange.
+#[derive(Default)]
 struct Transfers {
     requests: Vec<(ffi::MPI_Request, usize)>,
 }
 
 impl Transfers {
+    /// Starts everything listed.
+    ///
+    /// # Safety
+    /// The ranges live until every transfer is done or cancelled.
+    unsafe fn start(
+        &mut self,
+        outgoing: &[Outgoing],
+        incoming: &[Incoming],
+        membership: &Membership,
+        tag: i32,
+    ) -> std::result::Result<(), Refusal> {
+        let pieces = |bytes: usize| {
+            (0..bytes).step_by(MAX_MESSAGE_BYTES).map(move |at| (at, MAX_MESSAGE_BYTES.min(bytes - at)))
+        };
+        let (byte, world) =
+            // SAFETY: constants of the library.
+            unsafe { (ffi::RSMPI_UINT8_T, ffi::RSMPI_COMM_WORLD) };
+        for item in incoming {
+            for (at, bytes) in pieces(item.bytes) {
+                let peer = membership.ranks[item.peer] as i32;
+                // SAFETY: the caller's contract; a piece lies inside its range.
+                let (code, request) = unsafe {
+                    let mut request = ffi::RSMPI_REQUEST_NULL;
+                    let to = item.start.add(at).cast();
+                    (ffi::MPI_Irecv(to, bytes as i32, byte, peer, tag, world, &mut request), request)
+                };
+                check("MPI_Irecv", code)?;
+                self.requests.push((request, item.peer));
+            }
+        }
+        for item in outgoing {
+            for (at, bytes) in pieces(item.bytes) {
+                let peer = membership.ranks[item.peer] as i32;
+                // SAFETY: as above.
+                let (code, request) = unsafe {
+                    let mut request = ffi::RSMPI_REQUEST_NULL;
+                    let from = item.start.add(at).cast();
+                    (ffi::MPI_Isend(from, bytes as i32, byte, peer, tag, world, &mut request), request)
+                };
+                check("MPI_Isend", code)?;
+                self.requests.push((request, item.peer));
+            }
+        }
+        Ok(())
+    }
+
     /// Whether all are done.
-    fn test(&mut self) -> Result<bool> {
+    fn test(&mut self) -> std::result::Result<bool, Refusal> {
         for (request, _) in &mut self.requests {
             let mut done = 0;
             // SAFETY: a request that `start` made, or the null request that a finished one became.
@@ -126,11 +189,18 @@ impl Transfers {
     }
 }
 
-fn check(call: &str, code: i32) -> Result<()> {
-    if code == 0 {
-        return Ok(());
-    }
-    Err(Error::Backend { backend: "mpi", problem: format!("{call} failed with code {code}") })
+fn check(call: &'static str, code: i32) -> std::result::Result<(), Refusal> {
+    if code == 0 { Ok(()) } else { Err(Refusal { call, code }) }
+}
+
+/// What the library says to an error of its own.
+fn describe(code: i32) -> String {
+    let mut text = [0u8; MAX_ERROR_BYTES];
+    let mut bytes = 0;
+    // SAFETY: the text has more room than any library asks for.
+    let known = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut bytes) } == 0;
+    let text = String::from_utf8_lossy(&text[..(bytes.max(0) as usize).min(MAX_ERROR_BYTES)]);
+    if known { text.into_owned() } else { format!("code {code}") }
 }
 
 impl Link for MpiLink {
@@ -148,55 +218,45 @@ impl Link for MpiLink {
     ) -> Result<()> {
         debug_assert!(self.session.universe.is_some());
         let tag = (membership.group_id as i32) * 2 + i32::from(stream != Stream::Collectives);
-        let mut transfers = Transfers { requests: Vec::new() };
-        let pieces = |bytes: usize| {
-            (0..bytes).step_by(MAX_MESSAGE_BYTES).map(move |at| (at, MAX_MESSAGE_BYTES.min(bytes - at)))
-        };
+        let mut transfers = Transfers::default();
         // SAFETY: the ranges live through the call by the caller's contract, and the call ends only when every transfer
         // is done or cancelled.
-        unsafe {
-            for item in incoming {
-                for (at, bytes) in pieces(item.bytes) {
-                    let mut request = ffi::RSMPI_REQUEST_NULL;
-                    let code = ffi::MPI_Irecv(
-                        item.start.add(at).cast(),
-                        bytes as i32,
-                        ffi::RSMPI_UINT8_T,
-                        membership.ranks[item.peer] as i32,
-                        tag,
-                        ffi::RSMPI_COMM_WORLD,
-                        &mut request,
-                    );
-                    check("MPI_Irecv", code)?;
-                    transfers.requests.push((request, item.peer));
-                }
-            }
-            for item in outgoing {
-                for (at, bytes) in pieces(item.bytes) {
-                    let mut request = ffi::RSMPI_REQUEST_NULL;
-                    let code = ffi::MPI_Isend(
-                        item.start.add(at).cast(),
-                        bytes as i32,
-                        ffi::RSMPI_UINT8_T,
-                        membership.ranks[item.peer] as i32,
-                        tag,
-                        ffi::RSMPI_COMM_WORLD,
-                        &mut request,
-                    );
-                    check("MPI_Isend", code)?;
-                    transfers.requests.push((request, item.peer));
-                }
-            }
+        if let Err(refusal) = unsafe { transfers.start(outgoing, incoming, membership, tag) } {
+            transfers.cancel();
+            return Err(self.failure(&refusal, membership));
         }
         self.complete(transfers, membership, ticket)
     }
 }
 
 impl MpiLink {
+    /// Why a call failed: a rank was lost, if the job notices one in a moment, or else what the library says.
+    fn failure(&self, refusal: &Refusal, membership: &Membership) -> Error {
+        let limit = Instant::now() + SILENCE_LIMIT;
+        loop {
+            if let Err(failure) = membership.state.check(membership.group_id) {
+                return failure;
+            }
+            if Instant::now() >= limit {
+                let problem = format!("{} failed: {}", refusal.call, describe(refusal.code));
+                return Error::Backend { backend: "mpi", problem };
+            }
+            std::thread::sleep(HEALTH_CHECK_INTERVAL);
+        }
+    }
+
     fn complete(&self, mut transfers: Transfers, membership: &Membership, ticket: &Ticket) -> Result<()> {
         let mut tests = 0u32;
         let mut next_check = Instant::now() + HEALTH_CHECK_INTERVAL;
-        while !transfers.test()? {
+        loop {
+            match transfers.test() {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(refusal) => {
+                    transfers.cancel();
+                    return Err(self.failure(&refusal, membership));
+                }
+            }
             tests = tests.saturating_add(1);
             if tests > EAGER_TESTS {
                 std::thread::sleep(PAUSE);
@@ -229,6 +289,5 @@ impl MpiLink {
                 return Err(failure);
             }
         }
-        Ok(())
     }
 }
