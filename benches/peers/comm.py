@@ -136,7 +136,7 @@ def start_ranks(command, ranks, environment=None):
 def ferrospeed(options, ranks, backend):
     sizes = ",".join(map(str, options.sizes))
     milliseconds = str(int(options.seconds * 1000))
-    memory = "registered,staged" if backend == "auto" else "staged"
+    memory = "registered,in-place,shared,staged" if backend == "auto" else "staged"
     command = [options.program, "bench", "comm", "--json", "--op", ",".join(OPERATIONS), "--size", sizes]
     command += ["--dtype", ",".join(DTYPES), "--memory", memory, "--case_ms", milliseconds]
     rows = start_ranks(command, ranks, {"FERROSPEED_COMM_BACKEND": backend})

@@ -21,8 +21,32 @@ use crate::world::World;
 pub enum Memory {
     /// Memory from [`World::allocate`].
     Registered,
+    /// As `Registered`, and a rank's part lies in its place in the whole: for all_gather and reduce_scatter.
+    #[serde(rename = "in-place")]
+    InPlace,
+    /// Memory from [`World::allocate_shared`], and a rank's part lies in its place in the whole: for all_gather.
+    Shared,
     /// Any other memory.
     Staged,
+}
+
+impl Memory {
+    fn fits(self, operation: Kind) -> bool {
+        match self {
+            Memory::Registered | Memory::Staged => true,
+            Memory::InPlace => matches!(operation, Kind::AllGather | Kind::ReduceScatter),
+            Memory::Shared => operation == Kind::AllGather,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Memory::Registered => "registered",
+            Memory::InPlace => "in-place",
+            Memory::Shared => "shared",
+            Memory::Staged => "staged",
+        }
+    }
 }
 
 /// How often a plain copy is timed.
@@ -98,7 +122,7 @@ pub fn run(world: &World, matrix: &Matrix) -> Result<Vec<Row>> {
         for bytes in &matrix.sizes_bytes {
             let copy_us = measure_copy(world, *bytes, *memory)?;
             for dtype in &matrix.dtypes {
-                for operation in &matrix.operations {
+                for operation in matrix.operations.iter().filter(|operation| memory.fits(**operation)) {
                     let row = measure(world, *operation, *bytes, *dtype, *memory, matrix.time_per_row)?;
                     rows.push(Row { copy_us, ..row });
                 }
@@ -122,6 +146,8 @@ fn measure(
     let bytes = part_bytes * group.size();
     let (whole, part) = match memory {
         Memory::Registered => (world.allocate(bytes)?.region(), world.allocate(part_bytes)?.region()),
+        Memory::InPlace => own_part(&group, world.allocate(bytes)?.region(), part_bytes),
+        Memory::Shared => own_part(&group, world.allocate_shared(bytes)?.region(), part_bytes),
         Memory::Staged => (Region::zeroed(bytes), Region::zeroed(part_bytes)),
     };
     let once = |count: usize| -> Result<Vec<f64>> {
@@ -129,7 +155,15 @@ fn measure(
         for _ in 0..count {
             group.barrier()?;
             let begin = Instant::now();
-            run_once(&group, operation, &whole, &part, dtype)?;
+            match (memory, operation) {
+                (Memory::InPlace | Memory::Shared, Kind::AllGather) => {
+                    group.all_gather_async(&part, &whole, dtype).wait()?;
+                }
+                (Memory::InPlace | Memory::Shared, _) => {
+                    group.reduce_scatter_async(&whole, &part, dtype, ReduceOp::Sum).wait()?;
+                }
+                _ => run_once(&group, operation, &whole, &part, dtype)?,
+            }
             times_us.push(begin.elapsed().as_secs_f64() * 1e6);
         }
         // An operation takes as long as it takes the slowest rank.
@@ -159,12 +193,19 @@ fn measure(
     })
 }
 
+/// A whole buffer, and this rank's place in it.
+fn own_part(group: &Group, whole: Region, part_bytes: usize) -> (Region, Region) {
+    let start = group.rank() * part_bytes;
+    let part = whole.slice(start..start + part_bytes);
+    (whole, part)
+}
+
 /// The median time of a plain copy of `bytes` on every rank at once, the slowest rank's.
 fn measure_copy(world: &World, bytes: usize, memory: Memory) -> Result<f64> {
     let group = world.group();
     let allocate = || match memory {
-        Memory::Registered => world.allocate(bytes).map(|buffer| buffer.region()),
         Memory::Staged => Ok(Region::zeroed(bytes)),
+        _ => world.allocate(bytes).map(|buffer| buffer.region()),
     };
     let (from, to) = (allocate()?, allocate()?);
     let mut times_us = Vec::new();
@@ -248,10 +289,6 @@ pub fn table(rows: &[Row]) -> String {
         "copy µs"
     );
     for row in rows {
-        let memory = match row.memory {
-            Memory::Registered => "registered",
-            Memory::Staged => "staged",
-        };
         text.push_str(&format!(
             "{:<15}{:<14}{:>5}{:>11}{:>7}  {:<12}{:>12.1}{:>12.2}{:>12.2}{:>12.1}\n",
             row.operation.name(),
@@ -259,7 +296,7 @@ pub fn table(rows: &[Row]) -> String {
             row.ranks,
             crate::logger::readable_bytes(row.bytes as u64),
             row.dtype.name(),
-            memory,
+            row.memory.name(),
             row.median_us,
             row.algorithm_gb_per_s,
             row.bus_gb_per_s,

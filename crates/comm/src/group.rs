@@ -117,14 +117,18 @@ impl Group {
         self.ranks().iter().position(|rank| *rank == world_rank)
     }
 
-    fn run(&self, operation: Collective) -> Result<()> {
+    fn check(&self, operation: &Collective) -> Result<()> {
         operation.check(self.size())?;
+        self.inner.world.check_shared(operation)
+    }
+
+    fn run(&self, operation: Collective) -> Result<()> {
+        self.check(&operation)?;
         self.inner.collectives.run(|| self.inner.execute(&operation, self.inner.world.limits.deadline))
     }
 
     fn start(&self, operation: Result<Collective>) -> Work {
-        let operation = match operation.and_then(|operation| operation.check(self.size()).map(|()| operation))
-        {
+        let operation = match operation.and_then(|operation| self.check(&operation).map(|()| operation)) {
             Ok(operation) => operation,
             Err(error) => return Work::finished(Err(error)),
         };
@@ -212,6 +216,7 @@ impl GroupInner {
             part_count: 1,
             count: (message.region.len() / message.dtype.size()) as u64,
             shape: message.tag,
+            shared_output: None,
         };
         let ticket =
             Ticket { fingerprint, call_site, started, deadline: started + self.world.limits.deadline };

@@ -5,6 +5,7 @@ use std::panic::Location;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::region::Region;
+use crate::segment::SharedRange;
 
 /// The kinds of operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -111,6 +112,8 @@ pub(crate) struct Fingerprint {
     pub(crate) count: u64,
     /// A digest of the counts that must agree element by element (coalesced and unequal operations).
     pub(crate) shape: u64,
+    /// Where the output lies in memory that the ranks have in common; known to shared memory's backend alone.
+    pub(crate) shared_output: Option<SharedRange>,
 }
 
 impl Collective {
@@ -158,6 +161,7 @@ impl Collective {
             part_count: self.parts.len() as u32,
             count: self.count(),
             shape: self.shape(),
+            shared_output: None,
         }
     }
 
@@ -234,6 +238,9 @@ impl Fingerprint {
         }
         if let Some(root) = self.root {
             arguments.push(format!("root {root}"));
+        }
+        if let Some(place) = self.shared_output {
+            arguments.push(format!("into byte {} of shared memory {}", place.offset, place.segment));
         }
         format!("{}({}) #{} at {call_site}", self.kind.name(), arguments.join(", "), self.sequence)
     }

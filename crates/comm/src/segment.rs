@@ -4,9 +4,11 @@
 //! offset); which of this rank's addresses are registered is found by address. A rank that drops its segment gives the
 //! pages back at once; the address range disappears when all ranks have dropped theirs, so a peer that is a little
 //! behind never reads through a dangling mapping.
+//!
+//! A *shared* segment is one for all ranks of the host: every rank maps the same pages, and what one writes all have.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::error::Result;
@@ -15,7 +17,8 @@ use crate::sys::SharedMemory;
 
 const PAGE: usize = 4096;
 
-/// Memory from [`World::allocate`](crate::World::allocate), which peers on the host have mapped.
+/// Memory from [`World::allocate`](crate::World::allocate) or [`World::allocate_shared`](crate::World::allocate_shared),
+/// which peers on the host have mapped.
 ///
 /// Clones share the memory; it is freed when the last clone, and the last [`Region`] made of it, is dropped.
 #[derive(Clone)]
@@ -82,19 +85,28 @@ pub(crate) struct SharedRange {
 #[derive(Default)]
 pub(crate) struct SegmentTable {
     segments: RwLock<Segments>,
+    /// Whether there was ever a shared segment; most jobs have none.
+    any_shared: AtomicBool,
 }
 
 #[derive(Default)]
 struct Segments {
-    /// Start address of each of this rank's own segments that is in use: (segment, bytes).
-    own: BTreeMap<usize, (u64, usize)>,
+    /// By start address, those of this rank's segments that are in use.
+    own: BTreeMap<usize, Own>,
     mapped: HashMap<u64, Mapped>,
 }
 
-struct Mapped {
-    /// By world rank. The own segment is among them.
-    memories: HashMap<usize, SharedMemory>,
-    own_rank: usize,
+struct Own {
+    id: u64,
+    bytes: usize,
+    is_shared: bool,
+}
+
+enum Mapped {
+    /// A segment of each rank, by world rank; the own one is among them.
+    PerRank { memories: HashMap<usize, SharedMemory>, own_rank: usize },
+    /// The segment that all ranks have in common.
+    Shared(SharedMemory),
 }
 
 /// Bytes to map for `bytes` of user memory: whole pages, and one more that holds the release mark.
@@ -117,39 +129,74 @@ impl SegmentTable {
         memories: HashMap<usize, SharedMemory>,
     ) -> Registered {
         let base = memories[&own_rank].base();
+        self.add_mapped(id, bytes, base, Mapped::PerRank { memories, own_rank })
+    }
+
+    /// Adds a segment that all ranks of the host have in common.
+    pub(crate) fn add_shared(self: &Arc<Self>, id: u64, bytes: usize, memory: SharedMemory) -> Registered {
+        self.any_shared.store(true, Ordering::Release);
+        self.add_mapped(id, bytes, memory.base(), Mapped::Shared(memory))
+    }
+
+    fn add_mapped(self: &Arc<Self>, id: u64, bytes: usize, base: *mut u8, mapped: Mapped) -> Registered {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
-        segments.own.insert(base as usize, (id, bytes));
-        segments.mapped.insert(id, Mapped { memories, own_rank });
+        let is_shared = matches!(mapped, Mapped::Shared(_));
+        segments.own.insert(base as usize, Own { id, bytes, is_shared });
+        segments.mapped.insert(id, mapped);
         segments.unmap_abandoned();
         Registered { inner: Arc::new(Allocation { id, bytes, base, table: Arc::clone(self) }) }
     }
 
     fn release(&self, id: u64) {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(mapped) = segments.mapped.get(&id)
-            && let Some(own) = mapped.memories.get(&mapped.own_rank)
-        {
-            let start = own.base() as usize;
-            own.discard_pages();
-            release_mark(own).store(1, Ordering::Release);
+        let start = match segments.mapped.get(&id) {
+            Some(Mapped::PerRank { memories, own_rank }) => memories.get(own_rank).map(|own| {
+                own.discard_pages();
+                release_mark(own).store(1, Ordering::Release);
+                own.base() as usize
+            }),
+            // Peers have mappings of their own, and the pages last as long as any of them.
+            Some(Mapped::Shared(memory)) => Some(memory.base() as usize),
+            None => None,
+        };
+        if let Some(start) = start {
             segments.own.remove(&start);
+        }
+        if matches!(segments.mapped.get(&id), Some(Mapped::Shared(_))) {
+            segments.mapped.remove(&id);
         }
         segments.unmap_abandoned();
     }
 
     /// The name of a region for peers, when it lies in this rank's registered memory.
     pub(crate) fn locate(&self, region: &Region) -> Option<SharedRange> {
+        self.find(region).map(|(range, _)| range)
+    }
+
+    /// The name of a region that lies in memory which all ranks of the host have in common.
+    pub(crate) fn locate_shared(&self, region: &Region) -> Option<SharedRange> {
+        if !self.any_shared.load(Ordering::Acquire) {
+            return None;
+        }
+        self.find(region).filter(|(_, is_shared)| *is_shared).map(|(range, _)| range)
+    }
+
+    fn find(&self, region: &Region) -> Option<(SharedRange, bool)> {
         let start = region.as_ptr() as usize;
         let segments = self.segments.read().unwrap_or_else(PoisonError::into_inner);
-        let (base, (id, bytes)) = segments.own.range(..=start).next_back()?;
-        let inside = start + region.len() <= base + bytes;
-        inside.then(|| SharedRange { segment: *id, offset: (start - base) as u64 })
+        let (base, own) = segments.own.range(..=start).next_back()?;
+        let inside = start + region.len() <= base + own.bytes;
+        let range = SharedRange { segment: own.id, offset: (start - base) as u64 };
+        inside.then_some((range, own.is_shared))
     }
 
     /// This rank's address of `bytes` of a peer's segment; `None` when the peer named something that is not there.
     pub(crate) fn resolve(&self, world_rank: usize, range: SharedRange, bytes: usize) -> Option<*mut u8> {
         let segments = self.segments.read().unwrap_or_else(PoisonError::into_inner);
-        let memory = segments.mapped.get(&range.segment)?.memories.get(&world_rank)?;
+        let memory = match segments.mapped.get(&range.segment)? {
+            Mapped::PerRank { memories, .. } => memories.get(&world_rank)?,
+            Mapped::Shared(memory) => memory,
+        };
         let offset = usize::try_from(range.offset).ok()?;
         let end = offset.checked_add(bytes)?;
         (end <= memory.bytes() - PAGE).then(|| memory.base().wrapping_add(offset))
@@ -159,13 +206,18 @@ impl SegmentTable {
 impl Segments {
     /// Unmaps what every rank has released.
     fn unmap_abandoned(&mut self) {
-        self.mapped.retain(|_, mapped| {
-            mapped.memories.values().any(|memory| release_mark(memory).load(Ordering::Acquire) == 0)
+        self.mapped.retain(|_, mapped| match mapped {
+            Mapped::PerRank { memories, .. } => {
+                memories.values().any(|memory| release_mark(memory).load(Ordering::Acquire) == 0)
+            }
+            Mapped::Shared(_) => true,
         });
     }
 }
 
 /// Creates this rank's segment, with the descriptor that peers open.
 pub(crate) fn create(bytes: usize) -> Result<(SharedMemory, std::os::fd::OwnedFd)> {
-    SharedMemory::create(mapped_bytes(bytes))
+    let (memory, descriptor) = SharedMemory::create(mapped_bytes(bytes))?;
+    memory.prepare_pages();
+    Ok((memory, descriptor))
 }

@@ -11,6 +11,11 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
+const PAGE: usize = 4096;
+const HUGE_PAGE: usize = 2 << 20;
+/// Makes pages huge at once, whatever the settings for doing so by and by (Linux 6.1).
+const MADV_COLLAPSE: libc::c_int = 25;
+
 /// A mapped piece of shared memory, unmapped on drop.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
@@ -64,24 +69,54 @@ impl SharedMemory {
     }
 
     fn map(file: &File, bytes: usize) -> Result<Self> {
-        // SAFETY: a fresh shared mapping of a file that cannot shrink; the result is checked.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                bytes.max(1),
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
+        let failed = || {
+            let error = std::io::Error::last_os_error();
+            Error::io(format!("mapping {bytes} bytes of shared memory"), error)
         };
-        if base == libc::MAP_FAILED {
-            let what = format!("mapping {bytes} bytes of shared memory");
-            return Err(Error::io(what, std::io::Error::last_os_error()));
+        // Huge pages need an address that is aligned like them, which only a reservation of more room has for sure.
+        let spare = if bytes >= HUGE_PAGE { HUGE_PAGE } else { 0 };
+        let mapped = bytes.max(1).next_multiple_of(PAGE);
+        let anywhere = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: fresh addresses, which belong to nobody else from here on; the result is checked.
+        let room =
+            unsafe { libc::mmap(std::ptr::null_mut(), mapped + spare, libc::PROT_NONE, anywhere, -1, 0) };
+        if room == libc::MAP_FAILED {
+            return Err(failed());
         }
-        // SAFETY: advice about our own mapping; a kernel without huge pages for shared memory refuses it harmlessly.
-        unsafe { libc::madvise(base, bytes, libc::MADV_HUGEPAGE) };
-        Ok(SharedMemory { base: base.cast(), bytes })
+        let ahead = if spare == 0 { 0 } else { room.cast::<u8>().align_offset(HUGE_PAGE).min(spare) };
+        let place = room.wrapping_byte_add(ahead);
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        // SAFETY: a shared mapping of a file that cannot shrink, inside the room that is ours; the result is checked.
+        let base = unsafe { libc::mmap(place, mapped, access, flags, file.as_raw_fd(), 0) };
+        let outcome = if base == libc::MAP_FAILED { Err(failed()) } else { Ok(()) };
+        // SAFETY: what is left of the room before and after the mapping, or all of it where there is none; advice about
+        // our own mapping, which a kernel without huge pages for shared memory refuses harmlessly.
+        unsafe {
+            if ahead > 0 {
+                libc::munmap(room, ahead);
+            }
+            if spare > ahead {
+                libc::munmap(place.wrapping_byte_add(mapped), spare - ahead);
+            }
+            match outcome {
+                Ok(()) => libc::madvise(place, mapped, libc::MADV_HUGEPAGE),
+                Err(_) => libc::munmap(place, mapped),
+            };
+        }
+        outcome.map(|()| SharedMemory { base: base.cast(), bytes })
+    }
+
+    /// Gives all of it physical pages now, huge ones where the system lets shared memory have them.
+    ///
+    /// Peers that map the memory afterwards find them. A system without them hands out small ones as they are touched.
+    pub(crate) fn prepare_pages(&self) {
+        for start in (0..self.bytes / HUGE_PAGE).map(|page| page * HUGE_PAGE) {
+            // SAFETY: inside our mapping, which nobody else has yet; a write of what is there already. A stretch of
+            // which no page exists cannot be made huge.
+            unsafe { self.base.add(start).write_volatile(0) };
+        }
+        // SAFETY: advice about our own mapping, whose contents it keeps.
+        unsafe { libc::madvise(self.base.cast(), self.bytes / HUGE_PAGE * HUGE_PAGE, MADV_COLLAPSE) };
     }
 
     pub(crate) fn base(&self) -> *mut u8 {

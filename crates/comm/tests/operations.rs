@@ -4,7 +4,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use ferrospeed_comm::{Backend, ConnectOptions, DType, Error, Limits, ReduceOp, World, wait_all};
+use ferrospeed_comm::{Backend, ConnectOptions, DType, Error, Limits, ReduceOp, Region, World, wait_all};
 use support::{on_threads, script};
 
 #[test]
@@ -145,6 +145,62 @@ fn registered_memory_is_given_back_when_dropped() {
 }
 
 #[test]
+fn an_all_gather_into_shared_memory_is_seen_by_all_wherever_the_parts_lay() {
+    on_threads(4, |world| {
+        let (me, size, part) = (world.rank(), world.size(), 5000);
+        let shared = world.allocate_shared(size * part).unwrap().region();
+        let apart = world.allocate(part).unwrap().region();
+        let plain = Region::zeroed(part);
+        let own = shared.slice(me * part..(me + 1) * part);
+        // All in place; all elsewhere; each rank as it likes.
+        for (round, inputs) in
+            [[&own; 4], [&apart; 4], [&plain; 4], [&own, &apart, &plain, &own]].iter().enumerate()
+        {
+            let input = inputs[me];
+            let value = |rank: usize| (round * 16 + rank + 1) as u8;
+            world.group().barrier().unwrap();
+            // SAFETY: nothing is in flight, and the barrier says that nobody reads this rank's part any more.
+            unsafe { input.as_mut_slice::<u8>() }.fill(value(me));
+            world.group().all_gather_async(input, &shared, DType::U8).wait().unwrap();
+            // SAFETY: the operation is done, and nobody writes before the next barrier.
+            let seen = unsafe { shared.as_slice::<u8>() };
+            assert!((0..size * part).all(|at| seen[at] == value(at / part)), "round {round}");
+        }
+        // A few bytes, in parts that differ in size.
+        let counts = [3, 0, 2, 1];
+        let place = shared.slice(64..70);
+        world.group().barrier().unwrap();
+        let input = Region::from_slice(&vec![me as u8 + 1; counts[me]]);
+        world.group().all_gather_unequal_async(&input, &place, &counts, DType::U8).wait().unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { place.as_slice::<u8>() }, [1, 1, 1, 3, 3, 4]);
+    });
+}
+
+#[test]
+fn shared_memory_refuses_what_would_mix_up_ranks() {
+    on_threads(2, |world| {
+        let shared = world.allocate_shared(1 << 20).unwrap().region();
+        let refused = world.group().all_reduce_async(&shared, DType::F32, ReduceOp::Sum).wait().unwrap_err();
+        assert!(refused.to_string().contains("have in common"), "{refused}");
+        world.group().barrier().unwrap();
+        // Rank 1 names another place.
+        let place = shared.slice(world.rank() * 4096..world.rank() * 4096 + 128);
+        let part = Region::zeroed(64);
+        let error = world.group().all_gather_async(&part, &place, DType::U8).wait().unwrap_err().to_string();
+        assert!(
+            error.contains("into byte 0 of shared memory") && error.contains("into byte 4096"),
+            "{error}"
+        );
+    });
+    on_threads(2, |world| {
+        let outcome = world.allocate_shared(8192 << world.rank());
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("rank 0 asked for another size") || error.contains("rank 1 left"), "{error}");
+    });
+}
+
+#[test]
 fn the_logger_counts_operations_by_kind_and_size() {
     on_threads(2, |world| {
         world.group().barrier().unwrap();
@@ -181,13 +237,14 @@ fn the_benchmark_measures_every_row_of_its_matrix() {
             ],
             sizes_bytes: vec![4096, 100_000],
             dtypes: vec![DType::F32],
-            memories: vec![Memory::Registered, Memory::Staged],
+            memories: vec![Memory::Registered, Memory::InPlace, Memory::Shared, Memory::Staged],
             time_per_row: Duration::from_millis(2),
         };
         let rows = run(&world, &matrix).unwrap();
-        assert_eq!(rows.len(), 20);
+        // In place there are two operations, in shared memory there is one.
+        assert_eq!(rows.len(), 26);
         assert!(rows.iter().all(|row| row.median_us > 0.0 && row.iterations >= 5));
-        assert_eq!(table(&rows).lines().count(), 21);
+        assert_eq!(table(&rows).lines().count(), 27);
     });
 }
 

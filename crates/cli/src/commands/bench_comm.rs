@@ -34,7 +34,7 @@ pub(super) struct CommArgs {
     /// Element types
     #[arg(long, value_name = "NAME", value_delimiter = ',', default_values_t = ["f32", "bf16"].map(String::from), value_parser = PossibleValuesParser::new(DType::ALL.map(DType::name)))]
     dtype: Vec<String>,
-    /// Where the buffers lie
+    /// Where the buffers lie; in-place and shared measure all_gather (and in-place reduce_scatter) alone
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = [MemoryChoice::Registered, MemoryChoice::Staged])]
     memory: Vec<MemoryChoice>,
     /// Milliseconds spent on each row
@@ -56,6 +56,8 @@ enum BackendChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum MemoryChoice {
     Registered,
+    InPlace,
+    Shared,
     Staged,
 }
 
@@ -124,6 +126,8 @@ fn run_rank(args: &CommArgs) -> Result<ExitCode, Failure> {
             .iter()
             .map(|memory| match memory {
                 MemoryChoice::Registered => Memory::Registered,
+                MemoryChoice::InPlace => Memory::InPlace,
+                MemoryChoice::Shared => Memory::Shared,
                 MemoryChoice::Staged => Memory::Staged,
             })
             .collect(),

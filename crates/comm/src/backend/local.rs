@@ -16,6 +16,7 @@
 mod collectives;
 mod layout;
 mod messages;
+mod shared;
 mod staged;
 mod sync;
 

@@ -129,6 +129,7 @@ impl WireFingerprint {
             part_count: self.part_count,
             count: self.count,
             shape: self.shape,
+            shared_output: None,
         };
         Some((fingerprint, String::from_utf8_lossy(site).into_owned()))
     }

@@ -34,6 +34,9 @@ pub(super) struct Pull {
 
 impl LocalCarrier {
     pub(super) fn run_collective(&self, operation: &Collective, ticket: &Ticket) -> Result<()> {
+        if let Some(ticket) = self.shared_ticket(operation, ticket) {
+            return self.gather_shared(operation, &ticket);
+        }
         let sequence = ticket.fingerprint.sequence;
         let small = self
             .small_bytes(operation)

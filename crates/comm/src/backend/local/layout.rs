@@ -41,6 +41,7 @@ struct Descriptor {
     reduce: u8,
     call_site_bytes: u8,
     call_site: [u8; CALL_SITE_BYTES],
+    shared_output: PlainRange,
     range_count: u32,
     ranges: [PlainRange; MAX_PARTS],
 }
@@ -51,6 +52,20 @@ struct Descriptor {
 struct PlainRange {
     segment_plus_one: u64,
     offset: u64,
+}
+
+impl PlainRange {
+    fn of(range: PostedRange) -> PlainRange {
+        range.map_or(PlainRange { segment_plus_one: 0, offset: 0 }, |range| PlainRange {
+            segment_plus_one: range.segment + 1,
+            offset: range.offset,
+        })
+    }
+
+    fn read(self) -> PostedRange {
+        let segment = self.segment_plus_one.checked_sub(1)?;
+        Some(SharedRange { segment, offset: self.offset })
+    }
 }
 
 const NO_ROOT: u32 = u32::MAX;
@@ -134,17 +149,16 @@ impl Layout {
             reduce: fingerprint.reduce.map_or(0, |op| op as u8),
             call_site_bytes: 0,
             call_site: [0; CALL_SITE_BYTES],
+            shared_output: PlainRange::of(fingerprint.shared_output),
             range_count: ranges.len() as u32,
-            ranges: [PlainRange { segment_plus_one: 0, offset: 0 }; MAX_PARTS],
+            ranges: [PlainRange::of(None); MAX_PARTS],
         };
         // The end of a path says more than its beginning.
         let site = &call_site.as_bytes()[call_site.len().saturating_sub(CALL_SITE_BYTES)..];
         descriptor.call_site[..site.len()].copy_from_slice(site);
         descriptor.call_site_bytes = site.len() as u8;
         for (slot, range) in descriptor.ranges.iter_mut().zip(ranges) {
-            if let Some(range) = range {
-                *slot = PlainRange { segment_plus_one: range.segment + 1, offset: range.offset };
-            }
+            *slot = PlainRange::of(*range);
         }
         // SAFETY: inside the area; only this rank writes its descriptors, and peers read this one after the next step.
         unsafe { self.descriptor(rank, fingerprint.sequence).write(descriptor) }
@@ -154,12 +168,9 @@ impl Layout {
     pub(super) fn posted(&self, rank: usize, sequence: u64) -> Option<Posted> {
         // SAFETY: inside the area; the rank has stepped past the write.
         let descriptor = unsafe { self.descriptor(rank, sequence).read() };
-        let ranges =
-            descriptor.ranges[..(descriptor.range_count as usize).min(MAX_PARTS)].iter().map(|range| {
-                let segment = range.segment_plus_one.checked_sub(1)?;
-                Some(SharedRange { segment, offset: range.offset })
-            });
-        Some(Posted { fingerprint: read_fingerprint(&descriptor)?, ranges: ranges.collect() })
+        let ranges = &descriptor.ranges[..(descriptor.range_count as usize).min(MAX_PARTS)];
+        let ranges = ranges.iter().map(|range| range.read()).collect();
+        Some(Posted { fingerprint: read_fingerprint(&descriptor)?, ranges })
     }
 
     /// The last operation that a rank announced and its call site, for messages to people.
@@ -207,5 +218,6 @@ fn read_fingerprint(descriptor: &Descriptor) -> Option<Fingerprint> {
         part_count: descriptor.part_count,
         count: descriptor.count,
         shape: descriptor.shape,
+        shared_output: descriptor.shared_output.read(),
     })
 }
