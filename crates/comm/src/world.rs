@@ -3,9 +3,7 @@
 //! A [`World`] knows its rank, keeps the connection to the others, hands out groups and registered memory, and notices
 //! when a rank is lost. Clones share one membership; when the last clone and the last group are dropped the rank leaves.
 
-use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::panic::Location;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,13 +19,13 @@ use crate::backend::{Carrier, Membership};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::logger::CommLog;
-use crate::op::{Collective, Kind, Part};
 use crate::recorder::Recorder;
 use crate::rendezvous::Backend;
-use crate::segment::{self, Registered, SegmentTable};
+use crate::segment::{Registered, SegmentTable};
 use crate::state::JobState;
 use crate::store::{MemoryStore, Store};
-use crate::sys::SharedMemory;
+
+mod memory;
 
 /// Bytes of staging that a group has by default, whatever the message size.
 pub const DEFAULT_STAGING_BYTES: usize = 8 << 20;
@@ -374,19 +372,6 @@ pub(crate) struct WorldParts {
     pub(crate) departure: Box<dyn Fn() + Send + Sync>,
 }
 
-/// A segment of one rank, as its peers find it.
-#[derive(serde::Serialize, serde::Deserialize)]
-struct SegmentAddress {
-    pid: u32,
-    descriptor: i32,
-    mapped_bytes: usize,
-}
-
-/// Under which name a rank's segment is announced.
-fn segment_key(id: u64, rank: usize) -> String {
-    format!("segment/{id}/{rank}")
-}
-
 impl WorldInner {
     /// Writes the flight recorder when an operation failed, and says where.
     pub(crate) fn dump_trace(&self, cause: &Error) {
@@ -482,94 +467,5 @@ impl WorldInner {
         let carrier = Arc::new(self.connect_local(membership, deadline)?);
         *slot = Some(Arc::clone(&carrier));
         Ok(carrier)
-    }
-
-    fn allocate(&self, bytes: usize) -> Result<Registered> {
-        let deadline = Instant::now() + self.limits.deadline;
-        let host = self.host_carrier(deadline)?;
-        let id = self.next_segment_id.fetch_add(1, Ordering::Relaxed);
-        let (memory, descriptor) = segment::create(bytes)?;
-        self.announce_segment(id, &memory, &descriptor)?;
-        let mut memories = HashMap::from([(self.rank, memory)]);
-        for rank in self.my_host().iter().copied().filter(|rank| *rank != self.rank) {
-            let address = self.segment_address(id, rank, bytes, deadline)?;
-            memories.insert(rank, SharedMemory::open(address.pid, address.descriptor, address.mapped_bytes)?);
-        }
-        // Peers open the memory through our descriptor: it may close only when all have.
-        host.meet(&format!("allocate({bytes} bytes) #{id}"), deadline)?;
-        drop(descriptor);
-        self.store.remove(&segment_key(id, self.rank))?;
-        Ok(self.segments.add(id, self.rank, bytes, memories))
-    }
-
-    fn allocate_shared(&self, bytes: usize) -> Result<Registered> {
-        let deadline = Instant::now() + self.limits.deadline;
-        let host = self.host_carrier(deadline)?;
-        let id = self.next_segment_id.fetch_add(1, Ordering::Relaxed);
-        let creator = self.my_host().first().copied().unwrap_or(self.rank);
-        let (memory, descriptor) = if creator == self.rank {
-            let (memory, descriptor) = segment::create(bytes)?;
-            self.announce_segment(id, &memory, &descriptor)?;
-            (memory, Some(descriptor))
-        } else {
-            let address = self.segment_address(id, creator, bytes, deadline)?;
-            let expected = segment::mapped_bytes(bytes);
-            if address.mapped_bytes != expected {
-                let problem = format!(
-                    "allocate_shared({bytes} bytes) #{id}: rank {creator} asked for another size \
-                     ({} bytes of pages, not {expected}); all ranks of a host must ask for the same",
-                    address.mapped_bytes
-                );
-                return Err(Error::Backend { backend: "local", problem });
-            }
-            (SharedMemory::open(address.pid, address.descriptor, address.mapped_bytes)?, None)
-        };
-        host.meet(&format!("allocate_shared({bytes} bytes) #{id}"), deadline)?;
-        if descriptor.is_some() {
-            self.store.remove(&segment_key(id, self.rank))?;
-        }
-        Ok(self.segments.add_shared(id, bytes, memory))
-    }
-
-    /// Tells the peers where they find a segment of this rank.
-    fn announce_segment(&self, id: u64, memory: &SharedMemory, descriptor: &OwnedFd) -> Result<()> {
-        let address = SegmentAddress {
-            pid: std::process::id(),
-            descriptor: descriptor.as_raw_fd(),
-            mapped_bytes: memory.bytes(),
-        };
-        self.store.set(&segment_key(id, self.rank), serde_json::to_vec(&address).unwrap_or_default())
-    }
-
-    /// Where the segment of a peer is found.
-    fn segment_address(
-        &self,
-        id: u64,
-        rank: usize,
-        bytes: usize,
-        deadline: Instant,
-    ) -> Result<SegmentAddress> {
-        let Some(value) = self.store.wait(&segment_key(id, rank), deadline, &self.state)? else {
-            let missing =
-                vec![format!("rank {rank} (its last operation: {})", self.state.last_operation(rank))];
-            let operation = format!("allocate({bytes} bytes) #{id}");
-            return Err(Error::Deadline { operation, waited: self.limits.deadline, missing });
-        };
-        serde_json::from_slice(&value)
-            .map_err(|error| Error::rendezvous(format!("the segment of rank {rank} is malformed: {error}")))
-    }
-
-    /// Refuses operations that would write one rank's result into memory that all ranks have in common.
-    pub(crate) fn check_shared(&self, operation: &Collective) -> Result<()> {
-        if matches!(operation.kind, Kind::AllGather | Kind::Broadcast | Kind::Barrier) {
-            return Ok(());
-        }
-        let shared = |part: &Part| self.segments.locate_shared(&part.output).is_some();
-        if operation.parts.iter().any(|part| !part.output.is_empty() && shared(part)) {
-            let problem = "its output lies in memory that all ranks of the host have in common: only an \
-                           all_gather or a broadcast gives all of them the same result";
-            return Err(operation.invalid(problem));
-        }
-        Ok(())
     }
 }
