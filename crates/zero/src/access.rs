@@ -4,10 +4,11 @@
 
 use ferrospeed_tensor::{DType, Param, Tensor};
 
+use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::residency::Pass;
-use crate::store::{Share, State, ZeroStore};
+use crate::store::{Share, ZeroStore};
 
 /// Which of a parameter's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +26,7 @@ impl ZeroStore {
     pub fn local(&self, param: &Param, which: Which<'_>) -> Result<(usize, Vec<f32>)> {
         let index = self.index_of(param)?;
         let state = self.lock();
-        let (group, in_group) = self.places[index];
+        let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
         let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
         let flat = self.flat(&state, group, share, which, param)?;
@@ -79,7 +80,7 @@ impl ZeroStore {
         let (start, own) = self.local(param, which)?;
         let layout_ranks = {
             let state = self.lock();
-            let (group, _) = self.places[self.index_of(param)?];
+            let (group, _) = self.places()[self.index_of(param)?];
             state.shares[group].layout.ranks
         };
         if layout_ranks == 1 {
@@ -101,6 +102,25 @@ impl ZeroStore {
 
     /// Replaces a weight or an optimizer state by its full value, on every rank; kernels see new weights at once.
     pub fn set_full(&self, param: &Param, which: Which<'_>, value: &[f32]) -> Result<()> {
+        let mut state = self.lock();
+        self.set_own(&state, param, which, value)?;
+        if which == Which::Weight { self.publish(&mut state) } else { Ok(()) }
+    }
+
+    /// Replaces the weights of several parameters, on every rank, and brings them to all in one exchange.
+    pub fn set_full_weights<'a>(
+        &self,
+        values: impl IntoIterator<Item = (&'a Param, &'a [f32])>,
+    ) -> Result<()> {
+        let mut state = self.lock();
+        for (param, value) in values {
+            self.set_own(&state, param, Which::Weight, value)?;
+        }
+        self.publish(&mut state)
+    }
+
+    /// Replaces what this rank has of a value.
+    fn set_own(&self, state: &State, param: &Param, which: Which<'_>, value: &[f32]) -> Result<()> {
         if value.len() != param.numel() {
             return Err(ZeroError::Parameter {
                 name: param.name().into(),
@@ -111,12 +131,11 @@ impl ZeroStore {
             return Err(ZeroError::Request("a gradient cannot be set: it is what backward computed".into()));
         }
         let index = self.index_of(param)?;
-        let mut state = self.lock();
         self.holds.wait_for_none();
-        let (group, in_group) = self.places[index];
+        let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
         let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
-        let flat = self.flat(&state, group, share, which, param)?;
+        let flat = self.flat(state, group, share, which, param)?;
         if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
             let new = &value[fragment.in_param..fragment.in_param + fragment.len];
             let new = Tensor::from_slice(new, [new.len()], &self.device)?;
@@ -126,7 +145,7 @@ impl ZeroStore {
                 backend.cast(&new, &part(&share.own_values()?, fragment.in_part, fragment.len)?)?;
             }
         }
-        if which == Which::Weight { self.publish(&mut state) } else { Ok(()) }
+        Ok(())
     }
 
     /// Gives `work` the full f32 weights of some parameters, in order. With a `modifier`, what that rank makes of them

@@ -8,6 +8,7 @@
 //! follows. Losses, norms and weights are the same to the last bit in all four.
 
 pub mod access;
+mod attached;
 pub mod buckets;
 mod error;
 mod exchange;

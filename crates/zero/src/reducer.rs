@@ -89,6 +89,8 @@ pub(crate) struct Reducer {
     pub(crate) shapes: Vec<(Shape, DType)>,
     /// Which rows of a table's buffer are not zero; `None` when any may be.
     pub(crate) touched: Vec<Option<Vec<i64>>>,
+    /// Whether nobody takes gradients any more.
+    retired: bool,
 }
 
 impl Reducer {
@@ -130,6 +132,7 @@ impl Reducer {
             micro_steps: 0,
             device: device.clone(),
             shapes,
+            retired: false,
         };
         reducer.allocate_kept()?;
         Ok(reducer)
@@ -163,6 +166,10 @@ impl Reducer {
 
     /// Takes a parameter's gradient. With `synchronize` off it only waits to be added to the next one.
     pub(crate) fn push(&mut self, param: usize, gradient: Arrived, synchronize: bool) -> Result<()> {
+        if self.retired {
+            let why = "the engine that trained it is gone, so nobody takes its gradient";
+            return Err(ZeroError::Request(why.into()));
+        }
         let Some((bucket, seat)) = self.seats[param] else { return Ok(()) };
         let gradient = match self.arrived[param].take() {
             None => gradient,
@@ -387,6 +394,15 @@ impl Reducer {
     pub(crate) fn clear(&mut self) {
         self.micro_steps = 0;
         self.arrived.iter_mut().for_each(|arrived| *arrived = None);
+    }
+
+    /// Gives back all memory: no gradient is taken after this. What is under way keeps what it needs until it is done.
+    pub(crate) fn retire(&mut self) {
+        self.retired = true;
+        self.clear();
+        self.in_flight = Vec::new();
+        self.buffers = Vec::new();
+        self.kept = Vec::new();
     }
 
     /// Checks a gradient's shape before it is taken.

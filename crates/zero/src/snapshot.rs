@@ -8,10 +8,11 @@ use std::ops::Range;
 use ferrospeed_config::Stage;
 use ferrospeed_tensor::{DType, Tensor};
 
+use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::hold::Hold;
 use crate::memory::part;
-use crate::store::{Share, State, ZeroStore};
+use crate::store::{Share, ZeroStore};
 
 /// Bytes that are copied at once.
 const COPY_BYTES: usize = 64 << 10;
@@ -81,7 +82,7 @@ impl ZeroStore {
     pub fn pieces_to_read(&self) -> Vec<SavedPiece> {
         let state = self.lock();
         let mut pieces = Vec::new();
-        for (param, &(group, in_group)) in self.places.iter().enumerate() {
+        for (param, &(group, in_group)) in self.places().iter().enumerate() {
             let share = &state.shares[group];
             let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
             let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
@@ -126,7 +127,7 @@ impl ZeroStore {
     }
 
     fn flat_of(&self, state: &State, piece: &SavedPiece) -> Result<Tensor> {
-        let share = &state.shares[self.places[piece.param].0];
+        let share = &state.shares[self.places()[piece.param].0];
         match piece.value {
             Saved::Weight => share.own_master(),
             Saved::State(index, name) => {
@@ -151,7 +152,7 @@ impl ZeroStore {
     pub fn write_piece(&self, piece: &SavedPiece, start: usize, values: &[f32]) -> Result<()> {
         let state = self.lock();
         self.holds.wait_for_none();
-        let share = &state.shares[self.places[piece.param].0];
+        let share = &state.shares[self.places()[piece.param].0];
         let at = piece.in_part + start;
         let backend = self.device.backend();
         let target = part(&self.flat_of(&state, piece)?, at, values.len())?;

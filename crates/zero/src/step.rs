@@ -9,11 +9,12 @@ use ferrospeed_optim::{Copy16, Gradient, Optimizer, Stretch, lamb};
 use ferrospeed_tensor::backend::{Update, UpdateOperands};
 use ferrospeed_tensor::{Category, DType, Tensor};
 
+use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::exchange;
 use crate::memory::part;
 use crate::reducer::Segment;
-use crate::store::{Share, State, ZeroStore};
+use crate::store::{Share, ZeroStore};
 
 /// What a step is told.
 #[derive(Debug, Clone, Copy, PartialEq)]

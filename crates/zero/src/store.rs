@@ -2,24 +2,29 @@
 //!
 //! [`ZeroStore::attach`] decides where each parameter of a model lives and fills it; afterwards the model runs on its
 //! handles, gradients flow into the reducer, and [`ZeroStore::step`](crate::step) updates this rank's share.
+//!
+//! Parameters hold what they are attached to, so that must not hold them: a circle is never freed. Hence two parts. The
+//! store knows the handles and is held by whoever trains; [`Attached`] knows places and shapes and is held by both. With
+//! the store go gradients and optimizer states; weights stay readable until the last handle goes.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
 
 use ferrospeed_comm::World;
 use ferrospeed_config::{Stage, Zero};
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{Category, DType, Device, Param, ParamStore, RowGradient, StoreError, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Param, Tensor};
 
+use crate::attached::{Attached, State};
 use crate::buckets::{self, Kind};
 use crate::error::{Result, ZeroError};
 use crate::fill;
 use crate::hold::Holds;
 use crate::memory::{part, reachable};
 use crate::partition::{Layout, persistent};
-use crate::reducer::{Arrived, ReduceOptions, Reducer};
+use crate::reducer::{ReduceOptions, Reducer};
 use crate::residency::{Limits, Pass, Residency, Sharded};
 
 /// Parameters that share optimizer options.
@@ -89,13 +94,6 @@ impl Share {
     }
 }
 
-/// What changes during training.
-pub(crate) struct State {
-    pub(crate) shares: Vec<Share>,
-    pub(crate) reducer: Reducer,
-    pub(crate) residency: Option<Residency>,
-}
-
 /// The store. See the module's documentation.
 pub struct ZeroStore {
     pub(crate) world: World,
@@ -106,12 +104,8 @@ pub struct ZeroStore {
     pub(crate) params: Vec<Param>,
     /// Where each parameter is among `params`, by its number.
     indices: HashMap<u64, usize>,
-    /// (group, index in the group) of every parameter.
-    pub(crate) places: Vec<(usize, usize)>,
-    /// Which parameters' gradients are wanted as rows.
-    in_rows: Vec<bool>,
-    pub(crate) state: Mutex<State>,
-    synchronize: AtomicBool,
+    /// What the parameters hold as well.
+    attached: Arc<Attached>,
     /// Who copies weights and states, which therefore must not change.
     pub(crate) holds: Holds,
 }
@@ -182,7 +176,13 @@ impl ZeroStore {
             None
         };
 
-        let store = Arc::new(ZeroStore {
+        let shapes = params.iter().map(|param| *param.shape()).collect();
+        let state = State { shares, reducer, residency };
+        let attached = Arc::new(Attached::new(shapes, positions, in_rows, state));
+        for (index, param) in params.iter().enumerate() {
+            param.attach(attached.clone(), index, options.dtype)?;
+        }
+        Ok(Arc::new(ZeroStore {
             world: world.clone(),
             device: device.clone(),
             stage,
@@ -190,20 +190,18 @@ impl ZeroStore {
             optimizer: options.optimizer,
             params: params.to_vec(),
             indices,
-            places: positions,
-            in_rows,
-            state: Mutex::new(State { shares, reducer, residency }),
-            synchronize: AtomicBool::new(true),
+            attached,
             holds: Holds::default(),
-        });
-        for (index, param) in params.iter().enumerate() {
-            param.attach(store.clone(), index, options.dtype)?;
-        }
-        Ok(store)
+        }))
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.attached.lock()
+    }
+
+    /// (group, index in the group) of every parameter.
+    pub(crate) fn places(&self) -> &[(usize, usize)] {
+        &self.attached.places
     }
 
     pub(crate) fn index_of(&self, param: &Param) -> Result<usize> {
@@ -252,12 +250,12 @@ impl ZeroStore {
 
     /// With `false`, gradients of the following backward wait for the next synchronised one instead of being reduced.
     pub fn set_synchronize(&self, synchronize: bool) {
-        self.synchronize.store(synchronize, Ordering::Relaxed);
+        self.attached.synchronize.store(synchronize, Ordering::Relaxed);
     }
 
     /// Ends a backward: all gradients are reduced when it returns (unless synchronisation is off).
     pub fn finish_backward(&self) -> Result<()> {
-        if !self.synchronize.load(Ordering::Relaxed) {
+        if !self.attached.synchronize.load(Ordering::Relaxed) {
             return Ok(());
         }
         self.lock().reducer.finish()
@@ -478,40 +476,8 @@ fn agree(world: &World, params: &[Param]) -> Result<()> {
     Ok(())
 }
 
-impl ParamStore for ZeroStore {
-    fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
-        let mut state = self.lock();
-        if let Some(residency) = &mut state.residency {
-            return Ok(residency.acquire(index)?);
-        }
-        let (group, in_group) = self.places[index];
-        let share = &state.shares[group];
-        let Some(first) = share.layout.fragments[in_group].first() else {
-            return Ok(share.values.slice(0, *self.params[index].shape())?);
-        };
-        let start = first.rank * share.layout.part_numel + first.in_part;
-        Ok(share.values.slice(start, *self.params[index].shape())?)
-    }
-
-    fn release(&self, index: usize) {
-        if let Some(residency) = &mut self.lock().residency {
-            residency.release(index);
-        }
-    }
-
-    fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError> {
-        let mut state = self.lock();
-        state.reducer.check(index, &gradient)?;
-        let synchronize = self.synchronize.load(Ordering::Relaxed);
-        Ok(state.reducer.push(index, Arrived::Whole(gradient), synchronize)?)
-    }
-
-    fn wants_rows(&self, index: usize) -> bool {
-        self.in_rows[index]
-    }
-
-    fn push_rows(&self, index: usize, gradient: RowGradient) -> Result<(), StoreError> {
-        let synchronize = self.synchronize.load(Ordering::Relaxed);
-        Ok(self.lock().reducer.push(index, Arrived::Rows(gradient), synchronize)?)
+impl Drop for ZeroStore {
+    fn drop(&mut self) {
+        self.lock().retire();
     }
 }

@@ -1,0 +1,95 @@
+//! What parameters are attached to: where their values are, and where their gradients go.
+//!
+//! It holds no handle of a parameter, since every parameter holds it. See [`crate::store`].
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use ferrospeed_tensor::{ParamStore, RowGradient, Shape, StoreError, Tensor};
+
+use crate::reducer::{Arrived, Reducer};
+use crate::residency::Residency;
+use crate::store::Share;
+
+/// What changes during training.
+pub(crate) struct State {
+    pub(crate) shares: Vec<Share>,
+    pub(crate) reducer: Reducer,
+    pub(crate) residency: Option<Residency>,
+}
+
+impl State {
+    /// Nobody trains any more: gives back all but the weights as kernels read them.
+    pub(crate) fn retire(&mut self) {
+        self.reducer.retire();
+        for share in &mut self.shares {
+            share.master = None;
+            share.states = Vec::new();
+        }
+    }
+}
+
+/// What parameters hold. See the module's documentation.
+pub(crate) struct Attached {
+    shapes: Vec<Shape>,
+    /// (group, index in the group) of every parameter.
+    pub(crate) places: Vec<(usize, usize)>,
+    /// Which parameters' gradients are wanted as rows.
+    in_rows: Vec<bool>,
+    state: Mutex<State>,
+    /// Whether gradients are reduced as they come.
+    pub(crate) synchronize: AtomicBool,
+}
+
+impl Attached {
+    pub(crate) fn new(
+        shapes: Vec<Shape>,
+        places: Vec<(usize, usize)>,
+        in_rows: Vec<bool>,
+        state: State,
+    ) -> Attached {
+        Attached { shapes, places, in_rows, state: Mutex::new(state), synchronize: AtomicBool::new(true) }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ParamStore for Attached {
+    fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
+        let mut state = self.lock();
+        if let Some(residency) = &mut state.residency {
+            return Ok(residency.acquire(index)?);
+        }
+        let (group, in_group) = self.places[index];
+        let share = &state.shares[group];
+        let start = match share.layout.fragments[in_group].first() {
+            Some(first) => first.rank * share.layout.part_numel + first.in_part,
+            None => 0,
+        };
+        Ok(share.values.slice(start, self.shapes[index])?)
+    }
+
+    fn release(&self, index: usize) {
+        if let Some(residency) = &mut self.lock().residency {
+            residency.release(index);
+        }
+    }
+
+    fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError> {
+        let mut state = self.lock();
+        state.reducer.check(index, &gradient)?;
+        let synchronize = self.synchronize.load(Ordering::Relaxed);
+        Ok(state.reducer.push(index, Arrived::Whole(gradient), synchronize)?)
+    }
+
+    fn wants_rows(&self, index: usize) -> bool {
+        self.in_rows[index]
+    }
+
+    fn push_rows(&self, index: usize, gradient: RowGradient) -> Result<(), StoreError> {
+        let synchronize = self.synchronize.load(Ordering::Relaxed);
+        Ok(self.lock().reducer.push(index, Arrived::Rows(gradient), synchronize)?)
+    }
+}
