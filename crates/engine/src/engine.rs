@@ -17,6 +17,7 @@ use ferrospeed_tensor::{Device, Tensor, TensorError, autograd};
 use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
 
 use crate::checkpoint::Background;
+use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
 use crate::setup::{Setup, kept_type};
@@ -77,6 +78,7 @@ pub struct Engine {
     last_times: StepTimes,
     pub(crate) background: Background,
     pub(crate) features: Features,
+    pub(crate) eigenvalues: Option<Eigenvalues>,
     /// Names of tied parameters that a checkpoint had: a model has each parameter under one.
     pub(crate) aliases: BTreeMap<String, String>,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
@@ -97,6 +99,7 @@ impl Engine {
             tracing::warn!("{note}");
         }
         let features = Features::from_config(&config)?;
+        let eigenvalues = Eigenvalues::of_run(&config, &store)?;
         let mut engine = Engine {
             store,
             scheduler,
@@ -121,6 +124,7 @@ impl Engine {
             last_times: StepTimes::default(),
             background: Background::default(),
             features,
+            eigenvalues,
             aliases: BTreeMap::new(),
             half_loaded: None,
         };
@@ -146,21 +150,26 @@ impl Engine {
             return Err(TensorError::argument("forward", why).into());
         }
         let start = Instant::now();
-        self.store.begin_pass(match self.mode {
-            Mode::Train => Pass::Train,
-            Mode::Evaluate => Pass::Evaluate,
-        });
-        random::set_state(self.random_state());
-        let result = match self.mode {
-            Mode::Train => with_layer_drop(self.layer_drop(), || model(Mode::Train)),
-            Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
-        };
+        let result = self.run(model);
         // An evaluation between two steps is no part of either.
         if matches!(self.mode, Mode::Train) {
             self.times.forward += start.elapsed();
         }
         self.log_memory("after forward");
         result
+    }
+
+    /// Runs the model as a pass of its own.
+    pub(crate) fn run<E>(&self, model: impl FnOnce(Mode) -> Result<Tensor, E>) -> Result<Tensor, E> {
+        self.store.begin_pass(match self.mode {
+            Mode::Train => Pass::Train,
+            Mode::Evaluate => Pass::Evaluate,
+        });
+        random::set_state(self.random_state());
+        match self.mode {
+            Mode::Train => with_layer_drop(self.layer_drop(), || model(Mode::Train)),
+            Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
+        }
     }
 
     /// Random numbers of a micro-batch depend on the seed, the rank and its number alone.
@@ -174,7 +183,7 @@ impl Engine {
     /// divided by the number of micro-batches of a step.
     pub fn backward(&mut self, loss: &Tensor) -> Result<f32> {
         self.check_whole("backward")?;
-        if self.mode == Mode::Evaluate {
+        if self.is_evaluating() {
             return Err(EngineError::Order {
                 call: "backward",
                 why: "the engine is evaluating; call train() first",
@@ -207,6 +216,7 @@ impl Engine {
             self.last_step_applied = false;
             return Ok(StepReport::Accumulating);
         }
+        self.note_missed_eigenvalues();
         let start = Instant::now();
         // Gradients are divided by the scale they were made with; only then does it move.
         let options = StepOptions { loss_scale: self.scaler.scale(), clip: self.config.gradient_clipping };
@@ -294,6 +304,10 @@ impl Engine {
     /// Switches both off.
     pub fn eval(&mut self) {
         self.mode = Mode::Evaluate;
+    }
+
+    pub(crate) fn is_evaluating(&self) -> bool {
+        self.mode == Mode::Evaluate
     }
 
     /// Drops gradients without a step.

@@ -118,7 +118,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     }
     if config.sparse_gradients && config.zero.stage != Stage::Off && setup.world.rank() == 0 {
         tracing::warn!(
-            "sparse_gradients has no effect in stage {}, where each rank reduces its own part of a table; it has in stage 0",
+            "sparse_gradients has no effect in stage {0}: each rank reduces its own part of a whole table there, as in DeepSpeed, whose stages 1 to 3 leave the key aside too; remove it, or set zero_optimization.stage to 0",
             config.zero.stage.number()
         );
     }

@@ -10,7 +10,7 @@ use ferrospeed_comm::World;
 use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::{Init, Linear, Mode};
-use ferrospeed_tensor::{DType, Tensor, TensorError, ops};
+use ferrospeed_tensor::{DType, Tensor, ops};
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -105,52 +105,6 @@ fn sequences_grow_with_the_steps_that_are_done() {
         let (mut engine, _, _) = start(world, &configuration(0));
         assert_eq!(engine.curriculum_length(24), 24, "no curriculum");
     });
-}
-
-#[test]
-fn blocks_are_measured_by_how_the_loss_bends_and_weights_stay() {
-    for stage in 0..=3 {
-        on_ranks(2, move |world| {
-            let mut value = configuration(stage);
-            value["eigenvalue"] =
-                json!({"enabled": true, "layer_name": "h", "max_iter": 200, "tol": 1e-6, "stability": 0.0});
-            let (mut engine, blocks, init) = start(world, &value);
-            let parameters = init.parameters();
-            let full = |engine: &Engine| {
-                let values = parameters.as_slice().iter();
-                values
-                    .flat_map(|param| engine.store().full(param, Which::Weight).unwrap())
-                    .collect::<Vec<f32>>()
-            };
-            let before = full(&engine);
-            let device = engine.device().clone();
-            // Half of c·w² bends by c everywhere: block 2 four times as much as the others.
-            let loss = |_: Mode| {
-                let mut sum = Tensor::zeros([], DType::F32, &device)?;
-                for (layer, block) in blocks.iter().enumerate() {
-                    let curvature = if layer == 2 { 4.0 } else { 1.0 };
-                    let squares = ops::sum(&ops::square(block.weight())?)?;
-                    sum = ops::add(&sum, &ops::affine(&squares, 0.5 * curvature, 0.0)?)?;
-                }
-                Ok::<_, TensorError>(sum)
-            };
-            let bends = engine.block_eigenvalues(loss).unwrap();
-            for (layer, bend) in bends.iter().enumerate() {
-                let expected = if layer == 2 { 1.0 } else { 0.25 };
-                assert!((bend - expected).abs() < 0.01, "stage {stage}: {bends:?}");
-            }
-            assert_eq!(full(&engine), before);
-        });
-    }
-    let mut value = configuration(0);
-    value["bf16"] = json!({"enabled": true});
-    let (mut engine, ..) = start(World::solo(), &value);
-    let error =
-        engine.block_eigenvalues(|_| Err::<Tensor, _>(TensorError::argument("loss", "not run"))).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "eigenvalue: a small change of 16-bit weights is rounded away; measure in fp32"
-    );
 }
 
 /// Collects what is logged.

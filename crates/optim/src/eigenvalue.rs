@@ -24,21 +24,24 @@ fn normalize(vector: &mut [f32], stability: f64) {
 
 impl PowerIteration {
     /// The eigenvalue of largest magnitude of the symmetric operator that `product` applies (a Hessian-vector product) to
-    /// vectors of `numel` elements. The first vector follows from `key` alone.
+    /// vectors of `numel` elements. The first vector follows from `key` alone. `seen` is told each round's number, from 1,
+    /// and estimate.
     pub fn largest<E>(
         &self,
         numel: usize,
         key: &RandomKey,
         mut product: impl FnMut(&[f32]) -> Result<Vec<f32>, E>,
+        mut seen: impl FnMut(usize, f64),
     ) -> Result<f64, E> {
         let mut vector = vec![0.0f32; numel];
         key.fill_normal(0, &mut vector);
         normalize(&mut vector, self.stability);
         let mut eigenvalue = 0.0;
-        for _ in 0..self.max_iterations {
+        for round in 1..=self.max_iterations {
             let mut next = product(&vector)?;
             let before = eigenvalue;
             eigenvalue = next.iter().zip(&vector).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
+            seen(round, eigenvalue);
             normalize(&mut next, self.stability);
             vector = next;
             if eigenvalue == 0.0 || ((eigenvalue - before) / eigenvalue).abs() < self.tolerance {

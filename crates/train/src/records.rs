@@ -66,6 +66,16 @@ impl Records {
         Ok(())
     }
 
+    /// How sharply the loss bends in each block, where this step measured it.
+    pub(crate) fn eigenvalues(&mut self, blocks: &[f64], samples: u64) {
+        for (block, &value) in blocks.iter().enumerate() {
+            let tag = format!("Train/Eigenvalues/ModelBlockParam_{block}");
+            if let Err(error) = self.monitors.emit(&tag, value, samples) {
+                tracing::warn!("{error}");
+            }
+        }
+    }
+
     pub(crate) fn eval(&mut self, record: &EvalRecord, samples: u64) -> Result<()> {
         self.eval.write(record)?;
         if let Err(error) = self.monitors.validation(record, samples) {

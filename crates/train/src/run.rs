@@ -249,6 +249,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         if let Some(records) = records.as_mut().filter(|_| observed) {
             let begin = Instant::now();
             records.step(&record, samples)?;
+            records.eigenvalues(run.engine.eigenvalues_of(step), samples.after);
             progress.step(&record);
             summary.observing_seconds += begin.elapsed().as_secs_f64();
         }
@@ -417,6 +418,11 @@ impl Run<'_> {
             let indices = self.sampler.micro_batch(self.position, micro, rank, ranks, size);
             let ids = self.batch(Split::Train, indices, length)?;
             let model = &self.model;
+            if micro == 0 {
+                let loss =
+                    |mode| -> Result<Tensor> { Ok(model.loss(&Tokens::new(ids.clone()), &ids, mode)?) };
+                self.engine.update_eigenvalues(loss)?;
+            }
             let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), &ids, mode))?;
             loss_sum += loss.item()?;
             self.engine.backward(&loss)?;

@@ -126,12 +126,13 @@ pub(super) const PROGRESSIVE_LAYER_DROP: &[Key] = &[
 
 /// `eigenvalue`.
 pub(super) const EIGENVALUE: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Estimate eigenvalues."),
-    key("verbose", Kind::Bool, "false", "Log each iteration."),
-    key("max_iter", POSITIVE_COUNT, "100", "Power iterations at most."),
-    key("tol", POSITIVE, "0.01", "Relative change at which iteration stops."),
-    key("stability", NON_NEGATIVE, "1e-6", "Added to norms."),
-    key("gas_boundary_resolution", POSITIVE_COUNT, "1", "Optimizer steps between estimates."),
-    key("layer_name", Kind::Text, "\"bert.encoder.layer\"", "Module that holds the blocks."),
-    key("layer_num", COUNT, "0", "Number of blocks."),
+    key("enabled", Kind::Bool, "false", "Measure blocks as training goes on (fp32).").done(),
+    key("verbose", Kind::Bool, "false", "Log each iteration.").done(),
+    key("max_iter", POSITIVE_COUNT, "100", "Power iterations at most.").done(),
+    key("tol", POSITIVE, "0.01", "Relative change at which iteration stops.").done(),
+    key("stability", NON_NEGATIVE, "1e-6", "Added to norms.").done(),
+    key("gas_boundary_resolution", POSITIVE_COUNT, "1", "Optimizer steps from one measurement to the next.")
+        .done(),
+    key("layer_name", Kind::Text, "\"bert.encoder.layer\"", "Module that holds the blocks.").done(),
+    key("layer_num", COUNT, "0", "Number of blocks; 0 for all.").done(),
 ];

@@ -83,7 +83,7 @@ pub const ROOT: &[Key] = &[
         "sparse_gradients",
         Kind::Bool,
         "false",
-        "Exchange embedding gradients as rows instead of whole tables (stage 0).",
+        "Exchange embedding gradients as rows instead of whole tables (stage 0; a warning in others).",
     )
     .done(),
     key(
@@ -198,7 +198,8 @@ pub const ROOT: &[Key] = &[
         Kind::Section(EIGENVALUE, Form::Plain),
         "{}",
         "Largest Hessian eigenvalue per block, for quantisation schedules.",
-    ),
+    )
+    .done(),
     key(
         "compression_training",
         Kind::Section(COMPRESSION, Form::Plain),

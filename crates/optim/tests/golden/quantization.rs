@@ -65,7 +65,7 @@ fn golden_block_eigenvalues() {
                     Ok(rows.iter().map(|row| dot(row) as f32).collect())
                 };
                 let key = RandomKey::new(1, block as u32);
-                iteration.largest(rows.len(), &key, product).unwrap_or_else(|never| match never {})
+                iteration.largest(rows.len(), &key, product, |_, _| ()).unwrap_or_else(|never| match never {})
             })
             .collect();
         let tolerance = number(&case["compare_rtol"]);
