@@ -1,5 +1,6 @@
 //! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
-//! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`.
+//! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, the
+//! optimizer's pass over memory in `bench_optimizer.rs`.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
 //! given time after a warm-up; both the best and the median run are reported, since on a machine that is shared
@@ -16,7 +17,7 @@ use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, autograd};
 use serde_json::{Value, json};
 
-use super::{bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model};
+use super::{bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer};
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -37,6 +38,8 @@ enum What {
     Engine(bench_engine::EngineBenchArgs),
     /// Training steps and text generation on a GPU
     Gpu(bench_gpu::GpuBenchArgs),
+    /// The optimizer's pass over memory, beside what the memory gives
+    Optimizer(bench_optimizer::OptimizerBenchArgs),
     /// Collectives between ranks
     Comm(Box<bench_comm::CommArgs>),
     /// Saving and loading training state, beside what the disk gives
@@ -92,6 +95,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Model(args) => return bench_model::run(args),
         What::Engine(args) => return bench_engine::run(args),
         What::Gpu(args) => return bench_gpu::run(args),
+        What::Optimizer(args) => return bench_optimizer::run(args),
         What::Comm(args) => return bench_comm::run(args),
         What::Checkpoint(args) => return bench_checkpoint::run(args),
     };

@@ -7,6 +7,7 @@ mod bench_engine;
 mod bench_gpu;
 mod bench_load;
 mod bench_model;
+mod bench_optimizer;
 mod bench_parts;
 mod checkpoint;
 mod completions;
