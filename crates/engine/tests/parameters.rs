@@ -208,6 +208,30 @@ fn state_is_read_and_written_from_outside_in_every_stage() {
 }
 
 #[test]
+fn weights_that_ranks_have_in_common_change_only_when_no_rank_reads_them_any_more() {
+    for stage in 1..=2 {
+        let about_to_write = Arc::new(std::sync::Barrier::new(2));
+        on_ranks(2, move |world| {
+            let init = Init::root();
+            Odd::build(&init);
+            let parameters = init.parameters();
+            let engine = start(world, stage, &parameters, Vec::new());
+            let weight = parameters.get("layer.weight").unwrap();
+            let before = engine.store().full_as_read(weight).unwrap();
+            about_to_write.wait();
+            if engine.world().rank() == 1 {
+                // The other rank writes its part now, unless it waits for this one.
+                for _ in 0..10_000 {
+                    assert_eq!(engine.store().full_as_read(weight).unwrap(), before, "stage {stage}");
+                }
+            }
+            engine.store().set_full(weight, Which::Weight, &[2.0; 25]).unwrap();
+            assert_eq!(engine.store().full_as_read(weight).unwrap(), [2.0; 25], "stage {stage}");
+        });
+    }
+}
+
+#[test]
 fn the_cache_of_whole_parameters_can_be_emptied_at_any_time() {
     on_ranks(2, |world| {
         let init = Init::root();

@@ -102,9 +102,14 @@ impl ZeroStore {
 
     /// Replaces a weight or an optimizer state by its full value, on every rank; kernels see new weights at once.
     pub fn set_full(&self, param: &Param, which: Which<'_>, value: &[f32]) -> Result<()> {
-        let mut state = self.lock();
-        self.set_own(&state, param, which, value)?;
-        if which == Which::Weight { self.publish(&mut state) } else { Ok(()) }
+        if which == Which::Weight {
+            return self.set_full_weights([(param, value)]);
+        }
+        if which == Which::Gradient {
+            return Err(ZeroError::Request("a gradient cannot be set: it is what backward computed".into()));
+        }
+        self.check_new(param, value)?;
+        self.set_own(&self.lock(), param, which, value)
     }
 
     /// Replaces the weights of several parameters, on every rank, and brings them to all in one exchange.
@@ -112,24 +117,31 @@ impl ZeroStore {
         &self,
         values: impl IntoIterator<Item = (&'a Param, &'a [f32])>,
     ) -> Result<()> {
+        let values: Vec<(&Param, &[f32])> = values.into_iter().collect();
+        values.iter().try_for_each(|(param, value)| self.check_new(param, value))?;
         let mut state = self.lock();
+        // Ranks of a host may have the weights in common: none may still read them.
+        if self.is_split() {
+            self.world.group().barrier()?;
+        }
         for (param, value) in values {
             self.set_own(&state, param, Which::Weight, value)?;
         }
         self.publish(&mut state)
     }
 
+    /// Refuses a value that cannot be a parameter's.
+    fn check_new(&self, param: &Param, value: &[f32]) -> Result<()> {
+        self.index_of(param)?;
+        if value.len() == param.numel() {
+            return Ok(());
+        }
+        let why = format!("has {} elements, the new value {}", param.numel(), value.len());
+        Err(ZeroError::Parameter { name: param.name().into(), why })
+    }
+
     /// Replaces what this rank has of a value.
     fn set_own(&self, state: &State, param: &Param, which: Which<'_>, value: &[f32]) -> Result<()> {
-        if value.len() != param.numel() {
-            return Err(ZeroError::Parameter {
-                name: param.name().into(),
-                why: format!("has {} elements, the new value {}", param.numel(), value.len()),
-            });
-        }
-        if which == Which::Gradient {
-            return Err(ZeroError::Request("a gradient cannot be set: it is what backward computed".into()));
-        }
         let index = self.index_of(param)?;
         self.holds.wait_for_none();
         let (group, in_group) = self.places()[index];

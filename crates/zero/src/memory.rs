@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use ferrospeed_comm::{DType as CommType, Region, World};
+use ferrospeed_comm::{DType as CommType, Region, Registered, World};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::{Result, ZeroError};
@@ -21,11 +21,33 @@ pub(crate) fn reachable(
         return Ok(Tensor::zeros_in([numel], dtype, device, category)?);
     }
     // Collective, so every rank takes part even if its own share is empty.
-    let registered = world.allocate(bytes.max(1))?;
+    Ok(mapped(world.allocate(bytes.max(1))?, numel, dtype, device, category))
+}
+
+/// Zeros that every rank reads whole and of which each writes its own part: where all ranks are on one host they exist
+/// once, so that gathering moves nothing. All ranks call this together.
+///
+/// Whoever writes its part makes sure first that nobody reads any more: see [`World::allocate_shared`].
+pub(crate) fn common(
+    world: &World,
+    numel: usize,
+    dtype: DType,
+    device: &Device,
+    category: Category,
+) -> Result<Tensor> {
+    let bytes = numel * dtype.size_bytes();
+    if world.size() == 1 || world.hosts().len() > 1 || !device.backend().is_host() {
+        return reachable(world, numel, dtype, device, category);
+    }
+    Ok(mapped(world.allocate_shared(bytes.max(1))?, numel, dtype, device, category))
+}
+
+/// A tensor over registered memory of its size.
+fn mapped(registered: Registered, numel: usize, dtype: DType, device: &Device, category: Category) -> Tensor {
     let address = NonNull::new(registered.as_ptr()).expect("a mapping is never at address zero");
-    // SAFETY: the registration gives `bytes` zeroed, page-aligned bytes that live as long as the owner, and only
-    // this crate writes them: kernels between collectives, collectives between kernels.
-    Ok(unsafe { Tensor::from_external(address, [numel], dtype, device, category, Arc::new(registered)) })
+    // SAFETY: the registration gives at least as many zeroed, page-aligned bytes, which live as long as the owner, and
+    // only this crate writes them: kernels between collectives, collectives between kernels.
+    unsafe { Tensor::from_external(address, [numel], dtype, device, category, Arc::new(registered)) }
 }
 
 /// A tensor's bytes for a collective.

@@ -148,7 +148,8 @@ impl ZeroStore {
         Ok(Held { parts: parts.collect::<Result<_>>()?, hold: self.holds.take() })
     }
 
-    /// Replaces elements of a piece from `start` on. Kernels see new weights after [`ZeroStore::finish_restore`].
+    /// Replaces elements of a piece from `start` on. Kernels see new weights after [`ZeroStore::finish_restore`]. All ranks
+    /// have met before the first of them calls this: the ranks of a host may have the weights in common.
     pub fn write_piece(&self, piece: &SavedPiece, start: usize, values: &[f32]) -> Result<()> {
         let state = self.lock();
         self.holds.wait_for_none();

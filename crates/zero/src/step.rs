@@ -70,7 +70,7 @@ fn squares_of(values: &Tensor, whole: Magnitude) -> Result<SquareSum> {
 
 impl ZeroStore {
     /// Whether ranks hold different parts of the gradient.
-    fn is_split(&self) -> bool {
+    pub(crate) fn is_split(&self) -> bool {
         self.stage != Stage::Off && self.world.size() > 1
     }
 
@@ -86,6 +86,8 @@ impl ZeroStore {
             return Err(ZeroError::Request("step needs a backward since the last step".into()));
         }
         let segments = state.reducer.segments()?;
+        // Where ranks hold different parts they agree here, when all are done with forward and backward: from now on
+        // nobody reads weights, which the ranks of a host may have in common, until all have the new ones.
         let magnitude = self.global_magnitude(&segments)?;
         if !magnitude.is_finite() {
             let (param, rank) = self.first_bad(&state, &segments)?;

@@ -22,7 +22,7 @@ use crate::buckets::{self, Kind};
 use crate::error::{Result, ZeroError};
 use crate::fill;
 use crate::hold::Holds;
-use crate::memory::{part, reachable};
+use crate::memory::{common, part, reachable};
 use crate::partition::{Layout, persistent};
 use crate::reducer::{ReduceOptions, Reducer};
 use crate::residency::{Limits, Pass, Residency, Sharded};
@@ -334,7 +334,9 @@ fn build_share(
         Stage::Parameters => (layout.part_numel, 0),
         _ => (layout.part_numel * layout.ranks, if layout.ranks > 1 { rank * layout.part_numel } else { 0 }),
     };
-    let values = reachable(world, values_numel, options.dtype, device, Category::Parameters)?;
+    // In stages 1 and 2 all ranks read the same weights and each updates its own part of them.
+    let place = if layout.ranks > 1 && stage != Stage::Parameters { common } else { reachable };
+    let values = place(world, values_numel, options.dtype, device, Category::Parameters)?;
     let master = if trained && options.dtype != DType::F32 {
         Some(Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer)?)
     } else {
