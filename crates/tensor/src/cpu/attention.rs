@@ -6,11 +6,13 @@
 //!
 //! Legend: t queries, s keys, d channels; `score_ts` is a block of at most `BLOCK_T × BLOCK_S`.
 
+use std::borrow::Cow;
+
 use crate::backend::{AttentionSpec, Heads};
 use crate::cpu::gemm::{Operand, small};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
-use crate::cpu::simd::{max, sum_by, vectorized};
+use crate::cpu::simd::{LANES, max, sum_by, vectorized};
 use crate::cpu::{CpuBackend, float_kernel, layout, read, write};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{amx, attention_amx};
@@ -66,6 +68,45 @@ fn rows(elements: &[f32], width: usize) -> Operand<'_, f32> {
 
 fn columns(elements: &[f32], width: usize) -> Operand<'_, f32> {
     Operand { elements, row_stride: 1, column_stride: width }
+}
+
+/// The rows of a head as the right operand of products over its channels, one column for each.
+struct Turned<'a> {
+    elements: Cow<'a, [f32]>,
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a> Turned<'a> {
+    /// Many queries share a copy in which channels are rows, which products read in place; few read the head as it is.
+    fn new(rows_sd: &'a [f32], dim: usize, queries: usize) -> Turned<'a> {
+        if queries < BLOCK_T || dim == 0 {
+            return Turned { elements: Cow::Borrowed(rows_sd), row_stride: 1, column_stride: dim };
+        }
+        // Not a power of two, which would bring all channels of a key to the same place in a cache.
+        let stride = (rows_sd.len() / dim).next_multiple_of(LANES) + LANES;
+        let mut turned_ds = vec![0.0f32; dim * stride];
+        vectorized!(|| {
+            for (block, rows) in rows_sd.chunks(LANES * dim).enumerate() {
+                for (d, line) in turned_ds.chunks_mut(stride).enumerate() {
+                    let line = &mut line[block * LANES..(block + 1) * LANES];
+                    for (value, row) in line.iter_mut().zip(rows.chunks(dim)) {
+                        *value = row[d];
+                    }
+                }
+            }
+        });
+        Turned { elements: Cow::Owned(turned_ds), row_stride: stride, column_stride: 1 }
+    }
+
+    /// The columns from `first` on.
+    fn starting_at(&self, first: usize) -> Operand<'_, f32> {
+        Operand {
+            elements: &self.elements[first * self.column_stride..],
+            row_stride: self.row_stride,
+            column_stride: self.column_stride,
+        }
+    }
 }
 
 /// What changes scores besides the product: masks, windows and ALiBi, for one sequence and head.
@@ -187,6 +228,7 @@ pub(crate) fn forward(
             let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
             let k_sd = load_head::<T>(k, batch, kv_head, spec.keys, dim);
             let v_sd = load_head::<T>(v, batch, kv_head, spec.keys, dim);
+            let k_ds = Turned::new(&k_sd, dim, queries);
             let mut score_ts = vec![0.0f32; BLOCK_T * BLOCK_S];
             for head in kv_head * group..(kv_head + 1) * group {
                 let q_td = load_head::<T>(q, batch, head, queries, dim);
@@ -198,7 +240,7 @@ pub(crate) fn forward(
                 for t0 in (0..queries).step_by(BLOCK_T) {
                     let t1 = (t0 + BLOCK_T).min(queries);
                     let block = t0 * dim..t1 * dim;
-                    forward_block(&mask, &q_td[block.clone()], &k_sd, &v_sd, t0, &mut score_ts, &mut out_td[block], &mut lse_t[t0..t1]);
+                    forward_block(&mask, &q_td[block.clone()], &k_ds, &v_sd, t0, &mut score_ts, &mut out_td[block], &mut lse_t[t0..t1]);
                 }
                 store_head::<T>(&out_td, target, out, batch, head, dim);
             }
@@ -210,7 +252,7 @@ pub(crate) fn forward(
 fn forward_block(
     mask: &Mask<'_>,
     q_td: &[f32],
-    k_sd: &[f32],
+    k_ds: &Turned<'_>,
     v_sd: &[f32],
     t0: usize,
     score_ts: &mut [f32],
@@ -225,16 +267,7 @@ fn forward_block(
         let width = BLOCK_S.min(visible.end - s0);
         let keys = s0 * dim..(s0 + width) * dim;
         let block = &mut score_ts[..height * width];
-        small(
-            height,
-            width,
-            dim,
-            &rows(q_td, dim),
-            &columns(&k_sd[keys.clone()], dim),
-            block,
-            mask.spec.scale,
-            false,
-        );
+        small(height, width, dim, &rows(q_td, dim), &k_ds.starting_at(s0), block, mask.spec.scale, false);
         vectorized!(|| {
             mask.apply(block, t0, s0, width);
             for (t, row) in block.chunks_mut(width).enumerate() {
@@ -319,6 +352,7 @@ pub(crate) fn backward(
             let k_sd = load_head::<T>(k, batch, kv_head, keys, dim);
             let v_sd = load_head::<T>(v, batch, kv_head, keys, dim);
             let (mut dk_sd, mut dv_sd) = (vec![0.0f32; keys * dim], vec![0.0f32; keys * dim]);
+            let (k_ds, v_ds) = (Turned::new(&k_sd, dim, queries), Turned::new(&v_sd, dim, queries));
             let mut scratch = BackwardScratch::default();
             for head in kv_head * group..(kv_head + 1) * group {
                 let q_td = load_head::<T>(q, batch, head, queries, dim);
@@ -331,7 +365,7 @@ pub(crate) fn backward(
                     let t1 = (t0 + BLOCK_T).min(queries);
                     let block = t0 * dim..t1 * dim;
                     backward_block(
-                        &mask, &q_td[block.clone()], &k_sd, &v_sd, &out_td[block.clone()], &dout_td[block.clone()],
+                        &mask, &q_td[block.clone()], &k_sd, &k_ds, &v_ds, &out_td[block.clone()], &dout_td[block.clone()],
                         &lse[row0 + t0..row0 + t1], t0, &mut scratch, &mut dq_td[block], &mut dk_sd, &mut dv_sd,
                     );
                 }
@@ -364,7 +398,8 @@ fn backward_block(
     mask: &Mask<'_>,
     q_td: &[f32],
     k_sd: &[f32],
-    v_sd: &[f32],
+    k_ds: &Turned<'_>,
+    v_ds: &Turned<'_>,
     out_td: &[f32],
     dout_td: &[f32],
     lse_t: &[f32],
@@ -390,8 +425,8 @@ fn backward_block(
         let span = s0 * dim..(s0 + width) * dim;
         let prob = &mut scratch.score_ts[..height * width];
         let dprob = &mut scratch.dprob_ts[..height * width];
-        small(height, width, dim, &rows(q_td, dim), &columns(&k_sd[span.clone()], dim), prob, scale, false);
-        small(height, width, dim, &rows(dout_td, dim), &columns(&v_sd[span.clone()], dim), dprob, 1.0, false);
+        small(height, width, dim, &rows(q_td, dim), &k_ds.starting_at(s0), prob, scale, false);
+        small(height, width, dim, &rows(dout_td, dim), &v_ds.starting_at(s0), dprob, 1.0, false);
         vectorized!(|| {
             mask.apply(prob, t0, s0, width);
             for (t, row) in prob.chunks_mut(width).enumerate() {
