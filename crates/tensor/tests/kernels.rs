@@ -126,6 +126,10 @@ fn products_accumulate_scale_and_activate() {
         };
         device.backend().gemm(&fused).unwrap();
         let biased = plain.zip(&array(&bias), |p, b| p + b);
+        let only_biased = Tensor::empty([m, n], dtype, &device).unwrap();
+        let gemm = Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), &only_biased);
+        device.backend().gemm(&Gemm { bias: Some(&bias), ..gemm }).unwrap();
+        close(&only_biased, &biased, tolerance(dtype), &format!("{dtype} with a bias"));
         close(&before, &biased, tolerance(dtype), &format!("{dtype} before the activation"));
         close(&c, &biased.map(|x| x.max(0.0)), tolerance(dtype), &format!("{dtype} after the activation"));
     }

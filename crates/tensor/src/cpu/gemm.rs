@@ -56,10 +56,10 @@ impl Epilogue<'_> {
         self.bias.is_none() && self.activation.is_none()
     }
 
-    /// Whether sums are stored as they are.
+    /// Whether sums are stored as they are, but for a bias.
     #[cfg(target_arch = "x86_64")]
-    pub(crate) fn is_none(&self) -> bool {
-        self.is_plain() && self.alpha == 1.0 && !self.accumulate
+    pub(crate) fn adds_at_most_bias<C>(&self, output: &Output<C>) -> bool {
+        self.activation.is_none() && output.before.is_none() && self.alpha == 1.0 && !self.accumulate
     }
 
     /// Whether anything is left to do once sums are in the result, scaled and added.

@@ -294,12 +294,13 @@ impl Panel<'_> {
         const ROWS: usize = BLOCK / PARTS;
         let width = BLOCK.min(self.columns[1] - block.column);
         let rows = part * ROWS..((part + 1) * ROWS).min(self.rows[1] - block.row);
-        if C::DTYPE == DType::BF16 && width == BLOCK && self.epilogue.is_none() {
+        if C::DTYPE == DType::BF16 && width == BLOCK && self.epilogue.adds_at_most_bias(output) {
+            let bias = self.epilogue.bias.map_or(&[0.0; BLOCK][..], |bias| &bias[block.column..][..BLOCK]);
             for r in rows {
                 // SAFETY: this task alone writes these rows and columns; C is bf16; AMX implies AVX512_BF16.
                 unsafe {
                     let (c, _) = output.row(block.row + r, block.column..block.column + BLOCK);
-                    store_rounded(&block.sums[r * BLOCK..][..BLOCK], c.as_mut_ptr().cast());
+                    store_rounded(&block.sums[r * BLOCK..][..BLOCK], bias, c.as_mut_ptr().cast());
                 }
             }
             return;
@@ -323,18 +324,24 @@ struct Finished<'a> {
     column: usize,
 }
 
-/// Rounds a row of a block to bf16. The instruction takes denormals for zero, as the one that made the sums does.
+/// Adds the bias to a row of a block and rounds it to bf16. The instruction takes denormals for zero, as the one that made the sums does.
 ///
 /// # Safety
 /// The processor has AVX512_BF16; `target` holds [`BLOCK`] values.
 #[target_feature(enable = "avx512f,avx512bf16")]
 #[inline]
-unsafe fn store_rounded(sums: &[f32], target: *mut bf16) {
+unsafe fn store_rounded(sums: &[f32], bias: &[f32], target: *mut bf16) {
     use std::arch::x86_64::*;
-    assert_eq!(sums.len(), BLOCK);
-    // SAFETY: both halves lie inside the row; the target is the caller's promise.
+    assert!(sums.len() == BLOCK && bias.len() == BLOCK);
+    // SAFETY: both halves lie inside the rows; the target is the caller's promise.
     unsafe {
-        let (low, high) = (_mm512_loadu_ps(sums.as_ptr()), _mm512_loadu_ps(sums.as_ptr().add(TILE)));
+        let half = |first: usize| {
+            _mm512_add_ps(
+                _mm512_loadu_ps(sums.as_ptr().add(first)),
+                _mm512_loadu_ps(bias.as_ptr().add(first)),
+            )
+        };
+        let (low, high) = (half(0), half(TILE));
         let line: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
         _mm512_storeu_si512(target.cast(), line);
     }
