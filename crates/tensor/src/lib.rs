@@ -16,6 +16,7 @@
 //! # }
 //! ```
 
+mod arena;
 pub mod autograd;
 pub mod backend;
 pub mod cpu;

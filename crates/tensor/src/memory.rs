@@ -1,13 +1,13 @@
 //! Host memory: aligned blocks, a pool that reuses them, and exact accounting by category.
 //!
-//! Large blocks dominate training, and giving them back to the system after every op costs a page fault per
-//! 4 KiB on the next one. The pool keeps them, bounded by a share of what is in use.
+//! Large blocks dominate training, and giving them back to the system after every op costs page faults on the next
+//! one. They are cut from an arena that keeps its pages, bounded by what was ever in use and a share of what is.
 
 use std::alloc::Layout;
-use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
+use crate::arena::Arena;
 use crate::error::{Result, TensorError};
 
 /// What a block of memory is for.
@@ -112,15 +112,17 @@ impl std::fmt::Display for MemoryUsage {
 
 /// Alignment of every block: a cache line, and a full AVX-512 register.
 const ALIGNMENT_BYTES: usize = 64;
-/// Blocks from this size on are aligned for, and advised to use, huge pages.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// The pool may always keep this much.
-const POOL_FLOOR_BYTES: usize = 64 << 20;
+/// Blocks below this size come from the system's allocator, which is made for them.
+const LARGE_BYTES: usize = 32 << 10;
+/// Free memory of this much may always stay resident.
+const SLACK_BYTES: usize = 32 << 20;
 
 struct State {
     usage: MemoryUsage,
-    free: BTreeMap<usize, Vec<NonNull<u8>>>,
-    pooled_bytes: usize,
+    arena: Arena,
+    /// Bytes of the arena in use, and the most there ever were.
+    large_bytes: usize,
+    most_large_bytes: usize,
 }
 
 /// A pooled allocator with accounting. One per device object, so that ranks in one process count apart.
@@ -128,7 +130,7 @@ pub(crate) struct HostPool {
     state: Mutex<State>,
 }
 
-// SAFETY: the pointers in the free list are owned by the pool alone and only handed out under the lock.
+// SAFETY: the arena's ranges are owned by the pool alone and only handed out under the lock.
 unsafe impl Send for HostPool {}
 // SAFETY: as above; all access goes through the mutex.
 unsafe impl Sync for HostPool {}
@@ -150,8 +152,9 @@ impl HostPool {
         HostPool {
             state: Mutex::new(State {
                 usage: MemoryUsage::default(),
-                free: BTreeMap::new(),
-                pooled_bytes: 0,
+                arena: Arena::default(),
+                large_bytes: 0,
+                most_large_bytes: 0,
             }),
         }
     }
@@ -164,30 +167,14 @@ impl HostPool {
     pub(crate) fn allocate(&self, bytes: usize, category: Category) -> Option<Block> {
         let capacity_bytes = rounded(bytes)?;
         let mut state = self.lock();
-        // A cached block may be a quarter larger than needed, but only where it is given back soon: what stays for
-        // the whole run takes just what it needs.
-        let slack_bytes = if category == Category::Activations { capacity_bytes / 4 } else { 0 };
-        let fitting =
-            state.free.range(capacity_bytes..=capacity_bytes + slack_bytes).next().map(|(&size, _)| size);
-        let block = match fitting {
-            Some(size) => {
-                let list = state.free.get_mut(&size).expect("the key was just found");
-                let pointer = list.pop().expect("empty lists are removed");
-                if list.is_empty() {
-                    state.free.remove(&size);
-                }
-                state.pooled_bytes -= size;
-                Block { pointer, capacity_bytes: size }
-            }
-            None => {
-                // SAFETY: the layout has a non-zero size.
-                let pointer = NonNull::new(unsafe { std::alloc::alloc(layout(capacity_bytes)) })?;
-                advise_huge_pages(pointer, capacity_bytes);
-                Block { pointer, capacity_bytes }
-            }
+        let pointer = if capacity_bytes < LARGE_BYTES {
+            // SAFETY: the layout has a non-zero size.
+            NonNull::new(unsafe { std::alloc::alloc(layout(capacity_bytes)) })?
+        } else {
+            state.take_large(capacity_bytes)?
         };
-        state.usage.add(category, block.capacity_bytes);
-        Some(block)
+        state.usage.add(category, capacity_bytes);
+        Some(Block { pointer, capacity_bytes })
     }
 
     /// The same with an error that says what is held.
@@ -202,12 +189,11 @@ impl HostPool {
     pub(crate) fn free(&self, block: Block, category: Category) {
         let mut state = self.lock();
         state.usage.subtract(category, block.capacity_bytes);
-        state.free.entry(block.capacity_bytes).or_default().push(block.pointer);
-        state.pooled_bytes += block.capacity_bytes;
-        // Between steps only model state is in use, and activations of about its size wait for the next one.
-        let limit_bytes = POOL_FLOOR_BYTES + state.usage.current_total_bytes / 2;
-        while state.pooled_bytes > limit_bytes {
-            state.release_largest();
+        if block.capacity_bytes < LARGE_BYTES {
+            // SAFETY: the block came from `alloc` with this very layout and nobody else holds it.
+            unsafe { std::alloc::dealloc(block.pointer.as_ptr(), layout(block.capacity_bytes)) };
+        } else {
+            state.give_large(block);
         }
     }
 
@@ -229,25 +215,29 @@ impl HostPool {
 }
 
 impl State {
-    fn release_largest(&mut self) {
-        let Some(mut entry) = self.free.last_entry() else { return };
-        let size = *entry.key();
-        if let Some(pointer) = entry.get_mut().pop() {
-            // SAFETY: the block came from `alloc` with this very layout and nobody else holds it.
-            unsafe { std::alloc::dealloc(pointer.as_ptr(), layout(size)) };
-            self.pooled_bytes -= size;
+    fn take_large(&mut self, bytes: usize) -> Option<NonNull<u8>> {
+        let warm_bytes = self.arena.warm_bytes();
+        let pointer = self.arena.take(bytes)?;
+        self.large_bytes += bytes;
+        self.most_large_bytes = self.most_large_bytes.max(self.large_bytes);
+        if self.arena.warm_bytes() >= warm_bytes {
+            // New pages, though free ones are resident: these go where more would be resident than was ever in use.
+            self.limit_warm(self.most_large_bytes - self.large_bytes + self.most_large_bytes / 16);
         }
-        if entry.get().is_empty() {
-            entry.remove();
-        }
+        Some(pointer)
     }
-}
 
-impl Drop for HostPool {
-    fn drop(&mut self) {
-        let mut state = self.lock();
-        while !state.free.is_empty() {
-            state.release_largest();
+    fn give_large(&mut self, block: Block) {
+        self.arena.give(block.pointer, block.capacity_bytes);
+        self.large_bytes -= block.capacity_bytes;
+        // Between steps only model state is in use, and room for activations of about its size waits for the next one.
+        self.limit_warm(self.large_bytes / 2);
+    }
+
+    fn limit_warm(&mut self, limit_bytes: usize) {
+        let excess_bytes = self.arena.warm_bytes().saturating_sub(limit_bytes + SLACK_BYTES);
+        if excess_bytes > 0 {
+            self.arena.cool(excess_bytes);
         }
     }
 }
@@ -257,17 +247,7 @@ fn rounded(bytes: usize) -> Option<usize> {
 }
 
 fn layout(bytes: usize) -> Layout {
-    let alignment = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { ALIGNMENT_BYTES };
-    Layout::from_size_align(bytes, alignment).expect("rounded sizes make valid layouts")
-}
-
-fn advise_huge_pages(pointer: NonNull<u8>, bytes: usize) {
-    #[cfg(target_os = "linux")]
-    if bytes >= HUGE_PAGE_BYTES {
-        // SAFETY: the range was just allocated by us; the advice changes no content.
-        unsafe { libc::madvise(pointer.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
-    }
-    let _ = (pointer, bytes);
+    Layout::from_size_align(bytes, ALIGNMENT_BYTES).expect("rounded sizes make valid layouts")
 }
 
 #[cfg(test)]
@@ -277,16 +257,19 @@ mod tests {
     #[test]
     fn blocks_are_reused_and_counted() {
         let pool = HostPool::new();
-        let block = pool.allocate(1000, Category::Gradients).unwrap();
+        let block = pool.allocate(100_000, Category::Gradients).unwrap();
         assert_eq!(block.pointer.as_ptr() as usize % ALIGNMENT_BYTES, 0);
-        assert_eq!(pool.usage().current(Category::Gradients), 1024);
+        assert_eq!(pool.usage().current(Category::Gradients), 100_032);
         pool.free(block, Category::Gradients);
-        let again = pool.allocate(900, Category::Activations).unwrap();
+        let again = pool.allocate(90_000, Category::Activations).unwrap();
         assert_eq!(again.pointer, block.pointer);
         assert_eq!(pool.usage().current(Category::Gradients), 0);
-        assert_eq!(pool.usage().peak(Category::Gradients), 1024);
-        assert_eq!(pool.usage().current_total(), 1024);
+        assert_eq!(pool.usage().peak(Category::Gradients), 100_032);
+        assert_eq!(pool.usage().current_total(), 90_048);
         pool.free(again, Category::Activations);
+        let small = pool.allocate(1000, Category::Buffers).unwrap();
+        assert_eq!((small.capacity_bytes, pool.usage().current_total()), (1024, 1024));
+        pool.free(small, Category::Buffers);
     }
 
     #[test]
@@ -296,7 +279,30 @@ mod tests {
         for block in blocks {
             pool.free(block, Category::Buffers);
         }
-        assert!(pool.lock().pooled_bytes <= POOL_FLOOR_BYTES);
+        assert!(pool.lock().arena.warm_bytes() <= SLACK_BYTES + ALIGNMENT_BYTES);
+    }
+
+    #[test]
+    fn what_one_size_leaves_another_takes() {
+        let pool = HostPool::new();
+        let resident = || {
+            let state = pool.lock();
+            state.large_bytes + state.arena.warm_bytes()
+        };
+        let state = pool.allocate(256 << 20, Category::Optimizer).unwrap();
+        for _ in 0..4 {
+            let activations: Vec<_> = (0..16)
+                .map(|i| pool.allocate((8 << 20) + i * 4096, Category::Activations).unwrap())
+                .collect();
+            let mut gradients = Vec::new();
+            for block in activations.into_iter().rev() {
+                pool.free(block, Category::Activations);
+                gradients.push(pool.allocate(6 << 20, Category::Gradients).unwrap());
+            }
+            gradients.into_iter().for_each(|block| pool.free(block, Category::Gradients));
+            assert!(resident() <= (256 + 130 + 32 + 16) << 20, "{}", resident());
+        }
+        pool.free(state, Category::Optimizer);
     }
 
     #[test]
