@@ -10,7 +10,7 @@
 //! | the mix of values | q | attention, the output projection |
 //! | the inner values: before the activation; gate, up and product | i; 3i | the feed-forward layer |
 //!
-//! and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout saves nothing: its mask is drawn again.
+//! less the two normed values where `h` is wide enough that backward norms again; and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout saves nothing: its mask is drawn again.
 //! The loss never holds all logits: it works on chunks of rows, and leaves the gradient of its input. Backward frees
 //! each operation's part as it passes, so the peak is reached either inside the loss or in the feed-forward half of the
 //! last layer, whichever needs more beyond what all layers keep.
@@ -18,6 +18,10 @@
 use crate::model::Transformer;
 use crate::plan::Processor;
 
+/// From this width on, backward norms again.
+const REBUILT_WIDTH: u64 = 2048;
+/// Normed values of a layer.
+const NORMS: u64 = 2;
 /// The fused loss takes at least this many rows at once.
 const LOSS_CHUNK_MIN_ROWS: u64 = 16;
 /// Means, deviations, log-sums, losses.
@@ -57,8 +61,10 @@ impl ActivationBytes {
             (true, experts) => 3 * inner + 2 * experts * shape.hidden,
         };
         let matrix = if keeps_attention_matrix { shape.heads.saturating_mul(sequence_length) } else { 0 };
+        let is_rebuilt = shape.hidden >= REBUILT_WIDTH;
+        let stream_copies = if is_rebuilt { shape.stream_copies - NORMS } else { shape.stream_copies };
         let elements =
-            (shape.stream_copies * shape.hidden + 2 * query + 2 * key + feed_forward).saturating_add(matrix);
+            (stream_copies * shape.hidden + 2 * query + 2 * key + feed_forward).saturating_add(matrix);
         // Two norms with a mean and a deviation each.
         let statistics = F32_BYTES * (shape.heads + 4);
         let bytes = |elements: u64| elements.saturating_mul(width).saturating_mul(tokens);
@@ -97,8 +103,19 @@ fn logits(shape: &Transformer, width: u64, tokens: u64, processor: Processor) ->
         // In the training precision, in f32 for the loss, and their gradient.
         return tokens.saturating_mul(shape.vocab).saturating_mul(2 * width + F32_BYTES);
     }
-    let rows = (processor.loss_chunk_bytes() / (shape.vocab * F32_BYTES))
+    // A GPU holds them in the training precision.
+    let held = if processor == Processor::Gpu { width } else { F32_BYTES };
+    let most = (processor.loss_chunk_bytes() / (shape.vocab * held))
         .clamp(LOSS_CHUNK_MIN_ROWS, tokens.max(LOSS_CHUNK_MIN_ROWS));
-    let narrow = if width < F32_BYTES { width } else { 0 };
-    rows.min(tokens).saturating_mul(shape.vocab).saturating_mul(F32_BYTES + narrow)
+    let rows = tokens.div_ceil(tokens.div_ceil(most).max(1)).next_multiple_of(LOSS_CHUNK_MIN_ROWS);
+    let narrow = if width < held { width } else { 0 };
+    rows.min(tokens).saturating_mul(shape.vocab).saturating_mul(held + narrow)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_width_is_the_tensor_cores() {
+        assert_eq!(super::REBUILT_WIDTH as usize, ferrospeed_tensor::ops::REBUILT_WIDTH);
+    }
 }

@@ -68,11 +68,11 @@ pub enum Processor {
 }
 
 impl Processor {
-    /// The most bytes of f32 logits that the fused loss holds at once: what fits a cache, or what fills a GPU.
+    /// The most bytes of logits that the fused loss holds at once: what fits a cache, or what fills a GPU.
     pub(crate) fn loss_chunk_bytes(self) -> u64 {
         match self {
             Processor::Cpu => 64 << 20,
-            Processor::Gpu => 1 << 30,
+            Processor::Gpu => 768 << 20,
         }
     }
 }

@@ -143,10 +143,10 @@ impl Pass {
                         continue;
                     }
                     Action::Freed => return Err(TensorError::GraphFreed { node: node.name }),
-                    Action::Run(_) => std::mem::replace(&mut *action, Action::Freed),
+                    Action::Run(..) => std::mem::replace(&mut *action, Action::Freed),
                 }
             };
-            let Action::Run(run) = action else { unreachable!("the other states were handled above") };
+            let Action::Run(run, _) = action else { unreachable!("the other states were handled above") };
             let results = run(gradients)?;
             debug_assert_eq!(
                 results.len(),

@@ -10,11 +10,13 @@
 mod backward;
 mod checkpoint;
 mod custom;
+mod rebuilt;
 
 pub(crate) use backward::contribute_rows;
 pub use backward::{backward, backward_with};
 pub use checkpoint::checkpoint;
 pub use custom::{CustomOp, apply};
+pub(crate) use rebuilt::{Rebuilt, Saved, rebuild_with};
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,7 +42,8 @@ pub struct Node {
 }
 
 enum Action {
-    Run(BackwardFn),
+    /// And how to compute one of its results again, by its number, where that is better than keeping it.
+    Run(BackwardFn, Option<(usize, Arc<Rebuilt>)>),
     /// The start of the graph: keeps what reaches it.
     Leaf(Option<Tensor>),
     Freed,
@@ -162,7 +165,7 @@ fn record_node(
         inputs: inputs.iter().map(|operand| edge(operand)).collect(),
         inner_params,
         outputs: outputs.len(),
-        action: Mutex::new(Action::Run(backward)),
+        action: Mutex::new(Action::Run(backward, None)),
     });
     outputs
         .into_iter()

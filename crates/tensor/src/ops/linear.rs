@@ -1,7 +1,7 @@
 //! Products with weights, and the two-layer perceptron as one node.
 
-use crate::autograd::{needs_grad, record};
-use crate::backend::{Activation, Gemm, Matrix, OperandSum};
+use crate::autograd::{Saved, needs_grad, record};
+use crate::backend::{Activation, Gemm, Matrix};
 use crate::error::{Result, TensorError};
 use crate::ops::{expect_same_dtype, gradient_like};
 use crate::param::{Operand, Value};
@@ -112,18 +112,15 @@ impl Layer {
 
     /// The gradients of weight and bias, where they are wanted.
     fn weight_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let backend = dy.device().backend();
-        let rows = x.shape().rows();
         let dbias = match &self.bias {
             Some(bias) if self.wanted[1] => {
-                Some(gradient_like(bias, *bias.shape(), dy.dtype(), dy.device())?)
+                let dbias = gradient_like(bias, *bias.shape(), dy.dtype(), dy.device())?;
+                dy.device().backend().sum_rows(dy, &dbias)?;
+                Some(dbias)
             }
             _ => None,
         };
         if !self.wanted[0] {
-            if let Some(dbias) = &dbias {
-                backend.sum_rows(dy, dbias)?;
-            }
             return Ok((None, dbias));
         }
         let dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
@@ -131,11 +128,8 @@ impl Layer {
             WeightLayout::OutIn => (dy, x, self.outputs, self.inputs),
             WeightLayout::InOut => (x, dy, self.inputs, self.outputs),
         };
-        let of_left = self.layout == WeightLayout::OutIn;
-        backend.gemm(&Gemm {
-            operand_sum: dbias.as_ref().map(|target| OperandSum { of_left, target }),
-            ..Gemm::plain(m, n, rows, Matrix::transposed(left), Matrix::whole(right), &dweight)
-        })?;
+        let (left, right) = (Matrix::transposed(left), Matrix::whole(right));
+        dy.device().backend().gemm(&Gemm::plain(m, n, x.shape().rows(), left, right, &dweight))?;
         Ok((Some(dweight), dbias))
     }
 }
@@ -174,7 +168,7 @@ pub fn linear_activation(
     if !recording {
         return Ok(y);
     }
-    let (saved_x, saved) = (x.saved(), layer.saved());
+    let (saved_x, saved) = (Saved::of(&x), layer.saved());
     Ok(record("linear", &operands, y, move |dy| {
         let dy = match (activation, before) {
             (Some(activation), Some(before)) => activation_gradient(activation, &before, dy)?,
@@ -222,7 +216,7 @@ pub fn mlp(
     let y = down.forward(&hidden, None, None)?;
     drop(hidden);
     let Some(before) = before else { return Ok(y) };
-    let (saved_x, saved_up, saved_down) = (x.saved(), up.saved(), down.saved());
+    let (saved_x, saved_up, saved_down) = (Saved::of(&x), up.saved(), down.saved());
     Ok(record("mlp", &operands, y, move |dy| {
         let dbefore = saved_down.input_gradient(&dy, before.shape())?;
         // Both tensors are this node's own: `before` becomes the value after `f`, the gradient goes through `f`.

@@ -22,7 +22,7 @@ pub use image::{avg_pool2d, conv2d, max_pool2d};
 pub use index::{embedding, gather, index_select, one_hot, top_k};
 pub use linear::{WeightLayout, linear, linear_activation, matmul, mlp};
 pub use loss::{CrossEntropyOptions, cross_entropy, linear_cross_entropy};
-pub use norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm};
+pub use norm::{REBUILT_WIDTH, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 pub use reduce::{cumsum, log_softmax, max, mean, mean_dim, min, softmax, sum, sum_dim};
 pub use shape::{concat, narrow, permute, reshape, split, transpose};
 
