@@ -102,17 +102,6 @@ pub struct Gemm<'a> {
     pub activation: Option<Activation>,
     /// Where the value before the activation is kept for backward.
     pub before_activation: Option<&'a Tensor>,
-    /// Where the sum of an operand over `k` goes, if it is wanted: the gradient of a bias, beside that of its weight.
-    pub operand_sum: Option<OperandSum<'a>>,
-}
-
-/// The sum of one operand over `k`, taken while it is read anyway. The operand is stored with `k` whole rows.
-#[derive(Debug, Clone, Copy)]
-pub struct OperandSum<'a> {
-    /// Whether it is the left operand's (then stored transposed), or the right one's.
-    pub of_left: bool,
-    /// Where it goes.
-    pub target: &'a Tensor,
 }
 
 impl<'a> Gemm<'a> {
@@ -131,7 +120,6 @@ impl<'a> Gemm<'a> {
             bias: None,
             activation: None,
             before_activation: None,
-            operand_sum: None,
         }
     }
 }
@@ -547,17 +535,17 @@ pub trait Backend: Send + Sync {
     /// Maximum over windows of an NCHW image, with the flat index of each maximum.
     fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()>;
 
-    /// One optimizer step over flat tensors of this device. Devices whose memory is the host's leave it to the optimizer's
-    /// own loops.
-    fn update(&self, _update: &Update, _operands: &UpdateOperands<'_>) -> Result<()> {
+    /// One optimizer step over flat tensors of this device, with gradients times `gradient_factor`; the pieces are alike in
+    /// their types. Devices whose memory is the host's leave it to the optimizer's own loops.
+    fn update(&self, _update: &Update, _gradient_factor: f32, _pieces: &[UpdateOperands]) -> Result<()> {
         Err(self.left_to_the_host("optimizer step"))
     }
-    /// The largest magnitude; infinity or NaN when there is one. Waits.
-    fn largest_magnitude(&self, _x: &Tensor) -> Result<f32> {
+    /// The largest magnitude in tensors of one type; infinity or NaN when there is one. Waits.
+    fn largest_magnitude(&self, _pieces: &[&Tensor]) -> Result<f32> {
         Err(self.left_to_the_host("gradient norm"))
     }
     /// The sum of `x²·grid`, each rounded down to an integer first, so that the sum has no order. Waits.
-    fn sum_of_squares(&self, _x: &Tensor, _grid: f64) -> Result<i128> {
+    fn sum_of_squares(&self, _pieces: &[&Tensor], _grid: f64) -> Result<i128> {
         Err(self.left_to_the_host("gradient norm"))
     }
     /// The error of the three above on a host device.
@@ -640,18 +628,16 @@ pub enum Update {
 }
 
 /// What [`Backend::update`] reads and writes: flat tensors of one length.
-#[derive(Debug, Clone, Copy)]
-pub struct UpdateOperands<'a> {
+#[derive(Debug, Clone)]
+pub struct UpdateOperands {
     /// f32 master weights.
-    pub weights: &'a Tensor,
+    pub weights: Tensor,
     /// Their gradient.
-    pub gradient: &'a Tensor,
-    /// Multiplies the gradient first.
-    pub gradient_factor: f32,
+    pub gradient: Tensor,
     /// The optimizer's f32 states.
-    pub states: &'a [Tensor],
+    pub states: Vec<Tensor>,
     /// Where the rounded copy of the new weights goes.
-    pub copy: Option<&'a Tensor>,
+    pub copy: Option<Tensor>,
 }
 
 /// A handle to a backend; cheap to clone, equal when it is the same object.

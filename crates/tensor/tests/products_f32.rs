@@ -116,7 +116,6 @@ fn check(case: Case, threads: usize) -> Vec<Vec<f32>> {
         bias: case.bias.then_some(&bias),
         activation: case.activation,
         before_activation: case.activation.map(|_| &before.tensor),
-        operand_sum: None,
     };
     device.backend().gemm(&gemm).unwrap();
     let (ours, kept) = (c.tensor.to_vec_f32().unwrap(), before.tensor.to_vec_f32().unwrap());

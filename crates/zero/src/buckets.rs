@@ -70,6 +70,12 @@ impl Bucket {
         self.owned.iter().map(|owned| owned.len).sum()
     }
 
+    /// Where an element that this rank owns lies in its part of the group.
+    pub fn in_part(&self, in_bucket: usize) -> usize {
+        let run = self.owned.partition_point(|owned| owned.in_bucket <= in_bucket);
+        self.owned[run - 1].in_part + (in_bucket - self.owned[run - 1].in_bucket)
+    }
+
     /// `members` are (index among all parameters, index in the group), in the order in which the layout has them.
     fn new(group: usize, members: &[(usize, usize)], layout: &Layout, rank: usize, kind: Kind) -> Bucket {
         let mut bucket = Bucket {
@@ -185,6 +191,11 @@ mod tests {
                         assert_eq!(travelled, numels.iter().sum::<usize>());
                         for bucket in &buckets {
                             assert_eq!(bucket.own_numel(), bucket.counts[rank]);
+                            for (&param, places) in bucket.params.iter().zip(&bucket.places) {
+                                let Some(fragment) = layout.fragment(param, rank) else { continue };
+                                let own = places.iter().find(|place| place.in_param == fragment.in_param);
+                                assert_eq!(bucket.in_part(own.unwrap().in_bucket), fragment.in_part);
+                            }
                             owned_in_all += bucket.own_numel();
                         }
                     }

@@ -4,6 +4,9 @@
 //! the ranks reduce it (on the progress thread, while backward goes on, if `overlap_comm` says so), and what this rank
 //! owns is kept or added to what earlier micro-batches left. Every micro-batch is reduced before it is added, in all
 //! stages: that is what makes their results equal to the last bit. Rows of tables go their own way: see `rows`.
+//!
+//! A rank without peers that adds nothing up keeps gradients where backward made them: there are no buffers then, and
+//! gradients take the room that activations leave.
 
 use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_tensor::backend::{Binary, Unary};
@@ -48,7 +51,7 @@ pub(crate) enum Arrived {
     Whole(Tensor),
     /// The rows that are not zero.
     Rows(RowGradient),
-    /// It is in the buffer already.
+    /// It is where it belongs already.
     Placed,
 }
 
@@ -75,6 +78,7 @@ pub(crate) struct Reducer {
     pub(crate) buckets: Vec<Bucket>,
     /// (bucket, place among its parameters) of every parameter that is trained.
     seats: Vec<Option<(usize, usize)>>,
+    /// Empty where gradients stay as they come.
     buffers: Vec<Tensor>,
     pub(crate) arrived: Vec<Option<Arrived>>,
     missing: Vec<usize>,
@@ -83,6 +87,9 @@ pub(crate) struct Reducer {
     in_flight: Vec<InFlight>,
     /// What this rank keeps, by group; empty where the buffers themselves are kept.
     kept: Vec<Tensor>,
+    /// Where gradients stay as they come: those of the last micro-batch, and of the one that is under way.
+    whole: Vec<Segment>,
+    coming: Vec<Segment>,
     part_numels: Vec<usize>,
     micro_steps: usize,
     pub(crate) device: Device,
@@ -106,16 +113,6 @@ impl Reducer {
         for (index, bucket) in buckets.iter().enumerate() {
             bucket.params.iter().enumerate().for_each(|(seat, &param)| seats[param] = Some((index, seat)));
         }
-        let buffer = |numel, category| reachable(world, numel, options.wire, device, category);
-        let buffers = if options.keep_buffers {
-            buckets.iter().map(|bucket| buffer(bucket.numel(), Category::Gradients)).collect::<Result<_>>()?
-        } else {
-            let largest = buckets.iter().map(Bucket::numel).max().unwrap_or(0);
-            let count = if options.overlap { 2 } else { 1 };
-            (0..count.min(buckets.len()))
-                .map(|_| buffer(largest, Category::Buffers))
-                .collect::<Result<_>>()?
-        };
         let mut reducer = Reducer {
             group: world.group(),
             options,
@@ -123,24 +120,48 @@ impl Reducer {
             touched: vec![None; buckets.len()],
             buckets,
             seats,
-            buffers,
+            buffers: Vec::new(),
             arrived: shapes.iter().map(|_| None).collect(),
             next: 0,
             in_flight: Vec::new(),
             kept: Vec::new(),
+            whole: Vec::new(),
+            coming: Vec::new(),
             part_numels: part_numels.to_vec(),
             micro_steps: 0,
             device: device.clone(),
             shapes,
             retired: false,
         };
-        reducer.allocate_kept()?;
+        reducer.allocate(world)?;
         Ok(reducer)
     }
 
-    /// Memory for what is kept beside the buffers, where they are used again or hold another type.
-    fn allocate_kept(&mut self) -> Result<()> {
+    /// Whether gradients stay as they come.
+    fn stay(&self) -> bool {
         let options = &self.options;
+        self.group.size() == 1
+            && !options.accumulates
+            && options.wire == options.kept
+            && options.after.is_none_or(|after| after == 1.0)
+    }
+
+    /// Memory for the buckets, and for what is kept beside them, where they are used again or hold another type.
+    fn allocate(&mut self, world: &World) -> Result<()> {
+        if self.stay() {
+            return Ok(());
+        }
+        let options = &self.options;
+        let buffer = |numel, category| reachable(world, numel, options.wire, &self.device, category);
+        self.buffers = if options.keep_buffers {
+            let whole = |bucket: &Bucket| buffer(bucket.numel(), Category::Gradients);
+            self.buckets.iter().map(whole).collect::<Result<_>>()?
+        } else {
+            let largest = self.buckets.iter().map(Bucket::numel).max().unwrap_or(0);
+            let count = if options.overlap { 2 } else { 1 };
+            let taken_in_turn = |_| buffer(largest, Category::Buffers);
+            (0..count.min(self.buckets.len())).map(taken_in_turn).collect::<Result<_>>()?
+        };
         if options.keep_buffers && !options.accumulates && options.wire == options.kept {
             return Ok(());
         }
@@ -151,7 +172,7 @@ impl Reducer {
     }
 
     /// From now on micro-batches are added up, in this type.
-    pub(crate) fn accumulate_in(&mut self, kept: DType) -> Result<()> {
+    pub(crate) fn accumulate_in(&mut self, world: &World, kept: DType) -> Result<()> {
         if self.options.accumulates {
             return Ok(());
         }
@@ -160,8 +181,8 @@ impl Reducer {
             return Err(ZeroError::Request(why.into()));
         }
         self.options = ReduceOptions { accumulates: true, kept, ..self.options };
-        self.kept = Vec::new();
-        self.allocate_kept()
+        (self.buffers, self.kept) = (Vec::new(), Vec::new());
+        self.allocate(world)
     }
 
     /// Takes a parameter's gradient. With `synchronize` off it only waits to be added to the next one.
@@ -218,6 +239,7 @@ impl Reducer {
         for in_flight in std::mem::take(&mut self.in_flight) {
             self.land(in_flight)?;
         }
+        self.whole = std::mem::take(&mut self.coming);
         self.next = 0;
         self.missing = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         self.micro_steps += 1;
@@ -237,7 +259,7 @@ impl Reducer {
         if self.buckets[bucket].kind == Kind::Rows {
             return Ok(false);
         }
-        if self.options.keep_buffers {
+        if self.options.keep_buffers || self.stay() {
             return Ok(true);
         }
         while self
@@ -290,10 +312,13 @@ impl Reducer {
     }
 
     /// Copies one gradient to its places in a bucket's buffer; without one, zeros.
-    fn place(&self, bucket: usize, seat: usize, gradient: Option<Tensor>) -> Result<()> {
+    fn place(&mut self, bucket: usize, seat: usize, gradient: Option<Tensor>) -> Result<()> {
+        let gradient = gradient.map(|gradient| self.prepared(gradient)).transpose()?;
+        if self.stay() {
+            return self.keep_whole(bucket, seat, gradient);
+        }
         let buffer = self.buffer(bucket)?;
         let backend = self.device.backend();
-        let gradient = gradient.map(|gradient| self.prepared(gradient)).transpose()?;
         for place in &self.buckets[bucket].places[seat] {
             match &gradient {
                 Some(gradient) => backend.copy_blocks(
@@ -308,6 +333,20 @@ impl Reducer {
                 )?,
                 None => backend.fill(&part(&buffer, place.in_bucket, place.len)?, 0.0)?,
             }
+        }
+        Ok(())
+    }
+
+    /// Keeps one gradient where it is; without one, zeros.
+    fn keep_whole(&mut self, bucket: usize, seat: usize, gradient: Option<Tensor>) -> Result<()> {
+        let bucket = &self.buckets[bucket];
+        for place in &bucket.places[seat] {
+            let values = match &gradient {
+                Some(gradient) => part(gradient, place.in_param, place.len)?,
+                None => Tensor::zeros_in([place.len], self.options.wire, &self.device, Category::Gradients)?,
+            };
+            let in_part = bucket.in_part(place.in_bucket);
+            self.coming.push(Segment { group: bucket.group, in_part, values });
         }
         Ok(())
     }
@@ -348,6 +387,9 @@ impl Reducer {
         if let Some(work) = in_flight.work {
             work.wait()?;
         }
+        if self.stay() {
+            return Ok(());
+        }
         let buffer = self.buffer(in_flight.bucket)?;
         let backend = self.device.backend();
         let bucket = &self.buckets[in_flight.bucket];
@@ -369,6 +411,9 @@ impl Reducer {
 
     /// The reduced gradients of the micro-batches so far.
     pub(crate) fn segments(&self) -> Result<Vec<Segment>> {
+        if self.stay() {
+            return Ok(self.whole.clone());
+        }
         if !self.kept.is_empty() {
             let segment =
                 |(group, values): (usize, &Tensor)| Segment { group, in_part: 0, values: values.clone() };
@@ -393,6 +438,7 @@ impl Reducer {
     /// Forgets everything, for the next step.
     pub(crate) fn clear(&mut self) {
         self.micro_steps = 0;
+        (self.whole, self.coming) = (Vec::new(), Vec::new());
         self.arrived.iter_mut().for_each(|arrived| *arrived = None);
     }
 

@@ -7,7 +7,7 @@ use ferrospeed_config::Stage;
 use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
 use ferrospeed_optim::{Copy16, Gradient, Optimizer, Stretch, lamb};
 use ferrospeed_tensor::backend::{Update, UpdateOperands};
-use ferrospeed_tensor::{Category, DType, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
@@ -50,22 +50,28 @@ fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
     })
 }
 
-/// The largest magnitude of a tensor, wherever it is.
-fn magnitude_of(values: &Tensor) -> Result<Magnitude> {
-    let device = values.device();
-    if device.backend().is_host() {
-        return Ok(Magnitude::of(gradient_of(values)?, device));
+/// The largest magnitude in some tensors of a device, wherever it is.
+fn magnitude_of(device: &Device, pieces: &[&Tensor]) -> Result<Magnitude> {
+    if !device.backend().is_host() {
+        return Ok(Magnitude::from_value(device.backend().largest_magnitude(pieces)?));
     }
-    Ok(Magnitude::from_value(device.backend().largest_magnitude(values)?))
+    pieces.iter().try_fold(Magnitude::ZERO, |largest, values| {
+        Ok(largest.max(Magnitude::of(gradient_of(values)?, device)))
+    })
 }
 
-/// The sum of a tensor's squares on the grid of the whole vector's magnitude.
-fn squares_of(values: &Tensor, whole: Magnitude) -> Result<SquareSum> {
-    let device = values.device();
-    if device.backend().is_host() {
-        return Ok(SquareSum::of(gradient_of(values)?, whole, device));
+/// The sum of their squares on the grid of the whole vector's magnitude.
+fn squares_of(device: &Device, pieces: &[&Tensor], whole: Magnitude) -> Result<SquareSum> {
+    if !device.backend().is_host() {
+        return Ok(SquareSum::from_sum(device.backend().sum_of_squares(pieces, whole.grid())?));
     }
-    Ok(SquareSum::from_sum(device.backend().sum_of_squares(values, whole.grid())?))
+    pieces.iter().try_fold(SquareSum::default(), |sum, values| {
+        Ok(sum + SquareSum::of(gradient_of(values)?, whole, device))
+    })
+}
+
+fn values_of(segments: &[Segment]) -> Vec<&Tensor> {
+    segments.iter().map(|segment| &segment.values).collect()
 }
 
 impl ZeroStore {
@@ -99,20 +105,14 @@ impl ZeroStore {
         let factor = (clip / options.loss_scale) as f32;
         self.holds.wait_for_none();
         state.shares.iter_mut().for_each(|share| share.steps += 1);
-        for segment in &segments {
-            let share = &state.shares[segment.group];
+        for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
+            let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             match &optimizer {
-                Optimizer::Lamb(_) => {}
+                Optimizer::Lamb(lamb) => self.lamb_step(lamb, share, &own, factor)?,
                 optimizer => {
                     let update = optimizer.update(&share.options, share.steps);
-                    self.update(share, &share.states, segment, factor, &update)?;
+                    self.update(share, &share.states, &own, factor, &update)?;
                 }
-            }
-        }
-        if let Optimizer::Lamb(lamb) = optimizer {
-            for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
-                let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
-                self.lamb_step(&lamb, share, &own, factor)?;
             }
         }
         drop(segments);
@@ -127,10 +127,7 @@ impl ZeroStore {
     }
 
     fn global_magnitude(&self, segments: &[Segment]) -> Result<Magnitude> {
-        let mut magnitude = Magnitude::ZERO;
-        for segment in segments {
-            magnitude = magnitude.max(magnitude_of(&segment.values)?);
-        }
+        let mut magnitude = magnitude_of(&self.device, &values_of(segments))?;
         if self.is_split() {
             let mut value = [magnitude.value()];
             self.world.group().all_reduce(&mut value, ReduceOp::Max)?;
@@ -140,10 +137,7 @@ impl ZeroStore {
     }
 
     fn global_norm(&self, segments: &[Segment], magnitude: Magnitude) -> Result<f64> {
-        let mut sum = SquareSum::default();
-        for segment in segments {
-            sum = sum + squares_of(&segment.values, magnitude)?;
-        }
+        let mut sum = squares_of(&self.device, &values_of(segments), magnitude)?;
         if self.is_split() {
             let mut words = sum.to_words();
             self.world.group().all_reduce(&mut words, ReduceOp::Sum)?;
@@ -166,7 +160,7 @@ impl ZeroStore {
                     continue;
                 }
                 let values = part(&segment.values, start - segment.in_part, end - start)?;
-                if !magnitude_of(&values)?.is_finite() {
+                if !magnitude_of(&self.device, &[&values])?.is_finite() {
                     found = param as i64;
                 }
             }
@@ -182,48 +176,50 @@ impl ZeroStore {
         Ok((name.to_owned(), (code[0] % ranks) as usize))
     }
 
-    /// Updates the weights of one segment.
+    /// Updates the weights of some segments of a group.
     fn update(
         &self,
         share: &Share,
         states: &[Tensor],
-        segment: &Segment,
+        segments: &[&Segment],
         gradient_factor: f32,
         update: &Update,
     ) -> Result<()> {
-        let len = segment.values.numel();
-        let weights = part(&share.own_master()?, segment.in_part, len)?;
-        let states =
-            states.iter().map(|state| part(state, segment.in_part, len)).collect::<Result<Vec<Tensor>>>()?;
         // The first pass of LAMB leaves weights and their copy alone.
         let copied = share.master.is_some() && !matches!(update, Update::LambDirection { .. });
-        let copy = copied.then(|| part(&share.own_values()?, segment.in_part, len)).transpose()?;
-        if !self.device.backend().is_host() {
-            let operands = UpdateOperands {
-                weights: &weights,
-                gradient: &segment.values,
-                gradient_factor,
-                states: &states,
-                copy: copy.as_ref(),
-            };
-            return Ok(self.device.backend().update(update, &operands)?);
+        let master = share.own_master()?;
+        let copy = copied.then(|| share.own_values()).transpose()?;
+        let mut pieces = Vec::with_capacity(segments.len());
+        for segment in segments {
+            let cut = |flat: &Tensor| part(flat, segment.in_part, segment.values.numel());
+            pieces.push(UpdateOperands {
+                weights: cut(&master)?,
+                gradient: segment.values.clone(),
+                states: states.iter().map(cut).collect::<Result<_>>()?,
+                copy: copy.as_ref().map(cut).transpose()?,
+            });
         }
-        // SAFETY: master, states and values are this store's own, the lock on its state is held, no collective over
-        // them is in flight, and segments are disjoint.
-        unsafe {
-            let mut stretch = Stretch {
-                weights: weights.host_mut()?,
-                gradient: gradient_of(&segment.values)?,
-                gradient_factor,
-                states: states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
-                copy: match &copy {
-                    Some(copy) if self.dtype == DType::BF16 => Copy16::Bf16(copy.host_mut()?),
-                    Some(copy) => Copy16::F16(copy.host_mut()?),
-                    None => Copy16::None,
-                },
-                device: &self.device,
-            };
-            stretch.apply(update);
+        if !self.device.backend().is_host() {
+            return Ok(self.device.backend().update(update, gradient_factor, &pieces)?);
+        }
+        for piece in &pieces {
+            // SAFETY: master, states and values are this store's own, the lock on its state is held, no collective over
+            // them is in flight, and segments are disjoint.
+            unsafe {
+                let mut stretch = Stretch {
+                    weights: piece.weights.host_mut()?,
+                    gradient: gradient_of(&piece.gradient)?,
+                    gradient_factor,
+                    states: piece.states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
+                    copy: match &piece.copy {
+                        Some(copy) if self.dtype == DType::BF16 => Copy16::Bf16(copy.host_mut()?),
+                        Some(copy) => Copy16::F16(copy.host_mut()?),
+                        None => Copy16::None,
+                    },
+                    device: &self.device,
+                };
+                stretch.apply(update);
+            }
         }
         Ok(())
     }
@@ -232,12 +228,10 @@ impl ZeroStore {
     fn lamb_step(&self, lamb: &lamb::Lamb, share: &Share, segments: &[&Segment], factor: f32) -> Result<()> {
         let numel = share.layout.part_numel;
         let directions = Tensor::zeros_in([numel], DType::F32, &self.device, Category::Buffers)?;
-        for segment in segments {
-            // The third state of the first pass is where the direction goes.
-            let mut states = share.states.clone();
-            states.push(directions.clone());
-            self.update(share, &states, segment, factor, &lamb.direction(&share.options))?;
-        }
+        // The third state of the first pass is where the direction goes.
+        let mut states = share.states.clone();
+        states.push(directions.clone());
+        self.update(share, &states, segments, factor, &lamb.direction(&share.options))?;
         let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
         let master = share.own_master()?;
         let norms = self.param_norms(share, own_rank, &[&master, &directions])?;
@@ -247,7 +241,7 @@ impl ZeroStore {
             let segment = Segment { group: 0, in_part: fragment.in_part, values };
             let coefficient = lamb.coefficient(norm[0], norm[1]);
             let update = lamb.apply(&share.options, share.steps, coefficient);
-            self.update(share, &[], &segment, 1.0, &update)?;
+            self.update(share, &[], &[&segment], 1.0, &update)?;
         }
         Ok(())
     }
@@ -262,7 +256,7 @@ impl ZeroStore {
         let mut largest = vec![0.0f32; count];
         for (index, largest) in largest.iter_mut().enumerate() {
             if let Some(values) = fragment_of(index)? {
-                *largest = magnitude_of(&values)?.value();
+                *largest = magnitude_of(&self.device, &[&values])?.value();
             }
         }
         if self.is_split() {
@@ -272,7 +266,7 @@ impl ZeroStore {
         for (index, words) in words.chunks_mut(WORDS).enumerate() {
             if let Some(values) = fragment_of(index)? {
                 let whole = Magnitude::from_value(largest[index]);
-                words.copy_from_slice(&squares_of(&values, whole)?.to_words());
+                words.copy_from_slice(&squares_of(&self.device, &[&values], whole)?.to_words());
             }
         }
         if self.is_split() {

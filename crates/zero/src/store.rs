@@ -213,7 +213,7 @@ impl ZeroStore {
 
     /// From now on micro-batches are added up before a step, in this type. Not while gradients wait for one.
     pub fn accumulate_in(&self, kept: DType) -> Result<()> {
-        self.lock().reducer.accumulate_in(kept)
+        self.lock().reducer.accumulate_in(&self.world, kept)
     }
 
     /// All parameters.

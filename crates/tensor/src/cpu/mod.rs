@@ -210,12 +210,7 @@ impl Backend for CpuBackend {
         Ok(())
     }
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
-        gemm::gemm(&self.threads, &self.pool, gemm)?;
-        match gemm.operand_sum {
-            Some(OperandSum { of_left: true, target }) => self.sum_rows(gemm.a.tensor, target),
-            Some(OperandSum { of_left: false, target }) => self.sum_rows(gemm.b.tensor, target),
-            None => Ok(()),
-        }
+        gemm::gemm(&self.threads, &self.pool, gemm)
     }
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
         reduce::sum_rows(&self.threads, x, target)

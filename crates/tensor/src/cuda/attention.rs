@@ -143,7 +143,7 @@ pub(super) fn step(
         return Ok(());
     }
     launch!(
-        backend,
+        overlapping backend,
         kernel(q.tensor.dtype(), spec.dim, "attention_step")?,
         [rows as u32, 1, 1],
         [32 * DECODING_WARPS, 1, 1],

@@ -14,6 +14,8 @@ use crate::error::{Result, TensorError};
 
 /// The oldest generation whose instructions the kernels use: bf16 conversions came with Ampere.
 const MIN_CAPABILITY: (i32, i32) = (8, 0);
+/// The first generation whose kernels may start before the one in front has ended.
+const OVERLAP_CAPABILITY: (i32, i32) = (9, 0);
 
 /// A failed call of a CUDA library.
 pub(crate) fn failed(op: &'static str, what: impl std::fmt::Display) -> TensorError {
@@ -177,7 +179,8 @@ impl Driver {
         unsafe { cu::stream::synchronize(self.stream) }.during("wait for the device")
     }
 
-    /// Submits a kernel.
+    /// Submits a kernel. With `overlaps`, where the device can, it is placed while the one before still runs, and waits
+    /// inside: see `wait_for_earlier` in the kernels.
     ///
     /// # Safety
     /// `arguments` point to values of the types the kernel declares, and device addresses among them are valid for what
@@ -188,11 +191,29 @@ impl Driver {
         grid: [u32; 3],
         block: [u32; 3],
         shared_bytes: u32,
+        overlaps: bool,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
-        let (grid, block) = ((grid[0], grid[1], grid[2]), (block[0], block[1], block[2]));
+        use sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as EARLY;
+        let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
+        let mut early = sys::CUlaunchAttribute { id: EARLY, pad: [0; 4], value };
+        let overlaps = overlaps && self.capability >= OVERLAP_CAPABILITY;
+        let [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]] = [grid, block];
+        let launch = sys::CUlaunchConfig {
+            gridDimX: grid_x,
+            gridDimY: grid_y,
+            gridDimZ: grid_z,
+            blockDimX: block_x,
+            blockDimY: block_y,
+            blockDimZ: block_z,
+            sharedMemBytes: shared_bytes,
+            hStream: self.stream,
+            attrs: &mut early,
+            numAttrs: u32::from(overlaps),
+        };
         // SAFETY: the caller's promise.
-        unsafe { cu::launch_kernel(function, grid, block, shared_bytes, self.stream, arguments) }
+        unsafe { sys::cuLaunchKernelEx(&launch, function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
             .during("launch a kernel")
     }
 }

@@ -1,7 +1,9 @@
 //! Matrix products by cuBLASLt, with bias and GELU in the epilogue, and a cache of what its heuristic chose.
 //!
 //! Our matrices are row-major, cuBLASLt's column-major: `C = A·B` is computed as `Cᵀ = Bᵀ·Aᵀ`, which costs nothing. The
-//! first choice of the heuristic is taken, never a timed one: timing would make bits depend on the machine's mood.
+//! first choice of the heuristic is taken, never a timed one: timing would make bits depend on the machine's mood, and gained
+//! nothing where it was tried. Sums of columns (bias gradients) are a pass of their own: the library's epilogue for them
+//! cost up to twice that pass.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -9,10 +11,10 @@ use std::sync::Mutex;
 
 use cudarc::cublaslt::{result as lt, sys};
 
-use crate::backend::{Activation, Gemm, Matrix, OperandSum, Unary};
+use crate::backend::{Activation, Gemm, Matrix, Unary};
 use crate::cuda::driver::failed;
 use crate::cuda::elementwise::activation_number;
-use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real, reduce};
+use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 
@@ -30,15 +32,12 @@ enum Epilogue {
     Gelu {
         bias: bool,
     },
-    Sum {
-        of_left: bool,
-    },
 }
 
 impl Epilogue {
     /// Whether it reads or writes a vector along the columns.
     fn has_bias(self) -> bool {
-        matches!(self, Epilogue::Bias | Epilogue::Gelu { bias: true } | Epilogue::Sum { .. })
+        matches!(self, Epilogue::Bias | Epilogue::Gelu { bias: true })
     }
 }
 
@@ -133,13 +132,6 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
     if gemm.k == 0 {
         return Err(TensorError::argument(OP, "a product over nothing"));
     }
-    if let Some(OperandSum { of_left, target: sum }) = gemm.operand_sum {
-        if !run(backend, gemm, &target, Epilogue::Sum { of_left })? {
-            run(backend, gemm, &target, epilogue)?;
-            reduce::sum_rows(backend, if of_left { gemm.a.tensor } else { gemm.b.tensor }, sum)?;
-        }
-        return Ok(());
-    }
     if !run(backend, gemm, &target, epilogue)? {
         return Err(failed(OP, format!("cuBLASLt has no kernel for {gemm:?}")));
     }
@@ -160,7 +152,6 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     let plain = gemm.batch == 1
         && gemm.alpha == 1.0
         && !gemm.accumulate
-        && gemm.operand_sum.is_none()
         && !gemm.a.transposed
         && gemm.c.tensor.dtype() == dtype;
     let packed = gemm.a.row_stride == k
@@ -172,17 +163,23 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     if m > FEW_ROWS || k == 0 || !plain || !packed || !aligned {
         return Ok(false);
     }
+    // Narrow results are cut finer, so that enough of the device takes part.
+    let (across, define) = match n {
+        0..=1024 => (1, "ACROSS=1"),
+        1025..=4096 => (2, "ACROSS=2"),
+        _ => (4, "ACROSS=4"),
+    };
     let (name, grid, threads) = match gemm.b.transposed {
         true => ("few_rows_out_in", n.div_ceil(8), 256),
-        false => ("few_rows_in_out", n.div_ceil(32), 512),
+        false => ("few_rows_in_out", n.div_ceil(8 * across), 512),
     };
-    let defines = [real("matrix product", dtype)?, ROWS[m - 1], ""];
+    let defines = [real("matrix product", dtype)?, ROWS[m - 1], define];
     let kernel = Kernel { source: Source::Product, defines, name };
     let activation = gemm.activation.map_or(-1, activation_number);
     let [a, b, c] = addresses;
     let (bias, before) = (at_option(gemm.bias), at_option(gemm.before_activation));
     launch!(
-        backend,
+        overlapping backend,
         kernel,
         [grid as u32, 1, 1],
         [threads, 1, 1],
@@ -217,9 +214,8 @@ fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogu
         return Ok(false);
     };
     use sys::cublasLtMatmulDescAttributes_t as Attribute;
-    let bias = gemm.bias.or(gemm.operand_sum.map(|sum| sum.target));
     if epilogue.has_bias() {
-        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at_option(bias))?;
+        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at_option(gemm.bias))?;
     }
     let mut unwanted = None;
     if matches!(epilogue, Epilogue::Gelu { .. }) {
@@ -303,9 +299,6 @@ impl Plan {
         let epilogue = match key.epilogue {
             Epilogue::None => Lt::CUBLASLT_EPILOGUE_DEFAULT,
             Epilogue::Bias => Lt::CUBLASLT_EPILOGUE_BIAS,
-            // The library's A is our right operand.
-            Epilogue::Sum { of_left: false } => Lt::CUBLASLT_EPILOGUE_BGRADA,
-            Epilogue::Sum { of_left: true } => Lt::CUBLASLT_EPILOGUE_BGRADB,
             Epilogue::Gelu { bias: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
             Epilogue::Gelu { bias: false } => Lt::CUBLASLT_EPILOGUE_GELU_AUX,
         };

@@ -2,7 +2,7 @@
 //!
 //! The stream captures what is submitted; memory taken meanwhile belongs to the graph until it is forgotten, so that a
 //! replay finds its intermediate results' places free. A copy from or to the host has no meaning in a replay: it ends the
-//! recording, and the work is left to run as it always did. So it is everywhere unless `FERROSPEED_CUDA_GRAPHS=1`.
+//! recording, and the work is left to run as it always did. So it is everywhere with `FERROSPEED_CUDA_GRAPHS=0`.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -42,7 +42,7 @@ unsafe impl Send for Graph {}
 
 impl Graphs {
     pub(crate) fn new() -> Graphs {
-        let wanted = std::env::var("FERROSPEED_CUDA_GRAPHS").is_ok_and(|value| value == "1");
+        let wanted = std::env::var("FERROSPEED_CUDA_GRAPHS").map_or(true, |value| value != "0");
         let (recording, refused) = (AtomicBool::new(false), AtomicBool::new(false));
         Graphs { wanted, ready: Mutex::default(), recording, refused }
     }

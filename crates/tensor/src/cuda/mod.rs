@@ -70,9 +70,11 @@ fn op_number(name: &'static str) -> u64 {
 }
 
 /// Submits a kernel: `launch!(backend, kernel, grid, block, shared bytes, arguments…)`. Arguments must have exactly the
-/// types that the kernel declares; addresses are `u64`.
+/// types that the kernel declares; addresses are `u64`. `launch!(overlapping backend, …)`, and `launch!(@ condition, backend, …)`
+/// where a condition holds, submits a kernel that may be placed before the one in front has ended.
 macro_rules! launch {
-    ($backend:expr, $kernel:expr, $grid:expr, $block:expr, $shared:expr, $($argument:expr),+ $(,)?) => {{
+    (overlapping $($rest:tt)+) => { $crate::cuda::launch!(@ true, $($rest)+) };
+    (@ $overlaps:expr, $backend:expr, $kernel:expr, $grid:expr, $block:expr, $shared:expr, $($argument:expr),+ $(,)?) => {{
         let backend: &$crate::cuda::CudaBackend = $backend;
         backend.driver.bind()?;
         let function = backend.kernels.get(&backend.driver, $kernel)?;
@@ -80,11 +82,12 @@ macro_rules! launch {
         // what the kernel reads and writes; the ops above have checked their shapes.
         unsafe {
             backend.driver.launch(
-                function, $grid, $block, $shared,
+                function, $grid, $block, $shared, $overlaps,
                 &mut [$(std::ptr::from_ref(&$argument).cast_mut().cast::<std::ffi::c_void>()),+],
             )
         }
     }};
+    ($($rest:tt)+) => { $crate::cuda::launch!(@ false, $($rest)+) };
 }
 pub(crate) use launch;
 
@@ -170,6 +173,17 @@ impl CudaBackend {
     fn scratch(&self, bytes: usize) -> Result<Scratch<'_>> {
         let block = self.pool.allocate(&self.driver, bytes, Category::Buffers)?;
         Ok(Scratch { backend: self, block })
+    }
+
+    /// Writes to device memory of at least as many bytes, after everything submitted before.
+    fn write(&self, source: &[u8], target: u64) -> Result<()> {
+        self.graphs.expect_not_recording()?;
+        self.driver.bind()?;
+        if source.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the target holds these bytes. The driver has taken pageable memory over when the call returns.
+        unsafe { cu::memcpy_htod_async(target, source, self.driver.stream()) }.during("copy to the device")
     }
 
     /// Reads from the device, after everything submitted before, and reports an index that was out of range.
@@ -278,21 +292,14 @@ impl Backend for CudaBackend {
         dtype
     }
     fn logits_chunk_bytes(&self) -> usize {
-        1 << 30
+        768 << 20
     }
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
         if source.len() != target.size_bytes() {
             let what = format!("{} bytes do not fill {target:?}", source.len());
             return Err(TensorError::argument("copy_from_host", what));
         }
-        self.graphs.expect_not_recording()?;
-        self.driver.bind()?;
-        if source.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the target holds these bytes. The driver has taken pageable memory over when the call returns.
-        unsafe { cu::memcpy_htod_async(at(target), source, self.driver.stream()) }
-            .during("copy to the device")
+        self.write(source, at(target))
     }
     fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()> {
         if target.len() != source.size_bytes() {
@@ -558,13 +565,13 @@ impl Backend for CudaBackend {
     fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()> {
         image::max_pool2d(self, x, window, y, indices)
     }
-    fn update(&self, update: &Update, operands: &UpdateOperands<'_>) -> Result<()> {
-        optimizer::update(self, update, operands)
+    fn update(&self, update: &Update, gradient_factor: f32, pieces: &[UpdateOperands]) -> Result<()> {
+        optimizer::update(self, update, gradient_factor, pieces)
     }
-    fn largest_magnitude(&self, x: &Tensor) -> Result<f32> {
-        optimizer::largest_magnitude(self, x)
+    fn largest_magnitude(&self, pieces: &[&Tensor]) -> Result<f32> {
+        optimizer::largest_magnitude(self, pieces)
     }
-    fn sum_of_squares(&self, x: &Tensor, grid: f64) -> Result<i128> {
-        optimizer::sum_of_squares(self, x, grid)
+    fn sum_of_squares(&self, pieces: &[&Tensor], grid: f64) -> Result<i128> {
+        optimizer::sum_of_squares(self, pieces, grid)
     }
 }

@@ -6,6 +6,9 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
+/// Up to so many rows a kernel takes about as long to be placed as to run.
+const DECODING_ROWS: usize = 4;
+
 /// How a row is spread over threads.
 struct Shape {
     threads: u32,
@@ -60,7 +63,9 @@ pub(super) fn norm(
     let (w, b) = (at_option(weight), at_option(bias));
     let shape = Shape::new(width, &[at(x), residual, sum, w, b, at(y)]);
     let kernel = shape.kernel(x.dtype(), "norm_forward", "norm_forward_any")?;
+    let decoding = shape.packs.is_some() && rows <= DECODING_ROWS;
     launch!(
+        @ decoding,
         backend,
         kernel,
         [rows as u32, 1, 1],

@@ -1,7 +1,7 @@
 //! Optimizer steps and exact norms: `kernels/optimizer.cu`.
 
 use crate::backend::{Update, UpdateOperands};
-use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, at_option, launch, real};
+use crate::cuda::{BLOCK, CudaBackend, Kernel, Scratch, Source, at, at_option, launch, real};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -70,58 +70,134 @@ impl From<&Update> for DeviceUpdate {
     }
 }
 
-pub(super) fn update(backend: &CudaBackend, update: &Update, operands: &UpdateOperands<'_>) -> Result<()> {
+/// Elements of a chunk, which one block works on at a time; as in the kernels.
+const CHUNK: usize = 16384;
+
+/// Matches `Piece` in the kernels.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+struct Piece {
+    first: u64,
+    count: u64,
+    weights: u64,
+    gradient: u64,
+    states: [u64; 3],
+    copy: u64,
+}
+
+/// Pieces on the device, numbered through by chunks.
+struct Table<'a> {
+    memory: Scratch<'a>,
+    number: u32,
+    chunks: u64,
+}
+
+impl<'a> Table<'a> {
+    fn new(backend: &'a CudaBackend, mut pieces: Vec<Piece>) -> Result<Table<'a>> {
+        pieces.retain(|piece| piece.count > 0);
+        let mut chunks = 0;
+        for piece in &mut pieces {
+            piece.first = chunks;
+            chunks += piece.count.div_ceil(CHUNK as u64);
+        }
+        let memory = backend.scratch(size_of::<Piece>() * pieces.len())?;
+        backend.write(bytemuck::cast_slice(&pieces), memory.address())?;
+        Ok(Table { memory, number: pieces.len() as u32, chunks })
+    }
+
+    fn of_gradients(backend: &'a CudaBackend, tensors: &[&Tensor]) -> Result<Table<'a>> {
+        let piece = |x: &&Tensor| Piece { count: x.numel() as u64, gradient: at(x), ..Piece::default() };
+        Table::new(backend, tensors.iter().map(piece).collect())
+    }
+
+    fn grid(&self, backend: &CudaBackend) -> [u32; 3] {
+        [self.chunks.clamp(1, u64::from(backend.driver.multiprocessors as u32) * 16) as u32, 1, 1]
+    }
+}
+
+pub(super) fn update(
+    backend: &CudaBackend,
+    update: &Update,
+    gradient_factor: f32,
+    pieces: &[UpdateOperands],
+) -> Result<()> {
     const STATES: [&str; 4] = ["STATES=0", "STATES=1", "STATES=2", "STATES=3"];
-    let copy_type = match operands.copy.map(Tensor::dtype) {
+    let Some(example) = pieces.first() else { return Ok(()) };
+    let copy_type = match example.copy.as_ref().map(Tensor::dtype) {
         Some(DType::F16) => "COPY=f16",
         Some(DType::F32) => "COPY=float",
         _ => "COPY=bf16",
     };
     let defines =
-        [real("optimizer step", operands.gradient.dtype())?, copy_type, STATES[operands.states.len()]];
+        [real("optimizer step", example.gradient.dtype())?, copy_type, STATES[example.states.len()]];
     let kernel = Kernel { source: Source::Optimizer, defines, name: "optimizer_step" };
-    let state = |index: usize| at_option(operands.states.get(index));
-    let count = operands.weights.numel();
+    let piece = |operands: &UpdateOperands| Piece {
+        first: 0,
+        count: operands.weights.numel() as u64,
+        weights: at(&operands.weights),
+        gradient: at(&operands.gradient),
+        states: std::array::from_fn(|index| at_option(operands.states.get(index))),
+        copy: at_option(operands.copy.as_ref()),
+    };
+    let table = Table::new(backend, pieces.iter().map(piece).collect())?;
     launch!(
         backend,
         kernel,
-        backend.grid(count),
+        table.grid(backend),
         [BLOCK, 1, 1],
         0,
-        count as u64,
+        table.memory.address(),
+        table.number,
+        table.chunks,
         DeviceUpdate::from(update),
-        operands.gradient_factor,
-        at(operands.weights),
-        at(operands.gradient),
-        state(0),
-        state(1),
-        state(2),
-        at_option(operands.copy)
+        gradient_factor
     )
 }
 
-fn measure(x: &Tensor, name: &'static str) -> Result<Kernel> {
-    let defines = [real("gradient norm", x.dtype())?, "COPY=bf16", "STATES=0"];
+fn measure(pieces: &[&Tensor], name: &'static str) -> Result<Kernel> {
+    let dtype = pieces.first().map_or(DType::F32, |piece| piece.dtype());
+    let defines = [real("gradient norm", dtype)?, "COPY=bf16", "STATES=0"];
     Ok(Kernel { source: Source::Optimizer, defines, name })
 }
 
-pub(super) fn largest_magnitude(backend: &CudaBackend, x: &Tensor) -> Result<f32> {
+pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Result<f32> {
     let result = backend.scratch(4)?;
     backend.zero_bytes(result.address(), 4)?;
-    let kernel = measure(x, "largest_magnitude")?;
-    let grid = backend.grid(x.numel());
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, x.numel() as u64, at(x), result.address())?;
+    let kernel = measure(pieces, "largest_magnitude")?;
+    let table = Table::of_gradients(backend, pieces)?;
+    launch!(
+        backend,
+        kernel,
+        table.grid(backend),
+        [BLOCK, 1, 1],
+        0,
+        table.memory.address(),
+        table.number,
+        table.chunks,
+        result.address()
+    )?;
     let mut bits = [0u8; 4];
     backend.read(result.address(), &mut bits)?;
     Ok(f32::from_bits(u32::from_le_bytes(bits)))
 }
 
-pub(super) fn sum_of_squares(backend: &CudaBackend, x: &Tensor, grid: f64) -> Result<i128> {
+pub(super) fn sum_of_squares(backend: &CudaBackend, pieces: &[&Tensor], grid: f64) -> Result<i128> {
     let result = backend.scratch(16)?;
     backend.zero_bytes(result.address(), 16)?;
-    let kernel = measure(x, "sum_squares")?;
-    let blocks = backend.grid(x.numel());
-    launch!(backend, kernel, blocks, [BLOCK, 1, 1], 0, x.numel() as u64, at(x), grid, result.address())?;
+    let kernel = measure(pieces, "sum_squares")?;
+    let table = Table::of_gradients(backend, pieces)?;
+    launch!(
+        backend,
+        kernel,
+        table.grid(backend),
+        [BLOCK, 1, 1],
+        0,
+        table.memory.address(),
+        table.number,
+        table.chunks,
+        grid,
+        result.address()
+    )?;
     let mut parts = [0u64; 2];
     backend.read(result.address(), bytemuck::cast_slice_mut(&mut parts))?;
     Ok((i128::from(parts[1]) << 32) + i128::from(parts[0]))

@@ -134,6 +134,8 @@ extern "C" __global__ void attention_forward(Spec p, const REAL* q, Heads qs, co
 // share a key head writes the cache, and all read the new key and value where they were computed.
 extern "C" __global__ void attention_step(Spec p, const REAL* q, Heads qs, const REAL* k, Heads ks, const REAL* v, Heads vs,
                                           REAL* keys, Heads kcs, REAL* values, Heads vcs, const i64* place, REAL* out, Heads os) {
+    let_next_start();
+    wait_for_earlier();
     u64 h = blockIdx.x % p.heads, b = blockIdx.x / p.heads, group = p.heads / p.kv_heads, kv = h / group, past = *place;
     if (past >= p.keys) return;  // the host has checked that there is room
     p.keys = past + 1;

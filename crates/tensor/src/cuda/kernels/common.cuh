@@ -66,6 +66,19 @@ __device__ __forceinline__ void spread(u64 count, bool wide, Eight eight, One on
     for (u64 i = packs * 8 + thread; i < count; i += threads) one(i);
 }
 
+// Of kernels that are launched to overlap: the next may be placed on the device while this one runs, and waits until all
+// before it have ended. What it reads or writes before it waits must be nobody else's.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float warp_sum(float v) {
     for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
     return v;

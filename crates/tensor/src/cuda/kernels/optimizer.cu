@@ -50,17 +50,41 @@ __device__ __forceinline__ float step(const Update& u, float w, float g, float* 
 }
 
 // REAL is the gradient's type, COPY that of the 16-bit copy, STATES how many states there are.
-extern "C" __global__ void optimizer_step(u64 count, Update update, float factor, float* weights, const REAL* gradient,
-                                          float* s0, float* s1, float* s2, COPY* copy) {
-    float* states[3] = {s0, s1, s2};
-    bool wide = aligned16(weights, gradient) && (STATES < 1 || aligned16(s0)) && (STATES < 2 || aligned16(s1)) &&
-                (STATES < 3 || aligned16(s2)) && aligned16(copy);
-    spread(count, wide,
-        [&](u64 i) {
-            Pack<float> w = load8(weights + i), s[STATES + 1];
-            Pack<REAL> g = load8(gradient + i);
+
+// A stretch of weights with what belongs to it. All stretches are cut into chunks, numbered through; `first` is this one's
+// first. Measuring needs only the gradient.
+struct Piece { u64 first; u64 count; float* weights; const REAL* gradient; float* states[3]; COPY* copy; };
+#define CHUNK 16384ull
+
+// Runs `eight(piece, first element)` over whole packs where `wide(piece)`, `one(piece, element)` over the rest.
+template <class Wide, class Eight, class One>
+__device__ __forceinline__ void over(const Piece* pieces, u32 number, u64 chunks, Wide wide, Eight eight, One one) {
+    for (u64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+        u32 low = 0, high = number;
+        while (high - low > 1) {
+            u32 middle = (low + high) / 2;
+            if (pieces[middle].first <= chunk) low = middle; else high = middle;
+        }
+        const Piece piece = pieces[low];
+        u64 start = (chunk - piece.first) * CHUNK;
+        u64 end = start + CHUNK < piece.count ? start + CHUNK : piece.count;
+        u64 packs = wide(piece) ? (end - start) / 8 : 0;
+        for (u64 p = threadIdx.x; p < packs; p += blockDim.x) eight(piece, start + p * 8);
+        for (u64 i = start + packs * 8 + threadIdx.x; i < end; i += blockDim.x) one(piece, i);
+    }
+}
+
+extern "C" __global__ void optimizer_step(const Piece* pieces, u32 number, u64 chunks, Update update, float factor) {
+    over(pieces, number, chunks,
+        [&](const Piece& p) {
+            return aligned16(p.weights, p.gradient, p.copy) && (STATES < 1 || aligned16(p.states[0])) &&
+                   (STATES < 2 || aligned16(p.states[1])) && (STATES < 3 || aligned16(p.states[2]));
+        },
+        [&](const Piece& p, u64 i) {
+            Pack<float> w = load8(p.weights + i), s[STATES + 1];
+            Pack<REAL> g = load8(p.gradient + i);
             #pragma unroll
-            for (int k = 0; k < STATES; k++) s[k] = load8(states[k] + i);
+            for (int k = 0; k < STATES; k++) s[k] = load8(p.states[k] + i);
             #pragma unroll
             for (int j = 0; j < 8; j++) {
                 float own[STATES + 1];
@@ -70,42 +94,44 @@ extern "C" __global__ void optimizer_step(u64 count, Update update, float factor
                 #pragma unroll
                 for (int k = 0; k < STATES; k++) s[k].v[j] = own[k];
             }
-            store8(weights + i, w);
+            store8(p.weights + i, w);
             #pragma unroll
-            for (int k = 0; k < STATES; k++) store8(states[k] + i, s[k]);
-            if (copy) {
+            for (int k = 0; k < STATES; k++) store8(p.states[k] + i, s[k]);
+            if (p.copy) {
                 Pack<COPY> rounded;
                 #pragma unroll
                 for (int j = 0; j < 8; j++) rounded.v[j] = narrow<COPY>(w.v[j]);
-                store8(copy + i, rounded);
+                store8(p.copy + i, rounded);
             }
         },
-        [&](u64 i) {
+        [&](const Piece& p, u64 i) {
             float own[STATES + 1];
-            for (int k = 0; k < STATES; k++) own[k] = states[k][i];
-            float w = step(update, weights[i], widen(gradient[i]) * factor, own);
-            weights[i] = w;
-            for (int k = 0; k < STATES; k++) states[k][i] = own[k];
-            if (copy) copy[i] = narrow<COPY>(w);
+            #pragma unroll
+            for (int k = 0; k < STATES; k++) own[k] = p.states[k][i];
+            float w = step(update, p.weights[i], widen(p.gradient[i]) * factor, own);
+            p.weights[i] = w;
+            #pragma unroll
+            for (int k = 0; k < STATES; k++) p.states[k][i] = own[k];
+            if (p.copy) p.copy[i] = narrow<COPY>(w);
         });
 }
 
 // The largest magnitude as bits: among non-negative floats the order is that of their bits, NaN and infinity on top.
-extern "C" __global__ void largest_magnitude(u64 count, const REAL* x, u32* most) {
+extern "C" __global__ void largest_magnitude(const Piece* pieces, u32 number, u64 chunks, u32* most) {
     u32 own = 0;
-    spread(count, aligned16(x),
-        [&](u64 i) {
-            Pack<REAL> a = load8(x + i);
+    over(pieces, number, chunks, [&](const Piece& p) { return aligned16(p.gradient); },
+        [&](const Piece& p, u64 i) {
+            Pack<REAL> a = load8(p.gradient + i);
             #pragma unroll
             for (int j = 0; j < 8; j++) own = max(own, __float_as_uint(widen(a.v[j])) & 0x7fffffffu);
         },
-        [&](u64 i) { own = max(own, __float_as_uint(widen(x[i])) & 0x7fffffffu); });
+        [&](const Piece& p, u64 i) { own = max(own, __float_as_uint(widen(p.gradient[i])) & 0x7fffffffu); });
     for (int step = 16; step > 0; step >>= 1) own = max(own, __shfl_xor_sync(0xffffffffu, own, step));
     if ((threadIdx.x & 31) == 0) atomicMax(most, own);
 }
 
 // Σ (x²·grid) as integers: parts[0] collects the low 32 bits, parts[1] what is above.
-extern "C" __global__ void sum_squares(u64 count, const REAL* x, double grid, u64* parts) {
+extern "C" __global__ void sum_squares(const Piece* pieces, u32 number, u64 chunks, double grid, u64* parts) {
     u64 low = 0, high = 0;
     auto take = [&](float v) {
         double wide = v;
@@ -113,13 +139,13 @@ extern "C" __global__ void sum_squares(u64 count, const REAL* x, double grid, u6
         low += square & 0xffffffffu;
         high += square >> 32;
     };
-    spread(count, aligned16(x),
-        [&](u64 i) {
-            Pack<REAL> a = load8(x + i);
+    over(pieces, number, chunks, [&](const Piece& p) { return aligned16(p.gradient); },
+        [&](const Piece& p, u64 i) {
+            Pack<REAL> a = load8(p.gradient + i);
             #pragma unroll
             for (int j = 0; j < 8; j++) take(widen(a.v[j]));
         },
-        [&](u64 i) { take(widen(x[i])); });
+        [&](const Piece& p, u64 i) { take(widen(p.gradient[i])); });
     for (int step = 16; step > 0; step >>= 1) {
         low += __shfl_xor_sync(0xffffffffu, low, step);
         high += __shfl_xor_sync(0xffffffffu, high, step);
