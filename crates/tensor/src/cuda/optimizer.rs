@@ -111,7 +111,7 @@ impl<'a> Table<'a> {
     }
 
     fn grid(&self, backend: &CudaBackend) -> [u32; 3] {
-        [self.chunks.clamp(1, u64::from(backend.driver.multiprocessors as u32) * 16) as u32, 1, 1]
+        [self.chunks.clamp(1, u64::from(backend.driver.multiprocessors) * 16) as u32, 1, 1]
     }
 }
 
