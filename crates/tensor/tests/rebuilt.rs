@@ -35,8 +35,8 @@ fn gradients(dtype: DType, keep: bool) -> (Vec<Vec<f32>>, usize) {
     let third = ops::mlp(&y, up_operand, down_operand, WeightLayout::OutIn, Activation::GeluTanh).unwrap();
     drop(y);
     let held = device.memory_usage().current(Category::Activations) - before;
-    let all = ops::add(&ops::add(&first, &second).unwrap(), &third).unwrap();
-    let loss = ops::add(&ops::sum(&ops::square(&all).unwrap()).unwrap(), &ops::sum(&sum).unwrap()).unwrap();
+    let all = ops::add(ops::add(&first, &second).unwrap(), &third).unwrap();
+    let loss = ops::add(ops::sum(ops::square(&all).unwrap()).unwrap(), ops::sum(&sum).unwrap()).unwrap();
     autograd::backward(&loss).unwrap();
     let leaves = [x, residual, gain, shift, one, two, up, down];
     (leaves.iter().map(|leaf| leaf.grad().unwrap().to_vec_f32().unwrap()).collect(), held)
