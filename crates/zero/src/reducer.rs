@@ -439,6 +439,11 @@ impl Reducer {
     pub(crate) fn clear(&mut self) {
         self.micro_steps = 0;
         (self.whole, self.coming) = (Vec::new(), Vec::new());
+        // A backward that failed half-way has left its count behind.
+        if self.in_flight.is_empty() {
+            self.next = 0;
+            self.missing = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
+        }
         self.arrived.iter_mut().for_each(|arrived| *arrived = None);
     }
 
@@ -458,5 +463,50 @@ impl Reducer {
             return Ok(());
         }
         Err(ZeroError::Request(format!("a gradient of {gradient:?} came for a parameter of {dtype}{shape}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buckets;
+    use crate::partition::Layout;
+
+    #[test]
+    fn a_backward_that_failed_leaves_nothing_behind() {
+        let (device, numels) = (Device::cpu(), [3, 2]);
+        let layout = Layout::flat(&numels, 1, false);
+        let group: Vec<(usize, usize)> = numels.iter().copied().enumerate().collect();
+        let plan = buckets::plan(&[group], std::slice::from_ref(&layout), |_| Kind::Ordinary, 0, 100);
+        let options = ReduceOptions {
+            whole: true,
+            keep_buffers: true,
+            overlap: false,
+            wire: DType::F32,
+            kept: DType::F32,
+            accumulates: false,
+            before: 1.0,
+            after: None,
+        };
+        let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
+        let mut reducer =
+            Reducer::new(&World::solo(), options, plan, &[layout.part_numel], shapes, &device).unwrap();
+        let gradient = |value: f32, numel: usize| {
+            Arrived::Whole(Tensor::full([numel], value, DType::F32, &device).unwrap())
+        };
+        // One gradient comes, then backward fails and its gradients are dropped.
+        reducer.push(1, gradient(9.0, 2), true).unwrap();
+        reducer.clear();
+        reducer.push(1, gradient(1.0, 2), true).unwrap();
+        reducer.push(0, gradient(2.0, 3), true).unwrap();
+        reducer.finish().unwrap();
+        let mut found: Vec<(usize, Vec<f32>)> = reducer
+            .segments()
+            .unwrap()
+            .iter()
+            .map(|segment| (segment.in_part, segment.values.to_vec::<f32>().unwrap()))
+            .collect();
+        found.sort_by_key(|(in_part, _)| *in_part);
+        assert_eq!(found, [(0, vec![2.0; 3]), (3, vec![1.0; 2])]);
     }
 }
