@@ -124,6 +124,14 @@ impl std::ops::Add for SquareSum {
     }
 }
 
+/// The integer nearest to a value from 0 to below 2⁵². A conversion would test for what cannot be.
+#[inline(always)]
+fn nearest(value: f64) -> i64 {
+    // From 2⁵² on a float's last bit is worth one, so that adding rounds and leaves the integer in the last bits.
+    const UNIT: f64 = (1u64 << 52) as f64;
+    ((value + UNIT).to_bits() - UNIT.to_bits()) as i64
+}
+
 fn squares<T: Float>(values: &[T], whole: Magnitude, device: &Device) -> SquareSum {
     if !whole.is_finite() {
         return SquareSum::default();
@@ -138,7 +146,7 @@ fn squares<T: Float>(values: &[T], whole: Magnitude, device: &Device) -> SquareS
             sum + i128::from(vectorized(|| {
                 chunk.iter().fold(0i64, |sum, value| {
                     let wide = f64::from(value.widen());
-                    sum + (wide * wide * grid) as i64
+                    sum + nearest(wide * wide * grid)
                 })
             }))
         });

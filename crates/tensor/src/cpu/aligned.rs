@@ -26,13 +26,6 @@ impl<T> Default for Aligned<T> {
 }
 
 impl<T: Pod> Aligned<T> {
-    /// `length` zeros.
-    pub(crate) fn zeros(length: usize) -> Self {
-        let mut zeros = Aligned::default();
-        zeros.resize(length);
-        zeros
-    }
-
     /// Makes it `length` elements long; what they are is whatever was there before.
     pub(crate) fn resize(&mut self, length: usize) {
         let lines = (length * size_of::<T>()).div_ceil(size_of::<Line>());

@@ -6,6 +6,8 @@
 //! Legend: t queries, s keys, d channels; every extent is padded to 32 with zeros. A `Right` is an operand packed for
 //! the right side of a product.
 
+use std::cell::RefCell;
+
 use half::bf16;
 
 use crate::backend::{AttentionSpec, Heads};
@@ -13,7 +15,7 @@ use crate::cpu::aligned::Aligned;
 use crate::cpu::amx::{BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
 use crate::cpu::attention::Mask;
 use crate::cpu::gemm::Operand;
-use crate::cpu::math::exp;
+use crate::cpu::math::fused_exp as exp;
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{max, multiversion, sum_by, vectorized};
 use crate::cpu::{read, write};
@@ -48,6 +50,7 @@ fn turned<'a>(operand: &Operand<'a, bf16>) -> Operand<'a, bf16> {
 }
 
 /// An operand packed for the right side: `k × columns`.
+#[derive(Default)]
 struct Right {
     tiles: Aligned<bf16>,
     steps: usize,
@@ -61,16 +64,6 @@ impl Right {
         for (block, tiles) in self.tiles.chunks_mut((self.steps * PAIR).max(1)).enumerate() {
             pack_right(operand, [0, k], block * BLOCK, columns, tiles);
         }
-    }
-
-    fn new(operand: &Operand<'_, bf16>, k: usize, columns: usize) -> Right {
-        let mut right = Right::empty();
-        right.pack(operand, k, columns);
-        right
-    }
-
-    fn empty() -> Right {
-        Right { tiles: Aligned::default(), steps: 0, columns: 0 }
     }
 }
 
@@ -153,6 +146,42 @@ fn store_head(
             }
         }
     });
+}
+
+/// What a task computes in, besides what it packs of its heads; kept by its thread. Nothing in it is read before it is
+/// written.
+#[derive(Default)]
+struct Workspace {
+    k_ds: Right,
+    v_sd: Right,
+    v_ds: Right,
+    k_sd: Right,
+    q_td: Right,
+    dout_td: Right,
+    q_left: PackedLeft,
+    dout_left: PackedLeft,
+    /// Of the matrix that was made last: probabilities or gradients of scores.
+    left: PackedLeft,
+    /// Scores, then probabilities, then the gradients of the scores.
+    prob_ts: Aligned<f32>,
+    dprob_ts: Aligned<f32>,
+    dropped_ts: Aligned<f32>,
+    rounded_ts: Aligned<bf16>,
+    /// The output, or the gradient of the queries.
+    sum_td: Aligned<f32>,
+    dk_sd: Aligned<f32>,
+    dv_sd: Aligned<f32>,
+}
+
+thread_local! {
+    static WORKSPACE: RefCell<Workspace> = RefCell::default();
+}
+
+/// `buffer` with `length` zeros in it.
+fn cleared(buffer: &mut Aligned<f32>, length: usize) -> &mut [f32] {
+    let zeros = buffer.at_least(length);
+    zeros.fill(0.0);
+    zeros
 }
 
 /// A block of scores: its first query and key, and how many of each.
@@ -274,67 +303,58 @@ pub(crate) fn forward(
     let logsumexp = Shared::new(write::<f32>(logsumexp));
     threads.run(spec.batch * spec.kv_heads, |task| {
         let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
-        let k_ds = Right::new(&turned(&head(k, batch, kv_head)), dim, keys);
-        let v_sd = Right::new(&head(v, batch, kv_head), keys, dim);
-        let width_d = padded(dim);
-        let mut score_ts = Aligned::<f32>::zeros(BLOCK_T * BLOCK_S);
-        let mut prob_ts = Aligned::<bf16>::zeros(BLOCK_T * BLOCK_S);
-        let mut out_td = Aligned::<f32>::zeros(BLOCK_T * width_d);
-        let (mut q_block, mut prob_block) = (PackedLeft::default(), PackedLeft::default());
-        let tiles = Tiles::configure();
-        for head_index in kv_head * group..(kv_head + 1) * group {
-            let mask = Mask::new(spec, batch, head_index);
-            let q_td = head(q, batch, head_index);
-            for t0 in (0..queries).step_by(BLOCK_T) {
-                let height = BLOCK_T.min(queries - t0);
-                q_block.pack(&from_row(&q_td, t0), height, dim);
-                out_td.fill(0.0);
-                let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
-                for_key_blocks(&mask, t0, height, |s0, width| {
-                    let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
-                    multiply(
-                        &tiles,
-                        &q_block,
-                        &k_ds,
-                        columns.clone(),
-                        0..k_ds.steps,
-                        &mut score_ts,
-                        BLOCK_S,
-                        false,
-                    );
-                    let span = padded(width);
-                    let place = Place { t0, s0, height, width };
-                    let running = Running {
-                        out_td: &mut out_td,
-                        width_d,
-                        largest_t: &mut largest_t,
-                        total_t: &mut total_t,
-                    };
-                    probabilities(&mask, place, &mut score_ts, &mut prob_ts, running);
-                    let left = Operand { elements: &prob_ts, row_stride: BLOCK_S, column_stride: 1 };
-                    prob_block.pack(&left, height, span);
-                    multiply(
-                        &tiles,
-                        &prob_block,
-                        &v_sd,
-                        0..v_sd.columns,
-                        columns,
-                        &mut out_td,
-                        width_d,
-                        true,
-                    );
-                });
-                let row0 = (batch * spec.heads + head_index) * queries + t0;
-                // SAFETY: each (batch, head) is written by one task.
-                let lse_t = unsafe { logsumexp.range(row0..row0 + height) };
-                for t in 0..height {
-                    lse_t[t] = largest_t[t] + total_t[t].ln();
+        WORKSPACE.with_borrow_mut(|workspace| {
+            let Workspace { k_ds, v_sd, q_left, left, prob_ts, rounded_ts, sum_td, .. } = workspace;
+            k_ds.pack(&turned(&head(k, batch, kv_head)), dim, keys);
+            v_sd.pack(&head(v, batch, kv_head), keys, dim);
+            let width_d = padded(dim);
+            let score_ts = prob_ts.at_least(BLOCK_T * BLOCK_S);
+            let rounded_ts = rounded_ts.at_least(BLOCK_T * BLOCK_S);
+            let tiles = Tiles::configure();
+            for head_index in kv_head * group..(kv_head + 1) * group {
+                let mask = Mask::new(spec, batch, head_index);
+                let q_td = head(q, batch, head_index);
+                for t0 in (0..queries).step_by(BLOCK_T) {
+                    let height = BLOCK_T.min(queries - t0);
+                    q_left.pack(&from_row(&q_td, t0), height, dim);
+                    let out_td = cleared(sum_td, BLOCK_T * width_d);
+                    let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
+                    for_key_blocks(&mask, t0, height, |s0, width| {
+                        let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
+                        multiply(
+                            &tiles,
+                            q_left,
+                            k_ds,
+                            columns.clone(),
+                            0..k_ds.steps,
+                            score_ts,
+                            BLOCK_S,
+                            false,
+                        );
+                        let span = padded(width);
+                        let place = Place { t0, s0, height, width };
+                        let running =
+                            Running { out_td, width_d, largest_t: &mut largest_t, total_t: &mut total_t };
+                        probabilities(&mask, place, score_ts, rounded_ts, running);
+                        left.pack(
+                            &Operand { elements: rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
+                            height,
+                            span,
+                        );
+                        multiply(&tiles, left, v_sd, 0..v_sd.columns, columns, out_td, width_d, true);
+                    });
+                    let row0 = (batch * spec.heads + head_index) * queries + t0;
+                    // SAFETY: each (batch, head) is written by one task.
+                    let lse_t = unsafe { logsumexp.range(row0..row0 + height) };
+                    for t in 0..height {
+                        lse_t[t] = largest_t[t] + total_t[t].ln();
+                    }
+                    // Rows that see no key (padding) give zeros.
+                    let inverse = |t: usize| if total_t[t] > 0.0 { 1.0 / total_t[t] } else { 0.0 };
+                    store_head(out_td, width_d, target, out, [batch, head_index], t0, height, dim, inverse);
                 }
-                // Rows that see no key (padding) give zeros.
-                let inverse = |t: usize| if total_t[t] > 0.0 { 1.0 / total_t[t] } else { 0.0 };
-                store_head(&out_td, width_d, target, out, [batch, head_index], t0, height, dim, inverse);
             }
-        }
+        });
     });
 }
 
@@ -363,123 +383,116 @@ pub(crate) fn backward(
     let lse = read::<f32>(logsumexp);
     threads.run(spec.batch * spec.kv_heads, |task| {
         let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
-        let (k_sd, v_sd) = (head(k, batch, kv_head), head(v, batch, kv_head));
-        let k_ds_right = Right::new(&turned(&k_sd), dim, keys);
-        let v_ds_right = Right::new(&turned(&v_sd), dim, keys);
-        let k_sd_right = Right::new(&k_sd, keys, dim);
-        let (mut dk_sd, mut dv_sd) =
-            (Aligned::<f32>::zeros(padded(keys) * width_d), Aligned::<f32>::zeros(padded(keys) * width_d));
-        let block = || Aligned::<f32>::zeros(BLOCK_T * BLOCK_S);
-        // Probabilities, then the gradient of the scores; its factors before and after dropout.
-        let (mut prob_ts, mut dprob_ts, mut dropped_ts) = (block(), block(), block());
-        let mut rounded_ts = Aligned::<bf16>::zeros(BLOCK_T * BLOCK_S);
-        let mut dq_td = Aligned::<f32>::zeros(BLOCK_T * width_d);
-        let [mut left, mut q_left, mut dout_left] = [(); 3].map(|()| PackedLeft::default());
-        let (mut q_right, mut dout_right) = (Right::empty(), Right::empty());
-        let tiles = Tiles::configure();
-        for head_index in kv_head * group..(kv_head + 1) * group {
-            let mask = Mask::new(spec, batch, head_index);
-            let [q_td, out_td, dout_td] = [q, out, dout].map(|heads| head(heads, batch, head_index));
-            for t0 in (0..queries).step_by(BLOCK_T) {
-                let height = BLOCK_T.min(queries - t0);
-                let row0 = (batch * spec.heads + head_index) * queries + t0;
-                let (q_rows, dout_rows) = (from_row(&q_td, t0), from_row(&dout_td, t0));
-                q_left.pack(&q_rows, height, dim);
-                dout_left.pack(&dout_rows, height, dim);
-                q_right.pack(&q_rows, height, dim);
-                dout_right.pack(&dout_rows, height, dim);
-                dq_td.fill(0.0);
-                let mut delta_t = [0.0f32; BLOCK_T];
-                vectorized!(|| {
-                    let mut wide = vec![0.0f32; dim];
-                    for t in 0..height {
-                        let out_row = &out_td.elements[out_td.index(t0 + t, 0)..][..dim];
-                        let dout_row = &dout_rows.elements[t * dout_rows.row_stride..][..dim];
-                        wide.iter_mut().zip(out_row).for_each(|(wide, out)| *wide = out.widen());
-                        delta_t[t] = sum_by(&wide, |i, out| out * dout_row[i].widen());
-                    }
-                });
-                for_key_blocks(&mask, t0, height, |s0, width| {
-                    let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
-                    let span = padded(width);
-                    let steps = 0..k_ds_right.steps;
-                    multiply(
-                        &tiles,
-                        &q_left,
-                        &k_ds_right,
-                        columns.clone(),
-                        steps.clone(),
-                        &mut prob_ts,
-                        BLOCK_S,
-                        false,
-                    );
-                    multiply(
-                        &tiles,
-                        &dout_left,
-                        &v_ds_right,
-                        columns.clone(),
-                        steps,
-                        &mut dprob_ts,
-                        BLOCK_S,
-                        false,
-                    );
-                    let place = Place { t0, s0, height, width };
-                    let lse_t = &lse[row0..row0 + height];
-                    weights_again(
-                        &mask,
-                        place,
-                        lse_t,
-                        &mut prob_ts,
-                        &mut dprob_ts,
-                        &mut dropped_ts,
-                        &mut rounded_ts,
-                    );
-                    let keys_range = s0 * width_d..(s0 + span) * width_d;
-                    left.pack(
-                        &Operand { elements: &rounded_ts, row_stride: 1, column_stride: BLOCK_S },
-                        span,
-                        height,
-                    );
-                    let all = 0..dout_right.columns;
-                    let steps = 0..dout_right.steps;
-                    multiply(
-                        &tiles,
-                        &left,
-                        &dout_right,
-                        all.clone(),
-                        steps.clone(),
-                        &mut dv_sd[keys_range.clone()],
-                        width_d,
-                        true,
-                    );
-                    score_gradients(place, &delta_t, &mut prob_ts, &dprob_ts, &mut rounded_ts);
-                    left.pack(
-                        &Operand { elements: &rounded_ts, row_stride: 1, column_stride: BLOCK_S },
-                        span,
-                        height,
-                    );
-                    multiply(
-                        &tiles,
-                        &left,
-                        &q_right,
-                        all.clone(),
-                        steps,
-                        &mut dk_sd[keys_range],
-                        width_d,
-                        true,
-                    );
-                    left.pack(
-                        &Operand { elements: &rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
-                        height,
-                        span,
-                    );
-                    multiply(&tiles, &left, &k_sd_right, all, columns, &mut dq_td, width_d, true);
-                });
-                let scale = |_| spec.scale;
-                store_head(&dq_td, width_d, dq_target, dq, [batch, head_index], t0, height, dim, scale);
+        WORKSPACE.with_borrow_mut(|workspace| {
+            let Workspace {
+                k_ds,
+                v_ds,
+                k_sd,
+                q_td: q_right,
+                dout_td: dout_right,
+                q_left,
+                dout_left,
+                left,
+                ..
+            } = workspace;
+            let (k_rows, v_rows) = (head(k, batch, kv_head), head(v, batch, kv_head));
+            k_ds.pack(&turned(&k_rows), dim, keys);
+            v_ds.pack(&turned(&v_rows), dim, keys);
+            k_sd.pack(&k_rows, keys, dim);
+            let [dk_sd, dv_sd] = [&mut workspace.dk_sd, &mut workspace.dv_sd]
+                .map(|sums| cleared(sums, padded(keys) * width_d));
+            let [prob_ts, dprob_ts, dropped_ts] =
+                [&mut workspace.prob_ts, &mut workspace.dprob_ts, &mut workspace.dropped_ts]
+                    .map(|block| block.at_least(BLOCK_T * BLOCK_S));
+            let rounded_ts = workspace.rounded_ts.at_least(BLOCK_T * BLOCK_S);
+            let tiles = Tiles::configure();
+            for head_index in kv_head * group..(kv_head + 1) * group {
+                let mask = Mask::new(spec, batch, head_index);
+                let [q_td, out_td, dout_td] = [q, out, dout].map(|heads| head(heads, batch, head_index));
+                for t0 in (0..queries).step_by(BLOCK_T) {
+                    let height = BLOCK_T.min(queries - t0);
+                    let row0 = (batch * spec.heads + head_index) * queries + t0;
+                    let (q_rows, dout_rows) = (from_row(&q_td, t0), from_row(&dout_td, t0));
+                    q_left.pack(&q_rows, height, dim);
+                    dout_left.pack(&dout_rows, height, dim);
+                    q_right.pack(&q_rows, height, dim);
+                    dout_right.pack(&dout_rows, height, dim);
+                    let dq_td = cleared(&mut workspace.sum_td, BLOCK_T * width_d);
+                    let mut delta_t = [0.0f32; BLOCK_T];
+                    vectorized!(|| {
+                        let mut wide = vec![0.0f32; dim];
+                        for t in 0..height {
+                            let out_row = &out_td.elements[out_td.index(t0 + t, 0)..][..dim];
+                            let dout_row = &dout_rows.elements[t * dout_rows.row_stride..][..dim];
+                            wide.iter_mut().zip(out_row).for_each(|(wide, out)| *wide = out.widen());
+                            delta_t[t] = sum_by(&wide, |i, out| out * dout_row[i].widen());
+                        }
+                    });
+                    for_key_blocks(&mask, t0, height, |s0, width| {
+                        let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
+                        let span = padded(width);
+                        let steps = 0..k_ds.steps;
+                        multiply(
+                            &tiles,
+                            q_left,
+                            k_ds,
+                            columns.clone(),
+                            steps.clone(),
+                            prob_ts,
+                            BLOCK_S,
+                            false,
+                        );
+                        multiply(&tiles, dout_left, v_ds, columns.clone(), steps, dprob_ts, BLOCK_S, false);
+                        let place = Place { t0, s0, height, width };
+                        let lse_t = &lse[row0..row0 + height];
+                        weights_again(&mask, place, lse_t, prob_ts, dprob_ts, dropped_ts, rounded_ts);
+                        let keys_range = s0 * width_d..(s0 + span) * width_d;
+                        left.pack(
+                            &Operand { elements: rounded_ts, row_stride: 1, column_stride: BLOCK_S },
+                            span,
+                            height,
+                        );
+                        let all = 0..dout_right.columns;
+                        let steps = 0..dout_right.steps;
+                        multiply(
+                            &tiles,
+                            left,
+                            dout_right,
+                            all.clone(),
+                            steps.clone(),
+                            &mut dv_sd[keys_range.clone()],
+                            width_d,
+                            true,
+                        );
+                        score_gradients(place, &delta_t, prob_ts, dprob_ts, rounded_ts);
+                        left.pack(
+                            &Operand { elements: rounded_ts, row_stride: 1, column_stride: BLOCK_S },
+                            span,
+                            height,
+                        );
+                        multiply(
+                            &tiles,
+                            left,
+                            q_right,
+                            all.clone(),
+                            steps,
+                            &mut dk_sd[keys_range],
+                            width_d,
+                            true,
+                        );
+                        left.pack(
+                            &Operand { elements: rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
+                            height,
+                            span,
+                        );
+                        multiply(&tiles, left, k_sd, all, columns, dq_td, width_d, true);
+                    });
+                    let scale = |_| spec.scale;
+                    store_head(dq_td, width_d, dq_target, dq, [batch, head_index], t0, height, dim, scale);
+                }
             }
-        }
-        store_head(&dk_sd, width_d, dk_target, dk, [batch, kv_head], 0, keys, dim, |_| spec.scale);
-        store_head(&dv_sd, width_d, dv_target, dv, [batch, kv_head], 0, keys, dim, |_| 1.0);
+            store_head(dk_sd, width_d, dk_target, dk, [batch, kv_head], 0, keys, dim, |_| spec.scale);
+            store_head(dv_sd, width_d, dv_target, dv, [batch, kv_head], 0, keys, dim, |_| 1.0);
+        });
     });
 }

@@ -36,6 +36,27 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x.is_nan() { x } else { scaled }
 }
 
+/// `eˣ` for `x` up to 88, in half the instructions of [`exp`]: multiplications and additions are fused, so that only
+/// kernels which one instruction set has may use it. Within 2 ulp; zero below -87.3.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) fn fused_exp(x: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0;
+    let clamped = if x < -87.3 { -87.3 } else { x };
+    let rounded = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = rounded - ROUND;
+    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_4, clamped));
+    let mut p = 1.987_569_2e-4f32;
+    p = p.mul_add(r, 1.398_199_9e-3);
+    p = p.mul_add(r, 8.333_452e-3);
+    p = p.mul_add(r, 4.166_579_6e-2);
+    p = p.mul_add(r, 1.666_666_5e-1);
+    p = p.mul_add(r, 5e-1);
+    let value = (p * r).mul_add(r, r) + 1.0;
+    let power = f32::from_bits(rounded.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23);
+    if x < -87.3 { 0.0 } else { value * power }
+}
+
 /// Hyperbolic tangent by a rational minimax approximation.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
@@ -194,6 +215,19 @@ mod tests {
         assert_eq!(exp(1000.0), f32::INFINITY);
         assert_eq!(exp(0.0), 1.0);
         assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn the_fused_exponential_is_within_two_ulp_of_f64() {
+        for x in sweep().filter(|x| (-87.0..88.0).contains(x)) {
+            let truth = f64::from(x).exp();
+            let relative = ((f64::from(fused_exp(x)) - truth) / truth).abs();
+            assert!(relative < 2.5e-7, "exp({x}) is off by {relative:e}");
+        }
+        assert_eq!([-88.0, -1000.0, f32::NEG_INFINITY].map(fused_exp), [0.0; 3]);
+        assert_eq!(fused_exp(0.0), 1.0);
+        assert!(fused_exp(f32::NAN).is_nan());
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Runtime choice of instruction set.
 //!
 //! Kernels are plain loops over `f32`, compiled three times: portable, AVX2 and AVX-512. They use no fused
-//! multiply-add and reduce over sixteen fixed lanes, so all three give the same bits. (Matrix products do not:
-//! there the instruction set decides how sums are grouped.)
+//! multiply-add and reduce over sixteen fixed lanes, so all three give the same bits. (Matrix products do not, nor does
+//! attention in bf16, which is made of them: there the instruction set decides how sums are grouped.)
 
 use std::sync::OnceLock;
 

@@ -140,14 +140,8 @@ unsafe fn pack_pairs(
     packed: &mut [bf16],
 ) {
     let mask = first_lanes(end - line);
-    // Word i of the result is word i/2 of the even row (i even) or of the odd row (i odd, from 32 on).
-    let mut picks = [[0u16; 32]; 2];
-    for i in 0..32u16 {
-        picks[0][i as usize] = i / 2 + 32 * (i % 2);
-        picks[1][i as usize] = 16 + i / 2 + 32 * (i % 2);
-    }
-    // SAFETY: both arrays are 64 bytes.
-    let [low, high] = unsafe { picks.each_ref().map(|pick| _mm512_loadu_si512(pick.as_ptr().cast())) };
+    // Interleaving works on quarters of a register, so their halves are put in order first.
+    let order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
     for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
         let mut tiles = [[_mm512_setzero_si512(); TILE]; 2];
         for p in 0..TILE {
@@ -156,11 +150,14 @@ unsafe fn pack_pairs(
                     return _mm512_setzero_si512();
                 }
                 // SAFETY: as in `pack_in_order`.
-                unsafe { _mm512_maskz_loadu_epi16(mask, elements.as_ptr().add(k * stride + line).cast()) }
+                let row = unsafe {
+                    _mm512_maskz_loadu_epi16(mask, elements.as_ptr().add(k * stride + line).cast())
+                };
+                _mm512_permutexvar_epi64(order, row)
             };
             let (even, odd) = (row(k + 2 * p), row(k + 2 * p + 1));
-            tiles[0][p] = _mm512_permutex2var_epi16(even, low, odd);
-            tiles[1][p] = _mm512_permutex2var_epi16(even, high, odd);
+            tiles[0][p] = _mm512_unpacklo_epi16(even, odd);
+            tiles[1][p] = _mm512_unpackhi_epi16(even, odd);
         }
         for (half, tile) in tiles.into_iter().enumerate() {
             let tile = if turn { transposed(tile) } else { tile };

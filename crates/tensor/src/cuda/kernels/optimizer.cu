@@ -135,7 +135,7 @@ extern "C" __global__ void sum_squares(const Piece* pieces, u32 number, u64 chun
     u64 low = 0, high = 0;
     auto take = [&](float v) {
         double wide = v;
-        u64 square = u64(wide * wide * grid);
+        u64 square = __double2ull_rn(wide * wide * grid);
         low += square & 0xffffffffu;
         high += square >> 32;
     };
