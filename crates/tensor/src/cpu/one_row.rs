@@ -3,7 +3,7 @@
 //! Such a product is bound by reading its right operand, usually a weight, which is used once. Packing it into tiles,
 //! which pays when many rows share it, costs several times the arithmetic. So it is read where it lies, in the order in
 //! which it lies: `by_rows` when its rows are consecutive (`x·W` of an `[in, out]` weight), `by_columns` when its columns
-//! are (`x·Wᵀ` of an `[out, in]` one).
+//! are (`x·Wᵀ` of an `[out, in]` one, which in f32 with AVX-512 goes to `avx512::dots` instead).
 //!
 //! Sums are plain f32 in an order that only the shapes decide: the same bits with any number of threads and on any
 //! instruction set.

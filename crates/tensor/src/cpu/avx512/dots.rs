@@ -14,8 +14,8 @@ use crate::cpu::gemm::{Epilogue, Operand, Output};
 const BLOCK_ROWS: usize = 8;
 /// Columns of a block of dot products, at most: with eight rows 24 sums, and few loads for each multiplication.
 const BLOCK_COLUMNS: usize = 3;
-/// `k` of a slice, at most: eight rows of it take a third of the first-level cache.
-const SLICE: usize = 512;
+/// Elements of the left operand in a slice of `k`, at most: a third of the first-level cache.
+const SLICE: usize = 4096;
 
 /// Whether these rows and operands are for dot products.
 pub(super) fn suits(a: &Operand<'_, f32>, b: &Operand<'_, f32>, rows: usize) -> bool {
@@ -36,7 +36,7 @@ pub(super) fn multiply(
     assert!(a.column_stride == 1 && b.row_stride == 1 && output.reaches(rows.end, columns.end));
     assert!(k == 0 || a.index(rows.end - 1, k - 1) < a.elements.len());
     assert!(k == 0 || b.index(k - 1, columns.end - 1) < b.elements.len());
-    let slices = k.div_ceil(SLICE).max(1);
+    let slices = (k * rows.len()).div_ceil(SLICE).max(1);
     let depth = k.div_ceil(slices);
     for slice in 0..slices {
         let span = [slice * depth, ((slice + 1) * depth).min(k)];
