@@ -15,8 +15,8 @@ use crate::copy::{STREAM_FROM_BYTES, copy_past_cache};
 use crate::dtype::{DType, ReduceOp};
 use kernels::{Accumulate, fold_block};
 
-/// Bytes of accumulator per block: a third of a usual first-level cache.
-const BLOCK_BYTES: usize = 16 << 10;
+/// Bytes of accumulator per block: it stays in the first-level cache beside what flows through.
+const BLOCK_BYTES: usize = 4 << 10;
 
 /// Where a fold goes.
 #[derive(Debug, Clone, Copy)]
@@ -113,7 +113,8 @@ unsafe fn fold_typed<T: Accumulate>(
     let block_elements = BLOCK_BYTES / wide;
     let mut accumulator =
         vec![<T::Accumulator as bytemuck::Zeroable>::zeroed(); block_elements.min(elements)];
-    let mut rounded = vec![<T as bytemuck::Zeroable>::zeroed(); block_elements.min(elements)];
+    // Room for copies of two sources that are not aligned, and for a result that goes past the cache.
+    let mut scratch = vec![[<T as bytemuck::Zeroable>::zeroed(); 2]; block_elements.min(elements)];
     // A large result is not read soon, and its lines need not be fetched, unless they just were as those of a source.
     let past_cache = elements * size_of::<T>() >= STREAM_FROM_BYTES
         && matches!(end, End::Rounded { destinations: [only], .. } if !sources.contains(&only.cast_const()));
@@ -121,7 +122,7 @@ unsafe fn fold_typed<T: Accumulate>(
     while at < elements {
         let count = block_elements.min(elements - at);
         let offset = at * size_of::<T>();
-        let (accumulator, rounded) = (&mut accumulator[..count], &mut rounded[..count]);
+        let (accumulator, scratch) = (&mut accumulator[..count], &mut scratch[..count]);
         // SAFETY: `at + count` elements lie inside every range by the caller's contract; accumulators are copied
         // bytewise, so their alignment does not matter.
         unsafe {
@@ -132,7 +133,7 @@ unsafe fn fold_typed<T: Accumulate>(
                     count * wide,
                 );
             }
-            fold_block::<T>(op, carry.is_some(), sources, offset, accumulator, rounded);
+            fold_block::<T>(op, carry.is_some(), sources, offset, accumulator, scratch);
             match end {
                 End::PassedOn { accumulator: to } => {
                     std::ptr::copy_nonoverlapping(
@@ -142,14 +143,21 @@ unsafe fn fold_typed<T: Accumulate>(
                     );
                 }
                 End::Rounded { ranks, destinations } => {
-                    T::finish(op, accumulator, rounded, ranks);
-                    let (from, bytes) = (rounded.as_ptr().cast(), size_of_val(rounded));
-                    for destination in destinations {
-                        if past_cache {
-                            copy_past_cache(from, destination.add(offset), bytes);
-                        } else {
-                            std::ptr::copy_nonoverlapping(from, destination.add(offset), bytes);
+                    let Some(first) = destinations.first().map(|first| first.add(offset)) else { return };
+                    let bytes = count * size_of::<T>();
+                    if past_cache || !first.cast::<T>().is_aligned() {
+                        let rounded = &mut scratch.as_flattened_mut()[..count];
+                        T::finish(op, accumulator, rounded, ranks);
+                        match past_cache {
+                            true => copy_past_cache(rounded.as_ptr().cast(), first, bytes),
+                            false => std::ptr::copy_nonoverlapping(rounded.as_ptr().cast(), first, bytes),
                         }
+                    } else {
+                        let rounded = std::slice::from_raw_parts_mut(first.cast::<T>(), count);
+                        T::finish(op, accumulator, rounded, ranks);
+                    }
+                    for destination in &destinations[1..] {
+                        std::ptr::copy_nonoverlapping(first, destination.add(offset), bytes);
                     }
                 }
             }

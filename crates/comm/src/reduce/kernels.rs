@@ -13,44 +13,60 @@ pub(super) trait Accumulate: bytemuck::Pod {
     fn load(source: &[Self], accumulator: &mut [Self::Accumulator]);
     /// `accumulator = accumulator ∘ source`.
     fn combine(op: ReduceOp, accumulator: &mut [Self::Accumulator], source: &[Self]);
+    /// `accumulator = first ∘ second`.
+    fn begin(op: ReduceOp, first: &[Self], second: &[Self], accumulator: &mut [Self::Accumulator]) {
+        Self::load(first, accumulator);
+        Self::combine(op, accumulator, second);
+    }
     /// Rounds into `out`, dividing first when the operator is an average over `ranks`.
-    fn finish(op: ReduceOp, accumulator: &[Self::Accumulator], out: &mut [Self], ranks: usize);
+    fn finish(op: ReduceOp, accumulator: &mut [Self::Accumulator], out: &mut [Self], ranks: usize);
 }
 
 /// Folds one block of every source, in order, into `accumulator`, which may already hold the ranks before.
 ///
 /// # Safety
-/// Every source is readable for `rounded.len()` elements from the byte `offset` on.
+/// Every source is readable for `accumulator.len()` elements from the byte `offset` on.
 pub(super) unsafe fn fold_block<T: Accumulate>(
     op: ReduceOp,
-    mut begun: bool,
+    begun: bool,
     sources: &[*const u8],
     offset: usize,
     accumulator: &mut [T::Accumulator],
-    rounded: &mut [T],
+    scratch: &mut [[T; 2]],
 ) {
-    for source in sources {
-        // SAFETY: readable by the caller's contract; the alignment is checked before a slice is made of it, and
-        // unaligned data is copied to `rounded`, which is scratch until the block is finished.
-        let values: &[T] = unsafe {
-            let source = source.add(offset);
-            if source.cast::<T>().is_aligned() {
-                std::slice::from_raw_parts(source.cast::<T>(), rounded.len())
-            } else {
+    let count = accumulator.len();
+    // Unaligned data is copied first.
+    let (first_copy, second_copy) = scratch.as_flattened_mut().split_at_mut(count);
+    let aligned = |source: *const u8, copied: *mut T| {
+        // SAFETY: readable by the caller's contract; the alignment is checked before a slice is made of it, and the
+        // copies have room for this many elements.
+        unsafe {
+            let mut values = source.add(offset).cast::<T>();
+            if !values.is_aligned() {
                 std::ptr::copy_nonoverlapping(
-                    source,
-                    rounded.as_mut_ptr().cast::<u8>(),
-                    size_of_val(rounded),
+                    values.cast::<u8>(),
+                    copied.cast::<u8>(),
+                    count * size_of::<T>(),
                 );
-                rounded
+                values = copied;
             }
-        };
-        if begun {
-            T::combine(op, accumulator, values);
-        } else {
-            T::load(values, accumulator);
-            begun = true;
+            std::slice::from_raw_parts(values, count)
         }
+    };
+    let rest = match sources {
+        [first, second, rest @ ..] if !begun => {
+            let second = aligned(*second, second_copy.as_mut_ptr());
+            T::begin(op, aligned(*first, first_copy.as_mut_ptr()), second, accumulator);
+            rest
+        }
+        [first, rest @ ..] if !begun => {
+            T::load(aligned(*first, first_copy.as_mut_ptr()), accumulator);
+            rest
+        }
+        rest => rest,
+    };
+    for source in rest {
+        T::combine(op, accumulator, aligned(*source, first_copy.as_mut_ptr()));
     }
 }
 
@@ -95,8 +111,20 @@ macro_rules! each {
     };
 }
 
+macro_rules! pairs {
+    ($accumulator:ident, $first:ident, $second:ident, |$a:ident, $b:ident| $value:expr) => {
+        for ((slot, first), second) in $accumulator.iter_mut().zip($first).zip($second) {
+            let ($a, $b) = (*first, *second);
+            *slot = $value;
+        }
+    };
+}
+
 /// Arithmetic of the plain float types, so that `f32` and `f64` share their loops.
-trait Float: Copy + PartialOrd + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> {}
+trait Float:
+    Copy + PartialOrd + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> + std::ops::Div<Output = Self>
+{
+}
 impl Float for f32 {}
 impl Float for f64 {}
 
@@ -126,6 +154,18 @@ dispatched! {
     }
 }
 
+dispatched! {
+    fn divide_floats<F: Float>(accumulator: &mut [F], ranks: F) {
+        accumulator.iter_mut().for_each(|sum| *sum = *sum / ranks);
+    }
+}
+
+dispatched! {
+    fn add_floats<F: Float>(first: &[F], second: &[F], accumulator: &mut [F]) {
+        pairs!(accumulator, first, second, |a, b| a + b)
+    }
+}
+
 macro_rules! float {
     ($type:ty) => {
         impl Accumulate for $type {
@@ -139,11 +179,19 @@ macro_rules! float {
                 combine_floats(op, accumulator, source);
             }
 
-            fn finish(op: ReduceOp, accumulator: &[Self], out: &mut [Self], ranks: usize) {
-                out.copy_from_slice(accumulator);
-                if op == ReduceOp::Avg {
-                    out.iter_mut().for_each(|value| *value /= ranks as $type);
+            fn begin(op: ReduceOp, first: &[Self], second: &[Self], accumulator: &mut [Self]) {
+                if let ReduceOp::Sum | ReduceOp::Avg = op {
+                    return add_floats(first, second, accumulator);
                 }
+                Self::load(first, accumulator);
+                Self::combine(op, accumulator, second);
+            }
+
+            fn finish(op: ReduceOp, accumulator: &mut [Self], out: &mut [Self], ranks: usize) {
+                if op == ReduceOp::Avg {
+                    divide_floats(accumulator, ranks as $type);
+                }
+                out.copy_from_slice(accumulator);
             }
         }
     };
@@ -189,8 +237,10 @@ dispatched! {
     }
 }
 
-fn divide(accumulator: &[f32], ranks: usize) -> Vec<f32> {
-    accumulator.iter().map(|sum| sum / ranks as f32).collect()
+dispatched! {
+    fn add_bf16(first: &[bf16], second: &[bf16], accumulator: &mut [f32]) {
+        pairs!(accumulator, first, second, |a, b| widen_bf16(a) + widen_bf16(b))
+    }
 }
 
 impl Accumulate for bf16 {
@@ -204,12 +254,19 @@ impl Accumulate for bf16 {
         combine_bf16(op, accumulator, source);
     }
 
-    fn finish(op: ReduceOp, accumulator: &[f32], out: &mut [Self], ranks: usize) {
-        if op == ReduceOp::Avg {
-            round_bf16(&divide(accumulator, ranks), out);
-        } else {
-            round_bf16(accumulator, out);
+    fn begin(op: ReduceOp, first: &[Self], second: &[Self], accumulator: &mut [f32]) {
+        if let ReduceOp::Sum | ReduceOp::Avg = op {
+            return add_bf16(first, second, accumulator);
         }
+        Self::load(first, accumulator);
+        Self::combine(op, accumulator, second);
+    }
+
+    fn finish(op: ReduceOp, accumulator: &mut [f32], out: &mut [Self], ranks: usize) {
+        if op == ReduceOp::Avg {
+            divide_floats(accumulator, ranks as f32);
+        }
+        round_bf16(accumulator, out);
     }
 }
 
@@ -229,12 +286,11 @@ impl Accumulate for f16 {
         }
     }
 
-    fn finish(op: ReduceOp, accumulator: &[f32], out: &mut [Self], ranks: usize) {
+    fn finish(op: ReduceOp, accumulator: &mut [f32], out: &mut [Self], ranks: usize) {
         if op == ReduceOp::Avg {
-            out.convert_from_f32_slice(&divide(accumulator, ranks));
-        } else {
-            out.convert_from_f32_slice(accumulator);
+            divide_floats(accumulator, ranks as f32);
         }
+        out.convert_from_f32_slice(accumulator);
     }
 }
 
@@ -282,7 +338,7 @@ macro_rules! integer {
                 combine_integers(op, accumulator, source);
             }
 
-            fn finish(_op: ReduceOp, accumulator: &[Self], out: &mut [Self], _ranks: usize) {
+            fn finish(_op: ReduceOp, accumulator: &mut [Self], out: &mut [Self], _ranks: usize) {
                 out.copy_from_slice(accumulator);
             }
         }
@@ -319,7 +375,7 @@ impl Accumulate for Flag {
         }
     }
 
-    fn finish(_op: ReduceOp, accumulator: &[u8], out: &mut [Self], _ranks: usize) {
-        out.iter_mut().zip(accumulator).for_each(|(slot, flag)| *slot = Flag(*flag));
+    fn finish(_op: ReduceOp, accumulator: &mut [u8], out: &mut [Self], _ranks: usize) {
+        out.iter_mut().zip(accumulator.iter()).for_each(|(slot, flag)| *slot = Flag(*flag));
     }
 }
