@@ -26,6 +26,8 @@ const FEW_ROWS: usize = 1024;
 const PANEL_ROWS: usize = 512;
 /// Columns of a task's panel, at most: the right operand's slice takes half of the second-level cache.
 const PANEL_COLUMNS: usize = 512;
+/// Rows this far apart share one set of the first-level cache, which cannot hold a block of them: they are copied first.
+const ONE_SET: usize = 4096 / size_of::<bf16>();
 /// Blocks of lines that one packing task brings into tiles: neighbours share pages.
 const PACKED_TOGETHER: usize = 8;
 
@@ -247,7 +249,7 @@ impl Panel<'_> {
                 let row = row0 + down_block * BLOCK;
                 let a = match &self.left {
                     Some(packed) => Left::packed(packed.block(row / BLOCK, step0)),
-                    None if row + BLOCK <= row1 => {
+                    None if row + BLOCK <= row1 && !self.a.row_stride.is_multiple_of(ONE_SET) => {
                         let start = self.a.index(row, k0);
                         assert!(self.a.elements.len() > self.a.index(row + BLOCK - 1, k1 - 1));
                         Left::in_place(&self.a.elements[start..], self.a.row_stride)
