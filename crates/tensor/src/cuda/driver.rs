@@ -17,6 +17,9 @@ const MIN_CAPABILITY: (i32, i32) = (8, 0);
 /// The first generation whose kernels may start before the one in front has ended.
 const OVERLAP_CAPABILITY: (i32, i32) = (9, 0);
 
+/// A kernel that wants more shared memory than this must ask for it.
+const UNASKED_SHARED_BYTES: u32 = 48 << 10;
+
 /// A failed call of a CUDA library.
 pub(crate) fn failed(op: &'static str, what: impl std::fmt::Display) -> TensorError {
     TensorError::Device { op, device: "cuda".into(), what: what.to_string() }
@@ -108,6 +111,8 @@ pub(crate) struct Driver {
     pub(crate) capability: (i32, i32),
     /// How many blocks run side by side at least.
     pub(crate) multiprocessors: u32,
+    /// The most shared memory that a block may ask for.
+    pub(crate) shared_bytes: usize,
 }
 
 // SAFETY: contexts and streams may be used from any thread that has made the context current, which `bind` does.
@@ -145,13 +150,15 @@ impl Driver {
         }
         let multiprocessors =
             u32::try_from(attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?).unwrap_or(1);
+        let shared_bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let shared_bytes = usize::try_from(shared_bytes).unwrap_or(0);
         // SAFETY: the device exists; the context is released when this object is dropped.
         let context = unsafe { cu::primary_ctx::retain(device) }.during(OP)?;
         // SAFETY: the context was just retained.
         unsafe { cu::ctx::set_current(context) }.during(OP)?;
         CURRENT.set(context as usize);
         let stream = cu::stream::create(cu::stream::StreamKind::NonBlocking).during(OP)?;
-        Ok(Driver { ordinal, device, context, stream, name, capability, multiprocessors })
+        Ok(Driver { ordinal, device, context, stream, name, capability, multiprocessors, shared_bytes })
     }
 
     /// Makes the context current on this thread.
@@ -211,6 +218,13 @@ impl Driver {
             attrs: &mut early,
             numAttrs: u32::from(overlaps),
         };
+        if shared_bytes > UNASKED_SHARED_BYTES {
+            use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED;
+            // SAFETY: the function is a loaded kernel.
+            unsafe { sys::cuFuncSetAttribute(function, SHARED, shared_bytes as i32) }
+                .result()
+                .during("ask for shared memory")?;
+        }
         // SAFETY: the caller's promise.
         unsafe { sys::cuLaunchKernelEx(&launch, function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
             .result()

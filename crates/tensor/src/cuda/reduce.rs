@@ -42,25 +42,45 @@ pub(super) fn sum_rows(backend: &CudaBackend, x: &Tensor, target: &Tensor) -> Re
     if width == 0 {
         return Ok(());
     }
-    let tiles = width.div_ceil(256);
-    // Enough blocks to fill the device several times over, but no slice under 64 rows.
-    let slices = (backend.driver.multiprocessors as usize * 8).div_ceil(tiles).min(rows.div_ceil(64)).max(1);
-    let slice_rows = rows.div_ceil(slices).max(1);
-    let partial = backend.scratch(slices * width * 4)?;
+    let tiles = Tiles::new(backend, rows, width, 4);
+    let partial = backend.scratch(tiles.slices * width * 4)?;
     let kernel = kernel("sum_rows", x.dtype(), "sum_rows_partial")?;
     launch!(
         backend,
         kernel,
-        [tiles as u32, slices as u32, 1],
-        [32, 8, 1],
+        tiles.grid(),
+        Tiles::BLOCK,
         0,
         rows as u64,
         width as u64,
-        slice_rows as u64,
+        tiles.slice_rows as u64,
         at(x),
         partial.address()
     )?;
-    finish_rows(backend, slices, width, &[(partial.address(), target)])
+    finish_rows(backend, tiles.slices, width, &[(partial.address(), target)])
+}
+
+/// How a pass that sums columns spreads a matrix: tiles of 256 columns, slices of rows.
+pub(super) struct Tiles {
+    tiles: usize,
+    pub(super) slices: usize,
+    pub(super) slice_rows: usize,
+}
+
+impl Tiles {
+    pub(super) const BLOCK: [u32; 3] = [32, 8, 1];
+
+    /// About so many blocks for each multiprocessor, but no slice under 64 rows.
+    pub(super) fn new(backend: &CudaBackend, rows: usize, width: usize, per_multiprocessor: usize) -> Tiles {
+        let tiles = width.div_ceil(256);
+        let blocks = backend.driver.multiprocessors as usize * per_multiprocessor;
+        let slices = blocks.div_ceil(tiles).min(rows.div_ceil(64)).max(1);
+        Tiles { tiles, slices, slice_rows: rows.div_ceil(slices).max(1) }
+    }
+
+    pub(super) fn grid(&self) -> [u32; 3] {
+        [self.tiles as u32, self.slices as u32, 1]
+    }
 }
 
 /// Threads for a block that walks a row.
@@ -198,6 +218,9 @@ struct LossSpec {
     z_loss: f32,
 }
 
+/// Shared memory of `cross_entropy_held` beside the row.
+const HELD_PARTS_BYTES: usize = 768;
+
 fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
     Ok(Kernel { source: Source::Loss, defines: [real("cross_entropy", dtype)?, "", ""], name })
 }
@@ -219,18 +242,36 @@ pub(super) fn cross_entropy_rows(
         smoothing: options.label_smoothing,
         z_loss: options.z_loss,
     };
-    // A row of 16-bit logits stays in the registers of a full block.
+    // A row of 16-bit logits stays in the registers of a full block, and the next fits into shared memory.
+    let row_bytes = classes * logits.dtype().size_bytes();
     let held = logits.dtype().size_bytes() == 2
         && classes.is_multiple_of(8)
         && (4096..=57_344).contains(&classes)
+        && row_bytes + HELD_PARTS_BYTES <= backend.driver.shared_bytes
         && at(logits).is_multiple_of(16);
-    let (name, threads) = match held {
-        true => ("cross_entropy_held", 1024),
-        false => ("cross_entropy", (classes.div_ceil(16).next_multiple_of(32)).clamp(32, 1024) as u32),
-    };
+    let (with_gradient, op) = (i32::from(with_gradient), op_number("cross_entropy"));
+    if held {
+        return launch!(
+            backend,
+            loss_kernel(logits.dtype(), "cross_entropy_held")?,
+            [backend.driver.multiprocessors.min(rows as u32), 1, 1],
+            [1024, 1, 1],
+            row_bytes as u32,
+            rows as u64,
+            classes as u64,
+            at(logits),
+            at(targets),
+            at(losses),
+            spec,
+            with_gradient,
+            op,
+            backend.fault
+        );
+    }
+    let threads = (classes.div_ceil(16).next_multiple_of(32)).clamp(32, 1024) as u32;
     launch!(
         backend,
-        loss_kernel(logits.dtype(), name)?,
+        loss_kernel(logits.dtype(), "cross_entropy")?,
         [rows as u32, 1, 1],
         [threads, 1, 1],
         0,
@@ -239,8 +280,8 @@ pub(super) fn cross_entropy_rows(
         at(targets),
         at(losses),
         spec,
-        i32::from(with_gradient),
-        op_number("cross_entropy"),
+        with_gradient,
+        op,
         backend.fault
     )
 }

@@ -51,6 +51,37 @@ template <class T> struct alignas(sizeof(T) * 8 < 16 ? sizeof(T) * 8 : 16) Pack 
 template <class T> __device__ __forceinline__ Pack<T> load8(const T* at) { return *(const Pack<T>*)at; }
 template <class T> __device__ __forceinline__ void store8(T* at, const Pack<T>& pack) { *(Pack<T>*)at = pack; }
 
+// Eight rounded at once: two 16-bit values take one instruction.
+template <class T> struct Narrow8 {
+    __device__ static Pack<T> from(const float* v) {
+        Pack<T> pack;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) pack.v[j] = narrow<T>(v[j]);
+        return pack;
+    }
+};
+template <> struct Narrow8<bf16> {
+    __device__ static Pack<bf16> from(const float* v) {
+        uint4 words;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words.x) : "f"(v[1]), "f"(v[0]));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words.y) : "f"(v[3]), "f"(v[2]));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words.z) : "f"(v[5]), "f"(v[4]));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words.w) : "f"(v[7]), "f"(v[6]));
+        return *(Pack<bf16>*)&words;
+    }
+};
+template <> struct Narrow8<f16> {
+    __device__ static Pack<f16> from(const float* v) {
+        uint4 words;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words.x) : "f"(v[1]), "f"(v[0]));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words.y) : "f"(v[3]), "f"(v[2]));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words.z) : "f"(v[5]), "f"(v[4]));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words.w) : "f"(v[7]), "f"(v[6]));
+        return *(Pack<f16>*)&words;
+    }
+};
+template <class T> __device__ __forceinline__ Pack<T> narrow8(const float* v) { return Narrow8<T>::from(v); }
+
 __device__ __forceinline__ bool aligned16(const void* a) { return ((u64)a & 15) == 0; }
 __device__ __forceinline__ bool aligned16(const void* a, const void* b) { return (((u64)a | (u64)b) & 15) == 0; }
 __device__ __forceinline__ bool aligned16(const void* a, const void* b, const void* c) {
@@ -124,6 +155,19 @@ __device__ __forceinline__ void block_sum2(float& a, float& b) {
     b = warp_sum(lane < warps ? parts[1][lane] : 0.0f);
 }
 
+// Of a block of 32 × 8 threads, each with the sums of 8 neighbouring columns: leaves partial[blockIdx.y, column].
+__device__ __forceinline__ void leave_columns(const float* sums, u64 width, float* partial) {
+    __shared__ float parts[8][257];
+    #pragma unroll
+    for (int j = 0; j < 8; j++) parts[threadIdx.y][threadIdx.x * 8 + j] = sums[j];
+    __syncthreads();
+    int thread = threadIdx.y * 32 + threadIdx.x;
+    u64 own = blockIdx.x * 256ull + thread;
+    float sum = 0.0f;
+    for (int r = 0; r < 8; r++) sum += parts[r][thread];
+    if (own < width) partial[blockIdx.y * width + own] = sum;
+}
+
 // Philox 4x32-10, the same numbers as the host's.
 struct RandomKey { u64 seed; u32 stream; u32 step; };
 struct Words { u32 w[4]; };
@@ -161,6 +205,12 @@ __device__ __forceinline__ u64 checked(i64 index, u64 position, u64 limit, u64 o
 // Functions of one element, by the numbers that the host gives them.
 enum { GELU_ERF, GELU_TANH, QUICK_GELU, SILU, RELU, TANH, SIGMOID, NEG, EXP, LOG, SQRT, SQUARE, ABS, RECIPROCAL, AFFINE, POWER };
 
+// The exponential without what denormal results cost.
+__device__ __forceinline__ float quick_exp(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.4426950f));
+    return power;
+}
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 // Within 2e-7 of the hyperbolic tangent, in a quarter of its instructions.
 __device__ __forceinline__ float quick_tanh(float x) { return 1.0f - __fdividef(2.0f, __expf(fminf(2.0f * x, 80.0f)) + 1.0f); }

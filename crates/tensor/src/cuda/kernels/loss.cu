@@ -69,65 +69,103 @@ extern "C" __global__ void cross_entropy(u64 classes, REAL* logits, const i64* t
     }
 }
 
-// The same where the whole row stays in the registers of 1,024 threads: one read, one write.
+// Copies into shared memory that go on behind the thread's back.
+__device__ __forceinline__ void fetch16(void* shared, const void* from) {
+    u32 at = u32(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at), "l"(from) : "memory");
+}
+__device__ __forceinline__ void await_fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The same where a row stays in the registers of 1,024 threads: one read, one write. Each block walks many rows, and the
+// next one comes into shared memory meanwhile; a thread only ever meets its own packs there, so it waits for no other.
 #define HELD 7
-extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 classes, REAL* logits, const i64* targets, float* losses,
-                                                                      LossSpec spec, int with_gradient, u64 op, Fault* fault) {
-    REAL* row = logits + blockIdx.x * classes;
-    i64 target = targets[blockIdx.x];
-    int packs = int(classes / 8);
-    Pack<REAL> held[HELD];
-    if (target == spec.ignore_index) {
-        if (threadIdx.x == 0) losses[blockIdx.x] = 0.0f;
-        if (!with_gradient) return;
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 rows, u64 classes, REAL* logits, const i64* targets,
+                                                                      float* losses, LossSpec spec, int with_gradient, u64 op, Fault* fault) {
+    extern __shared__ uint4 next[];
+    // Maximum, sum of exponentials, sum: of each warp. A warp may be a row ahead of another, never two.
+    __shared__ float parts[2][3][32];
+    int packs = int(classes / 8), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, turn = 0;
+    auto fetch = [&](u64 r) {
+        if (r >= rows) return;
         #pragma unroll
-        for (int j = 0; j < 8; j++) held[0].v[j] = narrow<REAL>(0.0f);
-        for (int p = threadIdx.x; p < packs; p += 1024) store8(row + p * 8, held[0]);
-        return;
-    }
-    u64 chosen = checked(target, blockIdx.x, classes, op, fault);
-    float target_logit = widen(row[chosen]);
-    float largest = -INFINITY, plain = 0.0f;
-    #pragma unroll
-    for (int h = 0; h < HELD; h++) {
-        int p = h * 1024 + threadIdx.x;
-        if (p < packs) held[h] = load8(row + p * 8);
-    }
-    #pragma unroll
-    for (int h = 0; h < HELD; h++) {
-        if (h * 1024 + int(threadIdx.x) >= packs) continue;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            float v = widen(held[h].v[j]);
-            largest = fmaxf(largest, v);
-            plain += v;
+        for (int h = 0; h < HELD; h++) {
+            int p = h * 1024 + threadIdx.x;
+            if (p < packs) fetch16(next + p, logits + r * classes + p * 8);
         }
-    }
-    float most = block_max(largest), total = 0.0f;
-    #pragma unroll
-    for (int h = 0; h < HELD; h++) {
-        if (h * 1024 + int(threadIdx.x) >= packs) continue;
+    };
+    fetch(blockIdx.x);
+    for (u64 r = blockIdx.x; r < rows; r += gridDim.x) {
+        REAL* row = logits + r * classes;
+        i64 target = targets[r];
+        bool counts = target != spec.ignore_index;
+        u64 chosen = counts ? checked(target, r, classes, op, fault) : 0;
+        // Whoever has the target's pack reads it before, and writes its gradient after the others of the pack.
+        bool owner = int(chosen / 8) % 1024 == int(threadIdx.x);
+        float target_logit = owner ? widen(row[chosen]) : 0.0f;
+        Pack<REAL> held[HELD];
+        // Finite, so that a difference to it is a number; what lies below adds nothing to a sum of exponentials.
+        float largest = -1e38f, total = 0.0f, plain = 0.0f;
+        await_fetched();
         #pragma unroll
-        for (int j = 0; j < 8; j++) total += __expf(widen(held[h].v[j]) - most);
-    }
-    total = block_sum(total);
-    float mean_logit = spec.smoothing > 0.0f ? block_sum(plain) / classes : 0.0f;
-    float log_total = most + logf(total);
-    if (threadIdx.x == 0)
-        losses[blockIdx.x] = log_total - (1.0f - spec.smoothing) * target_logit - spec.smoothing * mean_logit + spec.z_loss * log_total * log_total;
-    if (!with_gradient) return;
-    float scale = (1.0f + 2.0f * spec.z_loss * log_total) / total;
-    float uniform = spec.smoothing / classes, hit = 1.0f - spec.smoothing;
-    #pragma unroll
-    for (int h = 0; h < HELD; h++) {
-        int p = h * 1024 + threadIdx.x;
-        if (p >= packs) continue;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            float g = __expf(widen(held[h].v[j]) - most) * scale - uniform;
-            held[h].v[j] = narrow<REAL>(p * 8 + j == chosen ? g - hit : g);
+        for (int h = 0; h < HELD; h++) {
+            int p = h * 1024 + threadIdx.x;
+            if (p < packs) held[h] = *(Pack<REAL>*)(next + p);
         }
-        store8(row + p * 8, held[h]);
+        #pragma unroll
+        for (int h = 0; h < HELD; h++) {
+            if (h * 1024 + int(threadIdx.x) >= packs) continue;
+            #pragma unroll
+            for (int j = 0; j < 8; j++) largest = fmaxf(largest, widen(held[h].v[j]));
+        }
+        fetch(r + gridDim.x);
+        if (!counts) {
+            if (threadIdx.x == 0) losses[r] = 0.0f;
+            if (with_gradient) for (int p = threadIdx.x; p < packs; p += 1024) *(uint4*)(row + p * 8) = uint4{0, 0, 0, 0};
+            continue;
+        }
+        #pragma unroll
+        for (int h = 0; h < HELD; h++) {
+            if (h * 1024 + int(threadIdx.x) >= packs) continue;
+            #pragma unroll
+            for (int j = 0; j < 8; j++) total += quick_exp(widen(held[h].v[j]) - largest);
+        }
+        if (spec.smoothing > 0.0f) {
+            #pragma unroll
+            for (int h = 0; h < HELD; h++) {
+                if (h * 1024 + int(threadIdx.x) >= packs) continue;
+                #pragma unroll
+                for (int j = 0; j < 8; j++) plain += widen(held[h].v[j]);
+            }
+        }
+        float most = warp_max(largest);
+        total = warp_sum(total * quick_exp(largest - most));
+        plain = warp_sum(plain);
+        if (lane == 0) {
+            parts[turn][0][warp] = most;
+            parts[turn][1][warp] = total;
+            parts[turn][2][warp] = plain;
+        }
+        __syncthreads();
+        largest = parts[turn][0][lane];
+        most = warp_max(largest);
+        total = warp_sum(parts[turn][1][lane] * quick_exp(largest - most));
+        float mean_logit = warp_sum(parts[turn][2][lane]) / classes, log_total = most + logf(total);
+        turn ^= 1;
+        if (owner)
+            losses[r] = log_total - (1.0f - spec.smoothing) * target_logit - spec.smoothing * mean_logit + spec.z_loss * log_total * log_total;
+        if (!with_gradient) continue;
+        float scale = (1.0f + 2.0f * spec.z_loss * log_total) / total;
+        float uniform = spec.smoothing / classes, hit = 1.0f - spec.smoothing;
+        #pragma unroll
+        for (int h = 0; h < HELD; h++) {
+            int p = h * 1024 + threadIdx.x;
+            if (p >= packs) continue;
+            float g[8];
+            #pragma unroll
+            for (int j = 0; j < 8; j++) g[j] = quick_exp(widen(held[h].v[j]) - most) * scale - uniform;
+            store8(row + p * 8, narrow8<REAL>(g));
+        }
+        if (owner) row[chosen] = narrow<REAL>(quick_exp(target_logit - most) * scale - uniform - hit);
     }
 }
 

@@ -3,31 +3,29 @@
 // Stage one of a sum over rows: block (column tile, row slice) leaves its sums in partial[slice, column].
 extern "C" __global__ void sum_rows_partial(u64 rows, u64 width, u64 slice_rows, const REAL* x, float* partial) {
     // 32 threads along columns, 8 along rows; each thread has 8 neighbouring columns.
-    __shared__ float parts[8][257];
     u64 column = (blockIdx.x * 32ull + threadIdx.x) * 8;
     u64 first = blockIdx.y * slice_rows, last = first + slice_rows < rows ? first + slice_rows : rows;
     float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     bool wide = aligned16(x) && width % 8 == 0;
-    if (column < width) {
-        for (u64 r = first + threadIdx.y; r < last; r += 8) {
-            if (wide) {
-                Pack<REAL> row = load8(x + r * width + column);
+    if (column < width && wide) {
+        // Several rows under way at a time.
+        for (u64 r = first + threadIdx.y; r < last; r += 32) {
+            Pack<REAL> row[4];
+            #pragma unroll
+            for (int k = 0; k < 4; k++) if (r + 8 * k < last) row[k] = load8(x + (r + 8 * k) * width + column);
+            #pragma unroll
+            for (int k = 0; k < 4; k++) {
+                if (r + 8 * k >= last) continue;
                 #pragma unroll
-                for (int j = 0; j < 8; j++) sums[j] += widen(row.v[j]);
-            } else {
-                #pragma unroll
-                for (int j = 0; j < 8; j++) if (column + j < width) sums[j] += widen(x[r * width + column + j]);
+                for (int j = 0; j < 8; j++) sums[j] += widen(row[k].v[j]);
             }
         }
+    } else if (column < width) {
+        for (u64 r = first + threadIdx.y; r < last; r += 8)
+            #pragma unroll
+            for (int j = 0; j < 8; j++) if (column + j < width) sums[j] += widen(x[r * width + column + j]);
     }
-    #pragma unroll
-    for (int j = 0; j < 8; j++) parts[threadIdx.y][threadIdx.x * 8 + j] = sums[j];
-    __syncthreads();
-    int thread = threadIdx.y * 32 + threadIdx.x;
-    u64 own = blockIdx.x * 256ull + thread;
-    float sum = 0.0f;
-    for (int r = 0; r < 8; r++) sum += parts[r][thread];
-    if (own < width) partial[blockIdx.y * width + own] = sum;
+    leave_columns(sums, width, partial);
 }
 
 // Stage two: sums partial[slices, width] over slices. 32 columns and 32 slices at a time.
