@@ -9,11 +9,18 @@ use crate::tensor::Tensor;
 /// Up to so many rows a kernel takes about as long to be placed as to run.
 const DECODING_ROWS: usize = 4;
 
+/// Rows up to this width of 16-bit values are taken by a warp each in backward, which then waits for no other,
+const WARP_WIDTH: usize = 1024;
+/// so many to a block.
+const WARPS: u32 = 4;
+
 /// How a row is spread over threads.
 struct Shape {
     threads: u32,
     /// How many packs of eight each thread holds; `None` when a row does not stay in registers.
     packs: Option<&'static str>,
+    /// How many rows a block works on at a time.
+    teams: u32,
 }
 
 impl Shape {
@@ -27,11 +34,34 @@ impl Shape {
             3 | 4 => Some("PACKS=4"),
             _ => None,
         };
-        Shape { threads: threads as u32, packs }
+        Shape { threads: threads as u32, packs, teams: 1 }
+    }
+
+    /// The same in backward.
+    fn backward(width: usize, dtype: DType, operands: &[u64]) -> Shape {
+        let shape = Shape::new(width, operands);
+        let packs = match width.div_ceil(256) {
+            _ if shape.packs.is_none() || width > WARP_WIDTH || dtype.size_bytes() != 2 => return shape,
+            0 | 1 => "PACKS=1",
+            2 => "PACKS=2",
+            3 => "PACKS=3",
+            _ => "PACKS=4",
+        };
+        Shape { threads: 32, packs: Some(packs), teams: WARPS }
+    }
+
+    /// How many blocks a multiprocessor has room for.
+    fn resident(&self) -> usize {
+        match (self.teams, self.packs) {
+            (1, _) => (1024 / self.threads).clamp(1, 10) as usize,
+            (_, Some("PACKS=4")) => 3,
+            _ => 4,
+        }
     }
 
     fn kernel(&self, dtype: DType, held: &'static str, any: &'static str) -> Result<Kernel> {
-        let defines = [real("norm", dtype)?, self.packs.unwrap_or("PACKS=1"), ""];
+        let teams = if self.teams == 1 { "TEAMS=1" } else { "TEAMS=4" };
+        let defines = [real("norm", dtype)?, self.packs.unwrap_or("PACKS=1"), teams];
         Ok(Kernel { source: Source::Norm, defines, name: if self.packs.is_some() { held } else { any } })
     }
 }
@@ -103,11 +133,12 @@ pub(super) fn norm_backward(
         return Ok(());
     }
     let (w, more) = (at_option(weight), at_option(dsum));
-    let shape = Shape::new(width, &[at(x), w, at(dy), more, at(dx)]);
+    let shape = Shape::backward(width, x.dtype(), &[at(x), w, at(dy), more, at(dx)]);
     let kernel = shape.kernel(x.dtype(), "norm_backward", "norm_backward_any")?;
     // Each block leaves one row of partial sums: as many blocks as run at once, no more.
-    let per_multiprocessor = (1024 / shape.threads).clamp(1, 10) as usize;
-    let blocks = (backend.driver.multiprocessors as usize * per_multiprocessor).min(rows);
+    let blocks =
+        (backend.driver.multiprocessors as usize * shape.resident()).min(rows.div_ceil(shape.teams as usize));
+    let shared_bytes = if shape.teams > 1 { shape.teams * width as u32 * 4 } else { 0 };
     let bytes = blocks * width * 4;
     let partial = |wanted: Option<&Tensor>| wanted.map(|_| backend.scratch(bytes)).transpose();
     let (weight_parts, bias_parts) = (partial(dweight)?, partial(dbias)?);
@@ -117,8 +148,8 @@ pub(super) fn norm_backward(
         backend,
         kernel,
         [blocks as u32, 1, 1],
-        [shape.threads, 1, 1],
-        0,
+        [shape.threads, shape.teams, 1],
+        shared_bytes,
         rows as u64,
         width as u64,
         kind_number(kind),

@@ -1,8 +1,7 @@
-// Layer norm and RMS norm, forward and backward. One block per row in forward; in backward each block walks many rows
-// and keeps its share of the weight's gradient in registers.
+// Layer norm and RMS norm, forward and backward. One block per row in forward; in backward each block walks many rows,
+// TEAMS at a time, and keeps its share of the weight's gradient in registers.
 //
 // A row of up to 8·PACKS·threads elements stays in registers between the passes over it.
-
 
 enum { LAYER, RMS };
 
@@ -90,67 +89,105 @@ extern "C" __global__ void norm_forward_any(u64 width, int kind, float eps, cons
     }
 }
 
-extern "C" __global__ void norm_backward(u64 rows, u64 width, int kind, const REAL* x, const REAL* weight, const float* mean,
-                                         const float* rstd, const REAL* dy, const REAL* dsum, REAL* dx, float* dweight, float* dbias) {
-    float dw[PACKS][8], db[PACKS][8], w[PACKS][8];
+// Keeps the compiler from holding on to what it made of a pack: making it again costs less than the registers.
+template <class T> __device__ __forceinline__ void forget(Pack<T>& pack) {
+    u32* words = (u32*)&pack;
+    #pragma unroll
+    for (int k = 0; k < int(sizeof(pack) / 4); k++) asm volatile("" : "+r"(words[k]));
+}
+
+// The sums of one block: those of its teams are added in order.
+__device__ __forceinline__ void leave_sums(const float (*own)[8], u64 width, float* sums) {
+    extern __shared__ float of_teams[];
+    if (TEAMS > 1) __syncthreads();
+    float* target = TEAMS > 1 ? of_teams + threadIdx.y * width : sums + blockIdx.x * width;
     #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        u64 c = (p * (u64)blockDim.x + threadIdx.x) * 8;
+        u32 c = (p * blockDim.x + threadIdx.x) * 8;
+        if (c >= width) continue;
         #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            dw[p][j] = db[p][j] = 0.0f;
-            w[p][j] = weight && c < width ? widen(weight[c + j]) : 1.0f;
-        }
+        for (int j = 0; j < 8; j++) target[c + j] = own[p][j];
     }
-    for (u64 r = blockIdx.x; r < rows; r += gridDim.x) {
+    if (TEAMS == 1) return;
+    __syncthreads();
+    for (u32 c = threadIdx.y * blockDim.x + threadIdx.x; c < width; c += blockDim.x * TEAMS) {
+        float sum = 0.0f;
+        for (int team = 0; team < TEAMS; team++) sum += of_teams[team * width + c];
+        sums[blockIdx.x * width + c] = sum;
+    }
+}
+
+// A team of threads has a row: a warp each where TEAMS share a block, else the block. What counts is how many rows are under
+// way, so registers hold rows as they were read.
+#if TEAMS > 1
+#define BOUNDS __launch_bounds__(32 * TEAMS, PACKS > 3 ? 3 : 4)
+#else
+#define BOUNDS __launch_bounds__(512)
+#endif
+extern "C" __global__ void BOUNDS norm_backward(u64 rows, u64 width, int kind, const REAL* x, const REAL* weight, const float* mean,
+                                                const float* rstd, const REAL* dy, const REAL* dsum, REAL* dx, float* dweight, float* dbias) {
+    float dw[PACKS][8], db[PACKS][8];
+    Pack<REAL> w[PACKS];
+    #pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        u32 c = (p * blockDim.x + threadIdx.x) * 8;
+        if (weight && c < width) w[p] = load8(weight + c);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) dw[p][j] = db[p][j] = 0.0f;
+    }
+    for (u64 r = blockIdx.x * (u64)TEAMS + threadIdx.y; r < rows; r += gridDim.x * (u64)TEAMS) {
         u64 start = r * width;
-        float average = mean[r], scale = rstd[r];
-        float normal[PACKS][8], gradient[PACKS][8];
-        float along = 0.0f, shift = 0.0f;
+        Pack<REAL> a[PACKS], d[PACKS], more[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            u64 c = (p * (u64)blockDim.x + threadIdx.x) * 8;
+            u32 c = (p * blockDim.x + threadIdx.x) * 8;
             if (c >= width) continue;
-            Pack<REAL> a = load8(x + start + c), d = load8(dy + start + c);
+            a[p] = load8(x + start + c);
+            d[p] = load8(dy + start + c);
+            if (dsum) more[p] = load8(dsum + start + c);
+        }
+        float average = mean[r], scale = rstd[r], along = 0.0f, shift = 0.0f;
+        #pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if ((p * blockDim.x + threadIdx.x) * 8 >= width) continue;
+            forget(w[p]);
             #pragma unroll
             for (int j = 0; j < 8; j++) {
-                float v = (widen(a.v[j]) - average) * scale, g = widen(d.v[j]);
+                float v = (widen(a[p].v[j]) - average) * scale, g = widen(d[p].v[j]);
                 dw[p][j] += g * v;
                 db[p][j] += g;
-                g *= w[p][j];
-                normal[p][j] = v;
-                gradient[p][j] = g;
+                if (weight) g *= widen(w[p].v[j]);
                 along += g * v;
                 shift += g;
             }
+            forget(a[p]);
+            forget(d[p]);
         }
-        block_sum2(along, shift);
+        if (TEAMS > 1) {
+            along = warp_sum(along);
+            shift = warp_sum(shift);
+        } else {
+            block_sum2(along, shift);
+        }
         along /= width;
         shift = kind == LAYER ? shift / width : 0.0f;
         #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            u64 c = (p * (u64)blockDim.x + threadIdx.x) * 8;
+            u32 c = (p * blockDim.x + threadIdx.x) * 8;
             if (c >= width) continue;
-            Pack<REAL> more, out;
-            if (dsum) more = load8(dsum + start + c);
+            float out[8];
             #pragma unroll
             for (int j = 0; j < 8; j++) {
-                float v = scale * (gradient[p][j] - shift - normal[p][j] * along);
-                out.v[j] = narrow<REAL>(dsum ? v + widen(more.v[j]) : v);
+                float v = (widen(a[p].v[j]) - average) * scale, g = widen(d[p].v[j]);
+                if (weight) g *= widen(w[p].v[j]);
+                out[j] = scale * (g - shift - v * along);
+                if (dsum) out[j] += widen(more[p].v[j]);
             }
-            store8(dx + start + c, out);
+            store8(dx + start + c, narrow8<REAL>(out));
         }
     }
-    #pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        u64 c = (p * (u64)blockDim.x + threadIdx.x) * 8;
-        if (c >= width) continue;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (dweight) dweight[blockIdx.x * width + c + j] = dw[p][j];
-            if (dbias) dbias[blockIdx.x * width + c + j] = db[p][j];
-        }
-    }
+    if (dweight) leave_sums(dw, width, dweight);
+    if (dbias) leave_sums(db, width, dbias);
 }
 
 extern "C" __global__ void norm_backward_any(u64 rows, u64 width, int kind, const REAL* x, const REAL* weight, const float* mean,
