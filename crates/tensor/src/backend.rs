@@ -339,6 +339,28 @@ pub trait Backend: Send + Sync {
         before: &Tensor,
         gradient: &Tensor,
     ) -> Result<()>;
+    /// Widest rows of which a perceptron keeps the values after its activation beside those before it, so that backward
+    /// need not make them again: memory for time.
+    fn kept_activation_width(&self) -> usize {
+        0
+    }
+    /// `gradient` is multiplied by `f'(before)` where it lies, and the sums of its columns go to `sums`. With `rebuilds`,
+    /// `before` becomes `f(before)`.
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+        rebuilds: bool,
+        sums: Option<&Tensor>,
+    ) -> Result<()> {
+        if rebuilds {
+            self.activation_backward_in_place(activation, before, gradient)?;
+        } else {
+            self.activation_backward(activation, before, gradient, gradient)?;
+        }
+        sums.map_or(Ok(()), |sums| self.sum_rows(gradient, sums))
+    }
     /// `y = f(gate) · up`.
     fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()>;
     /// Gradients of [`Backend::gated`].

@@ -10,7 +10,9 @@
 //! | the mix of values | q | attention, the output projection |
 //! | the inner values: before the activation; gate, up and product | i; 3i | the feed-forward layer |
 //!
-//! less the two normed values where `h` is wide enough that backward norms again; and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout saves nothing: its mask is drawn again.
+//! plus, on a GPU, the inner values after the activation where rows are short enough; less the two normed values where `h`
+//! is wide enough that backward norms again; and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout
+//! saves nothing: its mask is drawn again.
 //! The loss never holds all logits: it works on chunks of rows, and leaves the gradient of its input. Backward frees
 //! each operation's part as it passes, so the peak is reached either inside the loss or in the feed-forward half of the
 //! last layer, whichever needs more beyond what all layers keep.
@@ -18,6 +20,8 @@
 use crate::model::Transformer;
 use crate::plan::Processor;
 
+/// Up to this width a GPU keeps the inner values after the activation too.
+const KEPT_ACTIVATION_WIDTH: u64 = 3072;
 /// From this width on, backward norms again.
 const REBUILT_WIDTH: u64 = 2048;
 /// Normed values of a layer.
@@ -54,8 +58,9 @@ impl ActivationBytes {
     ) -> ActivationBytes {
         let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
         let inner = shape.intermediate * shape.experts_per_token;
+        let is_kept = processor == Processor::Gpu && shape.intermediate <= KEPT_ACTIVATION_WIDTH;
         let feed_forward = match (shape.gated, shape.experts_per_token) {
-            (false, _) => inner,
+            (false, _) => inner * if is_kept { 2 } else { 1 },
             (true, 1) => 3 * inner,
             // Tokens are copied to their experts, and each expert's result is kept for the weighted sum.
             (true, experts) => 3 * inner + 2 * experts * shape.hidden,
@@ -115,7 +120,8 @@ fn logits(shape: &Transformer, width: u64, tokens: u64, processor: Processor) ->
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_width_is_the_tensor_cores() {
+    fn the_widths_are_the_tensor_cores() {
         assert_eq!(super::REBUILT_WIDTH as usize, ferrospeed_tensor::ops::REBUILT_WIDTH);
+        assert_eq!(super::KEPT_ACTIVATION_WIDTH as usize, ferrospeed_tensor::cuda::KEPT_ACTIVATION_WIDTH);
     }
 }

@@ -108,8 +108,11 @@ fn checkpointing_keeps_layer_inputs_only() {
         keeps_attention_matrix: false,
         processor: Processor::Gpu,
     });
-    let checkpointed = on_gpu.activations.expect("a known shape").checkpointed_bytes;
-    assert_eq!(checkpointed, 12 * input + loss - logits + 4096 * 50257 * 2);
+    let on_gpu = on_gpu.activations.expect("a known shape");
+    let loss_on_gpu = loss - logits + 4096 * 50257 * 2;
+    assert_eq!(on_gpu.checkpointed_bytes, 12 * input + loss_on_gpu);
+    // It keeps the inner values after the activation too.
+    assert_eq!(on_gpu.kept_bytes, 12 * (layer + 4096 * 2 * 3072) + loss_on_gpu);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Elementwise kernels: `kernels/elementwise.cu`.
 
 use crate::backend::{Activation, Binary, Unary};
-use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, launch, real};
+use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, launch, real, reduce};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::random::RandomKey;
@@ -124,6 +124,47 @@ pub(super) fn activation_backward_in_place(
     let kernel = kernel("activation_backward", before.dtype(), "activation_backward_in_place")?;
     let grid = backend.grid(before.numel());
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, before.numel() as u64, at(before), at(gradient), op)
+}
+
+/// In one pass where rows are whole packs, else in two.
+pub(super) fn activation_backward_sums(
+    backend: &CudaBackend,
+    activation: Activation,
+    before: &Tensor,
+    gradient: &Tensor,
+    rebuilds: bool,
+    sums: Option<&Tensor>,
+) -> Result<()> {
+    let (rows, width) = (gradient.shape().rows(), gradient.shape().last());
+    let wide = width.is_multiple_of(8) && (at(before) | at(gradient)).is_multiple_of(16);
+    let Some(sums) = sums.filter(|_| wide && gradient.numel() > 0) else {
+        if rebuilds {
+            activation_backward_in_place(backend, activation, before, gradient)?;
+        } else {
+            unary_backward(backend, Unary::Activation(activation), before, gradient, gradient)?;
+        }
+        return sums.map_or(Ok(()), |sums| reduce::sum_rows(backend, gradient, sums));
+    };
+    let op = activation_number(activation);
+    let kernel = kernel("activation_backward", before.dtype(), "activation_backward_sums")?;
+    let tiles = reduce::Tiles::new(backend, rows, width, 16);
+    let partial = backend.scratch(tiles.slices * width * 4)?;
+    launch!(
+        backend,
+        kernel,
+        tiles.grid(),
+        reduce::Tiles::BLOCK,
+        0,
+        rows as u64,
+        width as u64,
+        tiles.slice_rows as u64,
+        at(before),
+        at(gradient),
+        op,
+        i32::from(rebuilds),
+        partial.address()
+    )?;
+    reduce::finish_rows(backend, tiles.slices, width, &[(partial.address(), sums)])
 }
 
 pub(super) fn gated(
@@ -256,7 +297,12 @@ pub(super) fn sum_to(backend: &CudaBackend, x: &Tensor, y: &Tensor) -> Result<()
             .unzip()
     };
     let (kept, summed) = (list(true), list(false));
-    let repeats = summed.0.iter().product::<usize>() as u64;
+    let repeats = summed.0.iter().product::<usize>();
+    let is_leading = (1..x.shape().dims()).all(|dim| is_kept(dim) || !is_kept(dim - 1));
+    if is_leading && y.numel() > 0 {
+        return reduce::sum_rows(backend, &x.view([repeats, y.numel()])?, &y.view([y.numel()])?);
+    }
+    let repeats = repeats as u64;
     let (own, summed) = (Broadcast::strided(&kept.0, &kept.1), Broadcast::strided(&summed.0, &summed.1));
     let kernel = kernel("sum_to", x.dtype(), "sum_to")?;
     let grid = backend.grid_single(y.numel());

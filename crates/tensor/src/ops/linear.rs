@@ -110,18 +110,28 @@ impl Layer {
         Ok(dx)
     }
 
+    /// Room for the gradient of the bias, where it is wanted.
+    fn bias_gradient_like(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+        match &self.bias {
+            Some(bias) if self.wanted[1] => {
+                gradient_like(bias, *bias.shape(), dy.dtype(), dy.device()).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// The gradients of weight and bias, where they are wanted.
     fn weight_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let dbias = match &self.bias {
-            Some(bias) if self.wanted[1] => {
-                let dbias = gradient_like(bias, *bias.shape(), dy.dtype(), dy.device())?;
-                dy.device().backend().sum_rows(dy, &dbias)?;
-                Some(dbias)
-            }
-            _ => None,
-        };
+        let dbias = self.bias_gradient_like(dy)?;
+        if let Some(dbias) = &dbias {
+            dy.device().backend().sum_rows(dy, dbias)?;
+        }
+        Ok((self.weight_gradient(x, dy)?, dbias))
+    }
+
+    fn weight_gradient(&self, x: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         if !self.wanted[0] {
-            return Ok((None, dbias));
+            return Ok(None);
         }
         let dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
         let (left, right, m, n) = match self.layout {
@@ -130,7 +140,7 @@ impl Layer {
         };
         let (left, right) = (Matrix::transposed(left), Matrix::whole(right));
         dy.device().backend().gemm(&Gemm::plain(m, n, x.shape().rows(), left, right, &dweight))?;
-        Ok((Some(dweight), dbias))
+        Ok(Some(dweight))
     }
 }
 
@@ -192,8 +202,8 @@ fn activation_gradient(activation: Activation, before: &Tensor, dy: Tensor) -> R
 
 /// `f(x·W₁ + b₁)·W₂ + b₂` as one node.
 ///
-/// It saves the input and the value before `f`; the value after `f`, which two separate layers would save too,
-/// is computed again in backward, in the pass that takes the gradient of `f`.
+/// It saves the input and the value before `f`. The value after `f`, which two separate layers would save too, is
+/// computed again in backward, in the pass that takes the gradient of `f`, unless the device has room for rows so wide.
 pub fn mlp(
     x: impl Into<Operand>,
     up: (Operand, Option<Operand>),
@@ -214,17 +224,27 @@ pub fn mlp(
     let before = if recording { Some(Tensor::empty(hidden_shape, x.dtype(), input.device())?) } else { None };
     let hidden = up.forward(&input, Some(activation), before.as_ref())?;
     let y = down.forward(&hidden, None, None)?;
-    drop(hidden);
     let Some(before) = before else { return Ok(y) };
+    let is_kept = up.outputs <= input.device().backend().kept_activation_width();
+    let kept = is_kept.then_some(hidden);
     let (saved_x, saved_up, saved_down) = (Saved::of(&x), up.saved(), down.saved());
     Ok(record("mlp", &operands, y, move |dy| {
         let dbefore = saved_down.input_gradient(&dy, before.shape())?;
-        // Both tensors are this node's own: `before` becomes the value after `f`, the gradient goes through `f`.
-        dy.device().backend().activation_backward_in_place(activation, &before, &dbefore)?;
-        let (ddown, ddown_bias) = saved_down.weight_gradients(&before, &dy)?;
-        drop(before);
+        // Both tensors are this node's own: the gradient goes through `f` where it lies, and `before` becomes the value
+        // after `f` where that was not kept.
+        let dup_bias = saved_up.bias_gradient_like(&dbefore)?;
+        dy.device().backend().activation_backward_sums(
+            activation,
+            &before,
+            &dbefore,
+            kept.is_none(),
+            dup_bias.as_ref(),
+        )?;
+        let after = kept.unwrap_or(before);
+        let (ddown, ddown_bias) = saved_down.weight_gradients(&after, &dy)?;
+        drop(after);
         let x = saved_x.read()?;
-        let (dup, dup_bias) = saved_up.weight_gradients(&x, &dbefore)?;
+        let dup = saved_up.weight_gradient(&x, &dbefore)?;
         let dx = saved_up.input_gradient(&dbefore, x.shape())?;
         let mut gradients = vec![Some(dx), dup];
         gradients.extend(saved_up.bias.is_some().then_some(dup_bias));

@@ -49,15 +49,21 @@ __device__ __forceinline__ void apply_both(int op, float x, float* value, float*
     *slope = derivative(op, x, 0);
 }
 
-extern "C" __global__ void unary(u64 count, const REAL* x, REAL* y, int op, float p, float q) {
+template <int OP> __device__ __forceinline__ void unary_by(u64 count, const REAL* x, REAL* y, int op, float p, float q) {
     spread(count, aligned16(x, y),
         [&](u64 i) {
             Pack<REAL> a = load8(x + i);
+            float v[8];
             #pragma unroll
-            for (int j = 0; j < 8; j++) a.v[j] = narrow<REAL>(apply(op, widen(a.v[j]), p, q));
-            store8(y + i, a);
+            for (int j = 0; j < 8; j++) v[j] = apply(OP < 0 ? op : OP, widen(a.v[j]), p, q);
+            store8(y + i, narrow8<REAL>(v));
         },
-        [&](u64 i) { y[i] = narrow<REAL>(apply(op, widen(x[i]), p, q)); });
+        [&](u64 i) { y[i] = narrow<REAL>(apply(OP < 0 ? op : OP, widen(x[i]), p, q)); });
+}
+extern "C" __global__ void unary(u64 count, const REAL* x, REAL* y, int op, float p, float q) {
+    // The one that training is full of has a loop of its own, in which nothing branches.
+    if (op == GELU_TANH) unary_by<GELU_TANH>(count, x, y, op, p, q);
+    else unary_by<-1>(count, x, y, op, p, q);
 }
 
 extern "C" __global__ void unary_backward(u64 count, const REAL* x, const REAL* dy, REAL* dx, int op, float p) {
@@ -123,6 +129,52 @@ extern "C" __global__ void activation_backward_in_place(u64 count, REAL* before,
             gradient[i] = narrow<REAL>(widen(gradient[i]) * slope);
             before[i] = narrow<REAL>(value);
         });
+}
+
+// The same over whole packs, and the sums of the gradient's columns as `sum_rows_partial` leaves them. With `rebuilds`
+// the value after the activation takes the place of the value before it; else it was kept, and `before` is only read.
+// OP is the activation where it is known, so that nothing branches within.
+template <int OP>
+__device__ __forceinline__ void backward_slice(u64 first, u64 last, u64 width, u64 column, REAL* before, REAL* gradient, int op,
+                                               int rebuilds, float* sums) {
+    for (u64 r = first + threadIdx.y; r < last; r += 16) {
+        // Two rows under way at a time.
+        Pack<REAL> a[2], d[2];
+        #pragma unroll
+        for (int k = 0; k < 2; k++) {
+            if (r + 8 * k >= last) continue;
+            a[k] = load8(before + (r + 8 * k) * width + column);
+            d[k] = load8(gradient + (r + 8 * k) * width + column);
+        }
+        #pragma unroll
+        for (int k = 0; k < 2; k++) {
+            if (r + 8 * k >= last) continue;
+            u64 at = (r + 8 * k) * width + column;
+            float value[8], through[8];
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float slope;
+                apply_both(OP < 0 ? op : OP, widen(a[k].v[j]), &value[j], &slope);
+                through[j] = widen(d[k].v[j]) * slope;
+            }
+            d[k] = narrow8<REAL>(through);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) sums[j] += widen(d[k].v[j]);
+            store8(gradient + at, d[k]);
+            if (rebuilds) store8(before + at, narrow8<REAL>(value));
+        }
+    }
+}
+extern "C" __global__ void __launch_bounds__(256, sizeof(REAL) == 2 ? 4 : 2) activation_backward_sums(u64 rows, u64 width, u64 slice_rows, REAL* before,
+                                                                               REAL* gradient, int op, int rebuilds, float* partial) {
+    u64 column = (blockIdx.x * 32ull + threadIdx.x) * 8;
+    u64 first = blockIdx.y * slice_rows, last = first + slice_rows < rows ? first + slice_rows : rows;
+    float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (column < width) {
+        if (op == GELU_TANH) backward_slice<GELU_TANH>(first, last, width, column, before, gradient, op, rebuilds, sums);
+        else backward_slice<-1>(first, last, width, column, before, gradient, op, rebuilds, sums);
+    }
+    leave_columns(sums, width, partial);
 }
 
 extern "C" __global__ void add_assign(u64 count, REAL* target, const SOURCE* source) {
