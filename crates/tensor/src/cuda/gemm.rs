@@ -1,9 +1,8 @@
-//! Matrix products by cuBLASLt, with bias and GELU in the epilogue, and a cache of what its heuristic chose.
+//! Matrix products by cuBLASLt, with the bias in the epilogue, and a cache of what was chosen of its heuristic's offers.
 //!
 //! Our matrices are row-major, cuBLASLt's column-major: `C = A·B` is computed as `Cᵀ = Bᵀ·Aᵀ`, which costs nothing. The
-//! first choice of the heuristic is taken, never a timed one: timing would make bits depend on the machine's mood, and gained
-//! nothing where it was tried. Sums of columns (bias gradients) are a pass of their own: the library's epilogue for them
-//! cost up to twice that pass.
+//! choice follows a rule, never a clock: timing would make bits depend on the machine's mood. Activations and sums of
+//! columns (bias gradients) are passes of their own: the library's epilogues for them slow a product down by more.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -11,35 +10,16 @@ use std::sync::Mutex;
 
 use cudarc::cublaslt::{result as lt, sys};
 
-use crate::backend::{Activation, Gemm, Matrix, Unary};
+use crate::backend::{Gemm, Matrix, Unary};
 use crate::cuda::driver::failed;
 use crate::cuda::elementwise::activation_number;
-use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real};
+use crate::cuda::{CudaBackend, Kernel, Source, at_option, launch, real};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 
 const OP: &str = "matrix product";
 /// What Hopper's kernels want for splitting sums.
 const WORKSPACE_BYTES: usize = 64 << 20;
-
-/// What is fused behind a product.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Epilogue {
-    None,
-    Bias,
-    /// The value before the activation is always kept, wanted or not: another epilogue would be another kernel, and a
-    /// forward pass whose bits depend on whether it is recorded.
-    Gelu {
-        bias: bool,
-    },
-}
-
-impl Epilogue {
-    /// Whether it reads or writes a vector along the columns.
-    fn has_bias(self) -> bool {
-        matches!(self, Epilogue::Bias | Epilogue::Gelu { bias: true })
-    }
-}
 
 /// All that decides which kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,7 +29,7 @@ struct Key {
     strides: [[usize; 2]; 3],
     transposed: [bool; 2],
     alignment: [usize; 3],
-    epilogue: Epilogue,
+    has_bias: bool,
     accumulate: bool,
 }
 
@@ -114,28 +94,15 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
     if few_rows(backend, gemm)? {
         return Ok(());
     }
-    // GELU by its tanh form is the one activation the library fuses; others follow as a pass of their own.
-    let fused = gemm.activation == Some(Activation::GeluTanh)
-        && gemm.batch == 1
-        && !gemm.accumulate
-        && gemm.n.is_multiple_of(8);
-    let epilogue = match (gemm.bias.is_some(), gemm.activation) {
-        (bias, Some(_)) if fused => Epilogue::Gelu { bias },
-        (true, _) => Epilogue::Bias,
-        (false, _) => Epilogue::None,
-    };
-    let separate = gemm.activation.filter(|_| !fused);
-    let target = match (separate, gemm.before_activation) {
+    let target = match (gemm.activation, gemm.before_activation) {
         (Some(_), Some(before)) => Matrix { tensor: before, ..gemm.c },
         _ => gemm.c,
     };
     if gemm.k == 0 {
         return Err(TensorError::argument(OP, "a product over nothing"));
     }
-    if !run(backend, gemm, &target, epilogue)? {
-        return Err(failed(OP, format!("cuBLASLt has no kernel for {gemm:?}")));
-    }
-    if let Some(activation) = separate {
+    run(backend, gemm, &target)?;
+    if let Some(activation) = gemm.activation {
         backend.unary_into(Unary::Activation(activation), target.tensor, gemm.c.tensor)?;
     }
     Ok(())
@@ -196,8 +163,8 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     Ok(true)
 }
 
-/// Runs a product with an epilogue; `false` when the library has no kernel for it.
-fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogue) -> Result<bool> {
+/// Runs a product into `c`, without its activation.
+fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>) -> Result<()> {
     let addresses = [address(&gemm.a), address(&gemm.b), address(c)];
     let key = Key {
         sizes: [gemm.m, gemm.n, gemm.k, gemm.batch],
@@ -205,28 +172,17 @@ fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogu
         strides: [gemm.a, gemm.b, *c].map(|matrix| [matrix.row_stride, matrix.batch_stride]),
         transposed: [gemm.a.transposed, gemm.b.transposed],
         alignment: addresses.map(alignment),
-        epilogue,
+        has_bias: gemm.bias.is_some(),
         accumulate: gemm.accumulate,
     };
     let products = &backend.products;
     let mut plans = products.plans.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let Some(plan) = plans.entry(key).or_insert_with(|| Plan::new(products.handle, &key).ok()) else {
-        return Ok(false);
+        return Err(failed(OP, format!("cuBLASLt has no kernel for {gemm:?}")));
     };
     use sys::cublasLtMatmulDescAttributes_t as Attribute;
-    if epilogue.has_bias() {
+    if gemm.bias.is_some() {
         plan.describe(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at_option(gemm.bias))?;
-    }
-    let mut unwanted = None;
-    if matches!(epilogue, Epilogue::Gelu { .. }) {
-        let before = match gemm.before_activation {
-            Some(before) => at(before),
-            None => {
-                let bytes = gemm.m * gemm.n * c.tensor.dtype().size_bytes();
-                unwanted.insert(backend.scratch(bytes)?).address()
-            }
-        };
-        plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &before)?;
     }
     let (alpha, beta) = (gemm.alpha, if gemm.accumulate { 1.0f32 } else { 0.0 });
     let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
@@ -251,8 +207,7 @@ fn run(backend: &CudaBackend, gemm: &Gemm<'_>, c: &Matrix<'_>, epilogue: Epilogu
             backend.driver.stream().cast(),
         )
     };
-    outcome.map_err(|error| failed(OP, format!("{key:?}: {error:?}")))?;
-    Ok(true)
+    outcome.map_err(|error| failed(OP, format!("{key:?}: {error:?}")))
 }
 
 impl Plan {
@@ -296,16 +251,8 @@ impl Plan {
         plan.describe(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(key.transposed[1]))?;
         plan.describe(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(key.transposed[0]))?;
         use sys::cublasLtEpilogue_t as Lt;
-        let epilogue = match key.epilogue {
-            Epilogue::None => Lt::CUBLASLT_EPILOGUE_DEFAULT,
-            Epilogue::Bias => Lt::CUBLASLT_EPILOGUE_BIAS,
-            Epilogue::Gelu { bias: true } => Lt::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
-            Epilogue::Gelu { bias: false } => Lt::CUBLASLT_EPILOGUE_GELU_AUX,
-        };
+        let epilogue = if key.has_bias { Lt::CUBLASLT_EPILOGUE_BIAS } else { Lt::CUBLASLT_EPILOGUE_DEFAULT };
         plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as u32))?;
-        if matches!(key.epilogue, Epilogue::Gelu { .. }) {
-            plan.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
-        }
         plan.algorithm = choose(handle, &plan, key).map_err(refused)?;
         Ok(plan)
     }
@@ -360,12 +307,64 @@ fn choose(
             unsafe { lt::set_matmul_pref_attribute(preference, attribute, pointer, bytes)? };
         }
         let [a, b, c] = plan.layouts;
-        // SAFETY: all descriptors were made above and live.
-        unsafe { lt::get_matmul_algo_heuristic(handle, plan.description, b, a, c, c, preference) }
+        let mut count = 0;
+        // SAFETY: an all-zero result is a value that the heuristic overwrites.
+        let mut found: [sys::cublasLtMatmulHeuristicResult_t; CHOICES] = unsafe { std::mem::zeroed() };
+        // SAFETY: all descriptors were made above and live, and there is room for as many results as are asked for.
+        unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                plan.description,
+                b,
+                a,
+                c,
+                c,
+                preference,
+                CHOICES as i32,
+                found.as_mut_ptr(),
+                &mut count,
+            )
+        }
+        .result()?;
+        let choices = &found[..usize::try_from(count).unwrap_or(0).min(CHOICES)];
+        let first =
+            choices.first().ok_or(lt::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED))?;
+        first.state.result()?;
+        let by_turns =
+            choices.iter().find(|choice| choice.state.result().is_ok() && works_by_turns(&choice.algo));
+        Ok(by_turns.filter(|_| is_short(key)).unwrap_or(first).algo)
     })();
     // SAFETY: the preference is ours and no longer used.
     unsafe { lt::destroy_matmul_pref(preference)? };
-    Ok(outcome?.algo)
+    outcome
+}
+
+/// How many choices of the heuristic are looked at.
+const CHOICES: usize = 8;
+
+/// Whether a product multiplies little for each result that it writes.
+fn is_short(key: &Key) -> bool {
+    let [_, n, k, _] = key.sizes;
+    k <= 1024 || n >= 2 * k
+}
+
+/// Whether a kernel is one of Hopper's in which two teams take turns: one multiplies while the other writes its results
+/// out. Such kernels add in the order of the others, to the same bits, and use less power, which is what limits a training
+/// run; the heuristic, which does not know of that, prefers kernels whose teams share a tile.
+fn works_by_turns(algorithm: &sys::cublasLtMatmulAlgo_t) -> bool {
+    use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+    let attribute = |which| {
+        let mut value = 0i32;
+        // SAFETY: these attributes are 32 bits wide.
+        let outcome = unsafe {
+            let place = std::ptr::from_mut(&mut value).cast();
+            sys::cublasLtMatmulAlgoConfigGetAttribute(algorithm, which, place, 4, std::ptr::null_mut())
+        };
+        outcome.result().ok().map(|()| value)
+    };
+    attribute(Attribute::CUBLASLT_ALGO_CONFIG_ID) == Some(66)
+        && matches!(attribute(Attribute::CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION), Some(1 | 2))
+        && attribute(Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM) == Some(1)
 }
 
 /// A value as the library's untyped attributes take it.
