@@ -196,6 +196,8 @@ impl Engine {
             });
         }
         let start = Instant::now();
+        // Asked for before backward is submitted, so that a device never waits for the host to look at it.
+        let value = loss.item_later()?;
         let scaled = 1.0 / self.accumulation_steps as f32;
         let seed =
             Tensor::full(*loss.shape(), self.scaler.scale() as f32 * scaled, loss.dtype(), loss.device())?;
@@ -203,7 +205,7 @@ impl Engine {
         self.store.finish_backward()?;
         self.times.backward += start.elapsed();
         self.log_memory("after backward");
-        let loss = loss.item()?;
+        let loss = value()?;
         self.bad_loss |= !loss.is_finite();
         Ok(loss * scaled)
     }

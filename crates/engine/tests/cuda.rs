@@ -217,11 +217,8 @@ fn the_trajectory_is_the_cpus_within_rounding() {
     }
 }
 
-#[test]
-fn a_gradient_that_is_no_number_is_skipped_and_named() {
-    if !has_device() {
-        return;
-    }
+/// Steps on batches whose inputs are all one number, and the f32 weights after them.
+fn steps_on(inputs: &[f32]) -> (Vec<StepReport>, u64, Vec<f32>) {
     let device = Device::cuda(0).unwrap();
     let (config, _) = Config::from_value("test", &configuration(1, "bf16", "AdamW", 1))
         .unwrap()
@@ -230,12 +227,30 @@ fn a_gradient_that_is_no_number_is_skipped_and_named() {
     let (model, parameters) = Model::build(&json!({"kind": "mlp", "d": [4, 8, 8, 2]}));
     let setup = Setup::new(config, World::solo(), device.clone());
     let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
-    let x = Tensor::from_slice(&[f32::NAN; 8], [2, 4], &device).unwrap();
     let y = Tensor::zeros([2, 2], ferrospeed_tensor::DType::F32, &device).unwrap();
-    let loss = engine.forward(|_| model.loss(&Batch::Regression { x: x.clone(), y: y.clone() })).unwrap();
-    engine.backward(&loss).unwrap();
-    match engine.step().unwrap() {
+    let mut reports = Vec::new();
+    for &input in inputs {
+        let x = Tensor::from_slice(&[input; 8], [2, 4], &device).unwrap();
+        let loss = engine.forward(|_| model.loss(&Batch::Regression { x, y: y.clone() })).unwrap();
+        engine.backward(&loss).unwrap();
+        reports.push(engine.step().unwrap());
+    }
+    let weights = parameters.as_slice().iter();
+    let weights = weights.flat_map(|param| engine.store().full(param, Which::Weight).unwrap()).collect();
+    (reports, engine.skipped_steps(), weights)
+}
+
+#[test]
+fn a_gradient_that_is_no_number_is_skipped_named_and_leaves_no_trace() {
+    if !has_device() {
+        return;
+    }
+    let (reports, skipped, weights) = steps_on(&[f32::NAN, 0.5, 0.25]);
+    match &reports[0] {
         StepReport::Skipped { param, rank: 0 } => assert_eq!(param, "fc1.weight"),
         other => panic!("{other:?}"),
     }
+    let (expected, never, same_weights) = steps_on(&[0.5, 0.25]);
+    assert_eq!((&reports[1..], skipped, never), (&expected[..], 1, 0));
+    assert_eq!(weights, same_weights);
 }

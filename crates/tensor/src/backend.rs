@@ -318,6 +318,12 @@ pub trait Backend: Send + Sync {
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()>;
     /// Copies bytes out, after everything submitted before.
     fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()>;
+    /// Begins to copy a small tensor out. What is returned waits for what was submitted before this call, no more.
+    fn read_later<'a>(&'a self, source: &Tensor) -> Result<ReadLater<'a>> {
+        let mut bytes = vec![0; source.size_bytes()];
+        self.copy_to_host(source, &mut bytes)?;
+        Ok(Box::new(move || Ok(bytes)))
+    }
     /// Copies between tensors of this device, same type and size.
     fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()>;
     /// Sets every element.
@@ -570,10 +576,51 @@ pub trait Backend: Send + Sync {
     fn sum_of_squares(&self, _pieces: &[&Tensor], _grid: f64) -> Result<i128> {
         Err(self.left_to_the_host("gradient norm"))
     }
-    /// The error of the three above on a host device.
+    /// Measures `gradients`, of one type, and does `updates` with them clipped, without the host in between. Where a gradient
+    /// is not finite nothing is updated. Waits only for what it measures, while the updates still run. `None` where the
+    /// three above have to be called one by one.
+    fn clipped_updates(
+        &self,
+        _clipping: Clipping,
+        _gradients: &[&Tensor],
+        _updates: &[(Update, Vec<UpdateOperands>)],
+    ) -> Result<Option<Measured>> {
+        Ok(None)
+    }
+    /// The error of [`Backend::update`] and of what measures gradients on a host device.
     fn left_to_the_host(&self, op: &'static str) -> TensorError {
         TensorError::Unsupported { op, device: self.name(), why: "the host's own loops do it".into() }
     }
+}
+
+/// A copy to the host that was begun: call it for the bytes.
+pub type ReadLater<'a> = Box<dyn FnOnce() -> Result<Vec<u8>> + 'a>;
+
+/// How gradients are clipped: they are divided by `loss_scale`, and by as much as their norm exceeds `limit`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Clipping {
+    /// What the loss was multiplied by.
+    pub loss_scale: f64,
+    /// The largest norm.
+    pub limit: Option<f64>,
+}
+
+impl Clipping {
+    /// What gradients of this norm, taken with the loss scale in them, are multiplied by.
+    pub fn factor(&self, scaled_norm: f64) -> f32 {
+        let norm = scaled_norm / self.loss_scale;
+        let clip = self.limit.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0));
+        (clip / self.loss_scale) as f32
+    }
+}
+
+/// What [`Backend::clipped_updates`] has measured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Measured {
+    /// The largest magnitude; infinity or NaN where there is one, and then nothing was updated.
+    pub largest: f32,
+    /// The sum of squares on the grid of that magnitude: the power of two that brings its square to between 2⁵⁰ and 2⁵².
+    pub squares: i128,
 }
 
 /// What an optimizer does to each element; the numbers of one step.

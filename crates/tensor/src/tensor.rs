@@ -267,6 +267,28 @@ impl Tensor {
         }
     }
 
+    /// [`Tensor::item`] begun now: what is returned waits for what was submitted before this call, no more.
+    pub fn item_later(&self) -> Result<impl FnOnce() -> Result<f32> + '_> {
+        if self.numel() != 1 {
+            return Err(TensorError::shape("item", "the tensor", self.shape, "one element"));
+        }
+        let (dtype, read) = (self.dtype, self.device().backend().read_later(self)?);
+        Ok(move || {
+            let bytes = read()?;
+            match dtype {
+                DType::F32 => Ok(bytemuck::pod_read_unaligned(&bytes)),
+                DType::BF16 => Ok(bytemuck::pod_read_unaligned::<half::bf16>(&bytes).widen()),
+                DType::F16 => Ok(bytemuck::pod_read_unaligned::<half::f16>(&bytes).widen()),
+                dtype => Err(TensorError::BadDType {
+                    op: "item",
+                    what: "the tensor",
+                    dtype,
+                    expected: "a float type",
+                }),
+            }
+        })
+    }
+
     /// The values in place. Waits for the device.
     pub fn host<T: Element>(&self) -> Result<&[T]> {
         self.expect_dtype::<T>("host")?;

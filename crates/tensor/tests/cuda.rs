@@ -2,7 +2,7 @@
 //!
 //! Without a device each test says so and passes: there is nothing to compare.
 
-use ferrospeed_tensor::backend::{Comparison, Update, UpdateOperands};
+use ferrospeed_tensor::backend::{Clipping, Comparison, Update, UpdateOperands};
 use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, PackedHeads, WeightLayout};
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::{
@@ -519,4 +519,82 @@ fn optimizer_steps_and_exact_norms() {
     assert_eq!(gpu.backend().sum_of_squares(&gradients, grid).unwrap(), sum);
     let bad = Tensor::from_slice(&[1.0f32, f32::NAN, 2.0], [3], &gpu).unwrap();
     assert!(!gpu.backend().largest_magnitude(&[&bad]).unwrap().is_finite());
+}
+
+#[test]
+fn a_step_left_to_the_device_is_the_one_with_the_host_in_between() {
+    let Some(gpu) = device() else { return };
+    let backend = gpu.backend();
+    let sgd = Update::Sgd { lr: 0.1, decay: 0.01, momentum: 0.0, entering: 1.0, nesterov: false };
+    let count = 70_001;
+    let weights = || Tensor::from_f32(&normal(&[count], 1), [count], DType::F32, &gpu).unwrap();
+    for (scale, limit) in [(1.0, Some(1.0)), (1.0, None), (1024.0, Some(1e9)), (3.0e-30, Some(0.5))] {
+        let values: Vec<f32> = normal(&[count], 2).into_iter().map(|v| v * scale as f32).collect();
+        let gradient = Tensor::from_f32(&values, [count], DType::BF16, &gpu).unwrap();
+        let operands = |weights: &Tensor| UpdateOperands {
+            weights: weights.clone(),
+            gradient: gradient.clone(),
+            states: Vec::new(),
+            copy: None,
+        };
+        let clipping = Clipping { loss_scale: scale, limit };
+        let (left, apart) = (weights(), weights());
+        let updates = [(sgd, vec![operands(&left)])];
+        let measured = backend.clipped_updates(clipping, &[&gradient], &updates).unwrap().unwrap();
+        assert_eq!(measured.largest, backend.largest_magnitude(&[&gradient]).unwrap());
+        let grid = 2f64.powi(50 - 2 * f64::from(measured.largest).log2().floor() as i32);
+        assert_eq!(measured.squares, backend.sum_of_squares(&[&gradient], grid).unwrap());
+        let factor = clipping.factor((measured.squares as f64 / grid).sqrt());
+        backend.update(&sgd, factor, &[operands(&apart)]).unwrap();
+        assert_eq!(left.to_vec::<f32>().unwrap(), apart.to_vec::<f32>().unwrap(), "{clipping:?}");
+    }
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut values = vec![1.0f32; count];
+        values[count - 7] = bad;
+        let gradient = Tensor::from_slice(&values, [count], &gpu).unwrap();
+        let left = weights();
+        let operands = UpdateOperands {
+            weights: left.clone(),
+            gradient: gradient.clone(),
+            states: Vec::new(),
+            copy: None,
+        };
+        let clipping = Clipping { loss_scale: 1.0, limit: None };
+        let measured =
+            backend.clipped_updates(clipping, &[&gradient], &[(sgd, vec![operands])]).unwrap().unwrap();
+        assert!(!measured.largest.is_finite());
+        assert_eq!(left.to_vec::<f32>().unwrap(), weights().to_vec::<f32>().unwrap(), "nothing was updated");
+    }
+}
+
+#[test]
+fn copies_of_every_size_arrive_whole_beside_other_work() {
+    let Some(gpu) = device() else { return };
+    let piece = 8 << 20;
+    let sizes = [0, 1, 4096, (64 << 10) + 1, piece - 1, piece, piece + 1, 3 * piece + 5, 40_000_003];
+    let busy = Tensor::full([2048, 2048], 0.01, DType::F32, &gpu).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..3u64 {
+            let (gpu, busy) = (&gpu, &busy);
+            scope.spawn(move || {
+                for size in sizes {
+                    let values: Vec<u8> = (0..size as u64)
+                        .map(|i| (i.wrapping_mul(2_654_435_761 + thread) >> 13) as u8)
+                        .collect();
+                    let tensor = Tensor::from_slice(&values, [size], gpu).unwrap();
+                    drop(ops::matmul(busy, busy).unwrap());
+                    // A read that was begun sees what was there, whatever comes after it.
+                    let one = Tensor::full([1], size as f32, DType::F32, gpu).unwrap();
+                    let begun = one.item_later().unwrap();
+                    gpu.backend().fill(&one, -1.0).unwrap();
+                    assert!(tensor.to_vec::<u8>().unwrap() == values, "{size} bytes");
+                    assert_eq!(begun().unwrap(), size as f32);
+                }
+            });
+        }
+    });
+    assert!(
+        Device::cpu().memory_usage().current(Category::Buffers) >= 2 * piece,
+        "buffers are counted on the host"
+    );
 }

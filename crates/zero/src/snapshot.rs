@@ -62,6 +62,13 @@ impl Held {
     /// bytes, which is little-endian on all that are supported.
     pub fn read(&self, index: usize, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
         let whole = &self.parts[index];
+        let backend = whole.device().backend();
+        if !backend.is_host() {
+            // A device's memory is copied at once, at the full rate of its link.
+            let start = out.len();
+            out.resize(start + range.len() * whole.dtype().size_bytes(), 0);
+            return Ok(backend.copy_to_host(&part(whole, range.start, range.len())?, &mut out[start..])?);
+        }
         // Through a buffer that stays in the cache: what is appended is touched once, not filled with zeros first.
         let size = whole.dtype().size_bytes();
         let mut buffer = [0u8; COPY_BYTES];
@@ -69,7 +76,7 @@ impl Held {
         while at < range.end {
             let count = (range.end - at).min(COPY_BYTES / size);
             let bytes = &mut buffer[..count * size];
-            whole.device().backend().copy_to_host(&part(whole, at, count)?, bytes)?;
+            backend.copy_to_host(&part(whole, at, count)?, bytes)?;
             out.extend_from_slice(bytes);
             at += count;
         }

@@ -6,7 +6,7 @@ use ferrospeed_comm::ReduceOp;
 use ferrospeed_config::Stage;
 use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
 use ferrospeed_optim::{Copy16, Gradient, Optimizer, Stretch, lamb};
-use ferrospeed_tensor::backend::{Update, UpdateOperands};
+use ferrospeed_tensor::backend::{Clipping, Update, UpdateOperands};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::attached::State;
@@ -23,6 +23,12 @@ pub struct StepOptions {
     pub loss_scale: f64,
     /// The largest norm; larger gradients are scaled down to it.
     pub clip: Option<f64>,
+}
+
+impl StepOptions {
+    fn clipping(self) -> Clipping {
+        Clipping { loss_scale: self.loss_scale, limit: self.clip }
+    }
 }
 
 /// What a step did.
@@ -92,6 +98,14 @@ impl ZeroStore {
             return Err(ZeroError::Request("step needs a backward since the last step".into()));
         }
         let segments = state.reducer.segments()?;
+        if let Some(outcome) = self.step_on_device(&mut state, &segments, &optimizer, options)? {
+            drop(segments);
+            state.reducer.clear();
+            if matches!(outcome, StepOutcome::Applied { .. }) {
+                self.publish(&mut state)?;
+            }
+            return Ok(outcome);
+        }
         // Where ranks hold different parts they agree here, when all are done with forward and backward: from now on
         // nobody reads weights, which the ranks of a host may have in common, until all have the new ones.
         let magnitude = self.global_magnitude(&segments)?;
@@ -100,9 +114,8 @@ impl ZeroStore {
             state.reducer.clear();
             return Ok(StepOutcome::Skipped { param, rank });
         }
-        let norm = self.global_norm(&segments, magnitude)? / options.loss_scale;
-        let clip = options.clip.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0));
-        let factor = (clip / options.loss_scale) as f32;
+        let scaled_norm = self.global_norm(&segments, magnitude)?;
+        let (norm, factor) = (scaled_norm / options.loss_scale, options.clipping().factor(scaled_norm));
         self.holds.wait_for_none();
         state.shares.iter_mut().for_each(|share| share.steps += 1);
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
@@ -119,6 +132,38 @@ impl ZeroStore {
         state.reducer.clear();
         self.publish(&mut state)?;
         Ok(StepOutcome::Applied { norm })
+    }
+
+    /// The step of a rank that holds all gradients, left to its device from the first measurement to the last update; the
+    /// host only learns how it ended. `None` where the device or the optimizer needs the host in between.
+    fn step_on_device(
+        &self,
+        state: &mut State,
+        segments: &[Segment],
+        optimizer: &Optimizer,
+        options: StepOptions,
+    ) -> Result<Option<StepOutcome>> {
+        if self.is_split() || self.device.backend().is_host() || matches!(optimizer, Optimizer::Lamb(_)) {
+            return Ok(None);
+        }
+        self.holds.wait_for_none();
+        let mut updates = Vec::new();
+        for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
+            let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
+            let update = optimizer.update(&share.options, share.steps + 1);
+            updates.push((update, self.operands(share, &share.states, &own, &update)?));
+        }
+        let gradients = values_of(segments);
+        let measured = self.device.backend().clipped_updates(options.clipping(), &gradients, &updates)?;
+        let Some(measured) = measured else { return Ok(None) };
+        let magnitude = Magnitude::from_value(measured.largest);
+        if !magnitude.is_finite() {
+            let (param, rank) = self.first_bad(state, segments)?;
+            return Ok(Some(StepOutcome::Skipped { param, rank }));
+        }
+        state.shares.iter_mut().for_each(|share| share.steps += 1);
+        let norm = SquareSum::from_sum(measured.squares).norm(magnitude) / options.loss_scale;
+        Ok(Some(StepOutcome::Applied { norm }))
     }
 
     /// Drops gradients without a step.
@@ -176,15 +221,14 @@ impl ZeroStore {
         Ok((name.to_owned(), (code[0] % ranks) as usize))
     }
 
-    /// Updates the weights of some segments of a group.
-    fn update(
+    /// What an update of some segments of a group reads and writes.
+    fn operands(
         &self,
         share: &Share,
         states: &[Tensor],
         segments: &[&Segment],
-        gradient_factor: f32,
         update: &Update,
-    ) -> Result<()> {
+    ) -> Result<Vec<UpdateOperands>> {
         // The first pass of LAMB leaves weights and their copy alone.
         let copied = share.master.is_some() && !matches!(update, Update::LambDirection { .. });
         let master = share.own_master()?;
@@ -199,6 +243,19 @@ impl ZeroStore {
                 copy: copy.as_ref().map(cut).transpose()?,
             });
         }
+        Ok(pieces)
+    }
+
+    /// Updates the weights of some segments of a group.
+    fn update(
+        &self,
+        share: &Share,
+        states: &[Tensor],
+        segments: &[&Segment],
+        gradient_factor: f32,
+        update: &Update,
+    ) -> Result<()> {
+        let pieces = self.operands(share, states, segments, update)?;
         if !self.device.backend().is_host() {
             return Ok(self.device.backend().update(update, gradient_factor, &pieces)?);
         }

@@ -18,6 +18,7 @@ mod memory;
 mod norm;
 mod optimizer;
 mod reduce;
+mod transfer;
 
 use std::sync::Mutex;
 
@@ -49,6 +50,7 @@ pub struct CudaBackend {
     attention: Mutex<cudnn_attention::Plans>,
     graphs: graph::Graphs,
     kernels: Kernels,
+    transfers: transfer::Transfers,
     pool: DevicePool,
     /// A [`Fault`] on the device.
     fault: u64,
@@ -139,7 +141,8 @@ impl CudaBackend {
         let products = gemm::Products::new()?;
         let attention = Mutex::new(cudnn_attention::Plans::open(&driver));
         let graphs = graph::Graphs::new();
-        Ok(CudaBackend { products, attention, graphs, kernels: Kernels::new(), pool, fault, driver })
+        let (kernels, transfers) = (Kernels::new(), transfer::Transfers::default());
+        Ok(CudaBackend { products, attention, graphs, kernels, transfers, pool, fault, driver })
     }
 
     /// A grid of [`BLOCK`] threads each for `count` elements, eight to a thread, bounded by what the GPU runs at once.
@@ -182,28 +185,33 @@ impl CudaBackend {
     /// Writes to device memory of at least as many bytes, after everything submitted before.
     fn write(&self, source: &[u8], target: u64) -> Result<()> {
         self.graphs.expect_not_recording()?;
-        self.driver.bind()?;
-        if source.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the target holds these bytes. The driver has taken pageable memory over when the call returns.
-        unsafe { cu::memcpy_htod_async(target, source, self.driver.stream()) }.during("copy to the device")
+        self.transfers.write(&self.driver, source, target)
     }
 
     /// Reads from the device, after everything submitted before, and reports an index that was out of range.
     fn read(&self, source: u64, target: &mut [u8]) -> Result<()> {
         self.graphs.expect_not_recording()?;
-        self.driver.bind()?;
         let mut fault = Fault::default();
-        // SAFETY: the sources are live device memory of these sizes; both targets outlive the wait below.
-        unsafe {
-            if !target.is_empty() {
-                cu::memcpy_dtoh_async(target, source, self.driver.stream()).during("copy from the device")?;
-            }
-            cu::memcpy_dtoh_async(bytemuck::bytes_of_mut(&mut fault), self.fault, self.driver.stream())
-                .during("copy from the device")?;
-        }
-        self.driver.synchronize()?;
+        let aside = (self.fault, bytemuck::bytes_of_mut(&mut fault));
+        self.transfers.read(&self.driver, source, target, aside)?;
+        self.report(fault)
+    }
+
+    /// Begins to read a little from the device. What is returned waits for what was submitted before, and reports as `read` does.
+    fn begin_read(&self, source: u64, bytes: usize) -> Result<impl FnOnce() -> Result<Vec<u8>> + '_> {
+        self.graphs.expect_not_recording()?;
+        let reading =
+            self.transfers.begin_read(&self.driver, source, bytes, (self.fault, size_of::<Fault>()))?;
+        Ok(move || {
+            let (mut values, mut fault) = (vec![0; bytes], Fault::default());
+            reading.finish(&mut values, bytemuck::bytes_of_mut(&mut fault))?;
+            self.report(fault)?;
+            Ok(values)
+        })
+    }
+
+    /// The error that a kernel has left, once.
+    fn report(&self, fault: Fault) -> Result<()> {
         if fault.op == 0 {
             return Ok(());
         }
@@ -223,6 +231,7 @@ impl Drop for CudaBackend {
     fn drop(&mut self) {
         self.graphs.clear(&self.driver, &self.pool);
         self.pool.release_small(&self.driver);
+        self.transfers.close();
         if self.driver.synchronize().is_ok() {
             // SAFETY: both were allocated when the device was opened, and no kernel is left that could use them. What
             // fails here fails because the process is ending.
@@ -311,6 +320,9 @@ impl Backend for CudaBackend {
             return Err(TensorError::argument("copy_to_host", what));
         }
         self.read(at(source), target)
+    }
+    fn read_later<'a>(&'a self, source: &Tensor) -> Result<ReadLater<'a>> {
+        Ok(Box::new(self.begin_read(at(source), source.size_bytes())?))
     }
     fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()> {
         if source.dtype() != target.dtype() || source.numel() != target.numel() {
@@ -590,5 +602,13 @@ impl Backend for CudaBackend {
     }
     fn sum_of_squares(&self, pieces: &[&Tensor], grid: f64) -> Result<i128> {
         optimizer::sum_of_squares(self, pieces, grid)
+    }
+    fn clipped_updates(
+        &self,
+        clipping: Clipping,
+        gradients: &[&Tensor],
+        updates: &[(Update, Vec<UpdateOperands>)],
+    ) -> Result<Option<Measured>> {
+        optimizer::clipped_updates(self, clipping, gradients, updates).map(Some)
     }
 }

@@ -1,6 +1,6 @@
 //! Optimizer steps and exact norms: `kernels/optimizer.cu`.
 
-use crate::backend::{Update, UpdateOperands};
+use crate::backend::{Clipping, Measured, Update, UpdateOperands};
 use crate::cuda::{BLOCK, CudaBackend, Kernel, Scratch, Source, at, at_option, launch, real};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -121,6 +121,52 @@ pub(super) fn update(
     gradient_factor: f32,
     pieces: &[UpdateOperands],
 ) -> Result<()> {
+    submit(backend, update, gradient_factor, 0, pieces)
+}
+
+/// Matches `Verdict` in the kernels.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+struct Verdict {
+    largest: u32,
+    is_bad: u32,
+    parts: [u64; 2],
+    factor: f32,
+    unused: u32,
+}
+
+pub(super) fn clipped_updates(
+    backend: &CudaBackend,
+    clipping: Clipping,
+    gradients: &[&Tensor],
+    updates: &[(Update, Vec<UpdateOperands>)],
+) -> Result<Measured> {
+    let verdict = backend.scratch(size_of::<Verdict>())?;
+    let [largest, parts] = [std::mem::offset_of!(Verdict, largest), std::mem::offset_of!(Verdict, parts)]
+        .map(|offset| verdict.address() + offset as u64);
+    backend.zero_bytes(verdict.address(), size_of::<Verdict>())?;
+    let table = Table::of_gradients(backend, gradients)?;
+    measure_largest(backend, gradients, &table, largest)?;
+    measure_squares(backend, gradients, &table, 0.0, largest, parts)?;
+    let limit = clipping.limit.unwrap_or(f64::INFINITY);
+    let judge = measure(gradients, "judge")?;
+    launch!(backend, judge, [1, 1, 1], [1, 1, 1], 0, verdict.address(), clipping.loss_scale, limit)?;
+    let reading = backend.begin_read(verdict.address(), size_of::<Verdict>())?;
+    for (update, pieces) in updates {
+        submit(backend, update, 0.0, verdict.address(), pieces)?;
+    }
+    let known: Verdict = bytemuck::pod_read_unaligned(&reading()?);
+    Ok(Measured { largest: f32::from_bits(known.largest), squares: joined(known.parts) })
+}
+
+/// Submits an optimizer step, with the factor of a [`Verdict`] on the device where there is one.
+fn submit(
+    backend: &CudaBackend,
+    update: &Update,
+    gradient_factor: f32,
+    verdict: u64,
+    pieces: &[UpdateOperands],
+) -> Result<()> {
     const STATES: [&str; 4] = ["STATES=0", "STATES=1", "STATES=2", "STATES=3"];
     let Some(example) = pieces.first() else { return Ok(()) };
     let copy_type = match example.copy.as_ref().map(Tensor::dtype) {
@@ -150,7 +196,8 @@ pub(super) fn update(
         table.number,
         table.chunks,
         DeviceUpdate::from(update),
-        gradient_factor
+        gradient_factor,
+        verdict
     )
 }
 
@@ -160,22 +207,47 @@ fn measure(pieces: &[&Tensor], name: &'static str) -> Result<Kernel> {
     Ok(Kernel { source: Source::Optimizer, defines, name })
 }
 
-pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Result<f32> {
-    let result = backend.scratch(4)?;
-    backend.zero_bytes(result.address(), 4)?;
+/// Submits the search for the largest magnitude; `largest` is zero before.
+fn measure_largest(backend: &CudaBackend, pieces: &[&Tensor], table: &Table<'_>, largest: u64) -> Result<()> {
     let kernel = measure(pieces, "largest_magnitude")?;
-    let table = Table::of_gradients(backend, pieces)?;
+    let (memory, grid) = (table.memory.address(), table.grid(backend));
+    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, memory, table.number, table.chunks, largest)
+}
+
+/// Submits the sum of squares on a grid, or on that of the magnitude at `largest`; `parts` are zero before.
+fn measure_squares(
+    backend: &CudaBackend,
+    pieces: &[&Tensor],
+    table: &Table<'_>,
+    grid: f64,
+    largest: u64,
+    parts: u64,
+) -> Result<()> {
+    let kernel = measure(pieces, "sum_squares")?;
+    let (memory, blocks) = (table.memory.address(), table.grid(backend));
     launch!(
         backend,
         kernel,
-        table.grid(backend),
+        blocks,
         [BLOCK, 1, 1],
         0,
-        table.memory.address(),
+        memory,
         table.number,
         table.chunks,
-        result.address()
-    )?;
+        grid,
+        largest,
+        parts
+    )
+}
+
+fn joined(parts: [u64; 2]) -> i128 {
+    (i128::from(parts[1]) << 32) + i128::from(parts[0])
+}
+
+pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Result<f32> {
+    let result = backend.scratch(4)?;
+    backend.zero_bytes(result.address(), 4)?;
+    measure_largest(backend, pieces, &Table::of_gradients(backend, pieces)?, result.address())?;
     let mut bits = [0u8; 4];
     backend.read(result.address(), &mut bits)?;
     Ok(f32::from_bits(u32::from_le_bytes(bits)))
@@ -184,21 +256,8 @@ pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Re
 pub(super) fn sum_of_squares(backend: &CudaBackend, pieces: &[&Tensor], grid: f64) -> Result<i128> {
     let result = backend.scratch(16)?;
     backend.zero_bytes(result.address(), 16)?;
-    let kernel = measure(pieces, "sum_squares")?;
-    let table = Table::of_gradients(backend, pieces)?;
-    launch!(
-        backend,
-        kernel,
-        table.grid(backend),
-        [BLOCK, 1, 1],
-        0,
-        table.memory.address(),
-        table.number,
-        table.chunks,
-        grid,
-        result.address()
-    )?;
+    measure_squares(backend, pieces, &Table::of_gradients(backend, pieces)?, grid, 0, result.address())?;
     let mut parts = [0u64; 2];
     backend.read(result.address(), bytemuck::cast_slice_mut(&mut parts))?;
-    Ok((i128::from(parts[1]) << 32) + i128::from(parts[0]))
+    Ok(joined(parts))
 }

@@ -74,7 +74,34 @@ __device__ __forceinline__ void over(const Piece* pieces, u32 number, u64 chunks
     }
 }
 
-extern "C" __global__ void optimizer_step(const Piece* pieces, u32 number, u64 chunks, Update update, float factor) {
+// What is known of all gradients before weights are updated: the largest magnitude, as bits, the sum of squares in two parts,
+// what gradients are multiplied by, and whether one of them is no number.
+struct Verdict { u32 largest; u32 is_bad; u64 parts[2]; float factor; u32 unused; };
+
+// The power of two that brings the square of a magnitude to between 2^50 and 2^52.
+__device__ __forceinline__ double grid_of(u32 largest) {
+    if (largest == 0 || largest >= 0x7f800000u) return 1.0;
+    i64 exponent = (__double_as_longlong(double(__uint_as_float(largest))) >> 52) - 1023;
+    return __longlong_as_double((1023 + 50 - 2 * exponent) << 52);
+}
+
+// The clipping of `Clipping::factor` on the host, to the same bits. No limit is an infinite one.
+extern "C" __global__ void judge(Verdict* verdict, double loss_scale, double limit) {
+    // Below 2^53 elements the upper part is exact as a double, and so the sum is rounded once.
+    u64 low = verdict->parts[0], high = verdict->parts[1] + (low >> 32);
+    double sum = fma(double(high), 4294967296.0, double(low & 0xffffffffu));
+    double norm = sqrt(sum / grid_of(verdict->largest)) / loss_scale;
+    double clip = fmin(limit / (norm + 1e-6), 1.0);
+    verdict->factor = float(clip / loss_scale);
+    verdict->is_bad = verdict->largest >= 0x7f800000u;
+}
+
+// The factor is that of `verdict` where there is one.
+extern "C" __global__ void optimizer_step(const Piece* pieces, u32 number, u64 chunks, Update update, float factor, const Verdict* verdict) {
+    if (verdict) {
+        if (verdict->is_bad) return;
+        factor = verdict->factor;
+    }
     over(pieces, number, chunks,
         [&](const Piece& p) {
             return aligned16(p.weights, p.gradient, p.copy) && (STATES < 1 || aligned16(p.states[0])) &&
@@ -130,9 +157,10 @@ extern "C" __global__ void largest_magnitude(const Piece* pieces, u32 number, u6
     if ((threadIdx.x & 31) == 0) atomicMax(most, own);
 }
 
-// Σ (x²·grid) as integers: parts[0] collects the low 32 bits, parts[1] what is above.
-extern "C" __global__ void sum_squares(const Piece* pieces, u32 number, u64 chunks, double grid, u64* parts) {
+// Σ (x²·grid) as integers: parts[0] collects the low 32 bits, parts[1] what is above. Without a grid it is that of `largest`.
+extern "C" __global__ void sum_squares(const Piece* pieces, u32 number, u64 chunks, double grid, const u32* largest, u64* parts) {
     u64 low = 0, high = 0;
+    if (largest) grid = grid_of(*largest);
     auto take = [&](float v) {
         double wide = v;
         u64 square = __double2ull_rn(wide * wide * grid);
