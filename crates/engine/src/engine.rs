@@ -42,7 +42,8 @@ pub enum StepReport {
     },
 }
 
-/// Where the time of the current step went.
+/// Where the time of the current step went. A GPU works behind the host's back, and each phase then has the waits that fell
+/// into it; with `wall_clock_breakdown` the engine waits at the end of each.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepTimes {
     /// Forward passes.
@@ -151,6 +152,7 @@ impl Engine {
         }
         let start = Instant::now();
         let result = self.run(model);
+        self.end_timed_phase()?;
         // An evaluation between two steps is no part of either.
         if matches!(self.mode, Mode::Train) {
             self.times.forward += start.elapsed();
@@ -203,9 +205,10 @@ impl Engine {
             Tensor::full(*loss.shape(), self.scaler.scale() as f32 * scaled, loss.dtype(), loss.device())?;
         autograd::backward_with(&[(loss.clone(), seed)])?;
         self.store.finish_backward()?;
+        let loss = value()?;
+        self.end_timed_phase()?;
         self.times.backward += start.elapsed();
         self.log_memory("after backward");
-        let loss = value()?;
         self.bad_loss |= !loss.is_finite();
         Ok(loss * scaled)
     }
@@ -231,12 +234,18 @@ impl Engine {
         self.micro_steps += 1;
         self.global_steps += 1;
         self.global_samples += self.train_batch_size();
+        self.end_timed_phase()?;
         self.times.step += start.elapsed();
         self.last_times = std::mem::take(&mut self.times);
         let report = self.account(outcome);
         self.log_step();
         self.log_memory("after step");
         report
+    }
+
+    /// Waits for the device where somebody wants to know how long a phase takes.
+    fn end_timed_phase(&self) -> Result<(), TensorError> {
+        if self.config.wall_clock_breakdown { self.device().backend().synchronize() } else { Ok(()) }
     }
 
     /// Where a bad gradient came from: the first rank whose loss was bad, or `holder`. All ranks ask together.

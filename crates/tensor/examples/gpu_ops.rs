@@ -47,6 +47,14 @@ fn main() -> Result<()> {
         })?;
         println!("attention {b}x{h}x{t}x{d}: forward {forward:.3} ms, with backward {both:.3} ms");
     }
+    for megabytes in [1, 64, 1024] {
+        let mut host = vec![1u8; megabytes << 20];
+        let there = Tensor::empty([host.len()], DType::U8, &device)?;
+        let write = time(&device, || device.backend().copy_from_host(&host, &there))?;
+        let read = time(&device, || device.backend().copy_to_host(&there, &mut host))?;
+        let rate = |milliseconds: f64| host.len() as f64 / milliseconds / 1e6;
+        println!("copy of {megabytes} MiB: in {:.1} GB/s, out {:.1} GB/s", rate(write), rate(read));
+    }
     for [m, n, k] in
         [[32768, 2304, 768], [32768, 3072, 768], [32768, 768, 3072], [8192, 50304, 768], [8192, 8192, 2048]]
     {

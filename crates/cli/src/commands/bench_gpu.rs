@@ -168,7 +168,6 @@ fn train(case: &Case, stage: u8, steps: u64, device: &Device) -> Result<Value, F
     }
     device.backend().reset_peak_memory();
     let mut seconds = (0..steps).map(|_| step(&mut engine)).collect::<Result<Vec<f64>, Failure>>()?;
-    let times = engine.last_step_times();
     seconds.sort_by(f64::total_cmp);
     let median_s = seconds[seconds.len() / 2];
     let usage = device.memory_usage();
@@ -183,7 +182,6 @@ fn train(case: &Case, stage: u8, steps: u64, device: &Device) -> Result<Value, F
         "median_ms": median_s * 1e3,
         "best_ms": seconds[0] * 1e3,
         "first_ms": first_s * 1e3,
-        "step_ms": times.step.as_secs_f64() * 1e3,
         "utilisation": case.step_flops() / median_s / (REFERENCE_TFLOPS * 1e12),
         "peak_bytes": usage.peak_total(),
         "peak_bytes_by_category": by_category,
