@@ -572,7 +572,7 @@ pub trait Backend: Send + Sync {
     fn largest_magnitude(&self, _pieces: &[&Tensor]) -> Result<f32> {
         Err(self.left_to_the_host("gradient norm"))
     }
-    /// The sum of `x²·grid`, each rounded down to an integer first, so that the sum has no order. Waits.
+    /// The sum of `x²·grid`, each rounded to the nearest integer first, so that the sum has no order. Waits.
     fn sum_of_squares(&self, _pieces: &[&Tensor], _grid: f64) -> Result<i128> {
         Err(self.left_to_the_host("gradient norm"))
     }
