@@ -6,13 +6,17 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use ferrospeed_tensor::Device;
 use safetensors::tensor::Metadata;
 
 use crate::error::{ModelError, Result};
 
 /// Longer headers are refused, as the format's own library does.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// What one thread reads at a time.
+const SHARE_BYTES: usize = 2 << 20;
 
 /// An open file whose header is sound.
 #[derive(Debug)]
@@ -62,8 +66,26 @@ impl WeightFile {
         Ok((WeightFile { path: path.to_path_buf(), file, data_start: 8 + header_bytes }, metadata))
     }
 
-    /// Reads bytes of the data part.
+    /// Reads bytes of the data part, many of them with all threads: one alone cannot bring pages into memory as fast as the
+    /// system's cache gives them.
     pub(super) fn read(&self, start: usize, out: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(out, self.data_start + start as u64).map_err(ModelError::io(&self.path))
+        let first_error = Mutex::new(None);
+        let shares: Vec<Mutex<&mut [u8]>> = out.chunks_mut(SHARE_BYTES).map(Mutex::new).collect();
+        let read = |share: usize| {
+            let from = self.data_start + (start + share * SHARE_BYTES) as u64;
+            if let Err(error) = self.file.read_exact_at(&mut lock(&shares[share]), from) {
+                lock(&first_error).get_or_insert(error);
+            }
+        };
+        match shares.len() {
+            0 => {}
+            1 => read(0),
+            count => Device::cpu().backend().parallel(count, &read),
+        }
+        lock(&first_error).take().map_or(Ok(()), |error| Err(ModelError::io(&self.path)(error)))
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
