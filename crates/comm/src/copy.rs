@@ -6,7 +6,7 @@
 //! times at 64 MiB. Smaller pieces are better left in the cache, for their reader.
 
 /// Pieces from this size on are written past the cache.
-pub(crate) const STREAM_FROM_BYTES: usize = 8 << 20;
+const STREAM_FROM_BYTES: usize = 8 << 20;
 
 /// Copies bytes that may be the same bytes, or overlap.
 ///

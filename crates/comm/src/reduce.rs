@@ -11,12 +11,16 @@ mod kernels;
 
 use half::{bf16, f16};
 
-use crate::copy::{STREAM_FROM_BYTES, copy_past_cache};
+use crate::copy::copy_past_cache;
 use crate::dtype::{DType, ReduceOp};
 use kernels::{Accumulate, fold_block};
 
 /// Bytes of accumulator per block: it stays in the first-level cache beside what flows through.
 const BLOCK_BYTES: usize = 4 << 10;
+
+/// Results from this size on are written past the cache. Measured with two ranks on cores with 2 MiB of second-level cache:
+/// 0.85 times the speed of plain stores at 8 MiB, 1.2 times at 32.
+const STREAM_FROM_BYTES: usize = 16 << 20;
 
 /// Where a fold goes.
 #[derive(Debug, Clone, Copy)]
