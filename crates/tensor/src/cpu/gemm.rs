@@ -84,7 +84,7 @@ impl Epilogue<'_> {
             sums.iter_mut().zip(c.iter()).for_each(|(sum, c)| *sum += c.widen());
         }
         if let Some(bias) = self.bias {
-            sums.iter_mut().zip(&bias[first..first + c.len()]).for_each(|(sum, bias)| *sum += bias);
+            sums.iter_mut().zip(&bias[first..]).for_each(|(sum, bias)| *sum += bias);
         }
         if let Some(before) = before {
             before.iter_mut().zip(sums.iter()).for_each(|(before, sum)| *before = C::narrow(*sum));

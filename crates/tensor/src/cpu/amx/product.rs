@@ -308,30 +308,14 @@ impl Panel<'_> {
             return;
         }
         vectorized!(|| {
-            // A width that the compiler knows becomes whole registers without a loop.
-            match width {
-                BLOCK => self.store_rows(block, rows.clone(), BLOCK, output),
-                _ => self.store_rows(block, rows.clone(), width, output),
+            for r in rows.clone() {
+                let mut sums = [0.0f32; BLOCK];
+                sums.copy_from_slice(&block.sums[r * BLOCK..][..BLOCK]);
+                // SAFETY: this task alone writes these rows and columns.
+                let (c, before) = unsafe { output.row(block.row + r, block.column..block.column + width) };
+                self.epilogue.store(&mut sums[..width], block.column, c, before);
             }
         });
-    }
-
-    #[inline(always)]
-    fn store_rows<C: Float>(
-        &self,
-        block: &Finished<'_>,
-        rows: std::ops::Range<usize>,
-        width: usize,
-        output: &Output<C>,
-    ) {
-        for r in rows {
-            let mut sums = [0.0f32; BLOCK];
-            sums.copy_from_slice(&block.sums[r * BLOCK..][..BLOCK]);
-            // SAFETY: this task alone writes these rows and columns.
-            let (c, before) = unsafe { output.row(block.row + r, block.column..block.column + width) };
-            let before = before.map(|before| &mut before[..width]);
-            self.epilogue.store(&mut sums[..width], block.column, &mut c[..width], before);
-        }
     }
 }
 

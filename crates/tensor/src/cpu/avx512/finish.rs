@@ -1,6 +1,5 @@
 //! Bias and activation of a finished block, while it lies in the first-level cache.
 
-use super::BLOCK_COLUMNS;
 use crate::backend::Activation;
 use crate::cpu::gemm::{Epilogue, Output};
 use crate::cpu::math::{activate, with_activation};
@@ -20,31 +19,14 @@ pub(super) unsafe fn finish(
     for row in rows {
         // SAFETY: passed on to the caller.
         let (c, before) = unsafe { output.row(row, columns.clone()) };
-        let bias = epilogue.bias.map(|bias| &bias[columns.clone()]);
-        // A width that the compiler knows becomes whole registers without a loop.
-        match columns.len() {
-            BLOCK_COLUMNS => finish_row(epilogue.activation, bias, c, before, BLOCK_COLUMNS),
-            width => finish_row(epilogue.activation, bias, c, before, width),
+        if let Some(bias) = epilogue.bias {
+            c.iter_mut().zip(&bias[columns.clone()]).for_each(|(c, bias)| *c += bias);
         }
-    }
-}
-
-#[inline(always)]
-fn finish_row(
-    activation: Option<Activation>,
-    bias: Option<&[f32]>,
-    c: &mut [f32],
-    before: Option<&mut [f32]>,
-    width: usize,
-) {
-    let c = &mut c[..width];
-    if let Some(bias) = bias {
-        c.iter_mut().zip(&bias[..width]).for_each(|(c, bias)| *c += bias);
-    }
-    if let Some(before) = before {
-        before[..width].copy_from_slice(c);
-    }
-    if let Some(activation) = activation {
-        with_activation!(activation, KIND => c.iter_mut().for_each(|c| *c = activate(KIND, *c)));
+        if let Some(before) = before {
+            before.copy_from_slice(c);
+        }
+        if let Some(activation) = epilogue.activation {
+            with_activation!(activation, KIND => c.iter_mut().for_each(|c| *c = activate(KIND, *c)));
+        }
     }
 }
