@@ -13,10 +13,10 @@ pub(super) trait Accumulate: bytemuck::Pod {
     fn load(source: &[Self], accumulator: &mut [Self::Accumulator]);
     /// `accumulator = accumulator ∘ source`.
     fn combine(op: ReduceOp, accumulator: &mut [Self::Accumulator], source: &[Self]);
-    /// `accumulator = first ∘ second`.
-    fn begin(op: ReduceOp, first: &[Self], second: &[Self], accumulator: &mut [Self::Accumulator]) {
+    /// `accumulator = first + second`; types that training reduces have a loop of their own for it.
+    fn add(first: &[Self], second: &[Self], accumulator: &mut [Self::Accumulator]) {
         Self::load(first, accumulator);
-        Self::combine(op, accumulator, second);
+        Self::combine(ReduceOp::Sum, accumulator, second);
     }
     /// Rounds into `out`, dividing first when the operator is an average over `ranks`.
     fn finish(op: ReduceOp, accumulator: &mut [Self::Accumulator], out: &mut [Self], ranks: usize);
@@ -55,8 +55,15 @@ pub(super) unsafe fn fold_block<T: Accumulate>(
     };
     let rest = match sources {
         [first, second, rest @ ..] if !begun => {
+            let first = aligned(*first, first_copy.as_mut_ptr());
             let second = aligned(*second, second_copy.as_mut_ptr());
-            T::begin(op, aligned(*first, first_copy.as_mut_ptr()), second, accumulator);
+            match op {
+                ReduceOp::Sum | ReduceOp::Avg => T::add(first, second, accumulator),
+                _ => {
+                    T::load(first, accumulator);
+                    T::combine(op, accumulator, second);
+                }
+            }
             rest
         }
         [first, rest @ ..] if !begun => {
@@ -179,12 +186,8 @@ macro_rules! float {
                 combine_floats(op, accumulator, source);
             }
 
-            fn begin(op: ReduceOp, first: &[Self], second: &[Self], accumulator: &mut [Self]) {
-                if let ReduceOp::Sum | ReduceOp::Avg = op {
-                    return add_floats(first, second, accumulator);
-                }
-                Self::load(first, accumulator);
-                Self::combine(op, accumulator, second);
+            fn add(first: &[Self], second: &[Self], accumulator: &mut [Self]) {
+                add_floats(first, second, accumulator);
             }
 
             fn finish(op: ReduceOp, accumulator: &mut [Self], out: &mut [Self], ranks: usize) {
@@ -254,12 +257,8 @@ impl Accumulate for bf16 {
         combine_bf16(op, accumulator, source);
     }
 
-    fn begin(op: ReduceOp, first: &[Self], second: &[Self], accumulator: &mut [f32]) {
-        if let ReduceOp::Sum | ReduceOp::Avg = op {
-            return add_bf16(first, second, accumulator);
-        }
-        Self::load(first, accumulator);
-        Self::combine(op, accumulator, second);
+    fn add(first: &[Self], second: &[Self], accumulator: &mut [f32]) {
+        add_bf16(first, second, accumulator);
     }
 
     fn finish(op: ReduceOp, accumulator: &mut [f32], out: &mut [Self], ranks: usize) {
