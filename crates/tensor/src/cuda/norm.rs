@@ -9,9 +9,9 @@ use crate::tensor::Tensor;
 /// Up to so many rows a kernel takes about as long to be placed as to run.
 const DECODING_ROWS: usize = 4;
 
-/// Rows up to this width of 16-bit values are taken by a warp each in backward, which then waits for no other,
+/// Rows up to this width of 16-bit values are taken by a warp each in backward, which then waits for no other.
 const WARP_WIDTH: usize = 1024;
-/// so many to a block.
+/// Such warps in a block.
 const WARPS: u32 = 4;
 
 /// How a row is spread over threads.
