@@ -146,7 +146,7 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         bias: bias.as_deref(),
         activation: gemm.activation,
     };
-    if gemm.m == 1 && gemm.batch == 1 && !reads_several_lines(gemm) {
+    if gemm.m == 1 && gemm.batch == 1 {
         return float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
             one_row::product::<C>(threads, gemm, &epilogue, &output(gemm, 0))?;
         });
@@ -174,14 +174,6 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         DType::BF16 => products_widened::<bf16, C>(threads, gemm, &epilogue),
         _ => products_widened::<f16, C>(threads, gemm, &epilogue),
     })
-}
-
-/// Whether kernels of f32 read several lines of a transposed right operand at once, which memory serves faster than one.
-fn reads_several_lines(gemm: &Gemm<'_>) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return gemm.a.tensor.dtype() == DType::F32 && gemm.b.transposed && avx512::available();
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
 }
 
 /// Where one product of a batch goes.

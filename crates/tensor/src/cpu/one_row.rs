@@ -3,7 +3,8 @@
 //! Such a product is bound by reading its right operand, usually a weight, which is used once. Packing it into tiles,
 //! which pays when many rows share it, costs several times the arithmetic. So it is read where it lies, in the order in
 //! which it lies: `by_rows` when its rows are consecutive (`x·W` of an `[in, out]` weight), `by_columns` when its columns
-//! are (`x·Wᵀ` of an `[out, in]` one, which in f32 with AVX-512 goes to `avx512::dots` instead).
+//! are (`x·Wᵀ` of an `[out, in]` one). Several lines, each in a place of its own, are read side by side: the processor
+//! fetches ahead in each of them by itself, and one line alone does not fill the way to memory.
 //!
 //! Sums are plain f32 in an order that only the shapes decide: the same bits with any number of threads and on any
 //! instruction set.
@@ -16,13 +17,18 @@ use crate::cpu::simd::{LANES, fold, vectorized};
 use crate::dtype::Float;
 use crate::error::Result;
 
-/// Columns of one task of `by_rows`: enough for long consecutive reads.
-const ROW_BLOCK: usize = 1024;
+/// Columns of one task of `by_rows`, at most: enough for long consecutive reads.
+const ROW_BLOCK: usize = 2048;
+/// Rows that `by_rows` reads at once.
+const ROWS_AT_ONCE: usize = 16;
 /// Rows of one task of `by_rows`, at least; and at most this many tasks one below the other.
 const DEPTH: usize = 128;
 const MAX_PARTS: usize = 8;
-/// Columns of one task of `by_columns`: each is a row of memory.
-const COLUMN_BLOCK: usize = 64;
+/// Columns, each a row of memory, that `by_columns` reads at once, and how many follow each other in each place.
+const COLUMNS_AT_ONCE: usize = 8;
+const COLUMNS_IN_TURN: usize = 8;
+/// Columns of one task of `by_columns`.
+const COLUMN_BLOCK: usize = COLUMNS_AT_ONCE * COLUMNS_IN_TURN;
 
 /// The product of one row and one matrix.
 pub(crate) fn product<C: Float>(
@@ -51,36 +57,30 @@ fn by_rows<T: Float, C: Float>(
     output: &Output<C>,
 ) {
     let k = row.len();
-    let depth = k.div_ceil(MAX_PARTS).max(DEPTH).next_multiple_of(4);
+    let depth = k.div_ceil(MAX_PARTS).max(DEPTH).next_multiple_of(ROWS_AT_ONCE);
     let (parts, blocks) = (k.div_ceil(depth), n.div_ceil(ROW_BLOCK));
+    let width = n.div_ceil(blocks).next_multiple_of(LANES);
     let mut sums = vec![0.0f32; parts * n];
     let shared = Shared::new(&mut sums);
     threads.run(parts * blocks, |task| {
         let (part, block) = (task / blocks, task % blocks);
-        let columns = block * ROW_BLOCK..((block + 1) * ROW_BLOCK).min(n);
+        let columns = (block * width).min(n)..((block + 1) * width).min(n);
         // SAFETY: each task has its own part and columns.
         let sums = unsafe { shared.range(part * n + columns.start..part * n + columns.end) };
-        let first = part * depth;
-        for (four, factors) in row[first..(first + depth).min(k)].chunks(4).enumerate() {
-            let line = |p: usize| {
-                let start = b.index(first + 4 * four + p, columns.start);
-                &b.elements[start..start + columns.len()]
-            };
-            match *factors {
-                [w, x, y, z] => {
-                    let lines = [line(0), line(1), line(2), line(3)];
-                    vectorized!(|| add_four(sums, lines, [w, x, y, z]));
-                }
-                _ => {
-                    for (p, factor) in factors.iter().enumerate() {
-                        let line = line(p);
-                        vectorized!(|| sums
-                            .iter_mut()
-                            .zip(line)
-                            .for_each(|(sum, b)| *sum += factor * b.widen()));
-                    }
-                }
-            }
+        let line = |place: usize| {
+            let start = b.index(place, columns.start);
+            &b.elements[start..start + columns.len()]
+        };
+        let mut place = part * depth;
+        let (groups, rest) = row[place..(place + depth).min(k)].as_chunks::<ROWS_AT_ONCE>();
+        for factors in groups {
+            let lines: [&[T]; ROWS_AT_ONCE] = std::array::from_fn(|i| line(place + i));
+            vectorized!(|| add_lines(sums, &lines, factors));
+            place += ROWS_AT_ONCE;
+        }
+        for factor in rest {
+            vectorized!(|| add_lines(sums, &[line(place)], &[*factor]));
+            place += 1;
         }
     });
     threads.blocks(n, ROW_BLOCK, |columns| {
@@ -96,13 +96,18 @@ fn by_rows<T: Float, C: Float>(
     });
 }
 
-/// `sums += Σ factor · line` over four lines at once, so that `sums` is read and written a quarter as often.
+/// `sums += Σ factor · line` over several lines at once, so that `sums` is seldom read and written.
 #[inline(always)]
-fn add_four<T: Float>(sums: &mut [f32], lines: [&[T]; 4], f: [f32; 4]) {
+fn add_lines<T: Float, const LINES: usize>(sums: &mut [f32], lines: &[&[T]; LINES], factors: &[f32; LINES]) {
     let length = sums.len();
-    let [w, x, y, z] = lines.map(|line| &line[..length]);
+    let lines = lines.map(|line| &line[..length]);
     for i in 0..length {
-        sums[i] += (f[0] * w[i].widen() + f[1] * x[i].widen()) + (f[2] * y[i].widen() + f[3] * z[i].widen());
+        // Two chains, so that additions need not wait for each other.
+        let mut chains = [sums[i], 0.0];
+        for p in 0..LINES {
+            chains[p % 2] += factors[p] * lines[p][i].widen();
+        }
+        sums[i] = chains[0] + chains[1];
     }
 }
 
@@ -117,10 +122,22 @@ fn by_columns<T: Float, C: Float>(
 ) {
     threads.blocks(n, COLUMN_BLOCK, |columns| {
         let mut sums = [0.0f32; COLUMN_BLOCK];
-        for (sum, column) in sums.iter_mut().zip(columns.clone()) {
-            let start = if row.is_empty() { 0 } else { b.index(0, column) };
-            let column = &b.elements[start..start + row.len()];
-            *sum = vectorized!(|| dot(row, column));
+        let line = |column: usize| {
+            let start = if row.is_empty() { 0 } else { b.index(0, columns.start + column) };
+            &b.elements[start..start + row.len()]
+        };
+        if columns.len() == COLUMN_BLOCK {
+            for turn in 0..COLUMNS_IN_TURN {
+                let lines: [&[T]; COLUMNS_AT_ONCE] = std::array::from_fn(|i| line(i * COLUMNS_IN_TURN + turn));
+                let dots = vectorized!(|| dots(row, &lines));
+                for (i, dot) in dots.into_iter().enumerate() {
+                    sums[i * COLUMNS_IN_TURN + turn] = dot;
+                }
+            }
+        } else {
+            for (column, sum) in sums[..columns.len()].iter_mut().enumerate() {
+                [*sum] = vectorized!(|| dots(row, &[line(column)]));
+            }
         }
         // SAFETY: these columns belong to this task alone.
         let (c, before) = unsafe { output.row(0, columns.clone()) };
@@ -128,26 +145,25 @@ fn by_columns<T: Float, C: Float>(
     });
 }
 
-/// Partial sums of a dot product: four registers of sixteen, so that additions need not wait for each other.
-const DOT_LANES: usize = 4 * LANES;
-
-/// The sum of products, in an order that only the length decides.
+/// The sum of products with each line, in an order that only the length decides.
 #[inline(always)]
-fn dot<T: Float>(a: &[f32], b: &[T]) -> f32 {
-    let mut lanes = [0.0f32; DOT_LANES];
-    let (mut left, mut right) = (a.chunks_exact(DOT_LANES), b.chunks_exact(DOT_LANES));
-    for (a, b) in (&mut left).zip(&mut right) {
-        for lane in 0..DOT_LANES {
-            lanes[lane] += a[lane] * b[lane].widen();
+fn dots<T: Float, const LINES: usize>(row: &[f32], lines: &[&[T]; LINES]) -> [f32; LINES] {
+    let mut lanes = [[0.0f32; LANES]; LINES];
+    let lines = lines.map(|line| &line[..row.len()]);
+    let (registers, rest) = row.as_chunks::<LANES>();
+    for (register, row) in registers.iter().enumerate() {
+        for (lanes, line) in lanes.iter_mut().zip(lines) {
+            let line = &line[register * LANES..][..LANES];
+            for lane in 0..LANES {
+                lanes[lane] += row[lane] * line[lane].widen();
+            }
         }
     }
-    for (lane, (a, b)) in lanes.iter_mut().zip(left.remainder().iter().zip(right.remainder())) {
-        *lane += a * b.widen();
+    for (lanes, line) in lanes.iter_mut().zip(lines) {
+        let line = &line[registers.len() * LANES..];
+        for (lane, (a, b)) in lanes.iter_mut().zip(rest.iter().zip(line)) {
+            *lane += a * b.widen();
+        }
     }
-    let mut folded = [0.0f32; LANES];
-    for lane in 0..LANES {
-        let [second, third, fourth] = [1, 2, 3].map(|register| lanes[lane + register * LANES]);
-        folded[lane] = (lanes[lane] + second) + (third + fourth);
-    }
-    fold(folded, |a, b| a + b)
+    lanes.map(|lanes| fold(lanes, |a, b| a + b))
 }
