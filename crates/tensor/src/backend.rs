@@ -75,6 +75,11 @@ pub enum Activation {
     Sigmoid,
 }
 
+impl Activation {
+    /// How many there are.
+    pub(crate) const COUNT: usize = Self::Sigmoid as usize + 1;
+}
+
 /// `c = [c +] a·b`, then `+ bias` along rows, then an activation, then `+ residual`.
 #[derive(Debug, Clone, Copy)]
 pub struct Gemm<'a> {

@@ -7,7 +7,7 @@
 use half::{bf16, f16};
 
 use crate::backend::{Activation, Gemm, Matrix};
-use crate::cpu::math::{activate, with_activation};
+use crate::cpu::activation;
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
@@ -56,10 +56,10 @@ impl Epilogue<'_> {
         self.bias.is_none() && self.activation.is_none()
     }
 
-    /// Whether sums are stored as they are, but for a bias.
+    /// Whether the result is the sums and nothing else, before a bias and an activation.
     #[cfg(target_arch = "x86_64")]
-    pub(crate) fn adds_at_most_bias<C>(&self, output: &Output<C>) -> bool {
-        self.activation.is_none() && output.before.is_none() && self.alpha == 1.0 && !self.accumulate
+    pub(crate) fn is_fresh(&self) -> bool {
+        self.alpha == 1.0 && !self.accumulate
     }
 
     /// Whether anything is left to do once sums are in the result, scaled and added.
@@ -86,15 +86,14 @@ impl Epilogue<'_> {
         if let Some(bias) = self.bias {
             sums.iter_mut().zip(&bias[first..]).for_each(|(sum, bias)| *sum += bias);
         }
+        c.iter_mut().zip(sums.iter()).for_each(|(c, sum)| *c = C::narrow(*sum));
         if let Some(before) = before {
-            before.iter_mut().zip(sums.iter()).for_each(|(before, sum)| *before = C::narrow(*sum));
+            before.copy_from_slice(c);
         }
-        match self.activation {
-            None => c.iter_mut().zip(sums.iter()).for_each(|(c, sum)| *c = C::narrow(*sum)),
-            Some(activation) => with_activation!(activation, KIND => {
-                // From the rounded value, which is what backward will see.
-                c.iter_mut().zip(sums.iter()).for_each(|(c, sum)| *c = C::narrow(activate(KIND, C::narrow(*sum).widen())));
-            }),
+        if let Some(activation) = self.activation {
+            // From the rounded value, which is what backward will see.
+            activation::values(activation, c, sums);
+            c.iter_mut().zip(sums.iter()).for_each(|(c, sum)| *c = C::narrow(*sum));
         }
     }
 }

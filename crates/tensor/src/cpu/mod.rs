@@ -3,6 +3,7 @@
 //! Every kernel gives the same bits with any number of threads: see `parallel`. What depends on the instruction
 //! set: see `simd`.
 
+mod activation;
 #[cfg(target_arch = "x86_64")]
 mod aligned;
 #[cfg(target_arch = "x86_64")]

@@ -128,7 +128,8 @@ fn by_columns<T: Float, C: Float>(
         };
         if columns.len() == COLUMN_BLOCK {
             for turn in 0..COLUMNS_IN_TURN {
-                let lines: [&[T]; COLUMNS_AT_ONCE] = std::array::from_fn(|i| line(i * COLUMNS_IN_TURN + turn));
+                let lines: [&[T]; COLUMNS_AT_ONCE] =
+                    std::array::from_fn(|i| line(i * COLUMNS_IN_TURN + turn));
                 let dots = vectorized!(|| dots(row, &lines));
                 for (i, dot) in dots.into_iter().enumerate() {
                     sums[i * COLUMNS_IN_TURN + turn] = dot;

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use crate::backend::{Activation, Binary, Comparison, Unary};
+use crate::cpu::activation;
 use crate::cpu::math::{activate, activate_derivative, exp, with_activation};
 use crate::cpu::parallel::{POINTWISE_BLOCK, Shared, Threads};
 use crate::cpu::simd::vectorized;
@@ -12,6 +13,9 @@ use crate::error::{Result, TensorError};
 use crate::random::{RandomKey, drop_threshold};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
+
+/// Values whose activation waits in the first-level cache for what else happens to them.
+const ACTIVATED: usize = 256;
 
 /// `y[i] = f(x[i])` over blocks.
 fn map<X: Element, Y: Element>(
@@ -165,17 +169,21 @@ pub(crate) fn activation_backward_in_place(
 ) -> Result<()> {
     float_kernel!("activation_backward", before.dtype(), T => {
         let (before, gradient) = (Shared::new(write::<T>(before)), Shared::new(write::<T>(gradient)));
-        with_activation!(activation, KIND => threads.blocks(before.len(), POINTWISE_BLOCK, |range| {
+        threads.blocks(before.len(), POINTWISE_BLOCK, |range| {
             // SAFETY: blocks are disjoint.
             let (before, gradient) = unsafe { (before.range(range.clone()), gradient.range(range)) };
-            vectorized!(|| {
-                for (value, gradient) in before.iter_mut().zip(gradient.iter_mut()) {
-                    let x = value.widen();
-                    *gradient = T::narrow(gradient.widen() * activate_derivative(KIND, x));
-                    *value = T::narrow(activate(KIND, x));
-                }
-            });
-        }))
+            for (value, gradient) in before.chunks_mut(ACTIVATED).zip(gradient.chunks_mut(ACTIVATED)) {
+                let (mut f, mut d) = ([0.0; ACTIVATED], [0.0; ACTIVATED]);
+                let (f, d) = (&mut f[..value.len()], &mut d[..value.len()]);
+                activation::values_and_derivatives(activation, value, f, d);
+                vectorized!(|| {
+                    for i in 0..value.len() {
+                        gradient[i] = T::narrow(gradient[i].widen() * d[i]);
+                        value[i] = T::narrow(f[i]);
+                    }
+                });
+            }
+        });
     })
 }
 
@@ -187,8 +195,21 @@ pub(crate) fn gated(
     y: &Tensor,
 ) -> Result<()> {
     float_kernel!("gated", gate.dtype(), T => {
-        let (gate, up, y) = (read::<T>(gate), read::<T>(up), write::<T>(y));
-        with_activation!(activation, KIND => map2(threads, gate, up, y, |g: T, u: T| T::narrow(activate(KIND, g.widen()) * u.widen())))
+        let (gate, up, y) = (read::<T>(gate), read::<T>(up), Shared::new(write::<T>(y)));
+        threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
+            // SAFETY: blocks are disjoint.
+            let y = unsafe { y.range(range.clone()) };
+            let (gate, up) = (gate[range.clone()].chunks(ACTIVATED), up[range].chunks(ACTIVATED));
+            for ((gate, up), y) in gate.zip(up).zip(y.chunks_mut(ACTIVATED)) {
+                let mut f = [0.0; ACTIVATED];
+                activation::values(activation, gate, &mut f[..gate.len()]);
+                vectorized!(|| {
+                    for ((y, up), f) in y.iter_mut().zip(up).zip(&f) {
+                        *y = T::narrow(f * up.widen());
+                    }
+                });
+            }
+        });
     })
 }
 
@@ -204,18 +225,24 @@ pub(crate) fn gated_backward(
     float_kernel!("gated_backward", gate.dtype(), T => {
         let (gate, up, dy) = (read::<T>(gate), read::<T>(up), read::<T>(dy));
         let (dgate, dup) = (Shared::new(write::<T>(dgate)), Shared::new(write::<T>(dup)));
-        with_activation!(activation, KIND => threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
-            // SAFETY: blocks are disjoint.
-            let (dgate, dup) = unsafe { (dgate.range(range.clone()), dup.range(range.clone())) };
-            let (gate, up, dy) = (&gate[range.clone()], &up[range.clone()], &dy[range]);
-            vectorized!(|| {
-                for i in 0..gate.len() {
-                    let (g, u, d) = (gate[i].widen(), up[i].widen(), dy[i].widen());
-                    dgate[i] = T::narrow(d * u * activate_derivative(KIND, g));
-                    dup[i] = T::narrow(d * activate(KIND, g));
-                }
-            });
-        }))
+        threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
+            for start in range.clone().step_by(ACTIVATED) {
+                let part = start..(start + ACTIVATED).min(range.end);
+                // SAFETY: blocks are disjoint.
+                let (dgate, dup) = unsafe { (dgate.range(part.clone()), dup.range(part.clone())) };
+                let (gate, up, dy) = (&gate[part.clone()], &up[part.clone()], &dy[part]);
+                let (mut f, mut d) = ([0.0; ACTIVATED], [0.0; ACTIVATED]);
+                let (f, d) = (&mut f[..gate.len()], &mut d[..gate.len()]);
+                activation::values_and_derivatives(activation, gate, f, d);
+                vectorized!(|| {
+                    for i in 0..up.len() {
+                        let (u, dy) = (up[i].widen(), dy[i].widen());
+                        dgate[i] = T::narrow(dy * u * d[i]);
+                        dup[i] = T::narrow(dy * f[i]);
+                    }
+                });
+            }
+        });
     })
 }
 

@@ -5,11 +5,13 @@
 //! a panel of f32. An operand that several tasks share is packed once, before them; one that a single row of tasks
 //! uses is packed by the task that needs it and never written to memory.
 
+use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use half::bf16;
 
 use super::{BLOCK, DEPTH, Left, PAIR, PARTS, TILE, Tiles, pack_left, pack_right};
+use crate::cpu::activation;
 use crate::cpu::aligned::Aligned;
 use crate::cpu::gemm::{Epilogue, Operand, Output};
 use crate::cpu::parallel::{Shared, Threads};
@@ -296,13 +298,18 @@ impl Panel<'_> {
         const ROWS: usize = BLOCK / PARTS;
         let width = BLOCK.min(self.columns[1] - block.column);
         let rows = part * ROWS..((part + 1) * ROWS).min(self.rows[1] - block.row);
-        if C::DTYPE == DType::BF16 && width == BLOCK && self.epilogue.adds_at_most_bias(output) {
+        if C::DTYPE == DType::BF16 && width == BLOCK && self.epilogue.is_fresh() {
             let bias = self.epilogue.bias.map_or(&[0.0; BLOCK][..], |bias| &bias[block.column..][..BLOCK]);
+            let table = self.epilogue.activation.and_then(activation::table::<C>);
             for r in rows {
                 // SAFETY: this task alone writes these rows and columns; C is bf16; AMX implies AVX512_BF16.
                 unsafe {
-                    let (c, _) = output.row(block.row + r, block.column..block.column + BLOCK);
-                    store_rounded(&block.sums[r * BLOCK..][..BLOCK], bias, c.as_mut_ptr().cast());
+                    let (c, before) = output.row(block.row + r, block.column..block.column + BLOCK);
+                    let line = rounded(&block.sums[r * BLOCK..][..BLOCK], bias);
+                    if let Some(before) = before {
+                        store_line(line, before);
+                    }
+                    store_line(table.map_or(line, |table| activated(line, table)), c);
                 }
             }
             return;
@@ -326,25 +333,44 @@ struct Finished<'a> {
     column: usize,
 }
 
-/// Adds the bias to a row of a block and rounds it to bf16. The instruction takes denormals for zero, as the one that made the sums does.
-///
-/// # Safety
-/// The processor has AVX512_BF16; `target` holds [`BLOCK`] values.
+/// A row of a block with the bias, rounded to bf16. The instruction takes denormals for zero, as the one that made the sums does.
 #[target_feature(enable = "avx512f,avx512bf16")]
 #[inline]
-unsafe fn store_rounded(sums: &[f32], bias: &[f32], target: *mut bf16) {
-    use std::arch::x86_64::*;
+fn rounded(sums: &[f32], bias: &[f32]) -> __m512i {
     assert!(sums.len() == BLOCK && bias.len() == BLOCK);
-    // SAFETY: both halves lie inside the rows; the target is the caller's promise.
-    unsafe {
-        let half = |first: usize| {
+    let half = |first: usize| {
+        // SAFETY: both halves lie inside the rows.
+        unsafe {
             _mm512_add_ps(
                 _mm512_loadu_ps(sums.as_ptr().add(first)),
                 _mm512_loadu_ps(bias.as_ptr().add(first)),
             )
-        };
-        let (low, high) = (half(0), half(TILE));
-        let line: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
-        _mm512_storeu_si512(target.cast(), line);
-    }
+        }
+    };
+    line(half(0), half(TILE))
+}
+
+/// The activation of a row of bf16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+#[inline]
+fn activated(row: __m512i, table: &activation::Table) -> __m512i {
+    let half = |half| activation::wide::results(&table.values, half);
+    line(half(_mm512_castsi512_si256(row)), half(_mm512_extracti64x4_epi64::<1>(row)))
+}
+
+/// Two halves of a row, rounded to bf16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+#[inline]
+fn line(low: __m512, high: __m512) -> __m512i {
+    // SAFETY: the same 512 bits under another name.
+    unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) }
+}
+
+/// Writes a row of bf16.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn store_line<C>(line: __m512i, target: &mut [C]) {
+    assert_eq!(size_of_val(target), size_of_val(&line));
+    // SAFETY: the target is as long; any bit pattern is a value of it.
+    unsafe { _mm512_storeu_si512(target.as_mut_ptr().cast(), line) };
 }
