@@ -468,9 +468,11 @@ pub trait Backend: Send + Sync {
     fn logits_dtype(&self, _dtype: DType) -> DType {
         DType::F32
     }
-    /// Bytes of logits that a loss should hold at once: enough to keep the device busy.
-    fn logits_chunk_bytes(&self) -> usize {
-        64 << 20
+    /// How many rows of logits, each of this many bytes, a loss should hold at once: enough that the product which makes
+    /// them is worth bringing the weight into order for, and little memory beyond that.
+    fn logits_rows(&self, row_bytes: usize) -> usize {
+        let fitting = |bytes: usize| bytes / row_bytes.max(1);
+        fitting(16 << 20).max(fitting(64 << 20).min(256))
     }
     /// Per row of `logits [rows, classes]`, in [`Backend::logits_dtype`]: the loss into `losses [rows]`, and, if asked, its
     /// gradient over the logits: of each row's own loss, not of their mean, which small types could not hold.

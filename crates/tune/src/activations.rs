@@ -110,8 +110,8 @@ fn logits(shape: &Transformer, width: u64, tokens: u64, processor: Processor) ->
     }
     // A GPU holds them in the training precision.
     let held = if processor == Processor::Gpu { width } else { F32_BYTES };
-    let most = (processor.loss_chunk_bytes() / (shape.vocab * held))
-        .clamp(LOSS_CHUNK_MIN_ROWS, tokens.max(LOSS_CHUNK_MIN_ROWS));
+    let most =
+        processor.loss_rows(shape.vocab * held).clamp(LOSS_CHUNK_MIN_ROWS, tokens.max(LOSS_CHUNK_MIN_ROWS));
     let rows = tokens.div_ceil(tokens.div_ceil(most).max(1)).next_multiple_of(LOSS_CHUNK_MIN_ROWS);
     let narrow = if width < held { width } else { 0 };
     rows.min(tokens).saturating_mul(shape.vocab).saturating_mul(held + narrow)
@@ -123,5 +123,18 @@ mod tests {
     fn the_widths_are_the_tensor_cores() {
         assert_eq!(super::REBUILT_WIDTH as usize, ferrospeed_tensor::ops::REBUILT_WIDTH);
         assert_eq!(super::KEPT_ACTIVATION_WIDTH as usize, ferrospeed_tensor::cuda::KEPT_ACTIVATION_WIDTH);
+    }
+
+    #[test]
+    fn the_loss_holds_as_many_rows_as_the_tensor_core_lets_it() {
+        let device = ferrospeed_tensor::Device::cpu();
+        for row_bytes in [1, 1024, 4 * 8192, 4 * 50257, 4 * 262_144, 128 << 20] {
+            let rows = device.backend().logits_rows(row_bytes);
+            assert_eq!(
+                super::Processor::Cpu.loss_rows(row_bytes as u64),
+                rows as u64,
+                "{row_bytes} bytes a row"
+            );
+        }
     }
 }

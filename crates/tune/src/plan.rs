@@ -68,11 +68,13 @@ pub enum Processor {
 }
 
 impl Processor {
-    /// The most bytes of logits that the fused loss holds at once: what fits a cache, or what fills a GPU.
-    pub(crate) fn loss_chunk_bytes(self) -> u64 {
+    /// How many rows of logits, each of this many bytes, the fused loss holds at once, at most: what a product is worth
+    /// starting for, or what fills a GPU.
+    pub(crate) fn loss_rows(self, row_bytes: u64) -> u64 {
+        let fitting = |bytes: u64| bytes / row_bytes.max(1);
         match self {
-            Processor::Cpu => 64 << 20,
-            Processor::Gpu => 768 << 20,
+            Processor::Cpu => fitting(16 << 20).max(fitting(64 << 20).min(256)),
+            Processor::Gpu => fitting(768 << 20),
         }
     }
 }

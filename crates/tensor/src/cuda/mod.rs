@@ -304,8 +304,8 @@ impl Backend for CudaBackend {
     fn logits_dtype(&self, dtype: DType) -> DType {
         dtype
     }
-    fn logits_chunk_bytes(&self) -> usize {
-        768 << 20
+    fn logits_rows(&self, row_bytes: usize) -> usize {
+        (768 << 20) / row_bytes.max(1)
     }
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
         if source.len() != target.size_bytes() {

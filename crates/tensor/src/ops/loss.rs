@@ -98,7 +98,7 @@ pub fn linear_cross_entropy(
     let table = weight.read()?;
     let losses = Tensor::empty([rows], DType::F32, &device)?;
     let held = backend.logits_dtype(dtype);
-    let most = (backend.logits_chunk_bytes() / (classes * held.size_bytes()).max(1)).clamp(16, rows.max(16));
+    let most = backend.logits_rows(classes * held.size_bytes()).clamp(16, rows.max(16));
     // Of equal size: a small rest would keep few of the device's units busy.
     let chunk = rows.div_ceil(rows.div_ceil(most).max(1)).next_multiple_of(16).max(16);
     let dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
