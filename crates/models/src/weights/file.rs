@@ -15,8 +15,10 @@ use crate::error::{ModelError, Result};
 
 /// Longer headers are refused, as the format's own library does.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// What one thread reads at a time.
+/// What one thread fills at a time.
 const SHARE_BYTES: usize = 2 << 20;
+/// Bytes that wait to be widened.
+const STAGING_BYTES: usize = 256 << 10;
 
 /// An open file whose header is sound.
 #[derive(Debug)]
@@ -66,21 +68,56 @@ impl WeightFile {
         Ok((WeightFile { path: path.to_path_buf(), file, data_start: 8 + header_bytes }, metadata))
     }
 
-    /// Reads bytes of the data part, many of them with all threads: one alone cannot bring pages into memory as fast as the
-    /// system's cache gives them.
+    /// Reads bytes of the data part.
     pub(super) fn read(&self, start: usize, out: &mut [u8]) -> Result<()> {
+        self.in_shares(out, |first, share| self.read_here(start + first, share))
+    }
+
+    /// Reads numbers of two bytes from the data part and widens them.
+    pub(super) fn read_widened(
+        &self,
+        start: usize,
+        out: &mut [f32],
+        widen: impl Fn([u8; 2]) -> f32 + Sync,
+    ) -> Result<()> {
+        self.in_shares(out, |first, share| {
+            let mut staging = vec![0; STAGING_BYTES.min(2 * share.len())];
+            let mut position = start + 2 * first;
+            for part in share.chunks_mut(STAGING_BYTES / 2) {
+                let bytes = &mut staging[..2 * part.len()];
+                self.read_here(position, bytes)?;
+                position += bytes.len();
+                for (value, pair) in part.iter_mut().zip(bytes.as_chunks().0) {
+                    *value = widen(*pair);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn read_here(&self, start: usize, out: &mut [u8]) -> std::io::Result<()> {
+        self.file.read_exact_at(out, self.data_start + start as u64)
+    }
+
+    /// Fills `out`, where it is long with all threads: one alone cannot bring pages into memory as fast as the system's cache
+    /// gives them. `fill` is given a share and the place of its first element.
+    fn in_shares<T: Send>(
+        &self,
+        out: &mut [T],
+        fill: impl Fn(usize, &mut [T]) -> std::io::Result<()> + Sync,
+    ) -> Result<()> {
+        let length = SHARE_BYTES / size_of::<T>();
         let first_error = Mutex::new(None);
-        let shares: Vec<Mutex<&mut [u8]>> = out.chunks_mut(SHARE_BYTES).map(Mutex::new).collect();
-        let read = |share: usize| {
-            let from = self.data_start + (start + share * SHARE_BYTES) as u64;
-            if let Err(error) = self.file.read_exact_at(&mut lock(&shares[share]), from) {
+        let shares: Vec<Mutex<&mut [T]>> = out.chunks_mut(length).map(Mutex::new).collect();
+        let fill = |share: usize| {
+            if let Err(error) = fill(share * length, &mut lock(&shares[share])) {
                 lock(&first_error).get_or_insert(error);
             }
         };
         match shares.len() {
             0 => {}
-            1 => read(0),
-            count => Device::cpu().backend().parallel(count, &read),
+            1 => fill(0),
+            count => Device::cpu().backend().parallel(count, &fill),
         }
         lock(&first_error).take().map_or(Ok(()), |error| Err(ModelError::io(&self.path)(error)))
     }

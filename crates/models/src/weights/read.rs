@@ -15,9 +15,6 @@ use crate::error::{ModelError, Result};
 use crate::weights::dtype_from_file;
 use crate::weights::file::WeightFile;
 
-/// A tensor whose type must be changed passes through a buffer of this size.
-const STAGING_BYTES: usize = 256 << 10;
-
 /// Where one tensor lies.
 #[derive(Debug, Clone)]
 pub struct StoredTensor {
@@ -164,8 +161,8 @@ impl WeightFiles {
                 }
                 Ok(())
             }
-            DType::BF16 => widened(file, start, out, |bytes| bf16::from_le_bytes(bytes).widen()),
-            DType::F16 => widened(file, start, out, |bytes| f16::from_le_bytes(bytes).widen()),
+            DType::BF16 => file.read_widened(start, out, |bytes| bf16::from_le_bytes(bytes).widen()),
+            DType::F16 => file.read_widened(start, out, |bytes| f16::from_le_bytes(bytes).widen()),
             dtype => Err(ModelError::file(&file.path, format!("a tensor of {dtype} was read as floats"))),
         }
     }
@@ -187,20 +184,6 @@ impl WeightFiles {
 
 fn names_in(directory: &Path) -> [PathBuf; 2] {
     ["model.safetensors", "model.safetensors.index.json"].map(|name| directory.join(name))
-}
-
-fn widened(file: &WeightFile, start: usize, out: &mut [f32], widen: impl Fn([u8; 2]) -> f32) -> Result<()> {
-    let mut staging = vec![0; STAGING_BYTES.min(2 * out.len())];
-    let mut position = start;
-    for part in out.chunks_mut(STAGING_BYTES / 2) {
-        let bytes = &mut staging[..2 * part.len()];
-        file.read(position, bytes)?;
-        position += bytes.len();
-        for (value, pair) in part.iter_mut().zip(bytes.chunks_exact(2)) {
-            *value = widen([pair[0], pair[1]]);
-        }
-    }
-    Ok(())
 }
 
 impl ParamSource for WeightFiles {

@@ -13,8 +13,9 @@ use crate::param::{Param, ParamStore, StoreError};
 use crate::store::ParamSource;
 use crate::tensor::Tensor;
 
-/// Elements that are loaded at a time: copies of whole parameters would add to the peak, these stay in the cache.
-const LOADED_AT_ONCE: usize = 256 << 10;
+/// Elements that are converted at a time: copies of whole parameters would add to the peak, these stay in the cache, and
+/// two threads have enough to do.
+const CONVERTED_AT_ONCE: usize = 1 << 20;
 
 /// The store without a policy.
 pub struct PlainStore {
@@ -86,12 +87,17 @@ fn load(source: &dyn ParamSource, param: &Param, value: &Tensor) -> Result<()> {
         return source.load(param, 0..numel, cpu::write::<f32>(value));
     }
     let flat = value.view([numel])?;
-    let mut part = vec![0.0; numel.min(LOADED_AT_ONCE)];
-    for first in (0..numel).step_by(LOADED_AT_ONCE) {
-        let part = &mut part[..LOADED_AT_ONCE.min(numel - first)];
-        source.load(param, first..first + part.len(), part)?;
-        let staged = Tensor::from_f32(part, [part.len()], dtype, device)?;
-        device.backend().copy(&staged, &flat.slice(first, [part.len()])?)?;
+    let staged = Tensor::empty([numel.min(CONVERTED_AT_ONCE)], DType::F32, &Device::cpu())?;
+    for first in (0..numel).step_by(CONVERTED_AT_ONCE) {
+        let count = CONVERTED_AT_ONCE.min(numel - first);
+        let target = flat.slice(first, [count])?;
+        let part = &mut cpu::write::<f32>(&staged)[..count];
+        source.load(param, first..first + count, part)?;
+        if device.backend().is_host() {
+            device.backend().cast(&staged.slice(0, [count])?, &target)?;
+        } else {
+            device.backend().copy(&Tensor::from_f32(part, [count], dtype, device)?, &target)?;
+        }
     }
     Ok(())
 }
