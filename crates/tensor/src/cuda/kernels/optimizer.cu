@@ -5,16 +5,18 @@
 struct Update { int kind; int flag; float a, b, c, d, e, f, g, h; };
 enum { ADAM, ADAMW, SGD, ADAGRAD, LION, LAMB_DIRECTION, LAMB_APPLY };
 
-__device__ __forceinline__ float step(const Update& u, float w, float g, float* s) {
-    switch (u.kind) {
+// KIND is the update where it is known, so that nothing branches within. What Adam rounds is spelled out: a weight has the
+// same bits whether it is one of a pack or not.
+template <int KIND> __device__ __forceinline__ float step(const Update& u, float w, float g, float* s) {
+    switch (KIND < 0 ? u.kind : KIND) {
         case ADAM:
         case ADAMW: {
             // a beta1, b beta2, c 1-beta1, d 1-beta2, e eps, f decay, g step size, h the inverse root of the correction.
-            if (u.kind == ADAMW) w -= u.f * w; else g += u.f * w;
-            s[0] = u.a * s[0] + u.c * g;
-            s[1] = u.b * s[1] + u.d * g * g;
-            float denominator = sqrtf(s[1]) * u.h + u.e;
-            return w - u.g * (s[0] / denominator);
+            if ((KIND < 0 ? u.kind : KIND) == ADAMW) w = fmaf(-u.f, w, w); else g = fmaf(u.f, w, g);
+            s[0] = fmaf(u.a, s[0], u.c * g);
+            s[1] = fmaf(u.b, s[1], u.d * g * g);
+            float denominator = fmaf(sqrtf(s[1]), u.h, u.e);
+            return fmaf(-u.g, s[0] / denominator, w);
         }
         case SGD: {
             // a momentum, b the share of the gradient that enters it, c decay, d learning rate; flag: Nesterov.
@@ -56,9 +58,9 @@ __device__ __forceinline__ float step(const Update& u, float w, float g, float* 
 struct Piece { u64 first; u64 count; float* weights; const REAL* gradient; float* states[3]; COPY* copy; };
 #define CHUNK 16384ull
 
-// Runs `eight(piece, first element)` over whole packs where `wide(piece)`, `one(piece, element)` over the rest.
-template <class Wide, class Eight, class One>
-__device__ __forceinline__ void over(const Piece* pieces, u32 number, u64 chunks, Wide wide, Eight eight, One one) {
+// Runs `pack(piece, first element)` over whole packs of SIZE where `wide(piece)`, `one(piece, element)` over the rest.
+template <int SIZE, class Wide, class Whole, class One>
+__device__ __forceinline__ void over(const Piece* pieces, u32 number, u64 chunks, Wide wide, Whole pack, One one) {
     for (u64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         u32 low = 0, high = number;
         while (high - low > 1) {
@@ -68,9 +70,9 @@ __device__ __forceinline__ void over(const Piece* pieces, u32 number, u64 chunks
         const Piece piece = pieces[low];
         u64 start = (chunk - piece.first) * CHUNK;
         u64 end = start + CHUNK < piece.count ? start + CHUNK : piece.count;
-        u64 packs = wide(piece) ? (end - start) / 8 : 0;
-        for (u64 p = threadIdx.x; p < packs; p += blockDim.x) eight(piece, start + p * 8);
-        for (u64 i = start + packs * 8 + threadIdx.x; i < end; i += blockDim.x) one(piece, i);
+        u64 packs = wide(piece) ? (end - start) / SIZE : 0;
+        for (u64 p = threadIdx.x; p < packs; p += blockDim.x) pack(piece, start + p * SIZE);
+        for (u64 i = start + packs * SIZE + threadIdx.x; i < end; i += blockDim.x) one(piece, i);
     }
 }
 
@@ -96,46 +98,48 @@ extern "C" __global__ void judge(Verdict* verdict, double loss_scale, double lim
     verdict->is_bad = verdict->largest >= 0x7f800000u;
 }
 
-// The factor is that of `verdict` where there is one.
-extern "C" __global__ void optimizer_step(const Piece* pieces, u32 number, u64 chunks, Update update, float factor, const Verdict* verdict) {
-    if (verdict) {
-        if (verdict->is_bad) return;
-        factor = verdict->factor;
-    }
-    over(pieces, number, chunks,
+// Four neighbours: a thread's sixteen bytes of f32 then lie beside the next thread's, which packs of eight, moved in two
+// halves, would keep apart.
+template <class T> struct alignas(sizeof(T) * 4) Quad { T v[4]; };
+template <class T> __device__ __forceinline__ Quad<T> load4(const T* at) { return *(const Quad<T>*)at; }
+template <class T> __device__ __forceinline__ void store4(T* at, const Quad<T>& quad) { *(Quad<T>*)at = quad; }
+
+template <int KIND>
+__device__ __forceinline__ void update_all(const Piece* pieces, u32 number, u64 chunks, const Update& update, float factor) {
+    over<4>(pieces, number, chunks,
         [&](const Piece& p) {
             return aligned16(p.weights, p.gradient, p.copy) && (STATES < 1 || aligned16(p.states[0])) &&
                    (STATES < 2 || aligned16(p.states[1])) && (STATES < 3 || aligned16(p.states[2]));
         },
         [&](const Piece& p, u64 i) {
-            Pack<float> w = load8(p.weights + i), s[STATES + 1];
-            Pack<REAL> g = load8(p.gradient + i);
+            Quad<float> w = load4(p.weights + i), s[STATES + 1];
+            Quad<REAL> g = load4(p.gradient + i);
             #pragma unroll
-            for (int k = 0; k < STATES; k++) s[k] = load8(p.states[k] + i);
+            for (int k = 0; k < STATES; k++) s[k] = load4(p.states[k] + i);
             #pragma unroll
-            for (int j = 0; j < 8; j++) {
+            for (int j = 0; j < 4; j++) {
                 float own[STATES + 1];
                 #pragma unroll
                 for (int k = 0; k < STATES; k++) own[k] = s[k].v[j];
-                w.v[j] = step(update, w.v[j], widen(g.v[j]) * factor, own);
+                w.v[j] = step<KIND>(update, w.v[j], widen(g.v[j]) * factor, own);
                 #pragma unroll
                 for (int k = 0; k < STATES; k++) s[k].v[j] = own[k];
             }
-            store8(p.weights + i, w);
+            store4(p.weights + i, w);
             #pragma unroll
-            for (int k = 0; k < STATES; k++) store8(p.states[k] + i, s[k]);
+            for (int k = 0; k < STATES; k++) store4(p.states[k] + i, s[k]);
             if (p.copy) {
-                Pack<COPY> rounded;
+                Quad<COPY> rounded;
                 #pragma unroll
-                for (int j = 0; j < 8; j++) rounded.v[j] = narrow<COPY>(w.v[j]);
-                store8(p.copy + i, rounded);
+                for (int j = 0; j < 4; j++) rounded.v[j] = narrow<COPY>(w.v[j]);
+                store4(p.copy + i, rounded);
             }
         },
         [&](const Piece& p, u64 i) {
             float own[STATES + 1];
             #pragma unroll
             for (int k = 0; k < STATES; k++) own[k] = p.states[k][i];
-            float w = step(update, p.weights[i], widen(p.gradient[i]) * factor, own);
+            float w = step<KIND>(update, p.weights[i], widen(p.gradient[i]) * factor, own);
             p.weights[i] = w;
             #pragma unroll
             for (int k = 0; k < STATES; k++) p.states[k][i] = own[k];
@@ -143,10 +147,20 @@ extern "C" __global__ void optimizer_step(const Piece* pieces, u32 number, u64 c
         });
 }
 
+// The factor is that of `verdict` where there is one.
+extern "C" __global__ void optimizer_step(const Piece* pieces, u32 number, u64 chunks, Update update, float factor, const Verdict* verdict) {
+    if (verdict) {
+        if (verdict->is_bad) return;
+        factor = verdict->factor;
+    }
+    if (STATES == 2 && update.kind == ADAMW) update_all<ADAMW>(pieces, number, chunks, update, factor);
+    else update_all<-1>(pieces, number, chunks, update, factor);
+}
+
 // The largest magnitude as bits: among non-negative floats the order is that of their bits, NaN and infinity on top.
 extern "C" __global__ void largest_magnitude(const Piece* pieces, u32 number, u64 chunks, u32* most) {
     u32 own = 0;
-    over(pieces, number, chunks, [&](const Piece& p) { return aligned16(p.gradient); },
+    over<8>(pieces, number, chunks, [&](const Piece& p) { return aligned16(p.gradient); },
         [&](const Piece& p, u64 i) {
             Pack<REAL> a = load8(p.gradient + i);
             #pragma unroll
@@ -167,7 +181,7 @@ extern "C" __global__ void sum_squares(const Piece* pieces, u32 number, u64 chun
         low += square & 0xffffffffu;
         high += square >> 32;
     };
-    over(pieces, number, chunks, [&](const Piece& p) { return aligned16(p.gradient); },
+    over<8>(pieces, number, chunks, [&](const Piece& p) { return aligned16(p.gradient); },
         [&](const Piece& p, u64 i) {
             Pack<REAL> a = load8(p.gradient + i);
             #pragma unroll
