@@ -97,7 +97,8 @@ impl CudaBackend {
         let (op, p, q) = number(op);
         let count = x.numel() as u64;
         let kernel = kernel("unary", x.dtype(), "unary")?;
-        launch!(self, kernel, self.grid(x.numel()), [BLOCK, 1, 1], 0, count, at(x), at(y), op, p, q)
+        let grid = self.grid(x.numel());
+        launch!(overlapping self, kernel, grid, [BLOCK, 1, 1], 0, count, at(x), at(y), op, p, q)
     }
 }
 
@@ -150,7 +151,7 @@ pub(super) fn activation_backward_sums(
     let tiles = reduce::Tiles::new(backend, rows, width, 16);
     let partial = backend.scratch(tiles.slices * width * 4)?;
     launch!(
-        backend,
+        overlapping backend,
         kernel,
         tiles.grid(),
         reduce::Tiles::BLOCK,

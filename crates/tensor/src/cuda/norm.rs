@@ -6,9 +6,6 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Up to so many rows a kernel takes about as long to be placed as to run.
-const DECODING_ROWS: usize = 4;
-
 /// Rows up to this width of 16-bit values are taken by a warp each in backward, which then waits for no other.
 const WARP_WIDTH: usize = 1024;
 /// Such warps in a block.
@@ -93,9 +90,8 @@ pub(super) fn norm(
     let (w, b) = (at_option(weight), at_option(bias));
     let shape = Shape::new(width, &[at(x), residual, sum, w, b, at(y)]);
     let kernel = shape.kernel(x.dtype(), "norm_forward", "norm_forward_any")?;
-    let decoding = shape.packs.is_some() && rows <= DECODING_ROWS;
     launch!(
-        @ decoding,
+        @ shape.packs.is_some(),
         backend,
         kernel,
         [rows as u32, 1, 1],
@@ -145,6 +141,7 @@ pub(super) fn norm_backward(
     let address = |parts: &Option<super::Scratch<'_>>| parts.as_ref().map_or(0, super::Scratch::address);
     let (dw, db) = (address(&weight_parts), address(&bias_parts));
     launch!(
+        @ shape.packs.is_some(),
         backend,
         kernel,
         [blocks as u32, 1, 1],

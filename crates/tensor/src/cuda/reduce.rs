@@ -23,7 +23,7 @@ pub(super) fn finish_rows(
     let grid = [width.div_ceil(32) as u32, sums.len() as u32, 1];
     let (slices, width) = (slices as u64, width as u64);
     launch!(
-        backend,
+        overlapping backend,
         kernel,
         grid,
         [32, 32, 1],
@@ -46,7 +46,7 @@ pub(super) fn sum_rows(backend: &CudaBackend, x: &Tensor, target: &Tensor) -> Re
     let partial = backend.scratch(tiles.slices * width * 4)?;
     let kernel = kernel("sum_rows", x.dtype(), "sum_rows_partial")?;
     launch!(
-        backend,
+        overlapping backend,
         kernel,
         tiles.grid(),
         Tiles::BLOCK,

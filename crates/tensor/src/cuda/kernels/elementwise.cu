@@ -61,6 +61,8 @@ template <int OP> __device__ __forceinline__ void unary_by(u64 count, const REAL
         [&](u64 i) { y[i] = narrow<REAL>(apply(OP < 0 ? op : OP, widen(x[i]), p, q)); });
 }
 extern "C" __global__ void unary(u64 count, const REAL* x, REAL* y, int op, float p, float q) {
+    let_next_start();
+    wait_for_earlier();
     // The one that training is full of has a loop of its own, in which nothing branches.
     if (op == GELU_TANH) unary_by<GELU_TANH>(count, x, y, op, p, q);
     else unary_by<-1>(count, x, y, op, p, q);
@@ -167,6 +169,8 @@ __device__ __forceinline__ void backward_slice(u64 first, u64 last, u64 width, u
 }
 extern "C" __global__ void __launch_bounds__(256, sizeof(REAL) == 2 ? 4 : 2) activation_backward_sums(u64 rows, u64 width, u64 slice_rows, REAL* before,
                                                                                REAL* gradient, int op, int rebuilds, float* partial) {
+    let_next_start();
+    wait_for_earlier();
     u64 column = (blockIdx.x * 32ull + threadIdx.x) * 8;
     u64 first = blockIdx.y * slice_rows, last = first + slice_rows < rows ? first + slice_rows : rows;
     float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};

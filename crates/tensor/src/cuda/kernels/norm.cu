@@ -126,6 +126,8 @@ __device__ __forceinline__ void leave_sums(const float (*own)[8], u64 width, flo
 #endif
 extern "C" __global__ void BOUNDS norm_backward(u64 rows, u64 width, int kind, const REAL* x, const REAL* weight, const float* mean,
                                                 const float* rstd, const REAL* dy, const REAL* dsum, REAL* dx, float* dweight, float* dbias) {
+    let_next_start();
+    wait_for_earlier();
     float dw[PACKS][8], db[PACKS][8];
     Pack<REAL> w[PACKS];
     #pragma unroll

@@ -2,6 +2,8 @@
 
 // Stage one of a sum over rows: block (column tile, row slice) leaves its sums in partial[slice, column].
 extern "C" __global__ void sum_rows_partial(u64 rows, u64 width, u64 slice_rows, const REAL* x, float* partial) {
+    let_next_start();
+    wait_for_earlier();
     // 32 threads along columns, 8 along rows; each thread has 8 neighbouring columns.
     u64 column = (blockIdx.x * 32ull + threadIdx.x) * 8;
     u64 first = blockIdx.y * slice_rows, last = first + slice_rows < rows ? first + slice_rows : rows;
@@ -41,6 +43,8 @@ template <class T> __device__ void finish_rows(u64 slices, u64 width, const floa
     if (threadIdx.x == 0 && own < width) y[own] = narrow<T>(total);
 }
 extern "C" __global__ void sum_rows_finish(u64 slices, u64 width, const float* partial0, REAL* y0, const float* partial1, REAL* y1) {
+    let_next_start();
+    wait_for_earlier();
     finish_rows(slices, width, blockIdx.y == 0 ? partial0 : partial1, blockIdx.y == 0 ? y0 : y1);
 }
 
