@@ -162,6 +162,10 @@ fn broadcasts_comparisons_and_selections() {
             compare("compare", &|i| Ok(vec![ops::compare(comparison, &i.input(left), &i.input(right))?]));
         }
     }
+    // Gradients that sum few long rows.
+    for width in [300_000, 270_001] {
+        compare("add", &|i| Ok(vec![ops::add(i.input(&[3, width]), i.input(&[width]))?]));
+    }
     compare("select", &|i| {
         let mask = i.constant(&[1u8, 0, 0, 1, 1], &[5]);
         Ok(vec![ops::select(&mask, i.input(&[4, 5]), i.input(&[4, 1]))?])
@@ -415,7 +419,7 @@ fn losses_and_lookups() {
             });
         }
     }
-    for (rows, width, count) in [(10, 24, 100), (300, 7, 5), (50, 768, 1000)] {
+    for (rows, width, count) in [(10, 24, 100), (300, 7, 5), (50, 768, 1000), (5000, 16, 3000)] {
         let ids: Vec<i64> = (0..count as i64).map(|i| i * i * 31 % rows as i64).collect();
         compare("embedding", &|i| {
             Ok(vec![ops::embedding(i.input(&[rows, width]), &i.constant(&ids, &[count]))?])

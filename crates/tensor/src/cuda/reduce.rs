@@ -37,10 +37,29 @@ pub(super) fn finish_rows(
     )
 }
 
+/// So few rows, if they are so long, are summed without partial sums: there are columns enough for all threads.
+const FEW_ROWS: usize = 64;
+const LONG_ROW: usize = 1 << 18;
+
 pub(super) fn sum_rows(backend: &CudaBackend, x: &Tensor, target: &Tensor) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     if width == 0 {
         return Ok(());
+    }
+    if rows <= FEW_ROWS && width >= LONG_ROW {
+        let kernel = kernel("sum_rows", x.dtype(), "sum_few_rows")?;
+        let grid = backend.grid(width);
+        return launch!(
+            backend,
+            kernel,
+            grid,
+            [BLOCK, 1, 1],
+            0,
+            rows as u64,
+            width as u64,
+            at(x),
+            at(target)
+        );
     }
     let tiles = Tiles::new(backend, rows, width, 4);
     let partial = backend.scratch(tiles.slices * width * 4)?;

@@ -17,26 +17,30 @@ extern "C" __global__ void count_ids(u64 count, u64 limit, const INDEX* ids, u32
         atomicAdd(&counts[checked(i64(ids[i]), i, limit, op, fault)], 1u);
 }
 
-// starts[i] = how many ids are below i; one block of 1024.
+// starts[i] = how many ids are below i; one block of 1024, as many at a time.
 extern "C" __global__ void scan_counts(u64 limit, const u32* counts, u32* starts, u32* next) {
-    __shared__ u32 parts[1024];
-    u64 share = (limit + 1023) / 1024, first = threadIdx.x * share;
-    u64 last = first + share < limit ? first + share : limit;
-    u32 own = 0;
-    for (u64 i = first; i < last; i++) own += counts[i];
-    parts[threadIdx.x] = own;
-    __syncthreads();
-    for (int step = 1; step < 1024; step <<= 1) {
-        u32 add = int(threadIdx.x) >= step ? parts[threadIdx.x - step] : 0;
+    __shared__ u32 of_warps[2][32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, turn = 0;
+    // What this thread and those before it have among their own warp.
+    auto scan = [&](u32 upto) {
+        for (int step = 1; step < 32; step <<= 1) {
+            u32 lower = __shfl_up_sync(0xffffffffu, upto, step);
+            if (lane >= step) upto += lower;
+        }
+        return upto;
+    };
+    u32 before = 0;
+    for (u64 first = 0; first < limit; first += 1024, turn ^= 1) {
+        u64 i = first + threadIdx.x;
+        u32 own = i < limit ? counts[i] : 0, upto = scan(own);
+        // A warp may be a round ahead of another, never two.
+        if (lane == 31) of_warps[turn][warp] = upto;
         __syncthreads();
-        parts[threadIdx.x] += add;
-        __syncthreads();
-    }
-    u32 running = parts[threadIdx.x] - own;
-    for (u64 i = first; i < last; i++) {
-        starts[i] = running;
-        next[i] = running;
-        running += counts[i];
+        u32 warps = scan(of_warps[turn][lane]);
+        u32 lower = __shfl_sync(0xffffffffu, warps, warp > 0 ? warp - 1 : 0);
+        u32 start = before + upto - own + (warp > 0 ? lower : 0);
+        if (i < limit) starts[i] = next[i] = start;
+        before += __shfl_sync(0xffffffffu, warps, 31);
     }
 }
 

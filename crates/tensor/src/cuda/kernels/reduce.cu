@@ -1,5 +1,25 @@
 // Sums and other reductions in a fixed order, softmax, running sums, the largest of a row.
 
+// The sum of few long rows: a thread has its columns and walks down.
+extern "C" __global__ void sum_few_rows(u64 rows, u64 width, const REAL* x, REAL* y) {
+    spread(width, width % 8 == 0 && aligned16(x, y),
+        [&](u64 column) {
+            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+            #pragma unroll 4
+            for (u64 r = 0; r < rows; r++) {
+                Pack<REAL> row = load8(x + r * width + column);
+                #pragma unroll
+                for (int j = 0; j < 8; j++) sums[j] += widen(row.v[j]);
+            }
+            store8(y + column, narrow8<REAL>(sums));
+        },
+        [&](u64 column) {
+            float sum = 0.0f;
+            for (u64 r = 0; r < rows; r++) sum += widen(x[r * width + column]);
+            y[column] = narrow<REAL>(sum);
+        });
+}
+
 // Stage one of a sum over rows: block (column tile, row slice) leaves its sums in partial[slice, column].
 extern "C" __global__ void sum_rows_partial(u64 rows, u64 width, u64 slice_rows, const REAL* x, float* partial) {
     let_next_start();
