@@ -301,18 +301,8 @@ impl Panel<'_> {
         if C::DTYPE == DType::BF16 && width == BLOCK && self.epilogue.is_fresh() {
             let bias = self.epilogue.bias.map_or(&[0.0; BLOCK][..], |bias| &bias[block.column..][..BLOCK]);
             let table = self.epilogue.activation.and_then(activation::table::<C>);
-            for r in rows {
-                // SAFETY: this task alone writes these rows and columns; C is bf16; AMX implies AVX512_BF16.
-                unsafe {
-                    let (c, before) = output.row(block.row + r, block.column..block.column + BLOCK);
-                    let line = rounded(&block.sums[r * BLOCK..][..BLOCK], bias);
-                    if let Some(before) = before {
-                        store_line(line, before);
-                    }
-                    store_line(table.map_or(line, |table| activated(line, table)), c);
-                }
-            }
-            return;
+            // SAFETY: this task alone writes these rows and columns; AMX implies AVX512_BF16.
+            return unsafe { store_rounded(block, rows, bias, table, output) };
         }
         vectorized!(|| {
             for r in rows.clone() {
@@ -333,44 +323,52 @@ struct Finished<'a> {
     column: usize,
 }
 
-/// A row of a block with the bias, rounded to bf16. The instruction takes denormals for zero, as the one that made the sums does.
+/// Stores some rows of a block as bf16, which `C` is: with the bias, and the activation where there is a table of it. The
+/// rounding instruction takes denormals for zero, as the one that made the sums does.
+///
+/// # Safety
+/// No other task touches these rows and columns of the output. The processor has AVX512_BF16.
 #[target_feature(enable = "avx512f,avx512bf16")]
-#[inline]
-fn rounded(sums: &[f32], bias: &[f32]) -> __m512i {
-    assert!(sums.len() == BLOCK && bias.len() == BLOCK);
-    let half = |first: usize| {
-        // SAFETY: both halves lie inside the rows.
-        unsafe {
-            _mm512_add_ps(
-                _mm512_loadu_ps(sums.as_ptr().add(first)),
-                _mm512_loadu_ps(bias.as_ptr().add(first)),
-            )
+unsafe fn store_rounded<C: Float>(
+    block: &Finished<'_>,
+    rows: std::ops::Range<usize>,
+    bias: &[f32],
+    table: Option<&activation::Table>,
+    output: &Output<C>,
+) {
+    assert!(
+        block.sums.len() >= rows.end * BLOCK && bias.len() == BLOCK && size_of::<C>() == size_of::<bf16>()
+    );
+    for r in rows {
+        // SAFETY: passed on to the caller.
+        let (c, before) = unsafe { output.row(block.row + r, block.column..block.column + BLOCK) };
+        let half = |first: usize| {
+            // SAFETY: both halves lie inside the rows, as was asserted.
+            unsafe {
+                _mm512_add_ps(
+                    _mm512_loadu_ps(block.sums.as_ptr().add(r * BLOCK + first)),
+                    _mm512_loadu_ps(bias.as_ptr().add(first)),
+                )
+            }
+        };
+        let mut line = rounded(half(0), half(TILE));
+        if let Some(before) = before {
+            // SAFETY: a row of the output is as long.
+            unsafe { _mm512_storeu_si512(before.as_mut_ptr().cast(), line) };
         }
-    };
-    line(half(0), half(TILE))
-}
-
-/// The activation of a row of bf16.
-#[target_feature(enable = "avx512f,avx512bf16")]
-#[inline]
-fn activated(row: __m512i, table: &activation::Table) -> __m512i {
-    let half = |half| activation::wide::results(&table.values, half);
-    line(half(_mm512_castsi512_si256(row)), half(_mm512_extracti64x4_epi64::<1>(row)))
+        if let Some(table) = table {
+            let half = |half| activation::wide::results(&table.values, half);
+            line = rounded(half(_mm512_castsi512_si256(line)), half(_mm512_extracti64x4_epi64::<1>(line)));
+        }
+        // SAFETY: as above.
+        unsafe { _mm512_storeu_si512(c.as_mut_ptr().cast(), line) };
+    }
 }
 
 /// Two halves of a row, rounded to bf16.
 #[target_feature(enable = "avx512f,avx512bf16")]
 #[inline]
-fn line(low: __m512, high: __m512) -> __m512i {
+fn rounded(low: __m512, high: __m512) -> __m512i {
     // SAFETY: the same 512 bits under another name.
     unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) }
-}
-
-/// Writes a row of bf16.
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn store_line<C>(line: __m512i, target: &mut [C]) {
-    assert_eq!(size_of_val(target), size_of_val(&line));
-    // SAFETY: the target is as long; any bit pattern is a value of it.
-    unsafe { _mm512_storeu_si512(target.as_mut_ptr().cast(), line) };
 }
