@@ -264,6 +264,17 @@ pub struct CrossEntropyOptions {
     pub z_loss: f32,
 }
 
+/// Where the gradient of each row's own loss goes: not of their mean, which small types could not hold.
+#[derive(Debug, Clone, Copy)]
+pub enum LossGradient<'a> {
+    /// It is not wanted.
+    Nowhere,
+    /// It takes the place of the logits.
+    OverLogits,
+    /// Into a tensor of their shape, rounded to its type.
+    Into(&'a Tensor),
+}
+
 impl Default for CrossEntropyOptions {
     fn default() -> Self {
         CrossEntropyOptions { ignore_index: -100, label_smoothing: 0.0, z_loss: 0.0 }
@@ -474,15 +485,15 @@ pub trait Backend: Send + Sync {
         let fitting = |bytes: usize| bytes / row_bytes.max(1);
         fitting(16 << 20).max(fitting(128 << 20).min(512))
     }
-    /// Per row of `logits [rows, classes]`, in [`Backend::logits_dtype`]: the loss into `losses [rows]`, and, if asked, its
-    /// gradient over the logits: of each row's own loss, not of their mean, which small types could not hold.
+    /// Per row of `logits [rows, classes]`, in [`Backend::logits_dtype`]: the loss into `losses [rows]`, and its gradient
+    /// where it is wanted. The logits are lost where there is a gradient.
     fn cross_entropy_rows(
         &self,
         options: &CrossEntropyOptions,
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
-        with_gradient: bool,
+        gradient: LossGradient<'_>,
     ) -> Result<()>;
     /// How many of `targets` differ from `ignore_index`, as one `I64`.
     fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()>;

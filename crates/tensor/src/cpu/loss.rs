@@ -1,10 +1,11 @@
-//! Softmax cross-entropy over rows of f32 logits, the gradient written over them.
+//! Softmax cross-entropy over rows of f32 logits, with the gradient over them or beside them.
 
-use crate::backend::CrossEntropyOptions;
+use crate::backend::{CrossEntropyOptions, LossGradient};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads, row_block};
 use crate::cpu::simd::{max, sum_by, vectorized};
-use crate::cpu::{read, write};
+use crate::cpu::{float_kernel, read, write};
+use crate::dtype::Float;
 use crate::error::{Result, TensorError};
 use crate::tensor::Tensor;
 
@@ -14,13 +15,11 @@ pub(crate) fn cross_entropy_rows(
     logits: &Tensor,
     targets: &Tensor,
     losses: &Tensor,
-    with_gradient: bool,
+    gradient: LossGradient<'_>,
 ) -> Result<()> {
-    let CrossEntropyOptions { ignore_index, label_smoothing: smoothing, z_loss } = *options;
-    let (rows, classes) = (logits.shape().rows(), logits.shape().last());
-    let targets = read::<i64>(targets);
-    for (position, &index) in targets.iter().enumerate() {
-        if index != ignore_index && !usize::try_from(index).is_ok_and(|index| index < classes) {
+    let classes = logits.shape().last();
+    for (position, &index) in read::<i64>(targets).iter().enumerate() {
+        if index != options.ignore_index && !usize::try_from(index).is_ok_and(|index| index < classes) {
             return Err(TensorError::IndexOutOfRange {
                 op: "cross_entropy",
                 index,
@@ -29,48 +28,128 @@ pub(crate) fn cross_entropy_rows(
             });
         }
     }
-    let logits = Shared::new(write::<f32>(logits));
-    let losses = Shared::new(write::<f32>(losses));
-    threads.blocks(rows, row_block(classes), |range| {
-        vectorized!(|| {
-            for r in range {
-                // SAFETY: rows are disjoint.
-                let (row, loss) =
-                    unsafe { (logits.range(r * classes..(r + 1) * classes), &mut losses.range(r..r + 1)[0]) };
-                if targets[r] == ignore_index {
-                    *loss = 0.0;
-                    if with_gradient {
-                        row.fill(0.0);
-                    }
-                    continue;
-                }
-                let target = targets[r] as usize;
-                let largest = max(row);
-                let target_logit = row[target];
-                let logit_sum = if smoothing > 0.0 { sum_by(row, |_, v| v) } else { 0.0 };
-                let total = if with_gradient {
-                    for value in row.iter_mut() {
-                        *value = exp(*value - largest);
-                    }
-                    sum_by(row, |_, v| v)
-                } else {
-                    sum_by(row, |_, v| exp(v - largest))
-                };
-                let log_total = largest + total.ln();
-                let mean_logit = logit_sum / classes as f32;
-                *loss = log_total - (1.0 - smoothing) * target_logit - smoothing * mean_logit
-                    + z_loss * log_total * log_total;
-                if with_gradient {
-                    // d loss / d logit = p·(1 + 2·z·logsumexp) - (1-s)·[target] - s/classes
-                    let scale = (1.0 + 2.0 * z_loss * log_total) / total;
-                    let uniform = smoothing / classes as f32;
-                    for value in row.iter_mut() {
-                        *value = *value * scale - uniform;
-                    }
-                    row[target] -= 1.0 - smoothing;
-                }
-            }
-        });
-    });
+    let all = Rows { options, targets: read::<i64>(targets), classes };
+    let (logits, losses) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(losses)));
+    // SAFETY: rows are disjoint.
+    let row = |r: usize| unsafe { logits.range(r * classes..(r + 1) * classes) };
+    // SAFETY: as above.
+    let loss = |r: usize| unsafe { &mut losses.range(r..r + 1)[0] };
+    let over_rows = |work: &(dyn Fn(usize) + Send + Sync)| {
+        threads.blocks(all.targets.len(), row_block(classes), |range| range.for_each(work));
+    };
+    match gradient {
+        LossGradient::Nowhere => over_rows(&|r| *loss(r) = vectorized!(|| all.loss(r, row(r)))),
+        LossGradient::OverLogits => over_rows(&|r| {
+            vectorized!(|| {
+                let row = row(r);
+                let (value, slope) = all.loss_and_slope(r, row);
+                *loss(r) = value;
+                slope.over(row);
+            });
+        }),
+        LossGradient::Into(target) => {
+            return float_kernel!("cross_entropy", target.dtype(), T => {
+                let target = Shared::new(write::<T>(target));
+                over_rows(&|r| vectorized!(|| {
+                    let row = row(r);
+                    let (value, slope) = all.loss_and_slope(r, row);
+                    *loss(r) = value;
+                    // SAFETY: as above.
+                    slope.beside(row, unsafe { target.range(r * classes..(r + 1) * classes) });
+                }));
+            });
+        }
+    }
     Ok(())
+}
+
+/// What the losses of all rows share.
+struct Rows<'a> {
+    options: &'a CrossEntropyOptions,
+    targets: &'a [i64],
+    classes: usize,
+}
+
+impl Rows<'_> {
+    /// The class that row `r` should have, unless it does not count.
+    #[inline(always)]
+    fn target(&self, r: usize) -> Option<usize> {
+        (self.targets[r] != self.options.ignore_index).then_some(self.targets[r] as usize)
+    }
+
+    #[inline(always)]
+    fn loss(&self, r: usize, row: &[f32]) -> f32 {
+        let Some(target) = self.target(r) else { return 0.0 };
+        let largest = max(row);
+        let total = sum_by(row, |_, v| exp(v - largest));
+        self.value(row[target], self.logit_sum(row), largest + total.ln())
+    }
+
+    /// The loss, and what turns the row, which now holds exponentials, into its gradient.
+    #[inline(always)]
+    fn loss_and_slope(&self, r: usize, row: &mut [f32]) -> (f32, Slope) {
+        let Some(target) = self.target(r) else {
+            row.fill(0.0);
+            return (0.0, Slope { scale: 0.0, uniform: 0.0, target: None });
+        };
+        let (largest, target_logit, logit_sum) = (max(row), row[target], self.logit_sum(row));
+        for value in row.iter_mut() {
+            *value = exp(*value - largest);
+        }
+        let total = sum_by(row, |_, v| v);
+        let log_total = largest + total.ln();
+        // d loss / d logit = p·(1 + 2·z·logsumexp) - (1-s)·[target] - s/classes
+        let smoothing = self.options.label_smoothing;
+        let slope = Slope {
+            scale: (1.0 + 2.0 * self.options.z_loss * log_total) / total,
+            uniform: smoothing / self.classes as f32,
+            target: Some((target, 1.0 - smoothing)),
+        };
+        (self.value(target_logit, logit_sum, log_total), slope)
+    }
+
+    /// The sum of the logits, where smoothing wants it.
+    #[inline(always)]
+    fn logit_sum(&self, row: &[f32]) -> f32 {
+        if self.options.label_smoothing > 0.0 { sum_by(row, |_, v| v) } else { 0.0 }
+    }
+
+    #[inline(always)]
+    fn value(&self, target_logit: f32, logit_sum: f32, log_total: f32) -> f32 {
+        let (smoothing, mean_logit) = (self.options.label_smoothing, logit_sum / self.classes as f32);
+        log_total - (1.0 - smoothing) * target_logit - smoothing * mean_logit
+            + self.options.z_loss * log_total * log_total
+    }
+}
+
+/// The gradient of a row whose exponentials are known.
+struct Slope {
+    scale: f32,
+    uniform: f32,
+    /// The right class, and what is taken off there.
+    target: Option<(usize, f32)>,
+}
+
+impl Slope {
+    /// The gradient in the exponentials' place.
+    #[inline(always)]
+    fn over(&self, row: &mut [f32]) {
+        for value in row.iter_mut() {
+            *value = *value * self.scale - self.uniform;
+        }
+        if let Some((target, share)) = self.target {
+            row[target] -= share;
+        }
+    }
+
+    /// The gradient in another place, rounded.
+    #[inline(always)]
+    fn beside<T: Float>(&self, row: &[f32], gradient: &mut [T]) {
+        for (gradient, value) in gradient.iter_mut().zip(row) {
+            *gradient = T::narrow(value * self.scale - self.uniform);
+        }
+        if let Some((target, share)) = self.target {
+            gradient[target] = T::narrow(row[target] * self.scale - self.uniform - share);
+        }
+    }
 }

@@ -337,9 +337,9 @@ impl Backend for CpuBackend {
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
-        with_gradient: bool,
+        gradient: LossGradient<'_>,
     ) -> Result<()> {
-        loss::cross_entropy_rows(&self.threads, options, logits, targets, losses, with_gradient)
+        loss::cross_entropy_rows(&self.threads, options, logits, targets, losses, gradient)
     }
     fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
         let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();

@@ -480,9 +480,14 @@ impl Backend for CudaBackend {
         logits: &Tensor,
         targets: &Tensor,
         losses: &Tensor,
-        with_gradient: bool,
+        gradient: LossGradient<'_>,
     ) -> Result<()> {
-        reduce::cross_entropy_rows(self, options, logits, targets, losses, with_gradient)
+        let with_gradient = !matches!(gradient, LossGradient::Nowhere);
+        reduce::cross_entropy_rows(self, options, logits, targets, losses, with_gradient)?;
+        match gradient {
+            LossGradient::Into(target) => self.cast(logits, target),
+            LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
+        }
     }
     fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
         reduce::count_targets(self, targets, ignore_index, target)

@@ -2,7 +2,7 @@
 
 use crate::autograd::{needs_grad, record};
 pub use crate::backend::CrossEntropyOptions;
-use crate::backend::{Gemm, Matrix};
+use crate::backend::{Gemm, LossGradient, Matrix};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
@@ -47,7 +47,8 @@ pub fn cross_entropy(
     let work = Tensor::empty([rows, classes], device.backend().logits_dtype(logits.dtype()), device)?;
     device.backend().cast(&value, &work)?;
     let losses = Tensor::empty([rows], DType::F32, device)?;
-    device.backend().cross_entropy_rows(&options, &work, targets, &losses, recording)?;
+    let gradient = if recording { LossGradient::OverLogits } else { LossGradient::Nowhere };
+    device.backend().cross_entropy_rows(&options, &work, targets, &losses, gradient)?;
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
@@ -118,15 +119,19 @@ pub fn linear_cross_entropy(
         backend.gemm(&Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, &logits))?;
         let (target_chunk, loss_chunk) =
             (targets.view([rows])?.slice(start, [count])?, losses.slice(start, [count])?);
-        backend.cross_entropy_rows(&options, &logits, &target_chunk, &loss_chunk, recording)?;
+        let loss = |gradient: LossGradient<'_>| {
+            backend.cross_entropy_rows(&options, &logits, &target_chunk, &loss_chunk, gradient)
+        };
         if !recording {
+            loss(LossGradient::Nowhere)?;
             continue;
         }
         let gradient = if held == dtype {
+            loss(LossGradient::OverLogits)?;
             logits
         } else {
             let narrow = Tensor::empty(*logits.shape(), dtype, &device)?;
-            backend.cast(&logits, &narrow)?;
+            loss(LossGradient::Into(&narrow))?;
             narrow
         };
         if let Some(dx) = &dx {
