@@ -483,7 +483,7 @@ pub trait Backend: Send + Sync {
     /// them is worth bringing the weight into order for, and little memory beyond that.
     fn logits_rows(&self, row_bytes: usize) -> usize {
         let fitting = |bytes: usize| bytes / row_bytes.max(1);
-        fitting(16 << 20).max(fitting(128 << 20).min(512))
+        fitting(16 << 20).max(fitting(64 << 20).min(256))
     }
     /// Per row of `logits [rows, classes]`, in [`Backend::logits_dtype`]: the loss into `losses [rows]`, and its gradient
     /// where it is wanted. The logits are lost where there is a gradient.

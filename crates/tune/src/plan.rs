@@ -73,7 +73,7 @@ impl Processor {
     pub(crate) fn loss_rows(self, row_bytes: u64) -> u64 {
         let fitting = |bytes: u64| bytes / row_bytes.max(1);
         match self {
-            Processor::Cpu => fitting(16 << 20).max(fitting(128 << 20).min(512)),
+            Processor::Cpu => fitting(16 << 20).max(fitting(64 << 20).min(256)),
             Processor::Gpu => fitting(768 << 20),
         }
     }
