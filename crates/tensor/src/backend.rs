@@ -76,8 +76,16 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// How many there are.
-    pub(crate) const COUNT: usize = Self::Sigmoid as usize + 1;
+    /// Every one, in order.
+    pub const ALL: [Activation; 7] = [
+        Activation::GeluErf,
+        Activation::GeluTanh,
+        Activation::QuickGelu,
+        Activation::Silu,
+        Activation::Relu,
+        Activation::Tanh,
+        Activation::Sigmoid,
+    ];
 }
 
 /// `c = [c +] a·b`, then `+ bias` along rows, then an activation, then `+ residual`.

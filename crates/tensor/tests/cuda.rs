@@ -121,15 +121,7 @@ fn compare(what: &str, op: Op<'_>) {
 #[test]
 fn elementwise_functions_and_their_gradients() {
     for shape in [&[1][..], &[7, 13], &[3, 1000]] {
-        for activation in [
-            Activation::GeluErf,
-            Activation::GeluTanh,
-            Activation::QuickGelu,
-            Activation::Silu,
-            Activation::Relu,
-            Activation::Tanh,
-            Activation::Sigmoid,
-        ] {
+        for activation in Activation::ALL {
             compare("activate", &|i| Ok(vec![ops::activate(i.input(shape), activation)?]));
             compare("gated", &|i| Ok(vec![ops::gated(activation, i.input(shape), i.input(shape))?]));
         }

@@ -243,26 +243,16 @@ mod tests {
         }
     }
 
-    const ALL: [Activation; 7] = [
-        Activation::GeluErf,
-        Activation::GeluTanh,
-        Activation::QuickGelu,
-        Activation::Silu,
-        Activation::Relu,
-        Activation::Tanh,
-        Activation::Sigmoid,
-    ];
-
     #[test]
     fn what_is_no_number_stays_so() {
-        for activation in ALL {
+        for activation in Activation::ALL {
             assert!(activate(activation, f32::NAN).is_nan(), "{activation:?}");
         }
     }
 
     #[test]
     fn derivatives_match_central_differences() {
-        for activation in ALL {
+        for activation in Activation::ALL {
             for i in -40..40 {
                 let x = i as f32 * 0.2 + 0.05;
                 let step = 1e-2;
