@@ -450,6 +450,11 @@ impl Decoder {
         &self.parameters
     }
 
+    /// `[vocab, width]`: makes logits of hidden states.
+    pub(crate) fn head(&self) -> &Param {
+        &self.head
+    }
+
     /// The type of its activations.
     pub(crate) fn dtype(&self) -> DType {
         self.head.dtype()

@@ -6,7 +6,8 @@ use ferrospeed_tensor::{DType, Device, Tensor, autograd, ops};
 
 use crate::decoder::{Decoder, Tokens};
 use crate::error::{ModelError, Result};
-use crate::stepper::{Outcome, Stepper};
+use crate::shortlist::{Shortlist, min_tokens};
+use crate::stepper::{Outcome, Step, Stepper};
 
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,6 +51,20 @@ pub fn generate(
     device: &Device,
     emit: &mut dyn FnMut(usize, &[i64]),
 ) -> Result<Vec<Vec<i64>>> {
+    let shortlist_from = Some(min_tokens(model.dtype()));
+    generate_with(model, prompts, mask, options, device, shortlist_from, emit)
+}
+
+/// The same; where this many tokens are left after the first, most of the head is spared. No token depends on it.
+pub(crate) fn generate_with(
+    model: &Decoder,
+    prompts: &[Vec<i64>],
+    mask: Option<&[Vec<u8>]>,
+    options: &GenerateOptions,
+    device: &Device,
+    shortlist_from: Option<usize>,
+    emit: &mut dyn FnMut(usize, &[i64]),
+) -> Result<Vec<Vec<i64>>> {
     let length = prompts.first().map_or(0, Vec::len);
     if length == 0 || prompts.iter().any(|prompt| prompt.len() != length) {
         return Err(ModelError::config(
@@ -73,15 +88,21 @@ pub fn generate(
         let mut input: Vec<i64> = prompts.concat();
         for step in 0..options.max_new_tokens {
             input = match &mut stepper {
-                Some(stepper) if step > 0 => {
-                    next_tokens(stepper.step(&input, &mut state)?, options.sampling, step)?
-                }
-                _ => {
+                Some(stepper) if step > 0 => match stepper.step(&input, &mut state)? {
+                    Step::All(outcome) => next_tokens(outcome, options.sampling, step)?,
+                    Step::Few(few) => vec![choose_of(&few, options.sampling, step as u64)],
+                },
+                stepper => {
                     let width = input.len() / batch;
                     let ids = Tensor::from_slice(&input, [batch, width], device)?;
                     let positions = mask.as_ref().map(|mask| positions_of(mask, width));
                     let tokens = Tokens { ids, mask: mask.clone(), positions };
                     let hidden = model.hidden(&tokens, Some(&mut state), Mode::Evaluate)?;
+                    if let Some(stepper) = stepper
+                        && shortlist_from.is_some_and(|least| options.max_new_tokens > least)
+                    {
+                        stepper.set_shortlist(Shortlist::new(model.head(), &hidden, options.sampling)?);
+                    }
                     let last = ops::narrow(&hidden, 1, width - 1, 1)?;
                     let logits = model.logits(&last)?;
                     next_tokens(&Outcome::of(logits)?, options.sampling, step)?
@@ -130,6 +151,12 @@ fn positions_of(mask: &[Vec<u8>], count: usize) -> Vec<Vec<usize>> {
             all.collect::<Vec<_>>().split_off(row.len() - count)
         })
         .collect()
+}
+
+/// As [`choose`], from the logits of the tokens that can be chosen.
+fn choose_of(few: &[(usize, f32)], sampling: Sampling, position: u64) -> i64 {
+    let logits: Vec<f32> = few.iter().map(|&(_, logit)| logit).collect();
+    few[choose(&logits, sampling, position) as usize].0 as i64
 }
 
 fn choose(logits: &[f32], sampling: Sampling, position: u64) -> i64 {

@@ -15,6 +15,7 @@ pub mod families;
 pub mod generate;
 pub mod presets;
 pub mod roles;
+mod shortlist;
 mod stepper;
 pub mod weights;
 

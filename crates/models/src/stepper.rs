@@ -7,6 +7,7 @@ use ferrospeed_tensor::{DType, Device, Param, Recording, Tensor, TensorError, op
 
 use crate::decoder::{Decoder, StepTables};
 use crate::error::Result;
+use crate::shortlist::Shortlist;
 
 /// What a pass says of the next tokens.
 pub(crate) struct Outcome {
@@ -26,6 +27,14 @@ impl Outcome {
     }
 }
 
+/// What a step says of the next tokens.
+pub(crate) enum Step<'a> {
+    /// Something of every token.
+    All(&'a Outcome),
+    /// The logits of the tokens that can be chosen, in order.
+    Few(Vec<(usize, f32)>),
+}
+
 /// Continues sequences of one length, none of them padded, by a token at a time.
 pub(crate) struct Stepper<'a> {
     model: &'a Decoder,
@@ -37,6 +46,8 @@ pub(crate) struct Stepper<'a> {
     can_record: bool,
     /// How many steps have run.
     steps: usize,
+    /// Spares most of the head.
+    shortlist: Option<Shortlist<'a>>,
 }
 
 impl<'a> Stepper<'a> {
@@ -57,11 +68,19 @@ impl<'a> Stepper<'a> {
             recording: None,
             can_record: model.parameters().as_slice().iter().all(Param::value_stays),
             steps: 0,
+            shortlist: None,
         }))
     }
 
+    /// Steps ask this first which tokens can be chosen.
+    pub(crate) fn set_shortlist(&mut self, shortlist: Option<Shortlist<'a>>) {
+        // What is chosen from its answer is known on the host alone.
+        self.can_record &= shortlist.is_none();
+        self.shortlist = shortlist;
+    }
+
     /// What comes after `tokens`, one per sequence.
-    pub(crate) fn step(&mut self, tokens: &[i64], state: &mut AttentionState) -> Result<&Outcome> {
+    pub(crate) fn step(&mut self, tokens: &[i64], state: &mut AttentionState) -> Result<Step<'_>> {
         let place = state.len();
         self.model.check_length(place + 1)?;
         state.advance(1)?;
@@ -74,11 +93,21 @@ impl<'a> Stepper<'a> {
             self.recording = self.record(&device, state)?;
         }
         self.steps += 1;
-        match &self.recording {
-            Some(recording) => recording.replay()?,
-            None => self.work(state)?,
+        match (&self.recording, &mut self.shortlist) {
+            (Some(recording), _) => recording.replay()?,
+            (None, None) => self.work(state)?,
+            (None, Some(shortlist)) => {
+                let hidden = run(self.model, &self.tables, &self.inputs, state)?;
+                if let Some(few) = shortlist.of(&hidden)? {
+                    return Ok(Step::Few(few));
+                }
+                if shortlist.fails() {
+                    self.shortlist = None;
+                }
+                self.outcome = Outcome::of(self.model.logits(&hidden)?)?;
+            }
         }
-        Ok(&self.outcome)
+        Ok(Step::All(&self.outcome))
     }
 
     fn record(&self, device: &Device, state: &mut AttentionState) -> Result<Option<Recording>> {
@@ -97,11 +126,7 @@ impl<'a> Stepper<'a> {
     }
 
     fn work(&self, state: &mut AttentionState) -> Result<()> {
-        let batch = self.inputs.numel() - 2;
-        let input = |start: usize, shape: &[usize]| self.inputs.slice(start, shape);
-        let places = self.tables.at(&input(batch, &[1])?, &input(batch + 1, &[1, 1])?)?;
-        let ids = input(0, &[batch, 1])?;
-        let (hidden, _) = self.model.run_at(&ids, &places, Some(state), Mode::Evaluate, None)?;
+        let hidden = run(self.model, &self.tables, &self.inputs, state)?;
         let outcome = Outcome::of(self.model.logits(&hidden)?)?;
         let backend = outcome.logits.device().backend();
         backend.copy(&outcome.logits, &self.outcome.logits)?;
@@ -110,4 +135,13 @@ impl<'a> Stepper<'a> {
         }
         Ok(())
     }
+}
+
+/// The hidden states of the tokens in `inputs`, at their place.
+fn run(model: &Decoder, tables: &StepTables, inputs: &Tensor, state: &mut AttentionState) -> Result<Tensor> {
+    let batch = inputs.numel() - 2;
+    let input = |start: usize, shape: &[usize]| inputs.slice(start, shape);
+    let places = tables.at(&input(batch, &[1])?, &input(batch + 1, &[1, 1])?)?;
+    let (hidden, _) = model.run_at(&input(0, &[batch, 1])?, &places, Some(state), Mode::Evaluate, None)?;
+    Ok(hidden)
 }

@@ -137,6 +137,16 @@ impl<'a> Gemm<'a> {
     }
 }
 
+/// Finds the largest products of a vector with the rows of a matrix, without reading all of them; see [`Backend::screen`].
+pub trait Screen: Send {
+    /// The rows of `weight`, the matrix that this was made of, whose products with `x` can be among the `count` largest:
+    /// in order, each with its product, to the bits that the whole product by [`Backend::gemm`] has in their type. All
+    /// other products are less than at least `count` of these, and none is NaN.
+    ///
+    /// `None` where that cannot be told, or not of few rows: then the whole product has to be made.
+    fn largest(&mut self, weight: &Tensor, x: &Tensor, count: usize) -> Result<Option<Vec<(usize, f32)>>>;
+}
+
 /// A tensor of attention heads inside a larger one, e.g. the keys inside a packed qkv projection.
 #[derive(Debug, Clone, Copy)]
 pub struct Heads<'a> {
@@ -357,6 +367,11 @@ pub trait Backend: Send + Sync {
 
     /// Matrix product with fused epilogue.
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()>;
+    /// A small copy of `weight`, `[rows, width]`, for finding its largest products with one vector at a time; the rows of
+    /// `examples` are vectors such as will come. `None` where the device knows no better way than the whole product.
+    fn screen(&self, _weight: &Tensor, _examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {
+        Ok(None)
+    }
     /// Sums a `[rows, columns]` matrix over its rows.
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()>;
     /// `dx = dy · f'(x)`, `x` the value before the activation.

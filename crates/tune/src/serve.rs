@@ -9,7 +9,8 @@ pub struct Serving {
     pub weight_bytes: u64,
     /// Keys and values of all tokens of all sequences.
     pub cache_bytes: u64,
-    /// The intermediate results of the widest moment: the whole prompt inside one layer.
+    /// The intermediate results of the widest moment: the whole prompt inside one layer, or the copy of the head that one
+    /// sequence alone is written with.
     pub working_bytes: u64,
 }
 
@@ -34,9 +35,17 @@ pub fn serving(shape: &Transformer, element_bytes: u64, batch: u64, tokens: u64)
         shape.intermediate * if shape.gated { 3 } else { 1 } * shape.experts_per_token + shape.hidden;
     let in_hand = 2 * shape.hidden + attention.max(feed_forward);
     let last_logits = product(&[batch, shape.vocab, element_bytes + 4]);
+    // While one text of some length is written on a CPU, a large head has a copy in 8 bits, with four numbers and two bounds for each row:
+    // `crates/models/src/shortlist.rs`. The prompt's intermediate results are gone by then.
+    let head_weights = shape.vocab.saturating_mul(shape.hidden);
+    let head_copy = match batch == 1 && head_weights >= 1 << 21 {
+        true => head_weights.saturating_add(shape.vocab.saturating_mul(24)),
+        false => 0,
+    };
+    let prompt = product(&[in_hand, batch, tokens, element_bytes]);
     Serving {
         weight_bytes: product(&[shape.size.total_params, element_bytes]),
         cache_bytes: product(&[2, shape.layers, key, batch, tokens, element_bytes]),
-        working_bytes: product(&[in_hand, batch, tokens, element_bytes]).saturating_add(last_logits),
+        working_bytes: prompt.max(head_copy).saturating_add(last_logits),
     }
 }

@@ -109,34 +109,36 @@ fn activations_match_the_allocator_within_ten_percent() {
     }
 }
 
+/// Plans generation, generates, and compares with the allocator's peak.
+fn assert_serving(preset: Preset, size: [u64; 5], new_tokens: u64) {
+    let config = config_of(preset, size);
+    let [_, _, _, batch, tokens] = size;
+    let device = Device::cpu_with_threads(1);
+    let model = decoder(&config);
+    let params = model.parameters().as_slice();
+    let _store = PlainStore::attach(params, DType::BF16, &device, &FromInitializers { seed: 1 }).unwrap();
+    device.backend().reset_peak_memory();
+    let prompt: Vec<Vec<i64>> = vec![(0..(tokens - new_tokens) as i64).collect(); batch as usize];
+    let options = GenerateOptions {
+        max_new_tokens: new_tokens as usize,
+        sampling: Sampling::Greedy,
+        end_token: None,
+        pad_token: 0,
+    };
+    generate(&model, &prompt, None, &options, &device, &mut |_, _| {}).unwrap();
+    let shape: Transformer = from_hugging_face(&config).unwrap();
+    let planned = serving(&shape, 2, batch, tokens).total_bytes();
+    let what = format!("serving {} {size:?}", preset.name());
+    assert_within(&what, planned, device.memory_usage().peak_total(), 0.1);
+}
+
 #[test]
 fn serving_matches_the_allocator_within_ten_percent() {
     for preset in Preset::ALL {
         for size in SIZES {
-            let config = config_of(preset, size);
-            let [_, _, _, batch, tokens] = size;
-            let device = Device::cpu_with_threads(1);
-            let model = decoder(&config);
-            let params = model.parameters().as_slice();
-            let _store =
-                PlainStore::attach(params, DType::BF16, &device, &FromInitializers { seed: 1 }).unwrap();
-            device.backend().reset_peak_memory();
-            let prompt: Vec<Vec<i64>> = vec![(1..tokens as i64).collect(); batch as usize];
-            let options = GenerateOptions {
-                max_new_tokens: 1,
-                sampling: Sampling::Greedy,
-                end_token: None,
-                pad_token: 0,
-            };
-            generate(&model, &prompt, None, &options, &device, &mut |_, _| {}).unwrap();
-            let shape: Transformer = from_hugging_face(&config).unwrap();
-            let planned = serving(&shape, 2, batch, tokens).total_bytes();
-            assert_within(
-                &format!("serving {} {size:?}", preset.name()),
-                planned,
-                device.memory_usage().peak_total(),
-                0.1,
-            );
+            assert_serving(preset, size, 1);
         }
+        // One long text, and a head so large that it has a copy.
+        assert_serving(preset, [3, 64, 50_257, 1, 160], 150);
     }
 }

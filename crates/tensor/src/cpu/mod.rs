@@ -24,6 +24,7 @@ mod one_row;
 mod parallel;
 mod pointwise;
 mod reduce;
+mod screen;
 pub mod simd;
 
 use crate::backend::*;
@@ -212,6 +213,9 @@ impl Backend for CpuBackend {
     }
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
         gemm::gemm(&self.threads, &self.pool, gemm)
+    }
+    fn screen(&self, weight: &Tensor, examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {
+        Ok(Some(Box::new(screen::RowScreen::new(&self.threads, weight, examples)?)))
     }
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
         reduce::sum_rows(&self.threads, x, target)

@@ -130,14 +130,14 @@ fn by_columns<T: Float, C: Float>(
             for turn in 0..COLUMNS_IN_TURN {
                 let lines: [&[T]; COLUMNS_AT_ONCE] =
                     std::array::from_fn(|i| line(i * COLUMNS_IN_TURN + turn));
-                let dots = vectorized!(|| dots(row, &lines));
+                let dots = vectorized!(|| dots(row, &lines, T::widen));
                 for (i, dot) in dots.into_iter().enumerate() {
                     sums[i * COLUMNS_IN_TURN + turn] = dot;
                 }
             }
         } else {
             for (column, sum) in sums[..columns.len()].iter_mut().enumerate() {
-                [*sum] = vectorized!(|| dots(row, &[line(column)]));
+                [*sum] = vectorized!(|| dots(row, &[line(column)], T::widen));
             }
         }
         // SAFETY: these columns belong to this task alone.
@@ -146,24 +146,53 @@ fn by_columns<T: Float, C: Float>(
     });
 }
 
+/// The products of `row` with some rows of `matrix`, which are as long: the bits that [`product`] gives those columns when
+/// it multiplies by all of `matrix`, transposed, and rounds to `T`.
+pub(crate) fn rows_at<T: Float>(threads: &Threads, row: &[f32], matrix: &[T], places: &[usize]) -> Vec<f32> {
+    let line = |place: usize| &matrix[place * row.len()..][..row.len()];
+    let mut products = vec![0.0f32; places.len()];
+    let shared = Shared::new(&mut products);
+    threads.blocks(places.len(), COLUMNS_AT_ONCE, |block| {
+        // SAFETY: each task has its own block.
+        let products = unsafe { shared.range(block.clone()) };
+        match <[usize; COLUMNS_AT_ONCE]>::try_from(&places[block.clone()]) {
+            Ok(places) => {
+                let lines = places.map(line);
+                products.copy_from_slice(&vectorized!(|| dots(row, &lines, T::widen)));
+            }
+            Err(_) => {
+                for (product, &place) in products.iter_mut().zip(&places[block]) {
+                    [*product] = vectorized!(|| dots(row, &[line(place)], T::widen));
+                }
+            }
+        }
+        products.iter_mut().for_each(|product| *product = T::narrow(*product).widen());
+    });
+    products
+}
+
 /// The sum of products with each line, in an order that only the length decides.
 #[inline(always)]
-fn dots<T: Float, const LINES: usize>(row: &[f32], lines: &[&[T]; LINES]) -> [f32; LINES] {
+pub(crate) fn dots<T: Copy, const LINES: usize>(
+    row: &[f32],
+    lines: &[&[T]; LINES],
+    widen: impl Fn(T) -> f32,
+) -> [f32; LINES] {
     let mut lanes = [[0.0f32; LANES]; LINES];
-    let lines = lines.map(|line| &line[..row.len()]);
     let (registers, rest) = row.as_chunks::<LANES>();
+    let lines = lines.map(|line| line[..row.len()].as_chunks::<LANES>());
+    // Cut to one length that the loop shares, so that it needs no checks.
+    let whole = lines.map(|(whole, _)| &whole[..registers.len()]);
     for (register, row) in registers.iter().enumerate() {
-        for (lanes, line) in lanes.iter_mut().zip(lines) {
-            let line = &line[register * LANES..][..LANES];
+        for (lanes, line) in lanes.iter_mut().zip(whole) {
             for lane in 0..LANES {
-                lanes[lane] += row[lane] * line[lane].widen();
+                lanes[lane] += row[lane] * widen(line[register][lane]);
             }
         }
     }
-    for (lanes, line) in lanes.iter_mut().zip(lines) {
-        let line = &line[registers.len() * LANES..];
+    for (lanes, (_, line)) in lanes.iter_mut().zip(lines) {
         for (lane, (a, b)) in lanes.iter_mut().zip(rest.iter().zip(line)) {
-            *lane += a * b.widen();
+            *lane += a * widen(*b);
         }
     }
     lanes.map(|lanes| fold(lanes, |a, b| a + b))
