@@ -103,7 +103,7 @@ fn multiply(
     assert!(out.len() >= rows * BLOCK * stride && columns.len() * BLOCK <= stride);
     for column in columns.clone() {
         for row in 0..rows {
-            let a = Left::packed(&left.tiles[row * depth * PAIR..(row + 1) * depth * PAIR]);
+            let a = Left::packed::<bf16>(&left.tiles[row * depth * PAIR..(row + 1) * depth * PAIR]);
             let b = &right.tiles[(column * right.steps + steps.start) * PAIR..];
             let target = row * BLOCK * stride + (column - columns.start) * BLOCK;
             // SAFETY: both operands reach `depth` steps and the target block lies in `out`: asserted above.

@@ -1,5 +1,5 @@
-//! Matrix products: f32 with AVX-512 where the processor has it, else by the `gemm` crate; bf16 on AMX where the
-//! processor has it, else widened to f32; a single row by `one_row.rs`.
+//! Matrix products: bf16 on AMX where the processor has it, else widened to f32; f32 on AMX too, in three pieces, where the
+//! product is large; else with AVX-512, else by the `gemm` crate; a single row by `one_row.rs`.
 //!
 //! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
 //! with any number of threads. They are grouped differently on another instruction set.
@@ -19,6 +19,17 @@ use crate::memory::HostPool;
 
 /// Rows and columns of one task's part of the result.
 const TILE: usize = 512;
+/// f32 products of fewer rows, columns or `k` do not pay for being brought into tiles.
+#[cfg(target_arch = "x86_64")]
+const SPLIT_LEAST: usize = 128;
+/// `k` of an f32 product that goes through tiles at once, at most.
+#[cfg(target_arch = "x86_64")]
+const SPLIT_DEPTH: usize = 4096;
+/// Elements of a left operand that are in pieces at once: about this many, and a multiple of [`SPLIT_ROWS`] rows.
+#[cfg(target_arch = "x86_64")]
+const SPLIT_ELEMENTS: usize = 1 << 20;
+#[cfg(target_arch = "x86_64")]
+const SPLIT_ROWS: usize = 1024;
 
 /// An operand as the kernels see it: element (row, column) lies at `row·row_stride + column·column_stride`.
 #[derive(Clone, Copy)]
@@ -152,8 +163,7 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
     }
     if gemm.a.tensor.dtype() == DType::F32 {
         // So is the result, as was checked.
-        products_f32(threads, gemm, &epilogue);
-        return Ok(());
+        return products_f32(threads, pool, gemm, &epilogue);
     }
     float_kernel!("gemm", gemm.c.tensor.dtype(), C => match gemm.a.tensor.dtype() {
         #[cfg(target_arch = "x86_64")]
@@ -167,8 +177,10 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
                 b: |batch| Operand::<bf16>::new(&gemm.b, batch),
                 epilogue: &epilogue,
                 output: |batch| output::<C>(gemm, batch),
+                // Tiles hold every bf16 value.
+                instead: |_, _, _| {},
             };
-            amx::products::<C, _, _, _>(threads, pool, &problem)?;
+            amx::products::<bf16, C, _, _, _, _>(threads, pool, &problem)?;
         }
         DType::BF16 => products_widened::<bf16, C>(threads, gemm, &epilogue),
         _ => products_widened::<f16, C>(threads, gemm, &epilogue),
@@ -221,10 +233,15 @@ fn tiles(
     });
 }
 
-fn products_f32(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) {
+fn products_f32(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) -> Result<()> {
+    #[cfg(target_arch = "x86_64")]
+    if amx::available() && gemm.m.min(gemm.n).min(gemm.k) >= SPLIT_LEAST {
+        return products_split(threads, pool, gemm, epilogue);
+    }
     #[cfg(target_arch = "x86_64")]
     if avx512::available() {
-        return avx512::products(threads, gemm, epilogue, |batch| output(gemm, batch));
+        avx512::products(threads, gemm, epilogue, |batch| output(gemm, batch));
+        return Ok(());
     }
     tiles(threads, gemm, |batch, rows, columns| {
         let (a, b) = (Operand::<f32>::new(&gemm.a, batch), Operand::<f32>::new(&gemm.b, batch));
@@ -241,6 +258,81 @@ fn products_f32(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) {
             library(&a, &b, rows, columns, gemm.k, alpha, target, output.row_stride, accumulate);
         }
     });
+    Ok(())
+}
+
+/// On tiles, in pieces; by AVX-512 where values have none. Goes on in parts of the batch, of the rows and of `k`, so that the
+/// pieces of the left operand stay few.
+#[cfg(target_arch = "x86_64")]
+fn products_split(
+    threads: &Threads,
+    pool: &HostPool,
+    gemm: &Gemm<'_>,
+    epilogue: &Epilogue<'_>,
+) -> Result<()> {
+    let depth = gemm.k.div_ceil(gemm.k.div_ceil(SPLIT_DEPTH));
+    let rows = (SPLIT_ELEMENTS / depth).next_multiple_of(SPLIT_ROWS).min(gemm.m);
+    let products = (SPLIT_ELEMENTS / (rows * depth)).clamp(1, gemm.batch);
+    for batch in parts(gemm.batch, products) {
+        for rows in parts(gemm.m, rows) {
+            for span in parts(gemm.k, depth) {
+                part_split(threads, pool, gemm, epilogue, [&batch, &rows, &span])?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Some products of a batch, some of their rows, some of their `k`.
+#[cfg(target_arch = "x86_64")]
+fn part_split(
+    threads: &Threads,
+    pool: &HostPool,
+    gemm: &Gemm<'_>,
+    epilogue: &Epilogue<'_>,
+    [batch, rows, span]: [&std::ops::Range<usize>; 3],
+) -> Result<()> {
+    let last = span.end == gemm.k;
+    let epilogue = Epilogue {
+        alpha: epilogue.alpha,
+        accumulate: epilogue.accumulate || span.start > 0,
+        bias: epilogue.bias.filter(|_| last),
+        activation: epilogue.activation.filter(|_| last),
+    };
+    let a = |product| {
+        let whole = Operand::<f32>::new(&gemm.a, batch.start + product);
+        Operand { elements: &whole.elements[whole.index(rows.start, span.start)..], ..whole }
+    };
+    let b = |product| {
+        let whole = Operand::<f32>::new(&gemm.b, batch.start + product);
+        Operand { elements: &whole.elements[whole.index(span.start, 0)..], ..whole }
+    };
+    let output = |product| {
+        let whole = output::<f32>(gemm, batch.start + product);
+        let offset = whole.offset + rows.start * whole.row_stride;
+        Output { offset, before: whole.before.filter(|_| last), ..whole }
+    };
+    let k = span.len();
+    let problem = amx::Problem {
+        m: rows.len(),
+        n: gemm.n,
+        k,
+        batch: batch.len(),
+        a,
+        b,
+        epilogue: &epilogue,
+        output,
+        instead: |product, rows, columns| {
+            avx512::multiply(&a(product), &b(product), rows, columns, k, &epilogue, &output(product));
+        },
+    };
+    amx::products::<f32, f32, _, _, _, _>(threads, pool, &problem)
+}
+
+/// `0..length` in parts of `size`.
+#[cfg(target_arch = "x86_64")]
+fn parts(length: usize, size: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    (0..length).step_by(size).map(move |start| start..(start + size).min(length))
 }
 
 /// Without hardware for the type: both operands of a tile are widened, multiplied in f32 and rounded once.

@@ -1,19 +1,22 @@
-//! bf16 matrix products on Intel's Advanced Matrix Extensions.
+//! Matrix products on Intel's Advanced Matrix Extensions: bf16, and f32 in three pieces of bf16.
 //!
 //! A tile register holds 16 rows of 64 bytes. One `TDPBF16PS` multiplies 16×32 bf16 values by 32×16 into 16×16
 //! f32 sums. The left operand's tile is 16 rows of 32 consecutive `k`; the right operand's tile holds pairs of
 //! `k` side by side (row `p` is `k = 2p, 2p+1` for 16 columns). The micro-kernel keeps a 32×32 block of sums in
 //! four tiles.
 //!
-//! Reading order: this file (the registers), `pack` (bringing operands into tiles), `product` (blocking).
+//! Reading order: this file (the registers), `pack` (bringing operands into tiles), `split` (the same for f32, which becomes
+//! three pieces), `product` (blocking).
 
 mod pack;
 mod product;
+mod split;
 
-pub(crate) use pack::{pack_left, pack_right};
+pub(crate) use pack::{Factor, pack_left, pack_right};
 pub(crate) use product::{Problem, products};
 
 use std::arch::asm;
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use half::bf16;
@@ -28,6 +31,10 @@ pub(crate) const BLOCK: usize = 2 * TILE;
 pub(crate) const DEPTH: usize = 32;
 /// Elements of a packed pair of tiles: a block's worth of one operand, `DEPTH` deep.
 pub(crate) const PAIR: usize = BLOCK * DEPTH;
+
+/// Bytes that are asked for at each depth of f32 values: two lines of the cache beside each of six products of pieces. More at
+/// once would wait for each other.
+pub(crate) const AHEAD_BYTES: usize = 768;
 
 /// Parts that a product's depth is cut into where other work goes on beside it.
 pub(crate) const PARTS: usize = 4;
@@ -84,17 +91,27 @@ pub(crate) struct Left {
     row_bytes: usize,
     /// From one depth of 32 to the next.
     step_bytes: usize,
+    /// What is wanted later: [`AHEAD_BYTES`] of it are asked for at each depth of f32 values.
+    ahead: *const bf16,
 }
 
 impl Left {
-    /// Pairs of packed tiles.
-    pub(crate) fn packed(tiles: &[bf16]) -> Left {
-        Left { pointer: tiles.as_ptr(), row_bytes: 2 * DEPTH, step_bytes: 2 * PAIR }
+    /// Packed tiles.
+    pub(crate) fn packed<T: Factor>(tiles: &[bf16]) -> Left {
+        let pointer = tiles.as_ptr();
+        Left { pointer, row_bytes: 2 * DEPTH, step_bytes: 2 * T::PIECES * PAIR, ahead: pointer }
     }
 
-    /// 32 whole rows of `row_stride` elements, read in place from `rows` on.
-    pub(crate) fn in_place(rows: &[bf16], row_stride: usize) -> Left {
-        Left { pointer: rows.as_ptr(), row_bytes: 2 * row_stride, step_bytes: 2 * DEPTH }
+    /// The same; what lies from `ahead` on is asked for meanwhile.
+    pub(crate) fn asking(self, ahead: *const bf16) -> Left {
+        Left { ahead, ..self }
+    }
+
+    /// 32 whole rows of `row_stride` elements, which are what tiles hold, read in place from `rows` on.
+    pub(crate) fn in_place<T: Factor>(rows: &[T], row_stride: usize) -> Left {
+        assert!(T::PIECES == 1 && size_of::<T>() == size_of::<bf16>());
+        let pointer = rows.as_ptr().cast();
+        Left { pointer, row_bytes: 2 * row_stride, step_bytes: 2 * DEPTH, ahead: pointer }
     }
 }
 
@@ -138,7 +155,7 @@ impl Tiles {
     /// # Safety
     /// As for [`Tiles::multiply`]; `between` uses no tile.
     #[inline(always)]
-    pub(crate) unsafe fn multiply_beside(
+    pub(crate) unsafe fn multiply_beside<T: Factor>(
         &self,
         a: Left,
         b: *const bf16,
@@ -151,7 +168,11 @@ impl Tiles {
         unsafe {
             self.begin(sums, BLOCK, accumulate);
             for part in 0..PARTS {
-                self.advance(a, b, part * depth / PARTS..(part + 1) * depth / PARTS);
+                let steps = part * depth / PARTS..(part + 1) * depth / PARTS;
+                match T::PIECES {
+                    1 => self.advance(a, b, steps),
+                    _ => self.advance_split(a, b, steps),
+                }
                 between(part);
             }
             self.end(sums, BLOCK);
@@ -186,9 +207,9 @@ impl Tiles {
         }
     }
 
-    /// Adds the products of some steps to the tiles of sums.
+    /// Adds the products of some steps of bf16 values to the tiles of sums.
     #[inline(always)]
-    unsafe fn advance(&self, a: Left, b: *const bf16, steps: std::ops::Range<usize>) {
+    unsafe fn advance(&self, a: Left, b: *const bf16, steps: Range<usize>) {
         if steps.is_empty() {
             return;
         }
@@ -208,7 +229,7 @@ impl Tiles {
                 "add {a}, {step}",
                 "add {a_lower}, {step}",
                 "add {b}, 2048",
-                "dec {depth}",
+                "dec {steps}",
                 "jnz 2b",
                 a = inout(reg) first => _,
                 a_lower = inout(reg) first.byte_add(TILE * a.row_bytes) => _,
@@ -216,8 +237,63 @@ impl Tiles {
                 step = in(reg) a.step_bytes,
                 b = inout(reg) b.add(steps.start * PAIR) => _,
                 line = in(reg) 64usize,
-                depth = inout(reg) steps.len() => _,
+                steps = inout(reg) steps.len() => _,
                 options(nostack)
+            );
+        }
+    }
+
+    /// Adds six products of pieces of some steps of f32 values. Each but the first finds one operand's tiles loaded.
+    #[inline(always)]
+    unsafe fn advance_split(&self, a: Left, b: *const bf16, steps: Range<usize>) {
+        macro_rules! products {
+            ($($load:literal,)+) => {
+                asm!(
+                    "2:",
+                    $(
+                        $load,
+                        "tdpbf16ps tmm0, tmm4, tmm6",
+                        "prefetcht1 [{ahead}]",
+                        "tdpbf16ps tmm1, tmm4, tmm7",
+                        "tdpbf16ps tmm2, tmm5, tmm6",
+                        "prefetcht1 [{ahead} + 64]",
+                        "add {ahead}, 128",
+                        "tdpbf16ps tmm3, tmm5, tmm7",
+                    )+
+                    "add {a}, 6144",
+                    "add {b}, 6144",
+                    "dec {steps}",
+                    "jnz 2b",
+                    a = inout(reg) a.pointer.byte_add(steps.start * a.step_bytes) => _,
+                    ahead = inout(reg) a.ahead.wrapping_byte_add(steps.start * AHEAD_BYTES) => _,
+                    b = inout(reg) b.add(steps.start * split::PIECES * PAIR) => _,
+                    line = in(reg) 64usize,
+                    steps = inout(reg) steps.len() => _,
+                    options(nostack)
+                )
+            };
+        }
+        if steps.is_empty() {
+            return;
+        }
+        // SAFETY: the tiles are configured; what is read is the caller's promise.
+        unsafe {
+            products!(
+                // The left operand's third by the right one's first piece, and so on: 31, 21, 22, 12, 13, 11.
+                "tileloadd tmm4, [{a} + {line}*1 + 4096]
+                 tileloadd tmm6, [{b} + {line}*1]
+                 tileloadd tmm7, [{b} + {line}*1 + 1024]
+                 tileloadd tmm5, [{a} + {line}*1 + 5120]",
+                "tileloadd tmm4, [{a} + {line}*1 + 2048]
+                 tileloadd tmm5, [{a} + {line}*1 + 3072]",
+                "tileloadd tmm6, [{b} + {line}*1 + 2048]
+                 tileloadd tmm7, [{b} + {line}*1 + 3072]",
+                "tileloadd tmm4, [{a} + {line}*1]
+                 tileloadd tmm5, [{a} + {line}*1 + 1024]",
+                "tileloadd tmm6, [{b} + {line}*1 + 4096]
+                 tileloadd tmm7, [{b} + {line}*1 + 5120]",
+                "tileloadd tmm6, [{b} + {line}*1]
+                 tileloadd tmm7, [{b} + {line}*1 + 1024]",
             );
         }
     }

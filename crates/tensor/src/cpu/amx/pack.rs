@@ -10,6 +10,58 @@ use half::bf16;
 use super::{BLOCK, DEPTH, PAIR, TILE};
 use crate::cpu::avx512::transposed;
 use crate::cpu::gemm::Operand;
+use crate::dtype::Element;
+
+/// What tiles multiply: bf16 values as they are, or f32 values in pieces.
+pub(crate) trait Factor: Element {
+    /// bf16 values that stand for one.
+    const PIECES: usize;
+
+    /// Packs rows `row..row + 32` (zeros from `end` on), `span` of `k`, of a left operand. Says whether tiles can stand for
+    /// all of these values; if not, what is packed means nothing.
+    fn pack_left(
+        a: &Operand<'_, Self>,
+        span: [usize; 2],
+        row: usize,
+        end: usize,
+        packed: &mut [bf16],
+    ) -> bool;
+
+    /// Packs columns `column..column + 32` (zeros from `end` on), `span` of `k`, of a right operand, and says the same.
+    fn pack_right(
+        b: &Operand<'_, Self>,
+        span: [usize; 2],
+        column: usize,
+        end: usize,
+        packed: &mut [bf16],
+    ) -> bool;
+}
+
+impl Factor for bf16 {
+    const PIECES: usize = 1;
+
+    fn pack_left(
+        a: &Operand<'_, bf16>,
+        span: [usize; 2],
+        row: usize,
+        end: usize,
+        packed: &mut [bf16],
+    ) -> bool {
+        pack_left(a, span, row, end, packed);
+        true
+    }
+
+    fn pack_right(
+        b: &Operand<'_, bf16>,
+        span: [usize; 2],
+        column: usize,
+        end: usize,
+        packed: &mut [bf16],
+    ) -> bool {
+        pack_right(b, span, column, end, packed);
+        true
+    }
+}
 
 /// Packs rows `row..row + 32` (zeros from `end` on), `k` from `k0` to `k1`, of a left operand.
 pub(crate) fn pack_left(
@@ -19,7 +71,7 @@ pub(crate) fn pack_left(
     end: usize,
     packed: &mut [bf16],
 ) {
-    check(a, row, end, k0, k1, packed, |a, row, k| a.index(row, k));
+    check(a, row, end, [k0, k1], packed, |a, row, k| a.index(row, k));
     // SAFETY: only called where AMX is, which implies AVX-512; `check` has proved the bounds.
     unsafe {
         if a.column_stride == 1 {
@@ -38,7 +90,7 @@ pub(crate) fn pack_right(
     end: usize,
     packed: &mut [bf16],
 ) {
-    check(b, column, end, k0, k1, packed, |b, column, k| b.index(k, column));
+    check(b, column, end, [k0, k1], packed, |b, column, k| b.index(k, column));
     // SAFETY: as above.
     unsafe {
         if b.column_stride == 1 {
@@ -50,17 +102,16 @@ pub(crate) fn pack_right(
 }
 
 /// What the packers read and write lies inside the slices.
-fn check(
-    operand: &Operand<'_, bf16>,
+pub(super) fn check<T: Factor>(
+    operand: &Operand<'_, T>,
     line: usize,
     end: usize,
-    k0: usize,
-    k1: usize,
+    [k0, k1]: [usize; 2],
     packed: &[bf16],
-    index: impl Fn(&Operand<'_, bf16>, usize, usize) -> usize,
+    index: impl Fn(&Operand<'_, T>, usize, usize) -> usize,
 ) {
     assert!(operand.row_stride == 1 || operand.column_stride == 1);
-    assert!(line < end && packed.len() >= (k1 - k0).div_ceil(DEPTH) * PAIR);
+    assert!(line < end && packed.len() >= (k1 - k0).div_ceil(DEPTH) * T::PIECES * PAIR);
     let last_line = end.min(line + BLOCK) - 1;
     assert!(k1 <= k0 || index(operand, last_line, k1 - 1) < operand.elements.len());
 }

@@ -1,0 +1,228 @@
+//! f32 values as sums of three bf16 values, so that tiles multiply them.
+//!
+//! An f32 has 24 significant bits and a bf16 has 8. The first piece is a value cut after 8 bits, the second the rest
+//! rounded to 8 bits, and the third what is left then, which fits: the three add up to the value exactly. Of the nine products
+//! of two values' pieces, the tiles add the six that a sum in f32 can hold; the three that are left out (second by third and third
+//! by third) are below 2⁻²³ of the whole, of either sign, which is less than what rounding the sums takes. (Henry, Tang and Heinecke,
+//! "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.)
+//!
+//! Infinities and NaN have no pieces: packing says when it meets one. Pieces below 2⁻¹²⁶ count as zero in a product.
+//!
+//! A packed operand is as in `pack`, with three pairs of tiles for each depth of 32, one for each piece. A double word of a tile
+//! holds `k` and `k + 16` of its depth, which both operands agree on.
+
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::pack::{Factor, check};
+use super::{DEPTH, PAIR, TILE};
+use crate::cpu::avx512::transposed;
+use crate::cpu::gemm::Operand;
+
+/// Pieces of a value.
+pub(super) const PIECES: usize = 3;
+
+impl Factor for f32 {
+    const PIECES: usize = PIECES;
+
+    fn pack_left(
+        a: &Operand<'_, f32>,
+        span: [usize; 2],
+        row: usize,
+        end: usize,
+        packed: &mut [bf16],
+    ) -> bool {
+        check(a, row, end, span, packed, |a, row, k| a.index(row, k));
+        // SAFETY: only called where AMX is, which implies AVX-512 and its rounding to bf16; `check` has proved the bounds.
+        unsafe {
+            if a.column_stride == 1 {
+                pack_lines(a.elements, a.row_stride, span, row, end, false, packed)
+            } else {
+                pack_rows(a.elements, a.column_stride, span, row, end, true, packed)
+            }
+        }
+    }
+
+    fn pack_right(
+        b: &Operand<'_, f32>,
+        span: [usize; 2],
+        column: usize,
+        end: usize,
+        packed: &mut [bf16],
+    ) -> bool {
+        check(b, column, end, span, packed, |b, column, k| b.index(k, column));
+        // SAFETY: as above.
+        unsafe {
+            if b.column_stride == 1 {
+                pack_rows(b.elements, b.row_stride, span, column, end, false, packed)
+            } else {
+                pack_lines(b.elements, b.column_stride, span, column, end, true, packed)
+            }
+        }
+    }
+}
+
+/// Lines of consecutive `k` stay lines, or are turned into columns.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn pack_lines(
+    elements: &[f32],
+    stride: usize,
+    [k0, k1]: [usize; 2],
+    line: usize,
+    end: usize,
+    turn: bool,
+    packed: &mut [bf16],
+) -> bool {
+    let mut finite = Finite::new();
+    for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
+        let lanes = [first_lanes(k1 - k), first_lanes((k1 - k).saturating_sub(TILE))];
+        for half in 0..2 {
+            let mut tiles = [[_mm512_setzero_si512(); TILE]; PIECES];
+            let first = line + half * TILE;
+            for i in 0..TILE.min(end.saturating_sub(first)) {
+                // SAFETY: `check` covers the lines below `end` and `k` below `k1`; masked lanes are not read.
+                let [low, high] = unsafe {
+                    let from = elements.as_ptr().add((first + i) * stride + k);
+                    [
+                        _mm512_maskz_loadu_ps(lanes[0], from),
+                        _mm512_maskz_loadu_ps(lanes[1], from.wrapping_add(TILE)),
+                    ]
+                };
+                for (tile, piece) in tiles.iter_mut().zip(pieces(low, high, &mut finite)) {
+                    tile[i] = piece;
+                }
+            }
+            // SAFETY: `packed` holds this depth.
+            unsafe {
+                store(tiles, turn, packed.as_mut_ptr().add(step * PIECES * PAIR + half * TILE * DEPTH))
+            };
+        }
+    }
+    finite.all()
+}
+
+/// Rows of `k` with consecutive lines are paired; a left operand's pairs are then turned into lines.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn pack_rows(
+    elements: &[f32],
+    stride: usize,
+    [k0, k1]: [usize; 2],
+    line: usize,
+    end: usize,
+    turn: bool,
+    packed: &mut [bf16],
+) -> bool {
+    let mut finite = Finite::new();
+    for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
+        for half in 0..2 {
+            let first = line + half * TILE;
+            let lanes = first_lanes(end.saturating_sub(first));
+            let mut tiles = [[_mm512_setzero_si512(); TILE]; PIECES];
+            for p in 0..TILE.min(k1 - k) {
+                let row = |k: usize| {
+                    let lanes = if k < k1 { lanes } else { 0 };
+                    // SAFETY: as in `pack_lines`.
+                    unsafe {
+                        _mm512_maskz_loadu_ps(lanes, elements.as_ptr().wrapping_add(k * stride + first))
+                    }
+                };
+                let pieces = pieces(row(k + p), row(k + p + TILE), &mut finite);
+                for (tile, piece) in tiles.iter_mut().zip(pieces) {
+                    tile[p] = piece;
+                }
+            }
+            // SAFETY: `packed` holds this depth.
+            unsafe {
+                store(tiles, turn, packed.as_mut_ptr().add(step * PIECES * PAIR + half * TILE * DEPTH))
+            };
+        }
+    }
+    finite.all()
+}
+
+/// The first `count` lanes of a register.
+fn first_lanes(count: usize) -> __mmask16 {
+    if count >= TILE { !0 } else { (1 << count) - 1 }
+}
+
+/// Stores a tile of each piece.
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn store(tiles: [[__m512i; TILE]; PIECES], turn: bool, target: *mut bf16) {
+    for (piece, tile) in tiles.into_iter().enumerate() {
+        let tile = if turn { transposed(tile) } else { tile };
+        for (i, line) in tile.into_iter().enumerate() {
+            // SAFETY: the caller's depth holds a pair of tiles for each piece.
+            unsafe { _mm512_storeu_si512(target.add(piece * PAIR + i * DEPTH).cast(), line) };
+        }
+    }
+}
+
+/// Whether all values that went by were finite: the rest of one that is not is NaN, and so is anything it is added to.
+struct Finite(__m512);
+
+impl Finite {
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn new() -> Finite {
+        Finite(_mm512_setzero_ps())
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn see(&mut self, rest: __m512) {
+        self.0 = _mm512_fmadd_ps(rest, _mm512_setzero_ps(), self.0);
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn all(self) -> bool {
+        _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0) == 0
+    }
+}
+
+/// The pieces of 32 values: those of `low` in the low halves of double words, those of `high` in the high ones.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+#[inline]
+fn pieces(low: __m512, high: __m512, finite: &mut Finite) -> [__m512i; PIECES] {
+    let upper = _mm512_set1_epi32(!0xffff);
+    let cut = |value: __m512| _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(value), upper));
+    let first = upper_halves(low, high);
+    let (low, high) = (_mm512_sub_ps(low, cut(low)), _mm512_sub_ps(high, cut(high)));
+    // SAFETY: the same 512 bits under another name.
+    let rounded: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };
+    let second = _mm512_permutexvar_epi16(halves_by_turns(), rounded);
+    let low = _mm512_sub_ps(low, _mm512_castsi512_ps(_mm512_slli_epi32::<16>(second)));
+    let high = _mm512_sub_ps(high, _mm512_castsi512_ps(_mm512_and_si512(second, upper)));
+    finite.see(low);
+    finite.see(high);
+    [first, second, upper_halves(low, high)]
+}
+
+/// Double words of the upper halves of both.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn upper_halves(low: __m512, high: __m512) -> __m512i {
+    /// `a | (b & c)`.
+    const CHOICE: i32 = 0xf8;
+    let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
+    _mm512_ternarylogic_epi32::<CHOICE>(low, _mm512_castps_si512(high), _mm512_set1_epi32(!0xffff))
+}
+
+/// The words 0, 16, 1, 17, … 31.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn halves_by_turns() -> __m512i {
+    const ORDER: [u16; 2 * TILE] = {
+        let mut order = [0; 2 * TILE];
+        let mut i = 0;
+        while i < 2 * TILE {
+            order[i] = (i / 2 + i % 2 * TILE) as u16;
+            i += 1;
+        }
+        order
+    };
+    // SAFETY: the table is 64 bytes long.
+    unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) }
+}
