@@ -230,8 +230,8 @@ impl State {
     fn give_large(&mut self, block: Block) {
         self.arena.give(block.pointer, block.capacity_bytes);
         self.large_bytes -= block.capacity_bytes;
-        // Between steps only model state is in use, and room for activations of about its size waits for the next one.
-        self.limit_warm(self.large_bytes / 2);
+        // Between steps only model state is in use, and room for activations of its size waits for the next one.
+        self.limit_warm(self.large_bytes);
     }
 
     fn limit_warm(&mut self, limit_bytes: usize) {
