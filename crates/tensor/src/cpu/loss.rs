@@ -1,9 +1,9 @@
 //! Softmax cross-entropy over rows of f32 logits, with the gradient over them or beside them.
 
 use crate::backend::{CrossEntropyOptions, LossGradient};
-use crate::cpu::math::exp;
+use crate::cpu::math::exp_down;
 use crate::cpu::parallel::{Shared, Threads, row_block};
-use crate::cpu::simd::{max, sum_by, vectorized};
+use crate::cpu::simd::{map_and_sum, max, sum_by, vectorized};
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::{Result, TensorError};
@@ -81,7 +81,7 @@ impl Rows<'_> {
     fn loss(&self, r: usize, row: &[f32]) -> f32 {
         let Some(target) = self.target(r) else { return 0.0 };
         let largest = max(row);
-        let total = sum_by(row, |_, v| exp(v - largest));
+        let total = sum_by(row, |_, v| exp_down(v - largest));
         self.value(row[target], self.logit_sum(row), largest + total.ln())
     }
 
@@ -93,10 +93,7 @@ impl Rows<'_> {
             return (0.0, Slope { scale: 0.0, uniform: 0.0, target: None });
         };
         let (largest, target_logit, logit_sum) = (max(row), row[target], self.logit_sum(row));
-        for value in row.iter_mut() {
-            *value = exp(*value - largest);
-        }
-        let total = sum_by(row, |_, v| v);
+        let total = map_and_sum(row, |v| exp_down(v - largest));
         let log_total = largest + total.ln();
         // d loss / d logit = p·(1 + 2·z·logsumexp) - (1-s)·[target] - s/classes
         let smoothing = self.options.label_smoothing;

@@ -8,32 +8,50 @@ use crate::backend::Activation;
 /// `eˣ`; zero below -87.3, infinity above 88.7.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
+    let clamped = if x < LEAST_EXPONENT { LEAST_EXPONENT } else { x };
+    let clamped = if clamped > 88.7 { 88.7 } else { clamped };
+    let (value, exponent) = exp_parts(clamped);
+    // Two steps keep the exponent in range at both ends.
+    let half = exponent >> 1;
+    let first = f32::from_bits((half.wrapping_add(127) << 23) as u32);
+    let second = f32::from_bits(((exponent.wrapping_sub(half)).wrapping_add(127) << 23) as u32);
+    let scaled = value * first * second;
+    let scaled = if x < LEAST_EXPONENT { 0.0 } else { scaled };
+    let scaled = if x > 88.7 { f32::INFINITY } else { scaled };
+    if x.is_nan() { x } else { scaled }
+}
+
+/// [`exp`] of what is not above zero, to the last bit, in fewer instructions.
+#[inline(always)]
+pub(crate) fn exp_down(x: f32) -> f32 {
+    let clamped = if x < LEAST_EXPONENT { LEAST_EXPONENT } else { x };
+    let (value, power) = exp_parts(clamped);
+    // The power is that of a normal number, so one step is enough.
+    let scaled = value * f32::from_bits((power.wrapping_add(127) << 23) as u32);
+    if x < LEAST_EXPONENT { 0.0 } else { scaled }
+}
+
+/// Below it, `eˣ` counts as zero.
+const LEAST_EXPONENT: f32 = -87.3;
+
+/// `eˣ` as a value near one and the power of two that it is to be multiplied by.
+#[inline(always)]
+fn exp_parts(x: f32) -> (f32, i32) {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding and subtracting 1.5·2²³ rounds to the nearest integer.
     const ROUND: f32 = 12_582_912.0;
-    let clamped = if x < -87.3 { -87.3 } else { x };
-    let clamped = if clamped > 88.7 { 88.7 } else { clamped };
-    let rounded = clamped * LOG2_E + ROUND;
+    let rounded = x * LOG2_E + ROUND;
     let n = rounded - ROUND;
-    let r = clamped - n * LN2_HIGH - n * LN2_LOW;
+    let r = x - n * LN2_HIGH - n * LN2_LOW;
     let mut p = 1.987_569_2e-4f32;
     p = p * r + 1.398_199_9e-3;
     p = p * r + 8.333_452e-3;
     p = p * r + 4.166_579_6e-2;
     p = p * r + 1.666_666_5e-1;
     p = p * r + 5e-1;
-    let value = p * r * r + r + 1.0;
-    // Two steps keep the exponent in range at both ends.
-    let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let half = exponent >> 1;
-    let first = f32::from_bits((half.wrapping_add(127) << 23) as u32);
-    let second = f32::from_bits(((exponent.wrapping_sub(half)).wrapping_add(127) << 23) as u32);
-    let scaled = value * first * second;
-    let scaled = if x < -87.3 { 0.0 } else { scaled };
-    let scaled = if x > 88.7 { f32::INFINITY } else { scaled };
-    if x.is_nan() { x } else { scaled }
+    (p * r * r + r + 1.0, rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
 }
 
 /// `eˣ` for `x` up to 88, in half the instructions of [`exp`]: multiplications and additions are fused, so that only
@@ -215,6 +233,15 @@ mod tests {
         assert_eq!(exp(1000.0), f32::INFINITY);
         assert_eq!(exp(0.0), 1.0);
         assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn the_exponential_of_what_is_not_positive_has_the_same_bits() {
+        let every = (0x8000_0000u32..=0xff80_0000).step_by(997).map(f32::from_bits);
+        for x in every.chain(sweep().filter(|&x| x <= 0.0)) {
+            assert_eq!(exp_down(x).to_bits(), exp(x).to_bits(), "{x}");
+        }
+        assert!(exp_down(f32::NAN).is_nan());
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -237,6 +237,26 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         pointwise::activation_backward_in_place(&self.threads, activation, before, gradient)
     }
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+        rebuilds: bool,
+        sums: Option<&Tensor>,
+    ) -> Result<()> {
+        // Sums are taken in parts, by the number of rows alone: where those are fewer than threads, one after the other.
+        let parts = reduce::partial_blocks(before.shape().rows()).0;
+        if let Some(sums) = sums.filter(|_| rebuilds && parts >= self.threads.count()) {
+            return pointwise::activation_backward_sums(&self.threads, activation, before, gradient, sums);
+        }
+        if rebuilds {
+            self.activation_backward_in_place(activation, before, gradient)?;
+        } else {
+            self.activation_backward(activation, before, gradient, gradient)?;
+        }
+        sums.map_or(Ok(()), |sums| self.sum_rows(gradient, sums))
+    }
     fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
         pointwise::gated(&self.threads, activation, gate, up, y)
     }
@@ -356,15 +376,7 @@ impl Backend for CpuBackend {
         Ok(())
     }
     fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
-        let factor = read::<f32>(factor)[0];
-        if factor != 1.0 {
-            // Nobody else sees the source any more: it is scaled where it lies, and rounded once below.
-            pointwise::unary(&self.threads, Unary::Affine { scale: factor, shift: 0.0 }, source, source)?;
-        }
-        if source.address() != target.address() {
-            pointwise::cast(&self.threads, source, target);
-        }
-        Ok(())
+        pointwise::scale_by(&self.threads, source, read::<f32>(factor)[0], target)
     }
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
         pointwise::dropout(&self.threads, x, y, p, key)

@@ -3,9 +3,10 @@
 use half::{bf16, f16};
 
 use crate::backend::{Activation, Binary, Comparison, Unary};
-use crate::cpu::activation;
+use crate::cpu::activation::{self, AT_ONCE};
 use crate::cpu::math::{activate, activate_derivative, exp, with_activation};
 use crate::cpu::parallel::{POINTWISE_BLOCK, Shared, Threads};
+use crate::cpu::reduce::{add_parts, add_row, partial_blocks};
 use crate::cpu::simd::vectorized;
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::{DType, Element, Float};
@@ -13,9 +14,6 @@ use crate::error::{Result, TensorError};
 use crate::random::{RandomKey, drop_threshold};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-
-/// Values whose activation waits in the first-level cache for what else happens to them.
-const ACTIVATED: usize = 256;
 
 /// `y[i] = f(x[i])` over blocks.
 fn map<X: Element, Y: Element>(
@@ -135,6 +133,26 @@ pub(crate) fn unary(threads: &Threads, op: Unary, x: &Tensor, y: &Tensor) -> Res
     })
 }
 
+/// `target = source · factor`, rounded once to the target's type; both may be one tensor.
+pub(crate) fn scale_by(threads: &Threads, source: &Tensor, factor: f32, target: &Tensor) -> Result<()> {
+    match (source.address() == target.address(), factor == 1.0) {
+        (true, true) => return Ok(()),
+        (true, false) => return unary(threads, Unary::Affine { scale: factor, shift: 0.0 }, source, target),
+        (false, true) => {
+            cast(threads, source, target);
+            return Ok(());
+        }
+        (false, false) => {}
+    }
+    float_kernel!("scale_by", source.dtype(), S => {
+        let source = read::<S>(source);
+        float_kernel!("scale_by", target.dtype(), T => {
+            // Zero is added, as where both are one tensor: a negative zero becomes the usual one.
+            map(threads, source, write::<T>(target), move |v: S| T::narrow(factor * v.widen() + 0.0))
+        })
+    })?
+}
+
 pub(crate) fn unary_backward(
     threads: &Threads,
     op: Unary,
@@ -172,19 +190,38 @@ pub(crate) fn activation_backward_in_place(
         threads.blocks(before.len(), POINTWISE_BLOCK, |range| {
             // SAFETY: blocks are disjoint.
             let (before, gradient) = unsafe { (before.range(range.clone()), gradient.range(range)) };
-            for (value, gradient) in before.chunks_mut(ACTIVATED).zip(gradient.chunks_mut(ACTIVATED)) {
-                let (mut f, mut d) = ([0.0; ACTIVATED], [0.0; ACTIVATED]);
-                let (f, d) = (&mut f[..value.len()], &mut d[..value.len()]);
-                activation::values_and_derivatives(activation, value, f, d);
-                vectorized!(|| {
-                    for i in 0..value.len() {
-                        gradient[i] = T::narrow(gradient[i].widen() * d[i]);
-                        value[i] = T::narrow(f[i]);
-                    }
-                });
-            }
+            activation::backward_in_place(activation, before, gradient);
         });
     })
+}
+
+/// The same for whole rows, of which the new gradients are summed over all rows while they are near.
+pub(crate) fn activation_backward_sums(
+    threads: &Threads,
+    activation: Activation,
+    before: &Tensor,
+    gradient: &Tensor,
+    sums: &Tensor,
+) -> Result<()> {
+    let (rows, width) = (before.shape().rows(), before.shape().last());
+    float_kernel!("activation_backward", before.dtype(), T => {
+        let (before, gradient) = (Shared::new(write::<T>(before)), Shared::new(write::<T>(gradient)));
+        let (blocks, block_rows) = partial_blocks(rows);
+        let mut partial = vec![0.0f32; blocks * width];
+        let parts = Shared::new(&mut partial);
+        threads.run(blocks, |block| {
+            // SAFETY: each block has its own part.
+            let part = unsafe { parts.range(block * width..(block + 1) * width) };
+            for r in block * block_rows..((block + 1) * block_rows).min(rows) {
+                let row = r * width..(r + 1) * width;
+                // SAFETY: rows are disjoint.
+                let (before, gradient) = unsafe { (before.range(row.clone()), gradient.range(row)) };
+                activation::backward_in_place(activation, before, gradient);
+                vectorized!(|| add_row(part, gradient));
+            }
+        });
+        add_parts(&partial, sums)
+    })?
 }
 
 pub(crate) fn gated(
@@ -199,9 +236,9 @@ pub(crate) fn gated(
         threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
             // SAFETY: blocks are disjoint.
             let y = unsafe { y.range(range.clone()) };
-            let (gate, up) = (gate[range.clone()].chunks(ACTIVATED), up[range].chunks(ACTIVATED));
-            for ((gate, up), y) in gate.zip(up).zip(y.chunks_mut(ACTIVATED)) {
-                let mut f = [0.0; ACTIVATED];
+            let (gate, up) = (gate[range.clone()].chunks(AT_ONCE), up[range].chunks(AT_ONCE));
+            for ((gate, up), y) in gate.zip(up).zip(y.chunks_mut(AT_ONCE)) {
+                let mut f = [0.0; AT_ONCE];
                 activation::values(activation, gate, &mut f[..gate.len()]);
                 vectorized!(|| {
                     for ((y, up), f) in y.iter_mut().zip(up).zip(&f) {
@@ -226,12 +263,12 @@ pub(crate) fn gated_backward(
         let (gate, up, dy) = (read::<T>(gate), read::<T>(up), read::<T>(dy));
         let (dgate, dup) = (Shared::new(write::<T>(dgate)), Shared::new(write::<T>(dup)));
         threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
-            for start in range.clone().step_by(ACTIVATED) {
-                let part = start..(start + ACTIVATED).min(range.end);
+            for start in range.clone().step_by(AT_ONCE) {
+                let part = start..(start + AT_ONCE).min(range.end);
                 // SAFETY: blocks are disjoint.
                 let (dgate, dup) = unsafe { (dgate.range(part.clone()), dup.range(part.clone())) };
                 let (gate, up, dy) = (&gate[part.clone()], &up[part.clone()], &dy[part]);
-                let (mut f, mut d) = ([0.0; ACTIVATED], [0.0; ACTIVATED]);
+                let (mut f, mut d) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
                 let (f, d) = (&mut f[..gate.len()], &mut d[..gate.len()]);
                 activation::values_and_derivatives(activation, gate, f, d);
                 vectorized!(|| {

@@ -28,17 +28,29 @@ pub(crate) fn sum_rows(threads: &Threads, x: &Tensor, y: &Tensor) -> Result<()> 
             // SAFETY: each block has its own part.
             let sums = unsafe { parts.range(block * width..(block + 1) * width) };
             for r in block * block_rows..((block + 1) * block_rows).min(rows) {
-                for (sum, value) in sums.iter_mut().zip(&x_rn[r * width..(r + 1) * width]) {
-                    *sum += value.widen();
-                }
+                add_row(sums, &x_rn[r * width..(r + 1) * width]);
             }
         }));
-        float_kernel!("sum_rows", y.dtype(), Y => {
-            for (i, target) in write::<Y>(y).iter_mut().enumerate() {
-                *target = Y::narrow((0..blocks).fold(0.0, |sum, block| sum + partial[block * width + i]));
-            }
-        })
+        add_parts(&partial, y)
     })?
+}
+
+/// Adds a row to the sums of a part.
+#[inline(always)]
+pub(crate) fn add_row<T: Float>(sums: &mut [f32], row: &[T]) {
+    for (sum, value) in sums.iter_mut().zip(row) {
+        *sum += value.widen();
+    }
+}
+
+/// The sums of all parts, in order, each `y` long.
+pub(crate) fn add_parts(parts: &[f32], y: &Tensor) -> Result<()> {
+    let width = y.numel();
+    float_kernel!("sum_rows", y.dtype(), Y => {
+        for (i, target) in write::<Y>(y).iter_mut().enumerate() {
+            *target = Y::narrow(parts.iter().skip(i).step_by(width).fold(0.0, |sum, part| sum + part));
+        }
+    })
 }
 
 pub(crate) fn reduce(

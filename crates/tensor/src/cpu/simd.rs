@@ -159,6 +159,24 @@ pub fn sum_by(row: &[f32], mut f: impl FnMut(usize, f32) -> f32) -> f32 {
     fold(lanes, |a, b| a + b)
 }
 
+/// Replaces every value of a row by `f(value)` and sums the new ones in the fixed lane order.
+#[inline(always)]
+pub fn map_and_sum(row: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let mut chunks = row.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
+        for lane in 0..LANES {
+            chunk[lane] = f(chunk[lane]);
+            lanes[lane] += chunk[lane];
+        }
+    }
+    for (sum, value) in lanes.iter_mut().zip(chunks.into_remainder()) {
+        *value = f(*value);
+        *sum += *value;
+    }
+    fold(lanes, |a, b| a + b)
+}
+
 /// The sum of products of two rows of one length, in the fixed lane order.
 #[inline(always)]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
