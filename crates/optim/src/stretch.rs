@@ -2,6 +2,7 @@
 
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::backend::Update;
+use ferrospeed_tensor::cpu::past_cache::{STREAM_FROM_BYTES, Stream, streaming};
 use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::dtype::Float;
 use half::{bf16, f16};
@@ -134,6 +135,7 @@ fn pass<const STATES: usize, G: Float, C: Float>(
     rule: &impl Rule<STATES>,
 ) {
     let factor = stretch.gradient_factor;
+    let streams = copy.as_deref().is_some_and(|copy| size_of_val(copy) >= STREAM_FROM_BYTES);
     // Each task takes its own blocks out of these lists, so no slice is shared.
     let mut weights = stretch.weights.chunks_mut(BLOCK);
     let mut states: Vec<_> = stretch.states.iter_mut().map(|state| state.chunks_mut(BLOCK)).collect();
@@ -151,7 +153,8 @@ fn pass<const STATES: usize, G: Float, C: Float>(
     stretch.device.backend().parallel(tasks.len(), &|index| {
         let task = tasks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         let (weights, gradient, mut states, copy) = task.expect("each task runs once");
-        block(weights, gradient, factor, &mut states, copy, rule);
+        let run = |stream: Option<&Stream>| block(weights, gradient, factor, &mut states, copy, stream, rule);
+        if streams { streaming(|stream| run(Some(stream))) } else { run(None) }
     });
 }
 
@@ -161,10 +164,11 @@ fn block<const STATES: usize, G: Float, C: Float>(
     factor: f32,
     states: &mut [&mut [f32]; STATES],
     copy: Option<&mut [C]>,
+    stream: Option<&Stream>,
     rule: &impl Rule<STATES>,
 ) {
     // The macro, not the function of that name: the whole loop is compiled for each instruction set.
-    vectorized!(|| in_one_pass(weights, gradient, factor, states, copy, rule));
+    vectorized!(|| in_one_pass(weights, gradient, factor, states, copy, stream, rule));
 }
 
 #[inline(always)]
@@ -174,15 +178,17 @@ fn in_one_pass<const STATES: usize, G: Float, C: Float>(
     factor: f32,
     states: &mut [&mut [f32]; STATES],
     mut copy: Option<&mut [C]>,
+    stream: Option<&Stream>,
     rule: &impl Rule<STATES>,
 ) {
     let length = weights.len();
     let whole = length - length % LANES;
     for start in (0..whole).step_by(LANES) {
-        lanes::<STATES, LANES, G, C>(start, weights, gradient, factor, states, copy.as_deref_mut(), rule);
+        let copy = copy.as_deref_mut();
+        lanes::<STATES, LANES, G, C>(start, weights, gradient, factor, states, copy, stream, rule);
     }
     for start in whole..length {
-        lanes::<STATES, 1, G, C>(start, weights, gradient, factor, states, copy.as_deref_mut(), rule);
+        lanes::<STATES, 1, G, C>(start, weights, gradient, factor, states, copy.as_deref_mut(), None, rule);
     }
 }
 
@@ -198,6 +204,7 @@ fn lanes<const STATES: usize, const N: usize, G: Float, C: Float>(
     factor: f32,
     states: &mut [&mut [f32]; STATES],
     copy: Option<&mut [C]>,
+    stream: Option<&Stream>,
     rule: &impl Rule<STATES>,
 ) {
     let range = start..start + N;
@@ -216,9 +223,19 @@ fn lanes<const STATES: usize, const N: usize, G: Float, C: Float>(
     for (held, state) in held.iter().zip(states.iter_mut()) {
         state[range.clone()].copy_from_slice(held);
     }
-    if let Some(copy) = copy {
-        for (copy, &value) in copy[range].iter_mut().zip(&new) {
-            *copy = C::narrow(value);
+    match (copy, stream) {
+        (None, _) => {}
+        (Some(copy), None) => {
+            for (copy, &value) in copy[range].iter_mut().zip(&new) {
+                *copy = C::narrow(value);
+            }
+        }
+        (Some(copy), Some(stream)) => {
+            let mut rounded = [C::narrow(0.0); N];
+            for (rounded, &value) in rounded.iter_mut().zip(&new) {
+                *rounded = C::narrow(value);
+            }
+            stream.write(&mut copy[range], &rounded);
         }
     }
 }
@@ -296,5 +313,24 @@ mod tests {
             let rounded = weights.iter().map(|&bits| bf16::from_f32(f32::from_bits(bits)).to_bits());
             assert!(rounded.eq(copy), "{optimizer:?}");
         }
+    }
+
+    #[test]
+    fn a_copy_that_is_streamed_is_the_rounded_weights_too() {
+        let (numel, device) = (STREAM_FROM_BYTES / size_of::<bf16>() + 77, Device::cpu_with_threads(2));
+        let mut weights: Vec<f32> = (0..numel).map(|i| (i % 1013) as f32 / 7.0 - 50.0).collect();
+        let gradient: Vec<f32> = (0..numel).map(|i| (i % 97) as f32 - 48.0).collect();
+        let mut copy = vec![bf16::ZERO; numel];
+        let mut stretch = Stretch {
+            weights: &mut weights,
+            gradient: Gradient::F32(&gradient),
+            gradient_factor: 1.0,
+            states: Vec::new(),
+            copy: Copy16::Bf16(&mut copy),
+            device: &device,
+        };
+        let sgd = Optimizer::Sgd(sgd::Sgd { dampening: 0.0, nesterov: false });
+        stretch.apply(&sgd.update(&GroupOptions { betas: [0.0; 2], ..OPTIONS }, 1));
+        assert!(weights.iter().zip(&copy).all(|(weight, copy)| bf16::from_f32(*weight) == *copy));
     }
 }

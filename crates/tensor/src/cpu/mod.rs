@@ -22,6 +22,7 @@ mod math;
 mod norm;
 mod one_row;
 mod parallel;
+pub mod past_cache;
 mod pointwise;
 mod reduce;
 mod screen;
