@@ -69,6 +69,11 @@ pub trait ParamStore: Send + Sync {
     fn release(&self, index: usize);
     /// Takes the gradient of parameter `index`, complete for this backward.
     fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError>;
+    /// Memory that the gradient of parameter `index` may be written to before it is pushed, so that the store need not copy
+    /// it; what it holds before is undefined. Nobody is lent it twice before the push.
+    fn lend_place(&self, _index: usize) -> Result<Option<Tensor>, StoreError> {
+        Ok(None)
+    }
     /// Whether values stay where they are for as long as the store lives, borrowed or not.
     fn values_stay(&self) -> bool {
         false
@@ -219,6 +224,12 @@ impl Param {
     pub fn push_rows(&self, gradient: RowGradient) -> Result<()> {
         let attachment = self.attachment()?;
         attachment.store.push_rows(attachment.index, gradient).map_err(|source| self.store_error(source))
+    }
+
+    /// Memory of the store that one gradient may be written to: see [`ParamStore::lend_place`].
+    pub(crate) fn lend_place(&self) -> Result<Option<Tensor>> {
+        let attachment = self.attachment()?;
+        attachment.store.lend_place(attachment.index).map_err(|source| self.store_error(source))
     }
 
     /// Hands a complete gradient to the store.

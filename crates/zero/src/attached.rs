@@ -84,6 +84,14 @@ impl ParamStore for Attached {
         Ok(state.reducer.push(index, Arrived::Whole(gradient), synchronize)?)
     }
 
+    fn lend_place(&self, index: usize) -> Result<Option<Tensor>, StoreError> {
+        // A gradient that waits for the next backward needs memory of its own.
+        if !self.synchronize.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        Ok(self.lock().reducer.lend_place(index)?)
+    }
+
     fn wants_rows(&self, index: usize) -> bool {
         self.in_rows[index]
     }

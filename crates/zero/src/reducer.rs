@@ -1,8 +1,10 @@
 //! From the gradients of one rank to this rank's share of everybody's average.
 //!
-//! Backward hands gradients over one by one. Each is copied into its bucket's buffer and freed; when a bucket is full
-//! the ranks reduce it (on the progress thread, while backward goes on, if `overlap_comm` says so), and what this rank
-//! owns is kept or added to what earlier micro-batches left. Every micro-batch is reduced before it is added, in all
+//! Backward hands gradients over one by one. Each is copied into its bucket's buffer and freed, unless it was written there
+//! in the first place ([`Reducer::lend_place`]). When a bucket is full the ranks reduce it: on the progress thread, while
+//! backward goes on, if `overlap_comm` says so; else at once if others need its buffer, and at the end if none does, since
+//! each exchange makes the ranks wait for the slower one. What this rank owns is kept or added to what earlier
+//! micro-batches left. Every micro-batch is reduced before it is added, in all
 //! stages: that is what makes their results equal to the last bit. Rows of tables go their own way: see `rows`.
 //!
 //! A rank without peers that adds nothing up keeps gradients where backward made them: there are no buffers then, and
@@ -16,6 +18,9 @@ use crate::buckets::{Bucket, Kind};
 use crate::error::{Result, ZeroError};
 use crate::exchange::{self, Pending};
 use crate::memory::{part, reachable};
+
+/// Places are lent only where kernels write as fast as to memory of their own.
+const PLACE_ALIGNMENT_BYTES: usize = 64;
 
 /// How gradients are averaged and kept.
 #[derive(Debug, Clone, Copy)]
@@ -81,6 +86,8 @@ pub(crate) struct Reducer {
     /// Empty where gradients stay as they come.
     buffers: Vec<Tensor>,
     pub(crate) arrived: Vec<Option<Arrived>>,
+    /// Parameters whose places in a buffer were lent to backward and have not come back as a gradient.
+    lent: Vec<bool>,
     missing: Vec<usize>,
     /// The next bucket to leave.
     next: usize,
@@ -122,6 +129,7 @@ impl Reducer {
             seats,
             buffers: Vec::new(),
             arrived: shapes.iter().map(|_| None).collect(),
+            lent: vec![false; shapes.len()],
             next: 0,
             in_flight: Vec::new(),
             kept: Vec::new(),
@@ -192,6 +200,7 @@ impl Reducer {
             return Err(ZeroError::Request(why.into()));
         }
         let Some((bucket, seat)) = self.seats[param] else { return Ok(()) };
+        self.lent[param] = false;
         let gradient = match self.arrived[param].take() {
             None => gradient,
             Some(held) => Arrived::Whole(self.sum(held, gradient)?),
@@ -210,6 +219,9 @@ impl Reducer {
         self.arrived[param] = Some(placed);
         // One held back by an earlier, unsynchronised micro-batch counts when its successor comes.
         self.missing[bucket] = self.missing[bucket].saturating_sub(1);
+        if self.options.keep_buffers && !self.options.overlap {
+            return Ok(());
+        }
         while self.next < self.buckets.len()
             && self.missing[self.next] == 0
             && self.buckets[self.next].kind != Kind::Leaf
@@ -218,6 +230,23 @@ impl Reducer {
             self.next += 1;
         }
         Ok(())
+    }
+
+    /// Where the gradient of a parameter may be written before it is pushed, so that it need not be copied: its place in
+    /// its bucket, where it has one that is whole, free and of its type. Lent once, until the gradient is pushed.
+    pub(crate) fn lend_place(&mut self, param: usize) -> Result<Option<Tensor>> {
+        let Some((bucket, seat)) = self.seats[param] else { return Ok(None) };
+        let (shape, dtype) = self.shapes[param];
+        let fits =
+            self.device.backend().is_host() && dtype == self.options.wire && self.options.before == 1.0;
+        let [place] = self.buckets[bucket].places[seat][..] else { return Ok(None) };
+        let aligned = (place.in_bucket * dtype.size_bytes()).is_multiple_of(PLACE_ALIGNMENT_BYTES);
+        let taken = self.lent[param] || self.arrived[param].is_some() || self.retired;
+        if !fits || !aligned || taken || self.stay() || !self.can_place(bucket)? {
+            return Ok(None);
+        }
+        self.lent[param] = true;
+        Ok(Some(self.buffer(bucket)?.slice(place.in_bucket, shape)?))
     }
 
     fn sum(&self, held: Arrived, more: Arrived) -> Result<Tensor> {
@@ -241,6 +270,7 @@ impl Reducer {
         }
         self.whole = std::mem::take(&mut self.coming);
         self.next = 0;
+        self.lent.fill(false);
         self.missing = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         self.micro_steps += 1;
         Ok(())
@@ -321,6 +351,8 @@ impl Reducer {
         let backend = self.device.backend();
         for place in &self.buckets[bucket].places[seat] {
             match &gradient {
+                Some(gradient)
+                    if gradient.address() == part(&buffer, place.in_bucket, place.len)?.address() => {}
                 Some(gradient) => backend.copy_blocks(
                     gradient,
                     place.in_param,
@@ -445,6 +477,7 @@ impl Reducer {
             self.missing = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         }
         self.arrived.iter_mut().for_each(|arrived| *arrived = None);
+        self.lent.fill(false);
     }
 
     /// Gives back all memory: no gradient is taken after this. What is under way keeps what it needs until it is done.
@@ -472,10 +505,9 @@ mod tests {
     use crate::buckets;
     use crate::partition::Layout;
 
-    #[test]
-    fn a_backward_that_failed_leaves_nothing_behind() {
-        let (device, numels) = (Device::cpu(), [3, 2]);
-        let layout = Layout::flat(&numels, 1, false);
+    /// A rank of its own with parameters of so many elements.
+    fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
+        let layout = Layout::flat(numels, 1, false);
         let group: Vec<(usize, usize)> = numels.iter().copied().enumerate().collect();
         let plan = buckets::plan(&[group], std::slice::from_ref(&layout), |_| Kind::Ordinary, 0, 100);
         let options = ReduceOptions {
@@ -484,16 +516,44 @@ mod tests {
             overlap: false,
             wire: DType::F32,
             kept: DType::F32,
-            accumulates: false,
+            accumulates,
             before: 1.0,
             after: None,
         };
         let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
-        let mut reducer =
-            Reducer::new(&World::solo(), options, plan, &[layout.part_numel], shapes, &device).unwrap();
-        let gradient = |value: f32, numel: usize| {
-            Arrived::Whole(Tensor::full([numel], value, DType::F32, &device).unwrap())
-        };
+        let numel = layout.part_numel;
+        Reducer::new(&World::solo(), options, plan, &[numel], shapes, &Device::cpu()).unwrap()
+    }
+
+    fn gradient(value: f32, numel: usize) -> Arrived {
+        Arrived::Whole(Tensor::full([numel], value, DType::F32, &Device::cpu()).unwrap())
+    }
+
+    #[test]
+    fn a_gradient_is_written_where_it_goes_by_one_at_a_time() {
+        let mut reducer = reducer(&[16, 16, 3, 5], true);
+        for turn in 1..3 {
+            let place = reducer.lend_place(1).unwrap().expect("its place is free");
+            assert!(reducer.lend_place(1).unwrap().is_none(), "another use of the parameter");
+            assert!(reducer.lend_place(3).unwrap().is_none(), "not aligned");
+            place.device().backend().fill(&place, 4.0).unwrap();
+            reducer.push(1, Arrived::Whole(place), true).unwrap();
+            for (param, numel) in [(0, 16), (2, 3), (3, 5)] {
+                reducer.push(param, gradient(1.0, numel), true).unwrap();
+            }
+            reducer.finish().unwrap();
+            let kept = reducer.segments().unwrap()[0].values.to_vec::<f32>().unwrap();
+            let expected =
+                [1.0; 16].iter().chain(&[4.0; 16]).chain(&[1.0; 8]).map(|value| value * turn as f32);
+            assert_eq!(kept, expected.collect::<Vec<f32>>());
+        }
+        reducer.push(1, gradient(1.0, 16), false).unwrap();
+        assert!(reducer.lend_place(1).unwrap().is_none(), "one waits already");
+    }
+
+    #[test]
+    fn a_backward_that_failed_leaves_nothing_behind() {
+        let mut reducer = reducer(&[3, 2], false);
         // One gradient comes, then backward fails and its gradients are dropped.
         reducer.push(1, gradient(9.0, 2), true).unwrap();
         reducer.clear();

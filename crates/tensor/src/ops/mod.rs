@@ -48,8 +48,15 @@ fn expect_same_dtype(op: &'static str, what: &'static str, dtype: DType, wanted:
     Err(TensorError::BadDType { op, what, dtype, expected: wanted.name() })
 }
 
-/// Memory for the gradient of `operand`, counted as what it is.
+/// Memory for the gradient of `operand`, counted as what it is; that of a parameter's store, where it lends some.
 fn gradient_like(operand: &Operand, shape: Shape, dtype: DType, device: &Device) -> Result<Tensor> {
+    if let Operand::Param(param) = operand
+        && let Some(place) = param.lend_place()?
+        && *place.shape() == shape
+        && place.dtype() == dtype
+    {
+        return Ok(place);
+    }
     match operand {
         Operand::Param(_) => with_category(Category::Gradients, || Tensor::empty(shape, dtype, device)),
         Operand::Tensor(_) => Tensor::empty(shape, dtype, device),
