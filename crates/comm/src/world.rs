@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::backend::hierarchical::{HierarchicalCarrier, Place};
-use crate::backend::local::LocalCarrier;
+use crate::backend::local::{LocalCarrier, Patience};
 use crate::backend::message::{Link, MessageCarrier};
 use crate::backend::nccl::{self, DeviceStream, NcclCarrier};
 use crate::backend::tcp::{Endpoint, TcpLink};
@@ -386,10 +386,12 @@ impl WorldInner {
         self.hosts.iter().find(|host| host.contains(&self.rank)).map_or(&[], Vec::as_slice)
     }
 
-    /// Spinning is useful only while every rank of the host has a core to itself.
-    fn spin_limit_us(&self) -> u64 {
+    /// How a rank looks out for others before it sleeps. Spinning is useful only while every rank of the host has a core to
+    /// itself; else a core is offered to the others each time.
+    fn patience(&self) -> Patience {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        if self.my_host().len() <= cores { 30 } else { 2 }
+        let (limit_us, looks) = if self.my_host().len() <= cores { (30, 64) } else { (50, 1) };
+        Patience { limit: Duration::from_micros(limit_us), looks }
     }
 
     fn membership(&self, group_id: u64, group_name: String, ranks: &[usize], me: usize) -> Membership {
@@ -402,7 +404,7 @@ impl WorldInner {
             Arc::clone(&self.segments),
             &*self.store,
             self.limits.staging_bytes,
-            self.spin_limit_us(),
+            self.patience(),
             deadline,
         )
     }

@@ -20,6 +20,8 @@ mod shared;
 mod staged;
 mod sync;
 
+pub(crate) use sync::Patience;
+
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -40,7 +42,7 @@ pub(crate) struct LocalCarrier {
     membership: Membership,
     layout: Layout,
     segments: Arc<SegmentTable>,
-    spin_limit_us: u64,
+    patience: Patience,
     stash: Mutex<Stash>,
 }
 
@@ -60,7 +62,7 @@ impl LocalCarrier {
         segments: Arc<SegmentTable>,
         store: &dyn Store,
         staging_bytes: usize,
-        spin_limit_us: u64,
+        patience: Patience,
         deadline: Instant,
     ) -> Result<Self> {
         let size = membership.size();
@@ -99,7 +101,7 @@ impl LocalCarrier {
             layout: Layout::new(memory, size, staging_bytes),
             membership,
             segments,
-            spin_limit_us,
+            patience,
             stash: Mutex::default(),
         };
         // The leader may close its descriptor, and everybody forget the key, once all have mapped the area.

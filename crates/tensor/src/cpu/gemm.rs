@@ -24,7 +24,7 @@ const TILE: usize = 512;
 const SPLIT_LEAST: usize = 128;
 /// `k` of an f32 product that goes through tiles at once, at most.
 #[cfg(target_arch = "x86_64")]
-const SPLIT_DEPTH: usize = 4096;
+const SPLIT_DEPTH: usize = 1024;
 /// Elements of a left operand that are in pieces at once: about this many, and a multiple of [`SPLIT_ROWS`] rows.
 #[cfg(target_arch = "x86_64")]
 const SPLIT_ELEMENTS: usize = 1 << 20;

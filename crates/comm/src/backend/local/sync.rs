@@ -47,6 +47,14 @@ impl Counter {
     }
 }
 
+/// How long a rank looks out for others before it sleeps.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    pub(crate) limit: Duration,
+    /// Looks between two offers of the core to who else wants it.
+    pub(crate) looks: u32,
+}
+
 /// Why a wait ended without what it waited for.
 pub(super) enum Interrupted {
     Failed(Error),
@@ -65,9 +73,10 @@ impl LocalCarrier {
         if counter.reached(target) {
             return Ok(());
         }
-        let spin_end = Instant::now() + Duration::from_micros(self.spin_limit_us);
+        let Patience { limit, looks } = self.patience;
+        let spin_end = Instant::now() + limit;
         loop {
-            for _ in 0..64 {
+            for _ in 0..looks {
                 if counter.reached(target) {
                     return Ok(());
                 }
