@@ -143,7 +143,7 @@ def report(ours, peer):
             goal = f"goal {GOALS[dtype]}: {verdict(speed >= GOALS[dtype])}" if stage else "no goal"
             line += f" {rate(other):8.1f}  {speed:5.2f} ({goal}; medians {usual:.2f})"
             line += f"   {row['peak_rss_bytes'] / mib:5.0f} {other['peak_rss_bytes'] / mib:5.0f} MiB  {memory:4.2f}"
-            line += f" (goal {RSS_GOAL}: {verdict(memory <= RSS_GOAL)})"
+            line += f" (goal {RSS_GOAL}: {verdict(memory <= RSS_GOAL)})" if stage else " (no goal)"
             line += f"   {row['launch_to_first_step_s']:4.2f} {other['launch_to_first_step_s']:5.2f} s"
         else:
             line += f"{'':51}{row['peak_rss_bytes'] / mib:5.0f} MiB{'':26}{row['launch_to_first_step_s']:4.2f} s"
