@@ -2,9 +2,10 @@
 //!
 //! An f32 has 24 significant bits and a bf16 has 8. The first piece is a value cut after 8 bits, the second the rest
 //! rounded to 8 bits, and the third what is left then, which fits: the three add up to the value exactly. Of the nine products
-//! of two values' pieces, the tiles add the six that a sum in f32 can hold; the three that are left out (second by third and third
-//! by third) are below 2⁻²³ of the whole, of either sign, which is less than what rounding the sums takes. (Henry, Tang and Heinecke,
-//! "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations", 2019.)
+//! of two values' pieces, the tiles add the six that a sum in f32 can hold. Those left out (second by third and third by third)
+//! are together below 2⁻²² of the whole, mostly far below, and of either sign: over a sum they are less than what rounding
+//! takes. (Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision
+//! Computations", 2019.)
 //!
 //! Infinities and NaN have no pieces: packing says when it meets one. Pieces below 2⁻¹²⁶ count as zero in a product.
 //!
