@@ -10,8 +10,8 @@ on this host, one thread each, AdamW, clipping, no dropout. DeepSpeed talks over
 model is that of transformers with scaled-dot-product attention. The two take turns, in stage 0 too, which has no goal:
 a processor that has just worked hard may be slower for a while, so each case of one side follows one of the other. For
 each case the fastest step of all rounds counts, which is the one that the machine's other work disturbed least; the
-ratio of the medians of the better rounds is printed beside it. Every case is a launch of its own: its memory (the most resident memory of a rank) and its
-time from the launch to the first step are its own.
+ratio of the medians of the better rounds is printed beside it. Every case is a launch of its own: its memory (the most
+resident memory of a rank) and its time from the launch to the first step are its own.
 """
 
 import argparse

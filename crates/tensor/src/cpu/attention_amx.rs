@@ -12,7 +12,7 @@ use half::bf16;
 
 use crate::backend::{AttentionSpec, Heads};
 use crate::cpu::aligned::Aligned;
-use crate::cpu::amx::{BLOCK, DEPTH, Left, PAIR, Tiles, pack_left, pack_right};
+use crate::cpu::amx::{BLOCK, DEPTH, Factor, Left, PAIR, Tiles};
 use crate::cpu::attention::Mask;
 use crate::cpu::gemm::Operand;
 use crate::cpu::math::fused_exp as exp;
@@ -62,7 +62,7 @@ impl Right {
         (self.steps, self.columns) = (k.div_ceil(DEPTH), columns.div_ceil(BLOCK));
         self.tiles.resize(self.steps * self.columns * PAIR);
         for (block, tiles) in self.tiles.chunks_mut((self.steps * PAIR).max(1)).enumerate() {
-            pack_right(operand, [0, k], block * BLOCK, columns, tiles);
+            bf16::pack_right(operand, [0, k], block * BLOCK, columns, tiles);
         }
     }
 }
@@ -79,7 +79,7 @@ impl PackedLeft {
         self.steps = k.div_ceil(DEPTH);
         self.tiles.resize(self.steps * rows.div_ceil(BLOCK) * PAIR);
         for (block, tiles) in self.tiles.chunks_mut((self.steps * PAIR).max(1)).enumerate() {
-            pack_left(operand, [0, k], block * BLOCK, rows, tiles);
+            bf16::pack_left(operand, [0, k], block * BLOCK, rows, tiles);
         }
     }
 }

@@ -12,7 +12,7 @@ mod pack;
 mod product;
 mod split;
 
-pub(crate) use pack::{Factor, pack_left, pack_right};
+pub(crate) use pack::Factor;
 pub(crate) use product::{Problem, products};
 
 use std::arch::asm;

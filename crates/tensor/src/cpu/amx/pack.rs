@@ -47,7 +47,15 @@ impl Factor for bf16 {
         end: usize,
         packed: &mut [bf16],
     ) -> bool {
-        pack_left(a, span, row, end, packed);
+        check(a, row, end, span, packed, |a, row, k| a.index(row, k));
+        // SAFETY: only called where AMX is, which implies AVX-512; `check` has proved the bounds.
+        unsafe {
+            if a.column_stride == 1 {
+                pack_in_order(a.elements, a.row_stride, span, row, end, packed);
+            } else {
+                pack_pairs(a.elements, a.column_stride, span, row, end, true, packed);
+            }
+        }
         true
     }
 
@@ -58,46 +66,16 @@ impl Factor for bf16 {
         end: usize,
         packed: &mut [bf16],
     ) -> bool {
-        pack_right(b, span, column, end, packed);
+        check(b, column, end, span, packed, |b, column, k| b.index(k, column));
+        // SAFETY: as above.
+        unsafe {
+            if b.column_stride == 1 {
+                pack_pairs(b.elements, b.row_stride, span, column, end, false, packed);
+            } else {
+                pack_turned(b.elements, b.column_stride, span, column, end, packed);
+            }
+        }
         true
-    }
-}
-
-/// Packs rows `row..row + 32` (zeros from `end` on), `k` from `k0` to `k1`, of a left operand.
-pub(crate) fn pack_left(
-    a: &Operand<'_, bf16>,
-    [k0, k1]: [usize; 2],
-    row: usize,
-    end: usize,
-    packed: &mut [bf16],
-) {
-    check(a, row, end, [k0, k1], packed, |a, row, k| a.index(row, k));
-    // SAFETY: only called where AMX is, which implies AVX-512; `check` has proved the bounds.
-    unsafe {
-        if a.column_stride == 1 {
-            pack_in_order(a.elements, a.row_stride, [k0, k1], row, end, packed);
-        } else {
-            pack_pairs(a.elements, a.column_stride, [k0, k1], row, end, true, packed);
-        }
-    }
-}
-
-/// Packs columns `column..column + 32` (zeros from `end` on), `k` from `k0` to `k1`, of a right operand.
-pub(crate) fn pack_right(
-    b: &Operand<'_, bf16>,
-    [k0, k1]: [usize; 2],
-    column: usize,
-    end: usize,
-    packed: &mut [bf16],
-) {
-    check(b, column, end, [k0, k1], packed, |b, column, k| b.index(k, column));
-    // SAFETY: as above.
-    unsafe {
-        if b.column_stride == 1 {
-            pack_pairs(b.elements, b.row_stride, [k0, k1], column, end, false, packed);
-        } else {
-            pack_turned(b.elements, b.column_stride, [k0, k1], column, end, packed);
-        }
     }
 }
 
