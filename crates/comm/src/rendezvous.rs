@@ -71,7 +71,7 @@ impl World {
             departure: Box::new(move || {
                 leaving.leave();
                 if let Some(hub) = &hub {
-                    hub.announce_left(0);
+                    hub.see_off(0);
                     hub.stop_listening();
                 }
             }),

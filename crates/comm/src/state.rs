@@ -130,6 +130,14 @@ impl JobState {
         Ok(())
     }
 
+    /// Fails when the job or this group has failed, or else when `rank`, which is still needed, has left.
+    pub(crate) fn check_with(&self, group_id: u64, rank: usize) -> Result<()> {
+        // A rank says why before it leaves: the reason of one that is seen to have left has arrived.
+        let left = self.has_left(rank);
+        self.check(group_id)?;
+        if left { Err(self.left_error(rank)) } else { Ok(()) }
+    }
+
     pub(crate) fn has_left(&self, rank: usize) -> bool {
         self.left.get(rank).is_some_and(|flag| flag.load(Ordering::Acquire))
     }

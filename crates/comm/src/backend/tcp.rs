@@ -196,11 +196,8 @@ fn broken(peer: usize, error: &std::io::Error, membership: &Membership) -> Error
     let rank = membership.ranks[peer];
     let limit = Instant::now() + VERDICT_LIMIT;
     while Instant::now() < limit {
-        if let Err(verdict) = membership.state.check(membership.group_id) {
+        if let Err(verdict) = membership.state.check_with(membership.group_id, rank) {
             return verdict;
-        }
-        if membership.state.has_left(rank) {
-            return membership.state.left_error(rank);
         }
         std::thread::sleep(HEALTH_CHECK_INTERVAL);
     }

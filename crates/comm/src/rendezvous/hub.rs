@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Hello, MAGIC, read_frame, write_frame};
@@ -33,6 +33,8 @@ struct Shared {
     closed: Arc<AtomicBool>,
     port_service: Option<PortService>,
     state: Mutex<State>,
+    /// A member is gone.
+    departed: Condvar,
 }
 
 #[derive(Default)]
@@ -78,7 +80,14 @@ impl Hub {
         let serve = || PortService::start(options, address.port(), Arc::clone(&closed));
         let port_service = options.is_single_host().then(serve).transpose()?;
         let expected = super::member::hello(options);
-        let shared = Arc::new(Shared { expected, deadline, closed, port_service, state: Mutex::default() });
+        let shared = Arc::new(Shared {
+            expected,
+            deadline,
+            closed,
+            port_service,
+            state: Mutex::default(),
+            departed: Condvar::new(),
+        });
         let hub = Hub { shared, address };
         let (accepting, watching) = (hub.clone(), hub.clone());
         spawn("comm-hub", move || accepting.accept(&listener))?;
@@ -113,6 +122,16 @@ impl Hub {
                 return;
             }
         }
+    }
+
+    /// Before this process may end: passes on what its own rank said last, and that it left.
+    pub(super) fn see_off(&self, rank: usize) {
+        let gone = |state: &State| state.members.get(&rank).is_none_or(|member| member.gone);
+        let _served = self
+            .shared
+            .departed
+            .wait_timeout_while(self.lock(), LAST_WORD_LIMIT, |state| !gone(state))
+            .unwrap_or_else(PoisonError::into_inner);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -278,12 +297,13 @@ impl Hub {
     }
 
     /// Tells everybody that a rank left in good order.
-    pub(super) fn announce_left(&self, rank: usize) {
+    fn announce_left(&self, rank: usize) {
         let mut state = self.lock();
         if let Some(member) = state.members.get_mut(&rank)
             && !std::mem::replace(&mut member.gone, true)
         {
             state.broadcast(&Frame::Left(rank));
+            self.shared.departed.notify_all();
         }
     }
 
@@ -291,6 +311,7 @@ impl Hub {
         let mut state = self.lock();
         let Some(member) = state.members.get_mut(&rank).filter(|member| !member.gone) else { return };
         member.gone = true;
+        self.shared.departed.notify_all();
         let last_operation = member.last_operation.clone();
         if !state.welcomed {
             let reason = format!("rank {rank} {loss} before all ranks had met");

@@ -16,6 +16,8 @@ use crate::store::{HEALTH_CHECK_INTERVAL, Store};
 const MAGIC: [u8; 8] = *b"FERRODT\x01";
 /// How long a fresh connection may take to introduce itself.
 const INTRODUCTION_LIMIT: Duration = Duration::from_secs(5);
+/// How long the call of a rank that has left may still be on its way: it may have called, sent what was its part and left.
+const LAST_CALL_LIMIT: Duration = Duration::from_secs(1);
 /// Large socket buffers keep long transfers going while a rank folds.
 static SOCKET_BUFFER_BYTES: libc::c_int = 4 << 20;
 
@@ -167,12 +169,15 @@ impl Endpoint {
         ticket: &Ticket,
     ) -> Result<TcpStream> {
         let mut connections = self.arrived.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen_leaving = None;
         loop {
             if let Some(connection) = connections.remove(&introduction) {
                 return Ok(connection);
             }
             membership.state.check(membership.group_id)?;
-            if membership.state.has_left(rank) {
+            if membership.state.has_left(rank)
+                && seen_leaving.get_or_insert_with(Instant::now).elapsed() > LAST_CALL_LIMIT
+            {
                 return Err(membership.state.left_error(rank));
             }
             let left = ticket.deadline.saturating_duration_since(Instant::now());
