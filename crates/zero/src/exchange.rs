@@ -10,7 +10,7 @@ use ferrospeed_comm::{Group, ReduceOp, Region, Work};
 use ferrospeed_tensor::Tensor;
 
 use crate::error::Result;
-use crate::memory::{comm_type, part, region};
+use crate::memory::{comm_type, region};
 
 /// An exchange under way. Its tensors are not touched before [`Pending::wait`] returns.
 pub(crate) struct Pending {
@@ -61,26 +61,23 @@ pub(crate) fn all_reduce(group: &Group, data: &Tensor, op: ReduceOp) -> Result<P
     Ok(Pending { work: group.all_reduce_async(&copy, dtype, op), landing: Some((copy, data.clone())) })
 }
 
-/// Elements `own` of every rank's tensor become their reduction; rank `r` has `counts[r]` of them.
+/// `result` becomes the reduction of this rank's stretch of every rank's tensor; rank `r` has `counts[r]` elements of it.
+/// It may be that stretch itself.
 pub(crate) fn reduce_scatter(
     group: &Group,
     data: &Tensor,
-    own: Range<usize>,
+    result: &Tensor,
     counts: &[usize],
     op: ReduceOp,
 ) -> Result<Pending> {
     let dtype = comm_type(data.dtype());
-    let size = data.dtype().size_bytes();
-    let bytes = own.start * size..own.end * size;
     if let Some(group) = in_place(group, data) {
-        let all = region(data);
-        let work = group.reduce_scatter_unequal_async(&all, &all.slice(bytes), counts, dtype, op);
+        let work = group.reduce_scatter_unequal_async(&region(data), &region(result), counts, dtype, op);
         return Ok(Pending { work, landing: None });
     }
-    let all = staged(data)?;
-    let result = all.slice(bytes);
-    let work = group.reduce_scatter_unequal_async(&all, &result, counts, dtype, op);
-    Ok(Pending { work, landing: Some((result, part(data, own.start, own.len())?)) })
+    let arrived = Region::zeroed(result.size_bytes());
+    let work = group.reduce_scatter_unequal_async(&staged(data)?, &arrived, counts, dtype, op);
+    Ok(Pending { work, landing: Some((arrived, result.clone())) })
 }
 
 /// A tensor of which each rank has a stretch, `own` here, becomes whole on all; rank `r` has `counts[r]` elements. For

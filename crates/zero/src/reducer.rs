@@ -74,6 +74,8 @@ impl Arrived {
 struct InFlight {
     bucket: usize,
     work: Option<Pending>,
+    /// What this rank owns of it.
+    own: Tensor,
 }
 
 /// The gradients of all groups on their way.
@@ -173,9 +175,12 @@ impl Reducer {
         if options.keep_buffers && !options.accumulates && options.wire == options.kept {
             return Ok(());
         }
-        let keep =
-            |&numel: &usize| Tensor::zeros_in([numel], options.kept, &self.device, Category::Gradients);
-        self.kept = self.part_numels.iter().map(keep).collect::<Result<_, _>>()?;
+        // Peers write there what they reduce of this rank's part.
+        let keep = |&numel: &usize| match options.wire == options.kept && !options.whole {
+            true => reachable(world, numel, options.kept, &self.device, Category::Gradients),
+            false => Ok(Tensor::zeros_in([numel], options.kept, &self.device, Category::Gradients)?),
+        };
+        self.kept = self.part_numels.iter().map(keep).collect::<Result<_>>()?;
         Ok(())
     }
 
@@ -314,17 +319,15 @@ impl Reducer {
         if !in_rows {
             self.fill(index)?;
         }
-        let work = if in_rows || self.group.size() == 1 {
-            None
-        } else {
-            Some(self.reduce(index, &self.buffer(index)?)?)
-        };
-        let in_flight = InFlight { bucket: index, work };
-        if self.options.overlap && in_flight.work.is_some() {
-            self.in_flight.push(in_flight);
-            return Ok(());
+        let in_flight = self.reduce(index, !in_rows && self.group.size() > 1)?;
+        match in_flight {
+            None => Ok(()),
+            Some(in_flight) if self.options.overlap && in_flight.work.is_some() => {
+                self.in_flight.push(in_flight);
+                Ok(())
+            }
+            Some(in_flight) => self.land(in_flight),
         }
-        self.land(in_flight)
     }
 
     /// Copies what is not in the bucket's buffer yet; a parameter without a gradient gives zeros.
@@ -404,36 +407,51 @@ impl Reducer {
         if self.options.after.is_some() { ReduceOp::Sum } else { ReduceOp::Avg }
     }
 
-    fn reduce(&self, index: usize, buffer: &Tensor) -> Result<Pending> {
-        let op = self.operation();
-        if self.options.whole {
-            return exchange::all_reduce(&self.group, buffer, op);
+    /// Starts the reduction of a bucket, where it is not reduced already.
+    fn reduce(&self, index: usize, travels: bool) -> Result<Option<InFlight>> {
+        if self.stay() {
+            return Ok(None);
         }
-        let bucket = &self.buckets[index];
-        let own = bucket.own_start..bucket.own_start + bucket.own_numel();
-        exchange::reduce_scatter(&self.group, buffer, own, &bucket.counts, op)
+        let (bucket, buffer, op) = (&self.buckets[index], self.buffer(index)?, self.operation());
+        let mut own = part(&buffer, bucket.own_start, bucket.own_numel())?;
+        let work = match travels {
+            false => None,
+            true if self.options.whole => Some(exchange::all_reduce(&self.group, &buffer, op)?),
+            true => {
+                own = self.place_of_first(bucket)?.unwrap_or(own);
+                Some(exchange::reduce_scatter(&self.group, &buffer, &own, &bucket.counts, op)?)
+            }
+        };
+        Ok(Some(InFlight { bucket: index, work, own }))
+    }
+
+    /// Where the first micro-batch's reduction of a bucket goes without a copy: where it is kept.
+    fn place_of_first(&self, bucket: &Bucket) -> Result<Option<Tensor>> {
+        match (self.kept.get(bucket.group), &bucket.owned[..]) {
+            (Some(kept), [owned]) if self.micro_steps == 0 && self.options.wire == self.options.kept => {
+                part(kept, owned.in_part, owned.len).map(Some)
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Waits for a bucket and keeps what this rank owns of it.
     fn land(&mut self, in_flight: InFlight) -> Result<()> {
-        if let Some(work) = in_flight.work {
+        let InFlight { bucket, work, own } = in_flight;
+        if let Some(work) = work {
             work.wait()?;
         }
-        if self.stay() {
-            return Ok(());
-        }
-        let buffer = self.buffer(in_flight.bucket)?;
         let backend = self.device.backend();
-        let bucket = &self.buckets[in_flight.bucket];
         if let Some(after) = self.options.after.filter(|&after| after != 1.0) {
-            let own = part(&buffer, bucket.own_start, bucket.own_numel())?;
             backend.unary(Unary::Affine { scale: after, shift: 0.0 }, &own, &own)?;
         }
+        let bucket = &self.buckets[bucket];
         let Some(kept) = self.kept.get(bucket.group) else { return Ok(()) };
         for owned in &bucket.owned {
-            let (from, to) =
-                (part(&buffer, owned.in_bucket, owned.len)?, part(kept, owned.in_part, owned.len)?);
+            let from = part(&own, owned.in_bucket - bucket.own_start, owned.len)?;
+            let to = part(kept, owned.in_part, owned.len)?;
             match self.micro_steps {
+                0 if from.address() == to.address() => {}
                 0 => backend.cast(&from, &to)?,
                 _ => backend.add_assign(&to, &from)?,
             }

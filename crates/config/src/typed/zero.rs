@@ -82,17 +82,23 @@ pub struct Zero {
     pub mics_hierarchical_params_gather: bool,
 }
 
-/// A model is cut into about this many buckets even where `reduce_bucket_size` would take it whole: gradients that wait
-/// for the end of backward take memory all that time, and nothing travels while backward goes on.
+/// Where buckets leave while backward goes on, a model is cut into about so many even if `reduce_bucket_size` would take it
+/// whole: gradients that wait for the end take memory all that time, and nothing travels meanwhile.
 const BUCKETS_AT_LEAST: u64 = 8;
 /// Smaller buckets cost more in collectives than they save.
 const SMALLEST_BUCKET_LIMIT: u64 = 1 << 20;
 
 impl Zero {
     /// The most gradient elements that are reduced at once for a model of `trained_numel`: `reduce_bucket_size`, or less
-    /// for a model that is not much larger. (A parameter that is larger itself travels alone.)
+    /// for a model that is not much larger, unless all are reduced when backward is over: then fewer buckets are fewer
+    /// occasions to wait for each other. (A parameter that is larger itself travels alone.)
     pub fn bucket_numel(&self, trained_numel: u64) -> u64 {
-        self.reduce_bucket_size.min((trained_numel / BUCKETS_AT_LEAST).max(SMALLEST_BUCKET_LIMIT)).max(1)
+        let largest = if self.stage >= Stage::Gradients || self.overlap_comm {
+            (trained_numel / BUCKETS_AT_LEAST).max(SMALLEST_BUCKET_LIMIT)
+        } else {
+            u64::MAX
+        };
+        self.reduce_bucket_size.min(largest).max(1)
     }
 }
 

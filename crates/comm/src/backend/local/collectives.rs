@@ -3,10 +3,12 @@
 //! Cost of an all_reduce of *N* bytes over *n* ranks: each rank folds one *n*-th of the elements straight from the *n*
 //! buffers and writes the result to all of them while the lines are in its cache: *N* bytes read and *N* written per
 //! rank, no intermediate copy, two steps. Everything else is a *pull*: each rank copies (or folds) the pieces that are
-//! meant for it out of the buffers of the others.
+//! meant for it out of the buffers of the others. Where a reduce_scatter's pieces are so unequal that some ranks would wait
+//! for others to fold, and its results are registered too, all fold a like share and write it to whom it is meant for.
 
 use super::LocalCarrier;
-use super::layout::PostedRange;
+use super::layout::{MAX_PARTS, Posted, PostedRange};
+use super::staged::pieces_of;
 use crate::backend::Ticket;
 use crate::copy::copy;
 use crate::error::{Error, Result};
@@ -15,6 +17,8 @@ use crate::reduce::fold;
 
 /// Operations whose data all fit here are done in one step.
 const SMALL_BYTES: usize = 16 << 10;
+/// Pieces are uneven when the longest is longer than the average by more than one part in so many.
+const UNEVEN_FROM: usize = 8;
 /// Ranks fold slices of whole cache lines, so that no two of them write to the same line.
 const LINE_BYTES: usize = 64;
 
@@ -57,7 +61,9 @@ impl LocalCarrier {
             }
             Vec::new()
         } else {
-            operation.parts.iter().map(|part| self.segments.locate(&part.input)).collect()
+            let inputs = operation.parts.iter().map(|part| &part.input);
+            let outputs = operation.parts.iter().map(|part| &part.output).filter(|_| is_uneven(operation));
+            inputs.chain(outputs).map(|region| self.segments.locate(region)).collect()
         };
         if operation.kind == Kind::AllToAll {
             self.post_cuts(&operation.parts[0], sequence);
@@ -80,8 +86,12 @@ impl LocalCarrier {
         }
         match self.direct_bases(operation, ticket)? {
             Some(bases) => {
-                for (part, bases) in operation.parts.iter().zip(&bases) {
-                    self.run_in_place(operation, part, bases, sequence);
+                let outputs = self.outputs_in_reach(operation, ticket);
+                for (index, (part, bases)) in operation.parts.iter().zip(&bases).enumerate() {
+                    match outputs.get(index) {
+                        Some(outputs) => self.fold_like_shares(operation, part, bases, outputs),
+                        None => self.run_in_place(operation, part, bases, sequence),
+                    }
                 }
                 self.step(ticket)
             }
@@ -117,10 +127,11 @@ impl LocalCarrier {
         for rank in (0..size).filter(|rank| self.shares(operation, *rank)) {
             let posted = self.layout.posted(rank, ticket.fingerprint.sequence);
             let ranges = posted.map(|posted| posted.ranges).unwrap_or_default();
-            if ranges.len() != operation.parts.len() || ranges.iter().any(Option::is_none) {
+            let inputs = ranges.get(..operation.parts.len()).unwrap_or_default();
+            if inputs.len() != operation.parts.len() || inputs.iter().any(Option::is_none) {
                 return Ok(None);
             }
-            for (index, range) in ranges.into_iter().flatten().enumerate() {
+            for (index, range) in inputs.iter().copied().flatten().enumerate() {
                 let bytes =
                     self.shared_bytes(operation, &operation.parts[index], rank, ticket.fingerprint.sequence);
                 let world_rank = self.membership.ranks[rank];
@@ -132,6 +143,41 @@ impl LocalCarrier {
             }
         }
         Ok(Some(bases))
+    }
+
+    /// Every rank's address of every result (`[part][rank]`) of a reduce_scatter whose pieces are unequal; empty unless all
+    /// of them are registered.
+    fn outputs_in_reach(&self, operation: &Collective, ticket: &Ticket) -> Vec<Vec<*mut u8>> {
+        if !is_uneven(operation) {
+            return Vec::new();
+        }
+        let posted = |rank| self.layout.posted(rank, ticket.fingerprint.sequence);
+        let ranks: Option<Vec<_>> = (0..self.membership.size()).map(posted).collect();
+        let ranks = ranks.unwrap_or_default();
+        let output = |(index, part): (usize, &Part)| {
+            let of_rank = |(rank, posted): (usize, &Posted)| match part.input_cuts[rank] {
+                0 => Some(std::ptr::null_mut()),
+                bytes => {
+                    let range = (*posted.ranges.get(operation.parts.len() + index)?)?;
+                    self.segments.resolve(self.membership.ranks[rank], range, bytes)
+                }
+            };
+            ranks.iter().enumerate().map(of_rank).collect::<Option<Vec<_>>>()
+        };
+        operation.parts.iter().enumerate().map(output).collect::<Option<_>>().unwrap_or_default()
+    }
+
+    /// Folds this rank's share of all elements, whomever they are meant for.
+    fn fold_like_shares(&self, operation: &Collective, part: &Part, bases: &[*mut u8], outputs: &[*mut u8]) {
+        let (start, bytes) = self.my_slice(part.input.len());
+        for (piece, output) in pieces_of(&part.input_cuts).into_iter().zip(outputs) {
+            let (from, to) = (piece.start.max(start), piece.end.min(start + bytes));
+            if from < to {
+                let bases: Vec<*mut u8> = bases.iter().map(|base| base.wrapping_add(from)).collect();
+                let output = output.wrapping_add(from - piece.start);
+                self.fold_range(operation, &bases, &[output], 0, to - from);
+            }
+        }
     }
 
     /// Bytes of `rank`'s shared buffer.
@@ -296,4 +342,16 @@ impl LocalCarrier {
         }
         Ok(())
     }
+}
+
+/// Whether ranks of a reduce_scatter would wait for one that has much more to fold than they, and there is room to say where
+/// the results lie.
+fn is_uneven(operation: &Collective) -> bool {
+    let is_uneven = |part: &Part| {
+        let longest = part.input_cuts.iter().max().copied().unwrap_or(0);
+        longest * part.input_cuts.len() > part.input.len() + part.input.len() / UNEVEN_FROM
+    };
+    operation.kind == Kind::ReduceScatter
+        && 2 * operation.parts.len() <= MAX_PARTS
+        && operation.parts.iter().any(is_uneven)
 }
