@@ -20,7 +20,7 @@ const BLOCK_BYTES: usize = 4 << 10;
 
 /// Results from this size on are written past the cache. Measured with two ranks on cores with 2 MiB of second-level cache:
 /// 0.85 times the speed of plain stores at 8 MiB, 1.1 to 1.2 times at 32.
-const STREAM_FROM_BYTES: usize = 16 << 20;
+pub(crate) const STREAM_FROM_BYTES: usize = 16 << 20;
 
 /// Where a fold goes.
 #[derive(Debug, Clone, Copy)]

@@ -87,6 +87,8 @@ pub(crate) struct SegmentTable {
     segments: RwLock<Segments>,
     /// Whether there was ever a shared segment; most jobs have none.
     any_shared: AtomicBool,
+    /// Whether there was ever a segment without huge pages.
+    any_small_pages: AtomicBool,
 }
 
 #[derive(Default)]
@@ -109,14 +111,22 @@ enum Mapped {
     Shared(SharedMemory),
 }
 
-/// Bytes to map for `bytes` of user memory: whole pages, and one more that holds the release mark.
+/// Bytes to map for `bytes` of user memory: whole pages, and one more that holds the marks.
 pub(crate) fn mapped_bytes(bytes: usize) -> usize {
     bytes.next_multiple_of(PAGE) + PAGE
 }
 
-fn release_mark(memory: &SharedMemory) -> &AtomicU32 {
-    // SAFETY: the last page of every segment holds nothing but this word, aligned to the page.
-    unsafe { &*memory.base().add(memory.bytes() - PAGE).cast::<AtomicU32>() }
+/// Words in the last page of every segment, which all ranks see.
+struct Marks {
+    /// Set by the owner when it has released the segment.
+    released: AtomicU32,
+    /// Set by the owner, before peers map the segment, where its pages are not huge.
+    small_pages: AtomicU32,
+}
+
+fn marks(memory: &SharedMemory) -> &Marks {
+    // SAFETY: the last page of every segment holds nothing but these words, aligned to the page.
+    unsafe { &*memory.base().add(memory.bytes() - PAGE).cast::<Marks>() }
 }
 
 impl SegmentTable {
@@ -129,6 +139,9 @@ impl SegmentTable {
         memories: HashMap<usize, SharedMemory>,
     ) -> Registered {
         let base = memories[&own_rank].base();
+        if memories.values().any(|memory| marks(memory).small_pages.load(Ordering::Acquire) != 0) {
+            self.any_small_pages.store(true, Ordering::Release);
+        }
         self.add_mapped(id, bytes, base, Mapped::PerRank { memories, own_rank })
     }
 
@@ -152,7 +165,7 @@ impl SegmentTable {
         let start = match segments.mapped.get(&id) {
             Some(Mapped::PerRank { memories, own_rank }) => memories.get(own_rank).map(|own| {
                 own.discard_pages();
-                release_mark(own).store(1, Ordering::Release);
+                marks(own).released.store(1, Ordering::Release);
                 own.base() as usize
             }),
             // Peers have mappings of their own, and the pages last as long as any of them.
@@ -190,6 +203,11 @@ impl SegmentTable {
         inside.then_some((range, own.is_shared))
     }
 
+    /// Whether mapping a stretch of a peer's segment again costs next to nothing.
+    pub(crate) fn has_huge_pages(&self) -> bool {
+        !self.any_small_pages.load(Ordering::Acquire)
+    }
+
     /// This rank's address of `bytes` of a peer's segment; `None` when the peer named something that is not there.
     pub(crate) fn resolve(&self, world_rank: usize, range: SharedRange, bytes: usize) -> Option<*mut u8> {
         let segments = self.segments.read().unwrap_or_else(PoisonError::into_inner);
@@ -208,7 +226,7 @@ impl Segments {
     fn unmap_abandoned(&mut self) {
         self.mapped.retain(|_, mapped| match mapped {
             Mapped::PerRank { memories, .. } => {
-                memories.values().any(|memory| release_mark(memory).load(Ordering::Acquire) == 0)
+                memories.values().any(|memory| marks(memory).released.load(Ordering::Acquire) == 0)
             }
             Mapped::Shared(_) => true,
         });
@@ -218,6 +236,8 @@ impl Segments {
 /// Creates this rank's segment, with the descriptor that peers open.
 pub(crate) fn create(bytes: usize) -> Result<(SharedMemory, std::os::fd::OwnedFd)> {
     let (memory, descriptor) = SharedMemory::create(mapped_bytes(bytes))?;
-    memory.prepare_pages();
+    if !memory.prepare_pages() {
+        marks(&memory).small_pages.store(1, Ordering::Release);
+    }
     Ok((memory, descriptor))
 }

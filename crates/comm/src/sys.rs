@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 
 const PAGE: usize = 4096;
-const HUGE_PAGE: usize = 2 << 20;
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
 /// Makes pages huge at once, whatever the settings for doing so by and by (Linux 6.1).
 const MADV_COLLAPSE: libc::c_int = 25;
 
@@ -106,17 +106,17 @@ impl SharedMemory {
         outcome.map(|()| SharedMemory { base: base.cast(), bytes })
     }
 
-    /// Gives all of it physical pages now, huge ones where the system lets shared memory have them.
+    /// Gives all of it physical pages now, huge ones where the system lets shared memory have them; says whether it did.
     ///
     /// Peers that map the memory afterwards find them. A system without them hands out small ones as they are touched.
-    pub(crate) fn prepare_pages(&self) {
+    pub(crate) fn prepare_pages(&self) -> bool {
         for start in (0..self.bytes / HUGE_PAGE).map(|page| page * HUGE_PAGE) {
             // SAFETY: inside our mapping, which nobody else has yet; a write of what is there already. A stretch of
             // which no page exists cannot be made huge.
             unsafe { self.base.add(start).write_volatile(0) };
         }
         // SAFETY: advice about our own mapping, whose contents it keeps.
-        unsafe { libc::madvise(self.base.cast(), self.bytes / HUGE_PAGE * HUGE_PAGE, MADV_COLLAPSE) };
+        unsafe { libc::madvise(self.base.cast(), self.bytes / HUGE_PAGE * HUGE_PAGE, MADV_COLLAPSE) == 0 }
     }
 
     pub(crate) fn base(&self) -> *mut u8 {
@@ -138,6 +138,20 @@ impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: mapped in `map` with this length, unmapped once.
         unsafe { libc::munmap(self.base.cast(), self.bytes.max(1)) };
+    }
+}
+
+/// Takes whole huge pages of shared memory out of this process's resident memory. They keep their contents, which whoever
+/// touches them finds again.
+///
+/// # Safety
+/// The range lies in a mapping of [`SharedMemory`].
+pub(crate) unsafe fn forget_view(start: *mut u8, bytes: usize) {
+    let ahead = start.align_offset(HUGE_PAGE);
+    let whole = bytes.saturating_sub(ahead) / HUGE_PAGE * HUGE_PAGE;
+    if whole > 0 {
+        // SAFETY: the caller's contract; pages of a shared mapping belong to the file, which loses nothing.
+        unsafe { libc::madvise(start.wrapping_add(ahead).cast(), whole, libc::MADV_DONTNEED) };
     }
 }
 

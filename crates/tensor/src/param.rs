@@ -74,6 +74,10 @@ pub trait ParamStore: Send + Sync {
     fn lend_place(&self, _index: usize) -> Result<Option<Tensor>, StoreError> {
         Ok(None)
     }
+    /// Whether a gradient of parameter `index` lies in memory that was lent for it and not pushed yet.
+    fn is_lent(&self, _index: usize, _gradient: &Tensor) -> bool {
+        false
+    }
     /// Whether values stay where they are for as long as the store lives, borrowed or not.
     fn values_stay(&self) -> bool {
         false
@@ -230,6 +234,11 @@ impl Param {
     pub(crate) fn lend_place(&self) -> Result<Option<Tensor>> {
         let attachment = self.attachment()?;
         attachment.store.lend_place(attachment.index).map_err(|source| self.store_error(source))
+    }
+
+    /// Whether a gradient lies in memory that its store has lent: nobody else reads or writes it.
+    pub(crate) fn is_lent(&self, gradient: &Tensor) -> bool {
+        self.0.attachment.get().is_some_and(|attachment| attachment.store.is_lent(attachment.index, gradient))
     }
 
     /// Hands a complete gradient to the store.

@@ -2,7 +2,8 @@
 //!
 //! A table of a hundred thousand entries gets a gradient for the few thousand ids of a micro-batch; all other rows are
 //! zero. A store that can use this says so ([`crate::ParamStore::wants_rows`]) and is handed rows where a lookup was the
-//! only use; everyone else sees whole gradients. Both hold the same values to the last bit.
+//! only use; everyone else sees whole gradients. Both hold the same values to the last bit. Where a table has another use,
+//! whose gradient is whole (a tied head), the rows are added to that.
 
 use crate::backend::with_category;
 use crate::dtype::DType;
@@ -48,6 +49,16 @@ impl RowGradient {
     /// Their values, `[ids, width]`.
     pub fn values(&self) -> &Tensor {
         &self.values
+    }
+
+    /// Adds the rows to a whole gradient, `[entries, width]`.
+    pub(crate) fn add_to(&self, whole: &Tensor) -> Result<()> {
+        let (backend, width) = (whole.device().backend(), self.values.shape().last());
+        for (row, &id) in self.ids.iter().enumerate() {
+            let target = whole.slice(id as usize * width, [width])?;
+            backend.add_assign(&target, &self.values.slice(row * width, [width])?)?;
+        }
+        Ok(())
     }
 
     /// The whole gradient, `[entries, width]`.

@@ -187,3 +187,31 @@ fn any_number_of_threads_gives_the_same_bits() {
         }
     }
 }
+
+#[test]
+fn a_tied_table_gets_the_sum_of_what_its_two_uses_give() {
+    let device = Device::cpu_with_threads(2);
+    let ids = Tensor::from_slice(&[3i64, 1, 3, 7, 0, 3], [6], &device).unwrap();
+    let targets = Tensor::from_slice(&[1i64, 3, 7, 0, 3, 3], [6], &device).unwrap();
+    for dtype in [DType::F32, DType::BF16] {
+        let gradients = |tied: bool| -> Vec<Vec<f32>> {
+            // The values of a parameter follow from its name: here both have the same.
+            let table = || Param::new("table", [9, 33], Initializer::Normal { mean: 0.0, std: 1.0 });
+            let params = if tied { vec![table()] } else { vec![table(), table()] };
+            let store = PlainStore::attach(&params, dtype, &device, &FromInitializers { seed: 1 }).unwrap();
+            let (input, head) = (&params[0], params.last().unwrap());
+            let hidden = ops::embedding(input, &ids).unwrap();
+            let options = CrossEntropyOptions::default();
+            let loss =
+                ops::linear_cross_entropy(&hidden, head, WeightLayout::OutIn, &targets, options).unwrap();
+            autograd::backward(&loss).unwrap();
+            let gradients = store.take_gradients().into_iter();
+            gradients.map(|gradient| gradient.unwrap().to_vec_f32().unwrap()).collect()
+        };
+        let (tied, apart) = (gradients(true), gradients(false));
+        let round = |sum: f32| if dtype == DType::F32 { sum } else { half::bf16::from_f32(sum).to_f32() };
+        let sum: Vec<f32> = apart[0].iter().zip(&apart[1]).map(|(a, b)| round(a + b)).collect();
+        assert!(apart[0].iter().any(|value| *value != 0.0));
+        assert_eq!(tied, [sum], "{dtype}");
+    }
+}

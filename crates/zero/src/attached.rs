@@ -92,6 +92,10 @@ impl ParamStore for Attached {
         Ok(self.lock().reducer.lend_place(index)?)
     }
 
+    fn is_lent(&self, index: usize, gradient: &Tensor) -> bool {
+        self.lock().reducer.is_lent(index, gradient)
+    }
+
     fn wants_rows(&self, index: usize) -> bool {
         self.in_rows[index]
     }

@@ -70,6 +70,13 @@ impl Bucket {
         self.owned.iter().map(|owned| owned.len).sum()
     }
 
+    /// Where the gradient of the parameter at `seat` starts, if all of it lies in one stretch, in its own order.
+    pub fn whole_place(&self, seat: usize) -> Option<usize> {
+        let places = &self.places[seat];
+        let start = places.first()?.in_bucket;
+        places.iter().all(|place| place.in_bucket == start + place.in_param).then_some(start)
+    }
+
     /// Where an element that this rank owns lies in its part of the group.
     pub fn in_part(&self, in_bucket: usize) -> usize {
         let run = self.owned.partition_point(|owned| owned.in_bucket <= in_bucket);
@@ -191,6 +198,12 @@ mod tests {
                         assert_eq!(travelled, numels.iter().sum::<usize>());
                         for bucket in &buckets {
                             assert_eq!(bucket.own_numel(), bucket.counts[rank]);
+                            for (seat, places) in bucket.places.iter().enumerate() {
+                                let follows =
+                                    |pair: &[Place]| pair[0].in_bucket + pair[0].len == pair[1].in_bucket;
+                                let first = places.first().filter(|_| places.windows(2).all(follows));
+                                assert_eq!(bucket.whole_place(seat), first.map(|place| place.in_bucket));
+                            }
                             for (&param, places) in bucket.params.iter().zip(&bucket.places) {
                                 let Some(fragment) = layout.fragment(param, rank) else { continue };
                                 let own = places.iter().find(|place| place.in_param == fragment.in_param);

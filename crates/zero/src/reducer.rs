@@ -238,20 +238,29 @@ impl Reducer {
     }
 
     /// Where the gradient of a parameter may be written before it is pushed, so that it need not be copied: its place in
-    /// its bucket, where it has one that is whole, free and of its type. Lent once, until the gradient is pushed.
+    /// its bucket, if that is in one stretch, free and of its type. Lent once, until the gradient is pushed.
     pub(crate) fn lend_place(&mut self, param: usize) -> Result<Option<Tensor>> {
         let Some((bucket, seat)) = self.seats[param] else { return Ok(None) };
         let (shape, dtype) = self.shapes[param];
         let fits =
             self.device.backend().is_host() && dtype == self.options.wire && self.options.before == 1.0;
-        let [place] = self.buckets[bucket].places[seat][..] else { return Ok(None) };
-        let aligned = (place.in_bucket * dtype.size_bytes()).is_multiple_of(PLACE_ALIGNMENT_BYTES);
+        let Some(start) = self.buckets[bucket].whole_place(seat) else { return Ok(None) };
+        let aligned = (start * dtype.size_bytes()).is_multiple_of(PLACE_ALIGNMENT_BYTES);
         let taken = self.lent[param] || self.arrived[param].is_some() || self.retired;
         if !fits || !aligned || taken || self.stay() || !self.can_place(bucket)? {
             return Ok(None);
         }
         self.lent[param] = true;
-        Ok(Some(self.buffer(bucket)?.slice(place.in_bucket, shape)?))
+        Ok(Some(self.buffer(bucket)?.slice(start, shape)?))
+    }
+
+    /// Whether a gradient lies in the place that was lent for it.
+    pub(crate) fn is_lent(&self, param: usize, gradient: &Tensor) -> bool {
+        let place = |(bucket, seat): (usize, usize)| {
+            let start = self.buckets[bucket].whole_place(seat)?;
+            Some(part(&self.buffer(bucket).ok()?, start, gradient.numel()).ok()?.address())
+        };
+        self.lent[param] && self.seats[param].and_then(place) == Some(gradient.address())
     }
 
     fn sum(&self, held: Arrived, more: Arrived) -> Result<Tensor> {
@@ -355,7 +364,8 @@ impl Reducer {
         for place in &self.buckets[bucket].places[seat] {
             match &gradient {
                 Some(gradient)
-                    if gradient.address() == part(&buffer, place.in_bucket, place.len)?.address() => {}
+                    if part(gradient, place.in_param, place.len)?.address()
+                        == part(&buffer, place.in_bucket, place.len)?.address() => {}
                 Some(gradient) => backend.copy_blocks(
                     gradient,
                     place.in_param,
@@ -553,9 +563,11 @@ mod tests {
         for turn in 1..3 {
             let place = reducer.lend_place(1).unwrap().expect("its place is free");
             assert!(reducer.lend_place(1).unwrap().is_none(), "another use of the parameter");
+            assert!(reducer.is_lent(1, &place) && !reducer.is_lent(0, &place));
             assert!(reducer.lend_place(3).unwrap().is_none(), "not aligned");
             place.device().backend().fill(&place, 4.0).unwrap();
-            reducer.push(1, Arrived::Whole(place), true).unwrap();
+            reducer.push(1, Arrived::Whole(place.clone()), true).unwrap();
+            assert!(!reducer.is_lent(1, &place), "it came back");
             for (param, numel) in [(0, 16), (2, 3), (3, 5)] {
                 reducer.push(param, gradient(1.0, numel), true).unwrap();
             }

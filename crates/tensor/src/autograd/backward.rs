@@ -60,9 +60,16 @@ impl Sum {
 
 impl Pending {
     fn add(&mut self, contribution: Sum) -> Result<()> {
-        self.sum = Some(match self.sum.take() {
-            None => contribution,
-            Some(sum) => Sum::Whole(accumulate(sum.whole()?, contribution.whole()?)?),
+        self.sum = Some(match (self.sum.take(), contribution) {
+            (None, contribution) => contribution,
+            (Some(Sum::Whole(sum)), contribution) if sum.is_unshared() || self.param.is_lent(&sum) => {
+                match contribution {
+                    Sum::Whole(more) => sum.device().backend().add_assign(&sum, &more)?,
+                    Sum::Rows(rows) => rows.add_to(&sum)?,
+                }
+                Sum::Whole(sum)
+            }
+            (Some(sum), contribution) => Sum::Whole(accumulate(sum.whole()?, contribution.whole()?)?),
         });
         Ok(())
     }
@@ -225,6 +232,13 @@ fn deliver(param: &Param, gradient: Sum, outer: Option<usize>) -> Result<()> {
             ));
         };
         pending.add(gradient)
+    })
+}
+
+/// Whether another use has contributed a gradient to `param` in this pass already.
+pub(crate) fn has_contribution(param: &Param) -> bool {
+    PASSES.with_borrow(|passes| {
+        passes.last().and_then(|pass| pass.get(&param.id())).is_some_and(|pending| pending.sum.is_some())
     })
 }
 

@@ -12,8 +12,8 @@ mod checkpoint;
 mod custom;
 mod rebuilt;
 
-pub(crate) use backward::contribute_rows;
 pub use backward::{backward, backward_with};
+pub(crate) use backward::{contribute_rows, has_contribution};
 pub use checkpoint::checkpoint;
 pub use custom::{CustomOp, apply};
 pub(crate) use rebuilt::{Rebuilt, Saved, rebuild_with};

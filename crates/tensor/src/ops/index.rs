@@ -1,6 +1,6 @@
 //! Looking things up: embedding, gather, index_select, top-k, one-hot.
 
-use crate::autograd::{contribute_rows, needs_grad, record};
+use crate::autograd::{contribute_rows, has_contribution, needs_grad, record};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::shape::around;
@@ -30,7 +30,7 @@ pub fn embedding(table: impl Into<Operand>, ids: &Tensor) -> Result<Tensor> {
     let (saved, ids) = (table.saved(), ids.detach());
     Ok(record("embedding", &[&table], out, move |dout| {
         if let Operand::Param(param) = &saved
-            && param.wants_rows()
+            && (param.wants_rows() || dout.device().backend().is_host() && has_contribution(param))
         {
             contribute_rows(param, RowGradient::of_lookup(&ids, &dout, param.shape()[0])?)?;
             return Ok(vec![None]);

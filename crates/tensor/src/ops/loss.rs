@@ -6,7 +6,7 @@ use crate::backend::{Gemm, LossGradient, Matrix};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
-use crate::ops::WeightLayout;
+use crate::ops::{WeightLayout, lent_place};
 use crate::param::Operand;
 use crate::tensor::Tensor;
 use crate::with_category;
@@ -153,19 +153,22 @@ pub fn linear_cross_entropy(
     if !recording {
         return Ok(loss);
     }
+    let param = Some(weight.clone()).filter(|weight| matches!(weight, Operand::Param(_)));
     Ok(record(OP, &[&x, &weight], loss, move |dy| {
         let share = mean_loss(&dy, &counted)?;
-        // Nobody else sees these tensors: they are scaled where they lie, or on the way into the model's type.
-        let finish = |gradient: Option<Tensor>, category: Category| -> Result<Option<Tensor>> {
+        // Nobody else sees these tensors: they are scaled where they lie, or on the way to where they belong.
+        let finish = |gradient: Option<Tensor>, param: Option<Operand>, category: Category| {
             let Some(gradient) = gradient else { return Ok(None) };
-            let target = if gradient.dtype() == dtype {
-                gradient.clone()
-            } else {
-                with_category(category, || Tensor::empty(*gradient.shape(), dtype, gradient.device()))?
+            let (shape, device) = (*gradient.shape(), gradient.device());
+            let place = param.map(|param| lent_place(&param, shape, dtype)).transpose()?.flatten();
+            let target = match place {
+                Some(place) => place,
+                None if gradient.dtype() == dtype => gradient.clone(),
+                None => with_category(category, || Tensor::empty(shape, dtype, device))?,
             };
-            gradient.device().backend().scale_by(&gradient, &share, &target)?;
+            device.backend().scale_by(&gradient, &share, &target)?;
             Ok(Some(target))
         };
-        Ok(vec![finish(dx, Category::Activations)?, finish(dweight, Category::Gradients)?])
+        Ok(vec![finish(dx, None, Category::Activations)?, finish(dweight, param, Category::Gradients)?])
     }))
 }

@@ -48,13 +48,15 @@ fn expect_same_dtype(op: &'static str, what: &'static str, dtype: DType, wanted:
     Err(TensorError::BadDType { op, what, dtype, expected: wanted.name() })
 }
 
+/// Memory of a parameter's store for its gradient, where it lends some.
+fn lent_place(operand: &Operand, shape: Shape, dtype: DType) -> Result<Option<Tensor>> {
+    let Operand::Param(param) = operand else { return Ok(None) };
+    Ok(param.lend_place()?.filter(|place| *place.shape() == shape && place.dtype() == dtype))
+}
+
 /// Memory for the gradient of `operand`, counted as what it is; that of a parameter's store, where it lends some.
 fn gradient_like(operand: &Operand, shape: Shape, dtype: DType, device: &Device) -> Result<Tensor> {
-    if let Operand::Param(param) = operand
-        && let Some(place) = param.lend_place()?
-        && *place.shape() == shape
-        && place.dtype() == dtype
-    {
+    if let Some(place) = lent_place(operand, shape, dtype)? {
         return Ok(place);
     }
     match operand {

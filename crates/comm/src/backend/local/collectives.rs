@@ -5,6 +5,9 @@
 //! rank, no intermediate copy, two steps. Everything else is a *pull*: each rank copies (or folds) the pieces that are
 //! meant for it out of the buffers of the others. Where a reduce_scatter's pieces are so unequal that some ranks would wait
 //! for others to fold, and its results are registered too, all fold a like share and write it to whom it is meant for.
+//!
+//! What a rank has read or written of its peers' memory would count as its own resident memory from then on, so large
+//! reductions forget the pages behind them, where these are huge and cost nothing to find again.
 
 use super::LocalCarrier;
 use super::layout::{MAX_PARTS, Posted, PostedRange};
@@ -13,12 +16,15 @@ use crate::backend::Ticket;
 use crate::copy::copy;
 use crate::error::{Error, Result};
 use crate::op::{Collective, Kind, Part};
-use crate::reduce::fold;
+use crate::reduce::{STREAM_FROM_BYTES, fold};
+use crate::sys::{HUGE_PAGE, forget_view};
 
 /// Operations whose data all fit here are done in one step.
 const SMALL_BYTES: usize = 16 << 10;
 /// Pieces are uneven when the longest is longer than the average by more than one part in so many.
 const UNEVEN_FROM: usize = 8;
+/// Large folds forget the peers' pages after each so many bytes: a multiple of the huge page.
+const WINDOW_BYTES: usize = 4 << 20;
 /// Ranks fold slices of whole cache lines, so that no two of them write to the same line.
 const LINE_BYTES: usize = 64;
 
@@ -170,12 +176,16 @@ impl LocalCarrier {
     /// Folds this rank's share of all elements, whomever they are meant for.
     fn fold_like_shares(&self, operation: &Collective, part: &Part, bases: &[*mut u8], outputs: &[*mut u8]) {
         let (start, bytes) = self.my_slice(part.input.len());
-        for (piece, output) in pieces_of(&part.input_cuts).into_iter().zip(outputs) {
+        for (owner, (piece, output)) in pieces_of(&part.input_cuts).into_iter().zip(outputs).enumerate() {
             let (from, to) = (piece.start.max(start), piece.end.min(start + bytes));
             if from < to {
                 let bases: Vec<*mut u8> = bases.iter().map(|base| base.wrapping_add(from)).collect();
                 let output = output.wrapping_add(from - piece.start);
-                self.fold_range(operation, &bases, &[output], 0, to - from);
+                self.fold_and_forget(operation, &bases, &[output], 0, to - from);
+                if owner != self.membership.me && self.segments.has_huge_pages() {
+                    // SAFETY: registered memory of a peer.
+                    unsafe { forget_view(output, to - from) };
+                }
             }
         }
     }
@@ -209,8 +219,8 @@ impl LocalCarrier {
             Kind::AllReduce | Kind::Reduce => {
                 let (start, bytes) = self.my_slice(part.input.len());
                 match operation.root {
-                    Some(root) => self.fold_range(operation, bases, &[bases[root]], start, bytes),
-                    None => self.fold_range(operation, bases, bases, start, bytes),
+                    Some(root) => self.fold_and_forget(operation, bases, &[bases[root]], start, bytes),
+                    None => self.fold_and_forget(operation, bases, bases, start, bytes),
                 }
             }
             Kind::Barrier => {}
@@ -223,6 +233,39 @@ impl LocalCarrier {
         let per_rank = bytes.div_ceil(self.membership.size()).next_multiple_of(LINE_BYTES);
         let start = (per_rank * self.membership.me).min(bytes);
         (start, per_rank.min(bytes - start))
+    }
+
+    /// As [`fold_range`](Self::fold_range), over registered memory.
+    fn fold_and_forget(
+        &self,
+        operation: &Collective,
+        bases: &[*mut u8],
+        destinations: &[*mut u8],
+        start: usize,
+        bytes: usize,
+    ) {
+        let in_place = destinations.iter().all(|destination| bases.contains(destination));
+        // A fold sees from its length whether its result should go past the cache.
+        let window = if in_place { WINDOW_BYTES } else { WINDOW_BYTES.max(STREAM_FROM_BYTES) };
+        if bytes < window || !self.segments.has_huge_pages() {
+            return self.fold_range(operation, bases, destinations, start, bytes);
+        }
+        for at in (start..start + bytes).step_by(window) {
+            let end = (at + window).min(start + bytes);
+            self.fold_range(operation, bases, destinations, at, end - at);
+            // With the page in which the window before ended.
+            let from = at.saturating_sub(HUGE_PAGE).max(start);
+            self.others().for_each(|rank| {
+                // SAFETY: registered memory of a peer.
+                unsafe { forget_view(bases[rank].wrapping_add(from), end - from) }
+            });
+        }
+    }
+
+    /// The other ranks of the group.
+    fn others(&self) -> impl Iterator<Item = usize> {
+        let me = self.membership.me;
+        (0..self.membership.size()).filter(move |rank| *rank != me)
     }
 
     /// Folds `bytes` from `start` on, over all ranks' buffers, into the same place of every destination.
@@ -253,7 +296,7 @@ impl LocalCarrier {
             let Some(first) = pulls.first() else { return };
             let bases: Vec<*mut u8> =
                 bases.iter().map(|base| base.wrapping_add(first.source_offset)).collect();
-            self.fold_range(operation, &bases, &[part.output.as_ptr()], 0, first.bytes);
+            self.fold_and_forget(operation, &bases, &[part.output.as_ptr()], 0, first.bytes);
             return;
         }
         for pull in pulls {
