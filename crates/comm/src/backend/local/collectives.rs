@@ -7,7 +7,7 @@
 //! for others to fold, and its results are registered too, all fold a like share and write it to whom it is meant for.
 //!
 //! What a rank has read or written of its peers' memory would count as its own resident memory from then on, so large
-//! reductions forget the pages behind them, where these are huge and cost nothing to find again.
+//! reductions forget the pages behind them, where these are huge and cost little to find again.
 
 use super::LocalCarrier;
 use super::layout::{MAX_PARTS, Posted, PostedRange};
@@ -23,8 +23,9 @@ use crate::sys::{HUGE_PAGE, forget_view};
 const SMALL_BYTES: usize = 16 << 10;
 /// Pieces are uneven when the longest is longer than the average by more than one part in so many.
 const UNEVEN_FROM: usize = 8;
-/// Large folds forget the peers' pages after each so many bytes: a multiple of the huge page.
-const WINDOW_BYTES: usize = 4 << 20;
+/// Large folds forget the peers' pages after each so many bytes. A fold sees from its length whether its result should go past
+/// the cache.
+const WINDOW_BYTES: usize = STREAM_FROM_BYTES;
 /// Ranks fold slices of whole cache lines, so that no two of them write to the same line.
 const LINE_BYTES: usize = 64;
 
@@ -176,16 +177,12 @@ impl LocalCarrier {
     /// Folds this rank's share of all elements, whomever they are meant for.
     fn fold_like_shares(&self, operation: &Collective, part: &Part, bases: &[*mut u8], outputs: &[*mut u8]) {
         let (start, bytes) = self.my_slice(part.input.len());
-        for (owner, (piece, output)) in pieces_of(&part.input_cuts).into_iter().zip(outputs).enumerate() {
+        for (piece, output) in pieces_of(&part.input_cuts).into_iter().zip(outputs) {
             let (from, to) = (piece.start.max(start), piece.end.min(start + bytes));
             if from < to {
                 let bases: Vec<*mut u8> = bases.iter().map(|base| base.wrapping_add(from)).collect();
                 let output = output.wrapping_add(from - piece.start);
                 self.fold_and_forget(operation, &bases, &[output], 0, to - from);
-                if owner != self.membership.me && self.segments.has_huge_pages() {
-                    // SAFETY: registered memory of a peer.
-                    unsafe { forget_view(output, to - from) };
-                }
             }
         }
     }
@@ -244,28 +241,19 @@ impl LocalCarrier {
         start: usize,
         bytes: usize,
     ) {
-        let in_place = destinations.iter().all(|destination| bases.contains(destination));
-        // A fold sees from its length whether its result should go past the cache.
-        let window = if in_place { WINDOW_BYTES } else { WINDOW_BYTES.max(STREAM_FROM_BYTES) };
-        if bytes < window || !self.segments.has_huge_pages() {
+        if bytes < 2 * WINDOW_BYTES || !self.segments.has_huge_pages() {
             return self.fold_range(operation, bases, destinations, start, bytes);
         }
-        for at in (start..start + bytes).step_by(window) {
-            let end = (at + window).min(start + bytes);
+        for at in (start..start + bytes).step_by(WINDOW_BYTES) {
+            let end = (at + WINDOW_BYTES).min(start + bytes);
             self.fold_range(operation, bases, destinations, at, end - at);
             // With the page in which the window before ended.
             let from = at.saturating_sub(HUGE_PAGE).max(start);
-            self.others().for_each(|rank| {
+            for rank in (0..bases.len()).filter(|rank| *rank != self.membership.me) {
                 // SAFETY: registered memory of a peer.
-                unsafe { forget_view(bases[rank].wrapping_add(from), end - from) }
-            });
+                unsafe { forget_view(bases[rank].wrapping_add(from), end - from) };
+            }
         }
-    }
-
-    /// The other ranks of the group.
-    fn others(&self) -> impl Iterator<Item = usize> {
-        let me = self.membership.me;
-        (0..self.membership.size()).filter(move |rank| *rank != me)
     }
 
     /// Folds `bytes` from `start` on, over all ranks' buffers, into the same place of every destination.
