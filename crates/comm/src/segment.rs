@@ -117,6 +117,7 @@ pub(crate) fn mapped_bytes(bytes: usize) -> usize {
 }
 
 /// Words in the last page of every segment, which all ranks see.
+#[repr(C)]
 struct Marks {
     /// Set by the owner when it has released the segment.
     released: AtomicU32,

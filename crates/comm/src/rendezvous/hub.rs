@@ -124,14 +124,13 @@ impl Hub {
         }
     }
 
-    /// Before this process may end: passes on what its own rank said last, and that it left.
+    /// Before this process may end: lets what its own rank said last be passed on, and that it left.
     pub(super) fn see_off(&self, rank: usize) {
-        let gone = |state: &State| state.members.get(&rank).is_none_or(|member| member.gone);
-        let _served = self
-            .shared
-            .departed
-            .wait_timeout_while(self.lock(), LAST_WORD_LIMIT, |state| !gone(state))
-            .unwrap_or_else(PoisonError::into_inner);
+        let is_here = |state: &mut State| state.members.get(&rank).is_some_and(|member| !member.gone);
+        let served = self.shared.departed.wait_timeout_while(self.lock(), LAST_WORD_LIMIT, is_here);
+        drop(served.unwrap_or_else(PoisonError::into_inner));
+        // Where its words were not read in time, the others must not take it for dead.
+        self.announce_left(rank);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
