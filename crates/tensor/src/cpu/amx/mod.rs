@@ -32,10 +32,6 @@ pub(crate) const DEPTH: usize = 32;
 /// Elements of a packed pair of tiles: a block's worth of one operand, `DEPTH` deep.
 pub(crate) const PAIR: usize = BLOCK * DEPTH;
 
-/// Bytes that are asked for at each depth of f32 values: two lines of the cache beside each of six products of pieces. More at
-/// once would wait for each other.
-pub(crate) const AHEAD_BYTES: usize = 768;
-
 /// Parts that a product's depth is cut into where other work goes on beside it.
 pub(crate) const PARTS: usize = 4;
 
@@ -87,31 +83,44 @@ static FULL_TILES: TileConfig = TileConfig {
 /// A 32-row left operand: packed pairs of tiles, or rows where they lie.
 #[derive(Clone, Copy)]
 pub(crate) struct Left {
+    rows: Rows,
+    /// What is wanted later and asked for meanwhile.
+    ahead: Rows,
+}
+
+/// Rows of 64 bytes.
+#[derive(Clone, Copy)]
+struct Rows {
     pointer: *const bf16,
     row_bytes: usize,
     /// From one depth of 32 to the next.
     step_bytes: usize,
-    /// What is wanted later: [`AHEAD_BYTES`] of it are asked for at each depth of f32 values.
-    ahead: *const bf16,
 }
 
 impl Left {
     /// Packed tiles.
     pub(crate) fn packed<T: Factor>(tiles: &[bf16]) -> Left {
-        let pointer = tiles.as_ptr();
-        Left { pointer, row_bytes: 2 * DEPTH, step_bytes: 2 * T::PIECES * PAIR, ahead: pointer }
-    }
-
-    /// The same; what lies from `ahead` on is asked for meanwhile.
-    pub(crate) fn asking(self, ahead: *const bf16) -> Left {
-        Left { ahead, ..self }
+        let rows = Rows { pointer: tiles.as_ptr(), row_bytes: 2 * DEPTH, step_bytes: 2 * T::PIECES * PAIR };
+        Left { rows, ahead: rows }
     }
 
     /// 32 whole rows of `row_stride` elements, which are what tiles hold, read in place from `rows` on.
     pub(crate) fn in_place<T: Factor>(rows: &[T], row_stride: usize) -> Left {
         assert!(T::PIECES == 1 && size_of::<T>() == size_of::<bf16>());
-        let pointer = rows.as_ptr().cast();
-        Left { pointer, row_bytes: 2 * row_stride, step_bytes: 2 * DEPTH, ahead: pointer }
+        let rows = Rows { pointer: rows.as_ptr().cast(), row_bytes: 2 * row_stride, step_bytes: 2 * DEPTH };
+        Left { rows, ahead: rows }
+    }
+
+    /// The same; what `next` will read is asked for meanwhile, by each block its part: two lines of the cache beside each product
+    /// of a pair of tiles. More at once would wait for each other.
+    pub(crate) fn asking<T: Factor>(self, next: &Left, block: usize) -> Left {
+        let products = if T::PIECES == 1 { 1 } else { split::PRODUCTS };
+        let first = block * 2 * products;
+        if first >= T::PIECES * BLOCK {
+            return self;
+        }
+        let pointer = next.rows.pointer.wrapping_byte_add(first * next.rows.row_bytes);
+        Left { ahead: Rows { pointer, ..next.rows }, ..self }
     }
 }
 
@@ -143,7 +152,7 @@ impl Tiles {
     ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            self.begin(sums, sums_stride, accumulate);
+            self.begin(accumulate.then_some(sums.cast_const()), sums_stride);
             self.advance(a, b, 0..depth);
             self.end(sums, sums_stride);
         }
@@ -153,20 +162,20 @@ impl Tiles {
     /// both at once, where work after the whole product would leave the tiles idle.
     ///
     /// # Safety
-    /// As for [`Tiles::multiply`]; `between` uses no tile.
+    /// As for [`Tiles::multiply`]; `before` is a block of sums too, and `between` uses no tile.
     #[inline(always)]
     pub(crate) unsafe fn multiply_beside<T: Factor>(
         &self,
         a: Left,
         b: *const bf16,
         depth: usize,
+        before: Option<*const f32>,
         sums: *mut f32,
-        accumulate: bool,
         mut between: impl FnMut(usize),
     ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            self.begin(sums, BLOCK, accumulate);
+            self.begin(before, BLOCK);
             for part in 0..PARTS {
                 let steps = part * depth / PARTS..(part + 1) * depth / PARTS;
                 match T::PIECES {
@@ -179,12 +188,12 @@ impl Tiles {
         }
     }
 
-    /// Fills the tiles of sums.
+    /// Fills the tiles of sums, with zeros where there are none before.
     #[inline(always)]
-    unsafe fn begin(&self, sums: *mut f32, sums_stride: usize, accumulate: bool) {
+    unsafe fn begin(&self, before: Option<*const f32>, sums_stride: usize) {
         // SAFETY: the tiles are configured; what is read is the caller's promise.
         unsafe {
-            if accumulate {
+            if let Some(sums) = before {
                 asm!(
                     "tileloadd tmm0, [{c} + {row}*1]",
                     "tileloadd tmm1, [{c} + {row}*1 + 64]",
@@ -207,7 +216,8 @@ impl Tiles {
         }
     }
 
-    /// Adds the products of some steps of bf16 values to the tiles of sums.
+    /// Adds the products of some steps of bf16 values to the tiles of sums. The right operand's tiles pass the first-level cache
+    /// by: each is used once before its turn comes again, and would push out the left operand's, which the next block wants.
     #[inline(always)]
     unsafe fn advance(&self, a: Left, b: *const bf16, steps: Range<usize>) {
         if steps.is_empty() {
@@ -215,26 +225,32 @@ impl Tiles {
         }
         // SAFETY: the tiles are configured; what is read is the caller's promise.
         unsafe {
-            let first = a.pointer.byte_add(steps.start * a.step_bytes);
+            let first = a.rows.pointer.byte_add(steps.start * a.rows.step_bytes);
             asm!(
                 "2:",
+                "tileloaddt1 tmm6, [{b} + {line}*1]",
+                "tileloaddt1 tmm7, [{b} + {line}*1 + 1024]",
                 "tileloadd tmm4, [{a} + {a_row}*1]",
-                "tileloadd tmm6, [{b} + {line}*1]",
-                "tileloadd tmm7, [{b} + {line}*1 + 1024]",
                 "tileloadd tmm5, [{a_lower} + {a_row}*1]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
+                "prefetcht1 [{ahead}]",
                 "tdpbf16ps tmm1, tmm4, tmm7",
                 "tdpbf16ps tmm2, tmm5, tmm6",
+                "prefetcht1 [{ahead} + {ahead_row}*1]",
                 "tdpbf16ps tmm3, tmm5, tmm7",
                 "add {a}, {step}",
                 "add {a_lower}, {step}",
+                "add {ahead}, {ahead_step}",
                 "add {b}, 2048",
                 "dec {steps}",
                 "jnz 2b",
                 a = inout(reg) first => _,
-                a_lower = inout(reg) first.byte_add(TILE * a.row_bytes) => _,
-                a_row = in(reg) a.row_bytes,
-                step = in(reg) a.step_bytes,
+                a_lower = inout(reg) first.byte_add(TILE * a.rows.row_bytes) => _,
+                a_row = in(reg) a.rows.row_bytes,
+                step = in(reg) a.rows.step_bytes,
+                ahead = inout(reg) a.ahead.pointer.wrapping_byte_add(steps.start * a.ahead.step_bytes) => _,
+                ahead_row = in(reg) a.ahead.row_bytes,
+                ahead_step = in(reg) a.ahead.step_bytes,
                 b = inout(reg) b.add(steps.start * PAIR) => _,
                 line = in(reg) 64usize,
                 steps = inout(reg) steps.len() => _,
@@ -261,11 +277,12 @@ impl Tiles {
                         "tdpbf16ps tmm3, tmm5, tmm7",
                     )+
                     "add {a}, 6144",
+                    "add {ahead}, 5376",
                     "add {b}, 6144",
                     "dec {steps}",
                     "jnz 2b",
-                    a = inout(reg) a.pointer.byte_add(steps.start * a.step_bytes) => _,
-                    ahead = inout(reg) a.ahead.wrapping_byte_add(steps.start * AHEAD_BYTES) => _,
+                    a = inout(reg) a.rows.pointer.byte_add(steps.start * a.rows.step_bytes) => _,
+                    ahead = inout(reg) a.ahead.pointer.wrapping_byte_add(steps.start * a.ahead.step_bytes) => _,
                     b = inout(reg) b.add(steps.start * split::PIECES * PAIR) => _,
                     line = in(reg) 64usize,
                     steps = inout(reg) steps.len() => _,

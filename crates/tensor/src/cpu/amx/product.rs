@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::bf16;
 
-use super::{AHEAD_BYTES, BLOCK, DEPTH, Factor, Left, PAIR, PARTS, TILE, Tiles};
+use super::{BLOCK, DEPTH, Factor, Left, PAIR, PARTS, TILE, Tiles};
 use crate::cpu::activation;
 use crate::cpu::aligned::Aligned;
 use crate::cpu::gemm::{Epilogue, Operand, Output};
@@ -114,8 +114,11 @@ where
     let steps = k.div_ceil(DEPTH);
     let in_place = T::PIECES == 1 && (problem.a)(0).column_stride == 1 && k > 0 && k.is_multiple_of(DEPTH);
     let panel_rows = if m <= few_rows { m } else { panel_rows };
-    // An even number of equal panels, so that two threads end together.
-    let panel_columns = n.div_ceil(n.div_ceil(panel_columns).next_multiple_of(2)).next_multiple_of(BLOCK);
+    // Equal panels, an even number of them where two threads are to end together. Those of f32 must not depend on threads, since
+    // whole panels take another way where tiles cannot stand for their values.
+    let together = if T::PIECES == 1 { threads.count().min(2) } else { 2 };
+    let panels = n.div_ceil(panel_columns).next_multiple_of(together);
+    let panel_columns = n.div_ceil(panels).next_multiple_of(BLOCK);
     let (down, across) = (m.div_ceil(panel_rows), n.div_ceil(panel_columns));
     let (row_blocks, column_blocks) = (m.div_ceil(BLOCK), n.div_ceil(BLOCK));
 
@@ -274,25 +277,17 @@ impl<T: Factor> Panel<'_, T> {
             }
             for down_block in 0..down {
                 let row = row0 + down_block * BLOCK;
-                let a = match &self.left {
-                    Some(packed) => Left::packed::<T>(packed.block(row / BLOCK, step0)),
-                    None if row + BLOCK <= row1 && !self.a.row_stride.is_multiple_of(ONE_SET) => {
-                        let start = self.a.index(row, k0);
+                let mut a = self.left_rows(row, k0);
+                if self.left.is_none() {
+                    if row + BLOCK <= row1 && !self.a.row_stride.is_multiple_of(ONE_SET) {
                         assert!(self.a.elements.len() > self.a.index(row + BLOCK - 1, k1 - 1));
-                        Left::in_place(&self.a.elements[start..], self.a.row_stride)
-                    }
-                    None => {
+                    } else {
                         // In place or not, these are values that tiles hold as they are.
                         T::pack_left(&self.a, [k0, k1], row, row1, left);
-                        Left::packed::<T>(left)
+                        a = Left::packed::<T>(left);
                     }
-                };
-                let next = match &self.left {
-                    Some(packed) if down_block + 1 < down => {
-                        packed.block(row / BLOCK + 1, step0).as_ptr_range()
-                    }
-                    _ => std::ptr::null()..std::ptr::null(),
-                };
+                }
+                let next = (down_block + 1 < down).then(|| self.left_rows(row + BLOCK, k0));
                 for block in 0..across {
                     let column = column0 + block * BLOCK;
                     let b = match &self.right {
@@ -306,21 +301,23 @@ impl<T: Factor> Panel<'_, T> {
                     // piece is not rounded to the last place of a large sum.
                     let adds = T::PIECES > 1 && slice > 0;
                     turn = 1 - turn;
-                    let place = if adds || slices == 1 { waiting + turn } else { index };
-                    // SAFETY: what is being finished is in other places.
-                    let own = unsafe { sums.block(place) };
-                    let before = multiplied.take();
-                    let ahead = next.start.wrapping_byte_add(block * depth * AHEAD_BYTES);
-                    let a = if ahead < next.end { a.asking(ahead) } else { a };
-                    // SAFETY: `a` and `b` reach `depth` steps, as was asserted; `own` is a whole block of ours.
+                    let place = if adds || complete { waiting + turn } else { index };
+                    let goes_on = slice > 0 && !adds;
+                    let (own, earlier) = (sums.start(place), goes_on.then(|| sums.start(index).cast_const()));
+                    let other = multiplied.take();
+                    let a = next.as_ref().map_or(a, |next| a.asking::<T>(next, block));
+                    // SAFETY: `a` and `b` reach `depth` steps, as was asserted; `own` and `earlier` are whole blocks of ours,
+                    // and what is being finished is in other places.
                     unsafe {
-                        let goes_on = slice > 0 && !adds;
-                        tiles.multiply_beside::<T>(a, b.as_ptr(), depth, own.as_mut_ptr(), goes_on, |part| {
-                            if let Some(before) = &before {
-                                self.finish(before, part, &sums, output);
+                        tiles.multiply_beside::<T>(a, b.as_ptr(), depth, earlier, own, |part| {
+                            if let Some(other) = &other {
+                                self.finish(other, part, &sums, output);
                             }
                             if T::PIECES > 1 && complete {
                                 ask(output, row, column, part);
+                            }
+                            if goes_on {
+                                sums.ask(index + 1, part);
                             }
                         });
                     }
@@ -334,6 +331,14 @@ impl<T: Factor> Panel<'_, T> {
             (0..PARTS).for_each(|part| self.finish(&last, part, &sums, output));
         }
         true
+    }
+
+    /// Where 32 rows of the left operand lie, from `k0` on.
+    fn left_rows(&self, row: usize, k0: usize) -> Left {
+        match &self.left {
+            Some(packed) => Left::packed::<T>(packed.block(row / BLOCK, k0 / DEPTH)),
+            None => Left::in_place(&self.a.elements[self.a.index(row, k0)..], self.a.row_stride),
+        }
     }
 
     /// Adds and stores one of [`PARTS`] parts of a block's rows.
@@ -380,6 +385,20 @@ impl Sums {
     unsafe fn block(&self, place: usize) -> &mut [f32] {
         // SAFETY: passed on to the caller.
         unsafe { self.0.range(place * BLOCK * BLOCK..(place + 1) * BLOCK * BLOCK) }
+    }
+
+    fn start(&self, place: usize) -> *mut f32 {
+        self.0.pointer().wrapping_add(place * BLOCK * BLOCK)
+    }
+
+    /// Asks for one of [`PARTS`] parts of a block.
+    #[inline(always)]
+    fn ask(&self, place: usize, part: usize) {
+        const LINES: usize = BLOCK * BLOCK * size_of::<f32>() / 64;
+        for line in part * LINES / PARTS..(part + 1) * LINES / PARTS {
+            // SAFETY: asking for memory touches nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.start(place).wrapping_byte_add(64 * line).cast()) };
+        }
     }
 }
 

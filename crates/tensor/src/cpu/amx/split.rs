@@ -23,6 +23,8 @@ use crate::cpu::gemm::Operand;
 
 /// Pieces of a value.
 pub(super) const PIECES: usize = 3;
+/// Products of pieces that count.
+pub(super) const PRODUCTS: usize = 6;
 
 impl Factor for f32 {
     const PIECES: usize = PIECES;
