@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use ferrospeed_tensor::cpu::ahead::ask_ahead;
 use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::{Category, DType, Device, Result, Tensor, TensorError};
 
@@ -94,9 +95,7 @@ pub fn adam(numel: usize, rounds: usize, device: &Device) -> Result<AdamSpeed> {
         stretch.apply(&optimizer.update(&options, round as u64 + 1));
         let update_s = began.elapsed().as_secs_f64();
         let began = Instant::now();
-        for buffer in [&mut *weights, &mut *gradient, &mut *first, &mut *second] {
-            scale_in_place(buffer, device);
-        }
+        scale_in_place([&mut *weights, &mut *gradient, &mut *first, &mut *second], device);
         if round > 0 {
             updates.push(update_s);
             scales.push(began.elapsed().as_secs_f64());
@@ -105,11 +104,27 @@ pub fn adam(numel: usize, rounds: usize, device: &Device) -> Result<AdamSpeed> {
     Ok(AdamSpeed { numel, update: PassTimes::of(updates), scale: PassTimes::of(scales) })
 }
 
-fn scale_in_place(values: &mut [f32], device: &Device) {
-    let blocks: Vec<_> = values.chunks_mut(256 * 1024).map(std::sync::Mutex::new).collect();
+/// What the memory gives: the same arrays as the update's, read and written side by side in the same way.
+fn scale_in_place(arrays: [&mut [f32]; 4], device: &Device) {
+    const BLOCK: usize = 32 * 1024;
+    const LANES: usize = 64;
+    let mut parts = arrays.map(|array| array.chunks_mut(BLOCK));
+    let blocks: Vec<_> = std::iter::from_fn(|| {
+        let [a, b, c, d] = &mut parts;
+        Some(std::sync::Mutex::new([a.next()?, b.next()?, c.next()?, d.next()?]))
+    })
+    .collect();
     device.backend().parallel(blocks.len(), &|index| {
         let mut block = blocks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        vectorized!(|| block.iter_mut().for_each(|value| *value *= 1.000_001));
+        vectorized!(|| {
+            for start in (0..block[0].len()).step_by(LANES) {
+                for array in block.iter_mut() {
+                    ask_ahead::<f32, LANES>(array, start);
+                    let end = (start + LANES).min(array.len());
+                    array[start..end].iter_mut().for_each(|value| *value *= 1.000_001);
+                }
+            }
+        });
     });
 }
 

@@ -2,6 +2,7 @@
 
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::backend::Update;
+use ferrospeed_tensor::cpu::ahead::ask_ahead;
 use ferrospeed_tensor::cpu::past_cache::{STREAM_FROM_BYTES, Stream, streaming};
 use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::dtype::Float;
@@ -208,6 +209,11 @@ fn lanes<const STATES: usize, const N: usize, G: Float, C: Float>(
     rule: &impl Rule<STATES>,
 ) {
     let range = start..start + N;
+    if N > 1 {
+        ask_ahead::<f32, N>(weights, start);
+        ask_ahead::<G, N>(gradient, start);
+        states.iter().for_each(|state| ask_ahead::<f32, N>(state, start));
+    }
     let mut held = [[0.0f32; N]; STATES];
     for (held, state) in held.iter_mut().zip(states.iter()) {
         held.copy_from_slice(&state[range.clone()]);

@@ -4,6 +4,7 @@
 //! set: see `simd`.
 
 mod activation;
+pub mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod aligned;
 #[cfg(target_arch = "x86_64")]
