@@ -13,7 +13,7 @@ use half::{bf16, f16};
 
 use crate::copy::copy_past_cache;
 use crate::dtype::{DType, ReduceOp};
-use kernels::{Accumulate, fold_block};
+use kernels::{Accumulate, WholeSum, fold_block};
 
 /// Bytes of accumulator per block: it stays in the first-level cache beside what flows through.
 const BLOCK_BYTES: usize = 4 << 10;
@@ -21,6 +21,9 @@ const BLOCK_BYTES: usize = 4 << 10;
 /// Results from this size on are written past the cache. Measured with two ranks on cores with 2 MiB of second-level cache:
 /// 0.85 times the speed of plain stores at 8 MiB, 1.1 to 1.2 times at 32.
 pub(crate) const STREAM_FROM_BYTES: usize = 16 << 20;
+
+/// Folds that read this much have their memory asked for early: below, it is in the second-level cache.
+const FAR_FROM_BYTES: usize = 4 << 20;
 
 /// Where a fold goes.
 #[derive(Debug, Clone, Copy)]
@@ -122,6 +125,14 @@ unsafe fn fold_typed<T: Accumulate>(
     // A large result is not read soon, and its lines need not be fetched, unless they just were as those of a source.
     let past_cache = elements * size_of::<T>() >= STREAM_FROM_BYTES
         && matches!(end, End::Rounded { destinations: [only], .. } if !sources.contains(&only.cast_const()));
+    // Where all is at hand, sums never leave the registers: they are divided by this, or by nothing.
+    let is_at_hand = carry.is_none() && sources.iter().all(|source| source.cast::<T>().is_aligned());
+    let whole = match (end, op) {
+        (End::Rounded { .. }, ReduceOp::Sum) if T::SUMS_WHOLE && is_at_hand => Some(None),
+        (End::Rounded { ranks, .. }, ReduceOp::Avg) if T::SUMS_WHOLE && is_at_hand => Some(Some(ranks)),
+        _ => None,
+    };
+    let far = elements * size_of::<T>() * sources.len() >= FAR_FROM_BYTES;
     let mut at = 0;
     while at < elements {
         let count = block_elements.min(elements - at);
@@ -137,7 +148,9 @@ unsafe fn fold_typed<T: Accumulate>(
                     count * wide,
                 );
             }
-            fold_block::<T>(op, carry.is_some(), sources, offset, accumulator, scratch);
+            if whole.is_none() {
+                fold_block::<T>(op, carry.is_some(), sources, offset, accumulator, scratch);
+            }
             match end {
                 End::PassedOn { accumulator: to } => {
                     std::ptr::copy_nonoverlapping(
@@ -149,16 +162,21 @@ unsafe fn fold_typed<T: Accumulate>(
                 End::Rounded { ranks, destinations } => {
                     let Some(first) = destinations.first().map(|first| first.add(offset)) else { return };
                     let bytes = count * size_of::<T>();
+                    let mut round_to = |out: *mut T| match whole {
+                        Some(divisor) => {
+                            T::sum_whole(&WholeSum::new(sources, offset, out, count, far), divisor);
+                        }
+                        None => T::finish(op, accumulator, std::slice::from_raw_parts_mut(out, count), ranks),
+                    };
                     if past_cache || !first.cast::<T>().is_aligned() {
-                        let rounded = &mut scratch.as_flattened_mut()[..count];
-                        T::finish(op, accumulator, rounded, ranks);
+                        let rounded = scratch.as_mut_ptr().cast::<T>();
+                        round_to(rounded);
                         match past_cache {
-                            true => copy_past_cache(rounded.as_ptr().cast(), first, bytes),
-                            false => std::ptr::copy_nonoverlapping(rounded.as_ptr().cast(), first, bytes),
+                            true => copy_past_cache(rounded.cast(), first, bytes),
+                            false => std::ptr::copy_nonoverlapping(rounded.cast(), first, bytes),
                         }
                     } else {
-                        let rounded = std::slice::from_raw_parts_mut(first.cast::<T>(), count);
-                        T::finish(op, accumulator, rounded, ranks);
+                        round_to(first.cast::<T>());
                     }
                     for destination in &destinations[1..] {
                         std::ptr::copy_nonoverlapping(first, destination.add(offset), bytes);
@@ -242,6 +260,45 @@ mod tests {
         fold_slices(DType::I32, ReduceOp::Sum, &[&shifted, &shifted], &mut aligned);
         fold_slices(DType::I32, ReduceOp::Sum, &[&a[1..], &a[1..]], &mut unaligned);
         assert_eq!(aligned, unaligned);
+    }
+
+    #[test]
+    fn sums_in_registers_have_the_bits_of_those_in_memory() {
+        for (dtype, op) in [DType::F32, DType::BF16]
+            .into_iter()
+            .flat_map(|dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| (dtype, op)))
+        {
+            for (ranks, elements) in [(1, 1), (2, 63), (2, 64), (3, 1000), (4, 1025), (5, 4159)] {
+                let bytes = elements * dtype.size();
+                let rows: Vec<Vec<u8>> = (0..ranks)
+                    .map(|rank| match dtype {
+                        DType::F32 => (0..elements)
+                            .flat_map(|at| (((at * 37 + rank * 101) % 997) as f32 / 7.0 - 60.0).to_ne_bytes())
+                            .collect(),
+                        _ => (0..elements)
+                            .map(|at| bf16::from_f32(((at * 37 + rank * 101) % 997) as f32 / 7.0 - 60.0))
+                            .flat_map(bf16::to_ne_bytes)
+                            .collect(),
+                    })
+                    .collect();
+                // One byte further on nothing is aligned, and the sums are kept in memory.
+                let mut apart: Vec<Vec<u64>> = vec![vec![0; bytes / 8 + 2]; ranks];
+                let shifted = |room: &mut Vec<u64>, row: &[u8], by: usize| {
+                    bytemuck::cast_slice_mut::<u64, u8>(room)[by..by + bytes].copy_from_slice(row);
+                };
+                let fold_at = |by: usize, apart: &mut [Vec<u64>]| {
+                    apart.iter_mut().zip(&rows).for_each(|(room, row)| shifted(room, row, by));
+                    let sources: Vec<&[u8]> =
+                        apart.iter().map(|room| &bytemuck::cast_slice(room)[by..by + bytes]).collect();
+                    let mut out = vec![0u64; bytes / 8 + 1];
+                    let out = &mut bytemuck::cast_slice_mut(&mut out)[..bytes];
+                    fold_slices(dtype, op, &sources, out);
+                    out.to_vec()
+                };
+                let (aligned, not) = (fold_at(0, &mut apart), fold_at(1, &mut apart));
+                assert!(aligned == not, "{op} of {elements} {dtype} over {ranks} ranks");
+            }
+        }
     }
 
     #[test]

@@ -20,6 +20,37 @@ pub(super) trait Accumulate: bytemuck::Pod {
     }
     /// Rounds into `out`, dividing first when the operator is an average over `ranks`.
     fn finish(op: ReduceOp, accumulator: &mut [Self::Accumulator], out: &mut [Self], ranks: usize);
+    /// Whether [`Accumulate::sum_whole`] can be used.
+    const SUMS_WHOLE: bool = false;
+    /// Sums all sources and divides by so many ranks, to the same bits as the other functions, without an accumulator in memory.
+    fn sum_whole(_sum: &WholeSum<'_, Self>, _divisor: Option<usize>) {
+        unreachable!("asked for only where there is one");
+    }
+}
+
+/// Stretches of all ranks and where their sum goes.
+pub(super) struct WholeSum<'a, T> {
+    sources: &'a [*const u8],
+    offset: usize,
+    out: *mut T,
+    count: usize,
+    /// Whether the data is beyond the caches and worth asking for early.
+    far: bool,
+}
+
+impl<'a, T> WholeSum<'a, T> {
+    /// # Safety
+    /// Every source is readable for `count` elements from the byte `offset` on and aligned there, `out` is writable and aligned,
+    /// and either equals such a source exactly or overlaps none.
+    pub(super) unsafe fn new(
+        sources: &'a [*const u8],
+        offset: usize,
+        out: *mut T,
+        count: usize,
+        far: bool,
+    ) -> Self {
+        WholeSum { sources, offset, out, count, far }
+    }
 }
 
 /// Folds one block of every source, in order, into `accumulator`, which may already hold the ranks before.
@@ -174,7 +205,7 @@ dispatched! {
 }
 
 macro_rules! float {
-    ($type:ty) => {
+    ($type:ty $(, $whole:item)*) => {
         impl Accumulate for $type {
             type Accumulator = $type;
 
@@ -196,11 +227,19 @@ macro_rules! float {
                 }
                 out.copy_from_slice(accumulator);
             }
+
+            $($whole)*
         }
     };
 }
 
-float!(f32);
+float!(
+    f32,
+    const SUMS_WHOLE: bool = true;,
+    fn sum_whole(sum: &WholeSum<'_, Self>, divisor: Option<usize>) {
+        sum_lanes(sum, divisor.map(|ranks| ranks as f32));
+    }
+);
 float!(f64);
 
 #[inline(always)]
@@ -228,15 +267,18 @@ dispatched! {
     }
 }
 
+/// Rounds to nearest even by integer arithmetic; a NaN stays a quiet NaN.
+#[inline(always)]
+fn rounded_bf16(value: f32) -> bf16 {
+    let bits = value.to_bits();
+    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+    let quiet = ((bits >> 16) as u16) | 0x40;
+    bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded })
+}
+
 dispatched! {
-    /// Rounds to nearest even by integer arithmetic; a NaN stays a quiet NaN.
     pub(super) fn round_bf16(values: &[f32], out: &mut [bf16]) {
-        for (slot, value) in out.iter_mut().zip(values) {
-            let bits = value.to_bits();
-            let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
-            let quiet = ((bits >> 16) as u16) | 0x40;
-            *slot = bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded });
-        }
+        out.iter_mut().zip(values).for_each(|(slot, value)| *slot = rounded_bf16(*value));
     }
 }
 
@@ -267,6 +309,11 @@ impl Accumulate for bf16 {
         }
         round_bf16(accumulator, out);
     }
+
+    const SUMS_WHOLE: bool = true;
+    fn sum_whole(sum: &WholeSum<'_, Self>, divisor: Option<usize>) {
+        sum_lanes(sum, divisor.map(|ranks| ranks as f32));
+    }
 }
 
 impl Accumulate for f16 {
@@ -291,6 +338,82 @@ impl Accumulate for f16 {
         }
         out.convert_from_f32_slice(accumulator);
     }
+}
+
+/// What is summed in registers of f32.
+trait Lane: Copy {
+    fn widen(self) -> f32;
+    fn narrow(sum: f32) -> Self;
+}
+
+impl Lane for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(sum: f32) -> f32 {
+        sum
+    }
+}
+
+impl Lane for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        widen_bf16(self)
+    }
+    #[inline(always)]
+    fn narrow(sum: f32) -> bf16 {
+        rounded_bf16(sum)
+    }
+}
+
+/// Elements that are summed together, in a few registers.
+const LANES: usize = 64;
+/// How far ahead memory is asked for, by whoever reads several stretches of it at once: the processor notices by itself that memory
+/// is read in order, but begins anew at each 4 KiB.
+const AHEAD_BYTES: usize = 2048;
+
+dispatched! {
+    fn sum_lanes<T: Lane>(sum: &WholeSum<'_, T>, divisor: Option<f32>) {
+        let whole = sum.count - sum.count % LANES;
+        for at in (0..whole).step_by(LANES) {
+            lanes::<T, LANES>(sum, at, divisor);
+        }
+        for at in whole..sum.count {
+            lanes::<T, 1>(sum, at, divisor);
+        }
+    }
+}
+
+#[inline(always)]
+fn lanes<T: Lane, const N: usize>(sum: &WholeSum<'_, T>, at: usize, divisor: Option<f32>) {
+    let values = |source: *const u8| {
+        let start = source.wrapping_add(sum.offset).cast::<T>().wrapping_add(at);
+        #[cfg(target_arch = "x86_64")]
+        if sum.far && N > 1 {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            for line in (0..size_of::<[T; N]>()).step_by(64) {
+                // SAFETY: asking for memory touches nothing.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_byte_add(AHEAD_BYTES + line).cast()) };
+            }
+        }
+        // SAFETY: readable and aligned, as `WholeSum::new` was promised; nothing is written while this is borrowed.
+        unsafe { &*start.cast::<[T; N]>() }
+    };
+    let mut total = [0.0f32; N];
+    for (index, source) in sum.sources.iter().enumerate() {
+        let values = values(*source);
+        match index {
+            0 => total.iter_mut().zip(values).for_each(|(total, value)| *total = value.widen()),
+            _ => total.iter_mut().zip(values).for_each(|(total, value)| *total += value.widen()),
+        }
+    }
+    if let Some(divisor) = divisor {
+        total.iter_mut().for_each(|total| *total /= divisor);
+    }
+    // SAFETY: writable and aligned, as was promised.
+    unsafe { sum.out.add(at).cast::<[T; N]>().write(total.map(T::narrow)) };
 }
 
 /// Arithmetic of the integer types.
