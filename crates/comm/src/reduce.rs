@@ -6,6 +6,7 @@
 //!
 //! A fold works through a block that fits the first-level cache: while a block is folded, every source line is
 //! touched once, and the destinations (often the sources themselves) are written while their lines are still near.
+//! Sums and averages of f32 and bf16, which training lives on, stay in registers until they are rounded.
 
 mod kernels;
 
