@@ -126,13 +126,11 @@ unsafe fn fold_typed<T: Accumulate>(
     // A large result is not read soon, and its lines need not be fetched, unless they just were as those of a source.
     let past_cache = elements * size_of::<T>() >= STREAM_FROM_BYTES
         && matches!(end, End::Rounded { destinations: [only], .. } if !sources.contains(&only.cast_const()));
-    // Where all is at hand, sums never leave the registers: they are divided by this, or by nothing.
-    let is_at_hand = carry.is_none() && sources.iter().all(|source| source.cast::<T>().is_aligned());
-    let whole = match (end, op) {
-        (End::Rounded { .. }, ReduceOp::Sum) if T::SUMS_WHOLE && is_at_hand => Some(None),
-        (End::Rounded { ranks, .. }, ReduceOp::Avg) if T::SUMS_WHOLE && is_at_hand => Some(Some(ranks)),
-        _ => None,
-    };
+    // Where all is at hand, sums never leave the registers.
+    let is_at_hand = carry.is_none()
+        && matches!(end, End::Rounded { .. })
+        && sources.iter().all(|source| source.cast::<T>().is_aligned());
+    let sum_whole = T::SUM_WHOLE.filter(|_| is_at_hand && matches!(op, ReduceOp::Sum | ReduceOp::Avg));
     let far = elements * size_of::<T>() * sources.len() >= FAR_FROM_BYTES;
     let mut at = 0;
     while at < elements {
@@ -149,7 +147,7 @@ unsafe fn fold_typed<T: Accumulate>(
                     count * wide,
                 );
             }
-            if whole.is_none() {
+            if sum_whole.is_none() {
                 fold_block::<T>(op, carry.is_some(), sources, offset, accumulator, scratch);
             }
             match end {
@@ -163,9 +161,10 @@ unsafe fn fold_typed<T: Accumulate>(
                 End::Rounded { ranks, destinations } => {
                     let Some(first) = destinations.first().map(|first| first.add(offset)) else { return };
                     let bytes = count * size_of::<T>();
-                    let mut round_to = |out: *mut T| match whole {
-                        Some(divisor) => {
-                            T::sum_whole(&WholeSum::new(sources, offset, out, count, far), divisor);
+                    let mut round_to = |out: *mut T| match sum_whole {
+                        Some(sum_whole) => {
+                            let divisor = (op == ReduceOp::Avg).then_some(ranks as f32);
+                            sum_whole(&WholeSum::new(sources, offset, out, count, far), divisor);
                         }
                         None => T::finish(op, accumulator, std::slice::from_raw_parts_mut(out, count), ranks),
                     };
@@ -265,39 +264,31 @@ mod tests {
 
     #[test]
     fn sums_in_registers_have_the_bits_of_those_in_memory() {
-        for (dtype, op) in [DType::F32, DType::BF16]
-            .into_iter()
-            .flat_map(|dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| (dtype, op)))
-        {
-            for (ranks, elements) in [(1, 1), (2, 63), (2, 64), (3, 1000), (4, 1025), (5, 4159)] {
-                let bytes = elements * dtype.size();
-                let rows: Vec<Vec<u8>> = (0..ranks)
-                    .map(|rank| match dtype {
-                        DType::F32 => (0..elements)
-                            .flat_map(|at| (((at * 37 + rank * 101) % 997) as f32 / 7.0 - 60.0).to_ne_bytes())
-                            .collect(),
-                        _ => (0..elements)
-                            .map(|at| bf16::from_f32(((at * 37 + rank * 101) % 997) as f32 / 7.0 - 60.0))
-                            .flat_map(bf16::to_ne_bytes)
-                            .collect(),
-                    })
-                    .collect();
-                // One byte further on nothing is aligned, and the sums are kept in memory.
-                let mut apart: Vec<Vec<u64>> = vec![vec![0; bytes / 8 + 2]; ranks];
-                let shifted = |room: &mut Vec<u64>, row: &[u8], by: usize| {
-                    bytemuck::cast_slice_mut::<u64, u8>(room)[by..by + bytes].copy_from_slice(row);
-                };
-                let fold_at = |by: usize, apart: &mut [Vec<u64>]| {
-                    apart.iter_mut().zip(&rows).for_each(|(room, row)| shifted(room, row, by));
-                    let sources: Vec<&[u8]> =
-                        apart.iter().map(|room| &bytemuck::cast_slice(room)[by..by + bytes]).collect();
-                    let mut out = vec![0u64; bytes / 8 + 1];
-                    let out = &mut bytemuck::cast_slice_mut(&mut out)[..bytes];
-                    fold_slices(dtype, op, &sources, out);
-                    out.to_vec()
-                };
-                let (aligned, not) = (fold_at(0, &mut apart), fold_at(1, &mut apart));
-                assert!(aligned == not, "{op} of {elements} {dtype} over {ranks} ranks");
+        /// Folds rows that lie `shift` bytes off; where that is odd nothing is aligned, and the sums are kept in memory.
+        fn fold_shifted(dtype: DType, op: ReduceOp, rows: &[Vec<u8>], shift: usize) -> Vec<u8> {
+            let bytes = rows[0].len();
+            let mut rooms = vec![vec![0u64; bytes / 8 + 2]; rows.len()];
+            for (room, row) in rooms.iter_mut().zip(rows) {
+                bytemuck::cast_slice_mut(room)[shift..shift + bytes].copy_from_slice(row);
+            }
+            let sources: Vec<&[u8]> =
+                rooms.iter().map(|room| &bytemuck::cast_slice(room)[shift..shift + bytes]).collect();
+            let mut out = vec![0; bytes];
+            fold_slices(dtype, op, &sources, &mut out);
+            out
+        }
+        let value = |rank: usize, at: usize| ((at * 37 + rank * 101) % 997) as f32 / 7.0 - 60.0;
+        for (ranks, elements) in [(1, 1), (2, 63), (2, 64), (3, 1000), (4, 1025), (5, 4159)] {
+            let rows = |bytes: &dyn Fn(f32) -> Vec<u8>| -> Vec<Vec<u8>> {
+                (0..ranks).map(|rank| (0..elements).flat_map(|at| bytes(value(rank, at))).collect()).collect()
+            };
+            let wide = rows(&|value| value.to_ne_bytes().to_vec());
+            let half = rows(&|value| bf16::from_f32(value).to_ne_bytes().to_vec());
+            for (dtype, rows) in [(DType::F32, wide), (DType::BF16, half)] {
+                for op in [ReduceOp::Sum, ReduceOp::Avg] {
+                    let [in_registers, in_memory] = [0, 1].map(|shift| fold_shifted(dtype, op, &rows, shift));
+                    assert!(in_registers == in_memory, "{op} of {elements} {dtype} over {ranks} ranks");
+                }
             }
         }
     }

@@ -20,13 +20,12 @@ pub(super) trait Accumulate: bytemuck::Pod {
     }
     /// Rounds into `out`, dividing first when the operator is an average over `ranks`.
     fn finish(op: ReduceOp, accumulator: &mut [Self::Accumulator], out: &mut [Self], ranks: usize);
-    /// Whether [`Accumulate::sum_whole`] can be used.
-    const SUMS_WHOLE: bool = false;
-    /// Sums all sources and divides by so many ranks, to the same bits as the other functions, without an accumulator in memory.
-    fn sum_whole(_sum: &WholeSum<'_, Self>, _divisor: Option<usize>) {
-        unreachable!("asked for only where there is one");
-    }
+    /// Sums all sources and divides by a number, to the same bits as the other functions but without an accumulator in memory.
+    const SUM_WHOLE: Option<SumWhole<Self>> = None;
 }
+
+/// A sum that stays in registers, divided by the number where there is one.
+pub(super) type SumWhole<T> = fn(&WholeSum<'_, T>, Option<f32>);
 
 /// Stretches of all ranks and where their sum goes.
 pub(super) struct WholeSum<'a, T> {
@@ -205,9 +204,10 @@ dispatched! {
 }
 
 macro_rules! float {
-    ($type:ty $(, $whole:item)*) => {
+    ($type:ty, $sum_whole:expr) => {
         impl Accumulate for $type {
             type Accumulator = $type;
+            const SUM_WHOLE: Option<SumWhole<Self>> = $sum_whole;
 
             fn load(source: &[Self], accumulator: &mut [Self]) {
                 accumulator.copy_from_slice(source);
@@ -227,20 +227,12 @@ macro_rules! float {
                 }
                 out.copy_from_slice(accumulator);
             }
-
-            $($whole)*
         }
     };
 }
 
-float!(
-    f32,
-    const SUMS_WHOLE: bool = true;,
-    fn sum_whole(sum: &WholeSum<'_, Self>, divisor: Option<usize>) {
-        sum_lanes(sum, divisor.map(|ranks| ranks as f32));
-    }
-);
-float!(f64);
+float!(f32, Some(sum_lanes));
+float!(f64, None);
 
 #[inline(always)]
 fn widen_bf16(value: bf16) -> f32 {
@@ -290,6 +282,7 @@ dispatched! {
 
 impl Accumulate for bf16 {
     type Accumulator = f32;
+    const SUM_WHOLE: Option<SumWhole<Self>> = Some(sum_lanes);
 
     fn load(source: &[Self], accumulator: &mut [f32]) {
         load_bf16(source, accumulator);
@@ -308,11 +301,6 @@ impl Accumulate for bf16 {
             divide_floats(accumulator, ranks as f32);
         }
         round_bf16(accumulator, out);
-    }
-
-    const SUMS_WHOLE: bool = true;
-    fn sum_whole(sum: &WholeSum<'_, Self>, divisor: Option<usize>) {
-        sum_lanes(sum, divisor.map(|ranks| ranks as f32));
     }
 }
 
