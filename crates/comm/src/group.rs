@@ -293,7 +293,7 @@ impl Call {
         parts: impl IntoIterator<Item = Part>,
     ) -> Collective {
         let parts = parts.into_iter().collect();
-        Collective { kind, dtype: self.dtype, reduce, root, parts, call_site: self.call_site }
+        Collective { kind, dtype: self.dtype, reduce, root, parts, identity: 0, call_site: self.call_site }
     }
 
     /// Cuts `bytes` into one equal part per rank.

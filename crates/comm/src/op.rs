@@ -95,6 +95,8 @@ pub(crate) struct Collective {
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) root: Option<usize>,
     pub(crate) parts: Vec<Part>,
+    /// What the buffers are, where the caller says so: ranks must agree on it even where all sizes agree.
+    pub(crate) identity: u64,
     pub(crate) call_site: &'static Location<'static>,
 }
 
@@ -110,7 +112,7 @@ pub(crate) struct Fingerprint {
     pub(crate) part_count: u32,
     /// Elements, as a caller would name them: see [`Collective::count`].
     pub(crate) count: u64,
-    /// A digest of the counts that must agree element by element (coalesced and unequal operations).
+    /// A digest of the counts that must agree element by element (coalesced and unequal operations), and of the identity.
     pub(crate) shape: u64,
     /// Where the output lies in memory that the ranks have in common; known to shared memory's backend alone.
     pub(crate) shared_output: Option<SharedRange>,
@@ -139,6 +141,7 @@ impl Collective {
 
     fn shape(&self) -> u64 {
         let mut digest = Digest::new();
+        digest.add(self.identity);
         for part in &self.parts {
             digest.add(self.agreed_bytes(part) as u64);
             match self.kind {

@@ -80,14 +80,19 @@ pub struct Engine {
     pub(crate) background: Background,
     pub(crate) features: Features,
     pub(crate) eigenvalues: Option<Eigenvalues>,
-    /// Names of tied parameters that a checkpoint had: a model has each parameter under one.
+    /// The other names of tied parameters: those the model was built with, and those a checkpoint had.
     pub(crate) aliases: BTreeMap<String, String>,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
     pub(crate) half_loaded: Option<PathBuf>,
 }
 
 impl Engine {
-    pub(crate) fn new(setup: &Setup, store: Arc<ZeroStore>, scheduler: Option<Scheduler>) -> Result<Engine> {
+    pub(crate) fn new(
+        setup: &Setup,
+        store: Arc<ZeroStore>,
+        scheduler: Option<Scheduler>,
+        aliases: BTreeMap<String, String>,
+    ) -> Result<Engine> {
         let config = setup.config.clone();
         let scheduler = match (scheduler, &config.scheduler, store.optimizer()) {
             (Some(given), _, _) => Some(given),
@@ -126,7 +131,7 @@ impl Engine {
             background: Background::default(),
             features,
             eigenvalues,
-            aliases: BTreeMap::new(),
+            aliases,
             half_loaded: None,
         };
         engine.apply_schedule();

@@ -141,7 +141,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         },
         source,
     )?;
-    Engine::new(setup, store, options.scheduler)
+    Engine::new(setup, store, options.scheduler, parameters.aliases().clone())
 }
 
 fn element_type(data_type: DataType) -> DType {

@@ -110,10 +110,14 @@ struct Experts {
 
 impl Experts {
     fn build(init: &Init) -> Experts {
+        Experts::build_at(init, &init.at("moe"))
+    }
+
+    fn build_at(init: &Init, moe: &Init) -> Experts {
         Experts {
             input: Linear::new(&init.at("input"), 5, 6, true),
             experts: (0..3)
-                .map(|expert| Linear::new(&init.at(format!("moe.experts.{expert}")), 6, 6, true))
+                .map(|expert| Linear::new(&moe.at(format!("experts.{expert}")), 6, 6, true))
                 .collect(),
             output: Linear::new(&init.at("output"), 6, 5, true),
         }
@@ -155,10 +159,37 @@ fn a_leaf_module_is_gathered_whole_so_that_ranks_may_read_it_unlike_each_other()
     for stage in 1..=3 {
         assert_eq!(run(stage, leaf()), expected, "stage {stage}");
     }
-    // Without it the ranks' collectives differ, which each is told instead of waiting for ever.
+    // Without it the ranks' collectives differ, which each is told instead of waiting for ever, or mixing experts that are
+    // as large as each other.
     for outcome in run(3, Vec::new()) {
         let error = outcome.unwrap_err();
-        assert!(error.contains("all_gather"), "{error}");
+        assert!(error.contains("moe.experts.") && error.contains("all_gather"), "{error}");
+        assert!(error.contains("Init::as_unit()"), "{error}");
+    }
+}
+
+#[test]
+fn a_unit_needs_no_naming_and_routers_may_change_their_minds() {
+    let run = |stage: u8| {
+        on_ranks(2, move |world| {
+            let rank = world.rank();
+            let init = Init::root();
+            let model = Experts::build_at(&init, &init.at("moe").as_unit());
+            let parameters = init.parameters();
+            let mut engine = start(world, stage, &parameters, Vec::new());
+            for turn in 0..12 {
+                // Each rank's own choice, of another length every time.
+                let chosen: Vec<usize> =
+                    (0..1 + (turn + rank) % 3).map(|n| (n * 2 + turn + rank) % 3).collect();
+                step(&mut engine, |x| model.loss(x, &chosen)).map_err(|error| error.to_string())?;
+            }
+            Ok::<_, String>(weights(&engine, &parameters))
+        })
+    };
+    let expected = run(0);
+    assert!(expected[0].is_ok(), "{:?}", expected[0]);
+    for stage in 1..=3 {
+        assert_eq!(run(stage), expected, "stage {stage}");
     }
 }
 

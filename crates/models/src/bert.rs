@@ -156,9 +156,12 @@ impl Bert {
             })
             .collect();
         let predictions = init.at("cls.predictions");
+        let token_bias = predictions.param("bias", [config.vocab], Initializer::Constant(0.0));
+        predictions.tie("decoder.weight", words.table());
+        predictions.tie("decoder.bias", &token_bias);
         Bert {
             pooler: linear(&init.at("bert.pooler.dense"), width, width),
-            token_bias: predictions.param("bias", [config.vocab], Initializer::Constant(0.0)),
+            token_bias,
             transform: linear(&predictions.at("transform.dense"), width, width),
             transform_norm: norm(&predictions.at("transform.LayerNorm")),
             sentence: linear(&init.at("cls.seq_relationship"), width, 2),

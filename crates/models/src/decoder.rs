@@ -413,6 +413,7 @@ impl Decoder {
             .collect();
         let final_norm = names.final_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));
         let head = if config.tied {
+            init.at(names.head).tie("weight", embedding.table());
             embedding.table().clone()
         } else {
             Linear::normal(

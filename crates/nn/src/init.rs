@@ -1,20 +1,22 @@
 //! Where parameters are born: named by path, listed in order, without values.
 
-use std::sync::{Arc, Mutex};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferrospeed_tensor::{Initializer, Param, Shape};
+use ferrospeed_tensor::{Initializer, Param, Shape, Unit};
 
 /// A place in the tree of modules.
 #[derive(Debug, Clone)]
 pub struct Init {
     path: String,
-    registered: Arc<Mutex<Vec<Param>>>,
+    unit: Option<Unit>,
+    registered: Arc<Mutex<Parameters>>,
 }
 
 impl Init {
     /// The root of a new model.
     pub fn root() -> Init {
-        Init { path: String::new(), registered: Arc::default() }
+        Init { path: String::new(), unit: None, registered: Arc::default() }
     }
 
     /// The place `name` below this one. Dots in `name` go several levels down; an empty name stays here.
@@ -25,50 +27,79 @@ impl Init {
             (_, true) => self.path.clone(),
             _ => format!("{}.{name}", self.path),
         };
-        Init { path, registered: self.registered.clone() }
+        Init { path, unit: self.unit, registered: self.registered.clone() }
+    }
+
+    /// This place as one unit: all parameters made below it come and go together, whichever of them is read. For a module
+    /// of which a router or a condition uses a part, such as the experts of a mixture: ranks that choose differently
+    /// still do the same things together. Within a unit this changes nothing.
+    pub fn as_unit(&self) -> Init {
+        Init { unit: self.unit.or_else(|| Some(Unit::new())), ..self.clone() }
     }
 
     /// A new parameter here.
     pub fn param(&self, name: &str, shape: impl Into<Shape>, initializer: Initializer) -> Param {
-        let param = Param::new(self.at(name).path, shape, initializer);
-        self.registered.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(param.clone());
+        let mut param = Param::new(self.at(name).path, shape, initializer);
+        if let Some(unit) = self.unit {
+            param = param.in_unit(unit);
+        }
+        self.registered().params.push(param.clone());
         param
+    }
+
+    /// Says that `param`, which has a place of its own, is used here too: other programs' files name a tied parameter
+    /// at each of its places.
+    pub fn tie(&self, name: &str, param: &Param) {
+        self.registered().aliases.insert(self.at(name).path, param.name().to_owned());
     }
 
     /// Every parameter made so far anywhere in this model, in order.
     pub fn parameters(&self) -> Parameters {
-        Parameters(self.registered.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone())
+        self.registered().clone()
+    }
+
+    fn registered(&self) -> MutexGuard<'_, Parameters> {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A model's parameters in order; each once, however often it is used.
 #[derive(Debug, Clone, Default)]
-pub struct Parameters(Vec<Param>);
+pub struct Parameters {
+    params: Vec<Param>,
+    aliases: BTreeMap<String, String>,
+}
 
 impl Parameters {
     /// All handles.
     pub fn as_slice(&self) -> &[Param] {
-        &self.0
+        &self.params
+    }
+
+    /// The other names of tied parameters, each with the name that the parameter has here.
+    pub fn aliases(&self) -> &BTreeMap<String, String> {
+        &self.aliases
     }
 
     /// All names.
     pub fn names(&self) -> Vec<&str> {
-        self.0.iter().map(Param::name).collect()
+        self.params.iter().map(Param::name).collect()
     }
 
     /// The parameter of this name.
     pub fn get(&self, name: &str) -> Option<&Param> {
-        self.0.iter().find(|param| param.name() == name)
+        self.params.iter().find(|param| param.name() == name)
     }
 
     /// How many elements there are.
     pub fn numel(&self) -> usize {
-        self.0.iter().map(Param::numel).sum()
+        self.params.iter().map(Param::numel).sum()
     }
 
     /// Freezes every parameter whose name matches `pattern` (`*` stands for anything) and says how many did.
     pub fn freeze(&self, pattern: &str) -> usize {
-        let matching: Vec<&Param> = self.0.iter().filter(|param| matches(pattern, param.name())).collect();
+        let matching: Vec<&Param> =
+            self.params.iter().filter(|param| matches(pattern, param.name())).collect();
         matching.iter().for_each(|param| param.set_trainable(false));
         matching.len()
     }
@@ -81,28 +112,28 @@ impl Parameters {
         };
         let mut paths: Vec<String> = Vec::new();
         let mut modules: Vec<Parameters> = Vec::new();
-        for param in &self.0 {
+        for param in &self.params {
             let Some(path) = module_of(param.name()) else { continue };
             let at = paths.iter().rposition(|known| *known == path).unwrap_or_else(|| {
                 paths.push(path);
                 modules.push(Parameters::default());
                 modules.len() - 1
             });
-            modules[at].0.push(param.clone());
+            modules[at].params.push(param.clone());
         }
         modules
     }
 
     /// Splits by a rule, in order: those it holds for, and the others. For parameter groups.
     pub fn partition(&self, rule: impl Fn(&Param) -> bool) -> (Parameters, Parameters) {
-        let (yes, no) = self.0.iter().cloned().partition(rule);
-        (Parameters(yes), Parameters(no))
+        let (yes, no): (Vec<Param>, Vec<Param>) = self.params.iter().cloned().partition(rule);
+        (yes.into_iter().collect(), no.into_iter().collect())
     }
 }
 
 impl FromIterator<Param> for Parameters {
     fn from_iter<I: IntoIterator<Item = Param>>(params: I) -> Self {
-        Parameters(params.into_iter().collect())
+        Parameters { params: params.into_iter().collect(), aliases: BTreeMap::new() }
     }
 }
 

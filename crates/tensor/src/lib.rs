@@ -37,7 +37,7 @@ pub use backend::{Activation, Device, NormKind, Window2d, with_category};
 pub use dtype::DType;
 pub use error::{Result, TensorError};
 pub use memory::Category;
-pub use param::{Initializer, Operand, Param, ParamStore, StoreError, Value};
+pub use param::{Initializer, Operand, Param, ParamStore, StoreError, Unit, Value};
 pub use recording::Recording;
 pub use rows::RowGradient;
 pub use shape::Shape;

@@ -92,6 +92,20 @@ pub trait ParamStore: Send + Sync {
     }
 }
 
+/// A module whose parameters come and go as one, whichever of them is read: what a router or a condition chooses among
+/// must not change what ranks do together. Parameters say which one they are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Unit(u64);
+
+impl Unit {
+    /// A new one.
+    #[allow(clippy::new_without_default)] // Two of them are never the same, so there is no default.
+    pub fn new() -> Unit {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Unit(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
 struct Attachment {
     store: Arc<dyn ParamStore>,
     index: usize,
@@ -105,6 +119,7 @@ struct Inner {
     initializer: Initializer,
     trainable: AtomicBool,
     is_table: AtomicBool,
+    unit: OnceLock<Unit>,
     attachment: OnceLock<Attachment>,
 }
 
@@ -123,6 +138,7 @@ impl Param {
             initializer,
             trainable: AtomicBool::new(true),
             is_table: AtomicBool::new(false),
+            unit: OnceLock::new(),
             attachment: OnceLock::new(),
         }))
     }
@@ -176,6 +192,17 @@ impl Param {
     /// Whether it is such a table.
     pub fn is_table(&self) -> bool {
         self.0.is_table.load(Ordering::Relaxed)
+    }
+
+    /// Says that it comes and goes together with the others of a unit. The first unit it is put in stays its own.
+    pub fn in_unit(self, unit: Unit) -> Param {
+        self.0.unit.get_or_init(|| unit);
+        self
+    }
+
+    /// The unit it is of.
+    pub fn unit(&self) -> Option<Unit> {
+        self.0.unit.get().copied()
     }
 
     /// Whether two handles are one parameter.

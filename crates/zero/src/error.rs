@@ -7,7 +7,14 @@ use ferrospeed_tensor::TensorError;
 pub enum ZeroError {
     /// A collective failed.
     #[error(transparent)]
-    Comm(#[from] ferrospeed_comm::Error),
+    Comm(ferrospeed_comm::Error),
+    /// Ranks read or train different parameters at the same time.
+    #[error(
+        "{0}. If a router or a condition chooses which parameters of a module a rank uses, build that module under \
+         Init::as_unit() or name its path in Options::leaf_modules, so that it comes and goes as one; else look for a \
+         loop that is longer on one rank"
+    )]
+    Order(ferrospeed_comm::Error),
     /// A kernel or an allocation failed.
     #[error(transparent)]
     Tensor(#[from] TensorError),
@@ -32,6 +39,19 @@ pub enum ZeroError {
     /// Something was asked for at the wrong time or of the wrong size.
     #[error("{0}")]
     Request(String),
+}
+
+impl From<ferrospeed_comm::Error> for ZeroError {
+    fn from(error: ferrospeed_comm::Error) -> ZeroError {
+        let cause = match &error {
+            ferrospeed_comm::Error::GroupFailed { first, .. } => first,
+            other => other,
+        };
+        match cause {
+            ferrospeed_comm::Error::Mismatch { .. } => ZeroError::Order(error),
+            _ => ZeroError::Comm(error),
+        }
+    }
 }
 
 /// The result of everything here.

@@ -94,20 +94,21 @@ pub(crate) fn all_gather_unequal(
     Ok(Pending { work, landing: None })
 }
 
-/// One exchange for several pairs: each second tensor becomes all ranks' first ones, end to end.
-pub(crate) fn all_gather(group: &Group, pairs: &[(Tensor, Tensor)]) -> Result<Vec<Pending>> {
+/// One exchange for several pairs: each second tensor becomes all ranks' first ones, end to end. Ranks that bring tensors
+/// of another `identity` disagree, though they be as large.
+pub(crate) fn all_gather(group: &Group, pairs: &[(Tensor, Tensor)], identity: u64) -> Result<Vec<Pending>> {
     let Some((first, _)) = pairs.first() else { return Ok(Vec::new()) };
     let dtype = comm_type(first.dtype());
     if let Some(group) = in_place(group, first) {
         let regions: Vec<_> = pairs.iter().map(|(own, all)| (region(own), region(all))).collect();
-        let work = group.all_gather_coalesced(&regions, dtype);
+        let work = group.all_gather_identified(&regions, dtype, identity);
         return Ok(pairs.iter().map(|_| Pending { work: work.clone(), landing: None }).collect());
     }
     let mut regions = Vec::with_capacity(pairs.len());
     for (own, all) in pairs {
         regions.push((staged(own)?, Region::zeroed(all.size_bytes())));
     }
-    let work = group.all_gather_coalesced(&regions, dtype);
+    let work = group.all_gather_identified(&regions, dtype, identity);
     let pending = |((_, all), (_, arrived)): (&(Tensor, Tensor), (Region, Region))| Pending {
         work: work.clone(),
         landing: Some((arrived, all.clone())),

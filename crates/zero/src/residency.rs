@@ -9,6 +9,7 @@
 //! that a router chooses, say) still take part in the same collectives, in the same order.
 
 use std::collections::{BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
@@ -173,7 +174,9 @@ impl Residency {
 
     pub(crate) fn acquire(&mut self, param: usize) -> Result<Tensor> {
         let first = self.first(param);
-        if self.inside != Some(first) {
+        // How often a leaf module is read while the pass is in it differs between ranks; only entering it counts.
+        let enters = self.inside != Some(first);
+        if enters {
             self.leave();
             self.inside = (self.units[param].len() > 1).then_some(first);
             self.advance(first);
@@ -188,7 +191,9 @@ impl Residency {
             self.make_room(missing.iter().map(|&param| self.numel(param)).sum());
             self.gather(&missing)?;
         }
-        self.prefetch()?;
+        if enters {
+            self.prefetch()?;
+        }
         self.idle.remove(&param);
         self.whole[param].borrows += 1;
         for &member in self.units[param].clone().iter() {
@@ -285,7 +290,7 @@ impl Residency {
             self.live_numel += self.numel(param);
         }
         self.peak_live_numel = self.peak_live_numel.max(self.live_numel);
-        let pending = exchange::all_gather(&self.group, &pairs)?;
+        let pending = exchange::all_gather(&self.group, &pairs, identity(params))?;
         for (&param, work) in params.iter().zip(pending) {
             self.whole[param].work = Some(work);
             self.under_way_numel += self.numel(param);
@@ -369,4 +374,11 @@ impl Residency {
     pub(crate) fn peak_live_numel(&self) -> u64 {
         self.peak_live_numel
     }
+}
+
+/// Tells lists of parameters apart: experts are as large as each other, and ranks must not mix them.
+fn identity(params: &[usize]) -> u64 {
+    let mut hash = DefaultHasher::new();
+    params.hash(&mut hash);
+    hash.finish()
 }

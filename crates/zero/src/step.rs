@@ -347,9 +347,12 @@ impl ZeroStore {
             return Ok(());
         }
         let mut pending = Vec::new();
-        for share in state.shares.iter().filter(|share| share.trained && share.layout.part_numel > 0) {
+        for (group, share) in state.shares.iter().enumerate() {
+            if !share.trained || share.layout.part_numel == 0 {
+                continue;
+            }
             let pair = (share.own_values()?, share.values.clone());
-            pending.extend(exchange::all_gather(&self.world.group(), &[pair])?);
+            pending.extend(exchange::all_gather(&self.world.group(), &[pair], group as u64)?);
         }
         pending.into_iter().try_for_each(exchange::Pending::wait)
     }

@@ -7,7 +7,7 @@
 //! store knows the handles and is held by whoever trains; [`Attached`] knows places and shapes and is held by both. With
 //! the store go gradients and optimizer states; weights stay readable until the last handle goes.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
@@ -15,7 +15,7 @@ use ferrospeed_comm::World;
 use ferrospeed_config::{Stage, Zero};
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{Category, DType, Device, Param, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Param, Tensor, Unit};
 
 use crate::attached::{Attached, State};
 use crate::buckets::{self, Kind};
@@ -126,7 +126,7 @@ impl ZeroStore {
         let indices: HashMap<u64, usize> =
             params.iter().enumerate().map(|(index, param)| (param.id(), index)).collect();
         let places = places(&indices, params.len(), groups)?;
-        let leaves = leaves(&indices, options.leaf_modules)?;
+        let leaves = leaves(params, &indices, options.leaf_modules)?;
         let stage = options.zero.stage;
         let (ranks, rank) = (world.size(), world.rank());
 
@@ -427,8 +427,17 @@ fn places(
     Ok(places.into_iter().map(|place| place.unwrap_or((groups.len(), 0))).collect())
 }
 
-/// The parameters of each leaf module by index, ascending.
-fn leaves(indices: &HashMap<u64, usize>, modules: &[Vec<Param>]) -> Result<Vec<Vec<usize>>> {
+/// The parameters of each leaf module by index, ascending: the units that the model was built with, and the modules that
+/// were named. A unit within a named module becomes part of it.
+fn leaves(
+    params: &[Param],
+    indices: &HashMap<u64, usize>,
+    modules: &[Vec<Param>],
+) -> Result<Vec<Vec<usize>>> {
+    let mut units: BTreeMap<Unit, Vec<usize>> = BTreeMap::new();
+    for (index, unit) in params.iter().enumerate().filter_map(|(index, param)| Some((index, param.unit()?))) {
+        units.entry(unit).or_default().push(index);
+    }
     let mut taken = HashSet::new();
     let mut leaves = Vec::with_capacity(modules.len());
     for module in modules.iter().filter(|module| !module.is_empty()) {
@@ -441,10 +450,15 @@ fn leaves(indices: &HashMap<u64, usize>, modules: &[Vec<Param>]) -> Result<Vec<V
                 return Err(fail("is in more than one leaf module; one must not lie in another"));
             }
             leaf.push(param);
+            let unit = member.unit().and_then(|unit| units.remove(&unit)).unwrap_or_default();
+            leaf.extend(unit);
         }
         leaf.sort_unstable();
+        leaf.dedup();
+        taken.extend(leaf.iter().copied());
         leaves.push(leaf);
     }
+    leaves.extend(units.into_values());
     Ok(leaves)
 }
 

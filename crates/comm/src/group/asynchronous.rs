@@ -9,7 +9,7 @@ use super::{Call, Group};
 use crate::backend::Message;
 use crate::dtype::{DType, ReduceOp};
 use crate::lane::Work;
-use crate::op::Kind;
+use crate::op::{Collective, Kind};
 use crate::region::Region;
 
 impl Group {
@@ -77,6 +77,14 @@ impl Group {
     pub fn all_gather_coalesced(&self, pairs: &[(Region, Region)], dtype: DType) -> Work {
         let call = Call::new(self, dtype, Location::caller());
         self.start(call.all_gather(pairs))
+    }
+
+    /// The same for buffers that are alike and yet not the same thing: ranks whose `identity` differs disagree, even where
+    /// all sizes agree.
+    #[track_caller]
+    pub fn all_gather_identified(&self, pairs: &[(Region, Region)], dtype: DType, identity: u64) -> Work {
+        let call = Call::new(self, dtype, Location::caller());
+        self.start(call.all_gather(pairs).map(|operation| Collective { identity, ..operation }))
     }
 
     /// Starts an [`all_gather_unequal`](Group::all_gather_unequal).

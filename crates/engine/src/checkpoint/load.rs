@@ -117,7 +117,8 @@ impl Engine {
         self.half_loaded = None;
         let is_own = |name: &String| self.store.params().iter().any(|param| param.name() == name);
         let aliases = manifest.aliases.iter().filter(|(_, name)| is_own(name));
-        self.aliases = aliases.map(|(alias, name)| (alias.clone(), name.clone())).collect();
+        let aliases: Vec<_> = aliases.map(|(alias, name)| (alias.clone(), name.clone())).collect();
+        self.aliases.extend(aliases);
         let changes = self.changes(&checkpoint);
         if leads {
             changes.iter().for_each(|change| tracing::info!("since the checkpoint: {change}"));

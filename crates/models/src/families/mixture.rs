@@ -40,8 +40,10 @@ impl Mixture {
             Linear::normal(init, inputs, outputs, false, WeightLayout::OutIn, std)
         };
         let router = linear(&at.at("gate"), width, config.experts);
+        // A rank's tokens choose which experts it reads; all of them are gathered, whatever was chosen.
+        let experts = at.at("experts").as_unit();
         let expert = |index: usize| {
-            let at = at.at(format!("experts.{index}"));
+            let at = experts.at(index);
             let gate = linear(&at.at("w1"), width, inner);
             let down = linear(&at.at("w2"), inner, width);
             let up = linear(&at.at("w3"), width, inner);
