@@ -6,6 +6,7 @@
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
+use crate::deepspeed::{Foreign, is_universal};
 use crate::error::{CheckpointError, Result};
 use crate::fs::FileSystem;
 use crate::manifest::{MANIFEST_FILE, Manifest};
@@ -14,6 +15,8 @@ use crate::manifest::{MANIFEST_FILE, Manifest};
 pub const LOCK_FILE: &str = ".ferrospeed.lock";
 /// The hint.
 pub const LATEST_FILE: &str = "latest";
+/// The hint for universal checkpoints.
+pub const LATEST_UNIVERSAL_FILE: &str = "latest_universal";
 
 /// Which checkpoints stay when a new one is complete. The newest always stays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -106,12 +109,45 @@ pub fn list(dir: &Path) -> Result<Vec<Listed>> {
 
 /// What `latest` says, if it says anything.
 pub(crate) fn latest(dir: &Path) -> Option<String> {
-    let path = dir.join(LATEST_FILE);
+    hint(dir, LATEST_FILE)
+}
+
+fn hint(dir: &Path, file: &str) -> Option<String> {
+    let path = dir.join(file);
     if std::fs::metadata(&path).ok()?.len() > 4096 {
         return None;
     }
     let tag = std::fs::read_to_string(path).ok()?.trim().to_owned();
     check_tag(&tag).ok().map(|()| tag)
+}
+
+/// The folder of a checkpoint of our format or of DeepSpeed's: of this tag, or the one that `latest` names, or our newest.
+pub fn resolve_any(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    let named = tag.map(str::to_owned).or_else(|| latest(dir));
+    let named = named.filter(|tag| check_tag(tag).is_ok()).map(|tag| dir.join(tag));
+    match named.filter(|path| !path.join(MANIFEST_FILE).exists() && Foreign::is_one(path)) {
+        Some(foreign) => Ok(foreign),
+        None => resolve(dir, tag),
+    }
+}
+
+/// The folder of a universal checkpoint: of this tag, or the one that `latest_universal` names.
+pub fn resolve_universal(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    let missing = |why: String| CheckpointError::NotFound { dir: dir.to_path_buf(), why };
+    let named = tag.map(str::to_owned).or_else(|| hint(dir, LATEST_UNIVERSAL_FILE));
+    let tag = named.ok_or_else(|| {
+        missing(format!(
+            "checkpoint.load_universal is set, and there is no readable '{LATEST_UNIVERSAL_FILE}'; name the checkpoint's tag"
+        ))
+    })?;
+    check_tag(&tag)?;
+    let path = dir.join(&tag);
+    if is_universal(&path) {
+        return Ok(path);
+    }
+    Err(missing(format!(
+        "checkpoint.load_universal is set, and '{tag}' is no universal checkpoint: convert it, or remove the key (any checkpoint of ours loads on any number of ranks)"
+    )))
 }
 
 /// The folder of a checkpoint: of this tag, or where none is given the one that `latest` names, or the newest.

@@ -11,12 +11,17 @@ use std::sync::OnceLock;
 
 use crc32fast::Hasher;
 
+use crate::deepspeed::Foreign;
 use crate::disk::{self, Stretch, Window};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{BLOCK_BYTES, Dtype, Kind, MANIFEST_FILE, Manifest, TensorEntry};
+use crate::pt::Unknown;
 
 /// Files smaller than this are read through the system's cache.
 const DIRECT_FROM_BYTES: u64 = 16 << 20;
+
+/// Who wrote what was not written here.
+pub(crate) const FOREIGN: &str = "DeepSpeed";
 
 /// A file, opened at most once in each way.
 #[derive(Default)]
@@ -58,7 +63,8 @@ struct Block {
     wanted: usize,
     /// Which of its bytes belong to that.
     part: Range<usize>,
-    crc32: u32,
+    /// Its checksum; blocks of other programs' files have none.
+    crc32: Option<u32>,
 }
 
 /// An open checkpoint.
@@ -96,12 +102,30 @@ impl Checkpoint {
                 return Err(CheckpointError::file(&file_path, why));
             }
         }
+        Ok(Checkpoint::of_manifest(path.to_path_buf(), manifest))
+    }
+
+    /// Opens one checkpoint's folder, of our format or of DeepSpeed's.
+    pub fn open_any(path: &Path) -> Result<Checkpoint> {
+        if !path.join(MANIFEST_FILE).exists() && Foreign::is_one(path) {
+            return Foreign::open(path, Unknown::Refuse)?.into_checkpoint();
+        }
+        Checkpoint::open(path)
+    }
+
+    /// A checkpoint whose files are known to be there.
+    pub(crate) fn of_manifest(path: PathBuf, manifest: Manifest) -> Checkpoint {
         let mut index: HashMap<Kind, HashMap<String, usize>> = HashMap::new();
         for (at, tensor) in manifest.tensors.iter().enumerate() {
             index.entry(tensor.kind.clone()).or_default().insert(tensor.name.clone(), at);
         }
         let files = manifest.files.iter().map(|_| Opened::default()).collect();
-        Ok(Checkpoint { path: path.to_path_buf(), manifest, index, files })
+        Checkpoint { path, manifest, index, files }
+    }
+
+    /// Whether another program wrote it: its blocks have no checksums.
+    pub fn is_foreign(&self) -> bool {
+        self.manifest.written_by == FOREIGN
     }
 
     /// Its folder.
@@ -186,7 +210,7 @@ impl Checkpoint {
             while at < end {
                 let bytes = (piece.len * size - at).min(BLOCK_BYTES);
                 let part = start.saturating_sub(at) as usize..(end - at).min(bytes) as usize;
-                let crc32 = piece.crc32[(at / BLOCK_BYTES) as usize];
+                let crc32 = piece.crc32.get((at / BLOCK_BYTES) as usize).copied();
                 let known_by = Block { wanted: index, part, crc32 };
                 blocks.push(Stretch { file: piece.file, start: piece.offset + at, bytes, known_by });
                 at += bytes;
@@ -197,8 +221,9 @@ impl Checkpoint {
 
     /// Compares the checksum of a block.
     fn check(&self, tensor: &TensorEntry, stretch: &Stretch<Block>, bytes: &[u8]) -> Result<()> {
+        let Some(expected) = stretch.known_by.crc32 else { return Ok(()) };
         let found = crc32fast::hash(bytes);
-        if found == stretch.known_by.crc32 {
+        if found == expected {
             return Ok(());
         }
         Err(CheckpointError::Damaged {
@@ -207,7 +232,7 @@ impl Checkpoint {
             start: stretch.start,
             end: stretch.start + stretch.bytes,
             found,
-            expected: stretch.known_by.crc32,
+            expected,
         })
     }
 
@@ -307,7 +332,8 @@ impl Checkpoint {
         };
         for block in blocks {
             read_until(at, block.start, &mut crc)?;
-            crc.combine(&Hasher::new_with_initial_len(block.known_by.crc32, block.bytes));
+            let Some(known) = block.known_by.crc32 else { continue };
+            crc.combine(&Hasher::new_with_initial_len(known, block.bytes));
             at = block.start + block.bytes;
         }
         read_until(at, self.manifest.files[index].bytes, &mut crc)?;

@@ -10,7 +10,7 @@ mod weights;
 
 pub use load::{FindParameter, LoadOptions, Loaded};
 pub(crate) use save::Background;
-pub use save::SaveOptions;
+pub use save::{Format, SaveOptions};
 
 use ferrospeed_checkpoint::{Dtype, Kind};
 use ferrospeed_optim::Optimizer;

@@ -30,13 +30,15 @@ mod checkpoint;
 mod eigenvalues;
 mod engine;
 mod error;
+mod failure;
 mod features;
 mod loader;
 mod reports;
 mod setup;
 
-pub use checkpoint::{FindParameter, LoadOptions, Loaded, SaveOptions};
+pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions};
 pub use engine::{Engine, StepReport};
 pub use error::{EngineError, Result};
+pub use failure::Failure;
 pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
 pub use setup::{Options, Setup, initialize, initialize_model};

@@ -53,7 +53,8 @@ impl Recorder {
     }
 }
 
-/// A job to be resumed from an imported checkpoint.
+/// A job to be resumed from a checkpoint.
+#[derive(Clone)]
 struct Job {
     name: String,
     model: Value,
@@ -123,7 +124,7 @@ impl Job {
             let device = engine.device().clone();
             let mut seen = Seen {
                 missing: loaded.missing,
-                aliases: Checkpoint::open(&loaded.path).unwrap().manifest().aliases.clone(),
+                aliases: Checkpoint::open_any(&loaded.path).unwrap().manifest().aliases.clone(),
                 loaded: weights(&engine),
                 losses: Vec::new(),
                 lr: Vec::new(),
@@ -149,6 +150,20 @@ impl Job {
             }
             seen
         })
+    }
+}
+
+/// A checkpoint that is read where it lies is the one that an import makes of it.
+fn assert_same_bits(name: &str, lying: &[Seen], imported: &[Seen]) {
+    for (lying, imported) in lying.iter().zip(imported) {
+        assert_eq!((&lying.missing, &lying.aliases), (&imported.missing, &imported.aliases), "{name}");
+        assert_eq!((&lying.losses, &lying.lr), (&imported.losses, &imported.lr), "{name}");
+        assert_eq!(lying.global_steps, imported.global_steps, "{name}");
+        assert_eq!(lying.values.len(), imported.values.len(), "{name}");
+        for (key, values) in lying.values.iter().chain(&lying.loaded) {
+            let other = imported.values.get(key).or_else(|| imported.loaded.get(key));
+            assert_eq!(other, Some(values), "{name}: {key}");
+        }
     }
 }
 
@@ -208,7 +223,8 @@ fn golden_deepspeed_checkpoints_resume_as_they_did() {
             tensors: tensors::read(&case.join("run.safetensors")),
             steps: saved..saved + size("steps_after"),
         });
-        let ranks = job.resume(dir.path());
+        let ranks = job.resume(&case.join("ckpt"));
+        assert_same_bits(&job.name, &ranks, &job.resume(dir.path()));
         let frozen = facts["model"]["freeze"].as_str();
         for name in &ranks[0].missing {
             assert!(frozen.is_some_and(|prefix| name.starts_with(prefix)), "{}: {name} is missing", job.name);
@@ -248,7 +264,11 @@ fn golden_universal_checkpoints_load_on_other_ranks_and_stages() {
             tensors: tensors::read(&path.with_extension("safetensors")),
             steps: 0..facts["losses"].as_array().unwrap().len(),
         });
-        let ranks = job.resume(dir.path());
+        assert_eq!(job.config["checkpoint"]["load_universal"], true, "{}", job.name);
+        let ranks = job.resume(&source.join("uni"));
+        let mut imported = (*job).clone();
+        imported.config["checkpoint"]["load_universal"] = false.into();
+        assert_same_bits(&job.name, &ranks, &Arc::new(imported).resume(dir.path()));
         for (name, loaded) in &ranks[0].loaded {
             // What is recorded as `master.` here is not that: it holds an optimizer state, while `loaded.` and the
             // steps that follow are those of the weights.

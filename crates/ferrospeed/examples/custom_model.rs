@@ -7,7 +7,7 @@ use ferrospeed::comm::ConnectOptions;
 use ferrospeed::config::{AutoValues, Config};
 use ferrospeed::nn::{Init, Linear};
 use ferrospeed::tensor::random::RandomKey;
-use ferrospeed::{Device, Setup, Tensor, World, initialize, ops};
+use ferrospeed::{Device, Failure, Setup, Tensor, World, initialize, ops};
 
 const CONFIG: &str = r#"{
     "train_micro_batch_size_per_gpu": 64,
@@ -43,7 +43,7 @@ fn batch(rank: usize, step: u64, device: &Device) -> ferrospeed::tensor::Result<
     Ok((Tensor::from_slice(&x, [64, 2], device)?, Tensor::from_slice(&y, [64, 1], device)?))
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Result<(), Failure> {
     let launched = std::env::var_os("RANK").is_some();
     let world = if launched { World::connect(ConnectOptions::from_env()?)? } else { World::solo() };
     let (rank, ranks) = (world.rank(), world.size() as u64);
@@ -72,6 +72,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 #[test]
-fn it_learns() -> Result<(), Box<dyn std::error::Error>> {
+fn it_learns() -> Result<(), Failure> {
     main()
 }

@@ -4,6 +4,9 @@
 //! `backward` and `step`. Where its parameters, gradients and optimizer states live is the configuration's decision
 //! (ZeRO stages 0 to 3) and nothing the model knows of.
 //!
+//! Two parts are features, so that a small program stays small: `models` (families with Hugging Face names and files) and
+//! `data` (text, JSON lines, Parquet, token files, tokenizers).
+//!
 //! `examples/custom_model.rs` is a whole program of this kind. Start it on several ranks with
 //! `ferrospeed launch -n 2 -- PROGRAM`.
 //!
@@ -12,7 +15,7 @@
 //! use ferrospeed::nn::Linear;
 //! use ferrospeed::{Setup, initialize, ops};
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # fn main() -> Result<(), ferrospeed::Failure> {
 //! let text = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}"#;
 //! let (config, _) = Config::from_str("ds_config.json", text)?.resolve(1.try_into()?, &AutoValues::new())?;
 //! let (mut engine, layer) = initialize(&Setup::solo(config), |init| Linear::new(init, 4, 1, true))?;
@@ -26,7 +29,9 @@
 
 pub use ferrospeed_comm as comm;
 pub use ferrospeed_config as config;
+#[cfg(feature = "data")]
 pub use ferrospeed_data as data;
+#[cfg(feature = "models")]
 pub use ferrospeed_models as models;
 pub use ferrospeed_nn as nn;
 pub use ferrospeed_optim as optim;
@@ -34,5 +39,8 @@ pub use ferrospeed_tensor as tensor;
 pub use ferrospeed_zero as zero;
 
 pub use ferrospeed_comm::World;
-pub use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initialize, initialize_model};
+pub use ferrospeed_engine::{
+    DataLoader, Dataset, Engine, EngineError, Failure, FindParameter, Format, LoadOptions, Loaded,
+    LoaderOptions, Options, RepeatingLoader, SaveOptions, Setup, StepReport, initialize, initialize_model,
+};
 pub use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, ops};

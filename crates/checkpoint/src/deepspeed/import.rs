@@ -3,18 +3,19 @@
 //! Any number of ranks, ZeRO 1 to 3, the BF16 optimizer, and no ZeRO at all. What cannot be placed is an error.
 //! Of pipelines and mixtures of experts the weights are imported, by `split`.
 
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-use ferrospeed_comm::World;
 use serde_json::{Map, Value as Json, json};
 
+use crate::deepspeed::foreign::{Foreign, Tensor, Understood};
 use crate::deepspeed::fp32::{self, Placed, flat_groups, per_parameter, stage_of};
 use crate::deepspeed::source::{DeepSpeedFiles, Stretch, common_type, find, whole};
 use crate::deepspeed::split;
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{Dtype, GroupState, Kind, Origin, TrainingState};
 use crate::pt::{Unknown, Value};
-use crate::save::{Contents, Target, save};
+use crate::save::{Contents, Target};
 use crate::shard::PieceSpec;
 
 /// Keys of a module file that DeepSpeed itself writes; all others are the client's.
@@ -40,12 +41,6 @@ const OWN_KEYS: [&str; 19] = [
     "num_experts",
 ];
 
-/// One tensor to import.
-struct Imported {
-    spec: PieceSpec,
-    stretches: Vec<Stretch>,
-}
-
 /// Converts the checkpoint `tag` (or the one `latest` names) of the folder `source` and saves it as `target` says.
 pub fn import_deepspeed(
     source: &Path,
@@ -53,11 +48,15 @@ pub fn import_deepspeed(
     unknown: Unknown,
     target: &Target<'_>,
 ) -> Result<PathBuf> {
-    let path = find(source, tag)?;
-    if let Some(saved) = split::import(&path, unknown, target)? {
-        return Ok(saved);
+    Foreign::open(&find(source, tag)?, unknown)?.save(target)
+}
+
+/// What the checkpoint in the folder `path` holds, and where.
+pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
+    if let Some(understood) = split::understand(path, unknown)? {
+        return Ok(understood);
     }
-    let files = DeepSpeedFiles::open(&path, unknown)?;
+    let files = DeepSpeedFiles::open(path, unknown)?;
     let stage = match files.optimizers().first() {
         None => 0,
         Some(_) => files.optimizer(0, "zero_stage").ok().and_then(stage_of).unwrap_or(1),
@@ -70,25 +69,20 @@ pub fn import_deepspeed(
     let trained: Vec<&PieceSpec> =
         tensors.iter().map(|tensor| &tensor.spec).filter(|spec| spec.kind == Kind::Master).collect();
     fill_groups(&mut contents.training, module, optimizer, &trained);
-    let specs: Vec<PieceSpec> = tensors.iter().map(|tensor| tensor.spec.clone()).collect();
-    save(&World::solo().group(), target, contents, &specs, &mut |piece, range, out| {
-        files
-            .read_bytes(&tensors[piece].stretches, range.start, range.end, out)
-            .map_err(|error| error.to_string())
-    })
+    Ok((contents, tensors, files.paths()))
 }
 
-fn imported(kind: Kind, place: usize, (name, shape, stretches): Placed, fallback: Dtype) -> Result<Imported> {
+fn imported(kind: Kind, place: usize, (name, shape, stretches): Placed, fallback: Dtype) -> Result<Tensor> {
     let dtype = if stretches.is_empty() { Some(fallback) } else { common_type(&stretches) };
     let dtype =
         dtype.ok_or_else(|| CheckpointError::Request(format!("'{name}' has parts of several types")))?;
     let len = shape.iter().product();
     let spec = PieceSpec { name, kind, shape, dtype, place: place as u64, start: 0, len };
-    Ok(Imported { spec, stretches })
+    Ok(Tensor { spec, stretches })
 }
 
 /// Adds buffers and frozen parameters behind what is trained.
-fn add_rest(files: &DeepSpeedFiles, stage: u64, tensors: &mut Vec<Imported>) -> Result<()> {
+fn add_rest(files: &DeepSpeedFiles, stage: u64, tensors: &mut Vec<Tensor>) -> Result<()> {
     for frozen in fp32::frozen(files, stage)? {
         let (placed, dtype) = frozen.into_placed();
         tensors.push(imported(Kind::Weight, tensors.len(), placed, dtype)?);
@@ -99,10 +93,9 @@ fn add_rest(files: &DeepSpeedFiles, stage: u64, tensors: &mut Vec<Imported>) -> 
     }
     // Below stage 2 frozen parameters are listed nowhere else.
     let known: Vec<String> = tensors.iter().map(|tensor| tensor.spec.name.clone()).collect();
-    let aliases = files.at(0, &["shared_params"]).ok().and_then(Value::pairs).unwrap_or_default();
+    let aliases = aliases(files.files[0].value());
     for (name, tensor) in module_tensors(files)? {
-        let is_alias = aliases.iter().any(|(alias, _)| alias.as_str() == Some(name));
-        if stage < 3 && !is_alias && !known.iter().any(|known| known == name) {
+        if stage < 3 && !aliases.contains_key(name) && !known.iter().any(|known| known == name) {
             let placed = (name.to_owned(), tensor.shape.clone(), vec![whole(0, tensor)]);
             tensors.push(imported(Kind::Weight, tensors.len(), placed, tensor.dtype)?);
         }
@@ -115,7 +108,7 @@ fn module_tensors(files: &DeepSpeedFiles) -> Result<Vec<(&str, &crate::pt::Store
     Ok(pairs.iter().filter_map(|(name, value)| Some((name.as_str()?, value.as_tensor()?))).collect())
 }
 
-fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Imported>, u64)> {
+fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Tensor>, u64)> {
     let groups = files.param_shapes()?;
     let ranks = files.optimizers().len();
     let mut tensors = Vec::new();
@@ -202,12 +195,14 @@ fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Result<States> {
 }
 
 /// No ZeRO: whole tensors in the module file, states by the number of the parameter.
-fn without_zero(files: &DeepSpeedFiles) -> Result<(Vec<Imported>, u64)> {
+fn without_zero(files: &DeepSpeedFiles) -> Result<(Vec<Tensor>, u64)> {
     let buffer_names = files.at(0, &["buffer_names"])?.items().unwrap_or_default();
     let is_buffer = |name: &str| buffer_names.iter().any(|buffer| buffer.as_str() == Some(name));
     let optimizer = files.at(0, &["optimizer"])?;
     let state = optimizer.get("state").and_then(Value::pairs).unwrap_or_default();
-    let params: Vec<_> = module_tensors(files)?.into_iter().filter(|(name, _)| !is_buffer(name)).collect();
+    let aliases = aliases(files.files[0].value());
+    let is_param = |name: &str| !is_buffer(name) && !aliases.contains_key(name);
+    let params: Vec<_> = module_tensors(files)?.into_iter().filter(|(name, _)| is_param(name)).collect();
     let groups = optimizer.get("param_groups").and_then(Value::items).unwrap_or_default();
     let numbered: usize =
         groups.iter().filter_map(|group| group.get("params")?.items()).map(<[Value]>::len).sum();
@@ -269,10 +264,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
     let dtype = dtype.iter().filter_map(|(_, value)| value.as_tensor()).map(|tensor| tensor.dtype);
     let dtype =
         dtype.into_iter().find(|dtype| matches!(dtype, Dtype::F16 | Dtype::BF16)).unwrap_or(Dtype::F32);
-    let aliases = module.get("shared_params").and_then(Value::pairs).unwrap_or_default().iter();
-    let aliases =
-        aliases.filter_map(|(alias, name)| Some((alias.as_str()?.to_owned(), name.as_str()?.to_owned())));
-    let aliases = aliases.collect();
+    let aliases = aliases(module);
     let samples = module.get("global_samples").and_then(Value::as_u64);
     let batch = config["train_batch_size"].as_u64().unwrap_or(0);
     let samples = samples.unwrap_or(count("global_steps") * batch);
@@ -301,6 +293,26 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
         config,
         aliases,
     }
+}
+
+/// The other names of tied parameters: those that DeepSpeed lists, and those that lie in the same place of the same array.
+fn aliases(module: &Value) -> BTreeMap<String, String> {
+    let listed = module.get("shared_params").and_then(Value::pairs).unwrap_or_default().iter();
+    let listed =
+        listed.filter_map(|(alias, name)| Some((alias.as_str()?.to_owned(), name.as_str()?.to_owned())));
+    let mut aliases: BTreeMap<String, String> = listed.collect();
+    let mut seen = HashMap::new();
+    for (name, value) in module.get("module").and_then(Value::pairs).unwrap_or_default() {
+        let (Some(name), Some(tensor)) = (name.as_str(), value.as_tensor()) else { continue };
+        if tensor.numel() == 0 {
+            continue;
+        }
+        let first = *seen.entry((&tensor.storage, tensor.offset, &tensor.shape)).or_insert(name);
+        if first != name && !aliases.contains_key(first) {
+            aliases.entry(name.to_owned()).or_insert_with(|| first.to_owned());
+        }
+    }
+    aliases
 }
 
 /// The engine's name for a configured optimizer.

@@ -112,6 +112,11 @@ impl DeepSpeedFiles {
         })
     }
 
+    /// Where all files are.
+    pub(crate) fn paths(&self) -> Vec<PathBuf> {
+        self.files.iter().map(|file| file.path().to_path_buf()).collect()
+    }
+
     /// The module files.
     pub fn models(&self) -> &[PtFile] {
         &self.files[..self.model_files]
@@ -163,21 +168,6 @@ impl DeepSpeedFiles {
             values.append(&mut self.files[stretch.file].read_f32(&stretch.tensor, range)?);
         }
         Ok(values)
-    }
-
-    /// Appends elements `from..to` of what the stretches make together, as stored.
-    pub(crate) fn read_bytes(
-        &self,
-        stretches: &[Stretch],
-        from: u64,
-        to: u64,
-        out: &mut Vec<u8>,
-    ) -> Result<()> {
-        for stretch in slice(stretches, from, to - from).unwrap_or_default() {
-            let range = stretch.start..stretch.start + stretch.len;
-            self.files[stretch.file].read(&stretch.tensor, range, out)?;
-        }
-        Ok(())
     }
 }
 

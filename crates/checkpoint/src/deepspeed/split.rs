@@ -5,16 +5,14 @@
 //! `load_module_only`, or without optimizer states. Layers cut over tensor-parallel ranks, and experts
 //! that are numbered without their layer, are refused by name.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use ferrospeed_comm::World;
-
+use super::foreign::{Tensor, Understood};
 use super::import::contents;
 use super::source::{DeepSpeedFiles, names_in, whole};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{Dtype, Kind};
 use crate::pt::{Unknown, Value};
-use crate::save::{Target, save};
 use crate::shard::PieceSpec;
 
 const ENDING: &str = "model_states.pt";
@@ -60,8 +58,8 @@ fn held(name: &str) -> Result<Option<Held>, &'static str> {
     Ok(stem.starts_with("mp_rank_").then_some(Held::Module))
 }
 
-/// Imports a checkpoint of a pipeline or a mixture of experts; `None` when it is neither.
-pub(super) fn import(path: &Path, unknown: Unknown, target: &Target<'_>) -> Result<Option<PathBuf>> {
+/// Understands a checkpoint of a pipeline or a mixture of experts; `None` when it is neither.
+pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Understood>> {
     let mut parts = Vec::new();
     for name in names_in(path)? {
         match held(&name) {
@@ -80,7 +78,7 @@ pub(super) fn import(path: &Path, unknown: Unknown, target: &Target<'_>) -> Resu
     let module = parts.iter().position(|(_, held)| *held == Held::Module);
     let module = module.ok_or_else(|| CheckpointError::file(path, "holds no mp_rank_00_model_states.pt"))?;
 
-    let (mut specs, mut stretches) = (Vec::new(), Vec::new());
+    let mut found = Vec::new();
     for (file, (_, held)) in parts.iter().enumerate() {
         let value = files.files[file].value();
         let (tensors, prefix) = match held {
@@ -90,29 +88,27 @@ pub(super) fn import(path: &Path, unknown: Unknown, target: &Target<'_>) -> Resu
         };
         for (name, value) in tensors.pairs().unwrap_or_default() {
             let (Some(name), Some(tensor)) = (name.as_str(), value.as_tensor()) else { continue };
-            specs.push(PieceSpec {
+            let spec = PieceSpec {
                 name: format!("{prefix}{name}"),
                 kind: Kind::Weight,
                 shape: tensor.shape.clone(),
                 dtype: tensor.dtype,
-                place: specs.len() as u64,
+                place: found.len() as u64,
                 start: 0,
                 len: tensor.numel(),
-            });
-            stretches.push([whole(file, tensor)]);
+            };
+            found.push(Tensor { spec, stretches: vec![whole(file, tensor)] });
         }
     }
     let stage = 0;
     let mut contents = contents(files.files[module].value(), None, 0, stage);
-    let is_half = |spec: &&PieceSpec| matches!(spec.dtype, Dtype::F16 | Dtype::BF16);
-    contents.origin.dtype = specs.iter().find(is_half).map_or(Dtype::F32, |spec| spec.dtype);
+    let mut types = found.iter().map(|tensor| tensor.spec.dtype);
+    let half = types.find(|dtype| matches!(dtype, Dtype::F16 | Dtype::BF16));
+    contents.origin.dtype = half.unwrap_or(Dtype::F32);
     contents.origin.optimizer = None;
     tracing::warn!(
         "{}: weights, counters and schedule are imported, optimizer states of pipelines and mixtures of experts are not",
         path.display()
     );
-    let saved = save(&World::solo().group(), target, contents, &specs, &mut |piece, range, out| {
-        files.read_bytes(&stretches[piece], range.start, range.end, out).map_err(|error| error.to_string())
-    });
-    saved.map(Some)
+    Ok(Some((contents, found, files.paths())))
 }

@@ -26,7 +26,7 @@ pub fn export_universal(checkpoint: &Checkpoint, dir: &Path) -> Result<PathBuf> 
         return Err(error);
     }
     std::fs::rename(&partial, &folder).map_err(CheckpointError::io("rename", &partial))?;
-    let latest = dir.join("latest_universal");
+    let latest = dir.join(crate::directory::LATEST_UNIVERSAL_FILE);
     std::fs::write(&latest, &tag).map_err(CheckpointError::io("write", &latest))?;
     Ok(folder)
 }
@@ -35,9 +35,13 @@ fn write(checkpoint: &Checkpoint, folder: &Path) -> Result<()> {
     let zero = folder.join("zero");
     std::fs::create_dir_all(&zero).map_err(CheckpointError::io("create", &zero))?;
     let exporter = Exporter::new(checkpoint, ExportOptions { stage: 2, ranks: 1 })?;
-    let mut arrays = Arrays::default();
-    let module = exporter.module(0, &mut arrays);
-    arrays.write(checkpoint, &folder.join("mp_rank_00_model_states.pt"), &module)?;
+    // A stage 3 engine looks for its own name, with placeholders.
+    for (stage, prefix) in [(2, ""), (3, "zero_pp_rank_0_")] {
+        let mut arrays = Arrays::default();
+        let module = Exporter::new(checkpoint, ExportOptions { stage, ranks: 1 })?.module(0, &mut arrays);
+        let name = format!("{prefix}mp_rank_00_model_states.pt");
+        arrays.write(checkpoint, &folder.join(name), &module)?;
+    }
     for tensor in &checkpoint.manifest().tensors {
         let stem = match &tensor.kind {
             Kind::Master => "fp32",
@@ -49,16 +53,20 @@ fn write(checkpoint: &Checkpoint, folder: &Path) -> Result<()> {
             let why = format!("'{}' cannot be the name of a folder", tensor.name);
             return Err(CheckpointError::file(checkpoint.path(), why));
         }
-        let own = zero.join(&tensor.name);
-        std::fs::create_dir_all(&own).map_err(CheckpointError::io("create", &own))?;
-        let mut arrays = Arrays::default();
-        let param = arrays.add(Dtype::F32, &tensor.shape, all_of(tensor));
-        let value = Value::dict([("param", param), ("cat_dim", Value::Int(0))]);
-        arrays.write(checkpoint, &own.join(format!("{stem}.pt")), &value)?;
-        if tensor.kind == Kind::Master {
+        // A tied parameter is asked for by whichever name its model lists first.
+        let aliases = checkpoint.manifest().aliases.iter().filter(|(_, name)| **name == tensor.name);
+        for name in aliases.map(|(alias, _)| alias).chain([&tensor.name]).filter(|name| plain(name)) {
+            let own = zero.join(name);
+            std::fs::create_dir_all(&own).map_err(CheckpointError::io("create", &own))?;
             let mut arrays = Arrays::default();
-            let step = exporter.step(&mut arrays);
-            arrays.write(checkpoint, &own.join("step.pt"), &step)?;
+            let param = arrays.add(Dtype::F32, &tensor.shape, all_of(tensor));
+            let value = Value::dict([("param", param), ("cat_dim", Value::Int(0))]);
+            arrays.write(checkpoint, &own.join(format!("{stem}.pt")), &value)?;
+            if tensor.kind == Kind::Master {
+                let mut arrays = Arrays::default();
+                let step = exporter.step(&mut arrays);
+                arrays.write(checkpoint, &own.join("step.pt"), &step)?;
+            }
         }
     }
     let mut arrays = Arrays::default();
@@ -68,8 +76,15 @@ fn write(checkpoint: &Checkpoint, folder: &Path) -> Result<()> {
     let mut kept: Vec<(Value, Value)> =
         pairs.filter(|(key, _)| key.as_str().is_none_or(|key| !moved.contains(&key))).cloned().collect();
     let groups = state.get("base_optimizer_state").and_then(|base| base.get("param_groups"));
-    kept.push((Value::str("param_groups"), groups.cloned().unwrap_or(Value::None)));
+    let groups = groups.cloned().unwrap_or(Value::None);
+    kept.push((Value::str("param_groups"), groups.clone()));
+    // Stage 3 has the number of steps once for all parameters, here.
+    let mut arrays = Arrays::default();
+    let step = Value::dict([("step", exporter.step(&mut arrays))]);
+    let state = Value::Dict(vec![(Value::Int(0), step)]);
+    let of_stage_3 = Value::dict([("state", state), ("param_groups", groups)]);
+    kept.push((Value::str("optimizer_state_dict"), of_stage_3));
     kept.retain(|(key, _)| key.as_str() != Some("ds_version"));
     kept.push((Value::str("ds_version"), Value::str(VERSION)));
-    Arrays::default().write(checkpoint, &zero.join("optimizer_state.pt"), &Value::Dict(kept))
+    arrays.write(checkpoint, &zero.join("optimizer_state.pt"), &Value::Dict(kept))
 }

@@ -1,15 +1,15 @@
 //! DeepSpeed's universal checkpoints: a folder per parameter, a file per value, whole tensors.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use ferrospeed_comm::World;
-
+use crate::deepspeed::foreign::{Foreign, Tensor, Understood};
 use crate::deepspeed::import::{contents, fill_groups};
-use crate::deepspeed::source::natural;
+use crate::deepspeed::source::{Stretch, natural, shapes, whole};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::Kind;
-use crate::pt::{PtFile, StoredTensor, Unknown, Value};
-use crate::save::{Target, save};
+use crate::pt::{PtFile, Unknown, Value};
+use crate::save::Target;
 use crate::shard::PieceSpec;
 
 /// Whether a folder is a universal checkpoint.
@@ -17,20 +17,25 @@ pub fn is_universal(path: &Path) -> bool {
     path.join("zero").is_dir()
 }
 
-/// A value of a parameter and the file that holds it.
-struct Stored {
-    spec: PieceSpec,
-    path: PathBuf,
-    tensor: StoredTensor,
-}
-
 /// Converts the universal checkpoint in the folder `path` and saves it as `target` says.
 pub fn import_universal(path: &Path, unknown: Unknown, target: &Target<'_>) -> Result<PathBuf> {
-    let module = PtFile::open_with(&path.join("mp_rank_00_model_states.pt"), unknown)?;
+    Foreign::open(path, unknown)?.save(target)
+}
+
+/// What the universal checkpoint in the folder `path` holds, and where.
+pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
+    let module = PtFile::open_with(&module_file(path)?, unknown)?;
     let rest = PtFile::open_with(&path.join("zero").join("optimizer_state.pt"), unknown)?;
-    let mut tensors = Vec::new();
+    let known = contents(module.value(), Some(rest.value()), 0, 1);
+    let mut files = vec![module.path().to_path_buf()];
+    let mut tensors: Vec<Tensor> = Vec::new();
     let mut steps = None;
-    for (place, name) in parameters(path, module.value())?.into_iter().enumerate() {
+    let mut names = parameters(path, module.value())?;
+    let groups = module.value().get("param_shapes").and_then(Value::items).unwrap_or_default();
+    let shapes: HashMap<String, Vec<u64>> = groups.iter().filter_map(shapes).flatten().collect();
+    // A tied parameter may have a folder under each of its names.
+    names.retain(|name| !known.aliases.contains_key(name));
+    for (place, name) in names.into_iter().enumerate() {
         let folder = path.join("zero").join(&name);
         for file in torch_files(&folder)? {
             let stem = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -49,20 +54,30 @@ pub fn import_universal(path: &Path, unknown: Unknown, target: &Target<'_>) -> R
             let tensor = opened.value().get("param").and_then(Value::as_tensor);
             let tensor =
                 tensor.ok_or_else(|| CheckpointError::file(&file, "holds no tensor 'param'"))?.clone();
+            // ZeRO-3's are flat, with the padding of its shares at the end.
+            let listed = shapes.get(&name).filter(|shape| tensor.shape.len() == 1 && shape.len() != 1);
+            let shape = listed.unwrap_or(&tensor.shape).clone();
+            let len = shape.iter().try_fold(1u64, |numel, size| numel.checked_mul(*size));
+            let len = len.filter(|len| *len <= tensor.numel()).ok_or_else(|| {
+                CheckpointError::file(&file, format!("holds {} elements, not {shape:?}", tensor.numel()))
+            })?;
             let kind = if stem == "fp32" { Kind::Master } else { Kind::State(stem) };
             let spec = PieceSpec {
                 name: name.clone(),
                 kind,
-                shape: tensor.shape.clone(),
+                shape,
                 dtype: tensor.dtype,
                 place: place as u64,
                 start: 0,
-                len: tensor.numel(),
+                len,
             };
-            tensors.push(Stored { spec, path: file, tensor });
+            let stretch = Stretch { len, ..whole(files.len(), &tensor) };
+            tensors.push(Tensor { spec, stretches: vec![stretch] });
+            files.push(file);
         }
     }
-    let mut contents = contents(module.value(), Some(rest.value()), steps.unwrap_or(0), 1);
+    let mut contents = known;
+    contents.training.optimizer_steps = steps.or_else(|| step_of_all(&rest)).unwrap_or(0);
     // DeepSpeed leaves out what is not trained; the module file has it.
     let count = tensors.len();
     let pairs = module.value().get("module").and_then(Value::pairs).unwrap_or_default();
@@ -70,7 +85,7 @@ pub fn import_universal(path: &Path, unknown: Unknown, target: &Target<'_>) -> R
     for (index, (name, value)) in pairs.iter().enumerate() {
         let (Some(name), Some(tensor)) = (name.as_str(), value.as_tensor()) else { continue };
         let is_alias = contents.aliases.contains_key(name);
-        if is_alias || tensors[..count].iter().any(|stored| stored.spec.name == name) {
+        if is_alias || tensors[..count].iter().any(|tensor| tensor.spec.name == name) {
             continue;
         }
         let is_buffer = buffers.iter().any(|buffer| buffer.as_str() == Some(name));
@@ -83,22 +98,28 @@ pub fn import_universal(path: &Path, unknown: Unknown, target: &Target<'_>) -> R
             start: 0,
             len: tensor.numel(),
         };
-        tensors.push(Stored { spec, path: module.path().to_path_buf(), tensor: tensor.clone() });
+        tensors.push(Tensor { spec, stretches: vec![whole(0, tensor)] });
     }
-    let specs: Vec<PieceSpec> = tensors.iter().map(|stored| stored.spec.clone()).collect();
-    let trained: Vec<&PieceSpec> = specs.iter().filter(|spec| spec.kind == Kind::Master).collect();
+    let trained: Vec<&PieceSpec> =
+        tensors.iter().map(|tensor| &tensor.spec).filter(|spec| spec.kind == Kind::Master).collect();
     fill_groups(&mut contents.training, module.value(), Some(rest.value()), &trained);
-    let mut open: Option<(usize, PtFile)> = None;
-    save(&World::solo().group(), target, contents, &specs, &mut |piece, range, out| {
-        let stored = &tensors[piece];
-        let file = match open.take() {
-            Some((at, file)) if at == piece => file,
-            _ => PtFile::open_with(&stored.path, unknown).map_err(|error| error.to_string())?,
-        };
-        file.read(&stored.tensor, range, out).map_err(|error| error.to_string())?;
-        open = Some((piece, file));
-        Ok(())
-    })
+    Ok((contents, tensors, files))
+}
+
+/// The file with what is no tensor of its own: named after the first rank where ZeRO-3 wrote it.
+fn module_file(path: &Path) -> Result<PathBuf> {
+    let names = ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"];
+    let found = names.iter().map(|name| path.join(name)).find(|file| file.is_file());
+    found.ok_or_else(|| CheckpointError::file(path, format!("has neither {} nor {}", names[0], names[1])))
+}
+
+/// The number of steps where it is kept once for all parameters, as ZeRO-3 does.
+fn step_of_all(rest: &PtFile) -> Option<u64> {
+    let states = rest.value().get("optimizer_state_dict")?.get("state")?.pairs()?;
+    match states.first()?.1.get("step")? {
+        Value::Tensor(tensor) if tensor.numel() == 1 => Some(rest.read_f32(tensor, 0..1).ok()?[0] as u64),
+        other => other.as_u64(),
+    }
 }
 
 /// Parameters in the order of the module file, then those that only have a folder.

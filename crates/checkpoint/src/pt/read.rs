@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::error::{CheckpointError, Result};
 use crate::pt::pickle::{self, Limits, Unknown};
 use crate::pt::value::{StoredTensor, Value};
-use crate::pt::zip::ZipFile;
+use crate::pt::zip::{Entry, ZipFile};
 
 /// A larger pickle is refused: names and shapes of a million tensors take less.
 const MAX_PICKLE_BYTES: u64 = 512 << 20;
@@ -76,15 +76,7 @@ impl PtFile {
         if range.is_empty() {
             return Ok(());
         }
-        let name = format!("{}data/{}", self.folder, tensor.storage);
-        let entry = self.zip.entry(&name);
-        let entry =
-            entry.ok_or_else(|| CheckpointError::file(self.path(), format!("has no entry '{name}'")))?;
-        let size = tensor.dtype.size_bytes();
-        if entry.bytes != tensor.storage_numel * size {
-            let why = format!("'{name}' has {} bytes, expected {}", entry.bytes, tensor.storage_numel * size);
-            return Err(CheckpointError::file(self.path(), why));
-        }
+        let (entry, size) = (self.entry_of(tensor)?, tensor.dtype.size_bytes());
         let fresh = !self.checked.lock().unwrap_or_else(PoisonError::into_inner).contains(&tensor.storage);
         if fresh {
             self.zip.check(entry)?;
@@ -106,6 +98,39 @@ impl PtFile {
             self.zip.read(entry, at * size, element)?;
         }
         Ok(())
+    }
+
+    /// The array that a tensor is a view of.
+    fn entry_of(&self, tensor: &StoredTensor) -> Result<&Entry> {
+        let name = format!("{}data/{}", self.folder, tensor.storage);
+        let fail = |why: String| CheckpointError::file(self.path(), why);
+        let entry = self.zip.entry(&name).ok_or_else(|| fail(format!("has no entry '{name}'")))?;
+        let expected = tensor.storage_numel * tensor.dtype.size_bytes();
+        if entry.bytes != expected {
+            return Err(fail(format!("'{name}' has {} bytes, expected {expected}", entry.bytes)));
+        }
+        Ok(entry)
+    }
+
+    /// Where in the file a tensor's elements begin, which lie end to end there. One whose elements lie otherwise is refused.
+    pub(crate) fn start_of(&self, tensor: &StoredTensor) -> Result<u64> {
+        let size = tensor.dtype.size_bytes();
+        let entry = self.entry_of(tensor)?;
+        let end = tensor.offset.checked_add(tensor.numel()).and_then(|end| end.checked_mul(size));
+        if !tensor.is_contiguous() || end.is_none_or(|end| end > entry.bytes) {
+            let why = format!(
+                "a tensor of shape {:?} does not lie end to end in '{}': import the checkpoint with `ferrospeed checkpoint import-deepspeed`",
+                tensor.shape, entry.name
+            );
+            return Err(CheckpointError::file(self.path(), why));
+        }
+        Ok(entry.start + tensor.offset * size)
+    }
+
+    /// Compares the checksums of all arrays of a file.
+    pub(crate) fn check_arrays(path: &Path) -> Result<()> {
+        let zip = ZipFile::open(path)?;
+        zip.entries().iter().try_for_each(|entry| zip.check(entry))
     }
 
     /// All elements of a tensor.

@@ -177,7 +177,7 @@ pub(super) const CHECKPOINT: &[Key] = &[
         "What happens when ranks disagree about the tag.",
     )
     .done(),
-    key("load_universal", Kind::Bool, "false", "Load a universal checkpoint."),
+    key("load_universal", Kind::Bool, "false", "Load a universal checkpoint.").done(),
     key("use_node_local_storage", Kind::Bool, "false", "Each node writes to its own disk."),
     key("parallel_write", Kind::Section(PARALLEL_WRITE, Form::Plain), "{}", "Who writes what."),
 ];

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use ferrospeed_checkpoint::deepspeed::check_files;
 use ferrospeed_checkpoint::{
     Checkpoint, CheckpointError, Dtype, Kind, Readers, TensorEntry, TrainingState, Wanted, agree,
-    all_or_none, resolve,
+    all_or_none, resolve_any, resolve_universal,
 };
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::LossScalerState;
@@ -85,15 +86,23 @@ struct Plan<'c> {
 impl Engine {
     /// Loads a checkpoint from the folder `dir`. All ranks call it together.
     ///
+    /// One that DeepSpeed wrote is read where it lies, on any number of ranks; with `checkpoint.load_universal` it is a
+    /// universal one.
+    ///
     /// Nothing is changed before every rank has found all it needs. When reading fails after that (a damaged file), the
     /// error says where, and the engine refuses to train or save until another load has succeeded.
-    pub fn load_checkpoint(&mut self, dir: &Path, options: &LoadOptions<'_>) -> Result<Loaded> {
+    pub fn load_checkpoint(&mut self, dir: impl AsRef<Path>, options: &LoadOptions<'_>) -> Result<Loaded> {
+        let dir = dir.as_ref();
         self.finish_checkpoint()?;
         let group = self.world.group();
         let leads = self.world.rank() == 0;
+        let resolve = if self.config.checkpoint.load_universal { resolve_universal } else { resolve_any };
         let resolved = if leads { resolve(dir, options.tag) } else { Ok(PathBuf::new()) };
         let path = agree(&group, resolved)?.swap_remove(0);
-        let checkpoint = all_or_none(&group, Checkpoint::open(&path))?;
+        let checkpoint = all_or_none(&group, Checkpoint::open_any(&path))?;
+        if checkpoint.is_foreign() {
+            all_or_none(&group, check_files(&checkpoint, self.world.rank(), self.world.size()))?;
+        }
         let plan = all_or_none(&group, self.plan(&checkpoint, options))?;
         let state = all_or_none(&group, self.check_state(&checkpoint))?;
         self.half_loaded = Some(path.clone());

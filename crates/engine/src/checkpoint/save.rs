@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use ferrospeed_checkpoint::deepspeed::{ExportOptions, export_deepspeed, export_universal};
 use ferrospeed_checkpoint::{
-    CheckpointError, Contents, Disk, FileSystem, GroupState, Origin, PieceSpec, Retention, Target,
-    TrainingState, agree, save,
+    Checkpoint, CheckpointError, Contents, Disk, FileSystem, GroupState, Origin, PieceSpec, Retention,
+    Target, TrainingState, agree, save,
 };
 use ferrospeed_comm::Group;
 use ferrospeed_config::TagValidation;
@@ -18,6 +19,18 @@ use super::snapshot::Snapshot;
 use super::{kind_of, optimizer_name, stored_type};
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
+
+/// Whose files a save writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Format {
+    /// Ours: any number of ranks, any layout, checksums.
+    #[default]
+    Ferrospeed,
+    /// DeepSpeed's for this number of ranks and this ZeRO stage, which must be 1, 2 or 3.
+    DeepSpeed,
+    /// DeepSpeed's universal ones, under `TAG_universal`.
+    Universal,
+}
 
 /// How to save.
 #[derive(Clone)]
@@ -32,8 +45,10 @@ pub struct SaveOptions {
     pub exclude_frozen_parameters: bool,
     /// Samples that the data loader has given out. Default: those that all ranks trained on.
     pub data_position: Option<u64>,
-    /// Which older checkpoints stay.
+    /// Which older checkpoints stay; those of other formats all do.
     pub retention: Retention,
+    /// Whose files are written. Others than ours are made from ours, so that the folder needs room for both for a while.
+    pub format: Format,
     /// The disk; tests put another one here.
     pub fs: Arc<dyn FileSystem>,
 }
@@ -47,6 +62,7 @@ impl Default for SaveOptions {
             exclude_frozen_parameters: false,
             data_position: None,
             retention: Retention::default(),
+            format: Format::default(),
             fs: Arc::new(Disk),
         }
     }
@@ -82,8 +98,12 @@ impl Engine {
     /// Writes a checkpoint into the folder `dir` and returns its path. All ranks call it together, between steps.
     ///
     /// It is whole or absent, whenever a rank dies: see [`ferrospeed_checkpoint::save()`].
-    pub fn save_checkpoint(&mut self, dir: &Path, options: &SaveOptions) -> Result<PathBuf> {
+    pub fn save_checkpoint(&mut self, dir: impl AsRef<Path>, options: &SaveOptions) -> Result<PathBuf> {
+        let dir = dir.as_ref();
         self.finish_checkpoint()?;
+        if options.format != Format::Ferrospeed {
+            return self.save_foreign(dir, options);
+        }
         let draft = self.draft(options)?;
         let held = self.store.hold(&draft.pieces)?;
         let mut bytes = |piece: usize, range: Range<u64>, out: &mut Vec<u8>| {
@@ -94,12 +114,53 @@ impl Engine {
         Ok(save(&self.world.group(), &target, draft.contents, &draft.specs, &mut bytes)?)
     }
 
+    /// Saves in our format beside, and lets rank 0 write the other one from that.
+    fn save_foreign(&mut self, dir: &Path, options: &SaveOptions) -> Result<PathBuf> {
+        let stage = self.store.stage() as u8;
+        if options.format == Format::DeepSpeed && stage == 0 {
+            let why =
+                "DeepSpeed's layout without ZeRO is not written; use stage 1, 2 or 3, or Format::Universal";
+            return Err(EngineError::Argument { what: "checkpoint format", why: why.into() });
+        }
+        let beside = dir.join(".in-our-format");
+        let own =
+            SaveOptions { format: Format::Ferrospeed, retention: Retention::default(), ..options.clone() };
+        let saved = self.save_checkpoint(&beside, &own)?;
+        let group = self.world.group();
+        let ranks = self.world.size() as u64;
+        let write = || -> Result<PathBuf, CheckpointError> {
+            let checkpoint = Checkpoint::open(&saved)?;
+            let path = match options.format {
+                Format::Universal => export_universal(&checkpoint, dir)?,
+                _ => {
+                    export_deepspeed(&checkpoint, dir, ExportOptions { stage, ranks })?;
+                    dir.join(&checkpoint.manifest().tag)
+                }
+            };
+            if let Err(error) = std::fs::remove_dir_all(&beside) {
+                tracing::warn!("{}: cannot remove the copy in our format: {error}", beside.display());
+            }
+            Ok(path)
+        };
+        let written = if self.world.rank() == 0 { write() } else { Ok(PathBuf::new()) };
+        Ok(agree(&group, written)?.swap_remove(0))
+    }
+
     /// As [`Engine::save_checkpoint`], but returns at once. Files are written while training goes on: straight from the
     /// state while forward and backward run, which do not change it, and from a copy of the rest once a step would. One
     /// save runs at a time: a second waits for the first, so at most one copy of the state exists.
     /// [`Engine::finish_checkpoint`] says how it went.
-    pub fn save_checkpoint_in_background(&mut self, dir: &Path, options: &SaveOptions) -> Result<()> {
+    pub fn save_checkpoint_in_background(
+        &mut self,
+        dir: impl AsRef<Path>,
+        options: &SaveOptions,
+    ) -> Result<()> {
+        let dir = dir.as_ref();
         self.finish_checkpoint()?;
+        if options.format != Format::Ferrospeed {
+            let why = "only our own format is written in the background".to_owned();
+            return Err(EngineError::Argument { what: "checkpoint format", why });
+        }
         let draft = self.draft(options)?;
         let held = self.store.hold(&draft.pieces)?;
         let is_host = self.device().backend().is_host();
