@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::deepspeed::{Foreign, is_universal};
 use crate::error::{CheckpointError, Result};
 use crate::fs::FileSystem;
+use crate::load::Checkpoint;
 use crate::manifest::{MANIFEST_FILE, Manifest};
 
 /// The file whose lock a saving job holds.
@@ -105,6 +106,24 @@ pub fn list(dir: &Path) -> Result<Vec<Listed>> {
     }
     found.sort_by_key(|listed| (listed.manifest.unix_time_s, listed.manifest.training.global_steps));
     Ok(found)
+}
+
+/// The checkpoints of a folder that a run may go on from, the best first: the one that `latest` names, then the newest; and
+/// the folders that look like one and are not whole, each with what is wrong.
+pub fn candidates(dir: &Path) -> Result<(Vec<Listed>, Vec<(String, CheckpointError)>)> {
+    let mut whole = list(dir)?;
+    whole.reverse();
+    if let Some(hinted) = latest(dir).and_then(|tag| whole.iter().position(|listed| listed.tag == tag)) {
+        whole[..=hinted].rotate_right(1);
+    }
+    let mut broken = Vec::new();
+    for (name, path) in entries(dir)? {
+        if name.starts_with('.') || !path.is_dir() || whole.iter().any(|listed| listed.path == path) {
+            continue;
+        }
+        broken.extend(Checkpoint::open(&path).err().map(|error| (name, error)));
+    }
+    Ok((whole, broken))
 }
 
 /// What `latest` says, if it says anything.

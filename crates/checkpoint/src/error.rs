@@ -105,6 +105,15 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// Whether the checkpoint itself is at fault, so that an older one may do. What does not fit the model will not fit
+    /// from an older one either.
+    pub fn is_damage(&self) -> bool {
+        matches!(
+            self,
+            CheckpointError::Io { .. } | CheckpointError::File { .. } | CheckpointError::Damaged { .. }
+        )
+    }
+
     /// A file that is not what it should be.
     pub fn file(path: &Path, why: impl ToString) -> CheckpointError {
         CheckpointError::File { path: path.to_path_buf(), why: why.to_string() }

@@ -17,7 +17,7 @@ pub mod pt;
 pub mod save;
 pub mod shard;
 
-pub use directory::{Listed, Retention, list, resolve, resolve_any, resolve_universal};
+pub use directory::{Listed, Retention, candidates, list, resolve, resolve_any, resolve_universal};
 pub use error::{CheckpointError, Result};
 pub use fs::{Disk, FileSystem};
 pub use load::{Checkpoint, Readers, Verified, Wanted};

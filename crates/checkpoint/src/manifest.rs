@@ -18,7 +18,11 @@ pub const MANIFEST_FILE: &str = "manifest.json";
 /// What the manifest says it is.
 pub const FORMAT: &str = "ferrospeed-checkpoint";
 /// The version this crate writes, and the newest it reads.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// The first version whose manifests carry a checksum of themselves.
+const CHECKED_FROM: u64 = 2;
+/// The field with that checksum: CRC-32 of the manifest without it, as compact JSON.
+const CHECKSUM: &str = "checksum";
 /// Checksums cover blocks of at most this many bytes, so that part of a piece can be read and still be checked.
 pub const BLOCK_BYTES: u64 = 4 << 20;
 /// A manifest larger than this is not one of ours.
@@ -261,7 +265,7 @@ impl Manifest {
             return Err(CheckpointError::file(path, format!("has {bytes} bytes, too many for a manifest")));
         }
         let text = std::fs::read(path).map_err(CheckpointError::io("read", path))?;
-        let head: Value = serde_json::from_slice(&text)
+        let mut head: Value = serde_json::from_slice(&text)
             .map_err(|error| CheckpointError::file(path, format!("is not readable JSON: {error}")))?;
         if head["format"] != FORMAT {
             return Err(CheckpointError::file(path, "is not a manifest of this format"));
@@ -274,10 +278,19 @@ impl Manifest {
                 return Err(CheckpointError::file(path, why));
             }
         }
+        check_sum(&mut head).map_err(|why| CheckpointError::file(path, why))?;
         let manifest: Manifest = serde_json::from_value(head)
             .map_err(|error| CheckpointError::file(path, format!("is not a valid manifest: {error}")))?;
         manifest.check().map_err(|why| CheckpointError::file(path, why))?;
         Ok(manifest)
+    }
+
+    /// The manifest's file: JSON with a checksum of itself.
+    pub(crate) fn to_text(&self) -> Result<Vec<u8>, serde_json::Error> {
+        let mut value = serde_json::to_value(self)?;
+        let sum = crc32fast::hash(&serde_json::to_vec(&value)?);
+        value[CHECKSUM] = format!("{sum:08x}").into();
+        serde_json::to_vec_pretty(&value)
     }
 
     /// Checks that every tensor is covered once, by pieces that lie inside their files and apart from one another.
@@ -346,4 +359,25 @@ impl Manifest {
         }
         Ok(())
     }
+}
+
+/// Takes the checksum out of a manifest and compares it. What was written before there was one has none.
+fn check_sum(manifest: &mut Value) -> Result<(), String> {
+    let version = manifest["version"].as_u64().unwrap_or(0);
+    let said = manifest.as_object_mut().and_then(|fields| fields.shift_remove(CHECKSUM));
+    let Some(said) = said else {
+        return if version < CHECKED_FROM {
+            Ok(())
+        } else {
+            Err(format!("has no '{CHECKSUM}': it was changed after it was written; load an older checkpoint"))
+        };
+    };
+    let text = serde_json::to_vec(manifest).map_err(|error| error.to_string())?;
+    let found = format!("{:08x}", crc32fast::hash(&text));
+    if said == found.as_str() {
+        return Ok(());
+    }
+    Err(format!(
+        "was changed after it was written (checksum {found}, expected {said}): counters and positions in it cannot be trusted; load an older checkpoint"
+    ))
 }

@@ -188,7 +188,7 @@ fn commit(
     let (dir, fs) = (target.dir, target.fs);
     let manifest = assemble(tag, contents, reports)?;
     let path = partial.join(MANIFEST_FILE);
-    let text = serde_json::to_vec_pretty(&manifest).map_err(|error| CheckpointError::file(&path, error))?;
+    let text = manifest.to_text().map_err(|error| CheckpointError::file(&path, error))?;
     write_whole(fs, &path, &text)?;
     fs.sync_folder(partial).map_err(CheckpointError::io("sync", partial))?;
 

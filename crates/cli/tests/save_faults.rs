@@ -5,7 +5,7 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use support::{is_running, stderr, stdout, wait_until};
+use support::{is_running, may_mount, stderr, stdout, wait_until};
 
 const RECIPE: &str = r#"
     name = "small"
@@ -52,9 +52,7 @@ impl Workplace {
 
     /// Runs a shell script where file systems may be mounted that no one else sees; `None` where that is not allowed.
     fn with_mounts(&self, script: &str) -> Option<Output> {
-        let allowed = Command::new("unshare").args(["-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
-        if !allowed.is_ok_and(|output| output.status.success()) {
-            eprintln!("skipped: this machine does not let an ordinary process mount a tmpfs (unshare -rm)");
+        if !may_mount() {
             return None;
         }
         let output = Command::new("unshare")
@@ -122,11 +120,11 @@ fn a_run_killed_while_it_saves_leaves_whole_checkpoints() {
 
 #[test]
 fn a_full_disk_costs_the_new_checkpoint_and_never_the_old_one() {
-    let place = Workplace::new();
-    std::fs::create_dir_all(place.checkpoints()).unwrap();
     // Room for one checkpoint of some 800 kB and a spare megabyte, not for two; then none for another file, which free
     // space does not tell.
     for (limit, reason) in [("size=2200k", "are free"), ("size=64m,nr_inodes=7", "No space left on device")] {
+        let place = Workplace::new();
+        std::fs::create_dir_all(place.checkpoints()).unwrap();
         let script = format!(
             "mount -t tmpfs -o {limit} tmpfs \"$CHECKPOINTS\"
              if $FERROSPEED train recipe.toml; then exit 90; fi

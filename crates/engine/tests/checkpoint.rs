@@ -329,7 +329,7 @@ fn a_load_that_fails_halfway_leaves_an_engine_that_refuses_to_train() {
         let mut engine = engine(world, &configuration(2, "bf16"), &parameters, None, None, 1);
         let batch = batch(0, rank, &engine.device().clone());
         let before = engine.forward(|_| model.loss(&batch)).unwrap();
-        let error = engine.load_checkpoint(&folder.join("damaged"), &LoadOptions::default()).unwrap_err();
+        let error = engine.load_checkpoint(folder.join("damaged"), &LoadOptions::default()).unwrap_err();
         assert!(error.to_string().contains("is damaged between bytes"), "rank {rank}: {error}");
         let expect = |what: &str, outcome: Result<(), String>| {
             let error = outcome.err().unwrap_or_else(|| panic!("{what} went on with half a state"));
@@ -340,12 +340,12 @@ fn a_load_that_fails_halfway_leaves_an_engine_that_refuses_to_train() {
         expect("forward", forward.map_err(|error| error.to_string()));
         expect("backward", engine.backward(&before).map(drop).map_err(|error| error.to_string()));
         expect("step", engine.step().map(drop).map_err(|error| error.to_string()));
-        let saved = engine.save_checkpoint(&folder.join("new"), &SaveOptions::default()).map(drop);
+        let saved = engine.save_checkpoint(folder.join("new"), &SaveOptions::default()).map(drop);
         expect("save_checkpoint", saved.map_err(|error| error.to_string()));
         // A load that finds nothing changes nothing: the engine stays refused, and a good load frees it.
-        engine.load_checkpoint(&folder.join("absent"), &LoadOptions::default()).unwrap_err();
+        engine.load_checkpoint(folder.join("absent"), &LoadOptions::default()).unwrap_err();
         expect("step", engine.step().map(drop).map_err(|error| error.to_string()));
-        engine.load_checkpoint(&folder.join("whole"), &LoadOptions::default()).unwrap();
+        engine.load_checkpoint(folder.join("whole"), &LoadOptions::default()).unwrap();
         engine.forward(|_| model.loss(&batch)).unwrap();
     });
     assert!(!dir.path().join("new").exists());

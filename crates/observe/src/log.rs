@@ -19,6 +19,7 @@ pub struct JsonLines {
 impl JsonLines {
     /// A new, empty log.
     pub fn create(path: &Path) -> Result<JsonLines> {
+        refuse_special(path)?;
         let file =
             File::create(path).map_err(|source| ObserveError::Io { path: path.to_path_buf(), source })?;
         Ok(JsonLines { path: path.to_path_buf(), file })
@@ -26,6 +27,7 @@ impl JsonLines {
 
     /// A log that goes on: what is there stays.
     pub fn append(path: &Path) -> Result<JsonLines> {
+        refuse_special(path)?;
         let file = File::options().create(true).append(true).open(path);
         let file = file.map_err(|source| ObserveError::Io { path: path.to_path_buf(), source })?;
         Ok(JsonLines { path: path.to_path_buf(), file })
@@ -48,6 +50,7 @@ impl JsonLines {
 /// Reads a log. A last line without an end is still being written and is passed over.
 pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let failed = |source| ObserveError::Io { path: path.to_path_buf(), source };
+    refuse_special(path)?;
     let mut reader = BufReader::new(File::open(path).map_err(failed)?);
     let mut records = Vec::new();
     let mut text = String::new();
@@ -64,4 +67,15 @@ pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
         records.push(record);
     }
     Ok(records)
+}
+
+/// A log is a plain file: a device never ends, and a pipe waits for whoever is at its other end.
+fn refuse_special(path: &Path) -> Result<()> {
+    match std::fs::metadata(path) {
+        Ok(about) if !about.is_file() => {
+            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "is no plain file");
+            Err(ObserveError::Io { path: path.to_path_buf(), source })
+        }
+        _ => Ok(()),
+    }
 }

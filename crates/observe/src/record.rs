@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 /// What happened in one step. Numbers are written in full, so that two runs can be compared bit for bit; one that is
 /// NaN or infinite is written as `null` and read as NaN, for JSON has neither and a diverged run must be readable.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepRecord {
     /// Which step, from 1.
     pub step: u64,

@@ -7,8 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ferrospeed_checkpoint::deepspeed::Foreign;
 use ferrospeed_checkpoint::manifest::MANIFEST_FILE;
-use ferrospeed_checkpoint::{CheckpointError, Manifest, Retention, agree, list, resolve};
+use ferrospeed_checkpoint::{
+    CheckpointError, Manifest, Retention, agree, candidates, list, resolve, resolve_any,
+};
+use ferrospeed_comm::ReduceOp;
 use ferrospeed_engine::{Engine, EngineError, LoadOptions, Loaded, SaveOptions};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -36,20 +40,46 @@ impl Resume {
         if text == "auto" { Resume::Newest } else { Resume::Named(text.to_owned()) }
     }
 
-    /// The checkpoint to start from: its folder of checkpoints and its name. `None` starts at the first step.
-    pub fn find(&self, folder: &RunFolder) -> Result<Option<(PathBuf, String)>> {
+    /// Where to start from.
+    pub fn find(&self, folder: &RunFolder) -> Result<Starts> {
         let own = folder.checkpoints();
         match self {
             Resume::No => match present(&own)? {
-                Present::Nothing => Ok(None),
+                Present::Nothing => Ok(Starts::default()),
                 _ => Err(TrainError::Occupied { dir: own }),
             },
             Resume::Newest => match present(&own)? {
-                Present::Nothing => Ok(None),
-                Present::Some => Ok(Some(newest(&own)?)),
+                Present::Nothing => Ok(Starts::default()),
+                Present::Some => Starts::newest(&own),
             },
-            Resume::Named(text) => named(text, &own).map(Some),
+            Resume::Named(text) => {
+                Ok(Starts { candidates: vec![named(text, &own)?], passed_over: Vec::new() })
+            }
         }
+    }
+}
+
+/// The checkpoints that a run may start from.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Starts {
+    /// The folder and the name of each, the best first; none starts at the first step. The others are for when one
+    /// turns out to be damaged.
+    pub candidates: Vec<(PathBuf, String)>,
+    /// What is not whole, with the reason.
+    pub passed_over: Vec<String>,
+}
+
+impl Starts {
+    fn newest(dir: &Path) -> Result<Starts> {
+        let (whole, broken) = candidates(dir)?;
+        let passed_over: Vec<String> =
+            broken.iter().map(|(tag, why)| format!("checkpoint '{tag}' is passed over: {why}")).collect();
+        if whole.is_empty() {
+            let why = format!("there is no whole checkpoint to go on from\n{}", passed_over.join("\n"));
+            return Err(CheckpointError::NotFound { dir: dir.to_path_buf(), why }.into());
+        }
+        let candidates = whole.into_iter().map(|listed| (dir.to_path_buf(), listed.tag)).collect();
+        Ok(Starts { candidates, passed_over })
     }
 }
 
@@ -77,7 +107,7 @@ fn present(dir: &Path) -> Result<Present> {
 }
 
 fn newest(dir: &Path) -> Result<(PathBuf, String)> {
-    split(&resolve(dir, None)?)
+    split(&resolve_any(dir, None)?)
 }
 
 /// The folder and the name of a checkpoint; one that was set aside is found again by the name it had.
@@ -103,7 +133,7 @@ fn named(text: &str, own: &Path) -> Result<(PathBuf, String)> {
         return Err(CheckpointError::NotFound { dir: given.to_path_buf(), why }.into());
     }
     let of_run = RunFolder::at(given).checkpoints();
-    if given.join(MANIFEST_FILE).is_file() {
+    if given.join(MANIFEST_FILE).is_file() || Foreign::is_one(given) {
         let whole = given.canonicalize().map_err(TrainError::io(given))?;
         split(&whole)
     } else if of_run.is_dir() {
@@ -193,6 +223,7 @@ impl Checkpoints {
         engine: &mut Engine,
         resume: &Resume,
         folder: &RunFolder,
+        progress: &mut dyn Progress,
     ) -> Result<Option<(Loaded, Option<RunState>)>> {
         let group = engine.world().group();
         let mut own_error = None;
@@ -203,14 +234,38 @@ impl Checkpoints {
                 said
             })
         } else {
-            Ok(None)
+            Ok(Starts::default())
         };
         let found = agree(&group, found).map_err(|said| own_error.unwrap_or(TrainError::Checkpoint(said)))?;
-        let Some((dir, tag)) = found.into_iter().next().flatten() else { return Ok(None) };
-        let options = LoadOptions { tag: Some(&tag), ..Default::default() };
-        let loaded = engine.load_checkpoint(&dir, &options)?;
-        let state = serde_json::from_value(loaded.client_state.clone()).ok();
-        Ok(Some((loaded, state)))
+        let Starts { candidates, passed_over } = found.into_iter().next().unwrap_or_default();
+        tell(engine, progress, |progress| passed_over.iter().for_each(|text| progress.warning(text)));
+        let count = candidates.len();
+        for (index, (dir, tag)) in candidates.into_iter().enumerate() {
+            let options = LoadOptions { tag: Some(&tag), ..Default::default() };
+            let error = match engine.load_checkpoint(&dir, &options) {
+                Ok(loaded) => {
+                    let state = serde_json::from_value(loaded.client_state.clone()).ok();
+                    return Ok(Some((loaded, state)));
+                }
+                Err(error) => error,
+            };
+            // All ranks have failed together, each with what it saw: one that saw more than damage ends the search.
+            let other = match &error {
+                EngineError::Checkpoint(error) => {
+                    !error.is_damage() && !matches!(error, CheckpointError::Peer { .. })
+                }
+                _ => true,
+            };
+            let mut others = [f32::from(u8::from(other))];
+            group.all_reduce(&mut others, ReduceOp::Max)?;
+            if others[0] > 0.0 || index + 1 == count {
+                return Err(error.into());
+            }
+            tell(engine, progress, |progress| {
+                progress.warning(&format!("checkpoint '{tag}' is passed over: {error}"));
+            });
+        }
+        Ok(None)
     }
 
     /// Whether the recipe wants a checkpoint after this step, which is not the last.

@@ -36,6 +36,37 @@ pub enum TrainError {
         /// Where they are.
         dir: PathBuf,
     },
+    /// The run's folder holds an earlier run's log or weights, and the run was to start anew.
+    #[error(
+        "{}: an earlier run has left its log and weights here; go on with --resume, choose another --out, or remove them with --overwrite",
+        dir.display()
+    )]
+    Used {
+        /// The folder.
+        dir: PathBuf,
+    },
+    /// Another run writes into the folder now.
+    #[error(
+        "{}: another run is writing here ({holder} holds .ferrospeed.lock); wait for it, or choose another --out",
+        dir.display()
+    )]
+    Busy {
+        /// The folder.
+        dir: PathBuf,
+        /// Who.
+        holder: String,
+    },
+    /// The loss stopped being a number.
+    #[error(
+        "the run has diverged: {why}. Lower the learning rate, lengthen the warm-up, clip gradients (gradient_clipping) or use bf16 instead of fp16; weights were not exported, and --resume goes on from the last checkpoint where there is one"
+    )]
+    Diverged {
+        /// Since when, and what was the last good loss.
+        why: String,
+    },
+    /// The run is over, and something of it could not be written.
+    #[error("the run came to its end, but {0}")]
+    Unsaved(String),
     /// A checkpoint could not be found.
     #[error(transparent)]
     Checkpoint(#[from] ferrospeed_checkpoint::CheckpointError),

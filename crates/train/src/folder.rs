@@ -14,8 +14,16 @@
 //! | `sample.txt` | text the trained model wrote |
 //! | `data/` | texts as tokens, where the recipe names texts; made once, of no use to a finished run |
 //! | `logs/` | each rank's output |
+//! | `outcome.json` | why the run failed, if it did |
+//! | `.ferrospeed.lock` | held while a run writes here |
+//!
+//! A folder belongs to one run at a time, and a new run never writes over an old one's log and weights unless it is told to.
 
+use std::fs::{File, TryLockError};
+use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
+
+use serde_json::json;
 
 use crate::error::{Result, TrainError};
 
@@ -89,11 +97,129 @@ impl RunFolder {
         self.0.join("logs")
     }
 
+    /// `outcome.json`
+    pub fn outcome(&self) -> PathBuf {
+        self.0.join("outcome.json")
+    }
+
+    /// Whether a run has left a log, weights or checkpoints here.
+    pub fn holds_run(&self) -> bool {
+        let has_entries = |path: &Path| std::fs::read_dir(path).is_ok_and(|mut list| list.next().is_some());
+        self.log().exists() || has_entries(&self.model()) || has_entries(&self.checkpoints())
+    }
+
+    /// This folder, or the first of `NAME-2`, `NAME-3` … that holds no run.
+    pub fn or_next_free(&self) -> RunFolder {
+        let numbered = |number: u32| {
+            let mut name = self.0.file_name().unwrap_or_default().to_owned();
+            name.push(format!("-{number}"));
+            RunFolder(self.0.with_file_name(name))
+        };
+        let others = (2..10_000).map(numbered);
+        std::iter::once(self.clone()).chain(others).find(|folder| !folder.holds_run()).unwrap_or(self.clone())
+    }
+
+    /// Removes what a run has left here; texts that became tokens stay. Only who holds the lock may.
+    pub fn clear(&self) -> Result<()> {
+        for folder in [
+            self.config(),
+            self.checkpoints(),
+            self.model(),
+            self.wandb(),
+            self.logs(),
+            self.0.join("events"),
+        ] {
+            remove(std::fs::remove_dir_all(&folder), &folder)?;
+        }
+        for file in [self.log(), self.eval(), self.sample(), self.report(), self.outcome()] {
+            remove(std::fs::remove_file(&file), &file)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the folder for one run.
+    pub fn lock(&self) -> Result<FolderLock> {
+        std::fs::create_dir_all(&self.0).map_err(TrainError::io(&self.0))?;
+        let path = self.0.join(".ferrospeed.lock");
+        let mut options = File::options();
+        options.create(true).truncate(false).read(true).write(true);
+        let mut file = options.open(&path).map_err(TrainError::io(&path))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                let _ = (&file).take(200).read_to_string(&mut holder);
+                let holder = holder.chars().filter(|c| !c.is_control()).collect();
+                return Err(TrainError::Busy { dir: self.0.clone(), holder });
+            }
+            Err(TryLockError::Error(error)) => {
+                tracing::warn!(
+                    "{}: this file system has no locks ({error}); two runs must not share the folder",
+                    self.0.display()
+                );
+            }
+        }
+        // Who holds it is for people; the lock itself is the system's.
+        let written = file.set_len(0).and_then(|()| file.rewind());
+        let _ = written.and_then(|()| write!(file, "process {}", std::process::id()));
+        Ok(FolderLock { _file: file })
+    }
+
+    /// Writes down why a run failed, for those who watch it.
+    pub fn note_failure(&self, why: &str) {
+        let text = format!("{:#}\n", json!({ "state": "failed", "why": why }));
+        if let Err(error) = std::fs::write(self.outcome(), text) {
+            tracing::warn!("{}: {error}", self.outcome().display());
+        }
+    }
+
     /// Makes the folders.
     pub fn create(&self) -> Result<()> {
         for folder in [self.config(), self.model(), self.logs()] {
             std::fs::create_dir_all(&folder).map_err(TrainError::io(&folder))?;
         }
         Ok(())
+    }
+}
+
+/// The right to write into a run's folder, from a run's start to its end. The system gives it back when the process dies.
+#[derive(Debug)]
+pub struct FolderLock {
+    _file: File,
+}
+
+fn remove(outcome: std::io::Result<()>, path: &Path) -> Result<()> {
+    match outcome {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(TrainError::io(path)(error)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_one_runs_at_a_time_and_says_whose() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = RunFolder::at(place.path().join("run"));
+        let first = folder.lock().unwrap();
+        let error = folder.lock().unwrap_err().to_string();
+        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+        drop(first);
+        folder.lock().expect("a lock that nobody holds any more is nobody's");
+    }
+
+    #[test]
+    fn a_new_run_finds_a_folder_without_an_old_one() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = RunFolder::at(place.path().join("run"));
+        assert_eq!(folder.or_next_free(), folder);
+        folder.create().unwrap();
+        assert_eq!(folder.or_next_free(), folder, "empty folders are no run");
+        std::fs::write(folder.log(), "").unwrap();
+        assert!(folder.or_next_free().path().ends_with("run-2"));
+        folder.clear().unwrap();
+        assert_eq!(folder.or_next_free(), folder);
     }
 }

@@ -74,6 +74,9 @@ pub struct Recipe {
     /// Where random numbers start.
     #[serde(default = "default_seed")]
     pub seed: u64,
+    /// The run has diverged, and ends, after this many steps in a row whose loss or gradient is not a number.
+    #[serde(default = "default_max_bad_steps")]
+    pub max_bad_steps: u64,
     /// What is trained.
     pub model: ModelRecipe,
     /// What it is trained on.
@@ -235,6 +238,10 @@ pub struct SampleRecipe {
 
 fn one() -> u32 {
     1
+}
+
+fn default_max_bad_steps() -> u64 {
+    20
 }
 
 fn default_seed() -> u64 {

@@ -21,6 +21,8 @@ pub(crate) struct Records {
     log: JsonLines,
     eval: JsonLines,
     monitors: Monitors,
+    /// Why the logs are not complete.
+    pub(crate) broken: Option<String>,
 }
 
 impl Records {
@@ -38,7 +40,9 @@ impl Records {
             Ok(JsonLines::append(&path)?)
         };
         let (log, eval) = (open(folder.log())?, open(folder.eval())?);
-        Ok(Records { folder: folder.clone(), log, eval, monitors })
+        // What an earlier attempt failed of is over.
+        let _ = std::fs::remove_file(folder.outcome());
+        Ok(Records { folder: folder.clone(), log, eval, monitors, broken: None })
     }
 
     /// Says what the run is, for those who watch it.
@@ -51,19 +55,28 @@ impl Records {
     }
 
     /// Brings the logs to the disk, so that none is behind the checkpoint that is written next.
-    pub(crate) fn sync(&self) -> Result<()> {
-        self.log.sync()?;
-        Ok(self.eval.sync()?)
+    pub(crate) fn sync(&mut self) {
+        let synced = self.log.sync().and_then(|()| self.eval.sync());
+        self.tolerate(synced);
+    }
+
+    /// A log that cannot be written does not end a run: what was learned cannot be made again, a log can be done without.
+    fn tolerate(&mut self, outcome: ferrospeed_observe::Result<()>) {
+        let Err(error) = outcome else { return };
+        if self.broken.is_none() {
+            tracing::warn!("{error}; training goes on, and the log lacks what could not be written");
+        }
+        self.broken.get_or_insert(error.to_string());
     }
 
     /// `samples` were taken by all ranks before and after the step.
-    pub(crate) fn step(&mut self, record: &StepRecord, samples: Samples) -> Result<()> {
-        self.log.write(record)?;
+    pub(crate) fn step(&mut self, record: &StepRecord, samples: Samples) {
+        let logged = self.log.write(record);
+        self.tolerate(logged);
         // The log is the run's memory; a chart that cannot be drawn does not end the run.
         if let Err(error) = self.monitors.step(record, samples) {
             tracing::warn!("{error}");
         }
-        Ok(())
     }
 
     /// How sharply the loss bends in each block, where this step measured it.
@@ -76,12 +89,12 @@ impl Records {
         }
     }
 
-    pub(crate) fn eval(&mut self, record: &EvalRecord, samples: u64) -> Result<()> {
-        self.eval.write(record)?;
+    pub(crate) fn eval(&mut self, record: &EvalRecord, samples: u64) {
+        let logged = self.eval.write(record);
+        self.tolerate(logged);
         if let Err(error) = self.monitors.validation(record, samples) {
             tracing::warn!("{error}");
         }
-        Ok(())
     }
 
     /// Writes `report.html` from the logs.
@@ -91,20 +104,45 @@ impl Records {
         }
         let mut facts = info.facts();
         facts.push(("seconds".into(), format!("{:.1}", summary.seconds)));
-        let mut documents = Vec::new();
-        for name in ["recipe.toml", "ds_config.json"] {
-            let path = self.folder.config().join(name);
-            documents.push((name.to_owned(), std::fs::read_to_string(&path).map_err(TrainError::io(&path))?));
-        }
-        documents.extend(summary.sample.clone().map(|sample| ("sample".to_owned(), sample)));
-        let page = render(&Report {
-            title,
-            steps: &read_json_lines(&self.folder.log())?,
-            evals: &read_json_lines(&self.folder.eval())?,
-            facts: &facts,
-            documents: &documents,
-        });
-        std::fs::write(self.folder.report(), page).map_err(TrainError::io(self.folder.report()))
+        write_report(&self.folder, title, &facts, summary.sample.clone())
+    }
+}
+
+fn write_report(
+    folder: &RunFolder,
+    title: &str,
+    facts: &[(String, String)],
+    sample: Option<String>,
+) -> Result<()> {
+    let mut documents = Vec::new();
+    for name in ["recipe.toml", "ds_config.json"] {
+        let path = folder.config().join(name);
+        documents.push((name.to_owned(), std::fs::read_to_string(&path).map_err(TrainError::io(&path))?));
+    }
+    documents.extend(sample.map(|sample| ("sample".to_owned(), sample)));
+    let page = render(&Report {
+        title,
+        steps: &read_json_lines(&folder.log())?,
+        evals: &read_json_lines(&folder.eval())?,
+        facts,
+        documents: &documents,
+    });
+    std::fs::write(folder.report(), page).map_err(TrainError::io(folder.report()))
+}
+
+/// The report of a run that failed, from what it had written, and the note that it did. Whoever started the run calls it.
+pub fn report_failure(folder: &RunFolder, title: &str, why: &str) {
+    folder.note_failure(why);
+    let about = std::fs::read(folder.about()).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    let about: Value = about.unwrap_or(Value::Null);
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let facts =
+        about["facts"].as_object().into_iter().flatten().map(|(name, value)| (name.clone(), text(value)));
+    let facts: Vec<_> = std::iter::once(("failed".to_owned(), why.to_owned())).chain(facts).collect();
+    if folder.log().exists()
+        && let Err(error) = write_report(folder, title, &facts, None)
+    {
+        tracing::warn!("no report of the failed run: {error}");
     }
 }
 

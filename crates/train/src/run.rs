@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
-use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
+use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initialize_model};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_observe::monitor::Samples;
@@ -18,7 +19,8 @@ use serde_json::Value;
 use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::export::export;
-use crate::folder::RunFolder;
+use crate::folder::{FolderLock, RunFolder};
+use crate::health::Health;
 use crate::model::BuiltModel;
 use crate::peak;
 use crate::prepare::{Prepared, copy_tokenizer, prepare};
@@ -78,8 +80,8 @@ impl RunInfo {
 pub struct Summary {
     /// Steps taken.
     pub steps: u64,
-    /// The last step's loss.
-    pub loss: f32,
+    /// The last step's loss; none where all steps had been taken before.
+    pub loss: Option<f32>,
     /// The last validation's loss.
     pub validation_loss: Option<f32>,
     /// The text the model wrote.
@@ -122,6 +124,8 @@ pub struct Job<'a> {
     pub device: Device,
     /// Where files go.
     pub folder: &'a RunFolder,
+    /// Whether whoever started this rank holds the folder's lock; else rank 0 takes it.
+    pub folder_is_held: bool,
     /// Where it starts.
     pub resume: Resume,
     /// What signals ask for.
@@ -187,6 +191,7 @@ struct Run<'a> {
 pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let start = Instant::now();
     let (recipe, folder) = (job.recipe, job.folder);
+    let _lock = if job.folder_is_held { None } else { take_folder(job)? };
     let Prepared { sequences, codec, model } = prepare(recipe, job.path, folder, &mut |_| {})?;
     let BuiltModel { decoder: model, config: model_config, weights } = model;
     let (config, warnings) = recipe.config().map_err(|error| TrainError::Recipe {
@@ -213,7 +218,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         tokens: 0,
     };
     let mut checkpoints = Checkpoints::new(recipe, folder);
-    let resumed = run.resume(&checkpoints, &job.resume, folder)?;
+    let resumed = run.resume(&checkpoints, &job.resume, folder, progress)?;
     let done = resumed.as_ref().map(|resumed| resumed.step);
     let mut records = if rank == 0 {
         folder.create()?;
@@ -229,7 +234,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     let mut summary = Summary {
         steps: done.unwrap_or(0),
-        loss: f32::NAN,
+        loss: None,
         validation_loss: None,
         sample: None,
         ending: Ending::Finished,
@@ -239,20 +244,25 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         observing_cost: None,
     };
     let mut times_ms = [Vec::new(), Vec::new()];
+    let mut health = Health::new(recipe.max_bad_steps);
+    let mut unsaved = None;
     for step in summary.steps + 1..=recipe.steps {
         let step_begin = Instant::now();
         let observed = job.observing.is_on(step);
         let before = run.position.samples;
         let (record, asked) = run.step(step, &job.requests)?;
         let samples = Samples { before, after: run.position.samples };
-        (summary.steps, summary.loss) = (step, record.loss);
+        (summary.steps, summary.loss) = (step, Some(record.loss));
+        let verdict = health.judge(&record);
         if let Some(records) = records.as_mut().filter(|_| observed) {
             let begin = Instant::now();
-            records.step(&record, samples)?;
+            records.step(&record, samples);
             records.eigenvalues(run.engine.eigenvalues_of(step), samples.after);
             progress.step(&record);
             summary.observing_seconds += begin.elapsed().as_secs_f64();
         }
+        // Every rank sees the same losses, so all of them leave here.
+        verdict?;
         times_ms[usize::from(observed)].push(step_begin.elapsed().as_secs_f64() * 1e3);
         summary.ending = asked.filter(|_| step < recipe.steps).unwrap_or(Ending::Finished);
         let last = step == recipe.steps || asked.is_some();
@@ -262,7 +272,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             summary.validation_loss = Some(record.loss);
             if let Some(records) = &mut records {
                 let begin = Instant::now();
-                records.eval(&record, samples.after)?;
+                records.eval(&record, samples.after);
                 progress.eval(&record);
                 summary.observing_seconds += begin.elapsed().as_secs_f64();
             }
@@ -270,13 +280,19 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         checkpoints.look(&mut run.engine, progress)?;
         let stopped = summary.ending != Ending::Finished;
         let save_now = stopped || (last && checkpoints.is_due_at_end());
-        if let Some(records) = records.as_ref().filter(|_| save_now || checkpoints.is_due(step)) {
-            records.sync()?;
+        if let Some(records) = records.as_mut().filter(|_| save_now || checkpoints.is_due(step)) {
+            records.sync();
         }
         let (position, state) = (run.position.samples, run.state());
         if save_now {
-            let saved = checkpoints.save_now(&mut run.engine, position, &state, progress)?;
-            summary.checkpoint = Some(saved);
+            match checkpoints.save_now(&mut run.engine, position, &state, progress) {
+                Ok(saved) => summary.checkpoint = Some(saved),
+                // The weights are still here: they are exported before anybody is told.
+                Err(TrainError::Engine(EngineError::Checkpoint(error))) if summary.ending != Ending::Left => {
+                    unsaved = Some(format!("its last checkpoint was not saved: {error}"));
+                }
+                Err(error) => return Err(error),
+            }
         } else if checkpoints.is_due(step) {
             checkpoints.save(&mut run.engine, position, &state, progress)?;
         }
@@ -285,6 +301,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         }
     }
     checkpoints.wait(&mut run.engine, progress)?;
+    health.finish()?;
     if summary.ending != Ending::Left {
         export(run.engine.store(), &run.model, &run.model_config, &folder.model())?;
         if rank == 0 {
@@ -302,10 +319,34 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     summary.seconds = start.elapsed().as_secs_f64();
     if let Some(records) = records {
         let begin = Instant::now();
-        records.finish(&recipe.name, &info, &summary)?;
+        let broken = records.broken.clone().map(|why| format!("its log is not complete: {why}"));
+        let finished = records.finish(&recipe.name, &info, &summary);
+        unsaved =
+            unsaved.or(broken).or(finished.err().map(|error| format!("its report is missing: {error}")));
         summary.observing_seconds += begin.elapsed().as_secs_f64();
     }
-    Ok(summary)
+    match unsaved {
+        Some(what) => Err(TrainError::Unsaved(what)),
+        None => Ok(summary),
+    }
+}
+
+/// Rank 0 takes the folder where nobody did before; all ranks hear whether it could.
+fn take_folder(job: &Job<'_>) -> Result<Option<FolderLock>> {
+    let leads = job.world.rank() == 0;
+    let taken = if !leads {
+        Ok(None)
+    } else if job.resume == Resume::No && job.folder.holds_run() {
+        Err(TrainError::Used { dir: job.folder.path().to_path_buf() })
+    } else {
+        job.folder.lock().map(Some)
+    };
+    let said = taken.as_ref().map(|_| ()).map_err(|error| CheckpointError::Request(error.to_string()));
+    match (agree(&job.world.group(), said), taken) {
+        (Ok(_), Ok(lock)) => Ok(lock),
+        (_, Err(error)) => Err(error),
+        (Err(error), _) => Err(error.into()),
+    }
 }
 
 /// The resolved recipe and configuration, which reproduce the run.
@@ -336,8 +377,9 @@ impl Run<'_> {
         checkpoints: &Checkpoints,
         resume: &Resume,
         folder: &RunFolder,
+        progress: &mut dyn Progress,
     ) -> Result<Option<Resumed>> {
-        let Some((loaded, state)) = checkpoints.load(&mut self.engine, resume, folder)? else {
+        let Some((loaded, state)) = checkpoints.load(&mut self.engine, resume, folder, progress)? else {
             return Ok(None);
         };
         let mut changes = loaded.changes;

@@ -10,6 +10,7 @@ use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
     Ending, Job, Observing, Preparing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError,
+    report_failure,
 };
 
 use super::device::DeviceChoice;
@@ -31,6 +32,9 @@ pub(crate) struct TrainArgs {
     /// Go on from a checkpoint: auto (the newest of this run, or from the start where there is none), its name, or a folder
     #[arg(long, value_name = "auto|TAG|DIR", num_args = 0..=1, default_missing_value = "auto")]
     resume: Option<String>,
+    /// Remove what an earlier run has left in the folder, and start anew
+    #[arg(long, conflicts_with = "resume")]
+    overwrite: bool,
     /// Leave every other ten steps unlogged and unshown, and say what logs, monitors and progress cost
     #[arg(long = "measure_observing", alias = "measure-observing")]
     measure_observing: bool,
@@ -45,6 +49,9 @@ pub(crate) struct TrainArgs {
 /// Ranks may need this long to finish their step and save after a signal.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(600);
 
+/// Tells a rank that whoever started it holds the lock of the run's folder.
+const FOLDER_IS_HELD: &str = "FERROSPEED_FOLDER_IS_HELD";
+
 /// A run that saved and left as SIGTERM or SIGUSR2 asked: `EX_TEMPFAIL`, try again. `--resume` goes on.
 const EXIT_SAVED: u8 = 75;
 
@@ -56,20 +63,49 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     recipe.ranks = args.ranks.unwrap_or(recipe.ranks);
     let is_rank = std::env::var_os("RANK").is_some();
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
+    let folder = if is_rank { folder } else { own_folder(args, folder)? };
+    let mut lock = None;
     if !is_rank {
+        lock = Some(folder.lock().map_err(failure)?);
+        if args.overwrite {
+            folder.clear().map_err(failure)?;
+        }
         // Ranks look again; a mistake is said once, before any of them starts, and text becomes tokens once.
         ferrospeed_train::check(&recipe, &args.recipe, &folder, &mut tell_preparing()).map_err(failure)?;
         let start = args.resume().find(&folder).map_err(failure)?;
-        if args.resume.is_some() && start.is_none() {
+        if args.resume.is_some() && start.candidates.is_empty() {
             let folder = folder.checkpoints();
             print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
         }
     }
-    if is_rank || recipe.ranks == 1 {
-        run_rank(args, recipe, &folder)
+    let name = recipe.name.clone();
+    let outcome = if is_rank || recipe.ranks == 1 {
+        run_rank(args, recipe, &folder, lock.is_some())
     } else {
         start_ranks(args, &recipe, &folder)
+    };
+    // Who started the ranks writes down that they failed: they may not have lived to do so.
+    if let (Some(_), Err(failure)) = (&lock, &outcome) {
+        report_failure(&folder, &name, &failure.to_string());
     }
+    outcome
+}
+
+/// The folder the run may use: a new run does not write over an old one's log and weights.
+fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure> {
+    if args.resume.is_some() || args.overwrite || !folder.holds_run() {
+        return Ok(folder);
+    }
+    if args.out.is_some() {
+        return Err(failure(TrainError::Used { dir: folder.path().to_path_buf() }));
+    }
+    let free = folder.or_next_free();
+    print_note(&format!(
+        "{} holds an earlier run: this one goes to {} (--resume goes on with the earlier one, --overwrite replaces it)",
+        folder.path().display(),
+        free.path().display()
+    ));
+    Ok(free)
 }
 
 /// A line whenever another tenth of a text that is not small became tokens.
@@ -99,7 +135,9 @@ impl TrainArgs {
 
 fn failure(error: TrainError) -> Failure {
     match error {
-        TrainError::Recipe { .. } | TrainError::Occupied { .. } => Failure::Usage(error.to_string()),
+        TrainError::Recipe { .. } | TrainError::Occupied { .. } | TrainError::Used { .. } => {
+            Failure::Usage(error.to_string())
+        }
         other => Failure::Run(other.to_string()),
     }
 }
@@ -122,6 +160,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
         job.env.insert(TERMINAL.into(), terminal);
         job.output = OutputMode::Hidden;
     }
+    job.env.insert(FOLDER_IS_HELD.into(), "1".into());
     job.log_dir = Some(folder.logs());
     job.interrupt_grace = INTERRUPT_GRACE;
     if std::env::var_os("FERROSPEED_THREADS").is_none() && std::env::var_os("OMP_NUM_THREADS").is_none() {
@@ -133,7 +172,10 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     match &outcome {
         // Rank 0 has said what it saved.
         JobOutcome::Failed(report) if report.ended.exit_code() == EXIT_SAVED => {}
-        JobOutcome::Failed(report) => print_error(&report.to_string()),
+        JobOutcome::Failed(report) => {
+            print_error(&report.to_string());
+            report_failure(folder, &recipe.name, &report.to_string());
+        }
         JobOutcome::Interrupted { agreed_code: None, .. } => {
             print_error(
                 "the ranks were stopped before they had saved; --resume goes on from the last checkpoint",
@@ -144,7 +186,12 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     Ok(ExitCode::from(outcome.exit_code()))
 }
 
-fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<ExitCode, Failure> {
+fn run_rank(
+    args: &TrainArgs,
+    mut recipe: Recipe,
+    folder: &RunFolder,
+    holds_folder: bool,
+) -> Result<ExitCode, Failure> {
     // What concerns the whole job every rank would say; one is enough.
     let level = if std::env::var("RANK").is_ok_and(|rank| rank != "0") { "error" } else { "warn" };
     let _ = tracing_subscriber::fmt()
@@ -174,6 +221,7 @@ fn run_rank(args: &TrainArgs, mut recipe: Recipe, folder: &RunFolder) -> Result<
         world: world.clone(),
         device: args.device.open()?,
         folder,
+        folder_is_held: holds_folder || std::env::var_os(FOLDER_IS_HELD).is_some(),
         resume: args.resume(),
         requests,
         observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
@@ -216,11 +264,14 @@ fn conclusion(summary: &Summary, folder: &RunFolder) -> String {
     let how = if summary.ending == Ending::Finished { "finished" } else { "stopped by request after" };
     let validation =
         summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}"));
+    let Some(loss) = summary.loss else {
+        text.push_str(&format!("\nall {} steps were taken before: nothing is left to do\n", summary.steps));
+        return text;
+    };
     text.push_str(&format!(
-        "\n{how} {} steps in {:.1} s: loss {:.4}{validation}; logs, progress and report took {:.2} % of it\nreport   {}\nlog      {}\n",
+        "\n{how} {} steps in {:.1} s: loss {loss:.4}{validation}; logs, progress and report took {:.2} % of it\nreport   {}\nlog      {}\n",
         summary.steps,
         summary.seconds,
-        summary.loss,
         100.0 * summary.observing_seconds / summary.seconds.max(f64::MIN_POSITIVE),
         folder.report().display(),
         folder.log().display(),

@@ -72,3 +72,13 @@ pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
         std::thread::sleep(Duration::from_millis(5));
     }
 }
+
+/// Whether file systems may be mounted that no one else sees (`unshare -rm`); says so where they may not.
+pub(crate) fn may_mount() -> bool {
+    let tried = Command::new("unshare").args(["-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
+    let may = tried.is_ok_and(|output| output.status.success());
+    if !may {
+        eprintln!("skipped: this machine does not let an ordinary process mount a tmpfs (unshare -rm)");
+    }
+    may
+}

@@ -34,6 +34,8 @@ pub(super) enum State {
     Silent,
     /// Its report is written.
     Finished,
+    /// It ended with an error.
+    Failed,
 }
 
 /// A run that is watched.
@@ -82,6 +84,7 @@ impl WatchedRun {
             "name": name.unwrap_or_else(|| self.folder.display().to_string()),
             "path": self.folder.display().to_string(),
             "state": state,
+            "why": (state == State::Failed).then(|| failure(&self.folder)).flatten(),
             // Only where it says something: an answer that changes is drawn again.
             "idle_s": idle_s.filter(|_| state == State::Silent).map(f64::round),
             "step": steps.last().map(|record| record.step),
@@ -118,8 +121,17 @@ fn json(path: &Path) -> Option<Value> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
+/// Why a run failed, if it did.
+fn failure(folder: &Path) -> Option<String> {
+    let outcome = json(&folder.join("outcome.json"))?;
+    (outcome["state"] == "failed").then(|| outcome["why"].as_str().unwrap_or_default().to_owned())
+}
+
 fn state(folder: &Path, steps: &[&StepRecord]) -> (State, Option<f64>) {
     let modified = |name: &str| fs::metadata(folder.join(name)).and_then(|about| about.modified()).ok();
+    if failure(folder).is_some() {
+        return (State::Failed, None);
+    }
     let Some(log) = modified("log.jsonl") else { return (State::Starting, None) };
     let idle_s = SystemTime::now().duration_since(log).map_or(0.0, |idle| idle.as_secs_f64());
     // A report that is older than the log is that of an earlier run in this folder.

@@ -40,6 +40,7 @@ const RECIPE: &[Key] = &[
     required("steps", Kind::Count, || json!(1)),
     key("ranks", Kind::Count),
     key("seed", Kind::Count),
+    key("max_bad_steps", Kind::Count),
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
     required("data", Kind::Table(DATA), || json!({ "synthetic": 1, "sequence": 2 })),
     key("eval", Kind::Table(&[key("every", Kind::Count), key("sequences", Kind::Count)])),

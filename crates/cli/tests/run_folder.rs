@@ -1,0 +1,247 @@
+//! A run's folder is its own, what cannot be made again is saved first, and a run that failed says so.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use serde_json::Value;
+use support::{may_mount, stderr, stdout, wait_until};
+
+const RECIPE: &str = r#"
+    name = "small"
+    steps = 6
+    [model]
+    preset = "gpt2"
+    layers = 1
+    width = 32
+    heads = 2
+    [data]
+    text = ["text.txt"]
+    sequence = 16
+    [save]
+    every = 2
+    background = false
+    [ds_config]
+    train_micro_batch_size_per_gpu = 2
+    steps_per_print = 1000000
+    optimizer = { type = "AdamW", params = { lr = 3e-3 } }
+"#;
+
+struct Workplace(tempfile::TempDir);
+
+impl Workplace {
+    fn new() -> Workplace {
+        let folder = tempfile::tempdir().unwrap();
+        let text: String = (0..4000u32).map(|n| char::from(b'a' + (n * n % 89 % 26) as u8)).collect();
+        std::fs::write(folder.path().join("text.txt"), text).unwrap();
+        std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
+        Workplace(folder)
+    }
+
+    fn run_folder(&self, name: &str) -> PathBuf {
+        self.0.path().join("runs").join(name)
+    }
+
+    fn command(&self, more: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+        command.args(["train", "recipe.toml"]).args(more).current_dir(self.0.path()).stdin(Stdio::null());
+        command
+    }
+
+    fn train(&self, more: &[&str]) -> Output {
+        self.command(more).output().unwrap()
+    }
+
+    fn train_well(&self, more: &[&str]) -> Output {
+        let output = self.train(more);
+        assert!(output.status.success(), "{more:?}:\n{}\n{}", stdout(&output), stderr(&output));
+        output
+    }
+}
+
+/// A run that goes on until the test is over.
+struct Endless(Child);
+
+impl Drop for Endless {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn losses(run: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(run.join("log.jsonl")).unwrap();
+    let record = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+    text.lines().map(|line| record(line)["loss"].to_string()).collect()
+}
+
+fn outcome(run: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(run.join("outcome.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn a_second_run_is_kept_out_of_a_folder_in_use() {
+    let place = Workplace::new();
+    let out = place.run_folder("small");
+    for ranks in ["1", "2"] {
+        let _ = std::fs::remove_dir_all(&out);
+        let mut endless = place.command(&["-n", ranks, "--set", "steps=1000000"]);
+        let endless = Endless(endless.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+        wait_until("the first step", || out.join("log.jsonl").metadata().is_ok_and(|log| log.len() > 0));
+        for more in [&["--resume"][..], &["--overwrite"]] {
+            let second = place.train(&[&["-n", ranks], more].concat());
+            assert_eq!(second.status.code(), Some(1), "{}", stderr(&second));
+            assert!(stderr(&second).contains("another run is writing here"), "{}", stderr(&second));
+            assert!(stderr(&second).contains(&format!("process {}", endless.0.id())), "{}", stderr(&second));
+        }
+        drop(endless);
+        assert!(out.join("log.jsonl").exists(), "it was not touched");
+        // What a killed run held is free again.
+        place.train_well(&["-n", ranks, "--overwrite"]);
+    }
+}
+
+#[test]
+fn a_new_run_leaves_an_old_ones_log_and_weights_alone_unless_told() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let first = place.run_folder("small");
+    let weights = std::fs::read(first.join("model/model.safetensors")).unwrap();
+
+    let output = place.train_well(&["--set", "seed=7"]);
+    assert!(stderr(&output).contains("small-2"), "it says where it goes: {}", stderr(&output));
+    let second = place.run_folder("small-2");
+    assert_ne!(losses(&second), losses(&first));
+    assert_eq!(std::fs::read(first.join("model/model.safetensors")).unwrap(), weights);
+
+    let refused = place.train(&["--out", first.to_str().unwrap()]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("--overwrite"), "{}", stderr(&refused));
+    assert_eq!(std::fs::read(first.join("model/model.safetensors")).unwrap(), weights);
+
+    place.train_well(&["--out", first.to_str().unwrap(), "--overwrite", "--set", "seed=7"]);
+    assert_eq!(losses(&first), losses(&second), "and then it is the run it would have been elsewhere");
+}
+
+#[test]
+fn a_finished_run_that_is_resumed_says_that_nothing_is_left() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let again = place.train_well(&["--resume"]);
+    let said = stdout(&again) + &stderr(&again);
+    assert!(said.contains("all 6 steps were taken before") && !said.contains("NaN"), "{said}");
+}
+
+#[test]
+fn a_resume_passes_over_damaged_checkpoints_and_says_which() {
+    let place = Workplace::new();
+    place.train_well(&["-n", "2"]);
+    let run = place.run_folder("small");
+    let expected = losses(&run);
+    let checkpoints = run.join("checkpoints");
+
+    // Somebody edits a counter; everything else is as it was written.
+    let manifest = checkpoints.join("global_step6/manifest.json");
+    let text = std::fs::read_to_string(&manifest).unwrap();
+    std::fs::write(&manifest, text.replace("\"global_steps\": 6", "\"global_steps\": 5")).unwrap();
+    let verified = Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
+        .args(["checkpoint", "verify", "--tag", "global_step6"])
+        .arg(&checkpoints)
+        .output()
+        .unwrap();
+    assert!(!verified.status.success());
+    assert!(stderr(&verified).contains("was changed after it was written"), "{}", stderr(&verified));
+
+    // And a bit of the weights in the one before turns over.
+    let shard = checkpoints.join("global_step4/rank_00001.safetensors");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let last = bytes.len() - 5;
+    bytes[last] ^= 4;
+    std::fs::write(&shard, bytes).unwrap();
+
+    let output = place.train_well(&["-n", "2", "--resume"]);
+    let said = stderr(&output) + &stdout(&output);
+    for (tag, why) in [("global_step6", "was changed after it was written"), ("global_step4", "damaged")] {
+        assert!(said.contains(&format!("'{tag}' is passed over")) && said.contains(why), "{tag}: {said}");
+    }
+    assert_eq!(losses(&run), expected, "it goes on from step 2 as it did before");
+}
+
+#[test]
+fn a_run_that_diverges_ends_with_a_verdict_and_exports_nothing() {
+    let place = Workplace::new();
+    for ranks in ["1", "2"] {
+        let out = place.run_folder(&format!("diverged-{ranks}"));
+        let mut words = vec!["-n", ranks, "--out", out.to_str().unwrap(), "--set", "steps=40"];
+        words.extend(["--set", "optimizer.params.lr=1e38", "--set", "max_bad_steps=5"]);
+        let output = place.train(&words);
+        let said = stderr(&output) + &stdout(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("the run has diverged") && said.contains("is not a number"), "{said}");
+        assert!(!out.join("model/model.safetensors").exists(), "{ranks} ranks: bad weights were exported");
+        assert!(losses(&out).len() < 40, "it ends early");
+        let outcome = outcome(&out);
+        assert!(outcome["why"].as_str().unwrap().contains("diverged"), "{outcome}");
+        let report = std::fs::read_to_string(out.join("report.html")).unwrap();
+        assert!(report.contains("diverged"), "the report of a failed run says why");
+    }
+}
+
+/// Trains after a script has mounted what is to fail, in places no one else sees.
+fn train_after(place: &Workplace, script: &str) -> Option<String> {
+    if !may_mount() {
+        return None;
+    }
+    let script =
+        format!("{script}; \"$FERROSPEED\" train recipe.toml --set data.validation=0.1 --set eval.every=2");
+    let output = Command::new("unshare")
+        .args(["-rm", "sh", "-ec", &script])
+        .env("FERROSPEED", env!("CARGO_BIN_EXE_ferrospeed"))
+        .current_dir(place.0.path())
+        .output()
+        .unwrap();
+    let said = stderr(&output) + &stdout(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    Some(said)
+}
+
+#[test]
+fn weights_outlive_a_last_checkpoint_that_cannot_be_saved() {
+    let place = Workplace::new();
+    let out = place.run_folder("small");
+    let script = "mkdir -p runs/small/checkpoints; mount -t tmpfs -o size=16k tmpfs runs/small/checkpoints";
+    let Some(said) = train_after(&place, script) else { return };
+    assert!(said.contains("its last checkpoint was not saved"), "{said}");
+    assert!(out.join("model/model.safetensors").exists(), "{said}");
+    assert!(outcome(&out)["why"].as_str().unwrap().contains("was not saved"));
+}
+
+#[test]
+fn a_log_on_a_full_disk_costs_the_log_and_nothing_else() {
+    let place = Workplace::new();
+    let out = place.run_folder("small");
+    let script = "mkdir -p runs/small; mount -t tmpfs -o size=4k tmpfs /mnt; \
+                  head -c 4096 /dev/zero > /mnt/filled || true; touch /mnt/eval.jsonl; \
+                  ln -s /mnt/eval.jsonl runs/small/eval.jsonl";
+    let Some(said) = train_after(&place, script) else { return };
+    assert!(said.contains("its log is not complete") && said.contains("eval.jsonl"), "{said}");
+    assert!(out.join("model/model.safetensors").exists(), "{said}");
+    assert!(out.join("checkpoints/global_step6/manifest.json").exists(), "{said}");
+}
+
+#[test]
+fn a_log_that_is_no_plain_file_is_refused_at_once() {
+    let place = Workplace::new();
+    let out = place.run_folder("small");
+    std::fs::create_dir_all(&out).unwrap();
+    for special in ["/dev/full", "/dev/zero"] {
+        std::os::unix::fs::symlink(special, out.join("eval.jsonl")).unwrap();
+        let output = place.train(&["--overwrite", "--set", "name=other", "--out", "runs/other"]);
+        assert!(output.status.success(), "another run does not care");
+        let output = place.train(&["--resume"]);
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        assert!(stderr(&output).contains("is no plain file"), "{}", stderr(&output));
+        std::fs::remove_file(out.join("eval.jsonl")).unwrap();
+    }
+}
