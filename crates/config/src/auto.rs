@@ -8,7 +8,7 @@ use crate::check::Checked;
 use crate::diagnostic::{Code, Report};
 use crate::table::Form;
 
-/// Values for options that the file leaves to `"auto"`, by canonical path.
+/// Values for options that the file leaves to `"auto"`, by canonical path, each with where it comes from.
 ///
 /// ```
 /// use ferrospeed_config::AutoValues;
@@ -17,7 +17,18 @@ use crate::table::Form;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AutoValues {
-    by_path: BTreeMap<String, Value>,
+    by_path: BTreeMap<String, (Value, String)>,
+}
+
+/// What took the place of one `"auto"`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Filled {
+    /// The option.
+    pub path: String,
+    /// Its value.
+    pub value: Value,
+    /// Where that comes from.
+    pub from: String,
 }
 
 impl AutoValues {
@@ -27,25 +38,55 @@ impl AutoValues {
     }
 
     /// Adds the value for one path.
-    pub fn with(mut self, path: &str, value: impl Into<Value>) -> Self {
-        self.by_path.insert(path.to_owned(), value.into());
+    pub fn with(self, path: &str, value: impl Into<Value>) -> Self {
+        self.with_source(path, value, "the caller")
+    }
+
+    /// Adds the value for one path, and where it comes from.
+    pub fn with_source(mut self, path: &str, value: impl Into<Value>, from: impl Into<String>) -> Self {
+        self.by_path.insert(path.to_owned(), (value.into(), from.into()));
         self
     }
 
     /// Adds the ZeRO sizes that suit a model of this width, as the Hugging Face trainer chooses them.
     pub fn with_hidden_size(self, hidden_size: u64) -> Self {
         let square = hidden_size.saturating_mul(hidden_size).min(i64::MAX as u64);
-        self.with("zero_optimization.reduce_bucket_size", square)
-            .with("zero_optimization.prefetch_bucket_size", (square as f64 * 0.9) as u64)
-            .with(
+        let width = hidden_size as f64;
+        let from = |formula: &str| format!("the model's hidden size {hidden_size}: {formula}");
+        self.with_source("zero_optimization.reduce_bucket_size", square, from("its square"))
+            .with_source(
+                "zero_optimization.prefetch_bucket_size",
+                // In the trainer's order of factors, for the same last digit.
+                ((0.9 * width * width) as u64).min(i64::MAX as u64),
+                from("0.9 of its square"),
+            )
+            .with_source(
                 "zero_optimization.param_persistence_threshold",
                 hidden_size.saturating_mul(10).min(i64::MAX as u64),
+                from("10 times"),
             )
     }
 
     /// The value for a path.
     pub fn get(&self, path: &str) -> Option<&Value> {
-        self.by_path.get(path)
+        self.by_path.get(path).map(|(value, _)| value)
+    }
+
+    /// What stands for each of these `"auto"`s; where there is no value the default does, which `full` holds.
+    pub(crate) fn fill<'a>(
+        &self,
+        autos: impl Iterator<Item = &'a str>,
+        full: &Map<String, Value>,
+    ) -> Vec<Filled> {
+        let filled = |path: &str| match self.by_path.get(path) {
+            Some((value, from)) => Filled { path: path.to_owned(), value: value.clone(), from: from.clone() },
+            None => Filled {
+                path: path.to_owned(),
+                value: lookup(full, path).cloned().unwrap_or(Value::Null),
+                from: "the default".to_owned(),
+            },
+        };
+        autos.map(filled).collect()
     }
 }
 

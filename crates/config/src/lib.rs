@@ -25,7 +25,7 @@ pub mod table;
 mod typed;
 mod unresolved;
 
-pub use auto::AutoValues;
+pub use auto::{AutoValues, Filled};
 pub use batch::BatchSizes;
 pub use diagnostic::{Code, Diagnostic, Position, Report, Severity};
 pub use elasticity::Elasticity;

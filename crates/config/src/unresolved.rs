@@ -9,7 +9,7 @@ use base64::alphabet::URL_SAFE;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use serde_json::{Map, Value};
 
-use crate::auto::{AutoValues, lookup, substitute};
+use crate::auto::{AutoValues, Filled, lookup, substitute};
 use crate::batch::{self, BatchSizes, GivenBatchSizes};
 use crate::check::{Checked, check};
 use crate::defaults::fill_root;
@@ -139,6 +139,16 @@ impl Unresolved {
     /// The paths whose value is `"auto"`.
     pub fn autos(&self) -> impl Iterator<Item = &str> {
         self.checked.autos.iter().map(|(path, _)| path.as_str())
+    }
+
+    /// What takes the place of each `"auto"`, and where it comes from.
+    pub fn filled(&self, auto: &AutoValues) -> Vec<Filled> {
+        auto.fill(self.autos(), &complete(&self.without_autos()))
+    }
+
+    /// What the file gives for an option, by its canonical path: converted, and `"auto"` where that is written.
+    pub fn given(&self, path: &str) -> Option<&Value> {
+        lookup(&self.checked.given, path)
     }
 
     fn without_autos(&self) -> Map<String, Value> {

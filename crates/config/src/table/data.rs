@@ -1,5 +1,6 @@
 //! Curricula, token and layer dropping, eigenvalues.
 
+use super::later::DYNAMIC_BATCHING;
 use super::*;
 
 const SCHEDULE_TYPE: Kind = choice(&["fixed_linear", "fixed_root", "fixed_discrete", "custom"]);
@@ -61,6 +62,8 @@ const DATA_SAMPLING: &[Key] = &[
     key("enabled", Kind::Bool, "false", "Turn data sampling on."),
     key("num_epochs", POSITIVE_COUNT, "1000", "Passes over the data at most."),
     key("num_workers", COUNT, "0", "Loader threads."),
+    key("pin_memory", Kind::Bool, "false", "Page-lock what is loaded."),
+    key("dynamic_batching", Kind::Section(DYNAMIC_BATCHING, Form::Plain), "{}", "Batches of as many tokens."),
     key("curriculum_learning", Kind::Section(METRIC_CURRICULUM, Form::Plain), "{}", "Sample by difficulty."),
 ];
 

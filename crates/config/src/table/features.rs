@@ -1,5 +1,6 @@
 //! The smaller sections.
 
+use super::later::CHECKPOINT_WRITER;
 use super::*;
 
 /// `amp`.
@@ -179,20 +180,28 @@ pub(super) const CHECKPOINT: &[Key] = &[
     .done(),
     key("load_universal", Kind::Bool, "false", "Load a universal checkpoint.").done(),
     key("use_node_local_storage", Kind::Bool, "false", "Each node writes to its own disk."),
+    key("checkpoint_serialization", Kind::Bool, "true", "Write files in the framework's newer format.")
+        .inert("checkpoints have a format of their own"),
+    key("writer", Kind::Section(CHECKPOINT_WRITER, Form::Plain), "null", "How bytes are written."),
     key("parallel_write", Kind::Section(PARALLEL_WRITE, Form::Plain), "{}", "Who writes what."),
 ];
 
 /// `data_types`.
-pub(super) const DATA_TYPES: &[Key] =
-    &[key("grad_accum_dtype", Kind::DataType, "null", "Format in which gradients accumulate.").done()];
+pub(super) const DATA_TYPES: &[Key] = &[
+    key("grad_accum_dtype", Kind::DataType, "null", "Format in which gradients accumulate.").done(),
+    key("param_dtype", Kind::DataType, "null", "Format of parameters, where it is not that of training."),
+    key("buffer_dtype", Kind::DataType, "null", "Format of buffers."),
+    key("keep_in_fp32_modules", Kind::Json, "\"auto\"", "Names of buffers that stay in fp32."),
+];
 
 /// `aio`.
 pub(super) const AIO: &[Key] = &[
     key("block_size", POSITIVE_COUNT, "1048576", "Bytes per request."),
     key("queue_depth", POSITIVE_COUNT, "8", "Requests in flight."),
-    key("thread_count", POSITIVE_COUNT, "1", "Threads per request."),
+    key("thread_count", POSITIVE_COUNT, "1", "Threads per request.").alias(&["intra_op_parallelism"]),
     key("single_submit", Kind::Bool, "false", "Submit one request at a time."),
     key("overlap_events", Kind::Bool, "true", "Submit while others complete."),
+    key("use_gds", Kind::Bool, "false", "Read straight into device memory."),
 ];
 
 /// `hybrid_engine`.
@@ -203,6 +212,7 @@ pub(super) const HYBRID_ENGINE: &[Key] = &[
     key("release_inference_cache", Kind::Bool, "false", "Free the cache after generating."),
     key("pin_parameters", Kind::Bool, "true", "Page-lock offloaded parameters."),
     key("tp_gather_partition_size", POSITIVE_COUNT, "8", "Layers gathered at once."),
+    key("enable_cuda_graph", Kind::Bool, "false", "Replay the steps of generation as graphs."),
 ];
 
 /// `nebula`.
@@ -220,6 +230,24 @@ pub(super) const COMPILE: &[Key] = &[
     key("enabled", Kind::Bool, "false", "Compile the model."),
     key("backend", Kind::Text, "\"inductor\"", "Compiler."),
     key("kwargs", Kind::Json, "{}", "Passed to it."),
+    key("deepcompile", Kind::Bool, "false", "Let the compiler place gathers and reductions."),
+    key("autoep_non_moe", Kind::Bool, "false", "Compile what surrounds mixtures."),
+    key("free_activation", Kind::Bool, "false", "Free activations early."),
+    key("free_activation_threshold", COUNT, "10485760", "Bytes from which on."),
+    key("offload_activation", Kind::Bool, "false", "Keep activations in host memory."),
+    key("offload_activation_pin_memory", Kind::Bool, "true", "Page-lock it."),
+    key("offload_opt_states", Kind::Bool, "false", "Keep optimizer states in host memory."),
+    key("offload_parameters", Kind::Bool, "false", "Keep parameters in host memory."),
+    key("double_buffer", Kind::Bool, "true", "Fill one buffer while another travels."),
+    key("symmetric_memory", Kind::Bool, "false", "Exchange through symmetric memory."),
+    key("debug_log", Kind::Bool, "false", "Log what the compiler does."),
+    key("sync_before_reduce", Kind::Bool, "false", "Wait before reductions."),
+    key("sync_after_reduce", Kind::Bool, "false", "Wait after reductions."),
+    key("sync_before_allgather", Kind::Bool, "false", "Wait before gathers."),
+    key("sync_after_allgather", Kind::Bool, "false", "Wait after gathers."),
+    key("keep_int_input_tensors", Kind::Bool, "true", "Keep integer inputs."),
+    key("keep_all_input_tensors", Kind::Bool, "false", "Keep all inputs."),
+    key("passes", TEXT_LIST, "null", "Passes of the compiler."),
 ];
 
 /// `weight_quantization`.

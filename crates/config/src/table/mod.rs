@@ -6,6 +6,7 @@ mod attention;
 mod compression;
 mod data;
 mod features;
+mod later;
 mod optimizer;
 mod precision;
 mod root;

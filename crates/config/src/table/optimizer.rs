@@ -125,6 +125,7 @@ pub(super) const OPTIMIZERS: &[Variant] = &[
     not_yet("OneBitAdam", Some(ONE_BIT_ADAM)),
     not_yet("ZeroOneAdam", Some(ZERO_ONE_ADAM)),
     not_yet("OneBitLamb", Some(ONE_BIT_LAMB)),
+    not_yet("Muon", None),
     not_yet("MuAdam", None),
     not_yet("MuAdamW", None),
     not_yet("MuSGD", None),

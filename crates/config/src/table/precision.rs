@@ -42,4 +42,13 @@ pub(super) const BF16: &[Key] = &[
         "false",
         "Add each gradient to the fp32 buffer as it is produced.",
     ),
+    key("check_grad_overflow", Kind::Bool, "true", "Skip a step whose gradient is not a number.")
+        .inert("such a step is always skipped"),
+    key(
+        "bf16_master_weights_and_grads",
+        Kind::Bool,
+        "false",
+        "Keep master weights and gradients in bfloat16.",
+    ),
+    key("bf16_optimizer_states", Kind::Bool, "false", "Keep optimizer states in bfloat16."),
 ];

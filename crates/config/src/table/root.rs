@@ -4,6 +4,7 @@ use super::attention::SPARSE_ATTENTION;
 use super::compression::COMPRESSION;
 use super::data::{CURRICULUM, DATA_EFFICIENCY, EIGENVALUE, PROGRESSIVE_LAYER_DROP};
 use super::features::*;
+use super::later::{COMET, EXPERT_PARALLEL, TENSOR_PARALLEL, TIMERS, TORCH_AUTOCAST};
 use super::optimizer::OPTIMIZER;
 use super::precision::{BF16, FP16};
 use super::scheduler::SCHEDULER;
@@ -234,6 +235,35 @@ pub const ROOT: &[Key] = &[
         "false",
         "Rank order of mixture-of-experts groups: data before expert.",
     ),
+    key("comet", Kind::Section(COMET, Form::Schema), "{}", "Send training curves to Comet."),
+    key(
+        "torch_autocast",
+        Kind::Section(TORCH_AUTOCAST, Form::Plain),
+        "{}",
+        "Mixed precision operation by operation; use `bf16` or `fp16`.",
+    ),
+    key("tensor_parallel", Kind::Section(TENSOR_PARALLEL, Form::Schema), "{}", "Divide layers over ranks."),
+    key("expert_parallel", Kind::Section(EXPERT_PARALLEL, Form::Plain), "{}", "Divide experts over ranks."),
+    key("sequence_parallel_size", POSITIVE_COUNT, "1", "Ranks that share one sequence."),
+    key("data_parallel_size", POSITIVE_COUNT, "null", "Ranks that see different samples."),
+    key(
+        "gradient_allreduce_op",
+        Kind::Choice { values: &["mean", "sum"], any_case: true },
+        "\"mean\"",
+        "Whether gradients of ranks are averaged or added.",
+    ),
+    key(
+        "managed_gradient_accumulation",
+        Kind::Bool,
+        "true",
+        "Count micro-batches; see `Engine::set_gradient_accumulation_boundary`.",
+    ),
+    key("disable_python_gc", Kind::Bool, "false", "Collect Python's garbage only after steps.")
+        .inert("there is no Python here"),
+    key("log_level", Kind::Text, "null", "How much is logged.").inert("`RUST_LOG` says how much is logged"),
+    key("timers", Kind::Section(TIMERS, Form::Plain), "{}", "What is timed."),
+    key("datastates_ckpt", Kind::Json, "null", "Checkpoints by DataStates.")
+        .inert("checkpoints are written in the background here"),
     key("graph_harvesting", Kind::Bool, "false", "Capture and replay device graphs in the bf16 optimizer."),
     key("vocabulary_size", POSITIVE_COUNT, "null", "Only checked: a multiple of 8 is faster.").done(),
     key("disable_allgather", Kind::Bool, "false", "Has never done anything.")

@@ -1,5 +1,6 @@
 //! `zero_optimization`.
 
+use super::later::{LEAF_MODULE, ZENFLOW};
 use super::*;
 
 const OFFLOAD_DEVICE: Kind = choice(&["none", "cpu", "nvme"]);
@@ -22,6 +23,8 @@ const OFFLOAD_OPTIMIZER: &[Key] = &[
     key("pipeline_write", Kind::Bool, "false", "Write the last states while these are updated."),
     key("fast_init", Kind::Bool, "false", "Initialise NVMe states in bulk."),
     key("ratio", FRACTION, "1.0", "Share of the states that is updated on the CPU (stage 3 only)."),
+    key("super_offload", Kind::Bool, "false", "Update on the CPU while backward goes on (stage 3)."),
+    key("cpuadam_cores_perc", FRACTION, "0.8", "Share of the cores that updates."),
 ];
 
 const SWITCH_TO_CPU: &str = r#"{"device":"cpu"}"#;
@@ -124,6 +127,37 @@ pub(super) const ZERO: &[Key] = &[
     key("legacy_stage1", Kind::Bool, "false", "The first implementation of stage 1; it is gone."),
     key("round_robin_gradients", Kind::Bool, "false", "Spread gradient partitions over ranks in turn.")
         .done(),
+    key(
+        "zenflow",
+        Kind::Section(ZENFLOW, Form::Schema),
+        "null",
+        "Update the most important gradients first.",
+    ),
+    key(
+        "leaf_module",
+        Kind::Section(LEAF_MODULE, Form::Schema),
+        "{}",
+        "Modules that are gathered whole (stage 3).",
+    ),
+    key(
+        "module_granularity_threshold",
+        COUNT,
+        "0",
+        "Modules of smaller parameters are gathered whole (stage 3).",
+    )
+    .alias(&["stage3_module_granularity_threshold"]),
+    key("use_all_reduce_for_fetch_params", Kind::Bool, "false", "Gather parameters by a sum (stage 3).")
+        .alias(&["stage3_use_all_reduce_for_fetch_params"]),
+    key("allgather_sequential", Kind::Bool, "false", "Gather parameters one after another (stage 3).")
+        .alias(&["stage3_allgather_sequential"]),
+    key("compute_grad_norm", Kind::Bool, "true", "Measure the norm of gradients.")
+        .inert("the norm is always measured: it also finds what is no number"),
+    key("parameter_alignment", Kind::Bool, "false", "Align each parameter in its buffer."),
+    key("log_trace_cache_warnings", Kind::Bool, "false", "Log when the order of modules changes (stage 3)."),
+    key("enable_sanity_checks", Kind::Bool, "false", "Check that ranks agree.")
+        .inert("ranks always check that they agree"),
+    key("save_muon_momentum_buffer_in_memory", Kind::Bool, "false", "Where Muon's momentum stays (stage 3)."),
+    key("zeropp_loco_param", Kind::Json, "null", "LoCo: make up for the error of quantised gradients."),
     key("zero_hpz_partition_size", COUNT, "1", "ZeRO++: ranks that hold a second copy of the parameters."),
     key("zero_quantized_weights", Kind::Bool, "false", "ZeRO++: gather parameters as int8."),
     key(
