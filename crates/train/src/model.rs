@@ -83,6 +83,17 @@ impl ModelPlan {
         }
     }
 
+    /// The channels of its residual stream.
+    pub(crate) fn width(&self) -> u64 {
+        self.config.width as u64
+    }
+
+    /// The type of its weights, where its `config.json` says it.
+    pub(crate) fn dtype(&self) -> Option<String> {
+        let dtype = ["dtype", "torch_dtype"].iter().find_map(|key| self.json.get(*key)?.as_str());
+        dtype.map(str::to_owned)
+    }
+
     /// Builds the model and checks that it fits the data; every problem is a line. Says the model's vocabulary too.
     pub(crate) fn build(
         self,

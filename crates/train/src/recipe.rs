@@ -27,6 +27,10 @@
 //! sequence = 256                        # tokens per sequence
 //! validation = 0.05                     # a share, or files of the same kind: ["val.bin"]
 //!
+//! [training]               # fills the "auto"s of a ds_config; keys and defaults of Hugging Face's training arguments
+//! learning_rate = 3e-4
+//! warmup_steps = 20
+//!
 //! [eval]
 //! every = 50
 //! sequences = 64
@@ -50,15 +54,18 @@
 
 mod problems;
 mod schema;
+mod training;
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
-use ferrospeed_config::{AutoValues, Config, ConfigError};
+use ferrospeed_config::{Config, ConfigError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
+
+pub use training::TrainingRecipe;
 
 /// A recipe as it is written.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -81,6 +88,9 @@ pub struct Recipe {
     pub model: ModelRecipe,
     /// What it is trained on.
     pub data: DataRecipe,
+    /// What fills the `"auto"`s of the ds_config.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub training: Option<TrainingRecipe>,
     /// How it is measured.
     #[serde(default)]
     pub eval: EvalRecipe,
@@ -300,8 +310,8 @@ impl Recipe {
     /// The resolved configuration for the recipe's ranks.
     pub fn config(&self) -> Result<(Config, Vec<String>), ConfigError> {
         let ranks = NonZeroU64::new(u64::from(self.ranks)).unwrap_or(NonZeroU64::MIN);
-        let (config, report) =
-            Config::from_value("ds_config", &self.ds_config)?.resolve(ranks, &AutoValues::new())?;
+        let (unresolved, auto, _) = self.unresolved()?;
+        let (config, report) = unresolved.resolve(ranks, &auto)?;
         Ok((config, report.warnings().map(|warning| warning.to_string()).collect()))
     }
 }

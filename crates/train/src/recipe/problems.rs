@@ -33,10 +33,17 @@ impl Recipe {
         }
         self.data.problems(&mut refuse);
         self.model.problems(&mut refuse);
+        if let Some(training) = &self.training {
+            training.problems(&mut refuse);
+        }
         refuse(
             self.vocabulary_is_unknown(),
             "model.vocabulary: must be given, for token files do not say how many ids there are".into(),
         );
+        // An error of the file itself is met again by the resolution.
+        if let Ok((_, _, contradictions)) = self.unresolved() {
+            problems.extend(contradictions);
+        }
         if let Err(error) = self.config() {
             problems.push(error.to_string().replace('\n', "\n  "));
         }

@@ -43,6 +43,7 @@ const RECIPE: &[Key] = &[
     key("max_bad_steps", Kind::Count),
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
     required("data", Kind::Table(DATA), || json!({ "synthetic": 1, "sequence": 2 })),
+    key("training", Kind::Table(TRAINING)),
     key("eval", Kind::Table(&[key("every", Kind::Count), key("sequences", Kind::Count)])),
     key("save", Kind::Table(SAVE)),
     key("sample", Kind::Table(SAMPLE)),
@@ -76,6 +77,21 @@ const DATA: &[Key] = &[
     key("cache", Kind::Text),
     required("sequence", Kind::Count, || json!(2)),
     key("validation", Kind::NumberOrTexts),
+];
+
+const TRAINING: &[Key] = &[
+    key("per_device_train_batch_size", Kind::Count),
+    key("gradient_accumulation_steps", Kind::Count),
+    key("learning_rate", Kind::Number),
+    key("adam_beta1", Kind::Number),
+    key("adam_beta2", Kind::Number),
+    key("adam_epsilon", Kind::Number),
+    key("weight_decay", Kind::Number),
+    key("max_grad_norm", Kind::Number),
+    key("warmup_steps", Kind::Number),
+    key("warmup_ratio", Kind::Number),
+    key("bf16", Kind::Bool),
+    key("fp16", Kind::Bool),
 ];
 
 const SAVE: &[Key] = &[
