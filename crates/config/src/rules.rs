@@ -25,6 +25,7 @@ pub(crate) fn check(full: &Map<String, Value>, places: &Places) -> Report {
     let mut rules = Rules { full, places, report: Report::default() };
     rules.precision();
     rules.optimizer();
+    rules.scheduler();
     rules.zero();
     rules.offload();
     rules.pipeline_and_activations();
@@ -123,8 +124,31 @@ impl Rules<'_> {
             let why = format!("{name} needs adaptive loss scaling");
             self.unsupported("fp16.loss_scale", why, "write \"loss_scale\": 0");
         }
-        if self.flag("optimizer.params.amsgrad") {
+        if self.flag("optimizer.params.amsgrad") && ONE_BIT.contains(&name.as_str()) {
             self.unsupported("optimizer.params.amsgrad", "AMSGrad is not supported", "remove it");
+        }
+        if self.flag("optimizer.params.nesterov")
+            && (self.number("optimizer.params.momentum") == 0.0
+                || self.number("optimizer.params.dampening") != 0.0)
+        {
+            let why = "needs a momentum, and no dampening";
+            self.unsupported("optimizer.params.nesterov", why, "add \"momentum\", or remove it");
+        }
+    }
+
+    fn scheduler(&mut self) {
+        if self.text("scheduler.type") != Some("OneCycleLR") {
+            return;
+        }
+        let given = |rules: &Self, name: &str| rules.number(&format!("scheduler.params.{name}")) > 0.0;
+        let by_epochs = given(self, "epochs") && given(self, "steps_per_epoch");
+        if !(given(self, "total_steps") || by_epochs) {
+            let why = "nothing says how many steps there are";
+            self.missing(
+                "scheduler.params.total_steps",
+                why,
+                "add \"total_steps\", or \"epochs\" and \"steps_per_epoch\"",
+            );
         }
     }
 

@@ -13,7 +13,6 @@ pub(crate) use save::Background;
 pub use save::{Format, SaveOptions};
 
 use ferrospeed_checkpoint::{Dtype, Kind};
-use ferrospeed_optim::Optimizer;
 use ferrospeed_tensor::DType;
 use ferrospeed_zero::{Saved, SavedPiece};
 
@@ -34,15 +33,5 @@ fn kind_of(piece: &SavedPiece) -> Kind {
         Saved::Weight if piece.trained => Kind::Master,
         Saved::Weight => Kind::Weight,
         Saved::State(_, name) => Kind::State(name.to_owned()),
-    }
-}
-
-fn optimizer_name(optimizer: &Optimizer) -> &'static str {
-    match optimizer {
-        Optimizer::Adam(_) => "adam",
-        Optimizer::Sgd(_) => "sgd",
-        Optimizer::Adagrad(_) => "adagrad",
-        Optimizer::Lion(_) => "lion",
-        Optimizer::Lamb(_) => "lamb",
     }
 }

@@ -20,7 +20,7 @@ use crate::checkpoint::Background;
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
-use crate::setup::{Setup, kept_type};
+use crate::setup::Setup;
 
 /// What a call of [`Engine::step`] did.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,6 +40,19 @@ pub enum StepReport {
         /// of the gradient.
         rank: usize,
     },
+}
+
+/// How [`Engine::backward_with`] differs from [`Engine::backward`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BackwardOptions {
+    /// Whether the loss is divided by the number of micro-batches of a step.
+    pub scale_wrt_gas: bool,
+}
+
+impl Default for BackwardOptions {
+    fn default() -> Self {
+        BackwardOptions { scale_wrt_gas: true }
+    }
 }
 
 /// Where the time of the current step went. A GPU works behind the host's back, and each phase then has the waits that fell
@@ -75,6 +88,12 @@ pub struct Engine {
     last_step_applied: bool,
     /// Whether a loss since the last step was not a number on this rank.
     bad_loss: bool,
+    /// Losses since the last step, and how many.
+    pub(crate) losses: (f64, u64),
+    /// What the caller set in place of the scaler's scale.
+    pub(crate) loss_scale_override: Option<f64>,
+    /// Whether a schedule that follows a metric is told the training loss.
+    pub(crate) follows_training_loss: bool,
     times: StepTimes,
     last_times: StepTimes,
     pub(crate) background: Background,
@@ -126,6 +145,9 @@ impl Engine {
             last_grad_norm: None,
             last_step_applied: false,
             bad_loss: false,
+            losses: (0.0, 0),
+            loss_scale_override: None,
+            follows_training_loss: true,
             times: StepTimes::default(),
             last_times: StepTimes::default(),
             background: Background::default(),
@@ -189,6 +211,11 @@ impl Engine {
     /// Computes gradients, averages them over ranks and adds them to those of earlier micro-batches. Returns the loss
     /// divided by the number of micro-batches of a step.
     pub fn backward(&mut self, loss: &Tensor) -> Result<f32> {
+        self.backward_with(loss, BackwardOptions::default())
+    }
+
+    /// [`Engine::backward`] with other options. Returns the loss as it went backward.
+    pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<f32> {
         self.check_whole("backward")?;
         if self.is_evaluating() {
             return Err(EngineError::Order {
@@ -205,9 +232,9 @@ impl Engine {
         let start = Instant::now();
         // Asked for before backward is submitted, so that a device never waits for the host to look at it.
         let value = loss.item_later()?;
-        let scaled = 1.0 / self.accumulation_steps as f32;
+        let scaled = if options.scale_wrt_gas { 1.0 / self.accumulation_steps as f32 } else { 1.0 };
         let seed =
-            Tensor::full(*loss.shape(), self.scaler.scale() as f32 * scaled, loss.dtype(), loss.device())?;
+            Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
         autograd::backward_with(&[(loss.clone(), seed)])?;
         self.store.finish_backward()?;
         let loss = value()?;
@@ -215,6 +242,7 @@ impl Engine {
         self.times.backward += start.elapsed();
         self.log_memory("after backward");
         self.bad_loss |= !loss.is_finite();
+        self.losses = (self.losses.0 + f64::from(loss), self.losses.1 + 1);
         Ok(loss * scaled)
     }
 
@@ -229,13 +257,19 @@ impl Engine {
         self.note_missed_eigenvalues();
         let start = Instant::now();
         // Gradients are divided by the scale they were made with; only then does it move.
-        let options = StepOptions { loss_scale: self.scaler.scale(), clip: self.config.gradient_clipping };
+        let options = StepOptions { loss_scale: self.loss_scale(), clip: self.config.gradient_clipping };
         let mut outcome = self.store.step(options)?;
         if let StepOutcome::Skipped { rank, .. } = &mut outcome {
             *rank = self.first_bad_rank(*rank)?;
         }
         self.bad_loss = false;
-        self.scaler.update(matches!(outcome, StepOutcome::Skipped { .. }))?;
+        if self.loss_scale_override.is_none() {
+            self.scaler.update(matches!(outcome, StepOutcome::Skipped { .. }))?;
+        }
+        if matches!(outcome, StepOutcome::Applied { .. }) {
+            self.tell_training_loss()?;
+        }
+        self.losses = (0.0, 0);
         self.micro_steps += 1;
         self.global_steps += 1;
         self.global_samples += self.train_batch_size();
@@ -278,7 +312,7 @@ impl Engine {
                 self.last_step_applied = false;
                 self.skipped_steps += 1;
                 self.skipped_in_a_row += 1;
-                let (step, scale) = (self.global_steps, self.scaler.scale());
+                let (step, scale) = (self.global_steps, self.loss_scale());
                 tracing::warn!(step, %param, rank, scale, "step skipped: the gradient is not a number");
                 // A dynamic loss scale falls until it works, and explains itself at its floor.
                 if !self.scaler.is_dynamic() && self.skipped_in_a_row >= self.max_skipped_in_a_row {
@@ -329,6 +363,7 @@ impl Engine {
     /// Drops gradients without a step.
     pub fn zero_grad(&mut self) {
         self.store.zero_grad();
+        self.losses = (0.0, 0);
     }
 
     /// The store with the model's state.
@@ -406,22 +441,6 @@ impl Engine {
         self.accumulation_steps
     }
 
-    /// Changes the samples per step by changing the number of micro-batches, from the next step on.
-    pub fn set_train_batch_size(&mut self, samples: u64) -> Result<()> {
-        let per_micro_batch = self.train_micro_batch_size_per_gpu() * self.world.size() as u64;
-        if samples == 0 || !samples.is_multiple_of(per_micro_batch) {
-            let why = format!("{samples} is not a multiple of micro-batch × ranks = {per_micro_batch}");
-            return Err(EngineError::Argument { what: "train batch size", why });
-        }
-        let steps = samples / per_micro_batch;
-        if steps > 1 {
-            // A run that did not accumulate so far has no memory for it yet.
-            self.store.accumulate_in(kept_type(&self.config, self.store.dtype(), true))?;
-        }
-        self.accumulation_steps = steps;
-        Ok(())
-    }
-
     /// The learning rate of each group.
     pub fn get_lr(&self) -> Vec<f64> {
         self.store.group_options().iter().map(|options| options.lr).collect()
@@ -434,7 +453,7 @@ impl Engine {
 
     /// What the loss is multiplied by before backward; 1 outside fp16.
     pub fn loss_scale(&self) -> f64 {
-        self.scaler.scale()
+        self.loss_scale_override.unwrap_or_else(|| self.scaler.scale())
     }
 
     /// Sets the learning rate of each group, as a schedule of one's own does.

@@ -33,12 +33,13 @@ mod error;
 mod failure;
 mod features;
 mod loader;
+mod overrides;
 mod reports;
 mod setup;
 
 pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions};
-pub use engine::{Engine, StepReport};
+pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use failure::Failure;
 pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
-pub use setup::{Options, Setup, initialize, initialize_model};
+pub use setup::{Options, Setup, initialize, initialize_model, initialize_with};

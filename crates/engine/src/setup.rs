@@ -47,9 +47,11 @@ pub struct Options<'a> {
     pub groups: Option<Vec<ParamGroup>>,
     /// Where first values come from. Default: the parameters' initialisers.
     pub source: Option<&'a dyn ParamSource>,
-    /// The update rule and the options of a group. Default: the configured one.
+    /// The update rule and the options of a group: one of ours, or one of the program's own ([`Optimizer::own`]).
+    /// Default: the configured one.
     pub optimizer: Option<(Optimizer, GroupOptions)>,
-    /// The learning-rate schedule. Default: the configured one.
+    /// The learning-rate schedule: any [`ferrospeed_optim::schedule::Schedule`] in a [`Scheduler::custom`]. Default: the
+    /// configured one.
     pub scheduler: Option<Scheduler>,
     /// Paths of modules (`*` stands for anything) that ranks may read unlike each other, as experts that a router
     /// chooses: stage 3 gathers and releases all of such a module at once. DeepSpeed's `set_z3_leaf_modules`.
@@ -58,9 +60,18 @@ pub struct Options<'a> {
 
 /// Builds a model on handles, decides where its state lives, and makes it ready to train.
 pub fn initialize<M>(setup: &Setup, build: impl FnOnce(&Init) -> M) -> Result<(Engine, M)> {
+    initialize_with(setup, Options::default(), build)
+}
+
+/// The same with an optimizer, a schedule, groups or first values of the caller's own.
+pub fn initialize_with<M>(
+    setup: &Setup,
+    options: Options<'_>,
+    build: impl FnOnce(&Init) -> M,
+) -> Result<(Engine, M)> {
     let init = Init::root();
     let model = build(&init);
-    let engine = initialize_model(setup, &init.parameters(), Options::default())?;
+    let engine = initialize_model(setup, &init.parameters(), options)?;
     Ok((engine, model))
 }
 
@@ -77,15 +88,27 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         (None, Some(configured)) => match Optimizer::from_config(configured) {
             Some(found) => Some(found),
             None => {
-                let why =
-                    format!("{configured:?} does not run yet; use Adam, AdamW, SGD, Adagrad, Lion or Lamb");
+                let why = format!(
+                    "{configured:?} does not run yet; use one of docs/config.md that does, or one of your own"
+                );
                 return Err(EngineError::Unsupported { key: "optimizer.type", why });
             }
         },
         (None, None) => None,
     };
+    if let Some((rule, _)) = optimizer.as_ref().filter(|(rule, _)| rule.is_of_the_host())
+        && !setup.device.backend().is_host()
+    {
+        let why = format!(
+            "{} runs on the host only, and this rank computes on a GPU; use Adam, AdamW, SGD, Adagrad, Lion or Lamb \
+             without maximize, amsgrad, lr_decay and initial_accumulator_value, or the CPU",
+            rule.name()
+        );
+        return Err(EngineError::Unsupported { key: "optimizer.type", why });
+    }
     let group_options = optimizer
-        .map_or(GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] }, |(_, options)| options);
+        .as_ref()
+        .map_or(GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] }, |(_, options)| *options);
     if optimizer.is_some() && !(group_options.lr.is_finite() && group_options.lr >= 0.0) {
         let why = format!("{} is not a learning rate", group_options.lr);
         return Err(EngineError::Argument { what: "optimizer.params.lr", why });

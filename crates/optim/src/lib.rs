@@ -3,7 +3,7 @@
 //! Nothing here knows how weights are spread over ranks. An [`Optimizer`] turns its options into the numbers of one
 //! step ([`Update`]); a device applies them to a stretch of f32 master weights, the gradient of that stretch in whatever
 //! type it arrived, and the states, in one pass that also writes the 16-bit copy the kernels will read. On the host
-//! [`Stretch::apply`] does. Every result depends on the elements alone, so a stretch may
+//! [`Stretch::apply`] does; what a device has no kernel for ([`torch`], [`own`]) runs there alone ([`Stretch::pass`]). Every result depends on the elements alone, so a stretch may
 //! be cut anywhere.
 
 pub mod adagrad;
@@ -18,12 +18,14 @@ pub mod lion;
 pub mod loss_scale;
 pub mod moq;
 pub mod norm;
+pub mod own;
 pub mod pace;
 pub mod progressive_layer_drop;
 pub mod random_ltd;
 pub mod schedule;
 pub mod sgd;
 pub mod stretch;
+pub mod torch;
 
 pub use error::{OptimError, Result};
 pub use loss_scale::LossScaler;
@@ -52,7 +54,7 @@ impl GroupOptions {
 }
 
 /// An update rule with its fixed options.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Optimizer {
     /// Adam and AdamW.
     Adam(adam::Adam),
@@ -64,9 +66,58 @@ pub enum Optimizer {
     Lion(lion::Lion),
     /// LAMB, which scales each parameter's update by the ratio of two norms.
     Lamb(lamb::Lamb),
+    /// One of the framework's without a kernel on devices.
+    Torch(torch::TorchOptimizer),
+    /// One of the program's own.
+    Own(own::Own),
+}
+
+/// One pass of a step over a stretch.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Pass {
+    /// One that every device has a kernel for.
+    Kernel(Update),
+    /// One that runs on the host.
+    Host {
+        /// The rule: [`Optimizer::Torch`] or [`Optimizer::Own`].
+        optimizer: Optimizer,
+        /// The options of the group.
+        options: GroupOptions,
+        /// The step, counting from 1.
+        step: u64,
+    },
+}
+
+impl From<Update> for Pass {
+    fn from(update: Update) -> Pass {
+        Pass::Kernel(update)
+    }
 }
 
 impl Optimizer {
+    /// An optimizer of the program's own.
+    pub fn own(optimizer: impl own::OwnOptimizer + 'static) -> Optimizer {
+        Optimizer::Own(own::Own(std::sync::Arc::new(optimizer)))
+    }
+
+    /// Its name in checkpoints.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Optimizer::Adam(_) => "adam",
+            Optimizer::Sgd(_) => "sgd",
+            Optimizer::Adagrad(_) => "adagrad",
+            Optimizer::Lion(_) => "lion",
+            Optimizer::Lamb(_) => "lamb",
+            Optimizer::Torch(torch) => torch.name(),
+            Optimizer::Own(own) => own.0.name(),
+        }
+    }
+
+    /// Whether it runs on the host only.
+    pub fn is_of_the_host(&self) -> bool {
+        matches!(self, Optimizer::Torch(_) | Optimizer::Own(_))
+    }
+
     /// The configured rule and the options that all groups start with; `None` for one that does not run yet.
     pub fn from_config(configured: &Configured) -> Option<(Optimizer, GroupOptions)> {
         let options = |lr, weight_decay, betas| GroupOptions { lr, weight_decay, betas };
@@ -100,13 +151,21 @@ impl Optimizer {
                 }),
                 options(lamb.lr, lamb.weight_decay, lamb.betas),
             ),
+            Configured::Torch(torch) => {
+                let (optimizer, options) = torch::TorchOptimizer::from_config(&torch);
+                (Optimizer::Torch(optimizer), options)
+            }
             Configured::NotYet { .. } => return None,
         })
     }
 
     /// Whether its options have `betas`, the first of which a schedule may cycle as momentum.
     pub fn has_betas(&self) -> bool {
-        matches!(self, Optimizer::Adam(_) | Optimizer::Lion(_) | Optimizer::Lamb(_))
+        match self {
+            Optimizer::Adam(_) | Optimizer::Lion(_) | Optimizer::Lamb(_) => true,
+            Optimizer::Torch(torch) => torch.has_betas(),
+            Optimizer::Sgd(_) | Optimizer::Adagrad(_) | Optimizer::Own(_) => false,
+        }
     }
 
     /// The names of its states, in the order a [`Stretch`] holds them. SGD keeps its buffer only with momentum.
@@ -117,13 +176,26 @@ impl Optimizer {
             Optimizer::Sgd(_) => &["momentum_buffer"],
             Optimizer::Adagrad(_) => &["sum"],
             Optimizer::Lion(_) => &["exp_avg"],
+            Optimizer::Torch(torch) => torch.state_names(options),
+            Optimizer::Own(own) => own.0.state_names(),
         }
+    }
+
+    /// The pass of one step. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
+    ///
+    /// # Panics
+    /// For LAMB: a bug of the caller.
+    pub fn pass(&self, options: &GroupOptions, step: u64) -> Pass {
+        if self.is_of_the_host() {
+            return Pass::Host { optimizer: self.clone(), options: *options, step };
+        }
+        Pass::Kernel(self.update(options, step))
     }
 
     /// The numbers of one step, for any device. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
     ///
     /// # Panics
-    /// For LAMB: a bug of the caller.
+    /// For LAMB, and for what runs on the host only: a bug of the caller.
     pub fn update(&self, options: &GroupOptions, step: u64) -> Update {
         match self {
             Optimizer::Adam(rule) => rule.update(options, step),
@@ -131,6 +203,7 @@ impl Optimizer {
             Optimizer::Adagrad(rule) => rule.update(options),
             Optimizer::Lion(rule) => rule.update(options),
             Optimizer::Lamb(_) => panic!("LAMB is stepped parameter by parameter"),
+            Optimizer::Torch(_) | Optimizer::Own(_) => panic!("{} has no kernel", self.name()),
         }
     }
 }

@@ -12,7 +12,9 @@ use crate::adagrad::Squares;
 use crate::adam::Moments;
 use crate::lamb::{Apply, Direction};
 use crate::lion::Sign;
+use crate::own::{OwnOptimizer, Slices};
 use crate::sgd::{Momentum, Plain};
+use crate::{GroupOptions, Optimizer, Pass};
 
 /// Gradients in the type they arrived in.
 #[derive(Debug, Clone, Copy)]
@@ -54,6 +56,23 @@ pub struct Stretch<'a> {
 }
 
 impl Stretch<'_> {
+    /// Runs any pass of a step over the stretch.
+    ///
+    /// # Panics
+    /// When the stretch does not hold the states of the optimizer: a bug of the caller.
+    pub fn pass(&mut self, pass: &Pass) {
+        match pass {
+            Pass::Kernel(update) => self.apply(update),
+            Pass::Host { optimizer: Optimizer::Torch(torch), options, step } => {
+                torch.apply(self, options, *step);
+            }
+            Pass::Host { optimizer: Optimizer::Own(own), options, step } => {
+                run_own(self, &*own.0, options, *step);
+            }
+            Pass::Host { optimizer, options, step } => self.apply(&optimizer.update(options, *step)),
+        }
+    }
+
     /// Runs one step over the stretch.
     ///
     /// # Panics
@@ -90,6 +109,42 @@ impl Stretch<'_> {
 
 /// Elements per task: four f32 streams of this length fit the second-level cache.
 const BLOCK: usize = 32 * 1024;
+
+/// Runs an optimizer of the program's own over a stretch, block by block on the device's threads.
+fn run_own(stretch: &mut Stretch<'_>, own: &dyn OwnOptimizer, options: &GroupOptions, step: u64) {
+    let factor = stretch.gradient_factor;
+    let widened: Vec<f32> = match stretch.gradient {
+        Gradient::F32(gradient) => gradient.iter().map(|value| value * factor).collect(),
+        Gradient::Bf16(gradient) => gradient.iter().map(|value| value.to_f32() * factor).collect(),
+        Gradient::F16(gradient) => gradient.iter().map(|value| value.to_f32() * factor).collect(),
+    };
+    let mut states: Vec<_> = stretch.states.iter_mut().map(|state| state.chunks_mut(BLOCK)).collect();
+    let tasks: Vec<_> = stretch
+        .weights
+        .chunks_mut(BLOCK)
+        .zip(widened.chunks(BLOCK))
+        .map(|(weights, gradient)| {
+            let states: Vec<&mut [f32]> =
+                states.iter_mut().map(|state| state.next().expect("as long as the weights")).collect();
+            std::sync::Mutex::new(Some((weights, gradient, states)))
+        })
+        .collect();
+    stretch.device.backend().parallel(tasks.len(), &|index| {
+        let task = tasks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        let (weights, gradient, mut states) = task.expect("each task runs once");
+        own.update(Slices { weights, gradient, states: &mut states }, options, step);
+    });
+    drop(tasks);
+    match &mut stretch.copy {
+        Copy16::None => {}
+        Copy16::Bf16(copy) => {
+            copy.iter_mut().zip(&*stretch.weights).for_each(|(copy, weight)| *copy = bf16::from_f32(*weight));
+        }
+        Copy16::F16(copy) => {
+            copy.iter_mut().zip(&*stretch.weights).for_each(|(copy, weight)| *copy = f16::from_f32(*weight));
+        }
+    }
+}
 
 /// An update of one element: (weight, gradient, states) in, weight out.
 pub(crate) trait Rule<const STATES: usize>: Sync {
@@ -265,7 +320,7 @@ fn update<const STATES: usize, const N: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{GroupOptions, Optimizer, adam, lion, sgd};
+    use crate::{adam, lion, sgd};
 
     const OPTIONS: GroupOptions = GroupOptions { lr: 0.1, weight_decay: 0.01, betas: [0.9, 0.99] };
     const COUNT: usize = 2 * BLOCK + 77;

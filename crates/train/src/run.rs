@@ -217,6 +217,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         position: Position::default(),
         tokens: 0,
     };
+    // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
+    let validates = recipe.eval.every > 0 && run.sequences.count(Split::Validation) > 0;
+    run.engine.follow_training_loss(!validates);
     let mut checkpoints = Checkpoints::new(recipe, folder);
     let resumed = run.resume(&checkpoints, &job.resume, folder, progress)?;
     let done = resumed.as_ref().map(|resumed| resumed.step);
@@ -270,6 +273,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         if (due || (last && summary.ending != Ending::Left)) && run.sequences.count(Split::Validation) > 0 {
             let record = run.evaluate(step)?;
             summary.validation_loss = Some(record.loss);
+            if due {
+                run.engine.observe_metric(f64::from(record.loss));
+            }
             if let Some(records) = &mut records {
                 let begin = Instant::now();
                 records.eval(&record, samples.after);

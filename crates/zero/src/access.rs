@@ -66,7 +66,10 @@ impl ZeroStore {
             }
             Which::Gradient => share.own_master(),
             Which::State(name) => {
-                let names = self.optimizer.map_or(&[][..], |optimizer| optimizer.state_names(&share.options));
+                let names = self
+                    .optimizer
+                    .as_ref()
+                    .map_or(&[][..], |optimizer| optimizer.state_names(&share.options));
                 let at = names.iter().position(|known| *known == name);
                 at.and_then(|at| state.shares[group].states.get(at).cloned()).ok_or_else(|| {
                     fail(format!("has no optimizer state '{name}'; there are: {}", names.join(", ")))

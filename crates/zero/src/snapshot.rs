@@ -127,7 +127,7 @@ impl ZeroStore {
     }
 
     fn saved_states(&self, share: &Share) -> &'static [&'static str] {
-        let optimizer = self.optimizer.filter(|_| share.trained);
+        let optimizer = self.optimizer.as_ref().filter(|_| share.trained);
         let names = optimizer.map_or(&[][..], |optimizer| optimizer.state_names(&share.options));
         // A schedule may move the option that decides; what was allocated stays.
         &names[..names.len().min(share.states.len())]

@@ -5,7 +5,7 @@
 use ferrospeed_comm::ReduceOp;
 use ferrospeed_config::Stage;
 use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
-use ferrospeed_optim::{Copy16, Gradient, Optimizer, Stretch, lamb};
+use ferrospeed_optim::{Copy16, Gradient, Optimizer, Pass, Stretch, lamb};
 use ferrospeed_tensor::backend::{Clipping, Update, UpdateOperands};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
@@ -88,7 +88,7 @@ impl ZeroStore {
 
     /// Updates the weights with the gradients that were reduced since the last step. All ranks call it together.
     pub fn step(&self, options: StepOptions) -> Result<StepOutcome> {
-        let Some(optimizer) = self.optimizer else {
+        let Some(optimizer) = &self.optimizer else {
             return Err(ZeroError::Request(
                 "there is no optimizer to step: configure one or pass one".into(),
             ));
@@ -98,7 +98,7 @@ impl ZeroStore {
             return Err(ZeroError::Request("step needs a backward since the last step".into()));
         }
         let segments = state.reducer.segments()?;
-        if let Some(outcome) = self.step_on_device(&mut state, &segments, &optimizer, options)? {
+        if let Some(outcome) = self.step_on_device(&mut state, &segments, optimizer, options)? {
             drop(segments);
             state.reducer.clear();
             if matches!(outcome, StepOutcome::Applied { .. }) {
@@ -120,11 +120,11 @@ impl ZeroStore {
         state.shares.iter_mut().for_each(|share| share.steps += 1);
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
-            match &optimizer {
+            match optimizer {
                 Optimizer::Lamb(lamb) => self.lamb_step(lamb, share, &own, factor)?,
                 optimizer => {
-                    let update = optimizer.update(&share.options, share.steps);
-                    self.update(share, &share.states, &own, factor, &update)?;
+                    let pass = optimizer.pass(&share.options, share.steps);
+                    self.update(share, &share.states, &own, factor, &pass)?;
                 }
             }
         }
@@ -143,7 +143,11 @@ impl ZeroStore {
         optimizer: &Optimizer,
         options: StepOptions,
     ) -> Result<Option<StepOutcome>> {
-        if self.is_split() || self.device.backend().is_host() || matches!(optimizer, Optimizer::Lamb(_)) {
+        if self.is_split()
+            || self.device.backend().is_host()
+            || matches!(optimizer, Optimizer::Lamb(_))
+            || optimizer.is_of_the_host()
+        {
             return Ok(None);
         }
         self.holds.wait_for_none();
@@ -151,7 +155,7 @@ impl ZeroStore {
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             let update = optimizer.update(&share.options, share.steps + 1);
-            updates.push((update, self.operands(share, &share.states, &own, &update)?));
+            updates.push((update, self.operands(share, &share.states, &own, true)?));
         }
         let gradients = values_of(segments);
         let measured = self.device.backend().clipped_updates(options.clipping(), &gradients, &updates)?;
@@ -227,10 +231,9 @@ impl ZeroStore {
         share: &Share,
         states: &[Tensor],
         segments: &[&Segment],
-        update: &Update,
+        changes_weights: bool,
     ) -> Result<Vec<UpdateOperands>> {
-        // The first pass of LAMB leaves weights and their copy alone.
-        let copied = share.master.is_some() && !matches!(update, Update::LambDirection { .. });
+        let copied = share.master.is_some() && changes_weights;
         let master = share.own_master()?;
         let copy = copied.then(|| share.own_values()).transpose()?;
         let mut pieces = Vec::with_capacity(segments.len());
@@ -253,10 +256,16 @@ impl ZeroStore {
         states: &[Tensor],
         segments: &[&Segment],
         gradient_factor: f32,
-        update: &Update,
+        pass: &Pass,
     ) -> Result<()> {
-        let pieces = self.operands(share, states, segments, update)?;
+        // The first pass of LAMB leaves weights and their copy alone.
+        let changes_weights = !matches!(pass, Pass::Kernel(Update::LambDirection { .. }));
+        let pieces = self.operands(share, states, segments, changes_weights)?;
         if !self.device.backend().is_host() {
+            let Pass::Kernel(update) = pass else {
+                let name = self.optimizer.as_ref().map_or("none", Optimizer::name);
+                return Err(ZeroError::Request(format!("the optimizer {name} runs on the host only")));
+            };
             return Ok(self.device.backend().update(update, gradient_factor, &pieces)?);
         }
         for piece in &pieces {
@@ -275,7 +284,7 @@ impl ZeroStore {
                     },
                     device: &self.device,
                 };
-                stretch.apply(update);
+                stretch.pass(pass);
             }
         }
         Ok(())
@@ -288,7 +297,7 @@ impl ZeroStore {
         // The third state of the first pass is where the direction goes.
         let mut states = share.states.clone();
         states.push(directions.clone());
-        self.update(share, &states, segments, factor, &lamb.direction(&share.options))?;
+        self.update(share, &states, segments, factor, &lamb.direction(&share.options).into())?;
         let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
         let master = share.own_master()?;
         let norms = self.param_norms(share, own_rank, &[&master, &directions])?;
@@ -298,7 +307,7 @@ impl ZeroStore {
             let segment = Segment { group: 0, in_part: fragment.in_part, values };
             let coefficient = lamb.coefficient(norm[0], norm[1]);
             let update = lamb.apply(&share.options, share.steps, coefficient);
-            self.update(share, &[], &[&segment], 1.0, &update)?;
+            self.update(share, &[], &[&segment], 1.0, &update.into())?;
         }
         Ok(())
     }

@@ -187,7 +187,7 @@ impl ZeroStore {
             device: device.clone(),
             stage,
             dtype: options.dtype,
-            optimizer: options.optimizer,
+            optimizer: options.optimizer.clone(),
             params: params.to_vec(),
             indices,
             attached,
@@ -233,7 +233,7 @@ impl ZeroStore {
 
     /// The update rule.
     pub fn optimizer(&self) -> Option<Optimizer> {
-        self.optimizer
+        self.optimizer.clone()
     }
 
     /// The type kernels read weights in.
@@ -344,6 +344,7 @@ fn build_share(
     };
     let names = options
         .optimizer
+        .as_ref()
         .filter(|_| trained)
         .map_or(&[][..], |optimizer| optimizer.state_names(&group_options));
     let state = |_: &&str| Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer);

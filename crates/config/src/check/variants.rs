@@ -9,6 +9,9 @@ use crate::diagnostic::Code;
 use crate::reader::{Content, Member, Node, shorten};
 use crate::table::{Form, Key, Kind, Status, Tag, Variant, find_variant};
 
+/// Schedules of the framework that are made from functions.
+const NEED_A_FUNCTION: [&str; 4] = ["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"];
+
 impl Walker<'_> {
     /// The parameters of `optimizer` and `scheduler`: their keys depend on the `type` beside them.
     pub(super) fn beside(
@@ -92,6 +95,12 @@ impl Walker<'_> {
         offset: Option<usize>,
         path: &Path<'_>,
     ) {
+        if NEED_A_FUNCTION.iter().any(|needs| needs.eq_ignore_ascii_case(name)) {
+            let why = format!("\"{}\" needs a function, which a file cannot hold", shorten(name));
+            let help = "give the engine a schedule of your own, or use another one here".to_owned();
+            self.error(Code::UnsupportedCombination, offset, path, why, help);
+            return;
+        }
         let names = coerce::list_of(variants.iter().map(|variant| variant.tag.to_owned()));
         let help = match suggest::nearest(name, variants.iter().map(|variant| variant.tag)) {
             Some(near) => format!("did you mean \"{near}\"? There are {names}"),

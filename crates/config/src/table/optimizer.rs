@@ -11,7 +11,19 @@ const WEIGHT_DECAY: Key = key("weight_decay", NON_NEGATIVE, "0.0", "Weight decay
 const BIAS_CORRECTION: Key =
     key("bias_correction", Kind::Bool, "true", "Correct the moments for their start at zero.").done();
 const AMSGRAD: Key =
-    key("amsgrad", Kind::Bool, "false", "The AMSGrad variant; not supported by the built-in Adam.");
+    key("amsgrad", Kind::Bool, "false", "Divide by the largest second moment so far (AMSGrad).").done();
+const MAXIMIZE: Key = key("maximize", Kind::Bool, "false", "Climb instead of descend.").done();
+const SAME: &str = "there is one implementation here, with the same result";
+const FOREACH: Key = key("foreach", Kind::Bool, "null", "Update many tensors at once.").inert(SAME);
+const FUSED: Key = key("fused", Kind::Bool, "null", "Update in one kernel.").inert(SAME);
+const CAPTURABLE: Key = key("capturable", Kind::Bool, "false", "Run within a device graph.").inert(SAME);
+const DIFFERENTIABLE: Key = key("differentiable", Kind::Bool, "false", "Differentiate through the update.")
+    .inert("updates are not recorded");
+const DECOUPLED: Key = key("decoupled_weight_decay", Kind::Bool, "false", "Decay weights directly.").done();
+/// What every optimizer of the framework has.
+macro_rules! of_the_framework {
+    ($($key:expr),* $(,)?) => { &[$($key,)* WEIGHT_DECAY, MAXIMIZE, FOREACH, CAPTURABLE, DIFFERENTIABLE] };
+}
 
 const ADAM: &[Key] = &[
     LEARNING_RATE,
@@ -23,6 +35,11 @@ const ADAM: &[Key] = &[
         .done(),
     key("torch_adam", Kind::Bool, "false", "Use the framework's own Adam.").inert("there is one Adam here"),
     AMSGRAD,
+    MAXIMIZE,
+    FOREACH,
+    FUSED,
+    CAPTURABLE,
+    DIFFERENTIABLE,
 ];
 
 const SGD: &[Key] = &[
@@ -31,12 +48,22 @@ const SGD: &[Key] = &[
     key("dampening", NON_NEGATIVE, "0.0", "Dampening of the momentum.").done(),
     WEIGHT_DECAY,
     key("nesterov", Kind::Bool, "false", "Nesterov momentum.").done(),
+    MAXIMIZE,
+    FOREACH,
+    FUSED,
+    DIFFERENTIABLE,
 ];
 
 const ADAGRAD: &[Key] = &[
     key("lr", NON_NEGATIVE, "0.01", "Learning rate.").done(),
     key("eps", NON_NEGATIVE, "1e-10", "Added to the denominator.").done(),
     WEIGHT_DECAY,
+    key("lr_decay", NON_NEGATIVE, "0.0", "Decay of the learning rate.").done(),
+    key("initial_accumulator_value", NON_NEGATIVE, "0.0", "What the sum of squares starts with.").done(),
+    MAXIMIZE,
+    FOREACH,
+    FUSED,
+    DIFFERENTIABLE,
 ];
 
 const LION: &[Key] = &[LEARNING_RATE, ADAM_BETAS, WEIGHT_DECAY];
@@ -106,6 +133,56 @@ const ONE_BIT_LAMB: &[Key] = &[
     BACKEND,
 ];
 
+const RMSPROP: &[Key] = of_the_framework![
+    key("lr", NON_NEGATIVE, "0.01", "Learning rate.").done(),
+    key("alpha", BETA, "0.99", "Decay of the squares.").done(),
+    EPS,
+    key("momentum", NON_NEGATIVE, "0.0", "Momentum.").done(),
+    key("centered", Kind::Bool, "false", "Divide by the deviation instead of the root of squares.").done(),
+];
+const ADADELTA: &[Key] = of_the_framework![
+    key("lr", NON_NEGATIVE, "1.0", "Learning rate.").done(),
+    key("rho", FRACTION, "0.9", "Decay of both averages.").done(),
+    key("eps", NON_NEGATIVE, "1e-6", "Added under the roots.").done(),
+];
+const RATE_OF_ADAMAX: Key = key("lr", NON_NEGATIVE, "0.002", "Learning rate.").done();
+const ADAMAX: &[Key] = of_the_framework![RATE_OF_ADAMAX, ADAM_BETAS, EPS];
+const NADAM: &[Key] = of_the_framework![
+    RATE_OF_ADAMAX,
+    ADAM_BETAS,
+    EPS,
+    key("momentum_decay", NON_NEGATIVE, "0.004", "How the momentum grows.").done(),
+    DECOUPLED,
+];
+const RADAM: &[Key] = of_the_framework![LEARNING_RATE, ADAM_BETAS, EPS, DECOUPLED];
+const ASGD: &[Key] = of_the_framework![
+    key("lr", NON_NEGATIVE, "0.01", "Learning rate.").done(),
+    key("lambd", NON_NEGATIVE, "0.0001", "Decay of weights.").done(),
+    key("alpha", NON_NEGATIVE, "0.75", "Power of the rate's decay.").done(),
+    key("t0", NON_NEGATIVE, "1000000.0", "The step at which averaging starts.").done(),
+];
+const RPROP: &[Key] = &[
+    key("lr", NON_NEGATIVE, "0.01", "The first step's size.").done(),
+    key(
+        "etas",
+        Kind::List { item: &POSITIVE, length: Some(2) },
+        "[0.5, 1.2]",
+        "Factors of a step that shrinks and of one that grows.",
+    )
+    .done(),
+    key(
+        "step_sizes",
+        Kind::List { item: &NON_NEGATIVE, length: Some(2) },
+        "[1e-6, 50]",
+        "Smallest and largest step.",
+    )
+    .done(),
+    MAXIMIZE,
+    FOREACH,
+    CAPTURABLE,
+    DIFFERENTIABLE,
+];
+
 const fn done(tag: &'static str, keys: &'static [Key]) -> Variant {
     Variant { tag, keys: Some(keys), status: Status::Implemented }
 }
@@ -129,13 +206,13 @@ pub(super) const OPTIMIZERS: &[Variant] = &[
     not_yet("MuAdam", None),
     not_yet("MuAdamW", None),
     not_yet("MuSGD", None),
-    not_yet("RMSprop", None),
-    not_yet("Adadelta", None),
-    not_yet("Adamax", None),
-    not_yet("NAdam", None),
-    not_yet("RAdam", None),
-    not_yet("ASGD", None),
-    not_yet("Rprop", None),
+    done("RMSprop", RMSPROP),
+    done("Adadelta", ADADELTA),
+    done("Adamax", ADAMAX),
+    done("NAdam", NADAM),
+    done("RAdam", RADAM),
+    done("ASGD", ASGD),
+    done("Rprop", RPROP),
 ];
 
 /// `optimizer`.

@@ -4,6 +4,7 @@ mod optimizer;
 mod precision;
 mod scheduler;
 mod sections;
+mod torch;
 mod zero;
 
 pub use optimizer::{Adagrad, Adam, Lamb, Lion, Optimizer, Sgd};
@@ -14,6 +15,11 @@ pub use scheduler::{
 pub use sections::{
     ActivationCheckpointing, AsyncIo, Checkpoint, CommsLogger, CsvMonitor, FlopsProfiler, HybridEngine,
     Monitors, Pipeline, PipelineStages, TagValidation, Tensorboard, Wandb,
+};
+pub use torch::{
+    Anneal, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts, CyclicLr, CyclicMode, ExponentialLr,
+    LinearLr, MultiStepLr, OneCycleLr, PolynomialLr, ReduceLrOnPlateau, StepLr, Torch, TorchRule,
+    TorchSchedule,
 };
 pub use zero::{
     HostBuffers, NvmeBuffers, OptimizerOffload, OptimizerTier, ParameterOffload, ParameterTier, Stage, Zero,

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::Reader;
+use super::{Reader, Torch, torch};
 
 /// The optimizer and its parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -18,6 +18,8 @@ pub enum Optimizer {
     Lion(Lion),
     /// LAMB.
     Lamb(Lamb),
+    /// One of the framework's.
+    Torch(Torch),
     /// Accepted, but nothing runs it yet.
     NotYet {
         /// Its canonical name.
@@ -110,7 +112,8 @@ impl Optimizer {
             | Optimizer::Sgd(Sgd { lr, .. })
             | Optimizer::Adagrad(Adagrad { lr, .. })
             | Optimizer::Lion(Lion { lr, .. })
-            | Optimizer::Lamb(Lamb { lr, .. }) => Some(*lr),
+            | Optimizer::Lamb(Lamb { lr, .. })
+            | Optimizer::Torch(Torch { lr, .. }) => Some(*lr),
             Optimizer::NotYet { params, .. } => params.get("lr").and_then(Value::as_f64),
         }
     }
@@ -121,6 +124,7 @@ impl Optimizer {
             Optimizer::Adam(_) | Optimizer::Lamb(_) => Some(2),
             Optimizer::Adagrad(_) | Optimizer::Lion(_) => Some(1),
             Optimizer::Sgd(sgd) => Some(u64::from(sgd.momentum != 0.0)),
+            Optimizer::Torch(torch) => Some(torch.states_per_parameter()),
             Optimizer::NotYet { .. } => None,
         }
     }
@@ -130,6 +134,9 @@ pub(super) fn build(full: &Map<String, Value>) -> Result<Option<Optimizer>, Stri
     let read = Reader(full);
     let Some(name) = read.get::<Option<String>>("optimizer.type")? else { return Ok(None) };
     let params = "optimizer.params";
+    if let Some(found) = torch::optimizer(&name, full)? {
+        return Ok(Some(Optimizer::Torch(found)));
+    }
     Ok(Some(match name.as_str() {
         "Adam" | "AdamW" => Optimizer::Adam(Adam {
             lr: read.get("optimizer.params.lr")?,

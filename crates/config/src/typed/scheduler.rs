@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::Reader;
+use super::{Reader, TorchSchedule, torch};
 
 /// The schedule and its parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -18,6 +18,8 @@ pub enum Scheduler {
     WarmupDecayLr(WarmupDecayLr),
     /// Up, then down along a cosine.
     WarmupCosineLr(WarmupCosineLr),
+    /// One of the framework's.
+    Torch(TorchSchedule),
     /// Accepted, but nothing runs it yet.
     NotYet {
         /// Its canonical name.
@@ -143,6 +145,9 @@ pub(super) fn build(full: &Map<String, Value>) -> Result<Option<Scheduler>, Stri
     let read = Reader(full);
     let Some(name) = read.get::<Option<String>>("scheduler.type")? else { return Ok(None) };
     let params = "scheduler.params";
+    if let Some(found) = torch::schedule(&name, full)? {
+        return Ok(Some(Scheduler::Torch(found)));
+    }
     Ok(Some(match name.as_str() {
         "LRRangeTest" => Scheduler::LrRangeTest(read.get(params)?),
         "OneCycle" => Scheduler::OneCycle(read.get(params)?),

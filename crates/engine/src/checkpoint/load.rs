@@ -13,7 +13,7 @@ use ferrospeed_optim::schedule::SchedulerState;
 use ferrospeed_zero::{Saved, SavedPiece};
 use serde_json::Value;
 
-use super::{optimizer_name, stored_type};
+use super::stored_type;
 use crate::engine::Engine;
 use crate::error::Result;
 
@@ -206,7 +206,7 @@ impl Engine {
 
     fn check_optimizer(&self, checkpoint: &Checkpoint, wrong: &mut Vec<String>) {
         let Some(own) = self.store.optimizer() else { return };
-        let (own, saved) = (optimizer_name(&own), checkpoint.manifest().origin.optimizer.as_deref());
+        let (own, saved) = (own.name(), checkpoint.manifest().origin.optimizer.as_deref());
         if saved != Some(own) {
             let saved = saved.unwrap_or("no optimizer");
             wrong.push(format!(

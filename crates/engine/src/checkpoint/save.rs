@@ -16,7 +16,7 @@ use ferrospeed_zero::SavedPiece;
 use serde_json::Value;
 
 use super::snapshot::Snapshot;
-use super::{kind_of, optimizer_name, stored_type};
+use super::{kind_of, stored_type};
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 
@@ -263,7 +263,7 @@ impl Engine {
                 ranks: self.world.size(),
                 stage: self.store.stage() as u8,
                 dtype: stored_type(self.store.dtype()),
-                optimizer: self.store.optimizer().map(|optimizer| optimizer_name(&optimizer).to_owned()),
+                optimizer: self.store.optimizer().map(|optimizer| optimizer.name().to_owned()),
             },
             training: TrainingState {
                 global_steps: self.global_steps,

@@ -3,7 +3,8 @@
 //! A [`Schedule`] maps an iteration and a parameter group to [`Rates`]. Iteration −1 is "before the first optimizer
 //! step", so the rates of the first step are those of −1, of the second step those of 0, and so on: the numbering of
 //! DeepSpeed's checkpoints. A [`Scheduler`] holds the counter and the rates the groups were configured with. Its whole
-//! state is that counter, and after [`Scheduler::load`] it gives what it gave before it was saved.
+//! state is that counter (and what `ReduceLROnPlateau` remembers), and after [`Scheduler::load`] it gives what it gave before it
+//! was saved.
 //!
 //! ```
 //! use ferrospeed_optim::{GroupOptions, schedule::{Rates, Scheduler}};
@@ -16,14 +17,19 @@
 //! assert_eq!(scheduler.options()[0].lr, 0.05);
 //! ```
 
+mod plateau;
 mod rules;
+mod torch;
+
+pub use plateau::PlateauState;
 
 use std::fmt;
 use std::sync::Arc;
 
-use ferrospeed_config::{PerGroup, Scheduler as Configured};
+use ferrospeed_config::{PerGroup, Scheduler as Configured, TorchSchedule};
 use serde::{Deserialize, Serialize};
 
+use self::plateau::Plateau;
 use crate::error::{OptimError, Result};
 use crate::{GroupOptions, Optimizer};
 
@@ -56,10 +62,13 @@ impl<F: Fn(i64, usize, &GroupOptions) -> Rates + Send + Sync> Schedule for F {
 }
 
 /// The counter as it is saved.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SchedulerState {
     /// Successful optimizer steps so far, less one.
     pub last_batch_iteration: i64,
+    /// What `ReduceLROnPlateau` remembers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plateau: Option<PlateauState>,
 }
 
 /// A schedule, its counter, and the options the groups were configured with.
@@ -70,6 +79,7 @@ pub struct Scheduler {
     base: Vec<GroupOptions>,
     iteration: i64,
     note: Option<&'static str>,
+    plateau: Option<Plateau>,
 }
 
 impl fmt::Debug for Scheduler {
@@ -97,6 +107,7 @@ impl Scheduler {
             base: groups.to_vec(),
             iteration: -1,
             note: None,
+            plateau: None,
         }
     }
 
@@ -134,10 +145,19 @@ impl Scheduler {
                 let start = params.last_batch_iteration;
                 ("WarmupCosineLR", Arc::new(params), start)
             }
+            Configured::Torch(mut params) => {
+                check_groups(&params, count)?;
+                limit_momentum(&mut params, optimizer, groups);
+                (torch_name(&params), Arc::new(params), -1)
+            }
             Configured::NotYet { name, .. } => return Err(OptimError::ScheduleNotAvailable { name }),
         };
-        let note = note(configured, optimizer);
-        Ok(Scheduler { name, schedule, base: groups.to_vec(), iteration, note })
+        let note = note(configured, optimizer, groups);
+        let plateau = match configured {
+            Configured::Torch(TorchSchedule::Plateau(params)) => Some(Plateau::new(params.clone(), groups)),
+            _ => None,
+        };
+        Ok(Scheduler { name, schedule, base: groups.to_vec(), iteration, note, plateau })
     }
 
     /// The schedule's name.
@@ -158,6 +178,18 @@ impl Scheduler {
     /// Moves on after an optimizer step that was applied. Skipped steps do not count.
     pub fn step(&mut self) {
         self.iteration = self.iteration.saturating_add(1);
+    }
+
+    /// Whether it wants to know a metric after each step ([`Scheduler::observe`]).
+    pub fn wants_metric(&self) -> bool {
+        self.plateau.is_some()
+    }
+
+    /// Tells the metric of a step to a schedule that follows one. Others do not care.
+    pub fn observe(&mut self, metric: f64) {
+        if let Some(plateau) = &mut self.plateau {
+            plateau.observe(metric);
+        }
     }
 
     /// Moves to an iteration, −1 or later.
@@ -183,19 +215,83 @@ impl Scheduler {
         let group = |(group, base): (usize, &GroupOptions)| {
             let rates = self.schedule.rates(iteration, group, base);
             let betas = [rates.momentum.unwrap_or(base.betas[0]), base.betas[1]];
-            GroupOptions { lr: rates.lr, betas, ..*base }
+            let followed = self.plateau.as_ref().and_then(|plateau| plateau.state.rates.get(group));
+            GroupOptions { lr: followed.copied().unwrap_or(rates.lr), betas, ..*base }
         };
         self.base.iter().enumerate().map(group).collect()
     }
 
     /// The counter, to be saved.
     pub fn state(&self) -> SchedulerState {
-        SchedulerState { last_batch_iteration: self.iteration }
+        let plateau = self.plateau.as_ref().map(|plateau| plateau.state.clone());
+        SchedulerState { last_batch_iteration: self.iteration, plateau }
     }
 
     /// Continues where a saved scheduler stood.
     pub fn load(&mut self, state: SchedulerState) -> Result<()> {
+        if let (Some(plateau), Some(saved)) = (&mut self.plateau, state.plateau) {
+            if saved.rates.len() != plateau.state.rates.len() {
+                let (given, groups) = (saved.rates.len(), plateau.state.rates.len());
+                return Err(OptimError::GroupCount { key: "rates", given, groups });
+            }
+            plateau.state = saved;
+        }
         self.step_to(state.last_batch_iteration)
+    }
+}
+
+fn torch_name(schedule: &TorchSchedule) -> &'static str {
+    match schedule {
+        TorchSchedule::Step(_) => "StepLR",
+        TorchSchedule::MultiStep(_) => "MultiStepLR",
+        TorchSchedule::Constant(_) => "ConstantLR",
+        TorchSchedule::Linear(_) => "LinearLR",
+        TorchSchedule::Exponential(_) => "ExponentialLR",
+        TorchSchedule::Polynomial(_) => "PolynomialLR",
+        TorchSchedule::CosineAnnealing(_) => "CosineAnnealingLR",
+        TorchSchedule::WarmRestarts(_) => "CosineAnnealingWarmRestarts",
+        TorchSchedule::Cyclic(_) => "CyclicLR",
+        TorchSchedule::OneCycle(_) => "OneCycleLR",
+        TorchSchedule::Plateau(_) => "ReduceLROnPlateau",
+    }
+}
+
+/// Lists of the framework's schedules hold one number per group.
+fn check_groups(schedule: &TorchSchedule, groups: usize) -> Result<()> {
+    let lists = match schedule {
+        TorchSchedule::Cyclic(params) => vec![
+            ("base_lr", &params.base_lr),
+            ("max_lr", &params.max_lr),
+            ("base_momentum", &params.base_momentum),
+            ("max_momentum", &params.max_momentum),
+        ],
+        TorchSchedule::OneCycle(params) => vec![
+            ("max_lr", &params.max_lr),
+            ("base_momentum", &params.base_momentum),
+            ("max_momentum", &params.max_momentum),
+        ],
+        TorchSchedule::Plateau(params) => vec![("min_lr", &params.min_lr)],
+        _ => Vec::new(),
+    };
+    lists.into_iter().try_for_each(|(key, value)| per_group(key, value, groups))
+}
+
+/// Whether an optimizer has a momentum to cycle: betas, or one that is not zero and so has its buffer.
+fn has_momentum(optimizer: &Optimizer, groups: &[GroupOptions]) -> bool {
+    optimizer.has_betas() || groups.iter().all(|group| group.betas[0] != 0.0)
+}
+
+fn cycles_momentum(schedule: &mut TorchSchedule) -> Option<&mut bool> {
+    match schedule {
+        TorchSchedule::Cyclic(params) => Some(&mut params.cycle_momentum),
+        TorchSchedule::OneCycle(params) => Some(&mut params.cycle_momentum),
+        _ => None,
+    }
+}
+
+fn limit_momentum(schedule: &mut TorchSchedule, optimizer: &Optimizer, groups: &[GroupOptions]) {
+    if let Some(cycles) = cycles_momentum(schedule) {
+        *cycles &= has_momentum(optimizer, groups);
     }
 }
 
@@ -208,8 +304,16 @@ fn per_group(key: &'static str, value: &PerGroup, groups: usize) -> Result<()> {
     }
 }
 
-fn note(configured: &Configured, optimizer: &Optimizer) -> Option<&'static str> {
+fn note(configured: &Configured, optimizer: &Optimizer, groups: &[GroupOptions]) -> Option<&'static str> {
     match configured {
+        Configured::Torch(schedule)
+            if cycles_momentum(&mut schedule.clone()) == Some(&mut true)
+                && !has_momentum(optimizer, groups) =>
+        {
+            Some(
+                "the schedule cannot cycle the momentum of an optimizer without one; only its learning rate moves",
+            )
+        }
         Configured::OneCycle(params) if params.cycle_momentum && !optimizer.has_betas() => Some(
             "OneCycle cannot cycle the momentum of an optimizer without betas; only its learning rate moves",
         ),
@@ -235,6 +339,6 @@ pub fn nominal_rate(configured: &Configured) -> Option<f64> {
         Configured::OneCycle(params) => Some(params.cycle_max_lr),
         Configured::WarmupLr(params) => first(&params.warmup_max_lr),
         Configured::WarmupDecayLr(params) => first(&params.warmup_max_lr),
-        Configured::WarmupCosineLr(_) | Configured::NotYet { .. } => None,
+        Configured::WarmupCosineLr(_) | Configured::Torch(_) | Configured::NotYet { .. } => None,
     }
 }

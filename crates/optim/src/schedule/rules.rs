@@ -9,7 +9,7 @@ use ferrospeed_config::{
 use super::{Rates, Schedule};
 use crate::GroupOptions;
 
-fn of_group(value: &PerGroup, group: usize) -> f64 {
+pub(super) fn of_group(value: &PerGroup, group: usize) -> f64 {
     match value {
         PerGroup::All(value) => *value,
         PerGroup::Each(list) => list[group],

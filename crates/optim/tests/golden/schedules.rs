@@ -57,7 +57,9 @@ fn golden_rates_after_every_step() {
             .unwrap_or_else(|error| panic!("{what}: {error}"));
         check_start(&what, case, &scheduler, &mut met);
         if let Some(loaded) = case["loaded_last_batch_iteration"].as_i64() {
-            scheduler.load(SchedulerState { last_batch_iteration: loaded }).expect("a valid counter");
+            scheduler
+                .load(SchedulerState { last_batch_iteration: loaded, plateau: None })
+                .expect("a valid counter");
             assert_eq!(scheduler.options(), scheduler.options_at(loaded), "{what}");
             met.insert(RATES_FOLLOW_THE_COUNTER);
         }
