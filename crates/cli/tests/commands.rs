@@ -25,6 +25,55 @@ fn a_good_config_is_accepted_and_a_typo_is_answered_with_the_right_key() {
 }
 
 #[test]
+fn config_show_fills_the_autos_of_a_recipe_and_says_from_where() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("recipe.toml");
+    let recipe = r#"
+        name = "auto"
+        steps = 50
+        ranks = 2
+        [model]
+        preset = "gpt2"
+        layers = 1
+        width = 32
+        heads = 1
+        vocabulary = 64
+        [data]
+        synthetic = 1000
+        sequence = 16
+        [training]
+        learning_rate = 3e-4
+        [ds_config]
+        train_batch_size = "auto"
+        train_micro_batch_size_per_gpu = "auto"
+        optimizer = { type = "AdamW", params = { lr = "auto" } }
+        zero_optimization = { stage = 2, reduce_bucket_size = "auto" }
+    "#;
+    std::fs::write(&path, recipe).unwrap();
+    let path = path.to_str().unwrap();
+    let output = ferrospeed(&["config", "show", path]);
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    let shown: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(shown["train_batch_size"], 16);
+    assert_eq!(shown["zero_optimization"]["reduce_bucket_size"], 1024);
+    for line in [
+        "`optimizer.params.lr`: \"auto\" is 0.0003, from the recipe's training.learning_rate",
+        "`zero_optimization.reduce_bucket_size`: \"auto\" is 1024, from the model's hidden size 32: its square",
+        "`train_micro_batch_size_per_gpu`: \"auto\" is 8, from the default of training.per_device_train_batch_size",
+    ] {
+        assert!(said.contains(line), "'{line}' is not in:\n{said}");
+    }
+    let contradicted = ferrospeed(&["config", "check", path, "--set", "optimizer.params.lr=0.1"]);
+    assert_eq!(contradicted.status.code(), Some(2));
+    assert!(
+        stderr(&contradicted).contains("training.learning_rate: 0.0003 contradicts"),
+        "{}",
+        stderr(&contradicted)
+    );
+}
+
+#[test]
 fn ten_mistakes_give_ten_findings() {
     let keys: Vec<String> = (0..10).map(|key| format!("\"unknown_key_{key}\": 1")).collect();
     let (_folder, path) = config_file(&format!("{{\n{}\n}}", keys.join(",\n")));

@@ -1,10 +1,12 @@
 //! `ferrospeed config check|show|schema|docs`: what a ds_config.json says, and whether it can be used.
 
 use std::num::NonZeroU64;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
+use ferrospeed_train::{Recipe, TrainError};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
@@ -44,14 +46,14 @@ struct CheckArgs {
 struct ShowArgs {
     #[command(flatten)]
     input: InputArgs,
-    /// The number of data-parallel ranks
-    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT", default_value = "1")]
-    world_size: NonZeroU64,
+    /// The number of data-parallel ranks; default: the recipe's, or 1
+    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT")]
+    world_size: Option<NonZeroU64>,
 }
 
 #[derive(Debug, Args)]
 pub(super) struct InputArgs {
-    /// The configuration: a file, or URL-safe base64
+    /// The configuration: a file, URL-safe base64, or a recipe (.toml), which fills every "auto"
     #[arg(value_name = "FILE")]
     file: String,
     /// Override a value: `zero_optimization.stage=3`
@@ -62,7 +64,29 @@ pub(super) struct InputArgs {
     hidden_size: Option<u64>,
 }
 
+/// A configuration, and what is known beside it.
+struct Input {
+    read: Unresolved,
+    auto: AutoValues,
+    /// The ranks of a recipe.
+    ranks: Option<NonZeroU64>,
+}
+
 impl InputArgs {
+    /// Reads a configuration, or the recipe that holds one.
+    fn open(&self) -> Result<Input, Failed> {
+        let path = Path::new(&self.file);
+        if path.extension().is_none_or(|extension| extension != "toml") {
+            return Ok(Input { read: self.read()?, auto: self.auto_values(), ranks: None });
+        }
+        let recipe = Recipe::load(path, &self.overrides).map_err(Failed::Recipe)?;
+        let (read, auto, contradictions) = recipe.unresolved()?;
+        if !contradictions.is_empty() {
+            return Err(Failed::Recipe(TrainError::Recipe { path: path.into(), problems: contradictions }));
+        }
+        Ok(Input { read, auto, ranks: NonZeroU64::new(recipe.ranks.into()) })
+    }
+
     /// Reads the configuration and applies the overrides.
     pub(super) fn read(&self) -> Result<Unresolved, ConfigError> {
         let read = Config::from_argument(&self.file)?;
@@ -78,6 +102,27 @@ impl InputArgs {
         match self.hidden_size {
             Some(size) => AutoValues::new().with_hidden_size(size),
             None => AutoValues::new(),
+        }
+    }
+}
+
+/// Why there is nothing to look at.
+enum Failed {
+    Config(ConfigError),
+    Recipe(TrainError),
+}
+
+impl From<ConfigError> for Failed {
+    fn from(error: ConfigError) -> Failed {
+        Failed::Config(error)
+    }
+}
+
+impl From<Failed> for Failure {
+    fn from(failed: Failed) -> Failure {
+        match failed {
+            Failed::Config(error) => refusal(error),
+            Failed::Recipe(error) => Failure::Usage(error.to_string()),
         }
     }
 }
@@ -100,13 +145,15 @@ fn print(text: &str) -> Result<ExitCode, Failure> {
 }
 
 fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
-    let examined = args.input.read().and_then(|read| match args.world_size {
-        Some(ranks) => read.resolve(ranks, &args.input.auto_values()).map(|(_, report)| report),
-        None => Ok(read.report()),
+    let examined = args.input.open().and_then(|Input { read, auto, ranks }| {
+        Ok(match args.world_size.or(ranks) {
+            Some(ranks) => read.resolve(ranks, &auto)?.1,
+            None => read.report(),
+        })
     });
     let report = match examined {
-        Ok(report) | Err(ConfigError::Invalid(report)) => report,
-        Err(error) => return Err(Failure::Usage(error.to_string())),
+        Ok(report) | Err(Failed::Config(ConfigError::Invalid(report))) => report,
+        Err(failed) => return Err(failed.into()),
     };
     let (errors, warnings) = (report.errors().count(), report.warnings().count());
     if args.json {
@@ -124,10 +171,14 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
 }
 
 fn show(args: &ShowArgs) -> Result<ExitCode, Failure> {
-    let resolved =
-        args.input.read().and_then(|read| read.resolve(args.world_size, &args.input.auto_values()));
-    let (config, report) = resolved.map_err(refusal)?;
+    let Input { read, auto, ranks } = args.input.open()?;
+    let ranks = args.world_size.or(ranks).unwrap_or(NonZeroU64::MIN);
+    let (config, report) = read.resolve(ranks, &auto).map_err(refusal)?;
     print_findings(&report);
+    for filled in read.filled(&auto) {
+        let line = format!("`{}`: \"auto\" is {}, from {}", filled.path, filled.value, filled.from);
+        terminal::print_line(&line);
+    }
     print(&serde_json::to_string_pretty(&config.to_json()).unwrap_or_default())
 }
 
