@@ -128,12 +128,19 @@ impl Group {
     }
 
     fn start(&self, operation: Result<Collective>) -> Work {
+        self.start_after(None, operation)
+    }
+
+    fn start_after(&self, first: Option<Work>, operation: Result<Collective>) -> Work {
         let operation = match operation.and_then(|operation| self.check(&operation).map(|()| operation)) {
             Ok(operation) => operation,
             Err(error) => return Work::finished(Err(error)),
         };
         let inner = Arc::clone(&self.inner);
         self.inner.collectives.start(move || {
+            if let Some(first) = first {
+                first.wait()?;
+            }
             let limit = inner.world.limits.deadline;
             inner.execute(&operation, limit)
         })

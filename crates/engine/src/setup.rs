@@ -7,7 +7,7 @@ use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Device};
-use ferrospeed_zero::{ParamGroup, StoreOptions, ZeroStore};
+use ferrospeed_zero::{ParamGroup, Sharding, StoreOptions, ZeroStore};
 
 use crate::agreement::agree;
 use crate::engine::Engine;
@@ -53,6 +53,8 @@ pub struct Options<'a> {
     /// The learning-rate schedule: any [`ferrospeed_optim::schedule::Schedule`] in a [`Scheduler::custom`]. Default: the
     /// configured one.
     pub scheduler: Option<Scheduler>,
+    /// Over which ranks state is spread, in any stage. Default: over all, or in shards of `mics_shard_size`.
+    pub sharding: Option<Sharding>,
     /// Paths of modules (`*` stands for anything) that ranks may read unlike each other, as experts that a router
     /// chooses: stage 3 gathers and releases all of such a module at once. DeepSpeed's `set_z3_leaf_modules`.
     pub leaf_modules: Vec<String>,
@@ -145,6 +147,13 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
             config.zero.stage.number()
         );
     }
+    let sharding = match (options.sharding, config.zero.mics_shard_size) {
+        (Some(given), _) => given,
+        (None, Some(size)) if config.zero.stage == Stage::Parameters => {
+            Sharding::in_shards_of(&setup.world, usize::try_from(size).unwrap_or(usize::MAX))?
+        }
+        (None, _) => Sharding::over_world(&setup.world),
+    };
     let store = ZeroStore::attach(
         &setup.world,
         &setup.device,
@@ -159,6 +168,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
             predivide: config.gradient_predivide_factor,
             prescale: config.prescale_gradients,
             sparse_gradients: config.sparse_gradients,
+            sharding,
             leaf_modules: &leaf_modules,
             optimizer: optimizer.map(|(rule, _)| rule),
         },

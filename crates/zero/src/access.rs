@@ -28,7 +28,7 @@ impl ZeroStore {
         let state = self.lock();
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
-        let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+        let own_rank = self.owner_in(share);
         let flat = self.flat(&state, group, share, which, param)?;
         let Some(fragment) = share.layout.fragment(in_group, own_rank).copied() else {
             return Ok((0, Vec::new()));
@@ -90,7 +90,7 @@ impl ZeroStore {
             return Ok(own);
         }
         // Fragments in order of rank are the parameter in order of elements.
-        let group = self.world.group();
+        let group = &self.sharding.shard;
         let mut counts = vec![0i64; group.size()];
         group.all_gather(&[own.len() as i64], &mut counts)?;
         let counts: Vec<usize> = counts.into_iter().map(|count| count as usize).collect();
@@ -125,7 +125,7 @@ impl ZeroStore {
         let mut state = self.lock();
         // Ranks of a host may have the weights in common: none may still read them.
         if self.is_split() {
-            self.world.group().barrier()?;
+            self.sharding.shard.barrier()?;
         }
         for (param, value) in values {
             self.set_own(&state, param, Which::Weight, value)?;
@@ -149,7 +149,7 @@ impl ZeroStore {
         self.holds.wait_for_none();
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
-        let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+        let own_rank = self.owner_in(share);
         let flat = self.flat(state, group, share, which, param)?;
         if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
             let new = &value[fragment.in_param..fragment.in_param + fragment.len];

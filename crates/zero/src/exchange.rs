@@ -6,11 +6,12 @@
 
 use std::ops::Range;
 
-use ferrospeed_comm::{Group, ReduceOp, Region, Work};
+use ferrospeed_comm::{DType, Group, ReduceOp, Region, Work};
 use ferrospeed_tensor::Tensor;
 
 use crate::error::Result;
 use crate::memory::{comm_type, region};
+use crate::sharding::Sharding;
 
 /// An exchange under way. Its tensors are not touched before [`Pending::wait`] returns.
 pub(crate) struct Pending {
@@ -51,32 +52,51 @@ fn staged(tensor: &Tensor) -> Result<Region> {
     Ok(copy)
 }
 
-/// Every rank's tensor becomes the reduction of all.
-pub(crate) fn all_reduce(group: &Group, data: &Tensor, op: ReduceOp) -> Result<Pending> {
-    let dtype = comm_type(data.dtype());
-    if let Some(group) = in_place(group, data) {
-        return Ok(Pending { work: group.all_reduce_async(&region(data), dtype, op), landing: None });
+/// The groups of a sharding as they reach a tensor's memory where it is; `None` when it has to be copied to the host.
+fn both_in_place<'a>(sharding: &'a Sharding, tensor: &Tensor) -> Option<(&'a Group, Option<&'a Group>)> {
+    let shard = in_place(&sharding.shard, tensor)?;
+    match &sharding.replicas {
+        Some(replicas) => Some((shard, Some(in_place(replicas, tensor)?))),
+        None => Some((shard, None)),
     }
-    let copy = staged(data)?;
-    Ok(Pending { work: group.all_reduce_async(&copy, dtype, op), landing: Some((copy, data.clone())) })
 }
 
-/// `result` becomes the reduction of this rank's stretch of every rank's tensor; rank `r` has `counts[r]` elements of it.
-/// It may be that stretch itself.
+/// The second level of a reduction, where there is one.
+fn over_replicas(first: Work, replicas: Option<&Group>, data: &Region, dtype: DType, op: ReduceOp) -> Work {
+    replicas.map_or(first.clone(), |replicas| replicas.all_reduce_after(&first, data, dtype, op))
+}
+
+/// Every rank's tensor becomes the reduction of all: within shards first, then between them.
+pub(crate) fn all_reduce(sharding: &Sharding, data: &Tensor, op: ReduceOp) -> Result<Pending> {
+    let dtype = comm_type(data.dtype());
+    if let Some((shard, replicas)) = both_in_place(sharding, data) {
+        let first = shard.all_reduce_async(&region(data), dtype, op);
+        return Ok(Pending { work: over_replicas(first, replicas, &region(data), dtype, op), landing: None });
+    }
+    let copy = staged(data)?;
+    let first = sharding.shard.all_reduce_async(&copy, dtype, op);
+    let work = over_replicas(first, sharding.replicas.as_ref(), &copy, dtype, op);
+    Ok(Pending { work, landing: Some((copy, data.clone())) })
+}
+
+/// `result` becomes the reduction of this rank's stretch of every rank's tensor; rank `r` of the shard has `counts[r]`
+/// elements of it. It may be that stretch itself.
 pub(crate) fn reduce_scatter(
-    group: &Group,
+    sharding: &Sharding,
     data: &Tensor,
     result: &Tensor,
     counts: &[usize],
     op: ReduceOp,
 ) -> Result<Pending> {
     let dtype = comm_type(data.dtype());
-    if let Some(group) = in_place(group, data) {
-        let work = group.reduce_scatter_unequal_async(&region(data), &region(result), counts, dtype, op);
-        return Ok(Pending { work, landing: None });
+    if let Some((shard, replicas)) = both_in_place(sharding, data) {
+        let result = region(result);
+        let first = shard.reduce_scatter_unequal_async(&region(data), &result, counts, dtype, op);
+        return Ok(Pending { work: over_replicas(first, replicas, &result, dtype, op), landing: None });
     }
     let arrived = Region::zeroed(result.size_bytes());
-    let work = group.reduce_scatter_unequal_async(&staged(data)?, &arrived, counts, dtype, op);
+    let first = sharding.shard.reduce_scatter_unequal_async(&staged(data)?, &arrived, counts, dtype, op);
+    let work = over_replicas(first, sharding.replicas.as_ref(), &arrived, dtype, op);
     Ok(Pending { work, landing: Some((arrived, result.clone())) })
 }
 

@@ -13,6 +13,7 @@ use ferrospeed_tensor::{Param, Tensor};
 use crate::error::{Result, ZeroError};
 use crate::exchange;
 use crate::memory::part;
+use crate::sharding::Sharding;
 use crate::store::Share;
 
 /// Elements that are loaded at a time, so that what is under way stays in the cache.
@@ -23,24 +24,27 @@ pub(crate) fn fill(
     share: &Share,
     params: &[Param],
     world: &World,
+    sharding: &Sharding,
     stage: Stage,
     source: &dyn ParamSource,
 ) -> Result<()> {
-    let rank = world.rank();
+    let rank = sharding.shard.rank();
+    // A rank loads at least what it owns, for that is where its f32 weights come from.
+    let among = if share.layout.ranks > 1 { sharding.shard.clone() } else { world.group() };
     let whole = share.layout.part_numel * share.layout.ranks;
     // What this rank loads, in elements of the flat values; in stage 3 each rank has flat values of its own.
     let own = match stage {
         Stage::Parameters => rank * share.layout.part_numel..(rank + 1) * share.layout.part_numel,
         _ if !share.values.device().backend().is_host() => 0..whole,
-        _ => stretch(whole, world.size(), rank),
+        _ => stretch(whole, among.size(), among.rank()),
     };
     let loaded = load(share, params, rank, stage, &own, source);
-    if stage == Stage::Parameters || world.size() == 1 || own.len() == whole {
+    if stage == Stage::Parameters || among.size() == 1 || own.len() == whole {
         return loaded;
     }
     // A rank that could not load its share must not leave the others waiting for it.
     let mut good = [i32::from(loaded.is_ok())];
-    world.group().all_reduce(&mut good, ReduceOp::Min)?;
+    among.all_reduce(&mut good, ReduceOp::Min)?;
     loaded?;
     if good[0] == 0 {
         return Err(ZeroError::Request("another rank could not load its share of the parameters".into()));
@@ -48,8 +52,8 @@ pub(crate) fn fill(
     // Where everybody needs f32 weights as well, those are what is gathered, and the others follow from them.
     let whole_master = share.master.as_ref().filter(|_| share.layout.ranks == 1);
     let gathered = whole_master.unwrap_or(&share.values);
-    let counts: Vec<usize> = (0..world.size()).map(|rank| stretch(whole, world.size(), rank).len()).collect();
-    exchange::all_gather_unequal(&world.group(), gathered, own, &counts)?.wait()?;
+    let counts: Vec<usize> = (0..among.size()).map(|rank| stretch(whole, among.size(), rank).len()).collect();
+    exchange::all_gather_unequal(&among, gathered, own, &counts)?.wait()?;
     match whole_master {
         Some(master) => Ok(master.device().backend().cast(master, &share.values)?),
         None => Ok(()),

@@ -1,6 +1,6 @@
 //! Where model state lives: ZeRO stages 0 to 3 as one store.
 //!
-//! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `store` (attach a
+//! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `sharding` (among whom), `store` (attach a
 //! model; `fill` loads it), `reducer` (gradients; `rows` for tables), `residency` (stage 3's parameters, by the order of `trace`), `step` (the update), [`access`] (looking in), `snapshot`
 //! (to and from checkpoints).
 //!
@@ -19,6 +19,7 @@ pub mod partition;
 mod reducer;
 mod residency;
 mod rows;
+mod sharding;
 mod snapshot;
 mod step;
 mod store;
@@ -26,6 +27,7 @@ mod trace;
 
 pub use error::{Result, ZeroError};
 pub use residency::Pass;
+pub use sharding::Sharding;
 pub use snapshot::{Held, Saved, SavedPiece};
 pub use step::{StepOptions, StepOutcome};
 pub use store::{ParamGroup, StoreOptions, ZeroStore};

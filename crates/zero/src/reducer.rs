@@ -10,7 +10,7 @@
 //! A rank without peers that adds nothing up keeps gradients where backward made them: there are no buffers then, and
 //! gradients take the room that activations leave.
 
-use ferrospeed_comm::{Group, ReduceOp, World};
+use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_tensor::backend::{Binary, Unary};
 use ferrospeed_tensor::{Category, DType, Device, RowGradient, Shape, Tensor, ops};
 
@@ -18,6 +18,7 @@ use crate::buckets::{Bucket, Kind};
 use crate::error::{Result, ZeroError};
 use crate::exchange::{self, Pending};
 use crate::memory::{part, reachable};
+use crate::sharding::Sharding;
 
 /// Places are lent only where kernels write as fast as to memory of their own.
 const PLACE_ALIGNMENT_BYTES: usize = 64;
@@ -80,7 +81,8 @@ struct InFlight {
 
 /// The gradients of all groups on their way.
 pub(crate) struct Reducer {
-    pub(crate) group: Group,
+    /// Over which ranks gradients are reduced.
+    pub(crate) sharding: Sharding,
     pub(crate) options: ReduceOptions,
     pub(crate) buckets: Vec<Bucket>,
     /// (bucket, place among its parameters) of every parameter that is trained.
@@ -112,6 +114,7 @@ pub(crate) struct Reducer {
 impl Reducer {
     pub(crate) fn new(
         world: &World,
+        sharding: &Sharding,
         options: ReduceOptions,
         buckets: Vec<Bucket>,
         part_numels: &[usize],
@@ -123,7 +126,7 @@ impl Reducer {
             bucket.params.iter().enumerate().for_each(|(seat, &param)| seats[param] = Some((index, seat)));
         }
         let mut reducer = Reducer {
-            group: world.group(),
+            sharding: sharding.clone(),
             options,
             missing: buckets.iter().map(|bucket| bucket.params.len()).collect(),
             touched: vec![None; buckets.len()],
@@ -150,7 +153,7 @@ impl Reducer {
     /// Whether gradients stay as they come.
     fn stay(&self) -> bool {
         let options = &self.options;
-        self.group.size() == 1
+        self.sharding.ranks() == 1
             && !options.accumulates
             && options.wire == options.kept
             && options.after.is_none_or(|after| after == 1.0)
@@ -328,7 +331,7 @@ impl Reducer {
         if !in_rows {
             self.fill(index)?;
         }
-        let in_flight = self.reduce(index, !in_rows && self.group.size() > 1)?;
+        let in_flight = self.reduce(index, !in_rows && self.sharding.ranks() > 1)?;
         match in_flight {
             None => Ok(()),
             Some(in_flight) if self.options.overlap && in_flight.work.is_some() => {
@@ -426,10 +429,10 @@ impl Reducer {
         let mut own = part(&buffer, bucket.own_start, bucket.own_numel())?;
         let work = match travels {
             false => None,
-            true if self.options.whole => Some(exchange::all_reduce(&self.group, &buffer, op)?),
+            true if self.options.whole => Some(exchange::all_reduce(&self.sharding, &buffer, op)?),
             true => {
                 own = self.place_of_first(bucket)?.unwrap_or(own);
-                Some(exchange::reduce_scatter(&self.group, &buffer, &own, &bucket.counts, op)?)
+                Some(exchange::reduce_scatter(&self.sharding, &buffer, &own, &bucket.counts, op)?)
             }
         };
         Ok(Some(InFlight { bucket: index, work, own }))

@@ -18,7 +18,8 @@ impl Reducer {
     /// Reduces a table's gradient by rows into its buffer; `false` when it must be reduced whole.
     pub(crate) fn reduce_rows(&mut self, bucket: usize) -> Result<bool> {
         let param = self.buckets[bucket].params[0];
-        let ranks = self.group.size();
+        let group = self.sharding.shard.clone();
+        let ranks = group.size();
         let rows = match &self.arrived[param] {
             Some(Arrived::Rows(rows)) => Some(rows.clone()),
             _ => None,
@@ -26,13 +27,13 @@ impl Reducer {
         let own: &[i64] = rows.as_ref().map_or(&[], RowGradient::ids);
         let is_whole = rows.is_none() && self.arrived[param].is_some();
         let mut counts = vec![0i64; ranks];
-        self.group.all_gather(&[if is_whole { WHOLE } else { own.len() as i64 }], &mut counts)?;
+        group.all_gather(&[if is_whole { WHOLE } else { own.len() as i64 }], &mut counts)?;
         if counts.contains(&WHOLE) {
             return Ok(false);
         }
         let counts: Vec<usize> = counts.into_iter().map(|count| count as usize).collect();
         let mut ids = vec![0i64; counts.iter().sum()];
-        self.group.all_gather_unequal(own, &mut ids, &counts)?;
+        group.all_gather_unequal(own, &mut ids, &counts)?;
         ids.sort_unstable();
         ids.dedup();
         let (entries, width) = (self.shapes[param].0[0], self.shapes[param].0[1]);
@@ -48,7 +49,7 @@ impl Reducer {
             self.copy_rows(&values, &shared, &places, width)?;
         }
         if !ids.is_empty() {
-            exchange::all_reduce(&self.group, &shared, self.operation())?.wait()?;
+            exchange::all_reduce(&self.sharding, &shared, self.operation())?.wait()?;
         }
         self.arrived[param] = None;
         let buffer = self.buffer(bucket)?;

@@ -91,7 +91,7 @@ impl ZeroStore {
         let mut pieces = Vec::new();
         for (param, &(group, in_group)) in self.places().iter().enumerate() {
             let share = &state.shares[group];
-            let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+            let own_rank = self.owner_in(share);
             let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
             let piece = |value, dtype| SavedPiece {
                 param,
@@ -122,7 +122,13 @@ impl ZeroStore {
             load[lightest] += piece.len;
             writer[piece.param] = Some(lightest);
         }
-        pieces.retain(|piece| writer[piece.param].is_none_or(|writer| writer == rank));
+        // Of the ranks that hold the same part, each writes every so many parameters.
+        let of_replicas = |piece: &SavedPiece| match &self.sharding.replicas {
+            Some(replicas) => piece.param % replicas.size() == replicas.rank(),
+            None => true,
+        };
+        pieces
+            .retain(|piece| writer[piece.param].map_or_else(|| of_replicas(piece), |writer| writer == rank));
         pieces
     }
 

@@ -83,7 +83,12 @@ fn values_of(segments: &[Segment]) -> Vec<&Tensor> {
 impl ZeroStore {
     /// Whether ranks hold different parts of the gradient.
     pub(crate) fn is_split(&self) -> bool {
-        self.stage != Stage::Off && self.world.size() > 1
+        self.stage != Stage::Off && self.sharding.shard.size() > 1
+    }
+
+    /// Which part of a share this rank owns.
+    pub(crate) fn owner_in(&self, share: &Share) -> usize {
+        if share.layout.ranks > 1 { self.sharding.shard.rank() } else { 0 }
     }
 
     /// Updates the weights with the gradients that were reduced since the last step. All ranks call it together.
@@ -179,7 +184,7 @@ impl ZeroStore {
         let mut magnitude = magnitude_of(&self.device, &values_of(segments))?;
         if self.is_split() {
             let mut value = [magnitude.value()];
-            self.world.group().all_reduce(&mut value, ReduceOp::Max)?;
+            self.sharding.shard.all_reduce(&mut value, ReduceOp::Max)?;
             magnitude = Magnitude::from_value(value[0]);
         }
         Ok(magnitude)
@@ -189,7 +194,7 @@ impl ZeroStore {
         let mut sum = squares_of(&self.device, &values_of(segments), magnitude)?;
         if self.is_split() {
             let mut words = sum.to_words();
-            self.world.group().all_reduce(&mut words, ReduceOp::Sum)?;
+            self.sharding.shard.all_reduce(&mut words, ReduceOp::Sum)?;
             sum = SquareSum::from_words(words);
         }
         Ok(sum.norm(magnitude))
@@ -198,7 +203,7 @@ impl ZeroStore {
     /// The first parameter with a bad gradient anywhere, and the lowest rank that holds a bad part.
     fn first_bad(&self, state: &State, segments: &[Segment]) -> Result<(String, usize)> {
         let mut found = i64::MAX;
-        let own_rank = if self.is_split() { self.world.rank() } else { 0 };
+        let own_rank = if self.is_split() { self.sharding.shard.rank() } else { 0 };
         for segment in segments {
             let share = &state.shares[segment.group];
             for (in_group, &param) in share.params.iter().enumerate() {
@@ -298,7 +303,7 @@ impl ZeroStore {
         let mut states = share.states.clone();
         states.push(directions.clone());
         self.update(share, &states, segments, factor, &lamb.direction(&share.options).into())?;
-        let own_rank = if share.layout.ranks > 1 { self.world.rank() } else { 0 };
+        let own_rank = self.owner_in(share);
         let master = share.own_master()?;
         let norms = self.param_norms(share, own_rank, &[&master, &directions])?;
         for (in_group, norm) in norms.iter().enumerate() {
@@ -326,7 +331,7 @@ impl ZeroStore {
             }
         }
         if self.is_split() {
-            self.world.group().all_reduce(&mut largest, ReduceOp::Max)?;
+            self.sharding.shard.all_reduce(&mut largest, ReduceOp::Max)?;
         }
         let mut words = vec![0i64; count * WORDS];
         for (index, words) in words.chunks_mut(WORDS).enumerate() {
@@ -336,7 +341,7 @@ impl ZeroStore {
             }
         }
         if self.is_split() {
-            self.world.group().all_reduce(&mut words, ReduceOp::Sum)?;
+            self.sharding.shard.all_reduce(&mut words, ReduceOp::Sum)?;
         }
         let norm = |index: usize| {
             let words = std::array::from_fn(|word| words[index * WORDS + word]);
@@ -361,7 +366,7 @@ impl ZeroStore {
                 continue;
             }
             let pair = (share.own_values()?, share.values.clone());
-            pending.extend(exchange::all_gather(&self.world.group(), &[pair], group as u64)?);
+            pending.extend(exchange::all_gather(&self.sharding.shard, &[pair], group as u64)?);
         }
         pending.into_iter().try_for_each(exchange::Pending::wait)
     }

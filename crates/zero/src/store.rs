@@ -26,6 +26,7 @@ use crate::memory::{common, part, reachable};
 use crate::partition::{Layout, persistent};
 use crate::reducer::{ReduceOptions, Reducer};
 use crate::residency::{Limits, Pass, Residency, Sharded};
+use crate::sharding::Sharding;
 
 /// Parameters that share optimizer options.
 #[derive(Debug, Clone)]
@@ -54,6 +55,8 @@ pub struct StoreOptions<'a> {
     pub prescale: bool,
     /// `sparse_gradients`: below stage 1, gradients of tables travel as rows.
     pub sparse_gradients: bool,
+    /// Over which ranks state is spread.
+    pub sharding: Sharding,
     /// Parameters that stage 3 gathers and releases together, by leaf module: parts that ranks read unlike each other.
     pub leaf_modules: &'a [Vec<Param>],
     /// The update rule; `None` when nothing is trained.
@@ -97,6 +100,7 @@ impl Share {
 /// The store. See the module's documentation.
 pub struct ZeroStore {
     pub(crate) world: World,
+    pub(crate) sharding: Sharding,
     pub(crate) device: Device,
     pub(crate) stage: Stage,
     pub(crate) dtype: DType,
@@ -128,7 +132,7 @@ impl ZeroStore {
         let places = places(&indices, params.len(), groups)?;
         let leaves = leaves(params, &indices, options.leaf_modules)?;
         let stage = options.zero.stage;
-        let (ranks, rank) = (world.size(), world.rank());
+        let sharding = &options.sharding;
 
         // The last group is what nobody trains.
         let mut members: Vec<Vec<usize>> = vec![Vec::new(); groups.len() + 1];
@@ -156,8 +160,11 @@ impl ZeroStore {
             .map(|share| share.params.iter().map(|&param| (param, params[param].numel())).collect())
             .collect();
         let layouts: Vec<Layout> = trained.iter().map(|share| share.layout.clone()).collect();
-        let plan_rank = if stage == Stage::Off { 0 } else { rank };
-        let rows = options.sparse_gradients && stage == Stage::Off && ranks > 1;
+        let plan_rank = if stage == Stage::Off { 0 } else { sharding.shard.rank() };
+        let rows = options.sparse_gradients
+            && stage == Stage::Off
+            && sharding.replicas.is_none()
+            && sharding.ranks() > 1;
         let in_rows: Vec<bool> =
             params.iter().map(|param| rows && param.is_table() && param.shape().dims() == 2).collect();
         let mut kinds = vec![Kind::Ordinary; params.len()];
@@ -168,10 +175,10 @@ impl ZeroStore {
         let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], plan_rank, limit);
         let part_numels: Vec<usize> = layouts.iter().map(|layout| layout.part_numel).collect();
         let shapes = params.iter().map(|param| (*param.shape(), options.dtype)).collect();
-        let reduce = reduce_options(options, ranks);
-        let reducer = Reducer::new(world, reduce, plan, &part_numels, shapes, device)?;
+        let reduce = reduce_options(options, sharding.ranks());
+        let reducer = Reducer::new(world, sharding, reduce, plan, &part_numels, shapes, device)?;
         let residency = if stage == Stage::Parameters {
-            Some(residency(world, device, params, &positions, &shares, &leaves, options))
+            Some(residency(device, params, &positions, &shares, &leaves, options))
         } else {
             None
         };
@@ -184,6 +191,7 @@ impl ZeroStore {
         }
         Ok(Arc::new(ZeroStore {
             world: world.clone(),
+            sharding: sharding.clone(),
             device: device.clone(),
             stage,
             dtype: options.dtype,
@@ -224,6 +232,11 @@ impl ZeroStore {
     /// The ranks that share the model's state.
     pub fn world(&self) -> &World {
         &self.world
+    }
+
+    /// Over which of them it is spread.
+    pub fn sharding(&self) -> &Sharding {
+        &self.sharding
     }
 
     /// Where this rank computes.
@@ -322,7 +335,7 @@ fn build_share(
     source: &dyn ParamSource,
 ) -> Result<Share> {
     let stage = options.zero.stage;
-    let (ranks, rank) = (world.size(), world.rank());
+    let (ranks, rank) = (options.sharding.shard.size(), options.sharding.shard.rank());
     let numels: Vec<usize> = list.iter().map(|&param| params[param].numel()).collect();
     let layout = match stage {
         Stage::Parameters => Layout::per_parameter(&numels, ranks),
@@ -334,8 +347,9 @@ fn build_share(
         Stage::Parameters => (layout.part_numel, 0),
         _ => (layout.part_numel * layout.ranks, if layout.ranks > 1 { rank * layout.part_numel } else { 0 }),
     };
-    // In stages 1 and 2 all ranks read the same weights and each updates its own part of them.
-    let place = if layout.ranks > 1 && stage != Stage::Parameters { common } else { reachable };
+    // In stages 1 and 2 all ranks read the same weights and each updates its own part of them; of replicas each has its own.
+    let has_common = layout.ranks > 1 && stage != Stage::Parameters && options.sharding.replicas.is_none();
+    let place = if has_common { common } else { reachable };
     let values = place(world, values_numel, options.dtype, device, Category::Parameters)?;
     let master = if trained && options.dtype != DType::F32 {
         Some(Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer)?)
@@ -360,12 +374,11 @@ fn build_share(
         steps: 0,
         trained,
     };
-    fill::fill(&share, params, world, stage, source)?;
+    fill::fill(&share, params, world, &options.sharding, stage, source)?;
     Ok(share)
 }
 
 fn residency(
-    world: &World,
     device: &Device,
     params: &[Param],
     positions: &[(usize, usize)],
@@ -374,7 +387,7 @@ fn residency(
     options: &StoreOptions<'_>,
 ) -> Residency {
     let numels: Vec<usize> = params.iter().map(Param::numel).collect();
-    let zero = options.zero;
+    let (zero, shard) = (options.zero, &options.sharding.shard);
     let stays = persistent(&numels, zero.param_persistence_threshold, zero.model_persistence_threshold);
     // Shares of one group lie end to end.
     let mut starts = vec![0; params.len()];
@@ -382,7 +395,7 @@ fn residency(
         let mut start = 0;
         for &param in &share.params {
             starts[param] = start;
-            start += numels[param].div_ceil(world.size());
+            start += numels[param].div_ceil(shard.size());
         }
     }
     let sharded = params
@@ -391,7 +404,7 @@ fn residency(
         .map(|(index, param)| Sharded {
             shape: *param.shape(),
             start: starts[index],
-            share: param.numel().div_ceil(world.size()),
+            share: param.numel().div_ceil(shard.size()),
             flat: positions[index].0,
             persistent: stays[index],
         })
@@ -402,7 +415,7 @@ fn residency(
         reuse_distance: zero.max_reuse_distance,
     };
     let flats: Vec<Tensor> = shares.iter().map(|share| share.values.clone()).collect();
-    Residency::new(world.group(), limits, sharded, leaves, flats, options.dtype, device)
+    Residency::new(shard.clone(), limits, sharded, leaves, flats, options.dtype, device)
 }
 
 /// (group, index in it) of every parameter; the group after the last is what nobody trains.

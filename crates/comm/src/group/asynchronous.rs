@@ -19,6 +19,15 @@ impl Group {
         self.all_reduce_coalesced(std::slice::from_ref(data), dtype, op)
     }
 
+    /// As [`all_reduce_async`](Group::all_reduce_async), once `first` is done: the second half of a reduction in two levels.
+    /// Its place among this group's operations is taken now, so ranks agree on the order whenever the first half ends.
+    #[track_caller]
+    pub fn all_reduce_after(&self, first: &Work, data: &Region, dtype: DType, op: ReduceOp) -> Work {
+        let call = Call::new(self, dtype, Location::caller());
+        let operation = call.operation(Kind::AllReduce, Some(op), None, [Call::in_place(data)]);
+        self.start_after(Some(first.clone()), Ok(operation))
+    }
+
     /// Starts an all_reduce of a list of buffers as one operation.
     #[track_caller]
     pub fn all_reduce_coalesced(&self, data: &[Region], dtype: DType, op: ReduceOp) -> Work {

@@ -172,13 +172,15 @@ pub(super) const ZERO: &[Key] = &[
         ANY_INT,
         "-1",
         "MiCS: ranks that share one copy of the model states; 0 or less turns it off.",
-    ),
+    )
+    .done(),
     key(
         "mics_hierarchical_params_gather",
         Kind::Bool,
         "false",
         "MiCS: gather between nodes first, then within.",
-    ),
+    )
+    .inert("a shard that spans hosts is always gathered in two levels"),
     key(
         "memory_efficient_linear",
         Kind::Bool,
