@@ -8,8 +8,8 @@ use ferrospeed_nn::{
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::{Activation, Initializer, Operand, Param, Tensor};
 
-use crate::config::Fields;
 use crate::error::{ModelError, Result};
+use crate::fields::Fields;
 
 /// BERT in numbers.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,6 +49,15 @@ impl BertConfig {
                 format!("'{kind}' is not supported; absolute is"),
             ));
         }
+        fields.fixed("is_decoder", false.into())?;
+        fields.fixed("tie_word_embeddings", true.into())?;
+        fields.harmless(&[
+            "classifier_dropout",
+            "directionality",
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+        ]);
+        fields.harmless(&["pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"]);
         let (width, heads) =
             (fields.size("hidden_size", Some(768))?, fields.size("num_attention_heads", Some(12))?);
         if heads == 0 || width == 0 || !width.is_multiple_of(heads) {

@@ -31,6 +31,16 @@ pub enum ModelError {
         /// What is wrong and what would be right.
         why: String,
     },
+    /// Fields of `config.json` that this model type is not known to have.
+    #[error(
+        "config.json: not known for this model type: {}. The model may compute something else because of them, so it is not \
+         loaded; take out those that change nothing",
+        fields.join(", ")
+    )]
+    UnknownFields {
+        /// Each with its value.
+        fields: Vec<String>,
+    },
     /// The weights do not fit the model.
     #[error("the weights do not fit the model:\n{table}")]
     Weights {

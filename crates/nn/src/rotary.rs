@@ -30,6 +30,22 @@ pub enum RotaryScaling {
         /// The length the model was first trained on.
         trained: usize,
     },
+    /// YaRN: pairs that turn seldom within the trained length are stretched, those that turn often kept, those between
+    /// interpolated, and all are amplified. (Peng, Quesnelle, Fan, Shippole: "YaRN", 2024, section 3.)
+    Yarn {
+        /// The stretch.
+        factor: f64,
+        /// Pairs that turn more often than this are kept.
+        fast: f64,
+        /// Pairs that turn less often than this are stretched.
+        slow: f64,
+        /// Whether the two borders are rounded outwards to whole pairs.
+        whole_pairs: bool,
+        /// The length the model was first trained on.
+        trained: usize,
+        /// Multiplies cosines and sines, and so scales scores by its square.
+        amplitude: f64,
+    },
 }
 
 /// The rotary embedding of a model.
@@ -81,15 +97,45 @@ impl Rotary {
                             (1.0 - smooth) * frequency / factor + smooth * frequency
                         }
                     }
+                    RotaryScaling::Yarn { factor, .. } => {
+                        let [kept, stretched] = self.yarn_borders();
+                        let share = ((pair as f64 - kept) / (stretched - kept)).clamp(0.0, 1.0);
+                        frequency * (1.0 - share + share / factor)
+                    }
                     RotaryScaling::None | RotaryScaling::Dynamic { .. } => frequency,
                 }
             })
             .collect()
     }
 
+    /// The pair up to which frequencies are kept, and the one from which they are stretched.
+    fn yarn_borders(&self) -> [f64; 2] {
+        let RotaryScaling::Yarn { fast, slow, whole_pairs, trained, .. } = self.scaling else {
+            return [0.0, 1.0];
+        };
+        let dims = self.dims as f64;
+        // The pair that turns `turns` times within the trained length.
+        let pair = |turns: f64| {
+            dims * (trained as f64 / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
+        };
+        let (kept, stretched) = (pair(fast), pair(slow));
+        let (kept, stretched) =
+            if whole_pairs { (kept.floor(), stretched.ceil()) } else { (kept, stretched) };
+        let (kept, stretched) = (kept.max(0.0), stretched.min(dims - 1.0));
+        [kept, if kept == stretched { stretched + 0.001 } else { stretched }]
+    }
+
+    /// What cosines and sines are multiplied by.
+    fn amplitude(&self) -> f64 {
+        match self.scaling {
+            RotaryScaling::Yarn { amplitude, .. } => amplitude,
+            _ => 1.0,
+        }
+    }
+
     /// The table for these positions: one row of positions per sequence, or one for all.
     pub fn table(&self, positions: &[Vec<usize>], length: usize, device: &Device) -> Result<RotaryTable> {
-        let frequencies = self.frequencies(length);
+        let (frequencies, amplitude) = (self.frequencies(length), self.amplitude());
         let tokens = positions.first().map_or(0, Vec::len);
         let angles: Vec<f64> = positions
             .iter()
@@ -98,7 +144,7 @@ impl Rotary {
             .collect();
         let shape = [positions.len(), tokens, frequencies.len()];
         let tensor = |f: fn(f64) -> f64| {
-            let values: Vec<f32> = angles.iter().map(|&angle| f(angle) as f32).collect();
+            let values: Vec<f32> = angles.iter().map(|&angle| (amplitude * f(angle)) as f32).collect();
             Tensor::from_slice(&values, shape, device)
         };
         Ok(RotaryTable { cos: tensor(f64::cos)?, sin: tensor(f64::sin)?, interleaved: self.interleaved })

@@ -4,9 +4,9 @@ use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::Activation;
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::config::Fields;
 use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
+use crate::fields::Fields;
 
 /// Reads a `bloom` configuration.
 pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
@@ -20,6 +20,10 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         ));
     }
     let std = fields.number("initializer_range", Some(0.02))? as f32;
+    fields.fixed("n_inner", (4 * width).into())?;
+    // Switches of the program it was trained with, and of how sums are rounded.
+    fields.harmless(&["attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion"]);
+    fields.harmless(&["offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact"]);
     let norm_residual = fields.flag("apply_residual_connection_post_layernorm", false)?;
     Ok(DecoderConfig {
         model_type: "bloom",

@@ -3,9 +3,9 @@
 use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::config::Fields;
 use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
+use crate::fields::Fields;
 
 /// Reads a `gpt2` configuration.
 pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
@@ -23,6 +23,9 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let by_layer = fields.flag("scale_attn_by_inverse_layer_idx", false)?;
     let scales = (0..layers).map(|layer| if by_layer { base / (layer + 1) as f32 } else { base }).collect();
     let std = fields.number("initializer_range", Some(0.02))? as f32;
+    // A head that this model does not have, a name that positions had, and how the scores are rounded.
+    fields.harmless(&["summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"]);
+    fields.harmless(&["summary_first_dropout", "n_ctx", "reorder_and_upcast_attn"]);
     Ok(DecoderConfig {
         model_type: "gpt2",
         vocab: fields.size("vocab_size", Some(50257))?,

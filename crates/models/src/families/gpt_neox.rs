@@ -3,9 +3,10 @@
 use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::config::Fields;
 use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
+use crate::fields::Fields;
+use crate::rope::{self, RotaryDefaults};
 
 /// Reads a `gpt_neox` configuration.
 pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
@@ -17,8 +18,13 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         return Err(ModelError::config("num_attention_heads", why));
     }
     let head_dim = width / heads;
-    let rotary_dims = (head_dim as f64 * fields.number("rotary_pct", Some(0.25))?) as usize;
+    let rotary =
+        RotaryDefaults { theta_key: "rotary_emb_base", theta: 10_000.0, share: Some(("rotary_pct", 0.25)) };
     let bias = fields.flag("attention_bias", true)?;
+    fields.harmless(&["classifier_dropout"]);
+    // Early files call the dropouts so, and have none.
+    fields.fixed("attention_probs_dropout_prob", 0.0.into())?;
+    fields.fixed("hidden_dropout_prob", 0.0.into())?;
     let std = fields.number("initializer_range", Some(0.02))? as f32;
     let hidden_dropout = fields.number("hidden_dropout", Some(0.0))? as f32;
     Ok(DecoderConfig {
@@ -32,7 +38,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         kv_heads: heads,
         head_dim,
         max_tokens: fields.size("max_position_embeddings", Some(2048))?,
-        positions: Positions::Rotary(fields.rotary(rotary_dims, "rotary_emb_base", 10_000.0)?),
+        positions: Positions::Rotary(rope::rotary(fields, head_dim, &rotary)?),
         norm: NormConfig::Layer { eps: fields.number("layer_norm_eps", Some(1e-5))? as f32, affine: true },
         residual: if fields.flag("use_parallel_residual", true)? {
             Residual::Parallel

@@ -3,18 +3,23 @@
 use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::WeightLayout;
 
-use crate::config::{Fields, WindowRule};
+use crate::config::WindowRule;
 use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
 use crate::families::mixture::MixtureConfig;
+use crate::fields::Fields;
+use crate::rope::{self, RotaryDefaults};
 
 /// What the relatives differ in before anything is read.
 struct Defaults {
     model_type: &'static str,
+    /// As many as heads when absent.
     kv_heads: Option<usize>,
     theta: f64,
     inner_width: usize,
     vocab: usize,
+    max_tokens: usize,
+    eps: f64,
 }
 
 fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
@@ -30,7 +35,8 @@ fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
         }
     };
     let std = fields.number("initializer_range", Some(0.02))? as f32;
-    let attention_bias = fields.flag("attention_bias", false)?;
+    let kv_heads = fields.size_or_null("num_key_value_heads", defaults.kv_heads)?.unwrap_or(heads);
+    let rotary = RotaryDefaults { theta_key: "rope_theta", theta: defaults.theta, share: None };
     Ok(DecoderConfig {
         model_type: defaults.model_type,
         vocab: fields.size("vocab_size", Some(defaults.vocab))?,
@@ -39,18 +45,18 @@ fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
         inner_width: fields.size("intermediate_size", Some(defaults.inner_width))?,
         layers,
         heads,
-        kv_heads: fields.size("num_key_value_heads", Some(defaults.kv_heads.unwrap_or(heads)))?,
+        kv_heads,
         head_dim,
-        max_tokens: fields.size("max_position_embeddings", Some(2048))?,
-        positions: Positions::Rotary(fields.rotary(head_dim, "rope_theta", defaults.theta)?),
-        norm: NormConfig::Rms { eps: fields.number("rms_norm_eps", Some(1e-6))? as f32 },
+        max_tokens: fields.size("max_position_embeddings", Some(defaults.max_tokens))?,
+        positions: Positions::Rotary(rope::rotary(fields, head_dim, &rotary)?),
+        norm: NormConfig::Rms { eps: fields.number("rms_norm_eps", Some(defaults.eps))? as f32 },
         residual: Residual::PreNorm,
         feed_forward: FeedForward::Gated { names: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] },
         activation: fields.activation("hidden_act", "silu")?,
         layout: WeightLayout::OutIn,
-        qkv_bias: attention_bias,
-        output_bias: attention_bias,
-        mlp_bias: fields.flag("mlp_bias", false)?,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
         scales: vec![1.0 / (head_dim as f32).sqrt(); layers],
         windows: vec![None; layers],
         tied: fields.flag("tie_word_embeddings", false)?,
@@ -76,16 +82,57 @@ fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
     })
 }
 
-fn window(fields: &Fields<'_>, rule: WindowRule) -> Result<Option<usize>> {
+/// The window of each layer: where `slides` says so, unless `layer_types` lists the layers one by one.
+fn windows(
+    fields: &Fields<'_>,
+    layers: usize,
+    window: Option<usize>,
+    slides: impl Fn(usize) -> bool,
+    rule: WindowRule,
+) -> Result<Vec<Option<usize>>> {
     let more = usize::from(rule == WindowRule::OneMore);
-    Ok(fields.optional_size("sliding_window")?.map(|window| window + more))
+    let window = window.map(|window| window + more);
+    let Some(types) = fields.optional_strings("layer_types")? else {
+        return Ok((0..layers).map(|layer| window.filter(|_| slides(layer))).collect());
+    };
+    if types.len() != layers {
+        let why = format!("lists {} layers, the model has {layers}", types.len());
+        return Err(fields.error("layer_types", why));
+    }
+    let of_type = |name: &String| match name.as_str() {
+        "full_attention" => Ok(None),
+        "sliding_attention" if window.is_some() => Ok(window),
+        "sliding_attention" => {
+            Err(fields.error("layer_types", "a layer slides, but there is no sliding_window"))
+        }
+        other => {
+            let why = format!("'{other}' is not supported; full_attention and sliding_attention are");
+            Err(fields.error("layer_types", why))
+        }
+    };
+    types.iter().map(of_type).collect()
 }
 
 /// Reads a `llama` configuration.
 pub fn llama(fields: &Fields<'_>) -> Result<DecoderConfig> {
-    let defaults =
-        Defaults { model_type: "llama", kv_heads: None, theta: 10_000.0, inner_width: 11_008, vocab: 32_000 };
-    common(fields, &defaults)
+    let defaults = Defaults {
+        model_type: "llama",
+        kv_heads: None,
+        theta: 10_000.0,
+        inner_width: 11_008,
+        vocab: 32_000,
+        max_tokens: 2048,
+        eps: 1e-6,
+    };
+    let mut config = common(fields, &defaults)?;
+    let bias = fields.flag("attention_bias", false)?;
+    (config.qkv_bias, config.output_bias) = (bias, bias);
+    config.mlp_bias = fields.flag("mlp_bias", false)?;
+    if !fields.flag("use_sliding_window", true)? {
+        fields.harmless(&["sliding_window", "max_window_layers"]);
+    }
+    config.windows = windows(fields, config.layers, None, |_| false, WindowRule::default())?;
+    Ok(config)
 }
 
 /// Reads a `mistral` configuration.
@@ -96,9 +143,13 @@ pub fn mistral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
         theta: 10_000.0,
         inner_width: 14_336,
         vocab: 32_000,
+        max_tokens: 131_072,
+        eps: 1e-6,
     };
     let mut config = common(fields, &defaults)?;
-    config.windows = vec![window(fields, rule)?; config.layers];
+    no_biases(fields)?;
+    let window = fields.size_or_null("sliding_window", Some(4096))?;
+    config.windows = windows(fields, config.layers, window, |_| true, rule)?;
     Ok(config)
 }
 
@@ -106,28 +157,42 @@ pub fn mistral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
 pub fn qwen2(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "qwen2",
-        kv_heads: None,
+        kv_heads: Some(32),
         theta: 10_000.0,
         inner_width: 22_016,
         vocab: 151_936,
+        max_tokens: 32_768,
+        eps: 1e-6,
     };
     let mut config = common(fields, &defaults)?;
+    // The family has its biases whatever this says.
+    fields.harmless(&["attention_bias"]);
+    fields.fixed("mlp_bias", false.into())?;
+    fields.fixed("use_mrope", false.into())?;
     config.qkv_bias = true;
-    config.output_bias = false;
-    if fields.flag("use_sliding_window", false)? {
-        let window = window(fields, rule)?;
-        let first = fields.size("max_window_layers", Some(28))?;
-        config.windows = (0..config.layers).map(|layer| if layer >= first { window } else { None }).collect();
-    }
+    let window = fields.size_or_null("sliding_window", Some(4096))?;
+    let window = if fields.flag("use_sliding_window", false)? { window } else { None };
+    let first = fields.size("max_window_layers", Some(28))?;
+    config.windows = windows(fields, config.layers, window, |layer| layer >= first, rule)?;
     Ok(config)
 }
 
 /// Reads a `mixtral` configuration.
 pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
-    let defaults =
-        Defaults { model_type: "mixtral", kv_heads: Some(8), theta: 1e6, inner_width: 14_336, vocab: 32_000 };
+    let defaults = Defaults {
+        model_type: "mixtral",
+        kv_heads: Some(8),
+        theta: 1e6,
+        inner_width: 14_336,
+        vocab: 32_000,
+        max_tokens: 131_072,
+        eps: 1e-5,
+    };
     let mut config = common(fields, &defaults)?;
-    config.windows = vec![window(fields, rule)?; config.layers];
+    no_biases(fields)?;
+    fields.fixed("router_jitter_noise", 0.0.into())?;
+    let window = fields.optional_size("sliding_window")?;
+    config.windows = windows(fields, config.layers, window, |_| true, rule)?;
     let (experts, chosen) =
         (fields.size("num_local_experts", Some(8))?, fields.size("num_experts_per_tok", Some(2))?);
     if chosen == 0 || chosen > experts {
@@ -138,4 +203,10 @@ pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let balance_loss = if fields.flag("output_router_logits", false)? { balance } else { 0.0 };
     config.feed_forward = FeedForward::Mixture(MixtureConfig { experts, chosen, balance_loss });
     Ok(config)
+}
+
+/// Families whose layers have none.
+fn no_biases(fields: &Fields<'_>) -> Result<()> {
+    fields.fixed("attention_bias", false.into())?;
+    fields.fixed("mlp_bias", false.into())
 }

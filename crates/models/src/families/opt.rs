@@ -3,9 +3,9 @@
 use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::WeightLayout;
 
-use crate::config::Fields;
 use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
+use crate::fields::Fields;
 
 /// Reads an `opt` configuration.
 pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
@@ -19,9 +19,12 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let embedding_width = fields.size("word_embed_proj_dim", Some(width))?;
     let bias = fields.flag("enable_bias", true)?;
     let norm_first = fields.flag("do_layer_norm_before", true)?;
-    let final_norm = norm_first && !fields.flag("_remove_final_layer_norm", false)?;
+    let without_final_norm = fields.flag("_remove_final_layer_norm", false)?;
+    let final_norm = norm_first && !without_final_norm;
     let std = fields.number("init_std", Some(0.02))? as f32;
     let dropout = fields.number("dropout", Some(0.1))? as f32;
+    fields.fixed("layerdrop", 0.0.into())?;
+    fields.harmless(&["activation_dropout"]);
     Ok(DecoderConfig {
         model_type: "opt",
         vocab: fields.size("vocab_size", Some(50272))?,

@@ -1,0 +1,195 @@
+//! What a `config.json` says is read, or refused by name; nothing of it is left out in silence.
+
+use ferrospeed_models::decoder::Positions;
+use ferrospeed_models::{DecoderConfig, ModelConfig, WindowRule};
+use ferrospeed_nn::{Rotary, RotaryScaling};
+use ferrospeed_testkit::golden::{read_json, repository_root};
+use serde_json::{Value, json};
+
+fn parsed(config: &Value) -> Result<ModelConfig, String> {
+    ModelConfig::from_value(config, WindowRule::default()).map_err(|error| error.to_string())
+}
+
+fn decoder(config: &Value) -> DecoderConfig {
+    match parsed(config) {
+        Ok(ModelConfig::Decoder(config)) => *config,
+        other => panic!("{config} is no decoder: {other:?}"),
+    }
+}
+
+fn rotary(config: &Value) -> Rotary {
+    match decoder(config).positions {
+        Positions::Rotary(rotary) => rotary,
+        other => panic!("{config} has {other:?}"),
+    }
+}
+
+fn small(model_type: &str, more: Value) -> Value {
+    let mut config = json!({
+        "model_type": model_type, "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    });
+    if model_type == "gpt_neox" {
+        config.as_object_mut().unwrap().remove("num_key_value_heads");
+    }
+    let more = more.as_object().expect("an object of more fields");
+    config.as_object_mut().unwrap().extend(more.clone());
+    config
+}
+
+#[test]
+fn what_transformers_writes_is_read_and_means_the_same_in_both_versions() {
+    let configs = repository_root().join("tests/golden/transformers/configs");
+    for model_type in ferrospeed_models::config::MODEL_TYPES {
+        let [old, new] = ["4.40", "5.22"].map(|version| {
+            let config = read_json(&configs.join(version).join(format!("{model_type}.json")));
+            parsed(&config).unwrap_or_else(|error| panic!("{model_type} of {version}: {error}"))
+        });
+        assert_eq!(format!("{old:?}"), format!("{new:?}"), "{model_type}");
+    }
+}
+
+#[test]
+fn a_field_that_is_absent_has_the_value_that_transformers_gives_it() {
+    let configs = repository_root().join("tests/golden/transformers/configs/5.22");
+    for model_type in ferrospeed_models::config::MODEL_TYPES.into_iter().filter(|name| *name != "bloom") {
+        let written = read_json(&configs.join(format!("{model_type}.json")));
+        let bare = json!({ "model_type": model_type });
+        assert_eq!(format!("{:?}", parsed(&bare)), format!("{:?}", parsed(&written)), "{model_type}");
+    }
+}
+
+#[test]
+fn fields_nobody_knows_are_refused_together_by_name() {
+    for model_type in ["llama", "mistral", "qwen2", "mixtral", "gpt_neox"] {
+        let error = parsed(&small(
+            model_type,
+            json!({"quantization_config": {"bits": 4}, "final_logit_softcapping": 30.0, "use_cache": false}),
+        ))
+        .unwrap_err();
+        assert!(error.contains("final_logit_softcapping = 30.0"), "{error}");
+        assert!(error.contains("quantization_config = {\"bits\":4}"), "{error}");
+        assert!(!error.contains("use_cache"), "{error}");
+        let nulls = json!({"quantization_config": null, "final_logit_softcapping": null});
+        assert!(parsed(&small(model_type, nulls)).is_ok());
+    }
+    for (model_type, field) in [
+        ("gpt2", json!({"layer_scale": 0.5})),
+        ("opt", json!({"rope_theta": 1e4})),
+        ("bloom", json!({"hidden_size": 32, "n_head": 4, "n_layer": 2, "attention_bias": true})),
+        ("bert", json!({"rope_parameters": {"rope_type": "default"}})),
+    ] {
+        let mut config = json!({ "model_type": model_type });
+        config.as_object_mut().unwrap().extend(field.as_object().unwrap().clone());
+        let error = parsed(&config).unwrap_err();
+        assert!(error.contains(field.as_object().unwrap().keys().last().unwrap()), "{model_type}: {error}");
+    }
+}
+
+#[test]
+fn values_that_are_not_implemented_are_refused_with_their_field() {
+    for (model_type, field, message) in [
+        ("mistral", json!({"attention_bias": true}), "attention_bias: true is not supported"),
+        ("mixtral", json!({"router_jitter_noise": 0.1}), "router_jitter_noise: 0.1 is not supported"),
+        ("llama", json!({"add_cross_attention": true}), "add_cross_attention: true is not supported"),
+        ("llama", json!({"pruned_heads": {"0": [1]}}), "pruned_heads"),
+        ("llama", json!({"sliding_window": 16}), "sliding_window = 16"),
+        ("llama", json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5 is not supported"),
+        ("qwen2", json!({"use_mrope": true}), "use_mrope: true is not supported"),
+        ("gpt_neox", json!({"hidden_dropout_prob": 0.1}), "hidden_dropout_prob: 0.1 is not supported"),
+        ("llama", json!({"layer_types": ["full_attention"]}), "layer_types: lists 1 layers, the model has 3"),
+        (
+            "mistral",
+            json!({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
+            "layer_types: 'chunked_attention' is not supported",
+        ),
+    ] {
+        let error = parsed(&small(model_type, field)).unwrap_err();
+        assert!(error.contains(message), "{model_type}: {error}");
+    }
+    assert!(parsed(&small("llama", json!({"use_sliding_window": false, "sliding_window": 16}))).is_ok());
+}
+
+#[test]
+fn rotary_positions_mean_the_same_in_both_spellings() {
+    let llama3 = json!({"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16});
+    let yarn = json!({"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0});
+    for (kind, numbers) in [
+        ("linear", json!({"factor": 4.0})),
+        ("dynamic", json!({"factor": 2.0})),
+        ("llama3", llama3),
+        ("yarn", yarn),
+    ] {
+        for kind_key in ["type", "rope_type"] {
+            let mut scaling = numbers.clone();
+            scaling[kind_key] = kind.into();
+            let old = small("llama", json!({"rope_theta": 5e5, "rope_scaling": scaling}));
+            scaling["rope_theta"] = 5e5.into();
+            let new = small("llama", json!({ "rope_parameters": scaling }));
+            assert_eq!(rotary(&old), rotary(&new), "{kind}");
+            assert_eq!(rotary(&new).theta, 5e5);
+            assert_ne!(rotary(&new).scaling, RotaryScaling::None);
+        }
+    }
+    let old = small("gpt_neox", json!({"rotary_pct": 0.5, "rotary_emb_base": 20000}));
+    let within = json!({"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 2e4});
+    assert_eq!(rotary(&old), rotary(&small("gpt_neox", json!({ "rope_parameters": within }))));
+    assert_eq!(rotary(&old).dims, 4);
+}
+
+#[test]
+fn rotary_positions_by_type_of_layer_are_read_where_they_agree() {
+    let of = |full: f64, sliding: f64| {
+        let kind = |theta: f64| json!({"rope_type": "default", "rope_theta": theta});
+        small(
+            "qwen2",
+            json!({"rope_parameters": {"full_attention": kind(full), "sliding_attention": kind(sliding)}}),
+        )
+    };
+    assert_eq!(rotary(&of(3e4, 3e4)).theta, 3e4);
+    let error = parsed(&of(3e4, 2e4)).unwrap_err();
+    assert!(error.contains("rope_parameters.sliding_attention: differs from full_attention"), "{error}");
+}
+
+#[test]
+fn a_kind_of_rotary_scaling_that_is_not_implemented_is_refused_by_name() {
+    for (field, key) in [("rope_parameters", "rope_type"), ("rope_scaling", "type")] {
+        for kind in ["longrope", "proportional", "mrope"] {
+            let error = parsed(&small("llama", json!({ field: {key: kind, "factor": 2.0} }))).unwrap_err();
+            let expected = format!(
+                "{field}.{key}: '{kind}' is not supported; default, linear, dynamic, llama3 and yarn are"
+            );
+            assert!(error.contains(&expected), "{error}");
+        }
+    }
+    let error = parsed(&small(
+        "llama",
+        json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}),
+    ));
+    assert!(error.unwrap_err().contains("rope_parameters.mscale = 1.0"));
+    let both =
+        json!({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}});
+    assert!(
+        parsed(&small("llama", both)).unwrap_err().contains("rope_scaling: stands beside rope_parameters")
+    );
+}
+
+#[test]
+fn layers_slide_where_the_file_says_so() {
+    let windows = |model_type, more| decoder(&small(model_type, more)).windows;
+    assert_eq!(windows("mistral", json!({"sliding_window": 4})), [Some(4); 3]);
+    assert_eq!(windows("mistral", json!({})), [Some(4096); 3]);
+    assert_eq!(windows("mistral", json!({"sliding_window": null})), [None; 3]);
+    assert_eq!(windows("qwen2", json!({"sliding_window": 4, "max_window_layers": 1})), [None; 3]);
+    let upper = json!({"use_sliding_window": true, "sliding_window": 4, "max_window_layers": 1});
+    assert_eq!(windows("qwen2", upper), [None, Some(4), Some(4)]);
+    for model_type in ["mistral", "qwen2"] {
+        let types = ["sliding_attention", "full_attention", "sliding_attention"];
+        let mixed = json!({"use_sliding_window": true, "sliding_window": 4, "layer_types": types});
+        let mixed =
+            if model_type == "qwen2" { mixed } else { json!({"sliding_window": 4, "layer_types": types}) };
+        assert_eq!(windows(model_type, mixed), [Some(4), None, Some(4)]);
+    }
+    let without = small("qwen2", json!({ "layer_types": vec!["sliding_attention"; 3] }));
+    assert!(parsed(&without).unwrap_err().contains("there is no sliding_window"));
+}
