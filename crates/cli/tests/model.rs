@@ -103,7 +103,8 @@ fn inspect_says_what_a_model_is_and_what_it_takes() {
 #[test]
 fn every_recorded_family_is_inspected_and_its_roles_add_up() {
     let set = ferrospeed_testkit::golden::golden();
-    for folder in set.entries("models", "").into_iter().filter(|path| path.join("config.json").is_file()) {
+    let folders = ["models", "transformers"].map(|kind| set.entries(kind, ""));
+    for folder in folders.into_iter().flatten().filter(|path| path.join("config.json").is_file()) {
         let report: Value = serde_json::from_str(&model(&["inspect", text(&folder), "--json"])).unwrap();
         let groups = report["groups"].as_object().unwrap();
         let sum: u64 = groups.values().map(|group| group["parameters"].as_u64().unwrap()).sum();

@@ -1,4 +1,8 @@
-//! BERT with its masked-token and next-sentence heads.
+//! BERT: the encoder alone, or with the heads of pre-training, of masked tokens or of a classifier.
+
+mod config;
+
+pub use config::{BertConfig, BertTop};
 
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::{
@@ -9,77 +13,6 @@ use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::{Activation, Initializer, Operand, Param, Tensor};
 
 use crate::error::{ModelError, Result};
-use crate::fields::Fields;
-
-/// BERT in numbers.
-#[derive(Debug, Clone, PartialEq)]
-pub struct BertConfig {
-    /// Tokens.
-    pub vocab: usize,
-    /// Channels.
-    pub width: usize,
-    /// Blocks.
-    pub layers: usize,
-    /// Heads.
-    pub heads: usize,
-    /// Channels inside the feed-forward.
-    pub inner_width: usize,
-    /// The longest sequence.
-    pub max_tokens: usize,
-    /// Segment kinds.
-    pub token_types: usize,
-    /// The feed-forward's function.
-    pub activation: Activation,
-    /// Added to variances.
-    pub eps: f32,
-    /// Dropout of hidden states.
-    pub hidden_dropout: f32,
-    /// Dropout of attention weights.
-    pub attention_dropout: f32,
-    /// Standard deviation of new weights.
-    pub init_std: f32,
-}
-
-impl BertConfig {
-    pub(crate) fn from_fields(fields: &Fields<'_>) -> Result<BertConfig> {
-        let kind = fields.string("position_embedding_type", Some("absolute"))?;
-        if kind != "absolute" {
-            return Err(ModelError::config(
-                "position_embedding_type",
-                format!("'{kind}' is not supported; absolute is"),
-            ));
-        }
-        fields.fixed("is_decoder", false.into())?;
-        fields.fixed("tie_word_embeddings", true.into())?;
-        fields.harmless(&[
-            "classifier_dropout",
-            "directionality",
-            "pooler_fc_size",
-            "pooler_num_attention_heads",
-        ]);
-        fields.harmless(&["pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"]);
-        let (width, heads) =
-            (fields.size("hidden_size", Some(768))?, fields.size("num_attention_heads", Some(12))?);
-        if heads == 0 || width == 0 || !width.is_multiple_of(heads) {
-            let why = format!("{width} channels cannot be cut into {heads} heads");
-            return Err(ModelError::config("num_attention_heads", why));
-        }
-        Ok(BertConfig {
-            vocab: fields.size("vocab_size", Some(30522))?,
-            width,
-            layers: fields.size("num_hidden_layers", Some(12))?,
-            heads,
-            inner_width: fields.size("intermediate_size", Some(3072))?,
-            max_tokens: fields.size("max_position_embeddings", Some(512))?,
-            token_types: fields.size("type_vocab_size", Some(2))?,
-            activation: fields.activation("hidden_act", "gelu")?,
-            eps: fields.number("layer_norm_eps", Some(1e-12))? as f32,
-            hidden_dropout: fields.number("hidden_dropout_prob", Some(0.1))? as f32,
-            attention_dropout: fields.number("attention_probs_dropout_prob", Some(0.1))? as f32,
-            init_std: fields.number("initializer_range", Some(0.02))? as f32,
-        })
-    }
-}
 
 #[derive(Debug, Clone)]
 struct Layer {
@@ -94,10 +27,20 @@ struct Layer {
 pub struct BertOutput {
     /// The last hidden state.
     pub hidden: Tensor,
-    /// Masked-token logits `[batch, tokens, vocab]`.
-    pub token_logits: Tensor,
-    /// Next-sentence logits `[batch, 2]`.
-    pub sentence_logits: Tensor,
+    /// The first token's through the pooler `[batch, width]`, where there is one.
+    pub pooled: Option<Tensor>,
+    /// Masked-token logits `[batch, tokens, vocab]`, where there is such a head.
+    pub token_logits: Option<Tensor>,
+    /// Logits for the whole text `[batch, labels]`, where there is such a head: of the next sentence, or of the classifier.
+    pub text_logits: Option<Tensor>,
+}
+
+/// From hidden states to tokens; the last product is with the embedding.
+#[derive(Debug)]
+struct TokenHead {
+    bias: Param,
+    transform: Linear,
+    norm: LayerNorm,
 }
 
 /// The model.
@@ -110,31 +53,31 @@ pub struct Bert {
     types: Embedding,
     embedding_norm: LayerNorm,
     layers: Vec<Layer>,
-    pooler: Linear,
-    transform: Linear,
-    transform_norm: LayerNorm,
-    token_bias: Param,
-    sentence: Linear,
+    pooler: Option<Linear>,
+    token_head: Option<TokenHead>,
+    text_head: Option<Linear>,
 }
 
 impl Bert {
     /// Builds the model's handles.
     pub fn new(config: BertConfig) -> Bert {
-        let init = Init::root();
+        let root = Init::root();
+        // Files of the encoder alone name its tensors without a prefix.
+        let init = root.at(if config.top == BertTop::Nothing { "" } else { "bert" });
         let std = config.init_std;
         let width = config.width;
         let linear = |init: &Init, inputs, outputs| {
             Linear::normal(init, inputs, outputs, true, WeightLayout::OutIn, std)
         };
         let norm = |init: &Init| LayerNorm::new(init, width, config.eps, true);
-        let embeddings = init.at("bert.embeddings");
+        let embeddings = init.at("embeddings");
         let words = Embedding::new(&embeddings.at("word_embeddings"), config.vocab, width, std);
         let places = Embedding::new(&embeddings.at("position_embeddings"), config.max_tokens, width, std);
         let types = Embedding::new(&embeddings.at("token_type_embeddings"), config.token_types, width, std);
         let embedding_norm = norm(&embeddings.at("LayerNorm"));
         let layers = (0..config.layers)
             .map(|index| {
-                let at = init.at(format!("bert.encoder.layer.{index}"));
+                let at = init.at(format!("encoder.layer.{index}"));
                 let heads = at.at("attention.self");
                 let projections = HeadProjections::Separate {
                     query: linear(&heads.at("query"), width, width),
@@ -164,17 +107,27 @@ impl Bert {
                 }
             })
             .collect();
-        let predictions = init.at("cls.predictions");
-        let token_bias = predictions.param("bias", [config.vocab], Initializer::Constant(0.0));
-        predictions.tie("decoder.weight", words.table());
-        predictions.tie("decoder.bias", &token_bias);
-        Bert {
-            pooler: linear(&init.at("bert.pooler.dense"), width, width),
-            token_bias,
+        let pooler = config.top.has_pooler().then(|| linear(&init.at("pooler.dense"), width, width));
+        let predictions = root.at("cls.predictions");
+        let token_head = config.top.has_token_head().then(|| TokenHead {
+            bias: predictions.param("bias", [config.vocab], Initializer::Constant(0.0)),
             transform: linear(&predictions.at("transform.dense"), width, width),
-            transform_norm: norm(&predictions.at("transform.LayerNorm")),
-            sentence: linear(&init.at("cls.seq_relationship"), width, 2),
-            parameters: init.parameters(),
+            norm: norm(&predictions.at("transform.LayerNorm")),
+        });
+        if let Some(head) = &token_head {
+            predictions.tie("decoder.weight", words.table());
+            predictions.tie("decoder.bias", &head.bias);
+        }
+        let text_head = match config.top {
+            BertTop::PreTraining => Some(linear(&root.at("cls.seq_relationship"), width, 2)),
+            BertTop::Classifier { labels, .. } => Some(linear(&root.at("classifier"), width, labels)),
+            BertTop::Nothing | BertTop::MaskedTokens => None,
+        };
+        Bert {
+            pooler,
+            token_head,
+            text_head,
+            parameters: root.parameters(),
             words,
             places,
             types,
@@ -241,21 +194,54 @@ impl Bert {
             x = layer.output_norm.forward_add(&fed, Some(&normed))?.1;
             observe(index + 1, &x);
         }
-        let transformed = self.transform.forward_activated(&x, self.config.activation)?;
-        let transformed = self.transform_norm.forward(&transformed)?;
-        let bias = Some(Operand::from(&self.token_bias));
-        let token_logits = ops::linear(&transformed, self.words.table(), bias, WeightLayout::OutIn)?;
-        let first = ops::narrow(&x, 1, 0, 1)?;
-        let first = ops::reshape(&first, [x.sizes()[0], self.config.width])?;
-        let pooled = self.pooler.forward_activated(&first, Activation::Tanh)?;
-        Ok(BertOutput { sentence_logits: self.sentence.forward(&pooled)?, hidden: x, token_logits })
+        let token_logits = match &self.token_head {
+            Some(head) => {
+                let transformed = head.transform.forward_activated(&x, self.config.activation)?;
+                let bias = Some(Operand::from(&head.bias));
+                let normed = head.norm.forward(&transformed)?;
+                Some(ops::linear(&normed, self.words.table(), bias, WeightLayout::OutIn)?)
+            }
+            None => None,
+        };
+        let pooled = match &self.pooler {
+            Some(pooler) => {
+                let first = ops::reshape(&ops::narrow(&x, 1, 0, 1)?, [x.sizes()[0], self.config.width])?;
+                Some(pooler.forward_activated(&first, Activation::Tanh)?)
+            }
+            None => None,
+        };
+        let text_logits = match (&self.text_head, &pooled) {
+            (Some(head), Some(pooled)) => {
+                let dropout =
+                    if let BertTop::Classifier { dropout, .. } = self.config.top { dropout } else { 0.0 };
+                Some(head.forward(&mode.dropout(pooled, dropout)?)?)
+            }
+            _ => None,
+        };
+        Ok(BertOutput { hidden: x, pooled, token_logits, text_logits })
     }
 
-    /// Masked-token loss plus next-sentence loss.
-    pub fn loss(&self, output: &BertOutput, labels: &Tensor, next_sentence: &Tensor) -> Result<Tensor> {
-        let options = CrossEntropyOptions::default();
-        let tokens = ops::cross_entropy(&output.token_logits, labels, options)?;
-        let sentences = ops::cross_entropy(&output.sentence_logits, next_sentence, options)?;
-        Ok(ops::add(&tokens, &sentences)?)
+    /// The mean loss of each head that there are labels for, added up. Labels of -100 do not count.
+    pub fn loss(
+        &self,
+        output: &BertOutput,
+        tokens: Option<&Tensor>,
+        texts: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let heads = [("tokens", &output.token_logits, tokens), ("texts", &output.text_logits, texts)];
+        let mut total: Option<Tensor> = None;
+        for (what, logits, labels) in heads {
+            let Some(labels) = labels else { continue };
+            let Some(logits) = logits else {
+                let why = format!("this model has no head for {what}");
+                return Err(ModelError::config("labels", why));
+            };
+            let loss = ops::cross_entropy(logits, labels, CrossEntropyOptions::default())?;
+            total = Some(match total {
+                Some(total) => ops::add(&total, &loss)?,
+                None => loss,
+            });
+        }
+        total.ok_or_else(|| ModelError::config("labels", "there are none, so there is no loss"))
     }
 }

@@ -30,7 +30,7 @@ pub enum WindowRule {
 pub enum ModelConfig {
     /// Any decoder.
     Decoder(Box<DecoderConfig>),
-    /// BERT with its two pre-training heads.
+    /// BERT, with or without heads.
     Bert(BertConfig),
 }
 

@@ -95,13 +95,14 @@ fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> R
 }
 
 fn bert_role(parameter: &str) -> Role {
+    let parameter = parameter.strip_prefix("bert.").unwrap_or(parameter);
     if parameter.contains("LayerNorm") {
         Role::Norm
-    } else if parameter.starts_with("bert.embeddings.") {
+    } else if parameter.starts_with("embeddings.") {
         Role::Embedding
     } else if parameter.contains(".attention.") {
         Role::Attention
-    } else if parameter.starts_with("bert.encoder.") {
+    } else if parameter.starts_with("encoder.") {
         Role::FeedForward
     } else {
         Role::Head

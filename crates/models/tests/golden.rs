@@ -10,7 +10,7 @@ use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Bert, Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{PlainStore, PoisonStore};
-use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, cuda};
+use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, cuda, ops};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::{golden, read_json};
 use ferrospeed_testkit::tensors::{self, Recorded};
@@ -47,13 +47,13 @@ impl Case {
     }
 
     /// Only where the mask says that a token is real.
-    fn expect_padded(&self, logits: &Tensor) {
-        let (actual, recorded) = (logits.to_vec_f32().unwrap(), self.recorded["logits_padded"].floats());
-        let width = logits.shape().last();
+    fn expect_padded(&self, what: &str, values: &Tensor) {
+        let (actual, recorded) = (values.to_vec_f32().unwrap(), self.recorded[what].floats());
+        let width = values.shape().last();
         for (row, &real) in self.mask().concat().iter().enumerate() {
             if real != 0 {
                 let span = row * width..(row + 1) * width;
-                let what = format!("{}: padded logits, row {row}", self.name);
+                let what = format!("{}: {what}, row {row}", self.name);
                 assert_close(&what, &actual[span.clone()], &recorded[span], 2e-4, 0.0);
             }
         }
@@ -131,7 +131,7 @@ fn check_decoder(case: &Case, config: ferrospeed_models::DecoderConfig, weights:
     }
     let padded = Tokens { mask: Some(case.mask()), ..tokens.clone() };
     let hidden = model.hidden(&padded, None, Mode::Evaluate).unwrap();
-    case.expect_padded(&model.logits(&hidden).unwrap());
+    case.expect_padded("logits_padded", &model.logits(&hidden).unwrap());
 
     let labels = case.ids("labels");
     let loss = model.loss(&tokens, &labels, Mode::Train).unwrap();
@@ -250,15 +250,37 @@ fn check_bert(case: &Case, model: &Bert, weights: &WeightFiles) {
         })
         .unwrap();
     case.expect("hidden_last", &output.hidden);
-    case.expect("logits", &output.token_logits);
-    case.expect("seq_relationship_logits", &output.sentence_logits);
-    let loss = model.loss(&output, &case.ids("labels"), &case.ids("next_sentence_label")).unwrap();
+    let of_text = if output.token_logits.is_some() { "seq_relationship_logits" } else { "logits" };
+    for (what, found) in
+        [("pooled", &output.pooled), ("logits", &output.token_logits), (of_text, &output.text_logits)]
+    {
+        found.iter().for_each(|found| case.expect(what, found));
+    }
+    let labels = case.recorded.contains_key("labels").then(|| case.ids("labels"));
+    let next = case.recorded.contains_key("next_sentence_label").then(|| case.ids("next_sentence_label"));
+    let loss = match (&output.token_logits, &output.text_logits, &output.pooled) {
+        (Some(_), _, _) => model.loss(&output, labels.as_ref(), next.as_ref()).unwrap(),
+        (None, Some(_), _) => model.loss(&output, None, labels.as_ref()).unwrap(),
+        (None, None, pooled) => {
+            let pooled = pooled.as_ref().expect("the encoder alone has a pooler");
+            ops::add(mean_square(&output.hidden), mean_square(pooled)).unwrap()
+        }
+    };
     case.expect_loss("loss", &loss);
     autograd::backward(&loss).unwrap();
     case.expect_gradients(&params, &store.take_gradients());
     let mask = Tensor::from_slice(&case.mask().concat(), *ids.shape(), &case.device).unwrap();
     let padded = model.forward(&ids, Some(&types), Some(&mask), Mode::Evaluate, &mut |_, _| {}).unwrap();
-    case.expect_padded(&padded.token_logits);
+    match (&padded.token_logits, &padded.text_logits) {
+        (Some(logits), _) => case.expect_padded("logits_padded", logits),
+        (None, Some(logits)) => case.expect("logits_padded", logits),
+        (None, None) => case.expect_padded("hidden_padded", &padded.hidden),
+    }
+}
+
+fn mean_square(x: &Tensor) -> Tensor {
+    let sum = ops::sum(ops::mul(x, x).unwrap()).unwrap();
+    ops::affine(&sum, 1.0 / x.numel() as f32, 0.0).unwrap()
 }
 
 #[test]

@@ -256,6 +256,10 @@ fn bert(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let head = match read.config["architectures"][0].as_str() {
         Some("BertForPreTraining") => pooler + prediction + next_sentence,
         Some("BertForMaskedLM") => prediction,
+        Some("BertForSequenceClassification") => {
+            let named = read.config["id2label"].as_object().map(|labels| labels.len() as u64);
+            pooler + linear(hidden, named.map_or_else(|| read.or("num_labels", 2), Ok)?, true)
+        }
         _ => pooler,
     };
     counted(shape, layer, embeddings + head, (vocab * hidden).max(linear(hidden, inner, true)))

@@ -73,7 +73,8 @@ fn golden_partitions() {
 /// The parameters counted from `config.json` are those of the checkpoint beside it.
 #[test]
 fn golden_models_have_the_counted_parameters() {
-    for folder in golden().entries("models", "") {
+    let folders = ["models", "transformers"].map(|kind| golden().entries(kind, ""));
+    for folder in folders.into_iter().flatten() {
         let Ok(text) = std::fs::read_to_string(folder.join("config.json")) else { continue };
         let config: Value = serde_json::from_str(&text).expect("JSON");
         let model = ferrospeed_tune::model::from_hugging_face(&config)

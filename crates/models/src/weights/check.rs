@@ -14,6 +14,9 @@ const IGNORED_SUFFIXES: [&str; 4] = ["rotary_emb.inv_freq", "attn.bias", "attn.m
 const TIED_HEADS: [&str; 3] =
     ["lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"];
 
+/// Heads of BERT's pre-training that files hold although the model they are for has them no more.
+const LEFT_OVER_HEADS: [&str; 2] = ["bert.pooler.", "cls.seq_relationship."];
+
 impl WeightFiles {
     /// Checks that every parameter is here with its shape, and that nothing else is; lists all that is wrong.
     pub fn check(&self, params: &[Param]) -> Result<()> {
@@ -37,7 +40,8 @@ impl WeightFiles {
         for (name, stored) in self.tensors() {
             let known = used.contains(&place(stored))
                 || IGNORED_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
-                || TIED_HEADS.contains(&name.as_str());
+                || TIED_HEADS.contains(&name.as_str())
+                || LEFT_OVER_HEADS.iter().any(|prefix| name.starts_with(prefix));
             if !known {
                 lines.push(format!("  unknown     {name} {:?}", stored.shape));
             }

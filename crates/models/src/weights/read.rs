@@ -167,9 +167,14 @@ impl WeightFiles {
         }
     }
 
-    /// The stored tensor for a parameter: by its name, or by its name without the family's `prefix`.
+    /// The stored tensor for a parameter: by its name, by its name without the family's prefix, or by one that another
+    /// release gives it.
     pub(super) fn find(&self, name: &str) -> Option<&StoredTensor> {
-        self.tensors.get(name).or_else(|| self.tensors.get(name.split_once('.')?.1)).or_else(|| {
+        let renamed = || {
+            // transformers 5 calls GPT-NeoX's head by this name in memory.
+            if name == "embed_out.weight" {
+                return self.tensors.get("lm_head.weight");
+            }
             // Old checkpoints call a norm's weight and bias gamma and beta.
             let (path, leaf) = name.rsplit_once('.')?;
             let old = match leaf {
@@ -178,7 +183,9 @@ impl WeightFiles {
                 _ => return None,
             };
             self.tensors.get(&format!("{path}.{old}"))
-        })
+        };
+        let stored = self.tensors.get(name);
+        stored.or_else(|| self.tensors.get(name.split_once('.')?.1)).or_else(renamed)
     }
 }
 
