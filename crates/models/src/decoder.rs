@@ -69,9 +69,25 @@ pub enum Residual {
     Parallel,
 }
 
+/// The order in which a family's reference implementation declares its parameters. It decides nothing here; DeepSpeed's flat
+/// partitions know parameters by their place in it alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Declared {
+    /// Each norm before its half of the block (GPT-2, BLOOM).
+    AsComputed,
+    /// Both norms before both halves (GPT-NeoX).
+    NormsFirst,
+    /// Both norms behind both halves (LLaMA and its relatives).
+    NormsLast,
+    /// Each norm behind its half, queries behind keys and values, the final norm before the blocks (OPT).
+    NormsBehind,
+}
+
 /// How a family names its tensors.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Names {
+    /// In which order they stand.
+    pub declared: Declared,
     /// What base-model checkpoints leave out, e.g. `transformer.`.
     pub prefix: &'static str,
     /// The embedding.
@@ -251,24 +267,35 @@ impl Block {
         };
         let (query_width, kv_width) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
         let std = config.init_std;
-        let norm1 = Norm::new(&init.at(names.norm1), config.width, config.norm);
-        let projections = match &names.qkv {
-            QkvNames::Packed(name, layout) => HeadProjections::Packed(
-                linear(name, config.width, 3 * query_width, config.qkv_bias, std),
-                *layout,
-            ),
-            QkvNames::Separate([query, key, value]) => HeadProjections::Separate {
-                query: linear(query, config.width, query_width, config.qkv_bias, std),
-                key: linear(key, config.width, kv_width, config.qkv_bias, std),
-                value: linear(value, config.width, kv_width, config.qkv_bias, std),
-            },
-        };
-        let output =
-            linear(names.output, query_width, config.width, config.output_bias, config.output_init_std);
-        let attention = MultiHeadAttention::new(projections, output, config.attention(layer));
-        let norm2 = Norm::new(&init.at(names.norm2), config.width, config.norm);
         let (width, inner) = (config.width, config.inner_width);
-        let feed_forward = match &config.feed_forward {
+        let norm1 = || Norm::new(&init.at(names.norm1), width, config.norm);
+        let norm2 = || Norm::new(&init.at(names.norm2), width, config.norm);
+        let attention = || {
+            let projections = match &names.qkv {
+                QkvNames::Packed(name, layout) => HeadProjections::Packed(
+                    linear(name, width, 3 * query_width, config.qkv_bias, std),
+                    *layout,
+                ),
+                QkvNames::Separate([query, key, value]) => {
+                    let of_queries = || linear(query, width, query_width, config.qkv_bias, std);
+                    let of_keys = |name| linear(name, width, kv_width, config.qkv_bias, std);
+                    match names.declared {
+                        Declared::NormsBehind => {
+                            let (key, value) = (of_keys(key), of_keys(value));
+                            HeadProjections::Separate { query: of_queries(), key, value }
+                        }
+                        _ => HeadProjections::Separate {
+                            query: of_queries(),
+                            key: of_keys(key),
+                            value: of_keys(value),
+                        },
+                    }
+                }
+            };
+            let output = linear(names.output, query_width, width, config.output_bias, config.output_init_std);
+            MultiHeadAttention::new(projections, output, config.attention(layer))
+        };
+        let feed_forward = || match &config.feed_forward {
             FeedForward::Plain { names: [up, down] } => FeedForwardLayer::Plain(Mlp::new(
                 linear(up, width, inner, config.mlp_bias, std),
                 linear(down, inner, width, config.mlp_bias, config.output_init_std),
@@ -282,6 +309,22 @@ impl Block {
             )),
             FeedForward::Mixture(mixture) => {
                 FeedForwardLayer::Mixture(Mixture::new(init, mixture, width, inner, config.activation, std))
+            }
+        };
+        // Parameters are listed in the order in which these are called.
+        let (norm1, attention, norm2, feed_forward) = match names.declared {
+            Declared::AsComputed => (norm1(), attention(), norm2(), feed_forward()),
+            Declared::NormsFirst => {
+                let (norm1, norm2) = (norm1(), norm2());
+                (norm1, attention(), norm2, feed_forward())
+            }
+            Declared::NormsLast => {
+                let (attention, feed_forward) = (attention(), feed_forward());
+                (norm1(), attention, norm2(), feed_forward)
+            }
+            Declared::NormsBehind => {
+                let (attention, norm1, feed_forward) = (attention(), norm1(), feed_forward());
+                (norm1, attention, norm2(), feed_forward)
             }
         };
         Block {
@@ -403,15 +446,21 @@ impl Decoder {
             let plain = |name, inputs, outputs| {
                 Linear::normal(&init.at(name), inputs, outputs, false, WeightLayout::OutIn, config.init_std)
             };
-            [
-                plain(inwards, config.embedding_width, config.width),
-                plain(outwards, config.width, config.embedding_width),
-            ]
+            let outwards = plain(outwards, config.width, config.embedding_width);
+            [plain(inwards, config.embedding_width, config.width), outwards]
         });
-        let blocks = (0..config.layers)
-            .map(|layer| Block::new(&init.at(format!("{}.{layer}", names.blocks)), &config, layer))
-            .collect();
-        let final_norm = names.final_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));
+        let blocks = || {
+            let block = |layer| Block::new(&init.at(format!("{}.{layer}", names.blocks)), &config, layer);
+            (0..config.layers).map(block).collect()
+        };
+        let final_norm = || names.final_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));
+        let (blocks, final_norm) = match names.declared {
+            Declared::NormsBehind => {
+                let final_norm = final_norm();
+                (blocks(), final_norm)
+            }
+            _ => (blocks(), final_norm()),
+        };
         let head = if config.tied {
             init.at(names.head).tie("weight", embedding.table());
             embedding.table().clone()

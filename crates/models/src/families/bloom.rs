@@ -4,7 +4,7 @@ use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::Activation;
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 
@@ -58,6 +58,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
         residual_dropout: fields.number("hidden_dropout", Some(0.0))? as f32,
         names: Names {
+            declared: Declared::AsComputed,
             prefix: "transformer.",
             embedding: "transformer.word_embeddings",
             embedding_norm: Some("transformer.word_embeddings_layernorm"),

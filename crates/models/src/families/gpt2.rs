@@ -3,7 +3,7 @@
 use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 
@@ -58,6 +58,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         attention_dropout: fields.number("attn_pdrop", Some(0.1))? as f32,
         residual_dropout: fields.number("resid_pdrop", Some(0.1))? as f32,
         names: Names {
+            declared: Declared::AsComputed,
             prefix: "transformer.",
             embedding: "transformer.wte",
             embedding_norm: None,

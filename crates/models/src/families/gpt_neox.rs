@@ -3,7 +3,7 @@
 use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 use crate::rope::{self, RotaryDefaults};
@@ -60,6 +60,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
         residual_dropout: hidden_dropout,
         names: Names {
+            declared: Declared::NormsFirst,
             prefix: "gpt_neox.",
             embedding: "gpt_neox.embed_in",
             embedding_norm: None,

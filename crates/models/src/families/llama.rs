@@ -4,7 +4,7 @@ use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::WeightLayout;
 
 use crate::config::WindowRule;
-use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
 use crate::families::mixture::MixtureConfig;
 use crate::fields::Fields;
@@ -66,6 +66,7 @@ fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
         attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
         residual_dropout: 0.0,
         names: Names {
+            declared: Declared::NormsLast,
             prefix: "model.",
             embedding: "model.embed_tokens",
             embedding_norm: None,

@@ -3,7 +3,7 @@
 use ferrospeed_nn::NormConfig;
 use ferrospeed_tensor::ops::WeightLayout;
 
-use crate::decoder::{DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 
@@ -54,6 +54,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
         residual_dropout: dropout,
         names: Names {
+            declared: Declared::NormsBehind,
             prefix: "model.",
             embedding: "model.decoder.embed_tokens",
             embedding_norm: None,
