@@ -152,7 +152,9 @@ impl Source {
                 let mut documents = ParquetTexts::new(files.clone(), column);
                 from_text(format!("parquet:{column}"), files, codec, &mut documents, cache, tell)
             }
-            Source::Tokens { kind, .. } => joined(files.iter().map(|file| TokenFile::open(file, *kind))),
+            Source::Tokens { kind, .. } => {
+                joined(files.iter().map(|file| TokenFile::open(file, *kind)?.expect_width()))
+            }
             Source::Megatron { .. } => joined(files.iter().map(|prefix| megatron::open(prefix))),
             Source::Synthetic { tokens, vocabulary, seed } => {
                 Ok(Arc::new(Synthetic::new(*tokens, *vocabulary, *seed)))

@@ -12,6 +12,10 @@ use serde::{Deserialize, Serialize};
 use crate::TokenStream;
 use crate::error::{DataError, Result};
 
+/// So many tokens at the start of a file tell whether it has another type, and no fewer pairs than these.
+const LOOKED_AT_TOKENS: u64 = 1 << 16;
+const MIN_PAIRS: usize = 32;
+
 /// How a token is written; little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -107,6 +111,29 @@ impl TokenFile {
         }
         let stretches = vec![Stretch { first: 0, byte: 0 }];
         Ok(TokenFile { path: path.to_path_buf(), file, kind, stretches, len: bytes / kind.bytes() })
+    }
+
+    /// Refuses a file whose tokens are wider than it is said: every second number is then the empty half of one.
+    pub(crate) fn expect_width(self) -> Result<TokenFile> {
+        let mut start = vec![0; LOOKED_AT_TOKENS.min(self.len) as usize / 2 * 2];
+        self.read(0, &mut start)?;
+        let pairs = start.as_chunks::<2>().0;
+        let is_half = |&[low, high]: &[i64; 2]| (0..16).contains(&high) && low >= 0;
+        let has_empty_halves = pairs.iter().all(|pair| pair[1] == 0) && pairs.iter().any(|pair| pair[0] != 0);
+        // From 65536 tokens on the upper halves are not all empty.
+        let has_small_halves = pairs.iter().all(is_half) && pairs.iter().any(|pair| pair[0] > 255);
+        if pairs.len() < MIN_PAIRS || !(has_empty_halves || has_small_halves) {
+            return Ok(self);
+        }
+        let why = match self.kind {
+            TokenType::U16 => "they are tokens of 4 bytes: set data.token_type = \"u32\"",
+            _ => "they are tokens of 8 bytes: write them as u32",
+        };
+        let read = self.kind.bytes();
+        Err(DataError::bad_file(
+            &self.path,
+            format!("read as tokens of {read} bytes, every second one is next to nothing; {why}"),
+        ))
     }
 
     /// A file of which an index says where its tokens lie.
@@ -278,6 +305,31 @@ mod tests {
         let (_folder, path) = file(&[1, 2, 3]);
         let error = TokenFile::open(&path, TokenType::U16).unwrap_err().to_string();
         assert!(error.contains("x.bin: byte 2: ends in the middle of a token of 2 bytes"), "{error}");
+    }
+
+    #[test]
+    fn tokens_that_are_wider_than_said_are_refused() {
+        let wide = |count: u32, largest: u32| -> Vec<u8> {
+            (0..count).flat_map(|n| (n * 7919 % largest + 1).to_le_bytes()).collect()
+        };
+        for largest in [100, 50_000, 128_000] {
+            let (_folder, path) = file(&wide(1000, largest));
+            let refused =
+                TokenFile::open(&path, TokenType::U16).unwrap().expect_width().unwrap_err().to_string();
+            assert!(refused.contains("set data.token_type = \"u32\""), "{refused}");
+            assert!(TokenFile::open(&path, TokenType::U32).unwrap().expect_width().is_ok());
+        }
+        let eight: Vec<u8> = (0..1000u64).flat_map(|n| (n * 31 % 997).to_le_bytes()).collect();
+        let (_folder, path) = file(&eight);
+        for kind in [TokenType::U16, TokenType::U32] {
+            assert!(TokenFile::open(&path, kind).unwrap().expect_width().is_err(), "{kind:?}");
+        }
+        // Ordinary tokens, nothing but zeros, and too little to tell.
+        let ordinary: Vec<u8> = (0..1000u16).flat_map(|n| (n.wrapping_mul(31) % 997).to_le_bytes()).collect();
+        for bytes in [ordinary, vec![0; 1000], wide(20, 100)] {
+            let (_folder, path) = file(&bytes);
+            assert!(TokenFile::open(&path, TokenType::U16).unwrap().expect_width().is_ok());
+        }
     }
 
     #[test]
