@@ -74,7 +74,7 @@ struct Manifest {
 impl Recipe {
     pub(crate) fn new(what: String, files: &[PathBuf], codec: &Codec) -> Result<Recipe> {
         Ok(Recipe {
-            version: 1,
+            version: 2,
             what,
             files: files.iter().map(|file| FileStamp::of(file)).collect::<Result<_>>()?,
             tokenizer: codec.path().map(FileStamp::of).transpose()?,
@@ -223,6 +223,8 @@ struct Batch {
     pieces: Vec<Vec<u8>>,
     /// Whether a document ends with the piece.
     ends: Vec<bool>,
+    /// Whether the piece goes on with a document, which was cut behind a newline.
+    continues: Vec<bool>,
     bytes: usize,
     /// Whether the document at hand has any text; one without is passed over, separator and all.
     has_text: bool,
@@ -230,26 +232,30 @@ struct Batch {
 
 impl Batch {
     fn add(&mut self, text: Vec<u8>, ends: bool) {
+        let continues = self.has_text;
         self.has_text |= !text.is_empty();
         if self.has_text {
             self.bytes += text.len();
             self.pieces.push(text);
             self.ends.push(ends);
+            self.continues.push(continues);
         }
         self.has_text &= !ends;
     }
 
     fn write(&mut self, codec: &Codec, separator: &[u32], writer: &mut Writer<'_>) -> Result<()> {
         let (pieces, ends) = (std::mem::take(&mut self.pieces), std::mem::take(&mut self.ends));
+        let continues = std::mem::take(&mut self.continues);
         self.bytes = 0;
         let ids: Vec<Vec<u32>> = match codec {
             Codec::Bytes => {
                 pieces.iter().map(|piece| piece.iter().map(|&byte| byte.into()).collect()).collect()
             }
             // Every source has checked that its text is UTF-8: nothing is lost here.
-            Codec::Tokenizer(_) => codec.encode_all(
-                pieces.into_iter().map(|piece| String::from_utf8_lossy(&piece).into_owned()).collect(),
-            )?,
+            Codec::Tokenizer(_) => {
+                let texts = pieces.iter().map(|piece| String::from_utf8_lossy(piece).into_owned());
+                codec.encode_all(texts.zip(continues).collect())?
+            }
         };
         for (ids, ends) in ids.iter().zip(ends) {
             writer.write(ids)?;

@@ -109,16 +109,30 @@ impl Codec {
         }
     }
 
-    /// The ids of several texts; with a tokenizer they are worked on side by side.
-    pub(crate) fn encode_all(&self, texts: Vec<String>) -> Result<Vec<Vec<u32>>> {
-        match self {
-            Codec::Bytes => texts.iter().map(|text| self.encode(text)).collect(),
-            Codec::Tokenizer(file) => {
-                let encodings =
-                    file.tokenizer.encode_batch_fast(texts, false).map_err(|error| file.failed(error))?;
-                Ok(encodings.iter().map(|encoding| encoding.get_ids().to_vec()).collect())
-            }
+    /// The ids of several texts; with a tokenizer they are worked on side by side. A text that goes on with another, which
+    /// ended in a newline, gets the ids that it has inside the whole: many tokenizers put something before a text.
+    pub(crate) fn encode_all(&self, texts: Vec<(String, bool)>) -> Result<Vec<Vec<u32>>> {
+        let Codec::Tokenizer(file) = self else {
+            return texts.iter().map(|(text, _)| self.encode(text)).collect();
+        };
+        let newline = self.encode("\n")?;
+        let continues: Vec<bool> = texts.iter().map(|(_, continues)| *continues).collect();
+        let joined =
+            texts.into_iter().map(|(text, continues)| if continues { format!("\n{text}") } else { text });
+        let joined: Vec<String> = joined.collect();
+        let encodings = file.tokenizer.encode_batch_fast(joined.clone(), false);
+        let encodings = encodings.map_err(|error| file.failed(error))?;
+        let mut all = Vec::with_capacity(encodings.len());
+        for ((encoding, continues), text) in encodings.iter().zip(continues).zip(&joined) {
+            let ids = encoding.get_ids();
+            all.push(match (continues, ids.strip_prefix(&newline[..])) {
+                (false, _) => ids.to_vec(),
+                (true, Some(rest)) => rest.to_vec(),
+                // The newline is one token with what follows: the text has to be taken for itself.
+                (true, None) => self.encode(&text[1..])?,
+            });
         }
+        Ok(all)
     }
 
     /// The text of ids. What is no text becomes a replacement character, ids without a meaning are left out.

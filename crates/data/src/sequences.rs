@@ -75,8 +75,10 @@ impl Sequences {
     }
 
     /// Looks for tokens outside the vocabulary before training starts: at all of a small stream, and at blocks spread
-    /// evenly over a large one. Every token is looked at again when it is read.
-    pub fn check(&self) -> Result<()> {
+    /// evenly over a large one. Every token is looked at again when it is read. Says the largest that was seen; a stream whose
+    /// vocabulary is known is not looked at.
+    pub fn check(&self) -> Result<Option<i64>> {
+        let mut largest = None;
         for stream in [Some(&self.stream), self.apart.as_ref()].into_iter().flatten() {
             if stream.vocabulary().is_some_and(|known| known <= self.vocabulary) {
                 continue;
@@ -88,9 +90,10 @@ impl Sequences {
                 let start = index * CHECKED_BLOCK;
                 let count = CHECKED_BLOCK.min(stream.len() - start) as usize;
                 self.read_from(stream, start, &mut block[..count])?;
+                largest = largest.max(block[..count].iter().max().copied());
             }
         }
-        Ok(())
+        Ok(largest)
     }
 
     /// How many sequences a split has.
@@ -195,11 +198,11 @@ mod tests {
         bytes[37] = 200;
         let sequences = Sequences::split(Arc::new(ByteText::from_bytes(bytes)), 10, 0.0).unwrap().within(200);
         let expected = "byte 37 of a text in memory: token 200 does not fit a vocabulary of 200";
-        for error in [sequences.check(), sequences.read(Split::Train, 3, &mut [0; 10])] {
+        for error in [sequences.check().map(drop), sequences.read(Split::Train, 3, &mut [0; 10])] {
             let error = error.unwrap_err().to_string();
             assert!(error.starts_with(expected), "{error}");
         }
         assert!(sequences.read(Split::Train, 2, &mut [0; 10]).is_ok());
-        assert!(sequences.within(201).check().is_ok());
+        assert_eq!(sequences.within(201).check().unwrap(), Some(200));
     }
 }

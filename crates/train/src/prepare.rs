@@ -25,6 +25,8 @@ pub(crate) struct Prepared {
     /// How text becomes tokens and back; `None` for data that was tokens from the start and names no tokenizer.
     pub(crate) codec: Option<Codec>,
     pub(crate) model: BuiltModel,
+    /// What is allowed and most likely not meant.
+    pub(crate) warnings: Vec<String>,
 }
 
 /// Checks a recipe and all that it names, and turns text into tokens in the run's folder. `tell` hears how far that is.
@@ -81,7 +83,10 @@ pub(crate) fn prepare(
         opened.map_err(|problem| problems.push(format!("data: {problem}"))).ok()
     });
     match (sequences, model) {
-        (Some(sequences), Some(model)) if problems.is_empty() => Ok(Prepared { sequences, codec, model }),
+        (Some((sequences, largest)), Some(model)) if problems.is_empty() => {
+            let warnings = looks_like_bytes(codec.as_ref(), largest, model.decoder.config().vocab as u64);
+            Ok(Prepared { sequences, codec, model, warnings: warnings.into_iter().collect() })
+        }
         _ => Err(TrainError::Recipe { path: path.to_path_buf(), problems }),
     }
 }
@@ -94,7 +99,7 @@ fn open(
     cache: &Path,
     vocabulary: Option<u64>,
     tell: &mut dyn FnMut(Preparing),
-) -> Result<Sequences, ferrospeed_data::DataError> {
+) -> Result<(Sequences, Option<i64>), ferrospeed_data::DataError> {
     let data = &recipe.data;
     let codec = codec.unwrap_or(&Codec::Bytes);
     let train = source.open(codec, cache, tell)?;
@@ -110,8 +115,27 @@ fn open(
         (None, ValidationRecipe::Files(_)) => Sequences::split(train, data.sequence, 0.0)?,
     };
     let sequences = vocabulary.map_or(sequences.clone(), |vocabulary| sequences.within(vocabulary));
-    sequences.check()?;
-    Ok(sequences)
+    let largest = sequences.check()?;
+    Ok((sequences, largest))
+}
+
+/// A warning where a model of words is trained on bytes: most of its vocabulary would never be seen.
+fn looks_like_bytes(codec: Option<&Codec>, largest: Option<i64>, vocabulary: u64) -> Option<String> {
+    let bytes = Codec::Bytes.vocabulary();
+    if vocabulary <= 2 * bytes {
+        return None;
+    }
+    if matches!(codec, Some(Codec::Bytes)) {
+        return Some(format!(
+            "data: the text is read as bytes, {bytes} tokens, but the model has {vocabulary}; name data.tokenizer, or set \
+             model.vocabulary to {bytes}"
+        ));
+    }
+    let largest =
+        largest.and_then(|largest| u64::try_from(largest).ok()).filter(|&largest| largest < bytes)?;
+    Some(format!(
+        "data: no token is larger than {largest}, but the model has {vocabulary}; were bytes written instead of tokens?"
+    ))
 }
 
 impl DataRecipe {

@@ -192,12 +192,14 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let start = Instant::now();
     let (recipe, folder) = (job.recipe, job.folder);
     let _lock = if job.folder_is_held { None } else { take_folder(job)? };
-    let Prepared { sequences, codec, model } = prepare(recipe, job.path, folder, &mut |_| {})?;
+    let Prepared { sequences, codec, model, warnings: mut all_warnings } =
+        prepare(recipe, job.path, folder, &mut |_| {})?;
     let BuiltModel { decoder: model, config: model_config, weights } = model;
     let (config, warnings) = recipe.config().map_err(|error| TrainError::Recipe {
         path: job.path.to_path_buf(),
         problems: vec![error.to_string()],
     })?;
+    all_warnings.extend(warnings);
 
     let rank = job.world.rank();
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
@@ -230,7 +232,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     } else {
         None
     };
-    let info = run.info(warnings, resumed, peak::measure(&run.engine)?);
+    let info = run.info(all_warnings, resumed, peak::measure(&run.engine)?);
     if let Some(records) = &records {
         records.started(recipe, &info)?;
         progress.started(&info);

@@ -15,8 +15,8 @@ const BLOCK_BYTES: usize = 1 << 20;
 pub(crate) enum Cut {
     /// Anywhere: bytes are their own tokens.
     Anywhere,
-    /// After a newline that is followed by something visible: tokenizers split there in any case. The text must be
-    /// UTF-8.
+    /// After a newline that is followed by something visible, and only where the file is longer than a block: a cut is where
+    /// a tokenizer has to be told that a text goes on. The text must be UTF-8.
     AtLines,
 }
 
@@ -72,18 +72,19 @@ impl Documents for TextFiles {
             }
         };
         loop {
-            let before = self.pending.len();
             let read = (&mut file)
                 .take(BLOCK_BYTES as u64)
                 .read_to_end(&mut self.pending)
                 .map_err(DataError::io(&path))?;
             self.bytes_read += read as u64;
             if read == 0 {
-                self.take(before, &path, out)?;
+                self.take(self.pending.len(), &path, out)?;
                 return Ok(Piece::Last);
             }
             let end = match self.cut {
                 Cut::Anywhere => Some(self.pending.len()),
+                // It may be the whole file: the next read tells.
+                Cut::AtLines if self.pending.len() <= BLOCK_BYTES => None,
                 Cut::AtLines => self
                     .pending
                     .windows(2)
@@ -129,7 +130,7 @@ mod tests {
 
     #[test]
     fn a_long_text_is_cut_after_lines_and_loses_nothing() {
-        let text = "a line of some length\n  and one that is indented\n".repeat(60_000).into_bytes();
+        let text = "a line of some length\n  and one that is indented\n".repeat(100_000).into_bytes();
         for cut in [Cut::Anywhere, Cut::AtLines] {
             let found = pieces(&text, cut).unwrap();
             assert!(found.len() > 2);
@@ -140,6 +141,16 @@ mod tests {
                 assert!(parts.clone().all(|piece| piece.1.ends_with(b"indented\n")));
             }
             assert!(parts.map(|piece| piece.1.len()).max().unwrap() <= 2 * BLOCK_BYTES);
+        }
+    }
+
+    #[test]
+    fn a_short_text_is_one_piece() {
+        for text in ["one line", "two\nlines\n", "a\n\nb\nc"] {
+            assert_eq!(
+                pieces(text.as_bytes(), Cut::AtLines).unwrap(),
+                [(Piece::Last, text.as_bytes().to_vec())]
+            );
         }
     }
 
