@@ -111,6 +111,59 @@ fn a_model_of_words_is_trained_then_trained_further_and_writes_on_any_number_of_
 }
 
 #[test]
+fn what_belongs_to_a_model_comes_along_and_its_config_says_what_it_is() {
+    let place = tempfile::tempdir().unwrap();
+    let data = format!("jsonl = [{:?}]\ntokenizer = {:?}", golden("texts.jsonl"), golden("tokenizer.json"));
+    let first = train(place.path(), "first", &recipe(&data), &[]);
+    let config = |folder: &Path| -> Value {
+        serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap()
+    };
+    let made = config(&first.join("model"));
+    assert_eq!((&made["bos_token_id"], &made["eos_token_id"]), (&0.into(), &0.into()));
+
+    // As transformers 5 writes it, with everything that a tokenizer may bring.
+    let base = place.path().join("first/model");
+    let mut newer = made.clone();
+    let fields = newer.as_object_mut().unwrap();
+    fields.remove("torch_dtype");
+    fields.insert("dtype".into(), "float32".into());
+    let theta = fields.remove("rope_theta");
+    fields.insert("rope_parameters".into(), serde_json::json!({"rope_type": "default", "rope_theta": theta}));
+    std::fs::write(base.join("config.json"), newer.to_string()).unwrap();
+    let companions = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.model",
+        "generation_config.json",
+    ];
+    for name in &companions[1..] {
+        std::fs::write(base.join(name), format!("{{\"about\": \"{name}\"}}")).unwrap();
+    }
+    let tuned = recipe(&format!("jsonl = [{:?}]", golden("texts.jsonl")))
+        .replace("preset = \"llama\"", "path = \"first/model\"")
+        .replace("layers = 1", "")
+        .replace("width = 32", "")
+        .replace("heads = 1", "")
+        .replace("vocabulary = 500", "");
+    let more = ["--set", "ds_config.bf16={\"enabled\": true}", "--set", "save={\"every\": 6}"];
+    let run = train(place.path(), "second", &tuned, &more);
+    let exported = ferrospeed(place.path(), &["checkpoint", "export-hf", "second/checkpoints", "hf"]);
+    assert!(exported.status.success(), "{}", text(&exported.stderr));
+    newer["dtype"] = "bfloat16".into();
+    for folder in [run.join("model"), place.path().join("hf")] {
+        assert_eq!(config(&folder), newer, "{}: one type, and the spelling it came with", folder.display());
+        for name in companions {
+            let copy = std::fs::read(folder.join(name)).unwrap_or_default();
+            assert_eq!(copy, std::fs::read(base.join(name)).unwrap(), "{}: {name}", folder.display());
+        }
+    }
+}
+
+#[test]
 fn data_that_changes_under_a_run_folder_is_read_anew() {
     let place = tempfile::tempdir().unwrap();
     let file = place.path().join("text.txt");

@@ -12,6 +12,9 @@ const BYTES: u64 = 256;
 /// Names that tokenizers give to the token after a document, where no `tokenizer_config.json` says.
 const END_TOKENS: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"];
 
+/// Names that tokenizers give to the token before a text, likewise.
+const BEGIN_TOKENS: [&str; 5] = ["<|endoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>"];
+
 /// Text to ids and back.
 #[derive(Debug, Clone)]
 pub enum Codec {
@@ -27,6 +30,7 @@ pub struct FileTokenizer {
     path: PathBuf,
     tokenizer: Tokenizer,
     vocabulary: u64,
+    begin_token: Option<u32>,
     end_token: Option<u32>,
 }
 
@@ -43,11 +47,13 @@ impl Codec {
             .with_truncation(None)
             .map_err(|error| DataError::bad_file(path, format!("cannot lift its truncation: {error}")))?;
         let vocabulary = tokenizer.get_vocab(true).values().max().map_or(0, |&last| u64::from(last) + 1);
-        let end_token = end_token(path, &tokenizer);
+        let begin_token = special_token(path, &tokenizer, "bos_token", &BEGIN_TOKENS);
+        let end_token = special_token(path, &tokenizer, "eos_token", &END_TOKENS);
         Ok(Codec::Tokenizer(Box::new(FileTokenizer {
             path: path.to_path_buf(),
             tokenizer,
             vocabulary,
+            begin_token,
             end_token,
         })))
     }
@@ -90,6 +96,14 @@ impl Codec {
         }
     }
 
+    /// The token that begins a text, where the tokenizer has one.
+    pub fn begin_token(&self) -> Option<u32> {
+        match self {
+            Codec::Bytes => None,
+            Codec::Tokenizer(file) => file.begin_token,
+        }
+    }
+
     /// What is put after each document: the end token, or without one a newline.
     pub fn separator(&self) -> Result<Vec<u32>> {
         match self.end_token() {
@@ -100,11 +114,21 @@ impl Codec {
 
     /// The ids of a text, without tokens that the tokenizer would put around it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_with(text, false)
+    }
+
+    /// The ids of a text that a model is asked to go on with: with the tokens that the tokenizer puts around it, such as one
+    /// that begins it.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_with(text, true)
+    }
+
+    fn encode_with(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
         match self {
             Codec::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Codec::Tokenizer(file) => {
-                let encoding = file.tokenizer.encode_fast(text, false).map_err(|error| file.failed(error))?;
-                Ok(encoding.get_ids().to_vec())
+                let encoding = file.tokenizer.encode_fast(text, special_tokens);
+                Ok(encoding.map_err(|error| file.failed(error))?.get_ids().to_vec())
             }
         }
     }
@@ -156,12 +180,92 @@ impl FileTokenizer {
     }
 }
 
-/// `eos_token` of the `tokenizer_config.json` beside the file, or the first of the usual names that it knows.
-fn end_token(path: &Path, tokenizer: &Tokenizer) -> Option<u32> {
+/// What the `tokenizer_config.json` beside the file says under `key`, or the first of the usual names that it knows.
+fn special_token(path: &Path, tokenizer: &Tokenizer, key: &str, usual: &[&str]) -> Option<u32> {
     let said = std::fs::read(path.with_file_name("tokenizer_config.json")).ok();
     let said: Option<serde_json::Value> = said.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     // Either the text itself or an object that describes it.
-    let eos = said.as_ref().map(|config| &config["eos_token"]);
-    let named = eos.and_then(|eos| eos.as_str().or_else(|| eos["content"].as_str()));
-    named.into_iter().chain(END_TOKENS).find_map(|name| tokenizer.token_to_id(name))
+    let token = said.as_ref().map(|config| &config[key]);
+    let named = token.and_then(|token| token.as_str().or_else(|| token["content"].as_str()));
+    named.into_iter().chain(usual.iter().copied()).find_map(|name| tokenizer.token_to_id(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The recorded tokenizer; it begins every text with its end token if asked to.
+    fn tokenizer(begins: bool) -> (tempfile::TempDir, Codec) {
+        let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizer.json");
+        let text = std::fs::read_to_string(recorded).unwrap();
+        let mut tokenizer: serde_json::Value = serde_json::from_str(&text).unwrap();
+        if begins {
+            let sequence = |name: &str| serde_json::json!({"Sequence": {"id": name, "type_id": 0}});
+            let begin = "<|endoftext|>";
+            tokenizer["post_processor"] = serde_json::json!({
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": begin, "type_id": 0}}, sequence("A")],
+                "pair": [sequence("A"), sequence("B")],
+                "special_tokens": {begin: {"id": begin, "ids": [0], "tokens": [begin]}},
+            });
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, tokenizer.to_string()).unwrap();
+        (folder, Codec::from_file(&path).unwrap())
+    }
+
+    /// The ids are those of `AutoTokenizer.from_pretrained(folder)("to be")` in transformers 5.22, whatever
+    /// `add_bos_token` of the `tokenizer_config.json` says.
+    #[test]
+    fn a_prompt_has_the_tokens_that_the_tokenizer_puts_around_it_and_a_document_has_not() {
+        let words = [84, 79, 221, 66, 69];
+        let (_folder, codec) = tokenizer(true);
+        assert_eq!(codec.encode_prompt("to be").unwrap(), [&[0], &words[..]].concat());
+        assert_eq!(codec.encode("to be").unwrap(), words);
+        let (_folder, codec) = tokenizer(false);
+        assert_eq!(codec.encode_prompt("to be").unwrap(), words);
+        assert_eq!(Codec::Bytes.encode_prompt("to").unwrap(), [116, 111]);
+    }
+
+    /// A tokenizer in the manner of LLaMA: it puts a space before every text, and nothing splits at lines.
+    fn with_a_space_in_front() -> (tempfile::TempDir, Codec) {
+        let mut vocabulary = serde_json::Map::new();
+        for (id, token) in ["▁", "a", "b", "\n", "▁a", "▁b", "ab"].iter().enumerate() {
+            vocabulary.insert((*token).into(), id.into());
+        }
+        let tokenizer = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "post_processor": null,
+            "normalizer": null, "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"},
+            "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false},
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": ["▁ a", "▁ b", "a b"], "dropout": null,
+                "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
+                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false},
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, tokenizer.to_string()).unwrap();
+        (folder, Codec::from_file(&path).unwrap())
+    }
+
+    #[test]
+    fn a_text_in_pieces_has_the_tokens_of_the_whole() {
+        for (_folder, codec) in [with_a_space_in_front(), tokenizer(false)] {
+            let lines = ["ab\n", "a b\n", "bab"];
+            let pieces =
+                lines.iter().enumerate().map(|(index, line)| (line.to_string(), index > 0)).collect();
+            let whole = codec.encode(&lines.concat()).unwrap();
+            assert_eq!(codec.encode_all(pieces).unwrap().concat(), whole);
+        }
+    }
+
+    #[test]
+    fn the_tokens_around_a_text_are_those_that_its_configuration_names() {
+        let (folder, codec) = tokenizer(false);
+        assert_eq!((codec.begin_token(), codec.end_token()), (Some(0), Some(0)));
+        let said = r#"{"bos_token": {"content": "t"}, "eos_token": "o"}"#;
+        std::fs::write(folder.path().join("tokenizer_config.json"), said).unwrap();
+        let codec = Codec::from_file(&folder.path().join("tokenizer.json")).unwrap();
+        assert_eq!((codec.begin_token(), codec.end_token()), (Some(84), Some(79)));
+    }
 }

@@ -18,6 +18,26 @@ use crate::weights::{TensorToWrite, WeightFiles, Written, write_counted};
 /// Shards are split at this size unless asked otherwise, as Hugging Face does.
 pub const DEFAULT_SHARD_BYTES: usize = 5_000_000_000;
 
+/// What says how text becomes tokens, and how a conversation becomes a text.
+pub const TOKENIZER_FILES: [&str; 13] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+];
+
+/// What says how a model is asked to write.
+pub const GENERATION_FILES: [&str; 1] = ["generation_config.json"];
+
 /// How weights are written.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteOptions {
@@ -126,13 +146,36 @@ fn encode(name: &str, values: &[f32], dtype: DType) -> Result<Vec<u8>> {
     }
 }
 
-/// Notes the element type under the key that the configuration uses for it.
-fn set_dtype(config: &mut Value, dtype: DType) {
-    let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
-    config[key] = name_of_dtype(dtype).into();
+/// Notes the element type under the keys that the configuration has for it: `dtype` from transformers 5 on, before it
+/// `torch_dtype`, which all releases read and which is written where there is neither.
+pub fn set_dtype(config: &mut Value, dtype: DType) {
+    let newer = config.get("dtype").is_some();
+    let keys: &[&str] = match (newer, config.get("torch_dtype").is_some()) {
+        (true, true) => &["dtype", "torch_dtype"],
+        (true, false) => &["dtype"],
+        (false, _) => &["torch_dtype"],
+    };
+    if let Some(config) = config.as_object_mut() {
+        for key in keys {
+            config.insert((*key).into(), name_of_dtype(dtype).into());
+        }
+    }
 }
 
-fn write_config(directory: &Path, config: &Value) -> Result<()> {
+/// Copies those of the files `names` that `source` has; none onto itself.
+pub fn copy_files(source: &Path, target: &Path, names: &[&str]) -> Result<()> {
+    let same = |a: &Path, b: &Path| matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b);
+    for name in names {
+        let (from, to) = (source.join(name), target.join(name));
+        if from.is_file() && !same(&from, &to) {
+            std::fs::copy(&from, &to).map_err(ModelError::io(&to))?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes `config.json`.
+pub fn write_config(directory: &Path, config: &Value) -> Result<()> {
     let path = directory.join("config.json");
     std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(&path))
 }

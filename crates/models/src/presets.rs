@@ -50,7 +50,8 @@ impl Preset {
             .ok_or_else(|| ModelError::config("preset", format!("'{name}' is not known; use gpt2 or llama")))
     }
 
-    /// Its Hugging Face `config.json`.
+    /// Its Hugging Face `config.json`. It says that no token begins or ends a text, which is so for bytes; whoever knows the
+    /// tokenizer sets `bos_token_id` and `eos_token_id`.
     pub fn config(self, sizes: &PresetSizes) -> Value {
         let (layers, width) = (sizes.layers.unwrap_or(4), sizes.width.unwrap_or(256));
         let heads = sizes.heads.unwrap_or((width / 64).max(1));
@@ -60,7 +61,7 @@ impl Preset {
                 "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width,
                 "n_layer": layers, "n_head": heads, "n_positions": sequence, "activation_function": "gelu_new",
                 "embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout, "layer_norm_epsilon": 1e-5,
-                "initializer_range": 0.02,
+                "initializer_range": 0.02, "bos_token_id": null, "eos_token_id": null,
             }),
             Preset::Llama => {
                 // The usual width of a gated feed-forward: two thirds of four times, rounded up to 64.
@@ -70,7 +71,7 @@ impl Preset {
                     "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
                     "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": sequence,
                     "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "attention_dropout": dropout,
-                    "tie_word_embeddings": true, "initializer_range": 0.02,
+                    "tie_word_embeddings": true, "initializer_range": 0.02, "bos_token_id": null, "eos_token_id": null,
                 })
             }
         }

@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use ferrospeed_models::directory::{WriteOptions, convert, create};
+use ferrospeed_models::directory::{WriteOptions, convert, create, set_dtype};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{ModelConfig, ModelError, WindowRule};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{DType, Device};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn config() -> Value {
     let sizes = PresetSizes {
@@ -46,6 +46,23 @@ fn a_new_model_has_the_weights_that_training_starts_with() {
             values(&config(), dtype, &weights),
             values(&config(), dtype, &FromInitializers { seed: 5 })
         );
+    }
+}
+
+#[test]
+fn the_element_type_is_named_where_the_configuration_names_it_and_nowhere_wrongly() {
+    for (before, after) in [
+        (json!({}), json!({"torch_dtype": "bfloat16"})),
+        (json!({"torch_dtype": "float32"}), json!({"torch_dtype": "bfloat16"})),
+        (json!({"dtype": "float32"}), json!({"dtype": "bfloat16"})),
+        (
+            json!({"dtype": "float32", "torch_dtype": "float16"}),
+            json!({"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
+        ),
+    ] {
+        let mut config = before;
+        set_dtype(&mut config, DType::BF16);
+        assert_eq!(config, after);
     }
 }
 

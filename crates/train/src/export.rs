@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use ferrospeed_models::directory::{DEFAULT_SHARD_BYTES, set_dtype, write_config};
 use ferrospeed_models::weights::{TensorToWrite, write_directory};
 use ferrospeed_models::{Decoder, ModelError};
 use ferrospeed_tensor::DType;
@@ -10,9 +11,6 @@ use ferrospeed_zero::ZeroStore;
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
-
-/// Shards are split at this size, as Hugging Face does.
-const MAX_SHARD_BYTES: usize = 5_000_000_000;
 
 /// Writes `config.json` and weights. All ranks call it together.
 pub(crate) fn export(store: &ZeroStore, model: &Decoder, config: &Value, folder: &Path) -> Result<()> {
@@ -27,16 +25,9 @@ pub(crate) fn export(store: &ZeroStore, model: &Decoder, config: &Value, folder:
         return Ok(());
     }
     let mut config = config.clone();
-    config["torch_dtype"] = match dtype {
-        DType::BF16 => "bfloat16",
-        DType::F16 => "float16",
-        _ => "float32",
-    }
-    .into();
-    let path = folder.join("config.json");
-    let text = serde_json::to_string_pretty(&config).map_err(|error| TrainError::io(&path)(error.into()))?;
+    set_dtype(&mut config, dtype);
     std::fs::create_dir_all(folder).map_err(TrainError::io(folder))?;
-    std::fs::write(&path, text + "\n").map_err(TrainError::io(&path))?;
+    write_config(folder, &config)?;
 
     let tensors: Vec<TensorToWrite> = params
         .iter()
@@ -56,5 +47,5 @@ pub(crate) fn export(store: &ZeroStore, model: &Decoder, config: &Value, folder:
             _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         })
     };
-    Ok(write_directory(folder, &tensors, MAX_SHARD_BYTES, &mut bytes)?)
+    Ok(write_directory(folder, &tensors, DEFAULT_SHARD_BYTES, &mut bytes)?)
 }

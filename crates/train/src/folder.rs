@@ -7,7 +7,7 @@
 //! | `config/recipe.toml`, `config/ds_config.json` | the resolved recipe and configuration: they reproduce the run |
 //! | `config/run.json` | what the run is: sizes, ranks, steps; for `ferrospeed watch` |
 //! | `checkpoints/` | what a run goes on from |
-//! | `model/` | a Hugging Face directory with the trained weights |
+//! | `model/` | a Hugging Face directory: the tokenizer's files from the start, the trained weights at the end |
 //! | `report.html` | charts and numbers of the run, in one page that needs nothing else |
 //! | `events/` | the same for TensorBoard |
 //! | `wandb/` | the same for Weights & Biases, to be uploaded later; with `wandb.enabled` in the ds_config |

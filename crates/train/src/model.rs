@@ -102,6 +102,11 @@ impl ModelPlan {
     ) -> (Result<BuiltModel, Vec<String>>, u64) {
         let vocabulary = self.config.vocab as u64;
         let mut problems = self.misfits(recipe, codec);
+        let mut json = self.json;
+        if recipe.model.preset.is_some() {
+            json["bos_token_id"] = codec.and_then(Codec::begin_token).into();
+            json["eos_token_id"] = codec.and_then(Codec::end_token).into();
+        }
         let mut decoder = Decoder::new(self.config);
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
         let weights = recipe.model.path.as_ref().and_then(|folder| {
@@ -109,7 +114,7 @@ impl ModelPlan {
                 .and_then(|weights| weights.check(decoder.parameters().as_slice()).map(|_| weights));
             opened.map_err(|error| problems.push(format!("model.path: {error}"))).ok()
         });
-        let built = BuiltModel { decoder, config: self.json, weights };
+        let built = BuiltModel { decoder, config: json, weights };
         (if problems.is_empty() { Ok(built) } else { Err(problems) }, vocabulary)
     }
 

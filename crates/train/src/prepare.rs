@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_data::{Codec, Preparing, Sequences, Source, TokenType};
+use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_files};
 
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
@@ -14,10 +15,6 @@ use crate::recipe::{DataRecipe, Recipe, ValidationRecipe};
 
 /// Text up to this size is looked at even when the recipe has mistakes already; more would keep their author waiting.
 const QUICK_TEXT_BYTES: u64 = 64 << 20;
-
-/// Beside a tokenizer, these say more about it.
-const TOKENIZER_FILES: [&str; 4] =
-    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"];
 
 /// Data and model of a run.
 pub(crate) struct Prepared {
@@ -194,16 +191,24 @@ fn codec(recipe: &Recipe, source: Option<&Source>) -> Result<Option<Codec>, Stri
     }
 }
 
-/// Puts the tokenizer's files beside the weights, so that the model's folder is all that is needed to use it.
-pub(crate) fn copy_tokenizer(codec: Option<&Codec>, model: &Path) -> Result<()> {
-    let Some(tokenizer) = codec.and_then(Codec::path) else { return Ok(()) };
-    for name in TOKENIZER_FILES {
-        let from =
-            if name == "tokenizer.json" { tokenizer.to_path_buf() } else { tokenizer.with_file_name(name) };
-        if from.is_file() {
-            let to = model.join(name);
-            std::fs::copy(&from, &to).map_err(TrainError::io(&to))?;
+/// Puts the tokenizer's files, and the model's own for generating, where the weights will lie, so that the model's folder is
+/// all that is needed to use it.
+pub(crate) fn copy_companions(recipe: &Recipe, codec: Option<&Codec>, model: &Path) -> Result<()> {
+    let own = recipe.model.folder();
+    let beside = own.as_ref().map(|folder| folder.join("tokenizer.json"));
+    let tokenizer = match codec {
+        Some(codec) => codec.path(),
+        None => beside.as_deref(),
+    };
+    if let Some(tokenizer) = tokenizer
+        && let Some(folder) = tokenizer.parent()
+    {
+        copy_files(folder, model, &TOKENIZER_FILES)?;
+        copy_files(folder, model, &GENERATION_FILES)?;
+        if tokenizer.is_file() && !tokenizer.ends_with("tokenizer.json") {
+            let to = model.join("tokenizer.json");
+            std::fs::copy(tokenizer, &to).map_err(TrainError::io(&to))?;
         }
     }
-    Ok(())
+    Ok(own.map_or(Ok(()), |folder| copy_files(&folder, model, &GENERATION_FILES))?)
 }

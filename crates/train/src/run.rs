@@ -23,7 +23,7 @@ use crate::folder::{FolderLock, RunFolder};
 use crate::health::Health;
 use crate::model::BuiltModel;
 use crate::peak;
-use crate::prepare::{Prepared, copy_tokenizer, prepare};
+use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
 use crate::records::Records;
 
@@ -227,6 +227,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let done = resumed.as_ref().map(|resumed| resumed.step);
     let mut records = if rank == 0 {
         folder.create()?;
+        copy_companions(recipe, run.codec.as_ref(), &folder.model())?;
         write_config(recipe, &run.engine, folder)?;
         Some(Records::open(folder, run.engine.config(), done)?)
     } else {
@@ -312,9 +313,6 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     health.finish()?;
     if summary.ending != Ending::Left {
         export(run.engine.store(), &run.model, &run.model_config, &folder.model())?;
-        if rank == 0 {
-            copy_tokenizer(run.codec.as_ref(), &folder.model())?;
-        }
         summary.sample = run.sample()?;
         if let (0, Some(sample)) = (rank, &summary.sample) {
             std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;

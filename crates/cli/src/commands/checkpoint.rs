@@ -14,6 +14,7 @@ use ferrospeed_checkpoint::{
     Checkpoint, CheckpointError, Disk, Dtype, Kind, Manifest, Retention, Target, TensorEntry, resolve,
 };
 use ferrospeed_models::ModelError;
+use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_files, set_dtype, write_config};
 use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
 use ferrospeed_tensor::DType;
 
@@ -75,7 +76,7 @@ enum Action {
         #[arg(long)]
         allow_unknown_objects: bool,
     },
-    /// Write the weights as a Hugging Face model directory, with config.json where a recipe's run wrote the checkpoint
+    /// Write the weights as a Hugging Face model directory, with config.json and tokenizer where a recipe's run wrote the checkpoint
     ExportHf {
         #[command(flatten)]
         which: Which,
@@ -390,17 +391,16 @@ fn export_hf(which: &Which, output: &Path, dtype: WeightType, max_shard_bytes: u
     // A run of a recipe knows what its model is.
     let Some(config) = checkpoint.manifest().client_state.get("model_config") else { return Ok(()) };
     let mut config = config.clone();
-    if let Some(keys) = config.as_object_mut() {
-        let name = match dtype {
-            WeightType::F32 => "float32",
-            WeightType::Bf16 => "bfloat16",
-            WeightType::F16 => "float16",
-        };
-        keys.insert("torch_dtype".into(), name.into());
+    if let Some(dtype) = tensor_type(wanted) {
+        set_dtype(&mut config, dtype);
     }
-    let path = output.join("config.json");
-    std::fs::write(&path, format!("{config:#}\n"))
-        .map_err(|error| Failure::Run(format!("{}: cannot write: {error}", path.display())))
+    let failed = |error: ModelError| Failure::Run(error.to_string());
+    write_config(output, &config).map_err(failed)?;
+    // The tokenizer lies where the run will export its own model.
+    let run = which.dir.canonicalize().ok().and_then(|dir| Some(dir.parent()?.join("model")));
+    let Some(model) = run else { return Ok(()) };
+    copy_files(&model, output, &TOKENIZER_FILES).map_err(failed)?;
+    copy_files(&model, output, &GENERATION_FILES).map_err(failed)
 }
 
 fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure> {

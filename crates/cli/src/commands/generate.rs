@@ -74,7 +74,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         .map_err(|e| failed(&e))?;
 
     let prompt: Vec<i64> =
-        codec.encode(&args.prompt).map_err(|e| failed(&e))?.into_iter().map(i64::from).collect();
+        codec.encode_prompt(&args.prompt).map_err(|e| failed(&e))?.into_iter().map(i64::from).collect();
     let sampling = if args.temperature == 0.0 {
         Sampling::Greedy
     } else {
