@@ -75,7 +75,9 @@ mod tests {
     fn a_file_is_there_as_often_as_it_is_named_and_refused_where_a_folder_names_it_again() {
         let folder = tempfile::tempdir().unwrap();
         let (a, b) = (folder.path().join("a.txt"), folder.path().join("b.txt"));
-        [&a, &b].map(|file| std::fs::write(file, "x").unwrap());
+        for file in [&a, &b] {
+            std::fs::write(file, "x").unwrap();
+        }
         let all = folder.path().to_path_buf();
         assert_eq!(list(&[b.clone(), a.clone(), b.clone()], &[]).unwrap(), [a.clone(), b.clone(), b.clone()]);
         for paths in [[a.clone(), all.clone()], [all.clone(), a.clone()], [all.clone(), all.join(".")]] {
