@@ -212,3 +212,24 @@ pub(crate) fn copy_companions(recipe: &Recipe, codec: Option<&Codec>, model: &Pa
     }
     Ok(own.map_or(Ok(()), |folder| copy_files(&folder, model, &GENERATION_FILES))?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_for_a_model_of_words_are_told() {
+        let text = looks_like_bytes(Some(&Codec::Bytes), None, 50_257).unwrap();
+        assert!(text.contains("the model has 50257; name data.tokenizer"), "{text}");
+        let tokens = looks_like_bytes(None, Some(122), 50_257).unwrap();
+        assert!(tokens.contains("no token is larger than 122"), "{tokens}");
+        for (codec, largest, vocabulary) in [
+            (Some(&Codec::Bytes), None, 256),
+            (None, Some(122), 256),
+            (None, Some(40_000), 50_257),
+            (None, None, 50_257),
+        ] {
+            assert_eq!(looks_like_bytes(codec, largest, vocabulary), None);
+        }
+    }
+}
