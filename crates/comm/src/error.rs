@@ -114,6 +114,14 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
+    /// A launcher's variables do not say who this process is.
+    #[error("{launcher} environment: {reason}")]
+    Discovery {
+        /// Whose variables.
+        launcher: &'static str,
+        /// What is missing or wrong.
+        reason: String,
+    },
     /// The chosen backend cannot serve this job.
     #[error("backend {backend}: {problem}")]
     Backend {

@@ -24,9 +24,11 @@
 //! # Ok::<(), ferrospeed_comm::Error>(())
 //! ```
 
+mod auth;
 mod backend;
 pub mod bench;
 mod copy;
+pub mod discover;
 mod dtype;
 mod error;
 mod group;
@@ -35,6 +37,9 @@ pub mod layout;
 pub mod logger;
 mod mesh;
 mod op;
+pub mod private;
+
+mod reception;
 pub mod recorder;
 pub mod reduce;
 mod region;

@@ -4,7 +4,6 @@
 //! lines, one file per rank; [`trace`](crate::trace) reads a folder of them and says who never entered what.
 
 use std::collections::VecDeque;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -14,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::Ticket;
 use crate::error::{Error, Result};
 use crate::op::Kind;
+use crate::private;
 
 /// Operations that a recorder keeps.
 pub const CAPACITY: usize = 1000;
@@ -161,19 +161,25 @@ impl Recorder {
     pub fn dump(&self, folder: &Path) -> Result<PathBuf> {
         let path = folder.join(format!("rank-{:05}.jsonl", self.rank));
         let write = || -> std::io::Result<()> {
-            std::fs::create_dir_all(folder)?;
+            make_folder(folder)?;
             let mut text = Vec::new();
             for record in self.records() {
                 serde_json::to_writer(&mut text, &record)?;
                 text.push(b'\n');
             }
-            let beside = path.with_extension(format!("tmp{}", std::process::id()));
-            std::fs::File::create(&beside)?.write_all(&text)?;
-            std::fs::rename(&beside, &path)
+            private::write(&path, &text)
         };
         write().map_err(|error| {
             Error::io(format!("writing the flight recorder to {}", path.display()), error)
         })?;
         Ok(path)
+    }
+}
+
+/// A folder in the user's private one is made as private; one that the user named is made as any other.
+fn make_folder(folder: &Path) -> std::io::Result<()> {
+    match private::folder() {
+        Ok(own) if folder.parent() == Some(own.as_path()) => private::make_folder(folder),
+        _ => std::fs::create_dir_all(folder),
     }
 }

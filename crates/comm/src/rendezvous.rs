@@ -1,20 +1,24 @@
 //! How processes become a job.
 //!
 //! Rank 0 keeps a small hub at `MASTER_ADDR:MASTER_PORT` (`hub`); every rank, rank 0 included, joins it (`member`).
-//! A rank presents the job's token, its rank, the world size, the version of its binary and the hash of its
-//! configuration. A stranger (wrong token, garbage) is turned away and the job goes on waiting; a member that disagrees
-//! about the job ends it for all, with the reason on both sides; ranks still missing at the deadline are named.
+//! Both prove that they know the job's token ([`auth`](crate::auth)); then the rank presents its number, the world size,
+//! the version of its binary and the hash of its configuration. A stranger (wrong token, garbage) is turned away and the
+//! job goes on waiting; a member that disagrees about the job ends it for all, with the reason on both sides; ranks still
+//! missing at the deadline are named.
 //!
 //! The connection stays open. It carries the key-value store through which groups are set up, a heartbeat in both
 //! directions that notices a stopped rank, and announcements of failures. No bulk data passes through it.
 
 pub(crate) mod frame;
 mod hub;
+mod meeting;
 mod member;
 mod options;
 mod port;
+mod token;
 
 pub use options::{Backend, ConnectOptions};
+pub use token::handed_over_token;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +27,7 @@ use crate::error::Result;
 use crate::state::JobState;
 use crate::world::{World, WorldParts};
 use hub::Hub;
+use meeting::MeetingPoint;
 use member::Member;
 
 /// How often each side says that it is alive.
@@ -53,18 +58,22 @@ impl World {
         let deadline = Instant::now() + options.limits.deadline;
         let state = Arc::new(JobState::new(options.world_size));
         let hub = if options.rank == 0 { Some(Hub::start(&options, deadline)?) } else { None };
-        let joined = Member::join(&options, hub.as_ref().map(Hub::address), deadline, Arc::clone(&state));
+        let known = hub.as_ref().map(|hub| MeetingPoint { address: hub.address(), key: hub.key().clone() });
+        let joined = Member::join(&options, known, deadline, Arc::clone(&state));
         if let (Err(_), Some(hub)) = (&joined, &hub) {
             hub.let_others_hear();
+            hub.stop_listening();
         }
         let member = Arc::new(joined?);
         let leaving = Arc::clone(&member);
+        let mut limits = options.limits.clone();
+        limits.trace_folder = member.trace_folder().map(Into::into);
         let world = World::assemble(WorldParts {
             rank: options.rank,
             hosts: hosts_of(member.host_identities()),
             backend: options.backend,
-            limits: options.limits.clone(),
-            job: options.job_digest(),
+            limits,
+            key: member.key().clone(),
             state,
             store: Arc::clone(&member) as Arc<dyn crate::store::Store>,
             address: member.local_address(),

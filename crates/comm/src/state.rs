@@ -111,6 +111,11 @@ impl JobState {
         {
             return answer;
         }
+        self.last_known_operation(rank)
+    }
+
+    /// What this rank has heard of, without asking.
+    pub(crate) fn last_known_operation(&self, rank: usize) -> String {
         let slot =
             self.last_operations.get(rank).map(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner));
         slot.map_or_else(|| "unknown".to_owned(), |text| text.clone())

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::auth::JobKey;
 use crate::backend::hierarchical::{HierarchicalCarrier, Place};
 use crate::backend::local::{LocalCarrier, Patience};
 use crate::backend::message::{Link, MessageCarrier};
@@ -124,7 +125,7 @@ impl World {
                             hosts: vec![(0..size).collect()],
                             backend: Backend::Local,
                             limits,
-                            job: 0,
+                            key: JobKey::of_token(""),
                             address: Ipv4Addr::LOCALHOST.into(),
                             state: shared_state,
                             store,
@@ -150,7 +151,7 @@ impl World {
             hosts: vec![vec![0]],
             backend,
             limits: limits.clone(),
-            job: 0,
+            key: JobKey::of_token(""),
             address: Ipv4Addr::LOCALHOST.into(),
             state,
             store: Arc::new(MemoryStore::default()),
@@ -217,7 +218,7 @@ impl World {
             let problem = "this build has no MPI; build it with the cargo feature `mpi`".into();
             return Err(Error::Backend { backend: "mpi", problem });
         }
-        let open = || Endpoint::open(parts.job, parts.rank, parts.address, Arc::clone(&parts.store));
+        let open = || Endpoint::open(parts.key.clone(), parts.rank, parts.address, Arc::clone(&parts.store));
         let inner = Arc::new(WorldInner {
             rank: parts.rank,
             size,
@@ -363,8 +364,8 @@ pub(crate) struct WorldParts {
     pub(crate) hosts: Vec<Vec<usize>>,
     pub(crate) backend: Backend,
     pub(crate) limits: Limits,
-    /// Tells this job's connections from those of others.
-    pub(crate) job: u64,
+    /// What the job's ranks know each other by.
+    pub(crate) key: JobKey,
     /// The address at which this host is known to the others.
     pub(crate) address: IpAddr,
     pub(crate) state: Arc<JobState>,

@@ -66,7 +66,8 @@ fn forever(world: &World, operation: &str) -> Result<(), Error> {
     let victim: usize = variable("VICTIM").parse().unwrap();
     if world.rank() == victim {
         std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(150));
+            let after_ms = std::env::var("STRIKE_AFTER_MS").map_or(150, |text| text.parse().unwrap());
+            std::thread::sleep(Duration::from_millis(after_ms));
             // SAFETY: signals this very process.
             unsafe { libc::kill(libc::getpid(), signal) };
         });
@@ -189,6 +190,22 @@ fn a_rank_stopped_inside_any_local_operation_is_named() {
 #[test]
 fn a_rank_stopped_inside_any_tcp_operation_is_named() {
     strike_every_operation("tcp", libc::SIGSTOP, "stopped responding");
+}
+
+#[test]
+fn the_loss_of_rank_0_tells_what_it_did_last() {
+    let job = Job::new(3, "forever")
+        .with("OPERATION", "all_reduce")
+        .with("SIGNAL", libc::SIGKILL)
+        .with("VICTIM", 0)
+        .with("STRIKE_AFTER_MS", 1600);
+    let mut ranks = job.start();
+    let struck = ranks.remove(0);
+    let survivors = finish(ranks, LIMIT);
+    expect(&survivors, None, &["OUTCOME: rank 0 died; its last operation: ", "all_reduce(sum, f32, "]);
+    let nothing = "its last operation: none yet";
+    assert!(survivors.iter().all(|ending| !ending.output.contains(nothing)));
+    drop(struck);
 }
 
 #[test]

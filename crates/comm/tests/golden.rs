@@ -1,7 +1,10 @@
-//! Recorded memberships of topologies, grids and groups.
+//! Recorded memberships of topologies, grids and groups, and what ranks find out from their launchers.
 
 mod support;
 
+use std::collections::BTreeMap;
+
+use ferrospeed_comm::discover::{self, Discovered};
 use ferrospeed_comm::layout::{self, ExpertOrder};
 use ferrospeed_comm::{Mesh, PipelineGrid, ProcessTopology};
 use ferrospeed_testkit::golden::golden;
@@ -314,4 +317,41 @@ fn golden_logger_numbers() {
             _ => {}
         }
     }
+}
+
+#[test]
+fn golden_env_discovery() {
+    for case in golden().cases("launcher/env_discovery.json") {
+        let variables: BTreeMap<String, String> = serde_json::from_value(case["env"].clone()).unwrap();
+        let env = |name: &str| variables.get(name).cloned();
+        let found: Result<Value, ferrospeed_comm::Error> = match case["kind"].as_str().unwrap() {
+            "mpich_helper" => discover::mpich_ranks(&env).map(
+                |(rank, local_rank)| json!({"RANK": rank.to_string(), "LOCAL_RANK": local_rank.to_string()}),
+            ),
+            "azureml" => discover::azureml(&env).map(|found| as_variables(&found)),
+            "sagemaker" => discover::sagemaker(&env).map(|found| as_variables(&found)),
+            kind => panic!("unknown kind {kind}"),
+        };
+        match case.get("error").is_some() {
+            true => {
+                assert!(matches!(found, Err(ferrospeed_comm::Error::Discovery { .. })), "{case}: {found:?}")
+            }
+            // A rank may be left without MASTER_ADDR there; here that is refused, naming what is missing.
+            false if case["expect"].get("MASTER_ADDR").is_some_and(Value::is_null) => {
+                assert!(found.is_err(), "{case}");
+            }
+            false => assert_eq!(found.unwrap(), case["expect"], "{case}"),
+        }
+    }
+}
+
+fn as_variables(found: &Discovered) -> Value {
+    json!({
+        "RANK": found.rank.to_string(),
+        "LOCAL_RANK": found.local_rank.map(|rank| rank.to_string()),
+        "WORLD_SIZE": found.world_size.to_string(),
+        "MASTER_ADDR": found.master_addr,
+        "MASTER_PORT": found.master_port.to_string(),
+        "NCCL_SOCKET_IFNAME": found.nccl_socket_interface,
+    })
 }

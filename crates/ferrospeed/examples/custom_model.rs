@@ -44,8 +44,10 @@ fn batch(rank: usize, step: u64, device: &Device) -> ferrospeed::tensor::Result<
 }
 
 fn main() -> Result<(), Failure> {
-    let launched = std::env::var_os("RANK").is_some();
-    let world = if launched { World::connect(ConnectOptions::from_env()?)? } else { World::solo() };
+    let world = match ConnectOptions::discover()? {
+        Some(place) => World::connect(place)?,
+        None => World::solo(),
+    };
     let (rank, ranks) = (world.rank(), world.size() as u64);
     let (config, _) =
         Config::from_str("custom_model", CONFIG)?.resolve(ranks.try_into()?, &AutoValues::new())?;

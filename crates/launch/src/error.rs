@@ -198,15 +198,6 @@ pub enum LaunchError {
         reason: String,
     },
 
-    /// Variables of a launcher are missing or contradict each other.
-    #[error("{launcher} environment: {reason}")]
-    Discovery {
-        /// Whose variables they are.
-        launcher: &'static str,
-        /// What is missing or wrong.
-        reason: String,
-    },
-
     /// A program could not be started.
     #[error("rank {rank}: cannot start {program:?}: {source}")]
     Spawn {

@@ -1,7 +1,7 @@
 //! Starts the ranks of a job on one host or many, and stays with them until the last one is gone.
 //!
 //! Three layers, each usable alone:
-//! - **Reading**: [`hostfile`], [`filter`], [`exports`], [`cores`], [`node_count`], [`world_info`], [`discover`].
+//! - **Reading**: [`hostfile`], [`filter`], [`exports`], [`cores`], [`node_count`], [`world_info`].
 //! - **Planning**: [`plan::plan`] turns [`LaunchOptions`] into a command line and its environment without running
 //!   anything; [`node::NodeLaunch`] does the same for the ranks of one host.
 //! - **Running**: [`LocalJob`] and [`run::run_node`] start real processes and supervise them.
@@ -22,7 +22,6 @@
 //! It refuses to guess: an option that a backend cannot honour is an error, not a shrug.
 
 pub mod cores;
-pub mod discover;
 mod error;
 pub mod exports;
 pub mod filter;

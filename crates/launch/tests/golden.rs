@@ -1,10 +1,7 @@
-//! The recorded cases of hostfiles, filters, world info, core binding, node counts and discovery.
+//! The recorded cases of hostfiles, filters, world info, core binding and node counts.
 //!
 //! [`OURS`] lists where we differ on purpose; everything else must match.
 
-use std::collections::BTreeMap;
-
-use ferrospeed_launch::discover::{self, Discovered};
 use ferrospeed_launch::filter::ActiveSlots;
 use ferrospeed_launch::hostfile::HostPool;
 use ferrospeed_launch::{LaunchError, cores, filter, hostfile, node_count, world_info};
@@ -12,12 +9,11 @@ use ferrospeed_testkit::golden::golden;
 use serde_json::{Value, json};
 
 /// Where we do the right thing and the recording shows a defect: what the recording did, and what we do.
-const OURS: [(&str, &str); 5] = [
+const OURS: [(&str, &str); 4] = [
     ("slots=4x is read as 4", "the line is refused: letters behind the count are a mistake"),
     ("host names may hold anything, slot counts may be absurd", "refused before they reach a command line"),
     ("excluding a slot twice fails with list.remove", "it is the same as excluding it once"),
     ("node counts may be negative, or MAX below MIN", "refused"),
-    ("a rank may be left without MASTER_ADDR", "refused, naming what is missing"),
 ];
 
 /// Compares a result with a case's `expect` or `error`; gives whether the recording holds an error.
@@ -166,39 +162,4 @@ fn golden_num_nodes() {
             }
         }
     }
-}
-
-#[test]
-fn golden_env_discovery() {
-    for case in golden().cases("launcher/env_discovery.json") {
-        let variables: BTreeMap<String, String> = serde_json::from_value(case["env"].clone()).unwrap();
-        let env = |name: &str| variables.get(name).cloned();
-        let found: Result<Value, LaunchError> = match case["kind"].as_str().unwrap() {
-            "mpich_helper" => discover::mpich_ranks(&env).map(
-                |(rank, local_rank)| json!({"RANK": rank.to_string(), "LOCAL_RANK": local_rank.to_string()}),
-            ),
-            "azureml" => discover::azureml(&env).map(|found| as_variables(&found)),
-            "sagemaker" => discover::sagemaker(&env).map(|found| as_variables(&found)),
-            kind => panic!("unknown kind {kind}"),
-        };
-        match expects_error(&case) {
-            true => assert!(matches!(found, Err(LaunchError::Discovery { .. })), "{case}: {found:?}"),
-            // OURS 4
-            false if case["expect"].get("MASTER_ADDR").is_some_and(Value::is_null) => {
-                assert!(found.is_err(), "{case}: {OURS:?}");
-            }
-            false => assert_eq!(found.unwrap(), case["expect"], "{case}"),
-        }
-    }
-}
-
-fn as_variables(found: &Discovered) -> Value {
-    json!({
-        "RANK": found.rank.to_string(),
-        "LOCAL_RANK": found.local_rank.to_string(),
-        "WORLD_SIZE": found.world_size.to_string(),
-        "MASTER_ADDR": found.master_addr,
-        "MASTER_PORT": found.master_port.to_string(),
-        "NCCL_SOCKET_IFNAME": found.nccl_socket_interface,
-    })
 }

@@ -17,7 +17,7 @@ use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, autograd};
 use serde_json::{Value, json};
 
-use super::{bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer};
+use super::{bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer, place};
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -97,7 +97,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Gpu(args) => return bench_gpu::run(args),
         What::Optimizer(args) => return bench_optimizer::run(args),
         What::Comm(args) => return bench_comm::run(args),
-        What::Checkpoint(args) => return bench_checkpoint::run(args),
+        What::Checkpoint(args) => {
+            if place::of_this_process()?.is_some_and(|place| place.world_size > 1) {
+                let text = "bench checkpoint starts its own ranks: run it without a launcher, with --ranks";
+                return Err(Failure::Usage(text.to_owned()));
+            }
+            return bench_checkpoint::run(args);
+        }
     };
     match measure(run_args, cases) {
         Ok(()) => Ok(ExitCode::SUCCESS),

@@ -14,6 +14,7 @@ use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 
 use super::model_directory::parse_size;
+use super::place;
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -66,8 +67,8 @@ fn collectives() -> impl Iterator<Item = Kind> {
 }
 
 pub(super) fn run(args: &CommArgs) -> Result<ExitCode, Failure> {
-    if std::env::var_os("RANK").is_some() {
-        return run_rank(args);
+    if let Some(place) = place::of_this_process()? {
+        return run_rank(args, place);
     }
     for &ranks in &args.ranks {
         for &backend in &args.backend {
@@ -110,10 +111,9 @@ fn name_of(choice: impl ValueEnum) -> String {
     choice.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
-fn run_rank(args: &CommArgs) -> Result<ExitCode, Failure> {
+fn run_rank(args: &CommArgs, place: ConnectOptions) -> Result<ExitCode, Failure> {
     let failed = |error: ferrospeed_comm::Error| Failure::Run(error.to_string());
-    let options = ConnectOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
-    let world = World::connect(options).map_err(failed)?;
+    let world = World::connect(place).map_err(failed)?;
     let matrix = Matrix {
         operations: collectives().filter(|kind| args.op.iter().any(|op| op == kind.name())).collect(),
         sizes_bytes: args.size.clone(),

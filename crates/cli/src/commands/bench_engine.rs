@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 
 use super::bench::{Precision, ids};
 use super::bench_model::peak_rss_bytes;
+use super::place;
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -75,11 +76,11 @@ struct ModelSize {
 }
 
 pub(super) fn run(args: &EngineBenchArgs) -> Result<ExitCode, Failure> {
-    let in_a_job = std::env::var_os("RANK").is_some();
+    let place = place::of_this_process()?;
     for &precision in &args.dtype {
         for &stage in &args.stage {
-            if in_a_job {
-                run_rank(args, stage, precision)?;
+            if let Some(place) = &place {
+                run_rank(args, stage, precision, place.clone())?;
                 continue;
             }
             match start_ranks(args, stage, precision)? {
@@ -168,9 +169,13 @@ fn configuration(
     Ok(read.resolve(ranks, &AutoValues::new()).map_err(failed)?.0)
 }
 
-fn run_rank(args: &EngineBenchArgs, stage: u8, precision: Precision) -> Result<(), Failure> {
-    let options = ConnectOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
-    let world = World::connect(options).map_err(failed)?;
+fn run_rank(
+    args: &EngineBenchArgs,
+    stage: u8,
+    precision: Precision,
+    place: ConnectOptions,
+) -> Result<(), Failure> {
+    let world = World::connect(place).map_err(failed)?;
     let device = Device::cpu_with_threads(args.threads as usize);
     let size = &args.size;
     let model = decoder(size)?;

@@ -4,6 +4,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use ferrospeed_comm::private;
 use ferrospeed_models::directory::{WriteOptions, create};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelError};
@@ -33,7 +34,8 @@ pub(super) fn measure(
     device: &Device,
     repeats: u64,
 ) -> Result<Value, ModelError> {
-    let scratch = Scratch(std::env::temp_dir().join(format!("ferrospeed-bench-{}", std::process::id())));
+    let own = private::folder().map_err(|source| ModelError::Io { path: std::env::temp_dir(), source })?;
+    let scratch = Scratch(own.join(format!("bench-{}", std::process::id())));
     let written =
         create(&scratch.0, config, 42, &WriteOptions { dtype: None, max_shard_bytes: SHARD_BYTES })?;
     let before_bytes = peak_rss_bytes();

@@ -23,6 +23,7 @@ mod model_directory;
 mod model_init;
 mod model_inspect;
 mod node_launch;
+mod place;
 mod plan;
 mod rank_env;
 mod trace;

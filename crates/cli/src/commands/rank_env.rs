@@ -6,7 +6,8 @@ use std::os::unix::process::CommandExt;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
-use ferrospeed_launch::{Interpreter, discover, surroundings};
+use ferrospeed_comm::discover;
+use ferrospeed_launch::{Interpreter, surroundings};
 
 use crate::failure::Failure;
 
@@ -33,7 +34,8 @@ enum RankSource {
 
 pub(crate) fn run(args: &RankEnvArgs) -> Result<ExitCode, Failure> {
     let RankSource::Mpich = args.launcher;
-    let (rank, local_rank) = discover::mpich_ranks(&|name: &str| std::env::var(name).ok())?;
+    let (rank, local_rank) = discover::mpich_ranks(&|name: &str| std::env::var(name).ok())
+        .map_err(|error| Failure::Usage(error.to_string()))?;
     let interpreter = match (args.module, args.no_python) {
         (true, _) => Interpreter::PythonModule,
         (false, true) => Interpreter::Direct,

@@ -14,6 +14,7 @@ use ferrospeed_train::{
 };
 
 use super::device::DeviceChoice;
+use super::place;
 use crate::failure::Failure;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter, grouped};
 use crate::terminal::{Paint, print_error, print_note, print_output, stdout_can_be_redrawn};
@@ -49,8 +50,8 @@ pub(crate) struct TrainArgs {
 /// Ranks may need this long to finish their step and save after a signal.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(600);
 
-/// Tells a rank that whoever started it holds the lock of the run's folder.
-const FOLDER_IS_HELD: &str = "FERROSPEED_FOLDER_IS_HELD";
+/// Tells ranks that this program started them, has looked at the recipe, and holds the lock of the run's folder.
+const LOOKED_AHEAD: &str = "FERROSPEED_TRAIN_LOOKED_AHEAD";
 
 /// A run that saved and left as SIGTERM or SIGUSR2 asked: `EX_TEMPFAIL`, try again. `--resume` goes on.
 const EXIT_SAVED: u8 = 75;
@@ -61,26 +62,20 @@ const EXIT_INTERRUPTED: u8 = 130;
 pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let mut recipe = Recipe::load(&args.recipe, &args.overrides).map_err(failure)?;
     recipe.ranks = args.ranks.unwrap_or(recipe.ranks);
-    let is_rank = std::env::var_os("RANK").is_some();
+    let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
-    let folder = if is_rank { folder } else { own_folder(args, folder)? };
+    let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
     let mut lock = None;
-    if !is_rank {
+    if place.is_none() {
         lock = Some(folder.lock().map_err(failure)?);
         if args.overwrite {
             folder.clear().map_err(failure)?;
         }
-        // Ranks look again; a mistake is said once, before any of them starts, and text becomes tokens once.
-        ferrospeed_train::check(&recipe, &args.recipe, &folder, &mut tell_preparing()).map_err(failure)?;
-        let start = args.resume().find(&folder).map_err(failure)?;
-        if args.resume.is_some() && start.candidates.is_empty() {
-            let folder = folder.checkpoints();
-            print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
-        }
+        look_ahead(args, &recipe, &folder)?;
     }
     let name = recipe.name.clone();
-    let outcome = if is_rank || recipe.ranks == 1 {
-        run_rank(args, recipe, &folder, lock.is_some())
+    let outcome = if place.is_some() || recipe.ranks == 1 {
+        run_rank(args, recipe, &folder, place)
     } else {
         start_ranks(args, &recipe, &folder)
     };
@@ -106,6 +101,17 @@ fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure>
         free.path().display()
     ));
     Ok(free)
+}
+
+/// Ranks look again; a mistake is said once, before any of them begins, and text becomes tokens once.
+fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
+    ferrospeed_train::check(recipe, &args.recipe, folder, &mut tell_preparing()).map_err(failure)?;
+    let start = args.resume().find(folder).map_err(failure)?;
+    if args.resume.is_some() && start.candidates.is_empty() {
+        let folder = folder.checkpoints();
+        print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
+    }
+    Ok(())
 }
 
 /// A line whenever another tenth of a text that is not small became tokens.
@@ -160,7 +166,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
         job.env.insert(TERMINAL.into(), terminal);
         job.output = OutputMode::Hidden;
     }
-    job.env.insert(FOLDER_IS_HELD.into(), "1".into());
+    job.env.insert(LOOKED_AHEAD.into(), "1".into());
     job.log_dir = Some(folder.logs());
     job.interrupt_grace = INTERRUPT_GRACE;
     if std::env::var_os("FERROSPEED_THREADS").is_none() && std::env::var_os("OMP_NUM_THREADS").is_none() {
@@ -190,10 +196,10 @@ fn run_rank(
     args: &TrainArgs,
     mut recipe: Recipe,
     folder: &RunFolder,
-    holds_folder: bool,
+    place: Option<ConnectOptions>,
 ) -> Result<ExitCode, Failure> {
     // What concerns the whole job every rank would say; one is enough.
-    let level = if std::env::var("RANK").is_ok_and(|rank| rank != "0") { "error" } else { "warn" };
+    let level = if place.as_ref().is_some_and(|place| place.rank != 0) { "error" } else { "warn" };
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| level.into()),
@@ -202,15 +208,10 @@ fn run_rank(
         .with_writer(WarningWriter { only_block: stdout_can_be_redrawn() })
         .try_init();
     let requests = watch_signals()?;
-    let world = if std::env::var_os("RANK").is_some() {
-        let mut options = ConnectOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
-        recipe.ranks = u32::try_from(options.world_size).unwrap_or(u32::MAX);
-        options.config_hash = recipe
-            .config()
-            .map_or_else(|_| String::new(), |(config, _)| format!("{:016x}", config.canonical_hash()));
-        World::connect(options).map_err(|error| Failure::Run(error.to_string()))?
-    } else {
-        World::solo()
+    let folder_is_held = place.is_none() || std::env::var_os(LOOKED_AHEAD).is_some();
+    let world = match place {
+        Some(place) => join(args, &mut recipe, folder, place)?,
+        None => World::solo(),
     };
     let every = recipe.config().ok().and_then(|(config, _)| config.steps_per_print).unwrap_or(10).max(1);
     let rank = world.rank();
@@ -221,7 +222,7 @@ fn run_rank(
         world: world.clone(),
         device: args.device.open()?,
         folder,
-        folder_is_held: holds_folder || std::env::var_os(FOLDER_IS_HELD).is_some(),
+        folder_is_held,
         resume: args.resume(),
         requests,
         observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
@@ -239,6 +240,29 @@ fn run_rank(
         Ending::Stopped => ExitCode::from(EXIT_INTERRUPTED),
         Ending::Left => ExitCode::from(EXIT_SAVED),
     })
+}
+
+/// Takes this rank's place in its job. Where another launcher started the ranks, nobody has looked at the recipe yet:
+/// rank 0 does, while the others wait.
+fn join(
+    args: &TrainArgs,
+    recipe: &mut Recipe,
+    folder: &RunFolder,
+    mut place: ConnectOptions,
+) -> Result<World, Failure> {
+    let failed = |error: ferrospeed_comm::Error| Failure::Run(error.to_string());
+    recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
+    place.config_hash = recipe
+        .config()
+        .map_or_else(|_| String::new(), |(config, _)| format!("{:016x}", config.canonical_hash()));
+    let world = World::connect(place).map_err(failed)?;
+    if std::env::var_os(LOOKED_AHEAD).is_none() {
+        if world.rank() == 0 {
+            look_ahead(args, recipe, folder)?;
+        }
+        world.group().barrier().map_err(failed)?;
+    }
+    Ok(world)
 }
 
 /// SIGINT asks for the end of the step, a second one ends at once. SIGTERM and SIGUSR2 ask to save and leave, however

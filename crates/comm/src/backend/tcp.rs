@@ -48,7 +48,7 @@ impl TcpLink {
         if let Some(known) = known {
             return Ok(known);
         }
-        let made = Arc::new(self.endpoint.connect(stream, peer, membership, ticket)?);
+        let made = self.endpoint.connect(stream, peer, membership, ticket)?;
         self.connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

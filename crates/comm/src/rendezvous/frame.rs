@@ -1,4 +1,4 @@
-//! The control connection's wire format: a magic number once, then frames of a length and a JSON body.
+//! The control connection's wire format, once both sides have proven themselves: frames of a length and a JSON body.
 //!
 //! Frames are small and bounded; a peer that announces more, or sends something that is not a frame, is cut off.
 
@@ -8,8 +8,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::Announcement;
 
-/// What a member sends first; its last byte is the version of the protocol.
-pub(crate) const MAGIC: [u8; 8] = *b"FERROCM\x01";
 /// No frame is longer.
 const MAX_FRAME_BYTES: u32 = 1 << 20;
 
@@ -20,9 +18,17 @@ pub(crate) struct Hello {
     pub(crate) world_size: usize,
     pub(crate) version: String,
     pub(crate) config_hash: String,
-    pub(crate) token: String,
     pub(crate) host_identity: String,
     pub(crate) pid: u32,
+}
+
+/// What the members of a complete job learn.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Welcome {
+    /// The identity of each rank's host.
+    pub(crate) host_identities: Vec<String>,
+    /// A random name for what this job keeps on disk.
+    pub(crate) job_name: String,
 }
 
 /// Everything that travels on a control connection.
@@ -32,8 +38,8 @@ pub(crate) enum Frame {
     Hello(Hello),
     /// Hub to member: not in this job, and why.
     Refused(String),
-    /// Hub to member: everybody is here; the identity of each rank's host.
-    Welcome(Vec<String>),
+    /// Hub to member: everybody is here.
+    Welcome(Welcome),
     /// Member to hub: a value for others.
     Set(String, Vec<u8>),
     /// Member to hub: a value that nobody needs any more.
@@ -42,7 +48,7 @@ pub(crate) enum Frame {
     Wait(String),
     /// Hub to member: the value.
     Value(String, Vec<u8>),
-    /// Either way: alive. A member adds what it did last.
+    /// Either way: alive, and what the member, or rank 0, did last.
     Beat(Option<String>),
     /// Either way: something failed.
     Announce(Announcement),

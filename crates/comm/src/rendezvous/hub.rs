@@ -1,37 +1,39 @@
 //! The hub: rank 0's side of the control connections.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::Read;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::frame::{Frame, Hello, MAGIC, read_frame, write_frame};
-use super::port::PortService;
+use super::frame::{Frame, Hello, Welcome, read_frame, write_frame};
+use super::meeting::Meeting;
 use super::{BEAT_INTERVAL, ConnectOptions, LAST_OPERATION_KEY, SILENCE_LIMIT, port};
+use crate::auth::{self, Claim, JobKey, Purpose, Timed};
 use crate::error::{Error, Loss, Result};
+use crate::private;
+use crate::reception::{Guest, Reception};
 use crate::state::Announcement;
 
-/// How long a fresh connection may take to say who it is.
-const HELLO_LIMIT: Duration = Duration::from_secs(5);
+/// How long a write to a member may take.
+const WRITE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a failed rendezvous goes on answering.
 const LAST_WORD_LIMIT: Duration = Duration::from_secs(1);
-/// Connections that have not said who they are; more are turned away, so that nobody can exhaust the hub's threads.
-const MAX_STRANGERS: usize = 1024;
 
 /// Rank 0's service to the job. Members are served as long as the process lives; newcomers until rank 0 leaves.
 #[derive(Clone)]
 pub(super) struct Hub {
     shared: Arc<Shared>,
-    address: SocketAddr,
+    reception: Arc<Reception>,
 }
 
 struct Shared {
     expected: Hello,
     deadline: Instant,
-    closed: Arc<AtomicBool>,
-    port_service: Option<PortService>,
+    key: JobKey,
+    /// A random name for what this job keeps on disk.
+    job_name: String,
+    /// Where ranks of one host find the port.
+    meeting: Option<Meeting>,
     state: Mutex<State>,
     /// A member is gone.
     departed: Condvar,
@@ -40,7 +42,6 @@ struct Shared {
 #[derive(Default)]
 struct State {
     members: BTreeMap<usize, Membership>,
-    strangers: usize,
     welcomed: bool,
     /// Why nobody can join any more.
     refusal: Option<String>,
@@ -50,7 +51,7 @@ struct State {
 }
 
 struct Membership {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
     from: SocketAddr,
     host_identity: String,
     last_heard: Instant,
@@ -74,97 +75,77 @@ impl Refusal {
 impl Hub {
     /// Listens, and serves until the process ends.
     pub(super) fn start(options: &ConnectOptions, deadline: Instant) -> Result<Hub> {
+        let failed = |error| Error::io("the rendezvous address", error);
         let listener = port::bind(options)?;
-        let address = listener.local_addr().map_err(|error| Error::io("the rendezvous address", error))?;
-        let closed = Arc::new(AtomicBool::new(false));
-        let serve = || PortService::start(options, address.port(), Arc::clone(&closed));
-        let port_service = options.is_single_host().then(serve).transpose()?;
-        let expected = super::member::hello(options);
+        let address = listener.local_addr().map_err(failed)?;
+        let (meeting, key) = match options.is_single_host() {
+            true => Meeting::call(options, address.port()).map(|(meeting, key)| (Some(meeting), key))?,
+            false => (None, JobKey::of_token(&options.token)),
+        };
         let shared = Arc::new(Shared {
-            expected,
+            expected: super::member::hello(options),
             deadline,
-            closed,
-            port_service,
+            key,
+            job_name: private::random_hex::<8>().map_err(failed)?,
+            meeting,
             state: Mutex::default(),
             departed: Condvar::new(),
         });
-        let hub = Hub { shared, address };
-        let (accepting, watching) = (hub.clone(), hub.clone());
-        spawn("comm-hub", move || accepting.accept(&listener))?;
+        let (serving, watching) = (Arc::clone(&shared), Arc::clone(&shared));
+        let reception = Reception::open(listener, move |guest| serving.serve(guest)).map_err(failed)?;
         spawn("comm-hub-watch", move || watching.watch())?;
-        Ok(hub)
+        Ok(Hub { shared, reception: Arc::new(reception) })
     }
 
     pub(super) fn address(&self) -> SocketAddr {
-        self.address
+        self.reception.address()
+    }
+
+    pub(super) fn key(&self) -> &JobKey {
+        &self.shared.key
     }
 
     /// Gives the port back; members stay connected.
     pub(super) fn stop_listening(&self) {
-        self.shared.closed.store(true, Ordering::SeqCst);
-        // Each accepting thread wakes up, sees the mark and drops its listener.
-        let mut address = self.address;
-        if address.ip().is_unspecified() {
-            address.set_ip(Ipv4Addr::LOCALHOST.into());
-        }
-        let _ = TcpStream::connect_timeout(&address, Duration::from_secs(1));
-        if let Some(service) = &self.shared.port_service {
-            service.wake();
-        }
+        self.reception.close();
+        self.shared.end_meeting();
     }
 
     /// Before this process may end: gives ranks that are just introducing themselves the time to hear why.
     pub(super) fn let_others_hear(&self) {
-        let limit = Instant::now() + LAST_WORD_LIMIT;
-        loop {
-            std::thread::sleep(LAST_WORD_LIMIT / 5);
-            if self.lock().strangers == 0 || Instant::now() >= limit {
-                return;
-            }
-        }
+        std::thread::sleep(LAST_WORD_LIMIT / 5);
+        self.reception.wait_until_empty(LAST_WORD_LIMIT);
     }
 
     /// Before this process may end: lets what its own rank said last be passed on, and that it left.
     pub(super) fn see_off(&self, rank: usize) {
         let is_here = |state: &mut State| state.members.get(&rank).is_some_and(|member| !member.gone);
-        let served = self.shared.departed.wait_timeout_while(self.lock(), LAST_WORD_LIMIT, is_here);
+        let served = self.shared.departed.wait_timeout_while(self.shared.lock(), LAST_WORD_LIMIT, is_here);
         drop(served.unwrap_or_else(PoisonError::into_inner));
         // Where its words were not read in time, the others must not take it for dead.
-        self.announce_left(rank);
+        self.shared.announce_left(rank);
     }
+}
 
+impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn accept(&self, listener: &TcpListener) {
-        for stream in listener.incoming() {
-            if self.shared.closed.load(Ordering::SeqCst) {
-                return;
-            }
-            let Ok(stream) = stream else { continue };
-            let mut state = self.lock();
-            if state.strangers >= MAX_STRANGERS {
-                continue;
-            }
-            state.strangers += 1;
-            drop(state);
-            let hub = self.clone();
-            // When no thread can be had, the connection drops and its member tries again.
-            let _ = spawn("comm-hub-member", move || hub.serve(stream));
-        }
+    fn end_meeting(&self) {
+        self.meeting.iter().for_each(Meeting::end);
     }
 
-    fn serve(&self, mut stream: TcpStream) {
-        let hello = self.identify(&mut stream);
-        self.lock().strangers -= 1;
+    fn serve(&self, guest: Guest) {
+        let hello = self.identify(&guest);
+        let stream = guest.leave_room();
         let rank = match hello.and_then(|hello| self.admit(hello, &stream)) {
             Ok(rank) => rank,
             Err(Refusal { reason, ends_job }) => {
                 let from =
                     stream.peer_addr().map_or_else(|_| "somewhere".to_owned(), |from| from.to_string());
                 tracing::warn!("rendezvous: refused a connection from {from}: {reason}");
-                let _ = write_frame(&mut stream, &Frame::Refused(reason.clone()));
+                let _ = write_frame(&mut &*stream, &Frame::Refused(reason.clone()));
                 if ends_job {
                     self.refuse_all(&reason);
                 }
@@ -172,7 +153,7 @@ impl Hub {
             }
         };
         let said_goodbye = loop {
-            match read_frame(&mut stream) {
+            match read_frame(&mut &*stream) {
                 Ok(Frame::Bye) => break true,
                 Ok(frame) => self.handle(rank, frame),
                 Err(_) => break false,
@@ -185,35 +166,26 @@ impl Hub {
         }
     }
 
-    /// Reads who is there; the answer to anything that is not a member is a reason.
-    fn identify(&self, stream: &mut TcpStream) -> std::result::Result<Hello, Refusal> {
-        let configure = |stream: &TcpStream| {
-            stream.set_nodelay(true)?;
-            stream.set_write_timeout(Some(Duration::from_secs(2)))?;
-            stream.set_read_timeout(Some(HELLO_LIMIT))
+    /// Lets the connection prove itself and reads who it is; the answer to anything else is a reason.
+    fn identify(&self, guest: &Guest) -> std::result::Result<Hello, Refusal> {
+        let timed = || Timed { stream: &guest.stream, deadline: guest.deadline };
+        guest.stream.set_nodelay(true).map_err(Refusal::stranger)?;
+        let wanted = |claim: &Claim| match (claim.purpose, claim.to_rank) {
+            (Purpose::Control, 0) => Ok(()),
+            _ => Err("this is rank 0's hub".to_owned()),
         };
-        configure(stream).map_err(Refusal::stranger)?;
-        let mut magic = [0u8; MAGIC.len()];
-        stream
-            .read_exact(&mut magic)
-            .map_err(|error| Refusal::stranger(format!("it did not introduce itself: {error}")))?;
-        if magic != MAGIC {
-            return Err(Refusal::stranger("it does not speak this protocol"));
-        }
-        match read_frame(stream) {
-            Ok(Frame::Hello(hello)) => Ok(hello),
+        let claim = auth::answer(timed(), &self.key, wanted).map_err(Refusal::stranger)?;
+        match read_frame(&mut timed()) {
+            Ok(Frame::Hello(hello)) if hello.rank == claim.from_rank => Ok(hello),
             Ok(_) => Err(Refusal::stranger("it did not begin with who it is")),
             Err(error) => Err(Refusal::stranger(format!("it did not say who it is: {error}"))),
         }
     }
 
     /// Takes a rank into the job. A stranger is refused; a member that disagrees ends the job for all.
-    fn admit(&self, hello: Hello, stream: &TcpStream) -> std::result::Result<usize, Refusal> {
-        let expected = &self.shared.expected;
+    fn admit(&self, hello: Hello, stream: &Arc<TcpStream>) -> std::result::Result<usize, Refusal> {
+        let expected = &self.expected;
         let from = stream.peer_addr().map_err(Refusal::stranger)?;
-        if hello.token != expected.token {
-            return Err(Refusal::stranger("its job token is not this job's"));
-        }
         let disagreement = [
             ("world size", hello.world_size.to_string(), expected.world_size.to_string()),
             ("version", hello.version.clone(), expected.version.clone()),
@@ -241,12 +213,11 @@ impl Hub {
                 format!("rank {} is already here, from {}; this one is from {from}", hello.rank, other.from);
             return Err(Refusal::stranger(reason));
         }
-        let keep = |stream: &TcpStream| {
-            stream.set_read_timeout(None)?;
-            stream.try_clone()
-        };
+        let configured =
+            stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(Some(WRITE_LIMIT)));
+        configured.map_err(Refusal::stranger)?;
         let member = Membership {
-            stream: keep(stream).map_err(Refusal::stranger)?,
+            stream: Arc::clone(stream),
             from,
             host_identity: hello.host_identity,
             last_heard: Instant::now(),
@@ -256,10 +227,11 @@ impl Hub {
         state.members.insert(hello.rank, member);
         if state.members.len() == expected.world_size {
             let identity = |rank| state.members.get(&rank).map(|member| member.host_identity.clone());
-            let identities = (0..expected.world_size).filter_map(identity).collect();
+            let host_identities = (0..expected.world_size).filter_map(identity).collect();
             state.welcomed = true;
             state.members.values_mut().for_each(|member| member.last_heard = Instant::now());
-            state.broadcast(&Frame::Welcome(identities));
+            self.end_meeting();
+            state.broadcast(&Frame::Welcome(Welcome { host_identities, job_name: self.job_name.clone() }));
         }
         Ok(hello.rank)
     }
@@ -302,7 +274,7 @@ impl Hub {
             && !std::mem::replace(&mut member.gone, true)
         {
             state.broadcast(&Frame::Left(rank));
-            self.shared.departed.notify_all();
+            self.departed.notify_all();
         }
     }
 
@@ -310,7 +282,7 @@ impl Hub {
         let mut state = self.lock();
         let Some(member) = state.members.get_mut(&rank).filter(|member| !member.gone) else { return };
         member.gone = true;
-        self.shared.departed.notify_all();
+        self.departed.notify_all();
         let last_operation = member.last_operation.clone();
         if !state.welcomed {
             let reason = format!("rank {rank} {loss} before all ranks had met");
@@ -339,8 +311,8 @@ impl Hub {
                 // This process was stopped for a while: what it did not hear meanwhile says nothing about the members.
                 state.members.values_mut().for_each(|member| member.last_heard = Instant::now());
             }
-            if !state.welcomed && state.refusal.is_none() && Instant::now() >= self.shared.deadline {
-                let size = self.shared.expected.world_size;
+            if !state.welcomed && state.refusal.is_none() && Instant::now() >= self.deadline {
+                let size = self.expected.world_size;
                 let missing: Vec<String> = (0..size)
                     .filter(|rank| !state.members.contains_key(rank))
                     .map(|rank| rank.to_string())
@@ -350,7 +322,8 @@ impl Hub {
                 self.refuse_all(&reason);
                 continue;
             }
-            state.broadcast(&Frame::Beat(None));
+            let last_operation = state.members.get(&0).map(|member| member.last_operation.clone());
+            state.broadcast(&Frame::Beat(last_operation));
             // Members begin to beat when they are welcomed.
             let welcomed = state.welcomed;
             let silent = |(rank, member): (&usize, &Membership)| {
@@ -373,7 +346,7 @@ impl State {
     fn send(&mut self, rank: usize, frame: &Frame) {
         if let Some(member) = self.members.get_mut(&rank) {
             // A member that cannot be written to is noticed by its silence.
-            let _ = write_frame(&mut member.stream, frame);
+            let _ = write_frame(&mut &*member.stream, frame);
         }
     }
 

@@ -1,26 +1,38 @@
 //! A rank's side of its control connection: joining, the key-value store, heartbeats, announcements.
 
 use std::collections::HashMap;
-use std::io::{ErrorKind, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::net::{IpAddr, TcpStream};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::frame::{Frame, Hello, MAGIC, read_frame, write_frame};
+use super::frame::{Frame, Hello, Welcome, read_frame, write_frame};
 use super::hub::spawn;
+use super::meeting::{self, MeetingPoint};
 use super::{BEAT_INTERVAL, ConnectOptions, LAST_OPERATION_KEY, SILENCE_LIMIT, host_identity, port};
+use crate::auth::{self, Claim, JobKey, Purpose, Timed, Unproven};
 use crate::error::{Error, Loss, Result};
+use crate::private;
 use crate::recorder::Recorder;
 use crate::state::{Announcement, JobState};
 use crate::store::{HEALTH_CHECK_INTERVAL, Store};
 use crate::sys::{dump_requests, watch_dump_signal};
 use crate::world::World;
 
+/// How long the two sides of a new connection may take to prove themselves.
+const PROOF_LIMIT: Duration = Duration::from_secs(5);
+/// The first and the longest pause before the hub is called again.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
+/// How long to go on calling at an address where something listens that is not this job's hub. It may yet go away, or be
+/// too crowded to answer; but a wrong token or port should be told soon.
+const STRANGE_LIMIT: Duration = Duration::from_secs(20);
+
 /// A joined rank's connection to the hub.
 pub(super) struct Member {
     shared: Arc<Shared>,
+    key: JobKey,
     host_identities: Vec<String>,
     local_address: IpAddr,
 }
@@ -44,7 +56,6 @@ pub(super) fn hello(options: &ConnectOptions) -> Hello {
         world_size: options.world_size,
         version: options.version.clone(),
         config_hash: options.config_hash.clone(),
-        token: options.token.clone(),
         host_identity: host_identity(),
         pid: std::process::id(),
     }
@@ -54,11 +65,12 @@ impl Member {
     /// Connects to the hub (trying again until it is there) and waits until everybody has joined.
     pub(super) fn join(
         options: &ConnectOptions,
-        hub: Option<SocketAddr>,
+        hub: Option<MeetingPoint>,
         deadline: Instant,
         state: Arc<JobState>,
     ) -> Result<Member> {
-        let (mut stream, identities) = join_hub(options, hub, deadline)?;
+        let (mut stream, key) = connect(options, hub.as_ref(), deadline)?;
+        let welcome = join_hub(&mut stream, options, deadline)?;
         let configure = |stream: &TcpStream| {
             stream.set_read_timeout(None)?;
             stream.set_write_timeout(Some(SILENCE_LIMIT))?;
@@ -75,7 +87,7 @@ impl Member {
             last_heard: Mutex::new(Instant::now()),
             leaving: AtomicBool::new(false),
             recorder: Mutex::new(Weak::new()),
-            trace_folder: options.limits.trace_folder.clone(),
+            trace_folder: trace_folder(options, &welcome.job_name)?,
         });
         if shared.trace_folder.is_some() {
             watch_dump_signal();
@@ -95,7 +107,17 @@ impl Member {
         }));
         spawn("comm-listen", move || listening.listen(&mut stream))?;
         spawn("comm-beat", move || beating.beat())?;
-        Ok(Member { shared, host_identities: identities, local_address })
+        Ok(Member { shared, key, host_identities: welcome.host_identities, local_address })
+    }
+
+    /// What the job's ranks know each other by.
+    pub(super) fn key(&self) -> &JobKey {
+        &self.key
+    }
+
+    /// Where this job's flight recorders go.
+    pub(super) fn trace_folder(&self) -> Option<&Path> {
+        self.shared.trace_folder.as_deref()
     }
 
     /// The identity of each rank's host.
@@ -123,63 +145,89 @@ impl Member {
     }
 }
 
-fn join_hub(
-    options: &ConnectOptions,
-    hub: Option<SocketAddr>,
-    deadline: Instant,
-) -> Result<(TcpStream, Vec<String>)> {
-    let mut stream = connect(options, hub, deadline)?;
+/// The folder that was named, or one of this job's own in the user's private folder.
+fn trace_folder(options: &ConnectOptions, job_name: &str) -> Result<Option<PathBuf>> {
+    let chosen = options.limits.trace_folder.clone();
+    if chosen.is_some() || !options.traces_privately {
+        return Ok(chosen);
+    }
+    let private = private::folder().map_err(|error| Error::io("the folder of flight recorders", error))?;
+    Ok(Some(private.join(format!("trace-{job_name}"))))
+}
+
+fn join_hub(stream: &mut TcpStream, options: &ConnectOptions, deadline: Instant) -> Result<Welcome> {
     let failed = |error: std::io::Error| Error::io("joining the job", error);
-    stream.set_nodelay(true).map_err(failed)?;
-    stream.write_all(&MAGIC).map_err(failed)?;
-    write_frame(&mut stream, &Frame::Hello(hello(options))).map_err(failed)?;
+    write_frame(stream, &Frame::Hello(hello(options))).map_err(failed)?;
     loop {
         // The hub speaks every half second; a little more than the deadline lets its own verdict arrive.
         let left = (deadline + SILENCE_LIMIT).saturating_duration_since(Instant::now());
         stream
             .set_read_timeout(Some(left.min(SILENCE_LIMIT).max(Duration::from_millis(1))))
             .map_err(failed)?;
-        match read_frame(&mut stream) {
-            Ok(Frame::Welcome(identities)) => return Ok((stream, identities)),
+        match read_frame(stream) {
+            Ok(Frame::Welcome(welcome)) => return Ok(welcome),
             Ok(Frame::Refused(reason)) => {
                 return Err(Error::rendezvous(format!("rank {} was refused: {reason}", options.rank)));
             }
             Ok(_) => {}
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                let problem = format!("the listener at {} does not answer as a hub", options.master_addr);
-                return Err(Error::rendezvous(problem));
-            }
             Err(error) => {
-                let problem = format!("rank 0 ended the rendezvous with rank {}: {error}", options.rank);
-                return Err(Error::rendezvous(problem));
+                let what = match error.kind() {
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut => "rank 0 stopped responding to",
+                    _ => "rank 0 ended the rendezvous with",
+                };
+                return Err(Error::rendezvous(format!("{what} rank {}: {error}", options.rank)));
             }
         }
     }
 }
 
-fn connect(options: &ConnectOptions, hub: Option<SocketAddr>, deadline: Instant) -> Result<TcpStream> {
-    let mut last_problem = String::from("it does not listen yet");
+/// Calls the hub, again and again with longer pauses, until it is there and both have proven themselves.
+fn connect(
+    options: &ConnectOptions,
+    hub: Option<&MeetingPoint>,
+    deadline: Instant,
+) -> Result<(TcpStream, JobKey)> {
+    let find = || match hub {
+        Some(known) => Ok(MeetingPoint { address: known.address, key: known.key.clone() }),
+        None if options.is_single_host() => meeting::find(options),
+        None => port::resolve(options)
+            .map(|address| MeetingPoint { address, key: JobKey::of_token(&options.token) })
+            .map_err(|error| error.to_string()),
+    };
+    let claim = Claim { purpose: Purpose::Control, group: 0, from_rank: options.rank, to_rank: 0 };
+    let mut strange_since = None;
+    let mut pause = PAUSES.0;
     loop {
-        let address = match hub {
-            Some(address) => Some(address),
-            None if options.is_single_host() => port::ask_port(options),
-            None => Some(port::resolve(options)?),
+        let problem = match find() {
+            Ok(found) => match call(&found, claim, deadline) {
+                Ok(stream) => return Ok((stream, found.key)),
+                Err(Unproven::Io(error)) if error.kind() == ErrorKind::ConnectionRefused => error.to_string(),
+                Err(problem) => {
+                    strange_since.get_or_insert_with(Instant::now);
+                    format!("what listens there is not this job's hub: {problem}")
+                }
+            },
+            Err(problem) => problem,
         };
+        let is_over = |since: Instant| since.elapsed() > STRANGE_LIMIT;
         let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        if left.is_zero() || strange_since.is_some_and(is_over) {
             let (host, port) = (&options.master_addr, options.master_port);
-            let problem =
-                format!("rank {} cannot reach rank 0 at {host}:{port}: {last_problem}", options.rank);
+            let problem = format!("rank {} cannot reach rank 0 at {host}:{port}: {problem}", options.rank);
             return Err(Error::rendezvous(problem));
         }
-        if let Some(address) = address {
-            match TcpStream::connect_timeout(&address, left.min(Duration::from_secs(5))) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => last_problem = error.to_string(),
-            }
-        }
-        std::thread::sleep(Duration::from_millis(20).min(left));
+        std::thread::sleep(pause.min(left));
+        pause = (pause * 2).min(if strange_since.is_some() { PAUSES.1 } else { PAUSES.1 / 10 });
     }
+}
+
+fn call(hub: &MeetingPoint, claim: Claim, deadline: Instant) -> std::result::Result<TcpStream, Unproven> {
+    let limit = deadline.min(Instant::now() + PROOF_LIMIT);
+    let left = limit.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    let stream = TcpStream::connect_timeout(&hub.address, left)?;
+    stream.set_nodelay(true)?;
+    auth::call(Timed { stream: &stream, deadline: limit }, &hub.key, claim)?;
+    Ok(stream)
 }
 
 impl Shared {
@@ -221,6 +269,8 @@ impl Shared {
                     self.state.note(announcement);
                 }
                 Ok(Frame::Left(rank)) => self.state.note_left(rank),
+                // Once rank 0 is gone nobody can be asked what it did.
+                Ok(Frame::Beat(Some(last_operation))) => self.state.set_last_operation(0, last_operation),
                 Ok(_) => {}
                 Err(_) => break,
             }
@@ -232,7 +282,7 @@ impl Shared {
     }
 
     fn lose_hub(&self, loss: Loss) {
-        let last_operation = self.state.last_operation(0);
+        let last_operation = self.state.last_known_operation(0);
         self.state.note(Announcement::RankLost { rank: 0, loss, last_operation });
     }
 

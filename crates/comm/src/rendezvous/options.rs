@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use super::token;
+use crate::discover::{self, Discovered};
 use crate::error::{Error, Result};
-use crate::op::Digest;
 use crate::world::Limits;
 
 /// Which backend carries the groups of a job.
@@ -55,8 +56,11 @@ pub struct ConnectOptions {
     pub master_addr: String,
     /// The port at which rank 0 listens.
     pub master_port: u16,
-    /// The secret that the launcher gave to every rank of the job.
+    /// The secret that the launcher gave to every rank of the job. Where it is empty, ranks of one host meet by a secret
+    /// that rank 0 leaves in its user's private folder; ranks of several hosts are refused.
     pub token: String,
+    /// What the launcher calls the job: tells jobs without a token apart.
+    pub job_id: String,
     /// The hash of the configuration; must be the same on every rank.
     pub config_hash: String,
     /// The version of the binary; must be the same on every rank.
@@ -65,12 +69,9 @@ pub struct ConnectOptions {
     pub backend: Backend,
     /// Deadline, staging and tracing.
     pub limits: Limits,
+    /// Whether the flight recorder goes to a folder of the job in the user's private folder when none is named.
+    pub traces_privately: bool,
 }
-
-/// The environment variables for each fact, ours first, then those of MPI, PMI and Slurm.
-const RANK: &[&str] = &["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
-const WORLD_SIZE: &[&str] = &["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"];
-const LOCAL_WORLD_SIZE: &[&str] = &["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
 
 impl ConnectOptions {
     /// A place in a job on this host.
@@ -82,62 +83,65 @@ impl ConnectOptions {
             master_addr: master_addr.into(),
             master_port,
             token: String::new(),
+            job_id: String::new(),
             config_hash: String::new(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             backend: Backend::Auto,
             limits: Limits::default(),
+            traces_privately: false,
         }
     }
 
-    /// Reads `RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FERROSPEED_JOB_TOKEN` (or what MPI and Slurm set
-    /// for the first three), `FERROSPEED_COMM_BACKEND`, `DEEPSPEED_TIMEOUT` (minutes), and `FERROSPEED_TRACE_DIR` (by default a folder of this
-    /// job among the temporary files; written only when an operation fails or on SIGUSR1).
+    /// Reads who this process is from what its launcher left in the environment (see [`discover`]), the job's token
+    /// (`FERROSPEED_JOB_TOKEN`, or the file `FERROSPEED_JOB_TOKEN_FILE`), `FERROSPEED_COMM_BACKEND`, `DEEPSPEED_TIMEOUT`
+    /// (minutes), and `FERROSPEED_TRACE_DIR` (by default a folder of this job in the user's private folder; written only
+    /// when an operation fails or on SIGUSR1). An error when nothing launched this process.
     pub fn from_env() -> Result<Self> {
+        Self::discover()?.ok_or_else(|| Error::Environment {
+            variable: "RANK".into(),
+            problem: "not set, and nothing of MPI, Slurm, AzureML or SageMaker either; \
+                      start the job with a launcher"
+                .into(),
+        })
+    }
+
+    /// As [`ConnectOptions::from_env`]; `None` when nothing launched this process.
+    pub fn discover() -> Result<Option<Self>> {
         Self::from_lookup(|name| std::env::var(name).ok())
     }
 
-    /// As [`ConnectOptions::from_env`], from any source of variables.
-    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+    /// As [`ConnectOptions::discover`], from any source of variables.
+    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let lookup = |name: &str| lookup(name).filter(|value| !value.is_empty());
-        let first = |names: &[&str]| names.iter().find_map(|name| Some((name.to_string(), lookup(name)?)));
-        let number = |names: &[&str]| -> Result<Option<usize>> {
-            let Some((variable, value)) = first(names) else { return Ok(None) };
-            let parsed = value.trim().parse();
-            parsed.map(Some).map_err(|_| Error::Environment {
-                variable,
-                problem: format!("{value:?} is not a non-negative number"),
-            })
-        };
-        let required = |names: &[&str], value: Option<usize>| {
-            value.ok_or_else(|| Error::Environment {
-                variable: names[0].into(),
-                problem: format!(
-                    "not set, and none of {} either; start the job with a launcher",
-                    names[1..].join(", ")
-                ),
-            })
-        };
-        let rank = required(RANK, number(RANK)?)?;
-        let world_size = required(WORLD_SIZE, number(WORLD_SIZE)?)?;
-        let port = number(&["MASTER_PORT"])?.unwrap_or(29500);
-        let master_port = u16::try_from(port).map_err(|_| Error::Environment {
-            variable: "MASTER_PORT".into(),
-            problem: format!("{port} is not a port number"),
-        })?;
-        let master_addr = lookup("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
-        let mut options = ConnectOptions::new(rank, world_size, master_addr, master_port);
-        options.local_world_size = number(LOCAL_WORLD_SIZE)?;
-        options.token = lookup("FERROSPEED_JOB_TOKEN").unwrap_or_default();
+        let Some(found) = discover::discover(&lookup)? else { return Ok(None) };
+        let mut options = ConnectOptions::of(&found);
+        options.token = token::handed_over_token(lookup)?.unwrap_or_default();
         if let Some(name) = lookup("FERROSPEED_COMM_BACKEND") {
             options.backend = name.parse()?;
         }
-        if let Some(minutes) = number(&["DEEPSPEED_TIMEOUT"])? {
-            options.limits.deadline = Duration::from_secs(60 * minutes as u64);
+        if let Some(value) = lookup("DEEPSPEED_TIMEOUT") {
+            let minutes: u64 = value.trim().parse().map_err(|_| Error::Environment {
+                variable: "DEEPSPEED_TIMEOUT".into(),
+                problem: format!("{value:?} is not a number of minutes"),
+            })?;
+            options.limits.deadline = Duration::from_secs(minutes.saturating_mul(60));
         }
-        let usual = || std::env::temp_dir().join(format!("ferrospeed-trace-{:016x}", options.job_digest()));
-        options.limits.trace_folder = Some(lookup("FERROSPEED_TRACE_DIR").map_or_else(usual, Into::into));
+        options.limits.trace_folder = lookup("FERROSPEED_TRACE_DIR").map(Into::into);
+        options.traces_privately = true;
         options.check()?;
-        Ok(options)
+        Ok(Some(options))
+    }
+
+    fn of(found: &Discovered) -> Self {
+        let mut options = ConnectOptions::new(
+            found.rank as usize,
+            found.world_size as usize,
+            found.master_addr.clone(),
+            found.master_port,
+        );
+        options.local_world_size = found.local_world_size.map(|size| size as usize);
+        options.job_id = found.job_id.clone().unwrap_or_default();
+        options
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -152,15 +156,10 @@ impl ConnectOptions {
         if self.limits.deadline.is_zero() {
             return refuse("DEEPSPEED_TIMEOUT", "a deadline of 0 leaves no time to meet".into());
         }
+        if self.world_size > 1 && self.token.is_empty() && !self.is_single_host() {
+            return Err(token::missing());
+        }
         Ok(())
-    }
-
-    /// A number that tells this job's connections from those of others.
-    pub(crate) fn job_digest(&self) -> u64 {
-        let mut digest = Digest::new();
-        self.token.bytes().for_each(|byte| digest.add(u64::from(byte)));
-        digest.add(u64::from(self.master_port));
-        digest.value()
     }
 
     /// Whether all ranks are known to be on this host.
@@ -178,31 +177,46 @@ mod tests {
     fn from(pairs: &[(&str, &str)]) -> Result<ConnectOptions> {
         let find =
             |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-        ConnectOptions::from_lookup(find)
+        ConnectOptions::from_lookup(find).map(|options| options.expect("a rank"))
     }
 
+    const OPENMPI: [(&str, &str); 4] = [
+        ("OMPI_COMM_WORLD_RANK", "1"),
+        ("OMPI_COMM_WORLD_SIZE", "4"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+    ];
+
     #[test]
-    fn the_launchers_variables_come_before_those_of_mpi() {
-        let options = from(&[
-            ("RANK", "1"),
-            ("OMPI_COMM_WORLD_RANK", "0"),
-            ("OMPI_COMM_WORLD_SIZE", "4"),
-            ("DEEPSPEED_TIMEOUT", "2"),
-            ("FERROSPEED_COMM_BACKEND", "tcp"),
-        ])
-        .unwrap();
+    fn a_rank_of_mpirun_knows_its_place_deadline_and_backend() {
+        let chosen = [("DEEPSPEED_TIMEOUT", "2"), ("FERROSPEED_COMM_BACKEND", "tcp")];
+        let options = from(&[&OPENMPI[..], &chosen].concat()).unwrap();
         assert_eq!((options.rank, options.world_size, options.backend), (1, 4, Backend::Tcp));
         assert_eq!(options.limits.deadline, Duration::from_secs(120));
         assert!(options.is_single_host());
     }
 
     #[test]
+    fn ranks_on_several_hosts_need_a_token_and_are_told_how_to_get_one() {
+        let mut variables = OPENMPI.to_vec();
+        variables[3].1 = "2";
+        variables.push(("MASTER_ADDR", "10.0.0.1"));
+        let text = from(&variables).unwrap_err().to_string();
+        for hint in ["several hosts", "-x FERROSPEED_JOB_TOKEN", "FERROSPEED_JOB_TOKEN_FILE"] {
+            assert!(text.contains(hint), "{text}");
+        }
+        variables.push(("FERROSPEED_JOB_TOKEN", "secret"));
+        assert_eq!(from(&variables).unwrap().token, "secret");
+    }
+
+    #[test]
     fn a_variable_that_makes_no_sense_is_named() {
         for (pairs, wanted) in [
-            (vec![("WORLD_SIZE", "2")], "RANK: not set"),
-            (vec![("RANK", "x"), ("WORLD_SIZE", "2")], "RANK: \"x\" is not"),
-            (vec![("RANK", "2"), ("WORLD_SIZE", "2")], "RANK: 2 is not below the world size 2"),
-            (vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "70000")], "MASTER_PORT: 70000"),
+            (vec![("WORLD_SIZE", "2")], "RANK is missing"),
+            (vec![("RANK", "x"), ("WORLD_SIZE", "1")], "RANK=\"x\" is not"),
+            (vec![("RANK", "1"), ("WORLD_SIZE", "1")], "rank 1 is not below the world size 1"),
+            (vec![("RANK", "0"), ("WORLD_SIZE", "2")], "MASTER_ADDR is not set"),
+            (vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "70000")], "MASTER_PORT=\"70000\""),
             (vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("DEEPSPEED_TIMEOUT", "0")], "DEEPSPEED_TIMEOUT"),
             (
                 vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("FERROSPEED_COMM_BACKEND", "smoke")],

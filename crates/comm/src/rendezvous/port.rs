@@ -1,15 +1,7 @@
-//! Where the hub listens, and how members on the same host find it when its port was taken.
-//!
-//! On a single host the hub also answers at an abstract Unix address made of the job's token and the wanted port: it
-//! tells the port that it really got. Two jobs with different tokens may thus name the same `MASTER_PORT`.
+//! Where the hub listens, and who holds the port when it is taken.
 
-use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener, UnixStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::io::ErrorKind;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
 use super::ConnectOptions;
 use crate::error::{Error, Result};
@@ -55,60 +47,6 @@ pub(super) fn resolve(options: &ConnectOptions) -> Result<SocketAddr> {
         .to_socket_addrs()
         .map_err(|error| Error::io(what(), error))?;
     found.next().ok_or_else(|| Error::rendezvous(format!("{}: no address", what())))
-}
-
-fn unix_address(options: &ConnectOptions) -> std::io::Result<UnixAddress> {
-    UnixAddress::from_abstract_name(format!("ferrospeed-{:016x}", options.job_digest()))
-}
-
-/// Answers members of this host that ask for the hub's port.
-pub(super) struct PortService {
-    address: UnixAddress,
-}
-
-impl PortService {
-    /// Starts answering, until `closed` is set and [`PortService::wake`] is called.
-    pub(super) fn start(options: &ConnectOptions, port: u16, closed: Arc<AtomicBool>) -> Result<PortService> {
-        let failed = |error: std::io::Error| {
-            if error.kind() == ErrorKind::AddrInUse {
-                let problem = format!(
-                    "another job with the same token meets at port {} of this host; \
-                     set MASTER_PORT or FERROSPEED_JOB_TOKEN",
-                    options.master_port
-                );
-                return Error::rendezvous(problem);
-            }
-            Error::io("announcing the rendezvous port", error)
-        };
-        let address = unix_address(options).map_err(failed)?;
-        let listener = UnixListener::bind_addr(&address).map_err(failed)?;
-        let answer = move || {
-            for stream in listener.incoming() {
-                if closed.load(Ordering::SeqCst) {
-                    return;
-                }
-                // A member that hung up will ask again.
-                let _ = stream.and_then(|mut stream| stream.write_all(port.to_string().as_bytes()));
-            }
-        };
-        let spawned = std::thread::Builder::new().name("comm-port".into()).spawn(answer);
-        spawned.map_err(|error| Error::io("starting the rendezvous", error))?;
-        Ok(PortService { address })
-    }
-
-    /// Lets the service see that it is closed.
-    pub(super) fn wake(&self) {
-        let _ = UnixStream::connect_addr(&self.address);
-    }
-}
-
-/// The hub's address, for a member on the same host; `None` while the hub is not there yet.
-pub(super) fn ask_port(options: &ConnectOptions) -> Option<SocketAddr> {
-    let mut stream = UnixStream::connect_addr(&unix_address(options).ok()?).ok()?;
-    stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    Some(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), text.parse().ok()?))
 }
 
 /// The process that listens at a port, where `/proc` lets us see it.

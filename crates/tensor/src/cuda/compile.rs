@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_char};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
@@ -148,8 +149,10 @@ fn is_whole(image: &[u8]) -> bool {
 fn keep(path: &std::path::Path, image: &[u8]) {
     let Some(folder) = path.parent() else { return };
     let beside = path.with_extension(format!("{}.tmp", std::process::id()));
+    // A file or link that somebody put there is not written to.
+    let create = || std::fs::OpenOptions::new().write(true).create_new(true).open(&beside);
     let written = std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::write(&beside, image))
+        .and_then(|()| create()?.write_all(image))
         .and_then(|()| std::fs::rename(&beside, path));
     if written.is_err() {
         let _ = std::fs::remove_file(&beside);

@@ -1,99 +1,70 @@
 //! Where a rank can be reached: one listener per rank, and the connections that came in.
 
 use std::collections::HashMap;
-use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::auth::{self, Claim, JobKey, Purpose, Timed, Unproven};
 use crate::backend::message::Stream;
 use crate::backend::{Membership, Ticket};
 use crate::error::{Error, Result};
+use crate::reception::{Guest, Reception};
 use crate::state::JobState;
 use crate::store::{HEALTH_CHECK_INTERVAL, Store};
 
-const MAGIC: [u8; 8] = *b"FERRODT\x01";
-/// How long a fresh connection may take to introduce itself.
-const INTRODUCTION_LIMIT: Duration = Duration::from_secs(5);
+/// How long the two sides of a new connection may take to prove themselves.
+const PROOF_LIMIT: Duration = Duration::from_secs(5);
+/// No socket takes a timeout of zero.
+const MIN_WAIT: Duration = Duration::from_millis(1);
 /// How long the call of a rank that has left may still be on its way: it may have called, sent what was its part and left.
 const LAST_CALL_LIMIT: Duration = Duration::from_secs(1);
 /// Large socket buffers keep long transfers going while a rank folds.
 static SOCKET_BUFFER_BYTES: libc::c_int = 4 << 20;
 
-/// Which connection this is; the one who connects says so.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Introduction {
-    job: u64,
-    group: u64,
-    from_rank: u64,
-    /// 0: collectives; 1: messages from the one who connects.
-    purpose: u64,
-}
-
-impl Introduction {
-    fn to_bytes(self) -> [u8; 40] {
-        let mut bytes = [0u8; 40];
-        bytes[..8].copy_from_slice(&MAGIC);
-        for (slot, word) in
-            bytes[8..].chunks_exact_mut(8).zip([self.job, self.group, self.from_rank, self.purpose])
-        {
-            slot.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
-    }
-
-    fn read(stream: &mut TcpStream) -> std::io::Result<Option<Self>> {
-        let mut bytes = [0u8; 40];
-        stream.read_exact(&mut bytes)?;
-        let mut words = bytes.chunks_exact(8).map(|word| {
-            let mut copy = [0u8; 8];
-            copy.copy_from_slice(word);
-            copy
-        });
-        let magic = words.next();
-        let mut word = || words.next().map(u64::from_le_bytes).unwrap_or(0);
-        let introduction = Introduction { job: word(), group: word(), from_rank: word(), purpose: word() };
-        Ok((magic == Some(MAGIC)).then_some(introduction))
-    }
-}
-
 /// This rank's listener and what came in through it.
 pub(crate) struct Endpoint {
-    job: u64,
+    key: JobKey,
     rank: usize,
     store: Arc<dyn Store>,
     arrived: Arc<Arrived>,
     addresses: Mutex<HashMap<usize, SocketAddr>>,
-    own_address: SocketAddr,
+    /// Gives the port back when dropped.
+    _reception: Reception,
 }
 
+/// Connections that proved themselves.
 #[derive(Default)]
 struct Arrived {
-    connections: Mutex<HashMap<Introduction, TcpStream>>,
+    connections: Mutex<HashMap<Claim, Arrival>>,
     changed: Condvar,
-    closed: std::sync::atomic::AtomicBool,
+}
+
+/// One connection per claim: a second call replaces one that is still waiting, and never one that is in use.
+enum Arrival {
+    Waiting(Arc<TcpStream>),
+    Taken,
 }
 
 impl Endpoint {
     /// Listens at `address` and tells the others.
     pub(crate) fn open(
-        job: u64,
+        key: JobKey,
         rank: usize,
         address: IpAddr,
         store: Arc<dyn Store>,
     ) -> Result<Arc<Endpoint>> {
-        let what = || format!("listening for peers at {address}");
-        let listener = TcpListener::bind((address, 0)).map_err(|error| Error::io(what(), error))?;
-        let own_address = listener.local_addr().map_err(|error| Error::io(what(), error))?;
-        store.set(&format!("tcp/{rank}"), own_address.to_string().into_bytes())?;
+        let failed = |error| Error::io(format!("listening for peers at {address}"), error);
+        let listener = TcpListener::bind((address, 0)).map_err(failed)?;
+        let own_address = listener.local_addr().map_err(failed)?;
         let arrived = Arc::new(Arrived::default());
-        let accepting = Arc::clone(&arrived);
-        std::thread::Builder::new()
-            .name("comm-accept".into())
-            .spawn(move || accept(&listener, job, &accepting))
-            .map_err(|error| Error::io(what(), error))?;
-        Ok(Arc::new(Endpoint { job, rank, store, arrived, addresses: Mutex::default(), own_address }))
+        let (arriving, proving) = (Arc::clone(&arrived), key.clone());
+        let reception = Reception::open(listener, move |guest| arriving.receive(guest, rank, &proving));
+        let reception = reception.map_err(failed)?;
+        store.set(&format!("tcp/{rank}"), own_address.to_string().into_bytes())?;
+        let addresses = Mutex::default();
+        Ok(Arc::new(Endpoint { key, rank, store, arrived, addresses, _reception: reception }))
     }
 
     fn address_of(&self, rank: usize, deadline: Instant, state: &JobState) -> Result<SocketAddr> {
@@ -116,64 +87,63 @@ impl Endpoint {
         peer: usize,
         membership: &Membership,
         ticket: &Ticket,
-    ) -> Result<TcpStream> {
+    ) -> Result<Arc<TcpStream>> {
         let peer_rank = membership.ranks[peer];
         let active = match stream {
             Stream::Collectives => self.rank < peer_rank,
             Stream::Sending => true,
             Stream::Receiving => false,
         };
-        let from_rank = if active { self.rank } else { peer_rank } as u64;
-        let purpose = u64::from(stream != Stream::Collectives);
-        let introduction = Introduction { job: self.job, group: membership.group_id, from_rank, purpose };
-        let connection = if active {
-            self.call(peer_rank, introduction, membership, ticket)?
-        } else {
-            self.await_call(peer_rank, introduction, membership, ticket)?
+        let (from_rank, to_rank) = if active { (self.rank, peer_rank) } else { (peer_rank, self.rank) };
+        let purpose = match stream {
+            Stream::Collectives => Purpose::Collectives,
+            Stream::Sending | Stream::Receiving => Purpose::Messages,
+        };
+        let claim = Claim { purpose, group: membership.group_id, from_rank, to_rank };
+        let connection = match active {
+            true => Arc::new(self.call(claim, membership, ticket)?),
+            false => self.await_call(claim, membership, ticket)?,
         };
         configure(&connection)
             .map_err(|error| Error::io(format!("the connection to rank {peer_rank}"), error))?;
         Ok(connection)
     }
 
-    fn call(
-        &self,
-        rank: usize,
-        introduction: Introduction,
-        membership: &Membership,
-        ticket: &Ticket,
-    ) -> Result<TcpStream> {
+    fn call(&self, claim: Claim, membership: &Membership, ticket: &Ticket) -> Result<TcpStream> {
+        let rank = claim.to_rank;
         let address = self.address_of(rank, ticket.deadline, &membership.state)?;
         loop {
             membership.state.check(membership.group_id)?;
             let left = ticket.deadline.saturating_duration_since(Instant::now());
+            let attempt = || -> std::result::Result<TcpStream, Unproven> {
+                let connection =
+                    TcpStream::connect_timeout(&address, left.clamp(MIN_WAIT, Duration::from_secs(2)))?;
+                connection.set_nodelay(true)?;
+                let deadline = ticket.deadline.min(Instant::now() + PROOF_LIMIT);
+                auth::call(Timed { stream: &connection, deadline }, &self.key, claim)?;
+                Ok(connection)
+            };
+            let problem = match attempt() {
+                Ok(connection) => return Ok(connection),
+                Err(problem) => problem,
+            };
             if left.is_zero() {
-                return Err(ticket
-                    .deadline_error(vec![format!("rank {rank} (at {address}, which cannot be reached)")]));
-            }
-            let attempt = TcpStream::connect_timeout(&address, left.min(Duration::from_secs(2)));
-            if let Ok(mut connection) = attempt
-                && connection.write_all(&introduction.to_bytes()).is_ok()
-            {
-                return Ok(connection);
+                let missing = format!("rank {rank} (at {address}, which cannot be reached: {problem})");
+                return Err(ticket.deadline_error(vec![missing]));
             }
             std::thread::sleep(HEALTH_CHECK_INTERVAL.min(left));
         }
     }
 
-    fn await_call(
-        &self,
-        rank: usize,
-        introduction: Introduction,
-        membership: &Membership,
-        ticket: &Ticket,
-    ) -> Result<TcpStream> {
+    fn await_call(&self, claim: Claim, membership: &Membership, ticket: &Ticket) -> Result<Arc<TcpStream>> {
+        let rank = claim.from_rank;
         let mut connections = self.arrived.connections.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen_leaving = None;
         loop {
-            if let Some(connection) = connections.remove(&introduction) {
+            if let Some(Arrival::Waiting(connection)) = connections.insert(claim, Arrival::Taken) {
                 return Ok(connection);
             }
+            connections.remove(&claim);
             membership.state.check(membership.group_id)?;
             if membership.state.has_left(rank)
                 && seen_leaving.get_or_insert_with(Instant::now).elapsed() > LAST_CALL_LIMIT
@@ -196,17 +166,41 @@ impl Endpoint {
     }
 }
 
-impl Drop for Endpoint {
-    fn drop(&mut self) {
-        self.arrived.closed.store(true, std::sync::atomic::Ordering::SeqCst);
-        // Wakes the accepting thread, so that the port is given back.
-        let _ = TcpStream::connect_timeout(&self.own_address, Duration::from_secs(1));
+impl Arrived {
+    /// Lets a connection prove itself, and keeps it for whoever waits for it.
+    fn receive(&self, guest: Guest, rank: usize, key: &JobKey) {
+        let wanted = |claim: &Claim| {
+            let known = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+            match known.get(claim) {
+                _ if claim.purpose == Purpose::Control || claim.to_rank != rank => {
+                    Err(format!("this is rank {rank}, which takes links of groups"))
+                }
+                Some(Arrival::Taken) => Err("that link is already there".to_owned()),
+                _ => Ok(()),
+            }
+        };
+        let timed = Timed { stream: &guest.stream, deadline: guest.deadline };
+        let answered = guest.stream.set_nodelay(true).map_err(Unproven::from);
+        match answered.and_then(|()| auth::answer(timed, key, wanted)) {
+            Ok(claim) => {
+                let stream = guest.leave_room();
+                let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+                if !matches!(connections.get(&claim), Some(Arrival::Taken)) {
+                    connections.insert(claim, Arrival::Waiting(stream));
+                    self.changed.notify_all();
+                }
+            }
+            Err(why) => {
+                tracing::warn!("turned away a connection from {:?}: {why}", guest.stream.peer_addr());
+            }
+        }
     }
 }
 
 fn configure(connection: &TcpStream) -> std::io::Result<()> {
     connection.set_nodelay(true)?;
     connection.set_read_timeout(None)?;
+    connection.set_write_timeout(None)?;
     connection.set_nonblocking(true)?;
     for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
         // SAFETY: sets an integer option of an open socket; a kernel that grants less is fine.
@@ -221,30 +215,4 @@ fn configure(connection: &TcpStream) -> std::io::Result<()> {
         }
     }
     Ok(())
-}
-
-fn accept(listener: &TcpListener, job: u64, arrived: &Arc<Arrived>) {
-    for stream in listener.incoming() {
-        if arrived.closed.load(std::sync::atomic::Ordering::SeqCst) {
-            return;
-        }
-        let Ok(mut stream) = stream else { continue };
-        let arrived = Arc::clone(arrived);
-        let introduce = move || {
-            let limit = stream.set_read_timeout(Some(INTRODUCTION_LIMIT));
-            match limit.and_then(|()| Introduction::read(&mut stream)) {
-                Ok(Some(introduction)) if introduction.job == job => {
-                    let mut connections = arrived.connections.lock().unwrap_or_else(PoisonError::into_inner);
-                    connections.insert(introduction, stream);
-                    arrived.changed.notify_all();
-                }
-                _ => tracing::warn!(
-                    "turned away a connection that is not of this job: {:?}",
-                    stream.peer_addr()
-                ),
-            }
-        };
-        // When no thread can be had, the connection drops and its rank tries again.
-        let _ = std::thread::Builder::new().name("comm-introduce".into()).spawn(introduce);
-    }
 }

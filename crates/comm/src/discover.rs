@@ -1,11 +1,13 @@
 //! Who am I? Rank, world and meeting point from what a launcher left in the environment.
 //!
 //! Looked for in this order: the five variables of torchrun and of this launcher; AzureML; SageMaker; OpenMPI;
-//! MPICH and Intel MPI (PMI); Slurm. No trace of any launcher is `Ok(None)`: a single process. Half a trace is
-//! an error that names what is missing, never a guess.
+//! MPICH and Intel MPI (PMI); a step of Slurm; `RANK` and `WORLD_SIZE` set by hand. No trace of any launcher is
+//! `Ok(None)`: a single process. Half a trace is an error that names what is missing, never a guess.
 
-use crate::error::LaunchError;
-use crate::options::DEFAULT_MASTER_PORT;
+use crate::error::{Error, Result};
+
+/// Where rank 0 listens when nobody chose a port.
+pub const DEFAULT_MASTER_PORT: u16 = 29_500;
 
 /// Looks a variable up.
 pub trait Variables {
@@ -45,14 +47,16 @@ pub struct Discovered {
     pub rank: u32,
     /// How many ranks there are.
     pub world_size: u32,
-    /// Its rank on this host.
-    pub local_rank: u32,
+    /// Its rank on this host, where the launcher says.
+    pub local_rank: Option<u32>,
     /// How many ranks this host has, where the launcher says.
     pub local_world_size: Option<u32>,
     /// Where rank 0 listens.
     pub master_addr: String,
     /// The port it listens on.
     pub master_port: u16,
+    /// What the launcher calls this job: the same on all its ranks, different for two that run at once. No secret.
+    pub job_id: Option<String>,
     /// A network interface choice that the platform needs NCCL to make.
     pub nccl_socket_interface: Option<String>,
 }
@@ -60,17 +64,16 @@ pub struct Discovered {
 const EXPLICIT: [&str; 5] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"];
 
 /// Reads this process's own environment.
-pub fn from_environment() -> Result<Option<Discovered>, LaunchError> {
+pub fn from_environment() -> Result<Option<Discovered>> {
     discover(&|name: &str| std::env::var(name).ok())
 }
 
 /// Finds out who this process is; `None` when nothing launched it.
-pub fn discover(env: &impl Variables) -> Result<Option<Discovered>, LaunchError> {
-    let present: Vec<&str> = EXPLICIT.into_iter().filter(|name| env.get(name).is_some()).collect();
-    if present.len() == EXPLICIT.len() {
+pub fn discover(env: &impl Variables) -> Result<Option<Discovered>> {
+    let has = |name: &str| env.get(name).is_some();
+    if EXPLICIT.into_iter().all(has) {
         return explicit(env).map(Some);
     }
-    let has = |name: &str| env.get(name).is_some();
     if has("AZUREML_EXPERIMENT_ID") && !has("DLTS_JOB_ID") {
         return azureml(env).map(Some);
     }
@@ -83,20 +86,26 @@ pub fn discover(env: &impl Variables) -> Result<Option<Discovered>, LaunchError>
     if has("PMI_RANK") || has("PMIX_RANK") {
         return mpich(env).map(Some);
     }
-    if has("SLURM_PROCID") && has("SLURM_NTASKS") {
+    // A batch script has a SLURM_PROCID too; only what `srun` starts belongs to a step.
+    if has("SLURM_PROCID") && has("SLURM_STEP_ID") {
         return slurm(env).map(Some);
     }
     // MASTER_ADDR and MASTER_PORT alone are often left in a shell; a rank or a world size is a launcher's.
-    if has("RANK") || has("WORLD_SIZE") {
-        let missing: Vec<&str> = EXPLICIT.into_iter().filter(|name| !has(name)).collect();
-        let reason = format!("{} set, but {} missing", present.join(", "), missing.join(", "));
-        return Err(LaunchError::Discovery { launcher: "RANK/WORLD_SIZE", reason });
+    let refuse = |set: &str, missing: &str| {
+        let reason = format!("{set} is set, but {missing} is missing");
+        Err(Error::Discovery { launcher: "RANK/WORLD_SIZE", reason })
+    };
+    match (has("RANK"), has("WORLD_SIZE")) {
+        (true, true) => explicit(env).map(Some),
+        (true, false) => refuse("RANK", "WORLD_SIZE"),
+        (false, true) => refuse("WORLD_SIZE", "RANK"),
+        (false, false) => Ok(None),
     }
-    Ok(None)
 }
 
-fn explicit(env: &impl Variables) -> Result<Discovered, LaunchError> {
+fn explicit(env: &impl Variables) -> Result<Discovered> {
     let read = Reader { env, launcher: "RANK/WORLD_SIZE" };
+    let world_size = read.number("WORLD_SIZE")?;
     let local_world_size = match read.optional("LOCAL_WORLD_SIZE")? {
         Some(size) => Some(size),
         None => read.optional("LOCAL_SIZE")?,
@@ -106,18 +115,19 @@ fn explicit(env: &impl Variables) -> Result<Discovered, LaunchError> {
         Discovered {
             source: Source::Explicit,
             rank: read.number("RANK")?,
-            world_size: read.number("WORLD_SIZE")?,
-            local_rank: read.number("LOCAL_RANK")?,
+            world_size,
+            local_rank: read.optional("LOCAL_RANK")?,
             local_world_size,
-            master_addr: read.text("MASTER_ADDR")?,
-            master_port: read.number("MASTER_PORT")?,
+            master_addr: read.master_addr(world_size == 1 || local_world_size == Some(world_size))?,
+            master_port: read.optional("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
+            job_id: None,
             nccl_socket_interface: None,
         },
     )
 }
 
 /// Reads AzureML's variables.
-pub fn azureml(env: &impl Variables) -> Result<Discovered, LaunchError> {
+pub fn azureml(env: &impl Variables) -> Result<Discovered> {
     let read = Reader { env, launcher: "AzureML" };
     let world_size: u32 = read.number("OMPI_COMM_WORLD_SIZE")?;
     let local_world_size: u32 = read.number("OMPI_COMM_WORLD_LOCAL_SIZE")?;
@@ -134,17 +144,18 @@ pub fn azureml(env: &impl Variables) -> Result<Discovered, LaunchError> {
             source: Source::AzureMl,
             rank: read.number("OMPI_COMM_WORLD_RANK")?,
             world_size,
-            local_rank: read.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
+            local_rank: Some(read.number("OMPI_COMM_WORLD_LOCAL_RANK")?),
             local_world_size: Some(local_world_size),
             master_addr,
             master_port,
+            job_id: openmpi_job(env),
             nccl_socket_interface: Some("^docker0,lo".to_owned()),
         },
     )
 }
 
 /// Reads SageMaker's variables.
-pub fn sagemaker(env: &impl Variables) -> Result<Discovered, LaunchError> {
+pub fn sagemaker(env: &impl Variables) -> Result<Discovered> {
     let read = Reader { env, launcher: "SageMaker" };
     checked(
         "SageMaker",
@@ -152,16 +163,17 @@ pub fn sagemaker(env: &impl Variables) -> Result<Discovered, LaunchError> {
             source: Source::SageMaker,
             rank: read.number("OMPI_COMM_WORLD_RANK")?,
             world_size: read.number("OMPI_COMM_WORLD_SIZE")?,
-            local_rank: read.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
+            local_rank: Some(read.number("OMPI_COMM_WORLD_LOCAL_RANK")?),
             local_world_size: read.optional("OMPI_COMM_WORLD_LOCAL_SIZE")?,
             master_addr: read.text("MASTER_ADDR")?,
             master_port: read.number("MASTER_PORT")?,
+            job_id: openmpi_job(env),
             nccl_socket_interface: None,
         },
     )
 }
 
-fn openmpi(env: &impl Variables) -> Result<Discovered, LaunchError> {
+fn openmpi(env: &impl Variables) -> Result<Discovered> {
     let read = Reader { env, launcher: "OpenMPI" };
     let world_size = read.number("OMPI_COMM_WORLD_SIZE")?;
     let local_world_size = read.optional("OMPI_COMM_WORLD_LOCAL_SIZE")?;
@@ -171,24 +183,32 @@ fn openmpi(env: &impl Variables) -> Result<Discovered, LaunchError> {
             source: Source::OpenMpi,
             rank: read.number("OMPI_COMM_WORLD_RANK")?,
             world_size,
-            local_rank: read.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
+            local_rank: Some(read.number("OMPI_COMM_WORLD_LOCAL_RANK")?),
             local_world_size,
             master_addr: read.master_addr(local_world_size == Some(world_size))?,
             master_port: read.optional("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
+            job_id: openmpi_job(env),
             nccl_socket_interface: None,
         },
     )
 }
 
+/// OpenMPI's own number of the job: version 5 has PMIx's, those before one of their own.
+fn openmpi_job(env: &impl Variables) -> Option<String> {
+    ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"]
+        .into_iter()
+        .find_map(|name| env.get(name).filter(|id| !id.is_empty()))
+}
+
 /// The rank and local rank that MPICH's or a PALS launcher's variables give.
-pub fn mpich_ranks(env: &impl Variables) -> Result<(u32, u32), LaunchError> {
+pub fn mpich_ranks(env: &impl Variables) -> Result<(u32, u32)> {
     let read = Reader { env, launcher: "MPICH" };
     let rank = read.agreeing(["PMIX_RANK", "PMI_RANK"])?;
     let local_rank = read.agreeing(["PALS_LOCAL_RANKID", "MPI_LOCALRANKID"])?;
     Ok((rank, local_rank))
 }
 
-fn mpich(env: &impl Variables) -> Result<Discovered, LaunchError> {
+fn mpich(env: &impl Variables) -> Result<Discovered> {
     let read = Reader { env, launcher: "MPICH" };
     let (rank, local_rank) = mpich_ranks(env)?;
     let world_size = match read.optional("PMI_SIZE")? {
@@ -205,16 +225,17 @@ fn mpich(env: &impl Variables) -> Result<Discovered, LaunchError> {
             source: Source::Mpich,
             rank,
             world_size,
-            local_rank,
+            local_rank: Some(local_rank),
             local_world_size,
             master_addr: read.master_addr(local_world_size == Some(world_size))?,
             master_port: read.optional("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
+            job_id: env.get("PMIX_NAMESPACE").or_else(|| env.get("PMI_JOBID")),
             nccl_socket_interface: None,
         },
     )
 }
 
-fn slurm(env: &impl Variables) -> Result<Discovered, LaunchError> {
+fn slurm(env: &impl Variables) -> Result<Discovered> {
     let read = Reader { env, launcher: "Slurm" };
     let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let master_addr = match env.get("MASTER_ADDR").filter(|addr| !addr.is_empty()) {
@@ -226,18 +247,25 @@ fn slurm(env: &impl Variables) -> Result<Discovered, LaunchError> {
             })?
         }
     };
+    let world_size = match read.optional("SLURM_STEP_NUM_TASKS")? {
+        Some(size) => size,
+        None => read.number("SLURM_NTASKS")?,
+    };
+    // `4` is one host's, `2(x3),1` those of four.
     let per_node =
         env.get("SLURM_STEP_TASKS_PER_NODE").filter(|text| text.bytes().all(|b| b.is_ascii_digit()));
+    let step = read.text("SLURM_STEP_ID")?;
     checked(
         "Slurm",
         Discovered {
             source: Source::Slurm,
             rank: read.number("SLURM_PROCID")?,
-            world_size: read.number("SLURM_NTASKS")?,
-            local_rank: read.number("SLURM_LOCALID")?,
+            world_size,
+            local_rank: Some(read.number("SLURM_LOCALID")?),
             local_world_size: per_node.and_then(|text| text.parse().ok()),
             master_addr,
             master_port: read.optional("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
+            job_id: env.get("SLURM_JOB_ID").map(|job| format!("{job}.{step}")),
             nccl_socket_interface: None,
         },
     )
@@ -261,17 +289,15 @@ fn first_slurm_host(list: &str) -> Option<String> {
     }
 }
 
-fn checked(launcher: &'static str, found: Discovered) -> Result<Discovered, LaunchError> {
-    let refuse = |reason: String| Err(LaunchError::Discovery { launcher, reason });
+fn checked(launcher: &'static str, found: Discovered) -> Result<Discovered> {
+    let refuse = |reason: String| Err(Error::Discovery { launcher, reason });
     if found.rank >= found.world_size {
         return refuse(format!("rank {} is not below the world size {}", found.rank, found.world_size));
     }
-    if found.local_world_size.is_some_and(|size| found.local_rank >= size) {
-        return refuse(format!(
-            "local rank {} is not below the local size {}",
-            found.local_rank,
-            found.local_world_size.unwrap_or_default()
-        ));
+    if let (Some(rank), Some(size)) = (found.local_rank, found.local_world_size)
+        && rank >= size
+    {
+        return refuse(format!("local rank {rank} is not below the local size {size}"));
     }
     Ok(found)
 }
@@ -283,21 +309,21 @@ struct Reader<'a, V> {
 }
 
 impl<V: Variables> Reader<'_, V> {
-    fn refuse(&self, reason: String) -> LaunchError {
-        LaunchError::Discovery { launcher: self.launcher, reason }
+    fn refuse(&self, reason: String) -> Error {
+        Error::Discovery { launcher: self.launcher, reason }
     }
 
-    fn text(&self, name: &str) -> Result<String, LaunchError> {
+    fn text(&self, name: &str) -> Result<String> {
         let value = self.env.get(name).filter(|value| !value.is_empty());
         value.ok_or_else(|| self.refuse(format!("{name} is not set")))
     }
 
-    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<T, LaunchError> {
+    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<T> {
         let text = self.text(name)?;
         text.trim().parse().map_err(|_| self.refuse(format!("{name}={text:?} is not a number in range")))
     }
 
-    fn optional<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, LaunchError> {
+    fn optional<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>> {
         match self.env.get(name) {
             Some(text) if !text.is_empty() => self.number(name).map(Some),
             _ => Ok(None),
@@ -305,7 +331,7 @@ impl<V: Variables> Reader<'_, V> {
     }
 
     /// The number that several names give; they must agree.
-    fn agreeing(&self, names: [&str; 2]) -> Result<u32, LaunchError> {
+    fn agreeing(&self, names: [&str; 2]) -> Result<u32> {
         match (self.optional(names[0])?, self.optional(names[1])?) {
             (Some(a), Some(b)) if a != b => {
                 Err(self.refuse(format!("{}={a} and {}={b} do not match", names[0], names[1])))
@@ -315,7 +341,7 @@ impl<V: Variables> Reader<'_, V> {
         }
     }
 
-    fn master_addr(&self, all_ranks_here: bool) -> Result<String, LaunchError> {
+    fn master_addr(&self, all_ranks_here: bool) -> Result<String> {
         match self.env.get("MASTER_ADDR").filter(|addr| !addr.is_empty()) {
             Some(addr) => Ok(addr),
             None if all_ranks_here => Ok("127.0.0.1".to_owned()),
@@ -332,7 +358,7 @@ impl<V: Variables> Reader<'_, V> {
 mod tests {
     use super::*;
 
-    fn find(variables: &[(&str, &str)]) -> Result<Option<Discovered>, LaunchError> {
+    fn find(variables: &[(&str, &str)]) -> Result<Option<Discovered>> {
         discover(&|name: &str| {
             variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
         })
@@ -346,11 +372,23 @@ mod tests {
 
     #[test]
     fn half_of_the_explicit_variables_is_an_error_that_names_the_rest() {
-        let error = find(&[("RANK", "0"), ("WORLD_SIZE", "2")]).unwrap_err().to_string();
+        let error = |variables: &[(&str, &str)]| find(variables).unwrap_err().to_string();
         assert_eq!(
-            error,
-            "RANK/WORLD_SIZE environment: RANK, WORLD_SIZE set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"
+            error(&[("RANK", "0")]),
+            "RANK/WORLD_SIZE environment: RANK is set, but WORLD_SIZE is missing"
         );
+        let several_hosts = error(&[("RANK", "0"), ("WORLD_SIZE", "2")]);
+        assert!(several_hosts.contains("MASTER_ADDR is not set"), "{several_hosts}");
+        let one_host = find(&[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")]);
+        assert_eq!(one_host.unwrap().unwrap().master_addr, "127.0.0.1");
+    }
+
+    #[test]
+    fn a_batch_script_of_slurm_is_no_rank() {
+        let mut variables = vec![("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_LOCALID", "0")];
+        assert!(find(&variables).unwrap().is_none());
+        variables.extend([("SLURM_STEP_ID", "1"), ("SLURM_JOB_ID", "7"), ("SLURM_STEP_NODELIST", "a")]);
+        assert_eq!(find(&variables).unwrap().unwrap().job_id.as_deref(), Some("7.1"));
     }
 
     #[test]
@@ -359,6 +397,7 @@ mod tests {
             ("SLURM_PROCID", "5"),
             ("SLURM_NTASKS", "8"),
             ("SLURM_LOCALID", "1"),
+            ("SLURM_STEP_ID", "0"),
             ("SLURM_JOB_NODELIST", "gpu[007-010,12],login"),
         ])
         .unwrap()

@@ -1,0 +1,184 @@
+//! How ranks of one host find the hub: a file in this user's private folder.
+//!
+//! Rank 0 writes the port that it really got, since the wanted one may be taken, and where the launcher handed over no
+//! token a secret of its own making. The file's name comes from the token, or from what the launcher calls the job, and
+//! from the wanted port, so two jobs may name the same one. As long as rank 0 lives it holds a lock on the file: a file
+//! without it was left by a job that was killed, and is passed over or taken over. When all ranks have met, the file goes.
+
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use super::ConnectOptions;
+use crate::auth::JobKey;
+use crate::error::{Error, Result};
+use crate::private;
+
+/// What stands in the file where the ranks have a token of their own.
+const NO_SECRET: &str = "-";
+
+/// Rank 0's file.
+pub(super) struct Meeting {
+    path: PathBuf,
+    /// Holds the lock; gone once all ranks have met.
+    file: Mutex<Option<File>>,
+}
+
+/// What a member reads.
+pub(super) struct MeetingPoint {
+    pub(super) address: SocketAddr,
+    pub(super) key: JobKey,
+}
+
+fn path_of(options: &ConnectOptions) -> std::io::Result<PathBuf> {
+    let key = match options.token.as_str() {
+        "" => JobKey::of_token(&format!("job {}", options.job_id)),
+        token => JobKey::of_token(token),
+    };
+    let name = key.name(&format!("meeting at {}", options.master_port));
+    Ok(private::folder()?.join(format!("meeting-{name}")))
+}
+
+impl Meeting {
+    /// Takes the job's place on this host, and gives the key by which its ranks will know each other.
+    pub(super) fn call(options: &ConnectOptions, port: u16) -> Result<(Meeting, JobKey)> {
+        let failed = |error| Error::io("announcing where ranks meet", error);
+        let path = path_of(options).map_err(failed)?;
+        let Some(mut file) = claim(&path).map_err(failed)? else {
+            let whose = match options.token.as_str() {
+                "" => "another job of yours without a token",
+                _ => "another job with the same token",
+            };
+            return Err(Error::rendezvous(format!(
+                "{whose} meets at port {} of this host; set MASTER_PORT or FERROSPEED_JOB_TOKEN",
+                options.master_port
+            )));
+        };
+        let secret = match options.token.as_str() {
+            "" => private::random_hex::<32>().map_err(failed)?,
+            _ => NO_SECRET.to_owned(),
+        };
+        let text = format!("{port} {secret}\n");
+        file.set_len(0).and_then(|()| file.write_all(text.as_bytes())).map_err(failed)?;
+        let key = key_of(options, &secret);
+        Ok((Meeting { path, file: Mutex::new(Some(file)) }, key))
+    }
+
+    /// Nobody needs the file any more.
+    pub(super) fn end(&self) {
+        let held = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        if held.is_some() {
+            // Whoever cleared the temporary files did the same.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn key_of(options: &ConnectOptions, secret: &str) -> JobKey {
+    JobKey::of_token(if options.token.is_empty() { secret } else { &options.token })
+}
+
+/// Where the hub is, for a member on the same host; why not, while it is not there.
+pub(super) fn find(options: &ConnectOptions) -> std::result::Result<MeetingPoint, String> {
+    const NOT_YET: &str = "it does not listen yet";
+    let path = path_of(options).map_err(|error| error.to_string())?;
+    let mut file = match private::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(NOT_YET.into()),
+        Err(error) => return Err(error.to_string()),
+    };
+    if !is_held(&file).map_err(|error| error.to_string())? {
+        return Err(NOT_YET.into());
+    }
+    let mut text = String::new();
+    Read::take(&mut file, 256).read_to_string(&mut text).map_err(|error| error.to_string())?;
+    let parsed = text.strip_suffix('\n').and_then(|line| line.split_once(' '));
+    let (port, secret) = parsed.ok_or(NOT_YET)?;
+    let port: u16 = port.parse().map_err(|_| format!("{} is not a meeting of ranks", path.display()))?;
+    let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
+    Ok(MeetingPoint { address, key: key_of(options, secret) })
+}
+
+/// Opens the file and locks it; `None` where a living process holds it.
+fn claim(path: &Path) -> std::io::Result<Option<File>> {
+    loop {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+        match lock_command(&file, libc::F_OFD_SETLK) {
+            Ok(_) => {}
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        }
+        // Between opening and locking, its last holder may have removed it: then the name is another file's.
+        let is_same = |now: std::fs::Metadata| now.ino() == file.metadata().map_or(0, |meta| meta.ino());
+        if std::fs::symlink_metadata(path).is_ok_and(is_same) {
+            return Ok(Some(file));
+        }
+    }
+}
+
+/// Whether somebody else holds the lock.
+fn is_held(file: &File) -> std::io::Result<bool> {
+    Ok(lock_command(file, libc::F_OFD_GETLK)?.l_type != libc::F_UNLCK as libc::c_short)
+}
+
+/// Asks for, or about, a write lock of the whole file that belongs to this opening of it alone.
+fn lock_command(file: &File, command: libc::c_int) -> std::io::Result<libc::flock> {
+    // SAFETY: plain data for which all zeroes is a valid value.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_WRLCK as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    // SAFETY: the descriptor is open, and the kernel reads and writes one `flock`, which outlives the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &mut lock) } {
+        -1 => Err(std::io::Error::last_os_error()),
+        _ => Ok(lock),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(token: &str) -> ConnectOptions {
+        let mut options = ConnectOptions::new(0, 2, "127.0.0.1", 1);
+        options.token = token.into();
+        options.job_id = private::random_hex::<8>().unwrap();
+        options
+    }
+
+    #[test]
+    fn ranks_without_a_token_get_one_from_rank_0_and_others_find_nothing() {
+        let options = options("");
+        assert!(find(&options).is_err());
+        let (meeting, key) = Meeting::call(&options, 4242).unwrap();
+        let found = find(&options).unwrap_or_else(|why| panic!("{why}"));
+        assert_eq!((found.address.port(), found.key.name("x")), (4242, key.name("x")));
+        let taken = Meeting::call(&options, 4242).err().unwrap().to_string();
+        assert!(taken.contains("another job of yours without a token meets at port 1"), "{taken}");
+        meeting.end();
+        assert!(find(&options).is_err() && !meeting.path.exists());
+    }
+
+    #[test]
+    fn what_a_killed_job_left_is_passed_over_and_taken_over() {
+        let options = options("secret");
+        let path = path_of(&options).unwrap();
+        private::write(&path, b"99 -\n").unwrap();
+        assert!(find(&options).is_err());
+        let (_meeting, _) = Meeting::call(&options, 7).unwrap();
+        assert_eq!(find(&options).map(|found| found.address.port()).unwrap_or(0), 7);
+    }
+}
