@@ -25,6 +25,7 @@ pub mod cores;
 mod error;
 pub mod exports;
 pub mod filter;
+pub mod handover;
 pub mod hostfile;
 mod local_job;
 pub mod node;

@@ -6,11 +6,13 @@
 use crate::error::LaunchError;
 use crate::exports::{self, Environment};
 use crate::filter::{self, ActiveSlots};
+use crate::handover::Handover;
 use crate::hostfile::{self, HostPool};
 use crate::node::{CoreBinding, Elastic, NodeLaunch};
 use crate::node_count::NodeCount;
 use crate::options::{Backend, DEFAULT_MASTER_PORT, Interpreter, LaunchOptions};
 use crate::runners::{self, Job};
+use crate::supervise::Ended;
 
 const MAX_RANKS: usize = 1 << 20;
 
@@ -48,6 +50,8 @@ pub trait Surroundings {
     fn scratch_file(&self, name: &str) -> String;
     /// The token of this job.
     fn job_token(&self) -> String;
+    /// A random name of this job, which is no secret.
+    fn job_id(&self) -> String;
 }
 
 /// What will be run.
@@ -65,6 +69,10 @@ pub struct LaunchPlan {
     pub files: Vec<(String, String)>,
     /// What stops the job on other hosts when the front-end is interrupted.
     pub remote_stop: Option<Vec<String>>,
+    /// How hosts get the job's token before the command runs, where it does not carry it.
+    pub handover: Option<Handover>,
+    /// By which line of its standard error the command tells that a host has failed.
+    pub complaint: Option<fn(&str) -> Option<Ended>>,
     /// What the user should know.
     pub notes: Vec<String>,
 }
@@ -130,6 +138,8 @@ pub fn plan(options: &LaunchOptions, world: &dyn Surroundings) -> Result<LaunchP
             action: Action::Here(Box::new(node)),
             files: Vec::new(),
             remote_stop: None,
+            handover: None,
+            complaint: None,
             notes,
         });
     }
@@ -148,6 +158,8 @@ pub fn plan(options: &LaunchOptions, world: &dyn Surroundings) -> Result<LaunchP
         action: Action::Backend(backend),
         files: built.files,
         remote_stop: built.remote_stop,
+        handover: built.handover,
+        complaint: built.complaint,
         notes,
     })
 }
@@ -342,6 +354,7 @@ fn gather_job<'a>(
         executable: world.executable()?,
         python: world.python(),
         job_token: world.job_token(),
+        job_id: world.job_id(),
         backend_args: crate::shell::split(&options.backend_args)?,
         scratch_hostfile: world.scratch_file("mvapich_hostfile"),
     })

@@ -99,7 +99,15 @@ pub fn run_node(
 }
 
 /// Runs a backend's command.
-pub fn run_backend(plan: &LaunchPlan, label: &str, options: &RunOptions) -> Result<JobOutcome, LaunchError> {
+pub fn run_backend(
+    plan: &LaunchPlan,
+    label: &str,
+    job_token: &str,
+    options: &RunOptions,
+) -> Result<JobOutcome, LaunchError> {
+    if let Some(handover) = &plan.handover {
+        handover.deliver(job_token)?;
+    }
     let _files = plan
         .files
         .iter()
@@ -124,6 +132,7 @@ pub fn run_backend(plan: &LaunchPlan, label: &str, options: &RunOptions) -> Resu
         binding: None,
         // pdsh answers a first SIGINT with a list of hosts; every backend understands SIGTERM.
         stop_signal: Some(libc::SIGTERM),
+        complaint: plan.complaint,
     }])?;
     if let (JobOutcome::Succeeded, _) | (_, None) = (&outcome, &plan.remote_stop) {
         return Ok(outcome);

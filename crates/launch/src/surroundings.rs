@@ -13,6 +13,7 @@ use crate::plan::Surroundings;
 #[derive(Debug, Clone)]
 pub struct ThisHost {
     job_token: String,
+    job_id: String,
     contact: Contact,
 }
 
@@ -28,12 +29,12 @@ pub enum Contact {
 impl ThisHost {
     /// Looks at this host, with a new job token.
     pub fn new(contact: Contact) -> Result<Self, LaunchError> {
-        let job_token = match contact {
-            Contact::Allowed => new_job_token()?,
+        let (job_token, job_id) = match contact {
+            Contact::Allowed => (new_job_token()?, new_job_token()?),
             // What a dry run prints may end up anywhere: it holds no secret.
-            Contact::Never => "TOKEN".to_owned(),
+            Contact::Never => ("TOKEN".to_owned(), "JOB".to_owned()),
         };
-        Ok(ThisHost { job_token, contact })
+        Ok(ThisHost { job_token, job_id, contact })
     }
 }
 
@@ -186,6 +187,10 @@ impl Surroundings for ThisHost {
 
     fn job_token(&self) -> String {
         self.job_token.clone()
+    }
+
+    fn job_id(&self) -> String {
+        self.job_id.clone()
     }
 }
 

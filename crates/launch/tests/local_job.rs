@@ -90,6 +90,19 @@ fn a_killed_rank_is_decoded() {
 }
 
 #[test]
+fn a_killed_rank_is_blamed_though_another_exited_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "trap '' TERM; if [ $RANK = 0 ]; then touch {0}/exiting; exit 1; fi; \
+         while [ ! -e {0}/exiting ]; do sleep 0.01; done; sleep 0.05; kill -9 $$",
+        folder.path().display()
+    );
+    let outcome = shell_job(&script, 2, &folder.path().join("logs")).run().unwrap();
+    let JobOutcome::Failed(failure) = &outcome else { panic!("{outcome:?}") };
+    assert_eq!((failure.rank, failure.ended), (Some(1), Ended::Signal(9)));
+}
+
+#[test]
 fn grandchildren_do_not_outlive_the_job_even_in_another_session() {
     let folder = tempfile::tempdir().unwrap();
     let pids = |rank: u32| folder.path().join(format!("pids{rank}"));

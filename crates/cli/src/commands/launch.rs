@@ -258,7 +258,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
             environment.extend(plan.environment_set.clone());
             run_node(node, environment, this_host.job_token(), &run_options, print_restart)?
         }
-        Action::Backend(backend) => run_backend(&plan, backend.name(), &run_options)?,
+        Action::Backend(backend) => run_backend(&plan, backend.name(), &this_host.job_token(), &run_options)?,
     };
     Ok(report(&outcome))
 }
@@ -287,6 +287,7 @@ fn describe(plan: &LaunchPlan, json: bool) -> String {
             "command": plan.command,
             "environment_set": plan.environment_set,
             "environment_removed": plan.environment_removed,
+            "token_to": plan.handover.iter().flat_map(|handover| (0..handover.hosts.len()).map(|node| handover.command(node))).collect::<Vec<_>>(),
             "files": plan.files.iter().map(|(path, text)| serde_json::json!({"path": path, "text": text})).collect::<Vec<_>>(),
         });
         return serde_json::to_string_pretty(&document).unwrap_or_default();
@@ -295,6 +296,11 @@ fn describe(plan: &LaunchPlan, json: bool) -> String {
     for (path, content) in &plan.files {
         text.push_str(&format!("# writes {path}:\n"));
         content.lines().for_each(|line| text.push_str(&format!("#   {line}\n")));
+    }
+    if let Some(handover) = &plan.handover {
+        text.push_str("# hands the job's token by standard input to:\n");
+        let commands = (0..handover.hosts.len()).map(|node| shell::join(&handover.command(node)));
+        commands.for_each(|command| text.push_str(&format!("#   {command}\n")));
     }
     plan.environment_removed.iter().for_each(|name| text.push_str(&format!("unset {name}\n")));
     let set = plan.environment_set.iter().map(|(name, value)| format!("{name}={}", shell::quote(value)));

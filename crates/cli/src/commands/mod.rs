@@ -26,6 +26,7 @@ mod node_launch;
 mod place;
 mod plan;
 mod rank_env;
+mod take_token;
 mod trace;
 mod train;
 mod watch;
@@ -78,6 +79,9 @@ enum Command {
     /// Translate an MPI launcher's rank variables, then become the program
     #[command(name = "rank-env", hide = true)]
     RankEnv(rank_env::RankEnvArgs),
+    /// Take a job's token from standard input, for the node launcher that will follow
+    #[command(name = "take-token", hide = true)]
+    TakeToken(take_token::TakeTokenArgs),
 }
 
 /// Runs the command that was asked for.
@@ -98,6 +102,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Completions(args) => completions::run(&args),
         Command::NodeLaunch(args) => node_launch::run(&args),
         Command::RankEnv(args) => rank_env::run(&args),
+        Command::TakeToken(args) => take_token::run(&args),
     }
 }
 

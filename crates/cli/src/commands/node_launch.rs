@@ -6,12 +6,14 @@
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_comm::rendezvous;
 use ferrospeed_launch::node::{CoreBinding, Elastic, JOB_TOKEN_VARIABLE, NodeLaunch};
 use ferrospeed_launch::options::{DEFAULT_MASTER_PORT, DEFAULT_MAX_RESTARTS};
 use ferrospeed_launch::run::{RunOptions, run_node};
 use ferrospeed_launch::{Interpreter, surroundings, world_info};
 
 use super::launch::{print_restart, report};
+use super::take_token;
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -19,6 +21,9 @@ pub(crate) struct NodeLaunchArgs {
     /// Hosts and slots of the whole job
     #[arg(long = "world_info")]
     world_info: String,
+    /// The job's name: under it `take-token` has left the token
+    #[arg(long = "job_id")]
+    job_id: Option<String>,
     /// Which host this is
     #[arg(long = "node_rank", default_value_t = 0)]
     node_rank: usize,
@@ -111,12 +116,22 @@ impl NodeLaunchArgs {
 pub(crate) fn run(args: &NodeLaunchArgs) -> Result<ExitCode, Failure> {
     let node = args.to_node_launch()?;
     let environment = surroundings::environment();
-    let job_token = match environment.get(JOB_TOKEN_VARIABLE) {
-        Some(token) => token.clone(),
+    let handed_over = match &args.job_id {
+        Some(job_id) => take_token::redeem(job_id, args.node_rank)?,
+        None => None,
+    };
+    let named = || rendezvous::handed_over_token(|name| environment.get(name).cloned());
+    let job_token = match handed_over {
+        Some(token) => Some(token),
+        None => named().map_err(|error| Failure::Usage(error.to_string()))?,
+    };
+    let job_token = match job_token {
+        Some(token) => token,
         None if node.world.len() == 1 => surroundings::new_job_token()?,
         None => {
             return Err(Failure::Usage(format!(
-                "{JOB_TOKEN_VARIABLE} is not set: start jobs on several hosts with `ferrospeed launch`"
+                "{JOB_TOKEN_VARIABLE} is not set: start jobs on several hosts with `ferrospeed launch`, \
+                 over ssh, or name a file with the token that every host sees by {JOB_TOKEN_VARIABLE}_FILE"
             )));
         }
     };

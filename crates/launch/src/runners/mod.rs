@@ -2,7 +2,7 @@
 //!
 //! `pdsh` starts one node launcher per host, which supervises its ranks; the MPI launchers and `srun` start the
 //! ranks themselves. Variables that only this launcher knows (the meeting point, the job's token) go by name
-//! through the environment wherever the backend can carry it, so that the token does not appear in `ps`.
+//! through the environment where the backend carries it, and the token never stands on a command line.
 
 mod mpi;
 mod pdsh;
@@ -10,9 +10,11 @@ mod slurm;
 
 use crate::error::{LaunchError, list_some};
 use crate::exports::Environment;
+use crate::handover::Handover;
 use crate::hostfile::HostPool;
 use crate::node::{JOB_TOKEN_VARIABLE, NodeLaunch};
 use crate::options::{Backend, LaunchOptions};
+use crate::supervise::Ended;
 
 /// A job that is ready to be handed to a backend.
 pub(crate) struct Job<'a> {
@@ -31,6 +33,8 @@ pub(crate) struct Job<'a> {
     pub(crate) executable: String,
     pub(crate) python: String,
     pub(crate) job_token: String,
+    /// A random name of the job, which is no secret.
+    pub(crate) job_id: String,
     pub(crate) backend_args: Vec<String>,
     pub(crate) scratch_hostfile: String,
 }
@@ -42,6 +46,8 @@ pub(crate) struct Built {
     pub(crate) environment: Environment,
     pub(crate) files: Vec<(String, String)>,
     pub(crate) remote_stop: Option<Vec<String>>,
+    pub(crate) handover: Option<Handover>,
+    pub(crate) complaint: Option<fn(&str) -> Option<Ended>>,
 }
 
 /// Builds the command of a backend.

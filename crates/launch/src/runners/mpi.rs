@@ -134,7 +134,7 @@ pub(super) fn mvapich(job: &Job<'_>) -> Result<Built, LaunchError> {
         command,
         environment: job.environment_with_meeting_point(),
         files: vec![(job.scratch_hostfile.clone(), hosts)],
-        remote_stop: None,
+        ..Built::default()
     })
 }
 

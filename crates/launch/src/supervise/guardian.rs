@@ -2,12 +2,13 @@
 //!
 //! The parent-death signal reaches the launcher's children but not theirs. The guardian holds the reading end of
 //! a pipe whose writing end only the launcher has: when the launcher dies, in whatever way, the pipe ends and
-//! the guardian kills every rank's process group. It is a fork without exec, so it works from any program that
+//! the guardian kills every rank's process group, then whatever carries the job's mark. It is a fork without exec, so it works from any program that
 //! uses this library; after the fork it allocates nothing and makes only async-signal-safe calls.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
+use super::marks::{GUARDIAN_NAME, Mark};
 use crate::error::LaunchError;
 
 #[derive(Debug)]
@@ -16,22 +17,26 @@ pub(super) struct Guardian {
     pipe: Option<OwnedFd>,
 }
 
+/// How often the guardian looks for what left its group, and how long it waits in between: two seconds in all.
+const SWEEPS: usize = 200;
+const SWEEP_PAUSE_US: u32 = 10_000;
+
 /// Tells the guardian that the job ended well; group numbers are positive.
 const DISMISSED: i32 = 0;
 
 impl Guardian {
-    pub(super) fn start(groups: usize) -> Result<Self, LaunchError> {
+    pub(super) fn start(groups: usize, mark: &Mark) -> Result<Self, LaunchError> {
         let system = |action, source: nix::Error| LaunchError::System { action, source: source.into() };
         let flags = nix::fcntl::OFlag::O_CLOEXEC;
         let (read, write) =
             nix::unistd::pipe2(flags).map_err(|error| system("make a pipe for the guardian", error))?;
-        let watched = Vec::with_capacity(groups);
+        let (watched, mark) = (Vec::with_capacity(groups), mark.clone());
         // SAFETY: the child runs `guard`, which allocates nothing, takes no lock and never returns.
         match unsafe { libc::fork() } {
             -1 => {
                 Err(LaunchError::System { action: "fork the guardian", source: io::Error::last_os_error() })
             }
-            0 => guard(read.as_raw_fd(), watched),
+            0 => guard(read.as_raw_fd(), watched, &mark),
             pid => Ok(Guardian { pid, pipe: Some(write) }),
         }
     }
@@ -76,11 +81,12 @@ pub(super) fn announce(pipe: RawFd) -> io::Result<()> {
 }
 
 /// The guardian's whole life.
-fn guard(pipe: RawFd, mut groups: Vec<i32>) -> ! {
+fn guard(pipe: RawFd, mut groups: Vec<i32>, mark: &Mark) -> ! {
     // SAFETY: only async-signal-safe calls on integers and on memory reserved before the fork. The launcher's
     // descriptors are closed so that neither its pipe nor anyone's output is held open from here.
     unsafe {
         libc::setsid();
+        libc::prctl(libc::PR_SET_NAME, GUARDIAN_NAME.as_ptr());
         for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE] {
             libc::signal(signal, libc::SIG_IGN);
         }
@@ -104,6 +110,13 @@ fn guard(pipe: RawFd, mut groups: Vec<i32>) -> ! {
         }
         for &group in &groups {
             libc::kill(-group, libc::SIGKILL);
+        }
+        // What is being killed may be forking: look until nothing is left.
+        for _ in 0..SWEEPS {
+            if mark.kill_all() == 0 {
+                break;
+            }
+            libc::usleep(SWEEP_PAUSE_US);
         }
         libc::_exit(0)
     }

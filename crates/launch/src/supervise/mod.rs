@@ -1,21 +1,21 @@
 //! Real processes, from the first fork to the last one reaped.
 //!
-//! Each process leads its own group. The first one that fails decides the outcome: the others get SIGTERM, and
-//! SIGKILL when they do not go. A signal to the launcher is forwarded and escalated the same way; a second one
+//! Each process leads its own group. The first one that fails decides the outcome, but one that a signal killed comes
+//! before those that exited a moment earlier: they noticed that it was gone. The others get SIGTERM, and SIGKILL when they do not go. A signal to the launcher is forwarded and escalated the same way; a second one
 //! ends the patience. An exited leader stays a zombie until its whole group has been swept, so that its number
 //! cannot belong to anyone else when the group is killed.
 //!
-//! Nothing survives: the parent-death signal covers a killed launcher's children, the guardian its
-//! grandchildren, and a subreaper sweep those that left their group.
+//! Nothing survives that keeps its environment: the parent-death signal covers a killed launcher's children, the guardian
+//! its grandchildren and what left their group, and a subreaper sweep does the same where the launcher lives.
 
 mod guardian;
+mod marks;
 mod orphans;
 mod outcome;
 mod output;
 mod process;
 mod signals;
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -24,8 +24,8 @@ pub use outcome::{Ended, JobOutcome, RankFailure};
 pub use process::{OutputMode, ProcessSpec, ShownOutput};
 
 use crate::error::LaunchError;
-use crate::node::JOB_TOKEN_VARIABLE;
 use guardian::Guardian;
+use marks::Mark;
 use orphans::Orphanage;
 use outcome::OomCounter;
 use output::{Output, OutputOptions};
@@ -34,6 +34,10 @@ use signals::{RELAYED, SignalWatch};
 
 /// How long peers of a failed rank may take to go before they are killed.
 const FAILURE_GRACE: Duration = Duration::from_secs(2);
+
+/// How long after a failure to wait for news of others. A killed process is seen to be gone by its peers before its end
+/// is reported, and they may have exited meanwhile.
+const SETTLING: Duration = Duration::from_millis(150);
 
 /// How often signals and deadlines are looked at while nothing else happens.
 const TICK: Duration = Duration::from_millis(50);
@@ -67,9 +71,16 @@ pub struct Supervisor {
     signals: Option<SignalWatch>,
 }
 
-struct Exited {
-    index: usize,
-    ended: Ended,
+enum Event {
+    Exited {
+        index: usize,
+        ended: Ended,
+    },
+    /// It goes on, but tells that a part of it has failed.
+    Complained {
+        index: usize,
+        ended: Ended,
+    },
 }
 
 /// Why the processes are being stopped.
@@ -80,6 +91,11 @@ enum Cause {
 
 enum Phase {
     Running,
+    /// Some have failed; news of others may be on its way.
+    Settling {
+        cause: Cause,
+        until: Instant,
+    },
     /// Asked to go; killed at the deadline.
     Stopping {
         cause: Cause,
@@ -128,7 +144,7 @@ impl Supervisor {
         let (tails, logs) = running.finish();
         let cause = match phase {
             Phase::Running => return Ok(JobOutcome::Succeeded),
-            Phase::Stopping { cause, .. } | Phase::Killed { cause } => cause,
+            Phase::Settling { cause, .. } | Phase::Stopping { cause, .. } | Phase::Killed { cause } => cause,
         };
         Ok(match cause {
             Cause::Signal(signal) => JobOutcome::Interrupted { signal, agreed_code },
@@ -147,16 +163,13 @@ impl Supervisor {
     fn watch(&self, specs: &[ProcessSpec], running: &mut Running) -> Phase {
         let mut phase = Phase::Running;
         while running.alive > 0 {
-            match running.exits.recv_timeout(TICK) {
-                Ok(Exited { index, ended }) => {
+            match running.events.recv_timeout(TICK) {
+                Ok(Event::Exited { index, ended }) => {
                     running.processes[index].ended = Some(ended);
                     running.alive -= 1;
-                    if matches!(phase, Phase::Running) && !ended.is_success() {
-                        running.signal_alive(|_| libc::SIGTERM);
-                        let cause = Cause::Failure { index, ended };
-                        phase = Phase::Stopping { cause, kill_at: Instant::now() + FAILURE_GRACE };
-                    }
+                    phase = phase.after_failure(index, ended);
                 }
+                Ok(Event::Complained { index, ended }) => phase = phase.after_failure(index, ended),
                 Err(RecvTimeoutError::Timeout) => {}
                 // Every waiter thread reports before it ends, so this is unreachable while processes live.
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -172,6 +185,10 @@ impl Supervisor {
                     let kill_at = Instant::now() + self.options.interrupt_grace;
                     Phase::Stopping { cause: Cause::Signal(signal), kill_at }
                 }
+                (Phase::Settling { cause, until }, signal) if signal.is_some() || Instant::now() >= until => {
+                    running.signal_alive(|_| libc::SIGTERM);
+                    Phase::Stopping { cause, kill_at: Instant::now() + FAILURE_GRACE }
+                }
                 (Phase::Stopping { cause, kill_at }, signal)
                     if signal.is_some() || Instant::now() >= kill_at =>
                 {
@@ -185,15 +202,45 @@ impl Supervisor {
     }
 }
 
+impl Phase {
+    /// What a process's end changes.
+    fn after_failure(self, index: usize, ended: Ended) -> Self {
+        if ended.is_success() {
+            return self;
+        }
+        let failure = Cause::Failure { index, ended };
+        match self {
+            Phase::Running => Phase::Settling { cause: failure, until: Instant::now() + SETTLING },
+            Phase::Settling { cause, until } if cause.yields_to(ended) => {
+                Phase::Settling { cause: failure, until }
+            }
+            // Nobody here has sent SIGKILL yet.
+            Phase::Stopping { cause, kill_at }
+                if ended == Ended::Signal(libc::SIGKILL) && cause.yields_to(ended) =>
+            {
+                Phase::Stopping { cause: failure, kill_at }
+            }
+            other => other,
+        }
+    }
+}
+
+impl Cause {
+    /// Whether this is an exit that a death by signal explains.
+    fn yields_to(&self, ended: Ended) -> bool {
+        matches!((self, ended), (Cause::Failure { ended: Ended::Code(_), .. }, Ended::Signal(_)))
+    }
+}
+
 /// Started processes. Dropping it kills what is left.
 struct Running {
     processes: Vec<Process>,
     outputs: Vec<Output>,
     alive: usize,
-    exits: Receiver<Exited>,
+    events: Receiver<Event>,
     guardian: Guardian,
     orphanage: Orphanage,
-    tokens: HashSet<String>,
+    mark: Mark,
 }
 
 impl Running {
@@ -202,18 +249,17 @@ impl Running {
         options: &SupervisorOptions,
         orphanage: Orphanage,
     ) -> Result<Self, LaunchError> {
-        let (report, exits) = channel();
-        let guardian = Guardian::start(specs.len())?;
-        let tokens =
-            specs.iter().filter_map(|spec| spec.environment.get(JOB_TOKEN_VARIABLE).cloned()).collect();
+        let (report, events) = channel();
+        let mark = Mark::new()?;
+        let guardian = Guardian::start(specs.len(), &mark)?;
         let mut running = Running {
             processes: Vec::new(),
             outputs: Vec::new(),
             alive: 0,
-            exits,
+            events,
             guardian,
             orphanage,
-            tokens,
+            mark,
         };
         for (index, spec) in specs.iter().enumerate() {
             running.start_one(index, spec, options, &report)?;
@@ -226,26 +272,32 @@ impl Running {
         index: usize,
         spec: &ProcessSpec,
         options: &SupervisorOptions,
-        report: &Sender<Exited>,
+        report: &Sender<Event>,
     ) -> Result<(), LaunchError> {
         let log = match (&options.log_dir, &spec.log_name) {
             (Some(folder), Some(name)) => Some(folder.join(name)),
             _ => None,
         };
         let output_options = OutputOptions::open(spec.output.clone(), log)?;
-        let mut process = process::spawn(spec, self.guardian.pipe())?;
+        let mut process = process::spawn(spec, &self.mark, self.guardian.pipe())?;
         let group = process.group();
         let pipes = process.take_pipes();
         self.processes.push(process);
         self.alive += 1;
-        let report = report.clone();
+        let (reporting, complaining) = (report.clone(), report.clone());
         let waiter = move || {
             let ended = process::wait_without_reaping(group);
             // The receiver is gone only when the job is being torn down, and then nobody asks.
-            let _ = report.send(Exited { index, ended });
+            let _ = reporting.send(Event::Exited { index, ended });
         };
         spawn_thread("rank-waiter", waiter)?;
-        self.outputs.push(Output::start(pipes, output_options)?);
+        let complaint = spec.complaint;
+        let on_error_line = move |line: &[u8]| {
+            if let Some(ended) = complaint.and_then(|recognise| recognise(&String::from_utf8_lossy(line))) {
+                let _ = complaining.send(Event::Complained { index, ended });
+            }
+        };
+        self.outputs.push(Output::start(pipes, output_options, on_error_line)?);
         Ok(())
     }
 
@@ -282,7 +334,7 @@ impl Running {
             process.signal_group(libc::SIGKILL);
         }
         let groups = self.processes.iter().map(Process::group).collect();
-        self.orphanage.sweep(&groups, &self.tokens, self.guardian.pid());
+        self.orphanage.sweep(&groups, &self.mark, self.guardian.pid());
         self.guardian.dismiss();
         self.processes.drain(..).for_each(Process::reap);
     }

@@ -8,8 +8,8 @@ use std::io;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use super::marks::Mark;
 use crate::error::LaunchError;
-use crate::node::JOB_TOKEN_VARIABLE;
 
 const SWEEP_LIMIT: Duration = Duration::from_secs(2);
 
@@ -28,18 +28,16 @@ impl Orphanage {
         Ok(Orphanage)
     }
 
-    /// Kills adopted processes that belong to one of `groups` or carry one of `tokens` in their environment.
+    /// Kills adopted processes that belong to one of `groups` or carry the job's mark.
     ///
     /// Other children of this process are none of the job's business.
-    pub(super) fn sweep(&self, groups: &HashSet<i32>, tokens: &HashSet<String>, spared: i32) {
+    pub(super) fn sweep(&self, groups: &HashSet<i32>, mark: &Mark, spared: i32) {
         let end = Instant::now() + SWEEP_LIMIT;
         loop {
             let found: Vec<i32> = children()
                 .into_iter()
                 .filter(|pid| *pid != spared && !groups.contains(pid))
-                .filter(|&pid| {
-                    group_of(pid).is_some_and(|group| groups.contains(&group)) || carries(pid, tokens)
-                })
+                .filter(|&pid| group_of(pid).is_some_and(|group| groups.contains(&group)) || mark.is_on(pid))
                 .collect();
             if found.is_empty() || Instant::now() >= end {
                 return;
@@ -78,15 +76,6 @@ fn set_subreaper(on: bool) -> io::Result<()> {
 fn group_of(pid: i32) -> Option<i32> {
     // SAFETY: a plain system call with integer arguments.
     Some(unsafe { libc::getpgid(pid) }).filter(|&group| group > 0)
-}
-
-/// Whether a process inherited a job's token.
-fn carries(pid: i32, tokens: &HashSet<String>) -> bool {
-    let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    let mut variables = environment.split(|&byte| byte == 0);
-    let token = variables
-        .find_map(|variable| variable.strip_prefix(JOB_TOKEN_VARIABLE.as_bytes())?.strip_prefix(b"="));
-    token.and_then(|token| std::str::from_utf8(token).ok()).is_some_and(|token| tokens.contains(token))
 }
 
 /// The children of this process, by asking every process for its parent.

@@ -75,6 +75,7 @@ impl Output {
     pub(super) fn start(
         (out, error): (Option<ChildStdout>, Option<ChildStderr>),
         options: OutputOptions,
+        on_error_line: impl Fn(&[u8]) + Send + 'static,
     ) -> Result<Self, LaunchError> {
         let (log_path, log) = options.log.unzip();
         let shared = Arc::new(Mutex::new(Shared { log, last_lines: VecDeque::new() }));
@@ -82,10 +83,10 @@ impl Output {
         let mut output = Output { shared, log_path, readers: 0, done };
         let shown = options.shown;
         if let Some(out) = out {
-            output.read(out, Stream::Out, shown.clone(), finished.clone())?;
+            output.read(out, Stream::Out, shown.clone(), finished.clone(), |_| {})?;
         }
         if let Some(error) = error {
-            output.read(error, Stream::Error, shown, finished)?;
+            output.read(error, Stream::Error, shown, finished, on_error_line)?;
         }
         Ok(output)
     }
@@ -96,11 +97,15 @@ impl Output {
         stream: Stream,
         shown: ShownOutput,
         finished: Sender<()>,
+        on_line: impl Fn(&[u8]) + Send + 'static,
     ) -> Result<(), LaunchError> {
         let shared = Arc::clone(&self.shared);
         self.readers += 1;
         spawn_thread("rank-output", move || {
-            pass_on(pipe, stream, &shown, &shared);
+            pass_on(pipe, &|line| {
+                emit(line, stream, &shown, &shared);
+                on_line(line);
+            });
             // Nobody listens once the drain limit has passed.
             let _ = finished.send(());
         })
@@ -123,7 +128,8 @@ fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
     shared.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn pass_on(mut pipe: impl Read, stream: Stream, shown: &ShownOutput, shared: &Mutex<Shared>) {
+/// Hands every line of a pipe to `take`.
+fn pass_on(mut pipe: impl Read, take: &impl Fn(&[u8])) {
     let mut chunk = vec![0; 16 << 10];
     let mut line = Vec::new();
     let mut previous = 0;
@@ -139,7 +145,7 @@ fn pass_on(mut pipe: impl Read, stream: Stream, shown: &ShownOutput, shared: &Mu
             if byte == b'\n' || byte == b'\r' {
                 let second_half_of_crlf = byte == b'\n' && previous == b'\r';
                 if !second_half_of_crlf {
-                    emit(&line, stream, shown, shared);
+                    take(&line);
                 }
                 line.clear();
                 previous = byte;
@@ -148,13 +154,13 @@ fn pass_on(mut pipe: impl Read, stream: Stream, shown: &ShownOutput, shared: &Mu
             previous = byte;
             line.push(byte);
             if line.len() >= MAX_LINE_BYTES {
-                emit(&line, stream, shown, shared);
+                take(&line);
                 line.clear();
             }
         }
     }
     if !line.is_empty() {
-        emit(&line, stream, shown, shared);
+        take(&line);
     }
 }
 

@@ -9,6 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
 
 use super::guardian;
+use super::marks::{self, Mark};
 use super::outcome::Ended;
 use crate::cores::{Binding, MemoryPolicy};
 use crate::error::LaunchError;
@@ -54,6 +55,8 @@ pub struct ProcessSpec {
     pub binding: Option<Binding>,
     /// What it gets in place of a forwarded signal.
     pub stop_signal: Option<i32>,
+    /// Recognises a line on its standard error by which it tells that a part of it has failed, and how, though it goes on.
+    pub complaint: Option<fn(&str) -> Option<Ended>>,
 }
 
 impl ProcessSpec {
@@ -72,6 +75,7 @@ impl ProcessSpec {
             environment: rank.environment,
             binding: rank.binding,
             stop_signal: None,
+            complaint: None,
         }
     }
 }
@@ -82,7 +86,11 @@ pub(super) struct Process {
     pub(super) ended: Option<Ended>,
 }
 
-pub(super) fn spawn(spec: &ProcessSpec, guardian: Option<RawFd>) -> Result<Process, LaunchError> {
+pub(super) fn spawn(
+    spec: &ProcessSpec,
+    mark: &Mark,
+    guardian: Option<RawFd>,
+) -> Result<Process, LaunchError> {
     let refuse = |source| LaunchError::Spawn {
         rank: spec.rank.unwrap_or(0),
         program: spec.command.first().cloned().unwrap_or_default(),
@@ -98,7 +106,7 @@ pub(super) fn spawn(spec: &ProcessSpec, guardian: Option<RawFd>) -> Result<Proce
             command.env_remove(name);
         }
     }
-    command.envs(&spec.environment).process_group(0);
+    command.envs(&spec.environment).env(marks::VARIABLE, mark.value()).process_group(0);
     let binding = spec.binding.as_ref().map(PreparedBinding::new);
     let launcher = std::process::id();
     // SAFETY: the closure runs between fork and exec and only makes system calls (prctl, getppid, write,
