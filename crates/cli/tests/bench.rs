@@ -3,7 +3,7 @@
 mod support;
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use ferrospeed_comm::Kind;
 use ferrospeed_comm::recorder::{Progress, Record};
@@ -94,7 +94,7 @@ fn a_disagreement_between_real_ranks_is_found_in_their_traces() {
     let folder = tempfile::tempdir().unwrap();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
     let ranks = ["all_reduce", "broadcast"].into_iter().enumerate().map(|(rank, operation)| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+        let mut command = support::binary();
         command.args([
             "bench",
             "comm",
@@ -116,7 +116,7 @@ fn a_disagreement_between_real_ranks_is_found_in_their_traces() {
         command.spawn().unwrap()
     });
     for rank in ranks.collect::<Vec<_>>() {
-        let output = rank.wait_with_output().unwrap();
+        let output = support::finish(rank);
         assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     }
     let output = ferrospeed(&["trace", "diff", folder.path().to_str().unwrap()]);

@@ -3,7 +3,7 @@
 mod support;
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::OnceLock;
 
 use ferrospeed_checkpoint::pt::PtFile;
@@ -40,8 +40,8 @@ fn trained() -> &'static Path {
         let text: String = (0..4000u32).map(|n| char::from(b'a' + (n * n % 89 % 26) as u8)).collect();
         std::fs::write(folder.path().join("text.txt"), text).unwrap();
         std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
-        let output = command.args(["train", "recipe.toml"]).current_dir(folder.path()).output().unwrap();
+        let mut command = support::binary();
+        let output = support::output_of(command.args(["train", "recipe.toml"]).current_dir(folder.path()));
         assert!(output.status.success(), "{}", stderr(&output));
         let checkpoints = folder.path().join("runs/small/checkpoints");
         (folder, checkpoints)

@@ -230,7 +230,7 @@ fn the_estimators_print_a_table_or_json() {
 fn watch_serves_runs_on_loopback() {
     use std::io::{BufRead, BufReader, Read, Write};
     let folder = tempfile::tempdir().unwrap();
-    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
+    let mut child = support::binary()
         .args(["watch", folder.path().to_str().unwrap(), "--port", "0"])
         .stdout(std::process::Stdio::piped())
         .spawn()
@@ -240,10 +240,11 @@ fn watch_serves_runs_on_loopback() {
     let address = line.strip_prefix("http://").and_then(|rest| rest.split(' ').next()).unwrap_or_default();
     let mut stream = std::net::TcpStream::connect(address).unwrap();
     write!(stream, "GET /runs.json HTTP/1.1\r\nHost: {address}\r\n\r\n").unwrap();
+    stream.set_read_timeout(Some(std::time::Duration::from_secs(60))).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     child.kill().unwrap();
-    child.wait().unwrap();
+    support::wait_for(&mut child);
     assert!(answer.contains("\"state\":\"starting\""), "{answer}");
     assert!(address.starts_with("127.0.0.1:"), "{line}");
 }

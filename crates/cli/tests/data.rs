@@ -1,7 +1,9 @@
 //! Every kind of data through the real binary, and a model of words trained, trained further and asked to write.
 
+mod support;
+
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 
 use serde_json::Value;
 
@@ -34,7 +36,7 @@ fn recipe(data: &str) -> String {
 }
 
 fn ferrospeed(place: &Path, words: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_ferrospeed")).args(words).current_dir(place).output().unwrap()
+    support::output_of(support::binary().args(words).current_dir(place))
 }
 
 fn text(bytes: &[u8]) -> String {

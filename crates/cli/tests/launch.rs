@@ -67,11 +67,12 @@ fn a_killed_rank_ends_the_job_with_a_report() {
 fn nothing_outlives_a_launcher_that_is_killed() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(
-        "sleep 600 & echo $! > {0}/child.$RANK; echo $$ > {0}/pid.$RANK; wait",
+        "sleep 600 & echo $! > {0}/child.$RANK; echo $$ > {0}/pid.$RANK; \
+         setsid sh -c 'setsid sleep 600 & echo $! > {0}/far.$RANK; echo $$ > {0}/session.$RANK; wait' & wait",
         folder.path().display()
     );
     let job = start(&["launch", "-n", "2", "--", "sh", "-c", &script]);
-    let files = ["pid.0", "pid.1", "child.0", "child.1"];
+    let files = ["pid.0", "pid.1", "child.0", "child.1", "session.0", "session.1", "far.0", "far.1"];
     let pids: Vec<String> = files.iter().map(|file| wait_for_pid(&folder.path().join(file))).collect();
     assert!(pids.iter().all(|pid| is_running(pid)));
     send_signal("KILL", &job.pid());
@@ -201,7 +202,11 @@ fn a_dry_run_prints_the_command_and_contacts_nobody() {
     let output = ferrospeed(&["launch", "-H", hosts, "--dry-run", "--", "./train", "a b", "$HOME"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let line = stdout(&output);
-    assert!(line.contains("pdsh -S -k -f 1024 -w nowhere-0.invalid,nowhere-1.invalid "), "{line}");
+    assert!(line.contains("pdsh -S -f 1024 -w nowhere-0.invalid,nowhere-1.invalid "), "{line}");
+    assert!(
+        line.contains("# hands the job's token by standard input to:\n#   ssh nowhere-0.invalid "),
+        "{line}"
+    );
     assert!(line.contains("--node_rank=%n"), "{line}");
     let output = ferrospeed(&[
         "launch",
@@ -272,7 +277,7 @@ fn a_printed_node_launch_runs_as_it_was_printed() {
     ]);
     let document: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     let words: Vec<String> = serde_json::from_value(document["command"].clone()).unwrap();
-    let output = Command::new(&words[0]).args(&words[1..]).stdin(Stdio::null()).output().unwrap();
+    let output = support::output_of(Command::new(&words[0]).args(&words[1..]).stdin(Stdio::null()));
     let mut lines: Vec<String> = stdout(&output).lines().map(str::to_owned).collect();
     lines.sort();
     assert_eq!(lines, ["[rank 0] 0 of 2", "[rank 1] 1 of 2"]);
@@ -330,11 +335,8 @@ fn an_env_file_reaches_every_rank() {
 fn a_pid_file_lives_as_long_as_the_job() {
     let folder = tempfile::tempdir().unwrap();
     let script = "cat $TMPDIR/*.ferrospeed";
-    let output = Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
-        .args(["launch", "-n", "1", "--no_prefix", "--save_pid", "--", "sh", "-c", script])
-        .env("TMPDIR", folder.path())
-        .output()
-        .unwrap();
+    let arguments = ["launch", "-n", "1", "--no_prefix", "--save_pid", "--", "sh", "-c", script];
+    let output = support::output_of(support::binary().args(arguments).env("TMPDIR", folder.path()));
     assert!(stdout(&output).trim().parse::<u32>().is_ok(), "{output:?}");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
@@ -342,19 +344,9 @@ fn a_pid_file_lives_as_long_as_the_job() {
 #[test]
 fn rank_env_translates_mpich_and_keeps_the_exit_code() {
     let run = |variables: &[(&str, &str)]| {
-        Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
-            .args([
-                "rank-env",
-                "--launcher",
-                "mpich",
-                "--no_python",
-                "sh",
-                "-c",
-                "echo $RANK $LOCAL_RANK; exit 6",
-            ])
-            .envs(variables.iter().copied())
-            .output()
-            .unwrap()
+        let script = "echo $RANK $LOCAL_RANK; exit 6";
+        let arguments = ["rank-env", "--launcher", "mpich", "--no_python", "sh", "-c", script];
+        support::output_of(support::binary().args(arguments).envs(variables.iter().copied()))
     };
     let output = run(&[("PMI_RANK", "3"), ("MPI_LOCALRANKID", "1")]);
     assert_eq!((stdout(&output).as_str(), output.status.code()), ("3 1\n", Some(6)));

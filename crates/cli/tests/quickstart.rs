@@ -1,7 +1,8 @@
 //! The README's first command with fewer steps: loss falls, and every file is there and can be read.
 
+mod support;
+
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use ferrospeed_observe::monitor::{Event, read_events};
 use serde_json::Value;
@@ -38,12 +39,12 @@ fn the_quickstart_learns_and_leaves_readable_files() {
         "tensorboard.job_name=board",
     ]
     .map(|assignment| ["--set".to_owned(), assignment.to_owned()]);
-    let output = Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
-        .args(["train", "recipes/quickstart.toml", "--out", run.to_str().unwrap()])
-        .args(set.as_flattened())
-        .current_dir(root)
-        .output()
-        .unwrap();
+    let output = support::output_of(
+        support::binary()
+            .args(["train", "recipes/quickstart.toml", "--out", run.to_str().unwrap()])
+            .args(set.as_flattened())
+            .current_dir(root),
+    );
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
     assert!(said.contains("% of peak") && said.contains("validation loss"), "{said}");

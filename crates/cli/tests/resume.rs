@@ -2,7 +2,6 @@
 
 mod support;
 
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -49,17 +48,9 @@ impl Workplace {
     }
 
     fn command(&self, name: &str, more: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+        let mut command = support::binary();
         command.args(["train", "recipe.toml", "--out"]).arg(self.run(name)).args(more);
         command.current_dir(self.0.path()).stdin(Stdio::null());
-        // A script that runs the tests in its background has told them to ignore SIGINT, and programs inherit that.
-        // SAFETY: between fork and exec only `signal` is called, which is safe there.
-        unsafe {
-            command.pre_exec(|| {
-                libc::signal(libc::SIGINT, libc::SIG_DFL);
-                Ok(())
-            });
-        }
         command
     }
 
@@ -68,7 +59,7 @@ impl Workplace {
     }
 
     fn train(&self, name: &str, more: &[&str]) -> Output {
-        let output = self.command(name, more).output().unwrap();
+        let output = support::output_of(&mut self.command(name, more));
         assert!(output.status.success(), "{name}:\n{}\n{}", stdout(&output), stderr(&output));
         output
     }
@@ -110,7 +101,7 @@ fn kill_all(mut launcher: std::process::Child) {
     let children: Vec<String> = children.split_whitespace().map(str::to_owned).collect();
     children.iter().for_each(|pid| signal(pid, "KILL"));
     launcher.kill().unwrap();
-    launcher.wait().unwrap();
+    support::wait_for(&mut launcher);
     wait_until("the ranks are gone", || children.iter().all(|pid| !is_running(pid)));
 }
 
@@ -170,7 +161,7 @@ fn a_run_goes_on_from_the_newest_and_never_over_an_earlier_one() {
     assert!(weights(&place.run("auto")) == weights(&place.run("whole")));
 
     let refuse = |more: &[&str]| {
-        let output = place.command("auto", more).output().unwrap();
+        let output = support::output_of(&mut place.command("auto", more));
         assert!(!output.status.success());
         (output.status.code(), stderr(&output))
     };
@@ -246,7 +237,7 @@ fn a_signal_saves_at_the_end_of_the_step_and_gives_its_own_code() {
                 std::fs::read_to_string(&log).is_ok_and(|text| text.lines().count() > 2)
             });
             signal(&child.id().to_string(), name);
-            let output = child.wait_with_output().unwrap();
+            let output = support::finish(child);
             let said = format!("{ranks} ranks, {name}:\n{}\n{}", stdout(&output), stderr(&output));
             assert_eq!(output.status.code(), Some(code), "{said}");
             assert!(stdout(&output).contains("go on with --resume"), "{said}");

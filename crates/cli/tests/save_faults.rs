@@ -43,11 +43,7 @@ impl Workplace {
     }
 
     fn ferrospeed(&self, words: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
-            .args(words)
-            .current_dir(self.0.path())
-            .output()
-            .unwrap()
+        support::output_of(support::binary().args(words).current_dir(self.0.path()))
     }
 
     /// Runs a shell script where file systems may be mounted that no one else sees; `None` where that is not allowed.
@@ -99,7 +95,7 @@ fn a_run_killed_while_it_saves_leaves_whole_checkpoints() {
         let children: Vec<String> = children.split_whitespace().map(str::to_owned).collect();
         Command::new("kill").arg("-KILL").args(&children).status().unwrap();
         launcher.kill().unwrap();
-        launcher.wait().unwrap();
+        support::wait_for(&mut launcher);
         wait_until("the ranks are gone", || children.iter().all(|pid| !is_running(pid)));
 
         killed_within_a_save += usize::from(names(&dir).iter().any(is_unfinished));

@@ -1,9 +1,11 @@
 //! `ferrospeed train` on a terminal: a pseudo-terminal and as much of an emulator as the block needs.
 
+mod support;
+
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use nix::pty::{Winsize, openpty};
 
@@ -68,7 +70,7 @@ const WIDTH: u16 = 96;
 fn run_on_terminal(place: &Path, ranks: &str, terminal: &str) -> String {
     let size = Winsize { ws_row: 30, ws_col: WIDTH, ws_xpixel: 0, ws_ypixel: 0 };
     let pty = openpty(Some(&size), None).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+    let mut command = support::binary();
     command
         .args(["train", "recipe.toml", "-n", ranks, "--out", &format!("run-{ranks}-{terminal}")])
         .current_dir(place)
@@ -81,14 +83,17 @@ fn run_on_terminal(place: &Path, ranks: &str, terminal: &str) -> String {
     // The command's copies of the terminal must not outlive the child, or the master never sees its end.
     drop(command);
     let mut master = File::from(pty.master);
-    let mut written = Vec::new();
-    let mut buffer = [0; 4096];
-    // On Linux the end is an I/O error, once every copy of the terminal is closed.
-    while let Ok(count @ 1..) = master.read(&mut buffer) {
-        written.extend_from_slice(&buffer[..count]);
-    }
-    let status = child.wait().unwrap();
-    let text = String::from_utf8(written).expect("text");
+    let reader = std::thread::spawn(move || {
+        let mut written = Vec::new();
+        let mut buffer = [0; 4096];
+        // On Linux the end is an I/O error, once every copy of the terminal is closed.
+        while let Ok(count @ 1..) = master.read(&mut buffer) {
+            written.extend_from_slice(&buffer[..count]);
+        }
+        written
+    });
+    let status = support::wait_for(&mut child);
+    let text = String::from_utf8(reader.join().unwrap()).expect("text");
     assert!(status.success(), "{text}");
     text
 }

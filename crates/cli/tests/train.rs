@@ -1,7 +1,9 @@
 //! `ferrospeed train` and `generate` as a person uses them: real processes, real files.
 
+mod support;
+
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 
 use serde_json::Value;
 
@@ -48,7 +50,7 @@ impl Workplace {
     }
 
     fn ferrospeed(&self, words: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_ferrospeed")).args(words).current_dir(self.path()).output().unwrap()
+        support::output_of(support::binary().args(words).current_dir(self.path()))
     }
 
     fn train(&self, name: &str, more: &[&str]) -> PathBuf {

@@ -1,8 +1,10 @@
 //! Running the binary and looking at processes.
 #![allow(dead_code)] // Each test file uses its own part.
 
+use std::io::Read;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// Within this time of a failure or a signal every rank must be gone.
@@ -10,6 +12,71 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How long a busy machine may take to get anything done at all.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a process of a test may run: far above what any needs, far below a hang that nobody notices.
+const RUN_LIMIT: Duration = Duration::from_secs(300);
+
+/// This binary, for which signals mean what they usually do: `nohup`, and a shell that puts the tests into its background,
+/// have told them to ignore some, and programs inherit that.
+pub(crate) fn binary() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+    take_signals(&mut command);
+    command
+}
+
+/// Lets a program have the usual signals.
+pub(crate) fn take_signals(command: &mut Command) -> &mut Command {
+    // SAFETY: between fork and exec only `signal` is called, which is safe there.
+    unsafe {
+        command.pre_exec(|| {
+            for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR2] {
+                libc::signal(signal, libc::SIG_DFL);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Runs a command to its end; one that does not come to an end is killed, and fails the test.
+pub(crate) fn output_of(command: &mut Command) -> Output {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    finish(command.spawn().expect("the program starts"))
+}
+
+/// Waits for a process and all of its output, as [`output_of`] does.
+pub(crate) fn finish(mut child: Child) -> Output {
+    fn read_all(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<Vec<u8>> {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
+            bytes
+        })
+    }
+    let (out, error) = (read_all(child.stdout.take()), read_all(child.stderr.take()));
+    let status = wait_for(&mut child);
+    let end = Instant::now() + WAIT_LIMIT;
+    while !(out.is_finished() && error.is_finished()) {
+        assert!(Instant::now() < end, "something that outlived process {} holds its output open", child.id());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Output { status, stdout: out.join().unwrap(), stderr: error.join().unwrap() }
+}
+
+/// Waits for a process to end, within bounds.
+pub(crate) fn wait_for(child: &mut Child) -> ExitStatus {
+    let end = Instant::now() + RUN_LIMIT;
+    loop {
+        if let Some(status) = child.try_wait().expect("a child of ours") {
+            return status;
+        }
+        if Instant::now() >= end {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("process {} was still running after {} s", child.id(), RUN_LIMIT.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
 
 /// Runs the binary to its end.
 pub(crate) fn ferrospeed(arguments: &[&str]) -> Output {
@@ -21,7 +88,7 @@ pub(crate) struct Started(Option<Child>);
 
 /// Starts the binary.
 pub(crate) fn start(arguments: &[&str]) -> Started {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+    let mut command = binary();
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     Started(Some(command.spawn().expect("the binary starts")))
 }
@@ -32,8 +99,7 @@ impl Started {
     }
 
     pub(crate) fn finish(mut self) -> Output {
-        let child = self.0.take().expect("finished once");
-        child.wait_with_output().expect("the binary ends")
+        finish(self.0.take().expect("finished once"))
     }
 }
 
@@ -62,6 +128,12 @@ pub(crate) fn lines_of(path: &Path) -> Vec<String> {
 pub(crate) fn is_running(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z'))
+}
+
+/// Whether a program is installed.
+pub(crate) fn in_path(program: &str) -> bool {
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&folders).any(|folder| folder.join(program).is_file())
 }
 
 /// Waits for a condition, and fails when patience runs out.

@@ -1,0 +1,219 @@
+//! Ranks that the real `mpirun` and `srun` start, alone and behind `ferrospeed launch`: one job, one folder, one log.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use support::{binary, in_path, output_of, stderr, stdout, take_signals, wait_until};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_ferrospeed");
+const STEPS: usize = 5;
+
+/// A folder with a recipe for the given number of steps.
+fn workplace() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "the quick brown fox jumps over the lazy dog\n".repeat(300);
+    std::fs::write(folder.path().join("text.txt"), text).unwrap();
+    let recipe = format!(
+        r#"
+        name = "small"
+        steps = {STEPS}
+        ranks = 2
+        [model]
+        preset = "gpt2"
+        layers = 1
+        width = 64
+        heads = 2
+        [data]
+        text = ["text.txt"]
+        sequence = 64
+        [ds_config]
+        train_micro_batch_size_per_gpu = 4
+        steps_per_print = 1
+        optimizer = {{ type = "AdamW", params = {{ lr = 3e-3 }} }}
+        zero_optimization = {{ stage = 2 }}
+        "#
+    );
+    std::fs::write(folder.path().join("recipe.toml"), recipe).unwrap();
+    std::fs::write(folder.path().join("hosts"), "localhost slots=2\n").unwrap();
+    folder
+}
+
+/// Runs a command whose ranks train in `folder/run`, and checks that they were one job.
+fn expect_one_job(command: &mut Command, folder: &Path, ranks: usize) {
+    let output = output_of(command.current_dir(folder).env("HOME", folder));
+    let said = format!("{}\n{}", stdout(&output), stderr(&output));
+    assert!(output.status.success(), "{said}");
+    assert_eq!(said.matches(&format!("finished {STEPS} steps")).count(), 1, "{said}");
+    assert!(said.contains(&format!(" {ranks} rank")), "{said}");
+    let log = std::fs::read_to_string(folder.join("run/log.jsonl")).unwrap();
+    let steps: Vec<u64> = log
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap())
+        .collect();
+    assert_eq!(steps, (1..=STEPS as u64).collect::<Vec<_>>());
+    std::fs::remove_dir_all(folder.join("run")).unwrap();
+}
+
+const TRAIN: [&str; 5] = [BINARY, "train", "recipe.toml", "--out", "run"];
+
+/// `ferrospeed launch` over another launcher, with one of its options.
+fn behind_launch(launcher: &str, option: &str) -> Command {
+    let mut command = binary();
+    command.args(["launch", "-H", "hosts", "--force_multi", "--no_ssh_check", "--master_addr", "127.0.0.1"]);
+    command.args(["--launcher", launcher, "--launcher_args", option, "--"]).args(TRAIN);
+    command
+}
+
+fn mpirun(ranks: &str) -> Command {
+    let mut command = Command::new("mpirun");
+    take_signals(&mut command).args(["--allow-run-as-root", "--oversubscribe", "-n", ranks]);
+    command
+}
+
+/// Open MPI's, not another one of that name.
+fn has_openmpi() -> bool {
+    let version = in_path("mpirun").then(|| output_of(Command::new("mpirun").arg("--version")));
+    let found = version.is_some_and(|output| stdout(&output).contains("Open MPI"));
+    if !found {
+        eprintln!("skipped: no Open MPI here");
+    }
+    found
+}
+
+#[test]
+fn ranks_of_mpirun_are_one_job() {
+    if !has_openmpi() {
+        return;
+    }
+    let folder = workplace();
+    expect_one_job(mpirun("2").args(TRAIN), folder.path(), 2);
+    expect_one_job(mpirun("1").args(TRAIN), folder.path(), 1);
+    expect_one_job(&mut behind_launch("openmpi", "--allow-run-as-root --oversubscribe"), folder.path(), 2);
+}
+
+#[test]
+fn a_mistake_in_the_recipe_is_said_once_under_mpirun() {
+    if !has_openmpi() {
+        return;
+    }
+    let folder = workplace();
+    let output =
+        output_of(mpirun("2").args(TRAIN).args(["--set", "data.text=[\"gone.txt\"]"]).current_dir(&folder));
+    assert!(!output.status.success());
+    let said = stderr(&output);
+    assert_eq!(said.matches("gone.txt does not exist").count(), 1, "{said}");
+}
+
+#[test]
+fn benchmarks_measure_on_the_ranks_of_mpirun() {
+    if !has_openmpi() {
+        return;
+    }
+    let run = |words: &[&str]| -> Output { output_of(mpirun("2").arg(BINARY).arg("bench").args(words)) };
+    let comm = ["comm", "--op", "barrier", "--size", "4KiB", "--dtype", "f32", "--memory", "staged"];
+    let output = run(&[&comm[..], &["--case_ms", "1", "--json"]].concat());
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(stdout(&output).lines().count(), 1, "{}", stdout(&output));
+    let output = run(&["checkpoint"]);
+    assert!(stderr(&output).contains("bench checkpoint starts its own ranks"), "{}", stderr(&output));
+}
+
+/// Slurm on this host alone, with all of its files in one folder; gone when dropped.
+struct Slurm {
+    folder: tempfile::TempDir,
+}
+
+impl Slurm {
+    /// `None` where it cannot be started: its daemons want root.
+    fn start() -> Option<Slurm> {
+        // SAFETY: a system call without arguments that cannot fail.
+        let is_root = unsafe { libc::geteuid() } == 0;
+        let programs = ["munged", "slurmctld", "slurmd", "srun", "sinfo", "sbatch"];
+        if !is_root || !programs.into_iter().all(in_path) {
+            eprintln!("skipped: no Slurm here, or no root to start it");
+            return None;
+        }
+        let slurm = Slurm { folder: tempfile::tempdir().unwrap() };
+        let configuration = slurm.configuration();
+        std::fs::write(slurm.path("slurm.conf"), configuration).unwrap();
+        // Any 128 bytes do: nothing here is meant to be secret.
+        std::fs::write(slurm.path("key"), [b'k'; 128]).unwrap();
+        std::fs::set_permissions(slurm.path("key"), std::os::unix::fs::PermissionsExt::from_mode(0o600))
+            .unwrap();
+        let files =
+            ["key-file=key", "socket=socket", "pid-file=munged.pid", "log-file=munged.log", "seed-file=seed"];
+        let options = files.map(|file| {
+            let (option, name) = file.split_once('=').unwrap();
+            format!("--{option}={}", slurm.path(name).display())
+        });
+        slurm.run(Command::new("munged").arg("--force").args(options));
+        slurm.run(&mut Command::new("slurmctld"));
+        slurm.run(&mut Command::new("slurmd"));
+        wait_until("the node to be ready", || {
+            let output = output_of(slurm.with_configuration(Command::new("sinfo").args(["-h", "-o", "%T"])));
+            stdout(&output).trim() == "idle"
+        });
+        Some(slurm)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn configuration(&self) -> String {
+        let ports = [0; 2].map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+        let [control, node] = ports.map(|listener| listener.local_addr().unwrap().port());
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        let host = host.trim().split('.').next().unwrap_or_default();
+        let folder = self.folder.path().display();
+        format!(
+            "ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={control}\nSlurmdPort={node}\n\
+             AuthType=auth/munge\nAuthInfo=socket={folder}/socket\nSlurmUser=root\nSlurmdUser=root\n\
+             StateSaveLocation={folder}\nSlurmdSpoolDir={folder}/spool\nSlurmctldPidFile={folder}/slurmctld.pid\n\
+             SlurmdPidFile={folder}/slurmd.pid\nSlurmctldLogFile={folder}/slurmctld.log\n\
+             SlurmdLogFile={folder}/slurmd.log\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n\
+             MpiDefault=none\nReturnToService=2\nSelectType=select/linear\n\
+             NodeName={host} NodeAddr=127.0.0.1 CPUs=1 State=UNKNOWN\n\
+             PartitionName=all Nodes={host} Default=YES State=UP\n"
+        )
+    }
+
+    fn with_configuration<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command.env("SLURM_CONF", self.path("slurm.conf"))
+    }
+
+    /// Starts a daemon, which goes into the background by itself.
+    fn run(&self, command: &mut Command) {
+        let output = output_of(take_signals(self.with_configuration(command)));
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+}
+
+impl Drop for Slurm {
+    fn drop(&mut self) {
+        for daemon in ["slurmd", "slurmctld", "munged"] {
+            let pid = std::fs::read_to_string(self.path(&format!("{daemon}.pid"))).unwrap_or_default();
+            if !pid.trim().is_empty() {
+                let _ = Command::new("kill").arg(pid.trim()).status();
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_of_srun_are_one_job_and_a_batch_script_is_none() {
+    let Some(slurm) = Slurm::start() else { return };
+    let folder = workplace();
+    let mut command = Command::new("srun");
+    command.args(["--overcommit", "-n", "2"]).args(TRAIN);
+    expect_one_job(slurm.with_configuration(&mut command), folder.path(), 2);
+    let mut command = behind_launch("slurm", "--overcommit");
+    expect_one_job(slurm.with_configuration(&mut command), folder.path(), 2);
+    let mut command = Command::new("sbatch");
+    command.args(["--wait", "--overcommit", "-n", "2", "-o", "said", "--wrap"]).arg(TRAIN.join(" "));
+    let output = output_of(slurm.with_configuration(&mut command).current_dir(&folder));
+    let said = std::fs::read_to_string(folder.path().join("said")).unwrap_or_default();
+    assert!(output.status.success() && said.contains("finished"), "{said}{}", stderr(&output));
+}
