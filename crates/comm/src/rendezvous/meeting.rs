@@ -90,20 +90,22 @@ fn key_of(options: &ConnectOptions, secret: &str) -> JobKey {
 
 /// Where the hub is, for a member on the same host; why not, while it is not there.
 pub(super) fn find(options: &ConnectOptions) -> std::result::Result<MeetingPoint, String> {
-    const NOT_YET: &str = "it does not listen yet";
     let path = path_of(options).map_err(|error| error.to_string())?;
+    let folder = path.parent().unwrap_or(&path).display();
+    let not_yet =
+        || format!("it has not announced itself in {folder}; ranks of one host need the same TMPDIR");
     let mut file = match private::open(&path) {
         Ok(file) => file,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Err(NOT_YET.into()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(not_yet()),
         Err(error) => return Err(error.to_string()),
     };
     if !is_held(&file).map_err(|error| error.to_string())? {
-        return Err(NOT_YET.into());
+        return Err(not_yet());
     }
     let mut text = String::new();
     Read::take(&mut file, 256).read_to_string(&mut text).map_err(|error| error.to_string())?;
     let parsed = text.strip_suffix('\n').and_then(|line| line.split_once(' '));
-    let (port, secret) = parsed.ok_or(NOT_YET)?;
+    let (port, secret) = parsed.ok_or_else(not_yet)?;
     let port: u16 = port.parse().map_err(|_| format!("{} is not a meeting of ranks", path.display()))?;
     let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
     Ok(MeetingPoint { address, key: key_of(options, secret) })

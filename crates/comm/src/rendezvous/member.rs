@@ -201,10 +201,13 @@ fn connect(
         let problem = match find() {
             Ok(found) => match call(&found, claim, deadline) {
                 Ok(stream) => return Ok((stream, found.key)),
-                Err(Unproven::Io(error)) if error.kind() == ErrorKind::ConnectionRefused => error.to_string(),
-                Err(problem) => {
+                Err(problem) if is_strange(&problem) => {
                     strange_since.get_or_insert_with(Instant::now);
                     format!("what listens there is not this job's hub: {problem}")
+                }
+                Err(problem) => {
+                    strange_since = None;
+                    problem.to_string()
                 }
             },
             Err(problem) => problem,
@@ -218,6 +221,15 @@ fn connect(
         }
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(if strange_since.is_some() { PAUSES.1 } else { PAUSES.1 / 10 });
+    }
+}
+
+/// Whether something answered that is not the hub, or listens and says nothing. A hub that is not there yet refuses the
+/// connection, and one in a crowd may cut it.
+fn is_strange(problem: &Unproven) -> bool {
+    match problem {
+        Unproven::Io(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+        Unproven::Protocol | Unproven::Stranger | Unproven::TurnedAway(_) => true,
     }
 }
 
