@@ -1,7 +1,7 @@
 //! How processes become a job.
 //!
 //! Rank 0 keeps a small hub at `MASTER_ADDR:MASTER_PORT` (`hub`); every rank, rank 0 included, joins it (`member`).
-//! Both prove that they know the job's token ([`auth`](crate::auth)); then the rank presents its number, the world size,
+//! Both prove that they know the job's token (`auth`); then the rank presents its number, the world size,
 //! the version of its binary and the hash of its configuration. A stranger (wrong token, garbage) is turned away and the
 //! job goes on waiting; a member that disagrees about the job ends it for all, with the reason on both sides; ranks still
 //! missing at the deadline are named.
