@@ -167,7 +167,8 @@ fn a_run_goes_on_from_the_newest_and_never_over_an_earlier_one() {
     };
     let (code, message) = refuse(&[]);
     assert_eq!(code, Some(2));
-    assert!(message.contains("checkpoints of an earlier run") && message.contains("--resume"), "{message}");
+    assert!(message.contains("an earlier run has left its log and weights here"), "{message}");
+    assert!(message.contains("--resume") && message.contains("--overwrite"), "{message}");
     let (_, message) = refuse(&["--resume", "global_step3"]);
     assert!(message.contains("there are: global_step4, global_step7, global_step9"), "{message}");
     let (_, message) = refuse(&["--resume", "no/such/folder"]);
@@ -180,7 +181,8 @@ fn a_run_goes_on_from_the_newest_and_never_over_an_earlier_one() {
         std::fs::remove_file(folder.join("rank_00001.safetensors")).unwrap();
     }
     let (_, message) = refuse(&["--resume"]);
-    assert!(message.contains("there is no complete checkpoint"), "{message}");
+    assert!(message.contains("there is no whole checkpoint to go on from"), "{message}");
+    assert!(message.contains("'global_step9' is passed over"), "{message}");
 }
 
 #[test]
