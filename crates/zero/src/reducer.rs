@@ -553,7 +553,9 @@ mod tests {
         };
         let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
         let numel = layout.part_numel;
-        Reducer::new(&World::solo(), options, plan, &[numel], shapes, &Device::cpu()).unwrap()
+        let world = World::solo();
+        Reducer::new(&world, &Sharding::over_world(&world), options, plan, &[numel], shapes, &Device::cpu())
+            .unwrap()
     }
 
     fn gradient(value: f32, numel: usize) -> Arrived {
