@@ -1,5 +1,6 @@
 //! The one error of this crate.
 
+use ferrospeed_collective::CollectiveError;
 use ferrospeed_tensor::TensorError;
 
 /// What can go wrong where model state lives.
@@ -50,6 +51,15 @@ impl From<ferrospeed_comm::Error> for ZeroError {
         match cause {
             ferrospeed_comm::Error::Mismatch { .. } => ZeroError::Order(error),
             _ => ZeroError::Comm(error),
+        }
+    }
+}
+
+impl From<CollectiveError> for ZeroError {
+    fn from(error: CollectiveError) -> ZeroError {
+        match error {
+            CollectiveError::Comm(error) => error.into(),
+            CollectiveError::Tensor(error) => error.into(),
         }
     }
 }

@@ -11,10 +11,10 @@ use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Param, Tensor};
 
 use crate::error::{Result, ZeroError};
-use crate::exchange;
 use crate::memory::part;
 use crate::sharding::Sharding;
 use crate::store::Share;
+use ferrospeed_collective::exchange;
 
 /// Elements that are loaded at a time, so that what is under way stays in the cache.
 const LOADED_AT_ONCE: usize = 256 << 10;

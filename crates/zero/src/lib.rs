@@ -11,7 +11,6 @@ pub mod access;
 mod attached;
 pub mod buckets;
 mod error;
-mod exchange;
 mod fill;
 mod hold;
 mod memory;

@@ -1,9 +1,9 @@
-//! Tensors in memory that the ranks' peers can reach, and regions of tensors for collectives.
+//! Tensors in memory that the ranks' peers can reach.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use ferrospeed_comm::{DType as CommType, Region, Registered, World};
+use ferrospeed_comm::{Registered, World};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::{Result, ZeroError};
@@ -48,26 +48,6 @@ fn mapped(registered: Registered, numel: usize, dtype: DType, device: &Device, c
     // SAFETY: the registration gives at least as many zeroed, page-aligned bytes, which live as long as the owner, and
     // only this crate writes them: kernels between collectives, collectives between kernels.
     unsafe { Tensor::from_external(address, [numel], dtype, device, category, Arc::new(registered)) }
-}
-
-/// A tensor's bytes for a collective.
-pub(crate) fn region(tensor: &Tensor) -> Region {
-    // SAFETY: the tensor keeps its buffer alive; whoever starts the collective does not touch these bytes until it
-    // has waited for it.
-    unsafe { Region::from_raw(tensor.address().as_ptr(), tensor.size_bytes(), tensor.keep_alive()) }
-}
-
-/// Our element type as `comm` calls it.
-pub(crate) fn comm_type(dtype: DType) -> CommType {
-    match dtype {
-        DType::F32 => CommType::F32,
-        DType::BF16 => CommType::BF16,
-        DType::F16 => CommType::F16,
-        DType::I64 => CommType::I64,
-        DType::I32 => CommType::I32,
-        DType::U8 => CommType::U8,
-        DType::Bool => CommType::Bool,
-    }
 }
 
 /// The part `start..start + len` of a flat tensor.

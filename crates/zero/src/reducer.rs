@@ -16,9 +16,9 @@ use ferrospeed_tensor::{Category, DType, Device, RowGradient, Shape, Tensor, ops
 
 use crate::buckets::{Bucket, Kind};
 use crate::error::{Result, ZeroError};
-use crate::exchange::{self, Pending};
 use crate::memory::{part, reachable};
 use crate::sharding::Sharding;
+use ferrospeed_collective::exchange::{self, Pending};
 
 /// Places are lent only where kernels write as fast as to memory of their own.
 const PLACE_ALIGNMENT_BYTES: usize = 64;
@@ -429,10 +429,10 @@ impl Reducer {
         let mut own = part(&buffer, bucket.own_start, bucket.own_numel())?;
         let work = match travels {
             false => None,
-            true if self.options.whole => Some(exchange::all_reduce(&self.sharding, &buffer, op)?),
+            true if self.options.whole => Some(exchange::all_reduce(self.sharding.levels(), &buffer, op)?),
             true => {
                 own = self.place_of_first(bucket)?.unwrap_or(own);
-                Some(exchange::reduce_scatter(&self.sharding, &buffer, &own, &bucket.counts, op)?)
+                Some(exchange::reduce_scatter(self.sharding.levels(), &buffer, &own, &bucket.counts, op)?)
             }
         };
         Ok(Some(InFlight { bucket: index, work, own }))

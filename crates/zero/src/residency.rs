@@ -16,9 +16,9 @@ use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
-use crate::exchange::{self, Pending};
 use crate::memory::part;
 use crate::trace::ReadOrder;
+use ferrospeed_collective::exchange::{self, Pending};
 
 /// The limits of stage 3, in elements.
 #[derive(Debug, Clone, Copy)]
@@ -216,7 +216,7 @@ impl Residency {
     fn land(&mut self, param: usize) -> Result<()> {
         let Some(work) = self.whole[param].work.take() else { return Ok(()) };
         self.under_way_numel -= self.numel(param);
-        work.wait()
+        Ok(work.wait()?)
     }
 
     /// Notes a read.

@@ -7,9 +7,9 @@
 use ferrospeed_tensor::{Category, RowGradient, Tensor};
 
 use crate::error::Result;
-use crate::exchange;
 use crate::memory::part;
 use crate::reducer::{Arrived, Reducer};
+use ferrospeed_collective::exchange;
 
 /// What a rank says that has a whole gradient.
 const WHOLE: i64 = -1;
@@ -49,7 +49,7 @@ impl Reducer {
             self.copy_rows(&values, &shared, &places, width)?;
         }
         if !ids.is_empty() {
-            exchange::all_reduce(&self.sharding, &shared, self.operation())?.wait()?;
+            exchange::all_reduce(self.sharding.levels(), &shared, self.operation())?.wait()?;
         }
         self.arrived[param] = None;
         let buffer = self.buffer(bucket)?;

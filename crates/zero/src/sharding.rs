@@ -5,6 +5,7 @@
 //! and then over the replicas, so what crosses between shards is one part and not the whole; weights are gathered within
 //! the shard alone. (Zhang et al.: "MiCS: near-linear scaling for training gigantic model on public cloud", 2022.)
 
+use ferrospeed_collective::exchange::Levels;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
 
 use crate::error::{Result, ZeroError};
@@ -42,6 +43,11 @@ impl Sharding {
         let topology = ProcessTopology::new([(REPLICA, ranks / size), (SHARD, size)])?;
         let mesh = Mesh::new(world.clone(), topology)?;
         Ok(Sharding { shard: mesh.group(SHARD)?, replicas: Some(mesh.group(REPLICA)?) })
+    }
+
+    /// The ranks of a reduction.
+    pub(crate) fn levels(&self) -> Levels<'_> {
+        Levels { first: &self.shard, second: self.replicas.as_ref() }
     }
 
     /// How many ranks bring gradients of their own.

@@ -11,10 +11,10 @@ use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
-use crate::exchange;
 use crate::memory::part;
 use crate::reducer::Segment;
 use crate::store::{Share, ZeroStore};
+use ferrospeed_collective::exchange;
 
 /// What a step is told.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -368,6 +368,6 @@ impl ZeroStore {
             let pair = (share.own_values()?, share.values.clone());
             pending.extend(exchange::all_gather(&self.sharding.shard, &[pair], group as u64)?);
         }
-        pending.into_iter().try_for_each(exchange::Pending::wait)
+        Ok(pending.into_iter().try_for_each(exchange::Pending::wait)?)
     }
 }

@@ -1,0 +1,23 @@
+//! Tensors between ranks.
+//!
+//! [`exchange`] moves tensors, wherever their memory is, and returns at once; [`ops`] are collectives that autograd knows:
+//! each has its transpose as its backward. Groups are handed in; nothing here knows of parameters or of the world.
+//!
+//! ```
+//! use ferrospeed_collective::ops;
+//! use ferrospeed_comm::World;
+//! use ferrospeed_tensor::{DType, Device, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let group = World::solo().group();
+//! let x = Tensor::full([2, 3], 1.0, DType::F32, &Device::cpu())?;
+//! assert_eq!(ops::all_gather(&x, 1, &group)?.sizes(), [2, 3]);
+//! # Ok(())
+//! # }
+//! ```
+
+mod error;
+pub mod exchange;
+pub mod ops;
+
+pub use error::{CollectiveError, Result};
