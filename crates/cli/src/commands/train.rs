@@ -67,11 +67,12 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
     let mut lock = None;
     if place.is_none() {
+        // A recipe that cannot be run leaves no folder behind.
+        look_ahead(args, &recipe, &folder)?;
         lock = Some(folder.lock().map_err(failure)?);
         if args.overwrite {
             folder.clear().map_err(failure)?;
         }
-        look_ahead(args, &recipe, &folder)?;
     }
     let name = recipe.name.clone();
     let outcome = if place.is_some() || recipe.ranks == 1 {
@@ -106,6 +107,9 @@ fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure>
 /// Ranks look again; a mistake is said once, before any of them begins, and text becomes tokens once.
 fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
     ferrospeed_train::check(recipe, &args.recipe, folder, &mut tell_preparing()).map_err(failure)?;
+    if args.overwrite {
+        return Ok(());
+    }
     let start = args.resume().find(folder).map_err(failure)?;
     if args.resume.is_some() && start.candidates.is_empty() {
         let folder = folder.checkpoints();
