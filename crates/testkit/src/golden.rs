@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::cases::Cases;
+
 /// The environment variable that names another set of recorded cases.
 pub const OVERRIDE_VARIABLE: &str = "FERROSPEED_GOLDEN";
 
@@ -41,6 +43,39 @@ impl Golden {
     /// The folder of this set.
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Whether this is the repository's own set.
+    pub fn is_default(&self) -> bool {
+        !self.overridden
+    }
+
+    /// Compares every case of a known JSON file. `known` is how many the default set holds.
+    ///
+    /// # Panics
+    /// With every case that failed, or when too few were there.
+    #[track_caller]
+    pub fn each_case(&self, relative: &str, known: usize, mut compare: impl FnMut(&Value)) {
+        let mut cases = Cases::of(relative);
+        for (index, case) in self.cases(relative).iter().enumerate() {
+            let name = case.get("id").map_or_else(|| format!("case {index}"), Value::to_string);
+            cases.check(name, || compare(case));
+        }
+        cases.finish(self, known);
+    }
+
+    /// Compares every entry of a known folder whose name ends with `suffix`. `known` is how many the default set holds.
+    ///
+    /// # Panics
+    /// With every entry that failed, or when too few were there.
+    #[track_caller]
+    pub fn each_entry(&self, folder: &str, suffix: &str, known: usize, mut compare: impl FnMut(&Path)) {
+        let mut cases = Cases::of(folder);
+        for path in self.entries(folder, suffix) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            cases.check(name, || compare(&path));
+        }
+        cases.finish(self, known);
     }
 
     /// The path of a known file or folder, or `None` where an override set lacks it.

@@ -1,0 +1,24 @@
+//! A test that cannot run here says so, and is counted.
+//!
+//! [`skip`] prints "skipped: REASON". Where `FERROSPEED_SKIPS` names a file, it also appends a line there, so that a
+//! check of the whole repository can end with how many tests did not run and why.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+
+/// The environment variable that names the file to which skips are appended.
+pub const SKIPS_VARIABLE: &str = "FERROSPEED_SKIPS";
+
+/// Says that the test which runs on this thread is skipped, and why. The caller returns.
+///
+/// # Panics
+/// When the file of skips is named and cannot be written: a skip that nobody counts is a hole.
+pub fn skip(reason: &str) {
+    eprintln!("skipped: {reason}");
+    let Some(path) = std::env::var_os(SKIPS_VARIABLE).filter(|path| !path.is_empty()) else { return };
+    let test = std::thread::current().name().unwrap_or("?").to_owned();
+    let file = OpenOptions::new().create(true).append(true).open(&path);
+    // One write, so that lines of tests that run at the same time do not mix.
+    let written = file.and_then(|mut file| file.write_all(format!("{reason}\t{test}\n").as_bytes()));
+    written.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+}
