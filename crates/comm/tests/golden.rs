@@ -26,7 +26,7 @@ fn point(value: &Value) -> Vec<(&str, usize)> {
 
 #[test]
 fn golden_topology() {
-    for case in golden().cases("pipeline/topology.json") {
+    golden().each_case("pipeline/topology.json", 10, |case| {
         let topology = topology_of(&case);
         let ranks = 0..topology.world_size();
         assert_eq!(json!(topology.world_size()), case["world_size"], "{case}");
@@ -86,12 +86,12 @@ fn golden_topology() {
             };
             assert!(failed, "{error} of {case}");
         }
-    }
+    });
 }
 
 #[test]
 fn golden_grid() {
-    for case in golden().cases("pipeline/grid.json") {
+    golden().each_case("pipeline/grid.json", 10, |case| {
         let world_size: usize = case["dims"].as_array().unwrap().iter().map(number).product();
         let args = &case["args"];
         let grid_of = |rank: usize| match (args.get("num_mp"), args.get("num_pp")) {
@@ -139,7 +139,7 @@ fn golden_grid() {
                 assert_eq!(actual[key], *value, "{key} of {expected}");
             }
         }
-    }
+    });
 }
 
 fn order(flag: &Value) -> ExpertOrder {
@@ -152,7 +152,7 @@ fn chained((first, second): (layout::RankLists, layout::RankLists)) -> Value {
 
 #[test]
 fn golden_utils_groups() {
-    for case in golden().cases("utils/groups.json") {
+    golden().each_case("utils/groups.json", 31, |case| {
         let given = |name: &str| number(&case[name]);
         let world = given("world_size");
         let result = match case["fn"].as_str().unwrap() {
@@ -186,7 +186,7 @@ fn golden_utils_groups() {
             other => panic!("unknown function {other}"),
         };
         compare(&case, result, case.get("error").map(|error| &error["message"]), case.get("expect"));
-    }
+    });
 }
 
 /// Equal results, or an error on both sides; a divisibility error says the same numbers.
@@ -210,7 +210,7 @@ fn compare(
 
 #[test]
 fn golden_moe_groups() {
-    for case in golden().cases("moe/groups.json") {
+    golden().each_case("moe/groups.json", 16, |case| {
         let given = |name: &str| number(&case[name]);
         let order = order(&case["use_data_before_expert"]);
         let groups = match case["fn"].as_str().unwrap() {
@@ -229,7 +229,7 @@ fn golden_moe_groups() {
         let groups = match (groups, case.get("error")) {
             (Err(error), Some(message)) => {
                 assert!(error.to_string().contains(message.as_str().unwrap()), "{error} for {case}");
-                continue;
+                return;
             }
             (groups, None) => groups.unwrap(),
             (groups, _) => panic!("{groups:?} for {case}"),
@@ -252,7 +252,7 @@ fn golden_moe_groups() {
                 _ => {}
             }
         }
-    }
+    });
 }
 
 #[test]
@@ -294,7 +294,7 @@ fn golden_logger_numbers() {
         Some(other) => panic!("unknown number {other}"),
         None => (actual - expected.as_f64().unwrap()).abs() <= 1e-9 * actual.abs().max(1.0),
     };
-    for case in golden().cases("utils/misc.json") {
+    golden().each_case("utils/misc.json", 63, |case| {
         let (args, expect) = (&case["args"], &case["expect"]);
         match case["fn"].as_str().unwrap() {
             "trim_mean" => {
@@ -316,7 +316,7 @@ fn golden_logger_numbers() {
             }
             _ => {}
         }
-    }
+    });
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn run(trace: &Value) -> Vec<(Vec<String>, Vec<String>, Vec<String>)> {
 
 #[test]
 fn golden_gathers_follow_the_recorded_order() {
-    for path in golden().entries("zero/z3trace", ".json") {
+    golden().each_entry("zero/z3trace", ".json", 14, |path| {
         let trace = read_json(&path);
         let name = text(&trace["name"]);
         let recorded: Vec<String> = trace["params"]
@@ -106,5 +106,5 @@ fn golden_gathers_follow_the_recorded_order() {
             }
             assert_eq!(first, third, "{name}: a pass leaves the order it recorded");
         }
-    }
+    });
 }

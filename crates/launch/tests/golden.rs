@@ -27,7 +27,7 @@ fn expects_error(case: &Value) -> bool {
 
 #[test]
 fn golden_hostfile() {
-    for case in golden().cases("launcher/hostfile.json") {
+    golden().each_case("launcher/hostfile.json", 22, |case| {
         let text = case["hostfile"].as_str().unwrap();
         let parsed = hostfile::parse(text);
         if expects_error(&case) {
@@ -45,7 +45,7 @@ fn golden_hostfile() {
                 }
                 _ => {}
             }
-            continue;
+            return;
         }
         match parsed {
             Ok(pool) => assert_eq!(json!(pool), case["expect"], "{case}"),
@@ -56,19 +56,19 @@ fn golden_hostfile() {
             }
             Err(error) => panic!("{case}: {error}"),
         }
-    }
+    });
 }
 
 #[test]
 fn golden_resource_filter() {
-    for case in golden().cases("launcher/resource_filter.json") {
+    golden().each_case("launcher/resource_filter.json", 34, |case| {
         let pool: HostPool = serde_json::from_value(case["pool"].clone()).unwrap();
         let (include, exclude) = (case["include"].as_str().unwrap(), case["exclude"].as_str().unwrap());
         let filtered = filter::apply(&pool, include, exclude);
         if !expects_error(&case) {
             let active: Vec<(String, Vec<u32>)> = filtered.unwrap().into_iter().collect();
             assert_eq!(json!(active), case["expect"], "{case}");
-            continue;
+            return;
         }
         let message = case["error"]["message"].as_str().unwrap_or_default();
         if message.contains("list.remove") {
@@ -86,7 +86,7 @@ fn golden_resource_filter() {
                 let expected: Vec<u32> = (0..slots).filter(|&slot| !named(host, slot)).collect();
                 assert_eq!(active.get(host).cloned().unwrap_or_default(), expected, "{case}");
             }
-            continue;
+            return;
         }
         let error = filtered.expect_err(&format!("{case}"));
         let right_kind = match () {
@@ -98,32 +98,32 @@ fn golden_resource_filter() {
             _ => matches!(error, LaunchError::FilterSyntax { .. } | LaunchError::FilterUnknownHost { .. }),
         };
         assert!(right_kind, "{case}: {error}");
-    }
+    });
 }
 
 #[test]
 fn golden_world_info() {
-    for case in golden().cases("launcher/world_info.json") {
+    golden().each_case("launcher/world_info.json", 4, |case| {
         let world: ActiveSlots = serde_json::from_value(case["world_info"].clone()).unwrap();
         assert_eq!(json!(world_info::encode(&world)), case["expect"], "{case}");
         assert_eq!(world_info::decode(case["expect"].as_str().unwrap()).unwrap(), world, "{case}");
-    }
+    });
 }
 
 #[test]
 fn golden_core_ranges() {
-    for case in golden().cases("launcher/core_ranges.json") {
+    golden().each_case("launcher/core_ranges.json", 12, |case| {
         let parsed = cores::parse_core_list(case["value"].as_str().unwrap());
         match expects_error(&case) {
             true => assert!(matches!(parsed, Err(LaunchError::CoreList { .. })), "{case}: {parsed:?}"),
             false => assert_eq!(json!(parsed.unwrap()), case["expect"], "{case}"),
         }
-    }
+    });
 }
 
 #[test]
 fn golden_numactl() {
-    for case in golden().cases("launcher/numactl.json") {
+    golden().each_case("launcher/numactl.json", 11, |case| {
         let listed = case["bind_core_list"].as_str().map(|list| cores::parse_core_list(list).unwrap());
         let cores = listed.unwrap_or_else(|| (0..case["physical_cores"].as_u64().unwrap() as u32).collect());
         let numa: Vec<Vec<u32>> = serde_json::from_value(case["numa_cores"].clone()).unwrap();
@@ -137,12 +137,12 @@ fn golden_numactl() {
                 assert_eq!(found, case["expect"], "{case}");
             }
         }
-    }
+    });
 }
 
 #[test]
 fn golden_num_nodes() {
-    for case in golden().cases("launcher/num_nodes.json") {
+    golden().each_case("launcher/num_nodes.json", 6, |case| {
         let parsed = node_count::parse(case["value"].as_str().unwrap(), case["elastic"].as_bool().unwrap());
         match expects_error(&case) {
             true => assert!(matches!(parsed, Err(LaunchError::NodeCount { .. })), "{case}: {parsed:?}"),
@@ -161,5 +161,5 @@ fn golden_num_nodes() {
                 assert_eq!(found, case["expect"], "{case}");
             }
         }
-    }
+    });
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 #[test]
 fn golden_memory_estimators() {
-    for case in golden().cases("utils/memory_estimators.json") {
+    golden().each_case("utils/memory_estimators.json", 60, |case| {
         let args = &case["args"];
         let number = |name: &str| args[name].as_u64().unwrap_or(0);
         let setup = Setup {
@@ -41,12 +41,12 @@ fn golden_memory_estimators() {
             other => panic!("unknown function {other:?}"),
         };
         assert_eq!(found, case["expect"], "{case}");
-    }
+    });
 }
 
 #[test]
 fn golden_partitions() {
-    for case in golden().cases("utils/partition.json") {
+    golden().each_case("utils/partition.json", 45, |case| {
         let weights: Vec<f64> = case["weights"]
             .as_array()
             .map(|all| all.iter().filter_map(Value::as_f64).collect())
@@ -67,7 +67,7 @@ fn golden_partitions() {
         let expected: Vec<f64> =
             case["expect"].as_array().expect("a list").iter().filter_map(Value::as_f64).collect();
         assert_eq!(found, expected, "{case}");
-    }
+    });
 }
 
 /// The parameters counted from `config.json` are those of the checkpoint beside it.

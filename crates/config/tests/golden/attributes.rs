@@ -3,9 +3,58 @@
 use ferrospeed_config::{Config, LossScale, Precision};
 use serde_json::{Map, Value, json};
 
+/// Keys that came after the recorded version: a recording says nothing of them.
+const NEWER: &[&str] = &[
+    "allgather_sequential",
+    "autoep_non_moe",
+    "compute_grad_norm",
+    "cpuadam_cores_perc",
+    "debug_log",
+    "deepcompile",
+    "double_buffer",
+    "dynamic_batching",
+    "enable_cuda_graph",
+    "enable_sanity_checks",
+    "free_activation",
+    "free_activation_threshold",
+    "keep_all_input_tensors",
+    "keep_int_input_tensors",
+    "leaf_module",
+    "log_trace_cache_warnings",
+    "module_granularity_threshold",
+    "offload_activation",
+    "offload_activation_pin_memory",
+    "offload_opt_states",
+    "offload_parameters",
+    "parameter_alignment",
+    "passes",
+    "save_muon_momentum_buffer_in_memory",
+    "super_offload",
+    "symmetric_memory",
+    "sync_after_allgather",
+    "sync_after_reduce",
+    "sync_before_allgather",
+    "sync_before_reduce",
+    "use_all_reduce_for_fetch_params",
+    "use_gds",
+    "zenflow",
+    "zeropp_loco_param",
+];
+
+/// A section without the keys that its recording cannot have.
+pub(crate) fn without_newer(section: &Value) -> Value {
+    match section {
+        Value::Object(map) => {
+            let known = map.iter().filter(|(key, _)| !NEWER.contains(&key.as_str()));
+            Value::Object(known.map(|(key, value)| (key.clone(), without_newer(value))).collect())
+        }
+        other => other.clone(),
+    }
+}
+
 /// The `zero_optimization` section under DeepSpeed's names; `given` is the section as it was written.
 pub(crate) fn zero(section: &Value, given: &Value) -> Value {
-    let mut zero = section.clone();
+    let mut zero = without_newer(section);
     if let Some(offload) = zero["offload_optimizer"].as_object_mut() {
         let pipeline = offload["pipeline_read"] == true || offload["pipeline_write"] == true;
         offload.insert("pipeline".into(), pipeline.into());
@@ -217,6 +266,8 @@ fn comms(section: &Value) -> Value {
 /// DeepSpeed leaves out what was not given in the free-form parts.
 fn data_efficiency(section: &Value) -> Value {
     let mut section = drop_nulls(section);
+    // Newer than the recordings here, though not in the ZeRO section.
+    section["data_sampling"].as_object_mut().map(|sampling| sampling.remove("pin_memory"));
     if section["data_sampling"]["curriculum_learning"]["enabled"] == false {
         section["data_sampling"]["curriculum_learning"] = json!({ "enabled": false });
     }

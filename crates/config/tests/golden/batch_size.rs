@@ -8,7 +8,7 @@ use super::{Outcome, exceptions, same};
 
 #[test]
 fn golden_batch_sizes() {
-    for case in golden().cases("config/batch_size.json") {
+    golden().each_case("config/batch_size.json", 44, |case| {
         let ours = Outcome::of(Config::from_value("case", &case["config"]), &case["world_size"]);
         match (&ours, case.get("expect")) {
             (Outcome::Accepted(config), Some(expect)) => {
@@ -18,5 +18,5 @@ fn golden_batch_sizes() {
             (Outcome::Refused(_), None) => {}
             _ => assert!(exceptions::excuse(&case, &ours), "{case}: {}", ours.describe()),
         }
-    }
+    });
 }

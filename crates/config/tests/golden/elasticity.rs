@@ -25,7 +25,7 @@ fn old(version: &str) -> bool {
 
 #[test]
 fn golden_elastic_batches() {
-    for case in golden().cases("config/elasticity.json") {
+    golden().each_case("config/elasticity.json", 52, |case| {
         let found = ours(&case);
         let agrees = match (&found, case.get("expect")) {
             (Ok(found), Some(expect)) => {
@@ -42,7 +42,7 @@ fn golden_elastic_batches() {
         };
         let excused = DIFFERENCES.iter().any(|(_, applies)| applies(&case));
         assert!(agrees || excused, "{case}: ours is {found:?}");
-    }
+    });
 }
 
 fn ours(case: &Value) -> Result<Value, String> {

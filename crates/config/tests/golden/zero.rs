@@ -9,7 +9,7 @@ use super::{Outcome, attributes, exceptions, same};
 #[test]
 fn golden_zero_sections() {
     let Some(document) = golden().json("config/zero.json") else { return };
-    for case in document["cases"].as_array().expect("cases") {
+    golden().each_case("config/zero.json", 66, |case| {
         let input = json!({ "train_batch_size": 8, "zero_optimization": case["config"] });
         let ours = Outcome::of(Config::from_value("case", &input), &json!(1));
         match (&ours, case.get("expect")) {
@@ -17,7 +17,7 @@ fn golden_zero_sections() {
             (Outcome::Refused(_), None) => compare_errors(case, &ours),
             _ => assert!(exceptions::excuse(case, &ours), "{case}: {}", ours.describe()),
         }
-    }
+    });
 }
 
 fn compare(case: &Value, config: &Config, defaults: &Value, expect: &Value) {

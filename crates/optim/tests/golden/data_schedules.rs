@@ -13,13 +13,13 @@ const NEVER_BELOW_THE_MINIMUM: &str = "difficulties and lengths never fall below
 #[test]
 fn golden_curriculum_difficulties() {
     let mut met = BTreeSet::new();
-    for case in golden().cases("engine/curriculum.json") {
+    golden().each_case("engine/curriculum.json", 23, |case| {
         let what = format!("{}: {}", case["id"], case["config"]);
         let curriculum = Curriculum::from_section(&case["config"], None);
         if !case["error"].is_null() {
             let message = curriculum.expect_err(&what).to_string();
             assert!(message.starts_with("curriculum_learning: "), "{what}: {message}");
-            continue;
+            return;
         }
         let curriculum = curriculum.unwrap_or_else(|error| panic!("{what}: {error}"));
         let mut scheduler = CurriculumScheduler::new(curriculum.clone());
@@ -37,13 +37,13 @@ fn golden_curriculum_difficulties() {
             };
             assert_eq!(got, want, "{what}, step {step}");
         }
-    }
+    });
     report("golden_curriculum_difficulties", &met);
 }
 
 #[test]
 fn golden_layer_keep_probabilities() {
-    for case in golden().cases("engine/pld.json") {
+    golden().each_case("engine/pld.json", 4, |case| {
         let (theta, gamma) = (flat(&case["theta"])[0], flat(&case["gamma"])[0]);
         let drop = ProgressiveLayerDrop::new(theta, gamma).expect("recorded values are valid");
         assert_eq!(Some(drop.keep_probability(0)), case["initial"].as_f64());
@@ -51,7 +51,7 @@ fn golden_layer_keep_probabilities() {
             let got = drop.keep_probability(step as u64);
             assert!((got - want).abs() <= 1e-15, "{}: step {step}: {got} for {want}", case["id"]);
         }
-    }
+    });
     assert!(ProgressiveLayerDrop::new(1.5, 0.1).is_err());
     assert!(ProgressiveLayerDrop::new(0.5, f64::NAN).is_err());
 }
@@ -59,12 +59,12 @@ fn golden_layer_keep_probabilities() {
 #[test]
 fn golden_random_ltd_lengths_and_tokens() {
     let mut met = BTreeSet::new();
-    for case in golden().cases("engine/random_ltd.json") {
+    golden().each_case("engine/random_ltd.json", 4, |case| {
         let what = format!("{}: {}", case["id"], case["config"]);
         let fixed = RandomLtd::from_section(&case["config"]);
         if !case["error"].is_null() {
             assert!(fixed.is_err(), "{what}");
-            continue;
+            return;
         }
         let fixed = fixed.unwrap_or_else(|error| panic!("{what}: {error}"));
         let mut scheduler = RandomLtdScheduler::new(fixed);
@@ -84,6 +84,6 @@ fn golden_random_ltd_lengths_and_tokens() {
             let saved = serde_json::to_string(&scheduler.state()).expect("a state is JSON");
             scheduler.load(serde_json::from_str(&saved).expect("it was just written"));
         }
-    }
+    });
     report("golden_random_ltd_lengths_and_tokens", &met);
 }

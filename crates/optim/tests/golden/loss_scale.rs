@@ -42,7 +42,7 @@ fn follow(
 
 #[test]
 fn golden_scales_of_configured_scalers() {
-    for case in golden().cases("engine/loss_scaler.json") {
+    golden().each_case("engine/loss_scaler.json", 34, |case| {
         let what = format!("{} {}", case["kind"], case["fp16"]);
         let machine = if case["kind"] == "zero" { Machine::Zero } else { Machine::Fp16Wrapper };
         let mut fp16 = case["fp16"].clone();
@@ -64,12 +64,12 @@ fn golden_scales_of_configured_scalers() {
             Machine::Fp16Wrapper => (flat(&case["trace"]), Vec::new()),
         };
         follow(&what, scaler, &case["overflow"], &scales, &hysteresis, &case["error"]);
-    }
+    });
 }
 
 #[test]
 fn golden_scales_of_bare_machines() {
-    for case in golden().cases("optimizers/loss_scale.json") {
+    golden().each_case("optimizers/loss_scale.json", 10, |case| {
         let what = format!("{} {}", case["machine"], case["args"]);
         let zero = case["machine"].as_str().is_some_and(|machine| machine.contains("DynamicLossScaler"));
         let args = if zero { &case["args"] } else { &case };
@@ -93,7 +93,7 @@ fn golden_scales_of_bare_machines() {
             &hysteresis,
             &case["error"],
         );
-    }
+    });
 }
 
 #[test]

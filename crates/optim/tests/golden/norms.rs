@@ -28,7 +28,7 @@ fn floats(value: &Value) -> Vec<f32> {
 #[test]
 fn golden_norms_and_clipped_gradients() {
     let (device, mut met) = (Device::cpu(), BTreeSet::new());
-    for case in golden().cases("utils/norms.json") {
+    golden().each_case("utils/norms.json", 13, |case| {
         let what = case["id"].to_string();
         let norm_type = NormType::new(number(&case["norm_type"])).expect("recorded degrees are valid");
         let max_norm = number(&case["max_norm"]);
@@ -47,7 +47,7 @@ fn golden_norms_and_clipped_gradients() {
             assert!(outcome.is_err(), "{what}");
             let bits = |grads: &[Vec<f32>]| grads.iter().flatten().map(|v| v.to_bits()).collect::<Vec<_>>();
             assert_eq!(bits(&clipped), bits(&grads), "{what}");
-            continue;
+            return;
         }
         let found = found.unwrap_or_else(|| panic!("{what}: no norm"));
         assert_eq!(outcome.expect("finite gradients"), found, "{what}");
@@ -55,7 +55,7 @@ fn golden_norms_and_clipped_gradients() {
             met.insert(LARGE_SQUARES);
             let largest = grads.iter().flatten().fold(0f64, |most, &v| most.max(f64::from(v).abs()));
             assert!(found >= largest && found.is_finite(), "{what}: {found}");
-            continue;
+            return;
         }
         for helper in ["get_grad_norm", "get_weight_norm", "get_global_norm_of_tensors"] {
             close(&format!("{what} {helper}"), found, number(&expect[helper]));
@@ -77,14 +77,14 @@ fn golden_norms_and_clipped_gradients() {
                 close(&format!("{what} {helper} clipped"), got, want);
             }
         }
-    }
+    });
     report("golden_norms_and_clipped_gradients", &met);
 }
 
 #[test]
 fn golden_small_tensor_helpers() {
     let (device, mut met, mut skipped) = (Device::cpu(), BTreeSet::new(), BTreeSet::new());
-    for case in golden().cases("utils/misc.json") {
+    golden().each_case("utils/misc.json", 63, |case| {
         let (what, args) = (case["id"].to_string(), &case["args"]);
         match case["fn"].as_str().expect("a name") {
             "get_global_norm" => {
@@ -113,7 +113,7 @@ fn golden_small_tensor_helpers() {
                 skipped.insert(other.to_owned());
             }
         }
-    }
+    });
     skipped.iter().for_each(|helper| eprintln!("golden: utils/misc.json: {helper} belongs to another crate"));
     report("golden_small_tensor_helpers", &met);
 }

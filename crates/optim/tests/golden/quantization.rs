@@ -7,7 +7,7 @@ use crate::{flat, number};
 
 #[test]
 fn golden_fake_quantised_values_and_bit_schedules() {
-    for case in golden().cases("engine/moq.json") {
+    golden().each_case("engine/moq.json", 15, |case| {
         let what = case["id"].to_string();
         let count = |key: &str| case[key].as_u64().unwrap_or_else(|| panic!("{what}: no {key}"));
         if case["kind"] == "values" {
@@ -18,7 +18,7 @@ fn golden_fake_quantised_values_and_bit_schedules() {
             for (got, want) in values.iter().zip(flat(&case["expect"])) {
                 assert!((f64::from(*got) - want).abs() <= 1e-6 * want.abs(), "{what}: {got} for {want}");
             }
-            continue;
+            return;
         }
         let mixing = case["mixed_fp16"].as_bool().expect("a flag").then(|| number(&case["change_ratio"]));
         let (start, target) = (count("start_bits") as u32, count("target_bits") as u32);
@@ -26,7 +26,7 @@ fn golden_fake_quantised_values_and_bit_schedules() {
         let trace = case["trace"].as_array().expect("a list");
         if trace.iter().any(|entry| entry.is_object()) {
             assert!(schedule.is_err(), "{what}");
-            continue;
+            return;
         }
         let mut schedule = schedule.expect("it starts above its target");
         // The recorded factor is one more than four times the eigenvalue, rounded down.
@@ -38,16 +38,16 @@ fn golden_fake_quantised_values_and_bit_schedules() {
             assert_eq!(got, (want[0], want[1]), "{what}, step {step}");
             assert!((schedule.ratio - want[2]).abs() < 1e-9, "{what}, step {step}: {}", schedule.ratio);
         }
-    }
+    });
 }
 
 #[test]
 fn golden_block_eigenvalues() {
-    for case in golden().cases("engine/eigenvalue.json") {
+    golden().each_case("engine/eigenvalue.json", 5, |case| {
         let what = case["id"].to_string();
         if case["kind"] == "post_process" {
             assert_eq!(relative(&flat(&case["input"])), flat(&case["expect"]), "{what}");
-            continue;
+            return;
         }
         let iteration = PowerIteration {
             max_iterations: case["max_iter"].as_u64().expect("a count") as usize,
@@ -72,7 +72,7 @@ fn golden_block_eigenvalues() {
         for (got, want) in relative(&found).into_iter().zip(flat(&case["expect_postprocessed"])) {
             assert!((got - want).abs() <= tolerance * want, "{what}: {got} for {want}");
         }
-    }
+    });
 }
 
 #[test]

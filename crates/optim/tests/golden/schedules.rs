@@ -37,9 +37,9 @@ fn close(what: &str, got: f64, want: f64) {
 #[test]
 fn golden_rates_after_every_step() {
     let mut met = BTreeSet::new();
-    for (index, case) in golden().cases("schedulers/lr_sequences.json").iter().enumerate() {
+    golden().each_case("schedulers/lr_sequences.json", 35, |case| {
         let kind = case["scheduler"].as_str().expect("a name");
-        let what = format!("case {index}: {kind} {}", case["params"]);
+        let what = format!("{kind} {}", case["params"]);
         let mut params = case["params"].clone();
         let configured = match (configured(kind, &params), params["warmup_type"].as_str()) {
             (Ok(configured), _) => configured,
@@ -81,7 +81,7 @@ fn golden_rates_after_every_step() {
         }
         let state = serde_json::to_value(scheduler.state()).expect("a counter is JSON");
         assert_eq!(state, case["state_dict"], "{what}");
-    }
+    });
     report("golden_rates_after_every_step", &met);
 }
 
@@ -141,9 +141,9 @@ fn check_step(
 
 #[test]
 fn golden_rates_that_tuning_reads_from_a_configuration() {
-    for case in golden().cases("schedulers/cli_args.json") {
+    golden().each_case("schedulers/cli_args.json", 8, |case| {
         // The flags themselves are not ours: options are set with `--set scheduler.params.…`. What they produce is.
-        let Some(config) = case["config"].as_object() else { continue };
+        let Some(config) = case["config"].as_object() else { return };
         let kind = config["type"].as_str().expect("a name");
         match configured(kind, &config["params"]) {
             Ok(configured) => {
@@ -159,7 +159,7 @@ fn golden_rates_that_tuning_reads_from_a_configuration() {
                 assert!(negative || lacks_total, "{}: {error}", case["argv"]);
             }
         }
-    }
+    });
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn golden_misuse_is_an_error_or_cannot_be_written() {
         let configured = configured(kind, &params).expect("lists are valid");
         Scheduler::from_config(&configured, &adam, &two).expect_err("three values for two groups")
     };
-    for case in golden().cases("schedulers/errors.json") {
+    golden().each_case("schedulers/errors.json", 8, |case| {
         match case["case"].as_str().unwrap_or_default() {
             "cosine total==warmup, step past warmup" => {
                 // Not a division by zero: after the warm-up the schedule is at its end.
@@ -204,5 +204,5 @@ fn golden_misuse_is_an_error_or_cannot_be_written() {
             "non optimizer" => eprintln!("golden: 'non optimizer' cannot be written in Rust"),
             other => eprintln!("golden: schedulers/errors.json: '{other}' is not known here"),
         }
-    }
+    });
 }
