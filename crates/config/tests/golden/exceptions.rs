@@ -28,8 +28,9 @@ pub(crate) const REFUSALS: &[Refusal] = &[
     },
     Refusal {
         name: "Types and ranges are checked in every section",
-        covers: |_, (path, code)| {
-            let checked_by_deepspeed = path.starts_with("zero_optimization.");
+        covers: |case, (path, code)| {
+            let checked_by_deepspeed =
+                path.starts_with("zero_optimization.") && !is_null_in_zero_section(case, path);
             [Code::WrongType, Code::NotAChoice, Code::OutOfRange].contains(code) && !checked_by_deepspeed
         },
     },
@@ -56,6 +57,16 @@ pub(crate) const ACCEPTANCES: &[(&str, AppliesTo)] = &[
     ("`enabled` may be left out", |case| case["error"]["type"] == "KeyError"),
     ("Elasticity counts model replicas under model parallelism", has_model_parallelism),
 ];
+
+/// Whether `null` was given for an option of the ZeRO section, by its own name or its alias.
+fn is_null_in_zero_section(case: &Value, path: &str) -> bool {
+    let whole = given(case);
+    let section = if case["config"].is_object() { &case["config"] } else { &whole["zero_optimization"] };
+    let option = path.trim_start_matches("zero_optimization.");
+    [option.to_owned(), format!("stage3_{option}")]
+        .iter()
+        .any(|name| section.pointer(&format!("/{}", name.replace('.', "/"))).is_some_and(Value::is_null))
+}
 
 /// What a case was given, whether as a dictionary, a file or an argument.
 fn given(case: &Value) -> Value {
