@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 fn has_device() -> bool {
     if cuda::device_count() == 0 {
-        eprintln!("skipped: no CUDA device");
+        ferrospeed_testkit::skip::skip("no CUDA device");
         return false;
     }
     true

@@ -291,7 +291,7 @@ fn golden_models_match_their_recordings() {
 #[test]
 fn golden_models_match_their_recordings_on_a_gpu() {
     if cuda::device_count() == 0 {
-        eprintln!("skipped: no CUDA device");
+        ferrospeed_testkit::skip::skip("no CUDA device");
         return;
     }
     check_all(&Device::cuda(0).unwrap());

@@ -1,12 +1,13 @@
 //! The live page in a real browser: headless Chromium runs its script, draws its charts and takes its picture.
 //!
 //! Where there is no Chromium (`FERROSPEED_CHROMIUM` names one; otherwise `chromium` or `google-chrome` of the `PATH`)
-//! the tests say "skipped: no Chromium". With `FERROSPEED_SCREENSHOTS=DIR` the pictures stay there to be looked at.
+//! the tests are skipped. With `FERROSPEED_SCREENSHOTS=DIR` the pictures stay there to be looked at.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use ferrospeed_observe::watch::Server;
+use ferrospeed_testkit::skip::skip;
 
 fn chromium() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os("FERROSPEED_CHROMIUM") {
@@ -74,7 +75,7 @@ fn size_of(picture: &[u8]) -> (u32, u32) {
 
 #[test]
 fn the_page_draws_runs_in_every_state_and_says_when_none_has_begun() {
-    let Some(chromium) = chromium() else { return println!("skipped: no Chromium") };
+    let Some(chromium) = chromium() else { return skip("no Chromium") };
     let place = tempfile::tempdir().unwrap();
     let folders = ["finished", "running", "not-begun"].map(|name| place.path().join(name));
     write_run(&folders[0], 200, true);
@@ -99,7 +100,7 @@ fn the_page_draws_runs_in_every_state_and_says_when_none_has_begun() {
 
 #[test]
 fn the_page_has_its_picture_taken_in_light_and_dark_wide_and_narrow() {
-    let Some(chromium) = chromium() else { return println!("skipped: no Chromium") };
+    let Some(chromium) = chromium() else { return skip("no Chromium") };
     let place = tempfile::tempdir().unwrap();
     let kept = std::env::var_os("FERROSPEED_SCREENSHOTS").map(PathBuf::from);
     let pictures = kept.unwrap_or_else(|| place.path().join("pictures"));

@@ -14,7 +14,7 @@ const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 /// The device, or `None` with a word about it.
 fn device() -> Option<Device> {
     if cuda::device_count() == 0 {
-        eprintln!("skipped: no CUDA device");
+        ferrospeed_testkit::skip::skip("no CUDA device");
         return None;
     }
     Some(Device::cuda(0).expect("a device is there"))

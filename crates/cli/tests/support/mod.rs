@@ -150,7 +150,7 @@ pub(crate) fn may_mount() -> bool {
     let tried = Command::new("unshare").args(["-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
     let may = tried.is_ok_and(|output| output.status.success());
     if !may {
-        eprintln!("skipped: this machine does not let an ordinary process mount a tmpfs (unshare -rm)");
+        ferrospeed_testkit::skip::skip("an ordinary process may not mount a tmpfs here (unshare -rm)");
     }
     may
 }
