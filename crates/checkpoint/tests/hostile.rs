@@ -6,6 +6,7 @@ use ferrospeed_checkpoint::pt::pickle::{Limits, read};
 use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{Checkpoint, Dtype};
 use ferrospeed_testkit::golden::golden;
+use ferrospeed_testkit::property::{Random, rounds};
 
 fn refused(pickle: &[u8]) -> String {
     match read(pickle, Unknown::Refuse, Limits::default()) {
@@ -203,40 +204,6 @@ fn zip_tricks_are_refused() {
     }
 }
 
-/// A small generator, so that every run tries the same files.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self, below: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) as usize) % below.max(1)
-    }
-
-    /// Changes, removes or repeats some bytes.
-    fn damage(&mut self, bytes: &mut Vec<u8>) {
-        for _ in 0..=self.next(6) {
-            if bytes.is_empty() {
-                return;
-            }
-            let at = self.next(bytes.len());
-            match self.next(5) {
-                0 => bytes[at] ^= 1 << self.next(8),
-                1 => bytes[at] = self.next(256) as u8,
-                2 => bytes.truncate(at),
-                3 => {
-                    let end = (at + 1 + self.next(16)).min(bytes.len());
-                    bytes.drain(at..end);
-                }
-                _ => {
-                    let end = (at + 1 + self.next(16)).min(bytes.len());
-                    let copy = bytes[at..end].to_vec();
-                    bytes.splice(at..at, copy);
-                }
-            }
-        }
-    }
-}
-
 #[test]
 fn damaged_pickles_zips_and_manifests_never_panic() {
     let mut random = Random(8);
@@ -248,7 +215,7 @@ fn damaged_pickles_zips_and_manifests_never_panic() {
         .collect();
     seeds.push(std::fs::read(sample().1).unwrap());
     let path = folder.path().join("fuzz.pt");
-    for round in 0..600 {
+    for round in 0..rounds(600) {
         let mut bytes = seeds[round % seeds.len()].clone();
         random.damage(&mut bytes);
         std::fs::write(&path, &bytes).unwrap();
@@ -258,7 +225,7 @@ fn damaged_pickles_zips_and_manifests_never_panic() {
     }
     let mut pickle = b"\x80\x02}(X\x01\0\0\0a]q\0(K\x01J\xff\xff\xff\xffe.".to_vec();
     pickle.extend_from_slice(b"ccollections\nOrderedDict\n)RctorchSize\n(K\x02K\x03t\x85R\x86u.");
-    for _ in 0..20_000 {
+    for _ in 0..rounds(20_000) {
         let mut bytes = pickle.clone();
         random.damage(&mut bytes);
         // Either way: it returned.
@@ -267,7 +234,7 @@ fn damaged_pickles_zips_and_manifests_never_panic() {
     let manifest = folder.path().join("manifest.json");
     let good = br#"{"format":"ferrospeed-checkpoint","version":1,"written_by":"x","tag":"t","unix_time_s":1,"origin":{"ranks":1,"stage":0,"dtype":"F32","optimizer":null},"training":{"global_steps":1,"global_samples":1,"skipped_steps":0,"skipped_in_a_row":0,"micro_steps":1,"optimizer_steps":1,"last_grad_norm":null,"seed":1,"data_position":0,"groups":[],"scheduler":null,"loss_scaler":null},"client_state":null,"config":{},"files":[{"name":"a","bytes":80,"crc32":1}],"tensors":[{"name":"w","kind":"master","shape":[2,5],"dtype":"F32","pieces":[{"file":0,"offset":8,"start":0,"len":10,"crc32":[7]}]}]}"#;
     std::fs::write(folder.path().join("a"), [0; 80]).unwrap();
-    for _ in 0..2_000 {
+    for _ in 0..rounds(2_000) {
         let mut bytes = good.to_vec();
         random.damage(&mut bytes);
         std::fs::write(&manifest, &bytes).unwrap();

@@ -5,27 +5,7 @@
 use std::time::{Duration, Instant};
 
 use ferrospeed_config::{AutoValues, Config, ConfigError, MAX_BYTES};
-
-/// SplitMix64 (Steele, Lea and Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
-    }
-
-    fn pick<'a>(&mut self, from: &[&'a str]) -> &'a str {
-        from[self.below(from.len())]
-    }
-}
+use ferrospeed_testkit::property::{Random, rounds};
 
 const PIECES: &[&str] = &[
     "{",
@@ -115,7 +95,7 @@ fn try_everything(text: &str) {
 
 #[test]
 fn any_sequence_of_pieces_is_read_or_refused() {
-    for seed in 0..3000 {
+    for seed in 0..rounds(3000) as u64 {
         let mut random = Random(seed);
         let length = random.below(60);
         let text: String = (0..length).map(|_| random.pick(PIECES)).collect();
@@ -132,7 +112,7 @@ fn any_damage_to_a_valid_file_is_read_or_refused() {
       "zero_optimization": { "stage": 3, "offload_param": { "device": "nvme", "nvme_path": "/x" }, },
       "compression_training": { "row_pruning": { "different_groups": { "a": { "params": { "dense_ratio": 0.5 } } } } } }"#;
     let characters: Vec<char> = valid.chars().collect();
-    for seed in 0..3000 {
+    for seed in 0..rounds(3000) as u64 {
         let mut random = Random(seed);
         let mut damaged = characters.clone();
         for _ in 0..=random.below(4) {

@@ -2,6 +2,7 @@
 
 use ferrospeed_launch::hostfile::{HostPool, MAX_SLOTS_PER_HOST};
 use ferrospeed_launch::{cores, filter, hostfile, node_count, shell, world_info};
+use ferrospeed_testkit::property::rounds;
 
 /// A small generator with a fixed seed: the same inputs on every run.
 struct Random(u64);
@@ -61,7 +62,7 @@ fn any_hostfile_is_parsed_or_refused() {
     ];
     let mut random = Random(0x5eed);
     let mut accepted = 0;
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds(ROUNDS) {
         let text = random.text(&pieces, 24);
         let Ok(pool) = hostfile::parse(&text) else { continue };
         accepted += 1;
@@ -81,7 +82,7 @@ fn any_filter_gives_a_subset_of_the_pool_or_an_error() {
     let pieces = ["a", "b", "empty", ":", "@", ",", "0", "1", "3", "-1", " ", "c"];
     let mut random = Random(0xf117e4);
     let mut accepted = 0;
-    for round in 0..ROUNDS {
+    for round in 0..rounds(ROUNDS) {
         let text = random.text(&pieces, 10);
         let filtered = match round % 2 {
             0 => filter::apply(&pool, &text, ""),
@@ -107,7 +108,7 @@ fn any_filter_gives_a_subset_of_the_pool_or_an_error() {
 fn other_grammars_never_panic_and_core_lists_survive_a_round_trip() {
     let pieces = ["0", "1", "7", "-", ",", ":", " ", "65535", "99999999999", "'", "\"", "\\", "e30=", "None"];
     let mut random = Random(0xc0de);
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds(ROUNDS) {
         let text = random.text(&pieces, 12);
         if let Ok(list) = cores::parse_core_list(&text) {
             assert_eq!(cores::parse_core_list(&cores::compress(&list)).unwrap(), list, "{text:?}");

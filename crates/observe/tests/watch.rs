@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrospeed_observe::watch::Server;
+use ferrospeed_testkit::property::{Random, rounds};
 use serde_json::Value;
 
 fn start(folders: &[PathBuf]) -> SocketAddr {
@@ -194,4 +195,19 @@ fn silent_clients_are_dropped_and_do_not_keep_others_out() {
         assert_eq!(stream.read(&mut [0; 16]).unwrap_or(0), 0, "it is closed without an answer");
     }
     assert!(begin.elapsed() < Duration::from_secs(60));
+}
+
+#[test]
+fn damaged_requests_are_answered_with_a_status_or_dropped() {
+    let address = start(&[]);
+    let request =
+        format!("GET /runs.json HTTP/1.1\r\nHost: {address}\r\nIf-None-Match: \"1\"\r\nAccept: */*\r\n");
+    for seed in 0..rounds(500) {
+        let (mut random, mut bytes) = (Random(seed as u64), request.clone().into_bytes());
+        random.damage(&mut bytes);
+        bytes.extend_from_slice(b"\r\n\r\n");
+        let answer = send(address, &bytes);
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 "), "seed {seed}: {answer}");
+    }
+    assert!(runs(address).is_empty());
 }

@@ -80,7 +80,31 @@ pub(crate) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
 
 #[cfg(test)]
 mod tests {
+    use ferrospeed_testkit::property::{Random, rounds};
+
     use super::*;
+
+    #[test]
+    fn damaged_frames_are_read_or_refused_and_take_no_more_than_they_announce() {
+        let frames = [
+            Frame::Set("key".into(), vec![1, 2, 3]),
+            Frame::Welcome(vec!["a".into(), "b".into()]),
+            Frame::Beat(Some("all_reduce 7".into())),
+            Frame::Left(3),
+        ];
+        for seed in 0..rounds(20_000) {
+            let (mut random, mut wire) = (Random(seed as u64), Vec::new());
+            write_frame(&mut wire, &frames[seed % frames.len()]).unwrap();
+            random.damage(&mut wire);
+            let mut rest = wire.as_slice();
+            // Whatever is read is a frame that can be written again.
+            if let Ok(frame) = read_frame(&mut rest) {
+                let mut again = Vec::new();
+                write_frame(&mut again, &frame).unwrap();
+                assert!(read_frame(&mut again.as_slice()).is_ok(), "seed {seed}: {wire:?}");
+            }
+        }
+    }
 
     #[test]
     fn frames_survive_the_wire_and_garbage_does_not_pass() {
