@@ -136,7 +136,7 @@ fn own_part(x: &Tensor, dim: usize, group: &Group) -> Result<Tensor> {
     check_dim("split", x, dim, group.size())?;
     let len = x.sizes()[dim] / group.size();
     // What is cut out must not keep the whole alive.
-    no_grad(|| copied(&plain::narrow(&x.detach(), dim, group.rank() * len, len)?))
+    no_grad(|| copied(&plain::narrow(x.detach(), dim, group.rank() * len, len)?))
 }
 
 /// `[parts, …]`, the parts along `dim` one after the other, from a tensor in its own order.
@@ -145,7 +145,7 @@ fn parts_first(x: &Tensor, dim: usize, parts: usize) -> Result<Tensor> {
     sizes[dim] /= parts;
     sizes.insert(dim, parts);
     let order: Vec<usize> = std::iter::once(dim).chain((0..sizes.len()).filter(|&d| d != dim)).collect();
-    Ok(no_grad(|| plain::permute(&plain::reshape(&x.detach(), &sizes)?, &order))?)
+    Ok(no_grad(|| plain::permute(&plain::reshape(x.detach(), &sizes)?, &order))?)
 }
 
 /// The other way round: parts that lie one after the other, each of the rest's shape, joined along `dim`.
@@ -155,7 +155,7 @@ fn joined_along(parts: &Tensor, dim: usize) -> Result<Tensor> {
     order.insert(dim, 0);
     let mut sizes = parts.sizes()[1..].to_vec();
     sizes[dim] *= count;
-    Ok(no_grad(|| plain::reshape(&plain::permute(&parts.detach(), &order)?, &sizes))?)
+    Ok(no_grad(|| plain::reshape(&plain::permute(parts.detach(), &order)?, &sizes))?)
 }
 
 fn gathered(x: &Tensor, dim: usize, group: &Group) -> Result<Tensor> {
