@@ -30,7 +30,7 @@ fn golden_hostfile() {
     golden().each_case("launcher/hostfile.json", 22, |case| {
         let text = case["hostfile"].as_str().unwrap();
         let parsed = hostfile::parse(text);
-        if expects_error(&case) {
+        if expects_error(case) {
             let message = case["error"]["message"].as_str().unwrap_or_default();
             let error = parsed.expect_err(&format!("{case}"));
             match () {
@@ -65,7 +65,7 @@ fn golden_resource_filter() {
         let pool: HostPool = serde_json::from_value(case["pool"].clone()).unwrap();
         let (include, exclude) = (case["include"].as_str().unwrap(), case["exclude"].as_str().unwrap());
         let filtered = filter::apply(&pool, include, exclude);
-        if !expects_error(&case) {
+        if !expects_error(case) {
             let active: Vec<(String, Vec<u32>)> = filtered.unwrap().into_iter().collect();
             assert_eq!(json!(active), case["expect"], "{case}");
             return;
@@ -114,7 +114,7 @@ fn golden_world_info() {
 fn golden_core_ranges() {
     golden().each_case("launcher/core_ranges.json", 12, |case| {
         let parsed = cores::parse_core_list(case["value"].as_str().unwrap());
-        match expects_error(&case) {
+        match expects_error(case) {
             true => assert!(matches!(parsed, Err(LaunchError::CoreList { .. })), "{case}: {parsed:?}"),
             false => assert_eq!(json!(parsed.unwrap()), case["expect"], "{case}"),
         }
@@ -129,7 +129,7 @@ fn golden_numactl() {
         let numa: Vec<Vec<u32>> = serde_json::from_value(case["numa_cores"].clone()).unwrap();
         let number = |name: &str| case[name].as_u64().unwrap() as usize;
         let bound = cores::bind(&cores, &numa, number("num_local_procs"), number("local_rank"));
-        match expects_error(&case) {
+        match expects_error(case) {
             true => assert!(matches!(bound, Err(LaunchError::TooFewCores { .. })), "{case}: {bound:?}"),
             false => {
                 let bound = bound.unwrap();
@@ -144,7 +144,7 @@ fn golden_numactl() {
 fn golden_num_nodes() {
     golden().each_case("launcher/num_nodes.json", 6, |case| {
         let parsed = node_count::parse(case["value"].as_str().unwrap(), case["elastic"].as_bool().unwrap());
-        match expects_error(&case) {
+        match expects_error(case) {
             true => assert!(matches!(parsed, Err(LaunchError::NodeCount { .. })), "{case}: {parsed:?}"),
             // OURS 3
             false

@@ -26,7 +26,7 @@ const TRANSLATION: [(&[&str], &[&str]); 4] = [
 ];
 
 /// Where we differ on purpose: what the recording does, and what we do.
-const OURS: [(&str, &str); 14] = [
+const OURS: [(&str, &str); 13] = [
     ("LOCAL_RANK is RANK modulo the slots of the node", "it is the position within the node"),
     ("--master_addr is overwritten with 127.0.0.1 without a hostfile", "it is honoured"),
     ("CUDA_VISIBLE_DEVICES with UUIDs fails", "the named devices are the slots"),
