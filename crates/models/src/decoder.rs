@@ -9,7 +9,7 @@ use ferrospeed_nn::{
     Mode, MultiHeadAttention, Norm, NormConfig, Parameters, Rotary, RotaryScaling, RotaryTable, Visibility,
 };
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, PackedHeads, WeightLayout};
-use ferrospeed_tensor::{Activation, DType, Device, Param, Tensor, autograd};
+use ferrospeed_tensor::{Activation, DType, Device, Param, Tensor, autograd, profile};
 
 use crate::error::{ModelError, Result};
 use crate::families::mixture::{Mixture, MixtureConfig};
@@ -223,6 +223,7 @@ enum FeedForwardLayer {
 /// One block. Cloning copies handles.
 #[derive(Debug, Clone)]
 struct Block {
+    path: String,
     norm1: Norm,
     attention: MultiHeadAttention,
     norm2: Norm,
@@ -328,6 +329,7 @@ impl Block {
             }
         };
         Block {
+            path: init.path().to_owned(),
             norm1,
             attention,
             norm2,
@@ -338,6 +340,17 @@ impl Block {
     }
 
     fn forward(
+        &self,
+        x: Stream,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        mode: Mode,
+        routers: &mut RouterLogits,
+    ) -> Result<Stream> {
+        profile::scope_at(&self.path, "Block", || self.compute(x, visibility, cache, mode, routers))
+    }
+
+    fn compute(
         &self,
         x: Stream,
         visibility: &Visibility,
@@ -553,7 +566,8 @@ impl Decoder {
             }
             None => None,
         };
-        self.run_at(&tokens.ids, &Places { rows, visibility }, state, mode, observe)
+        let places = Places { rows, visibility };
+        profile::scope_at("", "Decoder", || self.run_at(&tokens.ids, &places, state, mode, observe))
     }
 
     /// The same where all that it needs to know of places is on the device already.
@@ -624,7 +638,7 @@ impl Decoder {
 
     /// Logits `[batch, tokens, vocab]` from a hidden state.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        Ok(ops::linear(hidden, &self.head, None, WeightLayout::OutIn)?)
+        self.as_head(|| Ok(ops::linear(hidden, &self.head, None, WeightLayout::OutIn)?))
     }
 
     /// The mean loss of predicting each next label; labels of -100 do not count.
@@ -652,7 +666,16 @@ impl Decoder {
             backend.copy_blocks(labels, 1, tokens, &targets, 0, tokens, sequences, tokens - 1)?;
         }
         let flat = ops::reshape(hidden, [rows, width])?;
-        Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, &targets, options)?)
+        self.as_head(|| {
+            Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, &targets, options)?)
+        })
+    }
+
+    /// Runs `work` as the head's own, whose weight may be that of the embedding.
+    fn as_head<R>(&self, work: impl FnOnce() -> R) -> R {
+        let (inputs, outputs) = (self.config.embedding_width, self.config.vocab);
+        let sizes = || format!("in_features={inputs}, out_features={outputs}, bias=False");
+        profile::scope_of_tied(self.config.names.head, "Linear", sizes, work)
     }
 
     /// What a decoding step has to be told of its place: tables over all places, to look up on the device. `None` where a

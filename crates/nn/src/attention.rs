@@ -1,7 +1,7 @@
 //! Multi-head attention: projections, rotary, masks, grouped heads, and a key/value cache for decoding.
 
 use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads};
-use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError};
+use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError, profile};
 
 use crate::Mode;
 use crate::linear::Linear;
@@ -160,6 +160,21 @@ impl MultiHeadAttention {
 
     /// Attends over `x [batch, tokens, width]`, and over the cache before it when there is one.
     pub fn forward(
+        &self,
+        x: &Tensor,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        mode: Mode,
+    ) -> Result<Tensor> {
+        let first = match &self.projections {
+            HeadProjections::Packed(qkv, _) => qkv.weight(),
+            HeadProjections::Separate { query, .. } => query.weight(),
+        };
+        let attend = || self.attend(x, visibility, cache, mode);
+        profile::scope("MultiHeadAttention", [first, self.output.weight()], attend)
+    }
+
+    fn attend(
         &self,
         x: &Tensor,
         visibility: &Visibility,

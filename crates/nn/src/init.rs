@@ -30,6 +30,11 @@ impl Init {
         Init { path, unit: self.unit, registered: self.registered.clone() }
     }
 
+    /// Where this is, from the root: dots between names, empty at the root.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
     /// This place as one unit: all parameters made below it come and go together, whichever of them is read. For a module
     /// of which a router or a condition uses a part, such as the experts of a mixture: ranks that choose differently
     /// still do the same things together. Within a unit this changes nothing.

@@ -1,6 +1,6 @@
 //! The feed-forward halves of transformer blocks.
 
-use ferrospeed_tensor::{Activation, Result, Tensor, ops};
+use ferrospeed_tensor::{Activation, Result, Tensor, ops, profile};
 
 use crate::linear::Linear;
 
@@ -20,7 +20,9 @@ impl Mlp {
 
     /// One node on the tape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::mlp(x, self.up.operands(), self.down.operands(), self.up.layout(), self.activation)
+        profile::scope("Mlp", [self.up.weight(), self.down.weight()], || {
+            ops::mlp(x, self.up.operands(), self.down.operands(), self.up.layout(), self.activation)
+        })
     }
 }
 
@@ -41,7 +43,9 @@ impl GatedMlp {
 
     /// The gated product, projected down.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let hidden = ops::gated(self.activation, &self.gate.forward(x)?, &self.up.forward(x)?)?;
-        self.down.forward(&hidden)
+        profile::scope("GatedMlp", [&self.gate, &self.up, &self.down].map(Linear::weight), || {
+            let hidden = ops::gated(self.activation, &self.gate.forward(x)?, &self.up.forward(x)?)?;
+            self.down.forward(&hidden)
+        })
     }
 }

@@ -14,7 +14,7 @@
 //! assert_eq!(model.len(), 4);
 //! ```
 
-use ferrospeed_tensor::{Activation, Result, Tensor, ops};
+use ferrospeed_tensor::{Activation, Result, Tensor, ops, profile};
 
 use crate::init::Init;
 use crate::{Conv2d, Embedding, GatedMlp, LayerNorm, Linear, Mlp, Mode, Norm, RmsNorm, TiledLinear};
@@ -23,6 +23,12 @@ use crate::{Conv2d, Embedding, GatedMlp, LayerNorm, Linear, Mlp, Mode, Norm, Rms
 pub trait Module: Send + Sync {
     /// The output for `x`.
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor>;
+
+    /// What a profile calls it.
+    fn class(&self) -> &'static str {
+        let name = std::any::type_name::<Self>();
+        name.rsplit("::").next().unwrap_or(name)
+    }
 }
 
 macro_rules! modules {
@@ -41,6 +47,16 @@ impl Module for Activation {
     fn forward(&self, x: &Tensor, _: Mode) -> Result<Tensor> {
         ops::activate(x, *self)
     }
+
+    fn class(&self) -> &'static str {
+        match self {
+            Activation::Relu => "ReLU",
+            Activation::Tanh => "Tanh",
+            Activation::Sigmoid => "Sigmoid",
+            Activation::Silu => "SiLU",
+            _ => "GELU",
+        }
+    }
 }
 
 impl Module for Sequential {
@@ -52,6 +68,10 @@ impl Module for Sequential {
 impl<F: Fn(&Tensor, Mode) -> Result<Tensor> + Send + Sync> Module for F {
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
         self(x, mode)
+    }
+
+    fn class(&self) -> &'static str {
+        "Function"
     }
 }
 
@@ -111,6 +131,10 @@ impl Sequential {
 
     /// All layers in order; without any, the input.
     pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
-        self.layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x, mode))
+        profile::scope_at(self.init.path(), "Sequential", || {
+            self.layers.iter().enumerate().try_fold(x.clone(), |x, (index, layer)| {
+                profile::scope_below(index, layer.class(), || layer.forward(&x, mode))
+            })
+        })
     }
 }

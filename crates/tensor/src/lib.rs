@@ -26,6 +26,7 @@ pub mod error;
 pub mod memory;
 pub mod ops;
 pub mod param;
+pub mod profile;
 pub mod random;
 pub mod recording;
 pub mod rows;

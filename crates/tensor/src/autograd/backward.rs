@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::autograd::{Action, Edge, GradientSource, Node, accumulate, lock, no_grad};
 use crate::error::{Result, TensorError};
 use crate::param::Param;
+use crate::profile;
 use crate::rows::RowGradient;
 use crate::tensor::Tensor;
 
@@ -33,7 +34,7 @@ pub fn backward_with(roots: &[(Tensor, Tensor)]) -> Result<()> {
             });
         }
     }
-    no_grad(|| Pass::over(roots).run())
+    profile::during(profile::Pass::Backward, || no_grad(|| Pass::over(roots).run()))
 }
 
 /// A parameter's gradient in the making: how many uses are still to come, and the sum so far.
@@ -154,7 +155,7 @@ impl Pass {
                 }
             };
             let Action::Run(run, _) = action else { unreachable!("the other states were handled above") };
-            let results = run(gradients)?;
+            let results = profile::within(node.module.as_ref(), || run(gradients))?;
             debug_assert_eq!(
                 results.len(),
                 node.inputs.len(),

@@ -7,6 +7,7 @@
 use crate::autograd::{TOUCHED, backward_with, is_recording, no_grad, record_node, with_recording};
 use crate::error::{Result, TensorError};
 use crate::param::{Operand, Param};
+use crate::profile;
 use crate::random;
 use crate::tensor::Tensor;
 
@@ -39,7 +40,8 @@ pub fn checkpoint(
             .map(|(input, wanted)| if wanted { input.tracked() } else { input })
             .collect();
         let outer_state = random::set_state(random_state);
-        let again = with_recording(true, || segment(&inputs));
+        let again =
+            profile::during(profile::Pass::Recomputation, || with_recording(true, || segment(&inputs)));
         random::set_state(outer_state);
         let again = again?;
         if again.len() != gradients.len() {

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
 use crate::param::{Operand, Param};
+use crate::profile;
 use crate::tensor::Tensor;
 
 /// Gradients of an op's results in, gradients of its inputs out; `None` where there is none.
@@ -34,6 +35,8 @@ pub struct Node {
     /// Grows with time, so that descending order is a valid order for backward.
     id: u64,
     name: &'static str,
+    /// The module it belongs to, where somebody counts what modules do.
+    module: Option<profile::Place>,
     inputs: Vec<Option<Edge>>,
     /// Parameters whose gradients this node delivers by itself while it runs (see `checkpoint`).
     inner_params: Vec<Param>,
@@ -162,6 +165,7 @@ fn record_node(
     let node = Arc::new(Node {
         id: next_id(),
         name,
+        module: profile::current(),
         inputs: inputs.iter().map(|operand| edge(operand)).collect(),
         inner_params,
         outputs: outputs.len(),
@@ -187,6 +191,7 @@ impl Tensor {
         let node = Node {
             id: next_id(),
             name: "leaf",
+            module: None,
             inputs: Vec::new(),
             inner_params: Vec::new(),
             outputs: 1,

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use crate::autograd::{Action, lock};
 use crate::error::Result;
 use crate::param::{Operand, Value};
+use crate::profile;
 use crate::tensor::Tensor;
 
 /// How to compute a result again. Its readers share one copy, from the first that asks until the last has run.
@@ -51,7 +52,7 @@ impl Saved {
                 let mut held = lock(&rebuilt.held);
                 let tensor = match held.take() {
                     Some(tensor) => tensor,
-                    None => (rebuilt.build)()?,
+                    None => profile::during(profile::Pass::Recomputation, || (rebuilt.build)())?,
                 };
                 *held = Some(tensor.clone());
                 Operand::Tensor(tensor).read()

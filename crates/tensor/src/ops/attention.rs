@@ -5,6 +5,7 @@ use crate::backend::{AttentionSpec, Heads};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::param::Operand;
+use crate::profile::{self, Pass};
 use crate::random::RandomKey;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -101,6 +102,11 @@ impl Problem {
             alibi_positions: self.options.alibi_positions.as_ref(),
             dropout: self.dropout,
         }
+    }
+
+    /// Counts so many products of the size of the scores.
+    fn count(&self, products: usize) {
+        profile::count_product(products * self.batch * self.heads, self.queries, self.keys, self.dim);
     }
 
     fn check(&self) -> Result<()> {
@@ -241,6 +247,8 @@ fn run(
     places: &[Place; 3],
     out_shape: Shape,
 ) -> Result<(Tensor, Tensor)> {
+    // The scores, and what they weigh.
+    problem.count(2);
     let device = inputs[0].device();
     let out = Tensor::empty(out_shape, inputs[0].dtype(), device)?;
     let lse = Tensor::empty([problem.batch, problem.heads, problem.queries], DType::F32, device)?;
@@ -258,6 +266,9 @@ fn run_backward(
     dout: &Tensor,
     gradients: &[&Tensor; 3],
 ) -> Result<()> {
+    // The scores are computed again; then the gradients of weights, values, queries and keys.
+    profile::during(Pass::Recomputation, || problem.count(1));
+    problem.count(4);
     let whole = Place::whole(out.shape());
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
     let [dq, dk, dv] = [0, 1, 2].map(|i| places[i].of(gradients[i]));
@@ -437,6 +448,8 @@ fn step(
     let capacity = keys.shape()[1];
     let problem = Problem { batch, queries: 1, keys: capacity, heads, kv_heads, dim, dropout: None, options };
     problem.check()?;
+    // How many of the places are filled the device alone knows: all of them count.
+    problem.count(2);
     let out = Tensor::empty([batch, 1, heads, dim], keys.dtype(), keys.device())?;
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(new[i]));
     let cache = Place::whole(keys.shape());

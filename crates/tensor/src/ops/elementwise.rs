@@ -4,7 +4,7 @@ use crate::autograd::{needs_grad, record};
 use crate::backend::{Activation, Binary, Comparison, Unary};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
-use crate::ops::{expect_float, expect_same_dtype};
+use crate::ops::{count_activation, expect_float, expect_same_dtype};
 use crate::param::Operand;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -14,6 +14,9 @@ fn unary(name: &'static str, op: Unary, x: Operand) -> Result<Tensor> {
     let y = {
         let x = x.read()?;
         let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        if let Unary::Activation(activation) = op {
+            count_activation(activation, y.numel());
+        }
         x.device().backend().unary(op, &x, &y)?;
         y
     };
@@ -24,6 +27,9 @@ fn unary(name: &'static str, op: Unary, x: Operand) -> Result<Tensor> {
     Ok(record(name, &[&x], y, move |dy| {
         let x = saved.read()?;
         let dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        if let Unary::Activation(activation) = op {
+            count_activation(activation, 2 * dx.numel());
+        }
         x.device().backend().unary_backward(op, &x, &dy, &dx)?;
         Ok(vec![Some(dx)])
     }))
@@ -223,6 +229,7 @@ pub fn gated(activation: Activation, gate: impl Into<Operand>, up: impl Into<Ope
     let y = {
         let (gate, up) = (gate.read()?, up.read()?);
         let y = Tensor::empty(*gate.shape(), gate.dtype(), gate.device())?;
+        count_activation(activation, y.numel());
         gate.device().backend().gated(activation, &gate, &up, &y)?;
         y
     };
@@ -234,6 +241,7 @@ pub fn gated(activation: Activation, gate: impl Into<Operand>, up: impl Into<Ope
         let (gate, up) = (saved_gate.read()?, saved_up.read()?);
         let dgate = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
         let dup = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
+        count_activation(activation, 2 * dy.numel());
         dy.device().backend().gated_backward(activation, &gate, &up, &dy, &dgate, &dup)?;
         Ok(vec![Some(dgate), Some(dup)])
     }))

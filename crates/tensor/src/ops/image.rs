@@ -6,6 +6,7 @@ use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::{WeightLayout, linear, mean_dim, permute, reshape};
 use crate::param::Operand;
+use crate::profile;
 use crate::tensor::Tensor;
 
 /// Patches as rows, recorded.
@@ -46,9 +47,17 @@ pub fn conv2d(
     }
     let window = Window2d { kernel: [kh, kw], stride, padding };
     let [out_h, out_w] = window.output_size("conv2d", x.shape())?;
-    let flat_weight = reshape(weight, [out, channels * kh * kw])?;
-    let rows = linear(&patches(x, window)?, &flat_weight, bias, WeightLayout::OutIn)?;
-    permute(&reshape(&rows, [x.shape()[0], out_h, out_w, out])?, &[0, 3, 1, 2])
+    let sizes =
+        || format!("{channels}, {out}, kernel_size=({kh}, {kw}), stride=({}, {})", stride[0], stride[1]);
+    let owner = weight.clone();
+    profile::in_module_of(Some(&owner), "Conv2d", sizes, || {
+        if bias.is_some() {
+            profile::count(0, out * x.shape()[0] * out_h * out_w);
+        }
+        let flat_weight = reshape(weight, [out, channels * kh * kw])?;
+        let rows = linear(&patches(x, window)?, &flat_weight, bias, WeightLayout::OutIn)?;
+        permute(&reshape(&rows, [x.shape()[0], out_h, out_w, out])?, &[0, 3, 1, 2])
+    })
 }
 
 /// The largest value of each window.
@@ -57,6 +66,7 @@ pub fn max_pool2d(x: &Tensor, window: Window2d) -> Result<Tensor> {
     let shape = *x.shape();
     let y = Tensor::empty([shape[0], shape[1], out_h, out_w], x.dtype(), x.device())?;
     let indices = Tensor::empty(*y.shape(), DType::I64, x.device())?;
+    profile::count(0, x.numel());
     x.device().backend().max_pool2d(x, &window, &y, &indices)?;
     let x = Operand::from(x);
     if !needs_grad(&[&x]) {
@@ -74,6 +84,7 @@ pub fn max_pool2d(x: &Tensor, window: Window2d) -> Result<Tensor> {
 pub fn avg_pool2d(x: &Tensor, window: Window2d) -> Result<Tensor> {
     let [out_h, out_w] = window.output_size("avg_pool2d", x.shape())?;
     let (batch, channels) = (x.shape()[0], x.shape()[1]);
+    profile::count(0, x.numel());
     let rows = patches(x, window)?;
     let per_channel =
         reshape(&rows, [batch * out_h * out_w * channels, window.kernel[0] * window.kernel[1]])?;

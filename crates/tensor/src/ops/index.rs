@@ -6,6 +6,7 @@ use crate::error::{Result, TensorError};
 use crate::ops::shape::around;
 use crate::ops::{expect_float, gradient_like};
 use crate::param::Operand;
+use crate::profile;
 use crate::rows::RowGradient;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -16,6 +17,11 @@ pub fn embedding(table: impl Into<Operand>, ids: &Tensor) -> Result<Tensor> {
     if table.shape().dims() != 2 {
         return Err(TensorError::shape("embedding", "the table", *table.shape(), "[entries, width]"));
     }
+    let sizes = || format!("{}, {}", table.shape()[0], table.shape()[1]);
+    profile::in_module_of(Some(&table), "Embedding", sizes, || looked_up(&table, ids))
+}
+
+fn looked_up(table: &Operand, ids: &Tensor) -> Result<Tensor> {
     let mut sizes = ids.sizes().to_vec();
     sizes.push(table.shape()[1]);
     let out = {
@@ -24,11 +30,11 @@ pub fn embedding(table: impl Into<Operand>, ids: &Tensor) -> Result<Tensor> {
         table.device().backend().embedding(&table, ids, &out)?;
         out
     };
-    if !needs_grad(&[&table]) {
+    if !needs_grad(&[table]) {
         return Ok(out);
     }
     let (saved, ids) = (table.saved(), ids.detach());
-    Ok(record("embedding", &[&table], out, move |dout| {
+    Ok(record("embedding", &[table], out, move |dout| {
         if let Operand::Param(param) = &saved
             && (param.wants_rows() || dout.device().backend().is_host() && has_contribution(param))
         {

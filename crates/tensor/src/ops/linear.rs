@@ -3,8 +3,9 @@
 use crate::autograd::{Saved, needs_grad, record};
 use crate::backend::{Activation, Gemm, Matrix};
 use crate::error::{Result, TensorError};
-use crate::ops::{expect_same_dtype, gradient_like};
+use crate::ops::{count_activation, expect_same_dtype, gradient_like};
 use crate::param::{Operand, Value};
+use crate::profile;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -79,11 +80,28 @@ impl Layer {
         Layer { weight: self.weight.saved(), bias: self.bias.as_ref().map(Operand::saved), ..self.clone() }
     }
 
+    /// Runs `work` as the layer's own, for whoever counts what layers do.
+    fn as_module<R>(&self, work: impl FnOnce() -> R) -> R {
+        let sizes = || {
+            let bias = if self.bias.is_some() { "True" } else { "False" };
+            format!("in_features={}, out_features={}, bias={bias}", self.inputs, self.outputs)
+        };
+        profile::in_module_of(Some(&self.weight), "Linear", sizes, work)
+    }
+
     fn forward(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
+        self.as_module(|| self.run(x, activation, before))
+    }
+
+    fn run(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
         let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
         let weight = self.weight.read()?;
         let bias: Option<Value> = self.bias.as_ref().map(Operand::read).transpose()?;
         let rows = x.shape().rows();
+        profile::count_product(1, rows, self.outputs, self.inputs);
+        if let Some(activation) = activation {
+            count_activation(activation, y.numel());
+        }
         x.device().backend().gemm(&Gemm {
             bias: bias.as_deref(),
             activation,
@@ -95,10 +113,15 @@ impl Layer {
 
     /// The gradient of the layer's input.
     fn input_gradient(&self, dy: &Tensor, x_shape: &Shape) -> Result<Tensor> {
+        self.as_module(|| self.run_input_gradient(dy, x_shape))
+    }
+
+    fn run_input_gradient(&self, dy: &Tensor, x_shape: &Shape) -> Result<Tensor> {
         let dx = Tensor::empty(*x_shape, dy.dtype(), dy.device())?;
         let weight = self.weight.read()?;
         let rows = x_shape.rows();
         let b = self.layout.backward(&weight);
+        profile::count_product(1, rows, self.inputs, self.outputs);
         dy.device().backend().gemm(&Gemm::plain(
             rows,
             self.inputs,
@@ -122,11 +145,13 @@ impl Layer {
 
     /// The gradients of weight and bias, where they are wanted.
     fn weight_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let dbias = self.bias_gradient_like(dy)?;
-        if let Some(dbias) = &dbias {
-            dy.device().backend().sum_rows(dy, dbias)?;
-        }
-        Ok((self.weight_gradient(x, dy)?, dbias))
+        self.as_module(|| {
+            let dbias = self.bias_gradient_like(dy)?;
+            if let Some(dbias) = &dbias {
+                dy.device().backend().sum_rows(dy, dbias)?;
+            }
+            Ok((self.weight_gradient(x, dy)?, dbias))
+        })
     }
 
     fn weight_gradient(&self, x: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
@@ -139,7 +164,11 @@ impl Layer {
             WeightLayout::InOut => (x, dy, self.inputs, self.outputs),
         };
         let (left, right) = (Matrix::transposed(left), Matrix::whole(right));
-        dy.device().backend().gemm(&Gemm::plain(m, n, x.shape().rows(), left, right, &dweight))?;
+        let rows = x.shape().rows();
+        self.as_module(|| {
+            profile::count_product(1, m, n, rows);
+            dy.device().backend().gemm(&Gemm::plain(m, n, rows, left, right, &dweight))
+        })?;
         Ok(Some(dweight))
     }
 }
@@ -164,7 +193,11 @@ pub fn linear_activation(
 ) -> Result<Tensor> {
     let (x, weight) = (x.into(), weight.into());
     let layer = Layer::new("linear", x.shape(), x.dtype(), weight, bias, layout)?;
-    let mut operands = vec![&x, &layer.weight];
+    layer.as_module(|| recorded_linear(&x, &layer, activation))
+}
+
+fn recorded_linear(x: &Operand, layer: &Layer, activation: Option<Activation>) -> Result<Tensor> {
+    let mut operands = vec![x, &layer.weight];
     operands.extend(&layer.bias);
     let recording = needs_grad(&operands);
     let input = x.read()?;
@@ -178,7 +211,7 @@ pub fn linear_activation(
     if !recording {
         return Ok(y);
     }
-    let (saved_x, saved) = (Saved::of(&x), layer.saved());
+    let (saved_x, saved) = (Saved::of(x), layer.saved());
     Ok(record("linear", &operands, y, move |dy| {
         let dy = match (activation, before) {
             (Some(activation), Some(before)) => activation_gradient(activation, &before, dy)?,
@@ -196,6 +229,7 @@ pub fn linear_activation(
 
 fn activation_gradient(activation: Activation, before: &Tensor, dy: Tensor) -> Result<Tensor> {
     let dx = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
+    count_activation(activation, 2 * dx.numel());
     dy.device().backend().activation_backward(activation, before, &dy, &dx)?;
     Ok(dx)
 }
@@ -233,6 +267,11 @@ pub fn mlp(
         // Both tensors are this node's own: the gradient goes through `f` where it lies, and `before` becomes the value
         // after `f` where that was not kept.
         let dup_bias = saved_up.bias_gradient_like(&dbefore)?;
+        saved_up.as_module(|| count_activation(activation, 2 * dbefore.numel()));
+        if kept.is_none() {
+            let again = || count_activation(activation, before.numel());
+            profile::during(profile::Pass::Recomputation, || saved_up.as_module(again));
+        }
         dy.device().backend().activation_backward_sums(
             activation,
             &before,
@@ -309,5 +348,6 @@ fn batched(
     let mut gemm = Gemm::plain(m, n, k, a, b, c);
     gemm.batch = batch;
     gemm.c.batch_stride = m * n;
+    profile::count_product(batch, m, n, k);
     c.device().backend().gemm(&gemm)
 }

@@ -8,6 +8,7 @@ use crate::error::{Result, TensorError};
 use crate::memory::Category;
 use crate::ops::{WeightLayout, lent_place};
 use crate::param::Operand;
+use crate::profile::{self, Pass};
 use crate::tensor::Tensor;
 use crate::with_category;
 
@@ -73,8 +74,21 @@ pub fn linear_cross_entropy(
     targets: &Tensor,
     options: CrossEntropyOptions,
 ) -> Result<Tensor> {
-    const OP: &str = "linear_cross_entropy";
     let (x, weight) = (x.into(), weight.into());
+    let owner = weight.clone();
+    let sizes = || format!("weight={}", owner.shape());
+    let run = || recorded_linear_cross_entropy(x, weight, layout, targets, options);
+    profile::in_module_of(Some(&owner), "Linear", sizes, run)
+}
+
+fn recorded_linear_cross_entropy(
+    x: Operand,
+    weight: Operand,
+    layout: WeightLayout,
+    targets: &Tensor,
+    options: CrossEntropyOptions,
+) -> Result<Tensor> {
+    const OP: &str = "linear_cross_entropy";
     let (rows, width) = (x.shape().rows(), x.shape().last());
     let (inputs, classes) = match (layout, weight.shape().sizes()) {
         (WeightLayout::OutIn, &[classes, inputs]) | (WeightLayout::InOut, &[inputs, classes]) => {
@@ -116,6 +130,7 @@ pub fn linear_cross_entropy(
         let x_chunk = flat.slice(start * width, [count, width])?;
         let logits = Tensor::empty([count, classes], held, &device)?;
         let w = Matrix { transposed, ..Matrix::whole(&table) };
+        profile::count_product(1, count, classes, width);
         backend.gemm(&Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, &logits))?;
         let (target_chunk, loss_chunk) =
             (targets.view([rows])?.slice(start, [count])?, losses.slice(start, [count])?);
@@ -137,7 +152,10 @@ pub fn linear_cross_entropy(
         if let Some(dx) = &dx {
             let target = dx.view([rows, width])?.slice(start * width, [count, width])?;
             let w = Matrix { transposed: !transposed, ..Matrix::whole(&table) };
-            backend.gemm(&Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, &target))?;
+            profile::during(Pass::Backward, || {
+                profile::count_product(1, count, width, classes);
+                backend.gemm(&Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, &target))
+            })?;
         }
         if let Some(dweight) = &dweight {
             let (left, right, m, n) = match layout {
@@ -145,7 +163,10 @@ pub fn linear_cross_entropy(
                 WeightLayout::InOut => (&x_chunk, &gradient, width, classes),
             };
             let (a, b) = (Matrix::transposed(left), Matrix::whole(right));
-            backend.gemm(&Gemm { accumulate: start > 0, ..Gemm::plain(m, n, count, a, b, dweight) })?;
+            profile::during(Pass::Backward, || {
+                profile::count_product(1, m, n, count);
+                backend.gemm(&Gemm { accumulate: start > 0, ..Gemm::plain(m, n, count, a, b, dweight) })
+            })?;
         }
     }
     drop(table);

@@ -26,11 +26,12 @@ pub use norm::{REBUILT_WIDTH, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 pub use reduce::{cumsum, log_softmax, max, mean, mean_dim, min, softmax, sum, sum_dim};
 pub use shape::{concat, narrow, permute, reshape, split, transpose};
 
-use crate::backend::{Device, with_category};
+use crate::backend::{Activation, Device, with_category};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
 use crate::param::Operand;
+use crate::profile;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -46,6 +47,13 @@ fn expect_same_dtype(op: &'static str, what: &'static str, dtype: DType, wanted:
         return Ok(());
     }
     Err(TensorError::BadDType { op, what, dtype, expected: wanted.name() })
+}
+
+/// Counts an activation of so many elements. DeepSpeed counts neither tanh nor sigmoid.
+fn count_activation(activation: Activation, elements: usize) {
+    if !matches!(activation, Activation::Tanh | Activation::Sigmoid) {
+        profile::count(0, elements);
+    }
 }
 
 /// Memory of a parameter's store for its gradient, where it lends some.

@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::{expect_float, expect_same_dtype, gradient_like};
 use crate::param::{Operand, Value};
+use crate::profile;
 use crate::tensor::Tensor;
 
 /// `(x - mean)/√(variance + eps) · weight + bias` over the last dimension.
@@ -69,6 +70,33 @@ fn norm(
     bias: Option<Operand>,
     eps: f32,
 ) -> Result<(Tensor, Tensor)> {
+    let class = match kind {
+        NormKind::Layer => "LayerNorm",
+        NormKind::Rms => "RMSNorm",
+    };
+    let (owner, shape) = (weight.clone(), *x.shape());
+    let sizes = || format!("({},), eps={eps:e}, elementwise_affine=True", shape.last());
+    profile::in_module_of(owner.as_ref(), class, sizes, || recorded_norm(kind, x, sum, weight, bias, eps))
+}
+
+/// Counts one pass over `elements`.
+fn count_norm(kind: NormKind, has_weight: bool, elements: usize) {
+    let per_element = match kind {
+        NormKind::Layer => 4 + usize::from(has_weight),
+        // No mean is taken.
+        NormKind::Rms => 3 + usize::from(has_weight),
+    };
+    profile::count(0, per_element * elements);
+}
+
+fn recorded_norm(
+    kind: NormKind,
+    x: Operand,
+    sum: Sum,
+    weight: Option<Operand>,
+    bias: Option<Operand>,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
     const OP: &str = "norm";
     let (gives_sum, residual) = match sum {
         Sum::None => (false, None),
@@ -105,6 +133,7 @@ fn norm(
     {
         let weight: Option<Value> = weight.as_ref().map(Operand::read).transpose()?;
         let bias: Option<Value> = bias.as_ref().map(Operand::read).transpose()?;
+        count_norm(kind, weight.is_some(), shape.numel());
         let pair = residual_value.as_deref().zip(sum.as_ref());
         device.backend().norm(
             kind,
@@ -154,6 +183,7 @@ fn norm(
                 };
                 (dweight, dbias) = (like(&saved_weight)?, like(&saved_bias)?);
                 let dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+                count_norm(kind, weight.is_some(), 2 * x.numel());
                 backend.norm_backward(
                     kind,
                     &x,
@@ -191,6 +221,7 @@ fn norm(
             let like_rows = || Tensor::empty([shape.rows()], DType::F32, x.device());
             let (y, mean, rstd) = (Tensor::empty(shape, x.dtype(), x.device())?, like_rows()?, like_rows()?);
             let (weight, bias) = (weight.as_deref(), bias.as_deref());
+            count_norm(kind, weight.is_some(), x.numel());
             x.device().backend().norm(kind, eps, &x, None, weight, bias, &y, &mean, &rstd)?;
             Ok(y)
         });

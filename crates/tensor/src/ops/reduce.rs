@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::ops::shape::around;
 use crate::ops::{affine, expect_float, reshape};
 use crate::param::Operand;
+use crate::profile;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -78,6 +79,7 @@ fn any_softmax(name: &'static str, x: Operand, log: bool) -> Result<Tensor> {
     let y = {
         let x = x.read()?;
         let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        profile::count(0, y.numel());
         x.device().backend().softmax(&x, &y, log)?;
         y
     };
@@ -87,6 +89,7 @@ fn any_softmax(name: &'static str, x: Operand, log: bool) -> Result<Tensor> {
     let kept = y.detach();
     Ok(record(name, &[&x], y, move |dy| {
         let dx = Tensor::empty(*kept.shape(), kept.dtype(), kept.device())?;
+        profile::count(0, 2 * kept.numel());
         kept.device().backend().softmax_backward(&kept, &dy, &dx, log)?;
         Ok(vec![Some(dx)])
     }))

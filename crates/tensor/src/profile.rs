@@ -1,0 +1,364 @@
+//! What ops cost, counted where they run: multiply-accumulates, floating-point operations and time, per module and per pass.
+//!
+//! A thread counts while [`collect`] runs on it; else an op pays for one relaxed load. An op with a parameter belongs to the
+//! module that the parameter's name says, any other to the innermost [`scope`] around it. Backward belongs to the module whose
+//! forward recorded it. Forward, backward and what backward computes again are apart, whoever asked for them.
+//!
+//! Counts are those of the mathematics: a causal mask, a window or zeros spare nothing. A product of `m·k` by `k·n` is `m·k·n`
+//! multiply-accumulates of two operations each. A layer norm is 5 operations per element (4 without weight), an RMS norm one
+//! less; an activation, a softmax and a pooled input are one. The gradient of each of these is twice that. Sums, elementwise
+//! arithmetic, lookups, dropout and losses count nothing, as in DeepSpeed's profiler.
+//!
+//! ```
+//! use ferrospeed_tensor::{DType, Device, Tensor, ops, profile};
+//!
+//! # fn main() -> ferrospeed_tensor::Result<()> {
+//! let device = Device::cpu();
+//! let (a, b) = (Tensor::zeros([2, 3], DType::F32, &device)?, Tensor::zeros([3, 5], DType::F32, &device)?);
+//! let (product, profile) = profile::collect(&device, || ops::matmul(&a, &b));
+//! product?;
+//! assert_eq!(profile.total().forward.macs, 30);
+//! # Ok(())
+//! # }
+//! ```
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::backend::Device;
+use crate::param::{Operand, Param};
+
+/// What was done.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Multiply-accumulates.
+    pub macs: u64,
+    /// Floating-point operations, those of the multiply-accumulates included.
+    pub flops: u64,
+    /// Time spent in the module itself, not in those below it.
+    pub time: Duration,
+}
+
+impl std::ops::AddAssign for Work {
+    fn add_assign(&mut self, other: Work) {
+        self.macs += other.macs;
+        self.flops += other.flops;
+        self.time += other.time;
+    }
+}
+
+/// What was done in each pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Passes {
+    /// The first run of each op.
+    pub forward: Work,
+    /// Gradients.
+    pub backward: Work,
+    /// What backward ran again because it was not kept.
+    pub recomputation: Work,
+}
+
+impl Passes {
+    fn of(&mut self, pass: Pass) -> &mut Work {
+        match pass {
+            Pass::Forward => &mut self.forward,
+            Pass::Backward => &mut self.backward,
+            Pass::Recomputation => &mut self.recomputation,
+        }
+    }
+
+    /// Adds what was done elsewhere.
+    pub fn add(&mut self, other: &Passes) {
+        self.forward += other.forward;
+        self.backward += other.backward;
+        self.recomputation += other.recomputation;
+    }
+}
+
+/// Why an op runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pass {
+    Forward,
+    Backward,
+    Recomputation,
+}
+
+/// One module's own part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModuleWork {
+    /// Its path; the root's is empty.
+    pub path: Arc<str>,
+    /// What it is, where somebody said it.
+    pub class: Option<&'static str>,
+    /// Its sizes, as PyTorch prints them.
+    pub sizes: String,
+    /// What it did itself, without the modules below it.
+    pub own: Passes,
+}
+
+/// What modules did, in the order in which they first ran.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Profile {
+    modules: Vec<ModuleWork>,
+    places: HashMap<Arc<str>, usize>,
+}
+
+impl Profile {
+    /// All modules that did something.
+    pub fn modules(&self) -> &[ModuleWork] {
+        &self.modules
+    }
+
+    /// The sum over all modules.
+    pub fn total(&self) -> Passes {
+        let mut total = Passes::default();
+        self.modules.iter().for_each(|module| total.add(&module.own));
+        total
+    }
+
+    /// Adds what was collected at another time: the same step's backward, for example.
+    pub fn merge(&mut self, other: Profile) {
+        for module in other.modules {
+            let place = self.module(&module.path);
+            let mine = &mut self.modules[place];
+            mine.class = mine.class.or(module.class);
+            if mine.sizes.is_empty() {
+                mine.sizes = module.sizes;
+            }
+            mine.own.add(&module.own);
+        }
+    }
+
+    fn module(&mut self, path: &Arc<str>) -> usize {
+        *self.places.entry(path.clone()).or_insert_with(|| {
+            let (path, own) = (path.clone(), Passes::default());
+            self.modules.push(ModuleWork { path, class: None, sizes: String::new(), own });
+            self.modules.len() - 1
+        })
+    }
+}
+
+/// Where work belongs.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    path: Arc<str>,
+    /// Whether parameters read inside do not make modules of their own.
+    sealed: bool,
+}
+
+struct Collector {
+    device: Device,
+    profile: Profile,
+    stack: Vec<Place>,
+    pass: Pass,
+    since: Instant,
+}
+
+impl Collector {
+    fn innermost(&mut self) -> &mut Passes {
+        let path = &self.stack.last().expect("the root is never popped").path;
+        let place = self.profile.module(path);
+        &mut self.profile.modules[place].own
+    }
+
+    /// Gives the time since the last change of module or pass to the module and the pass that had it.
+    fn settle(&mut self) {
+        // A failing device tells the op that waits for it; here it would only spoil a time.
+        let _ = self.device.backend().synchronize();
+        let (spent, pass) = (self.since.elapsed(), self.pass);
+        self.innermost().of(pass).time += spent;
+        self.since = Instant::now();
+    }
+}
+
+/// How many threads collect: what every op looks at first.
+static COLLECTING: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static COLLECTOR: RefCell<Option<Collector>> = const { RefCell::new(None) };
+}
+
+/// Does something to this thread's collector, where there is one.
+#[inline]
+fn with<R>(act: impl FnOnce(&mut Collector) -> R) -> Option<R> {
+    if COLLECTING.load(Ordering::Relaxed) == 0 {
+        return None;
+    }
+    COLLECTOR.with_borrow_mut(|collector| collector.as_mut().map(act))
+}
+
+/// Runs `work` and says what it did on this thread. `device` is waited for at every change of module, so that times are those
+/// of the work and not of its submission. Within another `collect`, the inner one alone counts.
+pub fn collect<R>(device: &Device, work: impl FnOnce() -> R) -> (R, Profile) {
+    struct Restore(Option<Collector>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            COLLECTOR.set(self.0.take());
+            COLLECTING.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+    let _ = device.backend().synchronize();
+    let root = Place { path: "".into(), sealed: false };
+    let collector = Collector {
+        device: device.clone(),
+        profile: Profile::default(),
+        stack: vec![root],
+        pass: Pass::Forward,
+        since: Instant::now(),
+    };
+    COLLECTING.fetch_add(1, Ordering::Relaxed);
+    let _restore = Restore(COLLECTOR.replace(Some(collector)));
+    let result = work();
+    let profile = with(|collector| {
+        collector.settle();
+        std::mem::take(&mut collector.profile)
+    });
+    (result, profile.unwrap_or_default())
+}
+
+/// Counts work of the innermost module.
+#[inline]
+pub(crate) fn count(macs: usize, flops: usize) {
+    with(|collector| {
+        let pass = collector.pass;
+        *collector.innermost().of(pass) +=
+            Work { macs: macs as u64, flops: flops as u64, time: Duration::ZERO };
+    });
+}
+
+/// Counts a product.
+#[inline]
+pub(crate) fn count_product(batch: usize, m: usize, n: usize, k: usize) {
+    let macs = batch * m * n * k;
+    count(macs, 2 * macs);
+}
+
+/// Leaves a module or a pass again, also by an error.
+enum Leave {
+    Module,
+    Pass { before: Pass },
+}
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        with(|collector| {
+            collector.settle();
+            match self {
+                Leave::Module => drop(collector.stack.pop()),
+                Leave::Pass { before } => collector.pass = *before,
+            }
+        });
+    }
+}
+
+/// Counts what `work` does as a pass of its own.
+pub(crate) fn during<R>(pass: Pass, work: impl FnOnce() -> R) -> R {
+    let _leave = with(|collector| {
+        collector.settle();
+        Leave::Pass { before: std::mem::replace(&mut collector.pass, pass) }
+    });
+    work()
+}
+
+/// Where ops now belong; `None` where nobody counts.
+pub(crate) fn current() -> Option<Place> {
+    with(|collector| collector.stack.last().expect("the root is never popped").clone())
+}
+
+/// Runs `work` at a place that [`current`] gave earlier.
+pub(crate) fn within<R>(place: Option<&Place>, work: impl FnOnce() -> R) -> R {
+    let _leave = place.and_then(|place| enter(|| Some(place.clone()), None, String::new));
+    work()
+}
+
+/// Enters the module that `place` gives; the result leaves it when it is dropped.
+fn enter(
+    place: impl FnOnce() -> Option<Place>,
+    class: Option<&'static str>,
+    sizes: impl FnOnce() -> String,
+) -> Option<Leave> {
+    with(|collector| {
+        if collector.stack.last().is_some_and(|frame| frame.sealed) {
+            return None;
+        }
+        let place = place()?;
+        collector.settle();
+        let module = collector.profile.module(&place.path);
+        let module = &mut collector.profile.modules[module];
+        if module.class.is_none() && class.is_some() {
+            (module.class, module.sizes) = (class, sizes());
+        }
+        collector.stack.push(place);
+        Some(Leave::Module)
+    })
+    .flatten()
+}
+
+fn module_of(param: &Param) -> &str {
+    param.name().rsplit_once('.').map_or("", |(module, _)| module)
+}
+
+/// Runs `work` in the module of the parameter that `operand` is; where it is none, in the module around.
+pub(crate) fn in_module_of<R>(
+    operand: Option<&Operand>,
+    class: &'static str,
+    sizes: impl FnOnce() -> String,
+    work: impl FnOnce() -> R,
+) -> R {
+    let place = || match operand {
+        Some(Operand::Param(param)) => Some(Place { path: module_of(param).into(), sealed: false }),
+        _ => None,
+    };
+    let _leave = enter(place, Some(class), sizes);
+    work()
+}
+
+/// Runs `work` in the module that `params` have in common: `h.0.attn` of `h.0.attn.query.weight` and `h.0.attn.out.weight`.
+pub fn scope<'a, R>(
+    class: &'static str,
+    params: impl IntoIterator<Item = &'a Param>,
+    work: impl FnOnce() -> R,
+) -> R {
+    let common = || {
+        let mut modules = params.into_iter().map(module_of);
+        let first: Vec<&str> = modules.next()?.split('.').collect();
+        let shared = modules.fold(first.len(), |shared, module| {
+            first[..shared].iter().zip(module.split('.')).take_while(|(a, b)| *a == b).count()
+        });
+        Some(Place { path: first[..shared].join(".").into(), sealed: false })
+    };
+    let _leave = enter(common, Some(class), String::new);
+    work()
+}
+
+/// Runs `work` in the module at `path`, which has no parameters of its own to be known by.
+pub fn scope_at<R>(path: &str, class: &'static str, work: impl FnOnce() -> R) -> R {
+    let _leave = enter(|| Some(Place { path: path.into(), sealed: false }), Some(class), String::new);
+    work()
+}
+
+/// The same for the module number `index` below the innermost one.
+pub fn scope_below<R>(index: usize, class: &'static str, work: impl FnOnce() -> R) -> R {
+    let _leave = current().and_then(|around| {
+        let path = match &*around.path {
+            "" => index.to_string(),
+            path => format!("{path}.{index}"),
+        };
+        enter(|| Some(Place { path: path.into(), sealed: false }), Some(class), String::new)
+    });
+    work()
+}
+
+/// The same for a module that works with the parameters of others, as a head tied to an embedding: all that `work` does is its.
+pub fn scope_of_tied<R>(
+    path: &str,
+    class: &'static str,
+    sizes: impl FnOnce() -> String,
+    work: impl FnOnce() -> R,
+) -> R {
+    let _leave = enter(|| Some(Place { path: path.into(), sealed: true }), Some(class), sizes);
+    work()
+}
