@@ -4,6 +4,7 @@
 //! those: the log files, the [`monitor`]s, the [`report`], the terminal. Observing changes no number of the run.
 
 mod error;
+pub mod flops;
 mod log;
 pub mod monitor;
 mod record;
