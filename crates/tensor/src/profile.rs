@@ -1,6 +1,6 @@
 //! What ops cost, counted where they run: multiply-accumulates, floating-point operations and time, per module and per pass.
 //!
-//! A thread counts while [`collect`] runs on it; else an op pays for one relaxed load. An op with a parameter belongs to the
+//! A thread counts while [`collect`] runs on it; else an op pays for a few relaxed loads. An op with a parameter belongs to the
 //! module that the parameter's name says, any other to the innermost [`scope`] around it. Backward belongs to the module whose
 //! forward recorded it. Forward, backward and what backward computes again are apart, whoever asked for them.
 //!
@@ -22,8 +22,11 @@
 //! # }
 //! ```
 
+mod counts;
+
+pub use counts::{ModuleWork, Passes, Profile, Work};
+
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -31,114 +34,12 @@ use std::time::{Duration, Instant};
 use crate::backend::Device;
 use crate::param::{Operand, Param};
 
-/// What was done.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Work {
-    /// Multiply-accumulates.
-    pub macs: u64,
-    /// Floating-point operations, those of the multiply-accumulates included.
-    pub flops: u64,
-    /// Time spent in the module itself, not in those below it.
-    pub time: Duration,
-}
-
-impl std::ops::AddAssign for Work {
-    fn add_assign(&mut self, other: Work) {
-        self.macs += other.macs;
-        self.flops += other.flops;
-        self.time += other.time;
-    }
-}
-
-/// What was done in each pass.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Passes {
-    /// The first run of each op.
-    pub forward: Work,
-    /// Gradients.
-    pub backward: Work,
-    /// What backward ran again because it was not kept.
-    pub recomputation: Work,
-}
-
-impl Passes {
-    fn of(&mut self, pass: Pass) -> &mut Work {
-        match pass {
-            Pass::Forward => &mut self.forward,
-            Pass::Backward => &mut self.backward,
-            Pass::Recomputation => &mut self.recomputation,
-        }
-    }
-
-    /// Adds what was done elsewhere.
-    pub fn add(&mut self, other: &Passes) {
-        self.forward += other.forward;
-        self.backward += other.backward;
-        self.recomputation += other.recomputation;
-    }
-}
-
 /// Why an op runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pass {
     Forward,
     Backward,
     Recomputation,
-}
-
-/// One module's own part.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ModuleWork {
-    /// Its path; the root's is empty.
-    pub path: Arc<str>,
-    /// What it is, where somebody said it.
-    pub class: Option<&'static str>,
-    /// Its sizes, as PyTorch prints them.
-    pub sizes: String,
-    /// What it did itself, without the modules below it.
-    pub own: Passes,
-}
-
-/// What modules did, in the order in which they first ran.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Profile {
-    modules: Vec<ModuleWork>,
-    places: HashMap<Arc<str>, usize>,
-}
-
-impl Profile {
-    /// All modules that did something.
-    pub fn modules(&self) -> &[ModuleWork] {
-        &self.modules
-    }
-
-    /// The sum over all modules.
-    pub fn total(&self) -> Passes {
-        let mut total = Passes::default();
-        self.modules.iter().for_each(|module| total.add(&module.own));
-        total
-    }
-
-    /// Adds what was collected at another time: the same step's backward, for example.
-    pub fn merge(&mut self, other: Profile) {
-        for module in other.modules {
-            let place = self.module(&module.path);
-            let mine = &mut self.modules[place];
-            mine.class = mine.class.or(module.class);
-            if mine.sizes.is_empty() {
-                mine.sizes = module.sizes;
-            }
-            mine.own.add(&module.own);
-        }
-    }
-
-    fn module(&mut self, path: &Arc<str>) -> usize {
-        *self.places.entry(path.clone()).or_insert_with(|| {
-            let (path, own) = (path.clone(), Passes::default());
-            self.modules.push(ModuleWork { path, class: None, sizes: String::new(), own });
-            self.modules.len() - 1
-        })
-    }
 }
 
 /// Where work belongs.
@@ -160,8 +61,7 @@ struct Collector {
 impl Collector {
     fn innermost(&mut self) -> &mut Passes {
         let path = &self.stack.last().expect("the root is never popped").path;
-        let place = self.profile.module(path);
-        &mut self.profile.modules[place].own
+        &mut self.profile.module(path).own
     }
 
     /// Gives the time since the last change of module or pass to the module and the pass that had it.
@@ -287,9 +187,9 @@ fn enter(
         let place = place()?;
         collector.settle();
         let module = collector.profile.module(&place.path);
-        let module = &mut collector.profile.modules[module];
-        if module.class.is_none() && class.is_some() {
-            (module.class, module.sizes) = (class, sizes());
+        module.class = module.class.or(class);
+        if module.sizes.is_empty() {
+            module.sizes = sizes();
         }
         collector.stack.push(place);
         Some(Leave::Module)
