@@ -167,10 +167,10 @@ fn deprecated_and_unimplemented_keys_warn_once_each() {
         "ds.json:1:60: warning: `zero_optimization.cpu_offload`: deprecated\n  help: write \"offload_optimizer\": {\"device\":\"cpu\"}\nds.json:1:60: warning: `zero_optimization.offload_optimizer`: accepted, but nothing acts on it yet"
     );
     assert_eq!(
-        warnings("{ \"train_batch_size\": 8, \"flops_profiler\": {\"enabled\": true, \"top_modules\": 3} }"),
-        "ds.json:1:26: warning: `flops_profiler`: accepted, but nothing acts on it yet"
+        warnings("{ \"train_batch_size\": 8, \"comms_logger\": {\"enabled\": true, \"verbose\": true} }"),
+        "ds.json:1:26: warning: `comms_logger`: accepted, but nothing acts on it yet"
     );
-    assert_eq!(warnings("{ \"train_batch_size\": 8, \"flops_profiler\": {\"enabled\": false} }"), "");
+    assert_eq!(warnings("{ \"train_batch_size\": 8, \"comms_logger\": {\"enabled\": false} }"), "");
 }
 
 #[test]

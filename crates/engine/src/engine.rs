@@ -20,6 +20,7 @@ use crate::checkpoint::Background;
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
+use crate::profiler::{Phase, StepProfiler};
 use crate::setup::Setup;
 
 /// What a call of [`Engine::step`] did.
@@ -99,6 +100,7 @@ pub struct Engine {
     pub(crate) background: Background,
     pub(crate) features: Features,
     pub(crate) eigenvalues: Option<Eigenvalues>,
+    pub(crate) profiler: Option<StepProfiler>,
     /// The other names of tied parameters: those the model was built with, and those a checkpoint had.
     pub(crate) aliases: BTreeMap<String, String>,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
@@ -125,6 +127,7 @@ impl Engine {
         }
         let features = Features::from_config(&config)?;
         let eigenvalues = Eigenvalues::of_run(&config, &store)?;
+        let profiler = StepProfiler::of_run(&config, &setup.world);
         let mut engine = Engine {
             store,
             scheduler,
@@ -153,6 +156,7 @@ impl Engine {
             background: Background::default(),
             features,
             eigenvalues,
+            profiler,
             aliases,
             half_loaded: None,
         };
@@ -178,7 +182,7 @@ impl Engine {
             return Err(TensorError::argument("forward", why).into());
         }
         let start = Instant::now();
-        let result = self.run(model);
+        let result = self.profiled(Phase::Forward, |engine| engine.run(model));
         self.end_timed_phase()?;
         // An evaluation between two steps is no part of either.
         if matches!(self.mode, Mode::Train) {
@@ -235,7 +239,7 @@ impl Engine {
         let scaled = if options.scale_wrt_gas { 1.0 / self.accumulation_steps as f32 } else { 1.0 };
         let seed =
             Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
-        autograd::backward_with(&[(loss.clone(), seed)])?;
+        self.profiled(Phase::Backward, |_| autograd::backward_with(&[(loss.clone(), seed)]))?;
         self.store.finish_backward()?;
         let loss = value()?;
         self.end_timed_phase()?;
@@ -278,6 +282,7 @@ impl Engine {
         self.last_times = std::mem::take(&mut self.times);
         let report = self.account(outcome);
         self.log_step();
+        self.report_profile();
         self.log_memory("after step");
         report
     }

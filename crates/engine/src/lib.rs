@@ -33,7 +33,9 @@ mod error;
 mod failure;
 mod features;
 mod loader;
+mod model_profile;
 mod overrides;
+mod profiler;
 mod reports;
 mod setup;
 
@@ -42,4 +44,5 @@ pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use failure::Failure;
 pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
+pub use model_profile::{ModelProfile, ReportOptions};
 pub use setup::{Options, Setup, initialize, initialize_model, initialize_with};

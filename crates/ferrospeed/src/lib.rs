@@ -41,6 +41,7 @@ pub use ferrospeed_zero as zero;
 pub use ferrospeed_comm::World;
 pub use ferrospeed_engine::{
     DataLoader, Dataset, Engine, EngineError, Failure, FindParameter, Format, LoadOptions, Loaded,
-    LoaderOptions, Options, RepeatingLoader, SaveOptions, Setup, StepReport, initialize, initialize_model,
+    LoaderOptions, ModelProfile, Options, RepeatingLoader, ReportOptions, SaveOptions, Setup, StepReport,
+    initialize, initialize_model,
 };
 pub use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, ops};

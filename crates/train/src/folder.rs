@@ -87,6 +87,11 @@ impl RunFolder {
         self.0.join("report.html")
     }
 
+    /// `profile.txt`, of a run with a `flops_profiler`.
+    pub fn profile(&self) -> PathBuf {
+        self.0.join("profile.txt")
+    }
+
     /// `data/`
     pub fn data(&self) -> PathBuf {
         self.0.join("data")
@@ -131,7 +136,7 @@ impl RunFolder {
         ] {
             remove(std::fs::remove_dir_all(&folder), &folder)?;
         }
-        for file in [self.log(), self.eval(), self.sample(), self.report(), self.outcome()] {
+        for file in [self.log(), self.eval(), self.sample(), self.report(), self.profile(), self.outcome()] {
             remove(std::fs::remove_file(&file), &file)?;
         }
         Ok(())

@@ -204,6 +204,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let rank = job.world.rank();
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;
+    if let Some(profiler) = &mut setup.config.flops_profiler {
+        // Among the lines of a terminal a report of a thousand lines would be lost.
+        profiler.output_file.get_or_insert_with(|| folder.profile().display().to_string());
+    }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
     let engine = initialize_model(&setup, model.parameters(), Options { source, ..Default::default() })?;
 

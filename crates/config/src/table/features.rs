@@ -36,18 +36,25 @@ pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
 
 /// `flops_profiler`.
 pub(super) const FLOPS_PROFILER: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Profile one step."),
-    key("recompute_fwd_factor", NON_NEGATIVE, "0.0", "Extra forward passes per backward, for recomputation."),
-    key("profile_step", COUNT, "1", "Which step."),
+    key("enabled", Kind::Bool, "false", "Count and time one micro-batch of one step.").done(),
+    key(
+        "recompute_fwd_factor",
+        NON_NEGATIVE,
+        "0.0",
+        "Forward passes that the report takes backward to repeat.",
+    )
+    .done(),
+    key("profile_step", COUNT, "1", "Which step, from 0.").done(),
     key(
         "module_depth",
         Kind::Int { min: -1, max: i64::MAX },
         "-1",
-        "Depth of the printed tree; -1 prints all.",
-    ),
-    key("top_modules", POSITIVE_COUNT, "1", "Modules named in the summary."),
-    key("detailed", Kind::Bool, "true", "Print the tree."),
-    key("output_file", Kind::Text, "null", "Write there instead of to the terminal."),
+        "Levels of the summary by class; -1 goes to the level above the last.",
+    )
+    .done(),
+    key("top_modules", POSITIVE_COUNT, "1", "Classes named at each level.").done(),
+    key("detailed", Kind::Bool, "true", "Print the tree of modules.").done(),
+    key("output_file", Kind::Text, "null", "Write there instead of to the log.").done(),
 ];
 
 const MODEL_INFO: &[Key] = &[

@@ -159,7 +159,8 @@ pub const ROOT: &[Key] = &[
         Kind::Section(FLOPS_PROFILER, Form::Plain),
         "{}",
         "Count floating-point operations and time per module.",
-    ),
+    )
+    .done(),
     key("pipeline", Kind::Section(PIPELINE, Form::Plain), "{}", "Pipeline parallelism."),
     key("checkpoint", Kind::Section(CHECKPOINT, Form::Plain), "{}", "How checkpoints are written and read."),
     key("data_types", Kind::Section(DATA_TYPES, Form::Plain), "{}", "Number formats of intermediate values.")

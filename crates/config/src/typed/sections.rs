@@ -82,17 +82,17 @@ pub struct CommsLogger {
 /// `flops_profiler`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FlopsProfiler {
-    /// Extra forward passes per backward.
+    /// Forward passes that the report takes backward to repeat.
     pub recompute_fwd_factor: f64,
-    /// Which step.
+    /// Which step, from 0.
     pub profile_step: u64,
-    /// Depth of the printed tree; -1 prints all.
+    /// Levels of the summary by class; -1 goes to the level above the last.
     pub module_depth: i64,
-    /// Modules named in the summary.
+    /// Classes named at each level.
     pub top_modules: u64,
-    /// Print the tree.
+    /// Print the tree of modules.
     pub detailed: bool,
-    /// Write there instead of to the terminal.
+    /// Write there instead of to the log.
     pub output_file: Option<String>,
 }
 
