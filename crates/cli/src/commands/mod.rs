@@ -25,6 +25,7 @@ mod model_inspect;
 mod node_launch;
 mod place;
 mod plan;
+mod profile;
 mod rank_env;
 mod take_token;
 mod trace;
@@ -65,6 +66,8 @@ enum Command {
     Plan(Box<plan::PlanArgs>),
     /// Estimate memory by DeepSpeed's ZeRO formulas
     Estimate(estimate::EstimateArgs),
+    /// Count what the modules of a model cost: parameters, operations, time
+    Profile(profile::ProfileArgs),
     /// Say what this machine can do, and what is missing
     Doctor(doctor::DoctorArgs),
     /// Measure this machine's kernels, models and collectives
@@ -96,6 +99,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Config(args) => config::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Estimate(args) => estimate::run(&args),
+        Command::Profile(args) => profile::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Trace(args) => trace::run(&args),
