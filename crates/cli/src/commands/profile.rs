@@ -110,7 +110,7 @@ fn passes(profile: &ModelProfile) -> String {
         // Writing to a string does not fail.
         let _ = writeln!(
             text,
-            "{pass:<14} {:>12}  {:>14}  {:>10}",
+            "{pass:<14} {:>14}  {:>14}  {:>10}",
             style.number(work.flops as f64) + "flops",
             style.macs(work.macs as f64),
             style.duration(work.time.as_secs_f64())
