@@ -88,7 +88,7 @@ mod tests {
     fn damaged_frames_are_read_or_refused_and_take_no_more_than_they_announce() {
         let frames = [
             Frame::Set("key".into(), vec![1, 2, 3]),
-            Frame::Welcome(vec!["a".into(), "b".into()]),
+            Frame::Welcome(Welcome { host_identities: vec!["a".into(), "b".into()], job_name: "job".into() }),
             Frame::Beat(Some("all_reduce 7".into())),
             Frame::Left(3),
         ];
