@@ -1,7 +1,7 @@
 //! The bytes each rank keeps in each tier, and whether they fit.
 //!
-//! Model states follow from the ZeRO stage, the precision, the optimizer and the offload tiers (Rajbhandari et al. 2020,
-//! 2021). Activations are counted per token from what each operation of a layer saves, in the manner of Korthikanti et
+//! Model states follow from the ZeRO stage, the precision and the optimizer (Rajbhandari et al. 2020). Only what training does
+//! is counted: offload, which it does not do yet, saves nothing. Activations are counted per token from what each operation of a layer saves, in the manner of Korthikanti et
 //! al. 2022. What the allocator loses to fragmentation is not in here.
 
 use std::fmt;
@@ -90,6 +90,8 @@ pub struct Row {
     pub bytes: u64,
     /// How they come about.
     pub why: String,
+    /// Whether the ranks of a host have these bytes in common.
+    pub in_common: bool,
 }
 
 /// The bytes of one rank.
@@ -99,6 +101,8 @@ pub struct Plan {
     pub rows: Vec<Row>,
     /// Activations with and without recomputation; `None` where the shape of the model is not known.
     pub activations: Option<Activations>,
+    /// What is asked for and not counted, for training does not do it yet.
+    pub notes: Vec<String>,
 }
 
 /// Activations of one rank, both ways.
@@ -144,9 +148,14 @@ impl Plan {
     pub fn shortfalls(&self, capacity: &Capacity) -> Vec<Shortfall> {
         let ranks = capacity.ranks_per_host.max(1);
         let (device, host, nvme) = (self.total(Tier::Device), self.total(Tier::Host), self.total(Tier::Nvme));
+        let common = self.rows.iter().filter(|row| row.in_common).map(|row| row.bytes);
+        let common = common.fold(0, u64::saturating_add);
         let (on_device, on_host) = match capacity.device_bytes {
             Some(available) => (Some((device, available)), host.saturating_mul(ranks)),
-            None => (None, host.saturating_add(device).saturating_mul(ranks)),
+            None => {
+                let own = host.saturating_add(device) - common;
+                (None, own.saturating_mul(ranks).saturating_add(common))
+            }
         };
         let tiers = [
             on_device.map(|(needed, available)| (Tier::Device, needed, available)),
@@ -205,7 +214,7 @@ impl fmt::Display for Plan {
                 "activations: {kept} when all are kept, {checkpointed} with activation checkpointing"
             )?;
         }
-        Ok(())
+        self.notes.iter().try_for_each(|note| writeln!(f, "{note}"))
     }
 }
 

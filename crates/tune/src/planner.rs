@@ -4,7 +4,7 @@ use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage
 
 use crate::activations::ActivationBytes;
 use crate::model::Model;
-use crate::plan::{Activations, Plan, Purpose, Request, Row, Tier};
+use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier};
 
 /// Plans the bytes of one rank.
 pub fn plan(request: &Request<'_>) -> Plan {
@@ -14,7 +14,8 @@ pub fn plan(request: &Request<'_>) -> Plan {
     planner.optimizer_states();
     planner.buffers();
     let activations = planner.activations();
-    Plan { rows: planner.rows.into_iter().filter(|row| row.bytes > 0).collect(), activations }
+    let notes = planner.notes();
+    Plan { rows: planner.rows.into_iter().filter(|row| row.bytes > 0).collect(), activations, notes }
 }
 
 struct Planner<'a> {
@@ -24,7 +25,7 @@ struct Planner<'a> {
 
 impl Planner<'_> {
     fn add(&mut self, purpose: Purpose, tier: Tier, bytes: u64, why: impl Into<String>) {
-        self.rows.push(Row { purpose, tier, bytes, why: why.into() });
+        self.rows.push(Row { purpose, tier, bytes, why: why.into(), in_common: false });
     }
 
     fn stage(&self) -> Stage {
@@ -35,9 +36,29 @@ impl Planner<'_> {
         self.request.model.size().total_params
     }
 
-    /// A rank's share of all parameters.
+    /// A rank's share of all parameters: among all ranks, or in stage 3 among those of a `mics_shard_size`.
     fn share(&self) -> u64 {
-        self.params().div_ceil(self.request.data_parallel_size.max(1))
+        let ranks = self.request.data_parallel_size.max(1);
+        let sharers = match self.request.config.zero.mics_shard_size {
+            Some(size) if self.stage() == Stage::Parameters => size.clamp(1, ranks),
+            _ => ranks,
+        };
+        self.params().div_ceil(sharers)
+    }
+
+    /// What the configuration asks for and training does not do: nothing is saved by it.
+    fn notes(&self) -> Vec<String> {
+        let config = self.request.config;
+        let cpu_checkpointing = config.activation_checkpointing.cpu_checkpointing;
+        let asked = [
+            ("offload_optimizer", !matches!(config.zero.offload_optimizer.tier, OptimizerTier::Device)),
+            ("offload_param", !matches!(config.zero.offload_param.tier, ParameterTier::Device)),
+            ("cpu_checkpointing", cpu_checkpointing && self.request.checkpoint_activations),
+        ];
+        let asked = asked.into_iter().filter(|(_, asked)| *asked);
+        asked
+            .map(|(key, _)| format!("{key}: not acted on yet, so it is counted as if it were not there"))
+            .collect()
     }
 
     fn width(&self) -> u64 {
@@ -47,27 +68,17 @@ impl Planner<'_> {
     fn parameters(&mut self) {
         let (width, purpose) = (self.width(), Purpose::Parameters);
         if self.stage() < Stage::Parameters {
-            let why = format!("all {} parameters × {width} bytes", self.params());
-            return self.add(purpose, Tier::Device, self.params().saturating_mul(width), why);
+            let mut why = format!("all {} parameters × {width} bytes", self.params());
+            let in_common = self.request.processor == Processor::Cpu && self.stage() != Stage::Off;
+            if in_common {
+                why.push_str(", once for all ranks of a host");
+            }
+            let bytes = self.params().saturating_mul(width);
+            return self.rows.push(Row { purpose, tier: Tier::Device, bytes, why, in_common });
         }
         let share = self.share();
         let why = format!("{share} of {} parameters × {width} bytes", self.params());
-        match &self.request.config.zero.offload_param.tier {
-            ParameterTier::Device => self.add(purpose, Tier::Device, share.saturating_mul(width), why),
-            ParameterTier::Host(_) => self.add(purpose, Tier::Host, share.saturating_mul(width), why),
-            ParameterTier::Nvme { buffers, buffer_size, max_in_cpu } => {
-                let kept = share.min(*max_in_cpu);
-                let buffer = buffers.count.saturating_mul(*buffer_size).min(share).saturating_mul(width);
-                self.add(purpose, Tier::Nvme, share.saturating_mul(width), why);
-                self.add(
-                    purpose,
-                    Tier::Host,
-                    kept.saturating_mul(width),
-                    format!("{kept} parameters stay in host memory"),
-                );
-                self.add(purpose, Tier::Host, buffer, "buffers on the way to and from NVMe");
-            }
-        }
+        self.add(purpose, Tier::Device, share.saturating_mul(width), why);
     }
 
     fn gradients(&mut self) {
@@ -88,22 +99,7 @@ impl Planner<'_> {
             );
         }
         let share = self.share();
-        match config.zero.offload_optimizer.tier {
-            OptimizerTier::Device => self.add(
-                purpose,
-                Tier::Device,
-                share.saturating_mul(width),
-                format!("{share} × {width} bytes"),
-            ),
-            OptimizerTier::Host(_) | OptimizerTier::Nvme { .. } => {
-                self.add(
-                    purpose,
-                    Tier::Host,
-                    share.saturating_mul(4),
-                    format!("{share} × 4 bytes, beside the offloaded optimizer"),
-                );
-            }
-        }
+        self.add(purpose, Tier::Device, share.saturating_mul(width), format!("{share} × {width} bytes"));
     }
 
     fn optimizer_states(&mut self) {
@@ -120,25 +116,7 @@ impl Planner<'_> {
         let count = if self.stage() == Stage::Off { self.params() } else { self.share() };
         let why = format!("{count} × ({master} bytes of master weight + {states} states × 4 bytes){assumed}");
         let bytes = count.saturating_mul(width);
-        match &config.zero.offload_optimizer.tier {
-            OptimizerTier::Device => self.add(purpose, Tier::Device, bytes, why),
-            OptimizerTier::Host(_) => {
-                let host = (bytes as f64 * config.zero.offload_optimizer.ratio) as u64;
-                self.add(purpose, Tier::Host, host, why);
-                self.add(purpose, Tier::Device, bytes - host.min(bytes), "the share that is not offloaded");
-            }
-            OptimizerTier::Nvme { buffers, .. } => {
-                let group = count.min(config.zero.sub_group_size);
-                let buffer = buffers.count.saturating_mul(group).saturating_mul(4).min(bytes);
-                self.add(purpose, Tier::Nvme, bytes, why);
-                self.add(
-                    purpose,
-                    Tier::Host,
-                    buffer,
-                    format!("{} buffers of one sub-group each", buffers.count),
-                );
-            }
-        }
+        self.add(purpose, Tier::Device, bytes, why);
     }
 
     fn buffers(&mut self) {
@@ -191,11 +169,6 @@ impl Planner<'_> {
                 kept,
                 format!("{tokens} tokens through {} layers, all kept", shape.layers),
             );
-        } else if config.activation_checkpointing.cpu_checkpointing {
-            let inputs = bytes.layer_input.saturating_mul(shape.layers);
-            self.add(purpose, Tier::Host, inputs, format!("the inputs of {} layers", shape.layers));
-            let why = "one layer that is computed again, or the loss";
-            self.add(purpose, Tier::Device, bytes.recomputed(), why);
         } else {
             let why = format!("the inputs of {} layers, and one layer that is computed again", shape.layers);
             self.add(purpose, Tier::Device, checkpointed, why);

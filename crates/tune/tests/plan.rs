@@ -47,30 +47,44 @@ fn model_states_shrink_as_in_the_zero_paper() {
 }
 
 #[test]
-fn offload_moves_states_to_other_tiers() {
+fn offload_that_training_ignores_saves_nothing_and_is_said() {
     let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
-    let value = json!({
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": { "enabled": true },
-        "optimizer": { "type": "Adam" },
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": { "device": "nvme", "nvme_path": "/disk" },
-            "offload_param": { "device": "cpu" },
-        },
+    let value = |zero: Value| {
+        json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": { "enabled": true },
+            "optimizer": { "type": "Adam" },
+            "zero_optimization": zero,
+        })
+    };
+    let plain = plan_for(&model, value(json!({ "stage": 3 })), 4, false);
+    let offloaded = json!({
+        "stage": 3,
+        "offload_optimizer": { "device": "nvme", "nvme_path": "/disk" },
+        "offload_param": { "device": "cpu" },
     });
-    let plan = plan_for(&model, value, 4, false);
-    assert_eq!(plan.total(Tier::Nvme), 250_000 * 12);
-    let host: u64 = plan
-        .rows
-        .iter()
-        .filter(|row| row.tier == Tier::Host && row.purpose == Purpose::Parameters)
-        .map(|row| row.bytes)
-        .sum();
-    assert_eq!(host, 250_000 * 2);
-    assert!(
-        plan.rows.iter().all(|row| row.tier != Tier::Device || row.purpose == Purpose::CommunicationBuffers)
-    );
+    let offloaded = plan_for(&model, value(offloaded), 4, false);
+    assert_eq!(plain.rows, offloaded.rows);
+    assert!(plain.notes.is_empty());
+    for key in ["offload_optimizer: not acted on yet", "offload_param: not acted on yet"] {
+        assert!(offloaded.to_string().contains(key), "{offloaded}");
+    }
+}
+
+#[test]
+fn mics_divides_states_among_a_shard_not_among_all_ranks() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
+    let value = |stage: u64, shard: i64| {
+        json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": { "enabled": true },
+            "optimizer": { "type": "Adam" },
+            "zero_optimization": { "stage": stage, "mics_shard_size": shard },
+        })
+    };
+    let states = |shard| states(&plan_for(&model, value(3, shard), 8, false));
+    assert_eq!(states(2), 500_000 * 16);
+    assert_eq!(states(-1), 125_000 * 16);
 }
 
 #[test]
@@ -172,4 +186,17 @@ fn absurd_sizes_saturate_instead_of_overflowing() {
         let value = json!({ "train_micro_batch_size_per_gpu": 1, "zero_optimization": { "stage": stage } });
         assert!(plan_for(&model, value, 1, false).total(Tier::Device) > 1 << 62);
     }
+}
+
+#[test]
+fn ranks_of_a_host_have_the_weights_of_stages_one_and_two_in_common() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
+    let needed = |stage: u64| {
+        let value = json!({ "train_micro_batch_size_per_gpu": 1, "zero_optimization": { "stage": stage } });
+        let capacity = Capacity { device_bytes: None, host_bytes: 0, nvme_bytes: 0, ranks_per_host: 4 };
+        plan_for(&model, value, 4, false).shortfalls(&capacity)[0].needed_bytes
+    };
+    // Weights once, gradients four times, two states of four bytes divided by four; and all of it four times without ZeRO.
+    assert_eq!(needed(1), 4_000_000 + 4 * 4_000_000 + 8_000_000);
+    assert_eq!(needed(0), 4 * 16_000_000);
 }
