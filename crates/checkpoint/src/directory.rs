@@ -131,12 +131,11 @@ pub(crate) fn latest(dir: &Path) -> Option<String> {
     hint(dir, LATEST_FILE)
 }
 
+/// A tag and a line's end, with room to spare.
+const MAX_HINT_BYTES: u64 = 4096;
+
 fn hint(dir: &Path, file: &str) -> Option<String> {
-    let path = dir.join(file);
-    if std::fs::metadata(&path).ok()?.len() > 4096 {
-        return None;
-    }
-    let tag = std::fs::read_to_string(path).ok()?.trim().to_owned();
+    let tag = ferrospeed_files::read_text(dir.join(file), MAX_HINT_BYTES).ok()?.trim().to_owned();
     check_tag(&tag).ok().map(|()| tag)
 }
 

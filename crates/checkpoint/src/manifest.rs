@@ -260,11 +260,8 @@ pub struct Manifest {
 impl Manifest {
     /// Reads and checks a manifest.
     pub fn read(path: &Path) -> Result<Manifest> {
-        let bytes = std::fs::metadata(path).map_err(CheckpointError::io("read", path))?.len();
-        if bytes > MAX_MANIFEST_BYTES {
-            return Err(CheckpointError::file(path, format!("has {bytes} bytes, too many for a manifest")));
-        }
-        let text = std::fs::read(path).map_err(CheckpointError::io("read", path))?;
+        let text =
+            ferrospeed_files::read(path, MAX_MANIFEST_BYTES).map_err(CheckpointError::io("read", path))?;
         let mut head: Value = serde_json::from_slice(&text)
             .map_err(|error| CheckpointError::file(path, format!("is not readable JSON: {error}")))?;
         if head["format"] != FORMAT {

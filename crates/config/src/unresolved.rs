@@ -38,9 +38,8 @@ impl Config {
         let path = path.as_ref();
         let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
         let file = path.display().to_string();
-        // Not by the size that the system claims: `/dev/stdin` and the like have none.
         let mut bytes = Vec::new();
-        let opened = std::fs::File::open(path).map_err(unreadable)?;
+        let opened = ferrospeed_files::open(path).map_err(unreadable)?;
         opened.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
         check_size(&file, bytes.len() as u64)?;
         Unresolved::from_bytes(&file, bytes)

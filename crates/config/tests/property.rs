@@ -164,7 +164,10 @@ fn hostile_shapes_stay_cheap() {
 fn a_file_beyond_the_limit_is_not_read() {
     let text = " ".repeat(MAX_BYTES as usize + 1);
     assert!(matches!(Config::from_str("big", &text), Err(ConfigError::TooLarge { .. })));
-    assert!(matches!(Config::from_path("/dev/zero"), Err(ConfigError::TooLarge { .. })));
+    let file = tempfile::NamedTempFile::new().expect("a temporary file");
+    file.as_file().set_len(1 << 40).expect("a file of holes");
+    assert!(matches!(Config::from_path(file.path()), Err(ConfigError::TooLarge { .. })));
+    assert!(matches!(Config::from_path("/dev/zero"), Err(ConfigError::Unreadable { .. })));
 }
 
 #[test]

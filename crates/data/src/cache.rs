@@ -118,8 +118,11 @@ pub(crate) fn open_or_make(
         .ok_or_else(|| DataError::bad_file(&manifest, "is not what was just written to it"))
 }
 
+/// A manifest names the files it was made from.
+const MAX_MANIFEST_BYTES: u64 = 64 << 20;
+
 fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<CachedTokens>> {
-    let Ok(text) = std::fs::read(manifest) else { return Ok(None) };
+    let Ok(text) = ferrospeed_files::read(manifest, MAX_MANIFEST_BYTES) else { return Ok(None) };
     let Ok(found) = serde_json::from_slice::<Manifest>(&text) else { return Ok(None) };
     let bytes = std::fs::metadata(tokens).map(|about| about.len()).unwrap_or(0);
     if found.made_from != *recipe

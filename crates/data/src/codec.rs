@@ -34,11 +34,14 @@ pub struct FileTokenizer {
     end_token: Option<u32>,
 }
 
+/// Vocabularies of a million tokens with their merges take a tenth of it.
+const MAX_TOKENIZER_BYTES: u64 = 1 << 30;
+
 impl Codec {
     /// Reads a `tokenizer.json`.
     pub fn from_file(path: &Path) -> Result<Codec> {
         // The tokenizers crate's own message would not name the file.
-        let bytes = std::fs::read(path).map_err(DataError::io(path))?;
+        let bytes = ferrospeed_files::read(path, MAX_TOKENIZER_BYTES).map_err(DataError::io(path))?;
         let mut tokenizer = Tokenizer::from_bytes(bytes)
             .map_err(|error| DataError::bad_file(path, format!("is no tokenizer: {error}")))?;
         // Some files keep what a past user set: cutting every text at 512 tokens is not what a corpus wants.
@@ -182,7 +185,7 @@ impl FileTokenizer {
 
 /// What the `tokenizer_config.json` beside the file says under `key`, or the first of the usual names that it knows.
 fn special_token(path: &Path, tokenizer: &Tokenizer, key: &str, usual: &[&str]) -> Option<u32> {
-    let said = std::fs::read(path.with_file_name("tokenizer_config.json")).ok();
+    let said = ferrospeed_files::read(path.with_file_name("tokenizer_config.json"), MAX_TOKENIZER_BYTES).ok();
     let said: Option<serde_json::Value> = said.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     // Either the text itself or an object that describes it.
     let token = said.as_ref().map(|config| &config[key]);

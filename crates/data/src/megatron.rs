@@ -6,7 +6,6 @@
 //! Megatron's own `--append-eod` has put a token between documents. The index is read through once; of it, only the
 //! places where the stream does not go on at the next byte are kept.
 
-use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -41,7 +40,7 @@ pub(crate) fn files(path: &Path) -> (PathBuf, PathBuf) {
 }
 
 fn read_index(path: &Path) -> Result<(TokenType, Vec<Stretch>, u64)> {
-    let file = File::open(path).map_err(DataError::io(path))?;
+    let file = ferrospeed_files::open(path).map_err(DataError::io(path))?;
     let bytes = file.metadata().map_err(DataError::io(path))?.len();
     let mut reader = BufReader::with_capacity(1 << 18, file);
     let bad = |place: u64, why: String| DataError::bad_place(path, format!("byte {place}"), why);
@@ -80,7 +79,8 @@ fn read_index(path: &Path) -> Result<(TokenType, Vec<Stretch>, u64)> {
         );
         return Err(bad(bytes, why));
     }
-    let mut pointers = BufReader::with_capacity(1 << 18, File::open(path).map_err(DataError::io(path))?);
+    let mut pointers =
+        BufReader::with_capacity(1 << 18, ferrospeed_files::open(path).map_err(DataError::io(path))?);
     let pointers_start = HEADER_BYTES + sequences * 4;
     pointers.seek(SeekFrom::Start(pointers_start)).map_err(DataError::io(path))?;
     let (mut stretches, mut tokens, mut next_byte) = (Vec::<Stretch>::new(), 0u64, None);

@@ -169,12 +169,9 @@ impl TokenFile {
 }
 
 fn open(path: &Path) -> Result<(File, u64)> {
-    let file = File::open(path).map_err(DataError::io(path))?;
-    let about = file.metadata().map_err(DataError::io(path))?;
-    if !about.is_file() {
-        return Err(DataError::bad_file(path, "is not a file"));
-    }
-    Ok((file, about.len()))
+    let file = ferrospeed_files::open(path).map_err(DataError::io(path))?;
+    let bytes = file.metadata().map_err(DataError::io(path))?.len();
+    Ok((file, bytes))
 }
 
 impl TokenStream for TokenFile {

@@ -4,7 +4,6 @@
 //! `max_slots=20`) belongs to other launchers. Refused: repeated hosts, counts with letters behind them, names
 //! that ssh would take for an option, and files no cluster could need.
 
-use std::io::Read;
 use std::path::Path;
 
 use indexmap::IndexMap;
@@ -30,14 +29,11 @@ pub fn read(path: &Path) -> Result<Option<HostPool>, LaunchError> {
 /// Reads the text of a hostfile; `None` when there is no such file.
 pub(crate) fn read_text(path: &Path) -> Result<Option<String>, LaunchError> {
     let unreadable = |source| LaunchError::HostfileUnreadable { path: path.to_owned(), source };
-    let file = match std::fs::File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(unreadable(error)),
-    };
-    let mut text = String::new();
-    file.take(MAX_HOSTFILE_BYTES + 1).read_to_string(&mut text).map_err(unreadable)?;
-    Ok(Some(text))
+    match ferrospeed_files::read_text(path, MAX_HOSTFILE_BYTES) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(unreadable(error)),
+    }
 }
 
 /// Parses the text of a hostfile.

@@ -9,6 +9,9 @@ use crate::hostfile;
 use crate::options::Backend;
 use crate::plan::Surroundings;
 
+/// An environment has a few kilobytes.
+const MAX_ENV_FILE_BYTES: u64 = 4 << 20;
+
 /// This host, and the other hosts over ssh.
 #[derive(Debug, Clone)]
 pub struct ThisHost {
@@ -109,7 +112,7 @@ impl Surroundings for ThisHost {
         let home = std::env::var("HOME").ok().map(|home| Path::new(&home).join(&name));
         let mut found = Vec::new();
         for path in home.into_iter().chain([Path::new(".").join(&name)]) {
-            match std::fs::read_to_string(&path) {
+            match ferrospeed_files::read_text(&path, MAX_ENV_FILE_BYTES) {
                 Ok(text) => found.push((path.display().to_string(), text)),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
                 Err(source) => {
@@ -123,7 +126,7 @@ impl Surroundings for ThisHost {
     fn named_env_file(&self, path: &str) -> Result<String, LaunchError> {
         let refuse =
             |source| LaunchError::File { action: "read environment file", path: path.into(), source };
-        std::fs::read_to_string(path).map_err(refuse)
+        ferrospeed_files::read_text(path, MAX_ENV_FILE_BYTES).map_err(refuse)
     }
 
     fn is_this_host(&self, host: &str) -> bool {

@@ -83,7 +83,10 @@ impl ModelConfig {
     }
 }
 
+/// The index of a model of a million tensors has a tenth of it.
+const MAX_JSON_BYTES: u64 = 1 << 30;
+
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;
+    let text = ferrospeed_files::read_text(path, MAX_JSON_BYTES).map_err(ModelError::io(path))?;
     serde_json::from_str(&text).map_err(|error| ModelError::file(path, error))
 }

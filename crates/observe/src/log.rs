@@ -1,7 +1,7 @@
 //! JSON lines: one object per line, flushed as it is written, so that a reader beside the run sees whole lines.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -19,17 +19,16 @@ pub struct JsonLines {
 impl JsonLines {
     /// A new, empty log.
     pub fn create(path: &Path) -> Result<JsonLines> {
-        refuse_special(path)?;
-        let file =
-            File::create(path).map_err(|source| ObserveError::Io { path: path.to_path_buf(), source })?;
-        Ok(JsonLines { path: path.to_path_buf(), file })
+        JsonLines::open(path, File::options().create(true).write(true).truncate(true))
     }
 
     /// A log that goes on: what is there stays.
     pub fn append(path: &Path) -> Result<JsonLines> {
-        refuse_special(path)?;
-        let file = File::options().create(true).append(true).open(path);
-        let file = file.map_err(|source| ObserveError::Io { path: path.to_path_buf(), source })?;
+        JsonLines::open(path, File::options().create(true).append(true))
+    }
+
+    fn open(path: &Path, options: &OpenOptions) -> Result<JsonLines> {
+        let file = ferrospeed_files::open_with(path, options, 0).map_err(ObserveError::io(path))?;
         Ok(JsonLines { path: path.to_path_buf(), file })
     }
 
@@ -47,16 +46,23 @@ impl JsonLines {
     }
 }
 
+/// No record comes near it.
+pub(crate) const LONGEST_LINE_BYTES: u64 = 1 << 20;
+
 /// Reads a log. A last line without an end is still being written and is passed over.
 pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let failed = |source| ObserveError::Io { path: path.to_path_buf(), source };
-    refuse_special(path)?;
-    let mut reader = BufReader::new(File::open(path).map_err(failed)?);
+    let mut reader = BufReader::new(ferrospeed_files::open(path).map_err(failed)?);
     let mut records = Vec::new();
     let mut text = String::new();
     for line in 1.. {
         text.clear();
-        if reader.read_line(&mut text).map_err(failed)? == 0 || !text.ends_with('\n') {
+        let read = (&mut reader).take(LONGEST_LINE_BYTES).read_line(&mut text).map_err(failed)?;
+        if read as u64 == LONGEST_LINE_BYTES {
+            let why = format!("is longer than {LONGEST_LINE_BYTES} bytes");
+            return Err(ObserveError::BadLine { path: path.to_path_buf(), line, why });
+        }
+        if !text.ends_with('\n') {
             break;
         }
         let record = serde_json::from_str(&text).map_err(|error| ObserveError::BadLine {
@@ -67,15 +73,4 @@ pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
         records.push(record);
     }
     Ok(records)
-}
-
-/// A log is a plain file: a device never ends, and a pipe waits for whoever is at its other end.
-fn refuse_special(path: &Path) -> Result<()> {
-    match std::fs::metadata(path) {
-        Ok(about) if !about.is_file() => {
-            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "is no plain file");
-            Err(ObserveError::Io { path: path.to_path_buf(), source })
-        }
-        _ => Ok(()),
-    }
 }

@@ -148,7 +148,7 @@ impl RunFolder {
         let path = self.0.join(".ferrospeed.lock");
         let mut options = File::options();
         options.create(true).truncate(false).read(true).write(true);
-        let mut file = options.open(&path).map_err(TrainError::io(&path))?;
+        let mut file = ferrospeed_files::open_with(&path, &options, 0).map_err(TrainError::io(&path))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {

@@ -41,12 +41,14 @@ impl ModelRecipe {
     }
 }
 
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
 /// The Hugging Face configuration of a recipe's model.
 fn hugging_face(recipe: &Recipe, vocabulary: Option<u64>) -> Result<Value> {
     let model = &recipe.model;
     if let Some(folder) = model.path.as_ref().or(model.config.as_ref()) {
         let file = if folder.is_dir() { folder.join("config.json") } else { folder.clone() };
-        let text = std::fs::read_to_string(&file).map_err(TrainError::io(&file))?;
+        let text = ferrospeed_files::read_text(&file, MAX_CONFIG_BYTES).map_err(TrainError::io(&file))?;
         let parsed = serde_json::from_str(&text)
             .map_err(|error| ModelError::BadFile { path: file.clone(), why: error.to_string() })?;
         return Ok(parsed);

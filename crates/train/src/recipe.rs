@@ -262,13 +262,16 @@ fn yes() -> bool {
     true
 }
 
+/// A recipe may hold a whole ds_config.
+const MAX_RECIPE_BYTES: u64 = 4 << 20;
+
 impl Recipe {
     /// Reads a recipe and applies `--set` overrides: keys of the recipe by their name, all others to the ds_config.
     ///
     /// Keys that are unknown, missing or of another type do not end it here: [`Recipe::problems`] tells them together
     /// with everything else.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Recipe> {
-        let text = std::fs::read_to_string(path).map_err(TrainError::io(path))?;
+        let text = ferrospeed_files::read_text(path, MAX_RECIPE_BYTES).map_err(TrainError::io(path))?;
         let refuse =
             |problem: String| TrainError::Recipe { path: path.to_path_buf(), problems: vec![problem] };
         let table: toml::Table = toml::from_str(&text).map_err(|error| refuse(error.to_string()))?;

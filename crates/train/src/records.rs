@@ -108,6 +108,11 @@ impl Records {
     }
 }
 
+/// What a run keeps of its recipe and of itself.
+const MAX_DOCUMENT_BYTES: u64 = 16 << 20;
+/// A log of ten million steps.
+const MAX_LOG_BYTES: u64 = 8 << 30;
+
 fn write_report(
     folder: &RunFolder,
     title: &str,
@@ -117,7 +122,10 @@ fn write_report(
     let mut documents = Vec::new();
     for name in ["recipe.toml", "ds_config.json"] {
         let path = folder.config().join(name);
-        documents.push((name.to_owned(), std::fs::read_to_string(&path).map_err(TrainError::io(&path))?));
+        documents.push((
+            name.to_owned(),
+            ferrospeed_files::read_text(&path, MAX_DOCUMENT_BYTES).map_err(TrainError::io(&path))?,
+        ));
     }
     documents.extend(sample.map(|sample| ("sample".to_owned(), sample)));
     let page = render(&Report {
@@ -133,7 +141,9 @@ fn write_report(
 /// The report of a run that failed, from what it had written, and the note that it did. Whoever started the run calls it.
 pub fn report_failure(folder: &RunFolder, title: &str, why: &str) {
     folder.note_failure(why);
-    let about = std::fs::read(folder.about()).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    let about = ferrospeed_files::read(folder.about(), MAX_DOCUMENT_BYTES)
+        .ok()
+        .and_then(|text| serde_json::from_slice(&text).ok());
     let about: Value = about.unwrap_or(Value::Null);
     let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let facts =
@@ -169,7 +179,7 @@ fn keep_steps(path: &Path, last: u64) -> Result<()> {
     struct Step {
         step: u64,
     }
-    let text = std::fs::read_to_string(path).map_err(TrainError::io(path))?;
+    let text = ferrospeed_files::read_text(path, MAX_LOG_BYTES).map_err(TrainError::io(path))?;
     let mut kept = String::with_capacity(text.len());
     for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
         let step: Step = serde_json::from_str(line).map_err(|error| TrainError::io(path)(error.into()))?;

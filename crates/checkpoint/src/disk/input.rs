@@ -6,7 +6,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 
@@ -77,12 +77,12 @@ pub(crate) fn open(path: &Path, direct: bool) -> std::io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
     if direct {
-        match options.clone().custom_flags(OFlag::O_DIRECT.bits()).open(path) {
+        match ferrospeed_files::open_with(path, &options, OFlag::O_DIRECT.bits()) {
             Err(error) if refuses_direct(&error) => {}
             outcome => return outcome,
         }
     }
-    options.open(path)
+    ferrospeed_files::open_with(path, &options, 0)
 }
 
 /// Memory that windows are read into: fresh from the system, and untouched until something lands in it.

@@ -61,7 +61,7 @@ type Directory = (u64, u64, u64);
 impl ZipFile {
     /// Opens a file and reads its directory.
     pub fn open(path: &Path) -> Result<ZipFile> {
-        let file = File::open(path).map_err(CheckpointError::io("open", path))?;
+        let file = ferrospeed_files::open(path).map_err(CheckpointError::io("open", path))?;
         let length = file.metadata().map_err(CheckpointError::io("read", path))?.len();
         let mut zip = ZipFile { path: path.to_path_buf(), file, entries: Vec::new(), index: HashMap::new() };
         let (offset, bytes, count) = zip.find_directory(length)?;

@@ -72,7 +72,7 @@ pub(super) fn measure(
 }
 
 fn read_through(path: &Path) -> std::io::Result<()> {
-    let mut file = std::fs::File::open(path)?;
+    let mut file = ferrospeed_files::open(path)?;
     let mut buffer = vec![0; 1 << 20];
     while file.read(&mut buffer)? > 0 {}
     Ok(())

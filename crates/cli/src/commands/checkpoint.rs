@@ -404,8 +404,9 @@ fn export_hf(which: &Which, output: &Path, dtype: WeightType, max_shard_bytes: u
 }
 
 fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure> {
-    let hint =
-        |name: &str| std::fs::read_to_string(which.dir.join(name)).ok().map(|text| text.trim().to_owned());
+    let hint = |name: &str| {
+        ferrospeed_files::read_text(which.dir.join(name), 4096).ok().map(|text| text.trim().to_owned())
+    };
     let tag = which.tag.clone().or_else(|| hint("latest")).or_else(|| hint("latest_universal"));
     let tag = tag.ok_or_else(|| {
         Failure::Usage(format!("{}: there is no 'latest'; give --tag", which.dir.display()))

@@ -59,17 +59,9 @@ impl ModelArgs {
 pub(super) fn read_config(path: &Path) -> Result<(PathBuf, Value), Failure> {
     let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
     let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
-    let bytes = read_bounded(&path).map_err(refuse)?;
+    let bytes = ferrospeed_files::read(&path, MAX_CONFIG_BYTES).map_err(|error| refuse(error.to_string()))?;
     let config = serde_json::from_slice(&bytes).map_err(|error| refuse(error.to_string()))?;
     Ok((path, config))
-}
-
-fn read_bounded(path: &Path) -> Result<Vec<u8>, String> {
-    let size = path.metadata().map_err(|error| error.to_string())?.len();
-    if size > MAX_CONFIG_BYTES {
-        return Err(format!("{size} bytes are too many for a model's config.json"));
-    }
-    std::fs::read(path).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ impl Documents for JsonLinesTexts {
         loop {
             if self.current.is_none() {
                 let Some(path) = self.files.next() else { return Ok(Piece::End) };
-                let file = File::open(&path).map_err(DataError::io(&path))?;
+                let file = ferrospeed_files::open(&path).map_err(DataError::io(&path))?;
                 self.current = Some(OpenFile {
                     path,
                     reader: BufReader::with_capacity(1 << 18, file),

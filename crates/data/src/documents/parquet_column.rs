@@ -81,7 +81,7 @@ fn guarded<T>(
 
 impl OpenFile {
     fn open(path: PathBuf, wanted: &str) -> Result<OpenFile> {
-        let file = File::open(&path).map_err(DataError::io(&path))?;
+        let file = ferrospeed_files::open(&path).map_err(DataError::io(&path))?;
         let bytes = file.metadata().map_err(DataError::io(&path))?.len();
         if bytes == 0 {
             return Err(DataError::bad_file(&path, "is empty; a Parquet file has at least a footer"));

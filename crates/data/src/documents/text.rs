@@ -66,7 +66,7 @@ impl Documents for TextFiles {
             Some(current) => current,
             None => {
                 let Some(path) = self.files.next() else { return Ok(Piece::End) };
-                let file = File::open(&path).map_err(DataError::io(&path))?;
+                let file = ferrospeed_files::open(&path).map_err(DataError::io(&path))?;
                 self.pending_start = 0;
                 (path, file)
             }

@@ -32,7 +32,7 @@ impl WeightFile {
     /// Opens a file: every tensor its header names lies inside it, and no two overlap.
     pub(super) fn open(path: &Path) -> Result<(WeightFile, Metadata)> {
         let refuse = |why: String| ModelError::file(path, why);
-        let file = File::open(path).map_err(ModelError::io(path))?;
+        let file = ferrospeed_files::open(path).map_err(ModelError::io(path))?;
         let file_bytes = file.metadata().map_err(ModelError::io(path))?.len();
         let mut length = [0; 8];
         if file_bytes < 8 {

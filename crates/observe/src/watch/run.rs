@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -19,6 +20,8 @@ const SILENT_AFTER_S: f64 = 30.0;
 const SILENT_AFTER_STEPS: f64 = 20.0;
 /// More of a text is not shown.
 const LONGEST_DOCUMENT_BYTES: usize = 256 << 10;
+/// A description of a run is not read when it is larger.
+const LONGEST_JSON_BYTES: u64 = 16 << 20;
 /// More marks than this cannot be told apart.
 const MOST_MARKS: usize = 200;
 
@@ -111,14 +114,16 @@ impl WatchedRun {
 }
 
 fn text(path: &Path) -> Option<String> {
-    let mut bytes = fs::read(path).ok()?;
+    let file = ferrospeed_files::open(path).ok()?;
+    let mut bytes = Vec::new();
+    file.take(LONGEST_DOCUMENT_BYTES as u64 + 1).read_to_end(&mut bytes).ok()?;
     let cut = bytes.len() > LONGEST_DOCUMENT_BYTES;
     bytes.truncate(LONGEST_DOCUMENT_BYTES);
     Some(String::from_utf8_lossy(&bytes).into_owned() + if cut { "\n…" } else { "" })
 }
 
 fn json(path: &Path) -> Option<Value> {
-    serde_json::from_slice(&fs::read(path).ok()?).ok()
+    serde_json::from_slice(&ferrospeed_files::read(path, LONGEST_JSON_BYTES).ok()?).ok()
 }
 
 /// Why a run failed, if it did.

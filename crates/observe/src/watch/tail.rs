@@ -1,6 +1,5 @@
 //! A log that is read as it grows.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -38,7 +37,7 @@ impl<T: DeserializeOwned> Tail<T> {
     }
 
     fn read_on(&mut self) -> std::io::Result<()> {
-        let file = File::open(&self.path)?;
+        let file = ferrospeed_files::open(&self.path)?;
         let about = file.metadata()?;
         let identity = (about.dev(), about.ino());
         if self.file != Some(identity) || about.len() < self.offset {

@@ -54,9 +54,11 @@ impl Monitor for TensorBoard {
     }
 }
 
+const MAX_EVENT_FILE_BYTES: u64 = 4 << 30;
+
 /// Reads an event file, checking both checksums of every record.
 pub fn read_events(path: &Path) -> Result<Vec<Event>> {
-    let bytes = fs::read(path).map_err(ObserveError::io(path))?;
+    let bytes = ferrospeed_files::read(path, MAX_EVENT_FILE_BYTES).map_err(ObserveError::io(path))?;
     let mut rest = &bytes[..];
     let mut events = Vec::new();
     while !rest.is_empty() {

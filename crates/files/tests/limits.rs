@@ -1,0 +1,66 @@
+//! What is refused, and that it is refused at once.
+
+use std::fs::OpenOptions;
+use std::io::ErrorKind;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
+
+use ferrospeed_files::{open, open_with, read, read_text};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// What `act` gives, or a failed test when it waits.
+fn in_time<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send(act()));
+    receiver.recv_timeout(DEADLINE).expect("it waits instead of refusing")
+}
+
+#[test]
+fn pipes_devices_and_sockets_are_refused_at_once_also_through_links() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pipe, socket, link) =
+        (folder.path().join("pipe"), folder.path().join("socket"), folder.path().join("link"));
+    mkfifo(&pipe, Mode::S_IRWXU).unwrap();
+    let _listener = UnixListener::bind(&socket).unwrap();
+    symlink(&pipe, &link).unwrap();
+    for path in [pipe.clone(), link, socket, "/dev/zero".into(), "/dev/null".into()] {
+        let message = in_time(move || read(path, 1 << 20)).unwrap_err().to_string();
+        assert!(message.starts_with("is no plain file but "), "{message}");
+    }
+    let written = in_time(move || open_with(pipe, OpenOptions::new().append(true), 0));
+    assert!(written.unwrap_err().to_string().starts_with("is no plain file but "));
+}
+
+#[test]
+fn a_folder_is_named_as_such() {
+    assert_eq!(open("/").unwrap_err().kind(), ErrorKind::IsADirectory);
+    assert_eq!(open("/no/such/file").unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn no_more_is_read_than_was_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    std::fs::write(&path, [0xff; 10]).unwrap();
+    assert_eq!(read(&path, 10).unwrap(), [0xff; 10]);
+    assert_eq!(read(&path, 9).unwrap_err().kind(), ErrorKind::FileTooLarge);
+    assert!(read_text(&path, 10).unwrap_err().to_string().contains("is not UTF-8 text: see byte 0"));
+    // It claims to be empty.
+    assert!(!read("/proc/self/status", 1 << 20).unwrap().is_empty());
+    assert!(read("/proc/self/status", 10).is_err());
+}
+
+#[test]
+fn links_to_plain_files_are_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, link) = (folder.path().join("file"), folder.path().join("link"));
+    std::fs::write(&path, "text").unwrap();
+    symlink(&path, &link).unwrap();
+    assert_eq!(read_text(&link, 100).unwrap(), "text");
+}
