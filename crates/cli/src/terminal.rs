@@ -1,5 +1,9 @@
 //! What is written for people: colours only where a terminal shows them and `NO_COLOR` does not forbid them.
+//!
+//! Names and texts come from files that anybody may have written. Whatever is printed goes through [`visible`], so that no
+//! file moves the cursor, renames the window or types into the shell.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 
 /// A stream that may show colours.
@@ -68,6 +72,33 @@ fn colours_allowed() -> bool {
     !forbidden && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
+/// The text with control characters written out, save newlines and tabs, and colours where colours are shown.
+pub(crate) fn visible(text: &str, paint: Paint) -> Cow<'_, str> {
+    let is_plain = |c: char| !c.is_control() || c == '\n' || c == '\t';
+    if text.chars().all(is_plain) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    let mut rest = text;
+    while let Some(c) = rest.chars().next() {
+        let colour = if paint.on { colour_at_start(rest) } else { None };
+        let length = colour.unwrap_or(c.len_utf8());
+        match colour.is_some() || is_plain(c) {
+            true => out.push_str(&rest[..length]),
+            false => out.extend(c.escape_default()),
+        }
+        rest = &rest[length..];
+    }
+    Cow::Owned(out)
+}
+
+/// The bytes of the colour that a text starts with: `ESC [ digits m`, which is all that [`Paint`] writes.
+fn colour_at_start(text: &str) -> Option<usize> {
+    let code = text.strip_prefix("\u{1b}[")?;
+    let digits = code.bytes().take_while(u8::is_ascii_digit).count();
+    ((1..=2).contains(&digits) && code[digits..].starts_with('m')).then_some(2 + digits + 1)
+}
+
 /// Whether standard output is a terminal on which text can be written over.
 pub(crate) fn stdout_can_be_redrawn() -> bool {
     std::io::stdout().is_terminal() && std::env::var_os("TERM").is_some_and(|term| term != "dumb")
@@ -84,7 +115,7 @@ pub(crate) fn print_note(text: &str) {
 /// A line on standard error.
 pub(crate) fn print_line(text: &str) {
     // A closed stderr leaves nobody to tell.
-    let _ = writeln!(std::io::stderr().lock(), "{text}");
+    let _ = writeln!(std::io::stderr().lock(), "{}", visible(text, Paint::for_stderr()));
 }
 
 fn print_labelled(colour: Colour, label: &str, text: &str) {
@@ -93,6 +124,7 @@ fn print_labelled(colour: Colour, label: &str, text: &str) {
 
 /// Writes a command's output; a reader that went away ends it quietly.
 pub(crate) fn print_output(text: &str) -> Result<(), crate::failure::Failure> {
+    let text = visible(text, Paint::for_stdout());
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| match text.ends_with('\n') {
         true => Ok(()),
@@ -103,5 +135,34 @@ pub(crate) fn print_output(text: &str) -> Result<(), crate::failure::Failure> {
             Err(crate::failure::Failure::Run(format!("cannot write the output: {error}")))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_written_out_and_text_is_left_alone() {
+        for (text, shown) in [
+            ("plain ä 日 \n\ttext", "plain ä 日 \n\ttext"),
+            ("a\u{1b}[2Jb", "a\\u{1b}[2Jb"),
+            ("\u{1b}]0;title\u{7}", "\\u{1b}]0;title\\u{7}"),
+            ("over\rwritten\u{8}", "over\\rwritten\\u{8}"),
+            ("c1 \u{9b}31m \u{7f}\0", "c1 \\u{9b}31m \\u{7f}\\u{0}"),
+        ] {
+            assert_eq!(visible(text, Paint { on: false }), shown);
+            assert_eq!(visible(text, Paint { on: true }), shown);
+        }
+    }
+
+    #[test]
+    fn only_our_own_colours_pass_and_only_where_they_are_shown() {
+        let painted = Paint { on: true }.paint(Colour::Red, "error");
+        assert_eq!(visible(&painted, Paint { on: true }), painted);
+        assert_eq!(visible(&painted, Paint { on: false }), "\\u{1b}[31merror\\u{1b}[0m");
+        for other in ["\u{1b}[m", "\u{1b}[999m", "\u{1b}[3", "\u{1b}[31;5m", "\u{1b}[31H"] {
+            assert!(!visible(other, Paint { on: true }).contains('\u{1b}'), "{other:?}");
+        }
     }
 }

@@ -6,7 +6,7 @@ use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_train::RunInfo;
 
 use super::screen::Row;
-use crate::terminal::{Colour, Paint};
+use crate::terminal::{Colour, Paint, visible};
 
 /// Speeds are means over this many steps.
 const RECENT_STEPS: usize = 20;
@@ -95,7 +95,7 @@ impl Block {
     }
 
     fn push_note(&mut self, colour: Option<Colour>, text: String) {
-        self.notes.push_back((colour, text));
+        self.notes.push_back((colour, visible(&text, Paint::for_terminal()).into_owned()));
         if self.notes.len() > NOTES {
             self.notes.pop_front();
         }

@@ -17,7 +17,7 @@ use ferrospeed_train::{Progress, RunInfo};
 pub(crate) use lines::grouped;
 pub(crate) use warnings::WarningWriter;
 
-use crate::terminal::{print_output, stdout_can_be_redrawn};
+use crate::terminal::{Paint, print_output, stdout_can_be_redrawn, visible};
 use block::Block;
 use lines::Lines;
 use screen::Screen;
@@ -56,7 +56,7 @@ impl TrainProgress {
             let _ = print_output(text);
         }
         if let Some((_, screen)) = &mut self.block {
-            screen.leave(text);
+            screen.leave(&visible(text, Paint::for_terminal()));
         }
     }
 
@@ -80,7 +80,7 @@ impl Progress for TrainProgress {
                 info.warnings.iter().map(|warning| format!("note: {warning}")).collect();
             text.push(lines::describe(info));
             text.extend(lines::describe_resumed(info));
-            screen.above(&text.join("\n"));
+            screen.above(&visible(&text.join("\n"), Paint::for_terminal()));
             block.started(info);
         }
         self.draw(true);

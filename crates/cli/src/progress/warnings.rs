@@ -6,6 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tracing_subscriber::fmt::MakeWriter;
 
+use crate::terminal::{Paint, visible};
+
 /// Only the last few are shown.
 const KEPT: usize = 8;
 
@@ -48,7 +50,7 @@ impl Write for WarningWriter {
             said.pop_front();
         }
         if !self.only_block {
-            io::stderr().write_all(bytes)?;
+            io::stderr().write_all(visible(&line, Paint::for_stderr()).as_bytes())?;
         }
         Ok(bytes.len())
     }
