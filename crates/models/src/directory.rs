@@ -38,6 +38,25 @@ pub const TOKENIZER_FILES: [&str; 13] = [
 /// What says how a model is asked to write.
 pub const GENERATION_FILES: [&str; 1] = ["generation_config.json"];
 
+/// The tokens with which a model ends its texts: `eos_token_id`, a number or a list, of `generation_config.json`, or of
+/// `config.json` where the former is not there or does not say it.
+pub fn end_tokens(directory: &Path) -> Result<Vec<i64>> {
+    for name in [GENERATION_FILES[0], "config.json"] {
+        let path = directory.join(name);
+        if !path.exists() {
+            continue;
+        }
+        let found = match &read_json(&path)?["eos_token_id"] {
+            Value::Null => continue,
+            Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
+            id => id.as_i64().map(|id| vec![id]),
+        };
+        let why = "eos_token_id: must be a token's number or a list of such";
+        return found.ok_or_else(|| ModelError::file(&path, why));
+    }
+    Ok(Vec::new())
+}
+
 /// How weights are written.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteOptions {

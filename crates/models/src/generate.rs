@@ -34,8 +34,8 @@ pub struct GenerateOptions {
     pub max_new_tokens: usize,
     /// How each is chosen.
     pub sampling: Sampling,
-    /// A sequence ends with this token.
-    pub end_token: Option<i64>,
+    /// A sequence ends with any of these tokens.
+    pub end_tokens: Vec<i64>,
     /// Fills sequences that have ended.
     pub pad_token: i64,
 }
@@ -113,7 +113,7 @@ pub(crate) fn generate_with(
             }
             for (row, &token) in input.iter().enumerate() {
                 sequences[row].push(token);
-                ended[row] |= Some(token) == options.end_token;
+                ended[row] |= options.end_tokens.contains(&token);
             }
             if let Some(mask) = &mut mask {
                 mask.iter_mut().for_each(|row| row.push(1));

@@ -114,7 +114,7 @@ mod tests {
     }
 
     fn text(model: &Decoder, device: &Device, sampling: Sampling, shortlist_from: Option<usize>) -> Vec<i64> {
-        let options = GenerateOptions { max_new_tokens: 12, sampling, end_token: None, pad_token: 0 };
+        let options = GenerateOptions { max_new_tokens: 12, sampling, end_tokens: Vec::new(), pad_token: 0 };
         let prompt = vec![vec![5, 31_000, 17, 4_096, 9]];
         let texts = generate_with(model, &prompt, None, &options, device, shortlist_from, &mut |_, _| {});
         texts.unwrap().remove(0)

@@ -199,7 +199,7 @@ fn check_generation(case: &Case, model: &Decoder) {
         let options = GenerateOptions {
             max_new_tokens: run["max_new_tokens"].as_u64().unwrap() as usize,
             sampling: Sampling::Greedy,
-            end_token: None,
+            end_tokens: Vec::new(),
             pad_token: 0,
         };
         let mask: Vec<Vec<u8>> = integers(&run["attention_mask"])

@@ -558,7 +558,7 @@ impl Run<'_> {
         let Some(sample) = &self.recipe.sample else { return Ok(None) };
         // Data that was tokens from the start has no text to show.
         let Some(codec) = &self.codec else { return Ok(None) };
-        let prompt: Vec<i64> = codec.encode(&sample.prompt)?.into_iter().map(i64::from).collect();
+        let prompt: Vec<i64> = codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect();
         let room = (self.recipe.data.sequence as usize).saturating_sub(prompt.len());
         let sampling = if sample.temperature == 0.0 {
             Sampling::Greedy
@@ -573,7 +573,7 @@ impl Run<'_> {
         let options = GenerateOptions {
             max_new_tokens: (sample.tokens as usize).min(room),
             sampling,
-            end_token: codec.end_token().map(i64::from),
+            end_tokens: codec.end_token().map(i64::from).into_iter().collect(),
             pad_token: 0,
         };
         let device = self.engine.device();

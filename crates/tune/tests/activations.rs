@@ -122,7 +122,7 @@ fn assert_serving(preset: Preset, size: [u64; 5], new_tokens: u64) {
     let options = GenerateOptions {
         max_new_tokens: new_tokens as usize,
         sampling: Sampling::Greedy,
-        end_token: None,
+        end_tokens: Vec::new(),
         pad_token: 0,
     };
     generate(&model, &prompt, None, &options, &device, &mut |_, _| {}).unwrap();

@@ -192,8 +192,12 @@ fn speak(case: &Case, tokens: usize, device: &Device) -> Result<Value, ModelErro
     let model = case.decoder()?;
     let _store = PlainStore::attach(model.parameters().as_slice(), DType::BF16, device, &Scatter)?;
     let prompts = vec![(0..32).map(|i| i * 31 % 256).collect()];
-    let options =
-        GenerateOptions { max_new_tokens: tokens, sampling: Sampling::Greedy, end_token: None, pad_token: 0 };
+    let options = GenerateOptions {
+        max_new_tokens: tokens,
+        sampling: Sampling::Greedy,
+        end_tokens: Vec::new(),
+        pad_token: 0,
+    };
     let mut seconds = Vec::new();
     for _ in 0..4 {
         let began = Instant::now();

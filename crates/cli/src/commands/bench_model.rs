@@ -270,8 +270,12 @@ fn speak(
     let params = model.parameters().as_slice();
     let _store = PlainStore::attach(params, precision.dtype(), device, &FromInitializers { seed: 42 })?;
     let prompts = vec![(0..prompt as i64).map(|i| i * 31 % 256).collect()];
-    let options =
-        GenerateOptions { max_new_tokens: tokens, sampling: Sampling::Greedy, end_token: None, pad_token: 0 };
+    let options = GenerateOptions {
+        max_new_tokens: tokens,
+        sampling: Sampling::Greedy,
+        end_tokens: Vec::new(),
+        pad_token: 0,
+    };
     let mut seconds = Vec::new();
     for _ in 0..repeats + 2 {
         let began = Instant::now();

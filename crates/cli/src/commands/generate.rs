@@ -1,12 +1,13 @@
 //! `ferrospeed generate`: continues a text with a model from a Hugging Face directory.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
 use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::dtype_of_name;
+use ferrospeed_models::directory::end_tokens;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
@@ -15,6 +16,7 @@ use ferrospeed_tensor::store::PlainStore;
 
 use super::device::DeviceChoice;
 use crate::failure::Failure;
+use crate::terminal::{Paint, visible};
 
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
@@ -29,13 +31,13 @@ pub(crate) struct GenerateArgs {
     #[arg(long, default_value_t = 100)]
     tokens: usize,
     /// How freely to draw; 0 always takes the likeliest token
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true, value_parser = parse_temperature)]
     temperature: f32,
     /// Draw only from this many of the likeliest tokens
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true, value_parser = parse_top_k)]
     top_k: Option<usize>,
     /// Draw only from the likeliest tokens that together reach this probability
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true, value_parser = parse_top_p)]
     top_p: Option<f32>,
     /// Makes the draw repeatable
     #[arg(long, default_value_t = 0)]
@@ -48,14 +50,30 @@ pub(crate) struct GenerateArgs {
     device: DeviceChoice,
 }
 
+fn parse_temperature(text: &str) -> Result<f32, String> {
+    let usable = |temperature: &f32| temperature.is_finite() && *temperature >= 0.0;
+    let found = text.parse().ok().filter(usable);
+    found.ok_or_else(|| "must be a number of 0 (always the likeliest token) or more".to_owned())
+}
+
+fn parse_top_k(text: &str) -> Result<usize, String> {
+    let found = text.parse().ok().filter(|&count| count >= 1);
+    found
+        .ok_or_else(|| "must be a whole number of 1 or more; leave it out to draw from all tokens".to_owned())
+}
+
+fn parse_top_p(text: &str) -> Result<f32, String> {
+    let found = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    found.ok_or_else(|| {
+        "must be a probability above 0 and at most 1; leave it out to draw from all tokens".to_owned()
+    })
+}
+
 pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let usage = |error: ferrospeed_models::ModelError| Failure::Usage(error.to_string());
     let failed = |error: &dyn std::fmt::Display| Failure::Run(error.to_string());
     if args.prompt.is_empty() {
         return Err(Failure::Usage("--prompt must not be empty".into()));
-    }
-    if !(args.temperature >= 0.0 && args.temperature.is_finite()) {
-        return Err(Failure::Usage(format!("--temperature {} must be 0 or more", args.temperature)));
     }
     let ModelConfig::Decoder(config) =
         ModelConfig::from_directory(&args.model, WindowRule::default()).map_err(usage)?
@@ -85,11 +103,20 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
             seed: args.seed,
         }
     };
-    let end_token = codec.end_token().map(i64::from);
-    let options = GenerateOptions { max_new_tokens: args.tokens, sampling, end_token, pad_token: 0 };
+    let end_tokens =
+        end_tokens(&args.model).map_err(usage)?.into_iter().chain(codec.end_token().map(i64::from));
+    let options = GenerateOptions {
+        max_new_tokens: args.tokens,
+        sampling,
+        end_tokens: end_tokens.collect(),
+        pad_token: 0,
+    };
     let written =
         generate(&model, &[prompt], None, &options, &device, &mut |_, _| {}).map_err(|e| failed(&e))?;
     let text = codec.decode(&written[0]).map_err(|e| failed(&e))?;
+    // A program that reads it gets what the model wrote; a terminal does not obey it.
+    let text =
+        if std::io::stdout().is_terminal() { visible(&text, Paint::for_stdout()) } else { text.into() };
     let mut out = std::io::stdout().lock();
     // A reader that went away is no failure.
     let _ = writeln!(out, "{text}");
