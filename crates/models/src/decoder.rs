@@ -13,6 +13,7 @@ use ferrospeed_tensor::{Activation, DType, Device, Param, Tensor, autograd, prof
 
 use crate::error::{ModelError, Result};
 use crate::families::mixture::{Mixture, MixtureConfig};
+use crate::limits::{MAX_SIZE, Sizes};
 
 /// Where tokens get their places from.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -188,11 +189,29 @@ impl DecoderConfig {
             ("max positions", self.max_tokens),
         ];
         for (key, size) in sizes {
-            // The bound keeps every product of two sizes inside a usize.
-            if size == 0 || size > 1 << 31 {
-                return Err(ModelError::config(key, format!("{size} makes no model")));
+            // Whoever read the number has bounded it from above; what was computed from two of them is bounded here.
+            if size == 0 || size > MAX_SIZE {
+                return Err(ModelError::config(
+                    key,
+                    format!("{size} makes no model: 1 to {MAX_SIZE} can be asked for"),
+                ));
             }
         }
+        let experts = match &self.feed_forward {
+            FeedForward::Mixture(mixture) => mixture.experts,
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } => 1,
+        };
+        let qkv_width = (self.heads + 2 * self.kv_heads).saturating_mul(self.head_dim);
+        let rows = self.vocab + self.max_tokens;
+        Sizes {
+            layers: self.layers,
+            experts,
+            width: self.width,
+            inner_width: self.inner_width,
+            qkv_width,
+            rows,
+        }
+        .check()?;
         if !self.heads.is_multiple_of(self.kv_heads) {
             let why = format!("{} heads cannot share {} key/value heads", self.heads, self.kv_heads);
             return Err(ModelError::config("num_key_value_heads", why));

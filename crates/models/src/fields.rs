@@ -10,6 +10,7 @@ use ferrospeed_tensor::Activation;
 use serde_json::{Map, Value};
 
 use crate::error::{ModelError, Result};
+use crate::limits::{MAX_LAYERS, MAX_SIZE, PER_LAYER_KEYS};
 
 /// Fields of any family that change no number a model computes: where it came from, how a tokenizer numbers its special
 /// tokens, defaults for generating text, what the reference implementation returns besides, how it runs.
@@ -179,9 +180,14 @@ impl<'a> Fields<'a> {
 
     /// A whole number.
     pub fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
-        self.read(key, "a whole number", default, |value| {
+        let size = self.read(key, "a whole number", default, |value| {
             value.as_u64().and_then(|n| usize::try_from(n).ok())
-        })
+        })?;
+        let most = if PER_LAYER_KEYS.contains(&key) { MAX_LAYERS } else { MAX_SIZE };
+        match size > most {
+            true => Err(self.error(key, format!("{size} makes no model: at most {most} can be asked for"))),
+            false => Ok(size),
+        }
     }
 
     /// A whole number, if present.

@@ -14,6 +14,7 @@ pub mod error;
 pub mod families;
 pub mod fields;
 pub mod generate;
+mod limits;
 pub mod presets;
 pub mod roles;
 mod rope;

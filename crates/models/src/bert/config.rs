@@ -4,6 +4,7 @@ use ferrospeed_tensor::Activation;
 
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
+use crate::limits::Sizes;
 
 /// The heads of a BERT, by the architecture that its `config.json` names.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -128,7 +129,7 @@ impl BertConfig {
         }
         let hidden_dropout = fields.number("hidden_dropout_prob", Some(0.1))? as f32;
         let top = BertTop::from_fields(fields, hidden_dropout)?;
-        Ok(BertConfig {
+        let config = BertConfig {
             top,
             vocab: fields.size("vocab_size", Some(30522))?,
             width,
@@ -142,6 +143,16 @@ impl BertConfig {
             hidden_dropout,
             attention_dropout: fields.number("attention_probs_dropout_prob", Some(0.1))? as f32,
             init_std: fields.number("initializer_range", Some(0.02))? as f32,
-        })
+        };
+        Sizes {
+            layers: config.layers,
+            experts: 1,
+            width,
+            inner_width: config.inner_width,
+            qkv_width: 3 * width,
+            rows: config.vocab + config.max_tokens + config.token_types,
+        }
+        .check()?;
+        Ok(config)
     }
 }

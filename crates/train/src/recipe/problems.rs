@@ -1,6 +1,18 @@
 //! What is wrong with a recipe by itself, before any file it names is opened.
 
+use ferrospeed_config::BatchSizes;
+
 use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
+
+// More than these is a slip of the finger. They are checked before anything of such a size is allocated or waited for, and
+// products of them stay far from overflow.
+const MAX_STEPS: u64 = 1_000_000_000_000;
+const MAX_RANKS: u32 = 1 << 16;
+const MAX_LAYERS: u64 = 1 << 14;
+/// Of one dimension.
+const MAX_SIZE: u64 = 1 << 24;
+const MAX_TOKENS: u64 = 1 << 44;
+const MAX_MICRO_BATCH_TOKENS: u64 = 1 << 31;
 
 impl Recipe {
     /// Everything that is wrong with the recipe itself, before data and model are looked at.
@@ -17,8 +29,14 @@ impl Recipe {
             !name_is_plain || self.name.starts_with('.'),
             format!("name: '{}' must be letters, digits, '-', '_' and '.'", self.name),
         );
-        refuse(self.steps == 0, "steps: must be at least 1".into());
-        refuse(self.ranks == 0, "ranks: must be at least 1".into());
+        refuse(
+            !(1..=MAX_STEPS).contains(&self.steps),
+            format!("steps: must be at least 1 and at most {MAX_STEPS}"),
+        );
+        refuse(
+            !(1..=MAX_RANKS).contains(&self.ranks),
+            format!("ranks: must be at least 1 and at most {MAX_RANKS}"),
+        );
         if let Some(save) = &self.save {
             let no_rotation = save.keep_every.is_some() && save.keep_last.is_none();
             refuse(no_rotation, "save.keep_every: means nothing without save.keep_last: all stay".into());
@@ -30,6 +48,8 @@ impl Recipe {
             refuse(sample.prompt.is_empty(), "sample.prompt: must not be empty".into());
             let usable = sample.temperature >= 0.0 && sample.temperature.is_finite();
             refuse(!usable, format!("sample.temperature: {} must be 0 or more", sample.temperature));
+            let tokens = sample.tokens;
+            refuse(tokens > MAX_SIZE, format!("sample.tokens: {tokens} is too many; at most {MAX_SIZE}"));
         }
         self.data.problems(&mut refuse);
         self.model.problems(&mut refuse);
@@ -44,8 +64,27 @@ impl Recipe {
         if let Ok((_, _, contradictions)) = self.unresolved() {
             problems.extend(contradictions);
         }
-        if let Err(error) = self.config() {
-            problems.push(error.to_string().replace('\n', "\n  "));
+        match self.config() {
+            Ok((config, _)) => problems.extend(self.batch_problems(&config.batch)),
+            Err(error) => problems.push(error.to_string().replace('\n', "\n  ")),
+        }
+        problems
+    }
+
+    /// What of the batch sizes is a slip of the finger: a micro-batch lies in memory whole, and a step has to end.
+    fn batch_problems(&self, batch: &BatchSizes) -> Vec<String> {
+        let (micro, accumulation) = (batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps);
+        let mut problems = Vec::new();
+        let tokens = u128::from(micro.get()) * u128::from(self.data.sequence);
+        if tokens > u128::from(MAX_MICRO_BATCH_TOKENS) {
+            problems.push(format!(
+                "train_micro_batch_size_per_gpu: {micro} sequences of {} tokens are {tokens} tokens at once; at most {MAX_MICRO_BATCH_TOKENS}",
+                self.data.sequence
+            ));
+        }
+        if accumulation.get() > MAX_SIZE {
+            problems
+                .push(format!("gradient_accumulation_steps: {accumulation} is too many; at most {MAX_SIZE}"));
         }
         problems
     }
@@ -62,6 +101,15 @@ impl DataRecipe {
         refuse(
             self.sequence < 2,
             format!("data.sequence: {} is too short to predict a next token", self.sequence),
+        );
+        refuse(
+            self.sequence > MAX_SIZE,
+            format!("data.sequence: {} is too long; at most {MAX_SIZE} tokens", self.sequence),
+        );
+        let synthetic = self.synthetic.unwrap_or(0);
+        refuse(
+            synthetic > MAX_TOKENS,
+            format!("data.synthetic: {synthetic} is too many; at most {MAX_TOKENS} tokens"),
         );
         let lists = [
             ("text", &self.text),
@@ -148,9 +196,9 @@ impl ModelRecipe {
             ("heads", self.heads),
             ("vocabulary", self.vocabulary),
         ] {
-            // More than this is a slip of the finger, and products of sizes stay far from overflow.
-            let sensible = value.is_none_or(|value| (1..=1 << 24).contains(&value));
-            refuse(!sensible, format!("model.{key}: must be in 1..={}", 1 << 24));
+            let most = if key == "layers" { MAX_LAYERS } else { MAX_SIZE };
+            let sensible = value.is_none_or(|value| (1..=most).contains(&value));
+            refuse(!sensible, format!("model.{key}: must be in 1..={most}"));
         }
         let share = self.dropout.is_none_or(|dropout| (0.0..1.0).contains(&dropout));
         refuse(!share, "model.dropout: must be in 0..1".into());
