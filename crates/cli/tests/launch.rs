@@ -58,7 +58,7 @@ fn a_killed_rank_ends_the_job_with_a_report() {
     assert_eq!(output.status.code(), Some(137));
     let report = stderr(&output);
     assert!(report.contains("rank 1 on "), "{report}");
-    assert!(report.contains("was killed by SIGKILL, likely the host ran out of memory: "), "{report}");
+    assert!(report.contains("was killed by SIGKILL, "), "{report}");
     assert!(report.contains("started as 1"), "{report}");
     assert!(pids.iter().all(|pid| !is_running(pid)), "every rank is gone");
 }

@@ -86,7 +86,7 @@ fn a_killed_rank_is_decoded() {
     let outcome = shell_job("[ $RANK = 2 ] && kill -9 $$; exec sleep 600", 3, folder.path()).run().unwrap();
     let JobOutcome::Failed(failure) = &outcome else { panic!("{outcome:?}") };
     assert_eq!((failure.rank, failure.ended, outcome.exit_code()), (Some(2), Ended::Signal(9), 137));
-    assert!(failure.to_string().contains("was killed by SIGKILL, likely the host ran out of memory: "));
+    assert!(failure.to_string().contains("was killed by SIGKILL, "));
 }
 
 #[test]

@@ -277,6 +277,14 @@ impl Recipe {
         let table: toml::Table = toml::from_str(&text).map_err(|error| refuse(error.to_string()))?;
         let mut value = serde_json::to_value(table).map_err(|error| refuse(error.to_string()))?;
         let mut misread = Vec::new();
+        // What changes keys of the ds_config comes after what names another one.
+        let (whole, single): (Vec<&String>, Vec<&String>) =
+            overrides.iter().partition(|assignment| assignment.starts_with("ds_config="));
+        for assignment in whole {
+            if let Err(error) = ferrospeed_config::set(&mut value, assignment) {
+                misread.push(format!("--set {assignment}: {error}"));
+            }
+        }
         if let Some(file) = value["ds_config"].as_str() {
             match Config::from_path(file) {
                 Ok(config) => value["ds_config"] = config.source().clone(),
@@ -286,7 +294,7 @@ impl Recipe {
                 }
             }
         }
-        for assignment in overrides {
+        for assignment in single {
             let first = assignment.split(['.', '=']).next().unwrap_or_default();
             let (target, assignment) = match assignment.strip_prefix("ds_config.") {
                 Some(rest) => (&mut value["ds_config"], rest),

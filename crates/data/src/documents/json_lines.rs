@@ -91,6 +91,9 @@ impl Documents for JsonLinesTexts {
     }
 }
 
+/// Where chats keep their turns: lists of objects, which no setting makes a text of.
+const CHAT_FIELDS: [&str; 2] = ["messages", "conversations"];
+
 fn place(line: u64, byte: u64) -> String {
     format!("line {line} (byte {byte})")
 }
@@ -139,10 +142,19 @@ impl<'de> Visitor<'de> for Field<'_> {
                 return Err(A::Error::custom(format!("has '{}' twice", self.0)));
             }
         }
-        found.ok_or_else(|| {
-            A::Error::custom(format!("has no '{}', but {}; set data.field", self.0, others.join(", ")))
-        })
+        found.ok_or_else(|| A::Error::custom(missing(self.0, &others)))
     }
+}
+
+/// What to do about an object without the field.
+fn missing(field: &str, others: &[Cow<'_, str>]) -> String {
+    if let Some(chat) = others.iter().find(|name| CHAT_FIELDS.contains(&&***name)) {
+        return format!(
+            "is a chat (it has '{chat}' and no '{field}'), and chats are not read: write each as one text in '{field}', \
+             with the roles as the model's chat template marks them"
+        );
+    }
+    format!("has no '{field}', but {}; set data.field", others.join(", "))
 }
 
 /// A text that is borrowed where it has no escapes.
@@ -197,6 +209,7 @@ mod tests {
         let first = "{\"text\": \"fine\"}\n";
         for (line, message) in [
             (&b"{\"body\": \"x\", \"n\": 1}"[..], "has no 'text', but body, n; set data.field"),
+            (b"{\"messages\": [{\"role\": \"user\"}]}", "is a chat (it has 'messages' and no 'text')"),
             (b"{\"text\": 3}", "line 2 (byte 27): invalid type: integer `3`, expected a text"),
             (b"[1]", "expected an object with a text in 'text'"),
             (b"{\"text\": \"x\"", "line 2 (byte 29): EOF while parsing an object"),

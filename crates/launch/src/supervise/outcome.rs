@@ -106,15 +106,19 @@ impl RankFailure {
         if signal != libc::SIGKILL {
             return explanation(signal).map(|text| format!(": {text}")).unwrap_or_default();
         }
-        let evidence = match self.oom_kills {
+        let cause = match self.oom_kills {
             Some(0) => {
-                "the kernel counted no out-of-memory kill here meanwhile, so it may also have been \
-                 `kill -9` or a batch system's limit"
+                "by `kill -9` or a batch system's limit: the kernel counted no out-of-memory kill here meanwhile"
             }
-            Some(_) => "the kernel's out-of-memory killer ran here meanwhile",
-            None => "`dmesg` says whether its out-of-memory killer ran",
+            Some(_) => {
+                "likely because the host ran out of memory: the kernel's out-of-memory killer ran here meanwhile"
+            }
+            None => {
+                "by a person, by a batch system's limit or for want of memory: `dmesg` says whether the \
+                 kernel's out-of-memory killer ran"
+            }
         };
-        format!(", likely the host ran out of memory: {evidence}")
+        format!(", {cause}")
     }
 }
 
@@ -187,10 +191,11 @@ mod tests {
     fn a_sigkill_is_explained_with_what_the_kernel_counted() {
         let text = failure(Ended::Signal(9), Some(1)).to_string();
         assert!(text.starts_with(
-            "rank 2 on node-a was killed by SIGKILL, likely the host ran out of memory: \
+            "rank 2 on node-a was killed by SIGKILL, likely because the host ran out of memory: \
              the kernel's out-of-memory killer ran here meanwhile\n"
         ));
-        assert!(failure(Ended::Signal(9), Some(0)).to_string().contains("`kill -9`"));
+        let text = failure(Ended::Signal(9), Some(0)).to_string();
+        assert!(text.contains("`kill -9`") && !text.contains("likely"), "{text}");
     }
 
     #[test]
