@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_data::{Codec, Preparing, Sequences, Source, TokenType};
 use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_files};
+use serde_json::Value;
 
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
@@ -28,14 +29,14 @@ pub(crate) struct Prepared {
 
 /// Checks a recipe and all that it names, and turns text into tokens in the run's folder. `tell` hears how far that is.
 ///
-/// Everything that is wrong is told together.
+/// Everything that is wrong is told together. Gives the `config.json` of the model.
 pub fn check(
     recipe: &Recipe,
     path: &Path,
     folder: &RunFolder,
     tell: &mut dyn FnMut(Preparing),
-) -> Result<()> {
-    prepare(recipe, path, folder, tell).map(drop)
+) -> Result<Value> {
+    prepare(recipe, path, folder, tell).map(|prepared| prepared.model.config)
 }
 
 /// What [`check`] checks, for the run.

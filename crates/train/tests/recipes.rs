@@ -30,7 +30,7 @@ impl Place {
         let outcome =
             Recipe::load(&path, &overrides).and_then(|recipe| check(&recipe, &path, &folder, &mut |_| {}));
         match outcome {
-            Ok(()) => Vec::new(),
+            Ok(_) => Vec::new(),
             Err(TrainError::Recipe { problems, .. }) => problems,
             Err(other) => vec![other.to_string()],
         }

@@ -30,6 +30,7 @@ mod rank_env;
 mod take_token;
 mod trace;
 mod train;
+mod train_memory;
 mod watch;
 
 use std::process::ExitCode;

@@ -12,9 +12,10 @@ use ferrospeed_train::{
     Ending, Job, Observing, Preparing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError,
     report_failure,
 };
+use serde_json::Value;
 
 use super::device::DeviceChoice;
-use super::place;
+use super::{place, train_memory};
 use crate::failure::Failure;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter, grouped};
 use crate::terminal::{Paint, print_error, print_note, print_output, stdout_can_be_redrawn};
@@ -42,6 +43,9 @@ pub(crate) struct TrainArgs {
     /// Change a key of the recipe (steps=8) or of the ds_config (zero_optimization.stage=3); may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
+    /// Start even if the plan says that memory will not do
+    #[arg(long)]
+    force: bool,
     /// Where to compute: auto (a GPU where there is one), cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
     device: DeviceChoice,
@@ -49,6 +53,9 @@ pub(crate) struct TrainArgs {
 
 /// Ranks may need this long to finish their step and save after a signal.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(600);
+
+/// More processes than this are a slip of the finger.
+const MAX_RANKS_OF_HOST: u32 = 1024;
 
 /// Tells ranks that this program started them, has looked at the recipe, and holds the lock of the run's folder.
 const LOOKED_AHEAD: &str = "FERROSPEED_TRAIN_LOOKED_AHEAD";
@@ -60,7 +67,8 @@ const EXIT_SAVED: u8 = 75;
 const EXIT_INTERRUPTED: u8 = 130;
 
 pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
-    let mut recipe = Recipe::load(&args.recipe, &args.overrides).map_err(failure)?;
+    let mut recipe =
+        Recipe::load(&args.recipe, &args.overrides).map_err(|error| Failure::Usage(error.to_string()))?;
     recipe.ranks = args.ranks.unwrap_or(recipe.ranks);
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
@@ -68,7 +76,10 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let mut lock = None;
     if place.is_none() {
         // A recipe that cannot be run leaves no folder behind.
-        look_ahead(args, &recipe, &folder)?;
+        let model = look_ahead(args, &recipe, &folder)?;
+        if !args.force {
+            train_memory::check(&recipe, &model, args.device)?;
+        }
         lock = Some(folder.lock().map_err(failure)?);
         if args.overwrite {
             folder.clear().map_err(failure)?;
@@ -105,17 +116,18 @@ fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure>
 }
 
 /// Ranks look again; a mistake is said once, before any of them begins, and text becomes tokens once.
-fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
-    ferrospeed_train::check(recipe, &args.recipe, folder, &mut tell_preparing()).map_err(failure)?;
+fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<Value, Failure> {
+    let model =
+        ferrospeed_train::check(recipe, &args.recipe, folder, &mut tell_preparing()).map_err(failure)?;
     if args.overwrite {
-        return Ok(());
+        return Ok(model);
     }
     let start = args.resume().find(folder).map_err(failure)?;
     if args.resume.is_some() && start.candidates.is_empty() {
         let folder = folder.checkpoints();
         print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
     }
-    Ok(())
+    Ok(model)
 }
 
 /// A line whenever another tenth of a text that is not small became tokens.
@@ -154,6 +166,13 @@ fn failure(error: TrainError) -> Failure {
 
 /// Starts this program again, once per rank.
 fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<ExitCode, Failure> {
+    if recipe.ranks > MAX_RANKS_OF_HOST {
+        let why = format!(
+            "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
+            recipe.ranks
+        );
+        return Err(Failure::Usage(why));
+    }
     let program = std::env::current_exe()
         .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
     let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];

@@ -1,0 +1,52 @@
+//! Whether a run fits this host, before any of its ranks starts: the kernel ends a rank that runs out of memory without a
+//! word, and takes bystanders with it.
+//!
+//! The estimate is that of `ferrospeed plan`. A model whose shape it does not know, or a host that does not say what it
+//! has, is not judged.
+
+use ferrospeed_launch::probe;
+use ferrospeed_tensor::cuda;
+use ferrospeed_train::Recipe;
+use ferrospeed_tune::model::{Model, from_hugging_face};
+use ferrospeed_tune::plan::{Capacity, Processor, Request, human, plan};
+use serde_json::Value;
+
+use super::device::DeviceChoice;
+use crate::failure::Failure;
+
+/// Refuses a run whose ranks, all on this host, need more memory than there is.
+pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Result<(), Failure> {
+    let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
+    let ranks = u64::from(recipe.ranks);
+    let Some(capacity) = capacity(ranks, device) else { return Ok(()) };
+    let planned = plan(&Request {
+        model: &Model::Transformer(model),
+        config: &config,
+        data_parallel_size: ranks,
+        sequence_length: recipe.data.sequence,
+        checkpoint_activations: recipe.model.activation_checkpointing,
+        keeps_attention_matrix: false,
+        processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
+    });
+    match planned.shortfalls(&capacity).first() {
+        None => Ok(()),
+        Some(short) => Err(Failure::Run(format!(
+            "this run does not fit: {} rank(s) need {} of {} memory, and there is {}\n{planned}use more ranks or a higher ZeRO stage, a smaller micro-batch or model.activation_checkpointing; --force starts it anyway",
+            ranks,
+            human(short.needed_bytes),
+            short.tier,
+            human(short.available_bytes),
+        ))),
+    }
+}
+
+fn capacity(ranks: u64, device: DeviceChoice) -> Option<Capacity> {
+    let devices = if device == DeviceChoice::Cpu { 0 } else { cuda::device_count() as u64 };
+    let device_bytes = match devices {
+        0 => None,
+        // Ranks take the devices in turn.
+        count => Some(probe::cuda_driver().ok()?.device_bytes? / ranks.div_ceil(count).max(1)),
+    };
+    let host_bytes = super::doctor::available_memory_bytes()?;
+    Some(Capacity { device_bytes, host_bytes, nvme_bytes: u64::MAX, ranks_per_host: ranks })
+}
