@@ -40,8 +40,8 @@ pub use ferrospeed_zero as zero;
 
 pub use ferrospeed_comm::World;
 pub use ferrospeed_engine::{
-    DataLoader, Dataset, Engine, EngineError, Failure, FindParameter, Format, LoadOptions, Loaded,
-    LoaderOptions, ModelProfile, Options, RepeatingLoader, ReportOptions, SaveOptions, Setup, StepReport,
-    initialize, initialize_model,
+    BackwardOptions, DataLoader, Dataset, Engine, EngineError, Failure, FindParameter, Format, LoadOptions,
+    Loaded, LoaderOptions, ModelProfile, Options, RepeatingLoader, ReportOptions, SaveOptions, Setup,
+    StepReport, initialize, initialize_model, initialize_with,
 };
 pub use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, ops};
