@@ -162,7 +162,7 @@ fn an_optimizer_and_a_schedule_of_ones_own_train_in_all_stages_and_go_on_from_a_
     }
     let (_, parameters) = Model::build(&description());
     let mut other = own_engine(World::solo(), 0, "another", &parameters);
-    let error = other.load_checkpoint(&place.path().join("one"), &LoadOptions::default()).unwrap_err();
+    let error = other.load_checkpoint(place.path().join("one"), &LoadOptions::default()).unwrap_err();
     assert!(error.to_string().contains("it holds states of sign-of-mean, this run uses another"), "{error}");
 }
 
