@@ -1,7 +1,7 @@
 //! Typed access to the object in a `config.json` that remembers what was asked for.
 //!
 //! A field that nobody asked for and that is not known to be harmless would change what the reference implementation
-//! computes and leave what we compute as it is. So [`Fields::finish`] refuses it by name. Null counts as absent.
+//! computes and leave what we compute as it is. So `Fields::finish` refuses it by name. Null counts as absent.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
