@@ -282,6 +282,10 @@ fn join(
     if std::env::var_os(LOOKED_AHEAD).is_none() {
         if world.rank() == 0 {
             look_ahead(args, recipe, folder)?;
+            if args.overwrite {
+                let _lock = folder.lock().map_err(failure)?;
+                folder.clear().map_err(failure)?;
+            }
         }
         world.group().barrier().map_err(failed)?;
     }
