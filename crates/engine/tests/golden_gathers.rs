@@ -83,7 +83,7 @@ fn run(trace: &Value) -> Vec<(Vec<String>, Vec<String>, Vec<String>)> {
 #[test]
 fn golden_gathers_follow_the_recorded_order() {
     golden().each_entry("zero/z3trace", ".json", 14, |path| {
-        let trace = read_json(&path);
+        let trace = read_json(path);
         let name = text(&trace["name"]);
         let recorded: Vec<String> = trace["params"]
             .as_array()
