@@ -51,7 +51,7 @@ fn by_backward(x: &[f32], sizes: [usize; 2], operation: Operation, group: &Group
     let value = Tensor::from_slice(x, sizes, &device).unwrap();
     let y = operation(&plain::add(&param, &value).unwrap(), group).unwrap();
     let weights = Tensor::from_slice(&numbers(y.numel(), group.rank() + 7), *y.shape(), &device).unwrap();
-    let loss = plain::sum(&plain::mul(&y, &weights).unwrap()).unwrap();
+    let loss = plain::sum(plain::mul(&y, &weights).unwrap()).unwrap();
     autograd::backward(&loss).unwrap();
     store.gradient(0).unwrap().to_vec_f32().unwrap()
 }
@@ -153,9 +153,9 @@ fn region(group: Group, with_borders: bool) -> Vec<f32> {
             .unwrap();
     let x = plain::affine(&param, 1.0, 0.0).unwrap();
     let x = if with_borders { ops::enter(&x, &group).unwrap() } else { x };
-    let hidden = plain::tanh(&plain::matmul(&x, &a).unwrap()).unwrap();
+    let hidden = plain::tanh(plain::matmul(&x, &a).unwrap()).unwrap();
     let y = ops::leave(&plain::matmul(&hidden, &b).unwrap(), &group).unwrap();
-    let loss = plain::sum(&plain::square(&y).unwrap()).unwrap();
+    let loss = plain::sum(plain::square(&y).unwrap()).unwrap();
     autograd::backward(&loss).unwrap();
     let mut seen = vec![loss.item().unwrap()];
     seen.extend(store.gradient(0).unwrap().to_vec_f32().unwrap());

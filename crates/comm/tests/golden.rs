@@ -27,7 +27,7 @@ fn point(value: &Value) -> Vec<(&str, usize)> {
 #[test]
 fn golden_topology() {
     golden().each_case("pipeline/topology.json", 10, |case| {
-        let topology = topology_of(&case);
+        let topology = topology_of(case);
         let ranks = 0..topology.world_size();
         assert_eq!(json!(topology.world_size()), case["world_size"], "{case}");
         let coordinates: Vec<_> = ranks.clone().map(|rank| topology.coordinates(rank).unwrap()).collect();
@@ -109,7 +109,7 @@ fn golden_grid() {
         };
         let first = grid_of(0);
         assert_eq!(first.topology().world_size(), world_size, "{case}");
-        assert_eq!(*first.topology(), topology_of(&case), "{case}");
+        assert_eq!(*first.topology(), topology_of(case), "{case}");
         assert_eq!(json!(first.group_creation_order()), case["group_creation_order"], "{case}");
         assert_eq!(json!(first.p2p_groups()), case["p2p_groups"], "{case}");
         for expected in case["ranks"].as_array().unwrap() {
@@ -185,7 +185,7 @@ fn golden_utils_groups() {
             }
             other => panic!("unknown function {other}"),
         };
-        compare(&case, result, case.get("error").map(|error| &error["message"]), case.get("expect"));
+        compare(case, result, case.get("error").map(|error| &error["message"]), case.get("expect"));
     });
 }
 

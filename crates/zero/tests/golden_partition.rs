@@ -31,7 +31,7 @@ fn content(param: usize, start: usize, len: usize, rounded: bool) -> Vec<f64> {
 #[test]
 fn golden_partitions_match_their_recordings() {
     golden().each_entry("zero/partition", ".json", 48, |path| {
-        let case = read_json(&path);
+        let case = read_json(path);
         let numels: Vec<usize> =
             case["shapes"].as_array().unwrap().iter().map(|shape| numbers(shape).iter().product()).collect();
         let groups: Vec<Vec<usize>> = match case["groups"].as_array() {

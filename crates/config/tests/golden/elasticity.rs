@@ -26,7 +26,7 @@ fn old(version: &str) -> bool {
 #[test]
 fn golden_elastic_batches() {
     golden().each_case("config/elasticity.json", 52, |case| {
-        let found = ours(&case);
+        let found = ours(case);
         let agrees = match (&found, case.get("expect")) {
             (Ok(found), Some(expect)) => {
                 let micro_agrees =
@@ -40,7 +40,7 @@ fn golden_elastic_batches() {
             (Err(_), None) => true,
             _ => false,
         };
-        let excused = DIFFERENCES.iter().any(|(_, applies)| applies(&case));
+        let excused = DIFFERENCES.iter().any(|(_, applies)| applies(case));
         assert!(agrees || excused, "{case}: ours is {found:?}");
     });
 }

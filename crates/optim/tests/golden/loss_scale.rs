@@ -72,7 +72,7 @@ fn golden_scales_of_bare_machines() {
     golden().each_case("optimizers/loss_scale.json", 10, |case| {
         let what = format!("{} {}", case["machine"], case["args"]);
         let zero = case["machine"].as_str().is_some_and(|machine| machine.contains("DynamicLossScaler"));
-        let args = if zero { &case["args"] } else { &case };
+        let args = if zero { &case["args"] } else { case };
         let machine = if zero { Machine::Zero } else { Machine::Fp16Wrapper };
         let scaler = LossScaler::dynamic(Policy {
             initial: args["init_scale"].as_f64().expect("a scale"),
