@@ -75,6 +75,13 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
     let mut lock = None;
     if place.is_none() {
+        if recipe.ranks > MAX_RANKS_OF_HOST {
+            let why = format!(
+                "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
+                recipe.ranks
+            );
+            return Err(Failure::Usage(why));
+        }
         // A recipe that cannot be run leaves no folder behind.
         let model = look_ahead(args, &recipe, &folder)?;
         if !args.force {
@@ -166,13 +173,6 @@ fn failure(error: TrainError) -> Failure {
 
 /// Starts this program again, once per rank.
 fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<ExitCode, Failure> {
-    if recipe.ranks > MAX_RANKS_OF_HOST {
-        let why = format!(
-            "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
-            recipe.ranks
-        );
-        return Err(Failure::Usage(why));
-    }
     let program = std::env::current_exe()
         .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
     let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];
