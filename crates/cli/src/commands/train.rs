@@ -75,6 +75,8 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
     let mut lock = None;
     if place.is_none() {
+        // A recipe that cannot be run leaves no folder behind.
+        let model = look_ahead(args, &recipe, &folder)?;
         if recipe.ranks > MAX_RANKS_OF_HOST {
             let why = format!(
                 "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
@@ -82,8 +84,6 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
             );
             return Err(Failure::Usage(why));
         }
-        // A recipe that cannot be run leaves no folder behind.
-        let model = look_ahead(args, &recipe, &folder)?;
         if !args.force {
             train_memory::check(&recipe, &model, args.device)?;
         }
