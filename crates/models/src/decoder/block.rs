@@ -1,0 +1,232 @@
+//! One block of a decoder: attention and feed-forward around the residual stream.
+
+use ferrospeed_nn::{
+    GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention, Norm, Visibility,
+};
+use ferrospeed_tensor::{Tensor, autograd, ops, profile};
+
+use super::config::{Declared, DecoderConfig, FeedForward, QkvNames, Residual};
+use crate::error::{ModelError, Result};
+use crate::families::mixture::Mixture;
+
+#[derive(Debug, Clone)]
+enum FeedForwardLayer {
+    Plain(Mlp),
+    Gated(GatedMlp),
+    Mixture(Mixture),
+}
+
+/// One block. Cloning copies handles.
+#[derive(Debug, Clone)]
+pub(super) struct Block {
+    path: String,
+    norm1: Norm,
+    attention: MultiHeadAttention,
+    norm2: Norm,
+    feed_forward: FeedForwardLayer,
+    pub(super) residual: Residual,
+    residual_dropout: f32,
+}
+
+/// The residual stream between blocks: its value is `stream + pending`, summed by whoever needs it next, so that
+/// the sum and the following norm are one pass.
+#[derive(Debug, Clone)]
+pub(super) struct Stream {
+    pub(super) stream: Tensor,
+    pub(super) pending: Option<Tensor>,
+}
+
+impl Stream {
+    pub(super) fn value(&self) -> Result<Tensor> {
+        match &self.pending {
+            Some(pending) => Ok(ops::add(pending, &self.stream)?),
+            None => Ok(self.stream.clone()),
+        }
+    }
+
+    /// (value, norm of the value)
+    pub(super) fn normed(self, norm: &Norm) -> Result<(Tensor, Tensor)> {
+        Ok(match &self.pending {
+            Some(pending) => norm.forward_add(pending, Some(&self.stream))?,
+            None => norm.forward_add(&self.stream, None)?,
+        })
+    }
+}
+
+/// What routers of mixture layers said, for the balancing loss.
+pub type RouterLogits = Vec<Tensor>;
+
+impl Block {
+    pub(super) fn new(init: &Init, config: &DecoderConfig, layer: usize) -> Block {
+        let names = &config.names;
+        let linear = |name: &str, inputs, outputs, bias, std| {
+            Linear::normal(&init.at(name), inputs, outputs, bias, config.layout, std)
+        };
+        let (query_width, kv_width) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+        let std = config.init_std;
+        let (width, inner) = (config.width, config.inner_width);
+        let norm1 = || Norm::new(&init.at(names.norm1), width, config.norm);
+        let norm2 = || Norm::new(&init.at(names.norm2), width, config.norm);
+        let attention = || {
+            let projections = match &names.qkv {
+                QkvNames::Packed(name, layout) => HeadProjections::Packed(
+                    linear(name, width, 3 * query_width, config.qkv_bias, std),
+                    *layout,
+                ),
+                QkvNames::Separate([query, key, value]) => {
+                    let of_queries = || linear(query, width, query_width, config.qkv_bias, std);
+                    let of_keys = |name| linear(name, width, kv_width, config.qkv_bias, std);
+                    match names.declared {
+                        Declared::NormsBehind => {
+                            let (key, value) = (of_keys(key), of_keys(value));
+                            HeadProjections::Separate { query: of_queries(), key, value }
+                        }
+                        _ => HeadProjections::Separate {
+                            query: of_queries(),
+                            key: of_keys(key),
+                            value: of_keys(value),
+                        },
+                    }
+                }
+            };
+            let output = linear(names.output, query_width, width, config.output_bias, config.output_init_std);
+            MultiHeadAttention::new(projections, output, config.attention(layer))
+        };
+        let feed_forward = || match &config.feed_forward {
+            FeedForward::Plain { names: [up, down] } => FeedForwardLayer::Plain(Mlp::new(
+                linear(up, width, inner, config.mlp_bias, std),
+                linear(down, inner, width, config.mlp_bias, config.output_init_std),
+                config.activation,
+            )),
+            FeedForward::Gated { names: [gate, up, down] } => FeedForwardLayer::Gated(GatedMlp::new(
+                linear(gate, width, inner, config.mlp_bias, std),
+                linear(up, width, inner, config.mlp_bias, std),
+                linear(down, inner, width, config.mlp_bias, config.output_init_std),
+                config.activation,
+            )),
+            FeedForward::Mixture(mixture) => {
+                FeedForwardLayer::Mixture(Mixture::new(init, mixture, width, inner, config.activation, std))
+            }
+        };
+        // Parameters are listed in the order in which these are called.
+        let (norm1, attention, norm2, feed_forward) = match names.declared {
+            Declared::AsComputed => (norm1(), attention(), norm2(), feed_forward()),
+            Declared::NormsFirst => {
+                let (norm1, norm2) = (norm1(), norm2());
+                (norm1, attention(), norm2, feed_forward())
+            }
+            Declared::NormsLast => {
+                let (attention, feed_forward) = (attention(), feed_forward());
+                (norm1(), attention, norm2(), feed_forward)
+            }
+            Declared::NormsBehind => {
+                let (attention, norm1, feed_forward) = (attention(), norm1(), feed_forward());
+                (norm1, attention, norm2(), feed_forward)
+            }
+        };
+        Block {
+            path: init.path().to_owned(),
+            norm1,
+            attention,
+            norm2,
+            feed_forward,
+            residual: config.residual,
+            residual_dropout: config.residual_dropout,
+        }
+    }
+
+    pub(super) fn forward(
+        &self,
+        x: Stream,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        mode: Mode,
+        routers: &mut RouterLogits,
+    ) -> Result<Stream> {
+        profile::scope_at(&self.path, "Block", || self.compute(x, visibility, cache, mode, routers))
+    }
+
+    fn compute(
+        &self,
+        x: Stream,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        mode: Mode,
+        routers: &mut RouterLogits,
+    ) -> Result<Stream> {
+        let attend = |x: &Tensor| -> Result<Tensor> {
+            Ok(mode.dropout(&self.attention.forward(x, visibility, cache, mode)?, self.residual_dropout)?)
+        };
+        let mut feed = |x: &Tensor| -> Result<Tensor> {
+            let y = match &self.feed_forward {
+                FeedForwardLayer::Plain(mlp) => mlp.forward(x)?,
+                FeedForwardLayer::Gated(mlp) => mlp.forward(x)?,
+                FeedForwardLayer::Mixture(mixture) => {
+                    let (y, logits) = mixture.forward(x)?;
+                    routers.push(logits);
+                    y
+                }
+            };
+            Ok(mode.dropout(&y, self.residual_dropout)?)
+        };
+        match self.residual {
+            Residual::PreNorm => {
+                let (stream, normed) = x.normed(&self.norm1)?;
+                let attended = attend(&normed)?;
+                let (stream, normed) = self.norm2.forward_add(&attended, Some(&stream))?;
+                Ok(Stream { stream, pending: Some(feed(&normed)?) })
+            }
+            Residual::PreNormResidual => {
+                let (_, normed) = x.normed(&self.norm1)?;
+                let stream = ops::add(&attend(&normed)?, &normed)?;
+                let normed = self.norm2.forward(&stream)?;
+                let fed = feed(&normed)?;
+                Ok(Stream { stream: normed, pending: Some(fed) })
+            }
+            Residual::PostNorm => {
+                let value = x.value()?;
+                let (_, normed) = self.norm1.forward_add(&attend(&value)?, Some(&value))?;
+                let (_, stream) = self.norm2.forward_add(&feed(&normed)?, Some(&normed))?;
+                Ok(Stream { stream, pending: None })
+            }
+            Residual::Parallel => {
+                let (stream, normed) = x.normed(&self.norm1)?;
+                let attended = attend(&normed)?;
+                let fed = feed(&self.norm2.forward(&stream)?)?;
+                Ok(Stream { stream, pending: Some(ops::add(&fed, &attended)?) })
+            }
+        }
+    }
+}
+
+/// A block that is run again in backward. Its input and output are one tensor each.
+pub(super) fn checkpointed(
+    block: &Block,
+    stream: Stream,
+    visibility: &Visibility,
+    mode: Mode,
+    routers: &mut RouterLogits,
+) -> Result<Stream> {
+    let (block, visibility) = (block.clone(), visibility.clone());
+    let has_router = matches!(block.feed_forward, FeedForwardLayer::Mixture(_));
+    let mut outputs = autograd::checkpoint(&[stream.value()?], move |inputs| {
+        let mut routers = RouterLogits::new();
+        let stream = Stream { stream: inputs[0].clone(), pending: None };
+        let stream =
+            block.forward(stream, &visibility, None, mode, &mut routers).map_err(into_tensor_error)?;
+        let mut outputs = vec![stream.value().map_err(into_tensor_error)?];
+        outputs.extend(routers);
+        Ok(outputs)
+    })?;
+    if has_router {
+        routers.extend(outputs.pop());
+    }
+    Ok(Stream { stream: outputs.swap_remove(0), pending: None })
+}
+
+fn into_tensor_error(error: ModelError) -> ferrospeed_tensor::TensorError {
+    match error {
+        ModelError::Tensor(error) => error,
+        other => ferrospeed_tensor::TensorError::BadArgument { op: "block", what: other.to_string() },
+    }
+}

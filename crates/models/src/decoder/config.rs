@@ -1,0 +1,246 @@
+//! A decoder in numbers and names: all that differs between causal families.
+
+use ferrospeed_nn::{AttentionConfig, NormConfig, Rotary};
+use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
+use ferrospeed_tensor::{Activation, DType};
+
+use crate::error::{ModelError, Result};
+use crate::families::mixture::MixtureConfig;
+use crate::limits::{MAX_SIZE, Sizes};
+
+/// Where tokens get their places from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Positions {
+    /// A learned table with `offset` unused rows in front; `from_mask` counts only unmasked tokens.
+    Learned {
+        /// Rows before position 0.
+        offset: usize,
+        /// Whether masked tokens do not count.
+        from_mask: bool,
+    },
+    /// Rotary embedding of queries and keys.
+    Rotary(Rotary),
+    /// A bias on the scores that grows with distance; masked tokens do not count.
+    Alibi,
+}
+
+/// How attention makes its heads.
+#[derive(Debug, Clone, PartialEq)]
+pub enum QkvNames {
+    /// One tensor.
+    Packed(&'static str, PackedHeads),
+    /// Three tensors.
+    Separate([&'static str; 3]),
+}
+
+/// The feed-forward half.
+#[derive(Debug, Clone, PartialEq)]
+pub enum FeedForward {
+    /// `down(f(up(x)))`, by tensor names.
+    Plain {
+        /// Names of up and down.
+        names: [&'static str; 2],
+    },
+    /// `down(f(gate(x))·up(x))`, by tensor names.
+    Gated {
+        /// Names of gate, up and down.
+        names: [&'static str; 3],
+    },
+    /// A mixture of gated experts.
+    Mixture(MixtureConfig),
+}
+
+/// Where the norms stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residual {
+    /// Norm first, then attention, then feed-forward.
+    PreNorm,
+    /// The same, but the residual is the normed value (a BLOOM option).
+    PreNormResidual,
+    /// Norm after each sum.
+    PostNorm,
+    /// Attention and feed-forward side by side, each behind its own norm.
+    Parallel,
+}
+
+/// The order in which a family's reference implementation declares its parameters. It decides nothing here; DeepSpeed's flat
+/// partitions know parameters by their place in it alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Declared {
+    /// Each norm before its half of the block (GPT-2, BLOOM).
+    AsComputed,
+    /// Both norms before both halves (GPT-NeoX).
+    NormsFirst,
+    /// Both norms behind both halves (LLaMA and its relatives).
+    NormsLast,
+    /// Each norm behind its half, queries behind keys and values, the final norm before the blocks (OPT).
+    NormsBehind,
+}
+
+/// How a family names its tensors.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Names {
+    /// In which order they stand.
+    pub declared: Declared,
+    /// What base-model checkpoints leave out, e.g. `transformer.`.
+    pub prefix: &'static str,
+    /// The embedding.
+    pub embedding: &'static str,
+    /// A norm after the embedding.
+    pub embedding_norm: Option<&'static str>,
+    /// Learned positions.
+    pub positions: Option<&'static str>,
+    /// Projections around the blocks, when the embedding is narrower.
+    pub projections: Option<[&'static str; 2]>,
+    /// The blocks; each is this with its number.
+    pub blocks: &'static str,
+    /// The norm before attention.
+    pub norm1: &'static str,
+    /// The norm before the feed-forward.
+    pub norm2: &'static str,
+    /// Queries, keys, values.
+    pub qkv: QkvNames,
+    /// The attention output.
+    pub output: &'static str,
+    /// The final norm.
+    pub final_norm: Option<&'static str>,
+    /// The head, when it is not tied.
+    pub head: &'static str,
+}
+
+/// A decoder in numbers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DecoderConfig {
+    /// The Hugging Face model type.
+    pub model_type: &'static str,
+    /// Tokens.
+    pub vocab: usize,
+    /// Channels of the residual stream.
+    pub width: usize,
+    /// Channels of the embedding; `width` unless projected.
+    pub embedding_width: usize,
+    /// Channels inside the feed-forward.
+    pub inner_width: usize,
+    /// Blocks.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+    /// The longest sequence.
+    pub max_tokens: usize,
+    /// Where tokens get their places from.
+    pub positions: Positions,
+    /// Which norm.
+    pub norm: NormConfig,
+    /// Where the norms stand.
+    pub residual: Residual,
+    /// The feed-forward half.
+    pub feed_forward: FeedForward,
+    /// Its activation.
+    pub activation: Activation,
+    /// How weights are stored.
+    pub layout: WeightLayout,
+    /// Whether queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention output has a bias.
+    pub output_bias: bool,
+    /// Whether the feed-forward has biases.
+    pub mlp_bias: bool,
+    /// Multiplies the scores of each layer.
+    pub scales: Vec<f32>,
+    /// The window of each layer.
+    pub windows: Vec<Option<usize>>,
+    /// Whether the head is the embedding.
+    pub tied: bool,
+    /// Standard deviation of new weights.
+    pub init_std: f32,
+    /// Standard deviation of new output projections.
+    pub output_init_std: f32,
+    /// Dropout after the embedding.
+    pub embedding_dropout: f32,
+    /// Dropout of attention weights.
+    pub attention_dropout: f32,
+    /// Dropout on each branch before it joins the residual stream.
+    pub residual_dropout: f32,
+    /// How tensors are named.
+    pub names: Names,
+}
+
+impl DecoderConfig {
+    pub(crate) fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("vocab_size", self.vocab),
+            ("hidden size", self.width),
+            ("layers", self.layers),
+            ("attention heads", self.heads),
+            ("key/value heads", self.kv_heads),
+            ("head size", self.head_dim),
+            ("intermediate size", self.inner_width),
+            ("max positions", self.max_tokens),
+        ];
+        for (key, size) in sizes {
+            // Whoever read the number has bounded it from above; what was computed from two of them is bounded here.
+            if size == 0 || size > MAX_SIZE {
+                return Err(ModelError::config(
+                    key,
+                    format!("{size} makes no model: 1 to {MAX_SIZE} can be asked for"),
+                ));
+            }
+        }
+        let experts = match &self.feed_forward {
+            FeedForward::Mixture(mixture) => mixture.experts,
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } => 1,
+        };
+        let qkv_width = (self.heads + 2 * self.kv_heads).saturating_mul(self.head_dim);
+        let rows = self.vocab + self.max_tokens;
+        Sizes {
+            layers: self.layers,
+            experts,
+            width: self.width,
+            inner_width: self.inner_width,
+            qkv_width,
+            rows,
+        }
+        .check()?;
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            let why = format!("{} heads cannot share {} key/value heads", self.heads, self.kv_heads);
+            return Err(ModelError::config("num_key_value_heads", why));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn attention(&self, layer: usize) -> AttentionConfig {
+        AttentionConfig {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            scale: self.scales[layer],
+            causal: true,
+            window: self.windows[layer],
+            dropout: self.attention_dropout,
+        }
+    }
+}
+
+/// The type a model's tensors have in memory, by its Hugging Face name.
+pub fn dtype_of_name(name: &str) -> Option<DType> {
+    match name {
+        "float32" => Some(DType::F32),
+        "bfloat16" => Some(DType::BF16),
+        "float16" => Some(DType::F16),
+        _ => None,
+    }
+}
+
+/// The Hugging Face name of a type.
+pub fn name_of_dtype(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "float32",
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        other => other.name(),
+    }
+}

@@ -1,0 +1,156 @@
+//! Where tokens stand: positions, masks, rotary tables and ALiBi slopes of a pass.
+
+use ferrospeed_nn::{Rotary, RotaryScaling, RotaryTable, Visibility};
+use ferrospeed_tensor::{Device, Tensor};
+
+use super::config::Positions;
+use super::{Decoder, Tokens};
+use crate::error::{ModelError, Result};
+
+impl Decoder {
+    /// What a decoding step has to be told of its place: tables over all places, to look up on the device. `None` where a
+    /// step depends on more than its place.
+    pub(crate) fn step_tables(&self, capacity: usize, device: &Device) -> Result<Option<StepTables>> {
+        let mut tables = StepTables { row_offset: 0, rotary: None, alibi_slopes: None };
+        match self.config.positions {
+            Positions::Learned { offset, .. } => tables.row_offset = offset,
+            // The frequencies change with the length.
+            Positions::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. }, .. }) => return Ok(None),
+            Positions::Rotary(rotary) => {
+                tables.rotary = Some(rotary.table(&[(0..capacity).collect()], capacity, device)?);
+            }
+            Positions::Alibi => tables.alibi_slopes = Some(self.slopes(device)?),
+        }
+        Ok(Some(tables))
+    }
+
+    fn slopes(&self, device: &Device) -> Result<Tensor> {
+        Ok(Tensor::from_slice(&alibi_slopes(self.config.heads), [self.config.heads], device)?)
+    }
+
+    pub(crate) fn check_length(&self, length: usize) -> Result<()> {
+        // Only a learned table ends; rotary and ALiBi go on.
+        if self.learned_positions.is_some() && length > self.config.max_tokens {
+            let why = format!(
+                "a sequence of {length} tokens is longer than the model's {}",
+                self.config.max_tokens
+            );
+            return Err(ModelError::config("max positions", why));
+        }
+        Ok(())
+    }
+
+    /// One row of positions per sequence, or one for all; rows of the table where positions are learned.
+    pub(super) fn positions(
+        &self,
+        tokens: &Tokens,
+        batch: usize,
+        count: usize,
+        past: usize,
+    ) -> Result<Vec<Vec<usize>>> {
+        let fits = |rows: &[Vec<u8>]| rows.len() == batch && rows.iter().all(|row| row.len() == past + count);
+        if let Some(mask) = &tokens.mask
+            && !fits(mask)
+        {
+            let why = format!("does not cover {batch} sequences of {} tokens", past + count);
+            return Err(ModelError::config("attention mask", why));
+        }
+        let (offset, from_mask) = match self.config.positions {
+            Positions::Learned { offset, from_mask } => (offset, from_mask),
+            Positions::Rotary(_) | Positions::Alibi => (0, false),
+        };
+        if let (true, Some(mask)) = (from_mask, &tokens.mask) {
+            // A masked token takes the row before the first.
+            let place = |row: &Vec<u8>| {
+                let mut seen = 0;
+                let places = row.iter().map(|&real| {
+                    seen += usize::from(real != 0);
+                    if real != 0 { offset + seen - 1 } else { offset.saturating_sub(1) }
+                });
+                places.collect::<Vec<_>>().split_off(past)
+            };
+            return Ok(mask.iter().map(place).collect());
+        }
+        let positions = tokens.positions.clone().unwrap_or_else(|| vec![(past..past + count).collect()]);
+        Ok(positions
+            .into_iter()
+            .map(|row| row.into_iter().map(|position| position + offset).collect())
+            .collect())
+    }
+
+    pub(super) fn visibility(
+        &self,
+        tokens: &Tokens,
+        positions: &[Vec<usize>],
+        batch: usize,
+        keys: usize,
+        device: &Device,
+    ) -> Result<Visibility> {
+        let key_mask = match &tokens.mask {
+            Some(mask) => Some(Tensor::from_slice(&mask.concat(), [batch, keys], device)?),
+            None => None,
+        };
+        let mut visibility = Visibility { key_mask, ..Default::default() };
+        match self.config.positions {
+            Positions::Learned { .. } => {}
+            Positions::Rotary(rotary) => visibility.rotary = Some(rotary.table(positions, keys, device)?),
+            Positions::Alibi => {
+                visibility.alibi_slopes = Some(self.slopes(device)?);
+                if let Some(mask) = &tokens.mask {
+                    let places: Vec<f32> = mask
+                        .iter()
+                        .flat_map(|row| {
+                            row.iter().scan(0.0, |seen, &real| {
+                                *seen += f32::from(u8::from(real != 0));
+                                Some(if real != 0 { *seen - 1.0 } else { 0.0 })
+                            })
+                        })
+                        .collect();
+                    visibility.alibi_positions = Some(Tensor::from_slice(&places, [batch, keys], device)?);
+                }
+            }
+        }
+        Ok(visibility)
+    }
+}
+
+/// What a pass knows of where its tokens stand.
+#[derive(Debug)]
+pub(crate) struct Places {
+    /// Rows of the table of learned positions.
+    pub(crate) rows: Option<Tensor>,
+    pub(crate) visibility: Visibility,
+}
+
+/// What decoding steps look up by their place.
+#[derive(Debug)]
+pub(crate) struct StepTables {
+    /// Rows before position 0 in the table of learned positions.
+    pub(crate) row_offset: usize,
+    rotary: Option<RotaryTable>,
+    alibi_slopes: Option<Tensor>,
+}
+
+impl StepTables {
+    /// The places of one token per sequence, all at `place`; `row` is [`StepTables::row_offset`] further.
+    pub(crate) fn at(&self, place: &Tensor, row: &Tensor) -> Result<Places> {
+        let rotary = self.rotary.as_ref().map(|table| table.at(place)).transpose()?;
+        let visibility = Visibility {
+            rotary,
+            alibi_slopes: self.alibi_slopes.clone(),
+            place: Some(place.clone()),
+            ..Default::default()
+        };
+        Ok(Places { rows: Some(row.clone()), visibility })
+    }
+}
+
+/// One slope per head: powers of `2^(-8/n)`; heads beyond a power of two take odd powers of the next.
+/// (Press, Smith, Lewis: "Train short, test long", 2022.)
+pub fn alibi_slopes(heads: usize) -> Vec<f32> {
+    let whole = 1usize << heads.ilog2();
+    let base = |n: usize| 2f64.powf(-(2f64.powf(-((n as f64).log2() - 3.0))));
+    let first = (1..=whole).map(|power| base(whole).powi(power as i32));
+    let extra = (0..heads - whole).map(|index| base(2 * whole).powi(2 * index as i32 + 1));
+    first.chain(extra).map(|slope| slope as f32).collect()
+}
