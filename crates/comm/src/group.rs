@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::lane::{Lane, Work};
 use crate::op::{Collective, Fingerprint, Kind, Part, invalid};
 use crate::region::Region;
+use crate::segment::Registered;
 use crate::world::WorldInner;
 
 mod asynchronous;
@@ -35,6 +36,7 @@ struct GroupInner {
     collectives: Lane,
     messages: Mutex<HashMap<(Kind, usize), Arc<MessageLane>>>,
     next_sequence: AtomicU64,
+    next_segment: AtomicU64,
     failure: OnceLock<Error>,
     /// The same ranks over the memory of their GPUs.
     on_devices: OnceLock<Group>,
@@ -62,6 +64,7 @@ impl Group {
                 collectives: Lane::new(),
                 messages: Mutex::default(),
                 next_sequence: AtomicU64::new(0),
+                next_segment: AtomicU64::new(0),
                 failure: OnceLock::new(),
                 on_devices: OnceLock::new(),
             }),
@@ -115,6 +118,43 @@ impl Group {
     /// The number in this group of a world rank.
     pub fn rank_of(&self, world_rank: usize) -> Option<usize> {
         self.ranks().iter().position(|rank| *rank == world_rank)
+    }
+
+    /// Whether all its ranks are on this rank's host.
+    pub fn is_on_one_host(&self) -> bool {
+        let host = self.inner.world.my_host();
+        self.ranks().iter().all(|rank| host.contains(rank))
+    }
+
+    /// Allocates `bytes` of zeroed memory that the group's other ranks on this host map too.
+    ///
+    /// Collective over the group, in the same order on all its ranks; the sizes may differ. An operation of another group
+    /// reads and writes it in place where all *its* ranks are among those that map it, and through copies elsewhere.
+    pub fn allocate(&self, bytes: usize) -> Result<Registered> {
+        self.inner.world.allocate(self, bytes)
+    }
+
+    /// Allocates `bytes` of zeroed memory that exists once on this host: every rank of the group maps the same pages.
+    ///
+    /// It is the output of an all_gather among ranks that want to read the same thing: a part that its owner writes in
+    /// its place is there for all, so nothing is copied, and a host holds one copy instead of one per rank.
+    ///
+    /// - A rank writes nothing but its own part, and only when no rank still reads what was there: after a barrier, or
+    ///   any other collective that all of them entered when they had finished reading.
+    /// - A rank reads the others' parts after an all_gather into this memory, until the next barrier or collective
+    ///   through which it tells that it has finished.
+    /// - Every rank names the same place as the output. Reductions, scatter, gather and all_to_all are refused: each of
+    ///   them would write a result of one rank where another keeps its own.
+    ///
+    /// Collective over the group, in the same order as [`Group::allocate`] and with the same size on all.
+    pub fn allocate_shared(&self, bytes: usize) -> Result<Registered> {
+        self.inner.world.allocate_shared(self, bytes)
+    }
+
+    /// A number for the group's next segment, the same on all its ranks and no other group's.
+    pub(crate) fn next_segment(&self) -> u64 {
+        let number = self.inner.next_segment.fetch_add(1, Ordering::Relaxed);
+        self.inner.membership.group_id << 32 | number
     }
 
     fn check(&self, operation: &Collective) -> Result<()> {

@@ -17,8 +17,8 @@ use crate::sys::SharedMemory;
 
 const PAGE: usize = 4096;
 
-/// Memory from [`World::allocate`](crate::World::allocate) or [`World::allocate_shared`](crate::World::allocate_shared),
-/// which peers on the host have mapped.
+/// Memory from [`Group::allocate`](crate::Group::allocate) or [`Group::allocate_shared`](crate::Group::allocate_shared),
+/// which the group's ranks on the host have mapped.
 ///
 /// Clones share the memory; it is freed when the last clone, and the last [`Region`] made of it, is dropped.
 #[derive(Clone)]
@@ -102,6 +102,8 @@ struct Own {
     id: u64,
     bytes: usize,
     is_shared: bool,
+    /// The world ranks that have it mapped.
+    ranks: Vec<usize>,
 }
 
 enum Mapped {
@@ -143,19 +145,33 @@ impl SegmentTable {
         if memories.values().any(|memory| marks(memory).small_pages.load(Ordering::Acquire) != 0) {
             self.any_small_pages.store(true, Ordering::Release);
         }
-        self.add_mapped(id, bytes, base, Mapped::PerRank { memories, own_rank })
+        let ranks = memories.keys().copied().collect();
+        self.add_mapped(id, bytes, base, ranks, Mapped::PerRank { memories, own_rank })
     }
 
-    /// Adds a segment that all ranks of the host have in common.
-    pub(crate) fn add_shared(self: &Arc<Self>, id: u64, bytes: usize, memory: SharedMemory) -> Registered {
+    /// Adds a segment that these ranks have in common.
+    pub(crate) fn add_shared(
+        self: &Arc<Self>,
+        id: u64,
+        bytes: usize,
+        memory: SharedMemory,
+        ranks: Vec<usize>,
+    ) -> Registered {
         self.any_shared.store(true, Ordering::Release);
-        self.add_mapped(id, bytes, memory.base(), Mapped::Shared(memory))
+        self.add_mapped(id, bytes, memory.base(), ranks, Mapped::Shared(memory))
     }
 
-    fn add_mapped(self: &Arc<Self>, id: u64, bytes: usize, base: *mut u8, mapped: Mapped) -> Registered {
+    fn add_mapped(
+        self: &Arc<Self>,
+        id: u64,
+        bytes: usize,
+        base: *mut u8,
+        ranks: Vec<usize>,
+        mapped: Mapped,
+    ) -> Registered {
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
         let is_shared = matches!(mapped, Mapped::Shared(_));
-        segments.own.insert(base as usize, Own { id, bytes, is_shared });
+        segments.own.insert(base as usize, Own { id, bytes, is_shared, ranks });
         segments.mapped.insert(id, mapped);
         segments.unmap_abandoned();
         Registered { inner: Arc::new(Allocation { id, bytes, base, table: Arc::clone(self) }) }
@@ -182,26 +198,30 @@ impl SegmentTable {
         segments.unmap_abandoned();
     }
 
-    /// The name of a region for peers, when it lies in this rank's registered memory.
-    pub(crate) fn locate(&self, region: &Region) -> Option<SharedRange> {
-        self.find(region).map(|(range, _)| range)
+    /// The name of a region for these peers, when it lies in memory of this rank that all of them have mapped.
+    pub(crate) fn locate(&self, region: &Region, peers: &[usize]) -> Option<SharedRange> {
+        self.find(region, |own| peers.iter().all(|peer| own.ranks.contains(peer)))
     }
 
-    /// The name of a region that lies in memory which all ranks of the host have in common.
-    pub(crate) fn locate_shared(&self, region: &Region) -> Option<SharedRange> {
+    /// The name of a region that lies in memory which these ranks have in common.
+    pub(crate) fn locate_shared(&self, region: &Region, peers: &[usize]) -> Option<SharedRange> {
         if !self.any_shared.load(Ordering::Acquire) {
             return None;
         }
-        self.find(region).filter(|(_, is_shared)| *is_shared).map(|(range, _)| range)
+        self.find(region, |own| own.is_shared && peers.iter().all(|peer| own.ranks.contains(peer)))
     }
 
-    fn find(&self, region: &Region) -> Option<(SharedRange, bool)> {
+    /// Whether a region lies in memory that other ranks have in common with this one.
+    pub(crate) fn is_shared(&self, region: &Region) -> bool {
+        self.any_shared.load(Ordering::Acquire) && self.find(region, |own| own.is_shared).is_some()
+    }
+
+    fn find(&self, region: &Region, fits: impl Fn(&Own) -> bool) -> Option<SharedRange> {
         let start = region.as_ptr() as usize;
         let segments = self.segments.read().unwrap_or_else(PoisonError::into_inner);
         let (base, own) = segments.own.range(..=start).next_back()?;
         let inside = start + region.len() <= base + own.bytes;
-        let range = SharedRange { segment: own.id, offset: (start - base) as u64 };
-        inside.then_some((range, own.is_shared))
+        (inside && fits(own)).then_some(SharedRange { segment: own.id, offset: (start - base) as u64 })
     }
 
     /// Whether mapping a stretch of a peer's segment again costs little: measured, 12 µs for 2 MiB in a virtual machine.

@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::panic::Location;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::auth::JobKey;
@@ -79,9 +79,6 @@ pub(crate) struct WorldInner {
     store: Arc<dyn Store>,
     segments: Arc<SegmentTable>,
     next_group_id: AtomicU64,
-    next_segment_id: AtomicU64,
-    /// The ranks of this host, over which segments are exchanged.
-    host_carrier: Mutex<Option<Arc<LocalCarrier>>>,
     departure: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -234,8 +231,6 @@ impl World {
             store: parts.store,
             segments: Arc::default(),
             next_group_id: AtomicU64::new(0),
-            next_segment_id: AtomicU64::new(0),
-            host_carrier: Mutex::new(None),
             departure: parts.departure,
         });
         let everyone: Vec<usize> = (0..size).collect();
@@ -312,28 +307,14 @@ impl World {
         self.inner.connect_group(ranks, name)
     }
 
-    /// Allocates `bytes` of zeroed memory that the peers on this host map too.
-    ///
-    /// Collective over the ranks of this host, in the same order on all; the sizes may differ.
+    /// Memory that all ranks of the host map: [`Group::allocate`] of [`World::group`].
     pub fn allocate(&self, bytes: usize) -> Result<Registered> {
-        self.inner.allocate(bytes)
+        self.group.allocate(bytes)
     }
 
-    /// Allocates `bytes` of zeroed memory that exists once on this host: every rank maps the same pages.
-    ///
-    /// It is the output of an all_gather among ranks that want to read the same thing: a part that its owner writes in
-    /// its place is there for all, so nothing is copied, and a host holds one copy instead of one per rank.
-    ///
-    /// - A rank writes nothing but its own part, and only when no rank still reads what was there: after a barrier, or
-    ///   any other collective that all of them entered when they had finished reading.
-    /// - A rank reads the others' parts after an all_gather into this memory, until the next barrier or collective
-    ///   through which it tells that it has finished.
-    /// - Every rank names the same place as the output. Reductions, scatter, gather and all_to_all are refused: each of
-    ///   them would write a result of one rank where another keeps its own.
-    ///
-    /// Collective over the ranks of this host, in the same order as [`World::allocate`] and with the same size on all.
+    /// Memory that all ranks of the host have in common: [`Group::allocate_shared`] of [`World::group`].
     pub fn allocate_shared(&self, bytes: usize) -> Result<Registered> {
-        self.inner.allocate_shared(bytes)
+        self.group.allocate_shared(bytes)
     }
 }
 
@@ -383,7 +364,7 @@ impl WorldInner {
         }
     }
 
-    fn my_host(&self) -> &[usize] {
+    pub(crate) fn my_host(&self) -> &[usize] {
         self.hosts.iter().find(|host| host.contains(&self.rank)).map_or(&[], Vec::as_slice)
     }
 
@@ -453,22 +434,5 @@ impl WorldInner {
         let inside = self.membership(group_id, name, neighbours, place.index);
         let host = self.connect_local(inside, deadline)?;
         Ok(Arc::new(HierarchicalCarrier::new(flat, host, place)))
-    }
-
-    /// The ranks of this host, connected on first use.
-    fn host_carrier(&self, deadline: Instant) -> Result<Arc<LocalCarrier>> {
-        let mut slot = self.host_carrier.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(carrier) = slot.as_ref() {
-            return Ok(Arc::clone(carrier));
-        }
-        let host = self.my_host().to_vec();
-        let me =
-            self.hosts.iter().find_map(|host| host.iter().position(|rank| *rank == self.rank)).unwrap_or(0);
-        // Group numbers count up from 0; these come from the other end.
-        let group_id = u64::MAX - host.first().copied().unwrap_or(0) as u64 - 1;
-        let membership = self.membership(group_id, format!("host {host:?}"), &host, me);
-        let carrier = Arc::new(self.connect_local(membership, deadline)?);
-        *slot = Some(Arc::clone(&carrier));
-        Ok(carrier)
     }
 }

@@ -259,3 +259,36 @@ fn nccl_by_name_without_a_gpu_is_an_error_that_names_the_rank() {
     world.attach_device(None).unwrap();
     assert!(world.group().on_devices().is_none());
 }
+
+#[test]
+fn groups_allocate_by_themselves_and_their_memory_serves_other_groups_too() {
+    on_threads(4, |world| {
+        let (me, count) = (world.rank(), 5000);
+        let pair = [world.new_group(&[0, 1]).unwrap(), world.new_group(&[2, 3]).unwrap()];
+        let across = [world.new_group(&[0, 2]).unwrap(), world.new_group(&[1, 3]).unwrap()];
+        let own = |groups: [Option<ferrospeed_comm::Group>; 2]| groups.into_iter().flatten().next().unwrap();
+        let (pair, across) = (own(pair), own(across));
+        // The second pair allocates more, and less, than the first.
+        let extra = if me >= 2 { 3 } else { 0 };
+        let _more: Vec<_> = (0..extra).map(|_| pair.allocate(4096).unwrap()).collect();
+        let region = pair.allocate(4 * count).unwrap().region();
+        let shared = (me < 2).then(|| pair.allocate_shared(2 * 64).unwrap().region());
+        for (group, sum) in [(&pair, [1, 1, 5, 5][me]), (&across, [2, 4, 2, 4][me]), (&world.group(), 6)] {
+            group.barrier().unwrap();
+            // SAFETY: nothing is in flight.
+            unsafe { region.as_mut_slice::<i32>() }.fill(me as i32);
+            group.all_reduce_async(&region, DType::I32, ReduceOp::Sum).wait().unwrap();
+            // SAFETY: the operation is done.
+            let seen = unsafe { region.as_slice::<i32>() };
+            assert!(seen.iter().all(|value| *value == sum), "{group:?}: {}", seen[0]);
+        }
+        if let Some(shared) = shared {
+            let own = Region::from_slice(&[me as u8 + 1; 64]);
+            pair.all_gather_async(&own, &shared, DType::U8).wait().unwrap();
+            // SAFETY: as above.
+            let seen = unsafe { shared.as_slice::<u8>() };
+            assert!((0..128).all(|at| seen[at] == (at / 64) as u8 + 1));
+            pair.barrier().unwrap();
+        }
+    });
+}

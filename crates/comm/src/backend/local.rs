@@ -117,11 +117,6 @@ impl LocalCarrier {
         Ok(carrier)
     }
 
-    /// Waits until all ranks of the group are here; used outside numbered operations.
-    pub(crate) fn meet(&self, what: &str, deadline: Instant) -> Result<()> {
-        self.step_together(what, Instant::now(), deadline)
-    }
-
     /// Writes this rank's descriptor, waits for all, and compares.
     fn enter(&self, ticket: &Ticket, shared: &[PostedRange]) -> Result<()> {
         let call_site = ticket.call_site.to_string();

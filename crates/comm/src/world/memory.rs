@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::WorldInner;
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::op::{Collective, Kind, Part};
 use crate::segment::{self, Registered};
 use crate::sys::SharedMemory;
@@ -25,29 +25,27 @@ fn segment_key(id: u64, rank: usize) -> String {
 }
 
 impl WorldInner {
-    pub(super) fn allocate(&self, bytes: usize) -> Result<Registered> {
+    pub(crate) fn allocate(&self, group: &Group, bytes: usize) -> Result<Registered> {
         let deadline = Instant::now() + self.limits.deadline;
-        let host = self.host_carrier(deadline)?;
-        let id = self.next_segment_id.fetch_add(1, Ordering::Relaxed);
+        let (id, peers) = (group.next_segment(), self.neighbours(group));
         let (memory, descriptor) = segment::create(bytes)?;
         self.announce_segment(id, &memory, &descriptor)?;
         let mut memories = HashMap::from([(self.rank, memory)]);
-        for rank in self.my_host().iter().copied().filter(|rank| *rank != self.rank) {
+        for rank in peers.into_iter().filter(|rank| *rank != self.rank) {
             let address = self.segment_address(id, rank, bytes, deadline)?;
             memories.insert(rank, SharedMemory::open(address.pid, address.descriptor, address.mapped_bytes)?);
         }
         // Peers open the memory through our descriptor: it may close only when all have.
-        host.meet(&format!("allocate({bytes} bytes) #{id}"), deadline)?;
+        group.barrier()?;
         drop(descriptor);
         self.store.remove(&segment_key(id, self.rank))?;
         Ok(self.segments.add(id, self.rank, bytes, memories))
     }
 
-    pub(super) fn allocate_shared(&self, bytes: usize) -> Result<Registered> {
+    pub(crate) fn allocate_shared(&self, group: &Group, bytes: usize) -> Result<Registered> {
         let deadline = Instant::now() + self.limits.deadline;
-        let host = self.host_carrier(deadline)?;
-        let id = self.next_segment_id.fetch_add(1, Ordering::Relaxed);
-        let creator = self.my_host().first().copied().unwrap_or(self.rank);
+        let (id, peers) = (group.next_segment(), self.neighbours(group));
+        let creator = peers.first().copied().unwrap_or(self.rank);
         let (memory, descriptor) = if creator == self.rank {
             let (memory, descriptor) = segment::create(bytes)?;
             self.announce_segment(id, &memory, &descriptor)?;
@@ -65,11 +63,17 @@ impl WorldInner {
             }
             (SharedMemory::open(address.pid, address.descriptor, address.mapped_bytes)?, None)
         };
-        host.meet(&format!("allocate_shared({bytes} bytes) #{id}"), deadline)?;
+        group.barrier()?;
         if descriptor.is_some() {
             self.store.remove(&segment_key(id, self.rank))?;
         }
-        Ok(self.segments.add_shared(id, bytes, memory))
+        Ok(self.segments.add_shared(id, bytes, memory, peers))
+    }
+
+    /// The ranks of a group that are on this host, in the group's order.
+    fn neighbours(&self, group: &Group) -> Vec<usize> {
+        let host = self.my_host();
+        group.ranks().iter().copied().filter(|rank| host.contains(rank)).collect()
     }
 
     /// Tells the peers where they find a segment of this rank.
@@ -105,7 +109,7 @@ impl WorldInner {
         if matches!(operation.kind, Kind::AllGather | Kind::Broadcast | Kind::Barrier) {
             return Ok(());
         }
-        let shared = |part: &Part| self.segments.locate_shared(&part.output).is_some();
+        let shared = |part: &Part| self.segments.is_shared(&part.output);
         if operation.parts.iter().any(|part| !part.output.is_empty() && shared(part)) {
             let problem = "its output lies in memory that all ranks of the host have in common: only an \
                            all_gather or a broadcast gives all of them the same result";

@@ -70,7 +70,7 @@ impl LocalCarrier {
         } else {
             let inputs = operation.parts.iter().map(|part| &part.input);
             let outputs = operation.parts.iter().map(|part| &part.output).filter(|_| is_uneven(operation));
-            inputs.chain(outputs).map(|region| self.segments.locate(region)).collect()
+            inputs.chain(outputs).map(|region| self.segments.locate(region, &self.membership.ranks)).collect()
         };
         if operation.kind == Kind::AllToAll {
             self.post_cuts(&operation.parts[0], sequence);

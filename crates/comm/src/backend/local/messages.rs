@@ -67,7 +67,8 @@ impl LocalCarrier {
         let (me, to) = (self.membership.me, message.peer);
         let channel = self.channel_between(me, to);
         let total = message.region.len();
-        let shared = if total > SLOT_BYTES { self.segments.locate(&message.region) } else { None };
+        let locate = || self.segments.locate(&message.region, &[self.membership.ranks[to]]);
+        let shared = if total > SLOT_BYTES { locate() } else { None };
         let header = Header {
             message: MessageHeader::new(message, ticket),
             segment_plus_one: shared.map_or(0, |range| range.segment + 1),

@@ -7,6 +7,7 @@ use crate::backend::Ticket;
 use crate::copy::copy;
 use crate::error::Result;
 use crate::op::{Collective, Digest, Kind};
+use crate::region::Region;
 use crate::segment::SharedRange;
 
 impl LocalCarrier {
@@ -16,7 +17,7 @@ impl LocalCarrier {
             return None;
         }
         let places: Option<Vec<SharedRange>> =
-            operation.parts.iter().map(|part| self.segments.locate_shared(&part.output)).collect();
+            operation.parts.iter().map(|part| self.locate_shared(&part.output)).collect();
         let places = places?;
         let mut digest = Digest::new();
         digest.add(ticket.fingerprint.shape);
@@ -33,7 +34,7 @@ impl LocalCarrier {
     /// Nothing is moved where every rank's input lies in its place; then meeting is all there is to do.
     pub(super) fn gather_shared(&self, operation: &Collective, ticket: &Ticket) -> Result<()> {
         let inputs: Vec<PostedRange> =
-            operation.parts.iter().map(|part| self.segments.locate_shared(&part.input)).collect();
+            operation.parts.iter().map(|part| self.locate_shared(&part.input)).collect();
         self.enter(ticket, &inputs)?;
         if (0..self.membership.size()).all(|rank| self.is_in_place(operation, ticket, rank)) {
             return Ok(());
@@ -46,6 +47,10 @@ impl LocalCarrier {
         self.step(ticket)
     }
 
+    fn locate_shared(&self, region: &Region) -> Option<SharedRange> {
+        self.segments.locate_shared(region, &self.membership.ranks)
+    }
+
     /// Whether the inputs of `rank` lie where the output has them.
     fn is_in_place(&self, operation: &Collective, ticket: &Ticket, rank: usize) -> bool {
         let posted = self.layout.posted(rank, ticket.fingerprint.sequence);
@@ -53,7 +58,7 @@ impl LocalCarrier {
         inputs.len() == operation.parts.len()
             && operation.parts.iter().zip(inputs).all(|(part, input)| {
                 let piece = pieces_of(&part.output_cuts).swap_remove(rank);
-                let place = self.segments.locate_shared(&part.output);
+                let place = self.locate_shared(&part.output);
                 let place =
                     place.map(|output| SharedRange { offset: output.offset + piece.start as u64, ..output });
                 piece.is_empty() || input == place
