@@ -6,8 +6,8 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::panic::Location;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::auth::JobKey;

@@ -73,6 +73,8 @@ pub struct Engine {
     pub(crate) store: Arc<ZeroStore>,
     pub(crate) config: Config,
     pub(crate) world: World,
+    /// How many ranks see samples of their own.
+    pub(crate) data_parallel_size: usize,
     pub(crate) seed: u64,
     mode: Mode,
     pub(crate) scheduler: Option<Scheduler>,
@@ -113,6 +115,7 @@ impl Engine {
         store: Arc<ZeroStore>,
         scheduler: Option<Scheduler>,
         aliases: BTreeMap<String, String>,
+        data_parallel_size: usize,
     ) -> Result<Engine> {
         let config = setup.config.clone();
         let scheduler = match (scheduler, &config.scheduler, store.optimizer()) {
@@ -135,6 +138,7 @@ impl Engine {
             scaler: LossScaler::from_config(config.precision, Machine::Zero),
             accumulation_steps: config.batch.gradient_accumulation_steps.get(),
             world: setup.world.clone(),
+            data_parallel_size,
             seed: setup.seed,
             mode: Mode::Train,
             config,
@@ -239,6 +243,7 @@ impl Engine {
         let scaled = if options.scale_wrt_gas { 1.0 / self.accumulation_steps as f32 } else { 1.0 };
         let seed =
             Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
+        self.store.begin_backward(self.is_gradient_accumulation_boundary())?;
         self.profiled(Phase::Backward, |_| autograd::backward_with(&[(loss.clone(), seed)]))?;
         self.store.finish_backward()?;
         let loss = value()?;
@@ -433,7 +438,7 @@ impl Engine {
 
     /// Samples per step over all ranks.
     pub fn train_batch_size(&self) -> u64 {
-        self.train_micro_batch_size_per_gpu() * self.accumulation_steps * self.world.size() as u64
+        self.train_micro_batch_size_per_gpu() * self.accumulation_steps * self.data_parallel_size as u64
     }
 
     /// Samples per micro-batch and rank.

@@ -11,7 +11,7 @@ use crate::setup::kept_type;
 impl Engine {
     /// Changes the samples per step by changing the number of micro-batches, from the next step on.
     pub fn set_train_batch_size(&mut self, samples: u64) -> Result<()> {
-        let per_micro_batch = self.train_micro_batch_size_per_gpu() * self.world.size() as u64;
+        let per_micro_batch = self.train_micro_batch_size_per_gpu() * self.data_parallel_size as u64;
         if samples == 0 || !samples.is_multiple_of(per_micro_batch) {
             let why = format!("{samples} is not a multiple of micro-batch × ranks = {per_micro_batch}");
             return Err(EngineError::Argument { what: "train batch size", why });
@@ -29,7 +29,7 @@ impl Engine {
     pub fn set_train_micro_batch_size(&mut self, samples: u64) -> Result<()> {
         let whole = samples
             .checked_mul(self.accumulation_steps)
-            .and_then(|product| product.checked_mul(self.world.size() as u64));
+            .and_then(|product| product.checked_mul(self.data_parallel_size as u64));
         let (Some(micro), Some(whole)) = (NonZeroU64::new(samples), whole.and_then(NonZeroU64::new)) else {
             let why = format!("{samples} is not a number of samples");
             return Err(EngineError::Argument { what: "train micro batch size", why });

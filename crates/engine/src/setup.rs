@@ -1,13 +1,13 @@
 //! What an engine is made from.
 
-use ferrospeed_comm::World;
+use ferrospeed_comm::{Group, World};
 use ferrospeed_config::{Config, DataType, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Device};
-use ferrospeed_zero::{ParamGroup, Sharding, StoreOptions, ZeroStore};
+use ferrospeed_zero::{Elsewhere, ParamGroup, Sharding, StoreOptions, ZeroStore};
 
 use crate::agreement::agree;
 use crate::engine::Engine;
@@ -55,6 +55,12 @@ pub struct Options<'a> {
     pub scheduler: Option<Scheduler>,
     /// Over which ranks state is spread, in any stage. Default: over all, or in shards of `mics_shard_size`.
     pub sharding: Option<Sharding>,
+    /// Parameters that are spread in another way: experts, slices, weights that stages share.
+    pub elsewhere: Vec<Elsewhere>,
+    /// Where ranks hold different parts of one model: all of them, for one norm and one decision to step. Default: none do.
+    pub agreement: Option<Group>,
+    /// How many ranks see different samples, where others see the same ones. Default: every rank sees its own.
+    pub data_parallel_size: Option<usize>,
     /// Paths of modules (`*` stands for anything) that ranks may read unlike each other, as experts that a router
     /// chooses: stage 3 gathers and releases all of such a module at once. DeepSpeed's `set_z3_leaf_modules`.
     pub leaf_modules: Vec<String>,
@@ -169,12 +175,16 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
             prescale: config.prescale_gradients,
             sparse_gradients: config.sparse_gradients,
             sharding,
+            elsewhere: &options.elsewhere,
+            agreement: options.agreement,
+            reduces_each_micro_batch: config.zero.reduce_each_micro_batch,
             leaf_modules: &leaf_modules,
             optimizer: optimizer.map(|(rule, _)| rule),
         },
         source,
     )?;
-    Engine::new(setup, store, options.scheduler, parameters.aliases().clone())
+    let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
+    Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)
 }
 
 fn element_type(data_type: DataType) -> DType {

@@ -8,8 +8,8 @@ use common::{Batch, Model, config, device, on_ranks};
 use ferrospeed_engine::{Engine, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model};
 use ferrospeed_nn::Parameters;
 use ferrospeed_tensor::{Category, Tensor};
-use ferrospeed_zero::Sharding;
 use ferrospeed_zero::access::Which;
+use ferrospeed_zero::{Elsewhere, Sharding};
 use serde_json::{Value, json};
 
 fn description() -> Value {
@@ -25,6 +25,7 @@ fn configuration(stage: u8, precision: &str, micro_steps: usize, overlap: bool) 
         "zero_optimization": {
             "stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 500,
             "stage3_param_persistence_threshold": 20, "stage3_prefetch_bucket_size": 2000,
+            "reduce_each_micro_batch": true,
         },
     });
     if precision != "fp32" {
@@ -90,6 +91,46 @@ fn every_stage_gives_the_same_bits_on_a_mesh_of_shards_and_replicas() {
                     );
                 }
             }
+        }
+    }
+}
+
+/// Trains with the feed-forward parameters spread over pairs of ranks, the rest over all.
+fn train_in_two_ways(value: Value) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let value = Arc::new(value);
+    on_ranks(4, move |world| {
+        let (model, parameters) = Model::build(&description());
+        let (some, _) = parameters.partition(|param| param.shape().numel() > 100);
+        assert!(some.as_slice().len() > 1 && some.as_slice().len() < parameters.as_slice().len());
+        let elsewhere = Elsewhere {
+            params: some.as_slice().to_vec(),
+            sharding: Sharding::in_shards_of(&world, 2).unwrap(),
+        };
+        let setup = Setup::new(config(&value, world.size()), world.clone(), device(1));
+        let options =
+            Options { elsewhere: vec![elsewhere], agreement: Some(world.group()), ..Default::default() };
+        let mut engine = initialize_model(&setup, &parameters, options).unwrap();
+        let seen = steps(&mut engine, &model, 0, 3);
+        (seen, weights(&engine, &parameters))
+    })
+}
+
+#[test]
+fn parameters_of_one_store_are_spread_in_several_ways() {
+    for precision in ["fp32", "bf16"] {
+        for (micro_steps, overlap) in [(1, false), (2, true)] {
+            let reference = train_in_two_ways(configuration(0, precision, micro_steps, overlap));
+            assert!(reference.iter().all(|rank| rank.1 == reference[0].1), "ranks drift apart");
+            for stage in 1..=3 {
+                let outcome = train_in_two_ways(configuration(stage, precision, micro_steps, overlap));
+                assert_eq!(outcome, reference, "stage {stage}, {precision}, {micro_steps} micro-batches");
+            }
+            // The norms, which count every element once, are those of the plain run but for the order of sums.
+            let plain = train(4, 4, configuration(0, precision, micro_steps, overlap));
+            let per_step = micro_steps + 1;
+            let norm = |seen: &[u32]| f32::from_bits(seen[per_step - 1]);
+            let (found, wanted) = (norm(&reference[0].0), norm(&plain[0].0));
+            assert!((found / wanted - 1.0).abs() < 1e-2, "{precision}: a norm of {found}, not {wanted}");
         }
     }
 }

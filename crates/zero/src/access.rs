@@ -8,7 +8,7 @@ use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::residency::Pass;
-use crate::store::{Share, ZeroStore};
+use crate::store::{Share, ZeroStore, owner_in};
 
 /// Which of a parameter's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +28,7 @@ impl ZeroStore {
         let state = self.lock();
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
-        let own_rank = self.owner_in(share);
+        let own_rank = owner_in(share);
         let flat = self.flat(&state, group, share, which, param)?;
         let Some(fragment) = share.layout.fragment(in_group, own_rank).copied() else {
             return Ok((0, Vec::new()));
@@ -81,16 +81,15 @@ impl ZeroStore {
     /// The full value, on every rank.
     pub fn full(&self, param: &Param, which: Which<'_>) -> Result<Vec<f32>> {
         let (start, own) = self.local(param, which)?;
-        let layout_ranks = {
+        let group = {
             let state = self.lock();
-            let (group, _) = self.places()[self.index_of(param)?];
-            state.shares[group].layout.ranks
+            let share = &state.shares[self.places()[self.index_of(param)?].0];
+            if share.layout.ranks == 1 {
+                return Ok(own);
+            }
+            share.sharding.shard.clone()
         };
-        if layout_ranks == 1 {
-            return Ok(own);
-        }
         // Fragments in order of rank are the parameter in order of elements.
-        let group = &self.sharding.shard;
         let mut counts = vec![0i64; group.size()];
         group.all_gather(&[own.len() as i64], &mut counts)?;
         let counts: Vec<usize> = counts.into_iter().map(|count| count as usize).collect();
@@ -124,8 +123,16 @@ impl ZeroStore {
         values.iter().try_for_each(|(param, value)| self.check_new(param, value))?;
         let mut state = self.lock();
         // Ranks of a host may have the weights in common: none may still read them.
-        if self.is_split() {
-            self.sharding.shard.barrier()?;
+        let mut changed = Vec::with_capacity(values.len());
+        for (param, _) in &values {
+            changed.push(self.places()[self.index_of(param)?].0);
+        }
+        changed.sort_unstable();
+        changed.dedup();
+        for share in changed.into_iter().map(|share| &state.shares[share]) {
+            if share.layout.ranks > 1 {
+                share.sharding.shard.barrier()?;
+            }
         }
         for (param, value) in values {
             self.set_own(&state, param, Which::Weight, value)?;
@@ -149,7 +156,7 @@ impl ZeroStore {
         self.holds.wait_for_none();
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
-        let own_rank = self.owner_in(share);
+        let own_rank = owner_in(share);
         let flat = self.flat(state, group, share, which, param)?;
         if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
             let new = &value[fragment.in_param..fragment.in_param + fragment.len];

@@ -120,12 +120,12 @@ impl Bucket {
 /// Cuts all groups into buckets of at most `limit` elements; a larger parameter travels alone.
 ///
 /// `groups[g]` lists (index among all parameters, elements) in the order of `layouts[g]`'s indices; `kind` says how each
-/// parameter, by index among all, travels.
+/// parameter, by index among all, travels; `owners[g]` is this rank's number among those that share group `g`.
 pub fn plan(
     groups: &[Vec<(usize, usize)>],
     layouts: &[Layout],
     kind: impl Fn(usize) -> Kind,
-    rank: usize,
+    owners: &[usize],
     limit: u64,
 ) -> Vec<Bucket> {
     let mut buckets = Vec::new();
@@ -138,7 +138,7 @@ pub fn plan(
             let mut close = |members: &mut Vec<(usize, usize)>| {
                 if !members.is_empty() {
                     members.sort_by_key(|&(_, in_group)| position[in_group]);
-                    buckets.push(Bucket::new(group, members, layout, rank, wanted));
+                    buckets.push(Bucket::new(group, members, layout, owners[group], wanted));
                     members.clear();
                 }
             };
@@ -186,7 +186,7 @@ mod tests {
                             std::slice::from_ref(&group),
                             std::slice::from_ref(&layout),
                             |param| if param == 2 { Kind::Leaf } else { Kind::Ordinary },
-                            rank,
+                            &[rank],
                             limit,
                         );
                         let places = buckets.iter().flat_map(|b| b.places.iter().flatten());

@@ -5,14 +5,13 @@
 
 use std::ops::Range;
 
-use ferrospeed_comm::{ReduceOp, World};
+use ferrospeed_comm::ReduceOp;
 use ferrospeed_config::Stage;
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Param, Tensor};
 
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
-use crate::sharding::Sharding;
 use crate::store::Share;
 use ferrospeed_collective::exchange;
 
@@ -20,17 +19,9 @@ use ferrospeed_collective::exchange;
 const LOADED_AT_ONCE: usize = 256 << 10;
 
 /// Loads the first values of a group. All ranks call it together.
-pub(crate) fn fill(
-    share: &Share,
-    params: &[Param],
-    world: &World,
-    sharding: &Sharding,
-    stage: Stage,
-    source: &dyn ParamSource,
-) -> Result<()> {
-    let rank = sharding.shard.rank();
-    // A rank loads at least what it owns, for that is where its f32 weights come from.
-    let among = if share.layout.ranks > 1 { sharding.shard.clone() } else { world.group() };
+pub(crate) fn fill(share: &Share, params: &[Param], stage: Stage, source: &dyn ParamSource) -> Result<()> {
+    let among = &share.sharding.shard;
+    let rank = among.rank();
     let whole = share.layout.part_numel * share.layout.ranks;
     // What this rank loads, in elements of the flat values; in stage 3 each rank has flat values of its own.
     let own = match stage {
@@ -53,7 +44,7 @@ pub(crate) fn fill(
     let whole_master = share.master.as_ref().filter(|_| share.layout.ranks == 1);
     let gathered = whole_master.unwrap_or(&share.values);
     let counts: Vec<usize> = (0..among.size()).map(|rank| stretch(whole, among.size(), rank).len()).collect();
-    exchange::all_gather_unequal(&among, gathered, own, &counts)?.wait()?;
+    exchange::all_gather_unequal(among, gathered, own, &counts)?.wait()?;
     match whole_master {
         Some(master) => Ok(master.device().backend().cast(master, &share.values)?),
         None => Ok(()),

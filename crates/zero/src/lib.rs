@@ -1,7 +1,7 @@
 //! Where model state lives: ZeRO stages 0 to 3 as one store.
 //!
 //! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `sharding` (among whom), `store` (attach a
-//! model; `fill` loads it), `reducer` (gradients; `rows` for tables), `residency` (stage 3's parameters, by the order of `trace`), `step` (the update), [`access`] (looking in), `snapshot`
+//! model; `fill` loads it), `reducer` (gradients; `sums` of micro-batches, `rows` for tables), `residency` (stage 3's parameters, by the order of `trace`), `step` (the update), [`access`] (looking in), `snapshot`
 //! (to and from checkpoints).
 //!
 //! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
@@ -22,11 +22,12 @@ mod sharding;
 mod snapshot;
 mod step;
 mod store;
+mod sums;
 mod trace;
 
 pub use error::{Result, ZeroError};
 pub use residency::Pass;
-pub use sharding::Sharding;
+pub use sharding::{Elsewhere, Sharding};
 pub use snapshot::{Held, Saved, SavedPiece};
 pub use step::{StepOptions, StepOutcome};
 pub use store::{ParamGroup, StoreOptions, ZeroStore};

@@ -3,43 +3,43 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use ferrospeed_comm::{Registered, World};
+use ferrospeed_comm::{Group, Registered};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::{Result, ZeroError};
 
-/// Zeros that collectives read in place: registered memory when there are peers. All ranks call this together.
+/// Zeros that collectives read in place: registered memory when there are peers. All ranks of the group call this together.
 pub(crate) fn reachable(
-    world: &World,
+    group: &Group,
     numel: usize,
     dtype: DType,
     device: &Device,
     category: Category,
 ) -> Result<Tensor> {
     let bytes = numel * dtype.size_bytes();
-    if world.size() == 1 || !device.backend().is_host() {
+    if group.size() == 1 || !device.backend().is_host() {
         return Ok(Tensor::zeros_in([numel], dtype, device, category)?);
     }
     // Collective, so every rank takes part even if its own share is empty.
-    Ok(mapped(world.allocate(bytes.max(1))?, numel, dtype, device, category))
+    Ok(mapped(group.allocate(bytes.max(1))?, numel, dtype, device, category))
 }
 
 /// Zeros that every rank reads whole and of which each writes its own part: where all ranks are on one host they exist
-/// once, so that gathering moves nothing. All ranks call this together.
+/// once, so that gathering moves nothing. All ranks of the group call this together.
 ///
-/// Whoever writes its part makes sure first that nobody reads any more: see [`World::allocate_shared`].
+/// Whoever writes its part makes sure first that nobody reads any more: see [`Group::allocate_shared`].
 pub(crate) fn common(
-    world: &World,
+    group: &Group,
     numel: usize,
     dtype: DType,
     device: &Device,
     category: Category,
 ) -> Result<Tensor> {
     let bytes = numel * dtype.size_bytes();
-    if world.size() == 1 || world.hosts().len() > 1 || !device.backend().is_host() {
-        return reachable(world, numel, dtype, device, category);
+    if group.size() == 1 || !group.is_on_one_host() || !device.backend().is_host() {
+        return reachable(group, numel, dtype, device, category);
     }
-    Ok(mapped(world.allocate_shared(bytes.max(1))?, numel, dtype, device, category))
+    Ok(mapped(group.allocate_shared(bytes.max(1))?, numel, dtype, device, category))
 }
 
 /// A tensor over registered memory of its size.

@@ -4,13 +4,16 @@
 //! in the first place ([`Reducer::lend_place`]). When a bucket is full the ranks reduce it: on the progress thread, while
 //! backward goes on, if `overlap_comm` says so; else at once if others need its buffer, and at the end if none does, since
 //! each exchange makes the ranks wait for the slower one. What this rank owns is kept or added to what earlier
-//! micro-batches left. Every micro-batch is reduced before it is added, in all
-//! stages: that is what makes their results equal to the last bit. Rows of tables go their own way: see `rows`.
+//! micro-batches left. Stages 2 and 3 reduce every micro-batch, since no rank keeps whole gradients; stages 0 and 1 add
+//! micro-batches up and reduce once (see `sums`), unless told to do as the others, which makes all four equal to the last
+//! bit. Rows of tables go their own way: see `rows`.
 //!
 //! A rank without peers that adds nothing up keeps gradients where backward made them: there are no buffers then, and
 //! gradients take the room that activations leave.
 
-use ferrospeed_comm::{ReduceOp, World};
+use std::collections::BTreeMap;
+
+use ferrospeed_comm::ReduceOp;
 use ferrospeed_tensor::backend::{Binary, Unary};
 use ferrospeed_tensor::{Category, DType, Device, RowGradient, Shape, Tensor, ops};
 
@@ -38,9 +41,29 @@ pub(crate) struct ReduceOptions {
     pub(crate) kept: DType,
     /// Whether micro-batches are added up.
     pub(crate) accumulates: bool,
+    /// Whether each of them is reduced before that, where one reduction of the sum would do.
+    pub(crate) each_micro_batch: bool,
+}
+
+/// The way of a share's gradients from the ranks to their average.
+#[derive(Debug, Clone)]
+pub(crate) struct Road {
+    pub(crate) sharding: Sharding,
     /// Multiplies gradients before the sum, and after it; `None` after it means the plain average.
     pub(crate) before: f32,
     pub(crate) after: Option<f32>,
+}
+
+impl Road {
+    /// What ranks do with gradients.
+    pub(crate) fn operation(&self) -> ReduceOp {
+        if self.after.is_some() { ReduceOp::Sum } else { ReduceOp::Avg }
+    }
+
+    /// Whether this rank's gradients are all there are, as they are.
+    fn is_short(&self) -> bool {
+        self.sharding.ranks() == 1 && self.before == 1.0 && self.after.is_none_or(|after| after == 1.0)
+    }
 }
 
 /// A reduced gradient: elements `in_part..` of a group's part.
@@ -63,7 +86,7 @@ pub(crate) enum Arrived {
 
 impl Arrived {
     /// The whole gradient; `None` when it is not here any more.
-    fn whole(self) -> Result<Option<Tensor>> {
+    pub(crate) fn whole(self) -> Result<Option<Tensor>> {
         Ok(match self {
             Arrived::Whole(gradient) => Some(gradient),
             Arrived::Rows(rows) => Some(rows.to_dense()?),
@@ -72,32 +95,43 @@ impl Arrived {
     }
 }
 
-struct InFlight {
-    bucket: usize,
-    work: Option<Pending>,
+/// A bucket on its way.
+pub(crate) struct InFlight {
+    pub(crate) bucket: usize,
+    pub(crate) work: Option<Pending>,
     /// What this rank owns of it.
-    own: Tensor,
+    pub(crate) own: Tensor,
 }
 
 /// The gradients of all groups on their way.
 pub(crate) struct Reducer {
-    /// Over which ranks gradients are reduced.
-    pub(crate) sharding: Sharding,
+    /// Over which ranks gradients are reduced, by group.
+    pub(crate) roads: Vec<Road>,
     pub(crate) options: ReduceOptions,
     pub(crate) buckets: Vec<Bucket>,
     /// (bucket, place among its parameters) of every parameter that is trained.
-    seats: Vec<Option<(usize, usize)>>,
+    pub(crate) seats: Vec<Option<(usize, usize)>>,
     /// Empty where gradients stay as they come.
     buffers: Vec<Tensor>,
+    /// Which buffer each bucket uses.
+    slots: Vec<usize>,
     pub(crate) arrived: Vec<Option<Arrived>>,
     /// Parameters whose places in a buffer were lent to backward and have not come back as a gradient.
-    lent: Vec<bool>,
-    missing: Vec<usize>,
+    pub(crate) lent: Vec<bool>,
+    pub(crate) missing: Vec<usize>,
     /// The next bucket to leave.
     next: usize,
     in_flight: Vec<InFlight>,
     /// What this rank keeps, by group; empty where the buffers themselves are kept.
     kept: Vec<Tensor>,
+    /// Where one reduction ends an accumulation: the sums of this rank's micro-batches, by bucket, and what they become.
+    pub(crate) sums: Vec<Tensor>,
+    /// Which parameters have brought something to them.
+    pub(crate) summed: Vec<bool>,
+    /// Whether those are reduced.
+    pub(crate) settled: bool,
+    /// Whether the micro-batch under way ends an accumulation.
+    pub(crate) is_last: bool,
     /// Where gradients stay as they come: those of the last micro-batch, and of the one that is under way.
     whole: Vec<Segment>,
     coming: Vec<Segment>,
@@ -113,8 +147,7 @@ pub(crate) struct Reducer {
 
 impl Reducer {
     pub(crate) fn new(
-        world: &World,
-        sharding: &Sharding,
+        roads: Vec<Road>,
         options: ReduceOptions,
         buckets: Vec<Bucket>,
         part_numels: &[usize],
@@ -126,18 +159,23 @@ impl Reducer {
             bucket.params.iter().enumerate().for_each(|(seat, &param)| seats[param] = Some((index, seat)));
         }
         let mut reducer = Reducer {
-            sharding: sharding.clone(),
+            roads,
             options,
             missing: buckets.iter().map(|bucket| bucket.params.len()).collect(),
             touched: vec![None; buckets.len()],
             buckets,
             seats,
             buffers: Vec::new(),
+            slots: Vec::new(),
             arrived: shapes.iter().map(|_| None).collect(),
             lent: vec![false; shapes.len()],
             next: 0,
             in_flight: Vec::new(),
             kept: Vec::new(),
+            sums: Vec::new(),
+            summed: vec![false; shapes.len()],
+            settled: false,
+            is_last: true,
             whole: Vec::new(),
             coming: Vec::new(),
             part_numels: part_numels.to_vec(),
@@ -146,49 +184,93 @@ impl Reducer {
             shapes,
             retired: false,
         };
-        reducer.allocate(world)?;
+        reducer.allocate()?;
         Ok(reducer)
     }
 
     /// Whether gradients stay as they come.
     fn stay(&self) -> bool {
         let options = &self.options;
-        self.sharding.ranks() == 1
-            && !options.accumulates
-            && options.wire == options.kept
-            && options.after.is_none_or(|after| after == 1.0)
+        !options.accumulates && options.wire == options.kept && self.roads.iter().all(Road::is_short)
+    }
+
+    /// The way of a bucket's gradients.
+    pub(crate) fn road(&self, bucket: usize) -> &Road {
+        &self.roads[self.buckets[bucket].group]
+    }
+
+    /// Whether a bucket's gradients have to be exchanged.
+    pub(crate) fn travels(&self, bucket: usize) -> bool {
+        self.road(bucket).sharding.ranks() > 1
     }
 
     /// Memory for the buckets, and for what is kept beside them, where they are used again or hold another type.
-    fn allocate(&mut self, world: &World) -> Result<()> {
+    fn allocate(&mut self) -> Result<()> {
         if self.stay() {
             return Ok(());
         }
         let options = &self.options;
-        let buffer = |numel, category| reachable(world, numel, options.wire, &self.device, category);
-        self.buffers = if options.keep_buffers {
-            let whole = |bucket: &Bucket| buffer(bucket.numel(), Category::Gradients);
+        let reach = |bucket: &Bucket| self.roads[bucket.group].sharding.reach();
+        if self.sums_up() {
+            let in_place = options.wire == options.kept;
+            let sum = |bucket: &Bucket| match in_place {
+                true => {
+                    reachable(reach(bucket), bucket.numel(), options.kept, &self.device, Category::Gradients)
+                }
+                false => {
+                    Ok(Tensor::zeros_in([bucket.numel()], options.kept, &self.device, Category::Gradients)?)
+                }
+            };
+            self.sums = self.buckets.iter().map(sum).collect::<Result<_>>()?;
+            if in_place {
+                return Ok(());
+            }
+        }
+        self.buffers = if self.keeps_buffers() {
+            let whole = |bucket: &Bucket| {
+                reachable(reach(bucket), bucket.numel(), options.wire, &self.device, Category::Gradients)
+            };
+            self.slots = (0..self.buckets.len()).collect();
             self.buckets.iter().map(whole).collect::<Result<_>>()?
         } else {
-            let largest = self.buckets.iter().map(Bucket::numel).max().unwrap_or(0);
-            let count = if options.overlap { 2 } else { 1 };
-            let taken_in_turn = |_| buffer(largest, Category::Buffers);
-            (0..count.min(self.buckets.len())).map(taken_in_turn).collect::<Result<_>>()?
+            // Buckets that the same ranks reach take turns.
+            let name = |bucket: &usize| reach(&self.buckets[*bucket]).name();
+            let mut ways: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+            (0..self.buckets.len()).for_each(|bucket| ways.entry(name(&bucket)).or_default().push(bucket));
+            let mut buffers = Vec::new();
+            self.slots = vec![0; self.buckets.len()];
+            for members in ways.values() {
+                let largest = members.iter().map(|&bucket| self.buckets[bucket].numel()).max().unwrap_or(0);
+                let count = members.len().min(if options.overlap { 2 } else { 1 });
+                for (turn, &bucket) in members.iter().enumerate() {
+                    self.slots[bucket] = buffers.len() + turn % count;
+                }
+                for _ in 0..count {
+                    let reach = reach(&self.buckets[members[0]]);
+                    buffers.push(reachable(reach, largest, options.wire, &self.device, Category::Buffers)?);
+                }
+            }
+            buffers
         };
-        if options.keep_buffers && !options.accumulates && options.wire == options.kept {
+        if self.sums_up() || (options.keep_buffers && !options.accumulates && options.wire == options.kept) {
             return Ok(());
         }
         // Peers write there what they reduce of this rank's part.
-        let keep = |&numel: &usize| match options.wire == options.kept && !options.whole {
-            true => reachable(world, numel, options.kept, &self.device, Category::Gradients),
+        let keep = |(&numel, road): (&usize, &Road)| match options.wire == options.kept && !options.whole {
+            true => reachable(road.sharding.reach(), numel, options.kept, &self.device, Category::Gradients),
             false => Ok(Tensor::zeros_in([numel], options.kept, &self.device, Category::Gradients)?),
         };
-        self.kept = self.part_numels.iter().map(keep).collect::<Result<_>>()?;
+        self.kept = self.part_numels.iter().zip(&self.roads).map(keep).collect::<Result<_>>()?;
         Ok(())
     }
 
+    /// Whether every bucket has a buffer of its own.
+    fn keeps_buffers(&self) -> bool {
+        self.options.keep_buffers && !self.sums_up()
+    }
+
     /// From now on micro-batches are added up, in this type.
-    pub(crate) fn accumulate_in(&mut self, world: &World, kept: DType) -> Result<()> {
+    pub(crate) fn accumulate_in(&mut self, kept: DType) -> Result<()> {
         if self.options.accumulates {
             return Ok(());
         }
@@ -197,8 +279,8 @@ impl Reducer {
             return Err(ZeroError::Request(why.into()));
         }
         self.options = ReduceOptions { accumulates: true, kept, ..self.options };
-        (self.buffers, self.kept) = (Vec::new(), Vec::new());
-        self.allocate(world)
+        (self.buffers, self.kept, self.sums) = (Vec::new(), Vec::new(), Vec::new());
+        self.allocate()
     }
 
     /// Takes a parameter's gradient. With `synchronize` off it only waits to be added to the next one.
@@ -206,6 +288,9 @@ impl Reducer {
         if self.retired {
             let why = "the engine that trained it is gone, so nobody takes its gradient";
             return Err(ZeroError::Request(why.into()));
+        }
+        if self.sums_up() {
+            return self.push_to_sum(param, gradient, synchronize);
         }
         let Some((bucket, seat)) = self.seats[param] else { return Ok(()) };
         self.lent[param] = false;
@@ -230,6 +315,11 @@ impl Reducer {
         if self.options.keep_buffers && !self.options.overlap {
             return Ok(());
         }
+        self.launch_full()
+    }
+
+    /// Sends the buckets off that are full, in their order.
+    pub(crate) fn launch_full(&mut self) -> Result<()> {
         while self.next < self.buckets.len()
             && self.missing[self.next] == 0
             && self.buckets[self.next].kind != Kind::Leaf
@@ -240,28 +330,46 @@ impl Reducer {
         Ok(())
     }
 
+    /// Sends off what is still here, and takes back what left.
+    pub(crate) fn launch_rest(&mut self) -> Result<()> {
+        while self.next < self.buckets.len() {
+            self.launch(self.next)?;
+            self.next += 1;
+        }
+        for in_flight in std::mem::take(&mut self.in_flight) {
+            self.land(in_flight)?;
+        }
+        Ok(())
+    }
+
     /// Where the gradient of a parameter may be written before it is pushed, so that it need not be copied: its place in
     /// its bucket, if that is in one stretch, free and of its type. Lent once, until the gradient is pushed.
     pub(crate) fn lend_place(&mut self, param: usize) -> Result<Option<Tensor>> {
         let Some((bucket, seat)) = self.seats[param] else { return Ok(None) };
         let (shape, dtype) = self.shapes[param];
+        let sums = self.sums_up();
+        if sums && (!self.sums_in_place() || self.summed[param]) {
+            return Ok(None);
+        }
         let fits =
-            self.device.backend().is_host() && dtype == self.options.wire && self.options.before == 1.0;
+            self.device.backend().is_host() && dtype == self.options.wire && self.road(bucket).before == 1.0;
         let Some(start) = self.buckets[bucket].whole_place(seat) else { return Ok(None) };
         let aligned = (start * dtype.size_bytes()).is_multiple_of(PLACE_ALIGNMENT_BYTES);
         let taken = self.lent[param] || self.arrived[param].is_some() || self.retired;
-        if !fits || !aligned || taken || self.stay() || !self.can_place(bucket)? {
+        if !fits || !aligned || taken || self.stay() || !(sums || self.can_place(bucket)?) {
             return Ok(None);
         }
         self.lent[param] = true;
-        Ok(Some(self.buffer(bucket)?.slice(start, shape)?))
+        let place = if sums { self.sums[bucket].clone() } else { self.buffer(bucket)? };
+        Ok(Some(place.slice(start, shape)?))
     }
 
     /// Whether a gradient lies in the place that was lent for it.
     pub(crate) fn is_lent(&self, param: usize, gradient: &Tensor) -> bool {
         let place = |(bucket, seat): (usize, usize)| {
             let start = self.buckets[bucket].whole_place(seat)?;
-            Some(part(&self.buffer(bucket).ok()?, start, gradient.numel()).ok()?.address())
+            let whole = if self.sums_up() { self.sums[bucket].clone() } else { self.buffer(bucket).ok()? };
+            Some(part(&whole, start, gradient.numel()).ok()?.address())
         };
         self.lent[param] && self.seats[param].and_then(place) == Some(gradient.address())
     }
@@ -278,12 +386,10 @@ impl Reducer {
 
     /// Ends a micro-batch: everything that is still here leaves, and everything that left comes back.
     pub(crate) fn finish(&mut self) -> Result<()> {
-        while self.next < self.buckets.len() {
-            self.launch(self.next)?;
-            self.next += 1;
-        }
-        for in_flight in std::mem::take(&mut self.in_flight) {
-            self.land(in_flight)?;
+        match self.sums_up() {
+            true if self.is_last => self.settle()?,
+            true => {}
+            false => self.launch_rest()?,
         }
         self.whole = std::mem::take(&mut self.coming);
         self.next = 0;
@@ -293,12 +399,8 @@ impl Reducer {
         Ok(())
     }
 
-    fn slot(&self, bucket: usize) -> usize {
-        if self.options.keep_buffers { bucket } else { bucket % self.buffers.len() }
-    }
-
     pub(crate) fn buffer(&self, bucket: usize) -> Result<Tensor> {
-        part(&self.buffers[self.slot(bucket)], 0, self.buckets[bucket].numel())
+        part(&self.buffers[self.slots[bucket]], 0, self.buckets[bucket].numel())
     }
 
     /// Whether a bucket's buffer can be written now. Buckets that have come back make room.
@@ -317,21 +419,37 @@ impl Reducer {
             let earliest = self.in_flight.remove(0);
             self.land(earliest)?;
         }
-        let busy = self.in_flight.iter().any(|other| self.slot(other.bucket) == self.slot(bucket));
-        Ok(!busy && bucket < self.next + self.buffers.len())
+        let has_slot = |other: usize| self.slots[other] == self.slots[bucket];
+        let busy = self.in_flight.iter().any(|other| has_slot(other.bucket));
+        Ok(!busy && !(self.next..bucket).any(has_slot))
     }
 
     fn launch(&mut self, index: usize) -> Result<()> {
         // The buffer may still be under way with an earlier bucket.
-        while self.in_flight.iter().any(|other| self.slot(other.bucket) == self.slot(index)) {
+        let slot = self.slots.get(index).copied();
+        while self
+            .in_flight
+            .iter()
+            .any(|other| self.slots.get(other.bucket).copied() == slot && slot.is_some())
+        {
             let earliest = self.in_flight.remove(0);
             self.land(earliest)?;
+        }
+        if self.sums_up() {
+            return match self.reduce_sum(index)? {
+                None => Ok(()),
+                Some(in_flight) if self.options.overlap => {
+                    self.in_flight.push(in_flight);
+                    Ok(())
+                }
+                Some(in_flight) => self.land(in_flight),
+            };
         }
         let in_rows = self.buckets[index].kind == Kind::Rows && self.reduce_rows(index)?;
         if !in_rows {
             self.fill(index)?;
         }
-        let in_flight = self.reduce(index, !in_rows && self.sharding.ranks() > 1)?;
+        let in_flight = self.reduce(index, !in_rows && self.travels(index))?;
         match in_flight {
             None => Ok(()),
             Some(in_flight) if self.options.overlap && in_flight.work.is_some() => {
@@ -358,7 +476,7 @@ impl Reducer {
 
     /// Copies one gradient to its places in a bucket's buffer; without one, zeros.
     fn place(&mut self, bucket: usize, seat: usize, gradient: Option<Tensor>) -> Result<()> {
-        let gradient = gradient.map(|gradient| self.prepared(gradient)).transpose()?;
+        let gradient = gradient.map(|gradient| self.prepared(bucket, gradient)).transpose()?;
         if self.stay() {
             return self.keep_whole(bucket, seat, gradient);
         }
@@ -400,24 +518,16 @@ impl Reducer {
     }
 
     /// In the type of the wire, and multiplied by what comes before the sum.
-    pub(crate) fn prepared(&self, gradient: Tensor) -> Result<Tensor> {
-        let gradient = if self.options.before == 1.0 {
+    pub(crate) fn prepared(&self, bucket: usize, gradient: Tensor) -> Result<Tensor> {
+        let before = self.road(bucket).before;
+        let gradient = if before == 1.0 {
             gradient
         } else {
             let scaled = Tensor::empty(*gradient.shape(), gradient.dtype(), &self.device)?;
-            self.device.backend().unary(
-                Unary::Affine { scale: self.options.before, shift: 0.0 },
-                &gradient,
-                &scaled,
-            )?;
+            self.device.backend().unary(Unary::Affine { scale: before, shift: 0.0 }, &gradient, &scaled)?;
             scaled
         };
         Ok(ops::cast(&gradient, self.options.wire)?)
-    }
-
-    /// What ranks do with gradients.
-    pub(crate) fn operation(&self) -> ReduceOp {
-        if self.options.after.is_some() { ReduceOp::Sum } else { ReduceOp::Avg }
     }
 
     /// Starts the reduction of a bucket, where it is not reduced already.
@@ -425,17 +535,23 @@ impl Reducer {
         if self.stay() {
             return Ok(None);
         }
-        let (bucket, buffer, op) = (&self.buckets[index], self.buffer(index)?, self.operation());
+        let (bucket, buffer) = (&self.buckets[index], self.buffer(index)?);
         let mut own = part(&buffer, bucket.own_start, bucket.own_numel())?;
-        let work = match travels {
-            false => None,
-            true if self.options.whole => Some(exchange::all_reduce(self.sharding.levels(), &buffer, op)?),
-            true => {
-                own = self.place_of_first(bucket)?.unwrap_or(own);
-                Some(exchange::reduce_scatter(self.sharding.levels(), &buffer, &own, &bucket.counts, op)?)
-            }
-        };
+        if travels && !self.options.whole {
+            own = self.place_of_first(bucket)?.unwrap_or(own);
+        }
+        let work = travels.then(|| self.exchange(index, &buffer, &own)).transpose()?;
         Ok(Some(InFlight { bucket: index, work, own }))
+    }
+
+    /// Starts the exchange of a bucket that lies in `data`; this rank's part arrives in `own`.
+    pub(crate) fn exchange(&self, index: usize, data: &Tensor, own: &Tensor) -> Result<Pending> {
+        let (bucket, road) = (&self.buckets[index], self.road(index));
+        let (levels, op) = (road.sharding.levels(), road.operation());
+        Ok(match self.options.whole {
+            true => exchange::all_reduce(levels, data, op)?,
+            false => exchange::reduce_scatter(levels, data, own, &bucket.counts, op)?,
+        })
     }
 
     /// Where the first micro-batch's reduction of a bucket goes without a copy: where it is kept.
@@ -455,8 +571,11 @@ impl Reducer {
             work.wait()?;
         }
         let backend = self.device.backend();
-        if let Some(after) = self.options.after.filter(|&after| after != 1.0) {
+        if let Some(after) = self.road(bucket).after.filter(|&after| after != 1.0) {
             backend.unary(Unary::Affine { scale: after, shift: 0.0 }, &own, &own)?;
+        }
+        if self.sums_up() {
+            return self.land_sum(bucket, &own);
         }
         let bucket = &self.buckets[bucket];
         let Some(kept) = self.kept.get(bucket.group) else { return Ok(()) };
@@ -476,6 +595,9 @@ impl Reducer {
     pub(crate) fn segments(&self) -> Result<Vec<Segment>> {
         if self.stay() {
             return Ok(self.whole.clone());
+        }
+        if self.sums_up() {
+            return self.summed_segments();
         }
         if !self.kept.is_empty() {
             let segment =
@@ -509,6 +631,8 @@ impl Reducer {
         }
         self.arrived.iter_mut().for_each(|arrived| *arrived = None);
         self.lent.fill(false);
+        self.summed.fill(false);
+        (self.settled, self.is_last) = (false, true);
     }
 
     /// Gives back all memory: no gradient is taken after this. What is under way keeps what it needs until it is done.
@@ -517,7 +641,7 @@ impl Reducer {
         self.clear();
         self.in_flight = Vec::new();
         self.buffers = Vec::new();
-        self.kept = Vec::new();
+        (self.kept, self.sums) = (Vec::new(), Vec::new());
     }
 
     /// Checks a gradient's shape before it is taken.
@@ -540,7 +664,7 @@ mod tests {
     fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
         let layout = Layout::flat(numels, 1, false);
         let group: Vec<(usize, usize)> = numels.iter().copied().enumerate().collect();
-        let plan = buckets::plan(&[group], std::slice::from_ref(&layout), |_| Kind::Ordinary, 0, 100);
+        let plan = buckets::plan(&[group], std::slice::from_ref(&layout), |_| Kind::Ordinary, &[0], 100);
         let options = ReduceOptions {
             whole: true,
             keep_buffers: true,
@@ -548,14 +672,13 @@ mod tests {
             wire: DType::F32,
             kept: DType::F32,
             accumulates,
-            before: 1.0,
-            after: None,
+            each_micro_batch: false,
         };
         let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
         let numel = layout.part_numel;
-        let world = World::solo();
-        Reducer::new(&world, &Sharding::over_world(&world), options, plan, &[numel], shapes, &Device::cpu())
-            .unwrap()
+        let sharding = Sharding::over_world(&ferrospeed_comm::World::solo());
+        let road = Road { sharding, before: 1.0, after: None };
+        Reducer::new(vec![road], options, plan, &[numel], shapes, &Device::cpu()).unwrap()
     }
 
     fn gradient(value: f32, numel: usize) -> Arrived {

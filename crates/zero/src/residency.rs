@@ -71,10 +71,10 @@ enum Order {
 
 /// The parameters of stage 3 that are whole.
 pub(crate) struct Residency {
-    group: Group,
     limits: Limits,
     params: Vec<Sharded>,
-    flats: Vec<Tensor>,
+    /// This rank's flat values, and the ranks that have the other parts.
+    flats: Vec<(Group, Tensor)>,
     whole: Vec<Whole>,
     /// The parameters that come and go together with each one: itself, or its leaf module's. Its first stands for all.
     units: Vec<Arc<[usize]>>,
@@ -100,11 +100,10 @@ pub(crate) struct Residency {
 impl Residency {
     /// `leaves` are the leaf modules, as parameters of each.
     pub(crate) fn new(
-        group: Group,
         limits: Limits,
         params: Vec<Sharded>,
         leaves: &[Vec<usize>],
-        flats: Vec<Tensor>,
+        flats: Vec<(Group, Tensor)>,
         dtype: DType,
         device: &Device,
     ) -> Residency {
@@ -113,11 +112,9 @@ impl Residency {
             let unit: Arc<[usize]> = Arc::from(leaf.as_slice());
             leaf.iter().for_each(|&param| units[param] = unit.clone());
         }
-        let ranks = group.size();
-        let numel = |param: &usize| (params[*param].share * ranks) as u64;
+        let numel = |param: &usize| (params[*param].share * flats[params[*param].flat].0.size()) as u64;
         let unit_numels = units.iter().map(|unit| unit.iter().map(numel).sum()).collect();
         Residency {
-            group,
             limits,
             whole: params.iter().map(|_| Whole::default()).collect(),
             params,
@@ -181,10 +178,10 @@ impl Residency {
             self.inside = (self.units[param].len() > 1).then_some(first);
             self.advance(first);
         }
-        if self.group.size() == 1 {
+        if self.is_alone(param) {
             let sharded = &self.params[param];
             self.whole[param].borrows += 1;
-            return Ok(self.flats[sharded.flat].slice(sharded.start, sharded.shape)?);
+            return Ok(self.flats[sharded.flat].1.slice(sharded.start, sharded.shape)?);
         }
         if self.whole[param].value.is_none() {
             let missing = self.missing(param);
@@ -204,12 +201,19 @@ impl Residency {
     }
 
     fn numel(&self, param: usize) -> u64 {
-        (self.params[param].share * self.group.size()) as u64
+        let sharded = &self.params[param];
+        (sharded.share * self.flats[sharded.flat].0.size()) as u64
+    }
+
+    /// Whether this rank has all of a parameter.
+    fn is_alone(&self, param: usize) -> bool {
+        self.flats[self.params[param].flat].0.size() == 1
     }
 
     /// What is not whole of a parameter's unit.
     fn missing(&self, param: usize) -> Vec<usize> {
-        self.units[param].iter().copied().filter(|&member| self.whole[member].value.is_none()).collect()
+        let absent = |&member: &usize| self.whole[member].value.is_none() && !self.is_alone(member);
+        self.units[param].iter().copied().filter(absent).collect()
     }
 
     /// Waits for a parameter that is under way.
@@ -242,7 +246,8 @@ impl Residency {
     /// Notes where a parameter that is not whole is read next. A unit waits under its first.
     fn expect(&mut self, param: usize) {
         let Order::Following { order, at } = &self.order else { return };
-        if self.whole[param].value.is_some() || self.whole[param].absent_at.is_some() {
+        let whole = &self.whole[param];
+        if whole.value.is_some() || whole.absent_at.is_some() || self.is_alone(param) {
             return;
         }
         let next = order.next_read(self.first(param), *at);
@@ -270,18 +275,26 @@ impl Residency {
         self.gather(&chosen)
     }
 
-    /// One collective for several parameters.
+    /// One collective for several parameters, or one for each way in which they are spread.
     fn gather(&mut self, params: &[usize]) -> Result<()> {
-        if params.is_empty() {
-            return Ok(());
+        let mut rest = params;
+        while let Some(&first) = rest.first() {
+            let group = self.flats[self.params[first].flat].0.clone();
+            let alike = |param: &&usize| self.flats[self.params[**param].flat].0.name() == group.name();
+            let (now, later) = rest.split_at(rest.iter().take_while(alike).count());
+            self.gather_over(&group, now)?;
+            rest = later;
         }
-        let ranks = self.group.size();
+        Ok(())
+    }
+
+    fn gather_over(&mut self, group: &Group, params: &[usize]) -> Result<()> {
         let mut pairs = Vec::with_capacity(params.len());
         for &param in params {
             let sharded = &self.params[param];
-            let value =
-                Tensor::empty_in([sharded.share * ranks], self.dtype, &self.device, Category::Parameters)?;
-            let own = part(&self.flats[sharded.flat], sharded.start, sharded.share)?;
+            let numel = sharded.share * group.size();
+            let value = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
+            let own = part(&self.flats[sharded.flat].1, sharded.start, sharded.share)?;
             pairs.push((own, value.clone()));
             self.whole[param].value = Some(value);
             if let Some(place) = self.whole[param].absent_at.take() {
@@ -290,7 +303,7 @@ impl Residency {
             self.live_numel += self.numel(param);
         }
         self.peak_live_numel = self.peak_live_numel.max(self.live_numel);
-        let pending = exchange::all_gather(&self.group, &pairs, identity(params))?;
+        let pending = exchange::all_gather(group, &pairs, identity(params))?;
         for (&param, work) in params.iter().zip(pending) {
             self.whole[param].work = Some(work);
             self.under_way_numel += self.numel(param);
@@ -309,7 +322,7 @@ impl Residency {
 
     /// Drops what nobody borrows, or keeps it until room is needed.
     fn let_go(&mut self, param: usize) {
-        if self.group.size() == 1 || self.params[param].persistent || self.whole[param].value.is_none() {
+        if self.is_alone(param) || self.params[param].persistent || self.whole[param].value.is_none() {
             return;
         }
         if self.live_numel > self.limits.live || !self.used_soon(param) {

@@ -18,7 +18,7 @@ impl Reducer {
     /// Reduces a table's gradient by rows into its buffer; `false` when it must be reduced whole.
     pub(crate) fn reduce_rows(&mut self, bucket: usize) -> Result<bool> {
         let param = self.buckets[bucket].params[0];
-        let group = self.sharding.shard.clone();
+        let group = self.road(bucket).sharding.shard.clone();
         let ranks = group.size();
         let rows = match &self.arrived[param] {
             Some(Arrived::Rows(rows)) => Some(rows.clone()),
@@ -45,11 +45,12 @@ impl Reducer {
         if let Some(rows) = &rows {
             let places: Vec<i64> =
                 rows.ids().iter().map(|id| ids.partition_point(|other| other < id) as i64).collect();
-            let values = self.prepared(rows.values().clone())?;
+            let values = self.prepared(bucket, rows.values().clone())?;
             self.copy_rows(&values, &shared, &places, width)?;
         }
         if !ids.is_empty() {
-            exchange::all_reduce(self.sharding.levels(), &shared, self.operation())?.wait()?;
+            let road = self.road(bucket);
+            exchange::all_reduce(road.sharding.levels(), &shared, road.operation())?.wait()?;
         }
         self.arrived[param] = None;
         let buffer = self.buffer(bucket)?;

@@ -4,9 +4,13 @@
 //! ranks of other shards that hold the same part. Gradients are summed over the shard first, each rank keeping its part,
 //! and then over the replicas, so what crosses between shards is one part and not the whole; weights are gathered within
 //! the shard alone. (Zhang et al.: "MiCS: near-linear scaling for training gigantic model on public cloud", 2022.)
+//!
+//! A store can hold parameters that are spread in several ways: experts over the ranks that have the same ones, slices of
+//! tensors over the ranks that have the same slice, a weight that two stages of a pipeline use over both.
 
 use ferrospeed_collective::exchange::Levels;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
+use ferrospeed_tensor::Param;
 
 use crate::error::{Result, ZeroError};
 
@@ -20,12 +24,30 @@ pub struct Sharding {
     pub shard: Group,
     /// The ranks that hold the same part as this one, this one included; `None` where no other does.
     pub replicas: Option<Group>,
+    /// What the sum of all ranks' gradients is divided by. The number of ranks gives their average.
+    pub divisor: usize,
+    /// Whether this rank's copy is the one that norms count and checkpoints take: `false` where a rank of another
+    /// sharding holds the same values.
+    pub counted: bool,
+    /// The ranks that reach each other's gradients in place.
+    reach: Group,
 }
 
 impl Sharding {
+    /// Over the ranks of a group.
+    pub fn over(group: &Group) -> Sharding {
+        Sharding {
+            shard: group.clone(),
+            replicas: None,
+            divisor: group.size(),
+            counted: true,
+            reach: group.clone(),
+        }
+    }
+
     /// Over all ranks.
     pub fn over_world(world: &World) -> Sharding {
-        Sharding { shard: world.group(), replicas: None }
+        Sharding::over(&world.group())
     }
 
     /// Shards of `size` neighbouring ranks each. All ranks call it together.
@@ -42,7 +64,28 @@ impl Sharding {
         }
         let topology = ProcessTopology::new([(REPLICA, ranks / size), (SHARD, size)])?;
         let mesh = Mesh::new(world.clone(), topology)?;
-        Ok(Sharding { shard: mesh.group(SHARD)?, replicas: Some(mesh.group(REPLICA)?) })
+        Ok(Sharding {
+            shard: mesh.group(SHARD)?,
+            replicas: Some(mesh.group(REPLICA)?),
+            divisor: ranks,
+            counted: true,
+            reach: world.group(),
+        })
+    }
+
+    /// Divides sums of gradients by this instead: experts get tokens, and so gradients, of ranks that do not hold them.
+    pub fn divided_by(self, divisor: usize) -> Sharding {
+        Sharding { divisor, ..self }
+    }
+
+    /// Sums gradients over these ranks as well, without dividing more: those of stages that use the same weight.
+    pub fn tied_to(self, users: &Group) -> Sharding {
+        Sharding { replicas: Some(users.clone()), ..self }
+    }
+
+    /// Leaves it to another rank to count these values and to save them.
+    pub fn uncounted(self) -> Sharding {
+        Sharding { counted: false, ..self }
     }
 
     /// The ranks of a reduction.
@@ -52,6 +95,30 @@ impl Sharding {
 
     /// How many ranks bring gradients of their own.
     pub(crate) fn ranks(&self) -> usize {
-        self.shard.size() * self.replicas.as_ref().map_or(1, Group::size)
+        self.shard.size() * self.copies()
     }
+
+    /// How many ranks hold the same part.
+    pub(crate) fn copies(&self) -> usize {
+        self.replicas.as_ref().map_or(1, Group::size)
+    }
+
+    /// This rank's number among those.
+    pub(crate) fn copy(&self) -> usize {
+        self.replicas.as_ref().map_or(0, Group::rank)
+    }
+
+    /// The ranks that reach each other's gradients in place.
+    pub(crate) fn reach(&self) -> &Group {
+        &self.reach
+    }
+}
+
+/// Parameters that are spread in another way than the rest.
+#[derive(Debug, Clone)]
+pub struct Elsewhere {
+    /// Which.
+    pub params: Vec<Param>,
+    /// How.
+    pub sharding: Sharding,
 }

@@ -12,7 +12,7 @@ use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::hold::Hold;
 use crate::memory::part;
-use crate::store::{Share, ZeroStore};
+use crate::store::{Share, ZeroStore, owner_in};
 
 /// Bytes that are copied at once.
 const COPY_BYTES: usize = 64 << 10;
@@ -87,11 +87,14 @@ impl Held {
 impl ZeroStore {
     /// All that this rank holds: what a load must fill.
     pub fn pieces_to_read(&self) -> Vec<SavedPiece> {
-        let state = self.lock();
+        self.pieces_of(&self.lock())
+    }
+
+    fn pieces_of(&self, state: &State) -> Vec<SavedPiece> {
         let mut pieces = Vec::new();
         for (param, &(group, in_group)) in self.places().iter().enumerate() {
             let share = &state.shares[group];
-            let own_rank = self.owner_in(share);
+            let own_rank = owner_in(share);
             let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
             let piece = |value, dtype| SavedPiece {
                 param,
@@ -112,23 +115,22 @@ impl ZeroStore {
 
     /// What this rank writes: its own parts, and its share of what all ranks hold alike.
     pub fn pieces_to_write(&self) -> Vec<SavedPiece> {
-        let (rank, ranks) = (self.world.rank(), self.world.size());
-        let mut pieces = self.pieces_to_read();
-        // Every rank holds these, so every rank finds the same writer: the one with the least to write so far.
-        let mut writer = vec![None; self.params.len()];
-        let mut load = vec![0; ranks];
-        for piece in pieces.iter().filter(|piece| piece.replicated && piece.value == Saved::Weight) {
-            let lightest = (0..ranks).min_by_key(|rank| load[*rank]).unwrap_or(0);
+        let state = self.lock();
+        let mut pieces = self.pieces_of(&state);
+        // The ranks that hold the same pieces all find the same writer of each parameter: the one with the least to write
+        // so far.
+        let mut load: Vec<Vec<usize>> = state.shares.iter().map(|share| vec![0; share.holders().1]).collect();
+        let mut writer = vec![0; self.params.len()];
+        for piece in pieces.iter().filter(|piece| piece.value == Saved::Weight) {
+            let load = &mut load[self.places()[piece.param].0];
+            let lightest = (0..load.len()).min_by_key(|holder| load[*holder]).unwrap_or(0);
             load[lightest] += piece.len;
-            writer[piece.param] = Some(lightest);
+            writer[piece.param] = lightest;
         }
-        // Of the ranks that hold the same part, each writes every so many parameters.
-        let of_replicas = |piece: &SavedPiece| match &self.sharding.replicas {
-            Some(replicas) => piece.param % replicas.size() == replicas.rank(),
-            None => true,
-        };
-        pieces
-            .retain(|piece| writer[piece.param].map_or_else(|| of_replicas(piece), |writer| writer == rank));
+        pieces.retain(|piece| {
+            let share = &state.shares[self.places()[piece.param].0];
+            share.sharding.counted && share.holders().0 == writer[piece.param]
+        });
         pieces
     }
 
@@ -200,7 +202,7 @@ impl ZeroStore {
 
     /// The parameters of every trained group, as indices among [`ZeroStore::params`].
     pub fn group_members(&self) -> Vec<Vec<usize>> {
-        self.lock().shares.iter().filter(|share| share.trained).map(|share| share.params.clone()).collect()
+        self.groups.clone()
     }
 
     /// Whether gradients wait for a step: they are no part of a checkpoint.

@@ -3,7 +3,6 @@
 //! Look for what is no number, agree on it; take the norm, agree on it; clip; update; bring every rank the new values.
 
 use ferrospeed_comm::ReduceOp;
-use ferrospeed_config::Stage;
 use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
 use ferrospeed_optim::{Copy16, Gradient, Optimizer, Pass, Stretch, lamb};
 use ferrospeed_tensor::backend::{Clipping, Update, UpdateOperands};
@@ -13,7 +12,7 @@ use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::reducer::Segment;
-use crate::store::{Share, ZeroStore};
+use crate::store::{Share, ZeroStore, owner_in};
 use ferrospeed_collective::exchange;
 
 /// What a step is told.
@@ -48,6 +47,9 @@ pub enum StepOutcome {
     },
 }
 
+/// How much of a parameter's name another rank is told.
+const LONGEST_NAME: usize = 256;
+
 fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
     Ok(match tensor.dtype() {
         DType::BF16 => Gradient::Bf16(tensor.host()?),
@@ -81,16 +83,6 @@ fn values_of(segments: &[Segment]) -> Vec<&Tensor> {
 }
 
 impl ZeroStore {
-    /// Whether ranks hold different parts of the gradient.
-    pub(crate) fn is_split(&self) -> bool {
-        self.stage != Stage::Off && self.sharding.shard.size() > 1
-    }
-
-    /// Which part of a share this rank owns.
-    pub(crate) fn owner_in(&self, share: &Share) -> usize {
-        if share.layout.ranks > 1 { self.sharding.shard.rank() } else { 0 }
-    }
-
     /// Updates the weights with the gradients that were reduced since the last step. All ranks call it together.
     pub fn step(&self, options: StepOptions) -> Result<StepOutcome> {
         let Some(optimizer) = &self.optimizer else {
@@ -102,6 +94,7 @@ impl ZeroStore {
         if !state.reducer.has_gradients() {
             return Err(ZeroError::Request("step needs a backward since the last step".into()));
         }
+        state.reducer.settle()?;
         let segments = state.reducer.segments()?;
         if let Some(outcome) = self.step_on_device(&mut state, &segments, optimizer, options)? {
             drop(segments);
@@ -119,7 +112,7 @@ impl ZeroStore {
             state.reducer.clear();
             return Ok(StepOutcome::Skipped { param, rank });
         }
-        let scaled_norm = self.global_norm(&segments, magnitude)?;
+        let scaled_norm = self.global_norm(&state, &segments, magnitude)?;
         let (norm, factor) = (scaled_norm / options.loss_scale, options.clipping().factor(scaled_norm));
         self.holds.wait_for_none();
         state.shares.iter_mut().for_each(|share| share.steps += 1);
@@ -148,7 +141,7 @@ impl ZeroStore {
         optimizer: &Optimizer,
         options: StepOptions,
     ) -> Result<Option<StepOutcome>> {
-        if self.is_split()
+        if self.agreement.is_some()
             || self.device.backend().is_host()
             || matches!(optimizer, Optimizer::Lamb(_))
             || optimizer.is_of_the_host()
@@ -182,19 +175,22 @@ impl ZeroStore {
 
     fn global_magnitude(&self, segments: &[Segment]) -> Result<Magnitude> {
         let mut magnitude = magnitude_of(&self.device, &values_of(segments))?;
-        if self.is_split() {
+        if let Some(group) = &self.agreement {
             let mut value = [magnitude.value()];
-            self.sharding.shard.all_reduce(&mut value, ReduceOp::Max)?;
+            group.all_reduce(&mut value, ReduceOp::Max)?;
             magnitude = Magnitude::from_value(value[0]);
         }
         Ok(magnitude)
     }
 
-    fn global_norm(&self, segments: &[Segment], magnitude: Magnitude) -> Result<f64> {
-        let mut sum = squares_of(&self.device, &values_of(segments), magnitude)?;
-        if self.is_split() {
+    /// Every element of the model counts once, whatever ranks hold it.
+    fn global_norm(&self, state: &State, segments: &[Segment], magnitude: Magnitude) -> Result<f64> {
+        let counted = segments.iter().filter(|segment| state.shares[segment.group].counted);
+        let counted: Vec<&Tensor> = counted.map(|segment| &segment.values).collect();
+        let mut sum = squares_of(&self.device, &counted, magnitude)?;
+        if let Some(group) = &self.agreement {
             let mut words = sum.to_words();
-            self.sharding.shard.all_reduce(&mut words, ReduceOp::Sum)?;
+            group.all_reduce(&mut words, ReduceOp::Sum)?;
             sum = SquareSum::from_words(words);
         }
         Ok(sum.norm(magnitude))
@@ -203,9 +199,9 @@ impl ZeroStore {
     /// The first parameter with a bad gradient anywhere, and the lowest rank that holds a bad part.
     fn first_bad(&self, state: &State, segments: &[Segment]) -> Result<(String, usize)> {
         let mut found = i64::MAX;
-        let own_rank = if self.is_split() { self.sharding.shard.rank() } else { 0 };
         for segment in segments {
             let share = &state.shares[segment.group];
+            let own_rank = owner_in(share);
             for (in_group, &param) in share.params.iter().enumerate() {
                 let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
                 let start = fragment.in_part.max(segment.in_part);
@@ -225,9 +221,19 @@ impl ZeroStore {
         if self.world.size() > 1 {
             self.world.group().all_reduce(&mut code, ReduceOp::Min)?;
         }
-        let param = usize::try_from(code[0] / ranks).unwrap_or(usize::MAX);
+        let (param, rank) =
+            (usize::try_from(code[0] / ranks).unwrap_or(usize::MAX), (code[0] % ranks) as usize);
         let name = self.params.get(param).map_or("an unknown parameter", |param| param.name());
-        Ok((name.to_owned(), (code[0] % ranks) as usize))
+        if !self.parts_differ {
+            return Ok((name.to_owned(), rank));
+        }
+        // The number of a parameter is that rank's own: it tells the name.
+        let mut sent = [0u8; LONGEST_NAME];
+        let length = name.len().min(LONGEST_NAME);
+        sent[..length].copy_from_slice(&name.as_bytes()[..length]);
+        self.world.group().broadcast(&mut sent, rank)?;
+        let length = sent.iter().position(|&byte| byte == 0).unwrap_or(LONGEST_NAME);
+        Ok((String::from_utf8_lossy(&sent[..length]).into_owned(), rank))
     }
 
     /// What an update of some segments of a group reads and writes.
@@ -303,7 +309,7 @@ impl ZeroStore {
         let mut states = share.states.clone();
         states.push(directions.clone());
         self.update(share, &states, segments, factor, &lamb.direction(&share.options).into())?;
-        let own_rank = self.owner_in(share);
+        let own_rank = owner_in(share);
         let master = share.own_master()?;
         let norms = self.param_norms(share, own_rank, &[&master, &directions])?;
         for (in_group, norm) in norms.iter().enumerate() {
@@ -330,8 +336,9 @@ impl ZeroStore {
                 *largest = magnitude_of(&self.device, &[&values])?.value();
             }
         }
-        if self.is_split() {
-            self.sharding.shard.all_reduce(&mut largest, ReduceOp::Max)?;
+        let others = (share.layout.ranks > 1).then_some(&share.sharding.shard);
+        if let Some(group) = others {
+            group.all_reduce(&mut largest, ReduceOp::Max)?;
         }
         let mut words = vec![0i64; count * WORDS];
         for (index, words) in words.chunks_mut(WORDS).enumerate() {
@@ -340,8 +347,8 @@ impl ZeroStore {
                 words.copy_from_slice(&squares_of(&self.device, &[&values], whole)?.to_words());
             }
         }
-        if self.is_split() {
-            self.sharding.shard.all_reduce(&mut words, ReduceOp::Sum)?;
+        if let Some(group) = others {
+            group.all_reduce(&mut words, ReduceOp::Sum)?;
         }
         let norm = |index: usize| {
             let words = std::array::from_fn(|word| words[index * WORDS + word]);
@@ -357,16 +364,13 @@ impl ZeroStore {
         if let Some(residency) = &mut state.residency {
             return residency.clear();
         }
-        if !self.is_split() {
-            return Ok(());
-        }
         let mut pending = Vec::new();
         for (group, share) in state.shares.iter().enumerate() {
-            if !share.trained || share.layout.part_numel == 0 {
+            if !share.trained || share.layout.part_numel == 0 || share.layout.ranks == 1 {
                 continue;
             }
             let pair = (share.own_values()?, share.values.clone());
-            pending.extend(exchange::all_gather(&self.sharding.shard, &[pair], group as u64)?);
+            pending.extend(exchange::all_gather(&share.sharding.shard, &[pair], group as u64)?);
         }
         Ok(pending.into_iter().try_for_each(exchange::Pending::wait)?)
     }

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
-use ferrospeed_comm::World;
+use ferrospeed_comm::{Group, World};
 use ferrospeed_config::{Stage, Zero};
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::ParamSource;
@@ -24,9 +24,9 @@ use crate::fill;
 use crate::hold::Holds;
 use crate::memory::{common, part, reachable};
 use crate::partition::{Layout, persistent};
-use crate::reducer::{ReduceOptions, Reducer};
+use crate::reducer::{ReduceOptions, Reducer, Road};
 use crate::residency::{Limits, Pass, Residency, Sharded};
-use crate::sharding::Sharding;
+use crate::sharding::{Elsewhere, Sharding};
 
 /// Parameters that share optimizer options.
 #[derive(Debug, Clone)]
@@ -57,15 +57,27 @@ pub struct StoreOptions<'a> {
     pub sparse_gradients: bool,
     /// Over which ranks state is spread.
     pub sharding: Sharding,
+    /// What is spread in another way.
+    pub elsewhere: &'a [Elsewhere],
+    /// The ranks that hold different parts of one model (stages, slices, experts) and must come to one norm, and to one
+    /// decision to step: all of them. `None` where every shard holds the whole model.
+    pub agreement: Option<Group>,
+    /// Whether every micro-batch is reduced when it ends, in stages 0 and 1 too, where once per step is enough.
+    pub reduces_each_micro_batch: bool,
     /// Parameters that stage 3 gathers and releases together, by leaf module: parts that ranks read unlike each other.
     pub leaf_modules: &'a [Vec<Param>],
     /// The update rule; `None` when nothing is trained.
     pub optimizer: Option<Optimizer>,
 }
 
-/// One group's share on this rank.
+/// Parameters of one group that are spread in one way: this rank's share of them.
 pub(crate) struct Share {
+    /// Which group; the one after the last is what nobody trains.
+    pub(crate) group: usize,
     pub(crate) options: GroupOptions,
+    pub(crate) sharding: Sharding,
+    /// Whether norms count this rank's part.
+    pub(crate) counted: bool,
     /// Indices among all parameters, in the order of the layout's indices.
     pub(crate) params: Vec<usize>,
     pub(crate) layout: Layout,
@@ -88,6 +100,15 @@ impl Share {
         part(&self.values, self.own_start, self.layout.part_numel)
     }
 
+    /// This rank's number among those that hold the same part, and how many there are.
+    pub(crate) fn holders(&self) -> (usize, usize) {
+        let sharding = &self.sharding;
+        if self.layout.ranks > 1 {
+            return (sharding.copy(), sharding.copies());
+        }
+        (sharding.copy() * sharding.shard.size() + sharding.shard.rank(), sharding.ranks())
+    }
+
     /// This rank's f32 weights.
     pub(crate) fn own_master(&self) -> Result<Tensor> {
         match &self.master {
@@ -106,6 +127,12 @@ pub struct ZeroStore {
     pub(crate) dtype: DType,
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) params: Vec<Param>,
+    /// The parameters of every trained group.
+    pub(crate) groups: Vec<Vec<usize>>,
+    /// The ranks that decide together whether and how to step, where each holds a part.
+    pub(crate) agreement: Option<Group>,
+    /// Whether those hold parts of different models, so that a parameter's number means nothing to the others.
+    pub(crate) parts_differ: bool,
     /// Where each parameter is among `params`, by its number.
     indices: HashMap<u64, usize>,
     /// What the parameters hold as well.
@@ -126,33 +153,54 @@ impl ZeroStore {
         options: &StoreOptions<'_>,
         source: &dyn ParamSource,
     ) -> Result<Arc<ZeroStore>> {
-        agree(world, params)?;
         let indices: HashMap<u64, usize> =
             params.iter().enumerate().map(|(index, param)| (param.id(), index)).collect();
         let places = places(&indices, params.len(), groups)?;
         let leaves = leaves(params, &indices, options.leaf_modules)?;
         let stage = options.zero.stage;
-        let sharding = &options.sharding;
+        let spreads = spreads(params, &indices, options)?;
+        let shardings: Vec<&Sharding> =
+            std::iter::once(&options.sharding).chain(options.elsewhere.iter().map(|e| &e.sharding)).collect();
+        for (spread, sharding) in shardings.iter().enumerate() {
+            agree(sharding, params.iter().zip(&spreads).filter(|(_, of)| **of == spread).map(|(p, _)| p))?;
+        }
 
         // The last group is what nobody trains.
-        let mut members: Vec<Vec<usize>> = vec![Vec::new(); groups.len() + 1];
-        places.iter().enumerate().for_each(|(param, &(group, _))| members[group].push(param));
-        for (group, list) in members.iter_mut().enumerate() {
-            list.sort_by_key(|&param| if group < groups.len() { places[param].1 } else { param });
-        }
+        let mut group_members: Vec<Vec<usize>> = vec![Vec::new(); groups.len() + 1];
+        places.iter().enumerate().for_each(|(param, &(group, _))| group_members[group].push(param));
+        let mut shares = Vec::with_capacity(group_members.len());
         let mut positions = vec![(0, 0); params.len()];
-        for (group, list) in members.iter().enumerate() {
-            list.iter().enumerate().for_each(|(index, &param)| positions[param] = (group, index));
+        for (group, list) in group_members.iter_mut().enumerate() {
+            list.sort_by_key(|&param| if group < groups.len() { places[param].1 } else { param });
+            for (spread, sharding) in shardings.iter().enumerate() {
+                let members: Vec<usize> =
+                    list.iter().copied().filter(|&param| spreads[param] == spread).collect();
+                // Every group has a share of the common kind, be it empty.
+                if members.is_empty() && spread > 0 {
+                    continue;
+                }
+                for (index, &param) in members.iter().enumerate() {
+                    positions[param] = (shares.len(), index);
+                }
+                let group_options = groups
+                    .get(group)
+                    .map_or(GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] }, |g| g.options);
+                let trained = group < groups.len();
+                let share = build_share(
+                    device,
+                    params,
+                    members,
+                    group,
+                    group_options,
+                    trained,
+                    sharding,
+                    options,
+                    source,
+                )?;
+                shares.push(share);
+            }
         }
-
-        let mut shares = Vec::with_capacity(members.len());
-        for (group, list) in members.into_iter().enumerate() {
-            let group_options = groups
-                .get(group)
-                .map_or(GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] }, |g| g.options);
-            let trained = group < groups.len();
-            shares.push(build_share(world, device, params, list, group_options, trained, options, source)?);
-        }
+        group_members.truncate(groups.len());
 
         let trained: Vec<&Share> = shares.iter().filter(|share| share.trained).collect();
         let grouped: Vec<Vec<(usize, usize)>> = trained
@@ -160,9 +208,11 @@ impl ZeroStore {
             .map(|share| share.params.iter().map(|&param| (param, params[param].numel())).collect())
             .collect();
         let layouts: Vec<Layout> = trained.iter().map(|share| share.layout.clone()).collect();
-        let plan_rank = if stage == Stage::Off { 0 } else { sharding.shard.rank() };
+        let owners: Vec<usize> = trained.iter().map(|share| owner_in(share)).collect();
+        let sharding = &options.sharding;
         let rows = options.sparse_gradients
             && stage == Stage::Off
+            && options.elsewhere.is_empty()
             && sharding.replicas.is_none()
             && sharding.ranks() > 1;
         let in_rows: Vec<bool> =
@@ -172,13 +222,13 @@ impl ZeroStore {
         in_rows.iter().zip(&mut kinds).filter(|(rows, _)| **rows).for_each(|(_, kind)| *kind = Kind::Rows);
         let trained_numel: usize = grouped.iter().flatten().map(|&(_, numel)| numel).sum();
         let limit = options.zero.bucket_numel(trained_numel as u64);
-        let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], plan_rank, limit);
+        let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], &owners, limit);
         let part_numels: Vec<usize> = layouts.iter().map(|layout| layout.part_numel).collect();
         let shapes = params.iter().map(|param| (*param.shape(), options.dtype)).collect();
-        let reduce = reduce_options(options, sharding.ranks());
-        let reducer = Reducer::new(world, sharding, reduce, plan, &part_numels, shapes, device)?;
+        let roads: Vec<Road> = trained.iter().map(|share| road(options, &share.sharding)).collect();
+        let reducer = Reducer::new(roads, reduce_options(options), plan, &part_numels, shapes, device)?;
         let residency = if stage == Stage::Parameters {
-            Some(residency(device, params, &positions, &shares, &leaves, options))
+            Some(residency(device, params, &positions, &shares, &leaves, options)?)
         } else {
             None
         };
@@ -189,9 +239,13 @@ impl ZeroStore {
         for (index, param) in params.iter().enumerate() {
             param.attach(attached.clone(), index, options.dtype)?;
         }
+        let split = (stage != Stage::Off).then(|| sharding.shard.clone());
         Ok(Arc::new(ZeroStore {
             world: world.clone(),
             sharding: sharding.clone(),
+            groups: group_members,
+            agreement: options.agreement.clone().or(split).filter(|group| group.size() > 1),
+            parts_differ: options.agreement.is_some(),
             device: device.clone(),
             stage,
             dtype: options.dtype,
@@ -221,7 +275,7 @@ impl ZeroStore {
 
     /// From now on micro-batches are added up before a step, in this type. Not while gradients wait for one.
     pub fn accumulate_in(&self, kept: DType) -> Result<()> {
-        self.lock().reducer.accumulate_in(&self.world, kept)
+        self.lock().reducer.accumulate_in(kept)
     }
 
     /// All parameters.
@@ -266,7 +320,14 @@ impl ZeroStore {
         self.attached.synchronize.store(synchronize, Ordering::Relaxed);
     }
 
-    /// Ends a backward: all gradients are reduced when it returns (unless synchronisation is off).
+    /// Begins a backward; `last` says whether a step comes after it. In stages 0 and 1 the gradients of the others are
+    /// only added up.
+    pub fn begin_backward(&self, last: bool) -> Result<()> {
+        self.lock().reducer.begin(last)
+    }
+
+    /// Ends a backward: all gradients are reduced when it returns, or added up where that is left to the last
+    /// micro-batch, or kept apart where synchronisation is off.
     pub fn finish_backward(&self) -> Result<()> {
         if !self.attached.synchronize.load(Ordering::Relaxed) {
             return Ok(());
@@ -276,13 +337,17 @@ impl ZeroStore {
 
     /// The options of every trained group.
     pub fn group_options(&self) -> Vec<GroupOptions> {
-        self.lock().shares.iter().filter(|share| share.trained).map(|share| share.options).collect()
+        let state = self.lock();
+        let of_group =
+            |group| state.shares.iter().find(|share| share.group == group).map(|share| share.options);
+        (0..self.groups.len()).filter_map(of_group).collect()
     }
 
     /// Changes the options of a trained group, as schedules do.
     pub fn set_group_options(&self, group: usize, options: GroupOptions) {
-        if let Some(share) = self.lock().shares.iter_mut().filter(|share| share.trained).nth(group) {
-            share.options = options;
+        if group < self.groups.len() {
+            let mut state = self.lock();
+            state.shares.iter_mut().filter(|share| share.group == group).for_each(|s| s.options = options);
         }
     }
 
@@ -300,18 +365,8 @@ impl ZeroStore {
     }
 }
 
-fn reduce_options(options: &StoreOptions<'_>, ranks: usize) -> ReduceOptions {
+fn reduce_options(options: &StoreOptions<'_>) -> ReduceOptions {
     let stage = options.zero.stage;
-    let n = ranks as f64;
-    // The plain average rounds once. A predivide factor f multiplies by 1/f before and f/n after; prescaling
-    // multiplies by 1/n before.
-    let (before, after) = if options.prescale {
-        (1.0 / n, Some(1.0))
-    } else if options.predivide != 1.0 {
-        (1.0 / options.predivide, Some(options.predivide / n))
-    } else {
-        (1.0, None)
-    };
     ReduceOptions {
         whole: stage == Stage::Off,
         keep_buffers: stage <= Stage::OptimizerStates,
@@ -319,23 +374,45 @@ fn reduce_options(options: &StoreOptions<'_>, ranks: usize) -> ReduceOptions {
         wire: options.wire,
         kept: options.kept,
         accumulates: options.accumulates,
-        before: before as f32,
-        after: after.map(|after| after as f32),
+        each_micro_batch: options.reduces_each_micro_batch,
     }
 }
 
+/// How the gradients of one way of being spread become their average.
+fn road(options: &StoreOptions<'_>, sharding: &Sharding) -> Road {
+    let n = sharding.divisor as f64;
+    // The plain average rounds once. A predivide factor f multiplies by 1/f before and f/n after; prescaling
+    // multiplies by 1/n before.
+    let (before, after) = if options.prescale {
+        (1.0 / n, Some(1.0))
+    } else if options.predivide != 1.0 {
+        (1.0 / options.predivide, Some(options.predivide / n))
+    } else if sharding.divisor != sharding.ranks() {
+        (1.0, Some(1.0 / n))
+    } else {
+        (1.0, None)
+    };
+    Road { sharding: sharding.clone(), before: before as f32, after: after.map(|after| after as f32) }
+}
+
+/// Which part of a share this rank owns.
+pub(crate) fn owner_in(share: &Share) -> usize {
+    if share.layout.ranks > 1 { share.sharding.shard.rank() } else { 0 }
+}
+
 fn build_share(
-    world: &World,
     device: &Device,
     params: &[Param],
     list: Vec<usize>,
+    group: usize,
     group_options: GroupOptions,
     trained: bool,
+    sharding: &Sharding,
     options: &StoreOptions<'_>,
     source: &dyn ParamSource,
 ) -> Result<Share> {
     let stage = options.zero.stage;
-    let (ranks, rank) = (options.sharding.shard.size(), options.sharding.shard.rank());
+    let (ranks, rank) = (sharding.shard.size(), sharding.shard.rank());
     let numels: Vec<usize> = list.iter().map(|&param| params[param].numel()).collect();
     let layout = match stage {
         Stage::Parameters => Layout::per_parameter(&numels, ranks),
@@ -347,10 +424,10 @@ fn build_share(
         Stage::Parameters => (layout.part_numel, 0),
         _ => (layout.part_numel * layout.ranks, if layout.ranks > 1 { rank * layout.part_numel } else { 0 }),
     };
-    // In stages 1 and 2 all ranks read the same weights and each updates its own part of them; of replicas each has its own.
-    let has_common = layout.ranks > 1 && stage != Stage::Parameters && options.sharding.replicas.is_none();
+    // In stages 1 and 2 all ranks of a shard read the same weights and each updates its own part of them.
+    let has_common = layout.ranks > 1 && stage != Stage::Parameters;
     let place = if has_common { common } else { reachable };
-    let values = place(world, values_numel, options.dtype, device, Category::Parameters)?;
+    let values = place(&sharding.shard, values_numel, options.dtype, device, Category::Parameters)?;
     let master = if trained && options.dtype != DType::F32 {
         Some(Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer)?)
     } else {
@@ -363,7 +440,12 @@ fn build_share(
         .map_or(&[][..], |optimizer| optimizer.state_names(&group_options));
     let state = |_: &&str| Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer);
     let states = names.iter().map(state).collect::<Result<Vec<_>, _>>()?;
+    // With several kinds of shares in one norm, one holder of each part counts it.
+    let first = sharding.copy() == 0 && (layout.ranks > 1 || sharding.shard.rank() == 0);
     let share = Share {
+        group,
+        counted: options.agreement.is_none() || (sharding.counted && first),
+        sharding: sharding.clone(),
         options: group_options,
         params: list,
         layout,
@@ -374,7 +456,7 @@ fn build_share(
         steps: 0,
         trained,
     };
-    fill::fill(&share, params, world, &options.sharding, stage, source)?;
+    fill::fill(&share, params, stage, source)?;
     Ok(share)
 }
 
@@ -385,37 +467,72 @@ fn residency(
     shares: &[Share],
     leaves: &[Vec<usize>],
     options: &StoreOptions<'_>,
-) -> Residency {
+) -> Result<Residency> {
     let numels: Vec<usize> = params.iter().map(Param::numel).collect();
-    let (zero, shard) = (options.zero, &options.sharding.shard);
+    let zero = options.zero;
     let stays = persistent(&numels, zero.param_persistence_threshold, zero.model_persistence_threshold);
-    // Shares of one group lie end to end.
+    // Parameters of one share lie end to end.
+    let mut sharded: Vec<Sharded> = Vec::with_capacity(params.len());
+    let mut filled = vec![0; shares.len()];
     let mut starts = vec![0; params.len()];
-    for share in shares {
-        let mut start = 0;
+    for (share, filled) in shares.iter().zip(&mut filled) {
         for &param in &share.params {
-            starts[param] = start;
-            start += numels[param].div_ceil(shard.size());
+            starts[param] = *filled;
+            *filled += numels[param].div_ceil(share.sharding.shard.size());
         }
     }
-    let sharded = params
-        .iter()
-        .enumerate()
-        .map(|(index, param)| Sharded {
+    for (index, param) in params.iter().enumerate() {
+        let flat = positions[index].0;
+        sharded.push(Sharded {
             shape: *param.shape(),
             start: starts[index],
-            share: param.numel().div_ceil(shard.size()),
-            flat: positions[index].0,
+            share: param.numel().div_ceil(shares[flat].sharding.shard.size()),
+            flat,
             persistent: stays[index],
-        })
-        .collect();
+        });
+    }
+    for leaf in leaves {
+        let group = |param: &usize| shares[positions[*param].0].sharding.shard.name().to_owned();
+        if let Some(other) = leaf.iter().find(|param| group(param) != group(&leaf[0])) {
+            return Err(ZeroError::Parameter {
+                name: params[*other].name().into(),
+                why: format!(
+                    "is spread over {}, and '{}' of the same leaf module over {}: a leaf module is gathered at once",
+                    group(other),
+                    params[leaf[0]].name(),
+                    group(&leaf[0])
+                ),
+            });
+        }
+    }
     let limits = Limits {
         prefetch: zero.prefetch_bucket_size,
         live: zero.max_live_parameters,
         reuse_distance: zero.max_reuse_distance,
     };
-    let flats: Vec<Tensor> = shares.iter().map(|share| share.values.clone()).collect();
-    Residency::new(shard.clone(), limits, sharded, leaves, flats, options.dtype, device)
+    let flats = shares.iter().map(|share| (share.sharding.shard.clone(), share.values.clone())).collect();
+    Ok(Residency::new(limits, sharded, leaves, flats, options.dtype, device))
+}
+
+/// Which way every parameter is spread: 0 for the common one, then by `elsewhere`.
+fn spreads(
+    params: &[Param],
+    indices: &HashMap<u64, usize>,
+    options: &StoreOptions<'_>,
+) -> Result<Vec<usize>> {
+    let mut spreads = vec![0; params.len()];
+    for (way, elsewhere) in options.elsewhere.iter().enumerate() {
+        for member in &elsewhere.params {
+            let fail = |why: &str| ZeroError::Parameter { name: member.name().into(), why: why.into() };
+            let param = indices.get(&member.id()).copied();
+            let param = param.ok_or_else(|| fail("is to be spread but is not in the model"))?;
+            if spreads[param] != 0 {
+                return Err(fail("is to be spread in more than one way"));
+            }
+            spreads[param] = way + 1;
+        }
+    }
+    Ok(spreads)
 }
 
 /// (group, index in it) of every parameter; the group after the last is what nobody trains.
@@ -476,31 +593,32 @@ fn leaves(
     Ok(leaves)
 }
 
-/// Every rank must have the same parameters in the same order.
-fn agree(world: &World, params: &[Param]) -> Result<()> {
-    if world.size() == 1 {
-        return Ok(());
-    }
+/// Every rank that holds a share of these must have the same parameters in the same order.
+fn agree<'a>(sharding: &Sharding, params: impl Iterator<Item = &'a Param>) -> Result<()> {
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     let mut mix = |bytes: &[u8]| {
         bytes.iter().for_each(|&byte| hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
     };
+    let mut count = 0;
     for param in params {
         mix(param.name().as_bytes());
         param.shape().sizes().iter().for_each(|size| mix(&(*size as u64).to_le_bytes()));
         mix(&[u8::from(param.is_trainable())]);
+        count += 1;
     }
-    let own = [hash as i64, params.len() as i64];
-    let mut all = vec![0i64; 2 * world.size()];
-    world.group().all_gather(&own, &mut all)?;
-    for (rank, theirs) in all.chunks(2).enumerate() {
-        if theirs[1] != all[1] {
-            let what = format!("{} parameters, not {}", theirs[1], all[1]);
-            return Err(ZeroError::Disagreement { rank, what });
-        }
-        if theirs[0] != all[0] {
-            let what = "names, shapes or which are frozen".to_owned();
-            return Err(ZeroError::Disagreement { rank, what });
+    let own = [hash as i64, count];
+    for group in std::iter::once(&sharding.shard).chain(&sharding.replicas).filter(|group| group.size() > 1) {
+        let mut all = vec![0i64; 2 * group.size()];
+        group.all_gather(&own, &mut all)?;
+        for (theirs, &rank) in all.chunks(2).zip(group.ranks()) {
+            if theirs[1] != all[1] {
+                let what = format!("{} parameters, not {}", theirs[1], all[1]);
+                return Err(ZeroError::Disagreement { rank, what });
+            }
+            if theirs[0] != all[0] {
+                let what = "names, shapes or which are frozen".to_owned();
+                return Err(ZeroError::Disagreement { rank, what });
+            }
         }
     }
     Ok(())

@@ -125,6 +125,13 @@ pub(super) const ZERO: &[Key] = &[
     key("ignore_unused_parameters", Kind::Bool, "true", "Accept parameters that received no gradient.")
         .inert("a parameter without a gradient counts as zero in every stage"),
     key("legacy_stage1", Kind::Bool, "false", "The first implementation of stage 1; it is gone."),
+    key(
+        "reduce_each_micro_batch",
+        Kind::Bool,
+        "false",
+        "Average every micro-batch over ranks in stages 0 and 1 too, as 2 and 3 do, so that all four give the same bits; else once per step. (Ferrospeed's own.)",
+    )
+    .done(),
     key("round_robin_gradients", Kind::Bool, "false", "Spread gradient partitions over ranks in turn.")
         .done(),
     key(

@@ -68,6 +68,8 @@ pub struct Zero {
     pub ignore_unused_parameters: bool,
     /// Spread gradient partitions over ranks in turn.
     pub round_robin_gradients: bool,
+    /// Whether stages 0 and 1 average every micro-batch over ranks, and not only their sum.
+    pub reduce_each_micro_batch: bool,
     /// ZeRO++: ranks that hold a second copy of the parameters.
     pub hpz_partition_size: u64,
     /// ZeRO++: gather parameters as int8.
@@ -205,6 +207,7 @@ pub(super) fn build(full: &Map<String, Value>) -> Result<Zero, String> {
         gather_16bit_weights_on_model_save: read.get("gather_16bit_weights_on_model_save")?,
         ignore_unused_parameters: read.get("ignore_unused_parameters")?,
         round_robin_gradients: read.get("round_robin_gradients")?,
+        reduce_each_micro_batch: read.get("reduce_each_micro_batch")?,
         hpz_partition_size: read.get("zero_hpz_partition_size")?,
         quantized_weights: read.get("zero_quantized_weights")?,
         quantized_nontrainable_weights: read.get("zero_quantized_nontrainable_weights")?,

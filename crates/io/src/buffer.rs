@@ -1,0 +1,73 @@
+//! Memory that a disk can read and write without a copy by the kernel.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ptr::NonNull;
+
+/// Where buffers begin, and what lengths and places in files are multiples of, for transfers past the page cache.
+pub const ALIGNMENT: usize = 4096;
+
+/// Zeroed memory at a multiple of [`ALIGNMENT`], whose length is one too.
+pub struct Buffer {
+    address: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: it owns its memory alone.
+unsafe impl Send for Buffer {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// At least this many bytes.
+    pub fn new(bytes: usize) -> Buffer {
+        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
+        let layout = Buffer::layout(bytes);
+        // SAFETY: the layout has a size.
+        let address = NonNull::new(unsafe { alloc_zeroed(layout) });
+        Buffer { address: address.unwrap_or_else(|| handle_alloc_error(layout)), bytes }
+    }
+
+    fn layout(bytes: usize) -> Layout {
+        Layout::from_size_align(bytes, ALIGNMENT).expect("a buffer is smaller than the address space")
+    }
+
+    /// Its first byte.
+    pub fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+
+    /// How many bytes it has.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Never: a buffer has at least one page.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// What it holds.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: it owns this many initialised bytes.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.bytes) }
+    }
+
+    /// What it holds, to be changed.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and borrowed alone.
+        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.address.as_ptr(), Buffer::layout(self.bytes)) }
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({} bytes)", self.bytes)
+    }
+}

@@ -1,0 +1,80 @@
+//! Transfers through both carriers: what is written is read, in any order, and failures say where.
+
+use ferrospeed_io::{ALIGNMENT, Buffer, IoError, Queue, QueueOptions, SwapFile};
+
+fn queues() -> [Queue; 2] {
+    let options = QueueOptions { block_bytes: 2 * ALIGNMENT, depth: 3, threads: 2, uring: true };
+    [Queue::new(options), Queue::new(QueueOptions { uring: false, ..options })]
+}
+
+fn filled(seed: usize, bytes: usize) -> Buffer {
+    let mut buffer = Buffer::new(bytes);
+    buffer
+        .bytes_mut()
+        .iter_mut()
+        .enumerate()
+        .for_each(|(at, byte)| *byte = (at * 7 + seed * 13 + at / 251) as u8);
+    buffer
+}
+
+#[test]
+fn what_was_written_is_read_from_many_places_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    for queue in queues() {
+        let (count, bytes) = (20, 9 * ALIGNMENT);
+        let file = SwapFile::create(folder.path(), (count * bytes) as u64).unwrap();
+        let place = |index: usize| (index * bytes) as u64;
+        let writes: Vec<_> = (0..count)
+            .map(|index| queue.write(&file, place(index), filled(index, bytes), bytes).unwrap())
+            .collect();
+        for write in writes {
+            write.wait().unwrap();
+        }
+        let reads: Vec<_> = (0..count)
+            .rev()
+            .map(|index| (index, queue.read(&file, place(index), Buffer::new(bytes), bytes).unwrap()))
+            .collect();
+        for (index, read) in reads {
+            assert_eq!(read.wait().unwrap().bytes(), filled(index, bytes).bytes(), "{index}");
+        }
+        let traffic = queue.traffic();
+        assert_eq!((traffic.read, traffic.written), ((count * bytes) as u64, (count * bytes) as u64));
+    }
+}
+
+#[test]
+fn an_operation_that_is_dropped_has_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    for queue in queues() {
+        let bytes = 64 * ALIGNMENT;
+        let file = SwapFile::create(folder.path(), bytes as u64).unwrap();
+        drop(queue.write(&file, 0, filled(1, bytes), bytes).unwrap());
+        let read = queue.read(&file, 0, Buffer::new(bytes), bytes).unwrap().wait().unwrap();
+        assert_eq!(read.bytes(), filled(1, bytes).bytes());
+    }
+}
+
+#[test]
+fn a_swap_file_leaves_no_name_behind_and_takes_its_room_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = SwapFile::create(folder.path(), 1 << 20).unwrap();
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    assert_eq!(file.len(), 1 << 20);
+    let error = SwapFile::create(folder.path(), 1 << 60).unwrap_err();
+    assert!(matches!(&error, IoError::Room { needed, .. } if *needed == 1 << 60), "{error}");
+    let error = SwapFile::create(std::path::Path::new("/proc/nowhere"), 4096).unwrap_err();
+    assert!(error.to_string().contains("/proc/nowhere"), "{error}");
+}
+
+#[test]
+fn places_outside_the_file_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let queue = Queue::new(QueueOptions::default());
+    let file = SwapFile::create(folder.path(), 2 * ALIGNMENT as u64).unwrap();
+    for (offset, length) in
+        [(0, 3 * ALIGNMENT), (2 * ALIGNMENT as u64, ALIGNMENT), (u64::MAX - 4095, ALIGNMENT), (8, 8)]
+    {
+        let refused = queue.read(&file, offset, Buffer::new(3 * ALIGNMENT), length);
+        assert!(matches!(refused, Err(IoError::Request(_))), "{length} at {offset}");
+    }
+}

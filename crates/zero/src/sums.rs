@@ -1,0 +1,133 @@
+//! One reduction per step: stages 0 and 1 add micro-batches up on each rank, and reduce the sums of the last.
+//!
+//! Every rank holds whole gradients there, so nothing has to leave it before the accumulation ends: sixteen micro-batches
+//! cost the traffic of one. Sums are kept by bucket. Where they have the type of the wire they are reduced in place, else
+//! through a buffer of that type; what comes back takes their place.
+
+use ferrospeed_tensor::backend::Unary;
+use ferrospeed_tensor::{Tensor, ops};
+
+use crate::buckets::Kind;
+use crate::error::{Result, ZeroError};
+use crate::memory::part;
+use crate::reducer::{Arrived, InFlight, Reducer, Segment};
+
+impl Reducer {
+    /// Whether micro-batches are added up before they are reduced.
+    pub(crate) fn sums_up(&self) -> bool {
+        let options = &self.options;
+        // Rows of tables are few, and others in every micro-batch.
+        let in_rows = || self.buckets.iter().any(|bucket| bucket.kind == Kind::Rows);
+        options.accumulates && options.keep_buffers && !options.each_micro_batch && !in_rows()
+    }
+
+    /// Whether sums are reduced where they are.
+    pub(crate) fn sums_in_place(&self) -> bool {
+        self.options.wire == self.options.kept
+    }
+
+    /// Begins a micro-batch, after which a step follows or does not.
+    pub(crate) fn begin(&mut self, last: bool) -> Result<()> {
+        self.is_last = last;
+        self.check_open()
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if !self.settled {
+            return Ok(());
+        }
+        let why = "the gradients of this step are averaged over ranks already: call step, or zero_grad, before another backward; if the accumulation was to go on, say so before backward (set_gradient_accumulation_boundary)";
+        Err(ZeroError::Request(why.into()))
+    }
+
+    /// Adds a parameter's gradient to what earlier micro-batches brought.
+    pub(crate) fn push_to_sum(&mut self, param: usize, gradient: Arrived, counts: bool) -> Result<()> {
+        self.check_open()?;
+        let Some((bucket, seat)) = self.seats[param] else { return Ok(()) };
+        self.lent[param] = false;
+        let Some(gradient) = gradient.whole()? else { return Ok(()) };
+        let backend = self.device.backend();
+        for place in &self.buckets[bucket].places[seat] {
+            let from = part(&ops::reshape(&gradient, [gradient.numel()])?, place.in_param, place.len)?;
+            let to = part(&self.sums[bucket], place.in_bucket, place.len)?;
+            match self.summed[param] {
+                true => backend.add_assign(&to, &from)?,
+                false if from.address() == to.address() => {}
+                false => backend.cast(&from, &to)?,
+            }
+        }
+        self.summed[param] = true;
+        if counts {
+            self.missing[bucket] = self.missing[bucket].saturating_sub(1);
+        }
+        if self.is_last && self.options.overlap {
+            self.launch_full()?;
+        }
+        Ok(())
+    }
+
+    /// Averages what was added up, if that has not been done.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        if !self.sums_up() || self.settled {
+            return Ok(());
+        }
+        self.launch_rest()?;
+        self.settled = true;
+        Ok(())
+    }
+
+    /// Starts the reduction of a bucket's sum; `None` where there is nothing to wait for.
+    pub(crate) fn reduce_sum(&mut self, index: usize) -> Result<Option<InFlight>> {
+        let (bucket, sum, backend) = (&self.buckets[index], &self.sums[index], self.device.backend());
+        for (seat, places) in bucket.places.iter().enumerate() {
+            if !self.summed[bucket.params[seat]] {
+                for place in places {
+                    backend.fill(&part(sum, place.in_bucket, place.len)?, 0.0)?;
+                }
+            }
+        }
+        let road = self.road(index);
+        let scale =
+            |factor: f32, sum: &Tensor| backend.unary(Unary::Affine { scale: factor, shift: 0.0 }, sum, sum);
+        if road.before != 1.0 {
+            scale(road.before, sum)?;
+        }
+        if !self.travels(index) {
+            if let Some(after) = road.after.filter(|&after| after != 1.0) {
+                scale(after, sum)?;
+            }
+            return Ok(None);
+        }
+        let data = if self.sums_in_place() {
+            sum.clone()
+        } else {
+            let buffer = self.buffer(index)?;
+            backend.cast(sum, &buffer)?;
+            buffer
+        };
+        let own = part(&data, bucket.own_start, bucket.own_numel())?;
+        let work = self.exchange(index, &data, &own)?;
+        Ok(Some(InFlight { bucket: index, work: Some(work), own }))
+    }
+
+    /// Puts what this rank owns of a reduced bucket in the place of its sum.
+    pub(crate) fn land_sum(&mut self, bucket: usize, own: &Tensor) -> Result<()> {
+        if self.sums_in_place() {
+            return Ok(());
+        }
+        let place = part(&self.sums[bucket], self.buckets[bucket].own_start, own.numel())?;
+        Ok(self.device.backend().cast(own, &place)?)
+    }
+
+    /// What this rank owns of the sums.
+    pub(crate) fn summed_segments(&self) -> Result<Vec<Segment>> {
+        let mut segments = Vec::new();
+        for (bucket, sum) in self.buckets.iter().zip(&self.sums) {
+            for owned in &bucket.owned {
+                let values = part(sum, owned.in_bucket, owned.len)?;
+                segments.push(Segment { group: bucket.group, in_part: owned.in_part, values });
+            }
+        }
+        Ok(segments)
+    }
+}
