@@ -7,7 +7,7 @@ use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Device};
-use ferrospeed_zero::{Elsewhere, ParamGroup, Sharding, StoreOptions, ZeroStore};
+use ferrospeed_zero::{Elsewhere, Homes, ParamGroup, Sharding, StoreOptions, ZeroStore};
 
 use crate::agreement::agree;
 use crate::engine::Engine;
@@ -180,6 +180,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
             reduces_each_micro_batch: config.zero.reduce_each_micro_batch,
             leaf_modules: &leaf_modules,
             optimizer: optimizer.map(|(rule, _)| rule),
+            homes: Homes::from_config(&config.zero, &config.aio, &setup.device),
         },
         source,
     )?;

@@ -2,10 +2,11 @@
 //!
 //! All functions that return or take a full value are collective: every rank calls them, for the same parameter.
 
-use ferrospeed_tensor::{DType, Param, Tensor};
+use ferrospeed_tensor::{Device, Param, Tensor};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
+use crate::home::Flat;
 use crate::memory::part;
 use crate::residency::Pass;
 use crate::store::{Share, ZeroStore, owner_in};
@@ -45,33 +46,35 @@ impl ZeroStore {
             }
             return Ok((fragment.in_param, values));
         }
-        Ok((fragment.in_param, part(&flat, fragment.in_part, fragment.len)?.to_vec_f32()?))
+        let (flat, start) = flat;
+        let values = flat.read(start + fragment.in_part, fragment.len, &Device::cpu())?;
+        Ok((fragment.in_param, values.to_vec_f32()?))
     }
 
-    /// The flat part that holds a kind of value, or why there is none.
-    fn flat(
+    /// The flat values that hold a kind of value and where this rank's part begins in them, or why there are none.
+    fn flat<'a>(
         &self,
-        state: &State,
+        state: &'a State,
         group: usize,
-        share: &Share,
+        share: &'a Share,
         which: Which<'_>,
         param: &Param,
-    ) -> Result<Tensor> {
+    ) -> Result<(&'a Flat, usize)> {
         let fail = |why: String| ZeroError::Parameter { name: param.name().into(), why };
         match which {
-            Which::Weight => share.own_master(),
+            Which::Weight => Ok(share.weights()),
             Which::Gradient if !share.trained => Err(fail("is frozen and has no gradient".into())),
             Which::Gradient if !state.reducer.has_gradients() => {
                 Err(fail("has no gradient now: ask between backward and step".into()))
             }
-            Which::Gradient => share.own_master(),
+            Which::Gradient => Ok(share.weights()),
             Which::State(name) => {
                 let names = self
                     .optimizer
                     .as_ref()
                     .map_or(&[][..], |optimizer| optimizer.state_names(&share.options));
                 let at = names.iter().position(|known| *known == name);
-                at.and_then(|at| state.shares[group].states.get(at).cloned()).ok_or_else(|| {
+                at.and_then(|at| Some((state.shares[group].states.get(at)?, 0))).ok_or_else(|| {
                     fail(format!("has no optimizer state '{name}'; there are: {}", names.join(", ")))
                 })
             }
@@ -157,14 +160,13 @@ impl ZeroStore {
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
         let own_rank = owner_in(share);
-        let flat = self.flat(state, group, share, which, param)?;
+        let (flat, start) = self.flat(state, group, share, which, param)?;
         if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
             let new = &value[fragment.in_param..fragment.in_param + fragment.len];
-            let new = Tensor::from_slice(new, [new.len()], &self.device)?;
-            let backend = self.device.backend();
-            backend.cast(&new, &part(&flat, fragment.in_part, fragment.len)?)?;
-            if which == Which::Weight && self.dtype != DType::F32 {
-                backend.cast(&new, &part(&share.own_values()?, fragment.in_part, fragment.len)?)?;
+            let new = Tensor::from_slice(new, [new.len()], &Device::cpu())?;
+            flat.write(start + fragment.in_part, &new)?;
+            if which == Which::Weight && share.master.is_some() {
+                share.values.write(share.own_start + fragment.in_part, &new)?;
             }
         }
         Ok(())

@@ -68,7 +68,7 @@ impl ParamStore for Attached {
             Some(first) => first.rank * share.layout.part_numel + first.in_part,
             None => 0,
         };
-        Ok(share.values.slice(start, self.shapes[index])?)
+        Ok(share.values.memory()?.slice(start, self.shapes[index])?)
     }
 
     fn release(&self, index: usize) {

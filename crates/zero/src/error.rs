@@ -19,6 +19,9 @@ pub enum ZeroError {
     /// A kernel or an allocation failed.
     #[error(transparent)]
     Tensor(#[from] TensorError),
+    /// A disk that holds state failed.
+    #[error("offloaded state: {0}")]
+    Disk(#[from] ferrospeed_io::IoError),
     /// A parameter is in two groups, or in none.
     #[error("parameter '{name}' {why}")]
     Parameter {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use ferrospeed_comm::ReduceOp;
 use ferrospeed_config::Stage;
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{Param, Tensor};
+use ferrospeed_tensor::{Device, Param, Tensor};
 
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
@@ -26,7 +26,7 @@ pub(crate) fn fill(share: &Share, params: &[Param], stage: Stage, source: &dyn P
     // What this rank loads, in elements of the flat values; in stage 3 each rank has flat values of its own.
     let own = match stage {
         Stage::Parameters => rank * share.layout.part_numel..(rank + 1) * share.layout.part_numel,
-        _ if !share.values.device().backend().is_host() => 0..whole,
+        _ if !share.values.is_here(&Device::cpu()) => 0..whole,
         _ => stretch(whole, among.size(), among.rank()),
     };
     let loaded = load(share, params, rank, stage, &own, source);
@@ -42,11 +42,11 @@ pub(crate) fn fill(share: &Share, params: &[Param], stage: Stage, source: &dyn P
     }
     // Where everybody needs f32 weights as well, those are what is gathered, and the others follow from them.
     let whole_master = share.master.as_ref().filter(|_| share.layout.ranks == 1);
-    let gathered = whole_master.unwrap_or(&share.values);
+    let gathered = whole_master.unwrap_or(&share.values).memory()?;
     let counts: Vec<usize> = (0..among.size()).map(|rank| stretch(whole, among.size(), rank).len()).collect();
     exchange::all_gather_unequal(among, gathered, own, &counts)?.wait()?;
     match whole_master {
-        Some(master) => Ok(master.device().backend().cast(master, &share.values)?),
+        Some(_) => Ok(gathered.device().backend().cast(gathered, share.values.memory()?)?),
         None => Ok(()),
     }
 }
@@ -66,7 +66,6 @@ fn load(
     own: &Range<usize>,
     source: &dyn ParamSource,
 ) -> Result<()> {
-    let backend = share.values.device().backend();
     // Which elements of the flat order there are masters for, and where in it the values begin.
     let numel = share.layout.part_numel;
     let mastered = if share.layout.ranks > 1 { rank * numel..(rank + 1) * numel } else { 0..numel };
@@ -81,12 +80,12 @@ fn load(
                 let in_param = fragment.in_param + at - start;
                 buffer.resize(len, 0.0);
                 source.load(&params[param], in_param..in_param + len, &mut buffer)?;
-                let values = Tensor::from_slice(&buffer, [len], share.values.device())?;
-                backend.cast(&values, &part(&share.values, at - values_start, len)?)?;
+                let values = Tensor::from_slice(&buffer, [len], &Device::cpu())?;
+                share.values.write(at - values_start, &values)?;
                 let both = at.max(mastered.start)..(at + len).min(mastered.end);
                 if let Some(master) = share.master.as_ref().filter(|_| !both.is_empty()) {
-                    let target = part(master, both.start - mastered.start, both.len())?;
-                    backend.cast(&part(&values, both.start - at, both.len())?, &target)?;
+                    master
+                        .write(both.start - mastered.start, &part(&values, both.start - at, both.len())?)?;
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Where model state lives: ZeRO stages 0 to 3 as one store.
 //!
 //! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `sharding` (among whom), `store` (attach a
-//! model; `fill` loads it), `reducer` (gradients; `sums` of micro-batches, `rows` for tables), `residency` (stage 3's parameters, by the order of `trace`), `step` (the update), [`access`] (looking in), `snapshot`
+//! model; `fill` loads it), `reducer` (gradients; `sums` of micro-batches, `rows` for tables), `residency` (stage 3's parameters, by the order of `trace`), `step` (the update; `away` where state is not at hand, `homes` says where), [`access`] (looking in), `snapshot`
 //! (to and from checkpoints).
 //!
 //! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
@@ -9,10 +9,13 @@
 
 pub mod access;
 mod attached;
+mod away;
 pub mod buckets;
 mod error;
 mod fill;
 mod hold;
+mod home;
+mod homes;
 mod memory;
 pub mod partition;
 mod reducer;
@@ -26,6 +29,7 @@ mod sums;
 mod trace;
 
 pub use error::{Result, ZeroError};
+pub use homes::Homes;
 pub use residency::Pass;
 pub use sharding::{Elsewhere, Sharding};
 pub use snapshot::{Held, Saved, SavedPiece};

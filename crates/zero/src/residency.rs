@@ -16,7 +16,7 @@ use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
-use crate::memory::part;
+use crate::home::Flat;
 use crate::trace::ReadOrder;
 use ferrospeed_collective::exchange::{self, Pending};
 
@@ -74,7 +74,7 @@ pub(crate) struct Residency {
     limits: Limits,
     params: Vec<Sharded>,
     /// This rank's flat values, and the ranks that have the other parts.
-    flats: Vec<(Group, Tensor)>,
+    flats: Vec<(Group, Flat)>,
     whole: Vec<Whole>,
     /// The parameters that come and go together with each one: itself, or its leaf module's. Its first stands for all.
     units: Vec<Arc<[usize]>>,
@@ -103,7 +103,7 @@ impl Residency {
         limits: Limits,
         params: Vec<Sharded>,
         leaves: &[Vec<usize>],
-        flats: Vec<(Group, Tensor)>,
+        flats: Vec<(Group, Flat)>,
         dtype: DType,
         device: &Device,
     ) -> Residency {
@@ -181,7 +181,7 @@ impl Residency {
         if self.is_alone(param) {
             let sharded = &self.params[param];
             self.whole[param].borrows += 1;
-            return Ok(self.flats[sharded.flat].1.slice(sharded.start, sharded.shape)?);
+            return Ok(self.flats[sharded.flat].1.memory()?.slice(sharded.start, sharded.shape)?);
         }
         if self.whole[param].value.is_none() {
             let missing = self.missing(param);
@@ -205,9 +205,10 @@ impl Residency {
         (sharded.share * self.flats[sharded.flat].0.size()) as u64
     }
 
-    /// Whether this rank has all of a parameter.
+    /// Whether this rank has all of a parameter where kernels work.
     fn is_alone(&self, param: usize) -> bool {
-        self.flats[self.params[param].flat].0.size() == 1
+        let (group, flat) = &self.flats[self.params[param].flat];
+        group.size() == 1 && flat.is_here(&self.device)
     }
 
     /// What is not whole of a parameter's unit.
@@ -294,7 +295,7 @@ impl Residency {
             let sharded = &self.params[param];
             let numel = sharded.share * group.size();
             let value = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
-            let own = part(&self.flats[sharded.flat].1, sharded.start, sharded.share)?;
+            let own = self.flats[sharded.flat].1.read(sharded.start, sharded.share, &self.device)?;
             pairs.push((own, value.clone()));
             self.whole[param].value = Some(value);
             if let Some(place) = self.whole[param].absent_at.take() {

@@ -6,11 +6,12 @@
 use std::ops::Range;
 
 use ferrospeed_config::Stage;
-use ferrospeed_tensor::{DType, Tensor};
+use ferrospeed_tensor::{DType, Device, Tensor};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::hold::Hold;
+use crate::home::Flat;
 use crate::memory::part;
 use crate::store::{Share, ZeroStore, owner_in};
 
@@ -48,7 +49,8 @@ pub struct SavedPiece {
 
 /// Pieces of a store that stay as they are while this lives; see [`ZeroStore::hold`].
 pub struct Held {
-    parts: Vec<Tensor>,
+    /// Where each piece is, from where on.
+    parts: Vec<(Flat, usize)>,
     hold: Hold,
 }
 
@@ -61,7 +63,14 @@ impl Held {
     /// Appends elements `range` of the piece at `index` to `out`, in the piece's type and in this machine's order of
     /// bytes, which is little-endian on all that are supported.
     pub fn read(&self, index: usize, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
-        let whole = &self.parts[index];
+        let (flat, first) = &self.parts[index];
+        let Flat::Memory(whole) = flat else {
+            let values = flat.read(first + range.start, range.len(), &Device::cpu())?;
+            let start = out.len();
+            out.resize(start + values.size_bytes(), 0);
+            return Ok(values.device().backend().copy_to_host(&values, &mut out[start..])?);
+        };
+        let range = first + range.start..first + range.end;
         let backend = whole.device().backend();
         if !backend.is_host() {
             // A device's memory is copied at once, at the full rate of its link.
@@ -141,12 +150,13 @@ impl ZeroStore {
         &names[..names.len().min(share.states.len())]
     }
 
-    fn flat_of(&self, state: &State, piece: &SavedPiece) -> Result<Tensor> {
+    /// The flat values a piece lies in, and where this rank's part begins in them.
+    fn flat_of<'a>(&self, state: &'a State, piece: &SavedPiece) -> Result<(&'a Flat, usize)> {
         let share = &state.shares[self.places()[piece.param].0];
         match piece.value {
-            Saved::Weight => share.own_master(),
+            Saved::Weight => Ok(share.weights()),
             Saved::State(index, name) => {
-                share.states.get(index).cloned().ok_or_else(|| ZeroError::Parameter {
+                share.states.get(index).map(|flat| (flat, 0)).ok_or_else(|| ZeroError::Parameter {
                     name: self.params[piece.param].name().into(),
                     why: format!("has no optimizer state '{name}'"),
                 })
@@ -159,7 +169,10 @@ impl ZeroStore {
     /// Forward and backward go on meanwhile, since they only read weights.
     pub fn hold(&self, pieces: &[SavedPiece]) -> Result<Held> {
         let state = self.lock();
-        let parts = pieces.iter().map(|piece| part(&self.flat_of(&state, piece)?, piece.in_part, piece.len));
+        let parts = pieces.iter().map(|piece| {
+            let (flat, start) = self.flat_of(&state, piece)?;
+            Ok((flat.clone(), start + piece.in_part))
+        });
         Ok(Held { parts: parts.collect::<Result<_>>()?, hold: self.holds.take() })
     }
 
@@ -170,15 +183,11 @@ impl ZeroStore {
         self.holds.wait_for_none();
         let share = &state.shares[self.places()[piece.param].0];
         let at = piece.in_part + start;
-        let backend = self.device.backend();
-        let target = part(&self.flat_of(&state, piece)?, at, values.len())?;
-        if target.dtype() == DType::F32 {
-            backend.copy_from_host(bytemuck::cast_slice(values), &target)?;
-        } else {
-            backend.cast(&Tensor::from_slice(values, [values.len()], &self.device)?, &target)?;
-        }
+        let values = Tensor::from_slice(values, [values.len()], &Device::cpu())?;
+        let (flat, first) = self.flat_of(&state, piece)?;
+        flat.write(first + at, &values)?;
         if piece.value == Saved::Weight && share.master.is_some() {
-            backend.cast(&target, &part(&share.own_values()?, at, values.len())?)?;
+            share.values.write(share.own_start + at, &values)?;
         }
         Ok(())
     }

@@ -50,7 +50,7 @@ pub enum StepOutcome {
 /// How much of a parameter's name another rank is told.
 const LONGEST_NAME: usize = 256;
 
-fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
+pub(crate) fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
     Ok(match tensor.dtype() {
         DType::BF16 => Gradient::Bf16(tensor.host()?),
         DType::F16 => Gradient::F16(tensor.host()?),
@@ -122,7 +122,10 @@ impl ZeroStore {
                 Optimizer::Lamb(lamb) => self.lamb_step(lamb, share, &own, factor)?,
                 optimizer => {
                     let pass = optimizer.pass(&share.options, share.steps);
-                    self.update(share, &share.states, &own, factor, &pass)?;
+                    match share.is_away {
+                        true => self.update_away(share, &own, factor, &pass)?,
+                        false => self.update(share, &share.in_memory()?, &own, factor, &pass)?,
+                    }
                 }
             }
         }
@@ -145,6 +148,7 @@ impl ZeroStore {
             || self.device.backend().is_host()
             || matches!(optimizer, Optimizer::Lamb(_))
             || optimizer.is_of_the_host()
+            || state.shares.iter().any(|share| share.is_away)
         {
             return Ok(None);
         }
@@ -153,7 +157,7 @@ impl ZeroStore {
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             let update = optimizer.update(&share.options, share.steps + 1);
-            updates.push((update, self.operands(share, &share.states, &own, true)?));
+            updates.push((update, self.operands(share, &share.in_memory()?, &own, true)?));
         }
         let gradients = values_of(segments);
         let measured = self.device.backend().clipped_updates(options.clipping(), &gradients, &updates)?;
@@ -306,7 +310,7 @@ impl ZeroStore {
         let numel = share.layout.part_numel;
         let directions = Tensor::zeros_in([numel], DType::F32, &self.device, Category::Buffers)?;
         // The third state of the first pass is where the direction goes.
-        let mut states = share.states.clone();
+        let mut states = share.in_memory()?;
         states.push(directions.clone());
         self.update(share, &states, segments, factor, &lamb.direction(&share.options).into())?;
         let own_rank = owner_in(share);
@@ -369,7 +373,7 @@ impl ZeroStore {
             if !share.trained || share.layout.part_numel == 0 || share.layout.ranks == 1 {
                 continue;
             }
-            let pair = (share.own_values()?, share.values.clone());
+            let pair = (share.own_values()?, share.values.memory()?.clone());
             pending.extend(exchange::all_gather(&share.sharding.shard, &[pair], group as u64)?);
         }
         Ok(pending.into_iter().try_for_each(exchange::Pending::wait)?)

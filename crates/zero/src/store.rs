@@ -22,6 +22,8 @@ use crate::buckets::{self, Kind};
 use crate::error::{Result, ZeroError};
 use crate::fill;
 use crate::hold::Holds;
+use crate::home::Flat;
+use crate::homes::Homes;
 use crate::memory::{common, part, reachable};
 use crate::partition::{Layout, persistent};
 use crate::reducer::{ReduceOptions, Reducer, Road};
@@ -68,6 +70,8 @@ pub struct StoreOptions<'a> {
     pub leaf_modules: &'a [Vec<Param>],
     /// The update rule; `None` when nothing is trained.
     pub optimizer: Option<Optimizer>,
+    /// Where state is at home.
+    pub homes: Homes,
 }
 
 /// Parameters of one group that are spread in one way: this rank's share of them.
@@ -82,22 +86,40 @@ pub(crate) struct Share {
     pub(crate) params: Vec<usize>,
     pub(crate) layout: Layout,
     /// What kernels read: everything below stage 3, this rank's part in stage 3.
-    pub(crate) values: Tensor,
+    pub(crate) values: Flat,
     /// Where this rank's part starts in `values`.
     pub(crate) own_start: usize,
     /// f32 weights of this rank's part; `None` when `values` are f32 themselves.
-    pub(crate) master: Option<Tensor>,
+    pub(crate) master: Option<Flat>,
     /// The optimizer's states for this rank's part.
-    pub(crate) states: Vec<Tensor>,
+    pub(crate) states: Vec<Flat>,
+    /// Whether any of these are elsewhere than where kernels work.
+    pub(crate) is_away: bool,
+    /// Elements that are updated at a time where they are, and how many such tiles may be in memory.
+    pub(crate) tile: usize,
+    pub(crate) tile_buffers: usize,
     /// Steps taken.
     pub(crate) steps: u64,
     pub(crate) trained: bool,
 }
 
 impl Share {
-    /// This rank's part of the values.
+    /// This rank's part of the values, where they are in memory.
     pub(crate) fn own_values(&self) -> Result<Tensor> {
-        part(&self.values, self.own_start, self.layout.part_numel)
+        part(self.values.memory()?, self.own_start, self.layout.part_numel)
+    }
+
+    /// The optimizer's states, where they are in memory.
+    pub(crate) fn in_memory(&self) -> Result<Vec<Tensor>> {
+        self.states.iter().map(|state| state.memory().cloned()).collect()
+    }
+
+    /// Where this rank's f32 weights are, and from where on.
+    pub(crate) fn weights(&self) -> (&Flat, usize) {
+        match &self.master {
+            Some(master) => (master, 0),
+            None => (&self.values, self.own_start),
+        }
     }
 
     /// This rank's number among those that hold the same part, and how many there are.
@@ -112,7 +134,7 @@ impl Share {
     /// This rank's f32 weights.
     pub(crate) fn own_master(&self) -> Result<Tensor> {
         match &self.master {
-            Some(master) => Ok(master.clone()),
+            Some(master) => Ok(master.memory()?.clone()),
             None => self.own_values(),
         }
     }
@@ -137,6 +159,7 @@ pub struct ZeroStore {
     indices: HashMap<u64, usize>,
     /// What the parameters hold as well.
     attached: Arc<Attached>,
+    homes: Homes,
     /// Who copies weights and states, which therefore must not change.
     pub(crate) holds: Holds,
 }
@@ -239,6 +262,12 @@ impl ZeroStore {
         for (index, param) in params.iter().enumerate() {
             param.attach(attached.clone(), index, options.dtype)?;
         }
+        let lamb = matches!(options.optimizer, Some(Optimizer::Lamb(_)));
+        if let Some(share) = attached.lock().shares.iter().find(|share| share.is_away && lamb) {
+            let name = share.params.first().map_or("", |&param| params[param].name());
+            let why = "Lamb scales by the norms of whole parameters and does not work on state that is offloaded; use AdamW, Adam, Lion, Adagrad or SGD, or remove offload_optimizer and offload_param".to_owned();
+            return Err(ZeroError::Parameter { name: name.into(), why });
+        }
         let split = (stage != Stage::Off).then(|| sharding.shard.clone());
         Ok(Arc::new(ZeroStore {
             world: world.clone(),
@@ -253,6 +282,7 @@ impl ZeroStore {
             params: params.to_vec(),
             indices,
             attached,
+            homes: options.homes.clone(),
             holds: Holds::default(),
         }))
     }
@@ -359,6 +389,11 @@ impl ZeroStore {
         }
     }
 
+    /// What has gone to and from the disks that hold state.
+    pub fn disk_traffic(&self) -> ferrospeed_io::Traffic {
+        self.homes.traffic()
+    }
+
     /// The most elements stage 3 ever held whole at once; 0 in other stages.
     pub fn peak_live_numel(&self) -> u64 {
         self.lock().residency.as_ref().map_or(0, Residency::peak_live_numel)
@@ -427,19 +462,29 @@ fn build_share(
     // In stages 1 and 2 all ranks of a shard read the same weights and each updates its own part of them.
     let has_common = layout.ranks > 1 && stage != Stage::Parameters;
     let place = if has_common { common } else { reachable };
-    let values = place(&sharding.shard, values_numel, options.dtype, device, Category::Parameters)?;
-    let master = if trained && options.dtype != DType::F32 {
-        Some(Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer)?)
-    } else {
-        None
+    let homes = &options.homes;
+    let values = match homes.values(stage) {
+        Some(home) => home.zeros(values_numel, options.dtype, Category::Parameters)?,
+        None => {
+            Flat::Memory(place(&sharding.shard, values_numel, options.dtype, device, Category::Parameters)?)
+        }
     };
     let names = options
         .optimizer
         .as_ref()
         .filter(|_| trained)
         .map_or(&[][..], |optimizer| optimizer.state_names(&group_options));
-    let state = |_: &&str| Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer);
-    let states = names.iter().map(state).collect::<Result<Vec<_>, _>>()?;
+    let state = || match homes.states() {
+        Some(home) => home.zeros(layout.part_numel, DType::F32, Category::Optimizer),
+        None => {
+            Ok(Flat::Memory(Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer)?))
+        }
+    };
+    // Weights that kernels do not read where the update works have a copy there.
+    let apart = options.dtype != DType::F32 || !values.is_here(&Device::cpu()) && homes.states().is_some();
+    let master = (trained && (apart || !values.is_here(device))).then(state).transpose()?;
+    let states = names.iter().map(|_| state()).collect::<Result<Vec<_>>>()?;
+    let is_away = !values.is_here(device) || master.iter().chain(&states).any(|flat| !flat.is_here(device));
     // With several kinds of shares in one norm, one holder of each part counts it.
     let first = sharding.copy() == 0 && (layout.ranks > 1 || sharding.shard.rank() == 0);
     let share = Share {
@@ -453,6 +498,9 @@ fn build_share(
         own_start,
         master,
         states,
+        is_away,
+        tile: homes.tile_numel(options.zero.sub_group_size),
+        tile_buffers: homes.tile_buffers(),
         steps: 0,
         trained,
     };

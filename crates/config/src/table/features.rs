@@ -203,11 +203,20 @@ pub(super) const DATA_TYPES: &[Key] = &[
 
 /// `aio`.
 pub(super) const AIO: &[Key] = &[
-    key("block_size", POSITIVE_COUNT, "1048576", "Bytes per request."),
-    key("queue_depth", POSITIVE_COUNT, "8", "Requests in flight."),
-    key("thread_count", POSITIVE_COUNT, "1", "Threads per request.").alias(&["intra_op_parallelism"]),
-    key("single_submit", Kind::Bool, "false", "Submit one request at a time."),
-    key("overlap_events", Kind::Bool, "true", "Submit while others complete."),
+    key("block_size", POSITIVE_COUNT, "1048576", "Bytes per request.").done(),
+    key("queue_depth", POSITIVE_COUNT, "8", "Requests in flight.").done(),
+    key(
+        "thread_count",
+        POSITIVE_COUNT,
+        "1",
+        "Threads that read and write, where the kernel permits no io_uring.",
+    )
+    .alias(&["intra_op_parallelism"])
+    .done(),
+    key("single_submit", Kind::Bool, "false", "Submit one request at a time.")
+        .inert("each request is submitted as it comes"),
+    key("overlap_events", Kind::Bool, "true", "Submit while others complete.")
+        .inert("requests are always submitted while others are under way"),
     key("use_gds", Kind::Bool, "false", "Read straight into device memory."),
 ];
 

@@ -6,8 +6,8 @@ use super::*;
 const OFFLOAD_DEVICE: Kind = choice(&["none", "cpu", "nvme"]);
 
 const OFFLOAD_PARAM: &[Key] = &[
-    key("device", OFFLOAD_DEVICE, "\"none\"", "Where parameters wait while they are not in use."),
-    key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk."),
+    key("device", OFFLOAD_DEVICE, "\"none\"", "Where parameters wait while they are not in use.").done(),
+    key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk.").done(),
     key("buffer_count", COUNT, "5", "Buffers for parameters that travel to and from NVMe."),
     key("buffer_size", COUNT, "100000000", "Elements per buffer."),
     key("max_in_cpu", COUNT, "1000000000", "Elements kept in host memory when offloading to NVMe."),
@@ -15,13 +15,16 @@ const OFFLOAD_PARAM: &[Key] = &[
 ];
 
 const OFFLOAD_OPTIMIZER: &[Key] = &[
-    key("device", OFFLOAD_DEVICE, "\"none\"", "Where optimizer states and master weights live."),
-    key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk."),
-    key("buffer_count", COUNT, "4", "Buffers for states that travel to and from NVMe."),
+    key("device", OFFLOAD_DEVICE, "\"none\"", "Where optimizer states and master weights live.").done(),
+    key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk.").done(),
+    key("buffer_count", COUNT, "4", "Buffers for states that travel to and from NVMe.").done(),
     key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers."),
-    key("pipeline_read", Kind::Bool, "false", "Read the next states while these are updated."),
-    key("pipeline_write", Kind::Bool, "false", "Write the last states while these are updated."),
-    key("fast_init", Kind::Bool, "false", "Initialise NVMe states in bulk."),
+    key("pipeline_read", Kind::Bool, "false", "Read the next states while these are updated.")
+        .inert("the next states are always read ahead, as far as buffer_count allows"),
+    key("pipeline_write", Kind::Bool, "false", "Write the last states while these are updated.")
+        .inert("the last states are always written while others are updated"),
+    key("fast_init", Kind::Bool, "false", "Initialise NVMe states in bulk.")
+        .inert("new states are zeros, which a new file holds already"),
     key("ratio", FRACTION, "1.0", "Share of the states that is updated on the CPU (stage 3 only)."),
     key("super_offload", Kind::Bool, "false", "Update on the CPU while backward goes on (stage 3)."),
     key("cpuadam_cores_perc", FRACTION, "0.8", "Share of the cores that updates."),
@@ -87,8 +90,13 @@ pub(super) const ZERO: &[Key] = &[
         "null",
         "Keep optimizer states in host memory or on NVMe.",
     ),
-    key("sub_group_size", COUNT, "1000000000", "Parameter elements updated at once in stage 3.")
-        .inert("an update streams over its part in cache-sized blocks, whatever the group"),
+    key(
+        "sub_group_size",
+        COUNT,
+        "1000000000",
+        "Parameter elements updated at once where they come from a disk: at most this many, and at most 4194304.",
+    )
+    .done(),
     key("prefetch_bucket_size", COUNT, "50000000", "Parameter elements fetched ahead of use.")
         .alias(&["stage3_prefetch_bucket_size"])
         .done(),
