@@ -1,7 +1,7 @@
 //! The bytes each rank keeps in each tier, and whether they fit.
 //!
 //! Model states follow from the ZeRO stage, the precision and the optimizer (Rajbhandari et al. 2020). Only what training does
-//! is counted: offload, which it does not do yet, saves nothing. Activations are counted per token from what each operation of a layer saves, in the manner of Korthikanti et
+//! is counted. Activations are counted per token from what each operation of a layer saves, in the manner of Korthikanti et
 //! al. 2022. What the allocator loses to fragmentation is not in here.
 
 use std::fmt;

@@ -6,6 +6,9 @@ use crate::activations::ActivationBytes;
 use crate::model::Model;
 use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier};
 
+/// The most elements that an update from a disk takes at a time.
+const LARGEST_TILE: u64 = 4 << 20;
+
 /// Plans the bytes of one rank.
 pub fn plan(request: &Request<'_>) -> Plan {
     let mut planner = Planner { request, rows: Vec::new() };
@@ -51,14 +54,31 @@ impl Planner<'_> {
         let config = self.request.config;
         let cpu_checkpointing = config.activation_checkpointing.cpu_checkpointing;
         let asked = [
-            ("offload_optimizer", !matches!(config.zero.offload_optimizer.tier, OptimizerTier::Device)),
-            ("offload_param", !matches!(config.zero.offload_param.tier, ParameterTier::Device)),
+            ("offload_optimizer.ratio", config.zero.offload_optimizer.ratio < 1.0),
             ("cpu_checkpointing", cpu_checkpointing && self.request.checkpoint_activations),
         ];
         let asked = asked.into_iter().filter(|(_, asked)| *asked);
         asked
             .map(|(key, _)| format!("{key}: not acted on yet, so it is counted as if it were not there"))
             .collect()
+    }
+
+    /// Where f32 weights and optimizer states are. Host memory is what a rank without a GPU computes in.
+    fn home_of_states(&self) -> Tier {
+        match (&self.request.config.zero.offload_optimizer.tier, self.request.processor) {
+            (OptimizerTier::Nvme { .. }, _) => Tier::Nvme,
+            (OptimizerTier::Host(_), Processor::Gpu) => Tier::Host,
+            _ => Tier::Device,
+        }
+    }
+
+    /// Where what kernels read is, between the times when they do.
+    fn home_of_parameters(&self) -> Tier {
+        match (&self.request.config.zero.offload_param.tier, self.request.processor) {
+            (ParameterTier::Nvme { .. }, _) => Tier::Nvme,
+            (ParameterTier::Host(_), Processor::Gpu) => Tier::Host,
+            _ => Tier::Device,
+        }
     }
 
     fn width(&self) -> u64 {
@@ -78,17 +98,17 @@ impl Planner<'_> {
         }
         let share = self.share();
         let why = format!("{share} of {} parameters × {width} bytes", self.params());
-        self.add(purpose, Tier::Device, share.saturating_mul(width), why);
+        self.add(purpose, self.home_of_parameters(), share.saturating_mul(width), why);
     }
 
     fn gradients(&mut self) {
         let (stage, purpose) = (self.stage(), Purpose::Gradients);
         let config = self.request.config;
-        let accumulates_wide = matches!(config.precision, Precision::Bf16 { .. }) && stage == Stage::Off;
+        // Sums of micro-batches are wide unless told otherwise; a single one has the type it travels in.
         let width = match config.grad_accum_dtype {
             Some(data_type) => data_type.bytes(),
-            None if accumulates_wide => DataType::Fp32.bytes(),
-            None => self.width(),
+            None if config.batch.gradient_accumulation_steps.get() > 1 => DataType::Fp32.bytes(),
+            None => config.communication_data_type.map_or(self.width(), DataType::bytes),
         };
         if stage < Stage::Gradients {
             return self.add(
@@ -107,7 +127,12 @@ impl Planner<'_> {
         let states = config.optimizer.as_ref().and_then(|optimizer| optimizer.states_per_parameter());
         let assumed = if states.is_none() { " (two, as Adam has)" } else { "" };
         let states = states.unwrap_or(2);
+        let (home, values) = (self.home_of_states(), self.home_of_parameters());
+        let apart = home != values
+            && (home != Tier::Nvme || values != Tier::Device || self.request.processor == Processor::Gpu);
         let master = match config.precision {
+            // Weights that kernels do not read where the update works have a copy there.
+            Precision::Fp32 if apart || values != Tier::Device => 4,
             Precision::Fp32 => 0,
             Precision::Fp16 { half_master_weights: true, .. } => 2,
             Precision::Fp16 { .. } | Precision::Bf16 { .. } => 4,
@@ -116,7 +141,15 @@ impl Planner<'_> {
         let count = if self.stage() == Stage::Off { self.params() } else { self.share() };
         let why = format!("{count} × ({master} bytes of master weight + {states} states × 4 bytes){assumed}");
         let bytes = count.saturating_mul(width);
-        self.add(purpose, Tier::Device, bytes, why);
+        self.add(purpose, home, bytes, why);
+        if let OptimizerTier::Nvme { buffers, .. } = &config.zero.offload_optimizer.tier {
+            let tile = config.zero.sub_group_size.clamp(1, LARGEST_TILE).min(count);
+            let tiles = buffers.count.clamp(1, count.div_ceil(tile.max(1)).max(1));
+            let why = format!("{tiles} tiles of {tile} on their way from and to the disk × {width} bytes");
+            let bytes = tiles.saturating_mul(tile).saturating_mul(width);
+            let memory = if self.request.processor == Processor::Gpu { Tier::Host } else { Tier::Device };
+            self.add(Purpose::CommunicationBuffers, memory, bytes, why);
+        }
     }
 
     fn buffers(&mut self) {

@@ -47,7 +47,7 @@ fn model_states_shrink_as_in_the_zero_paper() {
 }
 
 #[test]
-fn offload_that_training_ignores_saves_nothing_and_is_said() {
+fn what_is_offloaded_is_counted_where_it_goes() {
     let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
     let value = |zero: Value| {
         json!({
@@ -64,11 +64,19 @@ fn offload_that_training_ignores_saves_nothing_and_is_said() {
         "offload_param": { "device": "cpu" },
     });
     let offloaded = plan_for(&model, value(offloaded), 4, false);
-    assert_eq!(plain.rows, offloaded.rows);
-    assert!(plain.notes.is_empty());
-    for key in ["offload_optimizer: not acted on yet", "offload_param: not acted on yet"] {
-        assert!(offloaded.to_string().contains(key), "{offloaded}");
-    }
+    let on = |plan: &Plan, tier| plan.rows.iter().filter(|r| r.tier == tier).map(|r| r.bytes).sum::<u64>();
+    // Host memory is where ranks without a GPU compute: parameters stay, states go to the disk.
+    assert_eq!(on(&offloaded, Tier::Nvme), 250_000 * 12);
+    assert_eq!(on(&offloaded, Tier::Host), 0);
+    let tiles = 250_000 * 12;
+    assert_eq!(on(&offloaded, Tier::Device), on(&plain, Tier::Device) - 250_000 * 12 + tiles);
+    assert!(plain.notes.is_empty() && offloaded.notes.is_empty());
+    // Of a larger model only a few tiles are in memory.
+    let large = Model::Counts(ModelSize { total_params: 1 << 34, largest_layer_params: 10_000 });
+    let zero = json!({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 3}});
+    let plan = plan_for(&large, value(zero), 4, false);
+    assert_eq!(on(&plan, Tier::Nvme), (1 << 32) * 12);
+    assert!(plan.rows.iter().any(|row| row.why.starts_with("3 tiles of 4194304")), "{plan}");
 }
 
 #[test]
