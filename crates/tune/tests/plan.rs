@@ -73,7 +73,8 @@ fn what_is_offloaded_is_counted_where_it_goes() {
     assert!(plain.notes.is_empty() && offloaded.notes.is_empty());
     // Of a larger model only a few tiles are in memory.
     let large = Model::Counts(ModelSize { total_params: 1 << 34, largest_layer_params: 10_000 });
-    let zero = json!({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 3}});
+    let zero =
+        json!({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 3}});
     let plan = plan_for(&large, value(zero), 4, false);
     assert_eq!(on(&plan, Tier::Nvme), (1 << 32) * 12);
     assert!(plan.rows.iter().any(|row| row.why.starts_with("3 tiles of 4194304")), "{plan}");

@@ -166,7 +166,8 @@ pub const ROOT: &[Key] = &[
     key("data_types", Kind::Section(DATA_TYPES, Form::Plain), "{}", "Number formats of intermediate values.")
         .done(),
     key("aio", Kind::Section(AIO, Form::Plain), "{}", "Asynchronous reads and writes for NVMe offload.")
-        .nullable(),
+        .nullable()
+        .done(),
     key(
         "elasticity",
         Kind::Section(ELASTICITY, Form::Plain),

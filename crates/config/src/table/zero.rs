@@ -83,13 +83,15 @@ pub(super) const ZERO: &[Key] = &[
         Kind::Section(OFFLOAD_PARAM, Form::Schema),
         "null",
         "Keep parameters in host memory or on NVMe (stage 3).",
-    ),
+    )
+    .done(),
     key(
         "offload_optimizer",
         Kind::Section(OFFLOAD_OPTIMIZER, Form::Schema),
         "null",
         "Keep optimizer states in host memory or on NVMe.",
-    ),
+    )
+    .done(),
     key(
         "sub_group_size",
         COUNT,
