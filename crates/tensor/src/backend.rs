@@ -4,6 +4,10 @@
 //! work; results may be read after [`Backend::synchronize`], or through the copies to the host, which wait.
 //! Outputs are allocated by the caller and fully overwritten, unless a method says that it accumulates.
 
+mod grouped;
+
+pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
+
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
@@ -597,6 +601,52 @@ pub trait Backend: Send + Sync {
     fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()>;
     /// The `k` largest of each row, largest first, lowest index first among equals.
     fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()>;
+    /// Sorts slots by their group `ids`, in order within each: how many each group has into `counts`, and the two directions
+    /// of [`RoutedRows`]. A slot whose id is the number of groups goes nowhere.
+    fn sort_groups(&self, _ids: &Tensor, _counts: &Tensor, _order: &Tensor, _place: &Tensor) -> Result<()> {
+        Err(self.knows_no_groups())
+    }
+    /// `y[row] = x[token of row]`, zero behind the last row.
+    fn spread_rows(&self, _x: &Tensor, _rows: &RoutedRows<'_>, _y: &Tensor) -> Result<()> {
+        Err(self.knows_no_groups())
+    }
+    /// `y[token] = Σ weight·x[row]` over the token's slots in order, summed in f32; without weights each is one.
+    fn collect_rows(
+        &self,
+        _x: &Tensor,
+        _rows: &RoutedRows<'_>,
+        _weights: Option<&Tensor>,
+        _y: &Tensor,
+    ) -> Result<()> {
+        Err(self.knows_no_groups())
+    }
+    /// Gradients of [`Backend::collect_rows`] from `[x, weights, dy]`.
+    fn collect_rows_backward(
+        &self,
+        _inputs: [&Tensor; 3],
+        _rows: &RoutedRows<'_>,
+        _dx: &Tensor,
+        _dweights: &Tensor,
+    ) -> Result<()> {
+        Err(self.knows_no_groups())
+    }
+    /// Products of groups of rows, each with a matrix of its own.
+    fn grouped_gemm(&self, _grouped: &GroupedGemm<'_>) -> Result<()> {
+        Err(self.knows_no_groups())
+    }
+    /// Of each group of rows, the product of one tensor's transposed with another's.
+    fn grouped_outer(&self, _grouped: &GroupedOuter<'_>) -> Result<()> {
+        Err(self.knows_no_groups())
+    }
+    /// Of each group of rows that has a place for it, their sum.
+    fn grouped_sums(&self, _counts: &Tensor, _x: &Tensor, _targets: &[Option<Matrix<'_>>]) -> Result<()> {
+        Err(self.knows_no_groups())
+    }
+    /// The error of a device without kernels for rows by group.
+    fn knows_no_groups(&self) -> TensorError {
+        let why = "it has no kernels for rows by group".into();
+        TensorError::Unsupported { op: "grouped rows", device: self.name(), why }
+    }
     /// Patches of an NCHW image as rows: `[batch·oh·ow, channels·kh·kw]`.
     fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()>;
     /// Its transpose: adds patches back.

@@ -16,6 +16,7 @@ mod attention_amx;
 mod avx512;
 mod crew;
 mod gemm;
+mod grouped;
 mod image;
 mod layout;
 mod loss;
@@ -481,6 +482,39 @@ impl Backend for CpuBackend {
     }
     fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()> {
         reduce::top_k(x, k, values, indices)
+    }
+    fn sort_groups(&self, ids: &Tensor, counts: &Tensor, order: &Tensor, place: &Tensor) -> Result<()> {
+        grouped::sort_groups(ids, counts, order, place)
+    }
+    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: &Tensor) -> Result<()> {
+        grouped::spread_rows(&self.threads, x, rows, y)
+    }
+    fn collect_rows(
+        &self,
+        x: &Tensor,
+        rows: &RoutedRows<'_>,
+        weights: Option<&Tensor>,
+        y: &Tensor,
+    ) -> Result<()> {
+        grouped::collect_rows(&self.threads, x, rows, weights, y)
+    }
+    fn collect_rows_backward(
+        &self,
+        inputs: [&Tensor; 3],
+        rows: &RoutedRows<'_>,
+        dx: &Tensor,
+        dweights: &Tensor,
+    ) -> Result<()> {
+        grouped::collect_rows_backward(&self.threads, inputs, rows, dx, dweights)
+    }
+    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
+        grouped::grouped_gemm(&self.threads, &self.pool, grouped)
+    }
+    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
+        grouped::grouped_outer(&self.threads, &self.pool, grouped)
+    }
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
+        grouped::grouped_sums(&self.threads, counts, x, targets)
     }
     fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
         image::image_to_columns(x, window, columns)

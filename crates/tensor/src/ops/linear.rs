@@ -20,7 +20,7 @@ pub enum WeightLayout {
 
 impl WeightLayout {
     /// (inputs, outputs) of a weight of this shape.
-    fn features(self, op: &'static str, weight: &Shape) -> Result<(usize, usize)> {
+    pub(super) fn features(self, op: &'static str, weight: &Shape) -> Result<(usize, usize)> {
         match (self, weight.sizes()) {
             (WeightLayout::OutIn, &[out, inputs]) | (WeightLayout::InOut, &[inputs, out]) => {
                 Ok((inputs, out))

@@ -5,12 +5,14 @@
 
 mod attention;
 mod elementwise;
+mod grouped;
 mod image;
 mod index;
 mod linear;
 mod loss;
 mod norm;
 mod reduce;
+mod routes;
 mod shape;
 
 pub use attention::{
@@ -18,12 +20,14 @@ pub use attention::{
     attention_packed_step, attention_step, rotary, split_heads,
 };
 pub use elementwise::*;
+pub use grouped::{GroupWeights, grouped_linear};
 pub use image::{avg_pool2d, conv2d, max_pool2d};
 pub use index::{embedding, gather, index_select, one_hot, top_k};
 pub use linear::{WeightLayout, linear, linear_activation, matmul, mlp};
 pub use loss::{CrossEntropyOptions, cross_entropy, linear_cross_entropy};
 pub use norm::{REBUILT_WIDTH, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 pub use reduce::{cumsum, log_softmax, max, mean, mean_dim, min, softmax, sum, sum_dim};
+pub use routes::Routes;
 pub use shape::{concat, narrow, permute, reshape, split, transpose};
 
 use crate::backend::{Activation, Device, with_category};

@@ -1,0 +1,241 @@
+//! Products of rows that are sorted by group with the weight of each group.
+//!
+//! A group without rows costs nothing in forward. In backward its weight gets a gradient of zeros, so that ranks whose
+//! groups are filled differently still do the same things together.
+
+use crate::autograd::{Saved, needs_grad, record};
+use crate::backend::{Device, GroupedGemm, GroupedOuter, Matrix};
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::ops::linear::WeightLayout;
+use crate::ops::{expect_same_dtype, gradient_like};
+use crate::param::{Operand, Value};
+use crate::profile;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// The weights (or the biases) of all groups, alike in shape.
+#[derive(Debug, Clone)]
+pub enum GroupWeights {
+    /// One for each.
+    Each(Vec<Operand>),
+    /// One for all, with the groups along its first dimension.
+    Stacked(Operand),
+}
+
+impl GroupWeights {
+    /// How many groups there are.
+    pub fn groups(&self) -> usize {
+        match self {
+            GroupWeights::Each(each) => each.len(),
+            GroupWeights::Stacked(all) => all.shape().sizes().first().copied().unwrap_or(0),
+        }
+    }
+
+    fn operands(&self) -> &[Operand] {
+        match self {
+            GroupWeights::Each(each) => each,
+            GroupWeights::Stacked(all) => std::slice::from_ref(all),
+        }
+    }
+
+    /// The shape of one group's; an error where they differ.
+    fn shape(&self, what: &'static str) -> Result<Shape> {
+        match self {
+            GroupWeights::Each(each) => {
+                let first = each.first().map(|first| *first.shape());
+                let first = first.ok_or_else(|| TensorError::argument(OP, format!("{what} of no group")))?;
+                match each.iter().find(|other| *other.shape() != first) {
+                    Some(other) => {
+                        Err(TensorError::ShapeMismatch { op: OP, left: first, right: *other.shape() })
+                    }
+                    None => Ok(first),
+                }
+            }
+            GroupWeights::Stacked(all) if all.shape().dims() > 1 => Ok(Shape::new(&all.shape().sizes()[1..])),
+            GroupWeights::Stacked(all) => {
+                Err(TensorError::shape(OP, what, *all.shape(), "the groups along its first dimension"))
+            }
+        }
+    }
+
+    fn read(&self) -> Result<Vec<Value>> {
+        self.operands().iter().map(Operand::read).collect()
+    }
+
+    fn saved(&self) -> GroupWeights {
+        match self {
+            GroupWeights::Each(each) => GroupWeights::Each(each.iter().map(Operand::saved).collect()),
+            GroupWeights::Stacked(all) => GroupWeights::Stacked(all.saved()),
+        }
+    }
+
+    /// Whether each operand wants a gradient. Asked before they are saved: a saved tensor has lost its history.
+    fn wanted(&self) -> Vec<bool> {
+        self.operands().iter().map(Operand::requires_grad).collect()
+    }
+
+    /// Each group's matrix, or vector, in what was read of (or made for) the operands.
+    fn of_groups<'a>(&self, values: &[&'a Tensor], transposed: bool) -> Vec<Matrix<'a>> {
+        match self {
+            GroupWeights::Each(_) => {
+                values.iter().map(|value| Matrix { transposed, ..Matrix::whole(value) }).collect()
+            }
+            GroupWeights::Stacked(all) => {
+                let groups = self.groups();
+                let size = all.shape().numel() / groups.max(1);
+                let of = |group| Matrix { transposed, offset: group * size, ..Matrix::whole(values[0]) };
+                (0..groups).map(of).collect()
+            }
+        }
+    }
+
+    /// Memory for the gradients that are wanted, and each group's place in it.
+    fn gradients(&self, wanted: &[bool], dtype: DType, device: &Device) -> Result<Vec<Option<Tensor>>> {
+        let room = |(operand, &wanted): (&Operand, &bool)| {
+            wanted.then(|| gradient_like(operand, *operand.shape(), dtype, device)).transpose()
+        };
+        self.operands().iter().zip(wanted).map(room).collect()
+    }
+
+    fn places<'a>(&self, gradients: &'a [Option<Tensor>]) -> Vec<Option<Matrix<'a>>> {
+        match self {
+            GroupWeights::Each(_) => {
+                gradients.iter().map(|gradient| gradient.as_ref().map(Matrix::whole)).collect()
+            }
+            GroupWeights::Stacked(_) => match &gradients[0] {
+                Some(gradient) => self.of_groups(&[gradient], false).into_iter().map(Some).collect(),
+                None => vec![None; self.groups()],
+            },
+        }
+    }
+}
+
+const OP: &str = "grouped_linear";
+
+/// What forward and backward share.
+struct Product {
+    weights: GroupWeights,
+    biases: Option<GroupWeights>,
+    counts: Tensor,
+    layout: WeightLayout,
+    inputs: usize,
+    outputs: usize,
+}
+
+impl Product {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
+        let (weights, biases) =
+            (self.weights.read()?, self.biases.as_ref().map(GroupWeights::read).transpose()?);
+        let weights: Vec<&Tensor> = weights.iter().map(|value| &**value).collect();
+        let bias = match (&self.biases, &biases) {
+            (Some(of), Some(values)) => {
+                of.of_groups(&values.iter().map(|value| &**value).collect::<Vec<&Tensor>>(), false)
+            }
+            _ => Vec::new(),
+        };
+        profile::count_product(1, x.shape().rows(), self.outputs, self.inputs);
+        x.device().backend().grouped_gemm(&GroupedGemm {
+            counts: &self.counts,
+            a: x,
+            b: &self.weights.of_groups(&weights, self.layout == WeightLayout::OutIn),
+            bias: &bias,
+            c: &y,
+        })?;
+        Ok(y)
+    }
+
+    fn input_gradient(&self, dy: &Tensor, x: &Shape) -> Result<Tensor> {
+        let dx = Tensor::empty(*x, dy.dtype(), dy.device())?;
+        let weights = self.weights.read()?;
+        let weights: Vec<&Tensor> = weights.iter().map(|value| &**value).collect();
+        profile::count_product(1, x.rows(), self.inputs, self.outputs);
+        dy.device().backend().grouped_gemm(&GroupedGemm {
+            counts: &self.counts,
+            a: dy,
+            b: &self.weights.of_groups(&weights, self.layout == WeightLayout::InOut),
+            bias: &[],
+            c: &dx,
+        })?;
+        Ok(dx)
+    }
+
+    fn weight_gradients(&self, x: &Tensor, dy: &Tensor, wanted: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let gradients = self.weights.gradients(wanted, dy.dtype(), dy.device())?;
+        let (left, right) = match self.layout {
+            WeightLayout::OutIn => (dy, x),
+            WeightLayout::InOut => (x, dy),
+        };
+        if wanted.contains(&true) {
+            profile::count_product(1, self.outputs, self.inputs, x.shape().rows());
+            let places = self.weights.places(&gradients);
+            let outer = GroupedOuter { counts: &self.counts, left, right, c: &places };
+            dy.device().backend().grouped_outer(&outer)?;
+        }
+        Ok(gradients)
+    }
+
+    fn bias_gradients(&self, dy: &Tensor, wanted: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Some(biases) = &self.biases else { return Ok(Vec::new()) };
+        let gradients = biases.gradients(wanted, dy.dtype(), dy.device())?;
+        if wanted.contains(&true) {
+            dy.device().backend().grouped_sums(&self.counts, dy, &biases.places(&gradients))?;
+        }
+        Ok(gradients)
+    }
+}
+
+/// `y[rows of g] = x[rows of g]·W[g] + b[g]`: the rows of `x [rows, inputs]` are sorted by group, `counts [groups]`, `I64`
+/// in the memory of the device, says how many each has. Rows behind the last group give zeros.
+pub fn grouped_linear(
+    x: impl Into<Operand>,
+    counts: &Tensor,
+    weights: &GroupWeights,
+    biases: Option<&GroupWeights>,
+    layout: WeightLayout,
+) -> Result<Tensor> {
+    let x = x.into();
+    let weight = weights.shape("the weights")?;
+    let (inputs, outputs) = layout.features(OP, &weight)?;
+    if x.shape().dims() != 2 || x.shape().last() != inputs {
+        return Err(TensorError::ShapeMismatch { op: OP, left: *x.shape(), right: weight });
+    }
+    let groups = weights.groups();
+    expect_same_dtype(OP, "the counts", counts.dtype(), DType::I64)?;
+    if counts.sizes() != [groups] {
+        return Err(TensorError::shape(OP, "the counts", *counts.shape(), format!("[{groups}]")));
+    }
+    if let Some(biases) = biases
+        && (biases.groups() != groups || biases.shape("the biases")?.sizes() != [outputs])
+    {
+        let what = format!("{} biases for {groups} groups of {outputs} outputs", biases.groups());
+        return Err(TensorError::argument(OP, what));
+    }
+    let all = || weights.operands().iter().chain(biases.iter().flat_map(|biases| biases.operands()));
+    all().try_for_each(|operand| expect_same_dtype(OP, "a weight", operand.dtype(), x.dtype()))?;
+
+    let product = |weights: GroupWeights, biases: Option<GroupWeights>| Product {
+        weights,
+        biases,
+        counts: counts.detach(),
+        layout,
+        inputs,
+        outputs,
+    };
+    let y = product(weights.clone(), biases.cloned()).forward(&*x.read()?)?;
+    let operands: Vec<&Operand> = std::iter::once(&x).chain(all()).collect();
+    if !needs_grad(&operands) {
+        return Ok(y);
+    }
+    let wanted = [weights.wanted(), biases.map(GroupWeights::wanted).unwrap_or_default()];
+    let saved = product(weights.saved(), biases.map(GroupWeights::saved));
+    let saved_x = Saved::of(&x);
+    Ok(record(OP, &operands, y, move |dy| {
+        let x = saved_x.read()?;
+        let of_weights = saved.weight_gradients(&x, &dy, &wanted[0])?;
+        let of_biases = saved.bias_gradients(&dy, &wanted[1])?;
+        let dx = saved.input_gradient(&dy, x.shape())?;
+        Ok(std::iter::once(Some(dx)).chain(of_weights).chain(of_biases).collect())
+    }))
+}

@@ -1,0 +1,139 @@
+//! Rows of tokens to the groups that were chosen for them, and back.
+//!
+//! ```
+//! use ferrospeed_tensor::ops::Routes;
+//! use ferrospeed_tensor::{Device, Tensor};
+//!
+//! # fn main() -> ferrospeed_tensor::Result<()> {
+//! let device = Device::cpu();
+//! // Three tokens with two choices each among three groups; 3 is none of them: that choice goes nowhere.
+//! let choices = Tensor::from_slice(&[2i64, 0, 0, 3, 0, 2], [3, 2], &device)?;
+//! let routes = Routes::new(&choices, 3)?;
+//! assert_eq!(routes.counts().to_vec::<i64>()?, [3, 0, 2]);
+//! let sorted = routes.spread(&Tensor::from_slice(&[10.0f32, 20.0, 30.0], [3, 1], &device)?)?;
+//! assert_eq!(sorted.to_vec_f32()?, [10.0, 20.0, 30.0, 10.0, 30.0, 0.0]);
+//! let weights = Tensor::from_slice(&[0.5f32, 0.5, 1.0, 0.0, 0.25, 0.75], [3, 2], &device)?;
+//! assert_eq!(routes.collect(&sorted, &weights)?.to_vec_f32()?, [10.0, 20.0, 30.0]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Both ways each row is written once, by whoever owns it, so sums have one order. Nothing here waits for the device.
+
+use crate::autograd::{Saved, needs_grad, record};
+use crate::backend::RoutedRows;
+use crate::dtype::DType;
+use crate::error::{Result, TensorError};
+use crate::ops::{expect_float, expect_same_dtype};
+use crate::param::Operand;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+
+/// Where the rows of tokens lie once they are sorted by group. Cloning copies handles.
+#[derive(Debug, Clone)]
+pub struct Routes {
+    counts: Tensor,
+    order: Tensor,
+    place: Tensor,
+    tokens: usize,
+    chosen: usize,
+}
+
+impl Routes {
+    /// From `choices [tokens, chosen]`: the group of each, or the number of groups for none.
+    pub fn new(choices: &Tensor, groups: usize) -> Result<Routes> {
+        const OP: &str = "routes";
+        let &[tokens, chosen] = choices.sizes() else {
+            return Err(TensorError::shape(OP, "the choices", *choices.shape(), "[tokens, chosen]"));
+        };
+        expect_same_dtype(OP, "the choices", choices.dtype(), DType::I64)?;
+        if chosen == 0 || groups == 0 {
+            return Err(TensorError::argument(OP, format!("{chosen} choices among {groups} groups")));
+        }
+        let device = choices.device();
+        let numbers = |count: usize| Tensor::empty([count], DType::I64, device);
+        let (counts, order, place) = (numbers(groups)?, numbers(tokens * chosen)?, numbers(tokens * chosen)?);
+        device.backend().sort_groups(choices, &counts, &order, &place)?;
+        Ok(Routes { counts, order, place, tokens, chosen })
+    }
+
+    /// How many rows each group has, `[groups]` in `I64`.
+    pub fn counts(&self) -> &Tensor {
+        &self.counts
+    }
+
+    /// Of each sorted row its slot, `token · chosen + choice`; -1 behind the last row.
+    pub fn order(&self) -> &Tensor {
+        &self.order
+    }
+
+    /// How many rows there are room for: one per choice.
+    pub fn rows(&self) -> usize {
+        self.tokens * self.chosen
+    }
+
+    fn routed(&self) -> RoutedRows<'_> {
+        RoutedRows { order: &self.order, place: &self.place, chosen: self.chosen }
+    }
+
+    /// The rows of `x [tokens, width]`, sorted by group: `[tokens · chosen, width]`.
+    pub fn spread(&self, x: impl Into<Operand>) -> Result<Tensor> {
+        const OP: &str = "spread";
+        let x = x.into();
+        let width = self.width(OP, "the tokens", x.shape(), self.tokens)?;
+        expect_float(OP, "the tokens", x.dtype())?;
+        let y = {
+            let x = x.read()?;
+            let y = Tensor::empty([self.rows(), width], x.dtype(), x.device())?;
+            x.device().backend().spread_rows(&x, &self.routed(), &y)?;
+            y
+        };
+        if !needs_grad(&[&x]) {
+            return Ok(y);
+        }
+        let (routes, shape) = (self.clone(), *x.shape());
+        Ok(record(OP, &[&x], y, move |dy| {
+            let dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
+            dy.device().backend().collect_rows(&dy, &routes.routed(), None, &dx)?;
+            Ok(vec![Some(dx)])
+        }))
+    }
+
+    /// Of sorted rows `x`, each token's own, weighted by `weights [tokens, chosen]` in f32 and summed: `[tokens, width]`.
+    pub fn collect(&self, x: impl Into<Operand>, weights: impl Into<Operand>) -> Result<Tensor> {
+        const OP: &str = "collect";
+        let (x, weights) = (x.into(), weights.into());
+        let width = self.width(OP, "the rows", x.shape(), self.rows())?;
+        expect_float(OP, "the rows", x.dtype())?;
+        expect_same_dtype(OP, "the weights", weights.dtype(), DType::F32)?;
+        if weights.shape().sizes() != [self.tokens, self.chosen] {
+            let wanted = format!("[{}, {}]", self.tokens, self.chosen);
+            return Err(TensorError::shape(OP, "the weights", *weights.shape(), wanted));
+        }
+        let y = {
+            let (x, weights) = (x.read()?, weights.read()?);
+            let y = Tensor::empty([self.tokens, width], x.dtype(), x.device())?;
+            x.device().backend().collect_rows(&x, &self.routed(), Some(&weights), &y)?;
+            y
+        };
+        if !needs_grad(&[&x, &weights]) {
+            return Ok(y);
+        }
+        let (routes, saved, saved_weights) = (self.clone(), Saved::of(&x), weights.saved());
+        Ok(record(OP, &[&x, &weights], y, move |dy| {
+            let (x, weights) = (saved.read()?, saved_weights.read()?);
+            let dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+            let dweights = Tensor::empty(*weights.shape(), DType::F32, x.device())?;
+            let inputs = [&*x, &*weights, &dy];
+            x.device().backend().collect_rows_backward(inputs, &routes.routed(), &dx, &dweights)?;
+            Ok(vec![Some(dx), Some(dweights)])
+        }))
+    }
+
+    fn width(&self, op: &'static str, what: &'static str, shape: &Shape, rows: usize) -> Result<usize> {
+        match *shape.sizes() {
+            [found, width] if found == rows => Ok(width),
+            _ => Err(TensorError::shape(op, what, *shape, format!("[{rows}, width]"))),
+        }
+    }
+}
