@@ -18,6 +18,15 @@ impl Mlp {
         Mlp { up, down, activation }
     }
 
+    /// Up and down.
+    pub(crate) fn layers(&self) -> [&Linear; 2] {
+        [&self.up, &self.down]
+    }
+
+    pub(crate) fn activation(&self) -> Activation {
+        self.activation
+    }
+
     /// One node on the tape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         profile::scope("Mlp", [self.up.weight(), self.down.weight()], || {
@@ -39,6 +48,15 @@ impl GatedMlp {
     /// From its three layers.
     pub fn new(gate: Linear, up: Linear, down: Linear, activation: Activation) -> GatedMlp {
         GatedMlp { gate, up, down, activation }
+    }
+
+    /// Gate, up and down.
+    pub(crate) fn layers(&self) -> [&Linear; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    pub(crate) fn activation(&self) -> Activation {
+        self.activation
     }
 
     /// The gated product, projected down.

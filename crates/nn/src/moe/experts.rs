@@ -1,0 +1,200 @@
+//! The experts: from rows sorted by expert to rows in the same order.
+//!
+//! Perceptrons of one kind are multiplied together, group by group, without the host knowing how many rows each has. Any
+//! other layer can be an expert too; then the host reads the counts and runs one after the other.
+
+use std::sync::Arc;
+
+use ferrospeed_tensor::ops::{self, GroupWeights, WeightLayout};
+use ferrospeed_tensor::{Activation, Operand, Result, Tensor, TensorError};
+
+use crate::linear::Linear;
+use crate::mlp::{GatedMlp, Mlp};
+use crate::{Mode, Module};
+
+/// One expert.
+#[derive(Clone)]
+pub enum Expert {
+    /// `down(f(gate(x)) · up(x))`.
+    Gated(GatedMlp),
+    /// `down(f(up(x)))`.
+    Plain(Mlp),
+    /// Any layer from rows `[tokens, width]` to rows of the same width.
+    Layer(Arc<dyn Module>),
+}
+
+impl From<GatedMlp> for Expert {
+    fn from(mlp: GatedMlp) -> Self {
+        Expert::Gated(mlp)
+    }
+}
+
+impl From<Mlp> for Expert {
+    fn from(mlp: Mlp) -> Self {
+        Expert::Plain(mlp)
+    }
+}
+
+impl From<Arc<dyn Module>> for Expert {
+    fn from(layer: Arc<dyn Module>) -> Self {
+        Expert::Layer(layer)
+    }
+}
+
+/// The same linear layer of all experts.
+#[derive(Clone)]
+struct GroupedLinear {
+    weights: GroupWeights,
+    biases: Option<GroupWeights>,
+    layout: WeightLayout,
+}
+
+impl GroupedLinear {
+    /// `None` where they are not alike.
+    fn of(layers: &[&Linear]) -> Option<GroupedLinear> {
+        let first = layers.first()?;
+        let alike = |other: &&Linear| {
+            other.layout() == first.layout()
+                && other.weight().shape() == first.weight().shape()
+                && other.bias().is_some() == first.bias().is_some()
+        };
+        let weights = GroupWeights::Each(layers.iter().map(|layer| Operand::from(layer.weight())).collect());
+        let biases: Vec<Operand> =
+            layers.iter().filter_map(|layer| layer.bias().map(Operand::from)).collect();
+        layers.iter().all(alike).then(|| GroupedLinear {
+            weights,
+            biases: (!biases.is_empty()).then_some(GroupWeights::Each(biases)),
+            layout: first.layout(),
+        })
+    }
+
+    fn forward(&self, rows: &Tensor, counts: &Tensor) -> Result<Tensor> {
+        ops::grouped_linear(rows, counts, &self.weights, self.biases.as_ref(), self.layout)
+    }
+}
+
+#[derive(Clone)]
+enum Way {
+    /// Gate, up and down.
+    Gated(Box<[GroupedLinear; 3]>, Activation),
+    /// Up and down.
+    Plain(Box<[GroupedLinear; 2]>, Activation),
+    OneByOne(Vec<Arc<dyn Module>>),
+}
+
+/// All experts of a layer. Cloning copies handles.
+#[derive(Clone)]
+pub struct Experts {
+    count: usize,
+    way: Way,
+}
+
+impl std::fmt::Debug for Experts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = match self.way {
+            Way::Gated(..) => "gated perceptrons",
+            Way::Plain(..) => "perceptrons",
+            Way::OneByOne(_) => "layers",
+        };
+        write!(f, "{} experts ({kind})", self.count)
+    }
+}
+
+impl Experts {
+    /// Together where they are perceptrons of one kind, else one by one.
+    pub fn new(experts: Vec<Expert>) -> Experts {
+        let way = gated(&experts).or_else(|| plain(&experts));
+        Experts { count: experts.len(), way: way.unwrap_or_else(|| Way::OneByOne(layers(experts))) }
+    }
+
+    pub(super) fn expect(&self, count: usize) -> Result<()> {
+        if self.count == count {
+            return Ok(());
+        }
+        Err(TensorError::argument("moe", format!("{} experts where {count} are routed to", self.count)))
+    }
+
+    /// What the experts make of `rows [rows, width]`, sorted by expert, of which `counts [experts]` (`I64`, in the memory of
+    /// the device) says how many each has. The result has the same order; rows behind the last expert's are zero.
+    pub fn forward(&self, rows: &Tensor, counts: &Tensor, mode: Mode) -> Result<Tensor> {
+        match &self.way {
+            Way::Gated(layers, activation) => {
+                let [gate, up, down] = &**layers;
+                let (gates, ups) = (gate.forward(rows, counts)?, up.forward(rows, counts)?);
+                down.forward(&ops::gated(*activation, &gates, &ups)?, counts)
+            }
+            Way::Plain(layers, activation) => {
+                let [up, down] = &**layers;
+                down.forward(&ops::activate(&up.forward(rows, counts)?, *activation)?, counts)
+            }
+            Way::OneByOne(layers) => one_by_one(layers, rows, counts, mode),
+        }
+    }
+}
+
+fn gated(experts: &[Expert]) -> Option<Way> {
+    let mut found = Vec::new();
+    for expert in experts {
+        let Expert::Gated(mlp) = expert else { return None };
+        found.push((mlp.layers(), mlp.activation()));
+    }
+    let (layers, activation) = alike(found)?;
+    Some(Way::Gated(layers, activation))
+}
+
+fn plain(experts: &[Expert]) -> Option<Way> {
+    let mut found = Vec::new();
+    for expert in experts {
+        let Expert::Plain(mlp) = expert else { return None };
+        found.push((mlp.layers(), mlp.activation()));
+    }
+    let (layers, activation) = alike(found)?;
+    Some(Way::Plain(layers, activation))
+}
+
+/// The layers of all perceptrons, each together; `None` where they are not of one kind.
+fn alike<const N: usize>(
+    experts: Vec<([&Linear; N], Activation)>,
+) -> Option<(Box<[GroupedLinear; N]>, Activation)> {
+    let activation = experts.first()?.1;
+    let together =
+        |index| GroupedLinear::of(&experts.iter().map(|(layers, _)| layers[index]).collect::<Vec<_>>());
+    let layers: Vec<GroupedLinear> = (0..N).map(together).collect::<Option<_>>()?;
+    let is_one_kind = experts.iter().all(|(_, other)| *other == activation);
+    is_one_kind.then_some(())?;
+    Some((Box::new(layers.try_into().ok()?), activation))
+}
+
+fn layers(experts: Vec<Expert>) -> Vec<Arc<dyn Module>> {
+    let layer = |expert| -> Arc<dyn Module> {
+        match expert {
+            Expert::Gated(mlp) => Arc::new(mlp),
+            Expert::Plain(mlp) => Arc::new(mlp),
+            Expert::Layer(layer) => layer,
+        }
+    };
+    experts.into_iter().map(layer).collect()
+}
+
+/// An expert without rows runs on one row of zeros that is cut off again: it gets a gradient of zeros, so that ranks whose
+/// routers choose differently do the same things together.
+fn one_by_one(layers: &[Arc<dyn Module>], rows: &Tensor, counts: &Tensor, mode: Mode) -> Result<Tensor> {
+    let (total, width) = (rows.sizes()[0], rows.shape().last());
+    let (mut results, mut idle, mut start) = (Vec::new(), Vec::new(), 0usize);
+    for (layer, count) in layers.iter().zip(counts.to_vec::<i64>()?) {
+        let count = usize::try_from(count).ok().filter(|count| start + count <= total);
+        let count = count
+            .ok_or_else(|| TensorError::argument("moe", format!("the counts are not of {total} rows")))?;
+        match count {
+            0 => idle.push(layer.forward(&Tensor::zeros([1, width], rows.dtype(), rows.device())?, mode)?),
+            _ => results.push(layer.forward(&ops::narrow(rows, 0, start, count)?, mode)?),
+        }
+        start += count;
+    }
+    let out = results.iter().chain(&idle).map(|result| result.shape().last()).next().unwrap_or(width);
+    if start < total {
+        results.push(Tensor::zeros([total - start, out], rows.dtype(), rows.device())?);
+    }
+    results.extend(idle);
+    ops::narrow(&ops::concat(&results, 0)?, 0, 0, total)
+}

@@ -1,0 +1,154 @@
+//! Mixture of experts: a router sends each token to a few of many feed-forward layers.
+//!
+//! The way of a token: the gate scores all experts in f32 and chooses; [`Routes`] sorts the chosen rows by
+//! expert; [`Experts::forward`] takes sorted rows and how many each expert has, and gives rows back in the same order;
+//! `Routes` collects them weighted. Experts that live on other ranks change only the step in the middle.
+//!
+//! Without a capacity (the default) no token is dropped and nothing is padded. With one it is DeepSpeed's rule, to the
+//! number: Lepikhin et al., "GShard" (2020), and Fedus, Zoph, Shazeer, "Switch transformers" (2022).
+//!
+//! ```
+//! use ferrospeed_nn::{GatedMlp, Init, Linear, Mode, Moe, MoeConfig};
+//! use ferrospeed_tensor::store::{FromInitializers, PlainStore};
+//! use ferrospeed_tensor::{Activation, DType, Device, Tensor};
+//!
+//! # fn main() -> ferrospeed_tensor::Result<()> {
+//! let init = Init::root();
+//! let moe = Moe::new(&init.at("moe"), MoeConfig::dropless(16, 4, 2), |init, _| {
+//!     let linear = |name, inputs, outputs| Linear::new(&init.at(name), inputs, outputs, false);
+//!     GatedMlp::new(linear("gate", 16, 32), linear("up", 16, 32), linear("down", 32, 16), Activation::Silu)
+//! })?;
+//! let device = Device::cpu();
+//! let _store = PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &FromInitializers { seed: 1 })?;
+//! let mixed = moe.forward(&Tensor::full([2, 8, 16], 0.5, DType::F32, &device)?, Mode::Train)?;
+//! assert_eq!(mixed.output.sizes(), [2, 8, 16]);
+//! assert_eq!(mixed.routing.statistics()?.tokens_per_expert.iter().sum::<u64>(), 32);
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod capacity;
+mod config;
+mod experts;
+mod gate;
+mod losses;
+mod param_groups;
+mod statistics;
+
+pub use config::{BalancedOver, Capacity, GateNoise, MoeConfig};
+pub use experts::{Expert, Experts};
+pub use gate::{BalancingBias, GateDraws};
+pub use losses::{balance_loss, z_loss};
+pub use param_groups::{GroupPlan, PlannedGroup, split_param_groups};
+pub use statistics::{Routing, RoutingStatistics};
+
+use ferrospeed_tensor::ops::{self, Routes};
+use ferrospeed_tensor::{Result, Tensor, profile};
+
+use crate::init::Init;
+use crate::linear::Linear;
+use crate::{Mode, Module};
+use gate::Gate;
+
+/// What a mixture gives.
+#[derive(Debug, Clone)]
+pub struct Mixed {
+    /// In the shape of the input. A token whose choices were all dropped has a row of zeros.
+    pub output: Tensor,
+    /// The router's logits `[tokens, experts]` in f32.
+    pub logits: Tensor,
+    /// The load-balancing loss, one f32: 1 where first choices are spread evenly. Add it to the loss with a weight.
+    pub balance_loss: Tensor,
+    /// Who was sent where.
+    pub routing: Routing,
+}
+
+/// `y = moe(x)·c₀ + mlp(x)·c₁` with `c = softmax(coefficient(x))`: a layer that every token passes beside the experts.
+/// (Rajbhandari et al.: "DeepSpeed-MoE", 2022, section 4.1.)
+struct Beside {
+    mlp: Box<dyn Module>,
+    coefficient: Linear,
+}
+
+/// A router and its experts.
+pub struct Moe {
+    gate: Gate,
+    experts: Experts,
+    beside: Option<Beside>,
+    path: String,
+}
+
+impl std::fmt::Debug for Moe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Moe of {:?}", self.experts)
+    }
+}
+
+impl Moe {
+    /// With parameters named as DeepSpeed's layer names them; `expert` makes each at its place.
+    pub fn new<E: Into<Expert>>(
+        init: &Init,
+        config: MoeConfig,
+        expert: impl Fn(&Init, usize) -> E,
+    ) -> Result<Moe> {
+        let at = init.at("deepspeed_moe");
+        let router = Linear::new(&at.at("gate.wg"), config.width, config.experts, false);
+        // A rank's tokens choose which experts it needs; all of them come and go together, whatever was chosen.
+        let place = at.at("experts.deepspeed_experts").as_unit();
+        let experts = (0..config.experts).map(|index| expert(&place.at(index), index).into()).collect();
+        Moe::from_parts(init, config, router, Experts::new(experts))
+    }
+
+    /// From a router `[experts, width]` and experts that have their names already.
+    pub fn from_parts(init: &Init, config: MoeConfig, router: Linear, experts: Experts) -> Result<Moe> {
+        config.validate()?;
+        experts.expect(config.experts)?;
+        Ok(Moe { gate: Gate::new(config, router), experts, beside: None, path: init.path().to_owned() })
+    }
+
+    /// Adds a layer that every token passes, mixed in by a coefficient of the token.
+    pub fn beside(mut self, init: &Init, mlp: impl Module + 'static) -> Moe {
+        let coefficient = Linear::new(&init.at("coefficient"), self.gate.config().width, 2, true);
+        self.beside = Some(Beside { mlp: Box::new(mlp), coefficient });
+        self
+    }
+
+    /// The router's bias, where it balances by one.
+    pub fn balancing_bias(&self) -> Option<&BalancingBias> {
+        self.gate.bias()
+    }
+
+    /// The mixture of `x [.., width]`.
+    pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<Mixed> {
+        let draws = self.gate.draws(x.shape().rows(), mode);
+        self.forward_with(x, mode, None, &draws)
+    }
+
+    /// The same with the random numbers given, and with tokens left out where `used` is false.
+    pub fn forward_with(
+        &self,
+        x: &Tensor,
+        mode: Mode,
+        used: Option<&[bool]>,
+        draws: &GateDraws,
+    ) -> Result<Mixed> {
+        profile::scope_at(&self.path, "Moe", || self.mixed(x, mode, used, draws))
+    }
+
+    fn mixed(&self, x: &Tensor, mode: Mode, used: Option<&[bool]>, draws: &GateDraws) -> Result<Mixed> {
+        let flat = ops::reshape(x, [x.shape().rows(), x.shape().last()])?;
+        let choice = self.gate.choose(&flat, mode, used, draws)?;
+        let routes = Routes::new(&choice.experts, self.gate.config().experts)?;
+        let rows = self.experts.forward(&routes.spread(&flat)?, routes.counts(), mode)?;
+        let mut output = ops::reshape(&routes.collect(&rows, &choice.weights)?, *x.shape())?;
+        if let Some(beside) = &self.beside {
+            let shares = ops::softmax(&beside.coefficient.forward(x)?)?;
+            let dim = x.shape().dims() - 1;
+            let share = |index| ops::narrow(&shares, dim, index, 1);
+            let dense = beside.mlp.forward(x, mode)?;
+            output = ops::add(&ops::mul(&output, &share(0)?)?, &ops::mul(&dense, &share(1)?)?)?;
+        }
+        let (balance_loss, routing) = choice.report(&routes)?;
+        Ok(Mixed { output, logits: choice.logits, balance_loss, routing })
+    }
+}
