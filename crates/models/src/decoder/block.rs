@@ -105,7 +105,7 @@ impl Block {
                 config.activation,
             )),
             FeedForward::Mixture(mixture) => {
-                FeedForwardLayer::Mixture(Mixture::new(init, mixture, width, inner, config.activation, std))
+                FeedForwardLayer::Mixture(Mixture::new(init, mixture, width, config.activation, std))
             }
         };
         // Parameters are listed in the order in which these are called.
@@ -162,9 +162,9 @@ impl Block {
                 FeedForwardLayer::Plain(mlp) => mlp.forward(x)?,
                 FeedForwardLayer::Gated(mlp) => mlp.forward(x)?,
                 FeedForwardLayer::Mixture(mixture) => {
-                    let (y, logits) = mixture.forward(x)?;
-                    routers.push(logits);
-                    y
+                    let output = mixture.forward(x, mode)?;
+                    routers.push(output.logits);
+                    output.mixed
                 }
             };
             Ok(mode.dropout(&y, self.residual_dropout)?)

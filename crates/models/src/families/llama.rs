@@ -6,7 +6,7 @@ use ferrospeed_tensor::ops::WeightLayout;
 use crate::config::WindowRule;
 use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
 use crate::error::{ModelError, Result};
-use crate::families::mixture::MixtureConfig;
+use crate::families::mixture::{MixtureConfig, MixtureNames};
 use crate::fields::Fields;
 use crate::rope::{self, RotaryDefaults};
 
@@ -202,7 +202,14 @@ pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     }
     let balance = fields.number("router_aux_loss_coef", Some(0.001))? as f32;
     let balance_loss = if fields.flag("output_router_logits", false)? { balance } else { 0.0 };
-    config.feed_forward = FeedForward::Mixture(MixtureConfig { experts, chosen, balance_loss });
+    config.feed_forward = FeedForward::Mixture(MixtureConfig {
+        experts,
+        chosen,
+        inner_width: config.inner_width,
+        normalized: true,
+        balance_loss,
+        names: MixtureNames::MIXTRAL,
+    });
     Ok(config)
 }
 

@@ -96,14 +96,20 @@ impl Moe {
         // A rank's tokens choose which experts it needs; all of them come and go together, whatever was chosen.
         let place = at.at("experts.deepspeed_experts").as_unit();
         let experts = (0..config.experts).map(|index| expert(&place.at(index), index).into()).collect();
-        Moe::from_parts(init, config, router, Experts::new(experts))
+        let moe = Moe::from_parts(init, config, router, Experts::new(experts));
+        moe.check()?;
+        Ok(moe)
     }
 
-    /// From a router `[experts, width]` and experts that have their names already.
-    pub fn from_parts(init: &Init, config: MoeConfig, router: Linear, experts: Experts) -> Result<Moe> {
-        config.validate()?;
-        experts.expect(config.experts)?;
-        Ok(Moe { gate: Gate::new(config, router), experts, beside: None, path: init.path().to_owned() })
+    /// From a router `[experts, width]` and experts that have their names already. Numbers that make no sense are refused by
+    /// `forward`.
+    pub fn from_parts(init: &Init, config: MoeConfig, router: Linear, experts: Experts) -> Moe {
+        Moe { gate: Gate::new(config, router), experts, beside: None, path: init.path().to_owned() }
+    }
+
+    fn check(&self) -> Result<()> {
+        self.gate.config().validate()?;
+        self.experts.expect(self.gate.config().experts)
     }
 
     /// Adds a layer that every token passes, mixed in by a coefficient of the token.
@@ -132,6 +138,7 @@ impl Moe {
         used: Option<&[bool]>,
         draws: &GateDraws,
     ) -> Result<Mixed> {
+        self.check()?;
         profile::scope_at(&self.path, "Moe", || self.mixed(x, mode, used, draws))
     }
 
