@@ -43,7 +43,9 @@ fn input(tokens: usize) -> Tensor {
 fn run(moe: &Moe, store: &PlainStore, x: &Tensor) -> (Vec<f32>, Vec<Vec<f32>>) {
     let x = x.tracked();
     let mixed = moe.forward(&x, Mode::Train).unwrap();
-    let loss = ops::add(ops::sum(ops::square(&mixed.output).unwrap()).unwrap(), &mixed.balance_loss).unwrap();
+    let loss =
+        ops::add(ops::sum(ops::square(&mixed.output).unwrap()).unwrap(), mixed.balance_loss().unwrap())
+            .unwrap();
     autograd::backward(&loss).unwrap();
     let floats = |gradient: Tensor| gradient.to_vec_f32().unwrap();
     let mut gradients = vec![floats(x.grad().unwrap())];

@@ -603,50 +603,31 @@ pub trait Backend: Send + Sync {
     fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()>;
     /// Sorts slots by their group `ids`, in order within each: how many each group has into `counts`, and the two directions
     /// of [`RoutedRows`]. A slot whose id is the number of groups goes nowhere.
-    fn sort_groups(&self, _ids: &Tensor, _counts: &Tensor, _order: &Tensor, _place: &Tensor) -> Result<()> {
-        Err(self.knows_no_groups())
-    }
+    fn sort_groups(&self, ids: &Tensor, counts: &Tensor, order: &Tensor, place: &Tensor) -> Result<()>;
     /// `y[row] = x[token of row]`, zero behind the last row.
-    fn spread_rows(&self, _x: &Tensor, _rows: &RoutedRows<'_>, _y: &Tensor) -> Result<()> {
-        Err(self.knows_no_groups())
-    }
+    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: &Tensor) -> Result<()>;
     /// `y[token] = Σ weight·x[row]` over the token's slots in order, summed in f32; without weights each is one.
     fn collect_rows(
         &self,
-        _x: &Tensor,
-        _rows: &RoutedRows<'_>,
-        _weights: Option<&Tensor>,
-        _y: &Tensor,
-    ) -> Result<()> {
-        Err(self.knows_no_groups())
-    }
+        x: &Tensor,
+        rows: &RoutedRows<'_>,
+        weights: Option<&Tensor>,
+        y: &Tensor,
+    ) -> Result<()>;
     /// Gradients of [`Backend::collect_rows`] from `[x, weights, dy]`.
     fn collect_rows_backward(
         &self,
-        _inputs: [&Tensor; 3],
-        _rows: &RoutedRows<'_>,
-        _dx: &Tensor,
-        _dweights: &Tensor,
-    ) -> Result<()> {
-        Err(self.knows_no_groups())
-    }
+        inputs: [&Tensor; 3],
+        rows: &RoutedRows<'_>,
+        dx: &Tensor,
+        dweights: &Tensor,
+    ) -> Result<()>;
     /// Products of groups of rows, each with a matrix of its own.
-    fn grouped_gemm(&self, _grouped: &GroupedGemm<'_>) -> Result<()> {
-        Err(self.knows_no_groups())
-    }
+    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()>;
     /// Of each group of rows, the product of one tensor's transposed with another's.
-    fn grouped_outer(&self, _grouped: &GroupedOuter<'_>) -> Result<()> {
-        Err(self.knows_no_groups())
-    }
+    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()>;
     /// Of each group of rows that has a place for it, their sum.
-    fn grouped_sums(&self, _counts: &Tensor, _x: &Tensor, _targets: &[Option<Matrix<'_>>]) -> Result<()> {
-        Err(self.knows_no_groups())
-    }
-    /// The error of a device without kernels for rows by group.
-    fn knows_no_groups(&self) -> TensorError {
-        let why = "it has no kernels for rows by group".into();
-        TensorError::Unsupported { op: "grouped rows", device: self.name(), why }
-    }
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()>;
     /// Patches of an NCHW image as rows: `[batch·oh·ow, channels·kh·kw]`.
     fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()>;
     /// Its transpose: adds patches back.

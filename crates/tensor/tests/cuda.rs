@@ -3,7 +3,9 @@
 //! Without a device each test says so and passes: there is nothing to compare.
 
 use ferrospeed_tensor::backend::{Clipping, Comparison, Update, UpdateOperands};
-use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, PackedHeads, WeightLayout};
+use ferrospeed_tensor::ops::{
+    self, AttentionOptions, CrossEntropyOptions, GroupWeights, PackedHeads, Routes, WeightLayout,
+};
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::{
     Activation, Category, DType, Device, Result, Tensor, TensorError, Window2d, autograd, cuda,
@@ -251,6 +253,65 @@ fn products_with_bias_and_activation() {
             Ok(vec![ops::mlp(&x, up, down, WeightLayout::InOut, activation)?])
         });
     }
+}
+
+/// Experts of `[width, inner]` and back for tokens that choose `chosen` of them; id `groups` goes nowhere.
+fn mixture(
+    i: &mut Inputs<'_>,
+    ids: &[i64],
+    chosen: usize,
+    groups: usize,
+    sizes: [usize; 2],
+) -> Result<Vec<Tensor>> {
+    let (tokens, [width, inner]) = (ids.len() / chosen, sizes);
+    let routes = Routes::new(&i.constant(ids, &[tokens, chosen]), groups)?;
+    let rows = routes.spread(&i.input(&[tokens, width]))?;
+    let small = |value: f32| value / (width as f32).sqrt();
+    let up: Vec<_> = (0..groups).map(|_| i.input_by(&[inner, width], small).into()).collect();
+    let biases: Vec<_> = (0..groups).map(|_| i.input(&[inner]).into()).collect();
+    let (up, biases) = (GroupWeights::Each(up), GroupWeights::Each(biases));
+    let hidden = ops::grouped_linear(&rows, routes.counts(), &up, Some(&biases), WeightLayout::OutIn)?;
+    let down = GroupWeights::Stacked(i.input_by(&[groups, inner, width], small).into());
+    let rows = ops::grouped_linear(&hidden, routes.counts(), &down, None, WeightLayout::InOut)?;
+    let gates: Vec<f32> = (0..ids.len()).map(|slot| 0.25 + (slot % 5) as f32 / 8.0).collect();
+    let gates = i.constant(&gates, &[tokens, chosen]).tracked();
+    i.tracked.push(gates.clone());
+    Ok(vec![routes.counts().clone(), routes.order().clone(), routes.collect(&rows, &gates)?])
+}
+
+#[test]
+fn rows_by_group_and_their_products() {
+    // Odd sizes go through the plain kernels, multiples of eight through the tensor cores where the type allows.
+    for (tokens, chosen, groups, sizes) in [
+        (1, 1, 1, [8, 8]),
+        (5, 2, 3, [7, 5]),
+        (64, 2, 4, [64, 96]),
+        (300, 2, 8, [136, 264]),
+        (1000, 3, 7, [48, 40]),
+        (700, 4, 130, [32, 16]),
+        (2600, 1, 2, [72, 200]),
+    ] {
+        // Unevenly: the second group gets none, some slots go nowhere.
+        let ids: Vec<i64> = (0..tokens * chosen)
+            .map(|slot| match (slot * 7919 % 1009) % (groups + 1) {
+                1 => 0,
+                id => id as i64,
+            })
+            .collect();
+        compare("rows by group", &|i| mixture(i, &ids, chosen, groups, sizes));
+    }
+    let nowhere = [2i64; 12];
+    compare("rows that all go nowhere", &|i| mixture(i, &nowhere, 2, 2, [16, 16]));
+    compare("no tokens", &|i| mixture(i, &[], 2, 2, [16, 16]));
+}
+
+#[test]
+fn a_group_out_of_range_is_reported_by_the_next_copy() {
+    let Some(gpu) = device() else { return };
+    let ids = Tensor::from_slice(&[0i64, 4], [2, 1], &gpu).unwrap();
+    let routes = Routes::new(&ids, 3).unwrap();
+    let error = routes.counts().to_vec::<i64>().unwrap_err();
+    assert!(matches!(error, TensorError::IndexOutOfRange { index: 4, limit: 4, .. }), "{error}");
 }
 
 #[test]

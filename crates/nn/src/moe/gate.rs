@@ -10,7 +10,6 @@ use ferrospeed_tensor::{DType, Operand, Result, Tensor, TensorError, random};
 
 use super::capacity::{self, Limit};
 use super::config::{BalancedOver, Capacity, GateNoise, MoeConfig};
-use super::losses::balance_loss;
 use super::statistics::Routing;
 use crate::Mode;
 use crate::linear::Linear;
@@ -79,11 +78,11 @@ pub(super) struct Choice {
     /// `[tokens, chosen]` in f32.
     pub(super) weights: Tensor,
     pub(super) logits: Tensor,
-    probabilities: Tensor,
+    pub(super) probabilities: Tensor,
     /// Per expert, where it is not what [`Routes`] counts: the choices before dropping.
     chosen: Option<Tensor>,
     /// The same: those of the balancing loss.
-    balanced: Option<Tensor>,
+    pub(super) balanced: Option<Tensor>,
     capacity: Option<usize>,
 }
 
@@ -251,13 +250,15 @@ impl Gate {
 }
 
 impl Choice {
-    /// The balancing loss, and who was sent where.
-    pub(super) fn report(&self, routes: &Routes) -> Result<(Tensor, Routing)> {
+    /// Who was sent where.
+    pub(super) fn routing(&self, routes: &Routes) -> Routing {
         let kept = routes.counts();
-        let chosen = self.chosen.clone().unwrap_or_else(|| kept.clone());
-        let loss = balance_loss(&self.probabilities, self.balanced.as_ref().unwrap_or(kept))?;
-        let (probabilities, capacity) = (self.probabilities.detach(), self.capacity);
-        Ok((loss, Routing { chosen, kept: kept.clone(), probabilities, capacity }))
+        Routing {
+            chosen: self.chosen.clone().unwrap_or_else(|| kept.clone()),
+            kept: kept.clone(),
+            probabilities: self.probabilities.detach(),
+            capacity: self.capacity,
+        }
     }
 }
 

@@ -57,10 +57,23 @@ pub struct Mixed {
     pub output: Tensor,
     /// The router's logits `[tokens, experts]` in f32.
     pub logits: Tensor,
-    /// The load-balancing loss, one f32: 1 where first choices are spread evenly. Add it to the loss with a weight.
-    pub balance_loss: Tensor,
     /// Who was sent where.
     pub routing: Routing,
+    /// With their history.
+    probabilities: Tensor,
+    balanced: Tensor,
+}
+
+impl Mixed {
+    /// The load-balancing loss, one f32: 1 where first choices are spread evenly. Add it to the loss with a weight.
+    pub fn balance_loss(&self) -> Result<Tensor> {
+        balance_loss(&self.probabilities, &self.balanced)
+    }
+
+    /// [`z_loss`] of the router.
+    pub fn z_loss(&self) -> Result<Tensor> {
+        z_loss(&self.logits)
+    }
 }
 
 /// `y = moe(x)·c₀ + mlp(x)·c₁` with `c = softmax(coefficient(x))`: a layer that every token passes beside the experts.
@@ -155,7 +168,8 @@ impl Moe {
             let dense = beside.mlp.forward(x, mode)?;
             output = ops::add(&ops::mul(&output, &share(0)?)?, &ops::mul(&dense, &share(1)?)?)?;
         }
-        let (balance_loss, routing) = choice.report(&routes)?;
-        Ok(Mixed { output, logits: choice.logits, balance_loss, routing })
+        let routing = choice.routing(&routes);
+        let balanced = choice.balanced.unwrap_or_else(|| routes.counts().clone());
+        Ok(Mixed { output, logits: choice.logits, routing, probabilities: choice.probabilities, balanced })
     }
 }

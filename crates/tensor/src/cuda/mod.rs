@@ -12,6 +12,7 @@ mod driver;
 mod elementwise;
 mod gemm;
 mod graph;
+mod grouped;
 mod image;
 mod layout;
 mod memory;
@@ -68,7 +69,8 @@ struct Fault {
 }
 
 /// Operations that check indices, by the number that a [`Fault`] carries.
-const CHECKED_OPS: [&str; 6] = ["", "embedding", "cross_entropy", "index_select", "gather", "index_add"];
+const CHECKED_OPS: [&str; 7] =
+    ["", "embedding", "cross_entropy", "index_select", "gather", "index_add", "sort_groups"];
 
 /// The number of a checked operation.
 fn op_number(name: &'static str) -> u64 {
@@ -168,12 +170,16 @@ impl CudaBackend {
     }
 
     fn zero_bytes(&self, target: u64, bytes: usize) -> Result<()> {
+        self.fill_bytes(target, 0, bytes)
+    }
+
+    fn fill_bytes(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
         self.driver.bind()?;
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: the range is a tensor of this device with so many bytes.
-        unsafe { cu::memset_d8_async(target, 0, bytes, self.driver.stream()) }.during("clear memory")
+        unsafe { cu::memset_d8_async(target, byte, bytes, self.driver.stream()) }.during("clear memory")
     }
 
     /// Device memory that lives until it is dropped, for intermediate results of one call.
@@ -589,6 +595,39 @@ impl Backend for CudaBackend {
     }
     fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()> {
         reduce::top_k(self, x, k, values, indices)
+    }
+    fn sort_groups(&self, ids: &Tensor, counts: &Tensor, order: &Tensor, place: &Tensor) -> Result<()> {
+        grouped::sort_groups(self, ids, counts, order, place)
+    }
+    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: &Tensor) -> Result<()> {
+        grouped::spread_rows(self, x, rows, y)
+    }
+    fn collect_rows(
+        &self,
+        x: &Tensor,
+        rows: &RoutedRows<'_>,
+        weights: Option<&Tensor>,
+        y: &Tensor,
+    ) -> Result<()> {
+        grouped::collect_rows(self, x, rows, weights, y)
+    }
+    fn collect_rows_backward(
+        &self,
+        inputs: [&Tensor; 3],
+        rows: &RoutedRows<'_>,
+        dx: &Tensor,
+        dweights: &Tensor,
+    ) -> Result<()> {
+        grouped::collect_rows_backward(self, inputs, rows, dx, dweights)
+    }
+    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
+        grouped::grouped_gemm(self, grouped)
+    }
+    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
+        grouped::grouped_outer(self, grouped)
+    }
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
+        grouped::grouped_sums(self, counts, x, targets)
     }
     fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
         image::image_to_columns(self, x, window, columns)
