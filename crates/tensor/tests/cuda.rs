@@ -265,7 +265,7 @@ fn mixture(
 ) -> Result<Vec<Tensor>> {
     let (tokens, [width, inner]) = (ids.len() / chosen, sizes);
     let routes = Routes::new(&i.constant(ids, &[tokens, chosen]), groups)?;
-    let rows = routes.spread(&i.input(&[tokens, width]))?;
+    let rows = routes.spread(i.input(&[tokens, width]))?;
     let small = |value: f32| value / (width as f32).sqrt();
     let up: Vec<_> = (0..groups).map(|_| i.input_by(&[inner, width], small).into()).collect();
     let biases: Vec<_> = (0..groups).map(|_| i.input(&[inner]).into()).collect();
