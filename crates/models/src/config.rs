@@ -12,8 +12,20 @@ use crate::families;
 use crate::fields::Fields;
 
 /// The model types that can be built, for messages.
-pub const MODEL_TYPES: [&str; 9] =
-    ["gpt2", "llama", "mistral", "qwen2", "mixtral", "bert", "opt", "gpt_neox", "bloom"];
+pub const MODEL_TYPES: [&str; 12] = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "qwen3_moe",
+    "bert",
+    "opt",
+    "gpt_neox",
+    "bloom",
+];
 
 /// How many tokens a sliding window of `w` shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -53,6 +65,9 @@ impl ModelConfig {
             "mistral" => families::llama::mistral(&fields, window)?,
             "qwen2" => families::llama::qwen2(&fields, window)?,
             "mixtral" => families::llama::mixtral(&fields, window)?,
+            "qwen2_moe" => families::sparse::qwen2_moe(&fields, window)?,
+            "olmoe" => families::sparse::olmoe(&fields)?,
+            "qwen3_moe" => families::sparse::qwen3_moe(&fields, window)?,
             "opt" => families::opt::config(&fields)?,
             "gpt_neox" => families::gpt_neox::config(&fields)?,
             "bloom" => families::bloom::config(&fields)?,

@@ -84,11 +84,14 @@ fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> R
     let is_attention = within == names.output
         || match &names.qkv {
             QkvNames::Packed(name, _) => within == *name,
-            QkvNames::Separate(each) => each.contains(&within),
+            QkvNames::Separate(each) | QkvNames::Normed { heads: each, .. } => each.contains(&within),
         };
+    let is_head_norm = matches!(&names.qkv, QkvNames::Normed { norms, .. } if norms.contains(&within));
     match feed_forward {
         _ if is_attention => Role::Attention,
+        _ if is_head_norm => Role::Norm,
         FeedForward::Mixture(_) if within.contains(".experts.") => Role::Experts,
+        FeedForward::Mixture(_) if within.contains(".shared_expert.") => Role::FeedForward,
         FeedForward::Mixture(_) => Role::Router,
         FeedForward::Plain { .. } | FeedForward::Gated { .. } => Role::FeedForward,
     }

@@ -41,10 +41,19 @@ fn small(model_type: &str, more: Value) -> Value {
 fn what_transformers_writes_is_read_and_means_the_same_in_both_versions() {
     let configs = repository_root().join("tests/golden/transformers/configs");
     for model_type in ferrospeed_models::config::MODEL_TYPES {
-        let [old, new] = ["4.40", "5.22"].map(|version| {
-            let config = read_json(&configs.join(version).join(format!("{model_type}.json")));
-            parsed(&config).unwrap_or_else(|error| panic!("{model_type} of {version}: {error}"))
-        });
+        let of_version = |version: &str| {
+            let path = configs.join(version).join(format!("{model_type}.json"));
+            let is_there = path.exists();
+            is_there.then(|| {
+                parsed(&read_json(&path)).unwrap_or_else(|error| panic!("{model_type} of {version}: {error}"))
+            })
+        };
+        let new = of_version("5.22").expect("the newest release has every family");
+        // Some families are younger.
+        let Some(old) = of_version("4.40") else {
+            assert!(["olmoe", "qwen3_moe"].contains(&model_type), "{model_type} is in 4.40");
+            continue;
+        };
         assert_eq!(format!("{old:?}"), format!("{new:?}"), "{model_type}");
     }
 }

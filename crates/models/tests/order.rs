@@ -37,13 +37,15 @@ fn stacked(parameters: Vec<Listed>) -> Vec<Listed> {
             all.push((name, shape));
             continue;
         };
-        let (stack, rows) = match expert.ends_with("w2.weight") {
+        let is_one_of =
+            |names: [&str; 2]| names.iter().any(|name| expert.ends_with(&format!("{name}.weight")));
+        let (stack, rows) = match is_one_of(["w2", "down_proj"]) {
             true => ("down_proj", shape[0]),
             false => ("gate_up_proj", 2 * shape[0]),
         };
         let stack = format!("{place}.experts.{stack}");
         match all.iter_mut().find(|(known, _)| *known == stack) {
-            Some((_, known)) if expert.ends_with("w1.weight") || stack.ends_with("down_proj") => {
+            Some((_, known)) if is_one_of(["w1", "gate_proj"]) || stack.ends_with("down_proj") => {
                 known[0] += 1
             }
             Some(_) => {}
@@ -78,7 +80,8 @@ fn files_of_both_versions_hold_the_same_names_and_they_are_ours() {
     let folder = repository_root().join("tests/golden/transformers/parameters");
     let [old, new] = ["4.40", "5.22"].map(|version| read_json(&folder.join(format!("{version}.json"))));
     for (name, model) in new.as_object().unwrap() {
-        assert_eq!(model["in_file"], old[name]["in_file"], "{name}");
+        // Some families are younger than 4.40.
+        assert!(old.get(name).is_none_or(|old| model["in_file"] == old["in_file"]), "{name}");
         let mut names: Vec<String> = ours(&model["config"]).into_iter().map(|(name, _)| name).collect();
         names.sort();
         assert_eq!(serde_json::json!(names), model["in_file"], "{name}");

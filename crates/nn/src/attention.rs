@@ -5,6 +5,7 @@ use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError, profile};
 
 use crate::Mode;
 use crate::linear::Linear;
+use crate::norm::RmsNorm;
 use crate::rotary::RotaryTable;
 
 /// The numbers of an attention layer.
@@ -64,6 +65,7 @@ pub struct MultiHeadAttention {
     projections: HeadProjections,
     output: Linear,
     config: AttentionConfig,
+    head_norms: Option<[RmsNorm; 2]>,
 }
 
 /// Keys and values of the tokens so far, for one layer.
@@ -150,7 +152,14 @@ impl AttentionState {
 impl MultiHeadAttention {
     /// From its layers.
     pub fn new(projections: HeadProjections, output: Linear, config: AttentionConfig) -> MultiHeadAttention {
-        MultiHeadAttention { projections, output, config }
+        MultiHeadAttention { projections, output, config, head_norms: None }
+    }
+
+    /// Normalises queries and keys before they are rotated: each head by itself where the norms have its width, all heads
+    /// together where they have theirs. For separate projections.
+    pub fn with_head_norms(mut self, query: RmsNorm, key: RmsNorm) -> MultiHeadAttention {
+        self.head_norms = Some([query, key]);
+        self
     }
 
     /// Its numbers.
@@ -246,13 +255,22 @@ impl MultiHeadAttention {
                 ops::split_heads(&qkv.forward(x)?, self.config.heads, *layout)
             }
             HeadProjections::Separate { query, key, value } => {
-                let heads = |layer: &Linear, count: usize| {
-                    ops::reshape(&layer.forward(x)?, [batch, tokens, count, self.config.head_dim])
+                let dim = self.config.head_dim;
+                let heads = |layer: &Linear, count: usize, norm: Option<&RmsNorm>| {
+                    let mut flat = layer.forward(x)?;
+                    let per_head = norm.filter(|norm| norm.width() == dim);
+                    if let (Some(norm), None) = (norm, per_head) {
+                        flat = norm.forward(&flat)?;
+                    }
+                    let split = ops::reshape(&flat, [batch, tokens, count, dim])?;
+                    per_head.map_or(Ok(split.clone()), |norm| norm.forward(&split))
                 };
+                let [of_query, of_key] =
+                    self.head_norms.as_ref().map_or([None, None], |[query, key]| [Some(query), Some(key)]);
                 Ok([
-                    heads(query, self.config.heads)?,
-                    heads(key, self.config.kv_heads)?,
-                    heads(value, self.config.kv_heads)?,
+                    heads(query, self.config.heads, of_query)?,
+                    heads(key, self.config.kv_heads, of_key)?,
+                    heads(value, self.config.kv_heads, None)?,
                 ])
             }
         }

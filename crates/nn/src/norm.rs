@@ -51,6 +51,11 @@ impl RmsNorm {
         RmsNorm { weight: init.param("weight", [width], Initializer::Constant(1.0)), eps }
     }
 
+    /// Of the dimension it is over.
+    pub fn width(&self) -> usize {
+        self.weight.numel()
+    }
+
     /// The normalised input.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::rms_norm(x, Some(Operand::from(&self.weight)), self.eps)

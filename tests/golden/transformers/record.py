@@ -1,7 +1,7 @@
 """Records what transformers itself writes and computes, for crates/models/tests.
 
     python record.py configs    # configs/<version>/<model type>.json and parameters/<version>.json
-    python record.py cases      # one folder per case: a tiny model and what it computes
+    python record.py cases      # one folder per case: a tiny model and what it computes; behind it, only the cases named
 
 Recorded with torch 2.13.0 and transformers 5.22.0 (both commands) and 4.40.2 (`configs`), on a CPU.
 """
@@ -33,6 +33,9 @@ GPT2 = dict(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=64, resi
             attn_pdrop=0.0)
 BLOOM = dict(vocab_size=100, hidden_size=32, n_layer=2, n_head=4)
 MIXTRAL = dict(LLAMA, num_local_experts=4)
+QWEN2_MOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+OLMOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None)
+QWEN3_MOE = dict(LLAMA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, head_dim=16)
 
 FAMILIES = {
     "gpt2": (tf.GPT2Config, tf.GPT2LMHeadModel, GPT2),
@@ -45,6 +48,11 @@ FAMILIES = {
     "bloom": (tf.BloomConfig, tf.BloomForCausalLM, BLOOM),
     "bert": (tf.BertConfig, tf.BertForPreTraining, BERT),
 }
+# Later releases have these.
+for family, name, sizes in [("qwen2_moe", "Qwen2Moe", QWEN2_MOE), ("olmoe", "Olmoe", OLMOE),
+                            ("qwen3_moe", "Qwen3Moe", QWEN3_MOE)]:
+    if hasattr(tf, f"{name}Config"):
+        FAMILIES[family] = (getattr(tf, f"{name}Config"), getattr(tf, f"{name}ForCausalLM"), sizes)
 
 # Beyond the family's plain model: its class and what its configuration says.
 VARIANTS = {
@@ -117,6 +125,9 @@ CASES = {
     "gpt_neox_partial": ("gpt_neox", dict(
         NEOX, **rope(rope_type="default", rope_theta=20000.0, partial_rotary_factor=0.5))),
     "mixtral": ("mixtral", dict(MIXTRAL, **rope(rope_type="default", rope_theta=500000.0))),
+    "qwen2_moe": ("qwen2_moe", dict(QWEN2_MOE, output_router_logits=True, router_aux_loss_coef=0.1)),
+    "olmoe": ("olmoe", dict(OLMOE, output_router_logits=True, router_aux_loss_coef=0.1)),
+    "qwen3_moe": ("qwen3_moe", dict(QWEN3_MOE, norm_topk_prob=True)),
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "bloom": ("bloom", BLOOM),
@@ -141,18 +152,20 @@ def randomised(model):
 
 def in_file_names(family, name, value):
     """A parameter's gradient under the names that files use."""
+    is_mixtral = family == "mixtral"
+    gate_name, up_name, down_name = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    if is_mixtral:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
     if name.endswith(".experts.gate_up_proj"):
-        place = name.replace(".mlp.", ".block_sparse_moe.").removesuffix("gate_up_proj")
+        place = name.removesuffix("gate_up_proj")
         for expert, both in enumerate(value):
             gate, up = both.chunk(2)
-            yield f"{place}{expert}.w1.weight", gate
-            yield f"{place}{expert}.w3.weight", up
+            yield f"{place}{expert}.{gate_name}.weight", gate
+            yield f"{place}{expert}.{up_name}.weight", up
     elif name.endswith(".experts.down_proj"):
-        place = name.replace(".mlp.", ".block_sparse_moe.").removesuffix("down_proj")
+        place = name.removesuffix("down_proj")
         for expert, down in enumerate(value):
-            yield f"{place}{expert}.w2.weight", down
-    elif name.endswith(".mlp.gate.weight"):
-        yield name.replace(".mlp.", ".block_sparse_moe."), value
+            yield f"{place}{expert}.{down_name}.weight", down
     elif family == "gpt_neox" and name == "lm_head.weight":
         yield "embed_out.weight", value
     else:
@@ -228,8 +241,9 @@ def greedy(model, prompt, mask):
 if __name__ == "__main__":
     if sys.argv[1:] == ["configs"]:
         record_configs()
-    elif sys.argv[1:] == ["cases"]:
+    elif sys.argv[1:2] == ["cases"]:
         for name, (family, sizes) in CASES.items():
-            record_case(name, family, sizes)
+            if name in sys.argv[2:] or not sys.argv[2:]:
+                record_case(name, family, sizes)
     else:
         sys.exit(__doc__)

@@ -1,7 +1,8 @@
 //! One block of a decoder: attention and feed-forward around the residual stream.
 
 use ferrospeed_nn::{
-    GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention, Norm, Visibility,
+    GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention, Norm, NormConfig,
+    RmsNorm, Visibility,
 };
 use ferrospeed_tensor::{Tensor, autograd, ops, profile};
 
@@ -73,7 +74,8 @@ impl Block {
                     linear(name, width, 3 * query_width, config.qkv_bias, std),
                     *layout,
                 ),
-                QkvNames::Separate([query, key, value]) => {
+                QkvNames::Separate([query, key, value])
+                | QkvNames::Normed { heads: [query, key, value], .. } => {
                     let of_queries = || linear(query, width, query_width, config.qkv_bias, std);
                     let of_keys = |name| linear(name, width, kv_width, config.qkv_bias, std);
                     match names.declared {
@@ -90,7 +92,15 @@ impl Block {
                 }
             };
             let output = linear(names.output, query_width, width, config.output_bias, config.output_init_std);
-            MultiHeadAttention::new(projections, output, config.attention(layer))
+            let attention = MultiHeadAttention::new(projections, output, config.attention(layer));
+            let (QkvNames::Normed { norms, per_head, .. }, NormConfig::Rms { eps }) =
+                (&names.qkv, config.norm)
+            else {
+                return attention;
+            };
+            let widths = if *per_head { [config.head_dim; 2] } else { [query_width, kv_width] };
+            let [query, key] = [0, 1].map(|i| RmsNorm::new(&init.at(norms[i]), widths[i], eps));
+            attention.with_head_norms(query, key)
         };
         let feed_forward = || match &config.feed_forward {
             FeedForward::Plain { names: [up, down] } => FeedForwardLayer::Plain(Mlp::new(

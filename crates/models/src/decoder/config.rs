@@ -31,6 +31,15 @@ pub enum QkvNames {
     Packed(&'static str, PackedHeads),
     /// Three tensors.
     Separate([&'static str; 3]),
+    /// Three tensors, with RMS norms on queries and keys.
+    Normed {
+        /// Names of queries, keys and values.
+        heads: [&'static str; 3],
+        /// Names of the norms.
+        norms: [&'static str; 2],
+        /// Whether each head is normalised by itself.
+        per_head: bool,
+    },
 }
 
 /// The feed-forward half.
@@ -190,21 +199,13 @@ impl DecoderConfig {
                 ));
             }
         }
-        let experts = match &self.feed_forward {
-            FeedForward::Mixture(mixture) => mixture.experts,
-            FeedForward::Plain { .. } | FeedForward::Gated { .. } => 1,
+        let (experts, inner_width) = match &self.feed_forward {
+            FeedForward::Mixture(mixture) => (mixture.experts, mixture.inner_width),
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } => (1, self.inner_width),
         };
         let qkv_width = (self.heads + 2 * self.kv_heads).saturating_mul(self.head_dim);
         let rows = self.vocab + self.max_tokens;
-        Sizes {
-            layers: self.layers,
-            experts,
-            width: self.width,
-            inner_width: self.inner_width,
-            qkv_width,
-            rows,
-        }
-        .check()?;
+        Sizes { layers: self.layers, experts, width: self.width, inner_width, qkv_width, rows }.check()?;
         if !self.heads.is_multiple_of(self.kv_heads) {
             let why = format!("{} heads cannot share {} key/value heads", self.heads, self.kv_heads);
             return Err(ModelError::config("num_key_value_heads", why));

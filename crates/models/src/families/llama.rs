@@ -11,21 +11,27 @@ use crate::fields::Fields;
 use crate::rope::{self, RotaryDefaults};
 
 /// What the relatives differ in before anything is read.
-struct Defaults {
-    model_type: &'static str,
+pub(super) struct Defaults {
+    pub(super) model_type: &'static str,
+    /// Channels, layers and heads.
+    pub(super) sizes: [usize; 3],
     /// As many as heads when absent.
-    kv_heads: Option<usize>,
-    theta: f64,
-    inner_width: usize,
-    vocab: usize,
-    max_tokens: usize,
-    eps: f64,
+    pub(super) kv_heads: Option<usize>,
+    pub(super) theta: f64,
+    pub(super) inner_width: usize,
+    pub(super) vocab: usize,
+    pub(super) max_tokens: usize,
+    pub(super) eps: f64,
 }
 
-fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
-    let width = fields.size("hidden_size", Some(4096))?;
-    let heads = fields.size("num_attention_heads", Some(32))?;
-    let layers = fields.size("num_hidden_layers", Some(32))?;
+/// Channels, layers and heads of the first LLaMA.
+const USUAL_SIZES: [usize; 3] = [4096, 32, 32];
+
+pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
+    let [width, layers, heads] = defaults.sizes;
+    let width = fields.size("hidden_size", Some(width))?;
+    let heads = fields.size("num_attention_heads", Some(heads))?;
+    let layers = fields.size("num_hidden_layers", Some(layers))?;
     let head_dim = match fields.optional_size("head_dim")? {
         Some(head_dim) => head_dim,
         None if heads > 0 && width.is_multiple_of(heads) => width / heads,
@@ -84,7 +90,7 @@ fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
 }
 
 /// The window of each layer: where `slides` says so, unless `layer_types` lists the layers one by one.
-fn windows(
+pub(super) fn windows(
     fields: &Fields<'_>,
     layers: usize,
     window: Option<usize>,
@@ -118,6 +124,7 @@ fn windows(
 pub fn llama(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "llama",
+        sizes: USUAL_SIZES,
         kv_heads: None,
         theta: 10_000.0,
         inner_width: 11_008,
@@ -140,6 +147,7 @@ pub fn llama(fields: &Fields<'_>) -> Result<DecoderConfig> {
 pub fn mistral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "mistral",
+        sizes: USUAL_SIZES,
         kv_heads: Some(8),
         theta: 10_000.0,
         inner_width: 14_336,
@@ -158,6 +166,7 @@ pub fn mistral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
 pub fn qwen2(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "qwen2",
+        sizes: USUAL_SIZES,
         kv_heads: Some(32),
         theta: 10_000.0,
         inner_width: 22_016,
@@ -182,6 +191,7 @@ pub fn qwen2(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
 pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "mixtral",
+        sizes: USUAL_SIZES,
         kv_heads: Some(8),
         theta: 1e6,
         inner_width: 14_336,
@@ -196,12 +206,7 @@ pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     config.windows = windows(fields, config.layers, window, |_| true, rule)?;
     let (experts, chosen) =
         (fields.size("num_local_experts", Some(8))?, fields.size("num_experts_per_tok", Some(2))?);
-    if chosen == 0 || chosen > experts {
-        let why = format!("{chosen} of {experts} experts cannot be chosen");
-        return Err(ModelError::config("num_experts_per_tok", why));
-    }
-    let balance = fields.number("router_aux_loss_coef", Some(0.001))? as f32;
-    let balance_loss = if fields.flag("output_router_logits", false)? { balance } else { 0.0 };
+    let balance_loss = balancing(fields, experts, chosen, 0.001)?;
     config.feed_forward = FeedForward::Mixture(MixtureConfig {
         experts,
         chosen,
@@ -209,8 +214,19 @@ pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
         normalized: true,
         balance_loss,
         names: MixtureNames::MIXTRAL,
+        shared_width: None,
     });
     Ok(config)
+}
+
+/// The weight of a mixture's balancing loss; an error where so many experts cannot be chosen.
+pub(super) fn balancing(fields: &Fields<'_>, experts: usize, chosen: usize, weight: f64) -> Result<f32> {
+    if chosen == 0 || chosen > experts {
+        let why = format!("{chosen} of {experts} experts cannot be chosen");
+        return Err(ModelError::config("num_experts_per_tok", why));
+    }
+    let weight = fields.number("router_aux_loss_coef", Some(weight))? as f32;
+    Ok(if fields.flag("output_router_logits", false)? { weight } else { 0.0 })
 }
 
 /// Families whose layers have none.

@@ -17,14 +17,33 @@ pub struct MixtureNames {
     pub place: &'static str,
     /// Gate, up and down of an expert.
     pub expert: [&'static str; 3],
-    /// Whether an expert declares its down before its up.
-    pub down_before_up: bool,
+    /// In which order they are declared.
+    pub declared: DeclaredMixture,
+}
+
+/// The order of a mixture's parameters in a family's reference implementation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeclaredMixture {
+    /// The router, then each expert's gate, down and up (Mixtral).
+    DownBeforeUp,
+    /// The router, then each expert's gate, up and down.
+    RouterFirst,
+    /// The router behind the experts.
+    RouterLast,
 }
 
 impl MixtureNames {
     /// Mixtral's.
-    pub const MIXTRAL: MixtureNames =
-        MixtureNames { place: "block_sparse_moe", expert: ["w1", "w3", "w2"], down_before_up: true };
+    pub const MIXTRAL: MixtureNames = MixtureNames {
+        place: "block_sparse_moe",
+        expert: ["w1", "w3", "w2"],
+        declared: DeclaredMixture::DownBeforeUp,
+    };
+
+    /// What later families call them.
+    pub const fn projections(declared: DeclaredMixture) -> MixtureNames {
+        MixtureNames { place: "mlp", expert: ["gate_proj", "up_proj", "down_proj"], declared }
+    }
 }
 
 /// The numbers of a mixture.
@@ -42,12 +61,15 @@ pub struct MixtureConfig {
     pub balance_loss: f32,
     /// How its tensors are named.
     pub names: MixtureNames,
+    /// Channels inside an expert that every token passes, weighted by a gate of its own.
+    pub shared_width: Option<usize>,
 }
 
 /// A router and its experts. Cloning copies handles.
 #[derive(Debug, Clone)]
 pub struct Mixture {
     moe: Arc<Moe>,
+    shared: Option<(GatedMlp, Linear)>,
 }
 
 /// What a mixture gives: the mixed tokens, the router's logits `[tokens, experts]`, and who was sent where.
@@ -74,7 +96,7 @@ impl Mixture {
         let linear = |init: &Init, inputs, outputs| {
             Linear::normal(init, inputs, outputs, false, WeightLayout::OutIn, std)
         };
-        let router = linear(&at.at("gate"), width, config.experts);
+        let make_router = || linear(&at.at("gate"), width, config.experts);
         // A rank's tokens choose which experts it reads; all of them are gathered, whatever was chosen.
         let experts = at.at("experts").as_unit();
         let gated = |at: &Init, inner: usize| {
@@ -83,28 +105,47 @@ impl Mixture {
             let make_up = || linear(&at.at(up), width, inner);
             let make_down = || linear(&at.at(down), inner, width);
             // Parameters are listed in the order in which these are called.
-            let (up, down) = match config.names.down_before_up {
-                true => {
+            let (up, down) = match config.names.declared {
+                DeclaredMixture::DownBeforeUp => {
                     let down = make_down();
                     (make_up(), down)
                 }
-                false => (make_up(), make_down()),
+                _ => (make_up(), make_down()),
             };
             GatedMlp::new(gate, up, down, activation)
         };
-        let experts = (0..config.experts).map(|index| gated(&experts.at(index), config.inner_width).into());
+        let make_experts = || {
+            let expert = |index: usize| gated(&experts.at(index), config.inner_width).into();
+            Experts::new((0..config.experts).map(expert).collect())
+        };
+        let (router, experts) = match config.names.declared {
+            DeclaredMixture::RouterLast => {
+                let experts = make_experts();
+                (make_router(), experts)
+            }
+            _ => (make_router(), make_experts()),
+        };
+        let shared = config.shared_width.map(|inner| {
+            (gated(&at.at("shared_expert"), inner), linear(&at.at("shared_expert_gate"), width, 1))
+        });
         let numbers = MoeConfig {
             normalized: config.normalized,
             ..MoeConfig::dropless(width, config.experts, config.chosen)
         };
-        let moe = Moe::from_parts(&at, numbers, router, Experts::new(experts.collect()));
-        Mixture { moe: Arc::new(moe) }
+        Mixture { moe: Arc::new(Moe::from_parts(&at, numbers, router, experts)), shared }
     }
 
     /// The mixture of `x [.., width]`.
     pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<MixtureOutput> {
         let mixed = self.moe.forward(x, mode)?;
-        Ok(MixtureOutput { mixed: mixed.output, logits: mixed.logits, routing: mixed.routing })
+        let output = match &self.shared {
+            Some((expert, gate)) => {
+                let share = ops::activate(&gate.forward(x)?, Activation::Sigmoid)?;
+                ops::add(&mixed.output, &ops::mul(&expert.forward(x)?, &share)?)?
+            }
+            None => mixed.output,
+        };
+        Ok(MixtureOutput { mixed: output, logits: mixed.logits, routing: mixed.routing })
     }
 }
 

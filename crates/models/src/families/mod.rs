@@ -6,3 +6,4 @@ pub mod gpt_neox;
 pub mod llama;
 pub mod mixture;
 pub mod opt;
+pub mod sparse;
