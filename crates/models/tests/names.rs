@@ -58,3 +58,63 @@ fn a_masked_language_model_is_found_among_the_heads_of_pre_training() {
         };
     assert_eq!(found, values(&masked, renamed(&pretrained, only).path()));
 }
+
+/// The weights of a recorded mixture as transformers 5 has them in memory: stacked, with `more` experts than there are.
+fn stacked(case: &Path, more: usize) -> tempfile::TempDir {
+    let weights = WeightFiles::open_directory(case).unwrap();
+    let mut tensors: std::collections::BTreeMap<String, (Vec<usize>, Vec<u8>)> = Default::default();
+    let bytes = |name: &str| weights.bytes(&weights.tensors()[name]).unwrap();
+    for (name, stored) in weights.tensors() {
+        let in_memory = name.replace(".block_sparse_moe.", ".mlp.");
+        let Some((place, _)) = name.split_once(".experts.") else {
+            tensors.insert(in_memory, (stored.shape.clone(), bytes(name)));
+            continue;
+        };
+        let layers = if name.contains("block_sparse") {
+            ["w1", "w3", "w2"]
+        } else {
+            ["gate_proj", "up_proj", "down_proj"]
+        };
+        let of = |expert: usize, layer: &str| format!("{place}.experts.{expert}.{layer}.weight");
+        let experts =
+            (0..).take_while(|&expert| weights.tensors().contains_key(&of(expert, layers[0]))).count();
+        let shape = |layer: &str| weights.tensors()[&of(0, layer)].shape.clone();
+        let place = place.replace(".block_sparse_moe", ".mlp");
+        for (stack, parts) in [("gate_up_proj", &layers[..2]), ("down_proj", &layers[2..])] {
+            let all = (0..experts + more).map(|expert| expert % experts);
+            let content = all
+                .flat_map(|expert| parts.iter().flat_map(move |layer| bytes(&of(expert, layer))))
+                .collect();
+            let [rows, columns] = shape(parts[0])[..] else { panic!("a matrix") };
+            let shape = vec![experts + more, parts.len() * rows, columns];
+            tensors.insert(format!("{place}.experts.{stack}"), (shape, content));
+        }
+    }
+    let listed = |(name, (shape, _)): (&String, &(Vec<usize>, Vec<u8>))| TensorToWrite {
+        name: name.clone(),
+        shape: shape.clone(),
+        dtype: DType::F32,
+    };
+    let list: Vec<TensorToWrite> = tensors.iter().map(listed).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let mut bytes = |tensor: &TensorToWrite| Ok(tensors[&tensor.name].1.clone());
+    write_file(&folder.path().join("model.safetensors"), &list, &mut bytes).unwrap();
+    folder
+}
+
+#[test]
+fn experts_are_found_one_by_one_and_stacked() {
+    for name in ["mixtral", "qwen2_moe", "olmoe", "qwen3_moe"] {
+        let case = repository_root().join("tests/golden/transformers").join(name);
+        assert_eq!(values(&case, stacked(&case, 0).path()), values(&case, &case), "{name}");
+    }
+}
+
+#[test]
+fn a_stack_of_more_experts_than_the_model_has_is_refused() {
+    let case = repository_root().join("tests/golden/transformers/mixtral");
+    let params = ModelConfig::from_directory(&case, WindowRule::default()).unwrap().parameters();
+    let folder = stacked(&case, 1);
+    let error = WeightFiles::open_directory(folder.path()).unwrap().check(params.as_slice()).unwrap_err();
+    assert!(error.to_string().contains("more than the model's experts"), "{error}");
+}

@@ -1,6 +1,6 @@
 //! Whether weights are those of a model: everything that is wrong, as one table.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use ferrospeed_tensor::Param;
 
@@ -21,15 +21,17 @@ impl WeightFiles {
     /// Checks that every parameter is here with its shape, and that nothing else is; lists all that is wrong.
     pub fn check(&self, params: &[Param]) -> Result<()> {
         let mut lines = Vec::new();
-        let mut used = BTreeSet::new();
+        // Of each stored tensor, how many of its bytes parameters have: a stack may hold more experts than the model.
+        let mut used = BTreeMap::<_, usize>::new();
         let place = |stored: &StoredTensor| (stored.file, stored.bytes.start, stored.bytes.end);
         for param in params {
             let name = param.name();
-            let Some(stored) = self.find(name) else {
+            let Some(found) = self.find(name) else {
                 lines.push(format!("  missing     {name} {}", param.shape()));
                 continue;
             };
-            used.insert(place(stored));
+            let stored = &*found.own;
+            *used.entry(place(found.whole)).or_default() += stored.size_bytes();
             if stored.shape != param.shape().sizes() {
                 lines.push(format!("  wrong shape {name} is {:?}, expected {}", stored.shape, param.shape()));
             }
@@ -38,7 +40,14 @@ impl WeightFiles {
             }
         }
         for (name, stored) in self.tensors() {
-            let known = used.contains(&place(stored))
+            let covered = used.get(&place(stored)).copied();
+            if covered.is_some_and(|covered| covered < stored.size_bytes()) {
+                lines.push(format!(
+                    "  wrong shape {name} is {:?}, more than the model's experts",
+                    stored.shape
+                ));
+            }
+            let known = covered.is_some()
                 || IGNORED_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
                 || TIED_HEADS.contains(&name.as_str())
                 || LEFT_OVER_HEADS.iter().any(|prefix| name.starts_with(prefix));

@@ -3,6 +3,7 @@
 mod check;
 mod file;
 mod read;
+mod stacked;
 mod write;
 
 pub use read::{StoredTensor, WeightFiles};

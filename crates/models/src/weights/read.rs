@@ -1,5 +1,6 @@
 //! Reading: all tensors of a model directory by name, their bytes only when somebody asks for them.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -14,6 +15,7 @@ use crate::config::read_json;
 use crate::error::{ModelError, Result};
 use crate::weights::dtype_from_file;
 use crate::weights::file::WeightFile;
+use crate::weights::stacked::{InStack, in_memory};
 
 /// Where one tensor lies.
 #[derive(Debug, Clone)]
@@ -167,13 +169,17 @@ impl WeightFiles {
         }
     }
 
-    /// The stored tensor for a parameter: by its name, by its name without the family's prefix, or by one that another
-    /// release gives it.
-    pub(super) fn find(&self, name: &str) -> Option<&StoredTensor> {
+    /// The stored tensor for a parameter: by its name, by its name without the family's prefix, by one that another release
+    /// gives it, or cut out of a stack of experts.
+    pub(super) fn find(&self, name: &str) -> Option<Found<'_>> {
+        let named = |name: &str| self.tensors.get(name).or_else(|| self.tensors.get(name.split_once('.')?.1));
         let renamed = || {
             // transformers 5 calls GPT-NeoX's head by this name in memory.
             if name == "embed_out.weight" {
                 return self.tensors.get("lm_head.weight");
+            }
+            if name.contains(".block_sparse_moe.") {
+                return named(&in_memory(name));
             }
             // Old checkpoints call a norm's weight and bias gamma and beta.
             let (path, leaf) = name.rsplit_once('.')?;
@@ -184,9 +190,21 @@ impl WeightFiles {
             };
             self.tensors.get(&format!("{path}.{old}"))
         };
-        let stored = self.tensors.get(name);
-        stored.or_else(|| self.tensors.get(name.split_once('.')?.1)).or_else(renamed)
+        if let Some(whole) = named(name).or_else(renamed) {
+            return Some(Found { own: Cow::Borrowed(whole), whole });
+        }
+        let place = InStack::of(name)?;
+        let whole = named(&place.stack)?;
+        Some(Found { own: Cow::Owned(place.cut(whole)?), whole })
     }
+}
+
+/// A parameter in the files.
+pub(super) struct Found<'a> {
+    /// What is the parameter's own.
+    pub(super) own: Cow<'a, StoredTensor>,
+    /// The tensor that holds it.
+    pub(super) whole: &'a StoredTensor,
 }
 
 fn names_in(directory: &Path) -> [PathBuf; 2] {
@@ -199,7 +217,8 @@ impl ParamSource for WeightFiles {
             op: "load weights",
             what: format!("'{}' {why}", param.name()),
         };
-        let stored = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
+        let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
+        let stored = &*found.own;
         if stored.shape != param.shape().sizes() {
             return Err(fail(format!("is {:?} in the files, expected {}", stored.shape, param.shape())));
         }
