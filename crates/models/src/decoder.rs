@@ -8,6 +8,7 @@ mod config;
 mod places;
 
 use ferrospeed_nn::layer_drop::layer_drop;
+use ferrospeed_nn::moe::Routing;
 use ferrospeed_nn::{AttentionState, Embedding, Init, KeyValueCache, Linear, Mode, Norm, Parameters};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, profile};
@@ -253,6 +254,13 @@ impl Decoder {
             hidden = outwards.forward(&hidden)?;
         }
         Ok((hidden, routers))
+    }
+
+    /// Who the routers sent where in the last forward, by block; nothing of blocks without a mixture. Reading its numbers waits
+    /// for the device: for logs and monitors.
+    pub fn routing(&self) -> Vec<(usize, Routing)> {
+        let of_block = |(index, block): (usize, &Block)| Some((index, block.routing()?));
+        self.blocks.iter().enumerate().filter_map(of_block).collect()
     }
 
     /// Logits `[batch, tokens, vocab]` from a hidden state.

@@ -1,5 +1,6 @@
 //! One block of a decoder: attention and feed-forward around the residual stream.
 
+use ferrospeed_nn::moe::Routing;
 use ferrospeed_nn::{
     GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention, Norm, NormConfig,
     RmsNorm, Visibility,
@@ -145,6 +146,14 @@ impl Block {
         }
     }
 
+    /// Who its router sent where in the last forward, if it has one.
+    pub(super) fn routing(&self) -> Option<Routing> {
+        match &self.feed_forward {
+            FeedForwardLayer::Mixture(mixture) => mixture.routing(),
+            FeedForwardLayer::Plain(_) | FeedForwardLayer::Gated(_) => None,
+        }
+    }
+
     pub(super) fn forward(
         &self,
         x: Stream,
@@ -172,9 +181,9 @@ impl Block {
                 FeedForwardLayer::Plain(mlp) => mlp.forward(x)?,
                 FeedForwardLayer::Gated(mlp) => mlp.forward(x)?,
                 FeedForwardLayer::Mixture(mixture) => {
-                    let output = mixture.forward(x, mode)?;
-                    routers.push(output.logits);
-                    output.mixed
+                    let (y, logits) = mixture.forward(x, mode)?;
+                    routers.push(logits);
+                    y
                 }
             };
             Ok(mode.dropout(&y, self.residual_dropout)?)

@@ -1,7 +1,7 @@
 //! Mixtures of experts in decoders: each token goes to its `chosen` best experts, none is dropped. Some families add an
 //! expert that every token passes.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_nn::moe::{Routing, balance_loss};
 use ferrospeed_nn::{Experts, GatedMlp, Init, Linear, Mode, Moe, MoeConfig};
@@ -70,17 +70,8 @@ pub struct MixtureConfig {
 pub struct Mixture {
     moe: Arc<Moe>,
     shared: Option<(GatedMlp, Linear)>,
-}
-
-/// What a mixture gives: the mixed tokens, the router's logits `[tokens, experts]`, and who was sent where.
-#[derive(Debug)]
-pub struct MixtureOutput {
-    /// In the shape of the input.
-    pub mixed: Tensor,
-    /// In f32.
-    pub logits: Tensor,
-    /// For logs and monitors.
-    pub routing: Routing,
+    /// Of the last forward, for whoever logs.
+    routing: Arc<Mutex<Option<Routing>>>,
 }
 
 impl Mixture {
@@ -132,12 +123,17 @@ impl Mixture {
             normalized: config.normalized,
             ..MoeConfig::dropless(width, config.experts, config.chosen)
         };
-        Mixture { moe: Arc::new(Moe::from_parts(&at, numbers, router, experts)), shared }
+        Mixture {
+            moe: Arc::new(Moe::from_parts(&at, numbers, router, experts)),
+            shared,
+            routing: Arc::default(),
+        }
     }
 
-    /// The mixture of `x [.., width]`.
-    pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<MixtureOutput> {
+    /// The mixture of `x [.., width]`, and the router's logits `[tokens, experts]` in f32.
+    pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<(Tensor, Tensor)> {
         let mixed = self.moe.forward(x, mode)?;
+        *self.routing.lock().unwrap_or_else(PoisonError::into_inner) = Some(mixed.routing);
         let output = match &self.shared {
             Some((expert, gate)) => {
                 let share = ops::activate(&gate.forward(x)?, Activation::Sigmoid)?;
@@ -145,7 +141,12 @@ impl Mixture {
             }
             None => mixed.output,
         };
-        Ok(MixtureOutput { mixed: output, logits: mixed.logits, routing: mixed.routing })
+        Ok((output, mixed.logits))
+    }
+
+    /// Who was sent where in the last forward.
+    pub fn routing(&self) -> Option<Routing> {
+        self.routing.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
