@@ -64,7 +64,7 @@ pub struct Transformer {
 pub enum ModelError {
     /// The family is not known here.
     #[error(
-        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, opt and qwen2. Give the numbers of parameters instead"
+        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, olmoe, opt, qwen2, qwen2_moe and qwen3_moe. Give the numbers of parameters instead"
     )]
     UnknownFamily {
         /// `model_type`.
@@ -125,7 +125,7 @@ pub fn from_hugging_face(config: &Value) -> Result<Transformer, ModelError> {
     let read = Reader { config, model_type };
     match model_type {
         "gpt2" => gpt2(&read),
-        "llama" | "mistral" | "mixtral" | "qwen2" => llama(&read),
+        "llama" | "mistral" | "mixtral" | "qwen2" | "qwen2_moe" | "olmoe" | "qwen3_moe" => llama(&read),
         "bert" => bert(&read),
         "opt" => opt(&read),
         "gpt_neox" => neox(&read),
@@ -199,13 +199,28 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let kv_heads = read.or("num_key_value_heads", heads)?;
     let head_dim = read.or("head_dim", hidden / heads)?;
     let (intermediate, vocab) = (read.number("intermediate_size")?, read.number("vocab_size")?);
-    let qwen = read.model_type == "qwen2";
-    let qkv_bias = qwen || read.flag("attention_bias", false);
-    let experts = if read.model_type == "mixtral" { read.or("num_local_experts", 8)? } else { 1 };
+    let qwen = ["qwen2", "qwen2_moe"].contains(&read.model_type);
+    let qkv_bias = match read.model_type {
+        "qwen2" => true,
+        "qwen2_moe" => read.flag("qkv_bias", true),
+        _ => read.flag("attention_bias", false),
+    };
+    let mixture = mixture(read, intermediate)?;
+    let experts = mixture.as_ref().map_or(1, |mixture| mixture.experts);
+    let inner = mixture.as_ref().map_or(intermediate, |mixture| mixture.inner);
+    let shared = mixture.as_ref().map_or(0, |mixture| mixture.shared);
     let mlp_bias = read.flag("mlp_bias", false);
-    let expert = 2 * linear(hidden, intermediate, mlp_bias) + linear(intermediate, hidden, mlp_bias);
-    let gate = if experts > 1 { hidden * experts } else { 0 };
+    let expert = 2 * linear(hidden, inner, mlp_bias) + linear(inner, hidden, mlp_bias);
+    let gate = if mixture.is_some() { hidden * experts } else { 0 };
+    let shared_expert = if shared > 0 { 3 * hidden * shared + hidden } else { 0 };
+    let head_norms = match read.model_type {
+        "olmoe" => (heads + kv_heads) * head_dim,
+        "qwen3_moe" => 2 * head_dim,
+        _ => 0,
+    };
     let layer = 2 * hidden
+        + head_norms
+        + shared_expert
         + linear(hidden, heads * head_dim, qkv_bias)
         + 2 * linear(hidden, kv_heads * head_dim, qkv_bias)
         + linear(heads * head_dim, hidden, qkv_bias && !qwen)
@@ -216,18 +231,49 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
         kv_heads,
         head_dim,
         gated: true,
-        experts_per_token: if experts > 1 { read.or("num_experts_per_tok", 2)? } else { 1 },
+        experts_per_token: mixture.as_ref().map_or(1, |mixture| mixture.chosen),
         ..plain(
             hidden,
             read.number("num_hidden_layers")?,
             heads,
-            intermediate,
+            // What every token passes is spread over its experts.
+            inner + mixture.as_ref().map_or(0, |mixture| shared.div_ceil(mixture.chosen)),
             vocab,
             read.or("max_position_embeddings", 2048)?,
         )
     };
-    let largest = (vocab * hidden).max(hidden * intermediate).max(hidden * heads * head_dim);
+    let largest = (vocab * hidden).max(hidden * inner.max(shared)).max(hidden * heads * head_dim);
     counted(shape, layer, vocab * hidden + hidden + head, largest)
+}
+
+/// A mixture of experts in every layer.
+struct Mixture {
+    experts: u64,
+    chosen: u64,
+    /// Width inside an expert.
+    inner: u64,
+    /// Width inside the expert that every token passes; 0 without one.
+    shared: u64,
+}
+
+fn mixture(read: &Reader<'_>, intermediate: u64) -> Result<Option<Mixture>, ModelError> {
+    let (usual, usual_chosen) = match read.model_type {
+        "mixtral" => (8, 2),
+        "qwen2_moe" => (60, 4),
+        "olmoe" => (64, 8),
+        "qwen3_moe" => (128, 8),
+        _ => return Ok(None),
+    };
+    // Releases name it differently.
+    let experts = read.or("num_experts", read.or("num_local_experts", usual)?)?;
+    let inner = match read.model_type {
+        "qwen2_moe" => read.or("moe_intermediate_size", 1408)?,
+        "qwen3_moe" => read.or("moe_intermediate_size", 768)?,
+        _ => intermediate,
+    };
+    let is_shared = read.model_type == "qwen2_moe";
+    let shared = if is_shared { read.or("shared_expert_intermediate_size", 5632)? } else { 0 };
+    Ok(Some(Mixture { experts, chosen: read.or("num_experts_per_tok", usual_chosen)?, inner, shared }))
 }
 
 fn bert(read: &Reader<'_>) -> Result<Transformer, ModelError> {
