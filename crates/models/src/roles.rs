@@ -90,8 +90,9 @@ fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> R
     match feed_forward {
         _ if is_attention => Role::Attention,
         _ if is_head_norm => Role::Norm,
-        FeedForward::Mixture(_) if within.contains(".experts.") => Role::Experts,
-        FeedForward::Mixture(_) if within.contains(".shared_expert.") => Role::FeedForward,
+        FeedForward::Mixture(_) if within.contains(".experts.") || within.contains(".shared_expert.") => {
+            Role::Experts
+        }
         FeedForward::Mixture(_) => Role::Router,
         FeedForward::Plain { .. } | FeedForward::Gated { .. } => Role::FeedForward,
     }
