@@ -2,7 +2,7 @@
 //!
 //! The way of a token: the gate scores all experts in f32 and chooses; [`Routes`] sorts the chosen rows by
 //! expert; [`Experts::forward`] takes sorted rows and how many each expert has, and gives rows back in the same order;
-//! `Routes` collects them weighted. Experts that live on other ranks change only the step in the middle.
+//! `Routes` collects them weighted. Experts that live on other ranks ([`Moe::over`]) change only the step in the middle.
 //!
 //! Without a capacity (the default) no token is dropped and nothing is padded. With one it is DeepSpeed's rule, to the
 //! number: Lepikhin et al., "GShard" (2020), and Fedus, Zoph, Shazeer, "Switch transformers" (2022).
@@ -27,6 +27,7 @@
 //! # }
 //! ```
 
+mod apart;
 pub mod capacity;
 mod config;
 mod experts;
@@ -42,6 +43,7 @@ pub use losses::{balance_loss, z_loss};
 pub use param_groups::{GroupPlan, PlannedGroup, split_param_groups};
 pub use statistics::{Routing, RoutingStatistics};
 
+use ferrospeed_comm::Group;
 use ferrospeed_tensor::ops::{self, Routes};
 use ferrospeed_tensor::{Result, Tensor, profile};
 
@@ -86,7 +88,10 @@ struct Beside {
 /// A router and its experts.
 pub struct Moe {
     gate: Gate,
+    /// All experts, or this rank's.
     experts: Experts,
+    /// The ranks over which they are spread.
+    group: Option<Group>,
     beside: Option<Beside>,
     path: String,
 }
@@ -104,12 +109,37 @@ impl Moe {
         config: MoeConfig,
         expert: impl Fn(&Init, usize) -> E,
     ) -> Result<Moe> {
+        Moe::build(init, config, None, expert)
+    }
+
+    /// The same with experts spread over the ranks of a group, an equal stretch on each. Names are those of the whole layer;
+    /// a rank has parameters of its own experts alone.
+    pub fn over<E: Into<Expert>>(
+        init: &Init,
+        config: MoeConfig,
+        group: &Group,
+        expert: impl Fn(&Init, usize) -> E,
+    ) -> Result<Moe> {
+        Moe::build(init, config, Some(group), expert)
+    }
+
+    fn build<E: Into<Expert>>(
+        init: &Init,
+        config: MoeConfig,
+        group: Option<&Group>,
+        expert: impl Fn(&Init, usize) -> E,
+    ) -> Result<Moe> {
         let at = init.at("deepspeed_moe");
         let router = Linear::new(&at.at("gate.wg"), config.width, config.experts, false);
         // A rank's tokens choose which experts it needs; all of them come and go together, whatever was chosen.
         let place = at.at("experts.deepspeed_experts").as_unit();
-        let experts = (0..config.experts).map(|index| expert(&place.at(index), index).into()).collect();
-        let moe = Moe::from_parts(init, config, router, Experts::new(experts));
+        let own = match group {
+            Some(group) => apart::own_experts(config.experts, group)?,
+            None => 0..config.experts,
+        };
+        let experts = own.map(|index| expert(&place.at(index), index).into()).collect();
+        let mut moe = Moe::from_parts(init, config, router, Experts::new(experts));
+        moe.group = group.cloned();
         moe.check()?;
         Ok(moe)
     }
@@ -117,12 +147,19 @@ impl Moe {
     /// From a router `[experts, width]` and experts that have their names already. Numbers that make no sense are refused by
     /// `forward`.
     pub fn from_parts(init: &Init, config: MoeConfig, router: Linear, experts: Experts) -> Moe {
-        Moe { gate: Gate::new(config, router), experts, beside: None, path: init.path().to_owned() }
+        Moe {
+            gate: Gate::new(config, router),
+            experts,
+            group: None,
+            beside: None,
+            path: init.path().to_owned(),
+        }
     }
 
     fn check(&self) -> Result<()> {
         self.gate.config().validate()?;
-        self.experts.expect(self.gate.config().experts)
+        let ranks = self.group.as_ref().map_or(1, Group::size);
+        self.experts.expect(self.gate.config().experts / ranks)
     }
 
     /// Adds a layer that every token passes, mixed in by a coefficient of the token.
@@ -159,7 +196,11 @@ impl Moe {
         let flat = ops::reshape(x, [x.shape().rows(), x.shape().last()])?;
         let choice = self.gate.choose(&flat, mode, used, draws)?;
         let routes = Routes::new(&choice.experts, self.gate.config().experts)?;
-        let rows = self.experts.forward(&routes.spread(&flat)?, routes.counts(), mode)?;
+        let (sorted, counts) = (routes.spread(&flat)?, routes.counts());
+        let rows = match &self.group {
+            Some(group) => apart::forward(&self.experts, group, &sorted, counts, mode)?,
+            None => self.experts.forward(&sorted, counts, mode)?,
+        };
         let mut output = ops::reshape(&routes.collect(&rows, &choice.weights)?, *x.shape())?;
         if let Some(beside) = &self.beside {
             let shares = ops::softmax(&beside.coefficient.forward(x)?)?;
