@@ -1,10 +1,9 @@
-//! The recorded estimates and partitions of DeepSpeed.
+//! The recorded estimates of DeepSpeed.
 
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_tune::estimate::{
     Estimate, ModelSize, Setup, Zero3Offload, zero2, zero2_table, zero3, zero3_table,
 };
-use ferrospeed_tune::partition::{partition_balanced, partition_uniform, prefix_sum};
 use serde_json::{Value, json};
 
 #[test]
@@ -41,32 +40,6 @@ fn golden_memory_estimators() {
             other => panic!("unknown function {other:?}"),
         };
         assert_eq!(found, case["expect"], "{case}");
-    });
-}
-
-#[test]
-fn golden_partitions() {
-    golden().each_case("utils/partition.json", 45, |case| {
-        let weights: Vec<f64> = case["weights"]
-            .as_array()
-            .map(|all| all.iter().filter_map(Value::as_f64).collect())
-            .unwrap_or_default();
-        let parts =
-            || (case["num_parts"].as_u64().expect("parts") as usize).try_into().expect("a positive number");
-        let found: Vec<f64> = match case["fn"].as_str() {
-            Some("uniform") => {
-                let items = case["num_items"].as_u64().expect("items") as usize;
-                partition_uniform(items, parts()).into_iter().map(|boundary| boundary as f64).collect()
-            }
-            Some("balanced") => {
-                partition_balanced(&weights, parts()).into_iter().map(|boundary| boundary as f64).collect()
-            }
-            Some("prefix_sum") => prefix_sum(&weights),
-            other => panic!("unknown function {other:?}"),
-        };
-        let expected: Vec<f64> =
-            case["expect"].as_array().expect("a list").iter().filter_map(Value::as_f64).collect();
-        assert_eq!(found, expected, "{case}");
     });
 }
 

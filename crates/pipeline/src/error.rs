@@ -1,0 +1,42 @@
+//! The one error of this crate.
+
+/// What cannot be divided, scheduled or understood.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PipelineError {
+    /// A partition method that does not exist.
+    #[error("partition method '{0}' is not known: use uniform, parameters or type:REGEX")]
+    UnknownMethod(String),
+    /// A regular expression that cannot be read.
+    #[error("partition method 'type:{pattern}': {why}")]
+    BadPattern {
+        /// The expression.
+        pattern: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A regular expression that no layer matches.
+    #[error("partition method 'type:{pattern}': no layer has such a name; the layers are {layers}")]
+    NoMatch {
+        /// The expression.
+        pattern: String,
+        /// The names there are.
+        layers: String,
+    },
+    /// Numbers of stages and micro-batches that make no schedule.
+    #[error("schedule {schedule}: {why}")]
+    Schedule {
+        /// Which.
+        schedule: &'static str,
+        /// Why, and what would do.
+        why: String,
+    },
+    /// A schedule that is wrong: a bug, or one that was made by hand.
+    #[error("the schedule is not valid: {0}")]
+    Invalid(String),
+    /// What a neighbour said of its tensors makes no sense.
+    #[error("the description of tensors at a stage's boundary is not valid: {0}")]
+    Boundary(String),
+}
+
+/// The result of everything here.
+pub type Result<T, E = PipelineError> = std::result::Result<T, E>;
