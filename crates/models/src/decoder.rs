@@ -6,6 +6,9 @@
 mod block;
 mod config;
 mod places;
+mod stages;
+
+use std::ops::Range;
 
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::moe::Routing;
@@ -22,6 +25,7 @@ pub use config::{
 };
 pub use places::alibi_slopes;
 pub(crate) use places::{Places, StepTables};
+pub use stages::Labelled;
 
 /// Tokens to run a decoder on.
 #[derive(Debug, Clone)]
@@ -168,13 +172,18 @@ impl Decoder {
         mode: Mode,
         observe: Option<&mut dyn FnMut(usize, &Tensor)>,
     ) -> Result<(Tensor, RouterLogits)> {
+        let places = self.places(tokens, state.as_ref().map_or(0, |state| state.len()))?;
+        profile::scope_at("", "Decoder", || self.run_at(&tokens.ids, &places, state, mode, observe))
+    }
+
+    /// Where tokens stand that follow `past` others.
+    fn places(&self, tokens: &Tokens, past: usize) -> Result<Places> {
         let &[batch, count] = tokens.ids.sizes() else {
             return Err(ModelError::config(
                 "input",
                 format!("ids of shape {} are not [batch, tokens]", tokens.ids.shape()),
             ));
         };
-        let past = state.as_ref().map_or(0, |state| state.len());
         self.check_length(past + count)?;
         let device = tokens.ids.device();
         let positions = self.positions(tokens, batch, count, past)?;
@@ -186,8 +195,7 @@ impl Decoder {
             }
             None => None,
         };
-        let places = Places { rows, visibility };
-        profile::scope_at("", "Decoder", || self.run_at(&tokens.ids, &places, state, mode, observe))
+        Ok(Places { rows, visibility })
     }
 
     /// The same where all that it needs to know of places is on the device already.
@@ -199,7 +207,19 @@ impl Decoder {
         mode: Mode,
         mut observe: Option<&mut dyn FnMut(usize, &Tensor)>,
     ) -> Result<(Tensor, RouterLogits)> {
-        let visibility = &places.visibility;
+        let embedded = self.embed(ids, places, mode)?;
+        if let Some(observe) = &mut observe {
+            observe(0, &embedded);
+        }
+        let mut routers = RouterLogits::new();
+        let stream = Stream { stream: embedded, pending: None };
+        let stream =
+            self.run_blocks(0..self.blocks.len(), stream, places, state, mode, observe, &mut routers)?;
+        Ok((self.finish(stream)?, routers))
+    }
+
+    /// The embedding and all that stands before the first block.
+    fn embed(&self, ids: &Tensor, places: &Places, mode: Mode) -> Result<Tensor> {
         let mut embedded = self.embedding.forward(ids)?;
         if let Some([inwards, _]) = &self.projections {
             embedded = inwards.forward(&embedded)?;
@@ -210,16 +230,24 @@ impl Decoder {
         if let Some(norm) = &self.embedding_norm {
             embedded = norm.forward(&embedded)?;
         }
-        let embedded = mode.dropout(&embedded, self.config.embedding_dropout)?;
-        if let Some(observe) = &mut observe {
-            observe(0, &embedded);
-        }
+        Ok(mode.dropout(&embedded, self.config.embedding_dropout)?)
+    }
 
-        let mut routers = RouterLogits::new();
-        let mut stream = Stream { stream: embedded, pending: None };
+    /// Some blocks.
+    fn run_blocks(
+        &self,
+        range: Range<usize>,
+        mut stream: Stream,
+        places: &Places,
+        state: Option<&mut AttentionState>,
+        mode: Mode,
+        mut observe: Option<&mut dyn FnMut(usize, &Tensor)>,
+        routers: &mut RouterLogits,
+    ) -> Result<Stream> {
+        let visibility = &places.visibility;
         let mut caches = state.map(|state| state.layers.iter_mut());
         let dropping = layer_drop().filter(|_| mode == Mode::Train);
-        for (index, block) in self.blocks.iter().enumerate() {
+        for (index, block) in self.blocks.iter().enumerate().take(range.end).skip(range.start) {
             let cache = caches.as_mut().and_then(Iterator::next);
             if dropping.is_some_and(|drop| !drop.keeps(index, self.blocks.len())) {
                 continue;
@@ -233,9 +261,9 @@ impl Decoder {
                 stream = Stream { stream: before.clone(), pending: None };
             }
             stream = if self.checkpoint_blocks && cache.is_none() && autograd::is_recording() {
-                checkpointed(block, stream, visibility, mode, &mut routers)?
+                checkpointed(block, stream, visibility, mode, routers)?
             } else {
-                block.forward(stream, visibility, cache, mode, &mut routers)?
+                block.forward(stream, visibility, cache, mode, routers)?
             };
             if let (Some(drop), Some(before)) = (rescaling, &before) {
                 let value = drop.rescaled(before, &stream.value()?, index, self.blocks.len())?;
@@ -246,6 +274,11 @@ impl Decoder {
                 observe(index + 1, &autograd::no_grad(|| stream.value())?);
             }
         }
+        Ok(stream)
+    }
+
+    /// All that stands between the last block and the head.
+    fn finish(&self, stream: Stream) -> Result<Tensor> {
         let mut hidden = match &self.final_norm {
             Some(norm) => stream.normed(norm)?.1,
             None => stream.value()?,
@@ -253,7 +286,7 @@ impl Decoder {
         if let Some([_, outwards]) = &self.projections {
             hidden = outwards.forward(&hidden)?;
         }
-        Ok((hidden, routers))
+        Ok(hidden)
     }
 
     /// Who the routers sent where in the last forward, by block; nothing of blocks without a mixture. Reading its numbers waits
@@ -271,10 +304,21 @@ impl Decoder {
     /// The mean loss of predicting each next label; labels of -100 do not count.
     pub fn loss(&self, tokens: &Tokens, labels: &Tensor, mode: Mode) -> Result<Tensor> {
         let (hidden, routers) = self.run(tokens, None, mode, None)?;
-        let loss = self.next_token_loss(&hidden, labels)?;
+        self.whole_loss(&hidden, &routers, tokens, labels)
+    }
+
+    /// The loss of the next tokens and, in a mixture, of the balance of its experts.
+    fn whole_loss(
+        &self,
+        hidden: &Tensor,
+        routers: &RouterLogits,
+        tokens: &Tokens,
+        labels: &Tensor,
+    ) -> Result<Tensor> {
+        let loss = self.next_token_loss(hidden, labels)?;
         match &self.config.feed_forward {
             FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0 => {
-                let balance = mixture.balance(&routers, tokens.mask.as_deref())?;
+                let balance = mixture.balance(routers, tokens.mask.as_deref())?;
                 Ok(ops::add(&loss, &ops::affine(&balance, mixture.balance_loss, 0.0)?)?)
             }
             _ => Ok(loss),

@@ -24,5 +24,5 @@ pub mod weights;
 
 pub use bert::Bert;
 pub use config::{ModelConfig, WindowRule};
-pub use decoder::{Decoder, DecoderConfig, Tokens};
+pub use decoder::{Decoder, DecoderConfig, Labelled, Tokens};
 pub use error::{ModelError, Result};

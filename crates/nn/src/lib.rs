@@ -33,6 +33,7 @@ pub mod moe;
 mod norm;
 mod rotary;
 mod sequential;
+mod stages;
 mod tiled;
 mod transformer_layer;
 
@@ -48,6 +49,7 @@ pub use moe::{Expert, Experts, Mixed, Moe, MoeConfig};
 pub use norm::{LayerNorm, Norm, NormConfig, RmsNorm};
 pub use rotary::{Rotary, RotaryScaling, RotaryTable};
 pub use sequential::{Dropout, Module, Sequential};
+pub use stages::{Carried, Layer, Stages, Trained};
 pub use tiled::{TiledLinear, TiledSource, Tiling};
 pub use transformer_layer::{DropoutMasks, KeyVisibility, TransformerLayer, TransformerLayerConfig};
 

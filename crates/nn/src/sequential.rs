@@ -14,7 +14,9 @@
 //! assert_eq!(model.len(), 4);
 //! ```
 
-use ferrospeed_tensor::{Activation, Result, Tensor, ops, profile};
+use std::ops::Range;
+
+use ferrospeed_tensor::{Activation, Param, Result, Tensor, ops, profile};
 
 use crate::init::Init;
 use crate::{Conv2d, Embedding, GatedMlp, LayerNorm, Linear, Mlp, Mode, Norm, RmsNorm, TiledLinear};
@@ -92,6 +94,8 @@ impl Module for Dropout {
 pub struct Sequential {
     init: Init,
     layers: Vec<Box<dyn Module>>,
+    /// The parameters of each layer.
+    parameters: Vec<Vec<Param>>,
 }
 
 impl std::fmt::Debug for Sequential {
@@ -103,14 +107,28 @@ impl std::fmt::Debug for Sequential {
 impl Sequential {
     /// No layer yet; those to come have their parameters below `init`.
     pub fn new(init: &Init) -> Sequential {
-        Sequential { init: init.clone(), layers: Vec::new() }
+        Sequential { init: init.clone(), layers: Vec::new(), parameters: Vec::new() }
     }
 
     /// Adds the layer that `build` makes at the place of the next index.
     #[allow(clippy::should_implement_trait)]
-    pub fn add<M: Module + 'static>(mut self, build: impl FnOnce(&Init) -> M) -> Sequential {
+    pub fn add<M: Module + 'static>(self, build: impl FnOnce(&Init) -> M) -> Sequential {
+        self.add_with(&[], build)
+    }
+
+    /// Adds a layer that also uses parameters of others, such as a head that is the embedding: whoever divides the layers
+    /// over ranks has to know.
+    pub fn add_with<M: Module + 'static>(
+        mut self,
+        shared: &[Param],
+        build: impl FnOnce(&Init) -> M,
+    ) -> Sequential {
+        let before = self.init.parameters().as_slice().len();
         let layer = build(&self.init.at(self.layers.len()));
+        let mut parameters = shared.to_vec();
+        parameters.extend_from_slice(&self.init.parameters().as_slice()[before..]);
         self.layers.push(Box::new(layer));
+        self.parameters.push(parameters);
         self
     }
 
@@ -124,6 +142,11 @@ impl Sequential {
         self.layers.is_empty()
     }
 
+    /// The parameters that a layer uses.
+    pub fn parameters_of(&self, layer: usize) -> &[Param] {
+        &self.parameters[layer]
+    }
+
     /// The layers in order.
     pub fn layers(&self) -> impl Iterator<Item = &dyn Module> {
         self.layers.iter().map(|layer| &**layer)
@@ -131,8 +154,14 @@ impl Sequential {
 
     /// All layers in order; without any, the input.
     pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<Tensor> {
+        self.forward_range(0..self.layers.len(), x, mode)
+    }
+
+    /// Some layers in order.
+    pub fn forward_range(&self, range: Range<usize>, x: &Tensor, mode: Mode) -> Result<Tensor> {
         profile::scope_at(self.init.path(), "Sequential", || {
-            self.layers.iter().enumerate().try_fold(x.clone(), |x, (index, layer)| {
+            let mut layers = self.layers.iter().enumerate().take(range.end).skip(range.start);
+            layers.try_fold(x.clone(), |x, (index, layer)| {
                 profile::scope_below(index, layer.class(), || layer.forward(&x, mode))
             })
         })

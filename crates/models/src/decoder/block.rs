@@ -243,7 +243,7 @@ pub(super) fn checkpointed(
     Ok(Stream { stream: outputs.swap_remove(0), pending: None })
 }
 
-fn into_tensor_error(error: ModelError) -> ferrospeed_tensor::TensorError {
+pub(super) fn into_tensor_error(error: ModelError) -> ferrospeed_tensor::TensorError {
     match error {
         ModelError::Tensor(error) => error,
         other => ferrospeed_tensor::TensorError::BadArgument { op: "block", what: other.to_string() },
