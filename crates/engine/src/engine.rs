@@ -20,6 +20,8 @@ use crate::checkpoint::Background;
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
+use crate::pipeline;
+use crate::pipeline::Pipeline;
 use crate::profiler::{Phase, StepProfiler};
 use crate::setup::Setup;
 
@@ -90,14 +92,14 @@ pub struct Engine {
     pub(crate) last_grad_norm: Option<f64>,
     last_step_applied: bool,
     /// Whether a loss since the last step was not a number on this rank.
-    bad_loss: bool,
+    pub(crate) bad_loss: bool,
     /// Losses since the last step, and how many.
     pub(crate) losses: (f64, u64),
     /// What the caller set in place of the scaler's scale.
     pub(crate) loss_scale_override: Option<f64>,
     /// Whether a schedule that follows a metric is told the training loss.
     pub(crate) follows_training_loss: bool,
-    times: StepTimes,
+    pub(crate) times: StepTimes,
     last_times: StepTimes,
     pub(crate) background: Background,
     pub(crate) features: Features,
@@ -105,6 +107,8 @@ pub struct Engine {
     pub(crate) profiler: Option<StepProfiler>,
     /// The other names of tied parameters: those the model was built with, and those a checkpoint had.
     pub(crate) aliases: BTreeMap<String, String>,
+    /// Where this rank trains one stage of a model.
+    pub(crate) pipeline: Option<Pipeline>,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
     pub(crate) half_loaded: Option<PathBuf>,
 }
@@ -162,6 +166,7 @@ impl Engine {
             eigenvalues,
             profiler,
             aliases,
+            pipeline: None,
             half_loaded: None,
         };
         engine.apply_schedule();
@@ -185,6 +190,9 @@ impl Engine {
             let why = EngineError::half_loaded("forward", from).to_string();
             return Err(TensorError::argument("forward", why).into());
         }
+        if self.pipeline.is_some() {
+            return Err(TensorError::argument("forward", pipeline::REFUSAL.to_owned()).into());
+        }
         let start = Instant::now();
         let result = self.profiled(Phase::Forward, |engine| engine.run(model));
         self.end_timed_phase()?;
@@ -198,20 +206,26 @@ impl Engine {
 
     /// Runs the model as a pass of its own.
     pub(crate) fn run<E>(&self, model: impl FnOnce(Mode) -> Result<Tensor, E>) -> Result<Tensor, E> {
+        random::set_state(self.random_state());
+        self.run_from_here(model)
+    }
+
+    /// The same, where random numbers go on from where they are.
+    pub(crate) fn run_from_here<R, E>(&self, model: impl FnOnce(Mode) -> Result<R, E>) -> Result<R, E> {
         self.store.begin_pass(match self.mode {
             Mode::Train => Pass::Train,
             Mode::Evaluate => Pass::Evaluate,
         });
-        random::set_state(self.random_state());
         match self.mode {
             Mode::Train => with_layer_drop(self.layer_drop(), || model(Mode::Train)),
             Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
         }
     }
 
-    /// Random numbers of a micro-batch depend on the seed, the rank and its number alone.
-    fn random_state(&self) -> RandomState {
-        let rank = self.world.rank() as u64;
+    /// Random numbers of a micro-batch depend on the seed, the rank among those that see different data and its number
+    /// alone.
+    pub(crate) fn random_state(&self) -> RandomState {
+        let rank = self.data_rank() as u64;
         let seed = self.seed ^ rank.wrapping_mul(0x9E37_79B9_7F4A_7C15);
         RandomState { seed, step: self.micro_steps as u32, next_stream: 0 }
     }
@@ -224,6 +238,11 @@ impl Engine {
 
     /// [`Engine::backward`] with other options. Returns the loss as it went backward.
     pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<f32> {
+        self.refuse_in_pipeline("backward")?;
+        self.backward_from(loss, options)
+    }
+
+    pub(crate) fn backward_from(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<f32> {
         self.check_whole("backward")?;
         if self.is_evaluating() {
             return Err(EngineError::Order {
@@ -257,6 +276,11 @@ impl Engine {
 
     /// Ends a micro-batch; at the end of an accumulation, updates the weights. All ranks call it together.
     pub fn step(&mut self) -> Result<StepReport> {
+        self.refuse_in_pipeline("step")?;
+        self.end_micro_batch()
+    }
+
+    pub(crate) fn end_micro_batch(&mut self) -> Result<StepReport> {
         self.check_whole("step")?;
         if !self.is_gradient_accumulation_boundary() {
             self.micro_steps += 1;
@@ -336,6 +360,13 @@ impl Engine {
     /// Refuses to work with state of which a load has replaced only a part.
     pub(crate) fn check_whole(&self, call: &'static str) -> Result<()> {
         self.half_loaded.as_ref().map_or(Ok(()), |from| Err(EngineError::half_loaded(call, from)))
+    }
+
+    fn refuse_in_pipeline(&self, call: &'static str) -> Result<()> {
+        match &self.pipeline {
+            Some(_) => Err(EngineError::Order { call, why: pipeline::REFUSAL }),
+            None => Ok(()),
+        }
     }
 
     /// Whether the next [`Engine::step`] updates weights.

@@ -39,6 +39,20 @@ pub enum EngineError {
         /// Its value on rank 0.
         here: String,
     },
+    /// Two stages of a pipeline could not talk.
+    #[error("stage {} ({}): {source}", .what.stage, .what.doing())]
+    Stage {
+        /// Who, with whom, on what.
+        what: crate::pipeline::StageFailure,
+        /// Why.
+        source: Box<EngineError>,
+    },
+    /// Layers cannot be divided, or a schedule cannot be made.
+    #[error(transparent)]
+    Pipeline(#[from] ferrospeed_pipeline::PipelineError),
+    /// Tensors could not be exchanged.
+    #[error(transparent)]
+    Collective(#[from] ferrospeed_collective::CollectiveError),
     /// A call came at the wrong time.
     #[error("{call}: {why}")]
     Order {

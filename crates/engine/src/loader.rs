@@ -165,8 +165,8 @@ impl Engine {
             dataset,
             LoaderOptions {
                 batch: self.train_micro_batch_size_per_gpu() as usize,
-                rank: self.world.rank(),
-                ranks: self.world.size(),
+                rank: self.data_rank(),
+                ranks: self.data_ranks(),
                 shuffle: Some(self.seed),
                 drop_last: self.config.dataloader_drop_last,
             },

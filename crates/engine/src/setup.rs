@@ -129,8 +129,9 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         return Err(EngineError::Argument { what: "zero_optimization.stage", why });
     }
     let groups = options.groups.unwrap_or_else(|| {
-        vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options }]
+        vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options, tied: None }]
     });
+    let groups = with_ties(groups, options.ties);
     let dtype = model_type(config);
     let accumulates = config.batch.gradient_accumulation_steps.get() > 1;
     let initial = FromInitializers { seed: setup.seed };
@@ -186,6 +187,21 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     )?;
     let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
     Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)
+}
+
+/// Tied parameters in groups of their own, which are laid out alike on all stages that hold them.
+fn with_ties(mut groups: Vec<ParamGroup>, ties: Vec<(Vec<Param>, Group)>) -> Vec<ParamGroup> {
+    let mut own = Vec::new();
+    for (tied, stages) in ties {
+        for group in &mut groups {
+            let is_tied = |param: &Param| tied.iter().any(|other| other.is_same(param));
+            let (params, rest) = std::mem::take(&mut group.params).into_iter().partition(is_tied);
+            group.params = rest;
+            own.push(ParamGroup { params, options: group.options, tied: Some(stages.clone()) });
+        }
+    }
+    groups.extend(own.into_iter().filter(|group| !group.params.is_empty()));
+    groups
 }
 
 fn element_type(data_type: DataType) -> DType {

@@ -112,6 +112,21 @@ impl Sharding {
     pub(crate) fn reach(&self) -> &Group {
         &self.reach
     }
+
+    /// This rank's place among them.
+    pub fn rank(&self) -> usize {
+        self.replicas.as_ref().map_or(0, Group::rank) * self.shard.size() + self.shard.rank()
+    }
+
+    /// The ranks that train the same parameters.
+    pub(crate) fn peers(&self, world: &World) -> Group {
+        if self.stages.is_some() { self.shard.clone() } else { world.group() }
+    }
+
+    /// The ranks that allocate alike, and so may have memory in common: stages do not.
+    pub(crate) fn neighbours(&self, world: &World) -> World {
+        if self.stages.is_some() { World::solo() } else { world.clone() }
+    }
 }
 
 /// Parameters that are spread in another way than the rest.

@@ -37,6 +37,8 @@ pub struct ParamGroup {
     pub params: Vec<Param>,
     /// Their options.
     pub options: GroupOptions,
+    /// Where other stages hold these parameters too: one rank of each. Their gradients are summed before a step.
+    pub tied: Option<Group>,
 }
 
 /// Everything a store must know.
@@ -101,6 +103,8 @@ pub(crate) struct Share {
     /// Steps taken.
     pub(crate) steps: u64,
     pub(crate) trained: bool,
+    /// The stages' ranks that hold these parameters too.
+    pub(crate) tied: Option<Group>,
 }
 
 impl Share {
@@ -503,6 +507,7 @@ fn build_share(
         tile_buffers: homes.tile_buffers(),
         steps: 0,
         trained,
+        tied: None,
     };
     fill::fill(&share, params, stage, source)?;
     Ok(share)

@@ -171,7 +171,10 @@ impl Engine {
             }
             names.push(name.filter(|_| entry.is_some()));
         }
-        let known: std::collections::HashSet<&str> = names.iter().flatten().map(String::as_str).collect();
+        let mut known: std::collections::HashSet<&str> = names.iter().flatten().map(String::as_str).collect();
+        if let Some(pipeline) = &self.pipeline {
+            known.extend(pipeline.names.iter().map(|(name, _)| name.as_str()));
+        }
         let weights = checkpoint.manifest().tensors.iter();
         let weights = weights.filter(|tensor| matches!(tensor.kind, Kind::Master | Kind::Weight));
         plan.unexpected =
@@ -267,8 +270,13 @@ impl Engine {
 
     fn restore_optimizer(&mut self, saved: &TrainingState, scaler: Option<LossScalerState>) -> Result<()> {
         self.store.set_optimizer_steps(saved.optimizer_steps);
-        if self.store.group_options().len() == saved.groups.len() {
-            for (group, options) in saved.groups.iter().enumerate() {
+        let mut saved_groups = saved.groups.clone();
+        if self.pipeline.is_some() && saved_groups.len() == 1 {
+            // Of one group, what stages have in common is a group of its own here.
+            saved_groups = vec![saved_groups[0].clone(); self.store.group_options().len()];
+        }
+        if self.store.group_options().len() == saved_groups.len() {
+            for (group, options) in saved_groups.iter().enumerate() {
                 let options =
                     GroupOptions { lr: options.lr, weight_decay: options.weight_decay, betas: options.betas };
                 self.store.set_group_options(group, options);

@@ -216,12 +216,13 @@ impl Engine {
         pieces.retain(|piece| piece.trained || !options.exclude_frozen_parameters);
         let specs = pieces.iter().map(|piece| {
             let param = &self.store.params()[piece.param];
+            let place = self.pipeline.as_ref().and_then(|pipeline| pipeline.place(param.name()));
             PieceSpec {
                 name: param.name().to_owned(),
                 kind: kind_of(piece),
                 shape: param.shape().sizes().iter().map(|size| *size as u64).collect(),
                 dtype: stored_type(piece.dtype),
-                place: piece.param as u64,
+                place: place.unwrap_or(piece.param) as u64,
                 start: piece.start as u64,
                 len: piece.len as u64,
             }
@@ -275,7 +276,10 @@ impl Engine {
                 last_grad_norm: self.last_grad_norm,
                 seed: Some(self.seed),
                 data_position: options.data_position.unwrap_or(self.global_samples),
-                groups: self.store.group_options().into_iter().zip(members).map(group).collect(),
+                groups: match &self.pipeline {
+                    Some(pipeline) => pipeline.saved_groups(&self.store.group_options()),
+                    None => self.store.group_options().into_iter().zip(members).map(group).collect(),
+                },
                 scheduler: self.scheduler.as_ref().and_then(|own| json(serde_json::to_value(own.state()))),
                 loss_scaler: json(serde_json::to_value(self.scaler.state())),
             },

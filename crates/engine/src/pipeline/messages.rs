@@ -1,0 +1,230 @@
+//! What stages tell each other: activations one way, their gradients the other.
+//!
+//! Before the tensors of a micro-batch goes where random numbers are, and how many numbers describe the tensors; the
+//! numbers themselves follow only where they changed. A message's tag says direction, stage, micro-batch and place, and is
+//! part of what both ends compare, so stages that disagree find out before data moves. Sends go on beside the work.
+
+use std::collections::VecDeque;
+
+use ferrospeed_collective::exchange::{self, Pending};
+use ferrospeed_comm::Group;
+use ferrospeed_pipeline::boundary::{self, Form};
+use ferrospeed_tensor::{DType, Device, Tensor};
+
+use crate::error::{EngineError, Result};
+
+/// Sends that may be under way; a stage that is further ahead waits for the oldest.
+const MAX_SENDS: usize = 256;
+/// The most numbers that describe the tensors of a boundary.
+const MAX_NUMBERS: i64 = 4096;
+
+/// Which message could not be sent or received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StageFailure {
+    /// The stage that tells.
+    pub stage: usize,
+    /// The stage it talked with.
+    pub peer: usize,
+    /// The micro-batch, counted since the run began.
+    pub micro: u64,
+    /// Whether activations went forward, or gradients backward.
+    pub forward: bool,
+    /// Whether it sent.
+    pub sends: bool,
+}
+
+impl StageFailure {
+    pub(crate) fn doing(&self) -> String {
+        let what = if self.forward { "activations" } else { "gradients" };
+        let how = if self.sends { "sending" } else { "receiving" };
+        let way = if self.sends { "to" } else { "from" };
+        format!("{how} {what} of micro-batch {} {way} stage {}", self.micro, self.peer)
+    }
+
+    fn tag(&self, place: usize) -> u64 {
+        let from = if self.sends { self.stage } else { self.peer } as u64;
+        u64::from(self.forward) << 63
+            | (from & 0x7fff) << 48
+            | (self.micro & 0xffff_ffff) << 16
+            | place as u64 & 0xffff
+    }
+
+    fn failed<E: Into<EngineError>>(self) -> impl Fn(E) -> EngineError {
+        move |error| EngineError::Stage { what: self, source: Box::new(error.into()) }
+    }
+}
+
+/// What a stage got for one micro-batch.
+pub(super) struct Received {
+    pub(super) tensors: Vec<Tensor>,
+    /// The next stream of random numbers.
+    pub(super) next_stream: u32,
+}
+
+/// One rank's end of all messages of its pipeline.
+pub(super) struct Messenger {
+    group: Group,
+    host: Device,
+    sent_form: Vec<i64>,
+    received_form: Vec<i64>,
+    under_way: VecDeque<(StageFailure, Pending, Tensor)>,
+}
+
+impl Messenger {
+    pub(super) fn new(group: Group) -> Messenger {
+        Messenger {
+            group,
+            host: Device::cpu_with_threads(1),
+            sent_form: Vec::new(),
+            received_form: Vec::new(),
+            under_way: VecDeque::new(),
+        }
+    }
+
+    fn message(&self, forward: bool, sends: bool, micro: u64) -> StageFailure {
+        let stage = self.group.rank();
+        let peer = if forward == sends { stage + 1 } else { stage - 1 };
+        StageFailure { stage, peer, micro, forward, sends }
+    }
+
+    fn send(&mut self, message: StageFailure, place: usize, tensor: &Tensor) -> Result<()> {
+        while self.under_way.front().is_some_and(|(_, pending, _)| pending.is_done())
+            || self.under_way.len() >= MAX_SENDS
+        {
+            self.wait_for_first()?;
+        }
+        let tensor = tensor.detach();
+        let pending = exchange::send(&self.group, &tensor, message.peer, message.tag(place));
+        self.under_way.push_back((message, pending.map_err(message.failed())?, tensor));
+        Ok(())
+    }
+
+    fn wait_for_first(&mut self) -> Result<()> {
+        match self.under_way.pop_front() {
+            Some((message, pending, _)) => pending.wait().map_err(message.failed()),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until everything has left.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        while !self.under_way.is_empty() {
+            self.wait_for_first()?;
+        }
+        Ok(())
+    }
+
+    /// Sends what the next stage needs of a micro-batch.
+    pub(super) fn send_activation(&mut self, micro: u64, tensors: &[Tensor], next_stream: u32) -> Result<()> {
+        let message = self.message(true, true, micro);
+        let forms: Vec<Form> = tensors.iter().map(form).collect();
+        let numbers = boundary::encode(&forms)?;
+        let is_new = numbers != self.sent_form;
+        let head = [if is_new { numbers.len() as i64 } else { 0 }, i64::from(next_stream)];
+        let head = Tensor::from_slice(&head, [2], &self.host)?;
+        self.send(message, 0, &head)?;
+        if is_new {
+            let told = Tensor::from_slice(&numbers, [numbers.len()], &self.host)?;
+            self.send(message, 1, &told)?;
+            self.sent_form = numbers;
+        }
+        for (place, tensor) in tensors.iter().enumerate() {
+            self.send(message, 2 + place, tensor)?;
+        }
+        Ok(())
+    }
+
+    /// Receives what the stage before has made of a micro-batch.
+    pub(super) fn receive_activation(&mut self, micro: u64, device: &Device) -> Result<Received> {
+        let message = self.message(true, false, micro);
+        let mut head = [0i64; 2];
+        self.group.recv(&mut head, message.peer, message.tag(0)).map_err(message.failed())?;
+        let [count, next_stream] = head;
+        if !(0..=MAX_NUMBERS).contains(&count) {
+            let why = format!("{count} numbers cannot describe the tensors of a boundary");
+            return Err(message.failed()(ferrospeed_pipeline::PipelineError::Boundary(why)));
+        }
+        if count > 0 {
+            self.received_form = vec![0; count as usize];
+            self.group
+                .recv(&mut self.received_form, message.peer, message.tag(1))
+                .map_err(message.failed())?;
+        }
+        let forms = boundary::decode(&self.received_form).map_err(message.failed())?;
+        let mut tensors = Vec::with_capacity(forms.len());
+        for (place, form) in forms.iter().enumerate() {
+            tensors.push(self.receive(message, 2 + place, form, device)?);
+        }
+        Ok(Received { tensors, next_stream: next_stream as u32 })
+    }
+
+    fn receive(&self, message: StageFailure, place: usize, form: &Form, device: &Device) -> Result<Tensor> {
+        let Some(dtype) = DTYPES.iter().find(|(name, _)| *name == form.dtype).map(|(_, dtype)| *dtype) else {
+            let why = format!("tensors of {} are not computed with here", form.dtype);
+            return Err(message.failed()(ferrospeed_pipeline::PipelineError::Boundary(why)));
+        };
+        let tensor = Tensor::zeros(&form.sizes[..], dtype, device)?;
+        let pending = exchange::receive(&self.group, &tensor, message.peer, message.tag(place));
+        pending.and_then(Pending::wait).map_err(message.failed())?;
+        Ok(tensor)
+    }
+
+    /// Sends the gradients of what the stage before sent.
+    pub(super) fn send_gradients(&mut self, micro: u64, gradients: &[Tensor]) -> Result<()> {
+        let message = self.message(false, true, micro);
+        let mut places = gradients.iter().enumerate();
+        places.try_for_each(|(place, gradient)| self.send(message, place, gradient))
+    }
+
+    /// Receives the gradients of some tensors that were sent.
+    pub(super) fn receive_gradients(&mut self, micro: u64, of: &[Tensor]) -> Result<Vec<Tensor>> {
+        let message = self.message(false, false, micro);
+        let places = of.iter().enumerate();
+        let receive =
+            |(place, tensor): (usize, &Tensor)| self.receive(message, place, &form(tensor), tensor.device());
+        places.map(receive).collect()
+    }
+}
+
+const DTYPES: [(&str, DType); 7] = [
+    ("float32", DType::F32),
+    ("bfloat16", DType::BF16),
+    ("float16", DType::F16),
+    ("int64", DType::I64),
+    ("int32", DType::I32),
+    ("uint8", DType::U8),
+    ("bool", DType::Bool),
+];
+
+fn form(tensor: &Tensor) -> Form {
+    let dtype = DTYPES.iter().find(|(_, dtype)| *dtype == tensor.dtype()).map_or("", |(name, _)| *name);
+    Form { dtype, sizes: tensor.sizes().to_vec() }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrospeed_comm::World;
+
+    use super::*;
+
+    #[test]
+    fn stages_that_disagree_on_the_micro_batch_find_out_before_data_moves() {
+        let device = Device::cpu_with_threads(1);
+        let ranks = World::threads(2).into_iter().map(|world| {
+            let device = device.clone();
+            std::thread::spawn(move || {
+                let mut messenger = Messenger::new(world.group());
+                let tensor = Tensor::full([3], 2.0, DType::F32, &device).unwrap();
+                if world.rank() == 0 {
+                    let sent = messenger.send_activation(7, &[tensor], 5);
+                    return sent.and_then(|()| messenger.finish()).err();
+                }
+                messenger.receive_activation(8, &device).err()
+            })
+        });
+        let told = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap());
+        let told: Vec<String> = told.flatten().map(|error| error.to_string()).collect();
+        let named = "stage 1 (receiving activations of micro-batch 8 from stage 0)";
+        assert!(told.iter().any(|told| told.starts_with(named)), "{told:?}");
+    }
+}

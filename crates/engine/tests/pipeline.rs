@@ -1,0 +1,434 @@
+//! A model in stages trains as it does whole.
+//!
+//! Without tied weights every sum has the order it has on a rank that holds all layers, so losses, norms and weights are
+//! the same to the last bit. A tied weight's gradient is summed over micro-batches on each stage first: equal within
+//! [`TIED_TOLERANCE`].
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{config, device, on_ranks};
+use ferrospeed_comm::{ReduceOp, World};
+use ferrospeed_engine::{
+    Engine, EngineError, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model,
+    initialize_pipeline,
+};
+use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
+use ferrospeed_nn::{Carried, Dropout, Init, Linear, Mode, Parameters, Sequential, Stages, Trained};
+use ferrospeed_tensor::{Activation, Tensor, TensorError, ops};
+use serde_json::{Value, json};
+
+/// Largest difference of f32 losses, norms and weights of models with tied weights, relative to 1 or the value.
+const TIED_TOLERANCE: f32 = 2e-5;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Which {
+    Mlp,
+    Gpt2Tied,
+    Llama,
+    Mixtral,
+}
+
+/// Any model of these tests, with its micro-batches.
+enum Model {
+    Mlp(Trained<fn(&Tensor, &Tensor) -> Result<Tensor, TensorError>>, Parameters),
+    Decoder(Box<Decoder>),
+}
+
+enum Batch {
+    Pair((Tensor, Tensor)),
+    Labelled((Tokens, Tensor)),
+}
+
+fn mean_square(y: &Tensor, target: &Tensor) -> Result<Tensor, TensorError> {
+    ops::mean(&ops::square(&ops::sub(y, target)?)?)
+}
+
+fn build(which: Which) -> Model {
+    let decoder = |value: Value| match ModelConfig::from_value(&value, WindowRule::default()) {
+        Ok(ModelConfig::Decoder(config)) => Model::Decoder(Box::new(Decoder::new(*config))),
+        other => panic!("no decoder: {other:?}"),
+    };
+    match which {
+        Which::Mlp => {
+            let init = Init::root();
+            let mut layers = Sequential::new(&init);
+            for _ in 0..4 {
+                layers = layers
+                    .add(|init| Linear::new(init, 6, 6, true))
+                    .add(|_| Activation::Tanh)
+                    .add(|_| Dropout { probability: 0.2 });
+            }
+            Model::Mlp(Trained { layers, loss: mean_square }, init.parameters())
+        }
+        Which::Gpt2Tied => decoder(json!({
+            "model_type": "gpt2", "vocab_size": 17, "n_embd": 12, "n_layer": 3, "n_head": 3, "n_positions": 8,
+            "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+        })),
+        Which::Llama => decoder(json!({
+            "model_type": "llama", "vocab_size": 17, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4,
+            "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 8, "hidden_act": "silu",
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+        })),
+        Which::Mixtral => decoder(json!({
+            "model_type": "mixtral", "vocab_size": 17, "hidden_size": 12, "intermediate_size": 20,
+            "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 8,
+            "hidden_act": "silu", "rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "output_router_logits": true, "router_aux_loss_coef": 0.02, "tie_word_embeddings": false,
+        })),
+    }
+}
+
+impl Model {
+    fn parameters(&self) -> &Parameters {
+        match self {
+            Model::Mlp(_, parameters) => parameters,
+            Model::Decoder(decoder) => decoder.parameters(),
+        }
+    }
+
+    fn batch(&self, engine: &Engine, number: usize) -> Batch {
+        let (device, seed) = (engine.device(), number * 5 + engine.data_rank() * 11);
+        match self {
+            Model::Mlp(..) => {
+                let values = |shift: usize| -> Tensor {
+                    let values: Vec<f32> =
+                        (0..12).map(|i| ((i * 7 + seed + shift) % 13) as f32 / 6.0 - 1.0).collect();
+                    let values = Tensor::from_slice(&values, [2, 6], device).unwrap();
+                    ops::cast(&values, engine.store().dtype()).unwrap()
+                };
+                Batch::Pair((values(0), values(3)))
+            }
+            Model::Decoder(_) => {
+                let ids: Vec<i64> = (0..14).map(|i| ((i * 7 + seed + i * i) % 17) as i64).collect();
+                let ids = Tensor::from_slice(&ids, [2, 7], device).unwrap();
+                Batch::Labelled((Tokens::new(ids.clone()), ids))
+            }
+        }
+    }
+}
+
+impl Stages for Model {
+    type Batch = Batch;
+
+    fn layers(&self) -> Vec<ferrospeed_nn::Layer> {
+        match self {
+            Model::Mlp(model, _) => model.layers(),
+            Model::Decoder(model) => model.layers(),
+        }
+    }
+
+    fn forward_range(
+        &self,
+        range: std::ops::Range<usize>,
+        batch: &Batch,
+        carried: Carried,
+        mode: Mode,
+    ) -> Result<Carried, TensorError> {
+        match (self, batch) {
+            (Model::Mlp(model, _), Batch::Pair(batch)) => model.forward_range(range, batch, carried, mode),
+            (Model::Decoder(model), Batch::Labelled(batch)) => {
+                model.forward_range(range, batch, carried, mode)
+            }
+            _ => panic!("another model's batch"),
+        }
+    }
+}
+
+fn configuration(zero: u8, precision: &str, micro_steps: usize) -> Value {
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": 0.05,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}},
+        "zero_optimization": {"stage": zero},
+    });
+    match precision {
+        "fp16" => config["fp16"] = json!({"enabled": true, "initial_scale_power": 8}),
+        "bf16" => config["bf16"] = json!({"enabled": true}),
+        _ => {}
+    }
+    config
+}
+
+/// Losses and norms of steps, then all weights: of a rank of a pipeline, or of a rank that holds everything.
+#[derive(Debug, Clone, PartialEq)]
+struct Outcome {
+    losses: Vec<f32>,
+    norms: Vec<f32>,
+    evaluated: f32,
+    weights: Vec<f32>,
+}
+
+fn start(world: World, value: &Value, model: &Model, stages: usize) -> Engine {
+    let data = world.size() / stages;
+    let setup = Setup::new(config(value, data), world, device(1));
+    let parameters = model.parameters();
+    let stages = stages.try_into().unwrap();
+    initialize_pipeline(&setup, stages, model, parameters, Options::default()).unwrap()
+}
+
+fn train(engine: &mut Engine, model: &Model, steps: std::ops::Range<usize>) -> (Vec<f32>, Vec<f32>) {
+    let micro_batches = engine.gradient_accumulation_steps() as usize;
+    let in_stages = engine.stage().1 > 1;
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for step in steps {
+        let report = if in_stages {
+            let batches: Vec<Batch> =
+                (0..micro_batches).map(|m| model.batch(engine, step * micro_batches + m)).collect();
+            let mut batches = batches.into_iter();
+            let next = |_| Ok::<_, EngineError>(batches.next().unwrap());
+            let (loss, report) = engine.train_batch(model, next).unwrap();
+            losses.push(loss);
+            report
+        } else {
+            let (mut sum, mut last) = (0.0, StepReport::Accumulating);
+            for micro in 0..micro_batches {
+                let batch = model.batch(engine, step * micro_batches + micro);
+                let layers = model.layers().len();
+                let loss = engine
+                    .forward(|mode| {
+                        let mut carried = model.forward_range(0..layers, &batch, Carried::new(), mode)?;
+                        Ok::<_, TensorError>(carried.swap_remove(0))
+                    })
+                    .unwrap();
+                sum += loss.item().unwrap();
+                engine.backward(&loss).unwrap();
+                last = engine.step().unwrap();
+            }
+            let mut mean = [sum / micro_batches as f32];
+            engine.world().group().all_reduce(&mut mean, ReduceOp::Avg).unwrap();
+            losses.push(mean[0]);
+            last
+        };
+        match report {
+            StepReport::Applied { grad_norm } => norms.push(grad_norm as f32),
+            other => panic!("step {step}: {other:?}"),
+        }
+    }
+    (losses, norms)
+}
+
+fn weights(engine: &Engine, model: &Model) -> Vec<f32> {
+    let all = model.parameters().as_slice().iter();
+    all.flat_map(|param| engine.weight_as_read(param).unwrap()).collect()
+}
+
+fn outcome(engine: &mut Engine, model: &Model) -> Outcome {
+    let (losses, norms) = train(engine, model, 0..3);
+    let evaluated = if engine.stage().1 > 1 {
+        let batch = model.batch(engine, 99);
+        let mut batch = Some(batch);
+        engine.eval_batch(model, 1, |_| Ok::<_, EngineError>(batch.take().unwrap())).unwrap()
+    } else {
+        let batch = model.batch(engine, 99);
+        engine.eval();
+        let layers = model.layers().len();
+        let loss = engine
+            .forward(|mode| {
+                let mut carried = model.forward_range(0..layers, &batch, Carried::new(), mode)?;
+                Ok::<_, TensorError>(carried.swap_remove(0))
+            })
+            .unwrap();
+        engine.train();
+        let mut mean = [loss.item().unwrap()];
+        engine.world().group().all_reduce(&mut mean, ReduceOp::Avg).unwrap();
+        mean[0]
+    };
+    Outcome { losses, norms, evaluated, weights: weights(engine, model) }
+}
+
+fn whole(which: Which, data: usize, value: &Arc<Value>) -> Outcome {
+    let value = value.clone();
+    let mut outcomes = on_ranks(data, move |world| {
+        let model = build(which);
+        let setup = Setup::new(config(&value, world.size()), world, device(1));
+        let mut engine = initialize_model(&setup, model.parameters(), Options::default()).unwrap();
+        outcome(&mut engine, &model)
+    });
+    outcomes.swap_remove(0)
+}
+
+fn in_stages(which: Which, stages: usize, data: usize, value: &Arc<Value>) -> Vec<Outcome> {
+    let value = value.clone();
+    on_ranks(stages * data, move |world| {
+        let model = build(which);
+        let mut engine = start(world, &value, &model, stages);
+        outcome(&mut engine, &model)
+    })
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+#[test]
+fn stages_give_the_bits_of_the_whole_model() {
+    for which in [Which::Mlp, Which::Llama, Which::Mixtral] {
+        for (precision, zero) in [("fp32", 0), ("fp32", 1), ("bf16", 0), ("bf16", 1), ("fp16", 1)] {
+            for (stages, data, micro_steps) in [(2, 1, 4), (4, 1, 3), (2, 2, 4), (4, 2, 2), (2, 1, 1)] {
+                let value = Arc::new(configuration(zero, precision, micro_steps));
+                let expected = whole(which, data, &value);
+                for (rank, found) in in_stages(which, stages, data, &value).into_iter().enumerate() {
+                    let case = format!(
+                        "{which:?} {precision} ZeRO {zero} pp {stages} dp {data} m {micro_steps} rank {rank}"
+                    );
+                    assert_eq!(bits(&found.losses), bits(&expected.losses), "{case}: losses");
+                    assert_eq!(bits(&found.norms), bits(&expected.norms), "{case}: norms");
+                    assert_eq!(found.evaluated.to_bits(), expected.evaluated.to_bits(), "{case}: evaluation");
+                    assert_eq!(bits(&found.weights), bits(&expected.weights), "{case}: weights");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tied_weights_train_as_one() {
+    for zero in [0, 1] {
+        for (stages, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
+            let value = Arc::new(configuration(zero, "fp32", 3));
+            let expected = whole(Which::Gpt2Tied, data, &value);
+            for found in in_stages(Which::Gpt2Tied, stages, data, &value) {
+                let close = |what: &str, found: &[f32], expected: &[f32]| {
+                    assert_eq!(found.len(), expected.len());
+                    for (found, expected) in found.iter().zip(expected) {
+                        let off = (found - expected).abs() / expected.abs().max(1.0);
+                        let case = format!("{what} ZeRO {zero} pp {stages} dp {data}");
+                        assert!(off <= TIED_TOLERANCE, "{case}: {found} and not {expected}");
+                    }
+                };
+                close("losses", &found.losses, &expected.losses);
+                close("norms", &found.norms, &expected.norms);
+                close("weights", &found.weights, &expected.weights);
+            }
+        }
+    }
+}
+
+#[test]
+fn both_copies_of_a_tied_weight_stay_equal() {
+    let value = Arc::new(configuration(1, "bf16", 3));
+    let copies = on_ranks(4, move |world| {
+        let model = build(Which::Gpt2Tied);
+        let mut engine = start(world, &value, &model, 2);
+        train(&mut engine, &model, 0..3);
+        let tied = model.parameters().as_slice()[0].clone();
+        assert!(tied.name().ends_with("wte.weight"), "{}", tied.name());
+        bits(&engine.store().full_as_read(&tied).unwrap())
+    });
+    assert!(copies.iter().all(|copy| *copy == copies[0]));
+}
+
+#[test]
+fn all_stages_skip_a_step_whose_gradient_overflows_on_one() {
+    let mut value = configuration(1, "fp32", 2);
+    value["fp16"] = json!({"enabled": true, "initial_scale_power": 32, "hysteresis": 1});
+    let value = Arc::new(value);
+    let reports = on_ranks(4, move |world| {
+        let model = build(Which::Llama);
+        let mut engine = start(world, &value, &model, 2);
+        let before = weights(&engine, &model);
+        let batches: Vec<Batch> = (0..2).map(|micro| model.batch(&engine, micro)).collect();
+        let mut batches = batches.into_iter();
+        let (_, report) =
+            engine.train_batch(&model, |_| Ok::<_, EngineError>(batches.next().unwrap())).unwrap();
+        assert_eq!(bits(&weights(&engine, &model)), bits(&before));
+        (report, engine.loss_scale(), engine.skipped_steps())
+    });
+    assert!(matches!(&reports[0].0, StepReport::Skipped { .. }), "{:?}", reports[0]);
+    assert!(reports.iter().all(|report| *report == reports[0]), "{reports:?}");
+    assert_eq!(reports[0].2, 1);
+}
+
+#[test]
+fn a_checkpoint_goes_on_with_any_number_of_stages() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().to_path_buf();
+    for which in [Which::Llama, Which::Gpt2Tied] {
+        let value = Arc::new(configuration(1, "bf16", 2));
+        // Two steps, a save, one more: the last step again from the save, in other layouts.
+        let run = |stages: usize, data: usize, resume: bool| {
+            let (value, dir) = (value.clone(), dir.join(format!("{which:?}")));
+            on_ranks(stages * data, move |world| {
+                let model = build(which);
+                let mut engine = if stages > 1 {
+                    start(world, &value, &model, stages)
+                } else {
+                    let setup = Setup::new(config(&value, world.size()), world, device(1));
+                    initialize_model(&setup, model.parameters(), Options::default()).unwrap()
+                };
+                if resume {
+                    let loaded = engine.load_checkpoint(&dir, &LoadOptions::default()).unwrap();
+                    assert_eq!(loaded.tag, "global_step2");
+                } else {
+                    train(&mut engine, &model, 0..2);
+                    engine.save_checkpoint(&dir, &SaveOptions::default()).unwrap();
+                }
+                let (losses, _) = train(&mut engine, &model, 2..3);
+                (losses, weights(&engine, &model))
+            })
+            .swap_remove(0)
+        };
+        let saved = run(2, 2, false);
+        assert_eq!(run(2, 2, true), saved, "{which:?}: the same layout gives the same bits");
+        for (stages, data) in [(1, 2), (3, 2)] {
+            let found = run(stages, data, true);
+            if which == Which::Llama {
+                assert_eq!(bits(&found.1), bits(&saved.1), "{which:?} pp {stages} dp {data}");
+            }
+            assert!((found.0[0] - saved.0[0]).abs() < 0.02, "{which:?} pp {stages}: {found:?} {saved:?}");
+        }
+    }
+}
+
+#[test]
+fn what_makes_no_pipeline_is_refused_with_the_reason() {
+    let told = on_ranks(2, |world| {
+        let model = build(Which::Llama);
+        let try_with = |value: &Value, stages: usize| {
+            let setup = Setup::new(config(value, 1), world.clone(), device(1));
+            let made = initialize_pipeline(
+                &setup,
+                stages.try_into().unwrap(),
+                &build(Which::Llama),
+                &Parameters::default(),
+                Options::default(),
+            );
+            made.err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        let plain = configuration(0, "fp32", 2);
+        let mut by_type = plain.clone();
+        by_type["pipeline"] = json!({"partition": "type:nothing"});
+        let refused = [try_with(&configuration(2, "fp32", 2), 2), try_with(&plain, 3), try_with(&by_type, 2)];
+        let mut engine = start(world, &plain, &model, 2);
+        let forward = engine.forward(|_| Err::<Tensor, _>(TensorError::argument("x", String::new())));
+        let step = engine.step().unwrap_err().to_string();
+        (refused, forward.unwrap_err().to_string(), step)
+    });
+    let (refused, forward, step) = &told[0];
+    assert!(refused[0].contains("zero_optimization.stage: stage 2 cannot be combined"), "{}", refused[0]);
+    assert!(refused[1].contains("2 ranks cannot be divided over 3 stages"), "{}", refused[1]);
+    assert!(refused[2].contains("no layer has such a name"), "{}", refused[2]);
+    assert!(forward.contains("call train_batch"), "{forward}");
+    assert!(step.contains("call train_batch"), "{step}");
+}
+
+#[test]
+fn a_stage_that_dies_is_named_by_those_that_wait_for_it() {
+    let told = on_ranks(2, |world| {
+        let model = build(Which::Llama);
+        let mut engine = start(world, &configuration(0, "fp32", 2), &model, 2);
+        if engine.stage().0 == 1 {
+            return String::new();
+        }
+        let batches: Vec<Batch> = (0..2).map(|micro| model.batch(&engine, micro)).collect();
+        let mut batches = batches.into_iter();
+        let run = engine.train_batch(&model, |_| Ok::<_, EngineError>(batches.next().unwrap()));
+        run.unwrap_err().to_string()
+    });
+    let named = "stage 0 (receiving gradients of micro-batch 0 from stage 1): rank 1 ";
+    assert!(told[0].starts_with(named), "{}", told[0]);
+}
