@@ -219,3 +219,51 @@ fn everything_wrong_with_a_recipe_is_said_before_a_rank_starts() {
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("layer"), "{}", text(&output.stderr));
 }
+
+/// A decoder without tied weights gives the same bits in stages: see the engine's tests for those that have some.
+#[test]
+fn a_pipeline_trains_saves_goes_on_and_exports_as_one_rank_does() {
+    let place = Workplace::new();
+    let config = r#"{"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": false}"#;
+    std::fs::write(place.path().join("config.json"), config).unwrap();
+    let recipe = r#"
+        name = "stages"
+        steps = 6
+        [model]
+        config = "config.json"
+        [data]
+        text = ["text.txt"]
+        tokenizer = "bytes"
+        sequence = 32
+        validation = 0.05
+        [eval]
+        every = 3
+        [save]
+        [ds_config]
+        train_micro_batch_size_per_gpu = 2
+        gradient_accumulation_steps = 4
+        gradient_clipping = 1.0
+        optimizer = { type = "AdamW", params = { lr = 3e-3 } }
+        bf16 = { enabled = true }
+        zero_optimization = { stage = 1 }
+    "#;
+    std::fs::write(place.path().join("recipe.toml"), recipe).unwrap();
+    let weights = |run: &Path| std::fs::read(run.join("model/model.safetensors")).unwrap();
+
+    let whole = place.train("whole", &[]);
+    let staged = place.train("staged", &["--pp", "2"]);
+    assert_eq!(losses(&whole), losses(&staged));
+    assert!(weights(&whole) == weights(&staged), "other weights");
+
+    // Half of it in three stages, the rest on one rank.
+    let half = place.train("half", &["--pp", "3", "--set", "steps=3"]);
+    place.train("half", &["--resume"]);
+    assert_eq!(losses(&whole), losses(&half));
+    assert!(weights(&whole) == weights(&half), "other weights after a change of stages");
+
+    let refused = place.ferrospeed(&["train", "recipe.toml", "--out", "no", "--pp", "2", "-n", "3"]);
+    let told = text(&refused.stderr);
+    assert!(told.contains("2 stages need a multiple of 2 ranks, and there are 3"), "{told}");
+}

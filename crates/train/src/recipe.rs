@@ -31,6 +31,10 @@
 //! learning_rate = 3e-4
 //! warmup_steps = 20
 //!
+//! [pipeline]               # the same keys as the ds_config's section
+//! stages = 2               # layers lie on so many ranks, one after the other; ranks is a multiple of it
+//! partition = "uniform"    # or "parameters", or "type:REGEX"
+//!
 //! [eval]
 //! every = 50
 //! sequences = 64
@@ -56,7 +60,7 @@ mod problems;
 mod schema;
 mod training;
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 
 use ferrospeed_config::{Config, ConfigError};
@@ -265,6 +269,22 @@ fn yes() -> bool {
 /// A recipe may hold a whole ds_config.
 const MAX_RECIPE_BYTES: u64 = 4 << 20;
 
+/// `[pipeline]` is the ds_config's section of that name in a place where it is seen. Tells what contradicts it.
+fn move_pipeline(recipe: &mut serde_json::Map<String, Value>) -> Vec<String> {
+    let Some(Value::Object(own)) = recipe.remove("pipeline") else { return Vec::new() };
+    let mut problems = Vec::new();
+    for (key, value) in own {
+        let section = &mut recipe["ds_config"]["pipeline"];
+        match section.get(&key) {
+            Some(written) if *written != value => problems.push(format!(
+                "pipeline.{key}: {value} contradicts ds_config's pipeline.{key} {written}; take one of the two away"
+            )),
+            _ => section[key] = value,
+        }
+    }
+    problems
+}
+
 impl Recipe {
     /// Reads a recipe and applies `--set` overrides: keys of the recipe by their name, all others to the ds_config.
     ///
@@ -313,6 +333,7 @@ impl Recipe {
         }
         if let Some(table) = value.as_object_mut() {
             misread.extend(schema::check(table));
+            misread.extend(move_pipeline(table));
         }
         let recipe: Recipe = serde_json::from_value(value).map_err(|error| refuse(error.to_string()))?;
         Ok(Recipe { misread, ..recipe })
@@ -320,9 +341,19 @@ impl Recipe {
 
     /// The resolved configuration for the recipe's ranks.
     pub fn config(&self) -> Result<(Config, Vec<String>), ConfigError> {
-        let ranks = NonZeroU64::new(u64::from(self.ranks)).unwrap_or(NonZeroU64::MIN);
         let (unresolved, auto, _) = self.unresolved()?;
-        let (config, report) = unresolved.resolve(ranks, &auto)?;
+        let (config, report) = unresolved.resolve(self.data_ranks(), &auto)?;
         Ok((config, report.warnings().map(|warning| warning.to_string()).collect()))
+    }
+
+    /// Into how many stages the model is cut.
+    pub fn stages(&self) -> NonZeroUsize {
+        let stages = self.ds_config["pipeline"]["stages"].as_u64().unwrap_or(1);
+        usize::try_from(stages).ok().and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN)
+    }
+
+    /// How many ranks see data of their own: those of one stage.
+    pub fn data_ranks(&self) -> NonZeroU64 {
+        NonZeroU64::new(u64::from(self.ranks) / self.stages().get() as u64).unwrap_or(NonZeroU64::MIN)
     }
 }

@@ -1,13 +1,16 @@
 //! The training loop of one rank.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
-use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initialize_model};
+use ferrospeed_engine::{
+    Engine, EngineError, Options, Setup, StepReport, initialize_model, initialize_pipeline,
+};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_observe::monitor::Samples;
@@ -209,7 +212,16 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         profiler.output_file.get_or_insert_with(|| folder.profile().display().to_string());
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
-    let engine = initialize_model(&setup, model.parameters(), Options { source, ..Default::default() })?;
+    let options = Options { source, ..Default::default() };
+    let engine = match recipe.stages() {
+        NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
+        stages => initialize_pipeline(&setup, stages, &model, model.parameters(), options)?,
+    };
+    if recipe.sample.is_some() && recipe.stages().get() > 1 {
+        all_warnings.push(
+            "sample: no rank holds all of a model in stages, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
+        );
+    }
 
     let mut run = Run {
         sampler: Sampler::new(sequences.count(Split::Train), recipe.seed),
@@ -316,7 +328,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     checkpoints.wait(&mut run.engine, progress)?;
     health.finish()?;
     if summary.ending != Ending::Left {
-        export(run.engine.store(), &run.model, &run.model_config, &folder.model())?;
+        export(&run.engine, &run.model, &run.model_config, &folder.model())?;
         summary.sample = run.sample()?;
         if let (0, Some(sample)) = (rank, &summary.sample) {
             std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
@@ -458,34 +470,24 @@ impl Run<'_> {
         let start = Instant::now();
         let device = self.engine.device().clone();
         device.backend().reset_peak_memory();
-        let (rank, ranks) = (self.engine.world().rank() as u64, self.engine.world().size() as u64);
         let (size, micro_batches) =
             (self.engine.train_micro_batch_size_per_gpu(), self.engine.gradient_accumulation_steps());
         let (lr, loss_scale) =
             (self.engine.get_lr().first().copied().unwrap_or(0.0), self.engine.loss_scale());
-        let mut loss_sum = 0.0;
-        let mut report = StepReport::Accumulating;
         let length = self.engine.curriculum_length(self.recipe.data.sequence);
+        let mut batches = Vec::new();
         for micro in 0..micro_batches {
+            let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
             let indices = self.sampler.micro_batch(self.position, micro, rank, ranks, size);
-            let ids = self.batch(Split::Train, indices, length)?;
-            let model = &self.model;
-            if micro == 0 {
-                let loss =
-                    |mode| -> Result<Tensor> { Ok(model.loss(&Tokens::new(ids.clone()), &ids, mode)?) };
-                self.engine.update_eigenvalues(loss)?;
-            }
-            let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), &ids, mode))?;
-            loss_sum += loss.item()?;
-            self.engine.backward(&loss)?;
-            report = self.engine.step()?;
+            batches.push(self.batch(Split::Train, indices, length)?);
         }
+        let (loss, report) = self.train_on(batches)?;
         self.position.samples += self.engine.train_batch_size();
         let tokens = self.engine.train_batch_size() * length;
         self.tokens += tokens;
         // The mean over ranks, and whether anybody wants to stop, in one exchange.
         let [finish, leave] = requests.as_flags();
-        let mut shared = [loss_sum / micro_batches as f32, finish, leave];
+        let mut shared = [loss, finish, leave];
         self.engine.world().group().all_reduce(&mut shared, ReduceOp::Avg)?;
         let usage = device.memory_usage();
         let mut memory_bytes: BTreeMap<String, u64> = Category::ALL
@@ -497,7 +499,8 @@ impl Run<'_> {
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {
             step,
-            loss: shared[0],
+            // Stages have agreed on it, and averaging equal numbers may round.
+            loss: if self.engine.stage().1 > 1 { loss } else { shared[0] },
             lr,
             grad_norm: match report {
                 StepReport::Applied { grad_norm } => Some(grad_norm),
@@ -522,6 +525,39 @@ impl Run<'_> {
         Ok((record, asked))
     }
 
+    /// Takes a step on some micro-batches; returns their mean loss, of this rank's or of all, and what became of it.
+    fn train_on(&mut self, batches: Vec<Tensor>) -> Result<(f32, StepReport)> {
+        let model = &self.model;
+        if self.engine.stage().1 > 1 {
+            let labelled = |micro: usize| {
+                Ok::<_, TrainError>((Tokens::new(batches[micro].clone()), batches[micro].clone()))
+            };
+            return self.engine.train_batch(model, labelled);
+        }
+        let (mut sum, mut report) = (0.0, StepReport::Accumulating);
+        for (micro, ids) in batches.iter().enumerate() {
+            if micro == 0 {
+                let loss = |mode| -> Result<Tensor> { Ok(model.loss(&Tokens::new(ids.clone()), ids, mode)?) };
+                self.engine.update_eigenvalues(loss)?;
+            }
+            let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), ids, mode))?;
+            sum += loss.item()?;
+            self.engine.backward(&loss)?;
+            report = self.engine.step()?;
+        }
+        Ok((sum / batches.len() as f32, report))
+    }
+
+    /// The loss of some tokens, without gradients.
+    fn loss_of(&mut self, ids: &Tensor) -> Result<f32> {
+        let model = &self.model;
+        if self.engine.stage().1 > 1 {
+            let labelled = |_| Ok::<_, TrainError>((Tokens::new(ids.clone()), ids.clone()));
+            return Ok(self.engine.eval_losses(model, 1, labelled)?[0]);
+        }
+        Ok(self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), ids, mode))?.item()?)
+    }
+
     /// The mean loss over validation sequences, which ranks share out.
     fn evaluate(&mut self, step: u64) -> Result<EvalRecord> {
         let available = self.sequences.count(Split::Validation);
@@ -530,7 +566,7 @@ impl Run<'_> {
         } else {
             self.recipe.eval.sequences.min(available)
         };
-        let (rank, ranks) = (self.engine.world().rank() as u64, self.engine.world().size() as u64);
+        let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
         let size = self.engine.train_micro_batch_size_per_gpu();
         self.engine.eval();
         // Every rank takes part in every round (stage 3 gathers together); a rank without a sequence of its own
@@ -542,9 +578,7 @@ impl Run<'_> {
             let counted = own.len() as f64;
             let indices = if own.is_empty() { vec![0] } else { own };
             let ids = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
-            let model = &self.model;
-            let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), &ids, mode))?;
-            sums[0] += f64::from(loss.item()?) * counted;
+            sums[0] += f64::from(self.loss_of(&ids)?) * counted;
             sums[1] += counted;
         }
         self.engine.train();
@@ -556,6 +590,9 @@ impl Run<'_> {
     /// Lets the model write. All ranks do, since in stage 3 they hold its weights together.
     fn sample(&self) -> Result<Option<String>> {
         let Some(sample) = &self.recipe.sample else { return Ok(None) };
+        if self.engine.stage().1 > 1 {
+            return Ok(None);
+        }
         // Data that was tokens from the start has no text to show.
         let Some(codec) = &self.codec else { return Ok(None) };
         let prompt: Vec<i64> = codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect();

@@ -28,6 +28,9 @@ pub(crate) struct TrainArgs {
     /// How many ranks to start on this host [default: the recipe's]
     #[arg(short = 'n', long = "ranks", value_name = "RANKS")]
     ranks: Option<u32>,
+    /// Cut the model into so many stages, each on ranks of its own (pipeline.stages); without -n, at least so many ranks
+    #[arg(long, value_name = "STAGES")]
+    pp: Option<u32>,
     /// Where the run's files go [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -68,8 +71,8 @@ const EXIT_INTERRUPTED: u8 = 130;
 
 pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let mut recipe =
-        Recipe::load(&args.recipe, &args.overrides).map_err(|error| Failure::Usage(error.to_string()))?;
-    recipe.ranks = args.ranks.unwrap_or(recipe.ranks);
+        Recipe::load(&args.recipe, &args.overrides()).map_err(|error| Failure::Usage(error.to_string()))?;
+    recipe.ranks = args.ranks.unwrap_or(recipe.ranks.max(args.pp.unwrap_or(1)));
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
     let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
@@ -157,6 +160,11 @@ fn tell_preparing() -> impl FnMut(Preparing) {
 }
 
 impl TrainArgs {
+    fn overrides(&self) -> Vec<String> {
+        let stages = self.pp.map(|stages| format!("pipeline.stages={stages}"));
+        self.overrides.iter().cloned().chain(stages).collect()
+    }
+
     fn resume(&self) -> Resume {
         self.resume.as_deref().map_or(Resume::No, Resume::parse)
     }
@@ -181,7 +189,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     words.extend(args.measure_observing.then(|| "--measure_observing".to_owned()));
     words.extend(["--device".to_owned(), args.device.to_string()]);
     words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
-    words.extend(args.overrides.iter().flat_map(|assignment| ["--set".to_owned(), assignment.clone()]));
+    words.extend(args.overrides().into_iter().flat_map(|assignment| ["--set".to_owned(), assignment]));
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
     job.output = OutputMode::Plain;
     if let Some(terminal) = crate::progress::terminal() {

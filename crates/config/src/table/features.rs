@@ -163,9 +163,17 @@ pub(super) const PIPELINE: &[Key] = &[
         Kind::Either(&[POSITIVE_COUNT, choice(&["auto"])]),
         "\"auto\"",
         "Stages; `auto` takes the module's.",
-    ),
-    key("partition", Kind::Text, "\"best\"", "How layers are divided."),
-    key("seed_layers", Kind::Bool, "false", "Seed each layer by its index."),
+    )
+    .done(),
+    key(
+        "partition",
+        Kind::Text,
+        "\"best\"",
+        "How layers are divided: `uniform`, `parameters` or `type:REGEX`; `best` is `parameters`.",
+    )
+    .done(),
+    key("seed_layers", Kind::Bool, "false", "Seed each layer by its index.")
+        .inert("first values follow the names of parameters, wherever they lie"),
     key("activation_checkpoint_interval", COUNT, "0", "Recompute every this many layers; 0 never."),
     key("pipe_partitioned", Kind::Bool, "true", "Send a share of activations per tensor-parallel rank."),
     key("grad_partitioned", Kind::Bool, "true", "The same for gradients."),

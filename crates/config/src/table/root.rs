@@ -161,7 +161,7 @@ pub const ROOT: &[Key] = &[
         "Count floating-point operations and time per module.",
     )
     .done(),
-    key("pipeline", Kind::Section(PIPELINE, Form::Plain), "{}", "Pipeline parallelism."),
+    key("pipeline", Kind::Section(PIPELINE, Form::Plain), "{}", "Pipeline parallelism.").done(),
     key("checkpoint", Kind::Section(CHECKPOINT, Form::Plain), "{}", "How checkpoints are written and read."),
     key("data_types", Kind::Section(DATA_TYPES, Form::Plain), "{}", "Number formats of intermediate values.")
         .done(),

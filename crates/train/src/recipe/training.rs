@@ -267,8 +267,7 @@ impl Recipe {
             micro: size(micro.or_else(|| train.is_none().then_some(8))),
             accumulation: size(steps),
         };
-        let ranks = NonZeroU64::new(u64::from(self.ranks)).unwrap_or(NonZeroU64::MIN);
-        let Ok(sizes) = batch::complete(given, ranks) else {
+        let Ok(sizes) = batch::complete(given, self.data_ranks()) else {
             // The resolution says what does not agree.
             for (path, value) in [(micro_path, micro.unwrap_or(8)), (steps_path, steps.unwrap_or(1))] {
                 auto = auto.with(path, value);
