@@ -248,3 +248,45 @@ fn watch_serves_runs_on_loopback() {
     assert!(answer.contains("\"state\":\"starting\""), "{answer}");
     assert!(address.starts_with("127.0.0.1:"), "{line}");
 }
+
+#[test]
+fn a_pipeline_is_drawn_with_its_bubble_and_what_it_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let svg = folder.path().join("drawn.svg");
+    let output = support::output_of(support::binary().args([
+        "plan-pipeline",
+        "1f1b",
+        "--stages",
+        "3",
+        "--micro_batches",
+        "4",
+        "--boundary_bytes",
+        "1024",
+        "--svg",
+        svg.to_str().unwrap(),
+    ]));
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{told}");
+    let expected = "\
+stage   0 012....aa3bb.cc.dd
+stage   1 .01..aa2bb3cc.dd..
+stage   2 ..0aa1bb2cc3dd....
+1f1b: 3 stages, 4 micro-batches
+bubble   33.3 % of the longest stage's time
+makespan 18
+holds    activations of 3, 2, 1 micro-batches, by stage
+sends    16 messages per step, 16.00 KiB
+";
+    assert_eq!(told, expected);
+    let drawn = std::fs::read_to_string(svg).unwrap();
+    assert!(drawn.starts_with("<svg") && drawn.matches("<rect").count() == 24, "{drawn}");
+
+    let refused = support::output_of(support::binary().args([
+        "plan-pipeline",
+        "interleaved:2",
+        "--micro_batches",
+        "6",
+    ]));
+    let told = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(told.contains("6 micro-batches are not a multiple of 4 stages"), "{told}");
+}

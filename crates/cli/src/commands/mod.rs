@@ -25,6 +25,7 @@ mod model_inspect;
 mod node_launch;
 mod place;
 mod plan;
+mod plan_pipeline;
 mod profile;
 mod rank_env;
 mod take_token;
@@ -65,6 +66,8 @@ enum Command {
     Config(config::ConfigArgs),
     /// Say how many bytes each rank needs where, and whether they fit
     Plan(Box<plan::PlanArgs>),
+    /// Draw a pipeline's schedule, with its bubble, what stages hold and what they send
+    PlanPipeline(plan_pipeline::PlanPipelineArgs),
     /// Estimate memory by DeepSpeed's ZeRO formulas
     Estimate(estimate::EstimateArgs),
     /// Count what the modules of a model cost: parameters, operations, time
@@ -99,6 +102,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Launch(args) => launch::run(&args),
         Command::Config(args) => config::run(&args),
         Command::Plan(args) => plan::run(&args),
+        Command::PlanPipeline(args) => plan_pipeline::run(&args),
         Command::Estimate(args) => estimate::run(&args),
         Command::Profile(args) => profile::run(&args),
         Command::Doctor(args) => doctor::run(&args),
