@@ -109,6 +109,8 @@ pub struct Engine {
     pub(crate) aliases: BTreeMap<String, String>,
     /// Where this rank trains one stage of a model.
     pub(crate) pipeline: Option<Pipeline>,
+    /// Whether gradients are only added up until the step.
+    pub(crate) reduces_at_step: bool,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
     pub(crate) half_loaded: Option<PathBuf>,
 }
@@ -167,6 +169,7 @@ impl Engine {
             profiler,
             aliases,
             pipeline: None,
+            reduces_at_step: false,
             half_loaded: None,
         };
         engine.apply_schedule();
@@ -262,7 +265,7 @@ impl Engine {
         let scaled = if options.scale_wrt_gas { 1.0 / self.accumulation_steps as f32 } else { 1.0 };
         let seed =
             Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
-        self.store.begin_backward(self.is_gradient_accumulation_boundary())?;
+        self.begin_backward()?;
         self.profiled(Phase::Backward, |_| autograd::backward_with(&[(loss.clone(), seed)]))?;
         self.store.finish_backward()?;
         let loss = value()?;
@@ -272,6 +275,12 @@ impl Engine {
         self.bad_loss |= !loss.is_finite();
         self.losses = (self.losses.0 + f64::from(loss), self.losses.1 + 1);
         Ok(loss * scaled)
+    }
+
+    /// Tells the store whether a step follows, and gradients are to be reduced before it.
+    pub(crate) fn begin_backward(&self) -> Result<()> {
+        let last = !self.reduces_at_step && self.is_gradient_accumulation_boundary();
+        Ok(self.store.begin_backward(last)?)
     }
 
     /// Ends a micro-batch; at the end of an accumulation, updates the weights. All ranks call it together.
@@ -420,6 +429,16 @@ impl Engine {
     /// The ranks.
     pub fn world(&self) -> &World {
         &self.world
+    }
+
+    /// This rank's number among those that see samples of their own.
+    pub fn data_rank(&self) -> usize {
+        self.store.sharding().rank()
+    }
+
+    /// How many ranks see samples of their own.
+    pub fn data_ranks(&self) -> usize {
+        self.data_parallel_size
     }
 
     /// Where random numbers start: after a load, where they started in the run that was saved.

@@ -19,7 +19,7 @@ use ferrospeed_nn::{Layer, Parameters, Stages};
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_pipeline::partition::{LayerSize, Method, part};
 use ferrospeed_tensor::Param;
-use ferrospeed_zero::Sharding;
+use ferrospeed_zero::{Elsewhere, Sharding};
 
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
@@ -110,8 +110,11 @@ pub fn initialize_pipeline<M: Stages>(
     if let Some(unused) = parameters.as_slice().iter().find(|param| !uses.contains_key(&param.id())) {
         return refuse(format!("'{}' belongs to no layer, so no stage would hold it", unused.name()));
     }
-    options.ties = ties(&mesh, parameters, &uses)?;
-    options.sharding = Some(Sharding::of_stage(&mesh)?);
+    options.elsewhere = ties(&mesh, parameters, &uses)?;
+    options.sharding = Some(Sharding::over(&mesh.data()?));
+    options.agreement = Some(setup.world.group());
+    options.data_parallel_size = Some(ranks / stages.get());
+    options.reduces_at_step = true;
     let mut engine = initialize_model(setup, &own, options)?;
     engine.aliases = parameters.aliases().clone();
     let pipe = mesh.pipe()?;
@@ -150,12 +153,8 @@ fn uses(layers: &[Layer], boundaries: &[usize]) -> HashMap<u64, Vec<usize>> {
     uses
 }
 
-/// The parameters that this stage shares with others, by the group of one rank of each. Collective over the world.
-fn ties(
-    mesh: &Mesh,
-    parameters: &Parameters,
-    uses: &HashMap<u64, Vec<usize>>,
-) -> Result<Vec<(Vec<Param>, Group)>> {
+/// How the parameters are spread that this stage shares with others. Collective over the world.
+fn ties(mesh: &Mesh, parameters: &Parameters, uses: &HashMap<u64, Vec<usize>>) -> Result<Vec<Elsewhere>> {
     let mut by_stages: BTreeMap<&[usize], Vec<Param>> = BTreeMap::new();
     for param in parameters.as_slice().iter().filter(|param| param.is_trainable()) {
         if let Some(stages) = uses.get(&param.id()).filter(|stages| stages.len() > 1) {
@@ -165,7 +164,7 @@ fn ties(
     let mut ties = Vec::new();
     for (stages, params) in by_stages {
         if let Some(group) = tie_group(mesh.world(), mesh, stages)? {
-            ties.push((params, group));
+            ties.push(Elsewhere { params, sharding: Sharding::over(&mesh.data()?).tied_to(&group) });
         }
     }
     Ok(ties)

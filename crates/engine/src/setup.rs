@@ -61,6 +61,9 @@ pub struct Options<'a> {
     pub agreement: Option<Group>,
     /// How many ranks see different samples, where others see the same ones. Default: every rank sees its own.
     pub data_parallel_size: Option<usize>,
+    /// Whether gradients are only added up until the step, however many micro-batches it has: a backward that waited for
+    /// other ranks could keep a pipeline waiting.
+    pub reduces_at_step: bool,
     /// Paths of modules (`*` stands for anything) that ranks may read unlike each other, as experts that a router
     /// chooses: stage 3 gathers and releases all of such a module at once. DeepSpeed's `set_z3_leaf_modules`.
     pub leaf_modules: Vec<String>,
@@ -129,11 +132,10 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         return Err(EngineError::Argument { what: "zero_optimization.stage", why });
     }
     let groups = options.groups.unwrap_or_else(|| {
-        vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options, tied: None }]
+        vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options }]
     });
-    let groups = with_ties(groups, options.ties);
     let dtype = model_type(config);
-    let accumulates = config.batch.gradient_accumulation_steps.get() > 1;
+    let accumulates = config.batch.gradient_accumulation_steps.get() > 1 || options.reduces_at_step;
     let initial = FromInitializers { seed: setup.seed };
     let source: &dyn ParamSource = options.source.unwrap_or(&initial);
     let stream = setup.device.backend().stream();
@@ -178,7 +180,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
             sharding,
             elsewhere: &options.elsewhere,
             agreement: options.agreement,
-            reduces_each_micro_batch: config.zero.reduce_each_micro_batch,
+            reduces_each_micro_batch: config.zero.reduce_each_micro_batch && !options.reduces_at_step,
             leaf_modules: &leaf_modules,
             optimizer: optimizer.map(|(rule, _)| rule),
             homes: Homes::from_config(&config.zero, &config.aio, &setup.device),
@@ -186,22 +188,10 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         source,
     )?;
     let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
-    Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)
-}
-
-/// Tied parameters in groups of their own, which are laid out alike on all stages that hold them.
-fn with_ties(mut groups: Vec<ParamGroup>, ties: Vec<(Vec<Param>, Group)>) -> Vec<ParamGroup> {
-    let mut own = Vec::new();
-    for (tied, stages) in ties {
-        for group in &mut groups {
-            let is_tied = |param: &Param| tied.iter().any(|other| other.is_same(param));
-            let (params, rest) = std::mem::take(&mut group.params).into_iter().partition(is_tied);
-            group.params = rest;
-            own.push(ParamGroup { params, options: group.options, tied: Some(stages.clone()) });
-        }
-    }
-    groups.extend(own.into_iter().filter(|group| !group.params.is_empty()));
-    groups
+    let mut engine =
+        Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)?;
+    engine.reduces_at_step = options.reduces_at_step;
+    Ok(engine)
 }
 
 fn element_type(data_type: DataType) -> DType {

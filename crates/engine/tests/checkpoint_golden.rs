@@ -102,7 +102,6 @@ impl Job {
             let number = |key: &str, default: f64| group["opts"][key].as_f64().unwrap_or(default);
             let (lr, weight_decay) = (number("lr", base.lr), number("weight_decay", base.weight_decay));
             ParamGroup {
-                tied: None,
                 params: params.as_slice().to_vec(),
                 options: GroupOptions { lr, weight_decay, ..base },
             }

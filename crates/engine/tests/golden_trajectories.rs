@@ -64,7 +64,6 @@ impl Recording {
             let (params, _) =
                 parameters.partition(|param| suffixes.iter().any(|suffix| param.name().ends_with(suffix)));
             ParamGroup {
-                tied: None,
                 params: params.as_slice().to_vec(),
                 options: GroupOptions {
                     lr: number("lr", base.lr),

@@ -180,7 +180,7 @@ impl ZeroStore {
         modifier: Option<usize>,
         work: impl FnOnce(&mut [Vec<f32>]) -> R,
     ) -> Result<R> {
-        let group = self.sharding.peers(&self.world);
+        let group = self.world.group();
         if let Some(rank) = modifier.filter(|rank| *rank >= group.size()) {
             let why = format!("rank {rank} cannot modify parameters: there are {} ranks", group.size());
             return Err(ZeroError::Request(why));

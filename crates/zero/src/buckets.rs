@@ -117,7 +117,7 @@ impl Bucket {
     }
 }
 
-/// Cuts all groups into buckets of at most `limit` elements; a larger parameter travels alone.
+/// Cuts group `g` into buckets of at most `limits[g]` elements; a larger parameter travels alone.
 ///
 /// `groups[g]` lists (index among all parameters, elements) in the order of `layouts[g]`'s indices; `kind` says how each
 /// parameter, by index among all, travels; `owners[g]` is this rank's number among those that share group `g`.
@@ -126,11 +126,11 @@ pub fn plan(
     layouts: &[Layout],
     kind: impl Fn(usize) -> Kind,
     owners: &[usize],
-    limit: u64,
+    limits: &[u64],
 ) -> Vec<Bucket> {
     let mut buckets = Vec::new();
     for (group, params) in groups.iter().enumerate() {
-        let layout = &layouts[group];
+        let (layout, limit) = (&layouts[group], limits[group]);
         // In the layout's order, so that what one rank owns is one run wherever possible.
         let mut position = vec![0; params.len()];
         layout.order.iter().enumerate().for_each(|(at, &in_group)| position[in_group] = at);
@@ -187,7 +187,7 @@ mod tests {
                             std::slice::from_ref(&layout),
                             |param| if param == 2 { Kind::Leaf } else { Kind::Ordinary },
                             &[rank],
-                            limit,
+                            &[limit],
                         );
                         let places = buckets.iter().flat_map(|b| b.places.iter().flatten());
                         let travelled: usize = places.map(|place| place.len).sum();

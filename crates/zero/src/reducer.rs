@@ -664,7 +664,7 @@ mod tests {
     fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
         let layout = Layout::flat(numels, 1, false);
         let group: Vec<(usize, usize)> = numels.iter().copied().enumerate().collect();
-        let plan = buckets::plan(&[group], std::slice::from_ref(&layout), |_| Kind::Ordinary, &[0], 100);
+        let plan = buckets::plan(&[group], std::slice::from_ref(&layout), |_| Kind::Ordinary, &[0], &[100]);
         let options = ReduceOptions {
             whole: true,
             keep_buffers: true,

@@ -88,6 +88,11 @@ impl Sharding {
         Sharding { counted: false, ..self }
     }
 
+    /// This rank's number among those that bring gradients of their own.
+    pub fn rank(&self) -> usize {
+        self.copy() * self.shard.size() + self.shard.rank()
+    }
+
     /// The ranks of a reduction.
     pub(crate) fn levels(&self) -> Levels<'_> {
         Levels { first: &self.shard, second: self.replicas.as_ref() }
@@ -111,21 +116,6 @@ impl Sharding {
     /// The ranks that reach each other's gradients in place.
     pub(crate) fn reach(&self) -> &Group {
         &self.reach
-    }
-
-    /// This rank's place among them.
-    pub fn rank(&self) -> usize {
-        self.replicas.as_ref().map_or(0, Group::rank) * self.shard.size() + self.shard.rank()
-    }
-
-    /// The ranks that train the same parameters.
-    pub(crate) fn peers(&self, world: &World) -> Group {
-        if self.stages.is_some() { self.shard.clone() } else { world.group() }
-    }
-
-    /// The ranks that allocate alike, and so may have memory in common: stages do not.
-    pub(crate) fn neighbours(&self, world: &World) -> World {
-        if self.stages.is_some() { World::solo() } else { world.clone() }
     }
 }
 

@@ -15,9 +15,6 @@ use crate::reducer::Segment;
 use crate::store::{Share, ZeroStore, owner_in};
 use ferrospeed_collective::exchange;
 
-/// The longest name of a parameter that a stage tells the others.
-const MAX_NAME_BYTES: usize = 64 << 10;
-
 /// What a step is told.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOptions {
@@ -83,21 +80,6 @@ fn squares_of(device: &Device, pieces: &[&Tensor], whole: Magnitude) -> Result<S
 
 fn values_of(segments: &[Segment]) -> Vec<&Tensor> {
     segments.iter().map(|segment| &segment.values).collect()
-}
-
-/// The bad parameter of the first stage that has one, and its rank. All ranks of a pipeline call it together.
-fn first_of_stages(stages: &Group, own: Option<&str>, rank: i64) -> Result<(String, usize)> {
-    let mut first = [if own.is_some() { stages.rank() as i64 } else { i64::MAX }];
-    stages.all_reduce(&mut first, ReduceOp::Min)?;
-    let Ok(root) = usize::try_from(first[0]).map(|stage| stage.min(stages.size() - 1)) else {
-        return Err(ZeroError::Request("a stage told of no stage".into()));
-    };
-    let mut name = own.unwrap_or("an unknown parameter").as_bytes().to_vec();
-    let mut facts = [name.len() as i64, rank];
-    stages.broadcast(&mut facts, root)?;
-    name.resize(usize::try_from(facts[0]).unwrap_or(0).min(MAX_NAME_BYTES), 0);
-    stages.broadcast(&mut name, root)?;
-    Ok((String::from_utf8_lossy(&name).into_owned(), usize::try_from(facts[1]).unwrap_or(0)))
 }
 
 impl ZeroStore {
@@ -202,11 +184,6 @@ impl ZeroStore {
             group.all_reduce(&mut value, ReduceOp::Max)?;
             magnitude = Magnitude::from_value(value[0]);
         }
-        if let Some(stages) = &self.sharding.stages {
-            let mut value = [magnitude.value()];
-            stages.all_reduce(&mut value, ReduceOp::Max)?;
-            magnitude = Magnitude::from_value(value[0]);
-        }
         Ok(magnitude)
     }
 
@@ -245,9 +222,8 @@ impl ZeroStore {
         // One number carries both: the parameter first, then the rank.
         let ranks = self.world.size() as i64;
         let mut code = [found.saturating_mul(ranks).saturating_add(self.world.rank() as i64)];
-        let peers = self.sharding.peers(&self.world);
-        if peers.size() > 1 {
-            peers.all_reduce(&mut code, ReduceOp::Min)?;
+        if self.world.size() > 1 {
+            self.world.group().all_reduce(&mut code, ReduceOp::Min)?;
         }
         let (param, rank) =
             (usize::try_from(code[0] / ranks).unwrap_or(usize::MAX), (code[0] % ranks) as usize);

@@ -37,8 +37,6 @@ pub struct ParamGroup {
     pub params: Vec<Param>,
     /// Their options.
     pub options: GroupOptions,
-    /// Where other stages hold these parameters too: one rank of each. Their gradients are summed before a step.
-    pub tied: Option<Group>,
 }
 
 /// Everything a store must know.
@@ -103,8 +101,6 @@ pub(crate) struct Share {
     /// Steps taken.
     pub(crate) steps: u64,
     pub(crate) trained: bool,
-    /// The stages' ranks that hold these parameters too.
-    pub(crate) tied: Option<Group>,
 }
 
 impl Share {
@@ -247,9 +243,18 @@ impl ZeroStore {
         let mut kinds = vec![Kind::Ordinary; params.len()];
         leaves.iter().flatten().for_each(|&param| kinds[param] = Kind::Leaf);
         in_rows.iter().zip(&mut kinds).filter(|(rows, _)| **rows).for_each(|(_, kind)| *kind = Kind::Rows);
-        let trained_numel: usize = grouped.iter().flatten().map(|&(_, numel)| numel).sum();
-        let limit = options.zero.bucket_numel(trained_numel as u64);
-        let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], &owners, limit);
+        // Ranks that share one way of being spread cut it into the same buckets, whatever else each of them holds.
+        let common = |share: &&Share| spreads.get(share.params[0]) == Some(&0);
+        let numel =
+            |share: &Share| share.params.iter().map(|&param| params[param].numel() as u64).sum::<u64>();
+        let filled = || trained.iter().copied().filter(|share| !share.params.is_empty());
+        let common_numel: u64 = filled().filter(common).map(numel).sum();
+        let limit_of = |share: &&Share| match share.params.first() {
+            Some(_) if !common(share) => options.zero.bucket_numel(numel(share)),
+            _ => options.zero.bucket_numel(common_numel),
+        };
+        let limits: Vec<u64> = trained.iter().map(limit_of).collect();
+        let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], &owners, &limits);
         let part_numels: Vec<usize> = layouts.iter().map(|layout| layout.part_numel).collect();
         let shapes = params.iter().map(|param| (*param.shape(), options.dtype)).collect();
         let roads: Vec<Road> = trained.iter().map(|share| road(options, &share.sharding)).collect();
@@ -507,7 +512,6 @@ fn build_share(
         tile_buffers: homes.tile_buffers(),
         steps: 0,
         trained,
-        tied: None,
     };
     fill::fill(&share, params, stage, source)?;
     Ok(share)

@@ -270,13 +270,8 @@ impl Engine {
 
     fn restore_optimizer(&mut self, saved: &TrainingState, scaler: Option<LossScalerState>) -> Result<()> {
         self.store.set_optimizer_steps(saved.optimizer_steps);
-        let mut saved_groups = saved.groups.clone();
-        if self.pipeline.is_some() && saved_groups.len() == 1 {
-            // Of one group, what stages have in common is a group of its own here.
-            saved_groups = vec![saved_groups[0].clone(); self.store.group_options().len()];
-        }
-        if self.store.group_options().len() == saved_groups.len() {
-            for (group, options) in saved_groups.iter().enumerate() {
+        if self.store.group_options().len() == saved.groups.len() {
+            for (group, options) in saved.groups.iter().enumerate() {
                 let options =
                     GroupOptions { lr: options.lr, weight_decay: options.weight_decay, betas: options.betas };
                 self.store.set_group_options(group, options);

@@ -228,6 +228,7 @@ impl Engine {
                     .zip(gradients)
                     .filter(|(output, _)| output.requires_grad())
                     .collect();
+                self.begin_backward()?;
                 autograd::backward_with(&roots)?;
                 self.store.finish_backward()?;
                 self.times.backward += start.elapsed();
