@@ -5,6 +5,7 @@
 
 mod block;
 mod config;
+mod pages;
 mod places;
 mod stages;
 

@@ -1,7 +1,9 @@
 //! Multi-head attention: projections, rotary, masks, grouped heads, and a key/value cache for decoding.
 
+use std::sync::Arc;
+
 use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads};
-use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError, profile};
+use ferrospeed_tensor::{DType, Device, PagedRows, Result, Tensor, TensorError, profile};
 
 use crate::Mode;
 use crate::linear::Linear;
@@ -57,6 +59,8 @@ pub struct Visibility {
     /// Where the one new token of every sequence stands in the cache, an `I64` in the device's memory: a pass that knows its
     /// place by this alone can be recorded once for all tokens. The caller counts the cached tokens then.
     pub place: Option<Tensor>,
+    /// Whose tokens the rows of a pass `[1, rows]` over many sequences are; the caches are those of [`KeyValueCache::paged`].
+    pub pages: Option<Arc<PagedRows>>,
 }
 
 /// Multi-head attention with an output projection.
@@ -88,6 +92,22 @@ impl KeyValueCache {
         let shape = [batch, capacity, config.kv_heads, config.head_dim];
         let keys = Tensor::zeros(shape, dtype, device)?;
         Ok(KeyValueCache { keys, values: Tensor::zeros(shape, dtype, device)?, filled: 0 })
+    }
+
+    /// `blocks` blocks of `block_tokens` tokens, of any sequences.
+    pub fn paged(
+        blocks: usize,
+        block_tokens: usize,
+        config: &AttentionConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<KeyValueCache> {
+        KeyValueCache::new(blocks, block_tokens, config, dtype, device)
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> &Device {
+        self.keys.device()
     }
 
     fn expect_room(&self, tokens: usize) -> Result<()> {
@@ -206,8 +226,8 @@ impl MultiHeadAttention {
             let mixed = ops::attention_packed(&qkv.forward(x)?, self.config.heads, *layout, &options)?;
             return self.output.forward(&mixed);
         }
-        if let (HeadProjections::Packed(qkv, layout), None, Some(cache)) =
-            (&self.projections, &visibility.rotary, &mut cache)
+        if let (HeadProjections::Packed(qkv, layout), None, Some(cache), None) =
+            (&self.projections, &visibility.rotary, &mut cache, &visibility.pages)
         {
             if let Some(place) = &visibility.place {
                 let (qkv, caches) = (qkv.forward(x)?, [&cache.keys, &cache.values]);
@@ -236,6 +256,9 @@ impl MultiHeadAttention {
             None => (q, k),
         };
         let mixed = match (cache, &visibility.place) {
+            (Some(cache), _) if let Some(pages) = &visibility.pages => {
+                ops::attention_paged([&q, &k, &v], [&cache.keys, &cache.values], pages, &options)?
+            }
             (Some(cache), Some(place)) => {
                 ops::attention_step([&q, &k, &v], [&cache.keys, &cache.values], place, &options)?
             }

@@ -197,6 +197,53 @@ pub struct AttentionSpec<'a> {
     pub dropout: Option<(f32, RandomKey)>,
 }
 
+/// Tokens of one sequence that a pass computes, and where its keys and values lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PagedSequence {
+    /// The place of the first new token.
+    pub first: usize,
+    /// How many new tokens there are.
+    pub count: usize,
+    /// The blocks of the cache that hold its tokens, new ones included, in order.
+    pub blocks: Vec<u32>,
+}
+
+/// The rows of a pass over many sequences: the new tokens of the first, then those of the second, and so on.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PagedRows {
+    /// Whose tokens they are.
+    pub sequences: Vec<PagedSequence>,
+}
+
+impl PagedRows {
+    /// The place of every row in its sequence.
+    pub fn places(&self) -> Vec<usize> {
+        self.sequences.iter().flat_map(|one| one.first..one.first + one.count).collect()
+    }
+}
+
+/// One attention call over a cache in blocks: every row sees its sequence up to itself. Shapes: q `[rows, heads, dim]`,
+/// caches `[blocks, block_tokens, kv_heads, dim]`.
+#[derive(Debug, Clone, Copy)]
+pub struct PagedSpec<'a> {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub dim: usize,
+    /// Tokens of a block.
+    pub block_tokens: usize,
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// With a window `w`, a row at place `p` sees keys `> p - w`.
+    pub window: Option<usize>,
+    /// ALiBi: `[heads]` slopes; `slope · key place` is added to the scores.
+    pub alibi_slopes: Option<&'a Tensor>,
+    /// The rows.
+    pub rows: &'a PagedRows,
+}
+
 /// Which normalisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum NormKind {
@@ -485,6 +532,16 @@ pub trait Backend: Send + Sync {
         place: &Tensor,
         out: &Heads<'_>,
     ) -> Result<()>;
+    /// Attention over a cache in blocks. `false`: the device has no kernel for it, and nothing was done.
+    fn attention_paged(
+        &self,
+        _spec: &PagedSpec<'_>,
+        _q: &Tensor,
+        _caches: [&Tensor; 2],
+        _out: &Tensor,
+    ) -> Result<bool> {
+        Ok(false)
+    }
     /// Rotates the first `2·cos.last()` channels of each head in place, by tables `[batch or 1, tokens, pairs]` in f32.
     /// `inverse` rotates back, which is the gradient.
     fn rotary(

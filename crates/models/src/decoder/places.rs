@@ -24,7 +24,7 @@ impl Decoder {
         Ok(Some(tables))
     }
 
-    fn slopes(&self, device: &Device) -> Result<Tensor> {
+    pub(super) fn slopes(&self, device: &Device) -> Result<Tensor> {
         Ok(Tensor::from_slice(&alibi_slopes(self.config.heads), [self.config.heads], device)?)
     }
 

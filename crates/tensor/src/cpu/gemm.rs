@@ -1,5 +1,6 @@
 //! Matrix products: bf16 on AMX where the processor has it, else widened to f32; f32 on AMX too, in three pieces, where the
-//! product is large; else with AVX-512, else by the `gemm` crate; a single row by `one_row.rs`.
+//! product is large; else with AVX-512, else by the `gemm` crate; a single row by `one_row.rs`, and rows that must not know of
+//! each other by `rows_alone.rs`.
 //!
 //! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
 //! with any number of threads. They are grouped differently on another instruction set.
@@ -12,10 +13,11 @@ use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{amx, avx512};
-use crate::cpu::{float_kernel, one_row, read, write};
+use crate::cpu::{float_kernel, read, rows_alone, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
 use crate::memory::HostPool;
+use crate::rows_alone::are_rows_alone;
 
 /// Rows and columns of one task's part of the result.
 const TILE: usize = 512;
@@ -156,9 +158,9 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         bias: bias.as_deref(),
         activation: gemm.activation,
     };
-    if gemm.m == 1 && gemm.batch == 1 {
+    if gemm.batch == 1 && (gemm.m == 1 || are_rows_alone()) {
         return float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
-            one_row::product::<C>(threads, gemm, &epilogue, &output(gemm, 0))?;
+            rows_alone::product::<C>(threads, gemm, &epilogue, &output(gemm, 0))?;
         });
     }
     if gemm.a.tensor.dtype() == DType::F32 {

@@ -12,6 +12,7 @@ mod amx;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod attention_amx;
+mod attention_paged;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod crew;
@@ -27,6 +28,7 @@ mod parallel;
 pub mod past_cache;
 mod pointwise;
 mod reduce;
+mod rows_alone;
 mod screen;
 pub mod simd;
 
@@ -338,6 +340,15 @@ impl Backend for CpuBackend {
         out: &Heads<'_>,
     ) -> Result<()> {
         attention::step(self, spec, new, caches, place, out)
+    }
+    fn attention_paged(
+        &self,
+        spec: &PagedSpec<'_>,
+        q: &Tensor,
+        caches: [&Tensor; 2],
+        out: &Tensor,
+    ) -> Result<bool> {
+        attention_paged::forward(&self.threads, spec, q, caches, out).map(|()| true)
     }
     fn rotary(
         &self,

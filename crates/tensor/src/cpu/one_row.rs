@@ -20,7 +20,7 @@ use crate::error::Result;
 /// Columns of one task of `by_rows`, at most: enough for long consecutive reads.
 const ROW_BLOCK: usize = 2048;
 /// Rows that `by_rows` reads at once.
-const ROWS_AT_ONCE: usize = 16;
+pub(crate) const ROWS_AT_ONCE: usize = 16;
 /// Rows of one task of `by_rows`, at least; and at most this many tasks one below the other.
 const DEPTH: usize = 128;
 const MAX_PARTS: usize = 8;
@@ -47,6 +47,33 @@ pub(crate) fn product<C: Float>(
     })
 }
 
+/// How `by_rows` groups the sums over `k`: in parts, each in groups of [`ROWS_AT_ONCE`] and a rest one by one.
+#[derive(Clone, Copy)]
+pub(crate) struct Depths {
+    k: usize,
+    depth: usize,
+}
+
+impl Depths {
+    pub(crate) fn of(k: usize) -> Depths {
+        Depths { k, depth: k.div_ceil(MAX_PARTS).max(DEPTH).next_multiple_of(ROWS_AT_ONCE) }
+    }
+
+    pub(crate) fn parts(self) -> std::ops::Range<usize> {
+        0..self.k.div_ceil(self.depth)
+    }
+
+    /// Calls `add` with every group of a part, in order.
+    pub(crate) fn groups(self, part: usize, mut add: impl FnMut(std::ops::Range<usize>)) {
+        let (mut place, end) = (part * self.depth, ((part + 1) * self.depth).min(self.k));
+        while place + ROWS_AT_ONCE <= end {
+            add(place..place + ROWS_AT_ONCE);
+            place += ROWS_AT_ONCE;
+        }
+        (place..end).for_each(|place| add(place..place + 1));
+    }
+}
+
 /// Each task adds up some rows of `b` over a block of columns; the parts are then added in order.
 fn by_rows<T: Float, C: Float>(
     threads: &Threads,
@@ -56,9 +83,8 @@ fn by_rows<T: Float, C: Float>(
     epilogue: &Epilogue<'_>,
     output: &Output<C>,
 ) {
-    let k = row.len();
-    let depth = k.div_ceil(MAX_PARTS).max(DEPTH).next_multiple_of(ROWS_AT_ONCE);
-    let (parts, blocks) = (k.div_ceil(depth), n.div_ceil(ROW_BLOCK));
+    let depths = Depths::of(row.len());
+    let (parts, blocks) = (depths.parts().len(), n.div_ceil(ROW_BLOCK));
     let width = n.div_ceil(blocks).next_multiple_of(LANES);
     let mut sums = vec![0.0f32; parts * n];
     let shared = Shared::new(&mut sums);
@@ -71,17 +97,13 @@ fn by_rows<T: Float, C: Float>(
             let start = b.index(place, columns.start);
             &b.elements[start..start + columns.len()]
         };
-        let mut place = part * depth;
-        let (groups, rest) = row[place..(place + depth).min(k)].as_chunks::<ROWS_AT_ONCE>();
-        for factors in groups {
-            let lines: [&[T]; ROWS_AT_ONCE] = std::array::from_fn(|i| line(place + i));
-            vectorized!(|| add_lines(sums, &lines, factors));
-            place += ROWS_AT_ONCE;
-        }
-        for factor in rest {
-            vectorized!(|| add_lines(sums, &[line(place)], &[*factor]));
-            place += 1;
-        }
+        depths.groups(part, |places| match <&[f32; ROWS_AT_ONCE]>::try_from(&row[places.clone()]) {
+            Ok(factors) => {
+                let lines: [&[T]; ROWS_AT_ONCE] = std::array::from_fn(|i| line(places.start + i));
+                vectorized!(|| add_lines(sums, &lines, factors));
+            }
+            Err(_) => vectorized!(|| add_lines(sums, &[line(places.start)], &[row[places.start]])),
+        });
     });
     threads.blocks(n, ROW_BLOCK, |columns| {
         let mut total = vec![0.0f32; columns.len()];
@@ -98,7 +120,11 @@ fn by_rows<T: Float, C: Float>(
 
 /// `sums += Σ factor · line` over several lines at once, so that `sums` is seldom read and written.
 #[inline(always)]
-fn add_lines<T: Float, const LINES: usize>(sums: &mut [f32], lines: &[&[T]; LINES], factors: &[f32; LINES]) {
+pub(crate) fn add_lines<T: Float, const LINES: usize>(
+    sums: &mut [f32],
+    lines: &[&[T]; LINES],
+    factors: &[f32; LINES],
+) {
     let length = sums.len();
     let lines = lines.map(|line| &line[..length]);
     for i in 0..length {

@@ -4,6 +4,7 @@
 //! is wanted, records how to go back. Saved values are handles ([`Operand::saved`]), never borrowed weights.
 
 mod attention;
+mod attention_paged;
 mod elementwise;
 mod grouped;
 mod image;
@@ -19,6 +20,7 @@ pub use attention::{
     AttentionOptions, PackedHeads, attention, attention_cached, attention_packed, attention_packed_cached,
     attention_packed_step, attention_step, rotary, split_heads,
 };
+pub use attention_paged::attention_paged;
 pub use elementwise::*;
 pub use grouped::{GroupWeights, grouped_linear};
 pub use image::{avg_pool2d, conv2d, max_pool2d};

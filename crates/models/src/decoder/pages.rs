@@ -1,0 +1,99 @@
+//! A pass over the tokens of many sequences at once, whose keys and values lie in blocks of one cache.
+//!
+//! The rows of a pass are tokens of any sequences, each at any place: a piece of a prompt beside the next token of a text.
+//! Inside [`rows_alone`] what comes out of a row depends on its sequence alone.
+
+use std::sync::Arc;
+
+use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Rotary, RotaryScaling, Visibility};
+use ferrospeed_tensor::{Device, PagedRows, Tensor, autograd, rows_alone};
+
+use super::config::Positions;
+use super::{Decoder, Places};
+use crate::error::{ModelError, Result};
+
+impl Decoder {
+    /// An empty cache of `blocks` blocks of `block_tokens` tokens.
+    pub fn new_pages(&self, blocks: usize, block_tokens: usize, device: &Device) -> Result<AttentionState> {
+        let layer = |layer| {
+            KeyValueCache::paged(blocks, block_tokens, &self.config.attention(layer), self.dtype(), device)
+        };
+        Ok(AttentionState { layers: (0..self.config.layers).map(layer).collect::<Result<_, _>>()? })
+    }
+
+    /// Bytes of the cache that a token takes.
+    pub fn page_bytes_per_token(&self) -> usize {
+        let config = &self.config;
+        2 * config.layers * config.kv_heads * config.head_dim * self.dtype().size_bytes()
+    }
+
+    /// How many tokens a sequence of [`Decoder::run_pages`] may have.
+    ///
+    /// Frequencies that change with a text's length would turn the keys of one pass differently from those of the next:
+    /// there the length that the model was trained on is the end.
+    pub fn longest_paged(&self) -> usize {
+        match self.config.positions {
+            Positions::Rotary(Rotary { scaling: RotaryScaling::Dynamic { trained, .. }, .. }) => {
+                trained.min(self.config.max_tokens)
+            }
+            _ => self.config.max_tokens,
+        }
+    }
+
+    /// The hidden states `[rows, width]` of the tokens `ids`, one for each of `rows`, ready for the head.
+    pub fn run_pages(
+        &self,
+        ids: &[i64],
+        rows: &Arc<PagedRows>,
+        state: &mut AttentionState,
+    ) -> Result<Tensor> {
+        let places = rows.places();
+        if places.len() != ids.len() || ids.is_empty() {
+            let why = format!("{} tokens are not those of {} rows", ids.len(), places.len());
+            return Err(ModelError::config("input", why));
+        }
+        if let Some(id) = ids.iter().find(|&&id| !(0..self.config.vocab as i64).contains(&id)) {
+            let why = format!("token {id} is none of the model's {}", self.config.vocab);
+            return Err(ModelError::config("input", why));
+        }
+        let longest = places.iter().max().map_or(0, |place| place + 1);
+        if longest > self.longest_paged() {
+            let why = format!("a text of {longest} tokens is longer than {}", self.longest_paged());
+            return Err(ModelError::config("max positions", why));
+        }
+        let device = self.device_of(state)?;
+        let mut visibility = Visibility { pages: Some(Arc::clone(rows)), ..Default::default() };
+        let mut table_rows = None;
+        match self.config.positions {
+            Positions::Learned { offset, .. } => {
+                let places: Vec<i64> = places.iter().map(|place| (place + offset) as i64).collect();
+                table_rows = Some(Tensor::from_slice(&places, [1, places.len()], &device)?);
+            }
+            Positions::Rotary(rotary) => {
+                visibility.rotary = Some(rotary.table(&[places], longest, &device)?)
+            }
+            Positions::Alibi => visibility.alibi_slopes = Some(self.slopes(&device)?),
+        }
+        let places = Places { rows: table_rows, visibility };
+        let count = ids.len();
+        let ids = Tensor::from_slice(ids, [1, count], &device)?;
+        let pass = || self.run_at(&ids, &places, Some(state), Mode::Evaluate, None);
+        let (hidden, _) = autograd::no_grad(|| rows_alone(pass))?;
+        Ok(hidden.view([count, self.config.embedding_width])?)
+    }
+
+    /// Logits `[rows, vocab]` of hidden states `[rows, width]`; each row's depend on itself alone.
+    pub fn page_logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        autograd::no_grad(|| rows_alone(|| self.logits(hidden)))
+    }
+
+    fn device_of(&self, state: &AttentionState) -> Result<Device> {
+        match state.layers.as_slice() {
+            layers if layers.len() == self.config.layers => Ok(layers[0].device().clone()),
+            layers => {
+                let why = format!("{} layers of cache, the model has {}", layers.len(), self.config.layers);
+                Err(ModelError::config("cache", why))
+            }
+        }
+    }
+}

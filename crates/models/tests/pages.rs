@@ -1,0 +1,147 @@
+//! Passes over many sequences give each the bits that it has alone, and the tokens that `generate` writes.
+
+use std::sync::Arc;
+
+use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
+use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
+use ferrospeed_tensor::store::{FromInitializers, PlainStore};
+use ferrospeed_tensor::{DType, Device, PagedRows, PagedSequence, Tensor};
+use ferrospeed_testkit::property::Random;
+use serde_json::{Value, json};
+
+const BLOCK: usize = 16;
+
+fn families() -> Vec<Value> {
+    let shared = |more: Value| {
+        let mut config = json!({
+            "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.3,
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
+    vec![
+        json!({"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4,
+               "n_positions": 64, "initializer_range": 0.3}),
+        shared(json!({"model_type": "llama", "num_key_value_heads": 2})),
+        shared(json!({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 7})),
+        shared(json!({"model_type": "gpt_neox"})),
+        json!({"model_type": "opt", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48,
+               "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "init_std": 0.3}),
+        shared(json!({"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4,
+                      "num_experts_per_tok": 2, "sliding_window": null})),
+        json!({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4,
+               "initializer_range": 0.3}),
+    ]
+}
+
+fn model(config: &Value, dtype: DType, device: &Device) -> (Decoder, Arc<PlainStore>) {
+    let ModelConfig::Decoder(config) = ModelConfig::from_value(config, WindowRule::default()).unwrap() else {
+        unreachable!("it is a decoder")
+    };
+    let model = Decoder::new(*config);
+    let source = FromInitializers { seed: 4 };
+    let store = PlainStore::attach(model.parameters().as_slice(), dtype, device, &source).unwrap();
+    (model, store)
+}
+
+/// Continues every prompt greedily by `new` tokens, the passes cut by `random`; gives texts and the logits of every choice.
+fn serve(
+    model: &Decoder,
+    device: &Device,
+    prompts: &[Vec<i64>],
+    new: usize,
+    cut: &mut Random,
+) -> Vec<(Vec<i64>, Vec<f32>)> {
+    let blocks_each = 4;
+    let mut state = model.new_pages(prompts.len() * blocks_each, BLOCK, device).unwrap();
+    let mut texts: Vec<(Vec<i64>, Vec<f32>)> =
+        prompts.iter().map(|prompt| (prompt.clone(), Vec::new())).collect();
+    let mut done = vec![0; prompts.len()];
+    while texts.iter().zip(prompts).any(|(text, prompt)| text.0.len() < prompt.len() + new) {
+        let (mut rows, mut ids, mut last) = (PagedRows::default(), Vec::new(), Vec::new());
+        for (index, (text, _)) in texts.iter().enumerate() {
+            let left = text.len() - done[index];
+            let count = cut.below(12).min(left);
+            if count == 0 || text.len() == prompts[index].len() + new {
+                continue;
+            }
+            let blocks = (0..blocks_each).map(|block| (block * prompts.len() + index) as u32).collect();
+            rows.sequences.push(PagedSequence { first: done[index], count, blocks });
+            ids.extend_from_slice(&text[done[index]..done[index] + count]);
+            done[index] += count;
+            if count == left {
+                last.push((index, ids.len() as i64 - 1));
+            }
+        }
+        if ids.is_empty() {
+            continue;
+        }
+        let hidden = model.run_pages(&ids, &Arc::new(rows), &mut state).unwrap();
+        if last.is_empty() {
+            continue;
+        }
+        let places: Vec<i64> = last.iter().map(|(_, row)| *row).collect();
+        let places = Tensor::from_slice(&places, [places.len()], device).unwrap();
+        let chosen = ferrospeed_tensor::ops::index_select(&hidden, 0, &places).unwrap();
+        let logits = model.page_logits(&chosen).unwrap().to_vec_f32().unwrap();
+        for ((index, _), logits) in last.iter().zip(logits.chunks(model.config().vocab)) {
+            let best =
+                (0..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best });
+            texts[*index].0.push(best as i64);
+            texts[*index].1.extend_from_slice(logits);
+        }
+    }
+    texts
+}
+
+#[test]
+fn a_text_does_not_depend_on_its_neighbours_nor_on_how_its_prompt_was_cut() {
+    let device = Device::cpu_with_threads(2);
+    let prompts: Vec<Vec<i64>> = [3, 17, 1, 30, 16]
+        .iter()
+        .enumerate()
+        .map(|(i, &n)| (0..n).map(|t| (t * 7 + 13 * i as i64) % 96).collect())
+        .collect();
+    for config in families() {
+        for dtype in [DType::F32, DType::BF16] {
+            let name = format!("{} {dtype}", config["model_type"]);
+            let (model, _store) = model(&config, dtype, &device);
+            let together = serve(&model, &device, &prompts, 8, &mut Random(1));
+            for (prompt, expected) in prompts.iter().zip(&together) {
+                let alone = serve(&model, &device, std::slice::from_ref(prompt), 8, &mut Random(9));
+                assert_eq!(&alone[0], expected, "{name}: alone, to the last bit of every logit");
+            }
+            if dtype == DType::F32 {
+                for (prompt, (text, _)) in prompts.iter().zip(&together) {
+                    let options = GenerateOptions {
+                        max_new_tokens: 8,
+                        sampling: Sampling::Greedy,
+                        end_tokens: Vec::new(),
+                        pad_token: 0,
+                    };
+                    let prompts = std::slice::from_ref(prompt);
+                    let written = generate(&model, prompts, None, &options, &device, &mut |_, _| {}).unwrap();
+                    assert_eq!(&written[0], text, "{name}: what generate writes");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_and_places_that_are_not_the_models_are_refused() {
+    let device = Device::cpu();
+    let (model, _store) = model(&families()[1], DType::F32, &device);
+    let mut state = model.new_pages(5, BLOCK, &device).unwrap();
+    let mut run = |ids: &[i64], first: usize| {
+        let sequence = PagedSequence { first, count: ids.len(), blocks: vec![0, 1, 2, 3, 4] };
+        let rows = Arc::new(PagedRows { sequences: vec![sequence] });
+        model.run_pages(ids, &rows, &mut state).map(|_| ()).map_err(|error| error.to_string())
+    };
+    assert_eq!(run(&[1, 2], 0), Ok(()));
+    assert!(run(&[1, 96], 0).unwrap_err().contains("token 96 is none"));
+    assert!(run(&[-1], 0).unwrap_err().contains("token -1"));
+    assert!(run(&[1, 2], 63).unwrap_err().contains("longer than 64"));
+    assert!(run(&[], 0).is_err());
+}

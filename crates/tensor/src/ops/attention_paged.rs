@@ -1,0 +1,157 @@
+//! Attention of rows of many sequences over a cache in blocks; not recorded on the tape.
+//!
+//! A device without a kernel for it brings the blocks of one sequence after the other together and attends over those.
+
+use crate::backend::{PagedRows, PagedSpec};
+use crate::error::{Result, TensorError};
+use crate::ops::attention::{AttentionOptions, attention_cached};
+use crate::ops::{concat, index_select, reshape};
+use crate::tensor::Tensor;
+
+const OP: &str = "attention_paged";
+
+/// Appends the keys and values of `rows` to caches `[blocks, block_tokens, kv_heads, dim]`, and attends: each row sees its
+/// sequence up to itself. `q`, `k` and `v` are `[1, rows, …, dim]`, and so is the result.
+///
+/// Refuses masks and positions of keys: what is in a block is a token, and its place is known.
+pub fn attention_paged(
+    [q, k, v]: [&Tensor; 3],
+    caches: [&Tensor; 2],
+    rows: &PagedRows,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let spec = check([q, k, v], caches, rows, options)?;
+    append([k, v], caches, rows)?;
+    let out = Tensor::empty(*q.shape(), q.dtype(), q.device())?;
+    if q.device().backend().attention_paged(&spec, q, caches, &out)? {
+        return Ok(out);
+    }
+    gathered(q, caches, rows, options)
+}
+
+fn check<'a>(
+    [q, k, v]: [&Tensor; 3],
+    [keys, values]: [&Tensor; 2],
+    rows: &'a PagedRows,
+    options: &'a AttentionOptions,
+) -> Result<PagedSpec<'a>> {
+    let fail = |what: String| Err(TensorError::argument(OP, what));
+    let (&[one, count, heads, dim], &[_, tokens, kv_heads, _]) = (q.sizes(), keys.sizes()) else {
+        return Err(TensorError::ShapeMismatch { op: OP, left: *q.shape(), right: *keys.shape() });
+    };
+    let blocks = keys.sizes()[0];
+    let fits = one == 1
+        && k.sizes() == [1, count, kv_heads, dim]
+        && v.shape() == k.shape()
+        && keys.shape() == values.shape()
+        && keys.shape()[3] == dim
+        && kv_heads > 0
+        && tokens > 0
+        && heads.is_multiple_of(kv_heads)
+        && [k, v, keys, values].iter().all(|tensor| tensor.dtype() == q.dtype());
+    if !fits {
+        return Err(TensorError::ShapeMismatch { op: OP, left: *q.shape(), right: *keys.shape() });
+    }
+    if options.key_mask.is_some() || options.alibi_positions.is_some() || !options.causal {
+        return fail("every row sees its sequence up to itself; there is no mask beside that".into());
+    }
+    if let Some(slopes) = &options.alibi_slopes
+        && slopes.sizes() != [heads]
+    {
+        return fail(format!("alibi_slopes has shape {}, expected [{heads}]", slopes.shape()));
+    }
+    if rows.sequences.iter().map(|one| one.count).sum::<usize>() != count {
+        return fail(format!("{count} rows are not those of the sequences"));
+    }
+    for one in &rows.sequences {
+        if one.blocks.len() * tokens < one.first + one.count {
+            return fail(format!("{} blocks do not hold {} tokens", one.blocks.len(), one.first + one.count));
+        }
+        if let Some(block) = one.blocks.iter().find(|&&block| block as usize >= blocks) {
+            return fail(format!("block {block} is none of the cache's {blocks}"));
+        }
+    }
+    Ok(PagedSpec {
+        heads,
+        kv_heads,
+        dim,
+        block_tokens: tokens,
+        scale: options.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt()),
+        window: options.window,
+        alibi_slopes: options.alibi_slopes.as_ref(),
+        rows,
+    })
+}
+
+fn append(new: [&Tensor; 2], caches: [&Tensor; 2], rows: &PagedRows) -> Result<()> {
+    let tokens = caches[0].sizes()[1];
+    let width = caches[0].sizes()[2] * caches[0].sizes()[3];
+    let mut row = 0;
+    for one in &rows.sequences {
+        let (mut place, end) = (one.first, one.first + one.count);
+        while place < end {
+            let run = (tokens - place % tokens).min(end - place);
+            let slot = one.blocks[place / tokens] as usize * tokens + place % tokens;
+            for (new, cache) in new.iter().zip(caches) {
+                let backend = new.device().backend();
+                backend.copy_blocks(new, row * width, width, cache, slot * width, width, run, width)?;
+            }
+            (row, place) = (row + run, place + run);
+        }
+    }
+    Ok(())
+}
+
+/// Attention over a copy of each sequence's blocks.
+fn gathered(
+    q: &Tensor,
+    caches: [&Tensor; 2],
+    rows: &PagedRows,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let &[_, count, heads, dim] = q.sizes() else { unreachable!("it was checked") };
+    let (tokens, kv_heads) = (caches[0].sizes()[1], caches[0].sizes()[2]);
+    let mut row = 0;
+    let mut parts = Vec::with_capacity(rows.sequences.len());
+    for one in &rows.sequences {
+        let used = (one.first + one.count).div_ceil(tokens);
+        let blocks: Vec<i64> = one.blocks[..used].iter().map(|&block| i64::from(block)).collect();
+        let blocks = Tensor::from_slice(&blocks, [used], q.device())?;
+        let together = |cache: &Tensor| -> Result<Tensor> {
+            reshape(&index_select(cache, 0, &blocks)?, [1, used * tokens, kv_heads, dim])
+        };
+        let queries = q.slice(row * heads * dim, [1, one.count, heads, dim])?;
+        let (keys, values) = (together(caches[0])?, together(caches[1])?);
+        parts.push(attention_cached(&queries, &keys, &values, one.first + one.count, options)?);
+        row += one.count;
+    }
+    reshape(&concat(&parts, 1)?, [1, count, heads, dim])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Device, PagedSequence};
+    use crate::dtype::DType;
+    use crate::random::RandomKey;
+
+    #[test]
+    fn what_is_gathered_is_what_the_kernel_reads() {
+        let device = Device::cpu();
+        let random = |shape: &[usize], stream| {
+            let mut values = vec![0.0f32; shape.iter().product()];
+            RandomKey::new(3, stream).fill_normal(0, &mut values);
+            Tensor::from_f32(&values, shape, DType::F32, &device).unwrap()
+        };
+        let caches = [random(&[9, 16, 2, 8], 1), random(&[9, 16, 2, 8], 2)];
+        let [q, k, v] = [4, 2, 2].map(|heads| random(&[1, 8, heads, 8], heads as u32 + 10));
+        let one = |first, count, blocks: &[u32]| PagedSequence { first, count, blocks: blocks.to_vec() };
+        let rows =
+            PagedRows { sequences: vec![one(40, 3, &[5, 1, 7]), one(15, 4, &[8, 0]), one(0, 1, &[2])] };
+        let options = AttentionOptions { causal: true, window: Some(30), ..Default::default() };
+        let caches = [&caches[0], &caches[1]];
+        let paged = attention_paged([&q, &k, &v], caches, &rows, &options).unwrap().to_vec::<f32>().unwrap();
+        let gathered = gathered(&q, caches, &rows, &options).unwrap().to_vec::<f32>().unwrap();
+        assert!(paged.iter().zip(&gathered).all(|(a, b)| (a - b).abs() < 1e-5), "{paged:?}\n{gathered:?}");
+    }
+}
