@@ -1,5 +1,20 @@
 //! The inference engine and its server.
 //!
-//! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie).
+//! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie), [`model`] (a pass),
+//! [`engine`] (the thread that owns both), [`sampling`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
+//! endpoints).
 
+mod answer;
 pub mod core;
+pub mod detokenize;
+pub mod engine;
+pub mod error;
+pub mod metrics;
+pub mod model;
+pub mod request;
+pub mod sampling;
+pub mod server;
+pub mod template;
+
+pub use engine::Engine;
+pub use error::{Result, ServeError};

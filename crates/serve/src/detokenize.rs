@@ -1,0 +1,185 @@
+//! Text from tokens as they come: whole characters only, and nothing of a stop string.
+//!
+//! A character may take several tokens, and what a token reads as may depend on the one before. So text is made of all tokens
+//! since the last piece, and a piece that ends in the middle of a character waits. Text that could become a stop string waits too.
+
+use ferrospeed_data::{Codec, DataError};
+
+/// What a decoder writes for bytes that are no character, or not yet one.
+const UNFINISHED: char = char::REPLACEMENT_CHARACTER;
+/// Tokens that an unfinished character can have, at most: each is a byte or more of its four.
+const UNFINISHED_TOKENS: usize = 3;
+/// Tokens that wait for such a place, at most.
+const MOST_WAITING: usize = 16;
+
+/// Turns the tokens of one answer into text.
+#[derive(Debug, Default)]
+pub struct Detokenizer {
+    tokens: Vec<i64>,
+    /// Tokens before this are not looked at any more.
+    context: usize,
+    /// Tokens before this have been given out as text.
+    given: usize,
+}
+
+impl Detokenizer {
+    /// Takes a token; gives the text that is certain now.
+    pub fn push(&mut self, codec: &Codec, token: i64) -> Result<String, DataError> {
+        self.tokens.push(token);
+        let text = codec.decode(&self.tokens[self.context..])?;
+        if !text.ends_with(UNFINISHED) {
+            return self.give(codec, self.tokens.len());
+        }
+        let waiting = self.tokens.len() - self.given;
+        if waiting > UNFINISHED_TOKENS {
+            // So many tokens are more than one character: the first of them will never be part of one. They are cut off
+            // where both sides read alone as they do together.
+            let last = self.tokens.len() - UNFINISHED_TOKENS;
+            for cut in (self.given + 1..=last).rev() {
+                let apart =
+                    codec.decode(&self.tokens[self.context..cut])? + &codec.decode(&self.tokens[cut..])?;
+                if apart == text {
+                    return self.give(codec, cut);
+                }
+            }
+            if waiting > MOST_WAITING {
+                return self.give(codec, last);
+            }
+        }
+        Ok(String::new())
+    }
+
+    /// What is left when no token follows.
+    pub fn finish(&mut self, codec: &Codec) -> Result<String, DataError> {
+        self.give(codec, self.tokens.len())
+    }
+
+    fn give(&mut self, codec: &Codec, until: usize) -> Result<String, DataError> {
+        let before = codec.decode(&self.tokens[self.context..self.given])?;
+        let text = codec.decode(&self.tokens[self.context..until])?;
+        self.context = self.given;
+        self.given = until;
+        Ok(text.get(before.len()..).unwrap_or_default().to_owned())
+    }
+}
+
+/// Holds back what may be the beginning of a stop string.
+#[derive(Debug, Default)]
+pub struct StopStrings {
+    stops: Vec<String>,
+    held: String,
+}
+
+impl StopStrings {
+    /// Ends texts at the first of these.
+    pub fn new(stops: Vec<String>) -> StopStrings {
+        StopStrings {
+            stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(),
+            held: String::new(),
+        }
+    }
+
+    /// Takes text; gives what is certain, and whether a stop string ended it.
+    pub fn push(&mut self, text: &str) -> (String, bool) {
+        self.held.push_str(text);
+        if let Some(place) = self.stops.iter().filter_map(|stop| self.held.find(stop)).min() {
+            self.held.truncate(place);
+            return (std::mem::take(&mut self.held), true);
+        }
+        let waits = (1..=self.held.len())
+            .rev()
+            .filter(|&length| self.held.is_char_boundary(self.held.len() - length))
+            .find(|&length| {
+                let tail = &self.held[self.held.len() - length..];
+                self.stops.iter().any(|stop| stop.len() > length && stop.starts_with(tail))
+            });
+        let kept = self.held.split_off(self.held.len() - waits.unwrap_or(0));
+        (std::mem::replace(&mut self.held, kept), false)
+    }
+
+    /// What is left when no text follows.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrospeed_testkit::property::Random;
+
+    use super::*;
+
+    fn pieces(bytes: &[u8]) -> Vec<String> {
+        let mut detokenizer = Detokenizer::default();
+        let mut pieces: Vec<String> =
+            bytes.iter().map(|&byte| detokenizer.push(&Codec::Bytes, i64::from(byte)).unwrap()).collect();
+        pieces.push(detokenizer.finish(&Codec::Bytes).unwrap());
+        pieces
+    }
+
+    #[test]
+    fn characters_come_out_whole() {
+        let text = "aé€😀z";
+        let pieces = pieces(text.as_bytes());
+        assert_eq!(pieces.concat(), text);
+        let spoken: Vec<&str> = pieces.iter().map(String::as_str).filter(|piece| !piece.is_empty()).collect();
+        assert_eq!(spoken, ["a", "é", "€", "😀", "z"]);
+    }
+
+    #[test]
+    fn pieces_of_anything_add_up_to_the_whole() {
+        for seed in 0..2000 {
+            let mut random = Random(seed);
+            let alphabet = ["😀", "é", "x", "\u{fffd}"];
+            let mut bytes = Vec::new();
+            for _ in 0..random.below(12) {
+                let text = random.pick(&alphabet).as_bytes();
+                // Some characters are cut off, so that garbage stands before whole ones.
+                bytes.extend_from_slice(&text[..1 + random.below(text.len())]);
+            }
+            assert_eq!(pieces(&bytes).concat(), String::from_utf8_lossy(&bytes), "{bytes:x?}");
+        }
+    }
+
+    #[test]
+    fn a_stream_of_garbage_is_not_held_back_for_ever() {
+        let mut detokenizer = Detokenizer::default();
+        let text: String = (0..100).map(|_| detokenizer.push(&Codec::Bytes, 0xff).unwrap()).collect();
+        assert!(text.chars().count() >= 96, "{}", text.chars().count());
+    }
+
+    #[test]
+    fn nothing_of_a_stop_string_is_seen() {
+        let stops = || StopStrings::new(vec!["STOP".into(), "###".into(), String::new()]);
+        let mut one = stops();
+        assert_eq!(one.push("go S"), ("go ".into(), false));
+        assert_eq!(one.push("TO"), (String::new(), false));
+        assert_eq!(one.push("P on"), (String::new(), true));
+        let mut other = stops();
+        assert_eq!(other.push("a#"), ("a".into(), false));
+        assert_eq!(other.push("#b"), ("##b".into(), false), "it was none");
+        assert_eq!(other.push("é##"), ("é".into(), false));
+        assert_eq!(other.finish(), "##");
+        assert_eq!(stops().push("x###STOP"), ("x".into(), true), "the first one ends it");
+    }
+
+    #[test]
+    fn a_stop_string_is_found_however_the_text_is_cut() {
+        let text = "aaab aab aaaab#";
+        for seed in 0..500 {
+            let mut random = Random(seed);
+            let (mut stops, mut seen, mut rest) =
+                (StopStrings::new(vec!["aaaab".into()]), String::new(), text);
+            while !rest.is_empty() {
+                let (piece, after) = rest.split_at(1 + random.below(rest.len()));
+                rest = after;
+                let (out, ended) = stops.push(piece);
+                seen += &out;
+                if ended {
+                    break;
+                }
+            }
+            assert_eq!(seen, "aaab aab ");
+        }
+    }
+}

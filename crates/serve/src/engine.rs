@@ -1,0 +1,312 @@
+//! The thread that owns model, cache and scheduler, and answers requests until it is told to stop.
+//!
+//! Requests come through a bounded queue, events go back through one channel each. A client that drops its end is noticed
+//! before the next pass, and its blocks are free again. Nothing here waits for a client.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use crate::answer::{Answer, Progress};
+use crate::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
+use crate::metrics::Metrics;
+use crate::model::{ModelFacts, Runner};
+use crate::request::{Event, Events, Request, Trouble, Work};
+
+/// How long an idle engine sleeps before it looks whether it should stop.
+const IDLE: Duration = Duration::from_millis(100);
+
+struct Submission {
+    request: Request,
+    events: Events,
+    arrived: Instant,
+}
+
+/// A running engine.
+#[derive(Debug)]
+pub struct Engine {
+    submissions: SyncSender<Submission>,
+    facts: Arc<ModelFacts>,
+    metrics: Arc<Metrics>,
+    limits: Limits,
+    /// Set once: requests that are not done by then are cut off, new ones refused.
+    stop_at: Arc<OnceLock<Instant>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Engine {
+    /// Starts answering.
+    pub fn start(
+        facts: Arc<ModelFacts>,
+        runner: Runner,
+        blocks: u32,
+        limits: Limits,
+    ) -> std::io::Result<Engine> {
+        let limits = Limits { sequence_tokens: limits.sequence_tokens.min(facts.longest), ..limits };
+        let scheduler = Scheduler::new(limits, blocks);
+        let limits = scheduler.limits();
+        let metrics = Arc::new(Metrics::default());
+        metrics.blocks.store(u64::from(blocks), Relaxed);
+        let (submissions, inbox) = sync_channel(limits.waiting);
+        let stop_at = Arc::new(OnceLock::new());
+        let worker = Worker {
+            runner,
+            scheduler,
+            inbox,
+            answers: BTreeMap::new(),
+            facts: Arc::clone(&facts),
+            metrics: Arc::clone(&metrics),
+            stop_at: Arc::clone(&stop_at),
+        };
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || worker.run())?;
+        Ok(Engine { submissions, facts, metrics, limits, stop_at, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// What is known of the model.
+    pub fn facts(&self) -> &Arc<ModelFacts> {
+        &self.facts
+    }
+
+    /// What is counted.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// What bounds the work.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Whether requests are answered.
+    pub fn is_alive(&self) -> bool {
+        self.stop_at.get().is_none()
+            && self
+                .thread
+                .lock()
+                .is_ok_and(|thread| thread.as_ref().is_some_and(|thread| !thread.is_finished()))
+    }
+
+    /// Hands a request over; what becomes of it arrives as events. Dropping their receiver takes it back.
+    pub fn submit(&self, request: Request, events: Events) {
+        let trouble = |events: &Events, trouble| {
+            self.metrics.refused.fetch_add(1, Relaxed);
+            // A client that is gone needs no word.
+            let _ = events.send(Event::Trouble(trouble));
+        };
+        if self.stop_at.get().is_some() {
+            return trouble(&events, Trouble::ShuttingDown);
+        }
+        match self.submissions.try_send(Submission { request, events, arrived: Instant::now() }) {
+            Ok(()) => {}
+            Err(TrySendError::Full(back)) => {
+                let waiting = self.limits.waiting;
+                trouble(&back.events, Trouble::Refused(Refusal::QueueFull { waiting }));
+            }
+            Err(TrySendError::Disconnected(back)) => {
+                trouble(&back.events, Trouble::Failed("the engine has ended".into()));
+            }
+        }
+    }
+
+    /// Hands a request over; what becomes of it can be waited for.
+    pub fn ask(&self, request: Request) -> Replies {
+        let (events, replies) = unbounded_channel();
+        self.submit(request, events);
+        Replies(replies)
+    }
+
+    /// Takes no more requests, lets those that run go on until `deadline`, and ends.
+    pub fn stop(&self, deadline: Instant) {
+        // Whoever comes first decides.
+        let _ = self.stop_at.set(deadline);
+        let thread = self.thread.lock().ok().and_then(|mut thread| thread.take());
+        if let Some(thread) = thread
+            && thread.join().is_err()
+        {
+            tracing::error!("the engine's thread has panicked");
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.stop(Instant::now());
+    }
+}
+
+/// What the engine tells of a request, for callers that may wait. Dropping it takes the request back.
+#[derive(Debug)]
+pub struct Replies(UnboundedReceiver<Event>);
+
+impl Iterator for Replies {
+    type Item = Event;
+
+    /// Waits, at most until the request's deadline. Must not be called inside an asynchronous task.
+    fn next(&mut self) -> Option<Event> {
+        self.0.blocking_recv()
+    }
+}
+
+struct Worker {
+    runner: Runner,
+    scheduler: Scheduler,
+    inbox: Receiver<Submission>,
+    answers: BTreeMap<SequenceId, Answer>,
+    facts: Arc<ModelFacts>,
+    metrics: Arc<Metrics>,
+    stop_at: Arc<OnceLock<Instant>>,
+}
+
+impl Worker {
+    fn run(mut self) {
+        loop {
+            if !self.take_in() {
+                break;
+            }
+            self.drop_departed();
+            let plan = self.scheduler.plan();
+            if !plan.is_empty() {
+                self.pass(&plan);
+            }
+            self.tell_load();
+        }
+        let ids: Vec<SequenceId> = self.answers.keys().copied().collect();
+        ids.into_iter().for_each(|id| self.give_up(id, Trouble::ShuttingDown));
+        while let Ok(late) = self.inbox.try_recv() {
+            let _ = late.events.send(Event::Trouble(Trouble::ShuttingDown));
+        }
+        self.tell_load();
+    }
+
+    /// Takes what has arrived; waits a little when there is nothing else to do. `false` when it is time to end.
+    fn take_in(&mut self) -> bool {
+        loop {
+            let stop_at = self.stop_at.get();
+            if stop_at.is_some_and(|&at| self.answers.is_empty() || Instant::now() >= at) {
+                return false;
+            }
+            let next = if self.answers.is_empty() {
+                self.inbox.recv_timeout(IDLE)
+            } else {
+                self.inbox.try_recv().map_err(|error| match error {
+                    TryRecvError::Empty => RecvTimeoutError::Timeout,
+                    TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+                })
+            };
+            match next {
+                Ok(submission) => self.admit(submission),
+                Err(RecvTimeoutError::Timeout) => return true,
+                Err(RecvTimeoutError::Disconnected) => return !self.answers.is_empty(),
+            }
+        }
+    }
+
+    fn admit(&mut self, submission: Submission) {
+        let Submission { request, events, arrived } = submission;
+        let prompt_tokens = request.prompt.len();
+        let room = self.scheduler.limits().sequence_tokens.saturating_sub(prompt_tokens);
+        let (count, new_tokens) = match &request.work {
+            Work::Generate { answers, max_tokens, .. } => (answers.len(), max_tokens.unwrap_or(room).max(1)),
+            Work::Embed => (1, 0),
+        };
+        match self.scheduler.submit(&request.prompt, new_tokens, count) {
+            Ok(ids) => {
+                self.metrics.requests.fetch_add(1, Relaxed);
+                self.metrics.prompt_tokens.fetch_add(prompt_tokens as u64, Relaxed);
+                for (index, id) in ids.into_iter().enumerate() {
+                    self.answers.insert(id, Answer::new(&request, index, events.clone(), arrived));
+                }
+            }
+            Err(refusal) => {
+                self.metrics.refused.fetch_add(1, Relaxed);
+                let _ = events.send(Event::Trouble(Trouble::Refused(refusal)));
+            }
+        }
+    }
+
+    /// Ends what nobody waits for any more, and what has waited too long.
+    fn drop_departed(&mut self) {
+        let now = Instant::now();
+        let gone: Vec<SequenceId> =
+            self.answers.iter().filter(|(_, answer)| answer.is_departed()).map(|(&id, _)| id).collect();
+        for id in gone {
+            self.metrics.cancelled.fetch_add(1, Relaxed);
+            self.end(id);
+        }
+        let late: Vec<SequenceId> =
+            self.answers.iter().filter(|(_, answer)| answer.deadline() <= now).map(|(&id, _)| id).collect();
+        late.into_iter().for_each(|id| self.give_up(id, Trouble::TimedOut));
+    }
+
+    fn give_up(&mut self, id: SequenceId, trouble: Trouble) {
+        if let Some(answer) = self.answers.get(&id) {
+            self.metrics.failed.fetch_add(1, Relaxed);
+            answer.tell(Event::Trouble(trouble));
+        }
+        self.end(id);
+    }
+
+    fn end(&mut self, id: SequenceId) {
+        self.scheduler.end(id);
+        self.answers.remove(&id);
+    }
+
+    fn pass(&mut self, plan: &[Share]) {
+        let answers = &self.answers;
+        let wants_hidden = |share: &Share| answers.get(&share.id).is_some_and(Answer::wants_hidden);
+        let result = match self.runner.pass(&self.scheduler, plan, wants_hidden) {
+            Ok(result) => result,
+            Err(error) => {
+                tracing::error!("a pass over {} sequences failed: {error}", plan.len());
+                plan.iter().for_each(|share| self.give_up(share.id, Trouble::Failed(error.to_string())));
+                return;
+            }
+        };
+        self.metrics.passes.fetch_add(1, Relaxed);
+        self.metrics.pass_tokens.fetch_add(plan.iter().map(|share| share.count as u64).sum(), Relaxed);
+        let (mut logits, mut hidden) = (result.logits.into_iter(), result.hidden.into_iter());
+        for share in plan {
+            self.scheduler.computed(share);
+            if !share.chooses {
+                continue;
+            }
+            let Some(answer) = self.answers.get_mut(&share.id) else { continue };
+            if answer.wants_hidden() {
+                answer.embed(hidden.next().unwrap_or_default());
+                self.metrics.finished.fetch_add(1, Relaxed);
+                self.end(share.id);
+                continue;
+            }
+            let Some(sequence) = self.scheduler.sequence(share.id) else { continue };
+            let (tokens, most) = (sequence.tokens(), sequence.most_tokens());
+            let row = logits.next().unwrap_or_default();
+            match answer.choose(&row, tokens, most, &self.facts.codec, &self.metrics) {
+                Ok(Progress::Token(token)) => {
+                    self.scheduler.push(share.id, token);
+                }
+                Ok(Progress::Finished) => {
+                    self.metrics.finished.fetch_add(1, Relaxed);
+                    self.end(share.id);
+                }
+                Err(why) => self.give_up(share.id, Trouble::Failed(why)),
+            }
+        }
+    }
+
+    fn tell_load(&self) {
+        let (running, waiting) = self.scheduler.load();
+        let (pool, counters) = (self.scheduler.pool(), self.scheduler.counters());
+        let metrics = &self.metrics;
+        metrics.running.store(running as u64, Relaxed);
+        metrics.waiting.store(waiting as u64, Relaxed);
+        metrics.blocks_held.store(pool.held() as u64, Relaxed);
+        metrics.evictions.store(pool.evictions(), Relaxed);
+        metrics.preemptions.store(counters.preemptions, Relaxed);
+        metrics.shared_tokens.store(counters.shared_tokens, Relaxed);
+    }
+}

@@ -1,0 +1,52 @@
+//! What can go wrong before and while serving.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+/// Errors of this crate.
+#[derive(Debug, Error)]
+pub enum ServeError {
+    /// The model's files, or a pass through it.
+    #[error(transparent)]
+    Model(#[from] ferrospeed_models::ModelError),
+    /// A tensor operation.
+    #[error(transparent)]
+    Tensor(#[from] ferrospeed_tensor::TensorError),
+    /// Weights could not be placed.
+    #[error(transparent)]
+    Store(#[from] ferrospeed_tensor::StoreError),
+    /// The tokenizer.
+    #[error(transparent)]
+    Tokenizer(#[from] ferrospeed_data::DataError),
+    /// A model that writes no text.
+    #[error("{} is not a causal language model; only such can be served", .0.display())]
+    NoDecoder(PathBuf),
+    /// A cache that holds nothing.
+    #[error("a cache of {bytes} bytes has no room for a block of {block_bytes} bytes; raise --cache-bytes")]
+    CacheTooSmall {
+        /// What was asked for.
+        bytes: u64,
+        /// What one block takes.
+        block_bytes: u64,
+    },
+    /// A chat template that cannot be used.
+    #[error("{}: {why}", file.display())]
+    Template {
+        /// Where it stands.
+        file: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// The network.
+    #[error("{what}: {error}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// What the system said.
+        error: std::io::Error,
+    },
+}
+
+/// Results of this crate.
+pub type Result<T, E = ServeError> = std::result::Result<T, E>;

@@ -1,0 +1,95 @@
+//! `/v1/completions`: goes on with a text.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use serde_json::Value;
+use tokio::sync::mpsc::unbounded_channel;
+
+use super::fault::Fault;
+use super::fields::Fields;
+use super::parameters::{Parameters, tokens};
+use super::reply::{Head, Style, whole};
+use super::{App, stream};
+
+/// Prompts of one request.
+const MAX_PROMPTS: usize = 64;
+/// Tokens of an answer where nothing is said: OpenAI's number.
+const DEFAULT_TOKENS: usize = 16;
+
+pub(super) async fn answer(State(app): State<Arc<App>>, fields: Fields) -> Response {
+    match submit(&app, fields).await {
+        Ok(response) => response,
+        Err(fault) => fault.into_response(),
+    }
+}
+
+async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
+    let parameters = Parameters::read(&mut fields, app, Some(DEFAULT_TOKENS))?;
+    let prompts = prompts(app, &mut fields, "prompt")?;
+    let logprobs = fields.whole("logprobs", 0..=20)?.map(|count| count as usize);
+    let echo = fields.flag("echo")?;
+    if echo && logprobs.is_some() {
+        return Err(Fault::field("echo", "is not supported together with logprobs"));
+    }
+    fields.refuse("suffix", |suffix| suffix.as_str() == Some(""))?;
+    fields.finish()?;
+    let (events, replies) = unbounded_channel();
+    let prompt_tokens = prompts.iter().map(Vec::len).sum();
+    let count = prompts.len() * parameters.answers;
+    let mut head = Head::new(app, Style::Text, count, prompt_tokens, logprobs.is_some());
+    for (index, prompt) in prompts.into_iter().enumerate() {
+        let first = index * parameters.answers;
+        if echo {
+            let text = app
+                .facts()
+                .codec
+                .decode(&prompt)
+                .map_err(|error| Fault::field("prompt", error.to_string()))?;
+            head.echo[first..first + parameters.answers].fill(text);
+        }
+        app.engine.submit(parameters.request(app, prompt, first, logprobs), events.clone());
+    }
+    drop(events);
+    Ok(match parameters.stream {
+        true => stream::pieces(Arc::clone(app), head, parameters.include_usage, replies).await,
+        false => whole(app, &head, replies).await,
+    })
+}
+
+/// A text, a list of texts, a list of tokens, or a list of such lists.
+pub(super) fn prompts(app: &App, fields: &mut Fields, name: &str) -> Result<Vec<Vec<i64>>, Fault> {
+    let facts = app.facts();
+    let encode = |text: &str| -> Result<Vec<i64>, Fault> {
+        // A token is at least one character of a longest text many times over: what is longer cannot fit.
+        if text.len() / 64 > facts.longest {
+            return Err(Fault::field(name, format!("is longer than the model's {} tokens", facts.longest)));
+        }
+        let ids = facts.codec.encode_prompt(text).map_err(|error| Fault::field(name, error.to_string()))?;
+        Ok(ids.into_iter().map(i64::from).collect())
+    };
+    let wrong = || {
+        Fault::field(
+            name,
+            format!("must be a string, up to {MAX_PROMPTS} strings, or tokens below {}", facts.vocabulary),
+        )
+    };
+    match fields.take(name) {
+        None => Err(Fault::field(name, "is missing")),
+        Some(Value::String(text)) => Ok(vec![encode(&text)?]),
+        Some(Value::Array(list)) if list.is_empty() => Err(wrong()),
+        Some(Value::Array(list)) if list[0].is_number() => {
+            Ok(vec![tokens(&list, facts.vocabulary).ok_or_else(wrong)?])
+        }
+        Some(Value::Array(list)) if list.len() <= MAX_PROMPTS => {
+            let one = |value: &Value| match value {
+                Value::String(text) => encode(text),
+                Value::Array(ids) => tokens(ids, facts.vocabulary).ok_or_else(wrong),
+                _ => Err(wrong()),
+            };
+            list.iter().map(one).collect()
+        }
+        Some(_) => Err(wrong()),
+    }
+}

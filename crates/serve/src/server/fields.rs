@@ -1,0 +1,112 @@
+//! A request's body, read field by field: what is not understood is refused by name, never dropped.
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::extract::{FromRequest, Request};
+use axum::http::StatusCode;
+use serde_json::{Map, Value};
+
+use super::fault::Fault;
+
+/// Time for a client to send its body.
+const BODY_TIME: Duration = Duration::from_secs(30);
+
+/// Fields that say nothing about the answer.
+const HARMLESS: [&str; 8] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+    "reasoning_effort",
+];
+
+/// What is left to read of a body.
+pub(crate) struct Fields(Map<String, Value>);
+
+impl<S: Send + Sync> FromRequest<S> for Fields {
+    type Rejection = Fault;
+
+    async fn from_request(request: Request, state: &S) -> Result<Fields, Fault> {
+        let bytes = tokio::time::timeout(BODY_TIME, Bytes::from_request(request, state)).await;
+        let bytes = bytes
+            .map_err(|_| Fault::new(StatusCode::REQUEST_TIMEOUT, "the body took too long to arrive"))?
+            .map_err(|error| Fault::new(error.status(), error.body_text()))?;
+        Fields::parse(&bytes)
+    }
+}
+
+impl Fields {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Fields, Fault> {
+        match serde_json::from_slice(bytes) {
+            Ok(Value::Object(fields)) => Ok(Fields(fields)),
+            Ok(_) => Err(Fault::new(StatusCode::BAD_REQUEST, "the body is no JSON object")),
+            Err(error) => Err(Fault::new(StatusCode::BAD_REQUEST, format!("the body is no JSON: {error}"))),
+        }
+    }
+
+    /// Takes a field; `null` is as good as absent.
+    pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
+        self.0.shift_remove(name).filter(|value| !value.is_null())
+    }
+
+    pub(crate) fn number(&mut self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f32>, Fault> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        match value.as_f64().filter(|number| range.contains(number)) {
+            Some(number) => Ok(Some(number as f32)),
+            None => {
+                Err(Fault::field(name, format!("must be a number from {} to {}", range.start(), range.end())))
+            }
+        }
+    }
+
+    pub(crate) fn whole(&mut self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, Fault> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        match value.as_i64().filter(|number| range.contains(number)) {
+            Some(number) => Ok(Some(number)),
+            None => Err(Fault::field(
+                name,
+                format!("must be a whole number from {} to {}", range.start(), range.end()),
+            )),
+        }
+    }
+
+    pub(crate) fn flag(&mut self, name: &str) -> Result<bool, Fault> {
+        match self.take(name) {
+            None => Ok(false),
+            Some(Value::Bool(flag)) => Ok(flag),
+            Some(_) => Err(Fault::field(name, "must be true or false")),
+        }
+    }
+
+    pub(crate) fn text(&mut self, name: &str) -> Result<Option<String>, Fault> {
+        match self.take(name) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(_) => Err(Fault::field(name, "must be a string")),
+        }
+    }
+
+    /// Refuses a feature that is not there, unless it is switched off.
+    pub(crate) fn refuse(&mut self, name: &str, is_off: impl Fn(&Value) -> bool) -> Result<(), Fault> {
+        match self.take(name) {
+            Some(value) if !is_off(&value) => Err(Fault::field(name, "is not supported by this server")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Everything has been read.
+    pub(crate) fn finish(self) -> Result<(), Fault> {
+        match self.0.keys().find(|key| !HARMLESS.contains(&key.as_str())) {
+            None => Ok(()),
+            Some(key) => {
+                let shown: String = key.chars().take(100).collect();
+                Err(Fault::field(shown, "is not known to this endpoint"))
+            }
+        }
+    }
+}

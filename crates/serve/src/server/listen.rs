@@ -1,0 +1,140 @@
+//! Connections: how many, how slow they may be, and how they end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Semaphore;
+
+use super::{App, ServerOptions, router};
+use crate::engine::Engine;
+use crate::error::{Result, ServeError};
+
+/// Time for a client to send its request's head.
+const HEAD_TIME: Duration = Duration::from_secs(15);
+/// Bytes of a request's head, and of what is read ahead of its body.
+const HEAD_BYTES: usize = 64 << 10;
+/// What connections get beyond the grace of their requests, to send what they have.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A server that is bound to its address.
+pub struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+    router: Router,
+    app: Arc<App>,
+}
+
+impl Server {
+    /// Takes the address. Must be called inside a tokio runtime.
+    pub async fn bind(address: SocketAddr, engine: Engine, options: ServerOptions) -> Result<Server> {
+        let failed = |error| ServeError::Io { what: format!("cannot listen on {address}"), error };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let (router, app) = router(engine, options, address);
+        Ok(Server { listener, address, router, app })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Answers until `stop` is ready; then lets what runs finish within the grace, and ends.
+    pub async fn run(self, stop: impl Future<Output = ()>) {
+        let connections = Arc::new(Semaphore::new(self.app.options.max_connections));
+        let graceful = GracefulShutdown::new();
+        tokio::pin!(stop);
+        loop {
+            let permit = tokio::select! {
+                permit = Arc::clone(&connections).acquire_owned() => permit,
+                () = &mut stop => break,
+            };
+            let Ok(permit) = permit else { break };
+            let stream = tokio::select! {
+                accepted = self.listener.accept() => accepted,
+                () = &mut stop => break,
+            };
+            let stream = match stream {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    // Out of descriptors, most likely: those that close make room.
+                    tracing::warn!("cannot take a connection: {error}");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            let connection = graceful.watch(connection(stream, self.router.clone()));
+            tokio::spawn(async move {
+                // A connection that breaks is its client's affair.
+                let _ = connection.await;
+                drop(permit);
+            });
+        }
+        drop(self.listener);
+        let grace = self.app.options.grace;
+        let app = Arc::clone(&self.app);
+        let deadline = Instant::now() + grace;
+        let stopped = tokio::task::spawn_blocking(move || app.engine.stop(deadline));
+        let ended = async {
+            graceful.shutdown().await;
+            // A panic of the engine was reported where it was seen.
+            let _ = stopped.await;
+        };
+        if tokio::time::timeout(grace + LAST_WORDS, ended).await.is_err() {
+            tracing::warn!("some connections did not end within the grace; they are cut off");
+        }
+    }
+}
+
+fn connection(
+    stream: TcpStream,
+    router: Router,
+) -> hyper::server::conn::http1::Connection<TokioIo<TcpStream>, TowerToHyperService<Router>> {
+    // Tokens are small and should not wait for each other.
+    let _ = stream.set_nodelay(true);
+    hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIME)
+        .max_buf_size(HEAD_BYTES)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+}
+
+/// Serves until the process is told to end (SIGINT, SIGTERM), on threads of its own. `ready` is told the address.
+pub fn run(
+    address: SocketAddr,
+    engine: Engine,
+    options: ServerOptions,
+    ready: impl FnOnce(SocketAddr),
+) -> Result<()> {
+    let failed = |what: &str| {
+        let what = what.to_owned();
+        move |error| ServeError::Io { what, error }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(failed("cannot start the server's threads"))?;
+    runtime.block_on(async {
+        let mut interrupted = signal(SignalKind::interrupt()).map_err(failed("cannot wait for SIGINT"))?;
+        let mut terminated = signal(SignalKind::terminate()).map_err(failed("cannot wait for SIGTERM"))?;
+        let server = Server::bind(address, engine, options).await?;
+        ready(server.address());
+        server
+            .run(async move {
+                tokio::select! {
+                    _ = interrupted.recv() => {}
+                    _ = terminated.recv() => {}
+                }
+            })
+            .await;
+        Ok(())
+    })
+}

@@ -1,0 +1,201 @@
+//! Answers in OpenAI's words, whole or in pieces, for both text endpoints.
+
+use axum::response::{IntoResponse, Response};
+use serde_json::{Map, Value, json};
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::fault::Fault;
+use super::{App, now_s};
+use crate::request::{Event, Trouble};
+use crate::sampling::Likelihood;
+
+/// Which endpoint speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Style {
+    Chat,
+    Text,
+}
+
+impl Style {
+    pub(super) fn id_prefix(self) -> &'static str {
+        match self {
+            Style::Chat => "chatcmpl",
+            Style::Text => "cmpl",
+        }
+    }
+
+    fn object(self, streams: bool) -> &'static str {
+        match (self, streams) {
+            (Style::Chat, false) => "chat.completion",
+            (Style::Chat, true) => "chat.completion.chunk",
+            (Style::Text, _) => "text_completion",
+        }
+    }
+}
+
+type Told = (Likelihood, Vec<Likelihood>);
+
+/// What all parts of one reply have in common.
+pub(super) struct Head {
+    pub(super) style: Style,
+    pub(super) id: String,
+    pub(super) created_s: u64,
+    pub(super) answers: usize,
+    pub(super) prompt_tokens: usize,
+    /// Put before the text of every answer.
+    pub(super) echo: Vec<String>,
+    pub(super) logprobs: bool,
+}
+
+impl Head {
+    pub(super) fn new(app: &App, style: Style, answers: usize, prompt_tokens: usize, logprobs: bool) -> Head {
+        let id = app.next_id(style.id_prefix());
+        Head {
+            style,
+            id,
+            created_s: now_s(),
+            answers,
+            prompt_tokens,
+            echo: vec![String::new(); answers],
+            logprobs,
+        }
+    }
+
+    fn envelope(&self, app: &App, streams: bool, choices: Vec<Value>) -> Map<String, Value> {
+        let mut envelope = Map::new();
+        envelope.insert("id".into(), self.id.as_str().into());
+        envelope.insert("object".into(), self.style.object(streams).into());
+        envelope.insert("created".into(), self.created_s.into());
+        envelope.insert("model".into(), app.facts().name.as_str().into());
+        envelope.insert("choices".into(), choices.into());
+        envelope
+    }
+
+    fn usage(&self, completion_tokens: usize) -> Value {
+        json!({
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+        })
+    }
+
+    /// One piece of a stream.
+    pub(super) fn piece(
+        &self,
+        app: &App,
+        answer: usize,
+        text: &str,
+        told: Option<(&Told, usize)>,
+        finish: Option<&str>,
+    ) -> Value {
+        let logprobs = told.map(|(told, offset)| self.logprobs(app, std::slice::from_ref(told), &[offset]));
+        let choice = match self.style {
+            Style::Chat => {
+                let delta =
+                    if finish.is_some() && text.is_empty() { json!({}) } else { json!({"content": text}) };
+                json!({"index": answer, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+            }
+            Style::Text => {
+                json!({"index": answer, "text": text, "logprobs": logprobs, "finish_reason": finish})
+            }
+        };
+        self.envelope(app, true, vec![choice]).into()
+    }
+
+    /// The first piece of a chat's stream says who speaks.
+    pub(super) fn opening(&self, app: &App, answer: usize) -> Value {
+        let delta = json!({"role": "assistant", "content": ""});
+        let choice = json!({"index": answer, "delta": delta, "logprobs": null, "finish_reason": null});
+        self.envelope(app, true, vec![choice]).into()
+    }
+
+    /// The last piece of a stream whose client wants to know what it has used.
+    pub(super) fn usage_piece(&self, app: &App, completion_tokens: usize) -> Value {
+        let mut piece = self.envelope(app, true, Vec::new());
+        piece.insert("usage".into(), self.usage(completion_tokens));
+        piece.into()
+    }
+
+    fn logprobs(&self, app: &App, told: &[Told], offsets: &[usize]) -> Value {
+        let text = |token: i64| app.facts().codec.decode(&[token]).unwrap_or_default();
+        match self.style {
+            Style::Chat => {
+                let one = |of: &Likelihood| {
+                    let text = text(of.token);
+                    // A part of a character has no bytes of its own that could be told.
+                    let bytes =
+                        (!text.contains(char::REPLACEMENT_CHARACTER)).then(|| text.as_bytes().to_vec());
+                    json!({"token": text, "logprob": of.logprob, "bytes": bytes})
+                };
+                let each = told.iter().map(|(own, top)| {
+                    let mut entry = one(own);
+                    entry["top_logprobs"] = top.iter().map(one).collect();
+                    entry
+                });
+                json!({"content": each.collect::<Vec<_>>(), "refusal": null})
+            }
+            Style::Text => {
+                let top = told.iter().map(|(_, top)| {
+                    top.iter().map(|of| (text(of.token), of.logprob.into())).collect::<Map<String, Value>>()
+                });
+                json!({
+                    "tokens": told.iter().map(|(own, _)| text(own.token)).collect::<Vec<_>>(),
+                    "token_logprobs": told.iter().map(|(own, _)| own.logprob).collect::<Vec<_>>(),
+                    "top_logprobs": top.collect::<Vec<_>>(),
+                    "text_offset": offsets,
+                })
+            }
+        }
+    }
+}
+
+#[derive(Default)]
+struct Gathered {
+    text: String,
+    told: Vec<Told>,
+    offsets: Vec<usize>,
+    finish: Option<&'static str>,
+}
+
+/// Waits for all answers and gives them as one reply.
+pub(super) async fn whole(app: &App, head: &Head, mut events: UnboundedReceiver<Event>) -> Response {
+    let mut answers: Vec<Gathered> =
+        head.echo.iter().map(|text| Gathered { text: text.clone(), ..Default::default() }).collect();
+    let (mut finished, mut completion_tokens) = (0, 0);
+    while finished < head.answers {
+        match events.recv().await {
+            Some(Event::Token { answer, text, logprobs }) => {
+                let gathered = &mut answers[answer];
+                if let Some(told) = logprobs {
+                    gathered.offsets.push(gathered.text.chars().count());
+                    gathered.told.push(told);
+                }
+                gathered.text += &text;
+            }
+            Some(Event::Finished { answer, text, finish, tokens }) => {
+                answers[answer].text += &text;
+                answers[answer].finish = Some(finish.name());
+                completion_tokens += tokens;
+                finished += 1;
+            }
+            Some(Event::Embedding { .. }) => {}
+            Some(Event::Trouble(trouble)) => return Fault::from(trouble).into_response(),
+            None => return Fault::from(Trouble::Failed("it has ended".into())).into_response(),
+        }
+    }
+    let choices = answers.into_iter().enumerate().map(|(index, gathered)| {
+        let Gathered { text, told, offsets, finish } = gathered;
+        let logprobs = head.logprobs.then(|| head.logprobs(app, &told, &offsets));
+        match head.style {
+            Style::Chat => json!({
+                "index": index, "message": {"role": "assistant", "content": text, "refusal": null},
+                "logprobs": logprobs, "finish_reason": finish,
+            }),
+            Style::Text => {
+                json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
+            }
+        }
+    });
+    let mut body = head.envelope(app, false, choices.collect());
+    body.insert("usage".into(), head.usage(completion_tokens));
+    axum::Json(Value::from(body)).into_response()
+}

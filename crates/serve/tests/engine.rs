@@ -1,0 +1,143 @@
+//! The engine writes what `generate` writes, whoever else is served, however little room there is.
+
+mod support;
+
+use std::time::Instant;
+
+use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
+use ferrospeed_models::weights::WeightFiles;
+use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
+use ferrospeed_serve::Engine;
+use ferrospeed_serve::core::schedule::{Limits, Refusal};
+use ferrospeed_serve::request::{Event, Finish, Request, Trouble, Work};
+use ferrospeed_serve::sampling::SamplingOptions;
+use ferrospeed_tensor::store::PlainStore;
+use ferrospeed_tensor::{DType, Device};
+use support::{LIMITS, PATIENCE, engine, families, model};
+
+const NEW_TOKENS: usize = 24;
+
+fn request(prompt: &[i64], answers: Vec<SamplingOptions>, max_tokens: usize) -> Request {
+    let work = Work::Generate { answers, max_tokens: Some(max_tokens), stops: vec![], stop_tokens: vec![] };
+    Request { prompt: prompt.to_vec(), work, first_answer: 0, deadline: Instant::now() + PATIENCE }
+}
+
+/// Greedy, with the numbers of its tokens told.
+fn greedy() -> SamplingOptions {
+    SamplingOptions { logprobs: Some(0), ..Default::default() }
+}
+
+fn tokens_of(events: impl Iterator<Item = Event>) -> Vec<i64> {
+    events
+        .filter_map(|event| match event {
+            Event::Token { logprobs, .. } => Some(logprobs.unwrap().0.token),
+            Event::Finished { tokens, finish, .. } => {
+                assert_eq!((tokens, finish), (NEW_TOKENS, Finish::Length));
+                None
+            }
+            other => panic!("{other:?}"),
+        })
+        .collect()
+}
+
+fn prompts() -> Vec<Vec<i64>> {
+    let lengths = [5, 40, 1, 17, 16, 33, 40, 2, 60, 8, 21, 40, 3, 31, 48, 64];
+    lengths
+        .iter()
+        .enumerate()
+        .map(|(i, &n)| (0..n).map(|t| (t * 11 + (i as i64 % 5) * 29) % 256).collect())
+        .collect()
+}
+
+fn written(folder: &tempfile::TempDir) -> Vec<Vec<i64>> {
+    let path = folder.path().join("tiny");
+    let ModelConfig::Decoder(config) = ModelConfig::from_directory(&path, WindowRule::default()).unwrap()
+    else {
+        unreachable!("it is a decoder")
+    };
+    let (model, weights, device) =
+        (Decoder::new(*config), WeightFiles::open_directory(&path).unwrap(), Device::cpu());
+    let _store = PlainStore::attach(model.parameters().as_slice(), DType::F32, &device, &weights).unwrap();
+    let options = GenerateOptions {
+        max_new_tokens: NEW_TOKENS,
+        sampling: Sampling::Greedy,
+        end_tokens: vec![],
+        pad_token: 0,
+    };
+    let write = |prompt: &Vec<i64>| {
+        let prompts = std::slice::from_ref(prompt);
+        generate(&model, prompts, None, &options, &device, &mut |_, _| {}).unwrap()[0][prompt.len()..]
+            .to_vec()
+    };
+    prompts().iter().map(write).collect()
+}
+
+fn serve_all(engine: &Engine) -> Vec<Vec<i64>> {
+    let replies: Vec<_> =
+        prompts().iter().map(|prompt| engine.ask(request(prompt, vec![greedy()], NEW_TOKENS))).collect();
+    replies.into_iter().map(tokens_of).collect()
+}
+
+#[test]
+fn greedy_answers_are_those_of_generate_alone_together_in_pieces_and_after_preemption() {
+    for config in families() {
+        let name = &config["model_type"];
+        let folder = model(&config);
+        let expected = written(&folder);
+        for (what, blocks, limits) in [
+            ("together", 200, Limits { pass_tokens: 512, ..LIMITS }),
+            ("one by one", 200, Limits { running: 1, ..LIMITS }),
+            ("prompts in pieces of 7", 200, Limits { pass_tokens: 7, ..LIMITS }),
+            ("in seven blocks", 7, Limits { pass_tokens: 23, ..LIMITS }),
+        ] {
+            let engine = engine(&folder, blocks, limits);
+            assert_eq!(serve_all(&engine), expected, "{name} {what}");
+            // Now much of it is found in the cache.
+            assert_eq!(serve_all(&engine), expected, "{name} {what}, again");
+            engine.stop(Instant::now() + PATIENCE);
+            let (metrics, order) = (engine.metrics(), std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(metrics.blocks_held.load(order), 0, "{name} {what}: no block is lost");
+            if what == "in seven blocks" {
+                assert!(metrics.preemptions.load(order) > 0, "{name}: there was not enough room for all");
+            } else {
+                assert!(metrics.shared_tokens.load(order) > 0, "{name} {what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_answer_that_is_drawn_depends_on_its_seed_and_not_on_its_neighbours() {
+    let folder = model(&families()[0]);
+    let draw = |engine: &Engine, seed, stream| {
+        let options = SamplingOptions { temperature: 1.0, seed, stream, ..greedy() };
+        engine.ask(request(&[1, 2, 3], vec![options], NEW_TOKENS))
+    };
+    let engine = engine(&folder, 12, LIMITS);
+    let alone = tokens_of(draw(&engine, 7, 0));
+    let others: Vec<_> =
+        prompts().iter().map(|prompt| engine.ask(request(prompt, vec![greedy()], NEW_TOKENS))).collect();
+    assert_eq!(tokens_of(draw(&engine, 7, 0)), alone);
+    assert_ne!(tokens_of(draw(&engine, 8, 0)), alone);
+    assert_ne!(tokens_of(draw(&engine, 7, 1)), alone);
+    others.into_iter().for_each(|replies| assert_eq!(tokens_of(replies).len(), NEW_TOKENS));
+}
+
+#[test]
+fn troubles_are_told_by_name() {
+    let folder = model(&families()[0]);
+    let engine = engine(&folder, 4, Limits { running: 1, waiting: 2, ..LIMITS });
+    let ask = |request| engine.ask(request).next();
+    let refused = ask(request(&[1; 60], vec![greedy()], 5));
+    assert_eq!(refused, Some(Event::Trouble(Trouble::Refused(Refusal::TooLong { tokens: 65, most: 64 }))));
+    let late = Request { deadline: Instant::now(), ..request(&[1], vec![greedy()], 5) };
+    assert_eq!(ask(late), Some(Event::Trouble(Trouble::TimedOut)));
+    let many = vec![greedy(); 3];
+    assert!(matches!(
+        ask(request(&[1], many, 5)),
+        Some(Event::Trouble(Trouble::Refused(Refusal::QueueFull { .. })))
+    ));
+    engine.stop(Instant::now());
+    assert_eq!(ask(request(&[1], vec![greedy()], 5)), Some(Event::Trouble(Trouble::ShuttingDown)));
+    assert!(!engine.is_alive());
+}
