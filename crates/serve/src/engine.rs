@@ -257,6 +257,7 @@ impl Worker {
     }
 
     fn pass(&mut self, plan: &[Share]) {
+        let begun = Instant::now();
         let answers = &self.answers;
         let wants_hidden = |share: &Share| answers.get(&share.id).is_some_and(Answer::wants_hidden);
         let result = match self.runner.pass(&self.scheduler, plan, wants_hidden) {
@@ -267,8 +268,7 @@ impl Worker {
                 return;
             }
         };
-        self.metrics.passes.fetch_add(1, Relaxed);
-        self.metrics.pass_tokens.fetch_add(plan.iter().map(|share| share.count as u64).sum(), Relaxed);
+        self.metrics.passed(plan.iter().map(|share| share.count).sum(), begun.elapsed());
         let (mut logits, mut hidden) = (result.logits.into_iter(), result.hidden.into_iter());
         for share in plan {
             self.scheduler.computed(share);

@@ -2,13 +2,14 @@
 //!
 //! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie), [`model`] (a pass),
 //! [`engine`] (the thread that owns both), [`sampling`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
-//! endpoints).
+//! endpoints), [`inference`] (DeepSpeed's `init_inference`).
 
 mod answer;
 pub mod core;
 pub mod detokenize;
 pub mod engine;
 pub mod error;
+pub mod inference;
 pub mod metrics;
 pub mod model;
 pub mod request;

@@ -1,6 +1,7 @@
 //! Counters for Prometheus. Observing changes no token.
 
 use std::fmt::Write;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -37,6 +38,8 @@ macro_rules! metrics {
             pub first_token: Histogram,
             /// Between two tokens of an answer.
             pub between_tokens: Histogram,
+            /// Of every pass, in milliseconds, where somebody asked for them.
+            pass_times_ms: Mutex<Option<Vec<f64>>>,
         }
 
         impl Metrics {
@@ -82,7 +85,33 @@ metrics! {
     gauge blocks => "cache_blocks", "Blocks of the cache.";
 }
 
+/// Times that are kept until somebody takes them, at most.
+const MAX_PASS_TIMES: usize = 1 << 20;
+
 impl Metrics {
+    /// From now on the time of every pass is kept until it is taken.
+    pub fn keep_pass_times(&self) {
+        if let Ok(mut times) = self.pass_times_ms.lock() {
+            times.get_or_insert_default();
+        }
+    }
+
+    /// The times that were kept; `None` where nobody asked for them.
+    pub fn take_pass_times(&self) -> Option<Vec<f64>> {
+        self.pass_times_ms.lock().ok()?.as_mut().map(std::mem::take)
+    }
+
+    /// Counts a pass.
+    pub(crate) fn passed(&self, tokens: usize, time: Duration) {
+        self.passes.fetch_add(1, Relaxed);
+        self.pass_tokens.fetch_add(tokens as u64, Relaxed);
+        if let Ok(mut times) = self.pass_times_ms.lock()
+            && let Some(times) = times.as_mut().filter(|times| times.len() < MAX_PASS_TIMES)
+        {
+            times.push(time.as_secs_f64() * 1e3);
+        }
+    }
+
     /// In the text format of Prometheus.
     pub fn render(&self) -> String {
         let mut out = String::new();

@@ -1,0 +1,218 @@
+//! What `init_inference` gives: a model that generates by its configuration, and tells how long passes take.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ferrospeed_models::{ModelConfig, WindowRule};
+use ferrospeed_tensor::Device;
+use serde_json::{Map, Value};
+
+use super::config::{InferenceConfig, InferenceDtype};
+use super::merge::merged;
+use super::{InferenceError, Result};
+use crate::ServeError;
+use crate::core::schedule::Limits;
+use crate::engine::Engine;
+use crate::model::{OpenOptions, open};
+use crate::request::{Event, Request, Work};
+use crate::sampling::SamplingOptions;
+
+/// Sequences that a call of [`InferenceEngine::generate`] works on at once.
+const RUNNING: usize = 64;
+/// Tokens of a pass.
+const PASS_TOKENS: usize = 512;
+/// Time for a call.
+const CALL_TIME: Duration = Duration::from_secs(24 * 3600);
+
+/// Settings that change nothing here, and why.
+const WITHOUT_EFFECT: [(&str, &str); 11] = [
+    ("replace_with_kernel_inject", "the engine's own kernels are always used"),
+    ("enable_cuda_graph", "passes over many sequences are not recorded"),
+    ("use_triton", "there is no Triton here"),
+    ("triton_autotune", "there is no Triton here"),
+    ("zero", "weights are held whole; shard them with ZeRO-3 in the training engine"),
+    ("triangular_masking", "a decoder's tokens never see what follows"),
+    ("quant", "weights keep the type that dtype names"),
+    ("set_empty_params", "weights are read once, into their place"),
+    ("return_tuple", "there are no Python modules to return to"),
+    ("training_mp_size", "checkpoints are whole"),
+    ("transposed_mode", "weights are read in the layout of their family"),
+];
+
+/// A model behind an engine.
+#[derive(Debug)]
+pub struct InferenceEngine {
+    engine: Engine,
+    config: InferenceConfig,
+    warnings: Vec<String>,
+}
+
+/// How a call generates.
+#[derive(Debug, Clone, Default)]
+pub struct GenerateCall {
+    /// New tokens, at most.
+    pub max_new_tokens: usize,
+    /// Beams; more than one are refused.
+    pub num_beams: Option<usize>,
+    /// How tokens are chosen.
+    pub sampling: SamplingOptions,
+    /// Tokens that end a sequence; they are part of the result.
+    pub end_tokens: Vec<i64>,
+}
+
+/// Opens the model in a Hugging Face directory by DeepSpeed's inference configuration: `config` is nothing, the path of a JSON
+/// file or an object, `arguments` are settings beside it.
+pub fn init_inference(
+    directory: &Path,
+    config: &Value,
+    arguments: &Map<String, Value>,
+    device: &Device,
+) -> Result<InferenceEngine> {
+    let config = InferenceConfig::new(&merged(config, arguments)?)?;
+    let dtype = refuse_what_is_not_built(&config)?;
+    check_policy(&config, directory)?;
+    let options =
+        OpenOptions { dtype: Some(dtype.to_owned()), cache_bytes: u64::MAX, running: 1, name: None };
+    // Room for as many sequences of the longest length as run at once, which is what DeepSpeed's workspace holds.
+    let most = config.max_out_tokens();
+    let options = OpenOptions { running: sequences_worth(most, directory)?, ..options };
+    let (facts, runner, blocks) = open(directory, &options, device)?;
+    let limits =
+        Limits { pass_tokens: PASS_TOKENS, running: RUNNING, waiting: 1 << 16, sequence_tokens: most };
+    let engine = Engine::start(facts, runner, blocks, limits)
+        .map_err(|error| ServeError::Io { what: "cannot start the engine's thread".into(), error })?;
+    let mut warnings = config.warnings().to_vec();
+    for (key, why) in WITHOUT_EFFECT {
+        if config.given().contains(&key) {
+            warnings.push(format!("{key} has no effect: {why}"));
+        }
+    }
+    Ok(InferenceEngine { engine, config, warnings })
+}
+
+/// How many of the model's longest texts take as much cache as [`RUNNING`] of `most` tokens.
+fn sequences_worth(most: usize, directory: &Path) -> Result<usize> {
+    let ModelConfig::Decoder(config) =
+        ModelConfig::from_directory(directory, WindowRule::default()).map_err(ServeError::from)?
+    else {
+        return Err(ServeError::NoDecoder(directory.to_path_buf()).into());
+    };
+    Ok((RUNNING * most).div_ceil(config.max_tokens.max(1)).max(1))
+}
+
+fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<&'static str> {
+    let refuse = |what: &str, why: &str| Err(InferenceError::NotBuilt { what: what.into(), why: why.into() });
+    let values = config.values();
+    if config.tensor_parallel_size() != 1 {
+        return refuse("tensor_parallel.tp_size", "a model runs on one device; leave it at 1");
+    }
+    if values["moe"]["ep_size"].as_i64() != Some(1) {
+        return refuse("moe.ep_size", "experts lie on one device; leave it at 1");
+    }
+    for (key, why) in [
+        ("checkpoint", "weights are those of the model's directory"),
+        ("save_mp_checkpoint_path", "convert the directory with `ferrospeed model convert`"),
+        ("config", "the model's own config.json counts; change it there"),
+    ] {
+        if !values[key].is_null() {
+            return refuse(key, why);
+        }
+    }
+    match config.dtype() {
+        InferenceDtype::Fp16 => Ok("float16"),
+        InferenceDtype::Fp32 => Ok("float32"),
+        InferenceDtype::Bf16 => Ok("bfloat16"),
+        InferenceDtype::Int8 => refuse("dtype int8", "weights are held in 16 or 32 bits; use bf16"),
+    }
+}
+
+/// A policy of the user's names layers that are there; on one device it changes nothing.
+fn check_policy(config: &InferenceConfig, directory: &Path) -> Result<()> {
+    let values = config.values();
+    let Some(policy) = values["injection_policy"].as_object().filter(|policy| !policy.is_empty()) else {
+        return Ok(());
+    };
+    if values["replace_with_kernel_inject"] == true {
+        return Err(InferenceError::TwoInjections);
+    }
+    let model = ModelConfig::from_directory(directory, WindowRule::default()).map_err(ServeError::from)?;
+    let parameters = model.parameters();
+    let modules: Vec<&str> = parameters
+        .as_slice()
+        .iter()
+        .filter_map(|param| param.name().rsplit_once('.').map(|(module, _)| module))
+        .collect();
+    let layers = policy.values().flat_map(|value| match value {
+        Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
+        other => other.as_str().into_iter().collect::<Vec<_>>(),
+    });
+    for layer in layers {
+        if !modules.iter().any(|module| module.ends_with(layer)) {
+            return Err(InferenceError::NoLayer(layer.to_owned()));
+        }
+    }
+    Ok(())
+}
+
+impl InferenceEngine {
+    /// Its configuration.
+    pub fn config(&self) -> &InferenceConfig {
+        &self.config
+    }
+
+    /// What a user should know: deprecated settings, and those that have no effect.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Goes on with every prompt; gives prompts and continuations together.
+    pub fn generate(&self, prompts: &[Vec<i64>], call: &GenerateCall) -> Result<Vec<Vec<i64>>> {
+        if call.num_beams.is_some_and(|beams| beams > 1) {
+            let why = "one sequence is followed at a time".to_owned();
+            return Err(InferenceError::NotBuilt { what: "`num_beams` > 1".into(), why });
+        }
+        let most = self.config.max_out_tokens().min(self.engine.limits().sequence_tokens);
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        if longest + call.max_new_tokens > most {
+            return Err(InferenceError::TooLong { tokens: longest + call.max_new_tokens, most });
+        }
+        let ask = |prompt: &Vec<i64>| {
+            let answers = vec![SamplingOptions { logprobs: Some(0), ..call.sampling.clone() }];
+            let max_tokens = Some(call.max_new_tokens);
+            let work = Work::Generate { answers, max_tokens, stops: Vec::new(), stop_tokens: Vec::new() };
+            let deadline = Instant::now() + CALL_TIME;
+            self.engine.ask(Request { prompt: prompt.clone(), work, first_answer: 0, deadline })
+        };
+        if call.max_new_tokens == 0 {
+            return Ok(prompts.to_vec());
+        }
+        let replies: Vec<_> = prompts.iter().map(ask).collect();
+        let mut texts = prompts.to_vec();
+        for (text, replies) in texts.iter_mut().zip(replies) {
+            for event in replies {
+                match event {
+                    Event::Token { logprobs: Some((own, _)), .. } => {
+                        text.push(own.token);
+                        // Dropping the replies takes the request back.
+                        if call.end_tokens.contains(&own.token) {
+                            break;
+                        }
+                    }
+                    Event::Trouble(trouble) => return Err(InferenceError::Failed(format!("{trouble:?}"))),
+                    _ => {}
+                }
+            }
+        }
+        Ok(texts)
+    }
+
+    /// From now on the time of every pass is kept.
+    pub fn profile_model_time(&self) {
+        self.engine.metrics().keep_pass_times();
+    }
+
+    /// The times of passes since they were last asked for, in milliseconds.
+    pub fn model_times(&self) -> Result<Vec<f64>> {
+        self.engine.metrics().take_pass_times().ok_or(InferenceError::NotProfiling)
+    }
+}
