@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The official `openai` client against a running `ferrospeed serve`: chat, streams, log probabilities, embeddings.
 
-    pip install openai            # recorded with 1.x and 2.x
+    pip install openai            # written for 3.49
     ferrospeed serve DIR --port 8000 &
     python benches/peers/openai_client.py http://127.0.0.1:8000 [KEY]
 

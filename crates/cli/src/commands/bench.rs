@@ -1,6 +1,6 @@
 //! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
 //! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, the
-//! optimizer's pass over memory in `bench_optimizer.rs`.
+//! optimizer's pass over memory in `bench_optimizer.rs`, serving in `bench_serve.rs`.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
 //! given time after a warm-up; both the best and the median run are reported, since on a machine that is shared
@@ -17,7 +17,9 @@ use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, autograd};
 use serde_json::{Value, json};
 
-use super::{bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer, place};
+use super::{
+    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer, bench_serve, place,
+};
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -42,6 +44,8 @@ enum What {
     Optimizer(bench_optimizer::OptimizerBenchArgs),
     /// Collectives between ranks
     Comm(Box<bench_comm::CommArgs>),
+    /// Serving: tokens per second, and how long clients wait
+    Serve(Box<bench_serve::ServeBenchArgs>),
     /// Saving and loading training state, beside what the disk gives
     Checkpoint(bench_checkpoint::CheckpointBenchArgs),
 }
@@ -97,6 +101,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Gpu(args) => return bench_gpu::run(args),
         What::Optimizer(args) => return bench_optimizer::run(args),
         What::Comm(args) => return bench_comm::run(args),
+        What::Serve(args) => return bench_serve::run(args),
         What::Checkpoint(args) => {
             if place::of_this_process()?.is_some_and(|place| place.world_size > 1) {
                 let text = "bench checkpoint starts its own ranks: run it without a launcher, with --ranks";

@@ -50,7 +50,7 @@ pub(crate) struct GenerateArgs {
     device: DeviceChoice,
 }
 
-fn parse_temperature(text: &str) -> Result<f32, String> {
+pub(super) fn parse_temperature(text: &str) -> Result<f32, String> {
     let usable = |temperature: &f32| temperature.is_finite() && *temperature >= 0.0;
     let found = text.parse().ok().filter(usable);
     found.ok_or_else(|| "must be a number of 0 (always the likeliest token) or more".to_owned())
@@ -62,7 +62,7 @@ fn parse_top_k(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "must be a whole number of 1 or more; leave it out to draw from all tokens".to_owned())
 }
 
-fn parse_top_p(text: &str) -> Result<f32, String> {
+pub(super) fn parse_top_p(text: &str) -> Result<f32, String> {
     let found = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     found.ok_or_else(|| {
         "must be a probability above 0 and at most 1; leave it out to draw from all tokens".to_owned()

@@ -9,6 +9,8 @@ mod bench_load;
 mod bench_model;
 mod bench_optimizer;
 mod bench_parts;
+mod bench_serve;
+mod chat;
 mod checkpoint;
 mod completions;
 mod config;
@@ -28,6 +30,8 @@ mod plan;
 mod plan_pipeline;
 mod profile;
 mod rank_env;
+mod serve;
+mod served_model;
 mod take_token;
 mod trace;
 mod train;
@@ -56,6 +60,10 @@ enum Command {
     Watch(watch::WatchArgs),
     /// Continue a text with a trained model
     Generate(generate::GenerateArgs),
+    /// Answer OpenAI's requests with a model, over HTTP
+    Serve(Box<serve::ServeArgs>),
+    /// Talk with a model in the terminal
+    Chat(Box<chat::ChatArgs>),
     /// Look at model directories, convert them, make new ones
     Model(model_directory::ModelDirectoryArgs),
     /// Look at checkpoints, check them, and carry them to and from DeepSpeed and Hugging Face
@@ -97,6 +105,8 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Train(args) => train::run(&args),
         Command::Watch(args) => watch::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Serve(args) => serve::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Model(args) => model_directory::run(&args),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Launch(args) => launch::run(&args),

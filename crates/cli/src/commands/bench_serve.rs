@@ -1,0 +1,168 @@
+//! `ferrospeed bench serve`: how many tokens an engine gives when all requests come at once, and how long clients wait when
+//! they come by chance.
+//!
+//! The first part hands over all requests and measures the whole. The second lets them arrive with exponential gaps, as
+//! independent clients would, and measures each one's time to its first token and between tokens.
+
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use ferrospeed_serve::engine::Engine;
+use ferrospeed_serve::request::{Event, Request, Work};
+use ferrospeed_serve::sampling::SamplingOptions;
+use ferrospeed_tensor::random::RandomKey;
+use serde_json::{Value, json};
+
+use super::served_model::ServedModel;
+use crate::failure::Failure;
+use crate::terminal::print_output;
+
+/// Time for a request.
+const REQUEST_TIME: Duration = Duration::from_secs(3600);
+
+/// Arguments of `bench serve`.
+#[derive(Debug, Args)]
+pub(crate) struct ServeBenchArgs {
+    #[command(flatten)]
+    model: ServedModel,
+    /// How many requests
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    requests: u32,
+    /// Tokens of each prompt
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    prompt_tokens: u32,
+    /// Tokens of each answer
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    new_tokens: u32,
+    /// Requests per second on average; all at once without
+    #[arg(long, value_name = "PER_SECOND", value_parser = parse_rate)]
+    rate: Option<f64>,
+    /// Of prompts and gaps
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_rate(text: &str) -> Result<f64, String> {
+    let found = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
+    found.ok_or_else(|| "must be a number above 0".to_owned())
+}
+
+/// What one client has seen.
+#[derive(Debug, Default)]
+struct Seen {
+    first_token_ms: f64,
+    gaps_ms: Vec<f64>,
+    tokens: usize,
+}
+
+pub(crate) fn run(args: &ServeBenchArgs) -> Result<ExitCode, Failure> {
+    let engine = args.model.start(None)?;
+    let begun = Instant::now();
+    let seen = Mutex::new(Vec::new());
+    let failure = Mutex::new(None);
+    std::thread::scope(|scope| {
+        let mut due_s = 0.0;
+        for index in 0..args.requests {
+            if let Some(rate) = args.rate {
+                let chance = RandomKey::new(args.seed, 1).uniform(u64::from(index));
+                due_s += -f64::from(1.0 - chance).max(1e-9).ln() / rate;
+                // Sleeping is what the client does here: its time has not come.
+                std::thread::sleep(Duration::from_secs_f64(due_s).saturating_sub(begun.elapsed()));
+            }
+            let (engine, seen, failure) = (&engine, &seen, &failure);
+            let client = move || match client(args, engine, index) {
+                Ok(one) => seen.lock().expect("no client panics").push(one),
+                Err(why) => *failure.lock().expect("no client panics") = Some(why),
+            };
+            scope.spawn(client);
+        }
+    });
+    if let Some(why) = failure.into_inner().expect("no client panics") {
+        return Err(Failure::Run(why));
+    }
+    let report =
+        report(args, &seen.into_inner().expect("no client panics"), begun.elapsed().as_secs_f64(), &engine);
+    let text = if args.json { report.to_string() } else { readable(&report) };
+    print_output(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn client(args: &ServeBenchArgs, engine: &Engine, index: u32) -> Result<Seen, String> {
+    let vocabulary = engine.facts().vocabulary as u64;
+    let key = RandomKey::new(args.seed, 2 + index);
+    let token = |place: u32| (u64::from(key.word(u64::from(place))) % vocabulary) as i64;
+    let work = Work::Generate {
+        answers: vec![SamplingOptions::default()],
+        max_tokens: Some(args.new_tokens as usize),
+        stops: Vec::new(),
+        stop_tokens: Vec::new(),
+    };
+    let prompt = (0..args.prompt_tokens).map(token).collect();
+    let sent = Instant::now();
+    let mut last = sent;
+    let mut seen = Seen::default();
+    for event in engine.ask(Request { prompt, work, first_answer: 0, deadline: sent + REQUEST_TIME }) {
+        match event {
+            Event::Token { .. } => {
+                let now = Instant::now();
+                let ms = (now - last).as_secs_f64() * 1e3;
+                if seen.tokens == 0 {
+                    seen.first_token_ms = ms
+                } else {
+                    seen.gaps_ms.push(ms)
+                }
+                (seen.tokens, last) = (seen.tokens + 1, now);
+            }
+            Event::Trouble(trouble) => return Err(format!("a request was not answered: {trouble:?}")),
+            Event::Finished { .. } | Event::Embedding { .. } => {}
+        }
+    }
+    Ok(seen)
+}
+
+fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, engine: &Engine) -> Value {
+    let new_tokens: usize = seen.iter().map(|one| one.tokens).sum();
+    let prompt_tokens = seen.len() * args.prompt_tokens as usize;
+    let spread = |mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        let at = |share: f64| {
+            values.get(((values.len() as f64 * share) as usize).min(values.len().saturating_sub(1)))
+        };
+        json!({"p50": at(0.5), "p99": at(0.99)})
+    };
+    let passes = engine.metrics().passes.load(std::sync::atomic::Ordering::Relaxed);
+    json!({
+        "model": engine.facts().name,
+        "requests": seen.len(),
+        "rate_per_s": args.rate,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "wall_s": wall_s,
+        "new_tokens_per_s": new_tokens as f64 / wall_s,
+        "all_tokens_per_s": (prompt_tokens + new_tokens) as f64 / wall_s,
+        "passes": passes,
+        "first_token_ms": spread(seen.iter().map(|one| one.first_token_ms).collect()),
+        "between_tokens_ms": spread(seen.iter().flat_map(|one| one.gaps_ms.iter().copied()).collect()),
+    })
+}
+
+fn readable(report: &Value) -> String {
+    let number = |path: &str| report.pointer(path).and_then(Value::as_f64).unwrap_or(f64::NAN);
+    format!(
+        "{} requests in {:.2} s: {:.1} new tokens/s, {:.1} with prompts\nfirst token: {:.1} ms median, {:.1} ms at 99 %\n\
+         between tokens: {:.2} ms median, {:.2} ms at 99 %",
+        report["requests"],
+        number("/wall_s"),
+        number("/new_tokens_per_s"),
+        number("/all_tokens_per_s"),
+        number("/first_token_ms/p50"),
+        number("/first_token_ms/p99"),
+        number("/between_tokens_ms/p50"),
+        number("/between_tokens_ms/p99"),
+    )
+}

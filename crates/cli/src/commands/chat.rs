@@ -1,0 +1,123 @@
+//! `ferrospeed chat`: a talk with a model in the terminal.
+
+use std::io::{BufRead, IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use ferrospeed_serve::engine::Engine;
+use ferrospeed_serve::request::{Event, Request, Trouble, Work};
+use ferrospeed_serve::sampling::SamplingOptions;
+use ferrospeed_serve::template::Message;
+
+use super::generate::{parse_temperature, parse_top_p};
+use super::served_model::ServedModel;
+use crate::failure::Failure;
+use crate::terminal::{Paint, print_error, visible};
+
+/// Time for an answer.
+const ANSWER_TIME: Duration = Duration::from_secs(3600);
+
+/// Arguments of `chat`.
+#[derive(Debug, Args)]
+pub(crate) struct ChatArgs {
+    #[command(flatten)]
+    model: ServedModel,
+    /// What the assistant is told before the talk
+    #[arg(long)]
+    system: Option<String>,
+    /// Tokens of an answer, at most
+    #[arg(long, default_value_t = 1024)]
+    tokens: usize,
+    /// How freely to draw; 0 always takes the likeliest token
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true, value_parser = parse_temperature)]
+    temperature: f32,
+    /// Draw only from the likeliest tokens that together reach this probability
+    #[arg(long, allow_negative_numbers = true, value_parser = parse_top_p)]
+    top_p: Option<f32>,
+    /// Makes the draw repeatable
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
+    let engine = args.model.start(None)?;
+    let mut talk: Vec<Message> = Vec::new();
+    let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+    talk.extend(args.system.as_deref().map(|text| message("system", text)));
+    let asks = std::io::stdin().is_terminal();
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        if asks {
+            write_out("> ");
+        }
+        let line = match lines.next() {
+            None => break,
+            Some(line) => line.map_err(|error| Failure::Run(format!("cannot read what you say: {error}")))?,
+        };
+        if line.trim().is_empty() {
+            continue;
+        }
+        talk.push(message("user", &line));
+        match answer(args, &engine, &talk) {
+            Ok(text) => talk.push(message("assistant", &text)),
+            Err(why) => {
+                // What could not be answered is no part of the talk.
+                talk.pop();
+                print_error(&why);
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, String> {
+    let facts = engine.facts();
+    let prompt = facts.template.render(talk)?;
+    let prompt: Vec<i64> =
+        facts.codec.encode(&prompt).map_err(|error| error.to_string())?.into_iter().map(i64::from).collect();
+    let room = engine.limits().sequence_tokens.saturating_sub(prompt.len());
+    let sampling = SamplingOptions {
+        temperature: args.temperature,
+        top_p: args.top_p.unwrap_or(1.0),
+        seed: args.seed.wrapping_add(talk.len() as u64),
+        ..Default::default()
+    };
+    let work = Work::Generate {
+        answers: vec![sampling],
+        max_tokens: Some(args.tokens.min(room).max(1)),
+        stops: Vec::new(),
+        stop_tokens: facts.end_tokens.clone(),
+    };
+    let mut whole = String::new();
+    for event in engine.ask(Request { prompt, work, first_answer: 0, deadline: Instant::now() + ANSWER_TIME })
+    {
+        match event {
+            Event::Token { text, .. } | Event::Finished { text, .. } => {
+                write_out(&text);
+                whole += &text;
+            }
+            Event::Embedding { .. } => {}
+            Event::Trouble(trouble) => {
+                write_out("\n");
+                return Err(match trouble {
+                    Trouble::Refused(refusal) => refusal.to_string(),
+                    Trouble::TimedOut => "the answer took too long".to_owned(),
+                    Trouble::ShuttingDown => "the engine is ending".to_owned(),
+                    Trouble::Failed(why) => why,
+                });
+            }
+        }
+    }
+    write_out("\n");
+    Ok(whole)
+}
+
+/// Writes at once; a terminal does not obey what the model says.
+fn write_out(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let shown = if out.is_terminal() { visible(text, Paint::for_stdout()) } else { text.into() };
+    // A reader that went away is no failure.
+    let _ = out.write_all(shown.as_bytes());
+    let _ = out.flush();
+}

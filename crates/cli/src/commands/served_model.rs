@@ -1,0 +1,68 @@
+//! What `serve`, `chat` and `bench serve` share: opening a model behind an engine.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use ferrospeed_serve::core::schedule::Limits;
+use ferrospeed_serve::engine::Engine;
+use ferrospeed_serve::model::{OpenOptions, open};
+
+use super::device::DeviceChoice;
+use crate::failure::Failure;
+
+/// The model, where it computes, and what bounds the work.
+#[derive(Debug, Args)]
+pub(crate) struct ServedModel {
+    /// The model: a directory with config.json and safetensors weights
+    #[arg(value_name = "DIR")]
+    model: PathBuf,
+    /// The type to compute in [default: the model's own]
+    #[arg(long, value_parser = ["float32", "bfloat16", "float16"])]
+    dtype: Option<String>,
+    /// Where to compute: auto, cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
+    device: DeviceChoice,
+    /// Memory for keys and values, in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
+    cache_mib: u64,
+    /// Tokens that one pass through the model computes, at most
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one)]
+    pass_tokens: usize,
+    /// Sequences that are worked on at once
+    #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = at_least_one)]
+    max_running: usize,
+    /// Sequences that may wait; more are sent away
+    #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = at_least_one)]
+    max_waiting: usize,
+    /// Tokens of a text, prompt and answer together [default: what the model and the cache allow]
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one)]
+    max_length: Option<usize>,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    let found = text.parse().ok().filter(|&count| count >= 1);
+    found.ok_or_else(|| "must be a whole number of 1 or more".to_owned())
+}
+
+impl ServedModel {
+    /// Opens it; clients will call it `name`.
+    pub(crate) fn start(&self, name: Option<&str>) -> Result<Engine, Failure> {
+        let device = self.device.open()?;
+        let options = OpenOptions {
+            dtype: self.dtype.clone(),
+            cache_bytes: self.cache_mib.saturating_mul(1 << 20),
+            running: self.max_running,
+            name: name.map(str::to_owned),
+        };
+        let (facts, runner, blocks) =
+            open(&self.model, &options, &device).map_err(|error| Failure::Usage(error.to_string()))?;
+        let limits = Limits {
+            pass_tokens: self.pass_tokens,
+            running: self.max_running,
+            waiting: self.max_waiting,
+            sequence_tokens: self.max_length.unwrap_or(usize::MAX),
+        };
+        Engine::start(facts, runner, blocks, limits)
+            .map_err(|error| Failure::Run(format!("cannot start the engine's thread: {error}")))
+    }
+}

@@ -1,0 +1,149 @@
+//! `ferrospeed serve` and `ferrospeed chat` as a user runs them.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ferrospeed_models::directory::{WriteOptions, create};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// The time that a loaded machine may take for what usually takes a second.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn model() -> (TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny");
+    let config = json!({
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 4096, "initializer_range": 0.3,
+    });
+    create(&path, &config, 3, &WriteOptions::default()).unwrap();
+    let name = path.to_str().unwrap().to_owned();
+    (folder, name)
+}
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+    command
+        .args(arguments)
+        .env("FERROSPEED_DEVICE", "cpu")
+        .env_remove("FERROSPEED_API_KEY")
+        .stdin(Stdio::null());
+    command
+}
+
+/// A child that does not outlive its test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Running {
+    fn wait(&mut self) -> i32 {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(Instant::now() < end, "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// Sends a request and reads the answer's body.
+fn ask(address: &str, method: &str, path: &str, body: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let length = body.len();
+    write!(
+        stream,
+        "{method} {path} HTTP/1.0\r\nHost: {address}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}"
+    )
+    .unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text.split_once("\r\n\r\n").unwrap().1.to_owned()
+}
+
+fn serve(arguments: &[&str]) -> (Running, String) {
+    let mut child = command(arguments).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = line.strip_prefix("http://").and_then(|rest| rest.split(' ').next());
+    let address = address.unwrap_or_else(|| panic!("no address in '{line}'")).to_owned();
+    (Running(child), address)
+}
+
+#[test]
+fn a_server_says_where_it_is_answers_as_generate_does_and_ends_when_told_to() {
+    let (_folder, model) = model();
+    let (mut server, address) = serve(&["serve", &model, "--port", "0"]);
+    assert!(address.starts_with("127.0.0.1:"), "{address}");
+    let body = json!({"prompt": "to be", "max_tokens": 20, "temperature": 0}).to_string();
+    let reply: Value = serde_json::from_str(&ask(&address, "POST", "/v1/completions", &body)).unwrap();
+    let generate =
+        ["generate", "--model", &model, "--prompt", "to be", "--tokens", "20", "--temperature", "0"];
+    let written = command(&generate).output().unwrap();
+    let written = String::from_utf8_lossy(&written.stdout).into_owned();
+    assert_eq!(format!("to be{}\n", reply["choices"][0]["text"].as_str().unwrap()), written);
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(server.0.id() as i32),
+        nix::sys::signal::Signal::SIGTERM,
+    )
+    .unwrap();
+    assert_eq!(server.wait(), 0);
+}
+
+#[test]
+fn a_talk_goes_on_line_by_line() {
+    let (_folder, model) = model();
+    let arguments = ["chat", &model, "--temperature", "0", "--tokens", "5", "--system", "short"];
+    let mut child = command(&arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"hello\n\nagain\n").unwrap();
+    let mut said = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut said).unwrap();
+    assert_eq!(Running(child).wait(), 0);
+    assert!(said.len() >= 12 && said.ends_with(b"\n"), "two answers of five tokens: {said:?}");
+}
+
+#[test]
+fn the_benchmark_counts_every_token_and_every_wait() {
+    let (_folder, model) = model();
+    for rate in [None, Some("200")] {
+        let mut arguments =
+            vec!["bench", "serve", &model, "--json", "--requests", "6", "--prompt-tokens", "40"];
+        arguments.extend(["--new-tokens", "9"]);
+        arguments.extend(rate.iter().flat_map(|rate| ["--rate", rate]));
+        let output = command(&arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&report["prompt_tokens"], &report["new_tokens"]), (&json!(240), &json!(54)));
+        for spread in ["first_token_ms", "between_tokens_ms"] {
+            let [median, late] = ["p50", "p99"].map(|key| report[spread][key].as_f64().unwrap());
+            assert!(0.0 < median && median <= late, "{report}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_served_is_said_before_anything_listens() {
+    let (_folder, model) = model();
+    for (arguments, word) in [
+        (vec!["serve", "/nowhere"], "/nowhere"),
+        (vec!["serve", &model, "--api-key", ""], "--api-key"),
+        (vec!["serve", &model, "--cache-mib", "0"], "--cache-mib"),
+        (vec!["serve", &model, "--host", "nobody"], "--host"),
+    ] {
+        let output = command(&arguments).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {told}");
+        assert!(told.contains(word), "{arguments:?}: {told}");
+    }
+}
