@@ -140,7 +140,7 @@ pub fn create(target: &Path, config: &Value, seed: u64, options: &WriteOptions) 
 }
 
 /// Little-endian bytes of `values` in `dtype`.
-fn encode(name: &str, values: &[f32], dtype: DType) -> Result<Vec<u8>> {
+pub(crate) fn encode(name: &str, values: &[f32], dtype: DType) -> Result<Vec<u8>> {
     let narrowed = |bits: fn(f32) -> ([u8; 2], bool)| {
         let mut bytes = Vec::with_capacity(2 * values.len());
         for &value in values {
@@ -200,7 +200,7 @@ pub fn write_config(directory: &Path, config: &Value) -> Result<()> {
 }
 
 /// Copies the plain files of a model directory that are neither weights nor `config.json`.
-fn copy_companions(source: &Path, target: &Path) -> Result<()> {
+pub(crate) fn copy_companions(source: &Path, target: &Path) -> Result<()> {
     const WEIGHTS: [&str; 9] = [
         ".safetensors",
         ".safetensors.index.json",
@@ -224,13 +224,13 @@ fn copy_companions(source: &Path, target: &Path) -> Result<()> {
 }
 
 /// A directory in the making: written beside its place and moved there when it is complete. Dropped before, it is removed.
-struct NewDirectory {
+pub(crate) struct NewDirectory {
     target: PathBuf,
     partial: Option<PathBuf>,
 }
 
 impl NewDirectory {
-    fn create(target: &Path) -> Result<NewDirectory> {
+    pub(crate) fn create(target: &Path) -> Result<NewDirectory> {
         let name =
             target.file_name().ok_or_else(|| ModelError::file(target, "names no directory to make"))?;
         let occupied = match std::fs::read_dir(target) {
@@ -250,11 +250,11 @@ impl NewDirectory {
         Ok(NewDirectory { target: target.to_path_buf(), partial: Some(partial) })
     }
 
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.partial.as_deref().unwrap_or(&self.target)
     }
 
-    fn finish(mut self) -> Result<()> {
+    pub(crate) fn finish(mut self) -> Result<()> {
         let Some(partial) = &self.partial else { return Ok(()) };
         // The names must be on the disk before the directory that shows them is.
         sync_directory(partial)?;

@@ -15,6 +15,7 @@ pub mod families;
 pub mod fields;
 pub mod generate;
 mod limits;
+pub mod pack;
 pub mod presets;
 pub mod roles;
 mod rope;

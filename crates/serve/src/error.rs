@@ -30,6 +30,17 @@ pub enum ServeError {
         /// What one block takes.
         block_bytes: u64,
     },
+    /// Weights of few bits where no kernel reads them.
+    #[error(
+        "{device} has no kernels for weights of few bits; compute on the processor (--device cpu), or use whole weights"
+    )]
+    PackedElsewhere {
+        /// The device.
+        device: String,
+    },
+    /// Few bits were asked for, and no weight can have them.
+    #[error("{} has no weight that could be packed: its layers hold them as [inputs, outputs], or their inputs are no multiple of 32", .0.display())]
+    NothingToPack(PathBuf),
     /// A chat template that cannot be used.
     #[error("{}: {why}", file.display())]
     Template {

@@ -9,8 +9,8 @@ use ferrospeed_models::directory::end_tokens;
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
 use ferrospeed_nn::AttentionState;
-use ferrospeed_tensor::store::PlainStore;
-use ferrospeed_tensor::{DType, Device, PagedRows, PagedSequence, Tensor, ops};
+use ferrospeed_tensor::store::{PackedStore, PlainStore};
+use ferrospeed_tensor::{DType, Device, PackedBits, PagedRows, PagedSequence, Param, Tensor, ops};
 
 use crate::core::pool::BLOCK_TOKENS;
 use crate::core::schedule::{Scheduler, Share};
@@ -37,8 +37,6 @@ pub struct ModelFacts {
 /// Weights and cache: what passes run on.
 pub struct Runner {
     model: Decoder,
-    /// The handles of the model's parameters read from it.
-    _store: Arc<PlainStore>,
     state: AttentionState,
     device: Device,
 }
@@ -48,6 +46,8 @@ pub struct Runner {
 pub struct OpenOptions {
     /// The type to compute in, by its Hugging Face name; the files' own when absent.
     pub dtype: Option<String>,
+    /// Weights of linear layers in so many bits, where the files do not hold them so already.
+    pub packed: Option<PackedBits>,
     /// Memory for keys and values.
     pub cache_bytes: u64,
     /// Sequences that will run at once: the cache is not made larger than they could fill.
@@ -71,7 +71,7 @@ pub fn open(
     weights.check(model.parameters().as_slice())?;
     let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());
     let dtype = options.dtype.as_deref().and_then(dtype_of_name).or(stored).unwrap_or(DType::F32);
-    let store = PlainStore::attach(model.parameters().as_slice(), dtype, device, &weights)?;
+    attach(&model, directory, dtype, device, &weights, options.packed)?;
     let block_bytes = (model.page_bytes_per_token() * BLOCK_TOKENS) as u64;
     let useful = model.longest_paged().div_ceil(BLOCK_TOKENS).saturating_mul(options.running.max(1));
     let blocks = (options.cache_bytes / block_bytes.max(1)).min(useful as u64);
@@ -91,7 +91,32 @@ pub fn open(
         codec,
     };
     let state = model.new_pages(blocks as usize, BLOCK_TOKENS, device)?;
-    Ok((Arc::new(facts), Runner { model, _store: store, state, device: device.clone() }, blocks))
+    Ok((Arc::new(facts), Runner { model, state, device: device.clone() }, blocks))
+}
+
+/// Reads the weights; those that the files hold in few bits stay so, others are packed where it is asked for.
+fn attach(
+    model: &Decoder,
+    directory: &Path,
+    dtype: DType,
+    device: &Device,
+    weights: &WeightFiles,
+    asked: Option<PackedBits>,
+) -> Result<()> {
+    let params = model.parameters().as_slice();
+    let bits_of = |param: &Param| weights.packed(param).or(asked.filter(|_| model.can_pack(param)));
+    // Parameters hold their store.
+    if params.iter().any(|param| bits_of(param).is_some()) {
+        if !device.backend().is_host() {
+            return Err(ServeError::PackedElsewhere { device: device.backend().name() });
+        }
+        PackedStore::attach(params, dtype, device, weights, bits_of)?;
+    } else if asked.is_some() {
+        return Err(ServeError::NothingToPack(directory.to_path_buf()));
+    } else {
+        PlainStore::attach(params, dtype, device, weights)?;
+    }
+    Ok(())
 }
 
 /// What a pass says of the sequences whose next token can be chosen, in the order of their shares.

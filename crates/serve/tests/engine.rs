@@ -141,3 +141,28 @@ fn troubles_are_told_by_name() {
     assert_eq!(ask(request(&[1], vec![greedy()], 5)), Some(Event::Trouble(Trouble::ShuttingDown)));
     assert!(!engine.is_alive());
 }
+
+#[test]
+fn weights_of_few_bits_are_served_and_their_answers_do_not_depend_on_company() {
+    use ferrospeed_serve::model::{OpenOptions, open};
+    use ferrospeed_tensor::PackedBits;
+    let folder = model(&families()[0]);
+    let gpt2 = model(&families()[1]);
+    for bits in [PackedBits::Eight, PackedBits::Four] {
+        let start = |limits: Limits, folder: &tempfile::TempDir| {
+            let options = OpenOptions {
+                dtype: None,
+                packed: Some(bits),
+                cache_bytes: 1 << 20,
+                running: 16,
+                name: None,
+            };
+            let (facts, runner, blocks) = open(&folder.path().join("tiny"), &options, &Device::cpu())?;
+            Ok::<_, ferrospeed_serve::ServeError>(Engine::start(facts, runner, blocks, limits).unwrap())
+        };
+        let alone = serve_all(&start(Limits { running: 1, pass_tokens: 512, ..LIMITS }, &folder).unwrap());
+        let together = serve_all(&start(Limits { pass_tokens: 9, ..LIMITS }, &folder).unwrap());
+        assert_eq!(alone, together, "{bits:?}");
+        assert!(start(LIMITS, &gpt2).unwrap_err().to_string().contains("[inputs, outputs]"));
+    }
+}

@@ -98,7 +98,7 @@ fn assert_refused(error: &InferenceError, case: &Value) {
     }
 }
 
-/// Processors compute in 16-bit floats here, so the default type is no error; and 8 bits are not built.
+/// Processors compute in 16-bit floats here, so the default type is no error; and no GPU is asked.
 fn ours_computes(case: &Value) -> bool {
     case["error"] == "Type fp16 is not supported."
 }
@@ -214,7 +214,6 @@ fn what_is_not_built_is_refused_and_what_has_no_effect_is_named() {
         (json!({"tp": {"tp_size": 2}}), "tensor_parallel.tp_size"),
         (json!({"mp_size": 2}), "tensor_parallel.tp_size"),
         (json!({"moe": {"ep_size": 2}}), "moe.ep_size"),
-        (json!({"dtype": "int8"}), "dtype int8"),
         (json!({"checkpoint": "x.json"}), "checkpoint"),
         (json!({"save_mp_checkpoint_path": "x"}), "save_mp_checkpoint_path"),
         (json!({"args": {"x": 1}}), "config"),

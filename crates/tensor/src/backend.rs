@@ -16,6 +16,7 @@ use crate::cpu::CpuBackend;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
+use crate::packed::PackedWeight;
 use crate::random::RandomKey;
 use crate::tensor::Tensor;
 
@@ -418,6 +419,17 @@ pub trait Backend: Send + Sync {
 
     /// Matrix product with fused epilogue.
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()>;
+    /// `y = f(x·Wᵀ + b)` with a weight of few bits. `false`: the device has no kernel for it, and nothing was done.
+    fn gemm_packed(
+        &self,
+        _x: &Tensor,
+        _weight: &PackedWeight,
+        _bias: Option<&Tensor>,
+        _activation: Option<Activation>,
+        _y: &Tensor,
+    ) -> Result<bool> {
+        Ok(false)
+    }
     /// A small copy of `weight`, `[rows, width]`, for finding its largest products with one vector at a time; the rows of
     /// `examples` are vectors such as will come. `None` where the device knows no better way than the whole product.
     fn screen(&self, _weight: &Tensor, _examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {

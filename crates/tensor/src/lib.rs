@@ -25,6 +25,7 @@ pub mod dtype;
 pub mod error;
 pub mod memory;
 pub mod ops;
+pub mod packed;
 pub mod param;
 pub mod profile;
 pub mod random;
@@ -39,6 +40,7 @@ pub use backend::{Activation, Device, NormKind, PagedRows, PagedSequence, Window
 pub use dtype::DType;
 pub use error::{Result, TensorError};
 pub use memory::Category;
+pub use packed::{PackedBits, PackedWeight};
 pub use param::{Initializer, Operand, Param, ParamStore, StoreError, Unit, Value};
 pub use recording::Recording;
 pub use rows::RowGradient;

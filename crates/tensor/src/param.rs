@@ -14,6 +14,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::packed::PackedWeight;
 use crate::random::{RandomKey, stream_of_name};
 use crate::rows::RowGradient;
 use crate::shape::Shape;
@@ -77,6 +78,10 @@ pub trait ParamStore: Send + Sync {
     /// Whether a gradient of parameter `index` lies in memory that was lent for it and not pushed yet.
     fn is_lent(&self, _index: usize, _gradient: &Tensor) -> bool {
         false
+    }
+    /// The value of parameter `index` in few bits, where it is held so. What [`ParamStore::acquire`] gives is made of it.
+    fn packed(&self, _index: usize) -> Option<Arc<PackedWeight>> {
+        None
     }
     /// Whether values stay where they are for as long as the store lives, borrowed or not.
     fn values_stay(&self) -> bool {
@@ -246,6 +251,11 @@ impl Param {
         Ok(value)
     }
 
+    /// Its value in few bits, where its store holds it so.
+    pub(crate) fn packed(&self) -> Option<Arc<PackedWeight>> {
+        self.0.attachment.get().and_then(|attachment| attachment.store.packed(attachment.index))
+    }
+
     /// Whether its store would rather have the rows of a lookup's gradient than all of it.
     pub fn wants_rows(&self) -> bool {
         self.0.attachment.get().is_some_and(|attachment| attachment.store.wants_rows(attachment.index))
@@ -319,6 +329,14 @@ pub enum Operand {
 }
 
 impl Operand {
+    /// Its value in few bits, where it is held so.
+    pub(crate) fn packed(&self) -> Option<Arc<PackedWeight>> {
+        match self {
+            Operand::Tensor(_) => None,
+            Operand::Param(param) => param.packed(),
+        }
+    }
+
     /// Borrows the value.
     pub fn read(&self) -> Result<Value> {
         match self {

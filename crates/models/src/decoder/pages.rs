@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Rotary, RotaryScaling, Visibility};
-use ferrospeed_tensor::{Device, PagedRows, Tensor, autograd, rows_alone};
+use ferrospeed_tensor::ops::WeightLayout;
+use ferrospeed_tensor::packed::BLOCK;
+use ferrospeed_tensor::{Device, PagedRows, Param, Tensor, autograd, rows_alone};
 
 use super::config::Positions;
 use super::{Decoder, Places};
@@ -19,6 +21,16 @@ impl Decoder {
             KeyValueCache::paged(blocks, block_tokens, &self.config.attention(layer), self.dtype(), device)
         };
         Ok(AttentionState { layers: (0..self.config.layers).map(layer).collect::<Result<_, _>>()? })
+    }
+
+    /// Whether a parameter may be held in few bits: the weight of a linear layer whose inputs lie side by side. Tables that
+    /// are looked up and routers, which choose among experts by small differences, stay whole.
+    pub fn can_pack(&self, param: &Param) -> bool {
+        let is_router = param.name().ends_with(".gate.weight");
+        self.config.layout == WeightLayout::OutIn
+            && !param.is_table()
+            && !is_router
+            && matches!(param.shape().sizes(), &[_, inputs] if inputs.is_multiple_of(BLOCK))
     }
 
     /// Bytes of the cache that a token takes.

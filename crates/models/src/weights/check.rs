@@ -27,6 +27,18 @@ impl WeightFiles {
         for param in params {
             let name = param.name();
             let Some(found) = self.find(name) else {
+            if let (None, Some((stored, bits))) = (self.find(name), self.find_packed(name)) {
+                used.insert(place(stored));
+                if !WeightFiles::is_packed_of(stored, bits, param.shape().sizes()) {
+                    lines.push(format!(
+                        "  wrong shape {name} is packed {:?}, expected {}",
+                        stored.shape,
+                        param.shape()
+                    ));
+                }
+                continue;
+            }
+            let Some(stored) = self.find(name) else {
                 lines.push(format!("  missing     {name} {}", param.shape()));
                 continue;
             };

@@ -2,10 +2,12 @@
 
 mod check;
 mod file;
+mod packed;
 mod read;
 mod stacked;
 mod write;
 
+pub(crate) use packed::{packed_name, packed_shape};
 pub use read::{StoredTensor, WeightFiles};
 pub(crate) use write::write_counted;
 pub use write::{TensorToWrite, Written, write_directory, write_file};

@@ -143,6 +143,11 @@ impl WeightFiles {
         Ok(bytes)
     }
 
+    /// Some bytes of a tensor.
+    pub(super) fn read_bytes(&self, stored: &StoredTensor, start: usize, out: &mut [u8]) -> Result<()> {
+        self.files[stored.file].read(stored.bytes.start + start, out)
+    }
+
     /// Elements `range` of a float tensor, widened to f32.
     pub fn floats(&self, stored: &StoredTensor, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (file, size) = (&self.files[stored.file], stored.dtype.size_bytes());
@@ -219,6 +224,17 @@ impl ParamSource for WeightFiles {
         };
         let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
         let stored = &*found.own;
+        if let (None, Some((stored, bits))) = (self.find(param.name()), self.find_packed(param.name())) {
+            if !WeightFiles::is_packed_of(stored, bits, param.shape().sizes()) {
+                return Err(fail(format!(
+                    "is {:?} in the files, which is no packed {}",
+                    stored.shape,
+                    param.shape()
+                )));
+            }
+            return self.packed_floats(stored, bits, range, out).map_err(|error| fail(error.to_string()));
+        }
+        let stored = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
         if stored.shape != param.shape().sizes() {
             return Err(fail(format!("is {:?} in the files, expected {}", stored.shape, param.shape())));
         }

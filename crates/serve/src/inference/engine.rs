@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ferrospeed_models::{ModelConfig, WindowRule};
-use ferrospeed_tensor::Device;
+use ferrospeed_tensor::{Device, PackedBits};
 use serde_json::{Map, Value};
 
 use super::config::{InferenceConfig, InferenceDtype};
@@ -69,10 +69,10 @@ pub fn init_inference(
     device: &Device,
 ) -> Result<InferenceEngine> {
     let config = InferenceConfig::new(&merged(config, arguments)?)?;
-    let dtype = refuse_what_is_not_built(&config)?;
+    let (dtype, packed) = refuse_what_is_not_built(&config)?;
     check_policy(&config, directory)?;
     let options =
-        OpenOptions { dtype: Some(dtype.to_owned()), cache_bytes: u64::MAX, running: 1, name: None };
+        OpenOptions { dtype: Some(dtype.to_owned()), packed, cache_bytes: u64::MAX, running: 1, name: None };
     // Room for as many sequences of the longest length as run at once, which is what DeepSpeed's workspace holds.
     let most = config.max_out_tokens();
     let options = OpenOptions { running: sequences_worth(most, directory)?, ..options };
@@ -100,7 +100,8 @@ fn sequences_worth(most: usize, directory: &Path) -> Result<usize> {
     Ok((RUNNING * most).div_ceil(config.max_tokens.max(1)).max(1))
 }
 
-fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<&'static str> {
+/// The type to compute in, and how many bits weights have where they have few.
+fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<(&'static str, Option<PackedBits>)> {
     let refuse = |what: &str, why: &str| Err(InferenceError::NotBuilt { what: what.into(), why: why.into() });
     let values = config.values();
     if config.tensor_parallel_size() != 1 {
@@ -119,10 +120,11 @@ fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<&'static str> {
         }
     }
     match config.dtype() {
-        InferenceDtype::Fp16 => Ok("float16"),
-        InferenceDtype::Fp32 => Ok("float32"),
-        InferenceDtype::Bf16 => Ok("bfloat16"),
-        InferenceDtype::Int8 => refuse("dtype int8", "weights are held in 16 or 32 bits; use bf16"),
+        InferenceDtype::Fp16 => Ok(("float16", None)),
+        InferenceDtype::Fp32 => Ok(("float32", None)),
+        InferenceDtype::Bf16 => Ok(("bfloat16", None)),
+        // As DeepSpeed's: weights of 8 bits, activations of 16.
+        InferenceDtype::Int8 => Ok(("float16", Some(PackedBits::Eight))),
     }
 }
 

@@ -51,7 +51,7 @@ pub(crate) const LIMITS: Limits =
     Limits { pass_tokens: 64, running: 16, waiting: 64, sequence_tokens: usize::MAX };
 
 pub(crate) fn opened(folder: &TempDir, blocks: u64) -> (Arc<ModelFacts>, Runner, u32) {
-    let options = OpenOptions { dtype: None, cache_bytes: u64::MAX, running: 1, name: None };
+    let options = OpenOptions { dtype: None, packed: None, cache_bytes: u64::MAX, running: 1, name: None };
     let path = folder.path().join("tiny");
     // A cache of so many blocks: what one takes is told when it does not fit.
     let probe = open(&path, &OpenOptions { cache_bytes: 1, ..options.clone() }, &Device::cpu());

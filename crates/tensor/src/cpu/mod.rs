@@ -24,6 +24,7 @@ mod loss;
 mod math;
 mod norm;
 mod one_row;
+mod packed;
 mod parallel;
 pub mod past_cache;
 mod pointwise;
@@ -340,6 +341,16 @@ impl Backend for CpuBackend {
         out: &Heads<'_>,
     ) -> Result<()> {
         attention::step(self, spec, new, caches, place, out)
+    }
+    fn gemm_packed(
+        &self,
+        x: &Tensor,
+        weight: &crate::packed::PackedWeight,
+        bias: Option<&Tensor>,
+        activation: Option<Activation>,
+        y: &Tensor,
+    ) -> Result<bool> {
+        packed::product(&self.threads, x, weight, bias, activation, y).map(|()| true)
     }
     fn attention_paged(
         &self,

@@ -95,13 +95,19 @@ impl Layer {
 
     fn run(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
         let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
-        let weight = self.weight.read()?;
         let bias: Option<Value> = self.bias.as_ref().map(Operand::read).transpose()?;
         let rows = x.shape().rows();
         profile::count_product(1, rows, self.outputs, self.inputs);
         if let Some(activation) = activation {
             count_activation(activation, y.numel());
         }
+        if let (Some(packed), WeightLayout::OutIn, None) = (self.weight.packed(), self.layout, before) {
+            let backend = x.device().backend();
+            if backend.gemm_packed(x, &packed, bias.as_deref(), activation, &y)? {
+                return Ok(y);
+            }
+        }
+        let weight = self.weight.read()?;
         x.device().backend().gemm(&Gemm {
             bias: bias.as_deref(),
             activation,

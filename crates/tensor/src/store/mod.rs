@@ -1,8 +1,11 @@
-//! The stores of this crate: [`PlainStore`] keeps everything resident, [`PoisonStore`] proves that nobody peeks.
+//! The stores of this crate: [`PlainStore`] keeps everything resident, [`PackedStore`] weights in few bits, [`PoisonStore`]
+//! proves that nobody peeks.
 
+mod packed;
 mod plain;
 mod poison;
 
+pub use packed::PackedStore;
 pub use plain::PlainStore;
 pub use poison::PoisonStore;
 

@@ -1,0 +1,257 @@
+//! Weights of 8 or 4 bits: 32 neighbours along the inputs share a scale.
+//!
+//! The form is that of GGUF's `Q8_0` and `Q4_0`: a scale in 16 bits for each block, and values that it multiplies, from -127
+//! to 127, or from -8 to 7 with the sign of the scale such that the largest magnitude is -8. Products read the packed bytes once
+//! ([`Backend::gemm_packed`](crate::backend::Backend::gemm_packed)); everything else gets the weights back in full.
+
+use half::f16;
+
+use crate::dtype::Float;
+use crate::error::{Result, TensorError};
+use crate::param::Param;
+use crate::store::ParamSource;
+
+/// Values that are rounded at a time, about.
+const ROUNDED_AT_ONCE: usize = 1 << 20;
+
+/// Weights that share a scale.
+pub const BLOCK: usize = 32;
+
+/// How many bits a weight has, its scale not counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PackedBits {
+    /// A byte for each weight.
+    Eight,
+    /// A byte for two: those 16 apart in a block.
+    Four,
+}
+
+impl PackedBits {
+    /// Bytes of a block's values.
+    pub(crate) fn block_bytes(self) -> usize {
+        match self {
+            PackedBits::Eight => BLOCK,
+            PackedBits::Four => BLOCK / 2,
+        }
+    }
+
+    /// Bytes of a block in a file, its scale included.
+    pub fn file_block_bytes(self) -> usize {
+        2 + self.block_bytes()
+    }
+
+    /// By the name that users write.
+    pub fn by_name(name: &str) -> Option<PackedBits> {
+        match name {
+            "int8" => Some(PackedBits::Eight),
+            "int4" => Some(PackedBits::Four),
+            _ => None,
+        }
+    }
+}
+
+/// A weight `[outputs, inputs]` in few bits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PackedWeight {
+    bits: PackedBits,
+    outputs: usize,
+    inputs: usize,
+    /// Row by row, block by block.
+    values: Vec<u8>,
+    /// One for each block.
+    scales: Vec<f16>,
+}
+
+impl PackedWeight {
+    /// Room for a weight; rows are then written one by one.
+    pub fn new(bits: PackedBits, outputs: usize, inputs: usize) -> Result<PackedWeight> {
+        if inputs == 0 || !inputs.is_multiple_of(BLOCK) {
+            let what = format!("{inputs} inputs are not cut into blocks of {BLOCK}");
+            return Err(TensorError::argument("packed weight", what));
+        }
+        let blocks = outputs * inputs / BLOCK;
+        let values = vec![0; blocks * bits.block_bytes()];
+        Ok(PackedWeight { bits, outputs, inputs, values, scales: vec![f16::ZERO; blocks] })
+    }
+
+    /// A parameter `[outputs, inputs]` from its source, some rows at a time.
+    pub fn load(param: &Param, bits: PackedBits, source: &dyn ParamSource) -> Result<PackedWeight> {
+        let &[outputs, inputs] = param.shape().sizes() else {
+            return Err(TensorError::shape(
+                "packed weight",
+                "the weight",
+                *param.shape(),
+                "[outputs, inputs]",
+            ));
+        };
+        let mut weight = PackedWeight::new(bits, outputs, inputs)?;
+        let rows = (ROUNDED_AT_ONCE / inputs).clamp(1, outputs.max(1));
+        let mut values = vec![0.0f32; rows * inputs];
+        for first in (0..outputs).step_by(rows) {
+            let values = &mut values[..rows.min(outputs - first) * inputs];
+            let start = first * inputs;
+            source.load(param, start..start + values.len(), values)?;
+            weight.write_rows(first, values)?;
+        }
+        Ok(weight)
+    }
+
+    /// Rounds whole rows, from row `first` on, to its bits.
+    pub fn write_rows(&mut self, first: usize, rows: &[f32]) -> Result<()> {
+        let blocks = self.inputs / BLOCK;
+        if !rows.len().is_multiple_of(self.inputs) || first + rows.len() / self.inputs > self.outputs {
+            let what = format!("{} values are no rows of {} from {first} on", rows.len(), self.inputs);
+            return Err(TensorError::argument("packed weight", what));
+        }
+        let bytes = self.bits.block_bytes();
+        let scales = &mut self.scales[first * blocks..];
+        let values = self.values[first * blocks * bytes..].chunks_mut(bytes);
+        for ((block, scale), values) in rows.as_chunks::<BLOCK>().0.iter().zip(scales).zip(values) {
+            *scale = match self.bits {
+                PackedBits::Eight => pack_eight(block, values),
+                PackedBits::Four => pack_four(block, values),
+            };
+        }
+        Ok(())
+    }
+
+    /// How many bits.
+    pub fn bits(&self) -> PackedBits {
+        self.bits
+    }
+
+    /// Rows.
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// Columns.
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// What it takes.
+    pub fn size_bytes(&self) -> usize {
+        self.values.len() + 2 * self.scales.len()
+    }
+
+    /// Values and scales of one row.
+    pub(crate) fn row(&self, row: usize) -> (&[u8], &[f16]) {
+        let blocks = self.inputs / BLOCK;
+        let bytes = blocks * self.bits.block_bytes();
+        (&self.values[row * bytes..(row + 1) * bytes], &self.scales[row * blocks..(row + 1) * blocks])
+    }
+
+    /// One row as it was before, up to rounding.
+    pub fn unpack_row(&self, row: usize, out: &mut [f32]) {
+        let (values, scales) = self.row(row);
+        let blocks = values.chunks(self.bits.block_bytes()).zip(scales).zip(out.chunks_mut(BLOCK));
+        blocks.for_each(|((values, scale), out)| unpack_block(self.bits, values, *scale, out));
+    }
+
+    /// As files hold it: for each block its scale, then its values.
+    pub fn to_file_bytes(&self) -> Vec<u8> {
+        let blocks = self.values.chunks(self.bits.block_bytes()).zip(&self.scales);
+        blocks
+            .flat_map(|(values, scale)| scale.to_le_bytes().into_iter().chain(values.iter().copied()))
+            .collect()
+    }
+}
+
+/// Weights from blocks as files hold them, [`PackedBits::file_block_bytes`] each.
+pub fn unpack_file_blocks(bits: PackedBits, bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in bytes.chunks_exact(bits.file_block_bytes()).zip(out.chunks_mut(BLOCK)) {
+        unpack_block(bits, &block[2..], f16::from_le_bytes([block[0], block[1]]), out);
+    }
+}
+
+fn unpack_block(bits: PackedBits, values: &[u8], scale: f16, out: &mut [f32]) {
+    let scale = scale.widen();
+    for (place, out) in out.iter_mut().enumerate() {
+        let value = match bits {
+            PackedBits::Eight => f32::from(values[place] as i8),
+            PackedBits::Four if place < BLOCK / 2 => f32::from(values[place] & 15) - 8.0,
+            PackedBits::Four => f32::from(values[place - BLOCK / 2] >> 4) - 8.0,
+        };
+        *out = value * scale;
+    }
+}
+
+fn pack_eight(block: &[f32; BLOCK], values: &mut [u8]) -> f16 {
+    let largest = block.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+    let scale = f16::from_f32(largest / 127.0);
+    let inverse = inverse(scale);
+    for (value, weight) in values.iter_mut().zip(block) {
+        *value = (weight * inverse).round_ties_even().clamp(-127.0, 127.0) as i8 as u8;
+    }
+    scale
+}
+
+fn pack_four(block: &[f32; BLOCK], values: &mut [u8]) -> f16 {
+    let largest = block
+        .iter()
+        .fold(0.0f32, |largest, &value| if value.abs() > largest.abs() { value } else { largest });
+    let scale = f16::from_f32(largest / -8.0);
+    let inverse = inverse(scale);
+    let steps = |weight: f32| (weight * inverse + 8.0).round_ties_even().clamp(0.0, 15.0) as u8;
+    for (place, value) in values.iter_mut().enumerate() {
+        *value = steps(block[place]) | steps(block[place + BLOCK / 2]) << 4;
+    }
+    scale
+}
+
+/// A block of nothing, or of less than 16 bits can say, becomes zeros.
+fn inverse(scale: f16) -> f32 {
+    let wide = scale.widen();
+    if wide == 0.0 { 0.0 } else { 1.0 / wide }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::RandomKey;
+
+    fn packed(bits: PackedBits, values: &[f32], inputs: usize) -> PackedWeight {
+        let mut weight = PackedWeight::new(bits, values.len() / inputs, inputs).unwrap();
+        weight.write_rows(0, values).unwrap();
+        weight
+    }
+
+    fn unpacked(weight: &PackedWeight) -> Vec<f32> {
+        let mut all = vec![0.0; weight.outputs() * weight.inputs()];
+        all.chunks_mut(weight.inputs()).enumerate().for_each(|(row, out)| weight.unpack_row(row, out));
+        all
+    }
+
+    #[test]
+    fn weights_come_back_within_half_a_step_and_then_stay() {
+        let mut values = vec![0.0f32; 96 * 5];
+        RandomKey::new(1, 1).fill_normal(0, &mut values);
+        values[32..64].fill(0.0);
+        for (bits, steps) in [(PackedBits::Eight, 127.0), (PackedBits::Four, 8.0)] {
+            let weight = packed(bits, &values, 96);
+            let again = unpacked(&weight);
+            for (block, ours) in values.chunks(BLOCK).zip(again.chunks(BLOCK)) {
+                let largest = block.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+                // Of four bits the other end reaches a step less far.
+                let bound = largest / steps * if bits == PackedBits::Four { 1.01 } else { 0.51 } + 1e-7;
+                assert!(
+                    block.iter().zip(ours).all(|(a, b)| (a - b).abs() <= bound),
+                    "{bits:?} {block:?} {ours:?}"
+                );
+            }
+            assert_eq!(packed(bits, &again, 96), weight, "{bits:?}: what was rounded is not rounded again");
+            let mut from_file = vec![0.0; again.len()];
+            unpack_file_blocks(bits, &weight.to_file_bytes(), &mut from_file);
+            assert_eq!(from_file, again, "{bits:?}: a file says the same");
+        }
+    }
+
+    #[test]
+    fn a_weight_takes_the_bytes_that_it_says() {
+        assert_eq!(PackedWeight::new(PackedBits::Eight, 3, 64).unwrap().size_bytes(), 3 * 2 * 34);
+        assert_eq!(PackedWeight::new(PackedBits::Four, 3, 64).unwrap().size_bytes(), 3 * 2 * 18);
+        assert!(PackedWeight::new(PackedBits::Four, 3, 40).is_err());
+        assert!(PackedWeight::new(PackedBits::Four, 3, 64).unwrap().write_rows(2, &[0.0; 128]).is_err());
+    }
+}

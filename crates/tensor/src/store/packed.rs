@@ -1,0 +1,93 @@
+//! Weights of few bits where they are wanted, whole ones elsewhere.
+//!
+//! Made for reading alone: a linear layer multiplies by the packed bytes, any other reader gets the weight back in full for as
+//! long as it reads. Gradients are refused.
+
+use std::sync::Arc;
+
+use crate::backend::Device;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::packed::{PackedBits, PackedWeight};
+use crate::param::{Param, ParamStore, StoreError};
+use crate::store::{ParamSource, PlainStore};
+use crate::tensor::Tensor;
+
+enum Held {
+    /// The place in the store of whole weights.
+    Whole(usize),
+    Packed(Arc<PackedWeight>),
+}
+
+/// The store.
+pub struct PackedStore {
+    whole: PlainStore,
+    held: Vec<Held>,
+    dtype: DType,
+    device: Device,
+}
+
+impl PackedStore {
+    /// Fills a store from `source` and attaches the parameters; `bits_of` says which of them are packed.
+    pub fn attach(
+        params: &[Param],
+        dtype: DType,
+        device: &Device,
+        source: &dyn ParamSource,
+        bits_of: impl Fn(&Param) -> Option<PackedBits>,
+    ) -> Result<Arc<PackedStore>> {
+        let (mut whole, mut held) = (Vec::new(), Vec::new());
+        for param in params {
+            match bits_of(param) {
+                Some(bits) => held.push(Held::Packed(Arc::new(PackedWeight::load(param, bits, source)?))),
+                None => {
+                    held.push(Held::Whole(whole.len()));
+                    whole.push(param.clone());
+                }
+            }
+        }
+        let whole = PlainStore::detached(&whole, dtype, device, source)?;
+        let store = Arc::new(PackedStore { whole, held, dtype, device: device.clone() });
+        for (index, param) in params.iter().enumerate() {
+            param.attach(store.clone(), index, dtype)?;
+        }
+        Ok(store)
+    }
+
+    /// Bytes of all weights.
+    pub fn size_bytes(&self) -> usize {
+        let packed = self.held.iter().map(|held| match held {
+            Held::Whole(_) => 0,
+            Held::Packed(weight) => weight.size_bytes(),
+        });
+        packed.sum::<usize>() + self.whole.flat().size_bytes()
+    }
+}
+
+impl ParamStore for PackedStore {
+    fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
+        match &self.held[index] {
+            Held::Whole(place) => self.whole.acquire(*place),
+            Held::Packed(weight) => {
+                let mut all = vec![0.0f32; weight.outputs() * weight.inputs()];
+                all.chunks_mut(weight.inputs())
+                    .enumerate()
+                    .for_each(|(row, out)| weight.unpack_row(row, out));
+                Ok(Tensor::from_f32(&all, [weight.outputs(), weight.inputs()], self.dtype, &self.device)?)
+            }
+        }
+    }
+
+    fn release(&self, _index: usize) {}
+
+    fn packed(&self, index: usize) -> Option<Arc<PackedWeight>> {
+        match &self.held[index] {
+            Held::Whole(_) => None,
+            Held::Packed(weight) => Some(Arc::clone(weight)),
+        }
+    }
+
+    fn push_grad(&self, _index: usize, _gradient: Tensor) -> Result<(), StoreError> {
+        Err("packed weights are for reading; train the whole ones".into())
+    }
+}

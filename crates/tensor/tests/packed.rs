@@ -1,0 +1,105 @@
+//! Products with weights of 8 and 4 bits, and the store that holds them.
+
+use ferrospeed_tensor::ops::{self, WeightLayout};
+use ferrospeed_tensor::random::RandomKey;
+use ferrospeed_tensor::store::{FromInitializers, PackedStore};
+use ferrospeed_tensor::{
+    Activation, DType, Device, Initializer, Operand, PackedBits, Param, Tensor, autograd,
+};
+use ferrospeed_testkit::close::assert_close;
+
+const STD: Initializer = Initializer::Normal { mean: 0.0, std: 0.2 };
+
+fn random(shape: &[usize], dtype: DType, device: &Device) -> Tensor {
+    let mut values = vec![0.0f32; shape.iter().product()];
+    RandomKey::new(2, 9).fill_normal(0, &mut values);
+    Tensor::from_f32(&values, shape, dtype, device).unwrap()
+}
+
+/// A weight and a bias, the weight packed.
+fn layer(outputs: usize, inputs: usize, bits: PackedBits, dtype: DType, device: &Device) -> [Param; 2] {
+    let params = [Param::new("w", [outputs, inputs], STD), Param::new("b", [outputs], STD)];
+    let of = |param: &Param| (param.name() == "w").then_some(bits);
+    PackedStore::attach(&params, dtype, device, &FromInitializers { seed: 1 }, of).unwrap();
+    params
+}
+
+fn product(x: &Tensor, [weight, bias]: &[Param; 2]) -> Vec<f32> {
+    let bias = Some(Operand::from(bias));
+    let y = autograd::no_grad(|| {
+        ops::linear_activation(x, weight, bias, WeightLayout::OutIn, Some(Activation::GeluTanh))
+    });
+    y.unwrap().to_vec_f32().unwrap()
+}
+
+#[test]
+fn a_product_with_packed_weights_is_the_one_with_what_they_stand_for() {
+    for (bits, dtype) in [PackedBits::Eight, PackedBits::Four]
+        .into_iter()
+        .flat_map(|bits| [DType::F32, DType::BF16, DType::F16].map(|dtype| (bits, dtype)))
+    {
+        for [m, n, k] in [[1, 70, 96], [5, 33, 64], [40, 1, 32], [3, 200, 320]] {
+            let device = Device::cpu_with_threads(2);
+            let params = layer(n, k, bits, dtype, &device);
+            let x = random(&[m, k], dtype, &device);
+            // A tensor is no packed weight: this is the ordinary product.
+            let whole = params[0].read().unwrap().to_vec_f32().unwrap();
+            let whole = Tensor::from_f32(&whole, [n, k], DType::F32, &device).unwrap();
+            let bias = params[1].read().unwrap().to_vec_f32().unwrap();
+            let bias = Tensor::from_f32(&bias, [n], DType::F32, &device).unwrap();
+            let wide = ops::cast(&x, DType::F32).unwrap();
+            let expected = ops::linear_activation(
+                &wide,
+                &whole,
+                Some((&bias).into()),
+                WeightLayout::OutIn,
+                Some(Activation::GeluTanh),
+            );
+            let tolerance = if dtype == DType::F32 { 1e-4 } else { 3e-2 };
+            let what = format!("{bits:?} {dtype} {m}x{n}x{k}");
+            assert_close(
+                &what,
+                &product(&x, &params),
+                &expected.unwrap().to_vec_f32().unwrap(),
+                tolerance,
+                tolerance,
+            );
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
+    for bits in [PackedBits::Eight, PackedBits::Four] {
+        let result = |rows: usize, threads: usize| {
+            let device = Device::cpu_with_threads(threads);
+            let params = layer(100, 160, bits, DType::BF16, &device);
+            let x = random(&[50, 160], DType::BF16, &device);
+            product(&ops::narrow(&x, 0, 0, rows).unwrap(), &params)
+        };
+        let all = result(50, 1);
+        for (rows, threads) in [(1, 1), (2, 2), (7, 1), (33, 2), (50, 3)] {
+            assert_eq!(result(rows, threads), all[..rows * 100], "{bits:?}: {rows} rows, {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn packed_weights_take_little_memory_and_no_gradients() {
+    let device = Device::cpu_with_threads(1);
+    let params = [Param::new("w", [64, 96], STD), Param::new("b", [64], STD)];
+    let of = |param: &Param| (param.name() == "w").then_some(PackedBits::Four);
+    let store =
+        PackedStore::attach(&params, DType::BF16, &device, &FromInitializers { seed: 1 }, of).unwrap();
+    assert_eq!(store.size_bytes(), 64 * 96 / 32 * 18 + 2 * 64);
+    let x = random(&[3, 96], DType::BF16, &device);
+    let y = ops::linear(&x, &params[0], None, WeightLayout::OutIn).unwrap();
+    let loss = ops::sum(ops::cast(&y, DType::F32).unwrap()).unwrap();
+    let error = autograd::backward(&loss).unwrap_err().to_string();
+    assert!(error.contains("for reading"), "{error}");
+    let odd = [Param::new("w", [64, 40], STD)];
+    let refused = PackedStore::attach(&odd, DType::F32, &device, &FromInitializers { seed: 1 }, |_| {
+        Some(PackedBits::Eight)
+    });
+    assert!(refused.err().unwrap().to_string().contains("40 inputs"));
+}
