@@ -1,10 +1,12 @@
-//! `ferrospeed model convert`: the same model with another element type or other shards.
+//! `ferrospeed model convert`: the same model with another element type, fewer bits or other shards.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
 use ferrospeed_models::directory::convert;
+use ferrospeed_models::pack::pack;
+use ferrospeed_tensor::PackedBits;
 
 use super::model_directory::{WriteArgs, refusal, summary};
 use crate::failure::Failure;
@@ -18,12 +20,20 @@ pub(super) struct ConvertArgs {
     /// The new directory
     #[arg(value_name = "OUT")]
     target: PathBuf,
+    /// Round the weights of linear layers to 8 or 4 bits, for `serve`; other programs do not read the result
+    #[arg(long, value_name = "BITS", value_parser = ["int8", "int4"])]
+    quantize: Option<String>,
     #[command(flatten)]
     write: WriteArgs,
 }
 
 pub(super) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
-    let written = convert(&args.source, &args.target, &args.write.options()).map_err(refusal)?;
+    let options = args.write.options();
+    let written = match args.quantize.as_deref().and_then(PackedBits::by_name) {
+        Some(bits) => pack(&args.source, &args.target, bits, &options),
+        None => convert(&args.source, &args.target, &options),
+    };
+    let written = written.map_err(refusal)?;
     terminal::print_output(&summary(&written, &args.target))?;
     Ok(ExitCode::SUCCESS)
 }

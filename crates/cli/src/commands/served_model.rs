@@ -6,6 +6,7 @@ use clap::Args;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::engine::Engine;
 use ferrospeed_serve::model::{OpenOptions, open};
+use ferrospeed_tensor::PackedBits;
 
 use super::device::DeviceChoice;
 use crate::failure::Failure;
@@ -19,6 +20,9 @@ pub(crate) struct ServedModel {
     /// The type to compute in [default: the model's own]
     #[arg(long, value_parser = ["float32", "bfloat16", "float16"])]
     dtype: Option<String>,
+    /// Hold the weights of linear layers in fewer bits (on the processor) [default: as the files do]
+    #[arg(long, value_name = "BITS", value_parser = ["int8", "int4"])]
+    quantize: Option<String>,
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
     device: DeviceChoice,
@@ -50,6 +54,7 @@ impl ServedModel {
         let device = self.device.open()?;
         let options = OpenOptions {
             dtype: self.dtype.clone(),
+            packed: self.quantize.as_deref().and_then(PackedBits::by_name),
             cache_bytes: self.cache_mib.saturating_mul(1 << 20),
             running: self.max_running,
             name: name.map(str::to_owned),
