@@ -78,7 +78,7 @@ fn configuration(stage: u8, precision: &str, optimizer: &str, accumulation: u64)
         "gradient_clipping": 0.5,
         "optimizer": {"type": optimizer, "params": {"lr": 0.01, "weight_decay": 0.01}},
         "zero_allow_untested_optimizer": true,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20, "reduce_each_micro_batch": true},
     });
     if precision != "fp32" {
         config[precision] = json!({"enabled": true});

@@ -66,6 +66,10 @@ impl Homes {
             ParameterTier::Host(_) => on_host(),
             ParameterTier::Nvme { buffers, .. } => Some(Home::Disk(Disk::new(&buffers.path, queue))),
         };
+        // Weights that are not on the GPU are updated by the host.
+        if homes.values.is_some() && homes.states.is_none() {
+            homes.states = on_host();
+        }
         homes
     }
 

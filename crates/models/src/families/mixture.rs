@@ -70,7 +70,7 @@ pub struct MixtureConfig {
 pub struct Mixture {
     moe: Arc<Moe>,
     shared: Option<(GatedMlp, Linear)>,
-    /// Of the last forward, for whoever logs.
+    /// Of the last forward that trained, for whoever logs.
     routing: Arc<Mutex<Option<Routing>>>,
 }
 
@@ -133,7 +133,10 @@ impl Mixture {
     /// The mixture of `x [.., width]`, and the router's logits `[tokens, experts]` in f32.
     pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<(Tensor, Tensor)> {
         let mixed = self.moe.forward(x, mode)?;
-        *self.routing.lock().unwrap_or_else(PoisonError::into_inner) = Some(mixed.routing);
+        // A decoding step that a device records must leave no tensor behind.
+        if mode == Mode::Train {
+            *self.routing.lock().unwrap_or_else(PoisonError::into_inner) = Some(mixed.routing);
+        }
         let output = match &self.shared {
             Some((expert, gate)) => {
                 let share = ops::activate(&gate.forward(x)?, Activation::Sigmoid)?;

@@ -26,9 +26,8 @@ impl WeightFiles {
         let place = |stored: &StoredTensor| (stored.file, stored.bytes.start, stored.bytes.end);
         for param in params {
             let name = param.name();
-            let Some(found) = self.find(name) else {
             if let (None, Some((stored, bits))) = (self.find(name), self.find_packed(name)) {
-                used.insert(place(stored));
+                *used.entry(place(stored)).or_default() += stored.size_bytes();
                 if !WeightFiles::is_packed_of(stored, bits, param.shape().sizes()) {
                     lines.push(format!(
                         "  wrong shape {name} is packed {:?}, expected {}",
@@ -38,7 +37,7 @@ impl WeightFiles {
                 }
                 continue;
             }
-            let Some(stored) = self.find(name) else {
+            let Some(found) = self.find(name) else {
                 lines.push(format!("  missing     {name} {}", param.shape()));
                 continue;
             };

@@ -34,11 +34,11 @@ impl WeightFiles {
 
     /// The type in which a parameter is stored whole.
     pub(crate) fn dtype_of(&self, param: &Param) -> Option<DType> {
-        self.find(param.name()).map(|stored| stored.dtype)
+        self.find(param.name()).map(|found| found.own.dtype)
     }
 
     pub(super) fn find_packed(&self, name: &str) -> Option<(&StoredTensor, PackedBits)> {
-        SUFFIXES.iter().find_map(|&(suffix, bits)| Some((self.find(&format!("{name}{suffix}"))?, bits)))
+        SUFFIXES.iter().find_map(|&(suffix, bits)| Some((self.find(&format!("{name}{suffix}"))?.whole, bits)))
     }
 
     /// Whether a stored tensor is that of a packed weight of this shape.

@@ -222,8 +222,6 @@ impl ParamSource for WeightFiles {
             op: "load weights",
             what: format!("'{}' {why}", param.name()),
         };
-        let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
-        let stored = &*found.own;
         if let (None, Some((stored, bits))) = (self.find(param.name()), self.find_packed(param.name())) {
             if !WeightFiles::is_packed_of(stored, bits, param.shape().sizes()) {
                 return Err(fail(format!(
@@ -234,7 +232,8 @@ impl ParamSource for WeightFiles {
             }
             return self.packed_floats(stored, bits, range, out).map_err(|error| fail(error.to_string()));
         }
-        let stored = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
+        let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
+        let stored = &*found.own;
         if stored.shape != param.shape().sizes() {
             return Err(fail(format!("is {:?} in the files, expected {}", stored.shape, param.shape())));
         }
