@@ -28,6 +28,7 @@ mod packed;
 mod parallel;
 pub mod past_cache;
 mod pointwise;
+pub mod quantize;
 mod reduce;
 mod rows_alone;
 mod screen;

@@ -1,0 +1,286 @@
+//! Values as small integers: what travels and what is stored in 8 or 4 bits.
+//!
+//! Values are cut into groups of neighbours. Each group has a step (what one unit of its integers is worth) and, where it
+//! is *asymmetric*, an offset: the middle of its range. With b bits, `q = clamp(round((x − offset) / step), −2^(b−1),
+//! 2^(b−1) − 1)`, ties to even, and `x ≈ q · step + offset`. A symmetric step maps the largest magnitude to 2^(b−1), which
+//! the clamp takes back by one where it is positive.
+//!
+//! Two 4-bit integers share a byte, the first in its upper half. A group that holds what is no number comes back as
+//! nothing but NaN: a quantised gradient must not hide an overflow. Everything works on slices on the calling thread; a
+//! group depends on its own values alone, so whoever has threads cuts between groups.
+//!
+//! ```
+//! use ferrospeed_tensor::cpu::quantize::{Bits, Format, Quantized};
+//!
+//! let format = Format { bits: Bits::Four, symmetric: true };
+//! let (mut packed, mut params) = ([0u8; 2], [0.0f32; 1]);
+//! format.quantize(&[1.0f32, -4.0, 0.6, 0.0], 4, &mut packed, &mut params);
+//! let mut back = [0.0f32; 4];
+//! format.dequantize(Quantized { packed: &packed, params: &params }, 4, &mut back);
+//! assert_eq!(back, [1.0, -4.0, 0.5, 0.0]);
+//! ```
+
+use crate::cpu::simd::vectorized;
+use crate::dtype::Float;
+
+/// Elements that are worked on at a time, on the stack. Even, so that no byte is cut.
+const TILE: usize = 256;
+/// Lanes of a maximum.
+const LANES: usize = 16;
+
+/// How large the integers are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bits {
+    /// Two per byte.
+    Four,
+    /// One per byte.
+    Eight,
+}
+
+/// How values become integers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Format {
+    /// How large they are.
+    pub bits: Bits,
+    /// Whether zero is the middle of every group's range.
+    pub symmetric: bool,
+}
+
+/// What [`Format::quantize`] made.
+#[derive(Debug, Clone, Copy)]
+pub struct Quantized<'a> {
+    /// The integers.
+    pub packed: &'a [u8],
+    /// The steps, or steps and offsets in turn, by group.
+    pub params: &'a [f32],
+}
+
+/// The hosts of a two-level exchange, all with as many devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TwoLevel {
+    /// How many hosts.
+    pub hosts: usize,
+    /// Devices of each.
+    pub devices: usize,
+}
+
+impl TwoLevel {
+    /// Where the partition of a rank lies when partitions are ordered by device, then by host: what one device of a host
+    /// collects from its neighbours is then one stretch, with a partition for each host.
+    pub fn slot(self, rank: usize) -> usize {
+        (rank % self.devices) * self.hosts + rank / self.devices
+    }
+}
+
+impl Format {
+    /// Numbers that each group has beside its integers.
+    pub const fn params_per_group(self) -> usize {
+        if self.symmetric { 1 } else { 2 }
+    }
+
+    /// Bytes that so many elements take, in groups of an even number of elements.
+    pub const fn packed_len(self, numel: usize) -> usize {
+        match self.bits {
+            Bits::Eight => numel,
+            Bits::Four => numel.div_ceil(2),
+        }
+    }
+
+    /// Numbers beside the integers of so many elements in groups of `group`; the last group may be shorter.
+    pub const fn params_len(self, numel: usize, group: usize) -> usize {
+        numel.div_ceil(group) * self.params_per_group()
+    }
+
+    /// Half the number of integers: the least is minus this, the largest one less.
+    fn half_range(self) -> f32 {
+        match self.bits {
+            Bits::Four => 8.0,
+            Bits::Eight => 128.0,
+        }
+    }
+
+    /// # Panics
+    /// When lengths do not fit, or a group of 4-bit integers would end inside a byte: a bug of the caller.
+    fn check(self, numel: usize, group: usize, packed: usize, params: usize) {
+        assert!(group > 0, "a group holds at least one element");
+        assert!(self.bits == Bits::Eight || group.is_multiple_of(2), "a group of {group} ends inside a byte");
+        assert_eq!(packed, self.packed_len(numel), "bytes of {numel} elements");
+        assert_eq!(params, self.params_len(numel, group), "numbers of {numel} elements in groups of {group}");
+    }
+
+    /// Quantises values in groups of `group` elements.
+    ///
+    /// # Panics
+    /// When lengths do not fit: a bug of the caller.
+    pub fn quantize<T: Float>(self, values: &[T], group: usize, packed: &mut [u8], params: &mut [f32]) {
+        self.check(values.len(), group, packed.len(), params.len());
+        let params = params.chunks_exact_mut(self.params_per_group());
+        let packed = packed.chunks_mut(self.packed_len(group));
+        for ((values, packed), params) in values.chunks(group).zip(packed).zip(params) {
+            let (scale, offset) =
+                if self.symmetric { self.around_zero(values) } else { self.spanned(values) };
+            params[0] = 1.0 / scale;
+            if let Some(at) = params.get_mut(1) {
+                *at = offset;
+            }
+            vectorized!(|| self.pack(values, scale, offset, packed));
+        }
+    }
+
+    /// The same with the partitions of all ranks in the order of [`TwoLevel::slot`]; each is a whole number of groups.
+    ///
+    /// # Panics
+    /// When lengths do not fit, or partitions are not alike: a bug of the caller.
+    pub fn quantize_swizzled<T: Float>(
+        self,
+        values: &[T],
+        group: usize,
+        ranks: TwoLevel,
+        packed: &mut [u8],
+        params: &mut [f32],
+    ) {
+        let count = ranks.hosts * ranks.devices;
+        assert!(values.len().is_multiple_of(count * group), "{} elements for {count} ranks", values.len());
+        self.check(values.len(), group, packed.len(), params.len());
+        let numel = values.len() / count;
+        let (bytes, numbers) = (self.packed_len(numel), self.params_len(numel, group));
+        for (rank, values) in values.chunks_exact(numel.max(1)).enumerate() {
+            let slot = ranks.slot(rank);
+            let packed = &mut packed[slot * bytes..(slot + 1) * bytes];
+            self.quantize(values, group, packed, &mut params[slot * numbers..(slot + 1) * numbers]);
+        }
+    }
+
+    /// The scale of a symmetric group.
+    fn around_zero<T: Float>(self, values: &[T]) -> (f32, f32) {
+        // As integers, magnitudes are ordered as they are, and NaN comes after all.
+        let mut lanes = [0u32; LANES];
+        vectorized!(|| largest_bits(values, &mut lanes));
+        let largest = f32::from_bits(lanes.into_iter().max().unwrap_or(0));
+        let scale = if largest == 0.0 { 1.0 } else { 2.0 * self.half_range() / (2.0 * largest) };
+        (if largest.is_finite() { scale } else { f32::NAN }, 0.0)
+    }
+
+    /// The scale and the offset of an asymmetric group.
+    fn spanned<T: Float>(self, values: &[T]) -> (f32, f32) {
+        let (mut least, mut most) = (f32::INFINITY, f32::NEG_INFINITY);
+        for value in values {
+            let value = value.widen();
+            if !value.is_finite() {
+                return (f32::NAN, f32::NAN);
+            }
+            (least, most) = (least.min(value), most.max(value));
+        }
+        let scale = if most == least { 1.0 } else { 2.0 * self.half_range() / (most - least) };
+        (scale, (most + least) / 2.0)
+    }
+
+    #[inline(always)]
+    fn pack<T: Float>(self, values: &[T], scale: f32, offset: f32, packed: &mut [u8]) {
+        let (least, most) = (-self.half_range(), self.half_range() - 1.0);
+        let integer =
+            |value: T| ((value.widen() - offset) * scale).round_ties_even().clamp(least, most) as i32 as u8;
+        match self.bits {
+            Bits::Eight => packed.iter_mut().zip(values).for_each(|(byte, value)| *byte = integer(*value)),
+            Bits::Four => {
+                let mut pairs = values.chunks_exact(2);
+                for (byte, pair) in packed.iter_mut().zip(&mut pairs) {
+                    *byte = integer(pair[0]) << 4 | integer(pair[1]) & 0xf;
+                }
+                if let ([last], Some(byte)) = (pairs.remainder(), packed.last_mut()) {
+                    *byte = integer(*last) << 4;
+                }
+            }
+        }
+    }
+
+    /// Gives the values back, as nearly as they were kept.
+    ///
+    /// # Panics
+    /// When lengths do not fit: a bug of the caller.
+    pub fn dequantize<T: Float>(self, source: Quantized<'_>, group: usize, out: &mut [T]) {
+        self.dequantize_sum(&[source], group, 1.0, out);
+    }
+
+    /// The sum of what several ranks quantised, times `factor`, in one pass. Each rank's values are rounded to the type of
+    /// the result first; the sum is in f32, in the order of the sources.
+    ///
+    /// # Panics
+    /// When lengths do not fit: a bug of the caller.
+    pub fn dequantize_sum<T: Float>(
+        self,
+        sources: &[Quantized<'_>],
+        group: usize,
+        factor: f32,
+        out: &mut [T],
+    ) {
+        sources.iter().for_each(|s| self.check(out.len(), group, s.packed.len(), s.params.len()));
+        let per_group = self.params_per_group();
+        for (index, out) in out.chunks_mut(group).enumerate() {
+            for (tile, out) in out.chunks_mut(TILE).enumerate() {
+                let bytes = self.packed_len(index * group + tile * TILE);
+                let bytes = bytes..bytes + self.packed_len(out.len());
+                let mut sum = [0.0f32; TILE];
+                for source in sources {
+                    let params = &source.params[index * per_group..(index + 1) * per_group];
+                    let (step, offset) = (params[0], params.get(1).copied().unwrap_or(0.0));
+                    let packed = &source.packed[bytes.clone()];
+                    vectorized!(|| self.add::<T>(packed, step, offset, &mut sum[..out.len()]));
+                }
+                out.iter_mut().zip(&sum).for_each(|(out, sum)| *out = T::narrow(sum * factor));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn add<T: Float>(self, packed: &[u8], step: f32, offset: f32, sum: &mut [f32]) {
+        let value = |integer: i8| T::narrow(f32::from(integer) * step + offset).widen();
+        match self.bits {
+            Bits::Eight => {
+                sum.iter_mut().zip(packed).for_each(|(sum, &byte)| *sum += value(byte as i8));
+            }
+            Bits::Four => {
+                for (pair, &byte) in sum.chunks_mut(2).zip(packed) {
+                    pair[0] += value(byte as i8 >> 4);
+                    if let Some(second) = pair.get_mut(1) {
+                        *second += value((byte << 4) as i8 >> 4);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn largest_bits<T: Float>(values: &[T], lanes: &mut [u32; LANES]) {
+    let bits = |value: &T| value.widen().to_bits() & 0x7fff_ffff;
+    let mut rows = values.chunks_exact(LANES);
+    for row in &mut rows {
+        for (lane, value) in lanes.iter_mut().zip(row) {
+            *lane = (*lane).max(bits(value));
+        }
+    }
+    for (lane, value) in lanes.iter_mut().zip(rows.remainder()) {
+        *lane = (*lane).max(bits(value));
+    }
+}
+
+/// Elements of a group below which DeepSpeed cuts no further, and those that no group reaches.
+const PREFERRED_GROUP: usize = 8000;
+const LARGEST_GROUP: usize = 16000;
+
+/// In how many equal groups DeepSpeed gathers so many quantised weights: whole multiples of eight elements each, at most
+/// about eight thousand; `None` where there is no such number.
+pub fn equal_groups(numel: usize) -> Option<usize> {
+    if numel == 0 || !numel.is_multiple_of(8) {
+        return None;
+    }
+    let mut groups = numel.div_ceil(PREFERRED_GROUP);
+    while groups < numel && !numel.is_multiple_of(8 * groups) {
+        groups += 1;
+    }
+    while numel.is_multiple_of(16 * groups) && numel / groups > PREFERRED_GROUP {
+        groups *= 2;
+    }
+    (numel.is_multiple_of(8 * groups) && numel / groups < LARGEST_GROUP && numel > groups).then_some(groups)
+}
