@@ -1,0 +1,87 @@
+//! The average at one bit per value: as recorded (`optimizers/compressed_allreduce.json`), and what it promises.
+
+use std::sync::Arc;
+
+use ferrospeed_collective::one_bit::{self, Feedback, padded_numel};
+use ferrospeed_comm::World;
+use ferrospeed_testkit::close::assert_close;
+use ferrospeed_testkit::golden::golden;
+use serde_json::Value;
+
+fn on_ranks<R: Send + 'static>(ranks: usize, work: impl Fn(World) -> R + Send + Sync + 'static) -> Vec<R> {
+    let work = Arc::new(work);
+    let start = |world| {
+        let work = work.clone();
+        std::thread::spawn(move || work(world))
+    };
+    let threads: Vec<_> = World::threads(ranks).into_iter().map(start).collect();
+    threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
+}
+
+fn floats(value: &Value) -> Vec<f32> {
+    value.as_array().expect("a list").iter().map(|v| v.as_f64().expect("a number") as f32).collect()
+}
+
+fn size(value: &Value) -> usize {
+    value.as_u64().expect("a count") as usize
+}
+
+#[test]
+fn rounds_with_persistent_errors_are_as_recorded() {
+    golden().each_case("optimizers/compressed_allreduce.json", 6, |case| {
+        let (ranks, numel) = (size(&case["world_size"]), size(&case["numel"]));
+        assert_eq!(padded_numel(numel, ranks), size(&case["corrected_numel"]));
+        let rounds = case["rounds"].as_array().expect("rounds").clone();
+        on_ranks(ranks, move |world| {
+            let (group, rank) = (world.group(), world.rank());
+            let mut feedback = Feedback::new(numel, ranks);
+            for (index, round) in rounds.iter().enumerate() {
+                let mut values = floats(&round["inputs"][rank]);
+                one_bit::all_reduce(&group, &mut values, &mut feedback).unwrap();
+                let check = |what: &str, found: &[f32], expected: &Value| {
+                    assert_close(&format!("round {index}: {what}"), found, &floats(expected), 2e-6, 0.0);
+                };
+                check("the average", &values, &round["output"]);
+                check("worker error", feedback.worker(), &round["worker_errors"][rank]);
+                check("server error", feedback.server(), &round["server_errors"][rank]);
+            }
+        });
+    });
+}
+
+#[test]
+fn all_ranks_get_the_same_bits_and_nothing_is_lost_for_good() {
+    for (ranks, numel) in [(2, 1), (2, 100), (3, 50), (4, 7), (5, 333)] {
+        let outcomes = on_ranks(ranks, move |world| {
+            let own: Vec<f32> =
+                (0..numel).map(|at| ((at * 37 + world.rank() * 101) as f32 * 0.61).sin()).collect();
+            let mut feedback = Feedback::new(numel, ranks);
+            let mut total = vec![0.0f64; numel];
+            for _ in 0..400 {
+                let mut values = own.clone();
+                one_bit::all_reduce(&world.group(), &mut values, &mut feedback).unwrap();
+                total.iter_mut().zip(&values).for_each(|(sum, value)| *sum += f64::from(*value));
+            }
+            (own, total)
+        });
+        let mut mean = vec![0.0f64; numel];
+        for (own, total) in &outcomes {
+            assert!(total == &outcomes[0].1, "{ranks} ranks of {numel}: they differ");
+            mean.iter_mut().zip(own).for_each(|(sum, value)| *sum += f64::from(*value) / ranks as f64);
+        }
+        for (mean, total) in mean.iter().zip(&outcomes[0].1) {
+            assert!(
+                (mean - total / 400.0).abs() < 0.05,
+                "{ranks} ranks of {numel}: {mean} {}",
+                total / 400.0
+            );
+        }
+    }
+}
+
+#[test]
+fn a_rank_without_peers_keeps_its_values() {
+    let mut values = [0.5, -3.0, 0.25];
+    one_bit::all_reduce(&World::solo().group(), &mut values, &mut Feedback::new(3, 1)).unwrap();
+    assert_eq!(values, [0.5, -3.0, 0.25]);
+}
