@@ -105,9 +105,6 @@ impl Rules<'_> {
             if stage > 0 {
                 let why = format!("{name} cannot be combined with ZeRO, and the stage is {stage}");
                 self.unsupported("optimizer.type", why, "write \"stage\": 0, or another optimizer");
-            } else if !self.flag("fp16.enabled") {
-                let why = format!("{name} is made for fp16");
-                self.no_effect("optimizer.type", why, "enable `fp16`");
             }
         } else if stage > 0
             && !TESTED_WITH_ZERO.contains(&name.as_str())

@@ -18,6 +18,7 @@ pub mod lion;
 pub mod loss_scale;
 pub mod moq;
 pub mod norm;
+pub mod one_bit;
 pub mod own;
 pub mod pace;
 pub mod progressive_layer_drop;
@@ -68,6 +69,8 @@ pub enum Optimizer {
     Lamb(lamb::Lamb),
     /// One of the framework's without a kernel on devices.
     Torch(torch::TorchOptimizer),
+    /// One that exchanges momentum at one bit per value.
+    OneBit(one_bit::OneBit),
     /// One of the program's own.
     Own(own::Own),
 }
@@ -109,13 +112,14 @@ impl Optimizer {
             Optimizer::Lion(_) => "lion",
             Optimizer::Lamb(_) => "lamb",
             Optimizer::Torch(torch) => torch.name(),
+            Optimizer::OneBit(rule) => rule.name(),
             Optimizer::Own(own) => own.0.name(),
         }
     }
 
     /// Whether it runs on the host only.
     pub fn is_of_the_host(&self) -> bool {
-        matches!(self, Optimizer::Torch(_) | Optimizer::Own(_))
+        matches!(self, Optimizer::Torch(_) | Optimizer::OneBit(_) | Optimizer::Own(_))
     }
 
     /// The configured rule and the options that all groups start with; `None` for one that does not run yet.
@@ -155,6 +159,10 @@ impl Optimizer {
                 let (optimizer, options) = torch::TorchOptimizer::from_config(&torch);
                 (Optimizer::Torch(optimizer), options)
             }
+            Configured::OneBit(ref configured) => {
+                let (rule, options) = one_bit::OneBit::from_config(configured);
+                (Optimizer::OneBit(rule), options)
+            }
             Configured::NotYet { .. } => return None,
         })
     }
@@ -162,7 +170,7 @@ impl Optimizer {
     /// Whether its options have `betas`, the first of which a schedule may cycle as momentum.
     pub fn has_betas(&self) -> bool {
         match self {
-            Optimizer::Adam(_) | Optimizer::Lion(_) | Optimizer::Lamb(_) => true,
+            Optimizer::Adam(_) | Optimizer::Lion(_) | Optimizer::Lamb(_) | Optimizer::OneBit(_) => true,
             Optimizer::Torch(torch) => torch.has_betas(),
             Optimizer::Sgd(_) | Optimizer::Adagrad(_) | Optimizer::Own(_) => false,
         }
@@ -177,11 +185,13 @@ impl Optimizer {
             Optimizer::Adagrad(_) => &["sum"],
             Optimizer::Lion(_) => &["exp_avg"],
             Optimizer::Torch(torch) => torch.state_names(options),
+            Optimizer::OneBit(rule) => rule.state_names(),
             Optimizer::Own(own) => own.0.state_names(),
         }
     }
 
-    /// The pass of one step. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
+    /// The pass of one step. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead, and a rule of
+    /// [`one_bit`] whole parameters.
     ///
     /// # Panics
     /// For LAMB: a bug of the caller.
@@ -203,7 +213,9 @@ impl Optimizer {
             Optimizer::Adagrad(rule) => rule.update(options),
             Optimizer::Lion(rule) => rule.update(options),
             Optimizer::Lamb(_) => panic!("LAMB is stepped parameter by parameter"),
-            Optimizer::Torch(_) | Optimizer::Own(_) => panic!("{} has no kernel", self.name()),
+            Optimizer::Torch(_) | Optimizer::OneBit(_) | Optimizer::Own(_) => {
+                panic!("{} has no kernel", self.name())
+            }
         }
     }
 }

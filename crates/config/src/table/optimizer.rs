@@ -75,23 +75,35 @@ const EPS_INSIDE_SQRT: Key = key("eps_inside_sqrt", Kind::Bool, "false", "Add ep
 const LAMB: &[Key] =
     &[LEARNING_RATE, ADAM_BETAS, EPS, EPS_INSIDE_SQRT, WEIGHT_DECAY, BIAS_CORRECTION, MAX_COEFF, MIN_COEFF];
 
-const FREEZE_STEP: Key =
-    key("freeze_step", POSITIVE_COUNT, "100000", "Steps of plain training before compression starts.");
-const CUDA_AWARE: Key = key("cuda_aware", Kind::Bool, "false", "The MPI library reads device memory.");
+const FREEZE_STEP: Key = key(
+    "freeze_step",
+    POSITIVE_COUNT,
+    "100000",
+    "The step of plain training after which compression starts.",
+)
+.done();
+const CUDA_AWARE: Key = key("cuda_aware", Kind::Bool, "false", "The MPI library reads device memory.")
+    .inert("these optimizers run in host memory");
 const BACKEND: Key = key(
     "comm_backend_name",
     choice(&["nccl", "mpi", "hccl"]),
     "\"nccl\"",
     "What carries the compressed momentum.",
-);
+)
+.inert("what connects the ranks carries it");
+const NEVER_CORRECTED: Key =
+    key("bias_correction", Kind::Bool, "true", "Correct the moments for their start at zero.")
+        .inert("1-bit optimizers correct nothing, in DeepSpeed either");
+const NEVER_INSIDE: Key = key("eps_inside_sqrt", Kind::Bool, "false", "Add eps under the root.")
+    .inert("1-bit optimizers add it after the root, in DeepSpeed too");
 
 const ONE_BIT_ADAM: &[Key] = &[
     LEARNING_RATE,
     ADAM_BETAS,
     EPS,
-    EPS_INSIDE_SQRT,
+    NEVER_INSIDE,
     WEIGHT_DECAY,
-    BIAS_CORRECTION,
+    NEVER_CORRECTED,
     AMSGRAD,
     FREEZE_STEP,
     CUDA_AWARE,
@@ -102,14 +114,16 @@ const ZERO_ONE_ADAM: &[Key] = &[
     LEARNING_RATE,
     ADAM_BETAS,
     EPS,
-    EPS_INSIDE_SQRT,
+    NEVER_INSIDE,
     WEIGHT_DECAY,
-    BIAS_CORRECTION,
+    NEVER_CORRECTED,
     AMSGRAD,
-    key("var_freeze_step", POSITIVE_COUNT, "100000", "Step after which the second moment stays as it is."),
-    key("var_update_scaler", POSITIVE_COUNT, "16", "Updates before the second moment's interval doubles."),
-    key("local_step_scaler", POSITIVE_COUNT, "32678", "Steps before the local-step interval doubles."),
-    key("local_step_clipper", POSITIVE_COUNT, "16", "Longest local-step interval."),
+    key("var_freeze_step", POSITIVE_COUNT, "100000", "Step after which the second moment stays as it is.")
+        .done(),
+    key("var_update_scaler", POSITIVE_COUNT, "16", "Updates before the second moment's interval doubles.")
+        .done(),
+    key("local_step_scaler", POSITIVE_COUNT, "32678", "Steps before the local-step interval doubles.").done(),
+    key("local_step_clipper", POSITIVE_COUNT, "16", "Longest local-step interval.").done(),
     CUDA_AWARE,
     BACKEND,
 ];
@@ -118,17 +132,17 @@ const ONE_BIT_LAMB: &[Key] = &[
     LEARNING_RATE,
     ADAM_BETAS,
     EPS,
-    EPS_INSIDE_SQRT,
+    NEVER_INSIDE,
     WEIGHT_DECAY,
-    BIAS_CORRECTION,
+    NEVER_CORRECTED,
     AMSGRAD,
     FREEZE_STEP,
     MAX_COEFF,
     MIN_COEFF,
-    key("coeff_beta", BETA, "0.9", "Decay of the averaged trust ratio."),
-    key("factor_max", POSITIVE, "4.0", "Largest correction of the frozen trust ratio."),
-    key("factor_min", POSITIVE, "0.5", "Smallest correction of the frozen trust ratio."),
-    key("factor_threshold", NON_NEGATIVE, "0.1", "Largest change of the correction per step."),
+    key("coeff_beta", BETA, "0.9", "Decay of the averaged trust ratio.").done(),
+    key("factor_max", POSITIVE, "4.0", "Largest correction of the frozen trust ratio.").done(),
+    key("factor_min", POSITIVE, "0.5", "Smallest correction of the frozen trust ratio.").done(),
+    key("factor_threshold", NON_NEGATIVE, "0.1", "Largest change of the correction per step.").done(),
     CUDA_AWARE,
     BACKEND,
 ];
@@ -199,9 +213,9 @@ pub(super) const OPTIMIZERS: &[Variant] = &[
     done("Adagrad", ADAGRAD),
     done("Lion", LION),
     done("Lamb", LAMB),
-    not_yet("OneBitAdam", Some(ONE_BIT_ADAM)),
-    not_yet("ZeroOneAdam", Some(ZERO_ONE_ADAM)),
-    not_yet("OneBitLamb", Some(ONE_BIT_LAMB)),
+    done("OneBitAdam", ONE_BIT_ADAM),
+    done("ZeroOneAdam", ZERO_ONE_ADAM),
+    done("OneBitLamb", ONE_BIT_LAMB),
     not_yet("Muon", None),
     not_yet("MuAdam", None),
     not_yet("MuAdamW", None),

@@ -1,5 +1,6 @@
 //! The resolved configuration, in types that cannot hold a contradiction.
 
+mod one_bit;
 mod optimizer;
 mod precision;
 mod scheduler;
@@ -7,6 +8,7 @@ mod sections;
 mod torch;
 mod zero;
 
+pub use one_bit::{OneBit, OneBitLamb, OneBitRule, ZeroOneAdam};
 pub use optimizer::{Adagrad, Adam, Lamb, Lion, Optimizer, Sgd};
 pub use precision::{DataType, LossScale, Precision};
 pub use scheduler::{

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{Reader, Torch, torch};
+use super::{OneBit, Reader, Torch, one_bit, torch};
 
 /// The optimizer and its parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -20,6 +20,8 @@ pub enum Optimizer {
     Lamb(Lamb),
     /// One of the framework's.
     Torch(Torch),
+    /// One that exchanges momentum at one bit per value.
+    OneBit(OneBit),
     /// Accepted, but nothing runs it yet.
     NotYet {
         /// Its canonical name.
@@ -113,7 +115,8 @@ impl Optimizer {
             | Optimizer::Adagrad(Adagrad { lr, .. })
             | Optimizer::Lion(Lion { lr, .. })
             | Optimizer::Lamb(Lamb { lr, .. })
-            | Optimizer::Torch(Torch { lr, .. }) => Some(*lr),
+            | Optimizer::Torch(Torch { lr, .. })
+            | Optimizer::OneBit(OneBit { lr, .. }) => Some(*lr),
             Optimizer::NotYet { params, .. } => params.get("lr").and_then(Value::as_f64),
         }
     }
@@ -125,6 +128,7 @@ impl Optimizer {
             Optimizer::Adagrad(_) | Optimizer::Lion(_) => Some(1),
             Optimizer::Sgd(sgd) => Some(u64::from(sgd.momentum != 0.0)),
             Optimizer::Torch(torch) => Some(torch.states_per_parameter()),
+            Optimizer::OneBit(one_bit) => Some(one_bit.states_per_parameter()),
             Optimizer::NotYet { .. } => None,
         }
     }
@@ -136,6 +140,9 @@ pub(super) fn build(full: &Map<String, Value>) -> Result<Option<Optimizer>, Stri
     let params = "optimizer.params";
     if let Some(found) = torch::optimizer(&name, full)? {
         return Ok(Some(Optimizer::Torch(found)));
+    }
+    if let Some(found) = one_bit::optimizer(&name, full)? {
+        return Ok(Some(Optimizer::OneBit(found)));
     }
     Ok(Some(match name.as_str() {
         "Adam" | "AdamW" => Optimizer::Adam(Adam {

@@ -1,10 +1,9 @@
 //! The recorded behaviour of DeepSpeed, and where we differ on purpose.
-//!
-//! Not covered: `optimizers/onebit.json` and `optimizers/compressed_allreduce.json`, whose optimizers do not run yet.
 
 mod data_schedules;
 mod loss_scale;
 mod norms;
+mod one_bit;
 mod quantization;
 mod schedules;
 mod trajectories;

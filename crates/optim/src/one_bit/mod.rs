@@ -1,0 +1,192 @@
+//! Optimizers that exchange momentum at one bit per value instead of gradients.
+//!
+//! They begin as plain training does, with averaged gradients. Once the second moment has settled it is frozen, and from
+//! then on every rank goes on with its own, unreduced gradient: what ranks exchange is the momentum, compressed, with what
+//! is lost fed back (Tang et al.: "1-bit Adam", 2021; Li et al.: "1-bit LAMB", 2022; Lu et al.: "0/1 Adam", 2022).
+//! [`OneBit::takes_local_gradients`] says which kind of gradient a step wants.
+//!
+//! Nothing here knows of ranks: an [`Exchange`] is handed in, which leaves values as they are where there is one rank.
+//! Every rule works on whole parameters. No moment is corrected for its start at zero. A weight whose second moment is
+//! zero when it is frozen has never had a gradient; it stays where it is, since a sign is never zero and would be divided
+//! by next to nothing.
+
+mod adam;
+mod lamb;
+mod zero_one;
+
+pub use adam::OneBitAdam;
+pub use lamb::{OneBitLamb, Ratio};
+pub use zero_one::ZeroOneAdam;
+
+use ferrospeed_config::OneBit as Configured;
+
+use crate::GroupOptions;
+
+/// What carries values between ranks.
+pub trait Exchange {
+    /// What can go wrong.
+    type Error;
+
+    /// Elements of a tensor with those that make it even.
+    fn padded(&self, numel: usize) -> usize;
+
+    /// Makes values the average over ranks, compressed. What is lost is fed back into the next call for the same tensor.
+    fn average(&mut self, tensor: usize, values: &mut [f32]) -> Result<(), Self::Error>;
+
+    /// Forgets what was lost so far.
+    fn forget(&mut self);
+}
+
+/// One whole parameter in a step; all slices have one length.
+#[derive(Debug)]
+pub struct Whole<'a> {
+    /// f32 master weights.
+    pub weights: &'a mut [f32],
+    /// Their gradient, unscaled and clipped: averaged, or this rank's own.
+    pub gradient: &'a [f32],
+    /// The states in the order of [`OneBit::state_names`].
+    pub states: Vec<&'a mut [f32]>,
+    /// The options of its group.
+    pub options: GroupOptions,
+}
+
+/// What a rule remembers beside its states. All of it begins empty, and may be emptied between steps: a run then goes on
+/// from what the states say.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Memory {
+    /// 0/1 Adam: how far each parameter has gone since ranks last met, by element.
+    travelled: Vec<Vec<f32>>,
+    /// The sum of learning rates since then, by parameter.
+    rates: Vec<f64>,
+    /// 1-bit LAMB: the ratios of each parameter. Part of a checkpoint.
+    pub ratios: Vec<Ratio>,
+    /// The momenta of all parameters end to end.
+    fused: Vec<f32>,
+}
+
+/// A rule with its fixed options.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum OneBit {
+    /// 1-bit Adam.
+    Adam(OneBitAdam),
+    /// 0/1 Adam.
+    ZeroOne(ZeroOneAdam),
+    /// 1-bit LAMB.
+    Lamb(OneBitLamb),
+}
+
+impl OneBit {
+    pub(crate) fn from_config(configured: &Configured) -> (OneBit, GroupOptions) {
+        let (lr, weight_decay, betas) = (configured.lr, configured.weight_decay, configured.betas);
+        let rule = match configured.rule {
+            ferrospeed_config::OneBitRule::Adam { freeze_step } => {
+                OneBit::Adam(OneBitAdam { eps: configured.eps, freeze_step })
+            }
+            ferrospeed_config::OneBitRule::ZeroOne(rule) => OneBit::ZeroOne(ZeroOneAdam {
+                eps: configured.eps,
+                var_freeze_step: rule.var_freeze_step,
+                var_update_scaler: rule.var_update_scaler,
+                local_step_scaler: rule.local_step_scaler,
+                local_step_clipper: rule.local_step_clipper,
+            }),
+            ferrospeed_config::OneBitRule::Lamb(rule) => OneBit::Lamb(OneBitLamb {
+                eps: configured.eps,
+                freeze_step: rule.freeze_step,
+                max_coeff: rule.max_coeff,
+                min_coeff: rule.min_coeff,
+                coeff_beta: rule.coeff_beta,
+                factor_max: rule.factor_max,
+                factor_min: rule.factor_min,
+                factor_threshold: rule.factor_threshold,
+            }),
+        };
+        (rule, GroupOptions { lr, weight_decay, betas })
+    }
+
+    /// Its name in checkpoints.
+    pub fn name(&self) -> &'static str {
+        match self {
+            OneBit::Adam(_) => "onebitadam",
+            OneBit::ZeroOne(_) => "zerooneadam",
+            OneBit::Lamb(_) => "onebitlamb",
+        }
+    }
+
+    /// The names of its states.
+    pub fn state_names(&self) -> &'static [&'static str] {
+        match self {
+            OneBit::Adam(_) | OneBit::ZeroOne(_) => &["exp_avg", "exp_avg_sq"],
+            OneBit::Lamb(_) => &["exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"],
+        }
+    }
+
+    /// Whether a step wants this rank's own gradient instead of the average. `step` counts from 1.
+    pub fn takes_local_gradients(&self, step: u64) -> bool {
+        let step = counted(step);
+        match self {
+            OneBit::Adam(rule) => step > rule.freeze_step,
+            OneBit::ZeroOne(rule) => rule.is_frozen(step) || !rule.updates_variance(step),
+            OneBit::Lamb(rule) => step > rule.freeze_step,
+        }
+    }
+
+    /// One step of all parameters; `step` counts from 1. All ranks call it together, with the same parameters.
+    ///
+    /// # Panics
+    /// When slices differ in length or number: a bug of the caller.
+    pub fn step<X: Exchange>(
+        &self,
+        memory: &mut Memory,
+        params: &mut [Whole<'_>],
+        step: u64,
+        exchange: &mut X,
+    ) -> Result<(), X::Error> {
+        let states = self.state_names().len();
+        for whole in params.iter() {
+            assert_eq!(whole.states.len(), states, "states of {}", self.name());
+            let length = |slice: &[f32]| slice.len() == whole.weights.len();
+            assert!(length(whole.gradient) && whole.states.iter().all(|state| length(state)), "lengths");
+        }
+        let step = counted(step);
+        match self {
+            OneBit::Adam(rule) => rule.step(params, step, exchange),
+            OneBit::ZeroOne(rule) => rule.step(memory, params, step, exchange),
+            OneBit::Lamb(rule) => rule.step(memory, params, step, exchange),
+        }
+    }
+}
+
+/// Steps as the rules count them: the call that makes their buffers is the first, so that `freeze_step` F means F − 1
+/// steps of plain training.
+fn counted(step: u64) -> u64 {
+    step.saturating_add(1)
+}
+
+/// `average ← β average + (1 − β) value`.
+fn blend(average: &mut [f32], values: &[f32], beta: f64) {
+    let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
+    for (average, value) in average.iter_mut().zip(values) {
+        *average = beta * *average + rest * value;
+    }
+}
+
+/// The same with squares.
+fn blend_squares(average: &mut [f32], values: &[f32], beta: f64) {
+    let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
+    for (average, value) in average.iter_mut().zip(values) {
+        *average = beta * *average + rest * value * value;
+    }
+}
+
+/// Takes away what a sign says of weights that never had a gradient.
+fn mask(values: &mut [f32], variance: &[f32]) {
+    for (value, variance) in values.iter_mut().zip(variance) {
+        if *variance == 0.0 {
+            *value = 0.0;
+        }
+    }
+}
+
+fn norm(values: impl Iterator<Item = f32>) -> f64 {
+    values.map(|value| f64::from(value) * f64::from(value)).sum::<f64>().sqrt()
+}
