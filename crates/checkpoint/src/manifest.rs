@@ -199,6 +199,9 @@ pub struct TrainingState {
     pub scheduler: Option<Value>,
     /// The loss scaler.
     pub loss_scaler: Option<Value>,
+    /// What the optimizer keeps of whole parameters, by name: the ratios of 1-bit LAMB.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub per_parameter: BTreeMap<String, Vec<f64>>,
 }
 
 /// The options of one parameter group.

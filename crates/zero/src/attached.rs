@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferrospeed_tensor::{ParamStore, RowGradient, Shape, StoreError, Tensor};
 
+use crate::one_bit::Compressing;
 use crate::reducer::{Arrived, Reducer};
 use crate::residency::Residency;
 use crate::store::Share;
@@ -16,6 +17,7 @@ pub(crate) struct State {
     pub(crate) shares: Vec<Share>,
     pub(crate) reducer: Reducer,
     pub(crate) residency: Option<Residency>,
+    pub(crate) compressing: Option<Compressing>,
 }
 
 impl State {
@@ -26,6 +28,13 @@ impl State {
             share.master = None;
             share.states = Vec::new();
         }
+        self.compressing = None;
+    }
+
+    /// Lets the reducer know whether the next step wants averaged gradients.
+    pub(crate) fn expect_step(&mut self) {
+        let steps = self.shares.iter().map(|share| share.steps).max().unwrap_or(0);
+        self.reducer.is_local = self.compressing.as_ref().is_some_and(|rule| rule.wants_local(steps));
     }
 }
 

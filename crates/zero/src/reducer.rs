@@ -132,6 +132,8 @@ pub(crate) struct Reducer {
     pub(crate) settled: bool,
     /// Whether the micro-batch under way ends an accumulation.
     pub(crate) is_last: bool,
+    /// Whether this rank's gradients stay its own: nothing is exchanged, and nothing is averaged.
+    pub(crate) is_local: bool,
     /// Where gradients stay as they come: those of the last micro-batch, and of the one that is under way.
     whole: Vec<Segment>,
     coming: Vec<Segment>,
@@ -176,6 +178,7 @@ impl Reducer {
             summed: vec![false; shapes.len()],
             settled: false,
             is_last: true,
+            is_local: false,
             whole: Vec::new(),
             coming: Vec::new(),
             part_numels: part_numels.to_vec(),
@@ -201,7 +204,17 @@ impl Reducer {
 
     /// Whether a bucket's gradients have to be exchanged.
     pub(crate) fn travels(&self, bucket: usize) -> bool {
-        self.road(bucket).sharding.ranks() > 1
+        !self.is_local && self.road(bucket).sharding.ranks() > 1
+    }
+
+    /// What multiplies a bucket's gradients before their sum.
+    pub(crate) fn before(&self, bucket: usize) -> f32 {
+        if self.is_local { 1.0 } else { self.road(bucket).before }
+    }
+
+    /// What multiplies them after it, where that is anything.
+    pub(crate) fn after(&self, bucket: usize) -> Option<f32> {
+        self.road(bucket).after.filter(|&after| after != 1.0 && !self.is_local)
     }
 
     /// Memory for the buckets, and for what is kept beside them, where they are used again or hold another type.
@@ -352,7 +365,7 @@ impl Reducer {
             return Ok(None);
         }
         let fits =
-            self.device.backend().is_host() && dtype == self.options.wire && self.road(bucket).before == 1.0;
+            self.device.backend().is_host() && dtype == self.options.wire && self.before(bucket) == 1.0;
         let Some(start) = self.buckets[bucket].whole_place(seat) else { return Ok(None) };
         let aligned = (start * dtype.size_bytes()).is_multiple_of(PLACE_ALIGNMENT_BYTES);
         let taken = self.lent[param] || self.arrived[param].is_some() || self.retired;
@@ -519,7 +532,7 @@ impl Reducer {
 
     /// In the type of the wire, and multiplied by what comes before the sum.
     pub(crate) fn prepared(&self, bucket: usize, gradient: Tensor) -> Result<Tensor> {
-        let before = self.road(bucket).before;
+        let before = self.before(bucket);
         let gradient = if before == 1.0 {
             gradient
         } else {
@@ -571,7 +584,7 @@ impl Reducer {
             work.wait()?;
         }
         let backend = self.device.backend();
-        if let Some(after) = self.road(bucket).after.filter(|&after| after != 1.0) {
+        if let Some(after) = self.after(bucket) {
             backend.unary(Unary::Affine { scale: after, shift: 0.0 }, &own, &own)?;
         }
         if self.sums_up() {

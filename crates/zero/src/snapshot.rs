@@ -206,7 +206,12 @@ impl ZeroStore {
 
     /// Goes on as if the optimizer had made this many updates.
     pub fn set_optimizer_steps(&self, steps: u64) {
-        self.lock().shares.iter_mut().for_each(|share| share.steps = steps);
+        let mut state = self.lock();
+        state.shares.iter_mut().for_each(|share| share.steps = steps);
+        if let Some(compressing) = &mut state.compressing {
+            compressing.restart();
+        }
+        state.expect_step();
     }
 
     /// The parameters of every trained group, as indices among [`ZeroStore::params`].

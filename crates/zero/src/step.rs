@@ -2,7 +2,7 @@
 //!
 //! Look for what is no number, agree on it; take the norm, agree on it; clip; update; bring every rank the new values.
 
-use ferrospeed_comm::ReduceOp;
+use ferrospeed_comm::{Group, ReduceOp};
 use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
 use ferrospeed_optim::{Copy16, Gradient, Optimizer, Pass, Stretch, lamb};
 use ferrospeed_tensor::backend::{Clipping, Update, UpdateOperands};
@@ -106,16 +106,24 @@ impl ZeroStore {
         }
         // Where ranks hold different parts they agree here, when all are done with forward and backward: from now on
         // nobody reads weights, which the ranks of a host may have in common, until all have the new ones.
-        let magnitude = self.global_magnitude(&segments)?;
+        let deciding = self.deciding(&state);
+        let magnitude = self.global_magnitude(&segments, deciding.as_ref())?;
         if !magnitude.is_finite() {
             let (param, rank) = self.first_bad(&state, &segments)?;
             state.reducer.clear();
             return Ok(StepOutcome::Skipped { param, rank });
         }
-        let scaled_norm = self.global_norm(&state, &segments, magnitude)?;
+        let scaled_norm = self.global_norm(&state, &segments, magnitude, deciding.as_ref())?;
         let (norm, factor) = (scaled_norm / options.loss_scale, options.clipping().factor(scaled_norm));
         self.holds.wait_for_none();
         state.shares.iter_mut().for_each(|share| share.steps += 1);
+        if state.compressing.is_some() {
+            self.one_bit_step(&mut state, &segments, factor)?;
+            drop(segments);
+            state.reducer.clear();
+            state.expect_step();
+            return Ok(StepOutcome::Applied { norm });
+        }
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             match optimizer {
@@ -177,9 +185,9 @@ impl ZeroStore {
         self.lock().reducer.clear();
     }
 
-    fn global_magnitude(&self, segments: &[Segment]) -> Result<Magnitude> {
+    fn global_magnitude(&self, segments: &[Segment], deciding: Option<&Group>) -> Result<Magnitude> {
         let mut magnitude = magnitude_of(&self.device, &values_of(segments))?;
-        if let Some(group) = &self.agreement {
+        if let Some(group) = deciding {
             let mut value = [magnitude.value()];
             group.all_reduce(&mut value, ReduceOp::Max)?;
             magnitude = Magnitude::from_value(value[0]);
@@ -187,17 +195,25 @@ impl ZeroStore {
         Ok(magnitude)
     }
 
-    /// Every element of the model counts once, whatever ranks hold it.
-    fn global_norm(&self, state: &State, segments: &[Segment], magnitude: Magnitude) -> Result<f64> {
+    /// Every element of the model counts once, whatever ranks hold it. Where each rank has gradients of its own it is the
+    /// root of the mean of their squares.
+    fn global_norm(
+        &self,
+        state: &State,
+        segments: &[Segment],
+        magnitude: Magnitude,
+        deciding: Option<&Group>,
+    ) -> Result<f64> {
         let counted = segments.iter().filter(|segment| state.shares[segment.group].counted);
         let counted: Vec<&Tensor> = counted.map(|segment| &segment.values).collect();
         let mut sum = squares_of(&self.device, &counted, magnitude)?;
-        if let Some(group) = &self.agreement {
+        if let Some(group) = deciding {
             let mut words = sum.to_words();
             group.all_reduce(&mut words, ReduceOp::Sum)?;
             sum = SquareSum::from_words(words);
         }
-        Ok(sum.norm(magnitude))
+        let apart = deciding.filter(|_| state.reducer.is_local).map_or(1, Group::size);
+        Ok(sum.norm(magnitude) / (apart as f64).sqrt())
     }
 
     /// The first parameter with a bad gradient anywhere, and the lowest rank that holds a bad part.

@@ -25,6 +25,7 @@ use crate::hold::Holds;
 use crate::home::Flat;
 use crate::homes::Homes;
 use crate::memory::{common, part, reachable};
+use crate::one_bit::Compressing;
 use crate::partition::{Layout, persistent};
 use crate::reducer::{ReduceOptions, Reducer, Road};
 use crate::residency::{Limits, Pass, Residency, Sharded};
@@ -176,6 +177,7 @@ impl ZeroStore {
         options: &StoreOptions<'_>,
         source: &dyn ParamSource,
     ) -> Result<Arc<ZeroStore>> {
+        let compressing = Compressing::new(options, device)?;
         let indices: HashMap<u64, usize> =
             params.iter().enumerate().map(|(index, param)| (param.id(), index)).collect();
         let places = places(&indices, params.len(), groups)?;
@@ -266,7 +268,8 @@ impl ZeroStore {
         };
 
         let shapes = params.iter().map(|param| *param.shape()).collect();
-        let state = State { shares, reducer, residency };
+        let mut state = State { shares, reducer, residency, compressing };
+        state.expect_step();
         let attached = Arc::new(Attached::new(shapes, positions, in_rows, state));
         for (index, param) in params.iter().enumerate() {
             param.attach(attached.clone(), index, options.dtype)?;

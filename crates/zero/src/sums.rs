@@ -86,14 +86,14 @@ impl Reducer {
                 }
             }
         }
-        let road = self.road(index);
+        let before = self.before(index);
         let scale =
             |factor: f32, sum: &Tensor| backend.unary(Unary::Affine { scale: factor, shift: 0.0 }, sum, sum);
-        if road.before != 1.0 {
-            scale(road.before, sum)?;
+        if before != 1.0 {
+            scale(before, sum)?;
         }
         if !self.travels(index) {
-            if let Some(after) = road.after.filter(|&after| after != 1.0) {
+            if let Some(after) = self.after(index) {
                 scale(after, sum)?;
             }
             return Ok(None);

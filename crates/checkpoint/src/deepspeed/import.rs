@@ -288,6 +288,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
             groups: Vec::new(),
             scheduler: module.get("lr_scheduler").and_then(Value::to_json).filter(|value| value.is_object()),
             loss_scaler: optimizer.and_then(|optimizer| loss_scaler(optimizer.get("loss_scaler")?)),
+            per_parameter: BTreeMap::new(),
         },
         client_state: Json::Object(client),
         config,

@@ -270,6 +270,7 @@ impl Engine {
 
     fn restore_optimizer(&mut self, saved: &TrainingState, scaler: Option<LossScalerState>) -> Result<()> {
         self.store.set_optimizer_steps(saved.optimizer_steps);
+        self.store.set_per_parameter(&saved.per_parameter);
         if self.store.group_options().len() == saved.groups.len() {
             for (group, options) in saved.groups.iter().enumerate() {
                 let options =

@@ -282,6 +282,7 @@ impl Engine {
                 },
                 scheduler: self.scheduler.as_ref().and_then(|own| json(serde_json::to_value(own.state()))),
                 loss_scaler: json(serde_json::to_value(self.scaler.state())),
+                per_parameter: self.store.per_parameter(),
             },
             client_state: options.client_state.clone(),
             config: self.config.to_json(),

@@ -1,0 +1,193 @@
+//! Optimizers that exchange momentum at one bit per value: they train, send less once they are frozen, and go on from a
+//! checkpoint.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{Batch, Model, config, device, engine, on_ranks};
+use ferrospeed_engine::{Engine, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model};
+use ferrospeed_nn::Parameters;
+use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_zero::access::Which;
+use serde_json::{Value, json};
+
+/// The step after which nothing but signs is exchanged.
+const FREEZE: u64 = 12;
+const STEPS: usize = 40;
+
+fn description() -> Value {
+    json!({"kind": "lm", "vocab": 13, "dm": 12, "nh": 3, "nl": 2, "tmax": 7})
+}
+
+/// One of four batches, half of which each of two ranks has.
+fn batch(step: usize, micro: usize, rank: usize, device: &Device) -> Batch {
+    let which = (step * 2 + micro + rank) % 4;
+    let ids: Vec<i64> = (0..14).map(|i| ((i * 7 + which * 5 + i * i) % 13) as i64).collect();
+    Batch::Tokens(Tensor::from_slice(&ids, [2, 7], device).unwrap())
+}
+
+fn ds_config(optimizer: &str, precision: &str, micro_steps: usize) -> Value {
+    let params = match optimizer {
+        "ZeroOneAdam" => json!({
+            "lr": 0.003, "var_freeze_step": FREEZE, "var_update_scaler": 3, "local_step_scaler": 8, "local_step_clipper": 4,
+        }),
+        "OneBitLamb" => json!({"lr": 0.02, "freeze_step": FREEZE}),
+        _ => json!({"lr": 0.003, "freeze_step": FREEZE}),
+    };
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": optimizer, "params": params},
+    });
+    if precision != "fp32" {
+        config[precision] = json!({"enabled": true});
+    }
+    config
+}
+
+fn step(engine: &mut Engine, model: &Model, number: usize) -> f32 {
+    let (device, rank) = (engine.device().clone(), engine.world().rank());
+    let micro_steps = engine.gradient_accumulation_steps();
+    let mut last = 0.0;
+    for micro in 0..micro_steps as usize {
+        let batch = batch(number, micro, rank, &device);
+        let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+        last = loss.item().unwrap();
+        engine.backward(&loss).unwrap();
+        let report = engine.step().unwrap();
+        assert!(!matches!(report, StepReport::Skipped { .. }), "{report:?}");
+    }
+    last
+}
+
+fn weights(engine: &Engine, parameters: &Parameters) -> Vec<u32> {
+    let values = parameters.as_slice().iter().map(|param| engine.store().full(param, Which::Weight).unwrap());
+    values.flatten().map(f32::to_bits).collect()
+}
+
+/// The losses of every step and the last weights, by rank.
+fn train(ranks: usize, config: Value) -> Vec<(Vec<f32>, Vec<u32>)> {
+    on_ranks(ranks, move |world| {
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &config, &parameters, None, None, 1);
+        let losses = (0..STEPS).map(|number| step(&mut engine, &model, number)).collect();
+        (losses, weights(&engine, &parameters))
+    })
+}
+
+#[test]
+fn losses_go_on_falling_after_the_freeze_on_one_rank_and_on_several() {
+    for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
+        for (ranks, precision, micro_steps) in
+            [(1, "fp32", 1), (2, "fp32", 1), (2, "bf16", 1), (3, "bf16", 2)]
+        {
+            let outcomes = train(ranks, ds_config(optimizer, precision, micro_steps));
+            let case = format!("{optimizer}, {ranks} ranks, {precision}");
+            let mean = |losses: &[f32]| losses.iter().sum::<f32>() / losses.len() as f32;
+            for (losses, weights) in &outcomes {
+                let (first, frozen, last) = (losses[0], mean(&losses[11..15]), mean(&losses[STEPS - 4..]));
+                assert!(frozen < first && last < frozen, "{case}: {first} {frozen} {last}");
+                // 0/1 Adam's ranks meet at the end of an interval only.
+                if optimizer != "ZeroOneAdam" {
+                    assert!(weights == &outcomes[0].1, "{case}: ranks differ");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_after_the_freeze_sends_a_fraction() {
+    for optimizer in ["OneBitAdam", "OneBitLamb"] {
+        let bytes = on_ranks(2, move |world| {
+            let (model, parameters) = Model::build(&description());
+            let value = ds_config(optimizer, "bf16", 1);
+            let mut engine = engine(world, &value, &parameters, None, None, 1);
+            let mut sent = Vec::new();
+            for number in 0..FREEZE as usize + 2 {
+                engine.world().log().clear();
+                engine.world().log().start();
+                step(&mut engine, &model, number);
+                let rows = engine.world().log().summary();
+                sent.push(rows.iter().map(|row| row.bytes as u64 * row.count).sum::<u64>());
+            }
+            (sent[0], sent[FREEZE as usize])
+        });
+        let (plain, compressed) = bytes[0];
+        assert!(compressed * 4 < plain, "{optimizer}: {compressed} bytes after the freeze, {plain} before");
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() {
+    let place = tempfile::tempdir().unwrap();
+    for optimizer in ["OneBitAdam", "OneBitLamb"] {
+        // One rank loses nothing by compression, so that no bit may differ, before the freeze or after it.
+        for stop in [5, FREEZE as usize + 4] {
+            let folder = place.path().join(format!("{optimizer}-{stop}"));
+            let run = |from: Option<&Path>, save: Option<&Path>| {
+                let (from, save) = (from.map(Path::to_path_buf), save.map(Path::to_path_buf));
+                on_ranks(1, move |world| {
+                    let (model, parameters) = Model::build(&description());
+                    let value = ds_config(optimizer, "bf16", 1);
+                    let mut engine = engine(world, &value, &parameters, None, None, 1);
+                    let begin = if from.is_some() { stop } else { 0 };
+                    if let Some(from) = &from {
+                        engine.load_checkpoint(from, &LoadOptions::default()).unwrap();
+                    }
+                    for number in begin..STEPS {
+                        if let Some(save) = save.as_ref().filter(|_| number == stop) {
+                            engine.save_checkpoint(save, &SaveOptions::default()).unwrap();
+                        }
+                        step(&mut engine, &model, number);
+                    }
+                    weights(&engine, &parameters)
+                })
+            };
+            let whole = run(None, Some(&folder));
+            assert!(run(Some(&folder), None) == whole, "{optimizer} from step {stop}");
+        }
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_another_number_of_ranks() {
+    let place = Arc::new(tempfile::tempdir().unwrap());
+    for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
+        let folder = place.path().join(optimizer);
+        let run = |ranks: usize, loads: bool| {
+            let folder = folder.clone();
+            on_ranks(ranks, move |world| {
+                let (model, parameters) = Model::build(&description());
+                let mut engine = engine(world, &ds_config(optimizer, "bf16", 1), &parameters, None, None, 1);
+                if loads {
+                    engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+                }
+                let losses: Vec<f32> = (0..20).map(|number| step(&mut engine, &model, number)).collect();
+                if !loads {
+                    engine.save_checkpoint(&folder, &SaveOptions::default()).unwrap();
+                }
+                losses
+            })
+        };
+        let before = run(2, false);
+        let after = run(3, true);
+        assert!(after[0][19] < before[0][0], "{optimizer}: {} {}", before[0][0], after[0][19]);
+        assert!(after[0][0] < before[0][0], "{optimizer}: it began anew");
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_with_the_reason() {
+    let mut sparse = ds_config("OneBitAdam", "fp32", 1);
+    sparse["sparse_gradients"] = true.into();
+    let refused = on_ranks(1, move |world| {
+        let (_, parameters) = Model::build(&description());
+        let setup = Setup::new(config(&sparse, 1), world, device(1));
+        initialize_model(&setup, &parameters, Options::default()).map(drop).unwrap_err().to_string()
+    });
+    assert!(refused[0].contains("onebitadam") && refused[0].contains("sparse_gradients"), "{}", refused[0]);
+}
