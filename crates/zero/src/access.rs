@@ -2,7 +2,7 @@
 //!
 //! All functions that return or take a full value are collective: every rank calls them, for the same parameter.
 
-use ferrospeed_tensor::{Device, Param, Tensor};
+use ferrospeed_tensor::{Device, Param, Tensor, ops};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
@@ -214,8 +214,14 @@ impl ZeroStore {
         Ok(self.lock().residency.as_ref().is_none_or(|residency| residency.is_persistent(index)))
     }
 
-    /// The full value as kernels read it, widened: what an exported model holds.
+    /// The full value in the type kernels read, widened: what an exported model holds. What quantised gathers lose is not
+    /// lost here.
     pub fn full_as_read(&self, param: &Param) -> Result<Vec<f32>> {
-        Ok(param.read()?.to_vec_f32()?)
+        if !self.gathers_quantized {
+            return Ok(param.read()?.to_vec_f32()?);
+        }
+        let full = self.full(param, Which::Weight)?;
+        let exact = Tensor::from_slice(&full, [full.len()], &Device::cpu())?;
+        Ok(ops::cast(&exact, self.dtype)?.to_vec_f32()?)
     }
 }

@@ -17,6 +17,7 @@ use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
 use crate::home::Flat;
+use crate::quantized;
 use crate::trace::ReadOrder;
 use ferrospeed_collective::exchange::{self, Pending};
 
@@ -39,6 +40,8 @@ pub(crate) struct Sharded {
     pub(crate) flat: usize,
     /// Whether it stays whole between passes.
     pub(crate) persistent: bool,
+    /// Whether it travels as int8.
+    pub(crate) quantized: bool,
 }
 
 #[derive(Default)]
@@ -46,6 +49,8 @@ struct Whole {
     borrows: usize,
     value: Option<Tensor>,
     work: Option<Pending>,
+    /// What arrives of it quantised.
+    arriving: Option<Tensor>,
     /// Where it stands in [`Residency::absent`].
     absent_at: Option<usize>,
 }
@@ -221,7 +226,12 @@ impl Residency {
     fn land(&mut self, param: usize) -> Result<()> {
         let Some(work) = self.whole[param].work.take() else { return Ok(()) };
         self.under_way_numel -= self.numel(param);
-        Ok(work.wait()?)
+        work.wait()?;
+        let whole = &mut self.whole[param];
+        match (whole.arriving.take(), &whole.value) {
+            (Some(arrived), Some(value)) => quantized::dequantize(&arrived, self.params[param].share, value),
+            _ => Ok(()),
+        }
     }
 
     /// Notes a read.
@@ -276,12 +286,16 @@ impl Residency {
         self.gather(&chosen)
     }
 
-    /// One collective for several parameters, or one for each way in which they are spread.
+    /// One collective for several parameters, or one for each way in which they are spread and travel.
     fn gather(&mut self, params: &[usize]) -> Result<()> {
         let mut rest = params;
         while let Some(&first) = rest.first() {
             let group = self.flats[self.params[first].flat].0.clone();
-            let alike = |param: &&usize| self.flats[self.params[**param].flat].0.name() == group.name();
+            let travels = self.params[first].quantized;
+            let alike = |param: &&usize| {
+                let sharded = &self.params[**param];
+                self.flats[sharded.flat].0.name() == group.name() && sharded.quantized == travels
+            };
             let (now, later) = rest.split_at(rest.iter().take_while(alike).count());
             self.gather_over(&group, now)?;
             rest = later;
@@ -295,8 +309,18 @@ impl Residency {
             let sharded = &self.params[param];
             let numel = sharded.share * group.size();
             let value = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
-            let own = self.flats[sharded.flat].1.read(sharded.start, sharded.share, &self.device)?;
-            pairs.push((own, value.clone()));
+            let flat = &self.flats[sharded.flat].1;
+            if sharded.quantized {
+                let host = Device::cpu();
+                let own = quantized::quantized(&flat.read(sharded.start, sharded.share, &host)?)?;
+                let bytes = own.numel() * group.size();
+                let arriving = Tensor::empty_in([bytes], DType::U8, &host, Category::Buffers)?;
+                self.whole[param].arriving = Some(arriving.clone());
+                pairs.push((own, arriving));
+            } else {
+                let own = flat.read(sharded.start, sharded.share, &self.device)?;
+                pairs.push((own, value.clone()));
+            }
             self.whole[param].value = Some(value);
             if let Some(place) = self.whole[param].absent_at.take() {
                 self.absent.remove(&place);

@@ -161,6 +161,8 @@ pub struct ZeroStore {
     /// What the parameters hold as well.
     attached: Arc<Attached>,
     homes: Homes,
+    /// Whether what kernels read may be less exact than what ranks keep.
+    pub(crate) gathers_quantized: bool,
     /// Who copies weights and states, which therefore must not change.
     pub(crate) holds: Holds,
 }
@@ -295,6 +297,7 @@ impl ZeroStore {
             indices,
             attached,
             homes: options.homes.clone(),
+            gathers_quantized: stage == Stage::Parameters && options.zero.quantized_weights,
             holds: Holds::default(),
         }))
     }
@@ -549,6 +552,8 @@ fn residency(
             share: param.numel().div_ceil(shares[flat].sharding.shard.size()),
             flat,
             persistent: stays[index],
+            // What stays whole is small, and gathered once a step.
+            quantized: zero.quantized_weights && !stays[index] && shares[flat].sharding.shard.size() > 1,
         });
     }
     for leaf in leaves {
