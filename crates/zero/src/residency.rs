@@ -7,6 +7,10 @@
 //! The parameters of a *leaf module* are one unit: whichever is read first brings all of them, in one collective, and
 //! all stay until a parameter outside the unit is read. So ranks that read different parts of such a module (experts
 //! that a router chooses, say) still take part in the same collectives, in the same order.
+//!
+//! A parameter may travel in one of three ways: as it is, quantised (see `quantized`), or among neighbours alone. For the
+//! last, each rank keeps a part of what it gathered once, as its neighbours do; until weights change they have it all
+//! among themselves, so that backward's gathers stay within a host (Wang et al.: "ZeRO++", 2023: hpZ).
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -17,6 +21,7 @@ use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
 use crate::home::Flat;
+use crate::memory::part;
 use crate::quantized;
 use crate::trace::ReadOrder;
 use ferrospeed_collective::exchange::{self, Pending};
@@ -42,6 +47,16 @@ pub(crate) struct Sharded {
     pub(crate) persistent: bool,
     /// Whether it travels as int8.
     pub(crate) quantized: bool,
+    /// Whether neighbours keep it among themselves once it was gathered.
+    pub(crate) kept_near: bool,
+}
+
+/// How a parameter is gathered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    AsItIs,
+    Quantized,
+    Near,
 }
 
 #[derive(Default)]
@@ -51,6 +66,8 @@ struct Whole {
     work: Option<Pending>,
     /// What arrives of it quantised.
     arriving: Option<Tensor>,
+    /// This rank's part of what its neighbours hold together.
+    near: Option<Tensor>,
     /// Where it stands in [`Residency::absent`].
     absent_at: Option<usize>,
 }
@@ -80,6 +97,8 @@ pub(crate) struct Residency {
     params: Vec<Sharded>,
     /// This rank's flat values, and the ranks that have the other parts.
     flats: Vec<(Group, Flat)>,
+    /// The ranks that hold everything once more among themselves.
+    neighbours: Option<Group>,
     whole: Vec<Whole>,
     /// The parameters that come and go together with each one: itself, or its leaf module's. Its first stands for all.
     units: Vec<Arc<[usize]>>,
@@ -109,6 +128,7 @@ impl Residency {
         params: Vec<Sharded>,
         leaves: &[Vec<usize>],
         flats: Vec<(Group, Flat)>,
+        neighbours: Option<Group>,
         dtype: DType,
         device: &Device,
     ) -> Residency {
@@ -124,6 +144,7 @@ impl Residency {
             whole: params.iter().map(|_| Whole::default()).collect(),
             params,
             flats,
+            neighbours,
             units,
             inside: None,
             unit_numels,
@@ -227,11 +248,18 @@ impl Residency {
         let Some(work) = self.whole[param].work.take() else { return Ok(()) };
         self.under_way_numel -= self.numel(param);
         work.wait()?;
-        let whole = &mut self.whole[param];
-        match (whole.arriving.take(), &whole.value) {
-            (Some(arrived), Some(value)) => quantized::dequantize(&arrived, self.params[param].share, value),
-            _ => Ok(()),
+        let (whole, sharded) = (&mut self.whole[param], &self.params[param]);
+        let Some(value) = &whole.value else { return Ok(()) };
+        if let Some(arrived) = whole.arriving.take() {
+            quantized::dequantize(&arrived, sharded.share, value)?;
         }
+        if let Some(group) = self.neighbours.as_ref().filter(|_| sharded.kept_near && whole.near.is_none()) {
+            let numel = value.numel() / group.size();
+            let near = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
+            self.device.backend().cast(&part(value, group.rank() * numel, numel)?, &near)?;
+            whole.near = Some(near);
+        }
+        Ok(())
     }
 
     /// Notes a read.
@@ -290,36 +318,50 @@ impl Residency {
     fn gather(&mut self, params: &[usize]) -> Result<()> {
         let mut rest = params;
         while let Some(&first) = rest.first() {
-            let group = self.flats[self.params[first].flat].0.clone();
-            let travels = self.params[first].quantized;
+            let (group, way) = self.road(first);
             let alike = |param: &&usize| {
-                let sharded = &self.params[**param];
-                self.flats[sharded.flat].0.name() == group.name() && sharded.quantized == travels
+                let other = self.road(**param);
+                other.0.name() == group.name() && other.1 == way
             };
             let (now, later) = rest.split_at(rest.iter().take_while(alike).count());
-            self.gather_over(&group, now)?;
+            let group = group.clone();
+            self.gather_over(&group, way, now)?;
             rest = later;
         }
         Ok(())
     }
 
-    fn gather_over(&mut self, group: &Group, params: &[usize]) -> Result<()> {
+    /// From whom a parameter comes, and how.
+    fn road(&self, param: usize) -> (&Group, Way) {
+        let sharded = &self.params[param];
+        match (&self.neighbours, &self.whole[param].near) {
+            (Some(group), Some(_)) => (group, Way::Near),
+            _ if sharded.quantized => (&self.flats[sharded.flat].0, Way::Quantized),
+            _ => (&self.flats[sharded.flat].0, Way::AsItIs),
+        }
+    }
+
+    fn gather_over(&mut self, group: &Group, way: Way, params: &[usize]) -> Result<()> {
         let mut pairs = Vec::with_capacity(params.len());
         for &param in params {
             let sharded = &self.params[param];
-            let numel = sharded.share * group.size();
+            let numel = sharded.share * self.flats[sharded.flat].0.size();
             let value = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
             let flat = &self.flats[sharded.flat].1;
-            if sharded.quantized {
-                let host = Device::cpu();
-                let own = quantized::quantized(&flat.read(sharded.start, sharded.share, &host)?)?;
-                let bytes = own.numel() * group.size();
-                let arriving = Tensor::empty_in([bytes], DType::U8, &host, Category::Buffers)?;
-                self.whole[param].arriving = Some(arriving.clone());
-                pairs.push((own, arriving));
-            } else {
-                let own = flat.read(sharded.start, sharded.share, &self.device)?;
-                pairs.push((own, value.clone()));
+            match (way, &self.whole[param].near) {
+                (Way::Near, Some(near)) => pairs.push((near.clone(), value.clone())),
+                (Way::Quantized, _) => {
+                    let host = Device::cpu();
+                    let own = quantized::quantized(&flat.read(sharded.start, sharded.share, &host)?)?;
+                    let bytes = own.numel() * group.size();
+                    let arriving = Tensor::empty_in([bytes], DType::U8, &host, Category::Buffers)?;
+                    self.whole[param].arriving = Some(arriving.clone());
+                    pairs.push((own, arriving));
+                }
+                _ => {
+                    let own = flat.read(sharded.start, sharded.share, &self.device)?;
+                    pairs.push((own, value.clone()));
+                }
             }
             self.whole[param].value = Some(value);
             if let Some(place) = self.whole[param].absent_at.take() {
@@ -387,6 +429,7 @@ impl Residency {
         self.inside = None;
         for param in 0..self.whole.len() {
             self.land(param)?;
+            self.whole[param].near = None;
             if self.whole[param].borrows == 0 {
                 self.drop_value(param);
             }

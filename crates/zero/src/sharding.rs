@@ -53,12 +53,7 @@ impl Sharding {
     /// Shards of `size` neighbouring ranks each. All ranks call it together.
     pub fn in_shards_of(world: &World, size: usize) -> Result<Sharding> {
         let ranks = world.size();
-        if size == 0 || !ranks.is_multiple_of(size) {
-            let why = format!(
-                "{ranks} ranks cannot be cut into shards of {size}: choose a divisor of the number of ranks (zero_optimization.mics_shard_size)"
-            );
-            return Err(ZeroError::Request(why));
-        }
+        check_size(ranks, size, "mics_shard_size")?;
         if size == ranks {
             return Ok(Sharding::over_world(world));
         }
@@ -71,6 +66,22 @@ impl Sharding {
             counted: true,
             reach: world.group(),
         })
+    }
+
+    /// The `size` neighbouring ranks that hold what was gathered once more among themselves; `None` where that would
+    /// gain nothing: each rank for itself, or all of them. All ranks call it together.
+    pub(crate) fn neighbours(&self, world: &World, size: u64) -> Result<Option<Group>> {
+        let (ranks, size) = (world.size(), usize::try_from(size).unwrap_or(usize::MAX));
+        if size <= 1 || size >= ranks {
+            return Ok(None);
+        }
+        check_size(ranks, size, "zero_hpz_partition_size")?;
+        if self.shard.size() != ranks {
+            let why = "zero_hpz_partition_size keeps a second copy of what is spread over all ranks, and here it is spread over some of them: remove it, or mics_shard_size, pipeline stages and tensor slices";
+            return Err(ZeroError::Request(why.into()));
+        }
+        let topology = ProcessTopology::new([(REPLICA, ranks / size), (SHARD, size)])?;
+        Ok(Some(Mesh::new(world.clone(), topology)?.group(SHARD)?))
     }
 
     /// Divides sums of gradients by this instead: experts get tokens, and so gradients, of ranks that do not hold them.
@@ -117,6 +128,16 @@ impl Sharding {
     pub(crate) fn reach(&self) -> &Group {
         &self.reach
     }
+}
+
+fn check_size(ranks: usize, size: usize, key: &str) -> Result<()> {
+    if size > 0 && ranks.is_multiple_of(size) {
+        return Ok(());
+    }
+    let why = format!(
+        "{ranks} ranks cannot be cut into shards of {size}: choose a divisor of the number of ranks (zero_optimization.{key})"
+    );
+    Err(ZeroError::Request(why))
 }
 
 /// Parameters that are spread in another way than the rest.

@@ -264,7 +264,7 @@ impl ZeroStore {
         let roads: Vec<Road> = trained.iter().map(|share| road(options, &share.sharding)).collect();
         let reducer = Reducer::new(roads, reduce_options(options), plan, &part_numels, shapes, device)?;
         let residency = if stage == Stage::Parameters {
-            Some(residency(device, params, &positions, &shares, &leaves, options)?)
+            Some(residency(world, device, params, &positions, &shares, &leaves, options)?)
         } else {
             None
         };
@@ -524,6 +524,7 @@ fn build_share(
 }
 
 fn residency(
+    world: &World,
     device: &Device,
     params: &[Param],
     positions: &[(usize, usize)],
@@ -554,6 +555,7 @@ fn residency(
             persistent: stays[index],
             // What stays whole is small, and gathered once a step.
             quantized: zero.quantized_weights && !stays[index] && shares[flat].sharding.shard.size() > 1,
+            kept_near: !stays[index] && shares[flat].sharding.shard.name() == options.sharding.shard.name(),
         });
     }
     for leaf in leaves {
@@ -576,7 +578,8 @@ fn residency(
         reuse_distance: zero.max_reuse_distance,
     };
     let flats = shares.iter().map(|share| (share.sharding.shard.clone(), share.values.clone())).collect();
-    Ok(Residency::new(limits, sharded, leaves, flats, options.dtype, device))
+    let neighbours = options.sharding.neighbours(world, zero.hpz_partition_size)?;
+    Ok(Residency::new(limits, sharded, leaves, flats, neighbours, options.dtype, device))
 }
 
 /// Which way every parameter is spread: 0 for the common one, then by `elsewhere`.

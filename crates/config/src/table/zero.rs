@@ -175,7 +175,7 @@ pub(super) const ZERO: &[Key] = &[
         .inert("ranks always check that they agree"),
     key("save_muon_momentum_buffer_in_memory", Kind::Bool, "false", "Where Muon's momentum stays (stage 3)."),
     key("zeropp_loco_param", Kind::Json, "null", "LoCo: make up for the error of quantised gradients."),
-    key("zero_hpz_partition_size", COUNT, "1", "ZeRO++: ranks that hold a second copy of the parameters."),
+    key("zero_hpz_partition_size", COUNT, "1", "ZeRO++: ranks that hold a second copy of the parameters.").done(),
     key("zero_quantized_weights", Kind::Bool, "false", "ZeRO++: gather parameters as int8.").done(),
     key(
         "zero_quantized_nontrainable_weights",
