@@ -11,6 +11,7 @@ use ferrospeed_tensor::{Category, DType, Device, Tensor};
 use half::{bf16, f16};
 
 use crate::error::Result;
+use crate::home::moved_to;
 use crate::memory::part;
 
 const FORMAT: Format = Format { bits: Bits::Eight, symmetric: true };
@@ -55,9 +56,7 @@ pub(crate) fn dequantize(arrived: &Tensor, share: usize, value: &Tensor) -> Resu
     }
     let landing = Tensor::empty_in(*value.shape(), value.dtype(), &Device::cpu(), Category::Buffers)?;
     on_host(arrived, share, &landing)?;
-    let mut bytes = vec![0u8; landing.size_bytes()];
-    landing.device().backend().copy_to_host(&landing, &mut bytes)?;
-    Ok(device.backend().copy_from_host(&bytes, value)?)
+    Ok(device.backend().cast(&moved_to(landing, device)?, value)?)
 }
 
 fn on_host(arrived: &Tensor, share: usize, value: &Tensor) -> Result<()> {
