@@ -190,3 +190,64 @@ fn mask(values: &mut [f32], variance: &[f32]) {
 fn norm(values: impl Iterator<Item = f32>) -> f64 {
     values.map(|value| f64::from(value) * f64::from(value)).sum::<f64>().sqrt()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Signs of one size, which are never zero.
+    struct Signs;
+
+    impl Exchange for Signs {
+        type Error = std::convert::Infallible;
+
+        fn padded(&self, numel: usize) -> usize {
+            numel
+        }
+
+        fn average(&mut self, _: usize, values: &mut [f32]) -> Result<(), Self::Error> {
+            let size = values.iter().map(|value| value.abs()).sum::<f32>() / values.len() as f32;
+            values.iter_mut().for_each(|value| *value = if *value >= 0.0 { size } else { -size });
+            Ok(())
+        }
+
+        fn forget(&mut self) {}
+    }
+
+    #[test]
+    fn a_weight_that_never_had_a_gradient_stays_where_it_is() {
+        let lamb = OneBitLamb {
+            eps: 1e-8,
+            freeze_step: 4,
+            max_coeff: 10.0,
+            min_coeff: 0.01,
+            coeff_beta: 0.9,
+            factor_max: 4.0,
+            factor_min: 0.5,
+            factor_threshold: 0.1,
+        };
+        let zero_one = ZeroOneAdam {
+            eps: 1e-8,
+            var_freeze_step: 4,
+            var_update_scaler: 1,
+            local_step_scaler: 2,
+            local_step_clipper: 2,
+        };
+        let adam = OneBitAdam { eps: 1e-8, freeze_step: 4 };
+        for rule in [OneBit::Adam(adam), OneBit::ZeroOne(zero_one), OneBit::Lamb(lamb)] {
+            let (mut weights, mut memory) = (vec![0.5f32; 2], Memory::default());
+            let mut states = vec![vec![0.0f32; 2]; rule.state_names().len()];
+            for step in 1..12 {
+                let mut params = [Whole {
+                    weights: &mut weights,
+                    gradient: &[0.3, 0.0],
+                    states: states.iter_mut().map(|state| &mut state[..]).collect(),
+                    options: GroupOptions { lr: 0.01, weight_decay: 0.0, betas: [0.9, 0.999] },
+                }];
+                rule.step(&mut memory, &mut params, step, &mut Signs).unwrap();
+            }
+            assert!(weights[0] < 0.5 && weights[0].is_finite(), "{}: {weights:?}", rule.name());
+            assert_eq!(weights[1], 0.5, "{}", rule.name());
+        }
+    }
+}
