@@ -100,5 +100,5 @@ pub fn free_bytes(folder: &Path) -> std::io::Result<u64> {
     }
     // SAFETY: the call filled it.
     let answer = unsafe { answer.assume_init() };
-    Ok(answer.f_bavail as u64 * answer.f_frsize as u64)
+    Ok(answer.f_bavail * answer.f_frsize)
 }

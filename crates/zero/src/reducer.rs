@@ -685,7 +685,7 @@ mod tests {
             wire: DType::F32,
             kept: DType::F32,
             accumulates,
-            each_micro_batch: false,
+            each_micro_batch: true,
         };
         let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
         let numel = layout.part_numel;
