@@ -51,9 +51,9 @@ impl Model {
         let hidden = self.inwards.forward(x).unwrap();
         let mixed = self.moe.forward(&hidden, Mode::Train).unwrap();
         let found = self.outwards.forward(&ops::add(&hidden, &mixed.output).unwrap()).unwrap();
-        let apart = ops::sub(&ops::cast(&found, DType::F32).unwrap(), y).unwrap();
-        let loss = ops::mean(&ops::square(&apart).unwrap()).unwrap();
-        let balance = ops::affine(&mixed.balance_loss().unwrap(), 0.01, 0.0).unwrap();
+        let apart = ops::sub(ops::cast(&found, DType::F32).unwrap(), y).unwrap();
+        let loss = ops::mean(ops::square(&apart).unwrap()).unwrap();
+        let balance = ops::affine(mixed.balance_loss().unwrap(), 0.01, 0.0).unwrap();
         ops::add(&loss, &balance).unwrap()
     }
 }
