@@ -11,6 +11,7 @@ use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
 use ferrospeed_engine::{
     Engine, EngineError, Options, Setup, StepReport, initialize_model, initialize_pipeline,
 };
+use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_observe::monitor::Samples;
@@ -389,6 +390,15 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
     let embedding = (config.vocab * config.embedding_width) as f64;
     // The table is looked up, not multiplied, unless it is also the head.
     let multiplied = model.parameters().numel() as f64 - if config.tied { 0.0 } else { embedding };
+    // Of a mixture, the experts that a token does not go to do nothing for it.
+    let idle = match &config.feed_forward {
+        FeedForward::Mixture(mixture) => {
+            let expert = 3 * config.width * mixture.inner_width;
+            (config.layers * mixture.experts.saturating_sub(mixture.chosen) * expert) as f64
+        }
+        FeedForward::Plain { .. } | FeedForward::Gated { .. } => 0.0,
+    };
+    let multiplied = multiplied - idle;
     6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * sequence as f64
 }
 
