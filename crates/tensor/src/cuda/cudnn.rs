@@ -64,7 +64,10 @@ impl Drop for Descriptor {
 }
 
 /// A handle of the library, bound to the device's stream.
-pub(super) struct Handle(sys::cudnnHandle_t);
+pub(super) struct Handle {
+    raw: sys::cudnnHandle_t,
+    version: usize,
+}
 
 // SAFETY: a handle may move between threads; it is used under a lock.
 unsafe impl Send for Handle {}
@@ -74,14 +77,23 @@ impl Handle {
     pub(super) fn open(driver: &Driver) -> Option<Handle> {
         // SAFETY: opening the library runs its initialisers; the calls take valid places.
         unsafe {
-            if !sys::is_culib_present() || sys::cudnnGetVersion() < 90_000 {
+            if !sys::is_culib_present() {
+                return None;
+            }
+            let version = sys::cudnnGetVersion();
+            if version < 90_000 {
                 return None;
             }
             let mut handle = std::ptr::null_mut();
             check(sys::cudnnCreate(&mut handle), "create a handle").ok()?;
             check(sys::cudnnSetStream(handle, driver.stream().cast()), "set the stream").ok()?;
-            Some(Handle(handle))
+            Some(Handle { raw: handle, version })
         }
+    }
+
+    /// The library's version, as it counts: 9.14.0 is 91400.
+    pub(super) fn version(&self) -> usize {
+        self.version
     }
 }
 
@@ -250,7 +262,7 @@ impl Graph {
         let operations: Vec<_> = self.operations.iter().map(|operation| operation.0).collect();
         let link = Type::CUDNN_TYPE_BACKEND_DESCRIPTOR;
         graph.set(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, link, &operations)?;
-        graph.set(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle.0])?;
+        graph.set(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle.raw])?;
         let graph = graph.finish("the graph")?;
         let heuristic = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
         heuristic.set(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, link, &[graph.0])?;
@@ -301,7 +313,7 @@ unsafe impl Send for Plan {}
 impl Plan {
     fn new(handle: &Handle, choice: &Descriptor) -> Result<Plan> {
         let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
-        plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle.0])?;
+        plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle.raw])?;
         let link = Type::CUDNN_TYPE_BACKEND_DESCRIPTOR;
         plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, link, &[choice.0])?;
         let plan = plan.finish("a plan")?;
@@ -341,6 +353,6 @@ impl Plan {
         pack.set(Name::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, Type::CUDNN_TYPE_VOID_PTR, &space)?;
         let pack = pack.finish("the addresses")?;
         // SAFETY: the caller's promise.
-        check(unsafe { sys::cudnnBackendExecute(handle.0, self.plan.0, pack.0) }, "run")
+        check(unsafe { sys::cudnnBackendExecute(handle.raw, self.plan.0, pack.0) }, "run")
     }
 }
