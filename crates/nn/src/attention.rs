@@ -252,7 +252,7 @@ impl MultiHeadAttention {
         }
         let [q, k, v] = self.project(x, batch, tokens)?;
         let (q, k) = match &visibility.rotary {
-            Some(table) => (table.rotate(&q)?, table.rotate(&k)?),
+            Some(table) => (table.rotate(q)?, table.rotate(k)?),
             None => (q, k),
         };
         let mixed = match (cache, &visibility.place) {
@@ -279,8 +279,11 @@ impl MultiHeadAttention {
             }
             HeadProjections::Separate { query, key, value } => {
                 let dim = self.config.head_dim;
-                let heads = |layer: &Linear, count: usize, norm: Option<&RmsNorm>| {
-                    let mut flat = layer.forward(x)?;
+                let [of_query, of_key] =
+                    self.head_norms.as_ref().map_or([None, None], |[query, key]| [Some(query), Some(key)]);
+                let layers = [query, key, value].map(Linear::operands);
+                let [query, key, value] = ops::linears(x, layers, query.layout())?;
+                let heads = |mut flat: Tensor, count: usize, norm: Option<&RmsNorm>| {
                     let per_head = norm.filter(|norm| norm.width() == dim);
                     if let (Some(norm), None) = (norm, per_head) {
                         flat = norm.forward(&flat)?;
@@ -288,8 +291,6 @@ impl MultiHeadAttention {
                     let split = ops::reshape(&flat, [batch, tokens, count, dim])?;
                     per_head.map_or(Ok(split.clone()), |norm| norm.forward(&split))
                 };
-                let [of_query, of_key] =
-                    self.head_norms.as_ref().map_or([None, None], |[query, key]| [Some(query), Some(key)]);
                 Ok([
                     heads(query, self.config.heads, of_query)?,
                     heads(key, self.config.kv_heads, of_key)?,

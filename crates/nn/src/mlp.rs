@@ -45,7 +45,7 @@ pub struct GatedMlp {
 }
 
 impl GatedMlp {
-    /// From its three layers.
+    /// From its three layers, which share a weight layout.
     pub fn new(gate: Linear, up: Linear, down: Linear, activation: Activation) -> GatedMlp {
         GatedMlp { gate, up, down, activation }
     }
@@ -59,11 +59,11 @@ impl GatedMlp {
         self.activation
     }
 
-    /// The gated product, projected down.
+    /// The gated product, projected down: one node on the tape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         profile::scope("GatedMlp", [&self.gate, &self.up, &self.down].map(Linear::weight), || {
-            let hidden = ops::gated(self.activation, &self.gate.forward(x)?, &self.up.forward(x)?)?;
-            self.down.forward(&hidden)
+            let layers = self.layers().map(Linear::operands);
+            ops::gated_mlp(x, layers, self.gate.layout(), self.activation)
         })
     }
 }

@@ -158,8 +158,8 @@ impl RotaryTable {
         Ok(RotaryTable { cos: row(&self.cos)?, sin: row(&self.sin)?, interleaved: self.interleaved })
     }
 
-    /// Turns `x [batch, tokens, heads, dim]`.
-    pub fn rotate(&self, x: &Tensor) -> Result<Tensor> {
+    /// Turns `x [batch, tokens, heads, dim]`, where it lies if nobody else sees it.
+    pub fn rotate(&self, x: Tensor) -> Result<Tensor> {
         ferrospeed_tensor::ops::rotary(x, &self.cos, &self.sin, self.interleaved)
     }
 }

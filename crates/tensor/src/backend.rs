@@ -471,6 +471,16 @@ pub trait Backend: Send + Sync {
     }
     /// `y = f(gate) · up`.
     fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()>;
+    /// Gradients of [`Backend::gated`] where its operands lie: `gate` and `up` become theirs. With `rebuilds`, the gradient
+    /// `dy` of the result becomes the result.
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        rebuilds: bool,
+    ) -> Result<()>;
     /// Gradients of [`Backend::gated`].
     fn gated_backward(
         &self,

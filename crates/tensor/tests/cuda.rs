@@ -8,7 +8,7 @@ use ferrospeed_tensor::ops::{
 };
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::{
-    Activation, Category, DType, Device, Result, Tensor, TensorError, Window2d, autograd, cuda,
+    Activation, Category, DType, Device, Operand, Result, Tensor, TensorError, Window2d, autograd, cuda,
 };
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -252,6 +252,12 @@ fn products_with_bias_and_activation() {
             let down = ((&down).into(), Some((&down_bias).into()));
             Ok(vec![ops::mlp(&x, up, down, WeightLayout::InOut, activation)?])
         });
+        compare("gated mlp", &|i| {
+            let x = i.input(&[tokens, 16]);
+            let mut weight = |shape: [usize; 2]| (Operand::from(&i.input_by(&shape, |v| v / 4.0)), None);
+            let layers = [weight([inner, 16]), weight([inner, 16]), weight([16, inner])];
+            Ok(vec![ops::gated_mlp(&x, layers, WeightLayout::OutIn, activation)?])
+        });
     }
 }
 
@@ -383,8 +389,39 @@ fn attention_in_every_variant() {
     for interleaved in [false, true] {
         compare("rotary", &|i| {
             let table = |i: &Inputs<'_>, stream| i.constant(&normal(&[1, 6, 8], stream), &[1, 6, 8]);
-            Ok(vec![ops::rotary(&i.input(&[2, 6, 3, 20]), &table(i, 50), &table(i, 51), interleaved)?])
+            Ok(vec![ops::rotary(i.input(&[2, 6, 3, 20]), &table(i, 50), &table(i, 51), interleaved)?])
         });
+    }
+}
+
+/// Gradients of long sequences are computed in parts (with a window, with lengths that do not divide). Plain kernels in f32
+/// are the reference; the same bits come every time.
+#[test]
+fn long_attention_in_parts() {
+    let Some(gpu) = device() else { return };
+    // (batch, tokens, heads, key heads, dim, window)
+    for (b, t, h, kv, d, window) in [
+        (1, 17_000, 8, 1, 64, None),
+        (1, 16_500, 4, 2, 128, None),
+        (2, 9_000, 16, 1, 64, Some(2_500)),
+        (1, 12_345, 16, 2, 64, Some(4_096)),
+        (3, 4_096, 32, 4, 64, Some(1_000)),
+        (9, 2_048, 32, 4, 64, None),
+    ] {
+        let options = AttentionOptions { causal: true, window, ..AttentionOptions::default() };
+        let op = |i: &mut Inputs<'_>| {
+            let (q, k, v) = (i.input(&[b, t, h, d]), i.input(&[b, t, kv, d]), i.input(&[b, t, kv, d]));
+            let round = |x: &Tensor| ops::cast(&ops::cast(x, DType::BF16)?, i.dtype);
+            Ok(vec![ops::attention(&round(&q)?, &round(&k)?, &round(&v)?, &options)?])
+        };
+        let ours = run(&op, DType::BF16, &gpu);
+        assert_eq!(ours, run(&op, DType::BF16, &gpu), "the same bits, {t} tokens");
+        for (index, (ours, truth)) in ours.iter().zip(run(&op, DType::F32, &gpu)).enumerate() {
+            let scale = truth.iter().fold(0.1f32, |most, v| most.max(v.abs()));
+            let far =
+                ours.iter().zip(&truth).position(|(a, b)| (a - b).abs() > tolerance(DType::BF16) * scale);
+            assert_eq!(far, None, "{t} tokens, window {window:?}: result {index}");
+        }
     }
 }
 

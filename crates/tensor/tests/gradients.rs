@@ -4,7 +4,7 @@
 mod reference;
 
 use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, WeightLayout};
-use ferrospeed_tensor::{Activation, Device, Operand, Result, Tensor};
+use ferrospeed_tensor::{Activation, DType, Device, Operand, Result, Tensor, autograd};
 use reference::check::{check, random};
 use reference::{Array, Visibility};
 
@@ -102,6 +102,65 @@ fn products() {
             reference::matmul(&x[0], &x[1]).zip(&x[2], |y, b| y + b).map(|x| x * reference::sigmoid(x));
         reference::matmul(&hidden, &x[3]).zip(&x[4], |y, b| y + b)
     });
+}
+
+#[test]
+fn layers_that_share_their_input() {
+    let weights = |x: &Tensor, b: &Tensor| (Operand::from(x), Some(Operand::from(b)));
+    for [rows, width, inner] in [[0, 3, 4], [1, 2, 1], [5, 7, 9], [33, 16, 20]] {
+        let inputs = [
+            random(&[rows, width], 1),
+            random(&[width, inner], 2),
+            random(&[inner], 3),
+            random(&[width, inner], 4),
+            random(&[inner], 5),
+            random(&[inner, width], 6),
+            random(&[width], 7),
+        ];
+        let product = |x: &Array, w: &Array, b: &Array| reference::matmul(x, w).zip(b, |y, b| y + b);
+        check(
+            &format!("gated_mlp [{rows}, {width}, {inner}]"),
+            &inputs,
+            |x| {
+                let layers = [weights(&x[1], &x[2]), weights(&x[3], &x[4]), weights(&x[5], &x[6])];
+                ops::gated_mlp(&x[0], layers, WeightLayout::InOut, Activation::Silu)
+            },
+            |x| {
+                let gate = product(&x[0], &x[1], &x[2]).map(|g| g * reference::sigmoid(g));
+                product(&gate.zip(&product(&x[0], &x[3], &x[4]), |g, u| g * u), &x[5], &x[6])
+            },
+        );
+        check(
+            &format!("linears [{rows}, {width}, {inner}]"),
+            &inputs[..5],
+            |x| {
+                let layers = [weights(&x[1], &x[2]), weights(&x[3], &x[4])];
+                let [left, right] = ops::linears(&x[0], layers, WeightLayout::InOut)?;
+                ops::mul(&left, &right)
+            },
+            |x| product(&x[0], &x[1], &x[2]).zip(&product(&x[0], &x[3], &x[4]), |l, r| l * r),
+        );
+    }
+}
+
+/// A layer whose result nobody uses gets no gradient, and the others' are right.
+#[test]
+fn a_layer_that_is_not_used_leaves_the_others_alone() {
+    let tensor = |shape: &[usize], stream| {
+        let array = random(shape, stream);
+        let values: Vec<f32> = array.data.iter().map(|&v| v as f32).collect();
+        Tensor::from_f32(&values, shape, DType::F32, &Device::cpu()).unwrap().tracked()
+    };
+    let (x, used, unused) = (tensor(&[4, 3], 1), tensor(&[5, 3], 2), tensor(&[6, 3], 3));
+    let layers = [(Operand::from(&unused), None), (Operand::from(&used), None)];
+    let [_, y] = ops::linears(&x, layers, WeightLayout::OutIn).unwrap();
+    let seed = tensor(&[4, 5], 4);
+    autograd::backward_with(&[(y, seed.detach())]).unwrap();
+    assert!(unused.grad().is_none());
+    let alone = x.detach().tracked();
+    let y = ops::linear(&alone, &used.detach(), None, WeightLayout::OutIn).unwrap();
+    autograd::backward_with(&[(y, seed.detach())]).unwrap();
+    assert_eq!(x.grad().unwrap().to_vec_f32().unwrap(), alone.grad().unwrap().to_vec_f32().unwrap());
 }
 
 #[test]

@@ -46,7 +46,7 @@ fn rotary_embedding() {
             check(
                 &format!("rotary {batch} {tables} {tokens} {heads} {dim} {pairs} {interleaved}"),
                 &[random(&[batch, tokens, heads, dim], 1)],
-                |x| ops::rotary(&x[0], &cos, &sin, interleaved),
+                |x| ops::rotary(x[0].clone(), &cos, &sin, interleaved),
                 |x| rotated(&x[0], &angles, interleaved),
             );
         }

@@ -5,7 +5,8 @@ use ferrospeed_nn::{
     GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention, Norm, NormConfig,
     RmsNorm, Visibility,
 };
-use ferrospeed_tensor::{Tensor, autograd, ops, profile};
+use ferrospeed_tensor::autograd::{self, Shelf};
+use ferrospeed_tensor::{Tensor, ops, profile};
 
 use super::config::{Declared, DecoderConfig, FeedForward, QkvNames, Residual};
 use crate::error::{ModelError, Result};
@@ -218,8 +219,9 @@ impl Block {
     }
 }
 
-/// A block that is run again in backward. Its input and output are one tensor each.
+/// A block that is run again in backward. Its input and output are one tensor each; the input waits on the shelf.
 pub(super) fn checkpointed(
+    shelf: &dyn Shelf,
     block: &Block,
     stream: Stream,
     visibility: &Visibility,
@@ -228,7 +230,7 @@ pub(super) fn checkpointed(
 ) -> Result<Stream> {
     let (block, visibility) = (block.clone(), visibility.clone());
     let has_router = matches!(block.feed_forward, FeedForwardLayer::Mixture(_));
-    let mut outputs = autograd::checkpoint(&[stream.value()?], move |inputs| {
+    let mut outputs = autograd::checkpoint_on(shelf, &[stream.value()?], move |inputs| {
         let mut routers = RouterLogits::new();
         let stream = Stream { stream: inputs[0].clone(), pending: None };
         let stream =

@@ -2,7 +2,9 @@
 //!
 //! (Chen, Xu, Zhang, Guestrin: "Training deep nets with sublinear memory cost", 2016.) The second run draws the
 //! same random numbers as the first. Segments nest. Inputs need not require a gradient: parameters inside the
-//! segment get theirs all the same.
+//! segment get theirs all the same. Until then the inputs wait where a [`Shelf`] puts them.
+
+use std::sync::{Arc, Mutex};
 
 use crate::autograd::{TOUCHED, backward_with, is_recording, no_grad, record_node, with_recording};
 use crate::error::{Result, TensorError};
@@ -11,11 +13,72 @@ use crate::profile;
 use crate::random;
 use crate::tensor::Tensor;
 
+/// Brings back what was put away.
+pub type Restore = Box<dyn FnOnce() -> Result<Tensor> + Send>;
+
+/// Where the inputs of checkpointed segments wait for backward.
+pub trait Shelf: std::fmt::Debug + Send + Sync {
+    /// Puts a tensor away; what comes back has the same bits.
+    fn put(&self, tensor: Tensor) -> Result<Restore>;
+}
+
+/// They stay where they are.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct InPlace;
+
+impl Shelf for InPlace {
+    fn put(&self, tensor: Tensor) -> Result<Restore> {
+        Ok(Box::new(move || Ok(tensor)))
+    }
+}
+
+/// They wait in host memory; a device's memory then holds those of one segment at a time.
+#[derive(Debug, Clone, Default)]
+pub struct OnHost {
+    /// Buffers that wait for their next use: memory that is asked for anew is cleared page by page.
+    free: Arc<Mutex<Vec<Vec<u8>>>>,
+}
+
+impl OnHost {
+    fn buffer(&self, bytes: usize) -> Vec<u8> {
+        let mut free = self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let fitting = free.iter().position(|buffer| buffer.len() == bytes);
+        fitting.map_or_else(|| vec![0; bytes], |index| free.swap_remove(index))
+    }
+}
+
+impl Shelf for OnHost {
+    fn put(&self, tensor: Tensor) -> Result<Restore> {
+        if tensor.device().backend().is_host() {
+            return InPlace.put(tensor);
+        }
+        let mut buffer = self.buffer(tensor.size_bytes());
+        tensor.device().backend().copy_to_host(&tensor, &mut buffer)?;
+        let (shape, dtype, device) = (*tensor.shape(), tensor.dtype(), tensor.device().clone());
+        let free = self.free.clone();
+        Ok(Box::new(move || {
+            let again = Tensor::empty(shape, dtype, &device)?;
+            device.backend().copy_from_host(&buffer, &again)?;
+            free.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);
+            Ok(again)
+        }))
+    }
+}
+
 /// Runs `segment` on `inputs`, saving only the inputs; backward runs it again.
 ///
 /// The segment must compute the same thing both times: it may depend on its inputs, on parameters and on this
 /// thread's random state, on nothing else that changes.
 pub fn checkpoint(
+    inputs: &[Tensor],
+    segment: impl Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+) -> Result<Vec<Tensor>> {
+    checkpoint_on(&InPlace, inputs, segment)
+}
+
+/// The same with the inputs on a shelf meanwhile.
+pub fn checkpoint_on(
+    shelf: &dyn Shelf,
     inputs: &[Tensor],
     segment: impl Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
 ) -> Result<Vec<Tensor>> {
@@ -28,17 +91,15 @@ pub fn checkpoint(
     if touched.is_empty() && !operands.iter().any(Operand::requires_grad) {
         return Ok(outputs);
     }
-    // What is kept between forward and backward. Moving it elsewhere (host memory, a slice per rank) is a change
-    // of these two lines only.
-    let saved: Vec<(Tensor, bool)> =
-        inputs.iter().map(|input| (input.detach(), input.requires_grad())).collect();
-    let restore = move || -> Vec<(Tensor, bool)> { saved };
+    let put = |input: &Tensor| Ok((shelf.put(input.detach())?, input.requires_grad()));
+    let saved = inputs.iter().map(put).collect::<Result<Vec<(Restore, bool)>>>()?;
 
     let backward = move |gradients: Vec<Option<Tensor>>| {
-        let inputs: Vec<Tensor> = restore()
-            .into_iter()
-            .map(|(input, wanted)| if wanted { input.tracked() } else { input })
-            .collect();
+        let mut inputs = Vec::with_capacity(saved.len());
+        for (restore, wanted) in saved {
+            let input = restore()?;
+            inputs.push(if wanted { input.tracked() } else { input });
+        }
         let outer_state = random::set_state(random_state);
         let again =
             profile::during(profile::Pass::Recomputation, || with_recording(true, || segment(&inputs)));

@@ -14,7 +14,7 @@ mod rebuilt;
 
 pub use backward::{backward, backward_with};
 pub(crate) use backward::{contribute_rows, has_contribution};
-pub use checkpoint::checkpoint;
+pub use checkpoint::{InPlace, OnHost, Restore, Shelf, checkpoint, checkpoint_on};
 pub use custom::{CustomOp, apply};
 pub(crate) use rebuilt::{Rebuilt, Saved, rebuild_with};
 

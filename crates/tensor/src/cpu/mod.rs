@@ -267,6 +267,16 @@ impl Backend for CpuBackend {
     fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
         pointwise::gated(&self.threads, activation, gate, up, y)
     }
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        rebuilds: bool,
+    ) -> Result<()> {
+        pointwise::gated_backward_in_place(&self.threads, activation, gate, up, dy, rebuilds)
+    }
     fn gated_backward(
         &self,
         activation: Activation,

@@ -283,6 +283,39 @@ pub(crate) fn gated_backward(
     })
 }
 
+pub(crate) fn gated_backward_in_place(
+    threads: &Threads,
+    activation: Activation,
+    gate: &Tensor,
+    up: &Tensor,
+    dy: &Tensor,
+    rebuilds: bool,
+) -> Result<()> {
+    float_kernel!("gated_backward_in_place", gate.dtype(), T => {
+        let [gate, up, dy] = [gate, up, dy].map(|tensor| Shared::new(write::<T>(tensor)));
+        threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
+            for start in range.clone().step_by(AT_ONCE) {
+                let part = start..(start + AT_ONCE).min(range.end);
+                // SAFETY: blocks are disjoint, and so are the three tensors.
+                let [gate, up, dy] = unsafe { [&gate, &up, &dy].map(|tensor| tensor.range(part.clone())) };
+                let (mut f, mut d) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
+                let (f, d) = (&mut f[..gate.len()], &mut d[..gate.len()]);
+                activation::values_and_derivatives(activation, gate, f, d);
+                vectorized!(|| {
+                    for i in 0..gate.len() {
+                        let (u, gradient) = (up[i].widen(), dy[i].widen());
+                        gate[i] = T::narrow(gradient * u * d[i]);
+                        up[i] = T::narrow(gradient * f[i]);
+                        if rebuilds {
+                            dy[i] = T::narrow(f[i] * u);
+                        }
+                    }
+                });
+            }
+        });
+    })
+}
+
 pub(crate) fn add_assign(threads: &Threads, target: &Tensor, source: &Tensor) -> Result<()> {
     if target.shape() != source.shape() {
         return Err(TensorError::ShapeMismatch {

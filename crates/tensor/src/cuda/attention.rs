@@ -256,6 +256,27 @@ pub(super) fn rotary(
     let count = batch * tokens * head_count * pairs;
     let per_sequence = i32::from(cos.numel() > tokens * pairs);
     let sign = if inverse { -1.0f32 } else { 1.0 };
+    let by_eights = [pairs, heads.batch_stride, heads.token_stride, heads.head_stride];
+    if !interleaved && by_eights.iter().all(|size| size.is_multiple_of(8)) && start(heads).is_multiple_of(16)
+    {
+        return launch!(
+            backend,
+            kernel(heads.tensor.dtype(), 0, "rotary_halves")?,
+            backend.grid(count),
+            [super::BLOCK, 1, 1],
+            0,
+            (count / 8) as u64,
+            tokens as u64,
+            head_count as u64,
+            pairs as u64,
+            start(heads),
+            strides(heads),
+            at(cos),
+            at(sin),
+            per_sequence,
+            sign
+        );
+    }
     launch!(
         backend,
         kernel(heads.tensor.dtype(), 0, "rotary")?,

@@ -196,6 +196,20 @@ pub(super) fn gated_backward(
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(gate), at(up), at(dy), at(dgate), at(dup), op)
 }
 
+pub(super) fn gated_backward_in_place(
+    backend: &CudaBackend,
+    activation: Activation,
+    gate: &Tensor,
+    up: &Tensor,
+    dy: &Tensor,
+    rebuilds: bool,
+) -> Result<()> {
+    let op = activation_number(activation);
+    let kernel = kernel("gated_backward_in_place", gate.dtype(), "gated_backward_in_place")?;
+    let (grid, count) = (backend.grid(gate.numel()), gate.numel() as u64);
+    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(gate), at(up), at(dy), op, i32::from(rebuilds))
+}
+
 pub(super) fn add_assign(backend: &CudaBackend, target: &Tensor, source: &Tensor) -> Result<()> {
     if target.shape() != source.shape() {
         return Err(TensorError::ShapeMismatch {

@@ -385,6 +385,16 @@ impl Backend for CudaBackend {
     fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
         elementwise::gated(self, activation, gate, up, y)
     }
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        rebuilds: bool,
+    ) -> Result<()> {
+        elementwise::gated_backward_in_place(self, activation, gate, up, dy, rebuilds)
+    }
     fn gated_backward(
         &self,
         activation: Activation,

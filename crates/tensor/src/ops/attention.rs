@@ -464,7 +464,7 @@ fn step(
 }
 
 /// Rotates the first channels of each head of `x [batch, tokens, heads, dim]` by tables `[batch or 1, tokens, pairs]`.
-pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
+pub fn rotary(x: Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     expect_heads("x", x.shape())?;
     let (batch, tokens, dim) = (x.shape()[0], x.shape()[1], x.shape()[3]);
     let table = cos.shape();
@@ -476,8 +476,8 @@ pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Resu
     if !fits {
         return Err(TensorError::ShapeMismatch { op: "rotary", left: *x.shape(), right: *table });
     }
-    let x = Operand::from(x);
-    let y = rotated(&*x.read()?, cos, sin, interleaved, false)?;
+    let y = rotated(&x, cos, sin, interleaved, false)?;
+    let x = Operand::from(&x);
     if !needs_grad(&[&x]) {
         return Ok(y);
     }
@@ -485,10 +485,16 @@ pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Resu
     Ok(record("rotary", &[&x], y, move |dy| Ok(vec![Some(rotated(&dy, &cos, &sin, interleaved, true)?)])))
 }
 
+/// Turns a tensor where it lies if nobody else sees it, a copy otherwise.
 fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool, inverse: bool) -> Result<Tensor> {
-    let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
     let backend = x.device().backend();
-    backend.copy(x, &y)?;
+    let y = if x.is_unshared() {
+        x.detach()
+    } else {
+        let copy = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        backend.copy(x, &copy)?;
+        copy
+    };
     let [batch, tokens, heads] = [x.shape()[0], x.shape()[1], x.shape()[2]];
     backend.rotary(&Place::whole(x.shape()).of(&y), batch, tokens, heads, cos, sin, interleaved, inverse)?;
     Ok(y)

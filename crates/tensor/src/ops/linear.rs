@@ -40,20 +40,20 @@ impl WeightLayout {
     }
 }
 
-/// One weighted layer: what forward and backward of the ops below share.
+/// One weighted layer: what forward and backward of ops with weights share.
 #[derive(Clone)]
-struct Layer {
+pub(super) struct Layer {
     weight: Operand,
-    bias: Option<Operand>,
+    pub(super) bias: Option<Operand>,
     layout: WeightLayout,
     inputs: usize,
-    outputs: usize,
+    pub(super) outputs: usize,
     /// Whether weight and bias want gradients. Asked before they are saved: a saved tensor has lost its history.
     wanted: [bool; 2],
 }
 
 impl Layer {
-    fn new(
+    pub(super) fn new(
         op: &'static str,
         x: &Shape,
         x_dtype: crate::DType,
@@ -76,7 +76,20 @@ impl Layer {
         Ok(Layer { weight, bias, layout, inputs, outputs, wanted })
     }
 
-    fn saved(&self) -> Layer {
+    /// An error unless another layer has as many outputs.
+    pub(super) fn expect_alike(&self, op: &'static str, other: &Layer) -> Result<()> {
+        if self.outputs == other.outputs {
+            return Ok(());
+        }
+        Err(TensorError::ShapeMismatch { op, left: *self.weight.shape(), right: *other.weight.shape() })
+    }
+
+    /// Weight and bias, in the order of their gradients.
+    pub(super) fn operands(&self) -> impl Iterator<Item = &Operand> {
+        std::iter::once(&self.weight).chain(&self.bias)
+    }
+
+    pub(super) fn saved(&self) -> Layer {
         Layer { weight: self.weight.saved(), bias: self.bias.as_ref().map(Operand::saved), ..self.clone() }
     }
 
@@ -89,7 +102,12 @@ impl Layer {
         profile::in_module_of(Some(&self.weight), "Linear", sizes, work)
     }
 
-    fn forward(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        activation: Option<Activation>,
+        before: Option<&Tensor>,
+    ) -> Result<Tensor> {
         self.as_module(|| self.run(x, activation, before))
     }
 
@@ -118,25 +136,24 @@ impl Layer {
     }
 
     /// The gradient of the layer's input.
-    fn input_gradient(&self, dy: &Tensor, x_shape: &Shape) -> Result<Tensor> {
-        self.as_module(|| self.run_input_gradient(dy, x_shape))
+    pub(super) fn input_gradient(&self, dy: &Tensor, x_shape: &Shape) -> Result<Tensor> {
+        let dx = Tensor::empty(*x_shape, dy.dtype(), dy.device())?;
+        self.as_module(|| self.write_input_gradient(dy, &dx, false))?;
+        Ok(dx)
     }
 
-    fn run_input_gradient(&self, dy: &Tensor, x_shape: &Shape) -> Result<Tensor> {
-        let dx = Tensor::empty(*x_shape, dy.dtype(), dy.device())?;
+    /// Adds the gradient of the layer's input to that of other layers.
+    pub(super) fn add_input_gradient(&self, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        self.as_module(|| self.write_input_gradient(dy, dx, true))
+    }
+
+    fn write_input_gradient(&self, dy: &Tensor, dx: &Tensor, accumulate: bool) -> Result<()> {
         let weight = self.weight.read()?;
-        let rows = x_shape.rows();
-        let b = self.layout.backward(&weight);
+        let rows = dx.shape().rows();
+        let (dy_matrix, w) = (Matrix::whole(dy), self.layout.backward(&weight));
         profile::count_product(1, rows, self.inputs, self.outputs);
-        dy.device().backend().gemm(&Gemm::plain(
-            rows,
-            self.inputs,
-            self.outputs,
-            Matrix::whole(dy),
-            b,
-            &dx,
-        ))?;
-        Ok(dx)
+        let product = Gemm::plain(rows, self.inputs, self.outputs, dy_matrix, w, dx);
+        dy.device().backend().gemm(&Gemm { accumulate, ..product })
     }
 
     /// Room for the gradient of the bias, where it is wanted.
@@ -150,7 +167,11 @@ impl Layer {
     }
 
     /// The gradients of weight and bias, where they are wanted.
-    fn weight_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    pub(super) fn weight_gradients(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         self.as_module(|| {
             let dbias = self.bias_gradient_like(dy)?;
             if let Some(dbias) = &dbias {

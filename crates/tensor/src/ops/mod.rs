@@ -15,6 +15,7 @@ mod norm;
 mod reduce;
 mod routes;
 mod shape;
+mod shared_input;
 
 pub use attention::{
     AttentionOptions, PackedHeads, attention, attention_cached, attention_packed, attention_packed_cached,
@@ -31,6 +32,7 @@ pub use norm::{REBUILT_WIDTH, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 pub use reduce::{cumsum, log_softmax, max, mean, mean_dim, min, softmax, sum, sum_dim};
 pub use routes::Routes;
 pub use shape::{concat, narrow, permute, reshape, split, transpose};
+pub use shared_input::{gated_mlp, linears};
 
 use crate::backend::{Activation, Device, with_category};
 use crate::dtype::DType;

@@ -245,3 +245,25 @@ extern "C" __global__ void rotary(u64 count, u64 tokens, u64 heads, u64 pairs, R
         row[two] = narrow<REAL>(c * cs + a * sn);
     }
 }
+
+// The same for pairs of halves, eight pairs at a time.
+extern "C" __global__ void rotary_halves(u64 count, u64 tokens, u64 heads, u64 pairs, REAL* x, Heads xs, const float* cosine,
+                                         const float* sine, int per_sequence, float sign) {
+    u64 eights = pairs / 8;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        u64 pair = i % eights * 8, h = i / eights % heads, t = i / (eights * heads) % tokens, b = i / (eights * heads * tokens);
+        u64 at = ((per_sequence ? b * tokens : 0) + t) * pairs + pair;
+        REAL* row = x + b * xs.batch + t * xs.token + h * xs.head + pair;
+        Pack<REAL> left = load8(row), right = load8(row + pairs);
+        Pack<float> cs = load8(cosine + at), sn = load8(sine + at);
+        float one[8], two[8];
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float a = widen(left.v[j]), c = widen(right.v[j]), s = sign * sn.v[j];
+            one[j] = a * cs.v[j] - c * s;
+            two[j] = c * cs.v[j] + a * s;
+        }
+        store8(row, Narrow8<REAL>::from(one));
+        store8(row + pairs, Narrow8<REAL>::from(two));
+    }
+}

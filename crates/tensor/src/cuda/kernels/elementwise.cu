@@ -110,6 +110,32 @@ extern "C" __global__ void gated_backward(u64 count, const REAL* gate, const REA
         });
 }
 
+// The gradients of gate and what it gates take their places, and the gated value, where it is rebuilt, that of its gradient.
+extern "C" __global__ void gated_backward_in_place(u64 count, REAL* gate, REAL* up, REAL* dy, int op, int rebuilds) {
+    spread(count, aligned16(gate, up, dy),
+        [&](u64 i) {
+            Pack<REAL> g = load8(gate + i), u = load8(up + i), d = load8(dy + i);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float value, slope, uj = widen(u.v[j]), dj = widen(d.v[j]);
+                apply_both(op, widen(g.v[j]), &value, &slope);
+                g.v[j] = narrow<REAL>(dj * uj * slope);
+                u.v[j] = narrow<REAL>(dj * value);
+                d.v[j] = narrow<REAL>(value * uj);
+            }
+            store8(gate + i, g);
+            store8(up + i, u);
+            if (rebuilds) store8(dy + i, d);
+        },
+        [&](u64 i) {
+            float value, slope, u = widen(up[i]), d = widen(dy[i]);
+            apply_both(op, widen(gate[i]), &value, &slope);
+            gate[i] = narrow<REAL>(d * u * slope);
+            up[i] = narrow<REAL>(d * value);
+            if (rebuilds) dy[i] = narrow<REAL>(value * u);
+        });
+}
+
 // The value after an activation takes the place of the value before it, and its gradient that of the gradient.
 extern "C" __global__ void activation_backward_in_place(u64 count, REAL* before, REAL* gradient, int op) {
     spread(count, aligned16(before, gradient),
