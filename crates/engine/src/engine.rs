@@ -77,6 +77,8 @@ pub struct Engine {
     pub(crate) world: World,
     /// How many ranks see samples of their own.
     pub(crate) data_parallel_size: usize,
+    /// This rank's number among them.
+    pub(crate) data_rank: usize,
     pub(crate) seed: u64,
     mode: Mode,
     pub(crate) scheduler: Option<Scheduler>,
@@ -138,6 +140,7 @@ impl Engine {
         let eigenvalues = Eigenvalues::of_run(&config, &store)?;
         let profiler = StepProfiler::of_run(&config, &setup.world);
         let mut engine = Engine {
+            data_rank: store.sharding().rank(),
             store,
             scheduler,
             // One machine for all stages, so that they agree on what is skipped.
@@ -433,7 +436,7 @@ impl Engine {
 
     /// This rank's number among those that see samples of their own.
     pub fn data_rank(&self) -> usize {
-        self.store.sharding().rank()
+        self.data_rank
     }
 
     /// How many ranks see samples of their own.

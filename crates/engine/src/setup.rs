@@ -1,6 +1,7 @@
 //! What an engine is made from.
 
-use ferrospeed_comm::{Group, World};
+use ferrospeed_comm::topology::{DATA, MODEL};
+use ferrospeed_comm::{Group, Mesh, World};
 use ferrospeed_config::{Config, DataType, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
 use ferrospeed_optim::schedule::Scheduler;
@@ -61,12 +62,26 @@ pub struct Options<'a> {
     pub agreement: Option<Group>,
     /// How many ranks see different samples, where others see the same ones. Default: every rank sees its own.
     pub data_parallel_size: Option<usize>,
+    /// This rank's number among them. Default: that among the ranks that state is spread over.
+    pub data_rank: Option<usize>,
     /// Whether gradients are only added up until the step, however many micro-batches it has: a backward that waited for
     /// other ranks could keep a pipeline waiting.
     pub reduces_at_step: bool,
     /// Paths of modules (`*` stands for anything) that ranks may read unlike each other, as experts that a router
     /// chooses: stage 3 gathers and releases all of such a module at once. DeepSpeed's `set_z3_leaf_modules`.
     pub leaf_modules: Vec<String>,
+}
+
+impl Options<'_> {
+    /// On a mesh: state is spread over the ranks that hold the same slices, the ranks of its data axis see different
+    /// samples, and where layers are in slices all ranks come to one norm. All ranks call it together.
+    pub fn spread_over(&mut self, mesh: &Mesh) -> Result<()> {
+        self.sharding = Some(Sharding::over(&mesh.sequence_data()?).divided_by(mesh.size(DATA)));
+        self.agreement = (mesh.size(MODEL) > 1).then(|| mesh.world().group());
+        self.data_parallel_size = Some(mesh.size(DATA));
+        self.data_rank = Some(mesh.coordinate(DATA));
+        Ok(())
+    }
 }
 
 /// Builds a model on handles, decides where its state lives, and makes it ready to train.
@@ -191,6 +206,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     let mut engine =
         Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)?;
     engine.reduces_at_step = options.reduces_at_step;
+    engine.data_rank = options.data_rank.unwrap_or(engine.data_rank);
     Ok(engine)
 }
 

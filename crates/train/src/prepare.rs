@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use ferrospeed_comm::Mesh;
 use ferrospeed_data::{Codec, Preparing, Sequences, Source, TokenType};
 use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_files};
 use serde_json::Value;
@@ -36,14 +37,15 @@ pub fn check(
     folder: &RunFolder,
     tell: &mut dyn FnMut(Preparing),
 ) -> Result<Value> {
-    prepare(recipe, path, folder, tell).map(|prepared| prepared.model.config)
+    prepare(recipe, path, folder, None, tell).map(|prepared| prepared.model.config)
 }
 
-/// What [`check`] checks, for the run.
+/// What [`check`] checks, for the run on a mesh.
 pub(crate) fn prepare(
     recipe: &Recipe,
     path: &Path,
     folder: &RunFolder,
+    _mesh: Option<&Mesh>,
     tell: &mut dyn FnMut(Preparing),
 ) -> Result<Prepared> {
     let mut problems = recipe.problems();

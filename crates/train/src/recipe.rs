@@ -35,6 +35,9 @@
 //! stages = 2               # layers lie on so many ranks, one after the other; ranks is a multiple of it
 //! partition = "uniform"    # or "parameters", or "type:REGEX"
 //!
+//! [tensor_parallel]        # the same keys as the ds_config's section
+//! autotp_size = 2          # so many ranks hold slices of each layer; ranks is a multiple of it
+//!
 //! [eval]
 //! every = 50
 //! sequences = 64
@@ -68,6 +71,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
+use crate::mesh::MeshSizes;
 
 pub use training::TrainingRecipe;
 
@@ -269,15 +273,16 @@ fn yes() -> bool {
 /// A recipe may hold a whole ds_config.
 const MAX_RECIPE_BYTES: u64 = 4 << 20;
 
-/// `[pipeline]` is the ds_config's section of that name in a place where it is seen. Tells what contradicts it.
-fn move_pipeline(recipe: &mut serde_json::Map<String, Value>) -> Vec<String> {
-    let Some(Value::Object(own)) = recipe.remove("pipeline") else { return Vec::new() };
+/// `[pipeline]` and `[tensor_parallel]` are the ds_config's sections of that name in a place where they are seen. Tells what
+/// contradicts them.
+fn move_section(recipe: &mut serde_json::Map<String, Value>, name: &str) -> Vec<String> {
+    let Some(Value::Object(own)) = recipe.remove(name) else { return Vec::new() };
     let mut problems = Vec::new();
     for (key, value) in own {
-        let section = &mut recipe["ds_config"]["pipeline"];
+        let section = &mut recipe["ds_config"][name];
         match section.get(&key) {
             Some(written) if *written != value => problems.push(format!(
-                "pipeline.{key}: {value} contradicts ds_config's pipeline.{key} {written}; take one of the two away"
+                "{name}.{key}: {value} contradicts ds_config's {name}.{key} {written}; take one of the two away"
             )),
             _ => section[key] = value,
         }
@@ -333,7 +338,8 @@ impl Recipe {
         }
         if let Some(table) = value.as_object_mut() {
             misread.extend(schema::check(table));
-            misread.extend(move_pipeline(table));
+            misread.extend(move_section(table, "pipeline"));
+            misread.extend(move_section(table, "tensor_parallel"));
         }
         let recipe: Recipe = serde_json::from_value(value).map_err(|error| refuse(error.to_string()))?;
         Ok(Recipe { misread, ..recipe })
@@ -348,12 +354,25 @@ impl Recipe {
 
     /// Into how many stages the model is cut.
     pub fn stages(&self) -> NonZeroUsize {
-        let stages = self.ds_config["pipeline"]["stages"].as_u64().unwrap_or(1);
-        usize::try_from(stages).ok().and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN)
+        self.mesh().pipe
     }
 
-    /// How many ranks see data of their own: those of one stage.
+    /// How ranks are laid out.
+    pub fn mesh(&self) -> MeshSizes {
+        let size = |value: &Value| {
+            let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
+            size.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN)
+        };
+        MeshSizes {
+            pipe: size(&self.ds_config["pipeline"]["stages"]),
+            sequence: size(&self.ds_config["sequence_parallel_size"]),
+            tensor: size(&self.ds_config["tensor_parallel"]["autotp_size"]),
+        }
+    }
+
+    /// How many ranks see data of their own.
     pub fn data_ranks(&self) -> NonZeroU64 {
-        NonZeroU64::new(u64::from(self.ranks) / self.stages().get() as u64).unwrap_or(NonZeroU64::MIN)
+        let others = self.mesh().ranks_of_a_sample() as u64;
+        NonZeroU64::new(u64::from(self.ranks) / others.max(1)).unwrap_or(NonZeroU64::MIN)
     }
 }

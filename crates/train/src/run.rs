@@ -196,8 +196,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let start = Instant::now();
     let (recipe, folder) = (job.recipe, job.folder);
     let _lock = if job.folder_is_held { None } else { take_folder(job)? };
+    let mesh = recipe.mesh().over(&job.world)?;
     let Prepared { sequences, codec, model, warnings: mut all_warnings } =
-        prepare(recipe, job.path, folder, &mut |_| {})?;
+        prepare(recipe, job.path, folder, Some(&mesh), &mut |_| {})?;
     let BuiltModel { decoder: model, config: model_config, weights } = model;
     let (config, warnings) = recipe.config().map_err(|error| TrainError::Recipe {
         path: job.path.to_path_buf(),
@@ -213,7 +214,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         profiler.output_file.get_or_insert_with(|| folder.profile().display().to_string());
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
-    let options = Options { source, ..Default::default() };
+    let mut options = Options { source, ..Default::default() };
+    if recipe.mesh().is_more_than_data() {
+        options.spread_over(&mesh)?;
+    }
     let engine = match recipe.stages() {
         NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
         stages => initialize_pipeline(&setup, stages, &model, model.parameters(), options)?,

@@ -236,3 +236,22 @@ fn overrides_reach_the_recipe_and_the_ds_config_alike() {
     assert_eq!(config.zero.stage.number(), 3);
     assert_eq!(recipe.ds_config["bf16"]["enabled"], true);
 }
+
+#[test]
+fn axes_that_ranks_cannot_be_laid_out_for_are_refused() {
+    let place = Place::new();
+    let problems = place.problems(
+        GOOD,
+        &["ranks=6", "tensor_parallel.autotp_size=4", "sequence_parallel_size=2", "pipeline.stages=3"],
+    );
+    let tensor = "tensor_parallel.autotp_size: 4 slices of a layer (24 with those before) need a multiple of 24 ranks, and there are 6";
+    assert!(problems.iter().any(|line| line == tensor), "{problems:?}");
+    assert!(!problems.iter().any(|line| line.contains("sequence (6 with")), "{problems:?}");
+    let twice =
+        format!("{GOOD}\ntensor_parallel = {{ autotp_size = 2 }}\n[tensor_parallel]\nautotp_size = 4\n");
+    let problems = place.problems(&twice, &["ranks=4"]);
+    assert!(
+        problems.iter().any(|line| line.contains("4 contradicts ds_config's tensor_parallel")),
+        "{problems:?}"
+    );
+}

@@ -28,9 +28,15 @@ pub(crate) struct TrainArgs {
     /// How many ranks to start on this host [default: the recipe's]
     #[arg(short = 'n', long = "ranks", value_name = "RANKS")]
     ranks: Option<u32>,
-    /// Cut the model into so many stages, each on ranks of its own (pipeline.stages); without -n, at least so many ranks
+    /// Cut the model into so many stages, each on ranks of its own (pipeline.stages); without -n, as many ranks as these need
     #[arg(long, value_name = "STAGES")]
     pp: Option<u32>,
+    /// Cut layers into so many slices, each on a rank of its own (tensor_parallel.autotp_size)
+    #[arg(long, value_name = "SLICES")]
+    tp: Option<u32>,
+    /// Cut sequences into so many parts, each on a rank of its own (sequence_parallel_size)
+    #[arg(long, value_name = "PARTS")]
+    sp: Option<u32>,
     /// Where the run's files go [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -72,7 +78,7 @@ const EXIT_INTERRUPTED: u8 = 130;
 pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let mut recipe =
         Recipe::load(&args.recipe, &args.overrides()).map_err(|error| Failure::Usage(error.to_string()))?;
-    recipe.ranks = args.ranks.unwrap_or(recipe.ranks.max(args.pp.unwrap_or(1)));
+    recipe.ranks = args.ranks.unwrap_or(recipe.ranks.max(args.ranks_of_a_sample()));
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
     let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
@@ -161,8 +167,18 @@ fn tell_preparing() -> impl FnMut(Preparing) {
 
 impl TrainArgs {
     fn overrides(&self) -> Vec<String> {
-        let stages = self.pp.map(|stages| format!("pipeline.stages={stages}"));
-        self.overrides.iter().cloned().chain(stages).collect()
+        let sizes = [
+            ("pipeline.stages", self.pp),
+            ("tensor_parallel.autotp_size", self.tp),
+            ("sequence_parallel_size", self.sp),
+        ];
+        let sizes = sizes.into_iter().filter_map(|(key, size)| Some(format!("{key}={}", size?)));
+        self.overrides.iter().cloned().chain(sizes).collect()
+    }
+
+    /// How many ranks the axes need that are given here.
+    fn ranks_of_a_sample(&self) -> u32 {
+        [self.pp, self.tp, self.sp].into_iter().flatten().fold(1, u32::saturating_mul)
     }
 
     fn resume(&self) -> Resume {

@@ -2,7 +2,7 @@
 //! word, and takes bystanders with it.
 //!
 //! The estimate is that of `ferrospeed plan`. A model whose shape it does not know, or a host that does not say what it
-//! has, is not judged, nor is a model in stages, which lie on different ranks.
+//! has, is not judged, nor is a model of which ranks hold parts.
 
 use ferrospeed_launch::probe;
 use ferrospeed_tensor::cuda;
@@ -17,7 +17,7 @@ use crate::failure::Failure;
 /// Refuses a run whose ranks, all on this host, need more memory than there is.
 pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Result<(), Failure> {
     let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
-    if recipe.stages().get() > 1 {
+    if recipe.mesh().ranks_of_a_sample() > 1 {
         return Ok(());
     }
     let ranks = u64::from(recipe.ranks);

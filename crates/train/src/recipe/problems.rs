@@ -37,14 +37,7 @@ impl Recipe {
             !(1..=MAX_RANKS).contains(&self.ranks),
             format!("ranks: must be at least 1 and at most {MAX_RANKS}"),
         );
-        let stages = self.stages().get();
-        refuse(
-            !(self.ranks as usize).is_multiple_of(stages),
-            format!(
-                "pipeline.stages: {stages} stages need a multiple of {stages} ranks, and there are {}",
-                self.ranks
-            ),
-        );
+        self.mesh().problems(self.ranks as usize, &mut refuse);
         if let Some(save) = &self.save {
             let no_rotation = save.keep_every.is_some() && save.keep_last.is_none();
             refuse(no_rotation, "save.keep_every: means nothing without save.keep_last: all stay".into());

@@ -1,0 +1,65 @@
+//! How the ranks of a run are laid out: stages of the model, samples, parts of a sequence, slices of layers.
+//!
+//! Ranks that hold slices of the same layers are neighbours, for they talk most; then come those that share sequences, those
+//! that see different samples, and the stages. What does not run together is refused before any rank starts.
+
+use std::num::NonZeroUsize;
+
+use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
+use ferrospeed_comm::{Mesh, ProcessTopology, SEQUENCE, World};
+
+use crate::error::Result;
+
+/// How many ranks there are on every axis but that of the data, which has the rest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MeshSizes {
+    /// Stages of the model: `pipeline.stages`.
+    pub pipe: NonZeroUsize,
+    /// Ranks that share one sequence: `sequence_parallel_size`.
+    pub sequence: NonZeroUsize,
+    /// Ranks that hold slices of the same layers: `tensor_parallel.autotp_size`.
+    pub tensor: NonZeroUsize,
+}
+
+impl MeshSizes {
+    /// How many ranks work on one sample.
+    pub fn ranks_of_a_sample(self) -> usize {
+        [self.pipe, self.sequence, self.tensor].iter().fold(1, |ranks, size| ranks.saturating_mul(size.get()))
+    }
+
+    /// Whether ranks that hold all of a model share samples, or layers are in slices.
+    pub(crate) fn is_more_than_data(self) -> bool {
+        self.sequence.get() > 1 || self.tensor.get() > 1
+    }
+
+    /// Lays a world out.
+    pub(crate) fn over(self, world: &World) -> Result<Mesh> {
+        let data = world.size() / self.ranks_of_a_sample();
+        let (pipe, sequence, tensor) = (self.pipe.get(), self.sequence.get(), self.tensor.get());
+        let axes = [(PIPE, pipe), (DATA, data), (SEQUENCE, sequence), (MODEL, tensor)];
+        Ok(Mesh::new(world.clone(), ProcessTopology::new(axes)?)?)
+    }
+
+    /// Tells what `ranks` ranks cannot be laid out for.
+    pub(crate) fn problems(self, ranks: usize, refuse: &mut impl FnMut(bool, String)) {
+        let sizes = [
+            (self.pipe.get(), "pipeline.stages", "stages"),
+            (self.sequence.get(), "sequence_parallel_size", "parts of a sequence"),
+            (self.tensor.get(), "tensor_parallel.autotp_size", "slices of a layer"),
+        ];
+        let mut product = 1usize;
+        for (size, key, what) in sizes {
+            product = product.saturating_mul(size);
+            let behind =
+                if product == size { String::new() } else { format!(" ({product} with those before)") };
+            refuse(
+                !ranks.is_multiple_of(product),
+                format!(
+                    "{key}: {size} {what}{behind} need a multiple of {product} ranks, and there are {ranks}"
+                ),
+            );
+        }
+        refuse(self.sequence.get() > 1, "sequence_parallel_size: does not run yet; leave it out".into());
+        refuse(self.tensor.get() > 1, "tensor_parallel.autotp_size: does not run yet; leave it out".into());
+    }
+}
