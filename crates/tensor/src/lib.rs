@@ -41,7 +41,7 @@ pub use dtype::DType;
 pub use error::{Result, TensorError};
 pub use memory::Category;
 pub use packed::{PackedBits, PackedWeight};
-pub use param::{Initializer, Operand, Param, ParamStore, StoreError, Unit, Value};
+pub use param::{Initializer, Operand, Param, ParamStore, Slice, StoreError, Unit, Value};
 pub use recording::Recording;
 pub use rows::RowGradient;
 pub use rows_alone::rows_alone;

@@ -131,7 +131,7 @@ pub(crate) fn count(macs: usize, flops: usize) {
 
 /// Counts a product.
 #[inline]
-pub(crate) fn count_product(batch: usize, m: usize, n: usize, k: usize) {
+pub fn count_product(batch: usize, m: usize, n: usize, k: usize) {
     let macs = batch * m * n * k;
     count(macs, 2 * macs);
 }

@@ -28,23 +28,27 @@ impl WeightFiles {
             let name = param.name();
             if let (None, Some((stored, bits))) = (self.find(name), self.find_packed(name)) {
                 *used.entry(place(stored)).or_default() += stored.size_bytes();
-                if !WeightFiles::is_packed_of(stored, bits, param.shape().sizes()) {
+                if !WeightFiles::is_packed_of(stored, bits, param.whole_shape().sizes()) {
                     lines.push(format!(
                         "  wrong shape {name} is packed {:?}, expected {}",
                         stored.shape,
-                        param.shape()
+                        param.whole_shape()
                     ));
                 }
                 continue;
             }
             let Some(found) = self.find(name) else {
-                lines.push(format!("  missing     {name} {}", param.shape()));
+                lines.push(format!("  missing     {name} {}", param.whole_shape()));
                 continue;
             };
             let stored = &*found.own;
             *used.entry(place(found.whole)).or_default() += stored.size_bytes();
-            if stored.shape != param.shape().sizes() {
-                lines.push(format!("  wrong shape {name} is {:?}, expected {}", stored.shape, param.shape()));
+            if stored.shape != param.whole_shape().sizes() {
+                lines.push(format!(
+                    "  wrong shape {name} is {:?}, expected {}",
+                    stored.shape,
+                    param.whole_shape()
+                ));
             }
             if !stored.dtype.is_float() {
                 lines.push(format!("  wrong type  {name} is {}, expected a float type", stored.dtype));

@@ -223,23 +223,29 @@ impl ParamSource for WeightFiles {
             what: format!("'{}' {why}", param.name()),
         };
         if let (None, Some((stored, bits))) = (self.find(param.name()), self.find_packed(param.name())) {
-            if !WeightFiles::is_packed_of(stored, bits, param.shape().sizes()) {
+            if !WeightFiles::is_packed_of(stored, bits, param.whole_shape().sizes()) {
                 return Err(fail(format!(
                     "is {:?} in the files, which is no packed {}",
                     stored.shape,
-                    param.shape()
+                    param.whole_shape()
                 )));
             }
-            return self.packed_floats(stored, bits, range, out).map_err(|error| fail(error.to_string()));
+            let read = |run, out: &mut [f32]| self.packed_floats(stored, bits, run, out);
+            return param.each_run(range, out, read).map_err(|error| fail(error.to_string()));
         }
         let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
         let stored = &*found.own;
-        if stored.shape != param.shape().sizes() {
-            return Err(fail(format!("is {:?} in the files, expected {}", stored.shape, param.shape())));
+        if stored.shape != param.whole_shape().sizes() {
+            return Err(fail(format!(
+                "is {:?} in the files, expected {}",
+                stored.shape,
+                param.whole_shape()
+            )));
         }
         if !stored.dtype.is_float() {
             return Err(fail(format!("is {} in the files, expected a float type", stored.dtype)));
         }
-        self.floats(stored, range, out).map_err(|error| fail(error.to_string()))
+        let read = |run, out: &mut [f32]| self.floats(stored, run, out);
+        param.each_run(range, out, read).map_err(|error| fail(error.to_string()))
     }
 }

@@ -29,7 +29,9 @@ pub struct FromInitializers {
 
 impl ParamSource for FromInitializers {
     fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        param.initializer().fill(self.seed, param.name(), range, out);
-        Ok(())
+        param.each_run(range, out, |run, out| {
+            param.initializer().fill(self.seed, param.name(), run, out);
+            Ok(())
+        })
     }
 }

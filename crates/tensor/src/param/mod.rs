@@ -8,6 +8,8 @@
 //! A model is built from unattached handles, which cost nothing: no rank ever holds a value that its store does
 //! not want it to hold. See [`crate::store`] for the stores of this crate.
 
+mod slice;
+
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -19,6 +21,8 @@ use crate::random::{RandomKey, stream_of_name};
 use crate::rows::RowGradient;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
+
+pub use slice::Slice;
 
 /// How a parameter's value starts. Any slice of it can be made alone.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -121,6 +125,7 @@ struct Inner {
     id: u64,
     name: String,
     shape: Shape,
+    slice: Option<Slice>,
     initializer: Initializer,
     trainable: AtomicBool,
     is_table: AtomicBool,
@@ -135,11 +140,21 @@ pub struct Param(Arc<Inner>);
 impl Param {
     /// A new parameter without a value.
     pub fn new(name: impl Into<String>, shape: impl Into<Shape>, initializer: Initializer) -> Param {
+        Param::make(name.into(), shape.into(), None, initializer)
+    }
+
+    /// A new parameter that is a slice of a whole. It starts as that part of the whole would.
+    pub fn sliced(name: impl Into<String>, slice: Slice, initializer: Initializer) -> Param {
+        Param::make(name.into(), slice.shape(), Some(slice), initializer)
+    }
+
+    fn make(name: String, shape: Shape, slice: Option<Slice>, initializer: Initializer) -> Param {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         Param(Arc::new(Inner {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            name: name.into(),
-            shape: shape.into(),
+            name,
+            shape,
+            slice,
             initializer,
             trainable: AtomicBool::new(true),
             is_table: AtomicBool::new(false),
@@ -153,9 +168,36 @@ impl Param {
         &self.0.name
     }
 
-    /// Its whole shape, wherever its bytes are.
+    /// Its shape, wherever its bytes are.
     pub fn shape(&self) -> &Shape {
         &self.0.shape
+    }
+
+    /// Which part of a whole it is, where it is one.
+    pub fn slice(&self) -> Option<&Slice> {
+        self.0.slice.as_ref()
+    }
+
+    /// The shape of the whole that it is a slice of, or its own.
+    pub fn whole_shape(&self) -> &Shape {
+        self.slice().map_or(&self.0.shape, Slice::whole)
+    }
+
+    /// Hands out elements `range` as runs of elements of the whole, each with the part of `out` that it is for.
+    pub fn each_run<E>(
+        &self,
+        range: Range<usize>,
+        out: &mut [f32],
+        mut take: impl FnMut(Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Some(slice) = self.slice() else { return take(range, out) };
+        let mut rest = out;
+        for run in slice.runs(range) {
+            let (now, later) = rest.split_at_mut(run.len());
+            take(run, now)?;
+            rest = later;
+        }
+        Ok(())
     }
 
     /// The number of its elements.
