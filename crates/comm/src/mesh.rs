@@ -95,6 +95,15 @@ impl Mesh {
         self.make(&name, &lists)
     }
 
+    /// The `count` neighbours on `axis` that this rank is one of, where the axis is cut into such groups. Collective over the
+    /// world; ranks behind the last whole group have a smaller one.
+    pub fn neighbours(&self, axis: &str, count: usize) -> Result<Group> {
+        let lists = self.topology.axis_comm_lists(axis);
+        let parts: Vec<Vec<usize>> =
+            lists.iter().flat_map(|list| list.chunks(count.max(1)).map(<[usize]>::to_vec)).collect();
+        self.make(&format!("{count} of {axis}"), &parts)
+    }
+
     fn make(&self, name: &str, lists: &[Vec<usize>]) -> Result<Group> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = groups.get(name) {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrospeed_comm::{ReduceOp, World};
+use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_config::Config;
 use ferrospeed_nn::Mode;
 use ferrospeed_nn::layer_drop::with_layer_drop;
@@ -111,6 +111,8 @@ pub struct Engine {
     pub(crate) aliases: BTreeMap<String, String>,
     /// Where this rank trains one stage of a model.
     pub(crate) pipeline: Option<Pipeline>,
+    /// The ranks that hold slices of the same layers.
+    pub(crate) slices: Option<Group>,
     /// Whether gradients are only added up until the step.
     pub(crate) reduces_at_step: bool,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
@@ -172,6 +174,7 @@ impl Engine {
             profiler,
             aliases,
             pipeline: None,
+            slices: None,
             reduces_at_step: false,
             half_loaded: None,
         };

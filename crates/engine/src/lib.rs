@@ -39,6 +39,7 @@ mod pipeline;
 mod profiler;
 mod reports;
 mod setup;
+mod slices;
 
 pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions};
 pub use engine::{BackwardOptions, Engine, StepReport};

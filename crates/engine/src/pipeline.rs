@@ -188,9 +188,11 @@ impl Engine {
         self.pipeline.as_ref().map_or((0, 1), |pipeline| (pipeline.stages.rank(), pipeline.stages.size()))
     }
 
-    /// A weight as kernels read it, on every rank, whichever stage holds it. All ranks call it together.
+    /// A whole weight as kernels read it, on every rank, whichever stage or slices hold it. All ranks call it together.
     pub fn weight_as_read(&self, param: &Param) -> Result<Vec<f32>> {
-        let Some(pipeline) = &self.pipeline else { return Ok(self.store.full_as_read(param)?) };
+        let Some(pipeline) = &self.pipeline else {
+            return self.whole_of(param, self.store.full_as_read(param)?);
+        };
         let Some(&holder) = pipeline.holders.get(&param.id()) else {
             let why = format!("'{}' does not belong to this model", param.name());
             return Err(EngineError::Argument { what: "parameter", why });

@@ -13,6 +13,7 @@ use ferrospeed_zero::{Elsewhere, Homes, ParamGroup, Sharding, StoreOptions, Zero
 use crate::agreement::agree;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
+use crate::slices;
 
 /// The surroundings of a run.
 #[derive(Clone)]
@@ -64,6 +65,8 @@ pub struct Options<'a> {
     pub data_parallel_size: Option<usize>,
     /// This rank's number among them. Default: that among the ranks that state is spread over.
     pub data_rank: Option<usize>,
+    /// The mesh whose ranks hold slices of the model's layers: see [`Options::spread_over`]. Default: none do.
+    pub mesh: Option<Mesh>,
     /// Whether gradients are only added up until the step, however many micro-batches it has: a backward that waited for
     /// other ranks could keep a pipeline waiting.
     pub reduces_at_step: bool,
@@ -80,6 +83,7 @@ impl Options<'_> {
         self.agreement = (mesh.size(MODEL) > 1).then(|| mesh.world().group());
         self.data_parallel_size = Some(mesh.size(DATA));
         self.data_rank = Some(mesh.coordinate(DATA));
+        self.mesh = Some(mesh.clone());
         Ok(())
     }
 }
@@ -102,7 +106,7 @@ pub fn initialize_with<M>(
 }
 
 /// The same for a model that is built already.
-pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options<'_>) -> Result<Engine> {
+pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Options<'_>) -> Result<Engine> {
     agree(setup)?;
     let config = &setup.config;
     if config.section("amp").is_some_and(|amp| amp["enabled"] == true) {
@@ -178,6 +182,10 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         }
         (None, _) => Sharding::over_world(&setup.world),
     };
+    let mesh = options.mesh.take().filter(|mesh| mesh.size(MODEL) > 1);
+    if let Some(mesh) = &mesh {
+        options.elsewhere.extend(slices::elsewhere(mesh, parameters, &sharding)?);
+    }
     let store = ZeroStore::attach(
         &setup.world,
         &setup.device,
@@ -206,6 +214,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     let mut engine =
         Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)?;
     engine.reduces_at_step = options.reduces_at_step;
+    engine.slices = mesh.map(|mesh| mesh.tensor()).transpose()?;
     engine.data_rank = options.data_rank.unwrap_or(engine.data_rank);
     Ok(engine)
 }

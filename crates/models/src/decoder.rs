@@ -12,8 +12,10 @@ mod stages;
 use std::ops::Range;
 use std::sync::Arc;
 
+use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::moe::Routing;
+use ferrospeed_nn::tensor_parallel::{self, Cut};
 use ferrospeed_nn::{AttentionState, Embedding, Init, KeyValueCache, Linear, Mode, Norm, Parameters};
 use ferrospeed_tensor::autograd::{self, InPlace, Shelf};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
@@ -60,7 +62,8 @@ pub struct Decoder {
     blocks: Vec<Block>,
     final_norm: Option<Norm>,
     head: Param,
-    /// Whether blocks are recomputed in backward instead of kept.
+    /// The ranks that hold slices of its layers.
+    slices: Option<Group>,
     /// Where the inputs of blocks wait that are computed again in backward; `None` keeps what blocks compute.
     checkpointing: Option<Arc<dyn Shelf>>,
 }
@@ -68,10 +71,25 @@ pub struct Decoder {
 impl Decoder {
     /// Builds the model's handles. Attach `parameters()` to a store before running it.
     pub fn new(config: DecoderConfig) -> Decoder {
-        let init = Init::root();
+        Decoder::build(config, None)
+    }
+
+    /// The same in slices over the ranks of a group, which compute each loss together; or why it cannot be cut so. No rank
+    /// holds whole logits, so such a model trains and measures, and does not generate.
+    pub fn in_slices(config: DecoderConfig, group: &Group) -> Result<Decoder> {
+        config.check_slices(group.size())?;
+        Ok(Decoder::build(config, Some(group)))
+    }
+
+    fn build(config: DecoderConfig, group: Option<&Group>) -> Decoder {
+        let init = Init::root().over(group);
         let names = &config.names;
-        let embedding =
-            Embedding::new(&init.at(names.embedding), config.vocab, config.embedding_width, config.init_std);
+        let embedding = Embedding::new(
+            &init.at(names.embedding).cut(Cut::Entries),
+            config.vocab,
+            config.embedding_width,
+            config.init_std,
+        );
         let embedding_norm =
             names.embedding_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));
         let learned_positions = match (config.positions, names.positions) {
@@ -107,7 +125,7 @@ impl Decoder {
             embedding.table().clone()
         } else {
             Linear::normal(
-                &init.at(names.head),
+                &init.at(names.head).cut(Cut::Outputs { sections: 1, units: config.vocab }),
                 config.embedding_width,
                 config.vocab,
                 false,
@@ -127,6 +145,7 @@ impl Decoder {
             blocks,
             final_norm,
             head,
+            slices: group.filter(|group| group.size() > 1).cloned(),
             checkpointing: None,
         }
     }
@@ -308,6 +327,10 @@ impl Decoder {
 
     /// Logits `[batch, tokens, vocab]` from a hidden state.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        if self.slices.is_some() {
+            let why = "no rank holds all logits of a model in slices; generate from its exported weights";
+            return Err(ModelError::config("tensor parallelism", why));
+        }
         self.as_head(|| Ok(ops::linear(hidden, &self.head, None, WeightLayout::OutIn)?))
     }
 
@@ -347,6 +370,17 @@ impl Decoder {
             backend.copy_blocks(labels, 1, tokens, &targets, 0, tokens, sequences, tokens - 1)?;
         }
         let flat = ops::reshape(hidden, [rows, width])?;
+        if let Some(group) = &self.slices {
+            return self.as_head(|| {
+                Ok(tensor_parallel::linear_cross_entropy(
+                    &flat,
+                    &self.head,
+                    &targets,
+                    options.ignore_index,
+                    group,
+                )?)
+            });
+        }
         self.as_head(|| {
             Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, &targets, options)?)
         })

@@ -9,6 +9,7 @@ use crate::Mode;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
 use crate::rotary::RotaryTable;
+use crate::tensor_parallel::{enter, own_numbers};
 
 /// The numbers of an attention layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -170,8 +171,14 @@ impl AttentionState {
 }
 
 impl MultiHeadAttention {
-    /// From its layers.
+    /// From its layers. `config` has all heads; where the layers are cut over ranks, this one has its share of them.
     pub fn new(projections: HeadProjections, output: Linear, config: AttentionConfig) -> MultiHeadAttention {
+        let ranks = output.summed_over().map_or(1, |group| group.size());
+        let config = AttentionConfig {
+            heads: config.heads / ranks,
+            kv_heads: (config.kv_heads / ranks).max(1),
+            ..config
+        };
         MultiHeadAttention { projections, output, config, head_norms: None }
     }
 
@@ -182,7 +189,7 @@ impl MultiHeadAttention {
         self
     }
 
-    /// Its numbers.
+    /// Its numbers; of the heads, those that this rank has.
     pub fn config(&self) -> &AttentionConfig {
         &self.config
     }
@@ -199,7 +206,8 @@ impl MultiHeadAttention {
             HeadProjections::Packed(qkv, _) => qkv.weight(),
             HeadProjections::Separate { query, .. } => query.weight(),
         };
-        let attend = || self.attend(x, visibility, cache, mode);
+        let group = self.output.summed_over();
+        let attend = || own_numbers(group, || self.attend(&enter(x, group)?, visibility, cache, mode));
         profile::scope("MultiHeadAttention", [first, self.output.weight()], attend)
     }
 
@@ -215,7 +223,7 @@ impl MultiHeadAttention {
             causal: self.config.causal,
             window: self.config.window,
             key_mask: visibility.key_mask.clone(),
-            alibi_slopes: visibility.alibi_slopes.clone(),
+            alibi_slopes: self.own_slopes(visibility.alibi_slopes.as_ref())?,
             alibi_positions: visibility.alibi_positions.clone(),
             dropout: if mode == Mode::Train { self.config.dropout } else { 0.0 },
         };
@@ -270,6 +278,17 @@ impl MultiHeadAttention {
         };
         let width = self.config.heads * self.config.head_dim;
         self.output.forward(&ops::reshape(&mixed, [batch, tokens, width])?)
+    }
+
+    /// The ALiBi slopes of this rank's heads.
+    fn own_slopes(&self, all: Option<&Tensor>) -> Result<Option<Tensor>> {
+        match (all, self.output.summed_over()) {
+            (Some(all), Some(group)) => {
+                let heads = self.config.heads;
+                Ok(Some(ops::narrow(all, 0, group.rank() * heads, heads)?))
+            }
+            (all, _) => Ok(all.cloned()),
+        }
     }
 
     fn project(&self, x: &Tensor, batch: usize, tokens: usize) -> Result<[Tensor; 3]> {

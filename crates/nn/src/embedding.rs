@@ -1,20 +1,31 @@
 //! The embedding table.
 
+use ferrospeed_collective::ops::leave;
+use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Initializer, Param, Result, Tensor, ops};
 
 use crate::init::Init;
+use crate::tensor_parallel::Cut;
 
-/// Rows looked up by id.
+/// Rows looked up by id. Where its [`Init`] cuts it by entries, each rank looks up what it holds, and the ranks' rows are
+/// summed.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     table: Param,
+    summed: Option<Group>,
 }
 
 impl Embedding {
     /// A table `[entries, width]` of normal numbers.
     pub fn new(init: &Init, entries: usize, width: usize, std: f32) -> Embedding {
-        let table = init.param("weight", [entries, width], Initializer::Normal { mean: 0.0, std });
-        Embedding { table: table.as_table() }
+        let (shape, start) = ([entries, width], Initializer::Normal { mean: 0.0, std });
+        let (table, summed) = match init.slicing() {
+            Some((group, Cut::Entries)) => {
+                (init.param_part("weight", shape, (0, 1, entries), group, start), Some(group.clone()))
+            }
+            _ => (init.param("weight", shape, start), None),
+        };
+        Embedding { table: table.as_table(), summed }
     }
 
     /// The table's handle: clone it to tie another layer to it.
@@ -24,6 +35,22 @@ impl Embedding {
 
     /// `[ids.., width]`.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        ops::embedding(&self.table, ids)
+        match (&self.summed, self.table.slice()) {
+            (Some(group), Some(slice)) => {
+                let rows = slice.ranges()[0].clone();
+                let all = ids.to_vec::<i64>()?;
+                let here = |id: i64| usize::try_from(id).ok().filter(|id| rows.contains(id));
+                let own: Vec<i64> =
+                    all.iter().map(|&id| here(id).map_or(0, |id| (id - rows.start) as i64)).collect();
+                let is_here: Vec<f32> =
+                    all.iter().map(|&id| f32::from(u8::from(here(id).is_some()))).collect();
+                let mut sizes = ids.sizes().to_vec();
+                let found = ops::embedding(&self.table, &Tensor::from_slice(&own, &sizes, ids.device())?)?;
+                sizes.push(1);
+                let is_here = Tensor::from_f32(&is_here, &sizes, found.dtype(), ids.device())?;
+                Ok(leave(&ops::mul(&found, &is_here)?, group)?)
+            }
+            _ => ops::embedding(&self.table, ids),
+        }
     }
 }

@@ -3,20 +3,42 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferrospeed_tensor::{Initializer, Param, Shape, Unit};
+use ferrospeed_comm::Group;
+use ferrospeed_tensor::{Initializer, Param, Shape, Slice, Unit};
+
+use crate::tensor_parallel::{Cut, Held, held};
 
 /// A place in the tree of modules.
 #[derive(Debug, Clone)]
 pub struct Init {
     path: String,
     unit: Option<Unit>,
+    /// The ranks that hold slices of layers.
+    group: Option<Group>,
+    /// How the layer that is made here is cut.
+    cut: Option<Cut>,
     registered: Arc<Mutex<Parameters>>,
 }
 
 impl Init {
     /// The root of a new model.
     pub fn root() -> Init {
-        Init { path: String::new(), unit: None, registered: Arc::default() }
+        Init { path: String::new(), unit: None, group: None, cut: None, registered: Arc::default() }
+    }
+
+    /// The same place, whose layers are cut into slices over these ranks where they say how.
+    pub fn over(&self, group: Option<&Group>) -> Init {
+        Init { group: group.filter(|group| group.size() > 1).cloned(), ..self.clone() }
+    }
+
+    /// The same place for a layer that is cut this way; changes nothing where there are no ranks to cut for.
+    pub fn cut(&self, cut: Cut) -> Init {
+        Init { cut: Some(cut), ..self.clone() }
+    }
+
+    /// The ranks, and how the layer made here is cut over them.
+    pub(crate) fn slicing(&self) -> Option<(&Group, Cut)> {
+        Some((self.group.as_ref()?, self.cut?))
     }
 
     /// The place `name` below this one. Dots in `name` go several levels down; an empty name stays here.
@@ -27,7 +49,7 @@ impl Init {
             (_, true) => self.path.clone(),
             _ => format!("{}.{name}", self.path),
         };
-        Init { path, unit: self.unit, registered: self.registered.clone() }
+        Init { path, ..self.clone() }
     }
 
     /// Where this is, from the root: dots between names, empty at the root.
@@ -44,7 +66,49 @@ impl Init {
 
     /// A new parameter here.
     pub fn param(&self, name: &str, shape: impl Into<Shape>, initializer: Initializer) -> Param {
-        let mut param = Param::new(self.at(name).path, shape, initializer);
+        let shape = shape.into();
+        let path = self.at(name).path;
+        match self.slicing() {
+            Some((group, Cut::Shared)) if shape.numel() > 0 => {
+                let held = Held { holders: group.size(), ..held(shape[0], 1, 1, 0, 1) };
+                self.param_slice(name, shape, 0, held, initializer)
+            }
+            _ => self.register(Param::new(path, shape, initializer)),
+        }
+    }
+
+    /// A new parameter here of which this rank holds a part: of dim `dim`, cut into `sections` sections of `units` units.
+    pub(crate) fn param_part(
+        &self,
+        name: &str,
+        whole: impl Into<Shape>,
+        (dim, sections, units): (usize, usize, usize),
+        group: &Group,
+        initializer: Initializer,
+    ) -> Param {
+        let whole = whole.into();
+        let held = held(whole[dim], sections, units, group.rank(), group.size());
+        self.param_slice(name, whole, dim, held, initializer)
+    }
+
+    fn param_slice(
+        &self,
+        name: &str,
+        whole: Shape,
+        dim: usize,
+        held: Held,
+        initializer: Initializer,
+    ) -> Param {
+        let path = self.at(name).path;
+        let param = match Slice::new(whole, dim, held.ranges) {
+            Ok(slice) => Param::sliced(path, slice.held_by(held.holders), initializer),
+            // What cannot be cut stays whole: models refuse it before they are built.
+            Err(_) => Param::new(path, whole, initializer),
+        };
+        self.register(param)
+    }
+
+    fn register(&self, mut param: Param) -> Param {
         if let Some(unit) = self.unit {
             param = param.in_unit(unit);
         }
@@ -99,6 +163,11 @@ impl Parameters {
     /// How many elements there are.
     pub fn numel(&self) -> usize {
         self.params.iter().map(Param::numel).sum()
+    }
+
+    /// How many the wholes have that these are slices of.
+    pub fn whole_numel(&self) -> usize {
+        self.params.iter().map(|param| param.whole_shape().numel()).sum()
     }
 
     /// Freezes every parameter whose name matches `pattern` (`*` stands for anything) and says how many did.

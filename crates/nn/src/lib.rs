@@ -1,8 +1,8 @@
 //! Layers.
 //!
 //! A layer is a handful of parameter handles and a `forward`. Building one takes an [`Init`], which names its
-//! parameters by path and keeps the list; no value exists until a store gives it one. Layers know nothing of
-//! ranks: where a parameter's bytes are is its store's business.
+//! parameters by path and keeps the list; no value exists until a store gives it one. Where a
+//! parameter's bytes are is its store's business; layers that are cut over ranks are those of [`tensor_parallel`].
 //!
 //! ```
 //! use ferrospeed_nn::{Init, Linear};
@@ -34,6 +34,7 @@ mod norm;
 mod rotary;
 mod sequential;
 mod stages;
+pub mod tensor_parallel;
 mod tiled;
 mod transformer_layer;
 

@@ -3,14 +3,23 @@
 use ferrospeed_tensor::ops::{self, WeightLayout};
 use ferrospeed_tensor::{Activation, Initializer, Operand, Param, Result, Tensor};
 
+use ferrospeed_collective::ops::leave;
+use ferrospeed_comm::Group;
+
 use crate::init::Init;
+use crate::tensor_parallel::Cut;
 
 /// `y = x·W + b` over the last dimension.
+///
+/// Where its [`Init`] says how it is cut, this rank holds a slice: of its outputs, or of its inputs, and then the ranks'
+/// results are summed and the bias is added once.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Param,
     bias: Option<Param>,
     layout: WeightLayout,
+    /// The ranks whose results are summed.
+    summed: Option<Group>,
 }
 
 impl Linear {
@@ -21,6 +30,7 @@ impl Linear {
             weight: init.param("weight", [outputs, inputs], start),
             bias: bias.then(|| init.param("bias", [outputs], start)),
             layout: WeightLayout::OutIn,
+            summed: None,
         }
     }
 
@@ -33,15 +43,27 @@ impl Linear {
         layout: WeightLayout,
         std: f32,
     ) -> Linear {
-        let shape = match layout {
-            WeightLayout::OutIn => [outputs, inputs],
-            WeightLayout::InOut => [inputs, outputs],
+        let start = Initializer::Normal { mean: 0.0, std };
+        let zero = Initializer::Constant(0.0);
+        let (shape, [of_outputs, of_inputs]) = match layout {
+            WeightLayout::OutIn => ([outputs, inputs], [0, 1]),
+            WeightLayout::InOut => ([inputs, outputs], [1, 0]),
         };
-        Linear {
-            weight: init.param("weight", shape, Initializer::Normal { mean: 0.0, std }),
-            bias: bias.then(|| init.param("bias", [outputs], Initializer::Constant(0.0))),
-            layout,
-        }
+        let (weight, cut_bias, summed) = match init.slicing() {
+            Some((group, Cut::Outputs { sections, units })) => {
+                let part = |dim| (dim, sections, units);
+                let weight = init.param_part("weight", shape, part(of_outputs), group, start);
+                let cut_bias = bias.then(|| init.param_part("bias", [outputs], part(0), group, zero));
+                (weight, cut_bias, None)
+            }
+            Some((group, Cut::Inputs { units })) => {
+                let weight = init.param_part("weight", shape, (of_inputs, 1, units), group, start);
+                (weight, None, Some(group.clone()))
+            }
+            _ => (init.param("weight", shape, start), None, None),
+        };
+        let bias = bias.then(|| cut_bias.unwrap_or_else(|| init.param("bias", [outputs], zero)));
+        Linear { weight, bias, layout, summed }
     }
 
     /// The weight's handle.
@@ -59,19 +81,39 @@ impl Linear {
         self.layout
     }
 
-    /// Both as operands of a fused op.
+    /// The ranks whose results are summed, where its inputs are cut.
+    pub fn summed_over(&self) -> Option<&Group> {
+        self.summed.as_ref()
+    }
+
+    /// Both as operands of a fused op, whose result goes through [`Linear::finish`]; a bias that comes behind a sum is left
+    /// to that.
     pub fn operands(&self) -> (Operand, Option<Operand>) {
-        (Operand::from(&self.weight), self.bias.as_ref().map(Operand::from))
+        let bias = self.bias.as_ref().filter(|_| self.summed.is_none());
+        (Operand::from(&self.weight), bias.map(Operand::from))
+    }
+
+    /// What is left to do behind the product: where inputs are cut, the sum over ranks, and the bias.
+    pub fn finish(&self, product: Tensor) -> Result<Tensor> {
+        let Some(group) = &self.summed else { return Ok(product) };
+        let sum = leave(&product, group)?;
+        match &self.bias {
+            Some(bias) => ops::add(&sum, bias),
+            None => Ok(sum),
+        }
     }
 
     /// `x·W + b`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (weight, bias) = self.operands();
-        ops::linear(x, weight, bias, self.layout)
+        self.finish(ops::linear(x, weight, bias, self.layout)?)
     }
 
     /// `f(x·W + b)` in one pass.
     pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
+        if self.summed.is_some() {
+            return ops::activate(&self.forward(x)?, activation);
+        }
         let (weight, bias) = self.operands();
         ops::linear_activation(x, weight, bias, self.layout, Some(activation))
     }

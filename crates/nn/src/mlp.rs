@@ -3,6 +3,7 @@
 use ferrospeed_tensor::{Activation, Result, Tensor, ops, profile};
 
 use crate::linear::Linear;
+use crate::tensor_parallel::enter;
 
 /// `down(f(up(x)))`.
 #[derive(Debug, Clone)]
@@ -27,10 +28,12 @@ impl Mlp {
         self.activation
     }
 
-    /// One node on the tape.
+    /// One node on the tape, and where its inside is cut over ranks, one at either end.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         profile::scope("Mlp", [self.up.weight(), self.down.weight()], || {
-            ops::mlp(x, self.up.operands(), self.down.operands(), self.up.layout(), self.activation)
+            let x = enter(x, self.down.summed_over())?;
+            let (up, down) = (self.up.operands(), self.down.operands());
+            self.down.finish(ops::mlp(&x, up, down, self.up.layout(), self.activation)?)
         })
     }
 }
@@ -62,8 +65,9 @@ impl GatedMlp {
     /// The gated product, projected down: one node on the tape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         profile::scope("GatedMlp", [&self.gate, &self.up, &self.down].map(Linear::weight), || {
+            let x = enter(x, self.down.summed_over())?;
             let layers = self.layers().map(Linear::operands);
-            ops::gated_mlp(x, layers, self.gate.layout(), self.activation)
+            self.down.finish(ops::gated_mlp(&x, layers, self.gate.layout(), self.activation)?)
         })
     }
 }

@@ -1,11 +1,13 @@
 //! One block of a decoder: attention and feed-forward around the residual stream.
 
 use ferrospeed_nn::moe::Routing;
+use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{
     GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention, Norm, NormConfig,
     RmsNorm, Visibility,
 };
 use ferrospeed_tensor::autograd::{self, Shelf};
+use ferrospeed_tensor::ops::PackedHeads;
 use ferrospeed_tensor::{Tensor, ops, profile};
 
 use super::config::{Declared, DecoderConfig, FeedForward, QkvNames, Residual};
@@ -62,9 +64,14 @@ pub type RouterLogits = Vec<Tensor>;
 impl Block {
     pub(super) fn new(init: &Init, config: &DecoderConfig, layer: usize) -> Block {
         let names = &config.names;
-        let linear = |name: &str, inputs, outputs, bias, std| {
-            Linear::normal(&init.at(name), inputs, outputs, bias, config.layout, std)
+        let linear = |name: &str, cut, inputs, outputs, bias, std| {
+            Linear::normal(&init.at(name).cut(cut), inputs, outputs, bias, config.layout, std)
         };
+        let heads = |units| Cut::Outputs { sections: 1, units };
+        let (inner_out, inner_in) = (
+            Cut::Outputs { sections: 1, units: config.inner_width },
+            Cut::Inputs { units: config.inner_width },
+        );
         let (query_width, kv_width) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
         let std = config.init_std;
         let (width, inner) = (config.width, config.inner_width);
@@ -72,14 +79,18 @@ impl Block {
         let norm2 = || Norm::new(&init.at(names.norm2), width, config.norm);
         let attention = || {
             let projections = match &names.qkv {
-                QkvNames::Packed(name, layout) => HeadProjections::Packed(
-                    linear(name, width, 3 * query_width, config.qkv_bias, std),
-                    *layout,
-                ),
+                QkvNames::Packed(name, layout) => {
+                    let sections = if *layout == PackedHeads::Thirds { 3 } else { 1 };
+                    let cut = Cut::Outputs { sections, units: config.heads };
+                    let packed = linear(name, cut, width, 3 * query_width, config.qkv_bias, std);
+                    HeadProjections::Packed(packed, *layout)
+                }
                 QkvNames::Separate([query, key, value])
                 | QkvNames::Normed { heads: [query, key, value], .. } => {
-                    let of_queries = || linear(query, width, query_width, config.qkv_bias, std);
-                    let of_keys = |name| linear(name, width, kv_width, config.qkv_bias, std);
+                    let of_queries =
+                        || linear(query, heads(config.heads), width, query_width, config.qkv_bias, std);
+                    let of_keys =
+                        |name| linear(name, heads(config.kv_heads), width, kv_width, config.qkv_bias, std);
                     match names.declared {
                         Declared::NormsBehind => {
                             let (key, value) = (of_keys(key), of_keys(value));
@@ -93,7 +104,9 @@ impl Block {
                     }
                 }
             };
-            let output = linear(names.output, query_width, width, config.output_bias, config.output_init_std);
+            let cut = Cut::Inputs { units: config.heads };
+            let output =
+                linear(names.output, cut, query_width, width, config.output_bias, config.output_init_std);
             let attention = MultiHeadAttention::new(projections, output, config.attention(layer));
             let (QkvNames::Normed { norms, per_head, .. }, NormConfig::Rms { eps }) =
                 (&names.qkv, config.norm)
@@ -101,19 +114,20 @@ impl Block {
                 return attention;
             };
             let widths = if *per_head { [config.head_dim; 2] } else { [query_width, kv_width] };
-            let [query, key] = [0, 1].map(|i| RmsNorm::new(&init.at(norms[i]), widths[i], eps));
+            let [query, key] =
+                [0, 1].map(|i| RmsNorm::new(&init.at(norms[i]).cut(Cut::Shared), widths[i], eps));
             attention.with_head_norms(query, key)
         };
         let feed_forward = || match &config.feed_forward {
             FeedForward::Plain { names: [up, down] } => FeedForwardLayer::Plain(Mlp::new(
-                linear(up, width, inner, config.mlp_bias, std),
-                linear(down, inner, width, config.mlp_bias, config.output_init_std),
+                linear(up, inner_out, width, inner, config.mlp_bias, std),
+                linear(down, inner_in, inner, width, config.mlp_bias, config.output_init_std),
                 config.activation,
             )),
             FeedForward::Gated { names: [gate, up, down] } => FeedForwardLayer::Gated(GatedMlp::new(
-                linear(gate, width, inner, config.mlp_bias, std),
-                linear(up, width, inner, config.mlp_bias, std),
-                linear(down, inner, width, config.mlp_bias, config.output_init_std),
+                linear(gate, inner_out, width, inner, config.mlp_bias, std),
+                linear(up, inner_out, width, inner, config.mlp_bias, std),
+                linear(down, inner_in, inner, width, config.mlp_bias, config.output_init_std),
                 config.activation,
             )),
             FeedForward::Mixture(mixture) => {

@@ -213,6 +213,46 @@ impl DecoderConfig {
         Ok(())
     }
 
+    /// Whether layers can be cut into slices for so many ranks: heads and channels must divide evenly, tokens need not.
+    pub fn check_slices(&self, ranks: usize) -> Result<()> {
+        let refuse = |key: &'static str, why: String| Err(ModelError::config(key, why));
+        let divisors = |size: usize| {
+            let found: Vec<String> =
+                (1..=size.min(1024)).filter(|n| size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+            found.join(", ")
+        };
+        if !self.heads.is_multiple_of(ranks) {
+            let (heads, fit) = (self.heads, divisors(self.heads));
+            let why = format!(
+                "{heads} heads cannot be shared by {ranks} ranks alike; tensor parallelism over {fit} ranks fits"
+            );
+            return refuse("attention heads", why);
+        }
+        if !self.kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(self.kv_heads) {
+            let why = format!(
+                "{} key/value heads are neither a multiple nor a divisor of {ranks} ranks; use a tensor parallelism that is",
+                self.kv_heads
+            );
+            return refuse("num_key_value_heads", why);
+        }
+        let is_mixture = matches!(self.feed_forward, FeedForward::Mixture(_));
+        if !is_mixture && !self.inner_width.is_multiple_of(ranks) {
+            let inner = self.inner_width;
+            let why = format!(
+                "{inner} channels cannot be shared by {ranks} ranks alike; use a tensor parallelism that divides them"
+            );
+            return refuse("intermediate size", why);
+        }
+        if self.vocab < ranks {
+            return refuse("vocab_size", format!("{} tokens are too few for {ranks} ranks", self.vocab));
+        }
+        if ranks > 1 && matches!(self.names.qkv, QkvNames::Normed { per_head: false, .. }) {
+            let why = "queries and keys are normalised over all heads, of which no rank has all; train it without tensor parallelism";
+            return refuse("tensor parallelism", why.into());
+        }
+        Ok(())
+    }
+
     pub(crate) fn attention(&self, layer: usize) -> AttentionConfig {
         AttentionConfig {
             heads: self.heads,

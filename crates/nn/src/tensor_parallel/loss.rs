@@ -1,0 +1,214 @@
+//! Cross-entropy over tokens that lie on several ranks.
+//!
+//! Each rank makes the logits of its own tokens, a chunk of rows at a time. All that ranks tell each other is two numbers per
+//! row: the logarithm of their sum of exponentials, and the target's logit from whoever has it. With `lse` over all ranks and
+//! `own` over this one's tokens, the gradient of the logits is `exp(own - lse)·softmax(own logits) - [target]`; the factor
+//! belongs to a row, so it multiplies the narrow side of each product and the wide one is left as it is.
+
+use ferrospeed_collective::ops::all_gather;
+use ferrospeed_comm::Group;
+use ferrospeed_tensor::autograd::{needs_grad, no_grad, record};
+use ferrospeed_tensor::backend::{Gemm, Matrix};
+use ferrospeed_tensor::memory::Category;
+use ferrospeed_tensor::{DType, Operand, Param, Result, Tensor, TensorError, ops, profile, with_category};
+
+use super::enter;
+
+/// A row's target among this rank's tokens.
+struct Targets {
+    /// Its number here; 0 where another rank has it.
+    here: Tensor,
+    /// 1 where it is here, `[rows, 1]`.
+    is_here: Tensor,
+    /// 1 where the row counts at all, `[rows, 1]`.
+    counts: Tensor,
+    /// How many rows count.
+    counted: Tensor,
+}
+
+impl Targets {
+    fn new(targets: &Tensor, first: usize, tokens: usize, ignored: i64) -> Result<Targets> {
+        let device = targets.device();
+        let rows = targets.numel();
+        let ids = targets.to_vec::<i64>()?;
+        let here = |id: i64| usize::try_from(id).ok()?.checked_sub(first).filter(|&row| row < tokens);
+        let flags = |is: &dyn Fn(i64) -> bool| {
+            let flags: Vec<f32> = ids.iter().map(|&id| f32::from(u8::from(is(id)))).collect();
+            Tensor::from_slice(&flags, [rows, 1], device)
+        };
+        let local: Vec<i64> = ids.iter().map(|&id| here(id).unwrap_or(0) as i64).collect();
+        let counted = ids.iter().filter(|&&id| id != ignored).count() as i64;
+        Ok(Targets {
+            here: Tensor::from_slice(&local, [rows], device)?,
+            is_here: flags(&|id| id != ignored && here(id).is_some())?,
+            counts: flags(&|id| id != ignored)?,
+            counted: Tensor::from_slice(&[counted], [], device)?,
+        })
+    }
+}
+
+/// The mean loss of predicting `targets [rows]` by `x·Wᵀ`, where this rank's rows of `W [tokens, width]` are `weight`, a slice
+/// along dim 0; targets of `ignored` do not count. All ranks of the group have the same `x`, and get the same loss.
+pub fn linear_cross_entropy(
+    x: &Tensor,
+    weight: &Param,
+    targets: &Tensor,
+    ignored: i64,
+    group: &Group,
+) -> Result<Tensor> {
+    let (rows, width) = (x.shape().rows(), x.shape().last());
+    let (Some(slice), &[tokens, inputs]) = (weight.slice(), weight.shape().sizes()) else {
+        return Err(TensorError::shape(
+            "sliced loss",
+            "the weight",
+            *weight.shape(),
+            "a slice of [tokens, width]",
+        ));
+    };
+    if inputs != width || targets.numel() != rows {
+        return Err(TensorError::ShapeMismatch {
+            op: "sliced loss",
+            left: *x.shape(),
+            right: *weight.shape(),
+        });
+    }
+    let targets = Targets::new(targets, slice.ranges()[0].start, tokens, ignored)?;
+    let x = Operand::from(ops::reshape(&enter(x, Some(group))?, [rows, width])?);
+    let weight = Operand::from(weight);
+    let recording = needs_grad(&[&x, &weight]);
+    let wants = [recording && x.requires_grad(), recording && weight.requires_grad()];
+    let work = Work { targets: &targets, weight: &weight, group, rows, width, tokens };
+    let (losses, dx, dweight) = no_grad(|| work.run(&*x.read()?, wants))?;
+    let loss = mean(&losses, &targets.counted)?;
+    if !recording {
+        return Ok(loss);
+    }
+    let (dtype, counted) = (x.dtype(), targets.counted);
+    Ok(record("sliced_linear_cross_entropy", &[&x, &weight], loss, move |dy| {
+        let share = mean(&dy, &counted)?;
+        let finish = |gradient: Option<Tensor>, category| {
+            let Some(gradient) = gradient else { return Ok::<_, TensorError>(None) };
+            let target = match gradient.dtype() == dtype {
+                true => gradient.clone(),
+                false => {
+                    with_category(category, || Tensor::empty(*gradient.shape(), dtype, gradient.device()))?
+                }
+            };
+            gradient.device().backend().scale_by(&gradient, &share, &target)?;
+            Ok(Some(target))
+        };
+        Ok(vec![finish(dx, Category::Activations)?, finish(dweight, Category::Gradients)?])
+    }))
+}
+
+/// The mean over rows that count, summed in f64; zero when none does. Of a gradient, it is each row's share.
+fn mean(values: &Tensor, counted: &Tensor) -> Result<Tensor> {
+    let mean = Tensor::empty([], DType::F32, values.device())?;
+    values.device().backend().mean_loss(values, counted, &mean)?;
+    Ok(mean)
+}
+
+struct Work<'a> {
+    targets: &'a Targets,
+    weight: &'a Operand,
+    group: &'a Group,
+    rows: usize,
+    width: usize,
+    tokens: usize,
+}
+
+/// The loss of each row, and the gradients of their sum that are wanted, that of the weight in f32.
+type Outcome = (Tensor, Option<Tensor>, Option<Tensor>);
+
+impl Work<'_> {
+    fn run(&self, x: &Tensor, wants: [bool; 2]) -> Result<Outcome> {
+        let (device, dtype) = (x.device(), x.dtype());
+        let backend = device.backend();
+        let table = self.weight.read()?;
+        let held = backend.logits_dtype(dtype);
+        let chunk = backend.logits_rows(self.tokens * held.size_bytes()).clamp(16, self.rows.max(16));
+        let dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, device)?) } else { None };
+        let dweight = if wants[1] { Some(self.of_targets(x)?) } else { None };
+        let mut losses = Vec::new();
+        for start in (0..self.rows).step_by(chunk) {
+            let count = chunk.min(self.rows - start);
+            let rows = |all: &Tensor| ops::narrow(all, 0, start, count);
+            let x_chunk = rows(x)?;
+            let logits = Tensor::empty([count, self.tokens], held, device)?;
+            let w = Matrix { transposed: true, ..Matrix::whole(&table) };
+            profile::count_product(1, count, self.tokens, self.width);
+            backend.gemm(&Gemm::plain(
+                count,
+                self.tokens,
+                self.width,
+                Matrix::whole(&x_chunk),
+                w,
+                &logits,
+            ))?;
+            let (here, is_here) = (rows(&self.targets.here)?, rows(&self.targets.is_here)?);
+            let counts = rows(&self.targets.counts)?;
+            let logits = ops::cast(&logits, DType::F32)?;
+            let softmax = ops::softmax(&logits)?;
+            // The largest logit less the logarithm of its probability is that of the sum of exponentials.
+            let largest = ops::reshape(&ops::max(&logits, 1)?, [count, 1])?;
+            let share = ops::reshape(&ops::max(&softmax, 1)?, [count, 1])?;
+            let own = ops::sub(&largest, &ops::log(&share)?)?;
+            let target = ops::mul(&ops::gather(&logits, &ops::reshape(&here, [count, 1])?)?, &is_here)?;
+            drop(logits);
+            let (lse, target) = self.tell(&own, &target, count)?;
+            losses.push(ops::mul(&ops::sub(&lse, &target)?, &counts)?);
+            if !wants[0] && !wants[1] {
+                continue;
+            }
+            let factor = ops::mul(&ops::exp(&ops::sub(&own, &lse)?)?, &counts)?;
+            let softmax = ops::cast(&softmax, dtype)?;
+            if let Some(dx) = &dx {
+                let product = Tensor::empty([count, self.width], DType::F32, device)?;
+                let w = Matrix::whole(&table);
+                profile::count_product(1, count, self.width, self.tokens);
+                backend.gemm(&Gemm::plain(
+                    count,
+                    self.width,
+                    self.tokens,
+                    Matrix::whole(&softmax),
+                    w,
+                    &product,
+                ))?;
+                let found = ops::cast(&ops::embedding(&*table, &here)?, DType::F32)?;
+                let summed = ops::sub(&ops::mul(&product, &factor)?, &ops::mul(&found, &is_here)?)?;
+                backend.cast(&summed, &dx.slice(start * self.width, [count, self.width])?)?;
+            }
+            if let Some(dweight) = &dweight {
+                let scaled = ops::cast(&ops::mul(&ops::cast(&x_chunk, DType::F32)?, &factor)?, dtype)?;
+                let (a, b) = (Matrix::transposed(&softmax), Matrix::whole(&scaled));
+                profile::count_product(1, self.tokens, self.width, count);
+                let product = Gemm::plain(self.tokens, self.width, count, a, b, dweight);
+                backend.gemm(&Gemm { accumulate: true, ..product })?;
+            }
+        }
+        let losses = ops::reshape(&ops::concat(&losses, 0)?, [self.rows])?;
+        Ok((losses, dx, dweight))
+    }
+
+    /// What rows take from the weights of their targets, in f32.
+    fn of_targets(&self, x: &Tensor) -> Result<Tensor> {
+        let taken = ops::mul(&ops::cast(x, DType::F32)?, &ops::neg(&self.targets.is_here)?)?;
+        let shape = [self.tokens, self.width];
+        let dweight = with_category(Category::Gradients, || Tensor::empty(shape, DType::F32, x.device()))?;
+        x.device().backend().embedding_backward(&self.targets.here, &taken, &dweight)?;
+        Ok(dweight)
+    }
+
+    /// The logarithm of all ranks' sums of exponentials and the targets' logits, `[rows, 1]` each.
+    fn tell(&self, own: &Tensor, target: &Tensor, rows: usize) -> Result<(Tensor, Tensor)> {
+        let told = ops::concat(&[own.clone(), target.clone()], 1)?;
+        let all = all_gather(&ops::reshape(&told, [1, rows, 2])?, 0, self.group)?;
+        let column = |which| ops::narrow(&all, 2, which, 1);
+        let sums = column(0)?;
+        let largest = ops::reshape(&ops::max(&sums, 0)?, [1, rows, 1])?;
+        let exponentials = ops::exp(&ops::sub(&sums, &largest)?)?;
+        let lse =
+            ops::add(&ops::log(&ops::sum_dim(&exponentials, 0)?)?, &ops::reshape(&largest, [rows, 1])?)?;
+        Ok((ops::reshape(&lse, [rows, 1])?, ops::reshape(&ops::sum_dim(&column(1)?, 0)?, [rows, 1])?))
+    }
+}
