@@ -15,6 +15,7 @@ use crate::deepspeed::Foreign;
 use crate::disk::{self, Stretch, Window};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{BLOCK_BYTES, Dtype, Kind, MANIFEST_FILE, Manifest, TensorEntry};
+use crate::part::{Part, Places};
 use crate::pt::Unknown;
 
 /// Files smaller than this are read through the system's cache.
@@ -44,16 +45,18 @@ pub enum Readers {
 pub struct Wanted<'c> {
     /// The tensor.
     pub tensor: &'c TensorEntry,
-    /// Which of its elements.
+    /// Of which part of it; of the whole where there is none.
+    pub part: Option<Part>,
+    /// Which elements of that.
     pub elements: Range<u64>,
     /// Who reads them.
     pub readers: Readers,
 }
 
 impl<'c> Wanted<'c> {
-    /// A stretch that only this process reads.
+    /// A stretch of the whole that only this process reads.
     pub fn of(tensor: &'c TensorEntry, elements: Range<u64>) -> Wanted<'c> {
-        Wanted { tensor, elements, readers: Readers::This }
+        Wanted { tensor, part: None, elements, readers: Readers::This }
     }
 }
 
@@ -65,6 +68,15 @@ struct Block {
     part: Range<usize>,
     /// Its checksum; blocks of other programs' files have none.
     crc32: Option<u32>,
+    /// Where it was written as another part than is wanted: its piece, and which elements of that piece's part it has.
+    scattered: Option<(usize, Range<u64>)>,
+}
+
+/// A stretch that is put together from blocks of other parts.
+struct Gathering {
+    bytes: Vec<u8>,
+    /// Blocks that are still to come.
+    left: usize,
 }
 
 /// An open checkpoint.
@@ -177,6 +189,11 @@ impl Checkpoint {
         for (index, wanted) in wanted.iter().enumerate() {
             self.list_blocks(index, wanted, &mut blocks)?;
         }
+        let mut gathering: HashMap<usize, Gathering> = HashMap::new();
+        for block in blocks.iter().filter(|block| block.known_by.scattered.is_some()) {
+            let begin = || Gathering { bytes: Vec::new(), left: 0 };
+            gathering.entry(block.known_by.wanted).or_insert_with(begin).left += 1;
+        }
         disk::read(
             &Window::gather(blocks),
             &|stretch| self.file(stretch.file, wanted[stretch.known_by.wanted].readers),
@@ -188,22 +205,39 @@ impl Checkpoint {
             &mut |stretch, bytes| {
                 let block = &stretch.known_by;
                 self.check(wanted[block.wanted].tensor, stretch, bytes)?;
-                take(block.wanted, &mut bytes[block.part.clone()])
+                let (Some(from), Some(whole)) = (&block.scattered, gathering.get_mut(&block.wanted)) else {
+                    return take(block.wanted, &mut bytes[block.part.clone()]);
+                };
+                scatter(&wanted[block.wanted], from, bytes, &mut whole.bytes);
+                whole.left -= 1;
+                if whole.left > 0 {
+                    return Ok(());
+                }
+                let mut whole = std::mem::take(&mut whole.bytes);
+                take(block.wanted, &mut whole)
             },
         )
     }
 
     /// The blocks that hold a stretch of a tensor.
     fn list_blocks(&self, index: usize, wanted: &Wanted<'_>, blocks: &mut Vec<Stretch<Block>>) -> Result<()> {
-        let Wanted { tensor, elements, .. } = wanted;
-        if elements.start > elements.end || elements.end > tensor.numel() {
+        let Wanted { tensor, part, elements, .. } = wanted;
+        let places = Places::of(&tensor.shape, part.as_ref());
+        if elements.start > elements.end || elements.end > places.numel() {
             let why =
-                format!("'{}' has {} elements, {elements:?} were asked for", tensor.name, tensor.numel());
+                format!("'{}' has {} elements, {elements:?} were asked for", tensor.name, places.numel());
             return Err(CheckpointError::Request(why));
         }
         let size = tensor.dtype.size_bytes();
-        let first = tensor.pieces.partition_point(|piece| piece.start + piece.len <= elements.start);
-        for piece in tensor.pieces[first..].iter().take_while(|piece| piece.start < elements.end) {
+        let of_part = tensor.pieces.partition_point(|piece| piece.part < *part);
+        let alike = &tensor.pieces[of_part..];
+        let alike = &alike[..alike.partition_point(|piece| piece.part == *part)];
+        if alike.is_empty() {
+            self.list_scattered(index, wanted, &places, blocks);
+            return Ok(());
+        }
+        let first = alike.partition_point(|piece| piece.start + piece.len <= elements.start);
+        for piece in alike[first..].iter().take_while(|piece| piece.start < elements.end) {
             let start = (elements.start.max(piece.start) - piece.start) * size;
             let end = (elements.end.min(piece.start + piece.len) - piece.start) * size;
             let mut at = start / BLOCK_BYTES * BLOCK_BYTES;
@@ -211,12 +245,41 @@ impl Checkpoint {
                 let bytes = (piece.len * size - at).min(BLOCK_BYTES);
                 let part = start.saturating_sub(at) as usize..(end - at).min(bytes) as usize;
                 let crc32 = piece.crc32.get((at / BLOCK_BYTES) as usize).copied();
-                let known_by = Block { wanted: index, part, crc32 };
+                let known_by = Block { wanted: index, part, crc32, scattered: None };
                 blocks.push(Stretch { file: piece.file, start: piece.offset + at, bytes, known_by });
                 at += bytes;
             }
         }
         Ok(())
+    }
+
+    /// The blocks of other parts that hold anything of a stretch, each once.
+    fn list_scattered(
+        &self,
+        index: usize,
+        wanted: &Wanted<'_>,
+        places: &Places,
+        blocks: &mut Vec<Stretch<Block>>,
+    ) {
+        let (tensor, size) = (wanted.tensor, wanted.tensor.dtype.size_bytes());
+        for (number, piece) in tensor.pieces.iter().enumerate() {
+            let source = Places::of(&tensor.shape, piece.part.as_ref());
+            for at in (0..piece.len * size).step_by(BLOCK_BYTES as usize) {
+                let bytes = (piece.len * size - at).min(BLOCK_BYTES);
+                let held = piece.start + at / size..piece.start + (at + bytes) / size;
+                let mut has_some = false;
+                places.each_common(&wanted.elements, &source, held.clone(), |_, _, _| {
+                    has_some = true;
+                    false
+                });
+                if has_some {
+                    let crc32 = piece.crc32.get((at / BLOCK_BYTES) as usize).copied();
+                    let scattered = Some((number, held));
+                    let known_by = Block { wanted: index, part: 0..bytes as usize, crc32, scattered };
+                    blocks.push(Stretch { file: piece.file, start: piece.offset + at, bytes, known_by });
+                }
+            }
+        }
     }
 
     /// Compares the checksum of a block.
@@ -339,4 +402,18 @@ impl Checkpoint {
         read_until(at, self.manifest.files[index].bytes, &mut crc)?;
         Ok(crc.finalize())
     }
+}
+
+/// Puts what a block of another part has of a stretch into its places.
+fn scatter(wanted: &Wanted<'_>, (piece, held): &(usize, Range<u64>), block: &[u8], out: &mut Vec<u8>) {
+    let (tensor, elements) = (wanted.tensor, &wanted.elements);
+    let size = tensor.dtype.size_bytes() as usize;
+    out.resize((elements.end - elements.start) as usize * size, 0);
+    let places = Places::of(&tensor.shape, wanted.part.as_ref());
+    let source = Places::of(&tensor.shape, tensor.pieces[*piece].part.as_ref());
+    places.each_common(elements, &source, held.clone(), |from, to, count| {
+        let (from, to, bytes) = (from as usize * size, to as usize * size, count as usize * size);
+        out[to..to + bytes].copy_from_slice(&block[from..from + bytes]);
+        true
+    });
 }

@@ -12,13 +12,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{CheckpointError, Result};
+use crate::part::{Part, Places, check_cover};
 
 /// The manifest's file name.
 pub const MANIFEST_FILE: &str = "manifest.json";
 /// What the manifest says it is.
 pub const FORMAT: &str = "ferrospeed-checkpoint";
-/// The version this crate writes, and the newest it reads.
-pub const VERSION: u32 = 2;
+/// The newest version this crate writes and reads.
+pub const VERSION: u32 = 3;
+/// The last version without [`Piece::part`]: what needs none is written so, and older releases read it.
+const WITHOUT_PARTS: u32 = 2;
 /// The first version whose manifests carry a checksum of themselves.
 const CHECKED_FROM: u64 = 2;
 /// The field with that checksum: CRC-32 of the manifest without it, as compact JSON.
@@ -129,7 +132,10 @@ pub struct Piece {
     pub file: usize,
     /// Where it starts in the file, in bytes.
     pub offset: u64,
-    /// Where it starts in the flattened tensor, in elements.
+    /// Of which part of the tensor it is a stretch; of the whole where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<Part>,
+    /// Where it starts in that part, flattened, in elements.
     pub start: u64,
     /// How many elements.
     pub len: u64,
@@ -149,7 +155,7 @@ pub struct TensorEntry {
     pub shape: Vec<u64>,
     /// Its type.
     pub dtype: Dtype,
-    /// Where its elements lie, in order.
+    /// Where its elements lie, in order: part by part.
     pub pieces: Vec<Piece>,
 }
 
@@ -285,6 +291,12 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// The version that readers of these tensors must know.
+    pub(crate) fn version_of(tensors: &[TensorEntry]) -> u32 {
+        let in_parts = tensors.iter().flat_map(|tensor| &tensor.pieces).any(|piece| piece.part.is_some());
+        if in_parts { VERSION } else { WITHOUT_PARTS }
+    }
+
     /// The manifest's file: JSON with a checksum of itself.
     pub(crate) fn to_text(&self) -> Result<Vec<u8>, serde_json::Error> {
         let mut value = serde_json::to_value(self)?;
@@ -312,15 +324,30 @@ impl Manifest {
             let size = tensor.dtype.size_bytes();
             let numel = numel.filter(|numel| numel.checked_mul(size).is_some_and(|bytes| bytes < 1 << 60));
             let numel = numel.ok_or_else(|| format!("'{name}' has the absurd shape {:?}", tensor.shape))?;
+            let mut parts: Vec<Option<&Part>> =
+                tensor.pieces.iter().map(|piece| piece.part.as_ref()).collect();
+            parts.dedup();
+            if !parts.windows(2).all(|pair| pair[0] < pair[1]) {
+                return Err(format!("the parts of '{name}' ({}) are not in order", tensor.kind));
+            }
+            check_cover(&tensor.shape, &parts).map_err(|why| format!("'{name}' ({}) {why}", tensor.kind))?;
             let mut next = 0;
-            for piece in &tensor.pieces {
+            for (index, piece) in tensor.pieces.iter().enumerate() {
+                if index > 0 && tensor.pieces[index - 1].part != piece.part {
+                    next = 0;
+                }
                 if piece.start != next {
                     let what = if piece.start < next { "overlap" } else { "leave a gap" };
                     return Err(format!("the pieces of '{name}' ({}) {what} at element {next}", tensor.kind));
                 }
+                let numel = Places::of(&tensor.shape, piece.part.as_ref()).numel();
                 next = piece.start.checked_add(piece.len).filter(|end| *end <= numel).ok_or_else(|| {
                     format!("a piece of '{name}' ({}) ends after its {numel} elements", tensor.kind)
                 })?;
+                let is_last = tensor.pieces.get(index + 1).is_none_or(|after| after.part != piece.part);
+                if is_last && next != numel {
+                    return Err(format!("'{name}' ({}) lacks its elements {next} to {numel}", tensor.kind));
+                }
                 let bytes = piece.len * size;
                 let file = self.files.get(piece.file);
                 let file =
@@ -339,8 +366,8 @@ impl Manifest {
                     used.push((piece.file, piece.offset, end, name));
                 }
             }
-            if next != numel {
-                return Err(format!("'{name}' ({}) lacks its elements {next} to {numel}", tensor.kind));
+            if tensor.pieces.is_empty() && numel > 0 {
+                return Err(format!("'{name}' ({}) lacks its elements 0 to {numel}", tensor.kind));
             }
         }
         for alias in self.aliases.keys() {

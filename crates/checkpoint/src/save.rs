@@ -16,7 +16,7 @@ use serde_json::Value;
 use crate::directory::{LATEST_FILE, Lock, Retention, check_tag, rotate, sweep};
 use crate::error::{CheckpointError, Result};
 use crate::fs::FileSystem;
-use crate::manifest::{FORMAT, Kind, MANIFEST_FILE, Manifest, Origin, TensorEntry, TrainingState, VERSION};
+use crate::manifest::{FORMAT, Kind, MANIFEST_FILE, Manifest, Origin, TensorEntry, TrainingState};
 use crate::shard::{self, PieceBytes, PieceSpec, Written};
 
 /// Room that a save leaves on the disk besides its own files: the manifest and the file system's own tables.
@@ -249,11 +249,13 @@ fn assemble(tag: &str, contents: Contents, reports: Vec<(Vec<PieceSpec>, Written
     }
     tensors.sort_unstable_keys();
     let mut tensors: Vec<TensorEntry> = tensors.into_values().collect();
-    tensors.iter_mut().for_each(|tensor| tensor.pieces.sort_by_key(|piece| (piece.start, piece.len)));
+    for tensor in &mut tensors {
+        tensor.pieces.sort_by(|a, b| (&a.part, a.start, a.len).cmp(&(&b.part, b.start, b.len)));
+    }
     let Contents { origin, training, client_state, config, aliases } = contents;
     let manifest = Manifest {
         format: FORMAT.to_owned(),
-        version: VERSION,
+        version: Manifest::version_of(&tensors),
         written_by: env!("CARGO_PKG_VERSION").to_owned(),
         tag: tag.to_owned(),
         unix_time_s: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),

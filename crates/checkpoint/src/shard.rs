@@ -14,6 +14,7 @@ use crate::disk;
 use crate::error::{CheckpointError, Result};
 use crate::fs::FileSystem;
 use crate::manifest::{BLOCK_BYTES, Dtype, FileEntry, Kind, Piece};
+use crate::part::Part;
 
 /// A stretch of a tensor that this rank writes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,6 +29,8 @@ pub struct PieceSpec {
     pub dtype: Dtype,
     /// The tensor's place in the model: manifests list tensors in this order.
     pub place: u64,
+    /// Of which part of the tensor it is a stretch; of the whole where there is none.
+    pub part: Option<Part>,
     /// The first element of the stretch.
     pub start: u64,
     /// How many elements.
@@ -119,7 +122,8 @@ pub(crate) fn write(
                 whole.combine(&crc);
                 crc32.push(crc.finalize());
             }
-            pieces.push(Piece { file: 0, offset, start: spec.start, len: spec.len, crc32 });
+            let part = spec.part.clone();
+            pieces.push(Piece { file: 0, offset, part, start: spec.start, len: spec.len, crc32 });
             offset += spec.size_bytes();
         }
         Ok(pieces)

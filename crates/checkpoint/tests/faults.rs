@@ -115,6 +115,7 @@ fn save_on(
                     shape: vec![NUMEL],
                     dtype: Dtype::F32,
                     place: 0,
+                    part: None,
                     start: world.rank() as u64 * share,
                     len: share,
                 };

@@ -82,7 +82,7 @@ fn save_all(dir: &Path, fs: Arc<dyn FileSystem>) {
                     let start = numel * rank / ranks;
                     let len = numel * (rank + 1) / ranks - start;
                     let (kind, shape) = (Kind::Weight, vec![numel]);
-                    PieceSpec { name, kind, shape, dtype, place: place as u64, start, len }
+                    PieceSpec { name, kind, shape, dtype, place: place as u64, part: None, start, len }
                 });
                 let specs: Vec<PieceSpec> = specs.collect();
                 let contents = Contents {
@@ -152,7 +152,12 @@ fn several_stretches_come_in_the_order_in_which_they_were_asked_for() {
         let wanted: Vec<Wanted<'_>> = names
             .iter()
             .map(|name| checkpoint.weights(name).unwrap())
-            .map(|tensor| Wanted { tensor, elements: tensor.numel() / 5..tensor.numel(), readers })
+            .map(|tensor| Wanted {
+                tensor,
+                part: None,
+                elements: tensor.numel() / 5..tensor.numel(),
+                readers,
+            })
             .collect();
         let mut found: Vec<Vec<f32>> = vec![Vec::new(); wanted.len()];
         let mut last = 0;

@@ -12,8 +12,8 @@ pub use load::{FindParameter, LoadOptions, Loaded};
 pub(crate) use save::Background;
 pub use save::{Format, SaveOptions};
 
-use ferrospeed_checkpoint::{Dtype, Kind};
-use ferrospeed_tensor::DType;
+use ferrospeed_checkpoint::{Dtype, Kind, Part};
+use ferrospeed_tensor::{DType, Param};
 use ferrospeed_zero::{Saved, SavedPiece};
 
 fn stored_type(dtype: DType) -> Dtype {
@@ -26,6 +26,13 @@ fn stored_type(dtype: DType) -> Dtype {
         DType::U8 => Dtype::U8,
         DType::Bool => Dtype::BOOL,
     }
+}
+
+/// Which part of its whole a parameter is; `None` where it is all of it.
+fn part_of(param: &Param) -> Option<Part> {
+    let slice = param.slice().filter(|slice| slice.shape() != *slice.whole())?;
+    let ranges = slice.ranges().iter().map(|range| [range.start as u64, range.end as u64]).collect();
+    Some(Part { dim: slice.dim(), ranges })
 }
 
 fn kind_of(piece: &SavedPiece) -> Kind {

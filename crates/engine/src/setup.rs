@@ -183,6 +183,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
         (None, _) => Sharding::over_world(&setup.world),
     };
     let mesh = options.mesh.take().filter(|mesh| mesh.size(MODEL) > 1);
+    slices::check(config, optimizer.as_ref().map(|(rule, _)| rule), mesh.as_ref())?;
     if let Some(mesh) = &mesh {
         options.elsewhere.extend(slices::elsewhere(mesh, parameters, &sharding)?);
     }

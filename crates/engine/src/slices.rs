@@ -8,13 +8,46 @@ use std::collections::BTreeMap;
 
 use ferrospeed_comm::topology::MODEL;
 use ferrospeed_comm::{Group, Mesh};
+use ferrospeed_config::Config;
 use ferrospeed_nn::Parameters;
+use ferrospeed_optim::Optimizer;
 use ferrospeed_tensor::{Param, Slice};
 use ferrospeed_zero::access::Which;
 use ferrospeed_zero::{Elsewhere, Sharding};
 
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
+
+/// What does not work on slices, or is not what the configuration says, is refused.
+pub(crate) fn check(config: &Config, optimizer: Option<&Optimizer>, mesh: Option<&Mesh>) -> Result<()> {
+    let asked =
+        config.section("tensor_parallel").and_then(|section| section["autotp_size"].as_u64()).unwrap_or(0);
+    let slices = mesh.map_or(1, |mesh| mesh.size(MODEL));
+    if asked > 1 && asked != slices as u64 {
+        let why = format!(
+            "the configuration asks for {asked} slices of each layer, and there are {slices}: lay the ranks out on a mesh with {asked} on its axis {MODEL}, build the model for that axis' group, and call Options::spread_over"
+        );
+        return Err(EngineError::Argument { what: "tensor_parallel.autotp_size", why });
+    }
+    if slices == 1 {
+        return Ok(());
+    }
+    let refuse = |key, why: &str| Err(EngineError::Unsupported { key, why: why.to_owned() });
+    if matches!(optimizer, Some(Optimizer::Lamb(_) | Optimizer::OneBit(_))) {
+        let why = "it scales by norms of whole parameters or averages over all ranks, and ranks hold slices; use AdamW, Adam, Lion, Adagrad or SGD";
+        return refuse("optimizer.type", why);
+    }
+    if config.zero.mics_shard_size.is_some() {
+        return refuse(
+            "zero_optimization.mics_shard_size",
+            "slices are spread over all ranks that hold them; remove it",
+        );
+    }
+    if config.section("eigenvalue").is_some_and(|section| section["enabled"] == true) {
+        return refuse("eigenvalue", "it measures whole blocks, and ranks hold slices of them; remove it");
+    }
+    Ok(())
+}
 
 /// What is spread in another way than slices of this rank alone. All ranks call it together.
 pub(crate) fn elsewhere(mesh: &Mesh, parameters: &Parameters, common: &Sharding) -> Result<Vec<Elsewhere>> {

@@ -98,7 +98,8 @@ impl Foreign {
                     closed => closed.insert(PtFile::open_with(&self.files[stretch.file], self.unknown)?),
                 };
                 let offset = file.start_of(&stretch.tensor)? + stretch.start * spec.dtype.size_bytes();
-                pieces.push(Piece { file: stretch.file, offset, start, len: stretch.len, crc32: Vec::new() });
+                let (part, crc32) = (None, Vec::new());
+                pieces.push(Piece { file: stretch.file, offset, part, start, len: stretch.len, crc32 });
                 start += stretch.len;
             }
             tensors.push(TensorEntry {

@@ -77,7 +77,7 @@ fn imported(kind: Kind, place: usize, (name, shape, stretches): Placed, fallback
     let dtype =
         dtype.ok_or_else(|| CheckpointError::Request(format!("'{name}' has parts of several types")))?;
     let len = shape.iter().product();
-    let spec = PieceSpec { name, kind, shape, dtype, place: place as u64, start: 0, len };
+    let spec = PieceSpec { name, kind, shape, dtype, place: place as u64, part: None, start: 0, len };
     Ok(Tensor { spec, stretches })
 }
 

@@ -94,6 +94,7 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
                 shape: tensor.shape.clone(),
                 dtype: tensor.dtype,
                 place: found.len() as u64,
+                part: None,
                 start: 0,
                 len: tensor.numel(),
             };

@@ -68,6 +68,7 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
                 shape,
                 dtype: tensor.dtype,
                 place: place as u64,
+                part: None,
                 start: 0,
                 len,
             };
@@ -95,6 +96,7 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
             shape: tensor.shape.clone(),
             dtype: tensor.dtype,
             place: (count + index) as u64,
+            part: None,
             start: 0,
             len: tensor.numel(),
         };

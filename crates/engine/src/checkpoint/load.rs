@@ -13,7 +13,7 @@ use ferrospeed_optim::schedule::SchedulerState;
 use ferrospeed_zero::{Saved, SavedPiece};
 use serde_json::Value;
 
-use super::stored_type;
+use super::{part_of, stored_type};
 use crate::engine::Engine;
 use crate::error::Result;
 
@@ -157,7 +157,7 @@ impl Engine {
             let name =
                 options.custom_load_fn.map_or(Some(param.name().to_owned()), |find| find(param.name()));
             let entry = name.as_deref().and_then(|name| checkpoint.weights(name));
-            let shape: Vec<u64> = param.shape().sizes().iter().map(|size| *size as u64).collect();
+            let shape: Vec<u64> = param.whole_shape().sizes().iter().map(|size| *size as u64).collect();
             match entry {
                 Some(entry) if entry.shape != shape => {
                     wrong.push(format!(
@@ -236,10 +236,16 @@ impl Engine {
         // `load_from_fp32_weights: false` asks for the weights as kernels read them.
         let dtype = checkpoint.manifest().origin.dtype;
         let rounds = !self.config.zero.load_from_fp32_weights;
-        let wanted = plan.matches.iter().map(|Match { piece, entry }| Wanted {
-            tensor: entry,
-            elements: piece.start as u64..(piece.start + piece.len) as u64,
-            readers: if piece.replicated && self.world.size() > 1 { Readers::Several } else { Readers::This },
+        let wanted = plan.matches.iter().map(|Match { piece, entry }| {
+            let part = part_of(&self.store.params()[piece.param]);
+            // What lies in other parts than this rank's own is read by its neighbours too.
+            let shared = piece.replicated || entry.pieces.iter().all(|piece| piece.part != part);
+            Wanted {
+                tensor: entry,
+                part,
+                elements: piece.start as u64..(piece.start + piece.len) as u64,
+                readers: if shared && self.world.size() > 1 { Readers::Several } else { Readers::This },
+            }
         });
         let wanted: Vec<Wanted<'_>> = wanted.collect();
         let mut done = vec![0; wanted.len()];

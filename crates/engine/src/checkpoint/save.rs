@@ -16,7 +16,7 @@ use ferrospeed_zero::SavedPiece;
 use serde_json::Value;
 
 use super::snapshot::Snapshot;
-use super::{kind_of, stored_type};
+use super::{kind_of, part_of, stored_type};
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 
@@ -220,9 +220,10 @@ impl Engine {
             PieceSpec {
                 name: param.name().to_owned(),
                 kind: kind_of(piece),
-                shape: param.shape().sizes().iter().map(|size| *size as u64).collect(),
+                shape: param.whole_shape().sizes().iter().map(|size| *size as u64).collect(),
                 dtype: stored_type(piece.dtype),
                 place: place.unwrap_or(piece.param) as u64,
+                part: part_of(param),
                 start: piece.start as u64,
                 len: piece.len as u64,
             }

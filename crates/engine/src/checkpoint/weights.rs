@@ -33,7 +33,7 @@ impl Engine {
         let mut table = TensorTable::default();
         let mut pairs: Vec<(Value, Value)> = Vec::with_capacity(params.len());
         for param in params {
-            let shape: Vec<u64> = param.shape().sizes().iter().map(|size| *size as u64).collect();
+            let shape: Vec<u64> = param.whole_shape().sizes().iter().map(|size| *size as u64).collect();
             pairs.push((Value::str(param.name()), table.tensor(dtype, &shape)));
         }
         for (alias, name) in &self.aliases {
@@ -67,7 +67,7 @@ impl Engine {
     }
 
     fn read_whole(&self, param: &Param) -> CheckpointResult<Vec<f32>> {
-        let values = self.store.full_as_read(param);
+        let values = self.weight_as_read(param);
         values.map_err(|error| CheckpointError::Request(format!("'{}': {error}", param.name())))
     }
 }

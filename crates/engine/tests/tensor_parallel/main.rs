@@ -3,6 +3,8 @@
 //! Ranks sum in another order than one rank does, so numbers are equal within f32's rounding: [`TOLERANCE`]. The first
 //! weights are the same bits on every mesh, and clipping is active in every step.
 
+mod checkpoints;
+#[path = "../common/mod.rs"]
 mod common;
 
 use std::sync::Arc;
@@ -86,7 +88,7 @@ fn configuration(stage: u8, data: usize) -> Value {
 }
 
 /// What a run came to, on one rank.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 struct Outcome {
     first_weights: Vec<(String, Vec<f32>)>,
     gradients: Vec<(String, Vec<f32>)>,
@@ -143,11 +145,8 @@ fn train(ranks: usize, tensor: usize, model: &Value, stage: u8) -> Vec<Outcome> 
         let (mut engine, decoder) = start(world, &model, &value, tensor);
         let mut outcome = Outcome {
             first_weights: wholes(&engine, &decoder, Which::Weight),
-            gradients: Vec::new(),
-            losses: Vec::new(),
-            norms: Vec::new(),
-            weights: Vec::new(),
             held: decoder.parameters().numel(),
+            ..Outcome::default()
         };
         for number in 0..STEPS {
             step(&mut engine, &decoder, number, &mut outcome);

@@ -50,6 +50,7 @@ fn write_rank(world: &World, layers: usize, dir: &Path) -> Result<(), String> {
             shape: vec![WIDTH as u64; 2],
             dtype: Dtype::F32,
             place: layer as u64,
+            part: None,
             start,
             len: numel * (rank + 1) / ranks - start,
         }));
