@@ -33,7 +33,7 @@ pub(crate) fn export(engine: &Engine, model: &Decoder, config: &Value, folder: &
         .iter()
         .map(|param| TensorToWrite {
             name: param.name().into(),
-            shape: param.shape().sizes().to_vec(),
+            shape: param.whole_shape().sizes().to_vec(),
             dtype,
         })
         .collect();

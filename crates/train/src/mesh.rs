@@ -60,6 +60,10 @@ impl MeshSizes {
             );
         }
         refuse(self.sequence.get() > 1, "sequence_parallel_size: does not run yet; leave it out".into());
-        refuse(self.tensor.get() > 1, "tensor_parallel.autotp_size: does not run yet; leave it out".into());
+        refuse(
+            self.tensor.get() > 1 && self.pipe.get() > 1,
+            "tensor_parallel.autotp_size: slices of layers and pipeline.stages do not run together yet; take one of the two away"
+                .into(),
+        );
     }
 }

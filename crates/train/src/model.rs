@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use ferrospeed_comm::Mesh;
 use ferrospeed_data::Codec;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
@@ -96,11 +97,13 @@ impl ModelPlan {
         dtype.map(str::to_owned)
     }
 
-    /// Builds the model and checks that it fits the data; every problem is a line. Says the model's vocabulary too.
+    /// Builds the model, in slices where the mesh has ranks for them, and checks that it fits the data; every problem is a
+    /// line. Says the model's vocabulary too.
     pub(crate) fn build(
         self,
         recipe: &Recipe,
         codec: Option<&Codec>,
+        mesh: Option<&Mesh>,
     ) -> (Result<BuiltModel, Vec<String>>, u64) {
         let vocabulary = self.config.vocab as u64;
         let mut problems = self.misfits(recipe, codec);
@@ -109,7 +112,22 @@ impl ModelPlan {
             json["bos_token_id"] = codec.and_then(Codec::begin_token).into();
             json["eos_token_id"] = codec.and_then(Codec::end_token).into();
         }
-        let mut decoder = Decoder::new(self.config);
+        let slices = recipe.mesh().tensor.get();
+        let decoder = match mesh.filter(|_| slices > 1).map(Mesh::tensor) {
+            Some(Ok(group)) => Decoder::in_slices(self.config.clone(), &group),
+            Some(Err(error)) => {
+                problems.push(format!("tensor_parallel.autotp_size: {error}"));
+                return (Err(problems), vocabulary);
+            }
+            None => self.config.check_slices(slices).map(|()| Decoder::new(self.config.clone())),
+        };
+        let mut decoder = match decoder {
+            Ok(decoder) => decoder,
+            Err(error) => {
+                problems.push(format!("tensor_parallel.autotp_size: {error}"));
+                return (Err(problems), vocabulary);
+            }
+        };
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
         let weights = recipe.model.path.as_ref().and_then(|folder| {
             let opened = WeightFiles::open_directory(folder)

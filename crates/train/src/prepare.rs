@@ -45,7 +45,7 @@ pub(crate) fn prepare(
     recipe: &Recipe,
     path: &Path,
     folder: &RunFolder,
-    _mesh: Option<&Mesh>,
+    mesh: Option<&Mesh>,
     tell: &mut dyn FnMut(Preparing),
 ) -> Result<Prepared> {
     let mut problems = recipe.problems();
@@ -61,7 +61,7 @@ pub(crate) fn prepare(
         true => ModelPlan::read(recipe, vocabulary).map_err(|problems| keep(Err(problems))).ok(),
         false => None,
     };
-    let model = plan.map(|plan| plan.build(recipe, codec.as_ref()));
+    let model = plan.map(|plan| plan.build(recipe, codec.as_ref(), mesh));
     let vocabulary =
         model.as_ref().map(|(_, vocabulary)| *vocabulary).filter(|_| !recipe.vocabulary_is_unknown());
     let model = model.and_then(|(model, _)| model.map_err(|problems| keep(Err(problems))).ok());

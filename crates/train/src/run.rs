@@ -222,9 +222,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
         stages => initialize_pipeline(&setup, stages, &model, model.parameters(), options)?,
     };
-    if recipe.sample.is_some() && recipe.stages().get() > 1 {
+    if recipe.sample.is_some() && (recipe.stages().get() > 1 || recipe.mesh().tensor.get() > 1) {
         all_warnings.push(
-            "sample: no rank holds all of a model in stages, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
+            "sample: no rank holds all of a model in stages or slices, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
         );
     }
 
@@ -393,7 +393,7 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
     let config = model.config();
     let embedding = (config.vocab * config.embedding_width) as f64;
     // The table is looked up, not multiplied, unless it is also the head.
-    let multiplied = model.parameters().numel() as f64 - if config.tied { 0.0 } else { embedding };
+    let multiplied = model.parameters().whole_numel() as f64 - if config.tied { 0.0 } else { embedding };
     // Of a mixture, the experts that a token does not go to do nothing for it.
     let idle = match &config.feed_forward {
         FeedForward::Mixture(mixture) => {
@@ -451,7 +451,7 @@ impl Run<'_> {
 
     fn info(&self, warnings: Vec<String>, resumed: Option<Resumed>, peak_flops_per_s: f64) -> RunInfo {
         RunInfo {
-            parameters: self.model.parameters().numel() as u64,
+            parameters: self.model.parameters().whole_numel() as u64,
             ranks: self.engine.world().size(),
             steps: self.recipe.steps,
             stage: self.engine.config().zero.stage.number(),
@@ -604,7 +604,7 @@ impl Run<'_> {
     /// Lets the model write. All ranks do, since in stage 3 they hold its weights together.
     fn sample(&self) -> Result<Option<String>> {
         let Some(sample) = &self.recipe.sample else { return Ok(None) };
-        if self.engine.stage().1 > 1 {
+        if self.engine.stage().1 > 1 || self.recipe.mesh().tensor.get() > 1 {
             return Ok(None);
         }
         // Data that was tokens from the start has no text to show.

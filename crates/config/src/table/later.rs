@@ -1,4 +1,4 @@
-//! Sections that came after DeepSpeed 0.14. None of them is acted on yet; each key is known by its name.
+//! Sections that came after DeepSpeed 0.14. Few of their keys are acted on yet; each is known by its name.
 
 use super::*;
 
@@ -29,7 +29,7 @@ const TP: &[Key] = &[
 
 /// `tensor_parallel`.
 pub(super) const TENSOR_PARALLEL: &[Key] = &[
-    key("autotp_size", COUNT, "0", "Ranks that share one layer; 0 turns it off."),
+    key("autotp_size", COUNT, "0", "Ranks that hold slices of the same layers; 0 and 1 turn it off.").done(),
     key("dtype", Kind::DataType, "null", "Format of the divided model."),
     key("tp_overlap_comm", Kind::Bool, "false", "Compute while sums travel."),
     key("vocab_parallel_lm_head", Kind::Bool, "null", "Divide the head by tokens."),

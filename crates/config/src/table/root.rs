@@ -244,7 +244,8 @@ pub const ROOT: &[Key] = &[
         "{}",
         "Mixed precision operation by operation; use `bf16` or `fp16`.",
     ),
-    key("tensor_parallel", Kind::Section(TENSOR_PARALLEL, Form::Schema), "{}", "Divide layers over ranks."),
+    key("tensor_parallel", Kind::Section(TENSOR_PARALLEL, Form::Schema), "{}", "Divide layers over ranks.")
+        .done(),
     key("expert_parallel", Kind::Section(EXPERT_PARALLEL, Form::Plain), "{}", "Divide experts over ranks."),
     key("sequence_parallel_size", POSITIVE_COUNT, "1", "Ranks that share one sequence."),
     key("data_parallel_size", POSITIVE_COUNT, "null", "Ranks that see different samples."),

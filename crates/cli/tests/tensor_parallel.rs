@@ -1,0 +1,133 @@
+//! `ferrospeed train --tp`: processes that hold slices of a model train, save, go on and export as one that holds it whole.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+/// Largest difference of f32 losses: ranks sum in another order.
+const TOLERANCE: f64 = 2e-4;
+
+const RECIPE: &str = r#"
+    name = "slices"
+    steps = 6
+    [model]
+    preset = "gpt2"
+    layers = 2
+    width = 64
+    heads = 4
+    [data]
+    text = ["text.txt"]
+    sequence = 32
+    validation = 0.05
+    [eval]
+    every = 3
+    [save]
+    [ds_config]
+    train_batch_size = 8
+    gradient_clipping = 1.0
+    optimizer = { type = "AdamW", params = { lr = 3e-3 } }
+    zero_optimization = { stage = 2 }
+"#;
+
+struct Workplace(tempfile::TempDir);
+
+impl Workplace {
+    fn new() -> Workplace {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "the quick brown fox jumps over the lazy dog; a stitch in time saves nine.\n".repeat(400);
+        std::fs::write(folder.path().join("text.txt"), text).unwrap();
+        std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
+        Workplace(folder)
+    }
+
+    fn run(&self, words: &[&str]) -> std::process::Output {
+        support::output_of(support::binary().args(words).current_dir(self.0.path()))
+    }
+
+    fn train(&self, name: &str, more: &[&str]) -> PathBuf {
+        let out = self.0.path().join(name);
+        let mut words = vec!["train", "recipe.toml", "--out", out.to_str().unwrap()];
+        words.extend(more);
+        let output = self.run(&words);
+        assert!(
+            output.status.success(),
+            "{name}:\n{}\n{}",
+            support::stdout(&output),
+            support::stderr(&output)
+        );
+        out
+    }
+}
+
+/// What a run's log says of its losses and norms.
+fn numbers(run: &Path) -> Vec<f64> {
+    let records = |name: &str| -> Vec<Value> {
+        let lines = support::lines_of(&run.join(name));
+        lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let steps = records("log.jsonl");
+    let of = |key: &'static str| move |record: &Value| record[key].as_f64().unwrap();
+    let losses = steps.iter().map(of("loss"));
+    losses
+        .chain(steps.iter().map(of("grad_norm")))
+        .chain(records("eval.jsonl").iter().map(of("loss")))
+        .collect()
+}
+
+fn assert_near(found: &Path, wanted: &Path) {
+    let (found, wanted) = (numbers(found), numbers(wanted));
+    assert_eq!((found.len(), wanted.len()), (14, 14));
+    for (a, b) in found.iter().zip(&wanted) {
+        assert!((a - b).abs() <= TOLERANCE * b.abs().max(1.0), "{found:?}, not {wanted:?}");
+    }
+}
+
+#[test]
+fn slices_train_save_go_on_and_export_as_the_whole_does() {
+    let place = Workplace::new();
+    let whole = place.train("whole", &[]);
+    for (name, more) in [
+        ("two", &["--tp", "2"][..]),
+        ("four", &["--tp", "2", "-n", "4", "--set", "zero_optimization.stage=3"]),
+        ("by-section", &["--set", "tensor_parallel.autotp_size=2", "--set", "ranks=2"]),
+    ] {
+        assert_near(&place.train(name, more), &whole);
+    }
+
+    // Half of it in slices, the rest whole; and the other way round.
+    let half = place.train("half", &["--tp", "2", "--set", "steps=3"]);
+    place.train("half", &["--resume"]);
+    assert_near(&half, &whole);
+    let back = place.train("back", &["--set", "steps=3"]);
+    place.train("back", &["--resume", "--tp", "4"]);
+    assert_near(&back, &whole);
+
+    // The exported model is whole: it generates, and its tensors have the shapes of the other's.
+    let model = back.join("model");
+    let generated =
+        place.run(&["generate", "--model", model.to_str().unwrap(), "--prompt", "the ", "--tokens", "4"]);
+    assert!(generated.status.success(), "{}", support::stderr(&generated));
+    let bytes = |run: &Path| std::fs::metadata(run.join("model/model.safetensors")).unwrap().len();
+    assert_eq!(bytes(&back), bytes(&whole));
+}
+
+#[test]
+fn what_cannot_be_cut_is_told_before_any_rank_starts() {
+    let place = Workplace::new();
+    for (more, told) in [
+        (
+            &["--tp", "3"][..],
+            "4 heads cannot be shared by 3 ranks alike; tensor parallelism over 1, 2, 4 ranks fits",
+        ),
+        (&["--tp", "2", "-n", "3"], "2 slices of a layer need a multiple of 2 ranks, and there are 3"),
+        (&["--tp", "2", "--pp", "2"], "do not run together yet"),
+    ] {
+        let mut words = vec!["train", "recipe.toml", "--out", "no"];
+        words.extend(more);
+        let refused = support::stderr(&place.run(&words));
+        assert!(refused.contains(told), "{refused}");
+        assert!(!place.0.path().join("no/log.jsonl").exists(), "a rank has started");
+    }
+}
