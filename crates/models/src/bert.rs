@@ -4,7 +4,9 @@ mod config;
 
 pub use config::{BertConfig, BertTop};
 
+use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
+use ferrospeed_nn::tensor_parallel::{self, Cut, enter};
 use ferrospeed_nn::{
     AttentionConfig, Embedding, HeadProjections, Init, LayerNorm, Linear, Mlp, Mode, MultiHeadAttention,
     Parameters, Visibility,
@@ -29,11 +31,15 @@ pub struct BertOutput {
     pub hidden: Tensor,
     /// The first token's through the pooler `[batch, width]`, where there is one.
     pub pooled: Option<Tensor>,
-    /// Masked-token logits `[batch, tokens, vocab]`, where there is such a head.
+    /// Masked-token logits `[batch, tokens, vocab]`, where there is such a head; of a model in slices, those of this rank's
+    /// tokens.
     pub token_logits: Option<Tensor>,
     /// Logits for the whole text `[batch, labels]`, where there is such a head: of the next sentence, or of the classifier.
     pub text_logits: Option<Tensor>,
 }
+
+/// What the head for tokens is called in messages.
+const TOKENS: &str = "tokens";
 
 /// From hidden states to tokens; the last product is with the embedding.
 #[derive(Debug)]
@@ -56,12 +62,31 @@ pub struct Bert {
     pooler: Option<Linear>,
     token_head: Option<TokenHead>,
     text_head: Option<Linear>,
+    /// The ranks that hold slices of its layers.
+    slices: Option<Group>,
 }
 
 impl Bert {
     /// Builds the model's handles.
     pub fn new(config: BertConfig) -> Bert {
-        let root = Init::root();
+        Bert::build(config, None)
+    }
+
+    /// The same in slices over the ranks of a group, which compute each loss together; or why it cannot be cut so.
+    pub fn in_slices(config: BertConfig, group: &Group) -> Result<Bert> {
+        let (heads, inner, ranks) = (config.heads, config.inner_width, group.size());
+        if !heads.is_multiple_of(ranks) || !inner.is_multiple_of(ranks) || config.vocab < ranks {
+            let why = format!(
+                "{heads} heads, {inner} channels and {} tokens cannot be shared by {ranks} ranks alike; use a tensor parallelism that divides heads and channels",
+                config.vocab
+            );
+            return Err(ModelError::config("tensor parallelism", why));
+        }
+        Ok(Bert::build(config, Some(group)))
+    }
+
+    fn build(config: BertConfig, group: Option<&Group>) -> Bert {
+        let root = Init::root().over(group);
         // Files of the encoder alone name its tensors without a prefix.
         let init = root.at(if config.top == BertTop::Nothing { "" } else { "bert" });
         let std = config.init_std;
@@ -71,14 +96,15 @@ impl Bert {
         };
         let norm = |init: &Init| LayerNorm::new(init, width, config.eps, true);
         let embeddings = init.at("embeddings");
-        let words = Embedding::new(&embeddings.at("word_embeddings"), config.vocab, width, std);
+        let words =
+            Embedding::new(&embeddings.at("word_embeddings").cut(Cut::Entries), config.vocab, width, std);
         let places = Embedding::new(&embeddings.at("position_embeddings"), config.max_tokens, width, std);
         let types = Embedding::new(&embeddings.at("token_type_embeddings"), config.token_types, width, std);
         let embedding_norm = norm(&embeddings.at("LayerNorm"));
         let layers = (0..config.layers)
             .map(|index| {
                 let at = init.at(format!("encoder.layer.{index}"));
-                let heads = at.at("attention.self");
+                let heads = at.at("attention.self").cut(Cut::Outputs { sections: 1, units: config.heads });
                 let projections = HeadProjections::Separate {
                     query: linear(&heads.at("query"), width, width),
                     key: linear(&heads.at("key"), width, width),
@@ -94,13 +120,16 @@ impl Bert {
                     window: None,
                     dropout: config.attention_dropout,
                 };
-                let output = linear(&at.at("attention.output.dense"), width, width);
+                let cut = Cut::Inputs { units: config.heads };
+                let output = linear(&at.at("attention.output.dense").cut(cut), width, width);
+                let inner = config.inner_width;
+                let (up, down) = (Cut::Outputs { sections: 1, units: inner }, Cut::Inputs { units: inner });
                 Layer {
                     attention: MultiHeadAttention::new(projections, output, attention),
                     attention_norm: norm(&at.at("attention.output.LayerNorm")),
                     mlp: Mlp::new(
-                        linear(&at.at("intermediate.dense"), width, config.inner_width),
-                        linear(&at.at("output.dense"), config.inner_width, width),
+                        linear(&at.at("intermediate.dense").cut(up), width, inner),
+                        linear(&at.at("output.dense").cut(down), inner, width),
                         config.activation,
                     ),
                     output_norm: norm(&at.at("output.LayerNorm")),
@@ -110,7 +139,7 @@ impl Bert {
         let pooler = config.top.has_pooler().then(|| linear(&init.at("pooler.dense"), width, width));
         let predictions = root.at("cls.predictions");
         let token_head = config.top.has_token_head().then(|| TokenHead {
-            bias: predictions.param("bias", [config.vocab], Initializer::Constant(0.0)),
+            bias: predictions.cut(Cut::Entries).param("bias", [config.vocab], Initializer::Constant(0.0)),
             transform: linear(&predictions.at("transform.dense"), width, width),
             norm: norm(&predictions.at("transform.LayerNorm")),
         });
@@ -133,6 +162,7 @@ impl Bert {
             types,
             embedding_norm,
             layers,
+            slices: group.filter(|group| group.size() > 1).cloned(),
             config,
         }
     }
@@ -198,7 +228,7 @@ impl Bert {
             Some(head) => {
                 let transformed = head.transform.forward_activated(&x, self.config.activation)?;
                 let bias = Some(Operand::from(&head.bias));
-                let normed = head.norm.forward(&transformed)?;
+                let normed = enter(&head.norm.forward(&transformed)?, self.slices.as_ref())?;
                 Some(ops::linear(&normed, self.words.table(), bias, WeightLayout::OutIn)?)
             }
             None => None,
@@ -228,7 +258,7 @@ impl Bert {
         tokens: Option<&Tensor>,
         texts: Option<&Tensor>,
     ) -> Result<Tensor> {
-        let heads = [("tokens", &output.token_logits, tokens), ("texts", &output.text_logits, texts)];
+        let heads = [(TOKENS, &output.token_logits, tokens), ("texts", &output.text_logits, texts)];
         let mut total: Option<Tensor> = None;
         for (what, logits, labels) in heads {
             let Some(labels) = labels else { continue };
@@ -236,7 +266,14 @@ impl Bert {
                 let why = format!("this model has no head for {what}");
                 return Err(ModelError::config("labels", why));
             };
-            let loss = ops::cross_entropy(logits, labels, CrossEntropyOptions::default())?;
+            let options = CrossEntropyOptions::default();
+            let loss = match (&self.slices, self.words.table().slice()) {
+                (Some(group), Some(slice)) if what == TOKENS => {
+                    let first = slice.ranges()[0].start;
+                    tensor_parallel::cross_entropy(logits, first, labels, options.ignore_index, group)?
+                }
+                _ => ops::cross_entropy(logits, labels, options)?,
+            };
             total = Some(match total {
                 Some(total) => ops::add(&total, &loss)?,
                 None => loss,

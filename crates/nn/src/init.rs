@@ -73,6 +73,9 @@ impl Init {
                 let held = Held { holders: group.size(), ..held(shape[0], 1, 1, 0, 1) };
                 self.param_slice(name, shape, 0, held, initializer)
             }
+            Some((group, Cut::Entries)) if shape.numel() > 0 => {
+                self.param_part(name, shape, (0, 1, shape[0]), group, initializer)
+            }
             _ => self.register(Param::new(path, shape, initializer)),
         }
     }

@@ -45,9 +45,8 @@ fn loss(group: Option<&Group>, dtype: DType, scale: f32, counts: bool) -> (f32, 
     let source = FromInitializers { seed: 5 };
     let store = PlainStore::attach(init.parameters().as_slice(), dtype, &device, &source).unwrap();
     let x = Tensor::from_f32(&hidden(scale), [40, WIDTH], dtype, &device).unwrap().tracked();
-    let targets: Vec<i64> = (0..40)
-        .map(|i| if counts && i % 5 != 0 { (i * 7 % TOKENS as i64) as i64 } else { IGNORED })
-        .collect();
+    let targets: Vec<i64> =
+        (0..40).map(|i| if counts && i % 5 != 0 { i * 7 % TOKENS as i64 } else { IGNORED }).collect();
     let targets = Tensor::from_slice(&targets, [40], &device).unwrap();
     let loss = match group {
         Some(group) => linear_cross_entropy(&x, head.weight(), &targets, IGNORED, group).unwrap(),

@@ -27,12 +27,9 @@ fn models() -> Vec<Value> {
     models
 }
 
-fn state(
-    engine: &ferrospeed_engine::Engine,
-    decoder: &ferrospeed_models::Decoder,
-) -> Vec<(String, Vec<f32>)> {
+fn state(engine: &ferrospeed_engine::Engine, model: &crate::Model) -> Vec<(String, Vec<f32>)> {
     let kinds = [Which::Weight, Which::State("exp_avg"), Which::State("exp_avg_sq")];
-    kinds.into_iter().flat_map(|which| wholes(engine, decoder, which)).collect()
+    kinds.into_iter().flat_map(|which| wholes(engine, model, which)).collect()
 }
 
 /// What the whole model is after loading, how it goes on, and the file of its weights.

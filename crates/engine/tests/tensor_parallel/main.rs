@@ -6,15 +6,17 @@
 mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
+mod ways;
 
 use std::sync::Arc;
 
 use common::{config, device, on_ranks};
 use ferrospeed_comm::topology::{DATA, MODEL};
-use ferrospeed_comm::{Mesh, ProcessTopology, World};
+use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
 use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
-use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, Tokens, WindowRule};
-use ferrospeed_tensor::Tensor;
+use ferrospeed_models::{Bert, Decoder, ModelConfig, Tokens, WindowRule};
+use ferrospeed_nn::{Mode, Parameters};
+use ferrospeed_tensor::{Tensor, ops};
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -65,14 +67,52 @@ fn families() -> Vec<Value> {
             "model_type": "gpt_neox", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24,
             "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8, "rotary_pct": 0.5,
         }),
+        json!({
+            "model_type": "bert", "architectures": ["BertForPreTraining"], "vocab_size": 19, "hidden_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "max_position_embeddings": 8,
+            "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0,
+        }),
         json!({"model_type": "bloom", "vocab_size": 19, "hidden_size": 16, "n_head": 4, "n_layer": 2, "seq_length": 8}),
     ]
 }
 
-fn decoder_config(value: &Value) -> DecoderConfig {
-    match ModelConfig::from_value(value, WindowRule::default()) {
-        Ok(ModelConfig::Decoder(config)) => *config,
-        other => panic!("no decoder: {other:?}"),
+enum Model {
+    Decoder(Box<Decoder>),
+    Bert(Box<Bert>),
+}
+
+impl Model {
+    fn in_slices(value: &Value, group: &Group) -> Model {
+        match ModelConfig::from_value(value, WindowRule::default()).unwrap() {
+            ModelConfig::Decoder(config) => {
+                Model::Decoder(Box::new(Decoder::in_slices(*config, group).unwrap()))
+            }
+            ModelConfig::Bert(config) => Model::Bert(Box::new(Bert::in_slices(config, group).unwrap())),
+        }
+    }
+
+    fn parameters(&self) -> &Parameters {
+        match self {
+            Model::Decoder(decoder) => decoder.parameters(),
+            Model::Bert(bert) => bert.parameters(),
+        }
+    }
+
+    fn loss(&self, ids: &Tensor, mode: Mode) -> ferrospeed_models::Result<Tensor> {
+        match self {
+            Model::Decoder(decoder) => decoder.loss(&Tokens::new(ids.clone()), ids, mode),
+            Model::Bert(bert) => {
+                // As many tokens count in every sequence, and one label of two for each of them.
+                let masked = |(place, &id): (usize, &i64)| if place % 7 < 3 { id } else { -100 };
+                let all = ids.to_vec::<i64>()?;
+                let labels: Vec<i64> = all.iter().enumerate().map(masked).collect();
+                let labels = Tensor::from_slice(&labels, [all.len()], ids.device())?;
+                let texts: Vec<i64> = all.chunks(7).map(|row| row[0] % 2).collect();
+                let texts = Tensor::from_slice(&texts, [texts.len()], ids.device())?;
+                let output = bert.forward(ids, None, None, mode, &mut |_, _| {})?;
+                bert.loss(&output, Some(&labels), Some(&texts))
+            }
+        }
     }
 }
 
@@ -98,11 +138,11 @@ struct Outcome {
     held: usize,
 }
 
-fn start(world: World, model: &Value, value: &Value, tensor: usize) -> (Engine, Decoder) {
+fn start(world: World, model: &Value, value: &Value, tensor: usize) -> (Engine, Model) {
     let data = world.size() / tensor;
     let topology = ProcessTopology::new([(DATA, data), (MODEL, tensor)]).unwrap();
     let mesh = Mesh::new(world.clone(), topology).unwrap();
-    let decoder = Decoder::in_slices(decoder_config(model), &mesh.tensor().unwrap()).unwrap();
+    let decoder = Model::in_slices(model, &mesh.tensor().unwrap());
     let setup = Setup::new(config(value, data), world, device(1));
     let mut options = Options::default();
     options.spread_over(&mesh).unwrap();
@@ -110,10 +150,10 @@ fn start(world: World, model: &Value, value: &Value, tensor: usize) -> (Engine, 
     (engine, decoder)
 }
 
-fn wholes(engine: &Engine, decoder: &Decoder, which: Which<'_>) -> Vec<(String, Vec<f32>)> {
+fn wholes(engine: &Engine, model: &Model, which: Which<'_>) -> Vec<(String, Vec<f32>)> {
     let whole =
         |param: &ferrospeed_tensor::Param| (param.name().to_owned(), engine.whole(param, which).unwrap());
-    decoder.parameters().as_slice().iter().map(whole).collect()
+    model.parameters().as_slice().iter().map(whole).collect()
 }
 
 /// Four sequences per step, shared out over data ranks.
@@ -124,23 +164,32 @@ fn batch(engine: &Engine, step: usize) -> Tensor {
     Tensor::from_slice(&ids[first..first + own], [own / 7, 7], engine.device()).unwrap()
 }
 
-fn step(engine: &mut Engine, decoder: &Decoder, number: usize, outcome: &mut Outcome) {
-    let ids = batch(engine, number);
-    let loss = engine.forward(|mode| decoder.loss(&Tokens::new(ids.clone()), &ids, mode)).unwrap();
-    outcome.losses.push(loss.item().unwrap());
-    engine.backward(&loss).unwrap();
-    if number == 0 {
-        outcome.gradients = wholes(engine, decoder, Which::Gradient);
-    }
-    match engine.step().unwrap() {
-        StepReport::Applied { grad_norm } => outcome.norms.push(grad_norm as f32),
-        other => panic!("{other:?}"),
+fn step(engine: &mut Engine, model: &Model, number: usize, outcome: &mut Outcome) {
+    let micro_batches = engine.gradient_accumulation_steps() as usize;
+    let whole = batch(engine, number);
+    let rows = whole.sizes()[0] / micro_batches;
+    for micro in 0..micro_batches {
+        let ids = ops::narrow(&whole, 0, micro * rows, rows).unwrap();
+        let loss = engine.forward(|mode| model.loss(&ids, mode)).unwrap();
+        outcome.losses.push(loss.item().unwrap());
+        engine.backward(&loss).unwrap();
+        if number == 0 && micro + 1 == micro_batches {
+            outcome.gradients = wholes(engine, model, Which::Gradient);
+        }
+        match engine.step().unwrap() {
+            StepReport::Applied { grad_norm } => outcome.norms.push(grad_norm as f32),
+            StepReport::Accumulating => {}
+            skipped => panic!("{skipped:?}"),
+        }
     }
 }
 
 fn train(ranks: usize, tensor: usize, model: &Value, stage: u8) -> Vec<Outcome> {
+    train_by(ranks, tensor, model, configuration(stage, ranks / tensor))
+}
+
+fn train_by(ranks: usize, tensor: usize, model: &Value, value: Value) -> Vec<Outcome> {
     let model = Arc::new(model.clone());
-    let value = configuration(stage, ranks / tensor);
     on_ranks(ranks, move |world| {
         let (mut engine, decoder) = start(world, &model, &value, tensor);
         let mut outcome = Outcome {

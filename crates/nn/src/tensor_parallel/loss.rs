@@ -147,15 +147,9 @@ impl Work<'_> {
             ))?;
             let (here, is_here) = (rows(&self.targets.here)?, rows(&self.targets.is_here)?);
             let counts = rows(&self.targets.counts)?;
-            let logits = ops::cast(&logits, DType::F32)?;
-            let softmax = ops::softmax(&logits)?;
-            // The largest logit less the logarithm of its probability is that of the sum of exponentials.
-            let largest = ops::reshape(&ops::max(&logits, 1)?, [count, 1])?;
-            let share = ops::reshape(&ops::max(&softmax, 1)?, [count, 1])?;
-            let own = ops::sub(&largest, &ops::log(&share)?)?;
-            let target = ops::mul(&ops::gather(&logits, &ops::reshape(&here, [count, 1])?)?, &is_here)?;
+            let Measured { softmax, own, lse, target } =
+                measure(&ops::cast(&logits, DType::F32)?, &here, &is_here, self.group)?;
             drop(logits);
-            let (lse, target) = self.tell(&own, &target, count)?;
             losses.push(ops::mul(&ops::sub(&lse, &target)?, &counts)?);
             if !wants[0] && !wants[1] {
                 continue;
@@ -198,17 +192,77 @@ impl Work<'_> {
         x.device().backend().embedding_backward(&self.targets.here, &taken, &dweight)?;
         Ok(dweight)
     }
+}
 
-    /// The logarithm of all ranks' sums of exponentials and the targets' logits, `[rows, 1]` each.
-    fn tell(&self, own: &Tensor, target: &Tensor, rows: usize) -> Result<(Tensor, Tensor)> {
-        let told = ops::concat(&[own.clone(), target.clone()], 1)?;
-        let all = all_gather(&ops::reshape(&told, [1, rows, 2])?, 0, self.group)?;
-        let column = |which| ops::narrow(&all, 2, which, 1);
-        let sums = column(0)?;
-        let largest = ops::reshape(&ops::max(&sums, 0)?, [1, rows, 1])?;
-        let exponentials = ops::exp(&ops::sub(&sums, &largest)?)?;
-        let lse =
-            ops::add(&ops::log(&ops::sum_dim(&exponentials, 0)?)?, &ops::reshape(&largest, [rows, 1])?)?;
-        Ok((ops::reshape(&lse, [rows, 1])?, ops::reshape(&ops::sum_dim(&column(1)?, 0)?, [rows, 1])?))
+/// What is known of a chunk of rows, `[rows, 1]` each but the first.
+struct Measured {
+    /// The softmax over this rank's tokens.
+    softmax: Tensor,
+    /// The logarithms of this rank's sums of exponentials, and of all ranks'.
+    own: Tensor,
+    lse: Tensor,
+    /// The targets' logits.
+    target: Tensor,
+}
+
+fn measure(logits: &Tensor, here: &Tensor, is_here: &Tensor, group: &Group) -> Result<Measured> {
+    let rows = logits.shape().rows();
+    let softmax = ops::softmax(logits)?;
+    // The largest logit less the logarithm of its probability is that of the sum of exponentials.
+    let largest = ops::reshape(&ops::max(logits, 1)?, [rows, 1])?;
+    let share = ops::reshape(&ops::max(&softmax, 1)?, [rows, 1])?;
+    let own = ops::sub(&largest, &ops::log(&share)?)?;
+    let target = ops::mul(&ops::gather(logits, &ops::reshape(here, [rows, 1])?)?, is_here)?;
+    let told = ops::concat(&[own.clone(), target], 1)?;
+    let all = all_gather(&ops::reshape(&told, [1, rows, 2])?, 0, group)?;
+    let column = |which| ops::narrow(&all, 2, which, 1);
+    let sums = column(0)?;
+    let largest = ops::reshape(&ops::max(&sums, 0)?, [1, rows, 1])?;
+    let exponentials = ops::reshape(&ops::sum_dim(&ops::exp(&ops::sub(&sums, &largest)?)?, 0)?, [rows, 1])?;
+    let lse = ops::add(&ops::log(&exponentials)?, &ops::reshape(&largest, [rows, 1])?)?;
+    let target = ops::reshape(&ops::sum_dim(&column(1)?, 0)?, [rows, 1])?;
+    Ok(Measured { softmax, own, lse, target })
+}
+
+/// The mean loss of logits `[.., tokens]` of this rank's tokens, the first of which is `first` among all; as
+/// [`linear_cross_entropy`], for heads that make their logits by themselves.
+pub fn cross_entropy(
+    logits: &Tensor,
+    first: usize,
+    targets: &Tensor,
+    ignored: i64,
+    group: &Group,
+) -> Result<Tensor> {
+    let (rows, tokens) = (logits.shape().rows(), logits.shape().last());
+    if targets.numel() != rows {
+        return Err(TensorError::ShapeMismatch {
+            op: "sliced loss",
+            left: *logits.shape(),
+            right: *targets.shape(),
+        });
     }
+    let targets = Targets::new(targets, first, tokens, ignored)?;
+    let logits = Operand::from(ops::reshape(logits, [rows, tokens])?);
+    let (losses, gradient) = no_grad(|| -> Result<_> {
+        let values = ops::cast(&*logits.read()?, DType::F32)?;
+        let measured = measure(&values, &targets.here, &targets.is_here, group)?;
+        let Measured { softmax, own, lse, target } = measured;
+        let losses = ops::mul(&ops::sub(&lse, &target)?, &targets.counts)?;
+        let factor = ops::mul(&ops::exp(&ops::sub(&own, &lse)?)?, &targets.counts)?;
+        let ones = Tensor::empty([rows, tokens], DType::F32, values.device())?;
+        let places = ops::reshape(&targets.here, [rows, 1])?;
+        values.device().backend().scatter_add(&targets.is_here, &places, &ones)?;
+        Ok((losses, ops::sub(&ops::mul(&softmax, &factor)?, &ones)?))
+    })?;
+    let loss = mean(&losses, &targets.counted)?;
+    if !needs_grad(&[&logits]) {
+        return Ok(loss);
+    }
+    let (dtype, counted) = (logits.dtype(), targets.counted);
+    Ok(record("sliced_cross_entropy", &[&logits], loss, move |dy| {
+        let share = mean(&dy, &counted)?;
+        let scaled = Tensor::empty(*gradient.shape(), dtype, gradient.device())?;
+        gradient.device().backend().scale_by(&gradient, &share, &scaled)?;
+        Ok(vec![Some(scaled)])
+    }))
 }

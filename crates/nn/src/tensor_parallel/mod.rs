@@ -14,14 +14,14 @@ mod loss;
 
 pub use cut::Cut;
 pub(crate) use cut::{Held, held};
-pub use loss::linear_cross_entropy;
+pub use loss::{cross_entropy, linear_cross_entropy};
 
 use ferrospeed_collective::ops;
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Result, Tensor, random};
 
 /// The input of layers whose outputs are cut, once for all that read it: backward, the ranks' gradients are summed.
-pub(crate) fn enter(x: &Tensor, group: Option<&Group>) -> Result<Tensor> {
+pub fn enter(x: &Tensor, group: Option<&Group>) -> Result<Tensor> {
     group.map_or(Ok(x.clone()), |group| Ok(ops::enter(x, group)?))
 }
 

@@ -1,0 +1,104 @@
+//! Slices with the other ways to train: recomputed blocks, accumulation, 16 bits, state elsewhere; and what is refused.
+
+use std::sync::Arc;
+
+use ferrospeed_comm::topology::{DATA, MODEL};
+use ferrospeed_comm::{Mesh, ProcessTopology};
+use ferrospeed_engine::{Options, Setup, initialize_model};
+use ferrospeed_zero::access::Which;
+use serde_json::{Value, json};
+
+use crate::common::{config, device};
+use crate::{Model, Outcome, assert_near, configuration, families, on_ranks, start, step, train_by, wholes};
+
+/// The configuration of the other tests, changed.
+fn changed(stage: u8, data: usize, change: impl Fn(&mut Value)) -> Value {
+    let mut value = configuration(stage, data);
+    change(&mut value);
+    value
+}
+
+#[test]
+fn accumulated_micro_batches_and_offloaded_state_are_those_of_the_whole() {
+    let model = families().swap_remove(1);
+    for change in [
+        (|value: &mut Value| value["train_micro_batch_size_per_gpu"] = 1.into()) as fn(&mut Value),
+        |value| value["zero_optimization"]["offload_optimizer"] = json!({"device": "cpu"}),
+        |value| value["zero_optimization"]["overlap_comm"] = true.into(),
+    ] {
+        let whole = train_by(2, 1, &model, changed(2, 2, change));
+        let found = train_by(4, 2, &model, changed(2, 2, change));
+        for (rank, outcome) in found.iter().enumerate() {
+            let wanted = &whole[rank / 2];
+            assert_near(&outcome.losses, &wanted.losses, "losses");
+            assert_near(&outcome.norms, &wanted.norms, "norms");
+            for ((name, values), (_, reference)) in outcome.weights.iter().zip(&wanted.weights) {
+                assert_near(values, reference, name);
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputed_blocks_and_dropped_attention_keep_ranks_together() {
+    let mut model = families().swap_remove(0);
+    model["attn_pdrop"] = 0.2.into();
+    let model = Arc::new(model);
+    let run = |recompute: bool| {
+        let (model, value) = (model.clone(), configuration(3, 2));
+        on_ranks(4, move |world| {
+            let (mut engine, mut decoder) = start(world, &model, &value, 2);
+            if let Model::Decoder(decoder) = &mut decoder {
+                decoder.set_activation_checkpointing(recompute);
+            }
+            let mut outcome = Outcome::default();
+            (0..3).for_each(|number| step(&mut engine, &decoder, number, &mut outcome));
+            (outcome.losses, wholes(&engine, &decoder, Which::Weight))
+        })
+    };
+    let (kept, recomputed) = (run(false), run(true));
+    // The same numbers are drawn again in backward, and ranks of a group never part.
+    assert!(kept == recomputed, "other numbers when recomputed");
+    assert!(kept[0] == kept[1] && kept[2] == kept[3]);
+}
+
+#[test]
+fn sixteen_bits_train_in_slices_within_their_rounding() {
+    let model = families().swap_remove(1);
+    for precision in ["bf16", "fp16"] {
+        let value = |data| changed(1, data, |value| value[precision] = json!({"enabled": true}));
+        let whole = train_by(1, 1, &model, value(1)).remove(0);
+        for outcome in train_by(2, 2, &model, value(1)) {
+            for (a, b) in outcome.losses.iter().zip(&whole.losses) {
+                assert!((a - b).abs() < 2e-2, "{precision}: {:?}, not {:?}", outcome.losses, whole.losses);
+            }
+        }
+    }
+}
+
+/// Why an engine for a model in two slices does not start.
+fn refusal(change: fn(&mut Value), spread: bool) -> String {
+    let model = Arc::new(families().swap_remove(1));
+    let refused = on_ranks(2, move |world| {
+        let mesh = Mesh::new(world.clone(), ProcessTopology::new([(DATA, 1), (MODEL, 2)]).unwrap()).unwrap();
+        let model = Model::in_slices(&model, &mesh.tensor().unwrap());
+        let setup = Setup::new(config(&changed(0, 1, change), 1), world, device(1));
+        let mut options = Options::default();
+        if spread {
+            options.spread_over(&mesh).unwrap();
+        }
+        initialize_model(&setup, model.parameters(), options).err().map(|error| error.to_string())
+    });
+    refused.into_iter().flatten().next().unwrap_or_default()
+}
+
+#[test]
+fn what_does_not_work_on_slices_is_refused() {
+    let lamb = refusal(|value| value["optimizer"] = json!({"type": "Lamb", "params": {"lr": 0.01}}), true);
+    assert!(lamb.contains("norms of whole parameters"), "{lamb}");
+    let more = refusal(|value| value["tensor_parallel"] = json!({"autotp_size": 4}), true);
+    assert!(more.contains("asks for 4 slices of each layer, and there are 2"), "{more}");
+    let unspread = refusal(|value| value["tensor_parallel"] = json!({"autotp_size": 2}), false);
+    assert!(unspread.contains("call Options::spread_over"), "{unspread}");
+    assert_eq!(refusal(|value| value["tensor_parallel"] = json!({"autotp_size": 2}), true), "");
+}
