@@ -7,6 +7,7 @@ mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
 mod ways;
+mod wire;
 
 use std::sync::Arc;
 
