@@ -91,6 +91,7 @@ fn slices_train_save_go_on_and_export_as_the_whole_does() {
     for (name, more) in [
         ("two", &["--tp", "2"][..]),
         ("four", &["--tp", "2", "-n", "4", "--set", "zero_optimization.stage=3"]),
+        ("by-tokens", &["--tp", "2", "--set", "tensor_parallel.sequence_parallel=true"]),
         ("by-section", &["--set", "tensor_parallel.autotp_size=2", "--set", "ranks=2"]),
     ] {
         assert_near(&place.train(name, more), &whole);
@@ -122,6 +123,10 @@ fn what_cannot_be_cut_is_told_before_any_rank_starts() {
             "4 heads cannot be shared by 3 ranks alike; tensor parallelism over 1, 2, 4 ranks fits",
         ),
         (&["--tp", "2", "-n", "3"], "2 slices of a layer need a multiple of 2 ranks, and there are 3"),
+        (
+            &["--tp", "2", "--set", "tensor_parallel.sequence_parallel=true", "--set", "data.sequence=33"],
+            "33 tokens cannot be shared by 2 ranks alike",
+        ),
         (&["--tp", "2", "--pp", "2"], "do not run together yet"),
     ] {
         let mut words = vec!["train", "recipe.toml", "--out", "no"];

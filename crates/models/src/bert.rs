@@ -6,7 +6,7 @@ pub use config::{BertConfig, BertTop};
 
 use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
-use ferrospeed_nn::tensor_parallel::{self, Cut, enter};
+use ferrospeed_nn::tensor_parallel::{self, Cut, Slices, enter};
 use ferrospeed_nn::{
     AttentionConfig, Embedding, HeadProjections, Init, LayerNorm, Linear, Mlp, Mode, MultiHeadAttention,
     Parameters, Visibility,
@@ -63,7 +63,7 @@ pub struct Bert {
     token_head: Option<TokenHead>,
     text_head: Option<Linear>,
     /// The ranks that hold slices of its layers.
-    slices: Option<Group>,
+    slices: Option<Slices>,
 }
 
 impl Bert {
@@ -82,11 +82,11 @@ impl Bert {
             );
             return Err(ModelError::config("tensor parallelism", why));
         }
-        Ok(Bert::build(config, Some(group)))
+        Ok(Bert::build(config, Some(&Slices::from(group))))
     }
 
-    fn build(config: BertConfig, group: Option<&Group>) -> Bert {
-        let root = Init::root().over(group);
+    fn build(config: BertConfig, slices: Option<&Slices>) -> Bert {
+        let root = Init::root().over(slices);
         // Files of the encoder alone name its tensors without a prefix.
         let init = root.at(if config.top == BertTop::Nothing { "" } else { "bert" });
         let std = config.init_std;
@@ -162,7 +162,7 @@ impl Bert {
             types,
             embedding_norm,
             layers,
-            slices: group.filter(|group| group.size() > 1).cloned(),
+            slices: slices.filter(|slices| slices.group().size() > 1).cloned(),
             config,
         }
     }
@@ -268,9 +268,15 @@ impl Bert {
             };
             let options = CrossEntropyOptions::default();
             let loss = match (&self.slices, self.words.table().slice()) {
-                (Some(group), Some(slice)) if what == TOKENS => {
+                (Some(slices), Some(slice)) if what == TOKENS => {
                     let first = slice.ranges()[0].start;
-                    tensor_parallel::cross_entropy(logits, first, labels, options.ignore_index, group)?
+                    tensor_parallel::cross_entropy(
+                        logits,
+                        first,
+                        labels,
+                        options.ignore_index,
+                        slices.group(),
+                    )?
                 }
                 _ => ops::cross_entropy(logits, labels, options)?,
             };

@@ -12,10 +12,9 @@ mod stages;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::moe::Routing;
-use ferrospeed_nn::tensor_parallel::{self, Cut};
+use ferrospeed_nn::tensor_parallel::{self, Cut, Slices};
 use ferrospeed_nn::{AttentionState, Embedding, Init, KeyValueCache, Linear, Mode, Norm, Parameters};
 use ferrospeed_tensor::autograd::{self, InPlace, Shelf};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
@@ -63,7 +62,7 @@ pub struct Decoder {
     final_norm: Option<Norm>,
     head: Param,
     /// The ranks that hold slices of its layers.
-    slices: Option<Group>,
+    slices: Option<Slices>,
     /// Where the inputs of blocks wait that are computed again in backward; `None` keeps what blocks compute.
     checkpointing: Option<Arc<dyn Shelf>>,
 }
@@ -76,13 +75,14 @@ impl Decoder {
 
     /// The same in slices over the ranks of a group, which compute each loss together; or why it cannot be cut so. No rank
     /// holds whole logits, so such a model trains and measures, and does not generate.
-    pub fn in_slices(config: DecoderConfig, group: &Group) -> Result<Decoder> {
-        config.check_slices(group.size())?;
-        Ok(Decoder::build(config, Some(group)))
+    pub fn in_slices(config: DecoderConfig, slices: impl Into<Slices>) -> Result<Decoder> {
+        let slices = slices.into();
+        config.check_slices(slices.group().size(), slices.between())?;
+        Ok(Decoder::build(config, Some(&slices)))
     }
 
-    fn build(config: DecoderConfig, group: Option<&Group>) -> Decoder {
-        let init = Init::root().over(group);
+    fn build(config: DecoderConfig, slices: Option<&Slices>) -> Decoder {
+        let init = Init::root().over(slices);
         let names = &config.names;
         let embedding = Embedding::new(
             &init.at(names.embedding).cut(Cut::Entries),
@@ -145,7 +145,7 @@ impl Decoder {
             blocks,
             final_norm,
             head,
-            slices: group.filter(|group| group.size() > 1).cloned(),
+            slices: slices.filter(|slices| slices.group().size() > 1).cloned(),
             checkpointing: None,
         }
     }
@@ -201,7 +201,11 @@ impl Decoder {
         observe: Option<&mut dyn FnMut(usize, &Tensor)>,
     ) -> Result<(Tensor, RouterLogits)> {
         let places = self.places(tokens, state.as_ref().map_or(0, |state| state.len()))?;
-        profile::scope_at("", "Decoder", || self.run_at(&tokens.ids, &places, state, mode, observe))
+        let run = || self.run_at(&tokens.ids, &places, state, mode, observe);
+        profile::scope_at("", "Decoder", || match &self.slices {
+            Some(slices) => slices.between_cuts(run),
+            None => run(),
+        })
     }
 
     /// Where tokens stand that follow `past` others.
@@ -253,7 +257,8 @@ impl Decoder {
             embedded = inwards.forward(&embedded)?;
         }
         if let (Some(table), Some(rows)) = (&self.learned_positions, &places.rows) {
-            embedded = ops::add(&embedded, &table.forward(rows)?)?;
+            let rows = self.slices.as_ref().map_or(Ok(rows.clone()), |slices| slices.own_tokens(rows))?;
+            embedded = ops::add(&embedded, &table.forward(&rows)?)?;
         }
         if let Some(norm) = &self.embedding_norm {
             embedded = norm.forward(&embedded)?;
@@ -361,26 +366,20 @@ impl Decoder {
     /// The loss from a hidden state. The last token predicts nothing, so its row does not count.
     pub fn next_token_loss(&self, hidden: &Tensor, labels: &Tensor) -> Result<Tensor> {
         let options = CrossEntropyOptions::default();
-        let (rows, width) = (hidden.shape().rows(), hidden.shape().last());
-        let tokens = labels.shape().last();
+        let (rows, tokens) = (labels.numel(), labels.shape().last());
         let targets = Tensor::full([rows], options.ignore_index as f32, DType::I64, hidden.device())?;
         if tokens > 1 {
             let sequences = rows / tokens;
             let backend = hidden.device().backend();
             backend.copy_blocks(labels, 1, tokens, &targets, 0, tokens, sequences, tokens - 1)?;
         }
-        let flat = ops::reshape(hidden, [rows, width])?;
-        if let Some(group) = &self.slices {
+        if let Some(slices) = &self.slices {
+            let ignored = options.ignore_index;
             return self.as_head(|| {
-                Ok(tensor_parallel::linear_cross_entropy(
-                    &flat,
-                    &self.head,
-                    &targets,
-                    options.ignore_index,
-                    group,
-                )?)
+                Ok(tensor_parallel::linear_cross_entropy(hidden, &self.head, &targets, ignored, slices)?)
             });
         }
+        let flat = ops::reshape(hidden, [rows, hidden.shape().last()])?;
         self.as_head(|| {
             Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, &targets, options)?)
         })

@@ -9,7 +9,7 @@ use crate::Mode;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
 use crate::rotary::RotaryTable;
-use crate::tensor_parallel::{enter, own_numbers};
+use crate::tensor_parallel::enter;
 
 /// The numbers of an attention layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -173,7 +173,7 @@ impl AttentionState {
 impl MultiHeadAttention {
     /// From its layers. `config` has all heads; where the layers are cut over ranks, this one has its share of them.
     pub fn new(projections: HeadProjections, output: Linear, config: AttentionConfig) -> MultiHeadAttention {
-        let ranks = output.summed_over().map_or(1, |group| group.size());
+        let ranks = output.summed_over().map_or(1, |slices| slices.group().size());
         let config = AttentionConfig {
             heads: config.heads / ranks,
             kv_heads: (config.kv_heads / ranks).max(1),
@@ -206,8 +206,15 @@ impl MultiHeadAttention {
             HeadProjections::Packed(qkv, _) => qkv.weight(),
             HeadProjections::Separate { query, .. } => query.weight(),
         };
-        let group = self.output.summed_over();
-        let attend = || own_numbers(group, || self.attend(&enter(x, group)?, visibility, cache, mode));
+        let slices = self.output.summed_over();
+        let attend = || {
+            let x = enter(x, slices)?;
+            let attend = || self.attend(&x, visibility, cache, mode);
+            match slices {
+                Some(slices) => slices.within_cuts(attend),
+                None => attend(),
+            }
+        };
         profile::scope("MultiHeadAttention", [first, self.output.weight()], attend)
     }
 
@@ -283,9 +290,9 @@ impl MultiHeadAttention {
     /// The ALiBi slopes of this rank's heads.
     fn own_slopes(&self, all: Option<&Tensor>) -> Result<Option<Tensor>> {
         match (all, self.output.summed_over()) {
-            (Some(all), Some(group)) => {
+            (Some(all), Some(slices)) => {
                 let heads = self.config.heads;
-                Ok(Some(ops::narrow(all, 0, group.rank() * heads, heads)?))
+                Ok(Some(ops::narrow(all, 0, slices.group().rank() * heads, heads)?))
             }
             (all, _) => Ok(all.cloned()),
         }

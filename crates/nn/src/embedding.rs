@@ -1,18 +1,16 @@
 //! The embedding table.
 
-use ferrospeed_collective::ops::leave;
-use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Initializer, Param, Result, Tensor, ops};
 
 use crate::init::Init;
-use crate::tensor_parallel::Cut;
+use crate::tensor_parallel::{Cut, Slices};
 
 /// Rows looked up by id. Where its [`Init`] cuts it by entries, each rank looks up what it holds, and the ranks' rows are
 /// summed.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     table: Param,
-    summed: Option<Group>,
+    summed: Option<Slices>,
 }
 
 impl Embedding {
@@ -20,8 +18,8 @@ impl Embedding {
     pub fn new(init: &Init, entries: usize, width: usize, std: f32) -> Embedding {
         let (shape, start) = ([entries, width], Initializer::Normal { mean: 0.0, std });
         let (table, summed) = match init.slicing() {
-            Some((group, Cut::Entries)) => {
-                (init.param_part("weight", shape, (0, 1, entries), group, start), Some(group.clone()))
+            Some((slices, Cut::Entries)) => {
+                (init.param_part("weight", shape, (0, 1, entries), slices, start), Some(slices.clone()))
             }
             _ => (init.param("weight", shape, start), None),
         };
@@ -36,7 +34,7 @@ impl Embedding {
     /// `[ids.., width]`.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         match (&self.summed, self.table.slice()) {
-            (Some(group), Some(slice)) => {
+            (Some(slices), Some(slice)) => {
                 let rows = slice.ranges()[0].clone();
                 let all = ids.to_vec::<i64>()?;
                 let here = |id: i64| usize::try_from(id).ok().filter(|id| rows.contains(id));
@@ -48,7 +46,7 @@ impl Embedding {
                 let found = ops::embedding(&self.table, &Tensor::from_slice(&own, &sizes, ids.device())?)?;
                 sizes.push(1);
                 let is_here = Tensor::from_f32(&is_here, &sizes, found.dtype(), ids.device())?;
-                Ok(leave(&ops::mul(&found, &is_here)?, group)?)
+                slices.leave(&ops::mul(&found, &is_here)?)
             }
             _ => ops::embedding(&self.table, ids),
         }

@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Initializer, Param, Shape, Slice, Unit};
 
-use crate::tensor_parallel::{Cut, Held, held};
+use crate::tensor_parallel::{Between, Cut, Held, Slices, held};
 
 /// A place in the tree of modules.
 #[derive(Debug, Clone)]
@@ -14,7 +13,7 @@ pub struct Init {
     path: String,
     unit: Option<Unit>,
     /// The ranks that hold slices of layers.
-    group: Option<Group>,
+    slices: Option<Slices>,
     /// How the layer that is made here is cut.
     cut: Option<Cut>,
     registered: Arc<Mutex<Parameters>>,
@@ -23,12 +22,12 @@ pub struct Init {
 impl Init {
     /// The root of a new model.
     pub fn root() -> Init {
-        Init { path: String::new(), unit: None, group: None, cut: None, registered: Arc::default() }
+        Init { path: String::new(), unit: None, slices: None, cut: None, registered: Arc::default() }
     }
 
     /// The same place, whose layers are cut into slices over these ranks where they say how.
-    pub fn over(&self, group: Option<&Group>) -> Init {
-        Init { group: group.filter(|group| group.size() > 1).cloned(), ..self.clone() }
+    pub fn over(&self, slices: Option<&Slices>) -> Init {
+        Init { slices: slices.filter(|slices| slices.group().size() > 1).cloned(), ..self.clone() }
     }
 
     /// The same place for a layer that is cut this way; changes nothing where there are no ranks to cut for.
@@ -37,8 +36,8 @@ impl Init {
     }
 
     /// The ranks, and how the layer made here is cut over them.
-    pub(crate) fn slicing(&self) -> Option<(&Group, Cut)> {
-        Some((self.group.as_ref()?, self.cut?))
+    pub(crate) fn slicing(&self) -> Option<(&Slices, Cut)> {
+        Some((self.slices.as_ref()?, self.cut?))
     }
 
     /// The place `name` below this one. Dots in `name` go several levels down; an empty name stays here.
@@ -68,13 +67,15 @@ impl Init {
     pub fn param(&self, name: &str, shape: impl Into<Shape>, initializer: Initializer) -> Param {
         let shape = shape.into();
         let path = self.at(name).path;
-        match self.slicing() {
-            Some((group, Cut::Shared)) if shape.numel() > 0 => {
-                let held = Held { holders: group.size(), ..held(shape[0], 1, 1, 0, 1) };
+        let Some(slices) = self.slices.as_ref().filter(|_| shape.numel() > 0 && shape.dims() > 0) else {
+            return self.register(Param::new(path, shape, initializer));
+        };
+        match (self.cut, slices.between()) {
+            (Some(Cut::Entries), _) => self.param_part(name, shape, (0, 1, shape[0]), slices, initializer),
+            // What ranks use for their own heads or tokens alone has a summand of its gradient on each.
+            (Some(Cut::Shared), _) | (_, Between::OwnTokens) => {
+                let held = Held { holders: slices.group().size(), ..held(shape[0], 1, 1, 0, 1) };
                 self.param_slice(name, shape, 0, held, initializer)
-            }
-            Some((group, Cut::Entries)) if shape.numel() > 0 => {
-                self.param_part(name, shape, (0, 1, shape[0]), group, initializer)
             }
             _ => self.register(Param::new(path, shape, initializer)),
         }
@@ -86,10 +87,11 @@ impl Init {
         name: &str,
         whole: impl Into<Shape>,
         (dim, sections, units): (usize, usize, usize),
-        group: &Group,
+        slices: &Slices,
         initializer: Initializer,
     ) -> Param {
         let whole = whole.into();
+        let group = slices.group();
         let held = held(whole[dim], sections, units, group.rank(), group.size());
         self.param_slice(name, whole, dim, held, initializer)
     }

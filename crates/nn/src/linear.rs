@@ -3,11 +3,8 @@
 use ferrospeed_tensor::ops::{self, WeightLayout};
 use ferrospeed_tensor::{Activation, Initializer, Operand, Param, Result, Tensor};
 
-use ferrospeed_collective::ops::leave;
-use ferrospeed_comm::Group;
-
 use crate::init::Init;
-use crate::tensor_parallel::Cut;
+use crate::tensor_parallel::{Cut, Slices};
 
 /// `y = x·W + b` over the last dimension.
 ///
@@ -19,7 +16,7 @@ pub struct Linear {
     bias: Option<Param>,
     layout: WeightLayout,
     /// The ranks whose results are summed.
-    summed: Option<Group>,
+    summed: Option<Slices>,
 }
 
 impl Linear {
@@ -50,15 +47,15 @@ impl Linear {
             WeightLayout::InOut => ([inputs, outputs], [1, 0]),
         };
         let (weight, cut_bias, summed) = match init.slicing() {
-            Some((group, Cut::Outputs { sections, units })) => {
+            Some((slices, Cut::Outputs { sections, units })) => {
                 let part = |dim| (dim, sections, units);
-                let weight = init.param_part("weight", shape, part(of_outputs), group, start);
-                let cut_bias = bias.then(|| init.param_part("bias", [outputs], part(0), group, zero));
+                let weight = init.param_part("weight", shape, part(of_outputs), slices, start);
+                let cut_bias = bias.then(|| init.param_part("bias", [outputs], part(0), slices, zero));
                 (weight, cut_bias, None)
             }
-            Some((group, Cut::Inputs { units })) => {
-                let weight = init.param_part("weight", shape, (of_inputs, 1, units), group, start);
-                (weight, None, Some(group.clone()))
+            Some((slices, Cut::Inputs { units })) => {
+                let weight = init.param_part("weight", shape, (of_inputs, 1, units), slices, start);
+                (weight, None, Some(slices.clone()))
             }
             _ => (init.param("weight", shape, start), None, None),
         };
@@ -82,7 +79,7 @@ impl Linear {
     }
 
     /// The ranks whose results are summed, where its inputs are cut.
-    pub fn summed_over(&self) -> Option<&Group> {
+    pub fn summed_over(&self) -> Option<&Slices> {
         self.summed.as_ref()
     }
 
@@ -95,8 +92,8 @@ impl Linear {
 
     /// What is left to do behind the product: where inputs are cut, the sum over ranks, and the bias.
     pub fn finish(&self, product: Tensor) -> Result<Tensor> {
-        let Some(group) = &self.summed else { return Ok(product) };
-        let sum = leave(&product, group)?;
+        let Some(slices) = &self.summed else { return Ok(product) };
+        let sum = slices.leave(&product)?;
         match &self.bias {
             Some(bias) => ops::add(&sum, bias),
             None => Ok(sum),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use ferrospeed_comm::{Group, World};
-use ferrospeed_nn::tensor_parallel::{Cut, linear_cross_entropy};
+use ferrospeed_nn::tensor_parallel::{Cut, Slices, linear_cross_entropy};
 use ferrospeed_nn::{AttentionConfig, HeadProjections, Init, Linear, Mode, MultiHeadAttention, Visibility};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::random::{self, RandomState};
@@ -39,7 +39,7 @@ fn hidden(scale: f32) -> Vec<f32> {
 /// The loss, and the gradients of the hidden states and of this rank's rows of the head.
 fn loss(group: Option<&Group>, dtype: DType, scale: f32, counts: bool) -> (f32, Vec<f32>, Vec<f32>) {
     let device = Device::cpu_with_threads(1);
-    let init = Init::root().over(group);
+    let init = Init::root().over(group.map(Slices::from).as_ref());
     let cut = Cut::Outputs { sections: 1, units: TOKENS };
     let head = Linear::normal(&init.at("head").cut(cut), WIDTH, TOKENS, false, WeightLayout::OutIn, 1.0);
     let source = FromInitializers { seed: 5 };
@@ -49,7 +49,9 @@ fn loss(group: Option<&Group>, dtype: DType, scale: f32, counts: bool) -> (f32, 
         (0..40).map(|i| if counts && i % 5 != 0 { i * 7 % TOKENS as i64 } else { IGNORED }).collect();
     let targets = Tensor::from_slice(&targets, [40], &device).unwrap();
     let loss = match group {
-        Some(group) => linear_cross_entropy(&x, head.weight(), &targets, IGNORED, group).unwrap(),
+        Some(group) => {
+            linear_cross_entropy(&x, head.weight(), &targets, IGNORED, &Slices::from(group)).unwrap()
+        }
         None => {
             let options = CrossEntropyOptions { ignore_index: IGNORED, ..Default::default() };
             ops::linear_cross_entropy(&x, head.weight(), WeightLayout::OutIn, &targets, options).unwrap()
@@ -90,7 +92,7 @@ impl ParamSource for Alike {
 /// What attention with two heads per rank gives, and where the random numbers are behind it.
 fn attend(group: Option<&Group>, dropout: f32) -> (Vec<f32>, RandomState) {
     let device = Device::cpu_with_threads(1);
-    let init = Init::root().over(group);
+    let init = Init::root().over(group.map(Slices::from).as_ref());
     let units = 2 * group.map_or(1, Group::size);
     let linear = |name: &str, cut, inputs, outputs| {
         Linear::normal(&init.at(name).cut(cut), inputs, outputs, false, WeightLayout::OutIn, 1.0)

@@ -7,6 +7,7 @@ use ferrospeed_data::Codec;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
+use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
@@ -112,14 +113,14 @@ impl ModelPlan {
             json["bos_token_id"] = codec.and_then(Codec::begin_token).into();
             json["eos_token_id"] = codec.and_then(Codec::end_token).into();
         }
-        let slices = recipe.mesh().tensor.get();
+        let (slices, between) = (recipe.mesh().tensor.get(), recipe.between_slices());
         let decoder = match mesh.filter(|_| slices > 1).map(Mesh::tensor) {
-            Some(Ok(group)) => Decoder::in_slices(self.config.clone(), &group),
+            Some(Ok(group)) => Decoder::in_slices(self.config.clone(), Slices::over(&group, between)),
             Some(Err(error)) => {
                 problems.push(format!("tensor_parallel.autotp_size: {error}"));
                 return (Err(problems), vocabulary);
             }
-            None => self.config.check_slices(slices).map(|()| Decoder::new(self.config.clone())),
+            None => self.config.check_slices(slices, between).map(|()| Decoder::new(self.config.clone())),
         };
         let mut decoder = match decoder {
             Ok(decoder) => decoder,
@@ -154,6 +155,13 @@ impl ModelPlan {
             problems.push(format!(
                 "data.tokenizer: a model of {vocabulary} tokens does not read bytes, and there is no tokenizer.json \
                  beside it; name one, or say \"bytes\""
+            ));
+        }
+        let slices = recipe.mesh().tensor.get() as u64;
+        if recipe.between_slices() == Between::OwnTokens && !recipe.data.sequence.is_multiple_of(slices) {
+            problems.push(format!(
+                "data.sequence: {} tokens cannot be shared by {slices} ranks alike, as tensor_parallel.sequence_parallel asks;                  use a multiple of {slices}",
+                recipe.data.sequence
             ));
         }
         if recipe.data.sequence > self.config.max_tokens as u64 {

@@ -37,6 +37,7 @@
 //!
 //! [tensor_parallel]        # the same keys as the ds_config's section
 //! autotp_size = 2          # so many ranks hold slices of each layer; ranks is a multiple of it
+//! sequence_parallel = true # between layers each has a part of the tokens; data.sequence is a multiple of them
 //!
 //! [eval]
 //! every = 50
@@ -67,6 +68,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 
 use ferrospeed_config::{Config, ConfigError};
+use ferrospeed_nn::tensor_parallel::Between;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -367,6 +369,14 @@ impl Recipe {
             pipe: size(&self.ds_config["pipeline"]["stages"]),
             sequence: size(&self.ds_config["sequence_parallel_size"]),
             tensor: size(&self.ds_config["tensor_parallel"]["autotp_size"]),
+        }
+    }
+
+    /// What ranks have between layers whose slices they hold.
+    pub(crate) fn between_slices(&self) -> Between {
+        match self.ds_config["tensor_parallel"]["sequence_parallel"].as_bool() {
+            Some(true) => Between::OwnTokens,
+            _ => Between::AllTokens,
         }
     }
 

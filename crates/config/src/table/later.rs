@@ -30,6 +30,13 @@ const TP: &[Key] = &[
 /// `tensor_parallel`.
 pub(super) const TENSOR_PARALLEL: &[Key] = &[
     key("autotp_size", COUNT, "0", "Ranks that hold slices of the same layers; 0 and 1 turn it off.").done(),
+    key(
+        "sequence_parallel",
+        Kind::Bool,
+        "false",
+        "Between layers each of these ranks has a part of the tokens, not all of them: as many bytes travel, and less is kept. (Ferrospeed's own.)",
+    )
+    .done(),
     key("dtype", Kind::DataType, "null", "Format of the divided model."),
     key("tp_overlap_comm", Kind::Bool, "false", "Compute while sums travel."),
     key("vocab_parallel_lm_head", Kind::Bool, "null", "Divide the head by tokens."),

@@ -30,6 +30,7 @@ const NEWER: &[&str] = &[
     "parameter_alignment",
     "passes",
     "save_muon_momentum_buffer_in_memory",
+    "sequence_parallel",
     "super_offload",
     "symmetric_memory",
     "sync_after_allgather",

@@ -16,6 +16,7 @@ use ferrospeed_comm::topology::{DATA, MODEL};
 use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
 use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
 use ferrospeed_models::{Bert, Decoder, ModelConfig, Tokens, WindowRule};
+use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{Mode, Parameters};
 use ferrospeed_tensor::{Tensor, ops};
 use ferrospeed_zero::access::Which;
@@ -83,10 +84,10 @@ enum Model {
 }
 
 impl Model {
-    fn in_slices(value: &Value, group: &Group) -> Model {
+    fn in_slices(value: &Value, group: &Group, between: Between) -> Model {
         match ModelConfig::from_value(value, WindowRule::default()).unwrap() {
             ModelConfig::Decoder(config) => {
-                Model::Decoder(Box::new(Decoder::in_slices(*config, group).unwrap()))
+                Model::Decoder(Box::new(Decoder::in_slices(*config, Slices::over(group, between)).unwrap()))
             }
             ModelConfig::Bert(config) => Model::Bert(Box::new(Bert::in_slices(config, group).unwrap())),
         }
@@ -104,11 +105,11 @@ impl Model {
             Model::Decoder(decoder) => decoder.loss(&Tokens::new(ids.clone()), ids, mode),
             Model::Bert(bert) => {
                 // As many tokens count in every sequence, and one label of two for each of them.
-                let masked = |(place, &id): (usize, &i64)| if place % 7 < 3 { id } else { -100 };
+                let masked = |(place, &id): (usize, &i64)| if place % 8 < 3 { id } else { -100 };
                 let all = ids.to_vec::<i64>()?;
                 let labels: Vec<i64> = all.iter().enumerate().map(masked).collect();
                 let labels = Tensor::from_slice(&labels, [all.len()], ids.device())?;
-                let texts: Vec<i64> = all.chunks(7).map(|row| row[0] % 2).collect();
+                let texts: Vec<i64> = all.chunks(8).map(|row| row[0] % 2).collect();
                 let texts = Tensor::from_slice(&texts, [texts.len()], ids.device())?;
                 let output = bert.forward(ids, None, None, mode, &mut |_, _| {})?;
                 bert.loss(&output, Some(&labels), Some(&texts))
@@ -143,7 +144,11 @@ fn start(world: World, model: &Value, value: &Value, tensor: usize) -> (Engine, 
     let data = world.size() / tensor;
     let topology = ProcessTopology::new([(DATA, data), (MODEL, tensor)]).unwrap();
     let mesh = Mesh::new(world.clone(), topology).unwrap();
-    let decoder = Model::in_slices(model, &mesh.tensor().unwrap());
+    let between = match value["tensor_parallel"]["sequence_parallel"].as_bool() {
+        Some(true) => Between::OwnTokens,
+        _ => Between::AllTokens,
+    };
+    let decoder = Model::in_slices(model, &mesh.tensor().unwrap(), between);
     let setup = Setup::new(config(value, data), world, device(1));
     let mut options = Options::default();
     options.spread_over(&mesh).unwrap();
@@ -159,10 +164,10 @@ fn wholes(engine: &Engine, model: &Model, which: Which<'_>) -> Vec<(String, Vec<
 
 /// Four sequences per step, shared out over data ranks.
 fn batch(engine: &Engine, step: usize) -> Tensor {
-    let ids: Vec<i64> = (0..28).map(|i| ((i * 7 + step * 5 + i * i) % 19) as i64).collect();
-    let own = 28 / engine.data_ranks();
+    let ids: Vec<i64> = (0..32).map(|i| ((i * 7 + step * 5 + i * i) % 19) as i64).collect();
+    let own = 32 / engine.data_ranks();
     let first = engine.data_rank() * own;
-    Tensor::from_slice(&ids[first..first + own], [own / 7, 7], engine.device()).unwrap()
+    Tensor::from_slice(&ids[first..first + own], [own / 8, 8], engine.device()).unwrap()
 }
 
 fn step(engine: &mut Engine, model: &Model, number: usize, outcome: &mut Outcome) {

@@ -5,11 +5,14 @@ use std::sync::Arc;
 use ferrospeed_comm::topology::{DATA, MODEL};
 use ferrospeed_comm::{Mesh, ProcessTopology};
 use ferrospeed_engine::{Options, Setup, initialize_model};
+use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
 use crate::common::{config, device};
-use crate::{Model, Outcome, assert_near, configuration, families, on_ranks, start, step, train_by, wholes};
+use crate::{
+    Model, Outcome, assert_near, compare, configuration, families, on_ranks, start, step, train_by, wholes,
+};
 
 /// The configuration of the other tests, changed.
 fn changed(stage: u8, data: usize, change: impl Fn(&mut Value)) -> Value {
@@ -35,6 +38,28 @@ fn accumulated_micro_batches_and_offloaded_state_are_those_of_the_whole() {
             for ((name, values), (_, reference)) in outcome.weights.iter().zip(&wanted.weights) {
                 assert_near(values, reference, name);
             }
+        }
+    }
+}
+
+#[test]
+fn ranks_with_tokens_of_their_own_between_layers_train_as_the_whole_does() {
+    for mut model in families().into_iter().filter(|model| model["model_type"] != "bert") {
+        // Each rank drops its own tokens' values, so only what drops nothing is the same.
+        if model["model_type"] == "gpt2" {
+            (model["resid_pdrop"], model["embd_pdrop"]) = (0.0.into(), 0.0.into());
+        }
+        let kind = model["model_type"].as_str().unwrap();
+        let own_tokens = |value: &mut Value| value["tensor_parallel"] = json!({"sequence_parallel": true});
+        let whole = [1, 2].map(|ranks| train_by(ranks, 1, &model, configuration(0, ranks)));
+        for (ranks, tensor, stage) in [(2, 2, 0), (4, 4, 1), (4, 2, 3)] {
+            let data = ranks / tensor;
+            let found = train_by(ranks, tensor, &model, changed(stage, data, own_tokens));
+            compare(
+                &found,
+                &whole[data - 1],
+                &format!("{kind}, {ranks} ranks, {tensor} slices, stage {stage}"),
+            );
         }
     }
 }
@@ -81,7 +106,7 @@ fn refusal(change: fn(&mut Value), spread: bool) -> String {
     let model = Arc::new(families().swap_remove(1));
     let refused = on_ranks(2, move |world| {
         let mesh = Mesh::new(world.clone(), ProcessTopology::new([(DATA, 1), (MODEL, 2)]).unwrap()).unwrap();
-        let model = Model::in_slices(&model, &mesh.tensor().unwrap());
+        let model = Model::in_slices(&model, &mesh.tensor().unwrap(), Between::AllTokens);
         let setup = Setup::new(config(&changed(0, 1, change), 1), world, device(1));
         let mut options = Options::default();
         if spread {

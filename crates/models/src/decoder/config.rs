@@ -1,5 +1,6 @@
 //! A decoder in numbers and names: all that differs between causal families.
 
+use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_nn::{AttentionConfig, NormConfig, Rotary};
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 use ferrospeed_tensor::{Activation, DType};
@@ -214,7 +215,7 @@ impl DecoderConfig {
     }
 
     /// Whether layers can be cut into slices for so many ranks: heads and channels must divide evenly, tokens need not.
-    pub fn check_slices(&self, ranks: usize) -> Result<()> {
+    pub fn check_slices(&self, ranks: usize, between: Between) -> Result<()> {
         let refuse = |key: &'static str, why: String| Err(ModelError::config(key, why));
         let divisors = |size: usize| {
             let found: Vec<String> =
@@ -245,6 +246,12 @@ impl DecoderConfig {
         }
         if self.vocab < ranks {
             return refuse("vocab_size", format!("{} tokens are too few for {ranks} ranks", self.vocab));
+        }
+        let balances =
+            matches!(&self.feed_forward, FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0);
+        if ranks > 1 && between == Between::OwnTokens && balances {
+            let why = "the loss that balances experts needs the routes of all tokens, and each rank has its own; set output_router_logits to false, or keep all tokens on every rank";
+            return refuse("output_router_logits", why.into());
         }
         if ranks > 1 && matches!(self.names.qkv, QkvNames::Normed { per_head: false, .. }) {
             let why = "queries and keys are normalised over all heads, of which no rank has all; train it without tensor parallelism";

@@ -12,7 +12,7 @@ use ferrospeed_tensor::backend::{Gemm, Matrix};
 use ferrospeed_tensor::memory::Category;
 use ferrospeed_tensor::{DType, Operand, Param, Result, Tensor, TensorError, ops, profile, with_category};
 
-use super::enter;
+use super::Slices;
 
 /// A row's target among this rank's tokens.
 struct Targets {
@@ -48,14 +48,15 @@ impl Targets {
 }
 
 /// The mean loss of predicting `targets [rows]` by `x·Wᵀ`, where this rank's rows of `W [tokens, width]` are `weight`, a slice
-/// along dim 0; targets of `ignored` do not count. All ranks of the group have the same `x`, and get the same loss.
+/// along dim 0; targets of `ignored` do not count. `x` is what ranks have between the cuts; all get the same loss.
 pub fn linear_cross_entropy(
     x: &Tensor,
     weight: &Param,
     targets: &Tensor,
     ignored: i64,
-    group: &Group,
+    slices: &Slices,
 ) -> Result<Tensor> {
+    let x = slices.enter(x)?;
     let (rows, width) = (x.shape().rows(), x.shape().last());
     let (Some(slice), &[tokens, inputs]) = (weight.slice(), weight.shape().sizes()) else {
         return Err(TensorError::shape(
@@ -73,11 +74,11 @@ pub fn linear_cross_entropy(
         });
     }
     let targets = Targets::new(targets, slice.ranges()[0].start, tokens, ignored)?;
-    let x = Operand::from(ops::reshape(&enter(x, Some(group))?, [rows, width])?);
+    let x = Operand::from(ops::reshape(&x, [rows, width])?);
     let weight = Operand::from(weight);
     let recording = needs_grad(&[&x, &weight]);
     let wants = [recording && x.requires_grad(), recording && weight.requires_grad()];
-    let work = Work { targets: &targets, weight: &weight, group, rows, width, tokens };
+    let work = Work { targets: &targets, weight: &weight, group: slices.group(), rows, width, tokens };
     let (losses, dx, dweight) = no_grad(|| work.run(&*x.read()?, wants))?;
     let loss = mean(&losses, &targets.counted)?;
     if !recording {
