@@ -1,6 +1,6 @@
-//! Matrix products: bf16 on AMX where the processor has it, else widened to f32; f32 on AMX too, in three pieces, where the
-//! product is large; else with AVX-512, else by the `gemm` crate; a single row by `one_row.rs`, and rows that must not know of
-//! each other by `rows_alone.rs`.
+//! Matrix products: bf16 on AMX where the processor has it; f32 on AMX too, in three pieces, where the product is large; else
+//! with AVX-512, where 16-bit values are widened while they are packed; else by the `gemm` crate, which gets them from
+//! `widened.rs`; a single row by `one_row.rs`, and rows that must not know of each other by `rows_alone.rs`.
 //!
 //! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
 //! with any number of threads. They are grouped differently on another instruction set.
@@ -13,7 +13,7 @@ use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{amx, avx512};
-use crate::cpu::{float_kernel, read, rows_alone, write};
+use crate::cpu::{float_kernel, read, rows_alone, widened, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
 use crate::memory::HostPool;
@@ -146,8 +146,6 @@ impl<C> Output<C> {
 
 pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Result<()> {
     check(gemm)?;
-    // Only tiles are packed into the pool.
-    let _ = pool;
     if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
         return Ok(());
     }
@@ -184,13 +182,21 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
             };
             amx::products::<bf16, C, _, _, _, _>(threads, pool, &problem)?;
         }
-        DType::BF16 => products_widened::<bf16, C>(threads, gemm, &epilogue),
-        _ => products_widened::<f16, C>(threads, gemm, &epilogue),
+        #[cfg(target_arch = "x86_64")]
+        DType::BF16 if avx512::available() => {
+            avx512::products_16_bit::<bf16, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+        }
+        #[cfg(target_arch = "x86_64")]
+        DType::F16 if avx512::available() => {
+            avx512::products_16_bit::<f16, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+        }
+        DType::BF16 => widened::products::<bf16, C>(threads, pool, gemm, &epilogue)?,
+        _ => widened::products::<f16, C>(threads, pool, gemm, &epilogue)?,
     })
 }
 
 /// Where one product of a batch goes.
-fn output<C: Element>(gemm: &Gemm<'_>, batch: usize) -> Output<C> {
+pub(super) fn output<C: Element>(gemm: &Gemm<'_>, batch: usize) -> Output<C> {
     Output {
         c: Shared::new(write::<C>(gemm.c.tensor)),
         before: gemm.before_activation.map(|before| Shared::new(write::<C>(before))),
@@ -222,7 +228,7 @@ fn check(gemm: &Gemm<'_>) -> Result<()> {
 }
 
 /// Runs `task(batch, rows, columns)` for every tile of every product.
-fn tiles(
+pub(super) fn tiles(
     threads: &Threads,
     gemm: &Gemm<'_>,
     task: impl Fn(usize, std::ops::Range<usize>, std::ops::Range<usize>) + Send + Sync,
@@ -337,44 +343,8 @@ fn parts(length: usize, size: usize) -> impl Iterator<Item = std::ops::Range<usi
     (0..length).step_by(size).map(move |start| start..(start + size).min(length))
 }
 
-/// Without hardware for the type: both operands of a tile are widened, multiplied in f32 and rounded once.
-fn products_widened<T: Float, C: Float>(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) {
-    tiles(threads, gemm, |batch, rows, columns| {
-        let (a, b) = (Operand::<T>::new(&gemm.a, batch), Operand::<T>::new(&gemm.b, batch));
-        let (m, n, k) = (rows.len(), columns.len(), gemm.k);
-        let (mut wide_a, mut wide_b) = (vec![0.0f32; m * k], vec![0.0f32; k * n]);
-        vectorized!(|| {
-            widen(&a, rows.start, 0, m, k, &mut wide_a);
-            widen(&b, 0, columns.start, k, n, &mut wide_b);
-        });
-        let wide_a = Operand { elements: &wide_a, row_stride: k, column_stride: 1 };
-        let wide_b = Operand { elements: &wide_b, row_stride: n, column_stride: 1 };
-        let output = output::<C>(gemm, batch);
-        let shifted =
-            Output { offset: output.offset + rows.start * output.row_stride + columns.start, ..output };
-        let local = Epilogue { bias: epilogue.bias.map(|bias| &bias[columns.clone()]), ..*epilogue };
-        through_scratch(&wide_a, &wide_b, 0..m, 0..n, k, &local, &shifted);
-    });
-}
-
-#[inline(always)]
-fn widen<T: Float>(
-    from: &Operand<'_, T>,
-    row: usize,
-    column: usize,
-    rows: usize,
-    columns: usize,
-    to: &mut [f32],
-) {
-    for r in 0..rows {
-        for c in 0..columns {
-            to[r * columns + c] = from.elements[from.index(row + r, column + c)].widen();
-        }
-    }
-}
-
 /// Multiplies a tile into f32 scratch and stores it through the epilogue.
-fn through_scratch<C: Float>(
+pub(super) fn through_scratch<C: Float>(
     a: &Operand<'_, f32>,
     b: &Operand<'_, f32>,
     rows: std::ops::Range<usize>,

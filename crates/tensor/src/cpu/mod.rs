@@ -33,6 +33,7 @@ mod reduce;
 mod rows_alone;
 mod screen;
 pub mod simd;
+mod widened;
 
 use crate::backend::*;
 use crate::dtype::Element;

@@ -17,13 +17,23 @@ pub enum Level {
     Avx512,
 }
 
+/// What [`level`] and [`wants_tiles`] are lowered to where a user says so.
+fn wanted() -> Option<String> {
+    std::env::var("FERROSPEED_CPU_KERNELS").ok()
+}
+
+/// Whether tiles (AMX) may be used where they are: `FERROSPEED_CPU_KERNELS` names no family below them.
+pub fn wants_tiles() -> bool {
+    !matches!(wanted().as_deref(), Some("portable" | "avx2" | "avx512"))
+}
+
 /// The best level of this machine, or the lower one that `FERROSPEED_CPU_KERNELS` (portable, avx2, avx512) names.
 pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {
-        let wanted = match std::env::var("FERROSPEED_CPU_KERNELS").as_deref() {
-            Ok("portable") => Level::Portable,
-            Ok("avx2") => Level::Avx2,
+        let wanted = match wanted().as_deref() {
+            Some("portable") => Level::Portable,
+            Some("avx2") => Level::Avx2,
             _ => Level::Avx512,
         };
         wanted.min(detect())

@@ -21,7 +21,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
-use crate::cpu::simd::{Level, level};
+use crate::cpu::simd::{Level, level, wants_tiles};
 
 /// Rows and columns of a tile of sums.
 pub(crate) const TILE: usize = 16;
@@ -38,7 +38,7 @@ pub(crate) const PARTS: usize = 4;
 /// Whether this process may use AMX for bf16.
 pub(crate) fn available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    *AVAILABLE.get_or_init(|| level() == Level::Avx512 && detected() && permitted())
+    *AVAILABLE.get_or_init(|| level() == Level::Avx512 && wants_tiles() && detected() && permitted())
 }
 
 fn detected() -> bool {

@@ -7,6 +7,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::finish::finish;
+use super::lanes::Lanes;
 use super::{LANES, first_lanes};
 use crate::cpu::gemm::{Epilogue, Operand, Output};
 
@@ -18,14 +19,14 @@ const BLOCK_COLUMNS: usize = 3;
 const SLICE: usize = 4096;
 
 /// Whether these rows and operands are for dot products.
-pub(super) fn suits(a: &Operand<'_, f32>, b: &Operand<'_, f32>, rows: usize) -> bool {
+pub(super) fn suits<T>(a: &Operand<'_, T>, b: &Operand<'_, T>, rows: usize) -> bool {
     rows <= BLOCK_ROWS && a.column_stride == 1 && b.row_stride == 1 && b.column_stride > 1
 }
 
 /// Computes some rows and columns of a product on this thread. They belong to the caller.
-pub(super) fn multiply(
-    a: &Operand<'_, f32>,
-    b: &Operand<'_, f32>,
+pub(super) fn multiply<T: Lanes>(
+    a: &Operand<'_, T>,
+    b: &Operand<'_, T>,
     rows: Range<usize>,
     columns: Range<usize>,
     k: usize,
@@ -69,10 +70,10 @@ pub(super) fn multiply(
 }
 
 /// Some rows and columns: what is multiplied, and where the result goes.
-struct Block {
-    left: *const f32,
+struct Block<T> {
+    left: *const T,
     left_stride: usize,
-    right: *const f32,
+    right: *const T,
     right_stride: usize,
     depth: usize,
     target: *mut f32,
@@ -83,22 +84,19 @@ struct Block {
     add: bool,
 }
 
-impl Block {
+impl<T: Lanes> Block<T> {
     /// `target = [target +] alpha · left · right`.
     ///
     /// # Safety
     /// The processor has AVX-512. The operands hold this many rows and columns of `depth` values, and the target's rows and
     /// columns belong to the caller. There are 1 to [`BLOCK_ROWS`] rows and 1 to [`BLOCK_COLUMNS`] columns.
     unsafe fn multiply(&self) {
-        type Kernel = unsafe fn(&Block);
         macro_rules! kernels {
-            ($($rows:literal)*) => {
-                [$([block::<$rows, 1> as Kernel, block::<$rows, 2> as Kernel, block::<$rows, 3> as Kernel]),*]
-            };
+            ($($rows:literal)*) => { [$([block::<T, $rows, 1>, block::<T, $rows, 2>, block::<T, $rows, 3>]),*] };
         }
-        const KERNELS: [[Kernel; BLOCK_COLUMNS]; BLOCK_ROWS] = kernels!(1 2 3 4 5 6 7 8);
+        let kernels: [[unsafe fn(&Block<T>); BLOCK_COLUMNS]; BLOCK_ROWS] = kernels!(1 2 3 4 5 6 7 8);
         // SAFETY: passed on to the caller.
-        unsafe { KERNELS[self.rows - 1][self.columns - 1](self) }
+        unsafe { kernels[self.rows - 1][self.columns - 1](self) }
     }
 }
 
@@ -106,8 +104,8 @@ impl Block {
 ///
 /// # Safety
 /// As there.
-#[target_feature(enable = "avx512f")]
-unsafe fn block<const ROWS: usize, const COLUMNS: usize>(block: &Block) {
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn block<T: Lanes, const ROWS: usize, const COLUMNS: usize>(block: &Block<T>) {
     let mut sums = [[_mm512_setzero_ps(); COLUMNS]; ROWS];
     for k in (0..block.depth).step_by(LANES) {
         let lanes = first_lanes(block.depth - k);
@@ -115,10 +113,10 @@ unsafe fn block<const ROWS: usize, const COLUMNS: usize>(block: &Block) {
         // SAFETY: both operands hold `depth` values of each row and column; masked lanes are not read.
         unsafe {
             for (column, line) in lines.iter_mut().enumerate() {
-                *line = _mm512_maskz_loadu_ps(lanes, block.right.add(column * block.right_stride + k));
+                *line = T::load(lanes, block.right.add(column * block.right_stride + k));
             }
             for (row, sums) in sums.iter_mut().enumerate() {
-                let factor = _mm512_maskz_loadu_ps(lanes, block.left.add(row * block.left_stride + k));
+                let factor = T::load(lanes, block.left.add(row * block.left_stride + k));
                 for (sum, line) in sums.iter_mut().zip(lines) {
                     *sum = _mm512_fmadd_ps(factor, line, *sum);
                 }

@@ -1,4 +1,4 @@
-//! f32 matrix products with AVX-512.
+//! Matrix products with AVX-512, in f32; 16-bit operands are widened while they are packed.
 //!
 //! A block of sums, 14 rows by two registers of 16 columns, stays in 28 of the 32 registers while `k` goes by. Each
 //! step of `k` loads two registers of the right operand and multiplies them by 14 values of the left one, each spread
@@ -13,13 +13,14 @@
 
 mod dots;
 mod finish;
+mod lanes;
 mod pack;
 mod product;
 mod transpose;
 
 use std::arch::x86_64::*;
 
-pub(crate) use product::{multiply, products};
+pub(crate) use product::{multiply, products, products_16_bit};
 pub(crate) use transpose::transposed;
 
 use crate::cpu::simd::{Level, level};
@@ -62,8 +63,8 @@ struct Block {
     columns: usize,
     alpha: f32,
     /// What is wanted next, asked for one line at a time, a line for each [`PART`] of `k`.
-    ahead: *const f32,
-    ahead_stride: usize,
+    ahead: *const u8,
+    ahead_bytes: usize,
     /// Whether the sums are added to what the target holds.
     add: bool,
 }
@@ -99,7 +100,7 @@ unsafe fn block<const ROWS: usize, const REGISTERS: usize>(block: &Block) {
     let parts = block.depth.div_ceil(PART);
     for part in 0..parts {
         _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
-        ahead = ahead.wrapping_add(block.ahead_stride);
+        ahead = ahead.wrapping_add(block.ahead_bytes);
         // The target's rows are wanted when the sums are done, one by one and not too early.
         if let Some(row) = (part + ROWS).checked_sub(parts) {
             for register in 0..REGISTERS {

@@ -1,11 +1,12 @@
 //! Bringing operands into the order in which a block of sums reads them.
 //!
-//! A packed left operand is one value for each of a block's rows, for each `k` in turn. A packed right operand is a
+//! Packed values are f32, whatever the operands are. A packed left operand is one value for each of a block's rows, for each `k` in turn. A packed right operand is a
 //! row of strips of 32 columns (16 where no more are left), each with one line for each `k`; columns outside the matrix are
 //! zero.
 
 use std::arch::x86_64::*;
 
+use super::lanes::Lanes;
 use super::{BLOCK_COLUMNS, BLOCK_ROWS, LANES, first_lanes, transposed};
 use crate::cpu::gemm::Operand;
 
@@ -15,8 +16,8 @@ pub(super) const SLACK: usize = LANES;
 const TOGETHER: usize = 8;
 
 /// Packs `rows` rows from `row` on, `k` from `k0` to `k1`.
-pub(super) fn pack_left(
-    a: &Operand<'_, f32>,
+pub(super) fn pack_left<T: Lanes>(
+    a: &Operand<'_, T>,
     [k0, k1]: [usize; 2],
     row: usize,
     rows: usize,
@@ -36,17 +37,22 @@ pub(super) fn pack_left(
 }
 
 /// Rows of consecutive `k` become columns. Whole registers are stored, the next one over what is too much.
-#[target_feature(enable = "avx512f")]
-unsafe fn left_turned(a: &Operand<'_, f32>, [k0, k1]: [usize; 2], row: usize, rows: usize, packed: *mut f32) {
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn left_turned<T: Lanes>(
+    a: &Operand<'_, T>,
+    [k0, k1]: [usize; 2],
+    row: usize,
+    rows: usize,
+    packed: *mut f32,
+) {
     for k in (k0..k1).step_by(LANES) {
         let count = LANES.min(k1 - k);
         let lanes = first_lanes(count);
         let mut lines = [_mm512_setzero_si512(); LANES];
         for (i, line) in lines.iter_mut().enumerate().take(rows) {
             // SAFETY: `pack_left` covers these rows and `k` below `k1`; masked lanes are not read.
-            *line = unsafe {
-                _mm512_maskz_loadu_epi32(lanes, a.elements.as_ptr().add(a.index(row + i, k)).cast())
-            };
+            *line =
+                unsafe { _mm512_castps_si512(T::load(lanes, a.elements.as_ptr().add(a.index(row + i, k)))) };
         }
         for (i, line) in transposed(lines).into_iter().enumerate().take(count) {
             // SAFETY: the last store ends less than `SLACK` behind the packed operand.
@@ -56,9 +62,9 @@ unsafe fn left_turned(a: &Operand<'_, f32>, [k0, k1]: [usize; 2], row: usize, ro
 }
 
 /// Rows lie side by side already.
-#[target_feature(enable = "avx512f")]
-unsafe fn left_in_order(
-    a: &Operand<'_, f32>,
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn left_in_order<T: Lanes>(
+    a: &Operand<'_, T>,
     [k0, k1]: [usize; 2],
     row: usize,
     rows: usize,
@@ -68,15 +74,15 @@ unsafe fn left_in_order(
     for k in k0..k1 {
         // SAFETY: as in `left_turned`.
         unsafe {
-            let line = _mm512_maskz_loadu_ps(lanes, a.elements.as_ptr().add(a.index(row, k)));
+            let line = T::load(lanes, a.elements.as_ptr().add(a.index(row, k)));
             _mm512_storeu_ps(packed.add((k - k0) * rows), line);
         }
     }
 }
 
 /// Packs columns `column0..column1`, `k` from `k0` to `k1`.
-pub(super) fn pack_right(
-    b: &Operand<'_, f32>,
+pub(super) fn pack_right<T: Lanes>(
+    b: &Operand<'_, T>,
     [k0, k1]: [usize; 2],
     [column0, column1]: [usize; 2],
     packed: &mut [f32],
@@ -112,10 +118,10 @@ fn strip_width(columns: [usize; 2]) -> usize {
 }
 
 /// Lines of columns stay lines.
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 #[inline]
-unsafe fn right_in_order(
-    b: &Operand<'_, f32>,
+unsafe fn right_in_order<T: Lanes>(
+    b: &Operand<'_, T>,
     [k0, k1]: [usize; 2],
     columns: [usize; 2],
     first: usize,
@@ -128,19 +134,21 @@ unsafe fn right_in_order(
             // SAFETY: `pack_right` covers these columns and `k` below `k1`; masked lanes are not read.
             unsafe {
                 let from = b.elements.as_ptr().add(b.index(k, columns[0] + register));
-                _mm512_storeu_ps(
-                    strip.add((first + i) * width + register),
-                    _mm512_maskz_loadu_ps(lanes, from),
-                );
+                _mm512_storeu_ps(strip.add((first + i) * width + register), T::load(lanes, from));
             }
         }
     }
 }
 
 /// Columns of consecutive `k` become lines.
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 #[inline]
-unsafe fn right_turned(b: &Operand<'_, f32>, [k0, k1]: [usize; 2], columns: [usize; 2], strip: *mut f32) {
+unsafe fn right_turned<T: Lanes>(
+    b: &Operand<'_, T>,
+    [k0, k1]: [usize; 2],
+    columns: [usize; 2],
+    strip: *mut f32,
+) {
     let width = strip_width(columns);
     for k in (k0..k1).step_by(LANES) {
         let count = LANES.min(k1 - k);
@@ -151,7 +159,7 @@ unsafe fn right_turned(b: &Operand<'_, f32>, [k0, k1]: [usize; 2], columns: [usi
             for (i, line) in lines.iter_mut().enumerate().take(columns[1] - first) {
                 // SAFETY: as in `right_in_order`.
                 *line = unsafe {
-                    _mm512_maskz_loadu_epi32(lanes, b.elements.as_ptr().add(b.index(k, first + i)).cast())
+                    _mm512_castps_si512(T::load(lanes, b.elements.as_ptr().add(b.index(k, first + i))))
                 };
             }
             for (i, line) in transposed(lines).into_iter().enumerate().take(count) {

@@ -3,18 +3,21 @@
 //! A task is a panel of the result. It goes through `k` in slices: the right operand's slice is
 //! packed into the second-level cache and stays there while all rows of the panel go by, 14 at a time; these rows of the left
 //! operand are packed into the first-level cache and stay there while all columns go by. Sums wait between slices in the
-//! result itself. Few rows read the right operand in place.
+//! result itself, or, where that is of 16 bits, in a panel of their own. Few rows read an f32 right operand in place.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
 use super::finish::finish;
+use super::lanes::Lanes;
 use super::pack::{SLACK, pack_left, pack_right};
 use super::{BLOCK_COLUMNS, BLOCK_ROWS, Block, LANES, PART, dots};
 use crate::backend::Gemm;
 use crate::cpu::aligned::Aligned;
 use crate::cpu::gemm::{Epilogue, Operand, Output};
-use crate::cpu::parallel::Threads;
+use crate::cpu::parallel::{Shared, Threads};
+use crate::cpu::simd::vectorized;
+use crate::dtype::{DType, Float};
 
 /// `k` of a slice, at most: 14 rows of it take half of the first-level cache.
 const SLICE: usize = 384;
@@ -37,6 +40,37 @@ struct Workspace {
 
 thread_local! {
     static WORKSPACE: RefCell<Workspace> = RefCell::default();
+    /// The sums of a panel whose result is of 16 bits.
+    static SUMS: RefCell<Aligned<f32>> = RefCell::default();
+}
+
+/// Computes a batch of products of 16-bit operands.
+pub(crate) fn products_16_bit<T: Lanes, C: Float>(
+    threads: &Threads,
+    gemm: &Gemm<'_>,
+    epilogue: &Epilogue<'_>,
+    output: impl Fn(usize) -> Output<C> + Send + Sync,
+) {
+    let plain = Epilogue { alpha: 1.0, accumulate: false, bias: None, activation: None };
+    panels(threads, gemm, |product, rows, columns| {
+        let (a, b) = (Operand::<T>::new(&gemm.a, product), Operand::<T>::new(&gemm.b, product));
+        let a = Operand { elements: a.elements.get(a.index(rows.start, 0)..).unwrap_or_default(), ..a };
+        let b = Operand { elements: b.elements.get(b.index(0, columns.start)..).unwrap_or_default(), ..b };
+        SUMS.with_borrow_mut(|sums| {
+            let (height, width) = (rows.len(), columns.len());
+            let sums = sums.at_least(height * width);
+            let panel = Output { c: Shared::new(sums), before: None, offset: 0, row_stride: width };
+            multiply(&a, &b, 0..height, 0..width, gemm.k, &plain, &panel);
+            let output = output(product);
+            vectorized!(|| {
+                for (row, sums) in rows.zip(sums.chunks_mut(width)) {
+                    // SAFETY: the panel belongs to this task alone.
+                    let (c, before) = unsafe { output.row(row, columns.clone()) };
+                    epilogue.store(sums, columns.start, c, before);
+                }
+            });
+        });
+    });
 }
 
 /// Computes a batch of products.
@@ -46,21 +80,25 @@ pub(crate) fn products(
     epilogue: &Epilogue<'_>,
     output: impl Fn(usize) -> Output<f32> + Send + Sync,
 ) {
+    panels(threads, gemm, |product, rows, columns| {
+        let (a, b) = (Operand::<f32>::new(&gemm.a, product), Operand::new(&gemm.b, product));
+        multiply(&a, &b, rows, columns, gemm.k, epilogue, &output(product));
+    });
+}
+
+/// Runs `task(product, rows, columns)` for every panel of every product.
+fn panels(
+    threads: &Threads,
+    gemm: &Gemm<'_>,
+    task: impl Fn(usize, Range<usize>, Range<usize>) + Send + Sync,
+) {
     let (m, n) = (gemm.m, gemm.n);
     let [panel_rows, panel_columns] = panel(m, n, gemm.batch, threads.count());
     let (down, across) = (m.div_ceil(panel_rows), n.div_ceil(panel_columns));
-    threads.run(gemm.batch * down * across, |task| {
-        let (product, panel) = (task / (down * across), task % (down * across));
+    threads.run(gemm.batch * down * across, |index| {
+        let (product, panel) = (index / (down * across), index % (down * across));
         let (row, column) = (panel % down * panel_rows, panel / down * panel_columns);
-        multiply(
-            &Operand::new(&gemm.a, product),
-            &Operand::new(&gemm.b, product),
-            row..(row + panel_rows).min(m),
-            column..(column + panel_columns).min(n),
-            gemm.k,
-            epilogue,
-            &output(product),
-        );
+        task(product, row..(row + panel_rows).min(m), column..(column + panel_columns).min(n));
     });
 }
 
@@ -83,9 +121,9 @@ fn panel(m: usize, n: usize, batch: usize, threads: usize) -> [usize; 2] {
 }
 
 /// Computes some rows and columns of a product on this thread. They belong to the caller.
-pub(crate) fn multiply(
-    a: &Operand<'_, f32>,
-    b: &Operand<'_, f32>,
+pub(crate) fn multiply<T: Lanes>(
+    a: &Operand<'_, T>,
+    b: &Operand<'_, T>,
     rows: Range<usize>,
     columns: Range<usize>,
     k: usize,
@@ -121,10 +159,13 @@ pub(crate) fn multiply(
                 let next = after..(after + BLOCK_ROWS).min(rows.end);
                 for (index, column) in columns.clone().step_by(BLOCK_COLUMNS).enumerate() {
                     let width = BLOCK_COLUMNS.min(columns.end - column);
-                    let (ahead, ahead_stride) = ahead(a, span, next.clone(), index);
+                    let (ahead, ahead_bytes) = ahead(a, span, next.clone(), index);
                     let (right, right_stride) = match column.checked_sub(packed_from) {
                         Some(before) => (right[before * depth..].as_ptr(), width.next_multiple_of(LANES)),
-                        None => (b.elements.as_ptr().wrapping_add(b.index(span[0], column)), b.row_stride),
+                        // Read in place, which only f32 is.
+                        None => {
+                            (b.elements.as_ptr().wrapping_add(b.index(span[0], column)).cast(), b.row_stride)
+                        }
                     };
                     let block = Block {
                         left: left.as_ptr(),
@@ -140,7 +181,7 @@ pub(crate) fn multiply(
                         columns: width,
                         alpha: epilogue.alpha,
                         ahead,
-                        ahead_stride,
+                        ahead_bytes,
                         add: slice > 0 || epilogue.accumulate,
                     };
                     // SAFETY: both operands were packed for this slice; the target lies inside the result, as was
@@ -159,8 +200,8 @@ pub(crate) fn multiply(
 
 /// The first column of the right operand that is packed. Few rows do not pay for that: they read it in place, except for a
 /// last strip that is no whole number of registers.
-fn packed_from(b: &Operand<'_, f32>, rows: usize, columns: &Range<usize>) -> usize {
-    if rows > FEW_ROWS || b.column_stride != 1 {
+fn packed_from<T: Lanes>(b: &Operand<'_, T>, rows: usize, columns: &Range<usize>) -> usize {
+    if rows > FEW_ROWS || b.column_stride != 1 || T::DTYPE != DType::F32 {
         columns.start
     } else if columns.len().is_multiple_of(LANES) {
         columns.end
@@ -170,19 +211,19 @@ fn packed_from(b: &Operand<'_, f32>, rows: usize, columns: &Range<usize>) -> usi
 }
 
 /// Where the rows that are packed next lie, from which a block asks for its share, and how far apart its lines are.
-fn ahead(
-    a: &Operand<'_, f32>,
+fn ahead<T: Lanes>(
+    a: &Operand<'_, T>,
     [k0, k1]: [usize; 2],
     rows: Range<usize>,
     block: usize,
-) -> (*const f32, usize) {
+) -> (*const u8, usize) {
     let (row, k, stride) = if a.column_stride == 1 {
-        (rows.start + block, k0, LANES)
+        (rows.start + block, k0, PART)
     } else {
         (rows.end.saturating_sub(1), k0 + block * (k1 - k0).div_ceil(PART), a.column_stride)
     };
     if row >= rows.end || row < rows.start || k >= k1 {
-        return (a.elements.as_ptr(), 0);
+        return (a.elements.as_ptr().cast(), 0);
     }
-    (a.elements.as_ptr().wrapping_add(a.index(row, k)), stride)
+    (a.elements.as_ptr().wrapping_add(a.index(row, k)).cast(), stride * size_of::<T>())
 }
