@@ -1,7 +1,8 @@
 //! Tensors between ranks.
 //!
 //! [`exchange`] moves tensors, wherever their memory is, and returns at once; [`ops`] are collectives that autograd knows:
-//! each has its transpose as its backward; [`one_bit`] averages at one bit per value. Groups are handed in; nothing here knows of parameters or of the world.
+//! each has its transpose as its backward; [`one_bit`] averages at one bit per value; [`shelf`] spreads what waits
+//! for backward. Groups are handed in; nothing here knows of parameters or of the world.
 //!
 //! ```
 //! use ferrospeed_collective::ops;
@@ -20,5 +21,6 @@ mod error;
 pub mod exchange;
 pub mod one_bit;
 pub mod ops;
+pub mod shelf;
 
 pub use error::{CollectiveError, Result};

@@ -25,6 +25,7 @@
 //! # }
 //! ```
 
+mod activations;
 mod agreement;
 mod checkpoint;
 mod eigenvalues;
@@ -41,6 +42,7 @@ mod reports;
 mod setup;
 mod slices;
 
+pub use activations::activation_shelf;
 pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions};
 pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};

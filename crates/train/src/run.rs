@@ -9,11 +9,12 @@ use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
 use ferrospeed_engine::{
-    Engine, EngineError, Options, Setup, StepReport, initialize_model, initialize_pipeline,
+    Engine, EngineError, Options, Setup, StepReport, activation_shelf, initialize_model, initialize_pipeline,
 };
 use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
+use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::monitor::Samples;
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
@@ -199,13 +200,18 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let mesh = recipe.mesh().over(&job.world)?;
     let Prepared { sequences, codec, model, warnings: mut all_warnings } =
         prepare(recipe, job.path, folder, Some(&mesh), &mut |_| {})?;
-    let BuiltModel { decoder: model, config: model_config, weights } = model;
+    let BuiltModel { decoder: mut model, config: model_config, weights } = model;
     let (config, warnings) = recipe.config().map_err(|error| TrainError::Recipe {
         path: job.path.to_path_buf(),
         problems: vec![error.to_string()],
     })?;
     all_warnings.extend(warnings);
 
+    if recipe.model.activation_checkpointing {
+        let slices = mesh.tensor()?;
+        let alike = (recipe.between_slices() == Between::AllTokens).then_some(&slices);
+        model.checkpoint_activations_on(activation_shelf(&config.activation_checkpointing, alike));
+    }
     let rank = job.world.rank();
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;

@@ -8,9 +8,9 @@
 //! | the sums before the two norms, and the two normed values | 4h | norms, the projections behind them |
 //! | queries, keys and values, rotated where they are | q + 2k | attention |
 //! | the mix of values | q | attention, the output projection |
-//! | the inner values: before the activation; gate, up and product | i; 3i | the feed-forward layer |
+//! | the inner values: before the activation; gate and up, of experts their product too | i; 2i; 3i | the feed-forward layer |
 //!
-//! plus, on a GPU, the inner values after the activation where rows are short enough; less the two normed values where `h`
+//! plus, on a GPU, the inner values after the activation, or the product, where rows are short enough; less the two normed values where `h`
 //! is wide enough that backward norms again; and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout
 //! saves nothing: its mask is drawn again.
 //! The loss never holds all logits: it works on chunks of rows, and leaves the gradient of its input. Backward frees
@@ -61,7 +61,7 @@ impl ActivationBytes {
         let is_kept = processor == Processor::Gpu && shape.intermediate <= KEPT_ACTIVATION_WIDTH;
         let feed_forward = match (shape.gated, shape.experts_per_token) {
             (false, _) => inner * if is_kept { 2 } else { 1 },
-            (true, 1) => 3 * inner,
+            (true, 1) => inner * if is_kept { 3 } else { 2 },
             // Tokens are copied to their experts, and each expert's result is kept for the weighted sum.
             (true, experts) => 3 * inner + 2 * experts * shape.hidden,
         };
@@ -81,8 +81,8 @@ impl ActivationBytes {
             layer: bytes(elements).saturating_add(statistics.saturating_mul(tokens)),
             loss: around_the_loss.saturating_add(logits(shape, width, tokens, processor)),
             // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the
-            // activation in place, or those of gate and up.
-            backward: bytes(2 * shape.hidden + if shape.gated { 2 * inner } else { inner }),
+            // activation in place, as those of gate and up take their places; experts' do not.
+            backward: bytes(2 * shape.hidden + if shape.experts_per_token > 1 { 2 * inner } else { inner }),
         }
     }
 

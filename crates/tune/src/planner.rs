@@ -52,11 +52,7 @@ impl Planner<'_> {
     /// What the configuration asks for and training does not do: nothing is saved by it.
     fn notes(&self) -> Vec<String> {
         let config = self.request.config;
-        let cpu_checkpointing = config.activation_checkpointing.cpu_checkpointing;
-        let asked = [
-            ("offload_optimizer.ratio", config.zero.offload_optimizer.ratio < 1.0),
-            ("cpu_checkpointing", cpu_checkpointing && self.request.checkpoint_activations),
-        ];
+        let asked = [("offload_optimizer.ratio", config.zero.offload_optimizer.ratio < 1.0)];
         let asked = asked.into_iter().filter(|(_, asked)| *asked);
         asked
             .map(|(key, _)| format!("{key}: not acted on yet, so it is counted as if it were not there"))
@@ -202,6 +198,13 @@ impl Planner<'_> {
                 kept,
                 format!("{tokens} tokens through {} layers, all kept", shape.layers),
             );
+        } else if config.activation_checkpointing.cpu_checkpointing
+            && self.request.processor == Processor::Gpu
+        {
+            let why = "one layer that is computed again, with its input";
+            self.add(purpose, Tier::Device, bytes.checkpointed(1), why.to_owned());
+            let why = format!("the inputs of {} layers", shape.layers);
+            self.add(purpose, Tier::Host, bytes.layer_input.saturating_mul(shape.layers), why);
         } else {
             let why = format!("the inputs of {} layers, and one layer that is computed again", shape.layers);
             self.add(purpose, Tier::Device, checkpointed, why);

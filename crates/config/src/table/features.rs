@@ -21,7 +21,8 @@ pub(super) const AMP: &[Key] = &[
 
 /// `activation_checkpointing`.
 pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
-    key("partition_activations", Kind::Bool, "false", "Split kept activations over tensor-parallel ranks."),
+    key("partition_activations", Kind::Bool, "false", "Split kept activations over tensor-parallel ranks.")
+        .done(),
     key("number_checkpoints", POSITIVE_COUNT, "null", "Checkpointed calls per forward pass."),
     key(
         "contiguous_memory_optimization",
@@ -29,9 +30,10 @@ pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
         "false",
         "Keep activations in one buffer; needs `partition_activations`.",
     ),
-    key("synchronize_checkpoint_boundary", Kind::Bool, "false", "Wait for the device at each checkpoint."),
+    key("synchronize_checkpoint_boundary", Kind::Bool, "false", "Wait for the device at each checkpoint.")
+        .done(),
     key("profile", Kind::Bool, "false", "Time each checkpointed call."),
-    key("cpu_checkpointing", Kind::Bool, "false", "Keep activations in host memory."),
+    key("cpu_checkpointing", Kind::Bool, "false", "Keep activations in host memory.").done(),
 ];
 
 /// `flops_profiler`.

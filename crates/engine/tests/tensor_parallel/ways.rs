@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ferrospeed_comm::topology::{DATA, MODEL};
 use ferrospeed_comm::{Mesh, ProcessTopology};
-use ferrospeed_engine::{Options, Setup, initialize_model};
+use ferrospeed_engine::{Options, Setup, activation_shelf, initialize_model};
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
@@ -69,21 +69,32 @@ fn recomputed_blocks_and_dropped_attention_keep_ranks_together() {
     let mut model = families().swap_remove(0);
     model["attn_pdrop"] = 0.2.into();
     let model = Arc::new(model);
-    let run = |recompute: bool| {
-        let (model, value) = (model.clone(), configuration(3, 2));
+    let run = |section: Option<Value>| {
+        let value = changed(3, 2, |value| {
+            value["activation_checkpointing"] = section.clone().unwrap_or_else(|| json!({}))
+        });
+        let (model, recompute) = (model.clone(), section.is_some());
         on_ranks(4, move |world| {
+            let mesh = Mesh::new(world.clone(), ProcessTopology::new([(DATA, 2), (MODEL, 2)]).unwrap());
+            let slices = mesh.unwrap().tensor().unwrap();
             let (mut engine, mut decoder) = start(world, &model, &value, 2);
-            if let Model::Decoder(decoder) = &mut decoder {
-                decoder.set_activation_checkpointing(recompute);
+            if let (Model::Decoder(decoder), true) = (&mut decoder, recompute) {
+                let section = &engine.config().activation_checkpointing;
+                decoder.checkpoint_activations_on(activation_shelf(section, Some(&slices)));
             }
             let mut outcome = Outcome::default();
             (0..3).for_each(|number| step(&mut engine, &decoder, number, &mut outcome));
             (outcome.losses, wholes(&engine, &decoder, Which::Weight))
         })
     };
-    let (kept, recomputed) = (run(false), run(true));
-    // The same numbers are drawn again in backward, and ranks of a group never part.
-    assert!(kept == recomputed, "other numbers when recomputed");
+    let kept = run(None);
+    let everything = json!({
+        "partition_activations": true, "cpu_checkpointing": true, "synchronize_checkpoint_boundary": true,
+    });
+    for section in [json!({}), json!({"partition_activations": true}), everything] {
+        // The same numbers are drawn again in backward, and ranks of a group never part.
+        assert!(kept == run(Some(section.clone())), "other numbers when recomputed with {section}");
+    }
     assert!(kept[0] == kept[1] && kept[2] == kept[3]);
 }
 
