@@ -115,6 +115,36 @@ fn slices_train_save_go_on_and_export_as_the_whole_does() {
 }
 
 #[test]
+fn a_plan_counts_slices() {
+    let place = Workplace::new();
+    let file = |name: &str, text: &str| {
+        let path = place.0.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let run = file("run.json", r#"{"train_micro_batch_size_per_gpu": 1}"#);
+    let cut =
+        file("cut.json", r#"{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}"#);
+    let shape = r#"{"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 192,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}"#;
+    file("config.json", shape);
+    let model = place.0.path().to_str().unwrap();
+    let planned = |words: &[&str]| -> Value {
+        let output = place.run(&[&["plan"], words, &["--model", model, "--json"]].concat());
+        serde_json::from_str(&support::stdout(&output)).unwrap()
+    };
+    let parameters = |plan: &Value| plan["plan"]["rows"][0]["bytes"].as_u64().unwrap() as f64;
+    let (whole, by_flag, by_key) = (planned(&[&run]), planned(&[&run, "--tp", "2"]), planned(&[&cut]));
+    let ratio = parameters(&by_flag) / parameters(&whole);
+    assert!((0.5..0.52).contains(&ratio), "{ratio}");
+    assert_eq!(by_flag["plan"], by_key["plan"]);
+    // Ten sums of 64 tokens × 64 channels × 4 bytes, on two ranks of this host.
+    let note = by_flag["plan"]["notes"][0].as_str().unwrap();
+    assert!(note.contains("2 ranks sum 160.00 KiB per micro-batch"), "{note}");
+    assert_eq!(by_flag["capacity"]["ranks_per_host"], 2);
+}
+
+#[test]
 fn what_cannot_be_cut_is_told_before_any_rank_starts() {
     let place = Workplace::new();
     for (more, told) in [

@@ -10,3 +10,4 @@ pub mod model;
 pub mod plan;
 mod planner;
 pub mod serve;
+mod slices;

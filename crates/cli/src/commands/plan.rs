@@ -28,7 +28,10 @@ pub(crate) struct PlanArgs {
     /// The number of data-parallel ranks
     #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT", default_value = "1")]
     world_size: NonZeroU64,
-    /// How many of them share a host; all when absent
+    /// Slices of each layer, on as many ranks for each of those [default: the configuration's tensor_parallel.autotp_size]
+    #[arg(long, value_name = "SLICES")]
+    tp: Option<NonZeroU64>,
+    /// How many ranks share a host; all when absent
     #[arg(long = "ranks_per_host", alias = "ranks-per-host", value_name = "COUNT")]
     ranks_per_host: Option<NonZeroU64>,
     /// Tokens per sample; the model's longest when absent, 2048 when that is not known
@@ -73,20 +76,35 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         Model::Transformer(transformer) => Some(transformer.max_positions),
         Model::Counts(_) => None,
     };
-    let capacity = capacity(args, &config)?;
-    let planned = plan(&Request {
+    let slices = args.tp.map_or_else(|| slices_of(&config), NonZeroU64::get);
+    let model = match model {
+        Model::Transformer(transformer) => Model::Transformer(transformer.in_slices(slices)),
+        Model::Counts(_) if slices > 1 => {
+            let why = "--tp: which parameters are cut follows from the model's shape; name it with --model";
+            return Err(Failure::Usage(why.to_owned()));
+        }
+        counts => counts,
+    };
+    let capacity = capacity(args, &config, slices)?;
+    let sequence_length =
+        args.sequence_length.map(NonZeroU64::get).or(known_length).unwrap_or(DEFAULT_SEQUENCE_LENGTH);
+    let mut planned = plan(&Request {
         model: &model,
         config: &config,
         data_parallel_size: args.world_size.get(),
-        sequence_length: args
-            .sequence_length
-            .map(NonZeroU64::get)
-            .or(known_length)
-            .unwrap_or(DEFAULT_SEQUENCE_LENGTH),
+        sequence_length,
         checkpoint_activations: args.checkpoint_activations,
         keeps_attention_matrix: args.keep_attention_matrix,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
     });
+    if let (Model::Transformer(transformer), true) = (&model, slices > 1) {
+        let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(sequence_length);
+        let bytes = transformer.summed_bytes(tokens, config.precision.data_type().bytes());
+        planned.notes.push(format!(
+            "tensor parallelism: {slices} ranks sum {} per micro-batch, beside what ZeRO exchanges",
+            human(bytes)
+        ));
+    }
     let shortfalls = planned.shortfalls(&capacity);
     let text = match args.json {
         true => as_json(&planned, &capacity, &shortfalls),
@@ -107,8 +125,14 @@ fn resolve(args: &PlanArgs, model: &Model) -> Result<Config, Failure> {
     Ok(config)
 }
 
+/// The slices that the configuration asks for.
+fn slices_of(config: &Config) -> u64 {
+    let asked = config.section("tensor_parallel").and_then(|section| section["autotp_size"].as_u64());
+    asked.unwrap_or(1).max(1)
+}
+
 /// What there is: what the user says, else what this machine has.
-fn capacity(args: &PlanArgs, config: &Config) -> Result<Capacity, Failure> {
+fn capacity(args: &PlanArgs, config: &Config, slices: u64) -> Result<Capacity, Failure> {
     let device_bytes = match args.device_bytes {
         Some(bytes) => Some(bytes),
         None => probe::cuda_driver().ok().and_then(|driver| driver.device_bytes),
@@ -129,7 +153,8 @@ fn capacity(args: &PlanArgs, config: &Config) -> Result<Capacity, Failure> {
             })?
         }
     };
-    let ranks_per_host = args.ranks_per_host.unwrap_or(args.world_size).min(args.world_size).get();
+    let ranks = args.world_size.get().saturating_mul(slices);
+    let ranks_per_host = args.ranks_per_host.map_or(ranks, NonZeroU64::get).min(ranks);
     Ok(Capacity { device_bytes, host_bytes, nvme_bytes, ranks_per_host })
 }
 

@@ -2,7 +2,7 @@
 //! word, and takes bystanders with it.
 //!
 //! The estimate is that of `ferrospeed plan`. A model whose shape it does not know, or a host that does not say what it
-//! has, is not judged, nor is a model of which ranks hold parts.
+//! has, is not judged, nor is a model in stages or parts of sequences.
 
 use ferrospeed_launch::probe;
 use ferrospeed_tensor::cuda;
@@ -17,15 +17,17 @@ use crate::failure::Failure;
 /// Refuses a run whose ranks, all on this host, need more memory than there is.
 pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Result<(), Failure> {
     let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
-    if recipe.mesh().ranks_of_a_sample() > 1 {
+    let mesh = recipe.mesh();
+    if mesh.pipe.get() > 1 || mesh.sequence.get() > 1 {
         return Ok(());
     }
+    let model = model.in_slices(mesh.tensor.get() as u64);
     let ranks = u64::from(recipe.ranks);
     let Some(capacity) = capacity(ranks, device) else { return Ok(()) };
     let planned = plan(&Request {
         model: &Model::Transformer(model),
         config: &config,
-        data_parallel_size: ranks,
+        data_parallel_size: recipe.data_ranks().get(),
         sequence_length: recipe.data.sequence,
         checkpoint_activations: recipe.model.activation_checkpointing,
         keeps_attention_matrix: false,

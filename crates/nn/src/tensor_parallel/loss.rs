@@ -8,7 +8,7 @@
 use ferrospeed_collective::ops::all_gather;
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::autograd::{needs_grad, no_grad, record};
-use ferrospeed_tensor::backend::{Gemm, Matrix};
+use ferrospeed_tensor::backend::{Binary, Gemm, Matrix};
 use ferrospeed_tensor::memory::Category;
 use ferrospeed_tensor::{DType, Operand, Param, Result, Tensor, TensorError, ops, profile, with_category};
 
@@ -127,14 +127,16 @@ impl Work<'_> {
         let backend = device.backend();
         let table = self.weight.read()?;
         let held = backend.logits_dtype(dtype);
-        let chunk = backend.logits_rows(self.tokens * held.size_bytes()).clamp(16, self.rows.max(16));
+        // Logits and their softmax in f32 are held at once.
+        let row_bytes = 2 * self.tokens * DType::F32.size_bytes();
+        let chunk = backend.logits_rows(row_bytes).clamp(16, self.rows.max(16));
         let dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, device)?) } else { None };
         let dweight = if wants[1] { Some(self.of_targets(x)?) } else { None };
         let mut losses = Vec::new();
         for start in (0..self.rows).step_by(chunk) {
             let count = chunk.min(self.rows - start);
-            let rows = |all: &Tensor| ops::narrow(all, 0, start, count);
-            let x_chunk = rows(x)?;
+            let x_chunk = x.slice(start * self.width, [count, self.width])?;
+            let column = |all: &Tensor| all.slice(start, [count, 1]);
             let logits = Tensor::empty([count, self.tokens], held, device)?;
             let w = Matrix { transposed: true, ..Matrix::whole(&table) };
             profile::count_product(1, count, self.tokens, self.width);
@@ -146,8 +148,8 @@ impl Work<'_> {
                 w,
                 &logits,
             ))?;
-            let (here, is_here) = (rows(&self.targets.here)?, rows(&self.targets.is_here)?);
-            let counts = rows(&self.targets.counts)?;
+            let here = self.targets.here.slice(start, [count])?;
+            let (is_here, counts) = (column(&self.targets.is_here)?, column(&self.targets.counts)?);
             let Measured { softmax, own, lse, target } =
                 measure(&ops::cast(&logits, DType::F32)?, &here, &is_here, self.group)?;
             drop(logits);
@@ -158,20 +160,23 @@ impl Work<'_> {
             let factor = ops::mul(&ops::exp(&ops::sub(&own, &lse)?)?, &counts)?;
             let softmax = ops::cast(&softmax, dtype)?;
             if let Some(dx) = &dx {
-                let product = Tensor::empty([count, self.width], DType::F32, device)?;
-                let w = Matrix::whole(&table);
-                profile::count_product(1, count, self.width, self.tokens);
-                backend.gemm(&Gemm::plain(
-                    count,
-                    self.width,
-                    self.tokens,
-                    Matrix::whole(&softmax),
-                    w,
-                    &product,
-                ))?;
-                let found = ops::cast(&ops::embedding(&*table, &here)?, DType::F32)?;
-                let summed = ops::sub(&ops::mul(&product, &factor)?, &ops::mul(&found, &is_here)?)?;
-                backend.cast(&summed, &dx.slice(start * self.width, [count, self.width])?)?;
+                // As little as can be is held at once: each of these is as large as the stream.
+                let scaled = {
+                    let product = Tensor::empty([count, self.width], DType::F32, device)?;
+                    let (a, b) = (Matrix::whole(&softmax), Matrix::whole(&table));
+                    profile::count_product(1, count, self.width, self.tokens);
+                    backend.gemm(&Gemm::plain(count, self.width, self.tokens, a, b, &product))?;
+                    ops::mul(&product, &factor)?
+                };
+                let taken = {
+                    let found = ops::cast(&ops::embedding(&*table, &here)?, DType::F32)?;
+                    ops::mul(&found, &is_here)?
+                };
+                let target = dx.slice(start * self.width, [count, self.width])?;
+                match dtype {
+                    DType::F32 => backend.binary(Binary::Sub, &scaled, &taken, &target)?,
+                    _ => backend.cast(&ops::sub(&scaled, &taken)?, &target)?,
+                }
             }
             if let Some(dweight) = &dweight {
                 let scaled = ops::cast(&ops::mul(&ops::cast(&x_chunk, DType::F32)?, &factor)?, dtype)?;
