@@ -83,10 +83,12 @@ pub enum Error {
         missing: Vec<String>,
     },
     /// A rank is gone.
-    #[error("rank {rank} {loss}; its last operation: {last_operation}")]
+    #[error("rank {rank}{place} {loss}; its last operation: {last_operation}")]
     RankLost {
         /// The rank (numbered in the world).
         rank: usize,
+        /// Where it is on the mesh, in brackets; empty without one.
+        place: String,
         /// How it was lost.
         loss: Loss,
         /// What it was last known to do.

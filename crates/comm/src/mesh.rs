@@ -55,7 +55,23 @@ impl Mesh {
             );
             return Err(Error::Topology { problem });
         }
-        Ok(Mesh { world, topology, groups: Arc::default() })
+        let mesh = Mesh { world, topology, groups: Arc::default() };
+        mesh.tell_places();
+        Ok(mesh)
+    }
+
+    /// Lets errors say where a rank is, on those axes that have more than one.
+    fn tell_places(&self) {
+        let axes: Vec<&String> =
+            self.topology.axes().iter().filter(|axis| self.topology.dim(axis) > 1).collect();
+        if axes.len() < 2 {
+            return;
+        }
+        let place = |rank: usize| {
+            let at = |axis: &&String| Some(format!("{axis} {}", self.topology.coordinate(rank, axis).ok()?));
+            axes.iter().filter_map(at).collect::<Vec<_>>().join(", ")
+        };
+        self.world.tell_places((0..self.world.size()).map(place).collect());
     }
 
     /// The world under the mesh.

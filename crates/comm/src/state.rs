@@ -22,10 +22,10 @@ pub(crate) enum Announcement {
 }
 
 impl Announcement {
-    fn into_error(self) -> Error {
+    fn into_error(self, state: &JobState) -> Error {
         match self {
             Announcement::RankLost { rank, loss, last_operation } => {
-                Error::RankLost { rank, loss, last_operation }
+                Error::RankLost { rank, place: state.place(rank), loss, last_operation }
             }
             Announcement::Mismatch { group, rank_a, call_a, rank_b, call_b, .. } => {
                 Error::Mismatch { group, rank_a, call_a, rank_b, call_b }
@@ -46,6 +46,8 @@ pub(crate) struct JobState {
     group_failures: Mutex<HashMap<u64, Error>>,
     announcer: OnceLock<Announcer>,
     inquirer: OnceLock<Inquirer>,
+    /// Where each rank is on the mesh.
+    places: OnceLock<Vec<String>>,
 }
 
 impl JobState {
@@ -58,6 +60,7 @@ impl JobState {
             group_failures: Mutex::new(HashMap::new()),
             announcer: OnceLock::new(),
             inquirer: OnceLock::new(),
+            places: OnceLock::new(),
         }
     }
 
@@ -69,6 +72,22 @@ impl JobState {
     /// Sets how to find out what another rank did last.
     pub(crate) fn set_inquirer(&self, inquirer: Inquirer) {
         let _ = self.inquirer.set(inquirer);
+    }
+
+    /// Says where each rank is on the mesh, for messages; the first mesh of a job is the one that they speak of.
+    pub(crate) fn set_places(&self, places: Vec<String>) {
+        let _ = self.places.set(places);
+    }
+
+    /// Where a rank is on the mesh, in brackets and with a space before them; empty without a mesh.
+    pub(crate) fn place(&self, rank: usize) -> String {
+        let place = self.places.get().and_then(|places| places.get(rank));
+        place.map_or_else(String::new, |place| format!(" ({place})"))
+    }
+
+    /// A rank for messages.
+    pub(crate) fn name(&self, rank: usize) -> String {
+        format!("rank {rank}{}", self.place(rank))
     }
 
     /// Notes a failure that was found here and tells the others.
@@ -84,10 +103,10 @@ impl JobState {
         if let Announcement::Mismatch { group_id, .. } = &announcement {
             let group_id = *group_id;
             let mut failures = self.group_failures.lock().unwrap_or_else(PoisonError::into_inner);
-            failures.entry(group_id).or_insert_with(|| announcement.into_error());
+            failures.entry(group_id).or_insert_with(|| announcement.into_error(self));
             self.any_group_failed.store(true, Ordering::Release);
         } else {
-            let _ = self.job_failure.set(announcement.into_error());
+            let _ = self.job_failure.set(announcement.into_error(self));
         }
     }
 
@@ -149,6 +168,7 @@ impl JobState {
 
     /// The error of waiting for a rank that has left.
     pub(crate) fn left_error(&self, rank: usize) -> Error {
-        Error::RankLost { rank, loss: Loss::Left, last_operation: self.last_operation(rank) }
+        let (place, last_operation) = (self.place(rank), self.last_operation(rank));
+        Error::RankLost { rank, place, loss: Loss::Left, last_operation }
     }
 }

@@ -270,6 +270,11 @@ impl World {
         &self.inner.recorder
     }
 
+    /// Says where each rank is on a mesh, for messages.
+    pub(crate) fn tell_places(&self, places: Vec<String>) {
+        self.inner.state.set_places(places);
+    }
+
     /// The communication logger of this rank; off until it is started.
     pub fn log(&self) -> &CommLog {
         &self.inner.log

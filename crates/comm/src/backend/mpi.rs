@@ -276,7 +276,9 @@ impl MpiLink {
                 Ok(()) if now >= ticket.deadline => {
                     let missing = peers.iter().map(|peer| {
                         let rank = membership.ranks[*peer];
-                        format!("rank {rank} (its last operation: {})", membership.state.last_operation(rank))
+                        let (name, last) =
+                            (membership.state.name(rank), membership.state.last_operation(rank));
+                        format!("{name} (its last operation: {last})")
                     });
                     Some(ticket.deadline_error(missing.collect()))
                 }

@@ -163,7 +163,8 @@ impl Link for TcpLink {
             if now >= ticket.deadline && !traffic.is_empty() {
                 let missing = traffic.iter().map(|connection| {
                     let rank = membership.ranks[connection.peer];
-                    format!("rank {rank} (its last operation: {})", membership.state.last_operation(rank))
+                    let (name, last) = (membership.state.name(rank), membership.state.last_operation(rank));
+                    format!("{name} (its last operation: {last})")
                 });
                 return Err(ticket.deadline_error(missing.collect()));
             }
@@ -202,5 +203,5 @@ fn broken(peer: usize, error: &std::io::Error, membership: &Membership) -> Error
         std::thread::sleep(HEALTH_CHECK_INTERVAL);
     }
     let last_operation = format!("{} (its connection: {error})", membership.state.last_operation(rank));
-    Error::RankLost { rank, loss: Loss::Died, last_operation }
+    Error::RankLost { rank, place: membership.state.place(rank), loss: Loss::Died, last_operation }
 }

@@ -95,8 +95,8 @@ impl WorldInner {
         deadline: Instant,
     ) -> Result<SegmentAddress> {
         let Some(value) = self.store.wait(&segment_key(id, rank), deadline, &self.state)? else {
-            let missing =
-                vec![format!("rank {rank} (its last operation: {})", self.state.last_operation(rank))];
+            let (name, last) = (self.state.name(rank), self.state.last_operation(rank));
+            let missing = vec![format!("{name} (its last operation: {last})")];
             let operation = format!("allocate({bytes} bytes) #{id}");
             return Err(Error::Deadline { operation, waited: self.limits.deadline, missing });
         };

@@ -149,7 +149,8 @@ impl LocalCarrier {
             .map(|rank| {
                 let (seen, site) = self.layout.last_posted(rank);
                 let last = seen.map_or_else(|| "none".to_owned(), |seen| seen.describe(&site));
-                format!("rank {} (its last operation in this group: {last})", self.membership.ranks[rank])
+                let name = self.membership.state.name(self.membership.ranks[rank]);
+                format!("{name} (its last operation in this group: {last})")
             })
             .collect()
     }
