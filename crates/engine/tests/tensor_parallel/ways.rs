@@ -43,6 +43,31 @@ fn accumulated_micro_batches_and_offloaded_state_are_those_of_the_whole() {
 }
 
 #[test]
+fn many_steps_with_dropout_and_clipping_stay_together() {
+    let models = families();
+    for model in [&models[0], &models[1]] {
+        let losses = |ranks: usize, tensor: usize| {
+            let (model, value) = (Arc::new(model.clone()), configuration(2, ranks / tensor));
+            on_ranks(ranks, move |world| {
+                let (mut engine, decoder) = start(world, &model, &value, tensor);
+                let mut outcome = Outcome::default();
+                (0..40).for_each(|number| step(&mut engine, &decoder, number % 2, &mut outcome));
+                outcome
+            })
+        };
+        let (whole, found) = (losses(2, 1), losses(4, 2));
+        for (rank, outcome) in found.iter().enumerate() {
+            let wanted = &whole[rank / 2];
+            let apart = outcome.losses.iter().zip(&wanted.losses).map(|(a, b)| (a - b).abs());
+            // Forty steps that amplify rounding, beside a loss that falls by far more.
+            let (apart, fallen) = (apart.fold(0.0, f32::max), wanted.losses[0] - wanted.losses[39]);
+            assert!(apart < 1e-3 && fallen > 0.3, "rank {rank}: {apart} apart, fallen by {fallen}");
+            assert!(wanted.norms.iter().all(|norm| *norm > 0.05), "clipping was not active");
+        }
+    }
+}
+
+#[test]
 fn ranks_with_tokens_of_their_own_between_layers_train_as_the_whole_does() {
     for mut model in families().into_iter().filter(|model| model["model_type"] != "bert") {
         // Each rank drops its own tokens' values, so only what drops nothing is the same.
