@@ -184,7 +184,9 @@ pub struct AttentionSpec<'a> {
     pub dim: usize,
     /// Multiplies the scores.
     pub scale: f32,
-    /// Whether query `i` sees only keys up to `i + keys - queries`.
+    /// Where the first query stands among the keys; `None`: the queries are the last tokens of the keys.
+    pub first_query: Option<isize>,
+    /// Whether a query sees only keys up to its own position.
     pub causal: bool,
     /// With a window `w`, query at position `p` sees keys `> p - w`.
     pub window: Option<usize>,
@@ -196,6 +198,13 @@ pub struct AttentionSpec<'a> {
     pub alibi_positions: Option<&'a Tensor>,
     /// Probability of dropping an attention weight, with the key of its random numbers.
     pub dropout: Option<(f32, RandomKey)>,
+}
+
+impl AttentionSpec<'_> {
+    /// The position of the first query among the keys.
+    pub fn shift(&self) -> isize {
+        self.first_query.unwrap_or(self.keys as isize - self.queries as isize)
+    }
 }
 
 /// Tokens of one sequence that a pass computes, and where its keys and values lie.

@@ -148,7 +148,7 @@ impl<'a> Mask<'a> {
     /// The keys that any query of `t0..t1` may see.
     pub(crate) fn visible(&self, t0: usize, t1: usize) -> std::ops::Range<usize> {
         let spec = self.spec;
-        let shift = spec.keys as isize - spec.queries as isize;
+        let shift = spec.shift();
         let end =
             if spec.causal { (t1 as isize + shift).clamp(0, spec.keys as isize) as usize } else { spec.keys };
         let start = match spec.window {
@@ -162,7 +162,7 @@ impl<'a> Mask<'a> {
     #[inline(always)]
     pub(crate) fn apply(&self, score_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
         let spec = self.spec;
-        let shift = spec.keys as isize - spec.queries as isize;
+        let shift = spec.shift();
         for (t, row) in score_ts.chunks_mut(width).enumerate() {
             if let Some(alibi_s) = &self.alibi_s {
                 row.iter_mut().zip(&alibi_s[s0..]).for_each(|(score, bias)| *score += bias);

@@ -60,6 +60,11 @@ fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
         let what = format!("heads of {} channels; at most {MAX_DIM} are supported on CUDA", spec.dim);
         return Err(TensorError::argument("attention", what));
     }
+    let last = spec.keys as isize - spec.queries as isize;
+    if (spec.causal || spec.window.is_some()) && spec.shift() != last {
+        let what = "queries that are not the last tokens of their keys are seen whole on CUDA, without causality or a window";
+        return Err(TensorError::argument("attention", what));
+    }
     let (p, key) = spec.dropout.unwrap_or((0.0, RandomKey::new(0, 0)));
     Ok(DeviceSpec {
         sizes: [spec.batch, spec.queries, spec.keys, spec.heads, spec.kv_heads, spec.dim]

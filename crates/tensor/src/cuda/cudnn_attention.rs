@@ -50,7 +50,7 @@ impl Plans {
             && spec.dim <= 128
             && spec.queries >= 64
             && spec.keys >= 64
-            && (!spec.causal || spec.queries == spec.keys);
+            && (!spec.causal || (spec.queries == spec.keys && spec.shift() == 0));
         let laid_out = heads.iter().all(|heads| {
             matches!(heads.tensor.dtype(), DType::BF16 | DType::F16)
                 && start(heads).is_multiple_of(16)

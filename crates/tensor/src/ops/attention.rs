@@ -15,7 +15,9 @@ use crate::tensor::Tensor;
 pub struct AttentionOptions {
     /// Multiplies the scores; `1/√dim` when absent.
     pub scale: Option<f32>,
-    /// Whether a query sees only keys up to its own position; queries are the last tokens of the keys.
+    /// Where the first query stands among the keys; `None`: the queries are the last tokens of the keys.
+    pub first_query: Option<isize>,
+    /// Whether a query sees only keys up to its own position.
     pub causal: bool,
     /// A query at position `p` sees keys `> p - window`.
     pub window: Option<usize>,
@@ -39,15 +41,15 @@ pub enum PackedHeads {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Place {
-    offset: usize,
-    token_stride: usize,
-    head_stride: usize,
-    tokens: usize,
+pub(super) struct Place {
+    pub(super) offset: usize,
+    pub(super) token_stride: usize,
+    pub(super) head_stride: usize,
+    pub(super) tokens: usize,
 }
 
 impl Place {
-    fn whole(shape: &Shape) -> Place {
+    pub(super) fn whole(shape: &Shape) -> Place {
         let (tokens, heads, dim) = (shape[1], shape[2], shape[3]);
         Place { offset: 0, token_stride: heads * dim, head_stride: dim, tokens }
     }
@@ -74,15 +76,15 @@ impl Place {
 }
 
 #[derive(Debug, Clone)]
-struct Problem {
-    batch: usize,
-    queries: usize,
-    keys: usize,
-    heads: usize,
-    kv_heads: usize,
-    dim: usize,
-    options: AttentionOptions,
-    dropout: Option<(f32, RandomKey)>,
+pub(super) struct Problem {
+    pub(super) batch: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) dim: usize,
+    pub(super) options: AttentionOptions,
+    pub(super) dropout: Option<(f32, RandomKey)>,
 }
 
 impl Problem {
@@ -95,6 +97,7 @@ impl Problem {
             kv_heads: self.kv_heads,
             dim: self.dim,
             scale: self.options.scale.unwrap_or_else(|| 1.0 / (self.dim as f32).sqrt()),
+            first_query: self.options.first_query,
             causal: self.options.causal,
             window: self.options.window,
             key_mask: self.options.key_mask.as_ref(),
@@ -109,7 +112,7 @@ impl Problem {
         profile::count_product(products * self.batch * self.heads, self.queries, self.keys, self.dim);
     }
 
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let fail = |what: String| Err(TensorError::argument("attention", what));
         if self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
             return fail(format!("{} query heads cannot share {} key heads", self.heads, self.kv_heads));
@@ -140,7 +143,7 @@ fn dropout_key(options: &AttentionOptions) -> Option<(f32, RandomKey)> {
     (options.dropout > 0.0).then(|| (options.dropout, crate::random::next_key()))
 }
 
-fn expect_heads(what: &'static str, shape: &Shape) -> Result<()> {
+pub(super) fn expect_heads(what: &'static str, shape: &Shape) -> Result<()> {
     if shape.dims() == 4 {
         return Ok(());
     }
@@ -179,7 +182,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions)
         let [dq, dk, dv] =
             [0, 1, 2].map(|i| Tensor::empty(*inputs[i].shape(), inputs[i].dtype(), inputs[i].device()));
         let (dq, dk, dv) = (dq?, dk?, dv?);
-        run_backward(&problem, &inputs, &places, &kept, &lse, &dout, &[&dq, &dk, &dv])?;
+        run_backward(&problem, &inputs, &places, &kept, &lse, &dout, ([&dq, &dk, &dv], places))?;
         Ok(vec![Some(dq), Some(dk), Some(dv)])
     }))
 }
@@ -235,13 +238,13 @@ pub fn attention_packed(
             &kept,
             &lse,
             &dout,
-            &[&dqkv, &dqkv, &dqkv],
+            ([&dqkv, &dqkv, &dqkv], places),
         )?;
         Ok(vec![Some(dqkv)])
     }))
 }
 
-fn run(
+pub(super) fn run(
     problem: &Problem,
     inputs: &[&Tensor; 3],
     places: &[Place; 3],
@@ -257,21 +260,21 @@ fn run(
     Ok((out, lse))
 }
 
-fn run_backward(
+pub(super) fn run_backward(
     problem: &Problem,
     inputs: &[&Tensor; 3],
     places: &[Place; 3],
     out: &Tensor,
     lse: &Tensor,
     dout: &Tensor,
-    gradients: &[&Tensor; 3],
+    (gradients, targets): ([&Tensor; 3], [Place; 3]),
 ) -> Result<()> {
     // The scores are computed again; then the gradients of weights, values, queries and keys.
     profile::during(Pass::Recomputation, || problem.count(1));
     problem.count(4);
     let whole = Place::whole(out.shape());
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
-    let [dq, dk, dv] = [0, 1, 2].map(|i| places[i].of(gradients[i]));
+    let [dq, dk, dv] = [0, 1, 2].map(|i| targets[i].of(gradients[i]));
     out.device().backend().attention_backward(
         &problem.spec(),
         &q,

@@ -5,6 +5,7 @@
 
 mod attention;
 mod attention_paged;
+mod attention_part;
 mod elementwise;
 mod grouped;
 mod image;
@@ -22,6 +23,7 @@ pub use attention::{
     attention_packed_step, attention_step, rotary, split_heads,
 };
 pub use attention_paged::attention_paged;
+pub use attention_part::{AttentionPart, Stretch, attention_part, attention_part_backward};
 pub use elementwise::*;
 pub use grouped::{GroupWeights, grouped_linear};
 pub use image::{avg_pool2d, conv2d, max_pool2d};

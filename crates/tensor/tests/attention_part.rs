@@ -1,0 +1,124 @@
+//! Attention over pieces of the keys folds into attention over all of them, and so do gradients.
+
+use ferrospeed_tensor::ops::{
+    self, AttentionOptions, AttentionPart, Stretch, attention_part, attention_part_backward,
+};
+use ferrospeed_tensor::{DType, Device, Tensor};
+
+const BATCH: usize = 2;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const DIM: usize = 8;
+
+fn numbers(len: usize, salt: usize) -> Vec<f32> {
+    (0..len).map(|at| ((at * 37 + salt * 101) as f32 * 0.61).sin()).collect()
+}
+
+fn random(tokens: usize, heads: usize, salt: usize, dtype: DType) -> Tensor {
+    let device = Device::cpu_with_threads(1);
+    let values = numbers(BATCH * tokens * heads * DIM, salt);
+    let x = Tensor::from_slice(&values, [BATCH, tokens, heads, DIM], &device).unwrap();
+    ops::cast(&x, dtype).unwrap()
+}
+
+/// Which keys are seen, with everything that depends on keys given for all of them.
+fn rules(tokens: usize) -> Vec<AttentionOptions> {
+    let device = Device::cpu_with_threads(1);
+    let mask: Vec<u8> = (0..BATCH * tokens).map(|at| u8::from(at >= 5 && at % 11 != 3)).collect();
+    let mask = Tensor::from_slice(&mask, [BATCH, tokens], &device).unwrap();
+    let slopes = Tensor::from_slice(&[0.5f32, 0.25, 0.1, 0.05], [HEADS], &device).unwrap();
+    let places: Vec<f32> = (0..BATCH).flat_map(|_| (0..tokens).map(|key| key as f32)).collect();
+    let places = Tensor::from_slice(&places, [BATCH, tokens], &device).unwrap();
+    let causal = AttentionOptions { causal: true, ..Default::default() };
+    vec![
+        AttentionOptions::default(),
+        causal.clone(),
+        AttentionOptions { window: Some(7), ..causal.clone() },
+        AttentionOptions { key_mask: Some(mask), ..causal.clone() },
+        AttentionOptions { alibi_slopes: Some(slopes), alibi_positions: Some(places), ..causal },
+    ]
+}
+
+/// The rule for some of the keys, for queries that start at the beginning.
+fn of_keys(rule: &AttentionOptions, keys: &std::ops::Range<usize>) -> AttentionOptions {
+    let narrow = |x: &Tensor| ops::narrow(x, 1, keys.start, keys.len()).unwrap();
+    AttentionOptions {
+        first_query: Some(-(keys.start as isize)),
+        key_mask: rule.key_mask.as_ref().map(narrow),
+        alibi_positions: rule.alibi_positions.as_ref().map(narrow),
+        ..rule.clone()
+    }
+}
+
+fn assert_near(what: &str, found: &Tensor, wanted: &Tensor, tolerance: f32) {
+    let (found, wanted) = (found.to_vec_f32().unwrap(), wanted.to_vec_f32().unwrap());
+    assert_eq!(found.len(), wanted.len());
+    for (at, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
+        assert!(
+            found == wanted || (found - wanted).abs() <= tolerance,
+            "{what}, element {at}: {found}, not {wanted}"
+        );
+    }
+}
+
+#[test]
+fn pieces_of_the_keys_fold_into_the_whole_in_value_and_gradient() {
+    for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::BF16, 4e-2)] {
+        for tokens in [12, 70] {
+            let q = random(tokens, HEADS, 1, dtype);
+            let [k, v] = [2, 3].map(|salt| random(tokens, KV_HEADS, salt, dtype));
+            let dout = random(tokens, HEADS, 4, dtype);
+            for rule in rules(tokens) {
+                let what = format!("{dtype} {tokens} {rule:?}");
+                let queries = Stretch { tensor: &q, tokens: 0..tokens };
+                let stretch =
+                    |tensor, keys: &std::ops::Range<usize>| Stretch { tensor, tokens: keys.clone() };
+                // The last piece is hidden from most queries, and from all of them by no rule here.
+                let pieces = [0..5, 5..tokens - 1, tokens - 1..tokens];
+                let mut folded: Option<AttentionPart> = None;
+                for keys in &pieces {
+                    let kv = [&stretch(&k, keys), &stretch(&v, keys)];
+                    let part = attention_part(&queries, kv, &of_keys(&rule, keys)).unwrap();
+                    folded = Some(match folded {
+                        Some(before) => before.fold(&part).unwrap(),
+                        None => part,
+                    });
+                }
+                let folded = folded.unwrap();
+                let whole = ops::attention(&q, &k, &v, &rule).unwrap();
+                assert_near(&what, &folded.out, &whole, tolerance);
+
+                let all = [&stretch(&k, &(0..tokens)), &stretch(&v, &(0..tokens))];
+                let alone = attention_part(&queries, all, &rule).unwrap();
+                assert_near(&what, &folded.lse, &alone.lse, tolerance);
+                let wanted = attention_part_backward(&queries, all, &rule, &alone, &dout).unwrap();
+                let folded = AttentionPart { out: ops::cast(&folded.out, dtype).unwrap(), lse: folded.lse };
+                let mut dq = Tensor::zeros(*q.shape(), DType::F32, q.device()).unwrap();
+                for keys in &pieces {
+                    let kv = [&stretch(&k, keys), &stretch(&v, keys)];
+                    let options = of_keys(&rule, keys);
+                    let found = attention_part_backward(&queries, kv, &options, &folded, &dout).unwrap();
+                    dq = ops::add(&dq, &ops::cast(&found[0], DType::F32).unwrap()).unwrap();
+                    for (found, wanted) in found[1..].iter().zip(&wanted[1..]) {
+                        let wanted = ops::narrow(wanted, 1, keys.start, keys.len()).unwrap();
+                        assert_near(&what, found, &wanted, 4.0 * tolerance);
+                    }
+                }
+                assert_near(&what, &dq, &wanted[0], 4.0 * tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_that_are_not_there_are_refused() {
+    let (q, k) = (random(4, HEADS, 1, DType::F32), random(4, KV_HEADS, 2, DType::F32));
+    let stretch = |tensor, tokens| Stretch { tensor, tokens };
+    let (of_q, of_k) = (stretch(&q, 0..4), stretch(&k, 2..5));
+    let error = attention_part(&of_q, [&of_k, &of_k], &AttentionOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("tokens 2..5 of k"), "{error}");
+    let dropping = AttentionOptions { dropout: 0.5, ..Default::default() };
+    let of_k = stretch(&k, 0..4);
+    let error = attention_part(&of_q, [&of_k, &of_k], &dropping).unwrap_err().to_string();
+    assert!(error.contains("dropout"), "{error}");
+}
