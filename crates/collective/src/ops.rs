@@ -8,6 +8,7 @@
 //! | [`all_gather`] | all parts along a dim | [`reduce_scatter`] |
 //! | [`reduce_scatter`] | this rank's part of the sum | [`all_gather`] |
 //! | [`all_to_all`] | cut along one dim, joined along another | the other way round |
+//! | [`all_to_all_parts`] | the same with parts of unequal sizes | the other way round |
 //! | [`all_to_all_rows`] | unequal numbers of rows | the same rows back |
 //! | [`broadcast`] | the root's value | sum of all gradients, to the root |
 //!
@@ -75,6 +76,39 @@ pub fn all_to_all(x: &Tensor, cut: usize, joined: usize, group: &Group) -> Resul
     let y = exchanged(x, cut, joined, group)?;
     let group = group.clone();
     recorded("all_to_all", x, y, move |dy| exchanged(dy, joined, cut, &group))
+}
+
+/// The sizes of all ranks' parts along a dim of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parts {
+    /// Along which dim.
+    pub dim: usize,
+    /// How much of it each rank has.
+    pub sizes: Vec<usize>,
+}
+
+impl Parts {
+    fn check(&self, op: &'static str, x: &Tensor, whole: usize, ranks: usize) -> Result<()> {
+        let found = x.sizes().get(self.dim).copied();
+        if self.sizes.len() == ranks && found == Some(whole) {
+            return Ok(());
+        }
+        let why = format!(
+            "dim {} of {} should be {whole}, for parts of {:?} on {ranks} ranks",
+            self.dim,
+            x.shape(),
+            self.sizes
+        );
+        Err(TensorError::argument(op, why).into())
+    }
+}
+
+/// [`all_to_all`] with parts of unequal sizes: this rank holds all of `cut` and its own part of `joined`, and afterwards its own
+/// part of `cut` and all of `joined`.
+pub fn all_to_all_parts(x: &Tensor, cut: &Parts, joined: &Parts, group: &Group) -> Result<Tensor> {
+    let y = parts_exchanged(x, cut, joined, group)?;
+    let (cut, joined, group) = (cut.clone(), joined.clone(), group.clone());
+    recorded("all_to_all_parts", x, y, move |dy| parts_exchanged(dy, &joined, &cut, &group))
 }
 
 /// Rank `r` gets `send[r]` rows of this rank's tensor `[rows, …]`, and this rank `receive[r]` rows of rank `r`'s, in order.
@@ -181,11 +215,47 @@ fn scattered(x: &Tensor, dim: usize, group: &Group) -> Result<Tensor> {
 fn exchanged(x: &Tensor, cut: usize, joined: usize, group: &Group) -> Result<Tensor> {
     check_dim("all_to_all", x, cut, group.size())?;
     check_dim("all_to_all", x, joined, 1)?;
-    let parts = parts_first(x, cut, group.size())?;
-    let arrived = Tensor::empty(*parts.shape(), x.dtype(), x.device())?;
-    let counts = vec![parts.numel() / group.size(); group.size()];
-    exchange::all_to_all(group, &parts, &arrived, &counts, &counts)?.wait()?;
-    joined_along(&arrived, joined)
+    let equal = |dim: usize, size: usize| Parts { dim, sizes: vec![size; group.size()] };
+    let (cut, joined) = (equal(cut, x.sizes()[cut] / group.size()), equal(joined, x.sizes()[joined]));
+    parts_exchanged(x, &cut, &joined, group)
+}
+
+fn parts_exchanged(x: &Tensor, cut: &Parts, joined: &Parts, group: &Group) -> Result<Tensor> {
+    const OP: &str = "all_to_all_parts";
+    let me = group.rank();
+    cut.check(OP, x, cut.sizes.iter().sum(), group.size())?;
+    joined.check(OP, x, joined.sizes.get(me).copied().unwrap_or(0), group.size())?;
+    let (device, dtype) = (x.device(), x.dtype());
+    // Elements before and behind the dim of one row along it.
+    let around = |sizes: &[usize], dim: usize| -> (usize, usize) {
+        (sizes[..dim].iter().product(), sizes[dim + 1..].iter().product())
+    };
+    let (outer, inner) = around(x.sizes(), cut.dim);
+    let send: Vec<usize> = cut.sizes.iter().map(|size| outer * size * inner).collect();
+    let sent = Tensor::empty([x.numel()], dtype, device)?;
+    let (mut from, mut to) = (0, 0);
+    for size in &cut.sizes {
+        let width = size * inner;
+        let stride = x.sizes()[cut.dim] * inner;
+        device.backend().copy_blocks(x, from, stride, &sent, to, width, outer, width)?;
+        (from, to) = (from + width, to + outer * width);
+    }
+    let mut sizes = x.sizes().to_vec();
+    (sizes[cut.dim], sizes[joined.dim]) = (cut.sizes[me], joined.sizes.iter().sum());
+    let y = Tensor::empty(&sizes, dtype, device)?;
+    let (outer, inner) = around(&sizes, joined.dim);
+    let receive: Vec<usize> = joined.sizes.iter().map(|size| outer * size * inner).collect();
+    let arrived = Tensor::empty([y.numel()], dtype, device)?;
+    exchange::all_to_all(group, &sent, &arrived, &send, &receive)?.wait()?;
+    drop(sent);
+    let (mut from, mut to) = (0, 0);
+    for size in &joined.sizes {
+        let width = size * inner;
+        let stride = sizes[joined.dim] * inner;
+        device.backend().copy_blocks(&arrived, from, width, &y, to, stride, outer, width)?;
+        (from, to) = (from + outer * width, to + width);
+    }
+    Ok(y)
 }
 
 fn rows_exchanged(x: &Tensor, send: &[usize], receive: &[usize], group: &Group) -> Result<Tensor> {

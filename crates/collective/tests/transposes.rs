@@ -10,13 +10,24 @@ use ferrospeed_tensor::{DType, Device, Initializer, Param, Tensor, autograd, ops
 type Operation = fn(&Tensor, &Group) -> ferrospeed_collective::Result<Tensor>;
 
 /// What each operation does to a `[4, 6]` on two ranks, or a `[6, 12]` on three.
-const TRANSPOSED: [(&str, Operation); 7] = [
+const TRANSPOSED: [(&str, Operation); 8] = [
     ("all_reduce", |x, group| ops::all_reduce(x, group)),
     ("all_gather along 0", |x, group| ops::all_gather(x, 0, group)),
     ("all_gather along 1", |x, group| ops::all_gather(x, 1, group)),
     ("reduce_scatter along 0", |x, group| ops::reduce_scatter(x, 0, group)),
     ("reduce_scatter along 1", |x, group| ops::reduce_scatter(x, 1, group)),
     ("all_to_all", |x, group| ops::all_to_all(x, 1, 0, group)),
+    ("all_to_all_parts", |x, group| {
+        // The last rank gets all columns but one for each of the others, and nothing where there are three.
+        let (ranks, columns) = (group.size(), x.sizes()[1]);
+        let mut sizes = vec![1; ranks];
+        sizes[if ranks == 3 { 0 } else { ranks - 1 }] = columns - if ranks == 3 { 1 } else { ranks - 1 };
+        if ranks == 3 {
+            sizes[2] = 0;
+        }
+        let joined = ops::Parts { dim: 0, sizes: vec![x.sizes()[0]; ranks] };
+        ops::all_to_all_parts(x, &ops::Parts { dim: 1, sizes }, &joined, group)
+    }),
     ("broadcast", |x, group| ops::broadcast(x, 1, group)),
 ];
 
@@ -118,6 +129,42 @@ fn rows_go_to_whom_they_are_for_and_their_gradients_come_back() {
         assert_eq!(back.to_vec_f32().unwrap(), x.to_vec_f32().unwrap(), "its transpose undoes it");
         let refused = ops::all_to_all_rows(&x, &[9, 9, 9], &receive, &group).unwrap_err().to_string();
         assert!(refused.contains("all_to_all_rows"), "{refused}");
+    });
+}
+
+#[test]
+fn parts_of_unequal_sizes_are_joined_in_order_of_rank_and_go_back() {
+    on_ranks(3, |world| {
+        let (group, rank) = (world.group(), world.rank());
+        let device = Device::cpu_with_threads(1);
+        let tokens = ops::Parts { dim: 1, sizes: vec![3, 1, 2] };
+        let heads = ops::Parts { dim: 2, sizes: vec![2, 2, 1] };
+        // Element (batch, token, head, channel) of the whole says where it is.
+        let value = |b: usize, t: usize, h: usize, d: usize| (b * 1000 + t * 100 + h * 10 + d) as f32;
+        let stretch = |parts: &ops::Parts| {
+            let first: usize = parts.sizes[..rank].iter().sum();
+            first..first + parts.sizes[rank]
+        };
+        let whole = |tokens: std::ops::Range<usize>, heads: std::ops::Range<usize>| {
+            let mut values = Vec::new();
+            for b in 0..2 {
+                for t in tokens.clone() {
+                    for h in heads.clone() {
+                        values.extend((0..2).map(|d| value(b, t, h, d)));
+                    }
+                }
+            }
+            Tensor::from_slice(&values, [2, tokens.len(), heads.len(), 2], &device).unwrap()
+        };
+        let x = whole(stretch(&tokens), 0..5);
+        let y = ops::all_to_all_parts(&x, &heads, &tokens, &group).unwrap();
+        let expected = whole(0..6, stretch(&heads));
+        assert_eq!(y.sizes(), expected.sizes());
+        assert_eq!(y.to_vec_f32().unwrap(), expected.to_vec_f32().unwrap());
+        let back = ops::all_to_all_parts(&y, &tokens, &heads, &group).unwrap();
+        assert_eq!(back.to_vec_f32().unwrap(), x.to_vec_f32().unwrap(), "its transpose undoes it");
+        let error = ops::all_to_all_parts(&y, &heads, &tokens, &group).unwrap_err().to_string();
+        assert!(error.contains("all_to_all_parts") && error.contains("dim 2"), "{error}");
     });
 }
 
