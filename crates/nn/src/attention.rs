@@ -9,6 +9,7 @@ use crate::Mode;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
 use crate::rotary::RotaryTable;
+use crate::sequence::SequencePart;
 use crate::tensor_parallel::enter;
 
 /// The numbers of an attention layer.
@@ -62,6 +63,9 @@ pub struct Visibility {
     pub place: Option<Tensor>,
     /// Whose tokens the rows of a pass `[1, rows]` over many sequences are; the caches are those of [`KeyValueCache::paged`].
     pub pages: Option<Arc<PagedRows>>,
+    /// Which part of its sequences a pass has, where other ranks have the others; masks and positions of keys are those of
+    /// whole sequences then.
+    pub sequence: Option<SequencePart>,
 }
 
 /// Multi-head attention with an output projection.
@@ -227,6 +231,7 @@ impl MultiHeadAttention {
     ) -> Result<Tensor> {
         let options = AttentionOptions {
             scale: Some(self.config.scale),
+            first_query: None,
             causal: self.config.causal,
             window: self.config.window,
             key_mask: visibility.key_mask.clone(),
@@ -235,8 +240,12 @@ impl MultiHeadAttention {
             dropout: if mode == Mode::Train { self.config.dropout } else { 0.0 },
         };
         let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
-        if let (HeadProjections::Packed(qkv, layout), None, None) =
-            (&self.projections, &visibility.rotary, &cache)
+        if let (Some(_), Some(_)) = (&visibility.sequence, &cache) {
+            let what = "a cache holds whole sequences, and this pass has a part of each".to_owned();
+            return Err(TensorError::BadArgument { op: "key/value cache", what });
+        }
+        if let (HeadProjections::Packed(qkv, layout), None, None, None) =
+            (&self.projections, &visibility.rotary, &cache, &visibility.sequence)
         {
             let mixed = ops::attention_packed(&qkv.forward(x)?, self.config.heads, *layout, &options)?;
             return self.output.forward(&mixed);
@@ -281,7 +290,10 @@ impl MultiHeadAttention {
                 cache.append(&k, &v)?;
                 ops::attention_cached(&q, &cache.keys, &cache.values, cache.filled, &options)?
             }
-            (None, _) => ops::attention(&q, &k, &v, &options)?,
+            (None, _) => match &visibility.sequence {
+                Some(part) => part.attention([&q, &k, &v], &options)?,
+                None => ops::attention(&q, &k, &v, &options)?,
+            },
         };
         let width = self.config.heads * self.config.head_dim;
         self.output.forward(&ops::reshape(&mixed, [batch, tokens, width])?)
