@@ -68,6 +68,16 @@ pub struct Visibility {
     pub sequence: Option<SequencePart>,
 }
 
+impl Visibility {
+    /// Dropout of `x [batch, tokens, width]` when training: of parts of sequences, what whole ones would lose.
+    pub fn dropout(&self, mode: Mode, x: &Tensor, p: f32) -> Result<Tensor> {
+        match &self.sequence {
+            Some(part) if mode == Mode::Train && p > 0.0 => part.dropout(x, p),
+            _ => mode.dropout(x, p),
+        }
+    }
+}
+
 /// Multi-head attention with an output projection.
 #[derive(Debug, Clone)]
 pub struct MultiHeadAttention {
@@ -231,13 +241,13 @@ impl MultiHeadAttention {
     ) -> Result<Tensor> {
         let options = AttentionOptions {
             scale: Some(self.config.scale),
-            first_query: None,
             causal: self.config.causal,
             window: self.config.window,
             key_mask: visibility.key_mask.clone(),
             alibi_slopes: self.own_slopes(visibility.alibi_slopes.as_ref())?,
             alibi_positions: visibility.alibi_positions.clone(),
             dropout: if mode == Mode::Train { self.config.dropout } else { 0.0 },
+            ..Default::default()
         };
         let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
         if let (Some(_), Some(_)) = (&visibility.sequence, &cache) {

@@ -17,7 +17,7 @@ use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
 use crate::packed::PackedWeight;
-use crate::random::RandomKey;
+use crate::random::{RandomKey, drop_threshold};
 use crate::tensor::Tensor;
 
 /// Raw device memory.
@@ -198,12 +198,30 @@ pub struct AttentionSpec<'a> {
     pub alibi_positions: Option<&'a Tensor>,
     /// Probability of dropping an attention weight, with the key of its random numbers.
     pub dropout: Option<(f32, RandomKey)>,
+    /// Where these weights are among those that were drawn for together; `None`: they are all of them.
+    pub weights: Option<WeightGrid>,
+}
+
+/// Some of the weights `[batch, heads, queries, keys]` of an attention of which other ranks compute the rest: whether one is
+/// dropped depends on where it is in the whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WeightGrid {
+    /// Heads, queries and keys of the whole.
+    pub whole: [usize; 3],
+    /// The first head, query and key that is computed.
+    pub first: [usize; 3],
 }
 
 impl AttentionSpec<'_> {
     /// The position of the first query among the keys.
     pub fn shift(&self) -> isize {
         self.first_query.unwrap_or(self.keys as isize - self.queries as isize)
+    }
+
+    /// Where these weights are among those that were drawn for together.
+    pub fn weight_grid(&self) -> WeightGrid {
+        let whole = [self.heads, self.queries, self.keys];
+        self.weights.unwrap_or(WeightGrid { whole, first: [0; 3] })
     }
 }
 
@@ -618,6 +636,20 @@ pub trait Backend: Send + Sync {
     fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()>;
     /// Zeroes elements with probability `p`, scales the others by `1/(1-p)`.
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()>;
+    /// The same for rows of a larger tensor: row `i` begins at element `starts[i]` of it. Unless a device has a kernel for it,
+    /// the host draws.
+    fn dropout_rows(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+        let width = (x.numel() / starts.len().max(1)) as u64;
+        let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
+        let factor = |at: u64| if key.word(at) >= threshold { scale } else { 0.0 };
+        let factors: Vec<f32> = starts.iter().flat_map(|&start| (start..start + width).map(factor)).collect();
+        let factors = Tensor::from_slice(&factors, *x.shape(), x.device())?;
+        let wide = Tensor::empty(*x.shape(), DType::F32, x.device())?;
+        self.cast(x, &wide)?;
+        let product = Tensor::empty(*x.shape(), DType::F32, x.device())?;
+        self.binary(Binary::Mul, &wide, &factors, &product)?;
+        self.cast(&product, y)
+    }
 
     /// Elementwise.
     fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()>;

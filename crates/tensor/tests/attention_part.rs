@@ -1,8 +1,9 @@
 //! Attention over pieces of the keys folds into attention over all of them, and so do gradients.
 
 use ferrospeed_tensor::ops::{
-    self, AttentionOptions, AttentionPart, Stretch, attention_part, attention_part_backward,
+    self, AttentionOptions, AttentionPart, Stretch, WeightGrid, attention_part, attention_part_backward,
 };
+use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::{DType, Device, Tensor};
 
 const BATCH: usize = 2;
@@ -21,6 +22,9 @@ fn random(tokens: usize, heads: usize, salt: usize, dtype: DType) -> Tensor {
     ops::cast(&x, dtype).unwrap()
 }
 
+/// The key of dropped weights.
+const KEY: RandomKey = RandomKey { seed: 5, stream: 3, step: 2 };
+
 /// Which keys are seen, with everything that depends on keys given for all of them.
 fn rules(tokens: usize) -> Vec<AttentionOptions> {
     let device = Device::cpu_with_threads(1);
@@ -29,13 +33,15 @@ fn rules(tokens: usize) -> Vec<AttentionOptions> {
     let slopes = Tensor::from_slice(&[0.5f32, 0.25, 0.1, 0.05], [HEADS], &device).unwrap();
     let places: Vec<f32> = (0..BATCH).flat_map(|_| (0..tokens).map(|key| key as f32)).collect();
     let places = Tensor::from_slice(&places, [BATCH, tokens], &device).unwrap();
+    let grid = WeightGrid { whole: [HEADS, tokens, tokens], first: [0; 3] };
     let causal = AttentionOptions { causal: true, ..Default::default() };
     vec![
         AttentionOptions::default(),
         causal.clone(),
         AttentionOptions { window: Some(7), ..causal.clone() },
         AttentionOptions { key_mask: Some(mask), ..causal.clone() },
-        AttentionOptions { alibi_slopes: Some(slopes), alibi_positions: Some(places), ..causal },
+        AttentionOptions { alibi_slopes: Some(slopes), alibi_positions: Some(places), ..causal.clone() },
+        AttentionOptions { dropout: 0.3, dropout_key: Some(KEY), weights: Some(grid), ..causal },
     ]
 }
 
@@ -46,6 +52,7 @@ fn of_keys(rule: &AttentionOptions, keys: &std::ops::Range<usize>) -> AttentionO
         first_query: Some(-(keys.start as isize)),
         key_mask: rule.key_mask.as_ref().map(narrow),
         alibi_positions: rule.alibi_positions.as_ref().map(narrow),
+        weights: rule.weights.map(|grid| WeightGrid { first: [0, 0, keys.start], ..grid }),
         ..rule.clone()
     }
 }
@@ -120,5 +127,26 @@ fn tokens_that_are_not_there_are_refused() {
     let dropping = AttentionOptions { dropout: 0.5, ..Default::default() };
     let of_k = stretch(&k, 0..4);
     let error = attention_part(&of_q, [&of_k, &of_k], &dropping).unwrap_err().to_string();
-    assert!(error.contains("dropout"), "{error}");
+    assert!(error.contains("give dropout_key"), "{error}");
+}
+
+#[test]
+fn rows_lose_what_they_lose_in_the_whole() {
+    let device = Device::cpu_with_threads(2);
+    let (rows, width) = (12, 7);
+    let whole = Tensor::from_slice(&numbers(rows * width, 1), [rows, width], &device).unwrap();
+    let state = RandomState { seed: 9, step: 1, next_stream: 4 };
+    for dtype in [DType::F32, DType::BF16] {
+        let whole = ops::cast(&whole, dtype).unwrap();
+        random::set_state(state);
+        let dropped = ops::dropout(&whole, 0.4).unwrap();
+        random::set_state(state);
+        let starts = (5..11).map(|row| row * width as u64).collect();
+        let found = ops::dropout_rows(&ops::narrow(&whole, 0, 5, 6).unwrap(), 0.4, starts).unwrap();
+        let wanted = ops::narrow(&dropped, 0, 5, 6).unwrap();
+        assert_eq!(found.to_vec_f32().unwrap(), wanted.to_vec_f32().unwrap());
+        assert!(found.to_vec_f32().unwrap().contains(&0.0));
+    }
+    let error = ops::dropout_rows(&whole, 0.4, vec![0; 5]).unwrap_err().to_string();
+    assert!(error.contains("cannot be cut into 5 rows"), "{error}");
 }

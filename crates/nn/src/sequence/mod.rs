@@ -5,7 +5,10 @@
 //! ([`SequencePart`]). A model is handed a [`SequenceParallel`], takes its part of the tokens, tells its attention layers
 //! through [`crate::Visibility::sequence`], and averages its loss over the parts of all ranks.
 //!
-//! Refused: sequences with fewer tokens than there are parts, decoding from a cache, and dropout of attention weights.
+//! Dropout depends on where an element is in the whole, so parts lose what whole sequences would. For that, all ranks draw the
+//! same keys: they start at the same [`ferrospeed_tensor::random::RandomState`].
+//!
+//! Refused: sequences with fewer tokens than there are parts, and decoding from a cache.
 
 mod part;
 mod ring;

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
-use ferrospeed_tensor::ops::AttentionOptions;
-use ferrospeed_tensor::{Result, Tensor, TensorError};
+use ferrospeed_tensor::ops::{self, AttentionOptions, WeightGrid};
+use ferrospeed_tensor::{Result, Tensor, TensorError, random};
 
 use super::{ring, ulysses};
 
@@ -139,18 +139,37 @@ impl SequencePart {
     /// Attention of the parts of queries, keys and values `[batch, own tokens, heads, dim]`. Masks and positions of keys are
     /// those of whole sequences, slopes those of all heads.
     pub fn attention(&self, qkv: [&Tensor; 3], options: &AttentionOptions) -> Result<Tensor> {
-        if options.dropout > 0.0 {
-            let why = "attention weights of a shared sequence are not dropped: set the model's attention dropout to 0";
-            return Err(TensorError::argument("sequence parallel", why));
-        }
         if let Some(odd) = qkv.iter().find(|x| x.shape().dims() != 4 || x.sizes()[1] != self.count()) {
             let expected = format!("[batch, {}, heads, dim]", self.count());
             return Err(TensorError::shape("sequence parallel", "q, k or v", *odd.shape(), expected));
         }
-        match self.parallel.method {
-            SequenceMethod::Ulysses => ulysses::attention(self, qkv, options),
-            SequenceMethod::Ring => ring::attention(self, qkv, options),
+        let mut options = options.clone();
+        if options.dropout > 0.0 {
+            // Drawn on every rank, whatever it computes, so that all go on from the same key.
+            options.dropout_key = Some(random::next_key());
+            let whole = [qkv[0].sizes()[2], self.tokens, self.tokens];
+            options.weights = Some(WeightGrid { whole, first: [0; 3] });
         }
+        match self.parallel.method {
+            SequenceMethod::Ulysses => ulysses::attention(self, qkv, &options),
+            SequenceMethod::Ring => ring::attention(self, qkv, &options),
+        }
+    }
+
+    /// Dropout of `x [batch, own tokens, width]` that takes what dropout of whole sequences would.
+    pub(crate) fn dropout(&self, x: &Tensor, p: f32) -> Result<Tensor> {
+        let &[batch, tokens, width] = x.sizes() else {
+            return Err(TensorError::shape("sequence part", "x", *x.shape(), "[batch, own tokens, width]"));
+        };
+        if tokens != self.count() {
+            let expected = format!("[batch, {}, width]", self.count());
+            return Err(TensorError::shape("sequence part", "x", *x.shape(), expected));
+        }
+        let of_sequence = |sequence: usize| {
+            let places = self.own().iter().cloned().flatten();
+            places.map(move |place| ((sequence * self.tokens + place) * width) as u64)
+        };
+        ops::dropout_rows(x, p, (0..batch).flat_map(of_sequence).collect())
     }
 }
 

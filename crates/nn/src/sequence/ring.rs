@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use ferrospeed_collective::exchange::{self, Pending};
 use ferrospeed_tensor::autograd::{needs_grad, no_grad, record};
-use ferrospeed_tensor::ops::{self, AttentionOptions, AttentionPart, Stretch};
+use ferrospeed_tensor::ops::{self, AttentionOptions, AttentionPart, Stretch, WeightGrid};
 use ferrospeed_tensor::{DType, Operand, Result, Tensor, TensorError};
 
 use super::part::SequencePart;
@@ -250,6 +250,7 @@ impl Ring {
             window,
             key_mask: options.key_mask.as_ref().map(of_keys).transpose()?,
             alibi_positions: positions,
+            weights: options.weights.map(|grid| WeightGrid { first: [0, queries.start, keys.start], ..grid }),
             ..options.clone()
         }))
     }

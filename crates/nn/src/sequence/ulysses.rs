@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use ferrospeed_collective::ops::{Parts, all_to_all_parts};
-use ferrospeed_tensor::ops::{self, AttentionOptions};
+use ferrospeed_tensor::ops::{self, AttentionOptions, WeightGrid};
 use ferrospeed_tensor::{Device, Result, Tensor, TensorError};
 
 use super::part::SequencePart;
@@ -88,7 +88,8 @@ fn attend(whole: &Tensor, share: &HeadShare, options: &AttentionOptions) -> Resu
     let [q, k, v] = &split[..] else { unreachable!("three parts were asked for") };
     let slopes = options.alibi_slopes.as_ref();
     let slopes = slopes.map(|slopes| ops::narrow(slopes, 0, share.queries.start, share.queries.len()));
-    let options = AttentionOptions { alibi_slopes: slopes.transpose()?, ..options.clone() };
+    let weights = options.weights.map(|grid| WeightGrid { first: [share.queries.start, 0, 0], ..grid });
+    let options = AttentionOptions { alibi_slopes: slopes.transpose()?, weights, ..options.clone() };
     match share.uneven() {
         None => ops::attention(q, k, v, &options),
         Some(looked_at) => {

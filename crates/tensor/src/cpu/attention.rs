@@ -8,7 +8,7 @@
 
 use std::borrow::Cow;
 
-use crate::backend::{AttentionSpec, Heads};
+use crate::backend::{AttentionSpec, Heads, WeightGrid};
 use crate::cpu::gemm::{Operand, small};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
@@ -189,9 +189,11 @@ impl<'a> Mask<'a> {
     pub(crate) fn dropout(&self, block_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
         let Some((p, key)) = self.spec.dropout else { return };
         let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
-        let head_row = (self.batch * self.spec.heads + self.head) * self.spec.queries;
+        let WeightGrid { whole: [heads, queries, keys], first: [head0, query0, key0] } =
+            self.spec.weight_grid();
+        let head_row = (self.batch * heads + head0 + self.head) * queries + query0;
         for (t, row) in block_ts.chunks_mut(width).enumerate() {
-            let first = ((head_row + t0 + t) * self.spec.keys + s0) as u64;
+            let first = ((head_row + t0 + t) * keys + key0 + s0) as u64;
             for (s, value) in row.iter_mut().enumerate() {
                 *value = if key.word(first + s as u64) >= threshold { *value * scale } else { 0.0 };
             }

@@ -418,6 +418,10 @@ impl Backend for CpuBackend {
     fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
         pointwise::dropout(&self.threads, x, y, p, key)
     }
+
+    fn dropout_rows(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+        pointwise::dropout_rows(&self.threads, x, y, p, key, starts)
+    }
     fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
         pointwise::unary(&self.threads, op, x, y)
     }

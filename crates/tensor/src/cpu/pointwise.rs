@@ -365,6 +365,34 @@ pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: &Tensor, p: f32, key: Ra
     })
 }
 
+pub(crate) fn dropout_rows(
+    threads: &Threads,
+    x: &Tensor,
+    y: &Tensor,
+    p: f32,
+    key: RandomKey,
+    starts: &[u64],
+) -> Result<()> {
+    let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
+    let width = x.numel() / starts.len().max(1);
+    float_kernel!("dropout_rows", x.dtype(), T => {
+        let (x, y) = (read::<T>(x), Shared::new(write::<T>(y)));
+        threads.run(starts.len(), |row| {
+            let range = row * width..(row + 1) * width;
+            // SAFETY: each row is written by one task.
+            let y = unsafe { y.range(range.clone()) };
+            let mut words = key.block(starts[row] / 4);
+            for (position, (y, x)) in (starts[row]..).zip(y.iter_mut().zip(&x[range])) {
+                let lane = (position % 4) as usize;
+                if lane == 0 {
+                    words = key.block(position / 4);
+                }
+                *y = T::narrow(if words[lane] >= threshold { x.widen() * scale } else { 0.0 });
+            }
+        });
+    })
+}
+
 /// Element strides of `from` seen as `to`: 0 along broadcast dimensions.
 fn broadcast_strides(from: &Shape, to: &Shape) -> Vec<usize> {
     let missing = to.dims() - from.dims();

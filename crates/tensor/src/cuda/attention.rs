@@ -65,6 +65,10 @@ fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
         let what = "queries that are not the last tokens of their keys are seen whole on CUDA, without causality or a window";
         return Err(TensorError::argument("attention", what));
     }
+    if spec.dropout.is_some() && spec.weights.is_some() {
+        let what = "dropout of attention weights of which other ranks compute a part runs on the CPU only; set it to 0";
+        return Err(TensorError::argument("attention", what));
+    }
     let (p, key) = spec.dropout.unwrap_or((0.0, RandomKey::new(0, 0)));
     Ok(DeviceSpec {
         sizes: [spec.batch, spec.queries, spec.keys, spec.heads, spec.kv_heads, spec.dim]

@@ -1,6 +1,7 @@
 //! Attention over separate or packed heads, rotary embedding, and decoding from a cache.
 
 use crate::autograd::{needs_grad, record};
+pub use crate::backend::WeightGrid;
 use crate::backend::{AttentionSpec, Heads};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -29,6 +30,10 @@ pub struct AttentionOptions {
     pub alibi_positions: Option<Tensor>,
     /// Probability of dropping an attention weight.
     pub dropout: f32,
+    /// The key of its random numbers; `None`: this thread's next.
+    pub dropout_key: Option<RandomKey>,
+    /// Where these weights are among those that are drawn for together; `None`: they are all of them.
+    pub weights: Option<WeightGrid>,
 }
 
 /// Where queries, keys and values lie inside one packed projection `[batch, tokens, width]`.
@@ -104,6 +109,7 @@ impl Problem {
             alibi_slopes: self.options.alibi_slopes.as_ref(),
             alibi_positions: self.options.alibi_positions.as_ref(),
             dropout: self.dropout,
+            weights: self.options.weights,
         }
     }
 
@@ -139,8 +145,9 @@ impl Problem {
     }
 }
 
-fn dropout_key(options: &AttentionOptions) -> Option<(f32, RandomKey)> {
-    (options.dropout > 0.0).then(|| (options.dropout, crate::random::next_key()))
+pub(super) fn dropout_key(options: &AttentionOptions) -> Option<(f32, RandomKey)> {
+    let key = || options.dropout_key.unwrap_or_else(crate::random::next_key);
+    (options.dropout > 0.0).then(|| (options.dropout, key()))
 }
 
 pub(super) fn expect_heads(what: &'static str, shape: &Shape) -> Result<()> {

@@ -10,7 +10,7 @@ use std::ops::Range;
 use crate::autograd::no_grad;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
-use crate::ops::attention::{AttentionOptions, Place, Problem, expect_heads, run, run_backward};
+use crate::ops::attention::{AttentionOptions, Place, Problem, dropout_key, expect_heads, run, run_backward};
 use crate::ops::{add, cast, div, exp, log, maximum, mul, permute, reshape, sub};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -94,8 +94,9 @@ fn problem(
     if of_k != v.shape() || of_q[0] != of_k[0] || of_q[3] != of_k[3] {
         return Err(TensorError::ShapeMismatch { op: OP, left: of_q, right: of_k });
     }
-    if options.dropout > 0.0 {
-        return Err(TensorError::argument(OP, "dropout of weights that others still have to fold"));
+    if options.dropout > 0.0 && (options.dropout_key.is_none() || options.weights.is_none()) {
+        let why = "backward and other parts must drop the same weights: give dropout_key and weights";
+        return Err(TensorError::argument(OP, why));
     }
     let problem = Problem {
         batch: of_q[0],
@@ -104,7 +105,7 @@ fn problem(
         heads: of_q[2],
         kv_heads: of_k[2],
         dim: of_q[3],
-        dropout: None,
+        dropout: dropout_key(options),
         options: options.clone(),
     };
     problem.check()?;

@@ -6,6 +6,7 @@ use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::{count_activation, expect_float, expect_same_dtype};
 use crate::param::Operand;
+use crate::random::RandomKey;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -270,7 +271,25 @@ pub fn cast(x: impl Into<Operand>, dtype: DType) -> Result<Tensor> {
 
 /// Zeroes elements with probability `p` and scales the rest by `1/(1-p)`, with this thread's next random key.
 pub fn dropout(x: impl Into<Operand>, p: f32) -> Result<Tensor> {
+    dropped(x.into(), p, move |x, y, key| x.device().backend().dropout(x, y, p, key))
+}
+
+/// The same for rows of a larger tensor, so that they lose what they would lose in the whole: row `i` begins at element
+/// `starts[i]` of it.
+pub fn dropout_rows(x: impl Into<Operand>, p: f32, starts: Vec<u64>) -> Result<Tensor> {
     let x = x.into();
+    if starts.is_empty() || !x.shape().numel().is_multiple_of(starts.len()) {
+        let what = format!("{} cannot be cut into {} rows", x.shape(), starts.len());
+        return Err(TensorError::argument("dropout_rows", what));
+    }
+    dropped(x, p, move |x, y, key| x.device().backend().dropout_rows(x, y, p, key, &starts))
+}
+
+fn dropped(
+    x: Operand,
+    p: f32,
+    draw: impl Fn(&Tensor, &Tensor, RandomKey) -> Result<()> + Send + 'static,
+) -> Result<Tensor> {
     expect_float("dropout", "the operand", x.dtype())?;
     if !(0.0..1.0).contains(&p) {
         return Err(TensorError::argument("dropout", format!("probability {p} is outside 0..1")));
@@ -283,7 +302,7 @@ pub fn dropout(x: impl Into<Operand>, p: f32) -> Result<Tensor> {
     let key = crate::random::next_key();
     let apply = move |x: &Tensor| -> Result<Tensor> {
         let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
-        x.device().backend().dropout(x, &y, p, key)?;
+        draw(x, &y, key)?;
         Ok(y)
     };
     let y = apply(&*x.read()?)?;

@@ -19,8 +19,8 @@ mod shape;
 mod shared_input;
 
 pub use attention::{
-    AttentionOptions, PackedHeads, attention, attention_cached, attention_packed, attention_packed_cached,
-    attention_packed_step, attention_step, rotary, split_heads,
+    AttentionOptions, PackedHeads, WeightGrid, attention, attention_cached, attention_packed,
+    attention_packed_cached, attention_packed_step, attention_step, rotary, split_heads,
 };
 pub use attention_paged::attention_paged;
 pub use attention_part::{AttentionPart, Stretch, attention_part, attention_part_backward};
