@@ -187,6 +187,22 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
     if let Some(mesh) = &mesh {
         options.elsewhere.extend(slices::elsewhere(mesh, parameters, &sharding)?);
     }
+    let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
+    let asked = config.section("sequence_parallel_size").and_then(serde_json::Value::as_u64).unwrap_or(1);
+    if asked > 1 && sharding.ranks() as u64 != asked * data_parallel_size as u64 {
+        let why = format!(
+            "sequences are to be shared by {asked} ranks each, and the engine was given no mesh that says so: call \
+             Options::spread_over with one, and Decoder::set_sequence_parallel with its sequence group"
+        );
+        return Err(EngineError::Argument { what: "sequence_parallel_size", why });
+    }
+    // Gradients of the same samples come from ranks that hold parts of their sequences.
+    let wire = if sharding.ranks() > data_parallel_size {
+        Some(config.seq_parallel_comm_data_type)
+    } else {
+        config.communication_data_type
+    };
+    let wire = wire.map_or(dtype, element_type);
     let store = ZeroStore::attach(
         &setup.world,
         &setup.device,
@@ -195,8 +211,8 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
         &StoreOptions {
             zero: &config.zero,
             dtype,
-            wire: config.communication_data_type.map_or(dtype, element_type),
-            kept: kept_type(config, dtype, accumulates),
+            wire,
+            kept: kept_type(config, wire, accumulates),
             accumulates,
             predivide: config.gradient_predivide_factor,
             prescale: config.prescale_gradients,
@@ -211,7 +227,6 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
         },
         source,
     )?;
-    let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
     let mut engine =
         Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)?;
     engine.reduces_at_step = options.reduces_at_step;
@@ -237,12 +252,12 @@ pub(crate) fn model_type(config: &Config) -> DType {
     }
 }
 
-/// Sums of micro-batches are kept in f32 unless the configuration says otherwise; a single one needs no more than its
-/// own type.
-pub(crate) fn kept_type(config: &Config, dtype: DType, accumulates: bool) -> DType {
+/// Sums of micro-batches are kept in f32 unless the configuration says otherwise; a single one needs no more than the type
+/// it travels in.
+pub(crate) fn kept_type(config: &Config, wire: DType, accumulates: bool) -> DType {
     match config.grad_accum_dtype {
         Some(data_type) => element_type(data_type),
         None if accumulates => DType::F32,
-        None => config.communication_data_type.map_or(dtype, element_type),
+        None => wire,
     }
 }

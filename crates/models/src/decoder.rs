@@ -7,6 +7,7 @@ mod block;
 mod config;
 mod pages;
 mod places;
+mod sequence;
 mod stages;
 
 use std::ops::Range;
@@ -15,7 +16,10 @@ use std::sync::Arc;
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::moe::Routing;
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices};
-use ferrospeed_nn::{AttentionState, Embedding, Init, KeyValueCache, Linear, Mode, Norm, Parameters};
+use ferrospeed_nn::{
+    AttentionState, Embedding, Init, KeyValueCache, Linear, Mode, Norm, Parameters, SequenceParallel,
+    SequencePart,
+};
 use ferrospeed_tensor::autograd::{self, InPlace, Shelf};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::{DType, Device, Param, Tensor, profile};
@@ -65,6 +69,8 @@ pub struct Decoder {
     slices: Option<Slices>,
     /// Where the inputs of blocks wait that are computed again in backward; `None` keeps what blocks compute.
     checkpointing: Option<Arc<dyn Shelf>>,
+    /// The ranks that share sequences with this one.
+    sequence: Option<SequenceParallel>,
 }
 
 impl Decoder {
@@ -147,6 +153,7 @@ impl Decoder {
             head,
             slices: slices.filter(|slices| slices.group().size() > 1).cloned(),
             checkpointing: None,
+            sequence: None,
         }
     }
 
@@ -200,7 +207,7 @@ impl Decoder {
         mode: Mode,
         observe: Option<&mut dyn FnMut(usize, &Tensor)>,
     ) -> Result<(Tensor, RouterLogits)> {
-        let places = self.places(tokens, state.as_ref().map_or(0, |state| state.len()))?;
+        let places = self.places(tokens, state.as_deref())?;
         let run = || self.run_at(&tokens.ids, &places, state, mode, observe);
         profile::scope_at("", "Decoder", || match &self.slices {
             Some(slices) => slices.between_cuts(run),
@@ -208,8 +215,9 @@ impl Decoder {
         })
     }
 
-    /// Where tokens stand that follow `past` others.
-    fn places(&self, tokens: &Tokens, past: usize) -> Result<Places> {
+    /// Where tokens stand that follow those of a cache. Where there is none, ranks may share the sequences.
+    fn places(&self, tokens: &Tokens, state: Option<&AttentionState>) -> Result<Places> {
+        let past = state.map_or(0, AttentionState::len);
         let &[batch, count] = tokens.ids.sizes() else {
             return Err(ModelError::config(
                 "input",
@@ -218,15 +226,24 @@ impl Decoder {
         };
         self.check_length(past + count)?;
         let device = tokens.ids.device();
-        let positions = self.positions(tokens, batch, count, past)?;
-        let visibility = self.visibility(tokens, &positions, batch, past + count, device)?;
+        let part = match (&self.sequence, state) {
+            (Some(sequence), None) => Some(sequence.divide(count)?),
+            _ => None,
+        };
+        let mut positions = self.positions(tokens, batch, count, past)?;
+        if let Some(part) = &part {
+            positions = positions.iter().map(|row| part.take_row(row)).collect::<Result<_, _>>()?;
+        }
+        let mut visibility = self.visibility(tokens, &positions, batch, past + count, device)?;
         let rows = match &self.learned_positions {
             Some(_) => {
                 let rows: Vec<i64> = positions.iter().flatten().map(|&row| row as i64).collect();
-                Some(Tensor::from_slice(&rows, [positions.len(), count], device)?)
+                let own = part.as_ref().map_or(count, SequencePart::count);
+                Some(Tensor::from_slice(&rows, [positions.len(), own], device)?)
             }
             None => None,
         };
+        visibility.sequence = part;
         Ok(Places { rows, visibility })
     }
 
@@ -252,7 +269,10 @@ impl Decoder {
 
     /// The embedding and all that stands before the first block.
     fn embed(&self, ids: &Tensor, places: &Places, mode: Mode) -> Result<Tensor> {
-        let mut embedded = self.embedding.forward(ids)?;
+        let mut embedded = match &places.visibility.sequence {
+            Some(part) => self.embedding.forward(&part.take(ids)?)?,
+            None => self.embedding.forward(ids)?,
+        };
         if let Some([inwards, _]) = &self.projections {
             embedded = inwards.forward(&embedded)?;
         }
@@ -263,7 +283,7 @@ impl Decoder {
         if let Some(norm) = &self.embedding_norm {
             embedded = norm.forward(&embedded)?;
         }
-        Ok(mode.dropout(&embedded, self.config.embedding_dropout)?)
+        Ok(places.visibility.dropout(mode, &embedded, self.config.embedding_dropout)?)
     }
 
     /// Some blocks.
@@ -339,7 +359,8 @@ impl Decoder {
         self.as_head(|| Ok(ops::linear(hidden, &self.head, None, WeightLayout::OutIn)?))
     }
 
-    /// The mean loss of predicting each next label; labels of -100 do not count.
+    /// The mean loss of predicting each next label; labels of -100 do not count. Of sequences that ranks share, all of them
+    /// get the whole loss, and each the gradients of its part: summed over the ranks, they are the whole's.
     pub fn loss(&self, tokens: &Tokens, labels: &Tensor, mode: Mode) -> Result<Tensor> {
         let (hidden, routers) = self.run(tokens, None, mode, None)?;
         self.whole_loss(&hidden, &routers, tokens, labels)
@@ -356,33 +377,39 @@ impl Decoder {
         let loss = self.next_token_loss(hidden, labels)?;
         match &self.config.feed_forward {
             FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0 => {
-                let balance = mixture.balance(routers, tokens.mask.as_deref())?;
+                let balance = match self.shared(labels)? {
+                    Some(part) => {
+                        mixture.balance(&sequence::joined_routers(&part, routers, tokens)?, None)?
+                    }
+                    None => mixture.balance(routers, tokens.mask.as_deref())?,
+                };
                 Ok(ops::add(&loss, &ops::affine(&balance, mixture.balance_loss, 0.0)?)?)
             }
             _ => Ok(loss),
         }
     }
 
-    /// The loss from a hidden state. The last token predicts nothing, so its row does not count.
+    /// The loss from a hidden state. The last token predicts nothing, so its row does not count. Labels are those of whole
+    /// sequences, whichever part of them the hidden state has.
     pub fn next_token_loss(&self, hidden: &Tensor, labels: &Tensor) -> Result<Tensor> {
         let options = CrossEntropyOptions::default();
-        let (rows, tokens) = (labels.numel(), labels.shape().last());
-        let targets = Tensor::full([rows], options.ignore_index as f32, DType::I64, hidden.device())?;
-        if tokens > 1 {
-            let sequences = rows / tokens;
-            let backend = hidden.device().backend();
-            backend.copy_blocks(labels, 1, tokens, &targets, 0, tokens, sequences, tokens - 1)?;
+        let ignored = options.ignore_index;
+        let targets = next_labels(labels, ignored)?;
+        let part = self.shared(labels)?;
+        let own = part.as_ref().map(|part| part.take(&targets)).transpose()?;
+        let own = own.as_ref().unwrap_or(&targets);
+        let loss = self.as_head(|| -> Result<Tensor> {
+            if let Some(slices) = &self.slices {
+                let own = own.view([own.numel()])?;
+                return Ok(tensor_parallel::linear_cross_entropy(hidden, &self.head, &own, ignored, slices)?);
+            }
+            let flat = ops::reshape(hidden, [hidden.shape().rows(), hidden.shape().last()])?;
+            Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, own, options)?)
+        })?;
+        match &part {
+            Some(part) => sequence::whole_mean(part, &loss, own, &targets, ignored),
+            None => Ok(loss),
         }
-        if let Some(slices) = &self.slices {
-            let ignored = options.ignore_index;
-            return self.as_head(|| {
-                Ok(tensor_parallel::linear_cross_entropy(hidden, &self.head, &targets, ignored, slices)?)
-            });
-        }
-        let flat = ops::reshape(hidden, [rows, hidden.shape().last()])?;
-        self.as_head(|| {
-            Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, &targets, options)?)
-        })
     }
 
     /// Runs `work` as the head's own, whose weight may be that of the embedding.
@@ -391,4 +418,16 @@ impl Decoder {
         let sizes = || format!("in_features={inputs}, out_features={outputs}, bias=False");
         profile::scope_of_tied(self.config.names.head, "Linear", sizes, work)
     }
+}
+
+/// What each token of `labels [sequences, tokens]` should predict; the last one nothing.
+fn next_labels(labels: &Tensor, ignored: i64) -> Result<Tensor> {
+    let tokens = labels.shape().last();
+    let sequences = labels.numel() / tokens.max(1);
+    let targets = Tensor::full([sequences, tokens], ignored as f32, DType::I64, labels.device())?;
+    if tokens > 1 {
+        let backend = labels.device().backend();
+        backend.copy_blocks(labels, 1, tokens, &targets, 0, tokens, sequences, tokens - 1)?;
+    }
+    Ok(targets)
 }

@@ -110,7 +110,7 @@ impl Sharding {
     }
 
     /// How many ranks bring gradients of their own.
-    pub(crate) fn ranks(&self) -> usize {
+    pub fn ranks(&self) -> usize {
         self.shard.size() * self.copies()
     }
 

@@ -100,7 +100,8 @@ pub const ROOT: &[Key] = &[
         "\"fp32\"",
         "As `communication_data_type`, when sequence parallelism is on.",
     )
-    .alias(&["seq_parallel_communication_data_type"]),
+    .alias(&["seq_parallel_communication_data_type"])
+    .done(),
     key(
         "zero_optimization",
         ZERO_SECTION,
@@ -247,7 +248,14 @@ pub const ROOT: &[Key] = &[
     key("tensor_parallel", Kind::Section(TENSOR_PARALLEL, Form::Schema), "{}", "Divide layers over ranks.")
         .done(),
     key("expert_parallel", Kind::Section(EXPERT_PARALLEL, Form::Plain), "{}", "Divide experts over ranks."),
-    key("sequence_parallel_size", POSITIVE_COUNT, "1", "Ranks that share one sequence."),
+    key("sequence_parallel_size", POSITIVE_COUNT, "1", "Ranks that share one sequence.").done(),
+    key(
+        "sequence_parallel_method",
+        Kind::Choice { values: &["ulysses", "ring"], any_case: false },
+        "\"ulysses\"",
+        "How ranks that share a sequence attend over all of it (docs/sequence-parallel.md).",
+    )
+    .done(),
     key("data_parallel_size", POSITIVE_COUNT, "null", "Ranks that see different samples."),
     key(
         "gradient_allreduce_op",

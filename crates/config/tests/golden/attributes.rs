@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 /// Keys that came after the recorded version: a recording says nothing of them.
 const NEWER: &[&str] = &[
     "reduce_each_micro_batch",
+    "sequence_parallel_method",
     "allgather_sequential",
     "autoep_non_moe",
     "compute_grad_norm",

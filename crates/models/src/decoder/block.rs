@@ -189,7 +189,8 @@ impl Block {
         routers: &mut RouterLogits,
     ) -> Result<Stream> {
         let attend = |x: &Tensor| -> Result<Tensor> {
-            Ok(mode.dropout(&self.attention.forward(x, visibility, cache, mode)?, self.residual_dropout)?)
+            let attended = self.attention.forward(x, visibility, cache, mode)?;
+            Ok(visibility.dropout(mode, &attended, self.residual_dropout)?)
         };
         let mut feed = |x: &Tensor| -> Result<Tensor> {
             let y = match &self.feed_forward {
@@ -201,7 +202,7 @@ impl Block {
                     y
                 }
             };
-            Ok(mode.dropout(&y, self.residual_dropout)?)
+            Ok(visibility.dropout(mode, &y, self.residual_dropout)?)
         };
         match self.residual {
             Residual::PreNorm => {

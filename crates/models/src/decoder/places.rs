@@ -119,6 +119,7 @@ impl Decoder {
 pub(crate) struct Places {
     /// Rows of the table of learned positions.
     pub(crate) rows: Option<Tensor>,
+    /// Its [`Visibility::sequence`] says which tokens of the input the pass has; `None`: all.
     pub(crate) visibility: Visibility,
 }
 

@@ -22,7 +22,7 @@ impl Decoder {
         mut carried: Carried,
         mode: Mode,
     ) -> Result<Carried> {
-        let places = self.places(tokens, 0)?;
+        let places = self.places(tokens, None)?;
         let last = self.blocks.len() + 1;
         let (stream, mut routers) = if range.start == 0 {
             (self.embed(&tokens.ids, &places, mode)?, Carried::new())
