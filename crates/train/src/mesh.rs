@@ -59,11 +59,13 @@ impl MeshSizes {
                 ),
             );
         }
-        refuse(self.sequence.get() > 1, "sequence_parallel_size: does not run yet; leave it out".into());
-        refuse(
-            self.tensor.get() > 1 && self.pipe.get() > 1,
-            "tensor_parallel.autotp_size: slices of layers and pipeline.stages do not run together yet; take one of the two away"
-                .into(),
-        );
+        for (size, key) in
+            [(self.tensor.get(), "tensor_parallel.autotp_size"), (self.sequence.get(), "sequence_parallel_size")]
+        {
+            refuse(
+                size > 1 && self.pipe.get() > 1,
+                format!("{key}: does not run together with pipeline.stages yet; leave out one of the two"),
+            );
+        }
     }
 }

@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
 use ferrospeed_data::Codec;
+use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
+use ferrospeed_nn::SequenceMethod;
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use serde_json::Value;
 
@@ -168,6 +170,33 @@ impl ModelPlan {
             problems.push(format!(
                 "data.sequence: {} is longer than the model's {} positions",
                 recipe.data.sequence, self.config.max_tokens
+            ));
+        }
+        problems.extend(self.cannot_share_sequences(recipe));
+        problems
+    }
+
+    /// Why ranks cannot share this model's sequences, where they are to.
+    fn cannot_share_sequences(&self, recipe: &Recipe) -> Vec<String> {
+        let (ranks, tokens) = (recipe.mesh().sequence.get() as u64, recipe.data.sequence);
+        if ranks == 1 {
+            return Vec::new();
+        }
+        let mut problems = Vec::new();
+        let pieces =
+            ranks.saturating_mul(if recipe.sequence_method() == SequenceMethod::Ring { 2 } else { 1 });
+        if tokens < pieces {
+            problems.push(format!(
+                "data.sequence: {tokens} tokens cannot be cut into {pieces} pieces for {ranks} ranks \
+                 (sequence_parallel_size)"
+            ));
+        }
+        let balanced =
+            matches!(&self.config.feed_forward, FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0);
+        if balanced && !tokens.is_multiple_of(2 * ranks) {
+            problems.push(format!(
+                "data.sequence: the balance of experts is taken over parts of one size; take a multiple of {} tokens",
+                2 * ranks
             ));
         }
         problems

@@ -68,6 +68,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 
 use ferrospeed_config::{Config, ConfigError};
+use ferrospeed_nn::SequenceMethod;
 use ferrospeed_nn::tensor_parallel::Between;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -377,6 +378,14 @@ impl Recipe {
         match self.ds_config["tensor_parallel"]["sequence_parallel"].as_bool() {
             Some(true) => Between::OwnTokens,
             _ => Between::AllTokens,
+        }
+    }
+
+    /// How ranks that share a sequence attend over all of it; the configuration's own checks refuse other words.
+    pub fn sequence_method(&self) -> SequenceMethod {
+        match self.ds_config["sequence_parallel_method"].as_str() {
+            Some("ring") => SequenceMethod::Ring,
+            _ => SequenceMethod::Ulysses,
         }
     }
 

@@ -14,6 +14,7 @@ use ferrospeed_engine::{
 use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
+use ferrospeed_nn::SequenceParallel;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::monitor::Samples;
 use ferrospeed_observe::{EvalRecord, StepRecord};
@@ -201,6 +202,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let Prepared { sequences, codec, model, warnings: mut all_warnings } =
         prepare(recipe, job.path, folder, Some(&mesh), &mut |_| {})?;
     let BuiltModel { decoder: mut model, config: model_config, weights } = model;
+    if recipe.mesh().sequence.get() > 1 {
+        let sequence = SequenceParallel::new(mesh.sequence()?, recipe.sequence_method());
+        model.set_sequence_parallel(Some(sequence));
+    }
     let (config, warnings) = recipe.config().map_err(|error| TrainError::Recipe {
         path: job.path.to_path_buf(),
         problems: vec![error.to_string()],

@@ -69,6 +69,11 @@ fn refusal(options: &StoreOptions<'_>, device: &Device) -> Option<&'static str> 
             "all ranks must hold the same whole model: remove pipeline stages, tensor slices and experts that are spread over ranks",
         );
     }
+    if sharding.divisor != sharding.ranks() {
+        return Some(
+            "it averages over all ranks, and ranks that share sequences bring summands: set sequence_parallel_size to 1",
+        );
+    }
     if options.homes.states().is_some() {
         return Some("its state cannot be offloaded: remove offload_optimizer");
     }

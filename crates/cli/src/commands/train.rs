@@ -37,6 +37,10 @@ pub(crate) struct TrainArgs {
     /// Cut sequences into so many parts, each on a rank of its own (sequence_parallel_size)
     #[arg(long, value_name = "PARTS")]
     sp: Option<u32>,
+    /// How ranks that share a sequence attend over all of it: ulysses (they exchange parts of it for heads) or ring (keys
+    /// travel round them) (sequence_parallel_method)
+    #[arg(long = "sp_method", alias = "sp-method", value_name = "METHOD", value_parser = ["ulysses", "ring"])]
+    sp_method: Option<String>,
     /// Where the run's files go [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -173,7 +177,8 @@ impl TrainArgs {
             ("sequence_parallel_size", self.sp),
         ];
         let sizes = sizes.into_iter().filter_map(|(key, size)| Some(format!("{key}={}", size?)));
-        self.overrides.iter().cloned().chain(sizes).collect()
+        let method = self.sp_method.as_ref().map(|method| format!("sequence_parallel_method={method}"));
+        self.overrides.iter().cloned().chain(sizes).chain(method).collect()
     }
 
     /// How many ranks the axes need that are given here.
