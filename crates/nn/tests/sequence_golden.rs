@@ -30,7 +30,7 @@ fn whole(case: &Value, key: &str, device: &Device) -> Tensor {
         flat(&rank[key], &mut values);
     }
     let shape = [size("seq"), size("batch"), size("heads"), size("head_dim")];
-    ops::permute(&Tensor::from_slice(&values, shape, device).unwrap(), &[1, 0, 2, 3]).unwrap()
+    ops::permute(Tensor::from_slice(&values, shape, device).unwrap(), &[1, 0, 2, 3]).unwrap()
 }
 
 fn taken(x: &Tensor, ranges: &[Range<usize>]) -> Tensor {
@@ -53,7 +53,7 @@ fn attended(
     let store = PlainStore::attach(&params, DType::F32, device, &FromInitializers { seed: 0 }).unwrap();
     let [q, k, v] = [0, 1, 2].map(|i| ops::add(&params[i], &inputs[i]).unwrap());
     let y = attention([&q, &k, &v]);
-    let loss = ops::sum(ops::mul(&y, &part("dy")).unwrap()).unwrap();
+    let loss = ops::sum(ops::mul(&y, part("dy")).unwrap()).unwrap();
     autograd::backward(&loss).unwrap();
     let gradient = |index: usize| store.gradient(index).unwrap().to_vec_f32().unwrap();
     [y.to_vec_f32().unwrap(), gradient(0), gradient(1), gradient(2)]

@@ -105,7 +105,7 @@ fn pieces_of_the_keys_fold_into_the_whole_in_value_and_gradient() {
                     let kv = [&stretch(&k, keys), &stretch(&v, keys)];
                     let options = of_keys(&rule, keys);
                     let found = attention_part_backward(&queries, kv, &options, &folded, &dout).unwrap();
-                    dq = ops::add(&dq, &ops::cast(&found[0], DType::F32).unwrap()).unwrap();
+                    dq = ops::add(&dq, ops::cast(&found[0], DType::F32).unwrap()).unwrap();
                     for (found, wanted) in found[1..].iter().zip(&wanted[1..]) {
                         let wanted = ops::narrow(wanted, 1, keys.start, keys.len()).unwrap();
                         assert_near(&what, found, &wanted, 4.0 * tolerance);
@@ -142,7 +142,7 @@ fn rows_lose_what_they_lose_in_the_whole() {
         let dropped = ops::dropout(&whole, 0.4).unwrap();
         random::set_state(state);
         let starts = (5..11).map(|row| row * width as u64).collect();
-        let found = ops::dropout_rows(&ops::narrow(&whole, 0, 5, 6).unwrap(), 0.4, starts).unwrap();
+        let found = ops::dropout_rows(ops::narrow(&whole, 0, 5, 6).unwrap(), 0.4, starts).unwrap();
         let wanted = ops::narrow(&dropped, 0, 5, 6).unwrap();
         assert_eq!(found.to_vec_f32().unwrap(), wanted.to_vec_f32().unwrap());
         assert!(found.to_vec_f32().unwrap().contains(&0.0));
