@@ -14,6 +14,7 @@ use crate::backend::{Carrier, Membership, Message, Ticket};
 use crate::dtype::{DType, Element, ReduceOp};
 use crate::error::{Error, Result};
 use crate::lane::{Lane, Work};
+use crate::logger::Ended;
 use crate::op::{Collective, Fingerprint, Kind, Part, invalid};
 use crate::region::Region;
 use crate::segment::Registered;
@@ -297,8 +298,14 @@ impl GroupInner {
         let number = recorder.begin(ticket, &self.name, &self.membership.ranks, peer);
         let result = run();
         recorder.end(number, &result);
-        let latency = ticket.started.elapsed();
-        self.world.log.add(ticket.fingerprint.kind, message_bytes, self.membership.size(), latency);
+        self.world.log.add(&Ended {
+            kind: ticket.fingerprint.kind,
+            bytes: message_bytes,
+            group_size: self.membership.size(),
+            latency: ticket.started.elapsed(),
+            call_site: ticket.call_site,
+            rank: self.world.rank,
+        });
         if let Err(error) = &result
             && self.failure.set(error.clone()).is_ok()
         {

@@ -38,7 +38,6 @@ pub mod logger;
 mod mesh;
 mod op;
 pub mod private;
-
 mod reception;
 pub mod recorder;
 pub mod reduce;
@@ -64,3 +63,7 @@ pub use rendezvous::{Backend, ConnectOptions};
 pub use segment::Registered;
 pub use topology::{PipelineGrid, ProcessTopology};
 pub use world::{DEFAULT_DEADLINE, DEFAULT_STAGING_BYTES, Limits, World};
+
+/// The target of log lines that a configuration asked for by name: programs that hide what is merely interesting still
+/// show these.
+pub const ASKED_FOR: &str = "ferrospeed::asked_for";

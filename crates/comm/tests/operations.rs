@@ -211,15 +211,102 @@ fn the_logger_counts_operations_by_kind_and_size() {
         world.group().all_gather(&[1u8; 10], &mut [0u8; 20]).unwrap();
         world.log().stop();
         let rows = world.log().summary_across(&world.group()).unwrap();
-        let seen: Vec<_> = rows.iter().map(|row| (row.operation, row.bytes, row.count)).collect();
+        let seen: Vec<_> = rows.iter().map(|row| (row.operation.as_str(), row.bytes, row.count)).collect();
         assert_eq!(seen, [("all_gather", 10, 1), ("all_reduce", 1024, 3)]);
         assert!(
-            rows.iter().all(|row| row.straggler_ms.is_some_and(|wait| wait >= 0.0) && row.bus_gbps > 0.0)
+            rows.iter()
+                .all(|row| row.stragglers.as_ref().unwrap().total_straggler_ms >= 0.0 && row.bus_gbps > 0.0)
         );
-        let table = ferrospeed_comm::logger::table(&rows);
-        assert!(table.starts_with("Comm. Op            Message Size        Count"), "{table}");
-        assert!(table.contains("1.0 KB"), "{table}");
     });
+}
+
+#[test]
+fn the_logger_counts_what_it_is_asked_to_and_by_caller() {
+    use ferrospeed_comm::Kind;
+    use ferrospeed_comm::logger::LogOptions;
+    on_threads(2, |world| {
+        let only = Some(vec![Kind::AllReduce]);
+        world.log().start_with(LogOptions { only, by_caller: true, ..LogOptions::default() });
+        world.group().barrier().unwrap();
+        world.group().all_reduce(&mut [0u8; 3], ReduceOp::Sum).unwrap();
+        let rows = world.log().summary();
+        assert_eq!(rows.len(), 1, "{rows:?}");
+        let name = &rows[0].operation;
+        assert!(name.starts_with("all_reduce | [Caller Func: ") && name.contains("operations.rs:"), "{name}");
+    });
+}
+
+#[test]
+fn ranks_that_did_unlike_things_are_compared_in_what_they_share() {
+    on_threads(3, |world| {
+        let pair = world.new_group(&[0, 1]).unwrap();
+        world.log().start();
+        world.group().all_reduce(&mut [0.0f32; 4], ReduceOp::Sum).unwrap();
+        if let Some(pair) = pair {
+            pair.broadcast(&mut [0u8; 5], 0).unwrap();
+        }
+        let rows = world.log().summary_across(&world.group()).unwrap();
+        let compared: Vec<_> =
+            rows.iter().map(|row| (row.operation.as_str(), row.stragglers.is_some())).collect();
+        let expected: &[_] = match world.rank() {
+            2 => &[("all_reduce", true)],
+            _ => &[("all_reduce", true), ("broadcast", false)],
+        };
+        assert_eq!(compared, expected);
+        // What the comparison itself sent is not in it, and counting goes on.
+        assert_eq!(world.log().summary().len(), rows.len());
+        assert!(world.log().is_on());
+    });
+}
+
+#[test]
+fn summaries_are_laid_out_as_deepspeed_has_them() {
+    use ferrospeed_comm::logger::{LogRow, Stragglers, straggler_table, table};
+    let row = |bytes, stragglers| LogRow {
+        operation: "all_reduce".into(),
+        bytes,
+        count: 3,
+        total_latency_ms: 1.5,
+        average_latency_ms: 0.5,
+        algorithm_gbps: 2.0,
+        bus_gbps: 1.25,
+        stragglers,
+    };
+    let waited = Stragglers {
+        total_latency_ms: 1.0,
+        total_straggler_ms: 0.5,
+        average_latency_ms: 0.25,
+        average_straggler_ms: 0.125,
+    };
+    let rows = [row(1024, Some(waited)), row(1 << 21, None)];
+    let cells = |text: &str| -> Vec<Vec<String>> {
+        let cell = |line: &str, at: usize| line.get(at..at + 20).unwrap_or_default().trim().to_owned();
+        text.lines().map(|line| (0..7).map(|column| cell(line, column * 20)).collect()).collect()
+    };
+    let first = table(&rows);
+    let found = cells(&first);
+    assert_eq!(found[0][4..], ["Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)"]);
+    assert_eq!(first.lines().nth(1), Some("all_reduce"));
+    assert_eq!(found[2], ["", "1.0 KB", "3", "1.50", "0.50", "2.00", "1.25"]);
+    assert_eq!(found[3][1], "2.0 MB");
+    assert_eq!(first.lines().count(), 4);
+    let second = straggler_table(&rows);
+    assert_eq!(second.lines().nth(1), Some("Breakdown with straggler effect"));
+    let found = cells(&second);
+    assert_eq!(found[3][3..5], ["Total comm lat(ms)", "Total straggler(ms)"]);
+    assert_eq!(found[5], ["", "1.0 KB", "3", "1.00", "0.50", "0.25", "0.12"]);
+    assert_eq!(found[6][3..], ["-", "-", "-", "-"]);
+}
+
+#[test]
+fn operations_go_by_our_names_and_by_deepspeeds() {
+    use ferrospeed_comm::Kind;
+    use ferrospeed_comm::logger::kind_named;
+    let named =
+        ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "isend"];
+    let kinds = [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter, Kind::AllToAll, Kind::Send];
+    assert_eq!(named.map(kind_named), kinds.map(Some));
+    assert_eq!(kind_named("all_redcue"), None);
 }
 
 #[test]

@@ -167,10 +167,10 @@ fn deprecated_and_unimplemented_keys_warn_once_each() {
         "ds.json:1:60: warning: `zero_optimization.cpu_offload`: deprecated\n  help: write \"offload_optimizer\": {\"device\":\"cpu\"}"
     );
     assert_eq!(
-        warnings("{ \"train_batch_size\": 8, \"comms_logger\": {\"enabled\": true, \"verbose\": true} }"),
-        "ds.json:1:26: warning: `comms_logger`: accepted, but nothing acts on it yet"
+        warnings("{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": true} }"),
+        "ds.json:1:26: warning: `data_efficiency`: accepted, but nothing acts on it yet"
     );
-    assert_eq!(warnings("{ \"train_batch_size\": 8, \"comms_logger\": {\"enabled\": false} }"), "");
+    assert_eq!(warnings("{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": false} }"), "");
 }
 
 #[test]

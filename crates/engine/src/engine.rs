@@ -17,6 +17,7 @@ use ferrospeed_tensor::{Device, Tensor, TensorError, autograd};
 use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
 
 use crate::checkpoint::Background;
+use crate::communication;
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
@@ -138,6 +139,7 @@ impl Engine {
         if let Some(note) = scheduler.as_ref().and_then(Scheduler::note) {
             tracing::warn!("{note}");
         }
+        communication::start(&config, &setup.world)?;
         let features = Features::from_config(&config)?;
         let eigenvalues = Eigenvalues::of_run(&config, &store)?;
         let profiler = StepProfiler::of_run(&config, &setup.world);

@@ -28,6 +28,7 @@
 mod activations;
 mod agreement;
 mod checkpoint;
+mod communication;
 mod eigenvalues;
 mod engine;
 mod error;

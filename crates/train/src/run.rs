@@ -102,6 +102,8 @@ pub struct Summary {
     pub observing_seconds: f64,
     /// With [`Observing::Alternating`].
     pub observing_cost: Option<ObservingCost>,
+    /// With `comms_logger`: what ranks sent each other, in a table.
+    pub communication: Option<String>,
 }
 
 /// Who is told what happens. Only rank 0 tells.
@@ -280,6 +282,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         seconds: 0.0,
         observing_seconds: 0.0,
         observing_cost: None,
+        communication: None,
     };
     let mut times_ms = [Vec::new(), Vec::new()];
     let mut health = Health::new(recipe.max_bad_steps);
@@ -343,6 +346,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     checkpoints.wait(&mut run.engine, progress)?;
     health.finish()?;
+    if run.engine.config().comms_logger.is_some() {
+        summary.communication = Some(run.engine.communication_summary(true)?);
+    }
     if summary.ending != Ending::Left {
         export(&run.engine, &run.model, &run.model_config, &folder.model())?;
         summary.sample = run.sample()?;

@@ -251,7 +251,8 @@ fn run_rank(
     place: Option<ConnectOptions>,
 ) -> Result<ExitCode, Failure> {
     // What concerns the whole job every rank would say; one is enough.
-    let level = if place.as_ref().is_some_and(|place| place.rank != 0) { "error" } else { "warn" };
+    let asked_for = format!("warn,{}=info", ferrospeed_comm::ASKED_FOR);
+    let level = if place.as_ref().is_some_and(|place| place.rank != 0) { "error" } else { &asked_for };
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| level.into()),
@@ -356,6 +357,9 @@ fn conclusion(summary: &Summary, folder: &RunFolder) -> String {
         folder.report().display(),
         folder.log().display(),
     ));
+    if let Some(table) = &summary.communication {
+        text.push_str(&format!("\ncommunication of rank 0\n{table}\n"));
+    }
     if let Some(cost) = &summary.observing_cost {
         text.push_str(&format!(
             "a step took {:.3} ms with logs, monitors and progress and {:.3} ms without (medians of {} each): {:+.2} %\n",

@@ -100,11 +100,11 @@ pub(super) const AUTOTUNING: &[Key] = &[
 
 /// `comms_logger`.
 pub(super) const COMMS_LOGGER: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Record collectives."),
-    key("prof_all", Kind::Bool, "true", "Record all of them."),
-    key("prof_ops", TEXT_LIST, "[]", "Record these, when not all."),
-    key("verbose", Kind::Bool, "false", "Log each as it happens."),
-    key("debug", Kind::Bool, "false", "Name the caller of each."),
+    key("enabled", Kind::Bool, "false", "Count them.").done(),
+    key("prof_all", Kind::Bool, "true", "All of them.").done(),
+    key("prof_ops", TEXT_LIST, "[]", "These, when not all: `all_reduce`, `all_gather`, ….").done(),
+    key("verbose", Kind::Bool, "false", "Log each as it ends, on rank 0.").done(),
+    key("debug", Kind::Bool, "false", "Count them by where they are called, too.").done(),
 ];
 
 const OUTPUT_PATH: Key =

@@ -153,8 +153,9 @@ pub const ROOT: &[Key] = &[
         "comms_logger",
         Kind::Section(COMMS_LOGGER, Form::Schema),
         "null",
-        "Record every collective: size, time, bandwidth.",
-    ),
+        "Count what ranks send each other: sizes, times, bandwidths; `train` ends with a summary.",
+    )
+    .done(),
     key(
         "flops_profiler",
         Kind::Section(FLOPS_PROFILER, Form::Plain),
