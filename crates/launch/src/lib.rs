@@ -21,6 +21,7 @@
 //!
 //! It refuses to guess: an option that a backend cannot honour is an error, not a shrug.
 
+pub mod bounded;
 pub mod cores;
 mod error;
 pub mod exports;

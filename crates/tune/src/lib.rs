@@ -1,8 +1,8 @@
 //! What a run needs, before it starts.
 //!
 //! [`estimate`] holds DeepSpeed's ZeRO estimators, [`model`] counts the parameters of a Hugging Face model from its
-//! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, and [`serve`] what generating
-//! text takes. All of it is arithmetic: nothing here looks at the machine or starts anything.
+//! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, [`serve`] what generating
+//! text takes, and [`tuning`] which configurations are worth trying. All of it is arithmetic: nothing here looks at the machine or starts anything.
 
 mod activations;
 pub mod estimate;
@@ -11,3 +11,4 @@ pub mod plan;
 mod planner;
 pub mod serve;
 mod slices;
+pub mod tuning;

@@ -1,0 +1,327 @@
+//! Searches, over experiments that are simulated: DeepSpeed's recorded ones, and our own.
+
+use std::convert::Infallible;
+
+use ferrospeed_testkit::golden::golden;
+use ferrospeed_tune::tuning::deepspeed::{Options, search};
+use ferrospeed_tune::tuning::naming::{canonical_name, memory_to_string, number_to_string};
+use ferrospeed_tune::tuning::planned::{self, Candidate, Machine, Outcome, Work};
+use ferrospeed_tune::tuning::space::{combinations, ranges};
+use ferrospeed_tune::tuning::tuner::{Order, TunerOptions, tune};
+use ferrospeed_tune::tuning::{
+    Experiment, Laboratory, Metric, ModelInfo, Precision, Records, instantiation_bytes,
+};
+use serde_json::{Value, json};
+
+/// Runs experiments by a formula, and remembers their order.
+struct Simulated<F> {
+    formula: F,
+    ran: Vec<(Experiment, Option<f64>)>,
+}
+
+impl<F: Fn(&Value) -> Option<f64>> Simulated<F> {
+    fn new(formula: F) -> Simulated<F> {
+        Simulated { formula, ran: Vec::new() }
+    }
+}
+
+impl<F: Fn(&Value) -> Option<f64>> Laboratory for Simulated<F> {
+    type Error = Infallible;
+
+    fn run(&mut self, experiments: &[Experiment]) -> Result<Vec<Option<f64>>, Infallible> {
+        let values: Vec<_> =
+            experiments.iter().map(|experiment| (self.formula)(&experiment.ds_config)).collect();
+        self.ran.extend(experiments.iter().cloned().zip(values.iter().copied()));
+        Ok(values)
+    }
+}
+
+fn options_of(case: &Value) -> Options {
+    let section = &case["user_config"]["autotuning"];
+    let number = |key: &str, default: u64| section[key].as_u64().unwrap_or(default);
+    Options {
+        metric: Metric::Throughput,
+        fast: section["fast"] != false,
+        max_train_batch_size: section["max_train_batch_size"].as_u64(),
+        max_micro_batch: number("max_train_micro_batch_size_per_gpu", 1024),
+        min_micro_batch: number("min_train_micro_batch_size_per_gpu", 1),
+        num_micro_batches: number("num_tuning_micro_batch_sizes", 3),
+        model_parallel: number("mp_size", 1),
+        tuner: TunerOptions::default(),
+        ranks: case["num_gpus"].as_u64().unwrap(),
+        device_bytes: case["gpu_mem"].as_u64().unwrap(),
+        model: ModelInfo {
+            parameters: case["num_params"].as_u64().unwrap(),
+            activation_bytes: case["activation_mem_per_gpu"].as_u64().unwrap(),
+            hidden_size: None,
+        },
+    }
+}
+
+fn precision_of(case: &Value) -> Precision {
+    if case["user_config"]["fp16"]["enabled"] == true { Precision::Half } else { Precision::Full }
+}
+
+/// The recordings' model of a machine.
+fn throughput(case: &Value, config: &Value) -> Option<f64> {
+    let stage = config["zero_optimization"]["stage"].as_u64().unwrap();
+    let number = |value: &Value| value.as_f64().unwrap();
+    let room = number(&case["gpu_mem"]) - number(&case["instantiation_mem"][stage.to_string()]);
+    let limit = (room / number(&case["activation_mem_per_gpu"])).floor();
+    let size = number(&config["train_micro_batch_size_per_gpu"]);
+    let zero = &config["zero_optimization"];
+    let overlap = if zero["overlap_comm"] == true { 1.03 } else { 1.0 };
+    let bucket = if zero["reduce_bucket_size"] == 50_000_000 { 1.01 } else { 1.0 };
+    let value =
+        1000.0 * size / (size + number(&case["peak"])) * (1.0 - 0.02 * stage as f64) * overlap * bucket;
+    (size <= 0.97 * limit).then(|| (value * 1e4).round_ties_even() / 1e4)
+}
+
+fn best(records: &Records, space: &str) -> Value {
+    let best = if space == "global" { records.best() } else { records.best_of(space) };
+    best.map_or(Value::Null, |best| {
+        json!({"name": best.experiment.name, "metric": best.value, "num_experiments": best.experiments})
+    })
+}
+
+#[test]
+fn golden_simulated_tunings_run_the_same_experiments_in_the_same_order() {
+    let Some(recorded) = golden().json("autotuning/simulated_tuning.json") else { return };
+    let cases = recorded.as_array().unwrap();
+    assert!(!cases.is_empty() && (cases.len() == 6 || !golden().is_default()), "{}", cases.len());
+    for case in cases {
+        let title = case["title"].as_str().unwrap();
+        let mut laboratory = Simulated::new(|config: &Value| throughput(case, config));
+        let Ok(records) = search(&case["user_config"], &options_of(case), &mut laboratory);
+        let ran: Vec<Value> = laboratory
+            .ran
+            .iter()
+            .map(|(experiment, value)| {
+                let config = &experiment.ds_config;
+                json!({
+                    "name": experiment.name,
+                    "stage": config["zero_optimization"]["stage"],
+                    "mbs": config["train_micro_batch_size_per_gpu"],
+                    "gas": config["gradient_accumulation_steps"],
+                    "train_batch_size": config["train_batch_size"],
+                    "throughput": value,
+                })
+            })
+            .collect();
+        let recorded = case["experiments_in_order"].as_array().unwrap();
+        for (index, (ours, theirs)) in ran.iter().zip(recorded).enumerate() {
+            assert_eq!(ours, theirs, "{title}: experiment {index}");
+        }
+        assert_eq!(ran.len(), recorded.len(), "{title}");
+        for (space, recorded) in case["best_space_records"].as_object().unwrap() {
+            let ours = best(&records, space);
+            assert_eq!(ours["name"], recorded["name"], "{title}: {space}");
+            assert_eq!(ours["metric"].as_f64(), recorded["metric"].as_f64(), "{title}: {space}");
+            assert_eq!(ours["num_experiments"], recorded["num_experiments"], "{title}: {space}");
+        }
+        let precision = precision_of(case);
+        for (stage, recorded) in case["instantiation_mem"].as_object().unwrap() {
+            let options = options_of(case);
+            let ours = instantiation_bytes(
+                options.model.parameters,
+                precision,
+                stage.parse().unwrap(),
+                options.ranks,
+                options.model_parallel,
+            );
+            assert_eq!(Some(ours), recorded.as_f64(), "{title}: stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn golden_names_and_numbers_are_deepspeeds() {
+    let Some(recorded) = golden().json("autotuning/functions.json") else { return };
+    for case in recorded["canonical_name"].as_array().unwrap() {
+        let keys: Vec<&str> =
+            case["tuning_keys"].as_array().unwrap().iter().map(|key| key.as_str().unwrap()).collect();
+        let prefix = case["prefix"].as_str().unwrap();
+        let name = canonical_name(&case["config"], &keys, prefix, case["omit_val"] == true);
+        assert_eq!(name, case["name"].as_str().unwrap(), "{case}");
+    }
+    for row in recorded["memory_to_string"].as_array().unwrap() {
+        assert_eq!(memory_to_string(row[0].as_u64().unwrap(), row[1].as_str().unwrap()), row[2], "{row}");
+    }
+    for row in recorded["number_to_string"].as_array().unwrap() {
+        assert_eq!(number_to_string(row[0].as_f64().unwrap()), row[1], "{row}");
+    }
+    for (name, count) in recorded["get_all_configs_count"].as_object().unwrap() {
+        let stage = name.rsplit('_').next().unwrap().parse().unwrap();
+        let found = combinations(&Value::Object(ranges(stage))).len();
+        assert_eq!(Value::from(found), *count, "{name}");
+    }
+}
+
+/// A case of the recordings with other keys tuned too.
+fn full_case(order: &str) -> (Value, Options) {
+    let case = json!({
+        "user_config": {
+            "zero_optimization": {"stage": [2], "overlap_comm": true},
+            "fp16": {"enabled": true},
+            "autotuning": {"enabled": true, "fast": false},
+        },
+        "num_params": 350_000_000, "activation_mem_per_gpu": 536_870_912u64, "gpu_mem": 17_179_869_184u64,
+        "num_gpus": 4, "peak": 8, "instantiation_mem": {"2": 2_275_000_000.0},
+    });
+    let mut options = options_of(&case);
+    options.tuner = TunerOptions { order: Order::named(order).unwrap(), ..TunerOptions::default() };
+    (case, options)
+}
+
+#[test]
+fn a_search_that_is_not_fast_tries_the_other_keys_and_keeps_what_the_user_fixed() {
+    for order in ["gridsearch", "random", "model_based"] {
+        let (case, options) = full_case(order);
+        let mut laboratory = Simulated::new(|config: &Value| throughput(&case, config));
+        let Ok(records) = search(&case["user_config"], &options, &mut laboratory);
+        let space = "z2_rbs_abs_rs_cg_tmbspg";
+        assert!(records.spaces().any(|name| name == space), "{:?}", records.spaces().collect::<Vec<_>>());
+        let tried: Vec<_> =
+            records.experiments().filter(|(experiment, _)| experiment.name.contains("rbs")).collect();
+        assert!((5..=50).contains(&tried.len()), "{order}: {}", tried.len());
+        assert!(tried.iter().all(|(experiment, _)| {
+            let zero = &experiment.ds_config["zero_optimization"];
+            zero["overlap_comm"] == true && zero["reduce_scatter"].is_boolean()
+        }));
+        // The fast part had no overlap, so any of these is better.
+        assert!(records.best().unwrap().experiment.name.contains("rbs"), "{order}");
+        assert!(records.table().contains("| global"), "{}", records.table());
+    }
+}
+
+fn listed(values: &[Option<f64>]) -> Vec<Experiment> {
+    let experiment = |index: usize| Experiment {
+        name: format!("e{index}"),
+        ds_config: json!({"train_micro_batch_size_per_gpu": index, "b": index % 3}),
+    };
+    (0..values.len()).map(experiment).collect()
+}
+
+fn by_index(values: &[Option<f64>]) -> impl Fn(&Value) -> Option<f64> + '_ {
+    |config| values[config["train_micro_batch_size_per_gpu"].as_u64().unwrap() as usize]
+}
+
+#[test]
+fn a_tuner_stops_when_nothing_better_comes_or_its_trials_are_used_up() {
+    let values: Vec<_> = [1.0, 3.0, 2.0, 1.0, 0.5, 0.2, 0.1, 9.0].map(Some).to_vec();
+    let mut laboratory = Simulated::new(by_index(&values));
+    let options = TunerOptions { early_stopping: 3, ..TunerOptions::default() };
+    let Ok(tried) = tune(&options, Metric::Throughput, &listed(&values), &mut laboratory);
+    // The best was the second, and three more count from it.
+    assert_eq!(tried.len(), 4);
+    let options = TunerOptions { num_trials: 2, ..TunerOptions::default() };
+    let Ok(tried) =
+        tune(&options, Metric::Throughput, &listed(&values), &mut Simulated::new(by_index(&values)));
+    assert_eq!(tried.len(), 2);
+    // Times are better small.
+    let options = TunerOptions { early_stopping: 8, ..TunerOptions::default() };
+    let Ok(tried) = tune(&options, Metric::Latency, &listed(&values), &mut Simulated::new(by_index(&values)));
+    assert_eq!(tried.len(), 8);
+}
+
+#[test]
+fn a_model_finds_the_best_sooner_than_the_list_and_survives_a_space_that_fails() {
+    let values: Vec<Option<f64>> = (0..60).map(|index| Some(f64::from(index))).collect();
+    let options = TunerOptions { order: Order::ModelBased, early_stopping: 60, num_trials: 20, seed: 3 };
+    let Ok(tried) =
+        tune(&options, Metric::Throughput, &listed(&values), &mut Simulated::new(by_index(&values)));
+    let best = tried.iter().filter_map(|(_, value)| *value).fold(0.0, f64::max);
+    assert!(best >= 57.0, "{best}");
+    assert_eq!(tried[0].0.name, "e0", "the first of the list is measured");
+    let mut names: Vec<_> = tried.iter().map(|(experiment, _)| experiment.name.clone()).collect();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), 20, "each once");
+    let failing = vec![None; 10];
+    for order in [Order::Grid, Order::Random, Order::ModelBased] {
+        let options = TunerOptions { order, ..TunerOptions::default() };
+        let Ok(tried) =
+            tune(&options, Metric::Throughput, &listed(&failing), &mut Simulated::new(by_index(&failing)));
+        assert_eq!(tried.len(), 5, "{order:?}");
+    }
+}
+
+fn grid() -> Vec<Candidate> {
+    let mut all = Vec::new();
+    for stage in 0..=3 {
+        for recompute in [false, true] {
+            for power in 0..8 {
+                all.push(Candidate { stage, micro_batch: 1 << power, accumulation: 1, recompute });
+            }
+        }
+    }
+    all
+}
+
+const WORK: Work = Work { parameters: 1e8, bytes_per_weight: 2.0, tokens_per_sample: 512.0, ranks: 4.0 };
+
+fn machine(flops_per_s: f64, link_bytes_per_s: f64, half_speed_tokens: f64) -> Machine {
+    Machine { flops_per_s, memory_bytes_per_s: 2e10, link_bytes_per_s, half_speed_tokens }
+}
+
+#[test]
+fn ten_runs_come_within_a_twentieth_of_trying_everything_though_the_model_is_wrong() {
+    let expected = machine(1e12, 1e9, 500.0);
+    for (flops, link, half, largest) in
+        [(3e11, 1e10, 200.0, 128), (1e13, 2e8, 4000.0, 16), (5e12, 5e9, 60.0, 4), (1e12, 1e9, 500.0, 1)]
+    {
+        let real = machine(flops, link, half);
+        let room = |candidate: &Candidate| {
+            largest * (1 + u64::from(candidate.stage)) * if candidate.recompute { 4 } else { 1 }
+        };
+        let measure = |candidate: &Candidate| {
+            (candidate.micro_batch <= room(candidate)).then(|| real.samples_per_s(&WORK, candidate))
+        };
+        // The plan of memory is a little too hopeful, the model of time wrong by factors.
+        let may_fit = |candidate: &Candidate| candidate.micro_batch <= room(candidate) * 4 / 3;
+        let candidates: Vec<_> = grid()
+            .into_iter()
+            .filter(may_fit)
+            .map(|candidate| (candidate, expected.samples_per_s(&WORK, &candidate)))
+            .collect();
+        let Ok(tried) = planned::search(&candidates, 10, |candidate| {
+            Ok::<_, Infallible>(measure(candidate).map_or(Outcome::OutOfMemory, Outcome::Measured))
+        });
+        assert!(tried.len() <= 10);
+        let found = tried.iter().filter_map(|tried| tried.outcome.value()).fold(0.0, f64::max);
+        let best = grid().iter().filter_map(measure).fold(0.0, f64::max);
+        assert!(found >= 0.95 * best, "{found} of {best} on {real:?}, room {largest}");
+    }
+}
+
+#[test]
+fn nothing_is_tried_twice_and_what_failed_by_memory_rules_out_what_needs_more() {
+    let candidates: Vec<_> =
+        grid().into_iter().map(|candidate| (candidate, candidate.micro_batch as f64)).collect();
+    let mut ran = Vec::new();
+    let Ok(tried) = planned::search(&candidates, 100, |candidate| {
+        ran.push(*candidate);
+        Ok::<_, Infallible>(Outcome::OutOfMemory)
+    });
+    assert!(tried.iter().all(|tried| tried.outcome.value().is_none()));
+    for (index, one) in ran.iter().enumerate() {
+        let ruled_out = |earlier: &&Candidate| {
+            earlier.micro_batch <= one.micro_batch
+                && earlier.stage >= one.stage
+                && earlier.recompute >= one.recompute
+        };
+        assert_eq!(ran[..index].iter().find(ruled_out), None);
+    }
+}
+
+#[test]
+fn a_failure_that_is_not_of_memory_says_nothing_about_other_stages() {
+    let candidates: Vec<_> = grid().into_iter().map(|candidate| (candidate, 1.0)).collect();
+    let Ok(tried) = planned::search(&candidates, 100, |candidate| {
+        Ok::<_, Infallible>(if candidate.stage == 3 { Outcome::Failed } else { Outcome::Measured(1.0) })
+    });
+    let stages: std::collections::BTreeSet<u8> = tried.iter().map(|tried| tried.candidate.stage).collect();
+    assert_eq!(stages.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3]);
+    // One of each way to keep activations; other sizes of a stage that fails are not tried.
+    assert_eq!(tried.iter().filter(|tried| tried.candidate.stage == 3).count(), 2);
+}
