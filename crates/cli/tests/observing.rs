@@ -44,7 +44,10 @@ fn train(folder: &Path, keys: &[&str]) -> (String, String) {
 #[test]
 fn a_run_with_comms_logger_ends_with_what_ranks_sent_each_other() {
     let folder = workplace();
-    let (said, _) = train(folder.path(), &["comms_logger.enabled=true", "comms_logger.verbose=true"]);
+    let keys = ["comms_logger.enabled=true", "comms_logger.verbose=true", "wall_clock_breakdown=true"];
+    let (said, lines) = train(folder.path(), &keys);
+    // What the configuration asks for by name is shown among the lines of progress.
+    assert!(lines.contains("comm op: ") && lines.contains("| bwd_allreduce_microstep: "), "{lines}");
     assert!(said.contains("communication of rank 0\n"), "{said}");
     assert!(said.contains("Comm. Op            Message Size        Count"), "{said}");
     assert!(said.contains("Breakdown with straggler effect"), "{said}");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_config::Config;
@@ -21,10 +21,12 @@ use crate::communication;
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
+use crate::monitors::Monitoring;
 use crate::pipeline;
 use crate::pipeline::Pipeline;
 use crate::profiler::{Phase, StepProfiler};
 use crate::setup::Setup;
+use crate::timers::{StepTimes, Throughput};
 
 /// What a call of [`Engine::step`] did.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,18 +61,6 @@ impl Default for BackwardOptions {
     }
 }
 
-/// Where the time of the current step went. A GPU works behind the host's back, and each phase then has the waits that fell
-/// into it; with `wall_clock_breakdown` the engine waits at the end of each.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct StepTimes {
-    /// Forward passes.
-    pub forward: Duration,
-    /// Backward passes, with the wait for reductions.
-    pub backward: Duration,
-    /// The optimizer, with the wait for gathers.
-    pub step: Duration,
-}
-
 /// The engine. See the crate's documentation.
 pub struct Engine {
     pub(crate) store: Arc<ZeroStore>,
@@ -103,7 +93,11 @@ pub struct Engine {
     /// Whether a schedule that follows a metric is told the training loss.
     pub(crate) follows_training_loss: bool,
     pub(crate) times: StepTimes,
+    /// What they were when the micro-batch began.
+    pub(crate) times_before: StepTimes,
     last_times: StepTimes,
+    pub(crate) throughput: Throughput,
+    pub(crate) monitoring: Monitoring,
     pub(crate) background: Background,
     pub(crate) features: Features,
     pub(crate) eigenvalues: Option<Eigenvalues>,
@@ -143,6 +137,7 @@ impl Engine {
         let features = Features::from_config(&config)?;
         let eigenvalues = Eigenvalues::of_run(&config, &store)?;
         let profiler = StepProfiler::of_run(&config, &setup.world);
+        let monitoring = Monitoring::of_run(&config, &setup.world)?;
         let mut engine = Engine {
             data_rank: store.sharding().rank(),
             store,
@@ -169,7 +164,10 @@ impl Engine {
             loss_scale_override: None,
             follows_training_loss: true,
             times: StepTimes::default(),
+            times_before: StepTimes::default(),
             last_times: StepTimes::default(),
+            throughput: Throughput::default(),
+            monitoring,
             background: Background::default(),
             features,
             eigenvalues,
@@ -181,6 +179,7 @@ impl Engine {
             half_loaded: None,
         };
         engine.apply_schedule();
+        engine.dump_state();
         Ok(engine)
     }
 
@@ -204,14 +203,19 @@ impl Engine {
         if self.pipeline.is_some() {
             return Err(TensorError::argument("forward", pipeline::REFUSAL.to_owned()).into());
         }
+        self.log_memory("Engine before forward");
         let start = Instant::now();
+        // An evaluation between two steps is no part of either.
+        let is_training = !self.is_evaluating();
+        if is_training {
+            self.throughput.begin();
+        }
         let result = self.profiled(Phase::Forward, |engine| engine.run(model));
         self.end_timed_phase()?;
-        // An evaluation between two steps is no part of either.
-        if matches!(self.mode, Mode::Train) {
+        if is_training {
             self.times.forward += start.elapsed();
         }
-        self.log_memory("after forward");
+        self.log_memory("Engine after forward");
         result
     }
 
@@ -267,6 +271,7 @@ impl Engine {
                 why: "there is no optimizer: configure one, or give one to initialize",
             });
         }
+        self.log_memory("Engine before backward");
         let start = Instant::now();
         // Asked for before backward is submitted, so that a device never waits for the host to look at it.
         let value = loss.item_later()?;
@@ -275,11 +280,11 @@ impl Engine {
             Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
         self.begin_backward()?;
         self.profiled(Phase::Backward, |_| autograd::backward_with(&[(loss.clone(), seed)]))?;
-        self.store.finish_backward()?;
+        self.end_backward(start)?;
         let loss = value()?;
         self.end_timed_phase()?;
         self.times.backward += start.elapsed();
-        self.log_memory("after backward");
+        self.log_memory("Engine after backward");
         self.bad_loss |= !loss.is_finite();
         self.losses = (self.losses.0 + f64::from(loss), self.losses.1 + 1);
         Ok(loss * scaled)
@@ -289,6 +294,16 @@ impl Engine {
     pub(crate) fn begin_backward(&self) -> Result<()> {
         let last = !self.reduces_at_step && self.is_gradient_accumulation_boundary();
         Ok(self.store.begin_backward(last)?)
+    }
+
+    /// Waits for what is left of the reductions, and counts the time since `start` as the pass itself.
+    pub(crate) fn end_backward(&mut self, start: Instant) -> Result<()> {
+        self.end_timed_phase()?;
+        self.times.backward_inner += start.elapsed();
+        let reducing = Instant::now();
+        self.store.finish_backward()?;
+        self.times.backward_allreduce += reducing.elapsed();
+        Ok(())
     }
 
     /// Ends a micro-batch; at the end of an accumulation, updates the weights. All ranks call it together.
@@ -302,9 +317,12 @@ impl Engine {
         if !self.is_gradient_accumulation_boundary() {
             self.micro_steps += 1;
             self.last_step_applied = false;
+            self.throughput.end(false);
+            self.log_micro_batch();
             return Ok(StepReport::Accumulating);
         }
         self.note_missed_eigenvalues();
+        self.log_memory("Engine before step");
         let start = Instant::now();
         // Gradients are divided by the scale they were made with; only then does it move.
         let options = StepOptions { loss_scale: self.loss_scale(), clip: self.config.gradient_clipping };
@@ -316,20 +334,25 @@ impl Engine {
         if self.loss_scale_override.is_none() {
             self.scaler.update(matches!(outcome, StepOutcome::Skipped { .. }))?;
         }
-        if matches!(outcome, StepOutcome::Applied { .. }) {
-            self.tell_training_loss()?;
-        }
+        let is_applied = matches!(outcome, StepOutcome::Applied { .. });
+        let loss = self.training_loss(is_applied)?;
         self.losses = (0.0, 0);
         self.micro_steps += 1;
         self.global_steps += 1;
         self.global_samples += self.train_batch_size();
         self.end_timed_phase()?;
         self.times.step += start.elapsed();
+        self.log_micro_batch();
         self.last_times = std::mem::take(&mut self.times);
+        self.times_before = StepTimes::default();
+        let time = self.throughput.end(true);
         let report = self.account(outcome);
-        self.log_step();
+        self.log_step(time);
         self.report_profile();
-        self.log_memory("after step");
+        self.log_memory("Engine after step");
+        if let Some(loss) = loss {
+            self.monitor_step(loss);
+        }
         report
     }
 

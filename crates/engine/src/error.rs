@@ -53,6 +53,9 @@ pub enum EngineError {
     /// Tensors could not be exchanged.
     #[error(transparent)]
     Collective(#[from] ferrospeed_collective::CollectiveError),
+    /// A monitor could not be made.
+    #[error(transparent)]
+    Observe(#[from] ferrospeed_observe::ObserveError),
     /// A call came at the wrong time.
     #[error("{call}: {why}")]
     Order {

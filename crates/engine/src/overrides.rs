@@ -70,15 +70,19 @@ impl Engine {
         self.apply_schedule();
     }
 
-    /// Tells such a schedule the mean loss of a step over micro-batches and ranks.
-    pub(crate) fn tell_training_loss(&mut self) -> Result<()> {
+    /// The mean loss of a step over micro-batches and ranks, where anybody asks for it; a schedule that follows the loss is
+    /// told where the step was applied.
+    pub(crate) fn training_loss(&mut self, is_applied: bool) -> Result<Option<f64>> {
         let wanted = self.scheduler.as_ref().is_some_and(|scheduler| scheduler.wants_metric());
-        if !wanted || !self.follows_training_loss {
-            return Ok(());
+        let is_followed = wanted && self.follows_training_loss && is_applied;
+        if !is_followed && !self.monitoring.is_due() {
+            return Ok(None);
         }
         let mut mean = [self.losses.0 / self.losses.1.max(1) as f64];
         self.world.group().all_reduce(&mut mean, ReduceOp::Avg)?;
-        self.observe_metric(mean[0]);
-        Ok(())
+        if is_followed {
+            self.observe_metric(mean[0]);
+        }
+        Ok(Some(mean[0]))
     }
 }

@@ -9,8 +9,6 @@ use ferrospeed_comm::World;
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initialize_model};
 use ferrospeed_nn::{Init, Linear};
-use ferrospeed_observe::StepRecord;
-use ferrospeed_observe::monitor::{CsvMonitor, Monitors, OptionalEvents, Samples};
 use ferrospeed_tensor::ops;
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Device, Param, Tensor};
@@ -163,52 +161,24 @@ fn loss(layer: &Linear, batch: &Value, scale: f32) -> ferrospeed_tensor::Result<
     ops::mean(&ops::square(&ops::sub(&ops::cast(&out, DType::F32)?, &y)?)?)
 }
 
-/// The CSV files that a training loop writes from what the engine tells it, beside those of a recording.
+/// The CSV files that the engine writes, beside those of a recording.
 struct Curves {
     folder: tempfile::TempDir,
-    monitors: Monitors,
-    losses: Vec<f32>,
 }
 
 impl Curves {
-    fn of(case: &Value) -> Option<Curves> {
-        case["csv_files"].as_object().filter(|files| !files.is_empty())?;
-        let folder = tempfile::tempdir().unwrap();
-        let mut monitors = Monitors::new(OptionalEvents::default());
-        let job = case["config"]["csv_monitor"]["job_name"].as_str().unwrap();
-        monitors.add(CsvMonitor::create(folder.path(), job).unwrap());
-        Some(Curves { folder, monitors, losses: Vec::new() })
-    }
-
-    fn note(&mut self, engine: &Engine, loss: f32, was_boundary: bool) {
-        self.losses.push(loss);
-        if !was_boundary {
-            return;
+    /// Somewhere for the files of a case that has some; the case then names it.
+    fn of(case: &Value) -> (Value, Option<Curves>) {
+        let mut case = case.clone();
+        if case["csv_files"].as_object().is_none_or(|files| files.is_empty()) {
+            return (case, None);
         }
-        let record = StepRecord {
-            step: engine.global_steps(),
-            loss: self.losses.iter().sum::<f32>() / self.losses.len() as f32,
-            lr: engine.get_lr()[0],
-            grad_norm: engine.global_grad_norm(),
-            tokens: 0,
-            tokens_per_s: 0.0,
-            step_ms: 0.0,
-            forward_ms: 0.0,
-            backward_ms: 0.0,
-            optimizer_ms: 0.0,
-            flops_per_s: 0.0,
-            memory_bytes: Default::default(),
-            skipped: false,
-            loss_scale: engine.loss_scale(),
-        };
-        let after = engine.global_samples();
-        let samples = Samples { before: after - engine.train_batch_size(), after };
-        self.monitors.step(&record, samples).unwrap();
-        self.losses.clear();
+        let folder = tempfile::tempdir().unwrap();
+        case["config"]["csv_monitor"]["output_path"] = folder.path().to_str().unwrap().into();
+        (case, Some(Curves { folder }))
     }
 
-    fn compare(mut self, case: &Value, tolerance: f32) {
-        self.monitors.flush().unwrap();
+    fn compare(&self, case: &Value, tolerance: f32) {
         for (name, recorded) in case["csv_files"].as_object().unwrap() {
             let written = std::fs::read_to_string(self.folder.path().join(name))
                 .unwrap_or_else(|error| panic!("{}: {name}: {error}", case["id"]));
@@ -236,7 +206,8 @@ impl Curves {
 }
 
 fn check_trace(case: &Value, model: &Value) {
-    let (case, model) = (Arc::new(case.clone()), Arc::new(model.clone()));
+    let (case, curves) = Curves::of(case);
+    let (case, curves, model) = (Arc::new(case), Arc::new(curves), Arc::new(model.clone()));
     let ranks = case["world_size"].as_u64().unwrap() as usize;
     on_ranks(ranks, move |world| {
         let (rank, id) = (world.rank(), case["id"].as_str().unwrap());
@@ -255,7 +226,6 @@ fn check_trace(case: &Value, model: &Value) {
             assert_close(&format!("{id}: {what}"), found, &floats(recorded), tolerance, tolerance);
         };
         let rates = Rates::of(&case);
-        let mut curves = Curves::of(&case).filter(|_| rank == 0);
         for (index, step) in case["trace"].as_array().unwrap().iter().enumerate() {
             let what = |what: &str| format!("micro-batch {index}: {what}");
             assert_eq!(
@@ -292,11 +262,7 @@ fn check_trace(case: &Value, model: &Value) {
                     near(&what(name), &engine.store().full(param, Which::Gradient).unwrap(), &step[name]);
                 }
             }
-            let is_boundary = engine.is_gradient_accumulation_boundary();
             engine.step().unwrap();
-            if let Some(curves) = &mut curves {
-                curves.note(&engine, computed.item().unwrap(), is_boundary);
-            }
             assert_eq!(Value::from(engine.was_step_applied()), step["step_applied"], "{id} {index}");
             for (key, found) in [
                 ("global_steps", engine.global_steps()),
@@ -332,7 +298,7 @@ fn check_trace(case: &Value, model: &Value) {
                 }
             }
         }
-        if let Some(curves) = curves {
+        if let (Some(curves), 0) = (&*curves, rank) {
             curves.compare(&case, tolerance);
         }
     });

@@ -3,6 +3,7 @@
 //! A run makes one [`StepRecord`] per step and one [`EvalRecord`] per validation; everything else is a reader of
 //! those: the log files, the [`monitor`]s, the [`report`], the terminal. Observing changes no number of the run.
 
+mod calendar;
 mod error;
 pub mod flops;
 mod log;
@@ -11,6 +12,7 @@ mod record;
 pub mod report;
 pub mod watch;
 
+pub use calendar::civil_date;
 pub use error::{ObserveError, Result};
 pub use log::{JsonLines, read_json_lines};
 pub use record::{EvalRecord, StepRecord};

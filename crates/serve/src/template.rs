@@ -198,7 +198,7 @@ fn strftime(format: &str, now_s: u64) -> Result<String, Error> {
     ];
     const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     let (days, second) = (now_s / 86_400, now_s % 86_400);
-    let (year, month, day) = civil(days);
+    let (year, month, day) = ferrospeed_observe::civil_date(days);
     let (name, weekday) = (MONTHS[month as usize - 1], DAYS[(days % 7) as usize]);
     let mut out = String::new();
     let mut letters = format.chars();
@@ -228,18 +228,6 @@ fn strftime(format: &str, now_s: u64) -> Result<String, Error> {
         };
     }
     Ok(out)
-}
-
-/// The Gregorian date of a day since 1970. (Richards' algorithm, in whole eras of 400 years.)
-fn civil(days: u64) -> (u64, u64, u64) {
-    let days = days + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
-    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
 #[cfg(test)]

@@ -1,11 +1,7 @@
-//! Everything rank 0 writes down while a run goes: logs, monitors, and the report at the end.
+//! Everything rank 0 writes down while a run goes: logs, and the report at the end.
 
 use std::path::{Path, PathBuf};
 
-use ferrospeed_config::{Config, Precision};
-use ferrospeed_observe::monitor::{
-    CsvMonitor, Monitors, OptionalEvents, Samples, TensorBoard, WandbOffline, WandbRun,
-};
 use ferrospeed_observe::report::{Report, render};
 use ferrospeed_observe::{EvalRecord, JsonLines, StepRecord, read_json_lines};
 use serde_json::{Value, json};
@@ -20,7 +16,6 @@ pub(crate) struct Records {
     folder: RunFolder,
     log: JsonLines,
     eval: JsonLines,
-    monitors: Monitors,
     /// Why the logs are not complete.
     pub(crate) broken: Option<String>,
 }
@@ -28,12 +23,7 @@ pub(crate) struct Records {
 impl Records {
     /// New, empty files, or those of a run that goes on after `done` steps: what was logged after them, before the run
     /// was ended, is dropped.
-    pub(crate) fn open(folder: &RunFolder, config: &Config, done: Option<u64>) -> Result<Records> {
-        let scales_loss = matches!(config.precision, Precision::Fp16 { .. });
-        let mut monitors =
-            Monitors::new(OptionalEvents { loss_scale: scales_loss, times: config.wall_clock_breakdown });
-        monitors.add(TensorBoard::create(folder.path(), "events")?);
-        add_configured(&mut monitors, config, folder)?;
+    pub(crate) fn open(folder: &RunFolder, done: Option<u64>) -> Result<Records> {
         let open = |path: PathBuf| -> Result<JsonLines> {
             let Some(done) = done.filter(|_| path.exists()) else { return Ok(JsonLines::create(&path)?) };
             keep_steps(&path, done)?;
@@ -42,7 +32,7 @@ impl Records {
         let (log, eval) = (open(folder.log())?, open(folder.eval())?);
         // What an earlier attempt failed of is over.
         let _ = std::fs::remove_file(folder.outcome());
-        Ok(Records { folder: folder.clone(), log, eval, monitors, broken: None })
+        Ok(Records { folder: folder.clone(), log, eval, broken: None })
     }
 
     /// Says what the run is, for those who watch it.
@@ -69,39 +59,18 @@ impl Records {
         self.broken.get_or_insert(error.to_string());
     }
 
-    /// `samples` were taken by all ranks before and after the step.
-    pub(crate) fn step(&mut self, record: &StepRecord, samples: Samples) {
+    pub(crate) fn step(&mut self, record: &StepRecord) {
         let logged = self.log.write(record);
         self.tolerate(logged);
-        // The log is the run's memory; a chart that cannot be drawn does not end the run.
-        if let Err(error) = self.monitors.step(record, samples) {
-            tracing::warn!("{error}");
-        }
     }
 
-    /// How sharply the loss bends in each block, where this step measured it.
-    pub(crate) fn eigenvalues(&mut self, blocks: &[f64], samples: u64) {
-        for (block, &value) in blocks.iter().enumerate() {
-            let tag = format!("Train/Eigenvalues/ModelBlockParam_{block}");
-            if let Err(error) = self.monitors.emit(&tag, value, samples) {
-                tracing::warn!("{error}");
-            }
-        }
-    }
-
-    pub(crate) fn eval(&mut self, record: &EvalRecord, samples: u64) {
+    pub(crate) fn eval(&mut self, record: &EvalRecord) {
         let logged = self.eval.write(record);
         self.tolerate(logged);
-        if let Err(error) = self.monitors.validation(record, samples) {
-            tracing::warn!("{error}");
-        }
     }
 
     /// Writes `report.html` from the logs.
-    pub(crate) fn finish(mut self, title: &str, info: &RunInfo, summary: &Summary) -> Result<()> {
-        if let Err(error) = self.monitors.flush() {
-            tracing::warn!("{error}");
-        }
+    pub(crate) fn finish(self, title: &str, info: &RunInfo, summary: &Summary) -> Result<()> {
         let mut facts = info.facts();
         facts.push(("seconds".into(), format!("{:.1}", summary.seconds)));
         write_report(&self.folder, title, &facts, summary.sample.clone())
@@ -154,23 +123,6 @@ pub fn report_failure(folder: &RunFolder, title: &str, why: &str) {
     {
         tracing::warn!("no report of the failed run: {error}");
     }
-}
-
-/// The monitors that the ds_config asks for, in the places it names: relative to the folder the command is run in, as
-/// DeepSpeed has it. Nothing is sent to Weights & Biases: what it would be told is kept in the run's folder.
-fn add_configured(monitors: &mut Monitors, config: &Config, folder: &RunFolder) -> Result<()> {
-    if let Some(board) = &config.monitors.tensorboard {
-        monitors.add(TensorBoard::create(Path::new(&board.output_path), &board.job_name)?);
-    }
-    if let Some(csv) = &config.monitors.csv_monitor {
-        monitors.add(CsvMonitor::create(Path::new(&csv.output_path), &csv.job_name)?);
-    }
-    if let Some(wandb) = &config.monitors.wandb {
-        let (project, group, team) = (wandb.project.clone(), wandb.group.clone(), wandb.team.clone());
-        let name = folder.path().file_name().map(|name| name.to_string_lossy().into_owned());
-        monitors.add(WandbOffline::create(&folder.wandb(), &WandbRun { project, group, team, name })?);
-    }
-    Ok(())
 }
 
 /// Drops the lines of later steps, and a last one that was never finished. The new file takes the old one's place whole.

@@ -16,7 +16,7 @@ use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_nn::SequenceParallel;
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_observe::monitor::Samples;
+use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Category, Device, Tensor};
@@ -226,6 +226,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         // Among the lines of a terminal a report of a thousand lines would be lost.
         profiler.output_file.get_or_insert_with(|| folder.profile().display().to_string());
     }
+    if let Some(wandb) = &mut setup.config.monitors.wandb {
+        wandb.dir.get_or_insert_with(|| folder.wandb().display().to_string());
+    }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
     let mut options = Options { source, ..Default::default() };
     if recipe.mesh().is_more_than_data() {
@@ -263,10 +266,11 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         folder.create()?;
         copy_companions(recipe, run.codec.as_ref(), &folder.model())?;
         write_config(recipe, &run.engine, folder)?;
-        Some(Records::open(folder, run.engine.config(), done)?)
+        Some(Records::open(folder, done)?)
     } else {
         None
     };
+    run.engine.add_monitor(|| TensorBoard::create(folder.path(), "events"))?;
     let info = run.info(all_warnings, resumed, peak::measure(&run.engine)?);
     if let Some(records) = &records {
         records.started(recipe, &info)?;
@@ -290,15 +294,13 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     for step in summary.steps + 1..=recipe.steps {
         let step_begin = Instant::now();
         let observed = job.observing.is_on(step);
-        let before = run.position.samples;
+        run.engine.set_monitoring(observed);
         let (record, asked) = run.step(step, &job.requests)?;
-        let samples = Samples { before, after: run.position.samples };
         (summary.steps, summary.loss) = (step, Some(record.loss));
         let verdict = health.judge(&record);
         if let Some(records) = records.as_mut().filter(|_| observed) {
             let begin = Instant::now();
-            records.step(&record, samples);
-            records.eigenvalues(run.engine.eigenvalues_of(step), samples.after);
+            records.step(&record);
             progress.step(&record);
             summary.observing_seconds += begin.elapsed().as_secs_f64();
         }
@@ -316,7 +318,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             }
             if let Some(records) = &mut records {
                 let begin = Instant::now();
-                records.eval(&record, samples.after);
+                records.eval(&record);
+                run.engine.monitor("Validation/Samples/loss", record.loss.into());
                 progress.eval(&record);
                 summary.observing_seconds += begin.elapsed().as_secs_f64();
             }
@@ -361,6 +364,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         summary.observing_cost = ObservingCost::of(with_ms, without_ms);
     }
     summary.seconds = start.elapsed().as_secs_f64();
+    summary.observing_seconds += run.engine.time_monitoring().as_secs_f64();
     if let Some(records) = records {
         let begin = Instant::now();
         let broken = records.broken.clone().map(|why| format!("its log is not complete: {why}"));

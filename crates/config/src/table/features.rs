@@ -123,6 +123,8 @@ pub(super) const WANDB: &[Key] = &[
     key("group", Kind::Text, "null", "Group of runs.").done(),
     key("team", Kind::Text, "null", "Team that owns the project.").done(),
     key("project", Kind::Text, "\"deepspeed\"", "Project.").done(),
+    key("dir", Kind::NonEmptyText, "null", "Folder; default `wandb`, which `train` has in the run's own.")
+        .done(),
 ];
 
 /// A number of ranks.

@@ -130,9 +130,27 @@ pub const ROOT: &[Key] = &[
         "Recompute activations in the backward pass instead of keeping them.",
     )
     .done(),
-    key("wall_clock_breakdown", Kind::Bool, "false", "Time forward, backward, reduction and step.").done(),
-    key("memory_breakdown", Kind::Bool, "false", "Report memory after forward, backward and step.").done(),
-    key("dump_state", Kind::Bool, "false", "Print the whole engine state after construction."),
+    key(
+        "wall_clock_breakdown",
+        Kind::Bool,
+        "false",
+        "Time forward, backward, reduction and step, of each micro-batch and of each step.",
+    )
+    .done(),
+    key(
+        "memory_breakdown",
+        Kind::Bool,
+        "false",
+        "Report memory before and after forward, backward and step.",
+    )
+    .done(),
+    key(
+        "dump_state",
+        Kind::Bool,
+        "false",
+        "Print what the engine is, once it is made, and its configuration.",
+    )
+    .done(),
     key(
         "tensorboard",
         Kind::Section(TENSORBOARD, Form::Schema),
@@ -146,7 +164,7 @@ pub const ROOT: &[Key] = &[
         "wandb",
         Kind::Section(WANDB, Form::Schema),
         "{}",
-        "Keep training curves for Weights & Biases in the run's `wandb/`, to be uploaded later.",
+        "Keep training curves for Weights & Biases, to be uploaded with `wandb sync`.",
     )
     .done(),
     key(
@@ -177,7 +195,12 @@ pub const ROOT: &[Key] = &[
         "Batch sizes that stay valid when the number of ranks changes.",
     )
     .done(),
-    key("autotuning", Kind::Section(AUTOTUNING, Form::Plain), "{}", "Search for the fastest configuration."),
+    key(
+        "autotuning",
+        Kind::Section(AUTOTUNING, Form::Plain),
+        "{}",
+        "Search for the fastest configuration.",
+    ),
     key(
         "data_efficiency",
         Kind::Section(DATA_EFFICIENCY, Form::Plain),

@@ -64,6 +64,8 @@ pub struct Wandb {
     pub team: Option<String>,
     /// The project.
     pub project: String,
+    /// The folder that runs are kept in.
+    pub dir: Option<String>,
 }
 
 /// `comms_logger`.

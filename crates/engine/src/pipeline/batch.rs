@@ -53,6 +53,7 @@ impl Engine {
         self.train();
         let micro_batches = self.gradient_accumulation_steps() as usize;
         let first = self.micro_steps();
+        self.throughput.begin();
         let losses = self.run_batch(Kind::OneForwardOneBackward, model, micro_batches, batch)?;
         let loss = self.mean_loss(&losses)?;
         // A schedule that follows the loss follows that of all ranks.
@@ -230,7 +231,7 @@ impl Engine {
                     .collect();
                 self.begin_backward()?;
                 autograd::backward_with(&roots)?;
-                self.store.finish_backward()?;
+                self.end_backward(start)?;
                 self.times.backward += start.elapsed();
             }
         }

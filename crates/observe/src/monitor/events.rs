@@ -1,8 +1,7 @@
-//! From the records of a run to the events of its monitors.
+//! From what a run tells to the events of its monitors.
 
 use crate::error::Result;
 use crate::monitor::Monitor;
-use crate::record::{EvalRecord, StepRecord};
 
 /// Training samples seen by all ranks around one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,28 +12,43 @@ pub struct Samples {
     pub after: u64,
 }
 
-/// Events that only some runs have.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct OptionalEvents {
-    /// `Train/Samples/loss_scale`: for runs that scale the loss (fp16).
-    pub loss_scale: bool,
-    /// `Train/Samples/elapsed_time_ms_*`: with `wall_clock_breakdown` or the profiler.
-    pub times: bool,
+/// What one step tells the monitors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepEvents {
+    /// Around the step.
+    pub samples: Samples,
+    /// The mean loss of its micro-batches.
+    pub loss: f64,
+    /// The learning rate of the first group, after the step.
+    pub lr: f64,
+    /// For runs that scale the loss (fp16).
+    pub loss_scale: Option<f64>,
+    /// With `wall_clock_breakdown` or the profiler.
+    pub times: Option<TimesMs>,
 }
 
-/// All monitors of a run.
+/// Where the milliseconds of a step went.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct TimesMs {
+    /// Forward passes.
+    pub forward: f64,
+    /// Backward passes, with reductions.
+    pub backward: f64,
+    /// Of these, the passes themselves.
+    pub backward_inner: f64,
+    /// And the wait for reductions.
+    pub backward_allreduce: f64,
+    /// The optimizer.
+    pub step: f64,
+}
+
+/// All monitors of a run. Without one, every call does nothing.
 #[derive(Default)]
 pub struct Monitors {
     monitors: Vec<Box<dyn Monitor>>,
-    optional: OptionalEvents,
 }
 
 impl Monitors {
-    /// No monitor yet. Without one, every call here does nothing.
-    pub fn new(optional: OptionalEvents) -> Monitors {
-        Monitors { monitors: Vec::new(), optional }
-    }
-
     /// Adds a monitor.
     pub fn add(&mut self, monitor: impl Monitor + 'static) {
         self.monitors.push(Box::new(monitor));
@@ -48,26 +62,23 @@ impl Monitors {
     /// Emits the events of one step.
     ///
     /// A failing monitor does not keep the others from their events; the first failure is returned.
-    pub fn step(&mut self, record: &StepRecord, samples: Samples) -> Result<()> {
-        let mut outcome = self.emit("Train/Samples/train_loss", record.loss.into(), samples.before);
-        let mut after = vec![("Train/Samples/lr", record.lr)];
-        if self.optional.loss_scale {
-            after.push(("Train/Samples/loss_scale", record.loss_scale));
-        }
-        if self.optional.times {
-            after.push(("Train/Samples/elapsed_time_ms_forward", record.forward_ms));
-            after.push(("Train/Samples/elapsed_time_ms_backward", record.backward_ms));
-            after.push(("Train/Samples/elapsed_time_ms_step", record.optimizer_ms));
+    pub fn step(&mut self, step: &StepEvents) -> Result<()> {
+        let mut outcome = self.emit("Train/Samples/train_loss", step.loss, step.samples.before);
+        let mut after = vec![("Train/Samples/lr", step.lr)];
+        after.extend(step.loss_scale.map(|scale| ("Train/Samples/loss_scale", scale)));
+        if let Some(times) = step.times {
+            after.extend([
+                ("Train/Samples/elapsed_time_ms_forward", times.forward),
+                ("Train/Samples/elapsed_time_ms_backward", times.backward),
+                ("Train/Samples/elapsed_time_ms_backward_inner", times.backward_inner),
+                ("Train/Samples/elapsed_time_ms_backward_allreduce", times.backward_allreduce),
+                ("Train/Samples/elapsed_time_ms_step", times.step),
+            ]);
         }
         for (tag, value) in after {
-            outcome = outcome.and(self.emit(tag, value, samples.after));
+            outcome = outcome.and(self.emit(tag, value, step.samples.after));
         }
         outcome.and(self.flush())
-    }
-
-    /// Emits `Validation/Samples/loss`, after `samples` training samples. DeepSpeed has no event for this.
-    pub fn validation(&mut self, record: &EvalRecord, samples: u64) -> Result<()> {
-        self.emit("Validation/Samples/loss", record.loss.into(), samples).and(self.flush())
     }
 
     /// Writes one scalar of the caller's own to every monitor.
@@ -122,30 +133,21 @@ mod tests {
         }
     }
 
-    fn record() -> StepRecord {
-        StepRecord {
-            step: 3,
+    fn plain() -> StepEvents {
+        StepEvents {
+            samples: Samples { before: 16, after: 24 },
             loss: 1.5,
             lr: 0.1,
-            grad_norm: None,
-            tokens: 10,
-            tokens_per_s: 5.0,
-            step_ms: 10.0,
-            forward_ms: 1.0,
-            backward_ms: 2.0,
-            optimizer_ms: 3.0,
-            flops_per_s: 0.0,
-            memory_bytes: Default::default(),
-            skipped: false,
-            loss_scale: 65536.0,
+            loss_scale: None,
+            times: None,
         }
     }
 
-    fn events_of(optional: OptionalEvents) -> Vec<(String, f64, u64)> {
+    fn events_of(step: StepEvents) -> Vec<(String, f64, u64)> {
         let written = Written::default();
-        let mut monitors = Monitors::new(optional);
+        let mut monitors = Monitors::default();
         monitors.add(Notes(written.clone()));
-        monitors.step(&record(), Samples { before: 16, after: 24 }).unwrap();
+        monitors.step(&step).unwrap();
         let written = written.lock().unwrap();
         written.clone()
     }
@@ -156,8 +158,8 @@ mod tests {
 
     #[test]
     fn a_plain_run_has_a_loss_before_the_step_and_a_learning_rate_after_it() {
-        let plain = [("Train/Samples/train_loss", 1.5, 16), ("Train/Samples/lr", 0.1, 24)];
-        assert_eq!(events_of(OptionalEvents::default()), expected(&plain));
+        let events = [("Train/Samples/train_loss", 1.5, 16), ("Train/Samples/lr", 0.1, 24)];
+        assert_eq!(events_of(plain()), expected(&events));
     }
 
     #[test]
@@ -168,18 +170,23 @@ mod tests {
             ("Train/Samples/loss_scale", 65536.0, 24),
             ("Train/Samples/elapsed_time_ms_forward", 1.0, 24),
             ("Train/Samples/elapsed_time_ms_backward", 2.0, 24),
+            ("Train/Samples/elapsed_time_ms_backward_inner", 1.25, 24),
+            ("Train/Samples/elapsed_time_ms_backward_allreduce", 0.5, 24),
             ("Train/Samples/elapsed_time_ms_step", 3.0, 24),
         ];
-        assert_eq!(events_of(OptionalEvents { loss_scale: true, times: true }), expected(&all));
+        let times =
+            TimesMs { forward: 1.0, backward: 2.0, backward_inner: 1.25, backward_allreduce: 0.5, step: 3.0 };
+        let step = StepEvents { loss_scale: Some(65536.0), times: Some(times), ..plain() };
+        assert_eq!(events_of(step), expected(&all));
     }
 
     #[test]
     fn a_failing_monitor_is_reported_and_does_not_silence_the_next() {
         let written = Written::default();
-        let mut monitors = Monitors::new(OptionalEvents::default());
+        let mut monitors = Monitors::default();
         monitors.add(Full);
         monitors.add(Notes(written.clone()));
-        let error = monitors.step(&record(), Samples { before: 0, after: 8 }).unwrap_err();
+        let error = monitors.step(&plain()).unwrap_err();
         assert!(error.to_string().starts_with("Train/Samples/train_loss: "), "{error}");
         assert_eq!(written.lock().unwrap().len(), 2);
     }

@@ -1,8 +1,8 @@
 //! Monitors: where a run's curves go while it trains.
 //!
 //! A [`Monitor`] takes one scalar at a time: a tag, a value and a position. [`TensorBoard`] writes event files,
-//! [`CsvMonitor`] one file per tag, [`WandbOffline`] a history that can be uploaded later. [`Monitors`] turns the
-//! records of a run into the events that DeepSpeed users know and hands each to every monitor. Only one rank of a
+//! [`CsvMonitor`] one file per tag, [`WandbOffline`] a run that `wandb sync` uploads. [`Monitors`] turns what
+//! a step tells into the events that DeepSpeed users know and hands each to every monitor. Only one rank of a
 //! run, rank 0, makes monitors.
 //!
 //! ```
@@ -20,9 +20,10 @@ mod csv;
 mod events;
 mod tensorboard;
 mod wandb;
+mod wire;
 
 pub use csv::CsvMonitor;
-pub use events::{Monitors, OptionalEvents, Samples};
+pub use events::{Monitors, Samples, StepEvents, TimesMs};
 pub use tensorboard::{Event, TensorBoard, read_events};
 pub use wandb::{WandbOffline, WandbRun};
 

@@ -4,6 +4,8 @@
 //! `Summary { repeated Value value = 1; }`, `Value { string tag = 1; float simple_value = 2; }`.
 //! A reader passes over any other field.
 
+use crate::monitor::wire::{BYTES, VARINT, put_bytes, put_number, put_varint};
+
 /// One event of an event file.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
@@ -20,9 +22,7 @@ pub enum Event {
     },
 }
 
-const VARINT: u64 = 0;
 const FIXED64: u64 = 1;
-const BYTES: u64 = 2;
 const FIXED32: u64 = 5;
 
 impl Event {
@@ -34,8 +34,7 @@ impl Event {
         match self {
             Event::FileVersion(version) => put_bytes(&mut message, 3, version.as_bytes()),
             Event::Scalar { tag, value, step } => {
-                put_varint(&mut message, 2 << 3 | VARINT);
-                put_varint(&mut message, *step);
+                put_number(&mut message, 2, *step);
                 let mut point = Vec::new();
                 put_bytes(&mut point, 1, tag.as_bytes());
                 put_varint(&mut point, 2 << 3 | FIXED32);
@@ -81,20 +80,6 @@ enum Value<'a> {
     Fixed64,
     Bytes(&'a [u8]),
     Fixed32(u32),
-}
-
-fn put_varint(out: &mut Vec<u8>, mut value: u64) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
-}
-
-fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
-    put_varint(out, field << 3 | BYTES);
-    put_varint(out, bytes.len() as u64);
-    out.extend_from_slice(bytes);
 }
 
 fn take_varint(bytes: &mut &[u8]) -> Result<u64, &'static str> {
