@@ -355,6 +355,17 @@ impl Recipe {
         Ok((config, report.warnings().map(|warning| warning.to_string()).collect()))
     }
 
+    /// Whether an override changes a key of recipes, and not one of the ds_config.
+    pub fn is_own_key(assignment: &str) -> bool {
+        let first = assignment.split(['.', '=']).next().unwrap_or_default();
+        first != "ds_config" && schema::is_recipe_key(first)
+    }
+
+    /// The recipe as a file that [`Recipe::load`] reads; an error where its ds_config holds what TOML cannot say.
+    pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
+        toml::to_string_pretty(self)
+    }
+
     /// Into how many stages the model is cut.
     pub fn stages(&self) -> NonZeroUsize {
         self.mesh().pipe

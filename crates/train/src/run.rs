@@ -140,6 +140,8 @@ pub struct Job<'a> {
     pub requests: StopRequests,
     /// When it is observed.
     pub observing: Observing,
+    /// Whether only its speed is asked for: nothing is validated, sampled or exported.
+    pub is_experiment: bool,
 }
 
 /// When steps are logged, monitored and shown.
@@ -310,7 +312,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         summary.ending = asked.filter(|_| step < recipe.steps).unwrap_or(Ending::Finished);
         let last = step == recipe.steps || asked.is_some();
         let due = recipe.eval.every > 0 && step.is_multiple_of(recipe.eval.every);
-        if (due || (last && summary.ending != Ending::Left)) && run.sequences.count(Split::Validation) > 0 {
+        let at_end = last && summary.ending != Ending::Left && !job.is_experiment;
+        if (due || at_end) && run.sequences.count(Split::Validation) > 0 {
             let record = run.evaluate(step)?;
             summary.validation_loss = Some(record.loss);
             if due {
@@ -352,7 +355,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     if run.engine.config().comms_logger.is_some() {
         summary.communication = Some(run.engine.communication_summary(true)?);
     }
-    if summary.ending != Ending::Left {
+    if summary.ending != Ending::Left && !job.is_experiment {
         export(&run.engine, &run.model, &run.model_config, &folder.model())?;
         summary.sample = run.sample()?;
         if let (0, Some(sample)) = (rank, &summary.sample) {
@@ -403,8 +406,7 @@ fn write_config(recipe: &Recipe, engine: &Engine, folder: &RunFolder) -> Result<
         let path = folder.config().join(name);
         std::fs::write(&path, text).map_err(TrainError::io(&path))
     };
-    let recipe = toml::to_string_pretty(recipe)
-        .unwrap_or_else(|error| format!("# cannot be written as TOML: {error}\n"));
+    let recipe = recipe.to_toml().unwrap_or_else(|error| format!("# cannot be written as TOML: {error}\n"));
     write("recipe.toml", recipe)?;
     write("ds_config.json", format!("{:#}\n", engine.config().to_json()))
 }

@@ -120,6 +120,7 @@ fn the_documented_files_train() {
             resume: Resume::No,
             requests: StopRequests::default(),
             observing: Observing::Always,
+            is_experiment: false,
         };
         let summary = run(&job, &mut Quiet).unwrap_or_else(|error| panic!("{file}: {error}"));
         assert_eq!(summary.steps, 4);

@@ -1,5 +1,6 @@
 //! The commands, one module each, and the table that clap reads.
 
+mod autotune;
 mod bench;
 mod bench_checkpoint;
 mod bench_comm;

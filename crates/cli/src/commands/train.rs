@@ -1,6 +1,6 @@
 //! `ferrospeed train`: starts the ranks of a recipe, or is one of them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use ferrospeed_train::{
 };
 use serde_json::Value;
 
+use super::autotune::{self, Autotuning};
 use super::device::DeviceChoice;
 use super::{place, train_memory};
 use crate::failure::Failure;
@@ -59,6 +60,12 @@ pub(crate) struct TrainArgs {
     /// Start even if the plan says that memory will not do
     #[arg(long)]
     force: bool,
+    /// Search for the fastest configuration in short runs: tune writes it down, run also trains with it
+    #[arg(long, value_name = "tune|run", conflicts_with_all = ["resume", "measure_observing"])]
+    autotuning: Option<Autotuning>,
+    /// One short run of such a search: nothing is validated, sampled or exported
+    #[arg(long, hide = true)]
+    experiment: bool,
     /// Where to compute: auto (a GPU where there is one), cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
     device: DeviceChoice,
@@ -80,9 +87,10 @@ const EXIT_SAVED: u8 = 75;
 const EXIT_INTERRUPTED: u8 = 130;
 
 pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
-    let mut recipe =
-        Recipe::load(&args.recipe, &args.overrides()).map_err(|error| Failure::Usage(error.to_string()))?;
-    recipe.ranks = args.ranks.unwrap_or(recipe.ranks.max(args.ranks_of_a_sample()));
+    if let Some(mode) = args.autotuning {
+        return autotune::run(args, mode);
+    }
+    let recipe = args.load_recipe()?;
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
     let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
@@ -170,6 +178,39 @@ fn tell_preparing() -> impl FnMut(Preparing) {
 }
 
 impl TrainArgs {
+    /// The recipe as the other arguments change it.
+    pub(super) fn load_recipe(&self) -> Result<Recipe, Failure> {
+        let mut recipe = Recipe::load(&self.recipe, &self.overrides())
+            .map_err(|error| Failure::Usage(error.to_string()))?;
+        recipe.ranks = self.ranks.unwrap_or(recipe.ranks.max(self.ranks_of_a_sample()));
+        Ok(recipe)
+    }
+
+    pub(super) fn recipe(&self) -> &Path {
+        &self.recipe
+    }
+
+    pub(super) fn device(&self) -> DeviceChoice {
+        self.device
+    }
+
+    /// How many ranks compute where, as arguments.
+    pub(super) fn words_of_place(&self, ranks: u32) -> Vec<String> {
+        vec!["-n".to_owned(), ranks.to_string(), "--device".to_owned(), self.device.to_string()]
+    }
+
+    /// All arguments but the search, for a run of what it found.
+    pub(super) fn words_besides_search(&self, ranks: u32) -> Vec<String> {
+        let mut words = self.words_of_place(ranks);
+        words.extend(self.out.iter().flat_map(|out| ["--out".to_owned(), out.display().to_string()]));
+        words.extend(self.overwrite.then(|| "--overwrite".to_owned()));
+        words.extend(self.force.then(|| "--force".to_owned()));
+        // Those of the ds_config are in the file that was found.
+        let own = self.overrides.iter().filter(|assignment| Recipe::is_own_key(assignment));
+        words.extend(own.flat_map(|assignment| ["--set".to_owned(), assignment.clone()]));
+        words
+    }
+
     fn overrides(&self) -> Vec<String> {
         let sizes = [
             ("pipeline.stages", self.pp),
@@ -206,9 +247,9 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
         .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
     let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];
     words.extend(["--out".to_owned(), folder.path().display().to_string()]);
-    words.extend(["-n".to_owned(), recipe.ranks.to_string()]);
+    words.extend(args.words_of_place(recipe.ranks));
     words.extend(args.measure_observing.then(|| "--measure_observing".to_owned()));
-    words.extend(["--device".to_owned(), args.device.to_string()]);
+    words.extend(args.experiment.then(|| "--experiment".to_owned()));
     words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
     words.extend(args.overrides().into_iter().flat_map(|assignment| ["--set".to_owned(), assignment]));
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
@@ -279,6 +320,7 @@ fn run_rank(
         resume: args.resume(),
         requests,
         observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
+        is_experiment: args.experiment,
     };
     let summary = ferrospeed_train::run(&job, &mut progress).map_err(failure)?;
     if rank == 0 {

@@ -45,7 +45,7 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Res
     }
 }
 
-fn capacity(ranks: u64, device: DeviceChoice) -> Option<Capacity> {
+pub(super) fn capacity(ranks: u64, device: DeviceChoice) -> Option<Capacity> {
     let devices = if device == DeviceChoice::Cpu { 0 } else { cuda::device_count() as u64 };
     let device_bytes = match devices {
         0 => None,

@@ -60,42 +60,58 @@ pub(super) const FLOPS_PROFILER: &[Key] = &[
 ];
 
 const MODEL_INFO: &[Key] = &[
-    key("profile", Kind::Bool, "false", "Measure the model first."),
-    key("num_params", COUNT, "null", "Parameters of the model."),
-    key("hidden_size", POSITIVE_COUNT, "null", "Its width."),
-    key("num_layers", POSITIVE_COUNT, "null", "Its depth."),
+    key("profile", Kind::Bool, "false", "Measure the model first.")
+        .inert("what a run would measure, the memory plan knows"),
+    key("num_params", COUNT, "null", "Parameters of the model; default: the plan's count.").done(),
+    key("hidden_size", POSITIVE_COUNT, "null", "Its width; default: the model's.").done(),
+    key("num_layers", POSITIVE_COUNT, "null", "Its depth.").inert("no rule of the search asks for it"),
 ];
+
+const SET_FOR_EXPERIMENTS: &str = "a search sets what its runs need itself";
 
 /// `autotuning`.
 pub(super) const AUTOTUNING: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Search for the fastest configuration."),
-    key("fast", Kind::Bool, "true", "Only search micro-batch sizes."),
-    key("results_dir", Kind::NonEmptyText, "\"autotuning_results\"", "Folder for results."),
-    key("exps_dir", Kind::NonEmptyText, "\"autotuning_exps\"", "Folder for experiments."),
-    key("overwrite", Kind::Bool, "true", "Empty both folders first."),
-    key("start_profile_step", COUNT, "3", "First measured step."),
-    key("end_profile_step", COUNT, "5", "Last measured step."),
-    key("start_step", COUNT, "null", "Set for experiments."),
-    key("end_step", COUNT, "null", "Set for experiments."),
-    key("metric", choice(&["throughput", "latency", "flops"]), "\"throughput\"", "What is optimised."),
-    key("metric_path", Kind::Text, "null", "Where an experiment writes its measurement."),
+    key("enabled", Kind::Bool, "false", "`train --autotuning tune` or `run` searches whatever this says.").done(),
+    key(
+        "method",
+        choice(&["plan", "deepspeed"]),
+        "\"plan\"",
+        "Who chooses what is tried: a model of costs and the memory plan, in at most ten runs, or DeepSpeed's rules.",
+    )
+    .done(),
+    key("deadline_s", POSITIVE, "600", "Seconds that one run may take.").done(),
+    key("fast", Kind::Bool, "true", "Only search micro-batch sizes.").done(),
+    key("results_dir", Kind::NonEmptyText, "\"autotuning_results\"", "Folder for results.").done(),
+    key("exps_dir", Kind::NonEmptyText, "\"autotuning_exps\"", "Folder for experiments.").done(),
+    key("overwrite", Kind::Bool, "true", "Empty both folders first; else go on with what is in them.").done(),
+    key("start_profile_step", COUNT, "3", "Steps before those that are measured.").done(),
+    key("end_profile_step", COUNT, "5", "Last measured step.").done(),
+    key("start_step", COUNT, "null", "Set for experiments.").inert(SET_FOR_EXPERIMENTS),
+    key("end_step", COUNT, "null", "Set for experiments.").inert(SET_FOR_EXPERIMENTS),
+    key("metric", choice(&["throughput", "latency", "flops"]), "\"throughput\"", "What is optimised.").done(),
+    key("metric_path", Kind::Text, "null", "Where an experiment writes its measurement.")
+        .inert("it is `metrics.json` in the experiment's folder of `results_dir`"),
     key(
         "tuner_type",
         choice(&["gridsearch", "random", "model_based"]),
         "\"gridsearch\"",
-        "How the space is searched.",
-    ),
-    key("tuner_early_stopping", POSITIVE_COUNT, "5", "Experiments without improvement before it stops."),
-    key("tuner_num_trials", POSITIVE_COUNT, "50", "Experiments at most."),
-    key("arg_mappings", Kind::Named(&Kind::Text), "null", "Command-line flags that carry options."),
-    key("model_info", Kind::Section(MODEL_INFO, Form::Plain), "null", "What is known about the model."),
-    key("model_info_path", Kind::Text, "null", "Where that is written."),
-    key("mp_size", POSITIVE_COUNT, "1", "Model-parallel size."),
-    key("max_train_batch_size", POSITIVE_COUNT, "null", "Largest batch."),
-    key("min_train_batch_size", POSITIVE_COUNT, "1", "Smallest batch."),
-    key("max_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1024", "Largest micro-batch."),
-    key("min_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1", "Smallest micro-batch."),
-    key("num_tuning_micro_batch_sizes", POSITIVE_COUNT, "3", "Micro-batch sizes tried."),
+        "How the space is searched, by DeepSpeed's rules when not `fast`.",
+    )
+    .done(),
+    key("tuner_early_stopping", POSITIVE_COUNT, "5", "Experiments without improvement before it stops.").done(),
+    key("tuner_num_trials", POSITIVE_COUNT, "50", "Experiments at most.").done(),
+    key("arg_mappings", Kind::Named(&Kind::Text), "null", "Command-line flags that carry options.")
+        .inert("a recipe has no script whose flags would carry options"),
+    key("model_info", Kind::Section(MODEL_INFO, Form::Plain), "null", "What is known about the model.").done(),
+    key("model_info_path", Kind::Text, "null", "Where that is written.")
+        .inert("it is `profile_model_info/model_info.json` in `results_dir`"),
+    key("mp_size", POSITIVE_COUNT, "1", "Model-parallel size.").done(),
+    key("max_train_batch_size", POSITIVE_COUNT, "null", "Largest batch.").done(),
+    key("min_train_batch_size", POSITIVE_COUNT, "1", "Smallest batch.")
+        .inert("DeepSpeed's search does not read it either"),
+    key("max_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1024", "Largest micro-batch.").done(),
+    key("min_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1", "Smallest micro-batch.").done(),
+    key("num_tuning_micro_batch_sizes", POSITIVE_COUNT, "3", "Micro-batch sizes tried.").done(),
 ];
 
 /// `comms_logger`.

@@ -199,8 +199,9 @@ pub const ROOT: &[Key] = &[
         "autotuning",
         Kind::Section(AUTOTUNING, Form::Plain),
         "{}",
-        "Search for the fastest configuration.",
-    ),
+        "Search for the fastest configuration: `train --autotuning`.",
+    )
+    .done(),
     key(
         "data_efficiency",
         Kind::Section(DATA_EFFICIENCY, Form::Plain),

@@ -1,0 +1,252 @@
+//! Runs an experiment: a short training in a process of its own, and what it measured.
+
+use std::fs::File;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use ferrospeed_comm::logger::trimmed_mean;
+use ferrospeed_launch::bounded::{BoundedEnd, Bounds, run_bounded};
+use ferrospeed_launch::shell;
+use ferrospeed_observe::{StepRecord, read_json_lines};
+use ferrospeed_train::{Recipe, RunFolder};
+use ferrospeed_tune::tuning::planned::Outcome;
+use ferrospeed_tune::tuning::{Experiment, Laboratory, ModelInfo};
+use serde_json::{Value, json};
+
+use super::folders::Folders;
+use super::settings::Settings;
+use crate::commands::train::TrainArgs;
+use crate::failure::Failure;
+use crate::terminal::print_output;
+
+/// The share of the shortest and longest steps that a measurement leaves out.
+const TRIMMED_SHARE: f64 = 0.1;
+/// How much of a program's last words is kept.
+const MAX_LOG_BYTES: u64 = 16 << 20;
+/// Why an experiment failed that needs more than there is.
+const OUT_OF_MEMORY: &str = "out of memory";
+
+/// What all experiments of a search have in common.
+pub(super) struct Runs<'a> {
+    pub(super) args: &'a TrainArgs,
+    pub(super) recipe: &'a Recipe,
+    pub(super) settings: &'a Settings,
+    /// What one rank may take.
+    pub(super) memory_bytes: u64,
+}
+
+/// Runs experiments one after the other.
+pub(super) struct Bench<'a> {
+    runs: Runs<'a>,
+    folders: &'a Folders,
+    count: usize,
+}
+
+/// How an experiment ended.
+enum Ended {
+    Measured(Value),
+    Failed(String),
+}
+
+impl Laboratory for Bench<'_> {
+    type Error = Failure;
+
+    fn run(&mut self, experiments: &[Experiment]) -> Result<Vec<Option<f64>>, Failure> {
+        let recompute = self.runs.recipe.model.activation_checkpointing;
+        let mut measured = Vec::with_capacity(experiments.len());
+        for experiment in experiments {
+            measured.push(self.measure(experiment, recompute)?.value());
+        }
+        Ok(measured)
+    }
+}
+
+impl<'a> Bench<'a> {
+    pub(super) fn new(runs: Runs<'a>, folders: &'a Folders) -> Bench<'a> {
+        Bench { runs, folders, count: 0 }
+    }
+
+    /// What DeepSpeed finds out in a run of its own, and the memory plan knows.
+    pub(super) fn note_model(&self, model: &ModelInfo) -> Result<(), Failure> {
+        let info = json!({
+            "num_params": model.parameters,
+            "trainable_num_params": model.parameters,
+            "activation_mem_per_gpu": model.activation_bytes,
+            "rank": 0,
+        });
+        let path = self.folders.result("profile_model_info").join("model_info.json");
+        self.folders.write(&path, &format!("{info:#}\n"))
+    }
+
+    /// What an experiment measures, or measured before.
+    pub(super) fn measure(&mut self, experiment: &Experiment, recompute: bool) -> Result<Outcome, Failure> {
+        let folder = self.folders.result(&experiment.name);
+        let (known, is_new) = match self.known(&folder, experiment) {
+            Some(known) => (known, false),
+            None => (self.start(&folder, experiment, recompute)?, true),
+        };
+        self.count += usize::from(is_new);
+        let key = self.runs.settings.metric.key();
+        let (outcome, text) = match known {
+            Ended::Measured(metrics) => match metrics[key].as_f64().filter(|value| value.is_finite()) {
+                Some(value) => (Outcome::Measured(value), format!("{key} {value:.2}")),
+                None => (Outcome::Failed, format!("no {key}")),
+            },
+            Ended::Failed(why) if why == OUT_OF_MEMORY => (Outcome::OutOfMemory, why),
+            Ended::Failed(why) => (Outcome::Failed, why),
+        };
+        let known = if is_new { "" } else { " (known)" };
+        let _ = print_output(&format!("experiment {:>3}  {:<28} {text}{known}", self.count, experiment.name));
+        Ok(outcome)
+    }
+
+    /// The outcome of the same configuration, where an experiment of this name has come to one.
+    fn known(&self, folder: &Path, experiment: &Experiment) -> Option<Ended> {
+        let read = |name: &str| -> Option<Value> {
+            let text = ferrospeed_files::read(folder.join(name), MAX_LOG_BYTES).ok()?;
+            serde_json::from_slice(&text).ok()
+        };
+        let about = read("exp.json").filter(|about| about["ds_config"] == experiment.ds_config)?;
+        match &about["error"] {
+            Value::String(why) => Some(Ended::Failed(why.clone())),
+            _ => read("metrics.json").map(Ended::Measured),
+        }
+    }
+
+    fn start(&self, folder: &Path, experiment: &Experiment, recompute: bool) -> Result<Ended, Failure> {
+        let Runs { args, recipe, settings, memory_bytes } = &self.runs;
+        // What an attempt that was interrupted has left would be taken for this one's.
+        if folder.exists() {
+            let io = |error| Failure::Run(format!("{}: {error}", folder.display()));
+            std::fs::remove_dir_all(folder).map_err(io)?;
+        }
+        let config = folder.join("ds_config.json");
+        self.folders.write(&config, &format!("{:#}\n", experiment.ds_config))?;
+        let mut short = (*recipe).clone();
+        short.steps = settings.end_profile_step + 1;
+        (short.eval, short.save, short.sample) = (Default::default(), None, None);
+        short.model.activation_checkpointing = recompute;
+        short.ds_config = config.display().to_string().into();
+        let text = short.to_toml().map_err(|error| Failure::Run(format!("the recipe: {error}")))?;
+        let recipe_path = folder.join("recipe.toml");
+        self.folders.write(&recipe_path, &text)?;
+
+        let run = RunFolder::at(folder.join("run"));
+        let program = std::env::current_exe()
+            .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
+        let mut words = vec!["train".to_owned(), recipe_path.display().to_string()];
+        words.extend(["--out".into(), run.path().display().to_string(), "--overwrite".into()]);
+        words.extend(["--force".into(), "--experiment".into()]);
+        words.extend(args.words_of_place(recipe.ranks));
+        let mut about = json!({
+            "name": experiment.name,
+            "ds_config": experiment.ds_config,
+            "num_gpus": recipe.ranks,
+            "num_nodes": 1,
+            "hostfile": null,
+            "exp_id": self.count,
+            "result_dir": folder,
+            "user_script": args.recipe(),
+            "user_args": words,
+        });
+        self.folders.write(&self.folders.experiment(&experiment.name), &format!("{about:#}\n"))?;
+        let mut line = vec![program.display().to_string()];
+        line.extend(words.iter().cloned());
+        self.folders.write(&folder.join("cmd.txt"), &(shell::join(&line) + "\n"))?;
+
+        let output = |name: &str| -> Result<(PathBuf, Stdio), Failure> {
+            let path = folder.join(name);
+            let file =
+                File::create(&path).map_err(|error| Failure::Run(format!("{}: {error}", path.display())))?;
+            Ok((path, file.into()))
+        };
+        let ((_, stdout), (stderr_path, stderr)) = (output("stdout.log")?, output("stderr.log")?);
+        let mut command = Command::new(&program);
+        command.args(&words).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
+        let bounds = Bounds { deadline: settings.deadline, memory_bytes: Some(*memory_bytes) };
+        let ended = run_bounded(&mut command, &bounds)
+            .map_err(|error| Failure::Run(format!("cannot start {}: {error}", program.display())))?;
+        let outcome = match ended {
+            BoundedEnd::OutOfTime => {
+                Ended::Failed(format!("out of time: {:?} were not enough", settings.deadline))
+            }
+            BoundedEnd::Exited(status) if status.success() => match self.metrics(&run, experiment) {
+                Some(metrics) => Ended::Measured(metrics),
+                None => Ended::Failed("it measured nothing: its log is too short".into()),
+            },
+            BoundedEnd::Exited(status) => {
+                let said = ferrospeed_files::read_text(&stderr_path, MAX_LOG_BYTES).unwrap_or_default();
+                Ended::Failed(reason(&said, status.code(), status.signal()))
+            }
+        };
+        match &outcome {
+            Ended::Failed(why) => about["error"] = why.clone().into(),
+            Ended::Measured(metrics) => {
+                self.folders.write(&folder.join("metrics.json"), &format!("{metrics:#}\n"))?;
+            }
+        }
+        // Last: an experiment without it has not ended.
+        self.folders.write(&folder.join("exp.json"), &format!("{about:#}\n"))?;
+        Ok(outcome)
+    }
+
+    /// From the log of a run: times in microseconds, of a micro-batch and of a step.
+    fn metrics(&self, run: &RunFolder, experiment: &Experiment) -> Option<Value> {
+        let Runs { settings, recipe, .. } = &self.runs;
+        let records: Vec<StepRecord> = read_json_lines(&run.log()).ok()?;
+        let measured: Vec<&StepRecord> =
+            records.iter().filter(|record| record.step > settings.start_profile_step).collect();
+        if measured.is_empty() {
+            return None;
+        }
+        let mean = |value: fn(&StepRecord) -> f64| {
+            let values: Vec<f64> = measured.iter().map(|record| value(record)).collect();
+            trimmed_mean(&values, TRIMMED_SHARE)
+        };
+        let accumulation = experiment.ds_config["gradient_accumulation_steps"].as_u64().unwrap_or(1).max(1);
+        let per_micro = |value: f64| value * 1e3 / accumulation as f64;
+        let latency_us = mean(|record| record.step_ms) * 1e3;
+        let batch = experiment.micro_batch() * accumulation * recipe.data_ranks().get();
+        Some(json!({
+            "fwd": per_micro(mean(|record| record.forward_ms)),
+            "bwd": per_micro(mean(|record| record.backward_ms)),
+            "step": per_micro(mean(|record| record.optimizer_ms)),
+            "latency": latency_us,
+            "throughput": batch as f64 * 1e6 / latency_us,
+            "FLOPS_per_gpu": mean(|record| record.flops_per_s) / f64::from(recipe.ranks.max(1)),
+            "rank": 0,
+        }))
+    }
+}
+
+/// Why a run failed, from its last words and its end.
+fn reason(said: &str, code: Option<i32>, signal: Option<i32>) -> String {
+    let lower = said.to_lowercase();
+    let is_memory = ["out of memory", "memory allocation of", "cannot allocate memory", "does not fit"];
+    if is_memory.iter().any(|words| lower.contains(words)) {
+        return OUT_OF_MEMORY.to_owned();
+    }
+    let last = said.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("it said nothing");
+    match (code, signal) {
+        (Some(code), _) => format!("failed with code {code}: {last}"),
+        (None, Some(signal)) => format!("killed by signal {signal}: {last}"),
+        (None, None) => format!("failed: {last}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn running_out_of_memory_is_told_from_other_ends() {
+        assert_eq!(reason("error: CUDA: out of memory\nbye", Some(1), None), "out of memory");
+        assert_eq!(reason("memory allocation of 99 bytes failed\n", None, Some(6)), "out of memory");
+        assert_eq!(
+            reason("a warning about an error\n\n", Some(2), None),
+            "failed with code 2: a warning about an error"
+        );
+        assert_eq!(reason("", None, Some(9)), "killed by signal 9: it said nothing");
+    }
+}

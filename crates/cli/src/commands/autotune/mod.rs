@@ -1,0 +1,331 @@
+//! `ferrospeed train --autotuning tune|run`: tries configurations of a recipe in short runs, and writes down the best.
+//!
+//! Which to try is a pure rule of `ferrospeed_tune::tuning`: by default ours, which begins where a model of costs and the
+//! memory plan say it is best and measures at most ten; with `autotuning.method = "deepspeed"`, DeepSpeed's. Each run is a
+//! process with a deadline and a limit of memory, so that none can hang or take the machine down; one that fails is an answer.
+//! What was measured stays in `results_dir`, and with `overwrite: false` a search goes on where another ended.
+
+mod folders;
+mod laboratory;
+mod settings;
+
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+use clap::ValueEnum;
+use ferrospeed_launch::shell;
+use ferrospeed_train::{Recipe, RunFolder};
+use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
+use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose, Request, plan};
+use ferrospeed_tune::tuning::planned::{self, Candidate, Machine, Outcome, Work};
+use ferrospeed_tune::tuning::space::first_values;
+use ferrospeed_tune::tuning::{Best, Experiment, Metric, ModelInfo, Records, deepspeed};
+use serde_json::Value;
+
+use super::train::TrainArgs;
+use super::train_memory;
+use crate::failure::Failure;
+use crate::terminal::print_output;
+use folders::Folders;
+use laboratory::{Bench, Runs};
+use settings::{Method, Settings};
+
+/// What a search is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Autotuning {
+    /// Search, and write the results.
+    Tune,
+    /// The same, then train with the best configuration.
+    Run,
+}
+
+/// Runs of our own method, at most.
+const MOST_RUNS: usize = 10;
+/// The space of our own method in the table.
+const PLANNED: &str = "planned";
+
+/// Everything a search needs to know.
+struct Search<'a> {
+    args: &'a TrainArgs,
+    recipe: Recipe,
+    /// The ds_config as it was written: lists stand for choices.
+    space: Value,
+    settings: Settings,
+    model: Transformer,
+    capacity: Capacity,
+}
+
+pub(super) fn run(args: &TrainArgs, mode: Autotuning) -> Result<ExitCode, Failure> {
+    let start = Instant::now();
+    let search = Search::new(args)?;
+    let folders = Folders::open(&search.settings)?;
+    let records = search.records(&folders)?;
+    let count = records.experiments().count();
+    let summary = format!(
+        "{}\n\nTuning completed in {}. Total number of experiments: {count}.\n",
+        records.table(),
+        duration(start.elapsed().as_secs_f64())
+    );
+    folders.write(&folders.results.join("summary.txt"), &summary)?;
+    let _ = print_output(&format!("\n{summary}"));
+    let Some(best) = records.best() else {
+        return Err(Failure::Run(format!(
+            "no configuration ran; {} says of each why",
+            folders.results.display()
+        )));
+    };
+    let command = search.write_best(&folders, &best)?;
+    if mode == Autotuning::Tune {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let (program, words) = command.split_first().ok_or_else(|| Failure::Run("no command".into()))?;
+    let status = Command::new(program).args(words).status();
+    let status = status.map_err(|error| Failure::Run(format!("cannot start {program}: {error}")))?;
+    Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)))
+}
+
+impl<'a> Search<'a> {
+    fn new(args: &'a TrainArgs) -> Result<Search<'a>, Failure> {
+        let usage = |why: String| Failure::Usage(why);
+        let mut recipe = args.load_recipe()?;
+        let space = recipe.ds_config.clone();
+        recipe.ds_config = first_values(&space);
+        if let Some(zero) =
+            recipe.ds_config.get_mut("zero_optimization").filter(|zero| zero["stage"] == "all")
+        {
+            zero["stage"] = 0.into();
+        }
+        let settings = Settings::read(&recipe.ds_config["autotuning"]).map_err(usage)?;
+        // Everything that is wrong with the recipe is said before the first run; its text becomes tokens once.
+        let is_text =
+            recipe.data.text.is_some() || recipe.data.jsonl.is_some() || recipe.data.parquet.is_some();
+        if is_text {
+            recipe.data.cache.get_or_insert_with(|| settings.results_dir.join("data"));
+        }
+        let folder = RunFolder::at(settings.results_dir.join("profile_model_info"));
+        let model = ferrospeed_train::check(&recipe, args.recipe(), &folder, &mut |_| {})
+            .map_err(|error| usage(error.to_string()))?;
+        let model = from_hugging_face(&model).map_err(|error| usage(format!("autotuning: {error}")))?;
+        let capacity = train_memory::capacity(u64::from(recipe.ranks), args.device())
+            .ok_or_else(|| usage("autotuning: this host does not say how much memory it has".into()))?;
+        Ok(Search { args, recipe, space, settings, model, capacity })
+    }
+
+    fn ranks(&self) -> u64 {
+        u64::from(self.recipe.ranks)
+    }
+
+    /// Memory of one rank.
+    fn rank_bytes(&self) -> u64 {
+        self.capacity.device_bytes.unwrap_or(self.capacity.host_bytes / self.ranks().max(1))
+    }
+
+    fn records(&self, folders: &Folders) -> Result<Records, Failure> {
+        let runs = Runs {
+            args: self.args,
+            recipe: &self.recipe,
+            settings: &self.settings,
+            // A rank that wants more than its share of the host's memory takes it from another.
+            memory_bytes: self.capacity.host_bytes / self.ranks().max(1),
+        };
+        let mut bench = Bench::new(runs, folders);
+        match self.settings.method {
+            Method::DeepSpeed => self.as_deepspeed(&mut bench),
+            Method::Planned => self.by_plan(&mut bench),
+        }
+    }
+
+    /// What a configuration of the recipe needs; `None` where it is refused.
+    fn plan_of(&self, ds_config: &Value, recompute: bool) -> Option<Plan> {
+        let mut recipe = self.recipe.clone();
+        recipe.ds_config = ds_config.clone();
+        let (config, _) = recipe.config().ok()?;
+        Some(plan(&Request {
+            model: &Model::Transformer(self.model),
+            config: &config,
+            data_parallel_size: recipe.data_ranks().get(),
+            sequence_length: recipe.data.sequence,
+            checkpoint_activations: recompute,
+            keeps_attention_matrix: false,
+            processor: self.processor(),
+        }))
+    }
+
+    fn processor(&self) -> Processor {
+        if self.capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu }
+    }
+
+    fn as_deepspeed(&self, bench: &mut Bench<'_>) -> Result<Records, Failure> {
+        let one = with_batch(&self.recipe.ds_config, 1, 1);
+        let recompute = self.recipe.model.activation_checkpointing;
+        let planned = self.plan_of(&one, recompute);
+        let activations = planned.iter().flat_map(|plan| &plan.rows);
+        let activations =
+            activations.filter(|row| row.purpose == Purpose::Activations).map(|row| row.bytes).sum();
+        let settings = &self.settings;
+        let options = deepspeed::Options {
+            metric: settings.metric,
+            fast: settings.fast,
+            max_train_batch_size: settings.max_train_batch_size,
+            max_micro_batch: settings.max_micro_batch,
+            min_micro_batch: settings.min_micro_batch,
+            num_micro_batches: settings.num_micro_batches,
+            model_parallel: settings.model_parallel,
+            tuner: settings.tuner,
+            ranks: self.recipe.data_ranks().get(),
+            device_bytes: self.rank_bytes(),
+            model: ModelInfo {
+                parameters: settings.num_params.unwrap_or(self.model.size.total_params),
+                activation_bytes: activations,
+                hidden_size: settings.hidden_size.or(Some(self.model.hidden)),
+            },
+        };
+        bench.note_model(&options.model)?;
+        deepspeed::search(&self.space, &options, bench)
+    }
+
+    /// Our own method.
+    fn by_plan(&self, bench: &mut Bench<'_>) -> Result<Records, Failure> {
+        let machine = match self.processor() {
+            Processor::Gpu => Machine {
+                flops_per_s: 2e14,
+                memory_bytes_per_s: 1.5e12,
+                link_bytes_per_s: 1e11,
+                half_speed_tokens: 4096.0,
+            },
+            Processor::Cpu => Machine {
+                flops_per_s: 1e11,
+                memory_bytes_per_s: 1e10,
+                link_bytes_per_s: 5e9,
+                half_speed_tokens: 256.0,
+            },
+        };
+        let work = Work {
+            parameters: self.model.size.total_params as f64,
+            bytes_per_weight: 2.0,
+            tokens_per_sample: self.recipe.data.sequence as f64,
+            ranks: self.recipe.data_ranks().get() as f64,
+        };
+        let mut candidates = Vec::new();
+        for candidate in self.candidates() {
+            let config = self.config_of(&candidate);
+            let fits =
+                self.plan_of(&config, candidate.recompute).is_some_and(|plan| plan.fits(&self.capacity));
+            if fits {
+                candidates.push((candidate, machine.samples_per_s(&work, &candidate)));
+            }
+        }
+        let mut records = Records::new(self.settings.metric);
+        planned::search(&candidates, MOST_RUNS, |candidate| {
+            let experiment = Experiment { name: name_of(candidate), ds_config: self.config_of(candidate) };
+            let outcome = bench.measure(&experiment, candidate.recompute)?;
+            records.note(PLANNED, &experiment, outcome.value());
+            Ok::<_, Failure>(match (outcome, self.settings.metric) {
+                // The search takes more for better.
+                (Outcome::Measured(time), Metric::Latency) => Outcome::Measured(-time),
+                (outcome, _) => outcome,
+            })
+        })?;
+        Ok(records)
+    }
+
+    /// Every stage, size and way of keeping activations that the ds_config leaves open.
+    fn candidates(&self) -> Vec<Candidate> {
+        let numbers = |value: &Value| -> Vec<u64> {
+            let items = value.as_array().cloned().unwrap_or_else(|| vec![value.clone()]);
+            items.iter().filter_map(Value::as_u64).collect()
+        };
+        let mut stages = numbers(&self.space["zero_optimization"]["stage"]);
+        if stages.is_empty() {
+            stages = if self.recipe.stages().get() > 1 { vec![0, 1] } else { vec![0, 1, 2, 3] };
+        }
+        let ranks = self.recipe.data_ranks().get();
+        let given = self.space["train_micro_batch_size_per_gpu"].as_array();
+        let batch = self.space["train_batch_size"].as_u64().map(|batch| batch / ranks);
+        let accumulation = self.space["gradient_accumulation_steps"].as_u64().unwrap_or(1).max(1);
+        let limit = self.settings.max_train_batch_size.map_or(u64::MAX, |limit| limit / ranks / accumulation);
+        let in_bounds = |size: &u64| {
+            (self.settings.min_micro_batch..=self.settings.max_micro_batch.min(limit)).contains(size)
+        };
+        let sizes: Vec<u64> = match (given, batch) {
+            (Some(_), _) => numbers(&self.space["train_micro_batch_size_per_gpu"]),
+            (None, Some(batch)) => (1..=batch).filter(|size| batch % size == 0).filter(in_bounds).collect(),
+            (None, None) => (0..20).map(|power| 1 << power).filter(in_bounds).collect(),
+        };
+        let recomputes: &[bool] =
+            if self.recipe.model.activation_checkpointing { &[true] } else { &[false, true] };
+        let mut all = Vec::new();
+        for stage in stages {
+            for &micro_batch in &sizes {
+                let accumulation = batch.map_or(accumulation, |batch| (batch / micro_batch.max(1)).max(1));
+                let stage = u8::try_from(stage).unwrap_or(u8::MAX);
+                all.extend(recomputes.iter().map(|&recompute| Candidate {
+                    stage,
+                    micro_batch,
+                    accumulation,
+                    recompute,
+                }));
+            }
+        }
+        all
+    }
+
+    fn config_of(&self, candidate: &Candidate) -> Value {
+        let mut config = with_batch(&self.recipe.ds_config, candidate.micro_batch, candidate.accumulation);
+        config["zero_optimization"]["stage"] = candidate.stage.into();
+        config
+    }
+
+    /// The best configuration, and the command that trains with it.
+    fn write_best(&self, folders: &Folders, best: &Best) -> Result<Vec<String>, Failure> {
+        let path = folders.results.join("ds_config_optimal.json");
+        folders.write(&path, &format!("{:#}\n", best.experiment.ds_config))?;
+        let program =
+            std::env::current_exe().map_or_else(|_| "ferrospeed".into(), |path| path.display().to_string());
+        let mut command = vec![program, "train".into(), self.args.recipe().display().to_string()];
+        command.extend(self.args.words_besides_search(self.recipe.ranks));
+        command.extend(["--set".into(), format!("ds_config={}", path.display())]);
+        if recomputes(&best.experiment.name) {
+            command.extend(["--set".into(), "model.activation_checkpointing=true".into()]);
+        }
+        folders.write(&folders.results.join("cmd_optimal.txt"), &(shell::join(&command) + "\n"))?;
+        let _ = print_output(&format!(
+            "{} is the optimal setup after tuning. The exp result is at {}.\nds_config  {}\ntrain with {}\n",
+            best.experiment.name,
+            folders.result(&best.experiment.name).display(),
+            path.display(),
+            shell::join(&command)
+        ));
+        Ok(command)
+    }
+}
+
+/// As DeepSpeed names experiments; one that recomputes says so at the end.
+fn name_of(candidate: &Candidate) -> String {
+    let recompute = if candidate.recompute { RECOMPUTES } else { "" };
+    format!("z{}_gas{}_tmbspg{}{recompute}", candidate.stage, candidate.accumulation, candidate.micro_batch)
+}
+
+const RECOMPUTES: &str = "_ac";
+
+fn recomputes(name: &str) -> bool {
+    name.ends_with(RECOMPUTES)
+}
+
+fn with_batch(config: &Value, micro_batch: u64, accumulation: u64) -> Value {
+    let mut config = config.clone();
+    if let Some(config) = config.as_object_mut() {
+        config.remove("autotuning");
+        config.remove("train_batch_size");
+    }
+    config["train_micro_batch_size_per_gpu"] = micro_batch.into();
+    config["gradient_accumulation_steps"] = accumulation.into();
+    config
+}
+
+/// `H:MM:SS.ffffff`.
+fn duration(seconds: f64) -> String {
+    let whole = seconds as u64;
+    let micros = (seconds.fract() * 1e6) as u64;
+    format!("{}:{:02}:{:02}.{micros:06}", whole / 3600, whole / 60 % 60, whole % 60)
+}

@@ -1,0 +1,155 @@
+//! `ferrospeed train --autotuning` on a tiny model: real runs, real files.
+
+mod support;
+
+use std::path::Path;
+use std::process::Output;
+
+use serde_json::Value;
+use support::{binary, output_of, stderr, stdout};
+
+/// A folder with a recipe; a test adds keys of the ds_config.
+fn workplace(keys: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let recipe = format!(
+        r#"
+        name = "small"
+        steps = 3
+        [model]
+        preset = "gpt2"
+        layers = 1
+        width = 32
+        heads = 2
+        vocabulary = 64
+        [data]
+        synthetic = 20000
+        sequence = 16
+        validation = 0.1
+        [ds_config]
+        optimizer = {{ type = "AdamW", params = {{ lr = 3e-3 }} }}
+        {keys}
+    "#
+    );
+    std::fs::write(folder.path().join("recipe.toml"), recipe).unwrap();
+    folder
+}
+
+fn tune(folder: &Path, mode: &str, more: &[&str]) -> Output {
+    let mut words = vec!["train", "recipe.toml", "--device", "cpu", "--autotuning", mode];
+    words.extend(more);
+    output_of(binary().args(&words).current_dir(folder))
+}
+
+fn json(path: impl AsRef<Path>) -> Value {
+    serde_json::from_slice(&std::fs::read(path.as_ref()).unwrap()).unwrap()
+}
+
+#[test]
+fn a_run_that_fails_is_an_answer_and_the_rest_goes_on() {
+    // Shards of three ranks there are none of, which only stage 3 asks for.
+    let folder = workplace(
+        r#"
+        train_micro_batch_size_per_gpu = [2, 4]
+        zero_optimization = { stage = [0, 3], mics_shard_size = 3 }
+        autotuning = { start_profile_step = 1, end_profile_step = 2 }
+        "#,
+    );
+    let results = folder.path().join("autotuning_results");
+    let output = tune(folder.path(), "tune", &["--set", "model.activation_checkpointing=true"]);
+    let said = stdout(&output);
+    assert!(output.status.success(), "{said}\n{}", stderr(&output));
+    assert!(said.contains("failed with code "), "{said}");
+    let best = json(results.join("ds_config_optimal.json"));
+    assert_eq!(best["zero_optimization"]["stage"], 0, "{best}");
+    assert!(best.get("autotuning").is_none(), "{best}");
+    let failed: Vec<Value> = [2, 4]
+        .iter()
+        .map(|size| results.join(format!("z3_gas1_tmbspg{size}_ac/exp.json")))
+        .filter(|path| path.exists())
+        .map(json)
+        .collect();
+    assert!(!failed.is_empty() && failed.iter().all(|about| about["error"].is_string()), "{failed:?}");
+}
+
+#[test]
+fn what_was_measured_is_not_measured_again() {
+    let folder = workplace(
+        r#"
+        train_micro_batch_size_per_gpu = [2, 4]
+        autotuning = { enabled = true, method = "deepspeed", start_profile_step = 1, end_profile_step = 2 }
+        "#,
+    );
+    let results = folder.path().join("autotuning_results");
+    let output = tune(folder.path(), "tune", &[]);
+    assert!(output.status.success(), "{}\n{}", stdout(&output), stderr(&output));
+    for name in ["z0_gas2_tmbspg2", "z0_gas1_tmbspg4"] {
+        for file in ["ds_config.json", "exp.json", "cmd.txt", "stdout.log", "stderr.log", "metrics.json"] {
+            assert!(results.join(name).join(file).exists(), "{name}/{file}");
+        }
+        let metrics = json(results.join(name).join("metrics.json"));
+        for key in ["fwd", "bwd", "step", "latency", "throughput", "FLOPS_per_gpu"] {
+            assert!(metrics[key].as_f64().is_some_and(|value| value > 0.0), "{key} of {metrics}");
+        }
+        assert!(!results.join(name).join("run/model/model.safetensors").exists(), "nothing is exported");
+        assert!(folder.path().join("autotuning_exps").join(format!("{name}.json")).exists());
+    }
+    let summary = std::fs::read_to_string(results.join("summary.txt")).unwrap();
+    assert!(
+        summary.contains("| tuning_space | num_experiments | best_metric_val | best_exp_name"),
+        "{summary}"
+    );
+    assert!(summary.contains("Total number of experiments: 2."), "{summary}");
+
+    let output = tune(folder.path(), "tune", &["--set", "autotuning.overwrite=false"]);
+    let said = stdout(&output);
+    assert_eq!(said.matches("(known)").count(), 2, "{said}");
+
+    // Files that are not a search's own are not removed.
+    std::fs::remove_file(results.join(".ferrospeed-autotuning")).unwrap();
+    let output = tune(folder.path(), "tune", &[]);
+    assert!(stderr(&output).contains("no search has left there"), "{}", stderr(&output));
+    assert!(results.join("summary.txt").exists());
+}
+
+#[test]
+fn runs_that_exceed_their_deadline_are_ended_and_said_so() {
+    let folder = workplace(
+        r#"
+        train_micro_batch_size_per_gpu = [2, 4]
+        autotuning = { enabled = true, method = "deepspeed", deadline_s = 0.001 }
+        "#,
+    );
+    let output = tune(folder.path(), "tune", &[]);
+    assert!(!output.status.success());
+    assert_eq!(stdout(&output).matches("out of time").count(), 2, "{}", stdout(&output));
+    assert!(stderr(&output).contains("no configuration ran"), "{}", stderr(&output));
+    let about = json(folder.path().join("autotuning_results/z0_gas1_tmbspg4/exp.json"));
+    assert!(about["error"].as_str().unwrap().starts_with("out of time"), "{about}");
+}
+
+#[test]
+fn our_own_search_takes_at_most_ten_runs_and_trains_with_what_it_found() {
+    let folder = workplace(
+        r#"
+        train_batch_size = 8
+        autotuning = { start_profile_step = 1, end_profile_step = 2 }
+        "#,
+    );
+    let output = tune(folder.path(), "run", &["-n", "2"]);
+    let said = stdout(&output);
+    assert!(output.status.success(), "{said}\n{}", stderr(&output));
+    let runs = said.matches("throughput ").count();
+    assert!((2..=10).contains(&runs), "{said}");
+    let results = folder.path().join("autotuning_results");
+    let best = json(results.join("ds_config_optimal.json"));
+    // The batch is the recipe's, however it is divided.
+    let number = |key: &str| best[key].as_u64().unwrap();
+    assert_eq!(number("train_micro_batch_size_per_gpu") * number("gradient_accumulation_steps") * 2, 8);
+    assert!(
+        std::fs::read_to_string(results.join("cmd_optimal.txt")).unwrap().contains("ds_config_optimal.json")
+    );
+    // And it was trained with.
+    let used = json(folder.path().join("runs/small/config/ds_config.json"));
+    assert_eq!(used["zero_optimization"]["stage"], best["zero_optimization"]["stage"]);
+    assert!(folder.path().join("runs/small/model/model.safetensors").exists());
+}
