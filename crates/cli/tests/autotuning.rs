@@ -77,6 +77,7 @@ fn what_was_measured_is_not_measured_again() {
         r#"
         train_micro_batch_size_per_gpu = [2, 4]
         autotuning = { enabled = true, method = "deepspeed", start_profile_step = 1, end_profile_step = 2 }
+        csv_monitor = { enabled = true, output_path = "curves" }
         "#,
     );
     let results = folder.path().join("autotuning_results");
@@ -93,6 +94,8 @@ fn what_was_measured_is_not_measured_again() {
         assert!(!results.join(name).join("run/model/model.safetensors").exists(), "nothing is exported");
         assert!(folder.path().join("autotuning_exps").join(format!("{name}.json")).exists());
     }
+    assert!(!folder.path().join("curves").exists(), "experiments have no curves");
+    assert_eq!(json(results.join("ds_config_optimal.json"))["csv_monitor"]["enabled"], true);
     let summary = std::fs::read_to_string(results.join("summary.txt")).unwrap();
     assert!(
         summary.contains("| tuning_space | num_experiments | best_metric_val | best_exp_name"),

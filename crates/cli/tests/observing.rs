@@ -2,8 +2,10 @@
 
 mod support;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
+use serde_json::Value;
 use support::{binary, output_of, stderr, stdout};
 
 /// A folder with a text and a recipe, to which a test adds keys of the ds_config.
@@ -51,4 +53,61 @@ fn a_run_with_comms_logger_ends_with_what_ranks_sent_each_other() {
     assert!(said.contains("communication of rank 0\n"), "{said}");
     assert!(said.contains("Comm. Op            Message Size        Count"), "{said}");
     assert!(said.contains("Breakdown with straggler effect"), "{said}");
+}
+
+#[test]
+fn a_trace_has_every_rank_on_one_clock_and_slices_that_nest() {
+    let folder = workplace();
+    let output = output_of(
+        binary()
+            .args([
+                "train",
+                "recipe.toml",
+                "--device",
+                "cpu",
+                "--trace",
+                "trace.json",
+                "--set",
+                "save.every=3",
+            ])
+            .current_dir(folder.path()),
+    );
+    assert!(output.status.success(), "{}\n{}", stdout(&output), stderr(&output));
+    let text = std::fs::read(folder.path().join("trace.json")).unwrap();
+    let document: Value = serde_json::from_slice(&text).unwrap();
+    let events = document["traceEvents"].as_array().unwrap();
+    let number = |event: &Value, key: &str| event[key].as_f64().unwrap();
+    let mut threads: BTreeMap<(u64, u64), Vec<&Value>> = BTreeMap::new();
+    for event in events.iter().filter(|event| event["ph"] == "X") {
+        let thread = (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap());
+        threads.entry(thread).or_default().push(event);
+    }
+    for rank in 0..2 {
+        let of_rank: Vec<&&Value> =
+            threads.iter().filter(|((pid, _), _)| *pid == rank).flat_map(|(_, events)| events).collect();
+        let count = |name: &str| of_rank.iter().filter(|event| event["name"] == name).count();
+        for (name, expected) in [("forward", 6), ("backward", 6), ("step", 6), ("data", 6), ("checkpoint", 2)]
+        {
+            assert_eq!(count(name), expected, "{name} of rank {rank}");
+        }
+        assert!(count("all_reduce") >= 6, "rank {rank}");
+        assert!(count("transformer.h.0") >= 6 && count("transformer.h.0 backward") >= 6, "rank {rank}");
+        assert!(events.iter().any(|event| event["name"] == "process_name" && event["pid"] == rank));
+        // Both ranks ran in the same seconds.
+        let first = of_rank.iter().map(|event| number(event, "ts")).fold(f64::INFINITY, f64::min);
+        assert!(first.abs() < 60e6, "rank {rank} begins at {first} us");
+    }
+    for events in threads.values_mut() {
+        events.sort_by(|one, other| {
+            let key = |event: &Value| (number(event, "ts"), -number(event, "dur"));
+            key(one).partial_cmp(&key(other)).unwrap()
+        });
+        let mut open: Vec<f64> = Vec::new();
+        for event in events.iter() {
+            let (begin, end) = (number(event, "ts"), number(event, "ts") + number(event, "dur"));
+            open.retain(|outer| *outer > begin + 1e-6);
+            assert!(open.iter().all(|outer| end <= outer + 2e-3), "{event} sticks out");
+            open.push(end);
+        }
+    }
 }

@@ -302,7 +302,7 @@ impl GroupInner {
             kind: ticket.fingerprint.kind,
             bytes: message_bytes,
             group_size: self.membership.size(),
-            latency: ticket.started.elapsed(),
+            started: ticket.started,
             call_site: ticket.call_site,
             rank: self.world.rank,
         });

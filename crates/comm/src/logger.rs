@@ -6,15 +6,18 @@
 //! it can be compared with a link's speed. Off, it costs one load per operation.
 
 mod bandwidth;
+mod spans;
 mod table;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::Instant;
 
 pub use bandwidth::{Bandwidth, bandwidth, readable_bytes, trimmed_mean};
+pub use spans::CommSpan;
+use spans::Spans;
 pub use table::{straggler_table, table};
 
 use crate::dtype::ReduceOp;
@@ -63,6 +66,7 @@ pub fn kind_named(name: &str) -> Option<Kind> {
 pub struct CommLog {
     on: AtomicBool,
     counts: Mutex<Counts>,
+    spans: Spans,
 }
 
 #[derive(Debug, Default)]
@@ -99,7 +103,7 @@ pub(crate) struct Ended {
     pub(crate) kind: Kind,
     pub(crate) bytes: usize,
     pub(crate) group_size: usize,
-    pub(crate) latency: Duration,
+    pub(crate) started: Instant,
     pub(crate) call_site: &'static Location<'static>,
     pub(crate) rank: usize,
 }
@@ -170,7 +174,18 @@ impl CommLog {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Begins to keep when operations run, of at most so many.
+    pub fn keep_spans(&self, most: usize) {
+        self.spans.keep(most);
+    }
+
+    /// What was kept, in the order of its end; no more is.
+    pub fn take_spans(&self) -> Vec<CommSpan> {
+        self.spans.take()
+    }
+
     pub(crate) fn add(&self, ended: &Ended) {
+        self.spans.add(ended.kind, ended.bytes, ended.started);
         if !self.is_on() {
             return;
         }
@@ -181,7 +196,7 @@ impl CommLog {
         }
         let caller = options.by_caller.then_some(ended.call_site);
         let mut key = Key { kind: ended.kind.name(), caller, bytes: ended.bytes };
-        let latency_ms = ended.latency.as_secs_f64() * 1e3;
+        let latency_ms = ended.started.elapsed().as_secs_f64() * 1e3;
         let line = (options.verbose && ended.rank == 0).then(|| {
             let speed = bandwidth(ended.kind.name(), ended.bytes, latency_ms, ended.group_size);
             format!(

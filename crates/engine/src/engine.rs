@@ -9,6 +9,7 @@ use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_config::Config;
 use ferrospeed_nn::Mode;
 use ferrospeed_nn::layer_drop::with_layer_drop;
+use ferrospeed_observe::trace::{Activity, Timeline};
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::{LossScaler, Machine};
 use ferrospeed_optim::schedule::Scheduler;
@@ -98,6 +99,8 @@ pub struct Engine {
     last_times: StepTimes,
     pub(crate) throughput: Throughput,
     pub(crate) monitoring: Monitoring,
+    /// Where the run is traced.
+    pub(crate) timeline: Option<Timeline>,
     pub(crate) background: Background,
     pub(crate) features: Features,
     pub(crate) eigenvalues: Option<Eigenvalues>,
@@ -168,6 +171,7 @@ impl Engine {
             last_times: StepTimes::default(),
             throughput: Throughput::default(),
             monitoring,
+            timeline: None,
             background: Background::default(),
             features,
             eigenvalues,
@@ -210,11 +214,12 @@ impl Engine {
         if is_training {
             self.throughput.begin();
         }
-        let result = self.profiled(Phase::Forward, |engine| engine.run(model));
+        let result = self.traced(|engine| engine.profiled(Phase::Forward, |engine| engine.run(model)));
         self.end_timed_phase()?;
         if is_training {
             self.times.forward += start.elapsed();
         }
+        self.trace(Activity::Compute, if is_training { "forward" } else { "evaluate" }, start);
         self.log_memory("Engine after forward");
         result
     }
@@ -279,11 +284,14 @@ impl Engine {
         let seed =
             Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
         self.begin_backward()?;
-        self.profiled(Phase::Backward, |_| autograd::backward_with(&[(loss.clone(), seed)]))?;
+        self.traced(|engine| {
+            engine.profiled(Phase::Backward, |_| autograd::backward_with(&[(loss.clone(), seed)]))
+        })?;
         self.end_backward(start)?;
         let loss = value()?;
         self.end_timed_phase()?;
         self.times.backward += start.elapsed();
+        self.trace(Activity::Compute, "backward", start);
         self.log_memory("Engine after backward");
         self.bad_loss |= !loss.is_finite();
         self.losses = (self.losses.0 + f64::from(loss), self.losses.1 + 1);
@@ -342,6 +350,7 @@ impl Engine {
         self.global_samples += self.train_batch_size();
         self.end_timed_phase()?;
         self.times.step += start.elapsed();
+        self.trace(Activity::Compute, "step", start);
         self.log_micro_batch();
         self.last_times = std::mem::take(&mut self.times);
         self.times_before = StepTimes::default();

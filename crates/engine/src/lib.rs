@@ -43,6 +43,7 @@ mod profiler;
 mod reports;
 mod setup;
 mod slices;
+mod timeline;
 mod timers;
 
 pub use activations::activation_shelf;
@@ -50,6 +51,9 @@ pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions};
 pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use failure::Failure;
+pub use ferrospeed_observe::ObserveError;
+pub use ferrospeed_observe::monitor::Monitor;
+pub use ferrospeed_observe::trace::Activity;
 pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
 pub use model_profile::{ModelProfile, ReportOptions};
 pub use pipeline::{StageFailure, initialize_pipeline};

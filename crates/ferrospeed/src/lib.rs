@@ -40,8 +40,9 @@ pub use ferrospeed_zero as zero;
 
 pub use ferrospeed_comm::World;
 pub use ferrospeed_engine::{
-    BackwardOptions, DataLoader, Dataset, Engine, EngineError, Failure, FindParameter, Format, LoadOptions,
-    Loaded, LoaderOptions, ModelProfile, Options, RepeatingLoader, ReportOptions, SaveOptions, Setup,
-    StepReport, initialize, initialize_model, initialize_pipeline, initialize_with,
+    Activity, BackwardOptions, DataLoader, Dataset, Engine, EngineError, Failure, FindParameter, Format,
+    LoadOptions, Loaded, LoaderOptions, ModelProfile, Monitor, ObserveError, Options, RepeatingLoader,
+    ReportOptions, SaveOptions, Setup, StepReport, StepTimes, initialize, initialize_model,
+    initialize_pipeline, initialize_with,
 };
 pub use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, ops};

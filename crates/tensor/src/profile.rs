@@ -23,8 +23,10 @@
 //! ```
 
 mod counts;
+mod segments;
 
 pub use counts::{ModuleWork, Passes, Profile, Work};
+pub use segments::Segment;
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -33,6 +35,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::Device;
 use crate::param::{Operand, Param};
+use segments::Segments;
 
 /// Why an op runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +59,8 @@ struct Collector {
     stack: Vec<Place>,
     pass: Pass,
     since: Instant,
+    /// Where only the times are wanted, and nobody waits for the device.
+    segments: Option<Segments>,
 }
 
 impl Collector {
@@ -66,6 +71,13 @@ impl Collector {
 
     /// Gives the time since the last change of module or pass to the module and the pass that had it.
     fn settle(&mut self) {
+        if let Some(segments) = &mut self.segments {
+            let now = Instant::now();
+            let path = &self.stack.last().expect("the root is never popped").path;
+            segments.add(path, self.pass, self.since, now);
+            self.since = now;
+            return;
+        }
         // A failing device tells the op that waits for it; here it would only spoil a time.
         let _ = self.device.backend().synchronize();
         let (spent, pass) = (self.since.elapsed(), self.pass);
@@ -93,6 +105,24 @@ fn with<R>(act: impl FnOnce(&mut Collector) -> R) -> Option<R> {
 /// Runs `work` and says what it did on this thread. `device` is waited for at every change of module, so that times are those
 /// of the work and not of its submission. Within another `collect`, the inner one alone counts.
 pub fn collect<R>(device: &Device, work: impl FnOnce() -> R) -> (R, Profile) {
+    let _ = device.backend().synchronize();
+    let (result, collector) = collect_into(device, None, work);
+    (result, collector.map(|collector| collector.profile).unwrap_or_default())
+}
+
+/// Runs `work` and says when it was in which block, as the host saw it: nobody waits for the device. At most so many
+/// stretches are kept.
+pub fn timeline<R>(device: &Device, most: usize, work: impl FnOnce() -> R) -> (R, Vec<Segment>) {
+    let (result, collector) = collect_into(device, Some(Segments::new(most)), work);
+    let segments = collector.and_then(|collector| collector.segments);
+    (result, segments.map(Segments::named).unwrap_or_default())
+}
+
+fn collect_into<R>(
+    device: &Device,
+    segments: Option<Segments>,
+    work: impl FnOnce() -> R,
+) -> (R, Option<Collector>) {
     struct Restore(Option<Collector>);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -100,7 +130,6 @@ pub fn collect<R>(device: &Device, work: impl FnOnce() -> R) -> (R, Profile) {
             COLLECTING.fetch_sub(1, Ordering::Relaxed);
         }
     }
-    let _ = device.backend().synchronize();
     let root = Place { path: "".into(), sealed: false };
     let collector = Collector {
         device: device.clone(),
@@ -108,15 +137,13 @@ pub fn collect<R>(device: &Device, work: impl FnOnce() -> R) -> (R, Profile) {
         stack: vec![root],
         pass: Pass::Forward,
         since: Instant::now(),
+        segments,
     };
     COLLECTING.fetch_add(1, Ordering::Relaxed);
     let _restore = Restore(COLLECTOR.replace(Some(collector)));
     let result = work();
-    let profile = with(|collector| {
-        collector.settle();
-        std::mem::take(&mut collector.profile)
-    });
-    (result, profile.unwrap_or_default())
+    with(Collector::settle);
+    (result, COLLECTOR.take())
 }
 
 /// Counts work of the innermost module.

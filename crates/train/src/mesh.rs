@@ -59,9 +59,10 @@ impl MeshSizes {
                 ),
             );
         }
-        for (size, key) in
-            [(self.tensor.get(), "tensor_parallel.autotp_size"), (self.sequence.get(), "sequence_parallel_size")]
-        {
+        for (size, key) in [
+            (self.tensor.get(), "tensor_parallel.autotp_size"),
+            (self.sequence.get(), "sequence_parallel_size"),
+        ] {
             refuse(
                 size > 1 && self.pipe.get() > 1,
                 format!("{key}: does not run together with pipeline.stages yet; leave out one of the two"),

@@ -5,6 +5,7 @@
 //! steps = 200
 //! ranks = 2                # default 1
 //! seed = 42
+//! trace = "trace.json"     # a timeline of all ranks; default: none
 //!
 //! [model]
 //! preset = "gpt2"          # or "llama"; or path = "a Hugging Face directory"; or config = "a config.json"
@@ -111,6 +112,9 @@ pub struct Recipe {
     /// Text to write at the end.
     #[serde(default)]
     pub sample: Option<SampleRecipe>,
+    /// Where a timeline of all ranks is written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trace: Option<PathBuf>,
     /// The DeepSpeed configuration, or the path of one.
     pub ds_config: Value,
     /// What could not be read as it was written.

@@ -17,6 +17,7 @@ use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_nn::SequenceParallel;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::monitor::TensorBoard;
+use ferrospeed_observe::trace::Activity;
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Category, Device, Tensor};
@@ -273,6 +274,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         None
     };
     run.engine.add_monitor(|| TensorBoard::create(folder.path(), "events"))?;
+    if recipe.trace.is_some() {
+        run.engine.start_trace()?;
+    }
     let info = run.info(all_warnings, resumed, peak::measure(&run.engine)?);
     if let Some(records) = &records {
         records.started(recipe, &info)?;
@@ -305,6 +309,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             records.step(&record);
             progress.step(&record);
             summary.observing_seconds += begin.elapsed().as_secs_f64();
+            run.engine.trace(Activity::Files, "log", begin);
         }
         // Every rank sees the same losses, so all of them leave here.
         verdict?;
@@ -334,6 +339,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             records.sync();
         }
         let (position, state) = (run.position.samples, run.state());
+        let saving = Instant::now();
         if save_now {
             match checkpoints.save_now(&mut run.engine, position, &state, progress) {
                 Ok(saved) => summary.checkpoint = Some(saved),
@@ -346,6 +352,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         } else if checkpoints.is_due(step) {
             checkpoints.save(&mut run.engine, position, &state, progress)?;
         }
+        if save_now || checkpoints.is_due(step) {
+            run.engine.trace(Activity::Files, "checkpoint", saving);
+        }
         if last {
             break;
         }
@@ -354,6 +363,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     health.finish()?;
     if run.engine.config().comms_logger.is_some() {
         summary.communication = Some(run.engine.communication_summary(true)?);
+    }
+    if let (Some(path), Some(document)) = (&recipe.trace, run.engine.finish_trace()?) {
+        std::fs::write(path, document).map_err(TrainError::io(path))?;
     }
     if summary.ending != Ending::Left && !job.is_experiment {
         export(&run.engine, &run.model, &run.model_config, &folder.model())?;
@@ -512,12 +524,14 @@ impl Run<'_> {
         let (lr, loss_scale) =
             (self.engine.get_lr().first().copied().unwrap_or(0.0), self.engine.loss_scale());
         let length = self.engine.curriculum_length(self.recipe.data.sequence);
+        let reading = Instant::now();
         let mut batches = Vec::new();
         for micro in 0..micro_batches {
             let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
             let indices = self.sampler.micro_batch(self.position, micro, rank, ranks, size);
             batches.push(self.batch(Split::Train, indices, length)?);
         }
+        self.engine.trace(Activity::Files, "data", reading);
         let (loss, report) = self.train_on(batches)?;
         self.position.samples += self.engine.train_batch_size();
         let tokens = self.engine.train_batch_size() * length;

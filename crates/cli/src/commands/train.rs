@@ -60,6 +60,9 @@ pub(crate) struct TrainArgs {
     /// Start even if the plan says that memory will not do
     #[arg(long)]
     force: bool,
+    /// Write a timeline of all ranks, for Perfetto or Chrome [default: the recipe's]
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// Search for the fastest configuration in short runs: tune writes it down, run also trains with it
     #[arg(long, value_name = "tune|run", conflicts_with_all = ["resume", "measure_observing"])]
     autotuning: Option<Autotuning>,
@@ -183,6 +186,7 @@ impl TrainArgs {
         let mut recipe = Recipe::load(&self.recipe, &self.overrides())
             .map_err(|error| Failure::Usage(error.to_string()))?;
         recipe.ranks = self.ranks.unwrap_or(recipe.ranks.max(self.ranks_of_a_sample()));
+        recipe.trace = self.trace.clone().or(recipe.trace);
         Ok(recipe)
     }
 
@@ -249,6 +253,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     words.extend(["--out".to_owned(), folder.path().display().to_string()]);
     words.extend(args.words_of_place(recipe.ranks));
     words.extend(args.measure_observing.then(|| "--measure_observing".to_owned()));
+    words.extend(args.trace.iter().flat_map(|file| ["--trace".to_owned(), file.display().to_string()]));
     words.extend(args.experiment.then(|| "--experiment".to_owned()));
     words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
     words.extend(args.overrides().into_iter().flat_map(|assignment| ["--set".to_owned(), assignment]));
@@ -324,7 +329,7 @@ fn run_rank(
     };
     let summary = ferrospeed_train::run(&job, &mut progress).map_err(failure)?;
     if rank == 0 {
-        progress.conclude(&conclusion(&summary, folder));
+        progress.conclude(&conclusion(&recipe, &summary, folder));
     }
     // A rank that leaves with a code of its own is a failure to the launcher, so none leaves before all are done.
     if summary.ending != Ending::Finished {
@@ -379,7 +384,7 @@ fn watch_signals() -> Result<StopRequests, Failure> {
 }
 
 /// What a person wants to know at the end.
-fn conclusion(summary: &Summary, folder: &RunFolder) -> String {
+fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder) -> String {
     let mut text = String::new();
     if let Some(sample) = &summary.sample {
         text.push_str(&format!("\n--- sample ---\n{sample}\n---\n"));
@@ -410,6 +415,9 @@ fn conclusion(summary: &Summary, folder: &RunFolder) -> String {
             cost.steps,
             100.0 * (cost.with_ms / cost.without_ms - 1.0),
         ));
+    }
+    if let Some(trace) = &recipe.trace {
+        text.push_str(&format!("trace    {}\n", trace.display()));
     }
     if let Some(checkpoint) = &summary.checkpoint {
         text.push_str(&format!("saved    {}\n", checkpoint.display()));

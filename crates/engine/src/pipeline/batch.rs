@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use ferrospeed_comm::ReduceOp;
 use ferrospeed_nn::{Carried, Mode, Stages};
+use ferrospeed_observe::trace::Activity;
 use ferrospeed_pipeline::schedule::{Instruction, Kind, Schedule};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::{Tensor, TensorError, autograd};
@@ -213,6 +214,7 @@ impl Engine {
         }
         underway.flights.insert(micro, Flight { inputs, outputs, next_stream: random::state().next_stream });
         self.times.forward += start.elapsed();
+        self.trace(Activity::Compute, &format!("forward of {micro}"), start);
         Ok(())
     }
 
@@ -233,6 +235,7 @@ impl Engine {
                 autograd::backward_with(&roots)?;
                 self.end_backward(start)?;
                 self.times.backward += start.elapsed();
+                self.trace(Activity::Compute, &format!("backward of {micro}"), start);
             }
         }
         let gradient = |input: &Tensor| match input.grad() {

@@ -41,6 +41,7 @@ const RECIPE: &[Key] = &[
     key("ranks", Kind::Count),
     key("seed", Kind::Count),
     key("max_bad_steps", Kind::Count),
+    key("trace", Kind::Text),
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
     required("data", Kind::Table(DATA), || json!({ "synthetic": 1, "sequence": 2 })),
     key("training", Kind::Table(TRAINING)),

@@ -122,10 +122,10 @@ impl<'a> Bench<'a> {
             std::fs::remove_dir_all(folder).map_err(io)?;
         }
         let config = folder.join("ds_config.json");
-        self.folders.write(&config, &format!("{:#}\n", experiment.ds_config))?;
+        self.folders.write(&config, &format!("{:#}\n", without_monitors(&experiment.ds_config)))?;
         let mut short = (*recipe).clone();
         short.steps = settings.end_profile_step + 1;
-        (short.eval, short.save, short.sample) = (Default::default(), None, None);
+        (short.eval, short.save, short.sample, short.trace) = (Default::default(), None, None, None);
         short.model.activation_checkpointing = recompute;
         short.ds_config = config.display().to_string().into();
         let text = short.to_toml().map_err(|error| Failure::Run(format!("the recipe: {error}")))?;
@@ -218,6 +218,15 @@ impl<'a> Bench<'a> {
             "rank": 0,
         }))
     }
+}
+
+/// The curves of experiments are nobody's, and would lie among those of real runs.
+fn without_monitors(ds_config: &Value) -> Value {
+    let mut ds_config = ds_config.clone();
+    if let Some(config) = ds_config.as_object_mut() {
+        config.retain(|key, _| !["tensorboard", "csv_monitor", "wandb"].contains(&key.as_str()));
+    }
+    ds_config
 }
 
 /// Why a run failed, from its last words and its end.
