@@ -102,6 +102,23 @@ fn parts_of_sequences_on_ranks_of_their_own_give_the_curve_of_whole_ones() {
 }
 
 #[test]
+fn slices_and_parts_go_together() {
+    let place = Workplace::new();
+    let heads = MODEL.replace("\"num_attention_heads\": 3", "\"num_attention_heads\": 4");
+    std::fs::write(place.0.path().join("model.json"), heads).unwrap();
+    let whole = place.train("whole", &[]);
+    let run =
+        place.train("meshed", &["--tp", "2", "--sp", "2", "--set", "model.activation_checkpointing=true"]);
+    assert_same_curve(&run, &whole);
+    let (_, output) = place.ferrospeed(
+        "refused",
+        &["--tp", "2", "--sp", "2", "--set", "tensor_parallel.sequence_parallel=true"],
+    );
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("have tokens of their own already"), "{said}");
+}
+
+#[test]
 fn a_run_goes_on_with_another_number_of_parts() {
     let place = Workplace::new();
     let whole = place.train("whole", &[]);

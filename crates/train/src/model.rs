@@ -162,9 +162,13 @@ impl ModelPlan {
         let slices = recipe.mesh().tensor.get() as u64;
         if recipe.between_slices() == Between::OwnTokens && !recipe.data.sequence.is_multiple_of(slices) {
             problems.push(format!(
-                "data.sequence: {} tokens cannot be shared by {slices} ranks alike, as tensor_parallel.sequence_parallel asks;                  use a multiple of {slices}",
+                "data.sequence: {} tokens cannot be shared by {slices} ranks alike, as tensor_parallel.sequence_parallel asks; use a multiple of {slices}",
                 recipe.data.sequence
             ));
+        }
+        if recipe.between_slices() == Between::OwnTokens && slices > 1 && recipe.mesh().sequence.get() > 1 {
+            let why = "tensor_parallel.sequence_parallel: ranks that share sequences (sequence_parallel_size) have tokens of their own already; leave out one of the two";
+            problems.push(why.to_owned());
         }
         if recipe.data.sequence > self.config.max_tokens as u64 {
             problems.push(format!(

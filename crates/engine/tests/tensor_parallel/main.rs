@@ -6,6 +6,7 @@
 mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
+mod sequences;
 mod ways;
 mod wire;
 
