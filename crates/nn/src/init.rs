@@ -35,6 +35,11 @@ impl Init {
         Init { cut: Some(cut), ..self.clone() }
     }
 
+    /// Whether ranks that hold slices of layers have all tokens between them, so that rows of tokens may be summed over ranks.
+    pub fn has_all_tokens(&self) -> bool {
+        self.slices.as_ref().is_none_or(|slices| slices.between() == Between::AllTokens)
+    }
+
     /// The ranks, and how the layer made here is cut over them.
     pub(crate) fn slicing(&self) -> Option<(&Slices, Cut)> {
         Some((self.slices.as_ref()?, self.cut?))

@@ -1,8 +1,8 @@
 //! A transformer in slices: what one rank of a tensor-parallel group holds of it, and what the group exchanges.
 //!
-//! Heads, inner channels and tokens are cut; norms, biases behind sums, positions and experts are not. Column biases, a
-//! thousandth of their weights, are counted as whole. Between layers every rank is taken to have all tokens, which is the most
-//! that it may keep. `docs/tensor-parallel.md` has the formulas.
+//! Heads, inner channels and tokens are cut; norms, biases behind sums and positions are not. Column biases, a thousandth of
+//! their weights, are counted as whole, and routers as cut with their experts. Between layers every rank is taken to have all
+//! tokens. `docs/tensor-parallel.md` has the formulas.
 
 use crate::estimate::ModelSize;
 use crate::model::Transformer;
@@ -13,20 +13,23 @@ impl Transformer {
         if slices <= 1 {
             return self;
         }
-        let is_mixture = self.experts_per_token > 1;
         let sliced = Transformer {
             heads: self.heads.div_ceil(slices),
             kv_heads: (self.kv_heads / slices).max(1),
-            intermediate: if is_mixture { self.intermediate } else { self.intermediate.div_ceil(slices) },
+            intermediate: self.intermediate.div_ceil(slices),
             vocab: self.vocab.div_ceil(slices),
             ..self
         };
-        let cut = |shape: &Transformer| {
-            let attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim;
-            let inner = if is_mixture { 0 } else { (2 + u64::from(shape.gated)) * shape.intermediate };
-            (attention + inner).saturating_mul(shape.hidden)
+        let attention = |shape: &Transformer| {
+            (2 * (shape.heads + shape.kv_heads) * shape.head_dim).saturating_mul(shape.hidden)
         };
-        let layer_params = self.layer_params.saturating_sub(cut(&self)).saturating_add(cut(&sliced));
+        // Experts are all that a layer has besides attention and two norms.
+        let feed_forward = match self.experts_per_token {
+            1 => ((2 + u64::from(self.gated)) * self.intermediate).saturating_mul(self.hidden),
+            _ => self.layer_params.saturating_sub(attention(&self) + 2 * self.hidden),
+        };
+        let whole = self.layer_params.saturating_sub(attention(&self)).saturating_sub(feed_forward);
+        let layer_params = whole + attention(&sliced) + feed_forward.div_ceil(slices);
         let in_layers = self.layers.saturating_mul(self.layer_params);
         let outside = self.size.total_params.saturating_sub(in_layers);
         // One table, or a head of its own beside it.

@@ -255,7 +255,7 @@ fn every_family_trains_in_slices_as_it_does_whole() {
             let (found, whole) = (train(ranks, tensor, &model, 0), &whole[ranks / tensor - 1]);
             compare(&found, whole, &format!("{kind}, {ranks} ranks, {tensor} slices"));
             let (held, all) = (found[0].held, whole[0].held);
-            assert!(held < all * 9 / 10, "{kind}: {held} of {all}");
+            assert!(held < all * 3 / 4, "{kind}: {held} of {all}");
         }
     }
 }

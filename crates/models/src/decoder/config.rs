@@ -236,9 +236,14 @@ impl DecoderConfig {
             );
             return refuse("num_key_value_heads", why);
         }
-        let is_mixture = matches!(self.feed_forward, FeedForward::Mixture(_));
-        if !is_mixture && !self.inner_width.is_multiple_of(ranks) {
-            let inner = self.inner_width;
+        let inner = match &self.feed_forward {
+            FeedForward::Mixture(_) if between == Between::OwnTokens => Vec::new(),
+            FeedForward::Mixture(mixture) => {
+                std::iter::once(mixture.inner_width).chain(mixture.shared_width).collect()
+            }
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } => vec![self.inner_width],
+        };
+        if let Some(inner) = inner.into_iter().find(|inner| !inner.is_multiple_of(ranks)) {
             let why = format!(
                 "{inner} channels cannot be shared by {ranks} ranks alike; use a tensor parallelism that divides them"
             );

@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_nn::moe::{Routing, balance_loss};
+use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{Experts, GatedMlp, Init, Linear, Mode, Moe, MoeConfig};
 use ferrospeed_tensor::ops::{self, Routes, WeightLayout};
 use ferrospeed_tensor::{Activation, DType, Tensor};
@@ -92,9 +93,15 @@ impl Mixture {
         let experts = at.at("experts").as_unit();
         let gated = |at: &Init, inner: usize| {
             let [gate, up, down] = config.names.expert;
-            let gate = linear(&at.at(gate), width, inner);
-            let make_up = || linear(&at.at(up), width, inner);
-            let make_down = || linear(&at.at(down), inner, width);
+            // Ranks that have tokens of their own send them to whole experts.
+            let cut = |name: &str, cut| {
+                if at.has_all_tokens() { at.at(name).cut(cut) } else { at.at(name) }
+            };
+            let (outwards, inwards) =
+                (Cut::Outputs { sections: 1, units: inner }, Cut::Inputs { units: inner });
+            let gate = linear(&cut(gate, outwards), width, inner);
+            let make_up = || linear(&cut(up, outwards), width, inner);
+            let make_down = || linear(&cut(down, inwards), inner, width);
             // Parameters are listed in the order in which these are called.
             let (up, down) = match config.names.declared {
                 DeclaredMixture::DownBeforeUp => {

@@ -10,6 +10,7 @@ use ferrospeed_tensor::{Activation, Operand, Result, Tensor, TensorError};
 
 use crate::linear::Linear;
 use crate::mlp::{GatedMlp, Mlp};
+use crate::tensor_parallel::{Slices, enter};
 use crate::{Mode, Module};
 
 /// One expert.
@@ -47,12 +48,17 @@ struct GroupedLinear {
     weights: GroupWeights,
     biases: Option<GroupWeights>,
     layout: WeightLayout,
+    /// The ranks whose results are summed, where inputs are cut.
+    summed: Option<Slices>,
 }
 
 impl GroupedLinear {
-    /// `None` where they are not alike.
+    /// `None` where they are not alike, or where biases come behind a sum over ranks.
     fn of(layers: &[&Linear]) -> Option<GroupedLinear> {
         let first = layers.first()?;
+        if layers.iter().any(|layer| layer.summed_over().is_some() && layer.bias().is_some()) {
+            return None;
+        }
         let alike = |other: &&Linear| {
             other.layout() == first.layout()
                 && other.weight().shape() == first.weight().shape()
@@ -65,11 +71,16 @@ impl GroupedLinear {
             weights,
             biases: (!biases.is_empty()).then_some(GroupWeights::Each(biases)),
             layout: first.layout(),
+            summed: first.summed_over().cloned(),
         })
     }
 
     fn forward(&self, rows: &Tensor, counts: &Tensor) -> Result<Tensor> {
-        ops::grouped_linear(rows, counts, &self.weights, self.biases.as_ref(), self.layout)
+        let product = ops::grouped_linear(rows, counts, &self.weights, self.biases.as_ref(), self.layout)?;
+        match &self.summed {
+            Some(slices) => slices.leave(&product),
+            None => Ok(product),
+        }
     }
 }
 
@@ -120,12 +131,14 @@ impl Experts {
         match &self.way {
             Way::Gated(layers, activation) => {
                 let [gate, up, down] = &**layers;
-                let (gates, ups) = (gate.forward(rows, counts)?, up.forward(rows, counts)?);
+                let rows = enter(rows, down.summed.as_ref())?;
+                let (gates, ups) = (gate.forward(&rows, counts)?, up.forward(&rows, counts)?);
                 down.forward(&ops::gated(*activation, &gates, &ups)?, counts)
             }
             Way::Plain(layers, activation) => {
                 let [up, down] = &**layers;
-                down.forward(&ops::activate(&up.forward(rows, counts)?, *activation)?, counts)
+                let rows = enter(rows, down.summed.as_ref())?;
+                down.forward(&ops::activate(&up.forward(&rows, counts)?, *activation)?, counts)
             }
             Way::OneByOne(layers) => one_by_one(layers, rows, counts, mode),
         }
