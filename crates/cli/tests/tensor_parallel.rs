@@ -112,6 +112,14 @@ fn slices_train_save_go_on_and_export_as_the_whole_does() {
     assert!(generated.status.success(), "{}", support::stderr(&generated));
     let bytes = |run: &Path| std::fs::metadata(run.join("model/model.safetensors")).unwrap().len();
     assert_eq!(bytes(&back), bytes(&whole));
+
+    // And slices of it are read where it is trained further.
+    let preset = "preset = \"gpt2\"\n    layers = 2\n    width = 64\n    heads = 4";
+    let further = RECIPE.replace(preset, "path = \"whole/model\"");
+    assert!(further.contains("whole/model"));
+    let further = further.replace("sequence = 32", "tokenizer = \"bytes\"\n    sequence = 32");
+    std::fs::write(place.0.path().join("recipe.toml"), further).unwrap();
+    assert_near(&place.train("further-in-slices", &["--tp", "2"]), &place.train("further", &[]));
 }
 
 #[test]
