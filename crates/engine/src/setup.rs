@@ -175,6 +175,10 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
             config.zero.stage.number()
         );
     }
+    if options.mesh.is_some() && config.zero.mics_shard_size.is_some() {
+        let why = "on a mesh, state is spread over all ranks that hold the same slices; remove it".to_owned();
+        return Err(EngineError::Unsupported { key: "zero_optimization.mics_shard_size", why });
+    }
     let sharding = match (options.sharding, config.zero.mics_shard_size) {
         (Some(given), _) => given,
         (None, Some(size)) if config.zero.stage == Stage::Parameters => {

@@ -37,12 +37,6 @@ pub(crate) fn check(config: &Config, optimizer: Option<&Optimizer>, mesh: Option
         let why = "it scales by norms of whole parameters or averages over all ranks, and ranks hold slices; use AdamW, Adam, Lion, Adagrad or SGD";
         return refuse("optimizer.type", why);
     }
-    if config.zero.mics_shard_size.is_some() {
-        return refuse(
-            "zero_optimization.mics_shard_size",
-            "slices are spread over all ranks that hold them; remove it",
-        );
-    }
     if config.section("eigenvalue").is_some_and(|section| section["enabled"] == true) {
         return refuse("eigenvalue", "it measures whole blocks, and ranks hold slices of them; remove it");
     }

@@ -410,13 +410,22 @@ fn what_cannot_be_shared_is_refused_with_a_reason() {
         let refused_setup = initialize_model(&setup, model.parameters(), Options::default());
         let error = refused_setup.err().unwrap().to_string();
         assert!(error.contains("Options::spread_over"), "{error}");
+        let mesh = || {
+            let axes = [(DATA, 1), (SEQUENCE, 4)];
+            Mesh::new(world.clone(), ProcessTopology::new(axes).unwrap()).unwrap()
+        };
         let mut value = value;
+        let mut in_shards = value.clone();
+        in_shards["zero_optimization"] = json!({"stage": 3, "mics_shard_size": 2});
+        let setup = Setup::new(config(&in_shards, 1), world.clone(), device(1));
+        let mut options = Options::default();
+        options.spread_over(&mesh()).unwrap();
+        let error = initialize_model(&setup, model.parameters(), options).err().unwrap().to_string();
+        assert!(error.contains("mics_shard_size"), "{error}");
         value["optimizer"] = json!({"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 2}});
         let setup = Setup::new(config(&value, 1), world.clone(), device(1));
-        let axes = [(DATA, 1), (SEQUENCE, 4)];
-        let mesh = Mesh::new(world.clone(), ProcessTopology::new(axes).unwrap()).unwrap();
         let mut options = Options::default();
-        options.spread_over(&mesh).unwrap();
+        options.spread_over(&mesh()).unwrap();
         let error = initialize_model(&setup, model.parameters(), options).err().unwrap().to_string();
         assert!(error.contains("ranks that share sequences bring summands"), "{error}");
         let mixture = Case { tokens: 18, ..Case::alone("mixtral").shared(4, SequenceMethod::Ulysses) };

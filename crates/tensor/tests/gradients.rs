@@ -158,7 +158,7 @@ fn a_layer_that_is_not_used_leaves_the_others_alone() {
     autograd::backward_with(&[(y, seed.detach())]).unwrap();
     assert!(unused.grad().is_none());
     let alone = x.detach().tracked();
-    let y = ops::linear(&alone, &used.detach(), None, WeightLayout::OutIn).unwrap();
+    let y = ops::linear(&alone, used.detach(), None, WeightLayout::OutIn).unwrap();
     autograd::backward_with(&[(y, seed.detach())]).unwrap();
     assert_eq!(x.grad().unwrap().to_vec_f32().unwrap(), alone.grad().unwrap().to_vec_f32().unwrap());
 }
