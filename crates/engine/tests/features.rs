@@ -1,9 +1,6 @@
-//! What an engine changes as training goes on: blocks that are left out, sequences that grow; and what it tells.
+//! What an engine changes as training goes on: blocks that are left out, sequences that grow.
 
 mod common;
-
-use std::io::Write;
-use std::sync::{Arc, Mutex};
 
 use common::{config, device, on_ranks};
 use ferrospeed_comm::World;
@@ -105,60 +102,4 @@ fn sequences_grow_with_the_steps_that_are_done() {
         let (mut engine, _, _) = start(world, &configuration(0));
         assert_eq!(engine.curriculum_length(24), 24, "no curriculum");
     });
-}
-
-/// Collects what is logged.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-#[test]
-fn steps_times_throughput_and_memory_are_logged_as_configured() {
-    let log = Log::default();
-    let sink = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || sink.clone()).finish();
-    let mut value = configuration(1);
-    value["steps_per_print"] = 2.into();
-    value["wall_clock_breakdown"] = true.into();
-    value["memory_breakdown"] = true.into();
-    // While there is one reader only, lines that another test meets first ask that test's thread, which has none.
-    let _second_reader = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::default());
-    tracing::subscriber::with_default(subscriber, || {
-        // Other tests may have met these lines before there was anybody to read them.
-        tracing::callsite::rebuild_interest_cache();
-        let (mut engine, blocks, _) = start(World::solo(), &value);
-        for _ in 0..4 {
-            step(&mut engine, &blocks);
-        }
-        engine.see_memory_usage("at the end");
-    });
-    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-    let count = |part: &str| text.matches(part).count();
-    assert_eq!(
-        (count("step=2, skipped=0, lr=[0.01], mom=[[0.9, 0.999]]"), count("step=4,")),
-        (1, 1),
-        "{text}"
-    );
-    assert_eq!((count("step=1,"), count("step=3,")), (0, 0), "{text}");
-    assert_eq!(count("time (ms) | fwd: "), 2, "{text}");
-    assert_eq!(count(" | bwd: "), 2, "{text}");
-    assert_eq!(count("samples/s"), 2, "{text}");
-    for part in ["after forward", "after backward", "after step"] {
-        assert_eq!(count(&format!("memory {part}: parameters ")), 4, "{text}");
-    }
-    assert_eq!(count("memory at the end: parameters "), 1, "{text}");
-    let line = text.lines().find(|line| line.contains("at the end")).unwrap();
-    for category in ["gradients", "optimizer", "activations", "buffers", "total", "process", "(now/peak)"] {
-        assert!(line.contains(category), "{line}");
-    }
 }

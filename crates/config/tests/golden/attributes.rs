@@ -25,7 +25,6 @@ const NEWER: &[&str] = &[
     "keep_int_input_tensors",
     "leaf_module",
     "log_trace_cache_warnings",
-    "method",
     "module_granularity_threshold",
     "offload_activation",
     "offload_activation_pin_memory",
@@ -56,6 +55,15 @@ pub(crate) fn without_newer(section: &Value) -> Value {
         }
         other => other.clone(),
     }
+}
+
+/// The `autotuning` section; compression, too, has a key that is called `method`.
+fn autotuning(section: &Value) -> Value {
+    let mut section = without_newer(section);
+    if let Some(section) = section.as_object_mut() {
+        section.remove("method");
+    }
+    section
 }
 
 /// The `zero_optimization` section under DeepSpeed's names; `given` is the section as it was written.
@@ -97,7 +105,7 @@ pub(crate) fn all(config: &Config, input: &Value, world_size: u64) -> Value {
         "zero_config": zero,
         "activation_checkpointing_config": full["activation_checkpointing"],
         "flops_profiler_config": full["flops_profiler"],
-        "autotuning_config": without_newer(&full["autotuning"]),
+        "autotuning_config": autotuning(&full["autotuning"]),
         "use_data_before_expert_parallel_": full["use_data_before_expert_parallelism"],
         "data_efficiency_config": data_efficiency(&full["data_efficiency"]),
         "data_efficiency_enabled": full["data_efficiency"]["enabled"],
