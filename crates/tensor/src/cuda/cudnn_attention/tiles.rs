@@ -33,7 +33,9 @@ fn part([batch, heads, kv_heads, queries, keys, _]: [usize; 6], window: Option<u
     let shared = heads / kv_heads;
     let one = |queries: usize, keys: usize| shared * queries * keys * DType::BF16.size_bytes();
     let mut tokens = queries.max(keys);
-    if one(queries, keys) > SCORES_BYTES {
+    // Most of a square far larger than the window would be computed for nothing.
+    let is_band = window.is_some_and(|window| tokens > 4 * window.max(FEWEST_TOKENS));
+    if one(queries, keys) > SCORES_BYTES || is_band {
         tokens = FEWEST_TOKENS;
         let fits = |tokens: usize| tokens <= most && one(tokens, tokens) <= SCORES_BYTES;
         while fits(2 * tokens) && window.is_none_or(|window| tokens < window) {
@@ -306,6 +308,8 @@ mod tests {
         assert_eq!(cut(long, None), Part { sequences: 1, kv_heads: 2, tokens: 8192 });
         assert_eq!(cut(long, Some(4096)), Part { sequences: 1, kv_heads: 4, tokens: 4096 });
         assert_eq!(part(long, Some(4096), 1024).tokens, 1024);
+        // It would fit, and is a narrow band.
+        assert_eq!(cut([1, 32, 32, 32_768, 32_768, 64], Some(4096)).tokens, 4096);
     }
 
     #[test]
