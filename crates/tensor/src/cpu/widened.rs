@@ -1,7 +1,7 @@
 //! 16-bit products on processors without vectors of 512 bits: operands are widened once, multiplied in f32 and rounded once.
 //!
-//! Few rows are bound by reading the right operand, and writing it anew would take longer than the product: they go to
-//! `rows_alone.rs`, which widens what it reads.
+//! Very few rows are bound by reading the right operand, and writing it anew would take longer than the product: where its
+//! columns are consecutive they go to `rows_alone.rs`, which widens what it reads.
 
 use crate::backend::{Gemm, Matrix};
 use crate::cpu::gemm::{Epilogue, Operand, output, through_scratch, tiles};
@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::memory::{Block, Category, HostPool};
 
 /// Rows that do not pay for a wide copy of the right operand, at most.
-const FEW_ROWS: usize = 16;
+const FEW_ROWS: usize = 4;
 /// Lines that a task widens.
 const LINES: usize = 16;
 
@@ -24,7 +24,7 @@ pub(super) fn products<T: Float, C: Float>(
     gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
 ) -> Result<()> {
-    if gemm.batch == 1 && gemm.m <= FEW_ROWS {
+    if gemm.batch == 1 && gemm.m <= FEW_ROWS && gemm.b.transposed {
         return rows_alone::product::<C>(threads, gemm, epilogue, &output(gemm, 0));
     }
     let a = Wide::of::<T>(threads, pool, &gemm.a, [gemm.m, gemm.k], gemm.batch)?;

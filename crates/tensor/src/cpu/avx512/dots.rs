@@ -1,7 +1,8 @@
 //! Few rows times columns that are consecutive in memory (`x·Wᵀ` of an `[out, in]` weight): dot products, read in place.
 //!
 //! Such a product is bound by reading its right operand. Packing it, which pays where many rows share it, costs more than
-//! the product; here each of its lines is read once and multiplied by all rows.
+//! the product; here each of its lines is read once and multiplied by all rows. Those are brought into f32 first, since they are
+//! read again for every few columns.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -39,15 +40,24 @@ pub(super) fn multiply<T: Lanes>(
     assert!(k == 0 || b.index(k - 1, columns.end - 1) < b.elements.len());
     let slices = (k * rows.len()).div_ceil(SLICE).max(1);
     let depth = k.div_ceil(slices);
+    let mut wide = [0.0f32; SLICE + BLOCK_ROWS];
     for slice in 0..slices {
         let span = [slice * depth, ((slice + 1) * depth).min(k)];
+        let depth = span[1] - span[0];
+        for (i, row) in rows.clone().enumerate() {
+            let from = a.elements.get(a.index(row, span[0])..).unwrap_or_default();
+            wide[i * depth..(i + 1) * depth]
+                .iter_mut()
+                .zip(from)
+                .for_each(|(wide, value)| *wide = value.widen());
+        }
         for column in columns.clone().step_by(BLOCK_COLUMNS) {
             let block = Block {
-                left: a.elements.as_ptr().wrapping_add(a.index(rows.start, span[0])),
-                left_stride: a.row_stride,
+                left: wide.as_ptr(),
+                left_stride: depth,
                 right: b.elements.as_ptr().wrapping_add(b.index(span[0], column)),
                 right_stride: b.column_stride,
-                depth: span[1] - span[0],
+                depth,
                 target: output
                     .c
                     .pointer()
@@ -71,7 +81,7 @@ pub(super) fn multiply<T: Lanes>(
 
 /// Some rows and columns: what is multiplied, and where the result goes.
 struct Block<T> {
-    left: *const T,
+    left: *const f32,
     left_stride: usize,
     right: *const T,
     right_stride: usize,
@@ -116,7 +126,7 @@ unsafe fn block<T: Lanes, const ROWS: usize, const COLUMNS: usize>(block: &Block
                 *line = T::load(lanes, block.right.add(column * block.right_stride + k));
             }
             for (row, sums) in sums.iter_mut().enumerate() {
-                let factor = T::load(lanes, block.left.add(row * block.left_stride + k));
+                let factor = _mm512_maskz_loadu_ps(lanes, block.left.add(row * block.left_stride + k));
                 for (sum, line) in sums.iter_mut().zip(lines) {
                     *sum = _mm512_fmadd_ps(factor, line, *sum);
                 }
