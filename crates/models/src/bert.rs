@@ -269,10 +269,10 @@ impl Bert {
             let options = CrossEntropyOptions::default();
             let loss = match (&self.slices, self.words.table().slice()) {
                 (Some(slices), Some(slice)) if what == TOKENS => {
-                    let first = slice.ranges()[0].start;
+                    let places = [slice.ranges()[0].start, slice.whole()[0]];
                     tensor_parallel::cross_entropy(
                         logits,
-                        first,
+                        places,
                         labels,
                         options.ignore_index,
                         slices.group(),

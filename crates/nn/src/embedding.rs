@@ -3,7 +3,7 @@
 use ferrospeed_tensor::{Initializer, Param, Result, Tensor, ops};
 
 use crate::init::Init;
-use crate::tensor_parallel::{Cut, Slices};
+use crate::tensor_parallel::{Cut, Slices, expect_entries};
 
 /// Rows looked up by id. Where its [`Init`] cuts it by entries, each rank looks up what it holds, and the ranks' rows are
 /// summed.
@@ -37,6 +37,7 @@ impl Embedding {
             (Some(slices), Some(slice)) => {
                 let rows = slice.ranges()[0].clone();
                 let all = ids.to_vec::<i64>()?;
+                expect_entries("embedding", all.iter().copied(), slice.whole()[0])?;
                 let here = |id: i64| usize::try_from(id).ok().filter(|id| rows.contains(id));
                 let own: Vec<i64> =
                     all.iter().map(|&id| here(id).map_or(0, |id| (id - rows.start) as i64)).collect();

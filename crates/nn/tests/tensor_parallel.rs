@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use ferrospeed_comm::{Group, World};
 use ferrospeed_nn::tensor_parallel::{Cut, Slices, linear_cross_entropy};
-use ferrospeed_nn::{AttentionConfig, HeadProjections, Init, Linear, Mode, MultiHeadAttention, Visibility};
+use ferrospeed_nn::{
+    AttentionConfig, Embedding, HeadProjections, Init, Linear, Mode, MultiHeadAttention, Visibility,
+};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, ParamSource, PlainStore};
@@ -60,6 +62,33 @@ fn loss(group: Option<&Group>, dtype: DType, scale: f32, counts: bool) -> (f32, 
     autograd::backward(&loss).unwrap();
     let dx = x.grad().unwrap().to_vec_f32().unwrap();
     (loss.item().unwrap(), dx, store.gradient(0).unwrap().to_vec_f32().unwrap())
+}
+
+#[test]
+fn tokens_that_no_rank_holds_are_refused() {
+    for ranks in [2, 3] {
+        on_ranks(ranks, |group| {
+            let device = Device::cpu_with_threads(1);
+            let init = Init::root().over(Some(&Slices::from(group)));
+            let words = Embedding::new(&init.at("words").cut(Cut::Entries), TOKENS, WIDTH, 1.0);
+            let source = FromInitializers { seed: 5 };
+            let _store =
+                PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &source).unwrap();
+            let x = Tensor::from_f32(&hidden(1.0)[..2 * WIDTH], [2, WIDTH], DType::F32, &device).unwrap();
+            for bad in [TOKENS as i64, -1] {
+                let ids = Tensor::from_slice(&[3, bad], [2], &device).unwrap();
+                let looked_up = words.forward(&ids).unwrap_err().to_string();
+                let slices = Slices::from(group);
+                let lost = linear_cross_entropy(&x, words.table(), &ids, IGNORED, &slices).unwrap_err();
+                for error in [looked_up, lost.to_string()] {
+                    assert!(
+                        error.contains(&format!("index {bad} at position 1 is outside 0..11")),
+                        "{error}"
+                    );
+                }
+            }
+        });
+    }
 }
 
 #[test]

@@ -26,11 +26,22 @@ struct Targets {
     counted: Tensor,
 }
 
+/// An error for the first id that no rank holds: a sum over nothing would look like a value.
+pub(crate) fn expect_entries(op: &'static str, ids: impl Iterator<Item = i64>, limit: usize) -> Result<()> {
+    let is_outside = |id: i64| usize::try_from(id).map_or(true, |id| id >= limit);
+    match ids.enumerate().find(|&(_, id)| is_outside(id)) {
+        Some((position, index)) => Err(TensorError::IndexOutOfRange { op, index, position, limit }),
+        None => Ok(()),
+    }
+}
+
 impl Targets {
-    fn new(targets: &Tensor, first: usize, tokens: usize, ignored: i64) -> Result<Targets> {
+    /// Of a vocabulary of `all` tokens, of which this rank has `tokens` from `first` on.
+    fn new(targets: &Tensor, [first, tokens, all]: [usize; 3], ignored: i64) -> Result<Targets> {
         let device = targets.device();
         let rows = targets.numel();
         let ids = targets.to_vec::<i64>()?;
+        expect_entries("sliced loss", ids.iter().map(|&id| if id == ignored { 0 } else { id }), all)?;
         let here = |id: i64| usize::try_from(id).ok()?.checked_sub(first).filter(|&row| row < tokens);
         let flags = |is: &dyn Fn(i64) -> bool| {
             let flags: Vec<f32> = ids.iter().map(|&id| f32::from(u8::from(is(id)))).collect();
@@ -73,7 +84,8 @@ pub fn linear_cross_entropy(
             right: *weight.shape(),
         });
     }
-    let targets = Targets::new(targets, slice.ranges()[0].start, tokens, ignored)?;
+    let places = [slice.ranges()[0].start, tokens, slice.whole()[0]];
+    let targets = Targets::new(targets, places, ignored)?;
     let x = Operand::from(ops::reshape(&x, [rows, width])?);
     let weight = Operand::from(weight);
     let recording = needs_grad(&[&x, &weight]);
@@ -230,11 +242,11 @@ fn measure(logits: &Tensor, here: &Tensor, is_here: &Tensor, group: &Group) -> R
     Ok(Measured { softmax, own, lse, target })
 }
 
-/// The mean loss of logits `[.., tokens]` of this rank's tokens, the first of which is `first` among all; as
+/// The mean loss of logits `[.., tokens]` of this rank's tokens, the first of which is `first` among `all`; as
 /// [`linear_cross_entropy`], for heads that make their logits by themselves.
 pub fn cross_entropy(
     logits: &Tensor,
-    first: usize,
+    [first, all]: [usize; 2],
     targets: &Tensor,
     ignored: i64,
     group: &Group,
@@ -247,7 +259,7 @@ pub fn cross_entropy(
             right: *targets.shape(),
         });
     }
-    let targets = Targets::new(targets, first, tokens, ignored)?;
+    let targets = Targets::new(targets, [first, tokens, all], ignored)?;
     let logits = Operand::from(ops::reshape(logits, [rows, tokens])?);
     let (losses, gradient) = no_grad(|| -> Result<_> {
         let values = ops::cast(&*logits.read()?, DType::F32)?;

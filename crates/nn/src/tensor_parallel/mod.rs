@@ -18,6 +18,7 @@ mod loss;
 
 pub use cut::Cut;
 pub(crate) use cut::{Held, held};
+pub(crate) use loss::expect_entries;
 pub use loss::{cross_entropy, linear_cross_entropy};
 
 use ferrospeed_collective::ops;
