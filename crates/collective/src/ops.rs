@@ -137,7 +137,7 @@ fn recorded(
     name: &'static str,
     x: &Tensor,
     y: Tensor,
-    backward: impl FnOnce(&Tensor) -> Result<Tensor> + Send + 'static,
+    backward: impl Fn(&Tensor) -> Result<Tensor> + Send + 'static,
 ) -> Result<Tensor> {
     let x: Operand = x.into();
     if !needs_grad(&[&x]) {

@@ -26,7 +26,7 @@ use crate::monitors::Monitoring;
 use crate::pipeline;
 use crate::pipeline::Pipeline;
 use crate::profiler::{Phase, StepProfiler};
-use crate::setup::Setup;
+use crate::setup::{Setup, kept_type};
 use crate::timers::{StepTimes, Throughput};
 
 /// What a call of [`Engine::step`] did.
@@ -54,11 +54,14 @@ pub enum StepReport {
 pub struct BackwardOptions {
     /// Whether the loss is divided by the number of micro-batches of a step.
     pub scale_wrt_gas: bool,
+    /// Whether the graph stays for another backward of the same micro-batch, whose gradients are added to these. The last
+    /// one does without, and averages the sum over ranks where stage and accumulation have it so.
+    pub retain_graph: bool,
 }
 
 impl Default for BackwardOptions {
     fn default() -> Self {
-        BackwardOptions { scale_wrt_gas: true }
+        BackwardOptions { scale_wrt_gas: true, retain_graph: false }
     }
 }
 
@@ -283,10 +286,17 @@ impl Engine {
         let scaled = if options.scale_wrt_gas { 1.0 / self.accumulation_steps as f32 } else { 1.0 };
         let seed =
             Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
-        self.begin_backward()?;
-        self.traced(|engine| {
-            engine.profiled(Phase::Backward, |_| autograd::backward_with(&[(loss.clone(), seed)]))
-        })?;
+        let roots = [(loss.clone(), seed)];
+        let pass = match options.retain_graph {
+            false => autograd::backward_with,
+            true => {
+                // Two gradients are added up where one would do without the memory for it.
+                self.store.accumulate_in(kept_type(&self.config, self.store.dtype(), true))?;
+                autograd::backward_retaining
+            }
+        };
+        self.begin_backward(options.retain_graph)?;
+        self.traced(|engine| engine.profiled(Phase::Backward, |_| pass(&roots)))?;
         self.end_backward(start)?;
         let loss = value()?;
         self.end_timed_phase()?;
@@ -298,9 +308,9 @@ impl Engine {
         Ok(loss * scaled)
     }
 
-    /// Tells the store whether a step follows, and gradients are to be reduced before it.
-    pub(crate) fn begin_backward(&self) -> Result<()> {
-        let last = !self.reduces_at_step && self.is_gradient_accumulation_boundary();
+    /// Tells the store whether a step follows, and gradients are to be reduced before it: not so if another backward does.
+    pub(crate) fn begin_backward(&self, another_follows: bool) -> Result<()> {
+        let last = !self.reduces_at_step && !another_follows && self.is_gradient_accumulation_boundary();
         Ok(self.store.begin_backward(last)?)
     }
 

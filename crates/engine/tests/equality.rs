@@ -5,8 +5,8 @@ mod common;
 use std::sync::Arc;
 
 use common::{Batch, Model, engine, on_ranks};
-use ferrospeed_engine::StepReport;
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_engine::{BackwardOptions, StepReport};
+use ferrospeed_tensor::{Device, Tensor, ops};
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -289,6 +289,58 @@ fn gathered_parameters_are_whole_and_take_what_the_modifier_makes_of_them() {
         });
         for values in seen {
             assert!(values.iter().flatten().all(|value| *value == 1.5), "stage {stage}: {values:?}");
+        }
+    }
+}
+
+/// Norms of two steps whose losses go backward twice over one graph, or once with twice the weight.
+fn norms_of_doubled_losses(
+    ranks: usize,
+    micro_steps: usize,
+    config: Value,
+    retain_graph: bool,
+) -> Vec<Vec<u64>> {
+    on_ranks(ranks, move |world| {
+        let rank = world.rank();
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &config, &parameters, None, None, 1);
+        let device = engine.device().clone();
+        let mut norms = Vec::new();
+        for (step, micro) in (0..2).flat_map(|step| (0..micro_steps).map(move |micro| (step, micro))) {
+            let batch = batch(step, micro, rank, &device);
+            let loss = engine.forward(|_| model.loss(&batch)).unwrap();
+            if retain_graph {
+                let options = BackwardOptions { retain_graph, ..BackwardOptions::default() };
+                engine.backward_with(&loss, options).unwrap();
+                engine.backward(&loss).unwrap();
+            } else {
+                engine.backward(&ops::affine(&loss, 2.0, 0.0).unwrap()).unwrap();
+            }
+            if let StepReport::Applied { grad_norm } = engine.step().unwrap() {
+                norms.push(grad_norm.to_bits());
+            }
+        }
+        norms
+    })
+}
+
+#[test]
+fn a_retained_graph_goes_backward_again_and_adds_to_the_same_micro_batch() {
+    // Twice a gradient is exact, so the sum of two passes has the bits of one with twice the loss; with another micro-batch
+    // behind it, that one's two gradients are added one after the other.
+    for (ranks, micro_steps) in [(1, 1), (2, 1), (2, 2)] {
+        for stage in 0..4 {
+            let config = configuration(stage, "fp32", micro_steps, 0.5, "AdamW");
+            let case = format!("stage {stage}, {ranks} ranks, {micro_steps} micro-batches");
+            let retained = norms_of_doubled_losses(ranks, micro_steps, config.clone(), true);
+            let doubled = norms_of_doubled_losses(ranks, micro_steps, config, false);
+            if micro_steps == 1 {
+                assert_eq!(retained, doubled, "{case}");
+            }
+            for (a, b) in retained.iter().flatten().zip(doubled.iter().flatten()) {
+                let (a, b) = (f64::from_bits(*a), f64::from_bits(*b));
+                assert!((a - b).abs() <= 1e-6 * b, "{case}: {a} and {b}");
+            }
         }
     }
 }

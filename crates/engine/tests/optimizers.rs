@@ -187,7 +187,12 @@ fn a_loss_is_divided_by_the_micro_batches_of_a_step_unless_told_otherwise() {
     let norm = |scale_wrt_gas: bool| {
         let (mut engine, layer) = one_weight(value.clone(), Options::default());
         for _ in 0..4 {
-            backward(&mut engine, &layer, 3.0, BackwardOptions { scale_wrt_gas });
+            backward(
+                &mut engine,
+                &layer,
+                3.0,
+                BackwardOptions { scale_wrt_gas, ..BackwardOptions::default() },
+            );
             engine.step().unwrap();
         }
         engine.global_grad_norm().unwrap()

@@ -231,7 +231,7 @@ impl Engine {
                     .zip(gradients)
                     .filter(|(output, _)| output.requires_grad())
                     .collect();
-                self.begin_backward()?;
+                self.begin_backward(false)?;
                 autograd::backward_with(&roots)?;
                 self.end_backward(start)?;
                 self.times.backward += start.elapsed();

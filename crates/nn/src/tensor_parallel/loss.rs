@@ -7,7 +7,7 @@
 
 use ferrospeed_collective::ops::all_gather;
 use ferrospeed_comm::Group;
-use ferrospeed_tensor::autograd::{needs_grad, no_grad, record};
+use ferrospeed_tensor::autograd::{Own, needs_grad, no_grad, record};
 use ferrospeed_tensor::backend::{Binary, Gemm, Matrix};
 use ferrospeed_tensor::memory::Category;
 use ferrospeed_tensor::{DType, Operand, Param, Result, Tensor, TensorError, ops, profile, with_category};
@@ -97,10 +97,12 @@ pub fn linear_cross_entropy(
         return Ok(loss);
     }
     let (dtype, counted) = (x.dtype(), targets.counted);
+    let (dx, dweight) = (dx.map(Own::new), dweight.map(Own::new));
     Ok(record("sliced_linear_cross_entropy", &[&x, &weight], loss, move |dy| {
         let share = mean(&dy, &counted)?;
-        let finish = |gradient: Option<Tensor>, category| {
+        let finish = |gradient: &Option<Own>, category| {
             let Some(gradient) = gradient else { return Ok::<_, TensorError>(None) };
+            let gradient = gradient.take()?;
             let target = match gradient.dtype() == dtype {
                 true => gradient.clone(),
                 false => {
@@ -110,7 +112,7 @@ pub fn linear_cross_entropy(
             gradient.device().backend().scale_by(&gradient, &share, &target)?;
             Ok(Some(target))
         };
-        Ok(vec![finish(dx, Category::Activations)?, finish(dweight, Category::Gradients)?])
+        Ok(vec![finish(&dx, Category::Activations)?, finish(&dweight, Category::Gradients)?])
     }))
 }
 

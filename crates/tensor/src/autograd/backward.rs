@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::sync::Arc;
 
+use crate::autograd::retained::{is_retaining, with_retaining};
 use crate::autograd::{Action, Edge, GradientSource, Node, accumulate, lock, no_grad};
 use crate::error::{Result, TensorError};
 use crate::param::Param;
@@ -22,6 +23,15 @@ pub fn backward(loss: &Tensor) -> Result<()> {
 
 /// Backward from several results, each with the gradient that reaches it.
 pub fn backward_with(roots: &[(Tensor, Tensor)]) -> Result<()> {
+    with_retaining(false, || backward_from(roots))
+}
+
+/// The same, and the graph stays for another pass. What it has saved is freed by the pass that does not retain it.
+pub fn backward_retaining(roots: &[(Tensor, Tensor)]) -> Result<()> {
+    with_retaining(true, || backward_from(roots))
+}
+
+fn backward_from(roots: &[(Tensor, Tensor)]) -> Result<()> {
     for (root, gradient) in roots {
         if root.source().is_none() {
             return Err(TensorError::NoGraph { shape: *root.shape() });
@@ -139,6 +149,7 @@ impl Pass {
     fn walk(&mut self) -> Result<()> {
         while let Some(Entry(node)) = self.queue.pop() {
             let gradients = self.gradients.remove(&node.id).unwrap_or_else(|| vec![None; node.outputs]);
+            // Nobody else runs a node meanwhile: a graph belongs to one thread.
             let action = {
                 let mut action = lock(&node.action);
                 match &mut *action {
@@ -154,8 +165,15 @@ impl Pass {
                     Action::Run(..) => std::mem::replace(&mut *action, Action::Freed),
                 }
             };
-            let Action::Run(run, _) = action else { unreachable!("the other states were handled above") };
+            let Action::Run(run, rebuilt) = action else {
+                unreachable!("the other states were handled above")
+            };
             let results = profile::within(node.module.as_ref(), || run(gradients))?;
+            if is_retaining() {
+                *lock(&node.action) = Action::Run(run, rebuilt);
+            } else {
+                drop(run);
+            }
             debug_assert_eq!(
                 results.len(),
                 node.inputs.len(),

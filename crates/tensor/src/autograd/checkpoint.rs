@@ -13,8 +13,8 @@ use crate::profile;
 use crate::random;
 use crate::tensor::Tensor;
 
-/// Brings back what was put away.
-pub type Restore = Box<dyn FnOnce() -> Result<Tensor> + Send>;
+/// Brings back what was put away, as often as it is asked; dropped, it lets go of it.
+pub type Restore = Box<dyn Fn() -> Result<Tensor> + Send>;
 
 /// Where the inputs of checkpointed segments wait for backward.
 pub trait Shelf: std::fmt::Debug + Send + Sync {
@@ -28,7 +28,7 @@ pub struct InPlace;
 
 impl Shelf for InPlace {
     fn put(&self, tensor: Tensor) -> Result<Restore> {
-        Ok(Box::new(move || Ok(tensor)))
+        Ok(Box::new(move || Ok(tensor.clone())))
     }
 }
 
@@ -47,6 +47,19 @@ impl OnHost {
     }
 }
 
+/// A buffer in use, which goes back to the free ones.
+struct Waiting {
+    buffer: Vec<u8>,
+    free: Arc<Mutex<Vec<Vec<u8>>>>,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let buffer = std::mem::take(&mut self.buffer);
+        self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);
+    }
+}
+
 impl Shelf for OnHost {
     fn put(&self, tensor: Tensor) -> Result<Restore> {
         if tensor.device().backend().is_host() {
@@ -55,11 +68,10 @@ impl Shelf for OnHost {
         let mut buffer = self.buffer(tensor.size_bytes());
         tensor.device().backend().copy_to_host(&tensor, &mut buffer)?;
         let (shape, dtype, device) = (*tensor.shape(), tensor.dtype(), tensor.device().clone());
-        let free = self.free.clone();
+        let waiting = Waiting { buffer, free: self.free.clone() };
         Ok(Box::new(move || {
             let again = Tensor::empty(shape, dtype, &device)?;
-            device.backend().copy_from_host(&buffer, &again)?;
-            free.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);
+            device.backend().copy_from_host(&waiting.buffer, &again)?;
             Ok(again)
         }))
     }
@@ -96,9 +108,9 @@ pub fn checkpoint_on(
 
     let backward = move |gradients: Vec<Option<Tensor>>| {
         let mut inputs = Vec::with_capacity(saved.len());
-        for (restore, wanted) in saved {
+        for (restore, wanted) in &saved {
             let input = restore()?;
-            inputs.push(if wanted { input.tracked() } else { input });
+            inputs.push(if *wanted { input.tracked() } else { input });
         }
         let outer_state = random::set_state(random_state);
         let again =

@@ -5,18 +5,20 @@
 //! from the youngest to the oldest, frees each one's saved values as it passes, and pushes a parameter's gradient
 //! as soon as its last use has contributed.
 //!
-//! What is deliberately absent: higher derivatives, and keeping a graph for a second backward.
+//! What is deliberately absent: higher derivatives.
 
 mod backward;
 mod checkpoint;
 mod custom;
 mod rebuilt;
+mod retained;
 
-pub use backward::{backward, backward_with};
+pub use backward::{backward, backward_retaining, backward_with};
 pub(crate) use backward::{contribute_rows, has_contribution};
 pub use checkpoint::{InPlace, OnHost, Restore, Shelf, checkpoint, checkpoint_on};
 pub use custom::{CustomOp, apply};
 pub(crate) use rebuilt::{Rebuilt, Saved, rebuild_with};
+pub use retained::Own;
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,7 +30,7 @@ use crate::profile;
 use crate::tensor::Tensor;
 
 /// Gradients of an op's results in, gradients of its inputs out; `None` where there is none.
-pub type BackwardFn = Box<dyn FnOnce(Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> + Send>;
+pub type BackwardFn = Box<dyn Fn(Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> + Send>;
 
 /// One recorded operation.
 pub struct Node {
@@ -135,7 +137,7 @@ pub fn record_many(
     name: &'static str,
     inputs: &[&Operand],
     outputs: Vec<Tensor>,
-    backward: impl FnOnce(Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> + Send + 'static,
+    backward: impl Fn(Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> + Send + 'static,
 ) -> Vec<Tensor> {
     record_node(name, inputs, Vec::new(), outputs, Box::new(backward))
 }
@@ -145,7 +147,7 @@ pub fn record(
     name: &'static str,
     inputs: &[&Operand],
     output: Tensor,
-    backward: impl FnOnce(Tensor) -> Result<Vec<Option<Tensor>>> + Send + 'static,
+    backward: impl Fn(Tensor) -> Result<Vec<Option<Tensor>>> + Send + 'static,
 ) -> Tensor {
     let inputs_count = inputs.len();
     let wrapped = move |mut gradients: Vec<Option<Tensor>>| match gradients.pop().flatten() {

@@ -119,7 +119,7 @@ fn binary(name: &'static str, op: Binary, a: Operand, b: Operand) -> Result<Tens
         _ => (Some(a.saved()), Some(b.saved())),
     };
     Ok(record(name, &[&a, &b], y, move |dy| {
-        let (da, db) = match (saved_a, saved_b) {
+        let (da, db) = match (&saved_a, &saved_b) {
             (Some(a), Some(b)) => binary_gradients(op, &*a.read()?, &*b.read()?, &dy)?,
             _ => {
                 let db = if op == Binary::Sub { neg(&dy)? } else { dy.clone() };

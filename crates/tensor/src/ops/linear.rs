@@ -1,6 +1,6 @@
 //! Products with weights, and the two-layer perceptron as one node.
 
-use crate::autograd::{Saved, needs_grad, record};
+use crate::autograd::{Own, Saved, needs_grad, record};
 use crate::backend::{Activation, Gemm, Matrix};
 use crate::error::{Result, TensorError};
 use crate::ops::{count_activation, expect_same_dtype, gradient_like};
@@ -240,8 +240,8 @@ fn recorded_linear(x: &Operand, layer: &Layer, activation: Option<Activation>) -
     }
     let (saved_x, saved) = (Saved::of(x), layer.saved());
     Ok(record("linear", &operands, y, move |dy| {
-        let dy = match (activation, before) {
-            (Some(activation), Some(before)) => activation_gradient(activation, &before, dy)?,
+        let dy = match (activation, &before) {
+            (Some(activation), Some(before)) => activation_gradient(activation, before, dy)?,
             _ => dy,
         };
         let x = saved_x.read()?;
@@ -289,7 +289,9 @@ pub fn mlp(
     let is_kept = up.outputs <= input.device().backend().kept_activation_width();
     let kept = is_kept.then_some(hidden);
     let (saved_x, saved_up, saved_down) = (Saved::of(&x), up.saved(), down.saved());
+    let before = Own::new(before);
     Ok(record("mlp", &operands, y, move |dy| {
+        let before = before.take()?;
         let dbefore = saved_down.input_gradient(&dy, before.shape())?;
         // Both tensors are this node's own: the gradient goes through `f` where it lies, and `before` becomes the value
         // after `f` where that was not kept.
@@ -306,7 +308,7 @@ pub fn mlp(
             kept.is_none(),
             dup_bias.as_ref(),
         )?;
-        let after = kept.unwrap_or(before);
+        let after = kept.clone().unwrap_or(before);
         let (ddown, ddown_bias) = saved_down.weight_gradients(&after, &dy)?;
         drop(after);
         let x = saved_x.read()?;

@@ -1,6 +1,6 @@
 //! Cross-entropy, on logits or fused with the projection that makes them.
 
-use crate::autograd::{needs_grad, record};
+use crate::autograd::{Own, needs_grad, record};
 pub use crate::backend::CrossEntropyOptions;
 use crate::backend::{Gemm, LossGradient, Matrix};
 use crate::dtype::DType;
@@ -175,13 +175,15 @@ fn recorded_linear_cross_entropy(
         return Ok(loss);
     }
     let param = Some(weight.clone()).filter(|weight| matches!(weight, Operand::Param(_)));
+    let (dx, dweight) = (dx.map(Own::new), dweight.map(Own::new));
     Ok(record(OP, &[&x, &weight], loss, move |dy| {
         let share = mean_loss(&dy, &counted)?;
         // Nobody else sees these tensors: they are scaled where they lie, or on the way to where they belong.
-        let finish = |gradient: Option<Tensor>, param: Option<Operand>, category: Category| {
+        let finish = |gradient: &Option<Own>, param: Option<&Operand>, category: Category| {
             let Some(gradient) = gradient else { return Ok(None) };
+            let gradient = gradient.take()?;
             let (shape, device) = (*gradient.shape(), gradient.device());
-            let place = param.map(|param| lent_place(&param, shape, dtype)).transpose()?.flatten();
+            let place = param.map(|param| lent_place(param, shape, dtype)).transpose()?.flatten();
             let target = match place {
                 Some(place) => place,
                 None if gradient.dtype() == dtype => gradient.clone(),
@@ -190,6 +192,9 @@ fn recorded_linear_cross_entropy(
             device.backend().scale_by(&gradient, &share, &target)?;
             Ok(Some(target))
         };
-        Ok(vec![finish(dx, None, Category::Activations)?, finish(dweight, param, Category::Gradients)?])
+        Ok(vec![
+            finish(&dx, None, Category::Activations)?,
+            finish(&dweight, param.as_ref(), Category::Gradients)?,
+        ])
     }))
 }

@@ -141,8 +141,8 @@ pub fn split(x: impl Into<Operand>, dim: usize, sizes: &[usize]) -> Result<Vec<T
     Ok(crate::autograd::record_many("split", &[&x], parts, move |gradients| {
         let filled = gradients
             .into_iter()
-            .zip(shapes)
-            .map(|(gradient, shape)| gradient.map_or_else(|| Tensor::zeros(shape, dtype, &device), Ok))
+            .zip(&shapes)
+            .map(|(gradient, &shape)| gradient.map_or_else(|| Tensor::zeros(shape, dtype, &device), Ok))
             .collect::<Result<Vec<Tensor>>>()?;
         Ok(vec![Some(join(&filled, dim)?)])
     }))
@@ -190,8 +190,8 @@ pub fn concat(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     Ok(record("concat", &operands, y, move |dy| {
         let mut start = 0;
         sizes
-            .into_iter()
-            .map(|count| {
+            .iter()
+            .map(|&count| {
                 start += count;
                 cut(&dy, dim, start - count, count).map(Some)
             })

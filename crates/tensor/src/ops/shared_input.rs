@@ -3,7 +3,7 @@
 //! The gradients of a shared input are added inside the products that make them, which spares a pass over the whole of it
 //! for each layer but the first.
 
-use crate::autograd::{Saved, needs_grad, record, record_many};
+use crate::autograd::{Own, Saved, needs_grad, record, record_many};
 use crate::backend::Activation;
 use crate::error::Result;
 use crate::ops::count_activation;
@@ -93,7 +93,9 @@ pub fn gated_mlp(
     let kept = (gate.outputs <= backend.kept_activation_width()).then_some(hidden);
     let saved_x = Saved::of(&x);
     let [saved_gate, saved_up, saved_down] = [&gate, &up, &down].map(Layer::saved);
+    let (g, u) = (Own::new(g), Own::new(u));
     Ok(record(OP, &operands, y, move |dy| {
+        let (g, u) = (g.take()?, u.take()?);
         let dhidden = saved_down.input_gradient(&dy, g.shape())?;
         // All three are this node's own: gradients take the places of the values, and the gradient of the product, which
         // is done with, that of the product where it was not kept.
@@ -102,7 +104,7 @@ pub fn gated_mlp(
             profile::during(profile::Pass::Recomputation, || count_activation(activation, dhidden.numel()));
         }
         dy.device().backend().gated_backward_in_place(activation, &g, &u, &dhidden, kept.is_none())?;
-        let hidden = kept.unwrap_or(dhidden);
+        let hidden = kept.clone().unwrap_or(dhidden);
         let (ddown, ddown_bias) = saved_down.weight_gradients(&hidden, &dy)?;
         drop(hidden);
         let x = saved_x.read()?;
@@ -112,7 +114,7 @@ pub fn gated_mlp(
         saved_up.add_input_gradient(&u, &dx)?;
         let mut gradients = vec![Some(dx)];
         let layers =
-            [(saved_gate, dgate, dgate_bias), (saved_up, dup, dup_bias), (saved_down, ddown, ddown_bias)];
+            [(&saved_gate, dgate, dgate_bias), (&saved_up, dup, dup_bias), (&saved_down, ddown, ddown_bias)];
         for (layer, dweight, dbias) in layers {
             gradients.push(dweight);
             gradients.extend(layer.bias.is_some().then_some(dbias));

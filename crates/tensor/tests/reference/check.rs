@@ -41,7 +41,19 @@ pub(crate) fn check(
     let expected = truth(inputs);
     close(&y.to_vec_f32().unwrap(), &expected.data, 2e-5, &format!("{what}: value"));
     let cotangent = random(y.sizes(), 99);
-    autograd::backward_with(&[(y, tensor(&cotangent, &device))]).unwrap();
+    let roots = [(y, tensor(&cotangent, &device))];
+    autograd::backward_retaining(&roots).unwrap();
+    let once: Vec<Option<Vec<f32>>> = tracked.iter().map(|x| Some(x.grad()?.to_vec_f32().unwrap())).collect();
+    autograd::backward_with(&roots).unwrap();
+    for (i, (input, once)) in tracked.iter().zip(&once).enumerate() {
+        let twice = input.grad().map(|gradient| gradient.to_vec_f32().unwrap());
+        let doubled = once.as_ref().map(|once| once.iter().map(|g| g + g).collect::<Vec<f32>>());
+        assert_eq!(
+            twice, doubled,
+            "{what}: a second pass over a retained graph gives other bits for input {i}"
+        );
+    }
+    assert!(autograd::backward_with(&roots).is_err(), "{what}: the last pass frees the graph");
     let objective = |inputs: &[Array]| -> f64 {
         truth(inputs).data.iter().zip(&cotangent.data).map(|(y, c)| y * c).sum()
     };
@@ -58,7 +70,7 @@ pub(crate) fn check(
                 (above - below) / (2.0 * step)
             })
             .collect();
-        let gradient = tracked[i].grad().map_or_else(|| vec![0.0; slopes.len()], |g| g.to_vec_f32().unwrap());
+        let gradient = once[i].clone().unwrap_or_else(|| vec![0.0; slopes.len()]);
         close(&gradient, &slopes, 1e-4, &format!("{what}: gradient of input {i}"));
     }
 }
