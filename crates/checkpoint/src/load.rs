@@ -140,6 +140,14 @@ impl Checkpoint {
         self.manifest.written_by == FOREIGN
     }
 
+    /// Calls the parameters of another program's checkpoint by the names of a model's, where it has the spelling that
+    /// transformers 5 has in memory.
+    pub fn spelled_as(self, names: &[&str]) -> Checkpoint {
+        let Checkpoint { path, mut manifest, .. } = self;
+        crate::deepspeed::spell_as(&mut manifest, names);
+        Checkpoint::of_manifest(path, manifest)
+    }
+
     /// Its folder.
     pub fn path(&self) -> &Path {
         &self.path

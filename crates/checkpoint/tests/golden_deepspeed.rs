@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use common::files_below;
 use ferrospeed_checkpoint::deepspeed::{
-    ExportOptions, Fp32Weights, export_deepspeed, export_universal, import_deepspeed, import_universal,
+    ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_universal, import_deepspeed,
+    import_universal,
 };
 use ferrospeed_checkpoint::pt::{PtFile, Unknown};
 use ferrospeed_checkpoint::{Checkpoint, Disk, Dtype, Kind, Retention, Target};
@@ -215,7 +216,12 @@ fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
         let checkpoint = imported(&case, dir.path()).unwrap();
         for (stage, ranks) in [(stage, ranks), (1, 1), (2, 3), (3, 3), (3, 2)] {
             let out = tempfile::tempdir().unwrap();
-            export_deepspeed(&checkpoint, out.path(), ExportOptions { stage: stage as u8, ranks }).unwrap();
+            export_deepspeed(
+                &checkpoint,
+                out.path(),
+                ExportOptions { stage: stage as u8, ranks, spelling: Spelling::Files },
+            )
+            .unwrap();
             let found = extracted(out.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
             // The order is that of the layout. Stage 1 lists no frozen parameters, so DeepSpeed extracts none of its files.
             let is_listed = |name: &str| stage > 1 || checkpoint.entry(&Kind::Weight, name).is_none();
@@ -234,12 +240,17 @@ fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
             assert_eq!(all(&again), all(&checkpoint), "{}: stage {stage}, {ranks} ranks", case.display());
         }
         let (out, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let universal = export_universal(&checkpoint, out.path()).unwrap();
+        let universal = export_universal(&checkpoint, out.path(), Spelling::Files).unwrap();
         let path = import_universal(&universal, Unknown::Refuse, &target(again.path())).unwrap();
         assert_eq!(all(&Checkpoint::open(&path).unwrap()), all(&checkpoint), "{}: universal", case.display());
 
         let out = tempfile::tempdir().unwrap();
-        export_deepspeed(&checkpoint, out.path(), ExportOptions { stage: stage as u8, ranks }).unwrap();
+        export_deepspeed(
+            &checkpoint,
+            out.path(),
+            ExportOptions { stage: stage as u8, ranks, spelling: Spelling::Files },
+        )
+        .unwrap();
         for file in std::fs::read_dir(out.path().join("imported")).unwrap() {
             let path = file.unwrap().path();
             let name = path.file_name().unwrap().to_string_lossy().into_owned();

@@ -8,6 +8,7 @@ mod save;
 mod snapshot;
 mod weights;
 
+pub use ferrospeed_checkpoint::deepspeed::Spelling;
 pub use load::{FindParameter, LoadOptions, Loaded};
 pub(crate) use save::Background;
 pub use save::{Format, SaveOptions};

@@ -47,7 +47,7 @@ mod timeline;
 mod timers;
 
 pub use activations::activation_shelf;
-pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions};
+pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions, Spelling};
 pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use failure::Failure;

@@ -42,7 +42,7 @@ pub use ferrospeed_comm::World;
 pub use ferrospeed_engine::{
     Activity, BackwardOptions, DataLoader, Dataset, Engine, EngineError, Failure, FindParameter, Format,
     LoadOptions, Loaded, LoaderOptions, ModelProfile, Monitor, ObserveError, Options, RepeatingLoader,
-    ReportOptions, SaveOptions, Setup, StepReport, StepTimes, initialize, initialize_model,
+    ReportOptions, SaveOptions, Setup, Spelling, StepReport, StepTimes, initialize, initialize_model,
     initialize_pipeline, initialize_with,
 };
 pub use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, ops};

@@ -3,8 +3,10 @@
 //! ZeRO 1 and 2: one module file and an optimizer file per rank, groups laid end to end and cut into equal parts.
 //! ZeRO 3: a module file per rank with placeholders, every parameter cut by itself. The number of ranks is free.
 
+use std::collections::HashMap;
 use std::path::Path;
 
+use crate::deepspeed::spelling::{Spelling, Whole, respelled, spelled};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
 use crate::manifest::{Dtype, GroupState, Kind, TensorEntry};
@@ -17,6 +19,8 @@ pub struct ExportOptions {
     pub stage: u8,
     /// For how many ranks.
     pub ranks: u64,
+    /// By which names parameters are called.
+    pub spelling: Spelling,
 }
 
 /// The version whose files these are.
@@ -119,12 +123,16 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
 /// A group's trained parameters with their states.
 struct Group<'c> {
     state: &'c GroupState,
-    params: Vec<&'c TensorEntry>,
+    params: Vec<Whole<'c>>,
 }
 
 pub(crate) struct Exporter<'c> {
     checkpoint: &'c Checkpoint,
     options: ExportOptions,
+    /// All tensors, in their order.
+    tensors: Vec<Whole<'c>>,
+    /// Where each is among them.
+    index: HashMap<(Kind, String), usize>,
     groups: Vec<Group<'c>>,
     state_names: Vec<String>,
 }
@@ -142,8 +150,8 @@ impl<'c> Exporter<'c> {
                     )
                 })
             };
-            let params = state.params.iter().map(find).collect::<Result<_>>()?;
-            groups.push(Group { state, params });
+            let params = state.params.iter().map(find).collect::<Result<Vec<_>>>()?;
+            groups.push(Group { state, params: spelled(checkpoint, params, options.spelling)? });
         }
         let mut state_names: Vec<String> = Vec::new();
         for tensor in &manifest.tensors {
@@ -153,7 +161,10 @@ impl<'c> Exporter<'c> {
                 state_names.push(name.clone());
             }
         }
-        Ok(Exporter { checkpoint, options, groups, state_names })
+        let tensors = spelled(checkpoint, &manifest.tensors, options.spelling)?;
+        let keys = tensors.iter().map(|tensor| (tensor.kind.clone(), tensor.name.clone()));
+        let index = keys.zip(0..).collect();
+        Ok(Exporter { checkpoint, options, tensors, index, groups, state_names })
     }
 
     fn write(&self, folder: &Path) -> Result<()> {
@@ -189,45 +200,57 @@ impl<'c> Exporter<'c> {
         Value::from_json(&self.checkpoint.manifest().config)
     }
 
-    fn of_kind(&self, kind: &Kind) -> impl Iterator<Item = &'c TensorEntry> + use<'c> {
-        let kind = kind.clone();
-        self.checkpoint.manifest().tensors.iter().filter(move |tensor| tensor.kind == kind)
+    /// All tensors as they are exported.
+    pub(crate) fn tensors(&self) -> &[Whole<'c>] {
+        &self.tensors
+    }
+
+    fn of_kind(&self, kind: Kind) -> impl Iterator<Item = &Whole<'c>> {
+        self.tensors.iter().filter(move |tensor| tensor.kind == kind)
+    }
+
+    /// Other names of tied parameters, with their own.
+    pub(crate) fn aliases(&self) -> Vec<(String, String)> {
+        let spelled = |name: &String| respelled(name, self.options.spelling);
+        let aliases = self.checkpoint.manifest().aliases.iter();
+        aliases.map(|(alias, name)| (spelled(alias), spelled(name))).collect()
     }
 
     pub(crate) fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Value {
         let manifest = self.checkpoint.manifest();
         let mut module = Vec::new();
-        for entry in &manifest.tensors {
+        for entry in &self.tensors {
             let weight = match entry.kind {
-                Kind::Buffer => arrays.add(entry.dtype, &entry.shape, all_of(entry)),
+                Kind::Buffer => arrays.add(entry.dtype, &entry.shape, entry.all()),
                 Kind::Master | Kind::Weight if self.options.stage == 3 => {
                     arrays.add(manifest.origin.dtype, &[0], Vec::new())
                 }
-                Kind::Master | Kind::Weight => arrays.add(manifest.origin.dtype, &entry.shape, all_of(entry)),
+                Kind::Master | Kind::Weight => arrays.add(manifest.origin.dtype, &entry.shape, entry.all()),
                 Kind::State(_) => continue,
             };
             module.push((Value::str(&entry.name), weight));
         }
         // A tied parameter is one storage under several names.
-        for (alias, name) in &manifest.aliases {
+        let aliases = self.aliases();
+        for (alias, name) in &aliases {
             let tied =
                 module.iter().find(|(known, _)| known.as_str() == Some(name)).map(|(_, value)| value.clone());
             module.extend(tied.map(|value| (Value::str(alias), value)));
         }
-        let aliases = manifest.aliases.iter().filter(|_| rank == 0);
+        let aliases = aliases.iter().filter(|_| rank == 0);
         let aliases = aliases.map(|(alias, name)| (Value::str(alias), Value::str(name))).collect();
-        let shapes = |entries: &[&TensorEntry]| {
+        let shapes = |entries: &[&Whole<'c>]| {
             let pairs =
                 entries.iter().map(|entry| (Value::str(&entry.name), Value::Size(entry.shape.clone())));
             Value::OrderedDict(pairs.collect())
         };
-        let frozen: Vec<&TensorEntry> = self.of_kind(&Kind::Weight).collect();
+        let frozen: Vec<&Whole<'c>> = self.of_kind(Kind::Weight).collect();
         let fragments = frozen.iter().map(|entry| {
             let (shape, parts) = if self.options.stage == 3 {
                 let share = entry.numel().div_ceil(self.options.ranks);
-                (vec![share], cut(entry, rank * share, share))
+                (vec![share], entry.cut(rank * share, share))
             } else {
-                (entry.shape.clone(), all_of(entry))
+                (entry.shape.clone(), entry.all())
             };
             (Value::str(&entry.name), arrays.add(entry.dtype, &shape, parts))
         });
@@ -236,12 +259,20 @@ impl<'c> Exporter<'c> {
         let training = &manifest.training;
         let integer = |value: u64| Value::Int(value.into());
         let scheduler = training.scheduler.as_ref().map_or(Value::None, Value::from_json);
-        let buffers = self.of_kind(&Kind::Buffer).map(|entry| Value::str(&entry.name)).collect();
+        let buffers = self.of_kind(Kind::Buffer).map(|entry| Value::str(&entry.name)).collect();
         let mut pairs = vec![
             ("module", Value::OrderedDict(module)),
             ("buffer_names", Value::List(buffers)),
             ("optimizer", Value::None),
-            ("param_shapes", Value::List(self.groups.iter().map(|group| shapes(&group.params)).collect())),
+            (
+                "param_shapes",
+                Value::List(
+                    self.groups
+                        .iter()
+                        .map(|group| shapes(&group.params.iter().collect::<Vec<_>>()))
+                        .collect(),
+                ),
+            ),
             ("frozen_param_shapes", if frozen_is_listed { shapes(&frozen) } else { Value::None }),
             ("shared_params", Value::Dict(aliases)),
             ("frozen_param_fragments", if frozen_is_listed { fragments } else { Value::None }),
@@ -341,11 +372,17 @@ impl<'c> Exporter<'c> {
         arrays.add(Dtype::F32, &[], vec![Part::Number(steps as f32)])
     }
 
-    fn state_entry(&self, name: &str, param: &TensorEntry) -> Result<&'c TensorEntry> {
-        let entry = self.checkpoint.entry(&Kind::State(name.to_owned()), &param.name);
-        entry.ok_or_else(|| {
-            CheckpointError::file(self.checkpoint.path(), format!("'{}' has no state '{name}'", param.name))
-        })
+    /// A state of every parameter of a group.
+    fn states(&self, name: &str, group: &Group<'c>) -> Result<Vec<&Whole<'c>>> {
+        let kind = Kind::State(name.to_owned());
+        let find = |param: &Whole<'c>| {
+            let at = self.index.get(&(kind.clone(), param.name.clone()));
+            at.map(|&at| &self.tensors[at]).ok_or_else(|| {
+                let why = format!("'{}' has no state '{name}'", param.name);
+                CheckpointError::file(self.checkpoint.path(), why)
+            })
+        };
+        group.params.iter().map(find).collect()
     }
 
     /// Stages 1 and 2.
@@ -359,18 +396,17 @@ impl<'c> Exporter<'c> {
             let padded = numel.next_multiple_of(2 * ranks);
             let part = padded / ranks;
             let (from, to) = (rank * part, (rank + 1) * part);
-            let own = |entries: &[&'c TensorEntry], end: u64| -> Vec<Part<'c>> {
+            let own = |entries: &[&Whole<'c>], end: u64| -> Vec<Part<'c>> {
                 let mut parts = Vec::new();
                 let mut at = 0;
                 for entry in entries {
                     let (start, stop) = (from.max(at), end.min(at + entry.numel()));
                     if start < stop {
-                        parts.push(Part::Of { entry, start: start - at, len: stop - start });
+                        parts.extend(entry.cut(start - at, stop - start));
                     }
                     at += entry.numel();
                 }
-                let filled: u64 =
-                    parts.iter().map(|part| if let Part::Of { len, .. } = part { *len } else { 0 }).sum();
+                let filled = end.min(at).saturating_sub(from);
                 if end > from + filled {
                     parts.push(Part::Zeros(end - from - filled));
                 }
@@ -380,17 +416,14 @@ impl<'c> Exporter<'c> {
             steps.push(step);
             let mut states = Vec::new();
             for name in &self.state_names {
-                let entries = group
-                    .params
-                    .iter()
-                    .map(|param| self.state_entry(name, param))
-                    .collect::<Result<Vec<_>>>()?;
+                let entries = self.states(name, group)?;
                 states.push((name.clone(), arrays.add(Dtype::F32, &[part], own(&entries, to))));
             }
             flats.push(states);
             // Only real elements: padding is stripped from the weights.
             let end = to.min(numel).max(from);
-            masters.push(arrays.add(Dtype::F32, &[end - from], own(&group.params, end)));
+            let params: Vec<&Whole<'c>> = group.params.iter().collect();
+            masters.push(arrays.add(Dtype::F32, &[end - from], own(&params, end)));
             paddings.push(Value::Int(if rank + 1 == ranks { (padded - numel).into() } else { 0 }));
             let mut at = 0;
             let mut mapping = Vec::new();
@@ -426,24 +459,21 @@ impl<'c> Exporter<'c> {
         let (scaler, is_dynamic) = self.loss_scaler();
         let (mut flats, mut steps, mut masters) = (Vec::new(), Vec::new(), Vec::new());
         for group in &self.groups {
-            let share = |entry: &TensorEntry| entry.numel().div_ceil(ranks);
-            let numel: u64 = group.params.iter().map(|param| share(param)).sum();
-            let own = |entries: &[&'c TensorEntry]| -> Vec<Part<'c>> {
-                entries.iter().flat_map(|entry| cut(entry, rank * share(entry), share(entry))).collect()
+            let share = |entry: &Whole<'c>| entry.numel().div_ceil(ranks);
+            let numel: u64 = group.params.iter().map(share).sum();
+            let own = |entries: &[&Whole<'c>]| -> Vec<Part<'c>> {
+                entries.iter().flat_map(|entry| entry.cut(rank * share(entry), share(entry))).collect()
             };
             let step = self.step(arrays);
             steps.push(step);
             let mut states = Vec::new();
             for name in &self.state_names {
-                let entries = group
-                    .params
-                    .iter()
-                    .map(|param| self.state_entry(name, param))
-                    .collect::<Result<Vec<_>>>()?;
+                let entries = self.states(name, group)?;
                 states.push((name.clone(), arrays.add(Dtype::F32, &[numel], own(&entries))));
             }
             flats.push(states);
-            masters.push(arrays.add(Dtype::F32, &[numel], own(&group.params)));
+            let params: Vec<&Whole<'c>> = group.params.iter().collect();
+            masters.push(arrays.add(Dtype::F32, &[numel], own(&params)));
         }
         Ok(Value::dict([
             ("zero_stage", self.stage()),
@@ -455,24 +485,6 @@ impl<'c> Exporter<'c> {
             ("fp32_flat_groups", Value::List(masters)),
         ]))
     }
-}
-
-/// All of a tensor.
-pub(crate) fn all_of(entry: &TensorEntry) -> Vec<Part<'_>> {
-    vec![Part::Of { entry, start: 0, len: entry.numel() }]
-}
-
-/// `len` elements of a tensor from `start` on, padded with zeros where it ends.
-fn cut(entry: &TensorEntry, start: u64, len: u64) -> Vec<Part<'_>> {
-    let real = entry.numel().saturating_sub(start).min(len);
-    let mut parts = Vec::new();
-    if real > 0 {
-        parts.push(Part::Of { entry, start, len: real });
-    }
-    if len > real {
-        parts.push(Part::Zeros(len - real));
-    }
-    parts
 }
 
 fn fragment(numel: u64, start: u64) -> Value {

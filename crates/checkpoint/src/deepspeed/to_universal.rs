@@ -5,14 +5,15 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::deepspeed::export::{Arrays, ExportOptions, Exporter, VERSION, all_of};
+use crate::deepspeed::export::{Arrays, ExportOptions, Exporter, VERSION};
+use crate::deepspeed::spelling::Spelling;
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
 use crate::manifest::{Dtype, Kind};
 use crate::pt::Value;
 
 /// Writes `TAG_universal` into the folder `dir`, and `latest_universal` beside. Returns the new folder.
-pub fn export_universal(checkpoint: &Checkpoint, dir: &Path) -> Result<PathBuf> {
+pub fn export_universal(checkpoint: &Checkpoint, dir: &Path, spelling: Spelling) -> Result<PathBuf> {
     let tag = format!("{}_universal", checkpoint.manifest().tag);
     crate::directory::check_tag(&tag)?;
     let folder = dir.join(&tag);
@@ -20,7 +21,7 @@ pub fn export_universal(checkpoint: &Checkpoint, dir: &Path) -> Result<PathBuf> 
         return Err(CheckpointError::file(&folder, "exists already; export into another folder"));
     }
     let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
-    if let Err(error) = write(checkpoint, &partial) {
+    if let Err(error) = write(checkpoint, &partial, spelling) {
         // The error of the export is the one to report.
         let _ = std::fs::remove_dir_all(&partial);
         return Err(error);
@@ -31,18 +32,20 @@ pub fn export_universal(checkpoint: &Checkpoint, dir: &Path) -> Result<PathBuf> 
     Ok(folder)
 }
 
-fn write(checkpoint: &Checkpoint, folder: &Path) -> Result<()> {
+fn write(checkpoint: &Checkpoint, folder: &Path, spelling: Spelling) -> Result<()> {
     let zero = folder.join("zero");
     std::fs::create_dir_all(&zero).map_err(CheckpointError::io("create", &zero))?;
-    let exporter = Exporter::new(checkpoint, ExportOptions { stage: 2, ranks: 1 })?;
+    let exporter = Exporter::new(checkpoint, ExportOptions { stage: 2, ranks: 1, spelling })?;
     // A stage 3 engine looks for its own name, with placeholders.
     for (stage, prefix) in [(2, ""), (3, "zero_pp_rank_0_")] {
         let mut arrays = Arrays::default();
-        let module = Exporter::new(checkpoint, ExportOptions { stage, ranks: 1 })?.module(0, &mut arrays);
+        let options = ExportOptions { stage, ranks: 1, spelling };
+        let module = Exporter::new(checkpoint, options)?.module(0, &mut arrays);
         let name = format!("{prefix}mp_rank_00_model_states.pt");
         arrays.write(checkpoint, &folder.join(name), &module)?;
     }
-    for tensor in &checkpoint.manifest().tensors {
+    let aliases = exporter.aliases();
+    for tensor in exporter.tensors() {
         let stem = match &tensor.kind {
             Kind::Master => "fp32",
             Kind::State(name) => name.as_str(),
@@ -54,12 +57,12 @@ fn write(checkpoint: &Checkpoint, folder: &Path) -> Result<()> {
             return Err(CheckpointError::file(checkpoint.path(), why));
         }
         // A tied parameter is asked for by whichever name its model lists first.
-        let aliases = checkpoint.manifest().aliases.iter().filter(|(_, name)| **name == tensor.name);
+        let aliases = aliases.iter().filter(|(_, name)| *name == tensor.name);
         for name in aliases.map(|(alias, _)| alias).chain([&tensor.name]).filter(|name| plain(name)) {
             let own = zero.join(name);
             std::fs::create_dir_all(&own).map_err(CheckpointError::io("create", &own))?;
             let mut arrays = Arrays::default();
-            let param = arrays.add(Dtype::F32, &tensor.shape, all_of(tensor));
+            let param = arrays.add(Dtype::F32, &tensor.shape, tensor.all());
             let value = Value::dict([("param", param), ("cat_dim", Value::Int(0))]);
             arrays.write(checkpoint, &own.join(format!("{stem}.pt")), &value)?;
             if tensor.kind == Kind::Master {

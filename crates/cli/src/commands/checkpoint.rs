@@ -6,8 +6,8 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
 use ferrospeed_checkpoint::deepspeed::{
-    ExportOptions, Fp32Weights, export_deepspeed, export_universal, import_deepspeed, import_universal,
-    is_universal,
+    ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_universal, import_deepspeed,
+    import_universal, is_universal,
 };
 use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{
@@ -111,6 +111,9 @@ enum Action {
         /// For how many ranks
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1 << 16))]
         ranks: u64,
+        /// By which names parameters are called; transformers 5 has others in memory than in files (GPT-NeoX's head, experts)
+        #[arg(long, value_enum, default_value = "files")]
+        names: Names,
     },
     /// Write a checkpoint in DeepSpeed's universal layout
     ToUniversal {
@@ -118,6 +121,9 @@ enum Action {
         which: Which,
         /// The folder for the new checkpoint
         output: PathBuf,
+        /// By which names parameters are called
+        #[arg(long, value_enum, default_value = "files")]
+        names: Names,
     },
     /// Compare two checkpoints tensor by tensor; exit code 1 when they differ
     Diff {
@@ -126,6 +132,24 @@ enum Action {
         /// The other's
         second: PathBuf,
     },
+}
+
+/// The names in DeepSpeed's files.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Names {
+    /// Those of weight files, which transformers 4 has in memory too
+    Files,
+    /// Those that transformers 5 has in memory
+    Transformers5,
+}
+
+impl Names {
+    fn spelling(self) -> Spelling {
+        match self {
+            Names::Files => Spelling::Files,
+            Names::Transformers5 => Spelling::Transformers5,
+        }
+    }
 }
 
 impl From<CheckpointError> for Failure {
@@ -160,11 +184,12 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Action::ImportDeepspeed { which, output, allow_unknown_objects } => {
             import(which, output, unknown(*allow_unknown_objects))?;
         }
-        Action::ExportDeepspeed { which, output, stage, ranks } => {
-            export_deepspeed(&open(which)?, output, ExportOptions { stage: *stage, ranks: *ranks })?;
+        Action::ExportDeepspeed { which, output, stage, ranks, names } => {
+            let options = ExportOptions { stage: *stage, ranks: *ranks, spelling: names.spelling() };
+            export_deepspeed(&open(which)?, output, options)?;
         }
-        Action::ToUniversal { which, output } => {
-            export_universal(&open(which)?, output)?;
+        Action::ToUniversal { which, output, names } => {
+            export_universal(&open(which)?, output, names.spelling())?;
         }
         Action::Diff { first, second } => return diff(first, second),
     }

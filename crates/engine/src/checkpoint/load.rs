@@ -10,6 +10,7 @@ use ferrospeed_checkpoint::{
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::LossScalerState;
 use ferrospeed_optim::schedule::SchedulerState;
+use ferrospeed_tensor::Param;
 use ferrospeed_zero::{Saved, SavedPiece};
 use serde_json::Value;
 
@@ -99,8 +100,10 @@ impl Engine {
         let resolve = if self.config.checkpoint.load_universal { resolve_universal } else { resolve_any };
         let resolved = if leads { resolve(dir, options.tag) } else { Ok(PathBuf::new()) };
         let path = agree(&group, resolved)?.swap_remove(0);
-        let checkpoint = all_or_none(&group, Checkpoint::open_any(&path))?;
+        let mut checkpoint = all_or_none(&group, Checkpoint::open_any(&path))?;
         if checkpoint.is_foreign() {
+            let names: Vec<&str> = self.store.params().iter().map(Param::name).collect();
+            checkpoint = checkpoint.spelled_as(&names);
             all_or_none(&group, check_files(&checkpoint, self.world.rank(), self.world.size()))?;
         }
         let plan = all_or_none(&group, self.plan(&checkpoint, options))?;

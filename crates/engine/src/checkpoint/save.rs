@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use ferrospeed_checkpoint::deepspeed::{ExportOptions, export_deepspeed, export_universal};
+use ferrospeed_checkpoint::deepspeed::{ExportOptions, Spelling, export_deepspeed, export_universal};
 use ferrospeed_checkpoint::{
     Checkpoint, CheckpointError, Contents, Disk, FileSystem, GroupState, Origin, PieceSpec, Retention,
     Target, TrainingState, agree, save,
@@ -49,6 +49,8 @@ pub struct SaveOptions {
     pub retention: Retention,
     /// Whose files are written. Others than ours are made from ours, so that the folder needs room for both for a while.
     pub format: Format,
+    /// By which names DeepSpeed's files call parameters.
+    pub spelling: Spelling,
     /// The disk; tests put another one here.
     pub fs: Arc<dyn FileSystem>,
 }
@@ -62,6 +64,7 @@ impl Default for SaveOptions {
             exclude_frozen_parameters: false,
             data_position: None,
             retention: Retention::default(),
+            spelling: Spelling::default(),
             format: Format::default(),
             fs: Arc::new(Disk),
         }
@@ -131,9 +134,13 @@ impl Engine {
         let write = || -> Result<PathBuf, CheckpointError> {
             let checkpoint = Checkpoint::open(&saved)?;
             let path = match options.format {
-                Format::Universal => export_universal(&checkpoint, dir)?,
+                Format::Universal => export_universal(&checkpoint, dir, options.spelling)?,
                 _ => {
-                    export_deepspeed(&checkpoint, dir, ExportOptions { stage, ranks })?;
+                    export_deepspeed(
+                        &checkpoint,
+                        dir,
+                        ExportOptions { stage, ranks, spelling: options.spelling },
+                    )?;
                     dir.join(&checkpoint.manifest().tag)
                 }
             };

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrospeed_checkpoint::deepspeed::{ExportOptions, Fp32Weights, export_deepspeed, export_universal};
+use ferrospeed_checkpoint::deepspeed::{
+    ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_universal,
+};
 use ferrospeed_checkpoint::pt::Unknown;
 use ferrospeed_checkpoint::{Checkpoint, Kind};
 use ferrospeed_engine::{LoadOptions, SaveOptions};
@@ -78,8 +80,9 @@ fn exported(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
     let out = tempfile::tempdir().unwrap();
     let opened = Checkpoint::open(checkpoint).unwrap();
     opened.verify().unwrap();
-    export_universal(&opened, out.path()).unwrap();
-    export_deepspeed(&opened, out.path(), ExportOptions { stage: 2, ranks: 2 }).unwrap();
+    export_universal(&opened, out.path(), Spelling::Files).unwrap();
+    export_deepspeed(&opened, out.path(), ExportOptions { stage: 2, ranks: 2, spelling: Spelling::Files })
+        .unwrap();
     let fp32 = Fp32Weights::open(out.path(), Some("it"), false, Unknown::Refuse).unwrap();
     fp32.write_pt(&out.path().join("fp32.pt")).unwrap();
     let is_state = |name: &str| name.contains("/zero/") || name == "fp32.pt";
