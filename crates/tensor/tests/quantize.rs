@@ -212,3 +212,28 @@ fn a_sum_of_several_is_the_sum_of_each() {
     let expected: Vec<bf16> = each.iter().map(|each| bf16::from_f32(each * 0.5)).collect();
     assert_eq!(sum, expected);
 }
+
+#[test]
+fn turned_groups_lose_half_a_step_at_most_and_nothing_when_quantised_again() {
+    for (format, levels) in [(INT4, 8.0), (INT8, 128.0)] {
+        for sign in [1.0, -1.0] {
+            let values: Vec<f32> = (0..600).map(|i| sign * (i as f32 * 0.37).sin().abs()).collect();
+            let again = |values: &[f32]| {
+                let mut packed = vec![0; format.packed_len(values.len())];
+                let mut params = vec![0.0; format.params_len(values.len(), 512)];
+                format.quantize_turned(values, 512, &mut packed, &mut params);
+                let mut back = vec![0.0f32; values.len()];
+                format.dequantize(Quantized { packed: &packed, params: &params }, 512, &mut back);
+                back
+            };
+            let back = again(&values);
+            for (value, back) in values.iter().zip(&back) {
+                assert!((value - back).abs() <= 0.5 / levels + 1e-6, "{format:?} {value} {back}");
+            }
+            assert_eq!(again(&back), back, "{format:?}");
+        }
+    }
+    let (mut packed, mut params) = ([0u8; 1], [0.0f32; 1]);
+    INT8.quantize_turned(&[f32::NAN], 1, &mut packed, &mut params);
+    assert!(params[0].is_nan());
+}

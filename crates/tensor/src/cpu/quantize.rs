@@ -113,12 +113,46 @@ impl Format {
     /// # Panics
     /// When lengths do not fit: a bug of the caller.
     pub fn quantize<T: Float>(self, values: &[T], group: usize, packed: &mut [u8], params: &mut [f32]) {
+        self.quantize_by(values, group, packed, params, |values| match self.symmetric {
+            true => (self.around_zero(values).0, 0.0),
+            false => self.spanned(values),
+        });
+    }
+
+    /// As [`Format::quantize`] for a symmetric format, with a negative step in groups whose largest magnitude is positive:
+    /// it becomes the least integer, which there is, so that nothing is clamped. Integers of four bits lose an eighth of
+    /// their largest value otherwise, and what is packed again shrinks each time.
+    ///
+    /// # Panics
+    /// When lengths do not fit, or the format is not symmetric: a bug of the caller.
+    pub fn quantize_turned<T: Float>(
+        self,
+        values: &[T],
+        group: usize,
+        packed: &mut [u8],
+        params: &mut [f32],
+    ) {
+        assert!(self.symmetric, "only what lies around zero can be turned");
+        self.quantize_by(values, group, packed, params, |values| {
+            let (scale, is_positive) = self.around_zero(values);
+            (if is_positive { -scale } else { scale }, 0.0)
+        });
+    }
+
+    /// Quantises groups by the scale and the offset of each.
+    fn quantize_by<T: Float>(
+        self,
+        values: &[T],
+        group: usize,
+        packed: &mut [u8],
+        params: &mut [f32],
+        range: impl Fn(&[T]) -> (f32, f32),
+    ) {
         self.check(values.len(), group, packed.len(), params.len());
         let params = params.chunks_exact_mut(self.params_per_group());
         let packed = packed.chunks_mut(self.packed_len(group));
         for ((values, packed), params) in values.chunks(group).zip(packed).zip(params) {
-            let (scale, offset) =
-                if self.symmetric { self.around_zero(values) } else { self.spanned(values) };
+            let (scale, offset) = range(values);
             params[0] = 1.0 / scale;
             if let Some(at) = params.get_mut(1) {
                 *at = offset;
@@ -151,14 +185,15 @@ impl Format {
         }
     }
 
-    /// The scale of a symmetric group.
-    fn around_zero<T: Float>(self, values: &[T]) -> (f32, f32) {
+    /// The scale of a symmetric group, and whether its largest magnitude is that of a positive value.
+    fn around_zero<T: Float>(self, values: &[T]) -> (f32, bool) {
         // As integers, magnitudes are ordered as they are, and NaN comes after all.
         let mut lanes = [0u32; LANES];
         vectorized!(|| largest_bits(values, &mut lanes));
-        let largest = f32::from_bits(lanes.into_iter().max().unwrap_or(0));
+        let found = lanes.into_iter().max().unwrap_or(0);
+        let largest = f32::from_bits(found >> 1);
         let scale = if largest == 0.0 { 1.0 } else { 2.0 * self.half_range() / (2.0 * largest) };
-        (if largest.is_finite() { scale } else { f32::NAN }, 0.0)
+        (if largest.is_finite() { scale } else { f32::NAN }, found & 1 == 1)
     }
 
     /// The scale and the offset of an asymmetric group.
@@ -251,9 +286,13 @@ impl Format {
     }
 }
 
+/// The largest magnitude's bits, and below them whether it is positive.
 #[inline(always)]
 fn largest_bits<T: Float>(values: &[T], lanes: &mut [u32; LANES]) {
-    let bits = |value: &T| value.widen().to_bits() & 0x7fff_ffff;
+    let bits = |value: &T| {
+        let bits = value.widen().to_bits();
+        bits << 1 | (!bits >> 31)
+    };
     let mut rows = values.chunks_exact(LANES);
     for row in &mut rows {
         for (lane, value) in lanes.iter_mut().zip(row) {
