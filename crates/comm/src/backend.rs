@@ -15,6 +15,7 @@ pub(crate) mod tcp;
 
 use std::panic::Location;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use crate::dtype::DType;
@@ -44,6 +45,8 @@ pub(crate) struct Ticket {
     pub(crate) call_site: &'static Location<'static>,
     pub(crate) started: Instant,
     pub(crate) deadline: Instant,
+    /// Bytes that this rank has sent to other hosts for it.
+    pub(crate) crossed_bytes: Arc<AtomicU64>,
 }
 
 impl Ticket {
@@ -76,6 +79,8 @@ pub(crate) struct Membership {
     pub(crate) ranks: Arc<[usize]>,
     /// This rank's index in `ranks`.
     pub(crate) me: usize,
+    /// Whether each of them is on another host than this one.
+    pub(crate) is_far: Arc<[bool]>,
     pub(crate) state: Arc<JobState>,
 }
 

@@ -169,19 +169,22 @@ impl Group {
     }
 
     fn start(&self, operation: Result<Collective>) -> Work {
-        self.start_after(None, operation)
+        self.start_after(|| Ok(()), operation)
     }
 
-    fn start_after(&self, first: Option<Work>, operation: Result<Collective>) -> Work {
+    /// Starts an operation which runs once `before` has, whose place among the group's operations is taken now.
+    fn start_after(
+        &self,
+        before: impl FnOnce() -> Result<()> + Send + 'static,
+        operation: Result<Collective>,
+    ) -> Work {
         let operation = match operation.and_then(|operation| self.check(&operation).map(|()| operation)) {
             Ok(operation) => operation,
             Err(error) => return Work::finished(Err(error)),
         };
         let inner = Arc::clone(&self.inner);
         self.inner.collectives.start(move || {
-            if let Some(first) = first {
-                first.wait()?;
-            }
+            before()?;
             let limit = inner.world.limits.deadline;
             inner.execute(&operation, limit)
         })
@@ -240,6 +243,7 @@ impl GroupInner {
                 call_site: piece.call_site,
                 started,
                 deadline: started + limit,
+                crossed_bytes: Arc::default(),
             };
             self.observed(&ticket, None, piece.message_bytes(), || self.carrier.run(&piece, &ticket))?;
         }
@@ -266,8 +270,13 @@ impl GroupInner {
             shape: message.tag,
             shared_output: None,
         };
-        let ticket =
-            Ticket { fingerprint, call_site, started, deadline: started + self.world.limits.deadline };
+        let ticket = Ticket {
+            fingerprint,
+            call_site,
+            started,
+            deadline: started + self.world.limits.deadline,
+            crossed_bytes: Arc::default(),
+        };
         let peer = self.membership.ranks[message.peer];
         self.observed(&ticket, Some(peer), message.region.len(), || match message.kind {
             Kind::Send => self.carrier.send(message, &ticket),
@@ -301,6 +310,7 @@ impl GroupInner {
         self.world.log.add(&Ended {
             kind: ticket.fingerprint.kind,
             bytes: message_bytes,
+            crossed_bytes: ticket.crossed_bytes.load(Ordering::Relaxed),
             group_size: self.membership.size(),
             started: ticket.started,
             call_site: ticket.call_site,

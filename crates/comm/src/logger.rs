@@ -94,6 +94,7 @@ impl Key {
 struct Tally {
     group_size: usize,
     count: u64,
+    crossed_bytes: u64,
     total_ms: f64,
     latencies_ms: Vec<f64>,
 }
@@ -102,6 +103,7 @@ struct Tally {
 pub(crate) struct Ended {
     pub(crate) kind: Kind,
     pub(crate) bytes: usize,
+    pub(crate) crossed_bytes: u64,
     pub(crate) group_size: usize,
     pub(crate) started: Instant,
     pub(crate) call_site: &'static Location<'static>,
@@ -117,6 +119,8 @@ pub struct LogRow {
     pub bytes: usize,
     /// How often.
     pub count: u64,
+    /// Bytes that this rank sent to other hosts in all of them, over sockets or MPI: its part, not its host's.
+    pub crossed_bytes: u64,
     /// All of it.
     pub total_latency_ms: f64,
     /// The mean without the extremes.
@@ -213,6 +217,7 @@ impl CommLog {
         let tally = rows.entry(key).or_default();
         tally.group_size = ended.group_size;
         tally.count += 1;
+        tally.crossed_bytes += ended.crossed_bytes;
         tally.total_ms += latency_ms;
         if tally.latencies_ms.len() < MAX_LATENCIES {
             tally.latencies_ms.push(latency_ms);
@@ -274,6 +279,7 @@ impl Tally {
             operation: key.name(),
             bytes: key.bytes,
             count: self.count,
+            crossed_bytes: self.crossed_bytes,
             total_latency_ms: self.total_ms,
             average_latency_ms: trimmed_mean(&self.latencies_ms, TRIMMED_SHARE),
             algorithm_gbps: mean(|bandwidth| bandwidth.algorithm_gbps),

@@ -106,21 +106,31 @@ impl World {
 
     /// As [`World::threads`], with other limits.
     pub fn threads_within(size: usize, limits: &Limits) -> Result<Vec<World>> {
+        World::threads_on(&[size], limits)
+    }
+
+    /// As [`World::threads_within`], for ranks that behave as if they were on several hosts, `hosts[i]` of them on host
+    /// `i`: between those they talk through sockets of this machine.
+    pub fn threads_on(hosts: &[usize], limits: &Limits) -> Result<Vec<World>> {
+        let size = hosts.iter().sum();
         if size == 0 {
             return Err(Error::rendezvous("a job needs at least one rank"));
         }
+        let mut next = 0..size;
+        let hosts: Vec<Vec<usize>> = hosts.iter().map(|count| next.by_ref().take(*count).collect()).collect();
+        let backend = if hosts.len() > 1 { Backend::Auto } else { Backend::Local };
         let state = Arc::new(JobState::new(size));
         let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
         std::thread::scope(|scope| {
             let members: Vec<_> = (0..size)
                 .map(|rank| {
                     let (departed, shared_state) = (Arc::clone(&state), Arc::clone(&state));
-                    let (store, limits) = (Arc::clone(&store), limits.clone());
+                    let (store, limits, hosts) = (Arc::clone(&store), limits.clone(), hosts.clone());
                     scope.spawn(move || {
                         let parts = WorldParts {
                             rank,
-                            hosts: vec![(0..size).collect()],
-                            backend: Backend::Local,
+                            hosts,
+                            backend,
                             limits,
                             key: JobKey::of_token(""),
                             address: Ipv4Addr::LOCALHOST.into(),
@@ -382,7 +392,15 @@ impl WorldInner {
     }
 
     fn membership(&self, group_id: u64, group_name: String, ranks: &[usize], me: usize) -> Membership {
-        Membership { group_id, group_name, ranks: ranks.into(), me, state: Arc::clone(&self.state) }
+        let host = self.my_host();
+        Membership {
+            group_id,
+            group_name,
+            ranks: ranks.into(),
+            me,
+            is_far: ranks.iter().map(|rank| !host.contains(rank)).collect(),
+            state: Arc::clone(&self.state),
+        }
     }
 
     fn connect_local(&self, membership: Membership, deadline: Instant) -> Result<LocalCarrier> {

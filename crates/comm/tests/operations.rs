@@ -263,6 +263,7 @@ fn ranks_that_did_unlike_things_are_compared_in_what_they_share() {
 fn summaries_are_laid_out_as_deepspeed_has_them() {
     use ferrospeed_comm::logger::{LogRow, Stragglers, straggler_table, table};
     let row = |bytes, stragglers| LogRow {
+        crossed_bytes: 0,
         operation: "all_reduce".into(),
         bytes,
         count: 3,

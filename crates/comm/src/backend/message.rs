@@ -10,6 +10,7 @@ mod algorithms;
 mod messages;
 
 use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 
 use crate::backend::stash::Stash;
 use crate::backend::{Carrier, Membership, Message, Ticket};
@@ -163,7 +164,7 @@ impl<L: Link> MessageCarrier<L> {
             .map(|(peer, slot)| Incoming { peer: *peer, start: (&raw mut *slot).cast(), bytes })
             .collect();
         // SAFETY: the ranges are these locals.
-        unsafe { self.link.exchange(Stream::Collectives, &outgoing, &incoming, &self.membership, ticket)? };
+        unsafe { self.exchange(&outgoing, &incoming, ticket)? };
         for (peer, wire) in neighbours.into_iter().zip(&theirs) {
             let read = wire.read();
             if read.as_ref().is_none_or(|(fingerprint, _)| *fingerprint != ticket.fingerprint) {
@@ -186,7 +187,24 @@ impl<L: Link> MessageCarrier<L> {
         ticket: &Ticket,
     ) -> Result<()> {
         // SAFETY: the caller's contract.
-        unsafe { self.link.exchange(Stream::Collectives, outgoing, incoming, &self.membership, ticket) }
+        unsafe { self.exchange_on(Stream::Collectives, outgoing, incoming, ticket) }
+    }
+
+    /// As [`Link::exchange`], and counts what goes to other hosts.
+    ///
+    /// # Safety
+    /// As [`Link::exchange`].
+    unsafe fn exchange_on(
+        &self,
+        stream: Stream,
+        outgoing: &[Outgoing],
+        incoming: &[Incoming],
+        ticket: &Ticket,
+    ) -> Result<()> {
+        let far = outgoing.iter().filter(|part| self.membership.is_far[part.peer]);
+        ticket.crossed_bytes.fetch_add(far.map(|part| part.bytes as u64).sum(), Ordering::Relaxed);
+        // SAFETY: the caller's contract.
+        unsafe { self.link.exchange(stream, outgoing, incoming, &self.membership, ticket) }
     }
 }
 

@@ -25,7 +25,8 @@ impl Group {
     pub fn all_reduce_after(&self, first: &Work, data: &Region, dtype: DType, op: ReduceOp) -> Work {
         let call = Call::new(self, dtype, Location::caller());
         let operation = call.operation(Kind::AllReduce, Some(op), None, [Call::in_place(data)]);
-        self.start_after(Some(first.clone()), Ok(operation))
+        let first = first.clone();
+        self.start_after(move || first.wait(), Ok(operation))
     }
 
     /// Starts an all_reduce of a list of buffers as one operation.
@@ -155,6 +156,25 @@ impl Group {
     ) -> Work {
         let call = Call::new(self, dtype, Location::caller());
         self.start(call.all_to_all_unequal(input.clone(), output.clone(), send_counts, recv_counts))
+    }
+
+    /// As [`all_to_all_unequal_async`](Group::all_to_all_unequal_async), once `first` is done and `prepare` has made the
+    /// input of what it brought: the second hop of an exchange in two. Its place among this group's operations is taken
+    /// now, as that of [`all_reduce_after`](Group::all_reduce_after).
+    #[track_caller]
+    pub fn all_to_all_unequal_after(
+        &self,
+        first: &Work,
+        prepare: impl FnOnce() + Send + 'static,
+        [input, output]: [&Region; 2],
+        [send_counts, recv_counts]: [&[usize]; 2],
+        dtype: DType,
+    ) -> Work {
+        let call = Call::new(self, dtype, Location::caller());
+        let first = first.clone();
+        let before = move || first.wait().map(|()| prepare());
+        let operation = call.all_to_all_unequal(input.clone(), output.clone(), send_counts, recv_counts);
+        self.start_after(before, operation)
     }
 
     /// Starts a [`send`](Group::send).

@@ -1,5 +1,7 @@
 //! The summary as DeepSpeed lays it out: columns of 20, a line per operation, below it one per message size.
 
+use std::collections::BTreeMap;
+
 use super::{LogRow, readable_bytes};
 
 fn line(text: &mut String, cells: &[String]) {
@@ -30,7 +32,7 @@ fn by_operation(
     text
 }
 
-/// How often, how long, how fast.
+/// How often, how long, how fast; where ranks are on several hosts, also how much this one sent to others, by operation.
 pub fn table(rows: &[LogRow]) -> String {
     let headings = [
         "Comm. Op",
@@ -41,9 +43,20 @@ pub fn table(rows: &[LogRow]) -> String {
         "tput_avg (Gbps)",
         "busbw_avg (Gbps)",
     ];
-    by_operation(rows, headings, |row| {
+    let mut text = by_operation(rows, headings, |row| {
         [row.total_latency_ms, row.average_latency_ms, row.algorithm_gbps, row.bus_gbps].map(Some)
-    })
+    });
+    let mut crossed: BTreeMap<&str, u64> = BTreeMap::new();
+    for row in rows.iter().filter(|row| row.crossed_bytes > 0) {
+        *crossed.entry(&row.operation).or_default() += row.crossed_bytes;
+    }
+    if !crossed.is_empty() {
+        line(&mut text, &["Sent to other hosts".to_owned()]);
+    }
+    for (operation, bytes) in crossed {
+        line(&mut text, &[operation.to_owned(), readable_bytes(bytes)]);
+    }
+    text
 }
 
 /// How much of the time was the operation itself, and how much the wait for slower ranks; a dash where ranks did not all

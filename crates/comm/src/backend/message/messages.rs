@@ -16,7 +16,7 @@ impl<L: Link> MessageCarrier<L> {
             Outgoing { peer, start: message.region.as_ptr(), bytes: message.region.len() },
         ];
         // SAFETY: a local and a region that stays untouched while the operation is in flight.
-        unsafe { self.link.exchange(Stream::Sending, &outgoing, &[], &self.membership, ticket) }
+        unsafe { self.exchange_on(Stream::Sending, &outgoing, &[], ticket) }
     }
 
     pub(super) fn recv_message(&self, message: &Message, ticket: &Ticket) -> Result<()> {
@@ -46,14 +46,6 @@ impl<L: Link> MessageCarrier<L> {
 
     fn receive(&self, peer: usize, start: *mut u8, bytes: usize, ticket: &Ticket) -> Result<()> {
         // SAFETY: both callers pass memory that they own for the length of the call.
-        unsafe {
-            self.link.exchange(
-                Stream::Receiving,
-                &[],
-                &[Incoming { peer, start, bytes }],
-                &self.membership,
-                ticket,
-            )
-        }
+        unsafe { self.exchange_on(Stream::Receiving, &[], &[Incoming { peer, start, bytes }], ticket) }
     }
 }
