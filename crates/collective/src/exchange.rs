@@ -14,11 +14,23 @@ use crate::error::Result;
 /// An exchange under way. Its tensors are not touched before [`Pending::wait`] returns.
 pub struct Pending {
     work: Work,
-    /// Where the result arrives on the host, and the tensor it is for.
-    landing: Option<(Region, Tensor)>,
+    /// What remains to be done with what arrived.
+    landing: Option<Landing>,
+}
+
+enum Landing {
+    /// To copy it from the host to its tensor.
+    Copy(Region, Tensor),
+    /// Something else.
+    Other(Box<dyn FnOnce() -> Result<()> + Send>),
 }
 
 impl Pending {
+    /// Of which `finish` makes the result, once `work` is done and somebody waits.
+    pub(crate) fn finished_by(work: Work, finish: impl FnOnce() -> Result<()> + Send + 'static) -> Pending {
+        Pending { work, landing: Some(Landing::Other(Box::new(finish))) }
+    }
+
     /// Whether [`Pending::wait`] would return at once.
     pub fn is_done(&self) -> bool {
         self.work.is_done()
@@ -27,12 +39,15 @@ impl Pending {
     /// Waits until the result is in its tensor.
     pub fn wait(self) -> Result<()> {
         self.work.wait()?;
-        if let Some((arrived, target)) = self.landing {
-            // SAFETY: the exchange is over, and nobody else knows this region.
-            let bytes = unsafe { arrived.as_slice::<u8>() };
-            target.device().backend().copy_from_host(bytes, &target)?;
+        match self.landing {
+            None => Ok(()),
+            Some(Landing::Other(finish)) => finish(),
+            Some(Landing::Copy(arrived, target)) => {
+                // SAFETY: the exchange is over, and nobody else knows this region.
+                let bytes = unsafe { arrived.as_slice::<u8>() };
+                Ok(target.device().backend().copy_from_host(bytes, &target)?)
+            }
         }
-        Ok(())
     }
 }
 
@@ -76,7 +91,7 @@ fn in_place<'a>(group: &'a Group, tensor: &Tensor) -> Option<&'a Group> {
 }
 
 /// A copy of a device's tensor on the host.
-fn staged(tensor: &Tensor) -> Result<Region> {
+pub(crate) fn staged(tensor: &Tensor) -> Result<Region> {
     let copy = Region::zeroed(tensor.size_bytes());
     // SAFETY: the region was just made and nobody else knows it.
     let bytes = unsafe { copy.as_mut_slice::<u8>() };
@@ -114,7 +129,7 @@ pub fn all_reduce<'a>(ranks: impl Into<Levels<'a>>, data: &Tensor, op: ReduceOp)
     let copy = staged(data)?;
     let first = ranks.first.all_reduce_async(&copy, dtype, op);
     let work = ranks.continued(first, &copy, dtype, op);
-    Ok(Pending { work, landing: Some((copy, data.clone())) })
+    Ok(Pending { work, landing: Some(Landing::Copy(copy, data.clone())) })
 }
 
 /// `result` becomes the reduction of this rank's stretch of every rank's tensor; rank `r` of the first level has `counts[r]`
@@ -135,7 +150,7 @@ pub fn reduce_scatter<'a>(
     let arrived = Region::zeroed(result.size_bytes());
     let first = ranks.first.reduce_scatter_unequal_async(&staged(data)?, &arrived, counts, dtype, op);
     let work = ranks.continued(first, &arrived, dtype, op);
-    Ok(Pending { work, landing: Some((arrived, result.clone())) })
+    Ok(Pending { work, landing: Some(Landing::Copy(arrived, result.clone())) })
 }
 
 /// A tensor of which each rank has a stretch, `own` here, becomes whole on all; rank `r` has `counts[r]` elements. For
@@ -169,7 +184,7 @@ pub fn all_gather(group: &Group, pairs: &[(Tensor, Tensor)], identity: u64) -> R
     let work = group.all_gather_identified(&regions, dtype, identity);
     let pending = |((_, all), (_, arrived)): (&(Tensor, Tensor), (Region, Region))| Pending {
         work: work.clone(),
-        landing: Some((arrived, all.clone())),
+        landing: Some(Landing::Copy(arrived, all.clone())),
     };
     Ok(pairs.iter().zip(regions).map(pending).collect())
 }
@@ -189,7 +204,7 @@ pub fn all_to_all(
     }
     let arrived = Region::zeroed(result.size_bytes());
     let work = group.all_to_all_unequal_async(&staged(data)?, &arrived, send, receive, dtype);
-    Ok(Pending { work, landing: Some((arrived, result.clone())) })
+    Ok(Pending { work, landing: Some(Landing::Copy(arrived, result.clone())) })
 }
 
 /// Every rank's tensor becomes the root's.
@@ -199,7 +214,10 @@ pub fn broadcast(group: &Group, data: &Tensor, root: usize) -> Result<Pending> {
         return Ok(Pending { work: group.broadcast_async(&region(data), dtype, root), landing: None });
     }
     let copy = staged(data)?;
-    Ok(Pending { work: group.broadcast_async(&copy, dtype, root), landing: Some((copy, data.clone())) })
+    Ok(Pending {
+        work: group.broadcast_async(&copy, dtype, root),
+        landing: Some(Landing::Copy(copy, data.clone())),
+    })
 }
 
 /// Sends a tensor to a rank of the group.
@@ -220,5 +238,5 @@ pub fn receive(group: &Group, result: &Tensor, from: usize, tag: u64) -> Result<
     }
     let arrived = Region::zeroed(result.size_bytes());
     let work = group.recv_async(&arrived, dtype, from, tag);
-    Ok(Pending { work, landing: Some((arrived, result.clone())) })
+    Ok(Pending { work, landing: Some(Landing::Copy(arrived, result.clone())) })
 }

@@ -1,7 +1,7 @@
 //! Tensors between ranks.
 //!
 //! [`exchange`] moves tensors, wherever their memory is, and returns at once; [`ops`] are collectives that autograd knows:
-//! each has its transpose as its backward; [`one_bit`] averages at one bit per value; [`shelf`] spreads what waits
+//! each has its transpose as its backward; [`hops`] reduces in integers of four bits, as [`packing`] lays them out; [`one_bit`] averages at one bit per value; [`shelf`] spreads what waits
 //! for backward. Groups are handed in; nothing here knows of parameters or of the world.
 //!
 //! ```
@@ -19,8 +19,10 @@
 
 mod error;
 pub mod exchange;
+pub mod hops;
 pub mod one_bit;
 pub mod ops;
+pub mod packing;
 pub mod shelf;
 
 pub use error::{CollectiveError, Result};
