@@ -1,10 +1,11 @@
 //! What a run needs, before it starts.
 //!
 //! [`estimate`] holds DeepSpeed's ZeRO estimators, [`model`] counts the parameters of a Hugging Face model from its
-//! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, [`serve`] what generating
+//! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, [`crossing`] what hosts send each other, [`serve`] what generating
 //! text takes, and [`tuning`] which configurations are worth trying. All of it is arithmetic: nothing here looks at the machine or starts anything.
 
 mod activations;
+pub mod crossing;
 pub mod estimate;
 pub mod model;
 pub mod plan;

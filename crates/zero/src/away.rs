@@ -170,11 +170,11 @@ fn begin<'a>(
     let bytes = tile_numel * DType::F32.size_bytes();
     let ask = |column: &&'a Flat| {
         Ok(match column {
-            Flat::Memory(tensor) => Coming::Here(part(tensor, tile.start, tile.len())?),
             Flat::Disk(disk) => {
                 let buffer = spare.pop().unwrap_or_else(|| Buffer::new(bytes));
                 Coming::Reading(disk, disk.start_read_tile(tile.clone(), buffer)?)
             }
+            here => Coming::Here(part(here.memory()?, tile.start, tile.len())?),
         })
     };
     columns.iter().map(ask).collect()

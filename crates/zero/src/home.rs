@@ -1,4 +1,4 @@
-//! Where flat values are at home: in the memory of a device, or on a disk.
+//! Where flat values are at home: in the memory of a device, on a disk, or packed as integers.
 //!
 //! Kernels work on tensors, so what is on a disk is read into memory of the host first, in stretches, and written back.
 
@@ -11,6 +11,7 @@ use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
+use crate::packed::Packed;
 
 /// A disk that takes what memory does not hold.
 #[derive(Clone)]
@@ -42,6 +43,8 @@ pub(crate) enum Flat {
     Memory(Tensor),
     /// On a disk.
     Disk(OnDisk),
+    /// As small integers.
+    Packed(Packed),
 }
 
 impl Flat {
@@ -54,8 +57,9 @@ impl Flat {
     pub(crate) fn memory(&self) -> Result<&Tensor> {
         match self {
             Flat::Memory(tensor) => Ok(tensor),
-            Flat::Disk(_) => {
-                Err(ZeroError::Request("values on a disk are needed in memory: a fault of the store".into()))
+            Flat::Disk(_) | Flat::Packed(_) => {
+                let why = "values on a disk or in integers are needed in memory: a fault of the store";
+                Err(ZeroError::Request(why.into()))
             }
         }
     }
@@ -65,6 +69,7 @@ impl Flat {
         let found = match self {
             Flat::Memory(tensor) => part(tensor, start, len)?,
             Flat::Disk(disk) => disk.start_read(start..start + len)?.wait()?,
+            Flat::Packed(packed) => packed.read(start, len)?,
         };
         moved_to(found, device)
     }
@@ -82,6 +87,7 @@ impl Flat {
                 let host = ferrospeed_tensor::ops::cast(&host, disk.dtype)?;
                 disk.write(start, &host)
             }
+            Flat::Packed(packed) => packed.write(start, values),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Where model state lives: ZeRO stages 0 to 3 as one store.
 //!
 //! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `sharding` (among whom), `store` (attach a
-//! model; `fill` loads it), `reducer` (gradients; `sums` of micro-batches, `rows` for tables), `residency` (stage 3's parameters, by the order of `trace`; `quantized` on the wire), `step` (the update; `away` where state is not at hand, `homes` says where; `one_bit` where momentum is exchanged), [`access`] (looking in), `snapshot`
+//! model; `fill` loads it), `reducer` (gradients; `sums` of micro-batches, `rows` for tables; `quantized_gradients` on the wire), `residency` (stage 3's parameters, by the order of `trace`; `quantized` on the wire, `packed` where frozen), `step` (the update; `away` where state is not at hand, `homes` says where; `one_bit` where momentum is exchanged), [`access`] (looking in), `snapshot`
 //! (to and from checkpoints).
 //!
 //! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
@@ -18,16 +18,16 @@ mod home;
 mod homes;
 mod memory;
 mod one_bit;
+mod packed;
 pub mod partition;
 mod quantized;
+mod quantized_gradients;
 mod reducer;
 mod residency;
-mod rows;
 mod sharding;
 mod snapshot;
 mod step;
 mod store;
-mod sums;
 mod trace;
 
 pub use error::{Result, ZeroError};

@@ -352,7 +352,14 @@ impl Residency {
                 (Way::Near, Some(near)) => pairs.push((near.clone(), value.clone())),
                 (Way::Quantized, _) => {
                     let host = Device::cpu();
-                    let own = quantized::quantized(&flat.read(sharded.start, sharded.share, &host)?)?;
+                    let kept = match flat {
+                        Flat::Packed(packed) => packed.message(sharded.start, sharded.share)?,
+                        _ => None,
+                    };
+                    let own = match kept {
+                        Some(message) => message,
+                        None => quantized::quantized(&flat.read(sharded.start, sharded.share, &host)?)?,
+                    };
                     let bytes = own.numel() * group.size();
                     let arriving = Tensor::empty_in([bytes], DType::U8, &host, Category::Buffers)?;
                     self.whole[param].arriving = Some(arriving.clone());

@@ -11,6 +11,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
+use ferrospeed_collective::hops::{Hops, Run};
+use ferrospeed_collective::packing::Packing;
 use ferrospeed_comm::{Group, World};
 use ferrospeed_config::{Stage, Zero};
 use ferrospeed_optim::{GroupOptions, Optimizer};
@@ -26,7 +28,9 @@ use crate::home::Flat;
 use crate::homes::Homes;
 use crate::memory::{common, part, reachable};
 use crate::one_bit::Compressing;
+use crate::packed::Packed;
 use crate::partition::{Layout, persistent};
+use crate::quantized_gradients;
 use crate::reducer::{ReduceOptions, Reducer, Road};
 use crate::residency::{Limits, Pass, Residency, Sharded};
 use crate::sharding::{Elsewhere, Sharding};
@@ -261,7 +265,15 @@ impl ZeroStore {
         let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], &owners, &limits);
         let part_numels: Vec<usize> = layouts.iter().map(|layout| layout.part_numel).collect();
         let shapes = params.iter().map(|param| (*param.shape(), options.dtype)).collect();
-        let roads: Vec<Road> = trained.iter().map(|share| road(options, &share.sharding)).collect();
+        let quantized = stage == Stage::Parameters && options.zero.quantized_gradients;
+        // Once for each way of being spread, since ranks may have to make groups for it.
+        let ways =
+            shardings.iter().map(|sharding| quantized.then(|| quantized_gradients::hops(world, sharding)));
+        let ways: Vec<Option<Hops>> =
+            ways.map(|hops| Ok(hops.transpose()?.flatten())).collect::<Result<_>>()?;
+        let way = |share: &Share| share.params.first().and_then(|&param| ways[spreads[param]].clone());
+        let roads: Vec<Road> =
+            trained.iter().map(|share| road(options, &share.sharding, way(share))).collect();
         let reducer = Reducer::new(roads, reduce_options(options), plan, &part_numels, shapes, device)?;
         let residency = if stage == Stage::Parameters {
             Some(residency(world, device, params, &positions, &shares, &leaves, options)?)
@@ -429,7 +441,7 @@ fn reduce_options(options: &StoreOptions<'_>) -> ReduceOptions {
 }
 
 /// How the gradients of one way of being spread become their average.
-fn road(options: &StoreOptions<'_>, sharding: &Sharding) -> Road {
+fn road(options: &StoreOptions<'_>, sharding: &Sharding, hops: Option<Hops>) -> Road {
     let n = sharding.divisor as f64;
     // The plain average rounds once. A predivide factor f multiplies by 1/f before and f/n after; prescaling
     // multiplies by 1/n before.
@@ -442,7 +454,7 @@ fn road(options: &StoreOptions<'_>, sharding: &Sharding) -> Road {
     } else {
         (1.0, None)
     };
-    Road { sharding: sharding.clone(), before: before as f32, after: after.map(|after| after as f32) }
+    Road { sharding: sharding.clone(), before: before as f32, after: after.map(|after| after as f32), hops }
 }
 
 /// Which part of a share this rank owns.
@@ -502,7 +514,7 @@ fn build_share(
     let is_away = !values.is_here(device) || master.iter().chain(&states).any(|flat| !flat.is_here(device));
     // With several kinds of shares in one norm, one holder of each part counts it.
     let first = sharding.copy() == 0 && (layout.ranks > 1 || sharding.shard.rank() == 0);
-    let share = Share {
+    let mut share = Share {
         group,
         counted: options.agreement.is_none() || (sharding.counted && first),
         sharding: sharding.clone(),
@@ -520,7 +532,36 @@ fn build_share(
         trained,
     };
     fill::fill(&share, params, stage, source)?;
+    let freezes = stage == Stage::Parameters && options.zero.quantized_nontrainable_weights;
+    if freezes && !trained && matches!(share.values, Flat::Memory(_)) {
+        pack(&mut share, params, &stays_whole(params, options.zero))?;
+    }
     Ok(share)
+}
+
+/// Which parameters stay whole between passes.
+fn stays_whole(params: &[Param], zero: &Zero) -> Vec<bool> {
+    let numels: Vec<usize> = params.iter().map(Param::numel).collect();
+    persistent(&numels, zero.param_persistence_threshold, zero.model_persistence_threshold)
+}
+
+/// Whether a parameter of a share is kept as integers.
+fn is_packed(share: &Share, param: &Param, stays_whole: bool) -> bool {
+    matches!(share.values, Flat::Packed(_)) && !stays_whole && param.shape().dims() > 1
+}
+
+/// Keeps a share's values as integers, where they are large.
+fn pack(share: &mut Share, params: &[Param], stays: &[bool]) -> Result<()> {
+    let values = Flat::memory(&share.values)?.clone();
+    let ranks = share.sharding.shard.size();
+    let run = |&param: &usize| {
+        let small = stays[param] || params[param].shape().dims() < 2;
+        let packing = if small { Packing::Exact } else { Packing::Eight };
+        Run { numel: params[param].numel().div_ceil(ranks), packing }
+    };
+    let runs: Vec<Run> = share.params.iter().map(run).collect();
+    share.values = Flat::Packed(Packed::new(&values, &runs)?);
+    Ok(())
 }
 
 fn residency(
@@ -534,7 +575,7 @@ fn residency(
 ) -> Result<Residency> {
     let numels: Vec<usize> = params.iter().map(Param::numel).collect();
     let zero = options.zero;
-    let stays = persistent(&numels, zero.param_persistence_threshold, zero.model_persistence_threshold);
+    let stays = stays_whole(params, zero);
     // Parameters of one share lie end to end.
     let mut sharded: Vec<Sharded> = Vec::with_capacity(params.len());
     let mut filled = vec![0; shares.len()];
@@ -554,7 +595,8 @@ fn residency(
             flat,
             persistent: stays[index],
             // What stays whole is small, and gathered once a step.
-            quantized: zero.quantized_weights && !stays[index] && shares[flat].sharding.shard.size() > 1,
+            quantized: is_packed(&shares[flat], param, stays[index])
+                || zero.quantized_weights && !stays[index] && shares[flat].sharding.shard.size() > 1,
             kept_near: !stays[index] && shares[flat].sharding.shard.name() == options.sharding.shard.name(),
         });
     }

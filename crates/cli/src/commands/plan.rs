@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::Args;
 use ferrospeed_config::{AutoValues, Config, OptimizerTier, ParameterTier};
 use ferrospeed_launch::probe;
+use ferrospeed_tune::crossing::{Crossings, crossings};
 use ferrospeed_tune::model::Model;
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Request, Shortfall, human, plan};
 use serde_json::json;
@@ -88,7 +89,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let capacity = capacity(args, &config, slices)?;
     let sequence_length =
         args.sequence_length.map(NonZeroU64::get).or(known_length).unwrap_or(DEFAULT_SEQUENCE_LENGTH);
-    let mut planned = plan(&Request {
+    let request = Request {
         model: &model,
         config: &config,
         data_parallel_size: args.world_size.get(),
@@ -96,7 +97,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         checkpoint_activations: args.checkpoint_activations,
         keeps_attention_matrix: args.keep_attention_matrix,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
-    });
+    };
+    let mut planned = plan(&request);
+    let crossings = crossings(&request, capacity.ranks_per_host / slices);
     if let (Model::Transformer(transformer), true) = (&model, slices > 1) {
         let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(sequence_length);
         let bytes = transformer.summed_bytes(tokens, config.precision.data_type().bytes());
@@ -107,8 +110,11 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     }
     let shortfalls = planned.shortfalls(&capacity);
     let text = match args.json {
-        true => as_json(&planned, &capacity, &shortfalls),
-        false => as_text(&planned, &capacity, &shortfalls, Paint::for_stdout()),
+        true => as_json(&planned, crossings.as_ref(), &capacity, &shortfalls),
+        false => {
+            let crossings = crossings.map_or_else(String::new, |crossings| crossings.to_string());
+            crossings + &as_text(&planned, &capacity, &shortfalls, Paint::for_stdout())
+        }
     };
     terminal::print_output(&text)?;
     Ok(if shortfalls.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -191,10 +197,16 @@ fn as_text(planned: &Plan, capacity: &Capacity, shortfalls: &[Shortfall], paint:
     text
 }
 
-fn as_json(planned: &Plan, capacity: &Capacity, shortfalls: &[Shortfall]) -> String {
+fn as_json(
+    planned: &Plan,
+    crossings: Option<&Crossings>,
+    capacity: &Capacity,
+    shortfalls: &[Shortfall],
+) -> String {
     let document = json!({
         "fits": shortfalls.is_empty(),
         "plan": planned,
+        "between_hosts": crossings,
         "capacity": {
             "device_bytes": capacity.device_bytes,
             "host_bytes": capacity.host_bytes,

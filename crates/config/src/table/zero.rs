@@ -182,8 +182,9 @@ pub(super) const ZERO: &[Key] = &[
         Kind::Bool,
         "false",
         "ZeRO++: keep frozen parameters as int8.",
-    ),
-    key("zero_quantized_gradients", Kind::Bool, "false", "ZeRO++: reduce gradients as int4."),
+    )
+    .done(),
+    key("zero_quantized_gradients", Kind::Bool, "false", "ZeRO++: reduce gradients as int4 between hosts.").done(),
     key(
         "mics_shard_size",
         ANY_INT,

@@ -6,9 +6,9 @@
 
 use ferrospeed_tensor::{Category, RowGradient, Tensor};
 
+use super::{Arrived, Reducer};
 use crate::error::Result;
 use crate::memory::part;
-use crate::reducer::{Arrived, Reducer};
 use ferrospeed_collective::exchange;
 
 /// What a rank says that has a whole gradient.

@@ -7,10 +7,10 @@
 use ferrospeed_tensor::backend::Unary;
 use ferrospeed_tensor::{Tensor, ops};
 
+use super::{Arrived, InFlight, Reducer, Segment};
 use crate::buckets::Kind;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
-use crate::reducer::{Arrived, InFlight, Reducer, Segment};
 
 impl Reducer {
     /// Whether micro-batches are added up before they are reduced.
