@@ -9,7 +9,7 @@ use std::sync::Arc;
 use common::{Batch, Model, config, device, engine, on_ranks};
 use ferrospeed_engine::{Engine, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model};
 use ferrospeed_nn::Parameters;
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::{Device, Tensor, ops};
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -180,6 +180,39 @@ fn a_run_goes_on_with_another_number_of_ranks() {
         let after = run(3, true);
         assert!(after[0][19] < before[0][0], "{optimizer}: {} {}", before[0][0], after[0][19]);
         assert!(after[0][0] < before[0][0], "{optimizer}: it began anew");
+    }
+}
+
+#[test]
+fn all_ranks_skip_when_the_gradients_of_one_overflow() {
+    for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
+        // Before the freeze gradients are averaged; after it each rank has its own.
+        for bad in [3, FREEZE as usize + 3] {
+            let outcomes = on_ranks(3, move |world| {
+                let (model, parameters) = Model::build(&description());
+                let mut engine = engine(world, &ds_config(optimizer, "fp16", 1), &parameters, None, None, 1);
+                let (device, rank) = (engine.device().clone(), engine.world().rank());
+                let (mut skipped, mut changed) = (Vec::new(), true);
+                for number in 0..FREEZE as usize + 6 {
+                    let before = weights(&engine, &parameters);
+                    let loss = engine.forward(|_| model.loss(&batch(number, 0, rank, &device))).unwrap();
+                    let factor = if number == bad && rank == 1 { 1e6 } else { 1.0 };
+                    engine.backward(&ops::affine(&loss, factor, 0.0).unwrap()).unwrap();
+                    if matches!(engine.step().unwrap(), StepReport::Skipped { .. }) {
+                        skipped.push(number);
+                        changed = before != weights(&engine, &parameters);
+                    }
+                }
+                (skipped, changed, weights(&engine, &parameters))
+            });
+            for (skipped, changed, weights) in &outcomes {
+                assert_eq!((&skipped[..], changed), (&[bad][..], &false), "{optimizer}");
+                assert!(weights.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{optimizer}");
+                if optimizer != "ZeroOneAdam" {
+                    assert!(weights == &outcomes[0].2, "{optimizer}: ranks differ");
+                }
+            }
+        }
     }
 }
 
