@@ -208,6 +208,9 @@ pub struct TrainingState {
     /// What the optimizer keeps of whole parameters, by name: the ratios of 1-bit LAMB.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub per_parameter: BTreeMap<String, Vec<f64>>,
+    /// What layers keep besides parameters, by name: the bias that balances a router.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub layer_states: BTreeMap<String, Vec<f32>>,
 }
 
 /// The options of one parameter group.

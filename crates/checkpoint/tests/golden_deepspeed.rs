@@ -219,7 +219,7 @@ fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
             export_deepspeed(
                 &checkpoint,
                 out.path(),
-                ExportOptions { stage: stage as u8, ranks, spelling: Spelling::Files },
+                ExportOptions { stage: stage as u8, ranks, expert_ranks: 1, spelling: Spelling::Files },
             )
             .unwrap();
             let found = extracted(out.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
@@ -248,7 +248,7 @@ fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
         export_deepspeed(
             &checkpoint,
             out.path(),
-            ExportOptions { stage: stage as u8, ranks, spelling: Spelling::Files },
+            ExportOptions { stage: stage as u8, ranks, expert_ranks: 1, spelling: Spelling::Files },
         )
         .unwrap();
         for file in std::fs::read_dir(out.path().join("imported")).unwrap() {

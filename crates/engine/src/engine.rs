@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_config::Config;
-use ferrospeed_nn::Mode;
 use ferrospeed_nn::layer_drop::with_layer_drop;
+use ferrospeed_nn::{LayerState, Mode};
 use ferrospeed_observe::trace::{Activity, Timeline};
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::{LossScaler, Machine};
@@ -23,6 +23,7 @@ use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
 use crate::monitors::Monitoring;
+use crate::parts::Parts;
 use crate::pipeline;
 use crate::pipeline::Pipeline;
 use crate::profiler::{Phase, StepProfiler};
@@ -110,8 +111,14 @@ pub struct Engine {
     pub(crate) profiler: Option<StepProfiler>,
     /// The other names of tied parameters: those the model was built with, and those a checkpoint had.
     pub(crate) aliases: BTreeMap<String, String>,
+    /// What the model's layers keep besides parameters, by name.
+    pub(crate) states: BTreeMap<String, Arc<dyn LayerState>>,
     /// Where this rank trains one stage of a model.
     pub(crate) pipeline: Option<Pipeline>,
+    /// The whole model, where this rank holds a part of it.
+    pub(crate) parts: Option<Parts>,
+    /// Over how many ranks experts are spread at most.
+    pub(crate) expert_ranks: usize,
     /// The ranks that hold slices of the same layers.
     pub(crate) slices: Option<Group>,
     /// Whether gradients are only added up until the step.
@@ -180,7 +187,10 @@ impl Engine {
             eigenvalues,
             profiler,
             aliases,
+            states: BTreeMap::new(),
             pipeline: None,
+            parts: None,
+            expert_ranks: 1,
             slices: None,
             reduces_at_step: false,
             half_loaded: None,

@@ -12,17 +12,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
-use ferrospeed_checkpoint::GroupState;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
 use ferrospeed_config::Stage;
 use ferrospeed_nn::{Layer, Parameters, Stages};
-use ferrospeed_optim::GroupOptions;
 use ferrospeed_pipeline::partition::{LayerSize, Method, part};
 use ferrospeed_tensor::Param;
 use ferrospeed_zero::{Elsewhere, Sharding};
 
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
+use crate::parts::{Held, Parts};
 use crate::setup::{Options, Setup, initialize_model};
 use messages::Messenger;
 pub use messages::StageFailure;
@@ -38,30 +37,6 @@ pub(crate) struct Pipeline {
     /// Its layers.
     layers: Range<usize>,
     messenger: Messenger,
-    /// The first stage that holds each parameter, by its number.
-    holders: HashMap<u64, usize>,
-    /// Names of all parameters of the model, in order, and which are trained.
-    pub(crate) names: Vec<(String, bool)>,
-}
-
-impl Pipeline {
-    /// A parameter's place in the whole model.
-    pub(crate) fn place(&self, name: &str) -> Option<usize> {
-        self.names.iter().position(|(known, _)| known == name)
-    }
-
-    /// The one group of options that a model in stages has, as a checkpoint of the whole model names it.
-    pub(crate) fn saved_groups(&self, options: &[GroupOptions]) -> Vec<GroupState> {
-        let params: Vec<String> =
-            self.names.iter().filter(|(_, trained)| *trained).map(|(name, _)| name.clone()).collect();
-        let state = |options: &GroupOptions| GroupState {
-            params: params.clone(),
-            lr: options.lr,
-            weight_decay: options.weight_decay,
-            betas: options.betas,
-        };
-        options.first().map(state).into_iter().collect()
-    }
 }
 
 /// Makes an engine for a model in `stages` stages. All ranks call it together, with all of the model's `parameters`; the
@@ -87,6 +62,10 @@ pub fn initialize_pipeline<M: Stages>(
             setup.config.zero.stage.number()
         );
         return Err(EngineError::Unsupported { key: "zero_optimization.stage", why });
+    }
+    if !options.experts.is_empty() {
+        let why = "experts cannot be spread over ranks that hold stages of a model; leave out one of the two";
+        return refuse(why.into());
     }
     if options.groups.is_some() || options.sharding.is_some() {
         return refuse(
@@ -117,13 +96,14 @@ pub fn initialize_pipeline<M: Stages>(
     options.reduces_at_step = true;
     let mut engine = initialize_model(setup, &own, options)?;
     engine.aliases = parameters.aliases().clone();
+    engine.states = parameters.states().clone();
     let pipe = mesh.pipe()?;
+    let held = |(id, stages): (&u64, &Vec<usize>)| (*id, Held { group: pipe.clone(), rank: stages[0] });
+    engine.parts = Some(Parts::of(parameters, &[parameters.as_slice()], uses.iter().map(held).collect()));
     engine.pipeline = Some(Pipeline {
         layers: part(&boundaries, stage),
         messenger: Messenger::new(pipe.clone()),
         stages: pipe,
-        holders: uses.iter().map(|(id, stages)| (*id, stages[0])).collect(),
-        names: parameters.as_slice().iter().map(|p| (p.name().to_owned(), p.is_trainable())).collect(),
     });
     Ok(engine)
 }
@@ -186,22 +166,5 @@ impl Engine {
     /// The stage of the model that this rank holds, and how many there are.
     pub fn stage(&self) -> (usize, usize) {
         self.pipeline.as_ref().map_or((0, 1), |pipeline| (pipeline.stages.rank(), pipeline.stages.size()))
-    }
-
-    /// A whole weight as kernels read it, on every rank, whichever stage or slices hold it. All ranks call it together.
-    pub fn weight_as_read(&self, param: &Param) -> Result<Vec<f32>> {
-        let Some(pipeline) = &self.pipeline else {
-            return self.whole_of(param, self.store.full_as_read(param)?);
-        };
-        let Some(&holder) = pipeline.holders.get(&param.id()) else {
-            let why = format!("'{}' does not belong to this model", param.name());
-            return Err(EngineError::Argument { what: "parameter", why });
-        };
-        let mut values = match holder == pipeline.stages.rank() {
-            true => self.store.full_as_read(param)?,
-            false => vec![0.0; param.numel()],
-        };
-        pipeline.stages.broadcast(&mut values, holder)?;
-        Ok(values)
     }
 }

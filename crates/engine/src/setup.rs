@@ -1,7 +1,7 @@
 //! What an engine is made from.
 
 use ferrospeed_comm::topology::{DATA, MODEL};
-use ferrospeed_comm::{Group, Mesh, World};
+use ferrospeed_comm::{ExpertMembership, Group, Mesh, World};
 use ferrospeed_config::{Config, DataType, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
 use ferrospeed_optim::schedule::Scheduler;
@@ -13,7 +13,7 @@ use ferrospeed_zero::{Elsewhere, Homes, ParamGroup, Sharding, StoreOptions, Zero
 use crate::agreement::agree;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
-use crate::slices;
+use crate::{experts, slices};
 
 /// The surroundings of a run.
 #[derive(Clone)]
@@ -57,8 +57,10 @@ pub struct Options<'a> {
     pub scheduler: Option<Scheduler>,
     /// Over which ranks state is spread, in any stage. Default: over all, or in shards of `mics_shard_size`.
     pub sharding: Option<Sharding>,
-    /// Parameters that are spread in another way: experts, slices, weights that stages share.
+    /// Parameters that are spread in another way: slices, weights that stages share.
     pub elsewhere: Vec<Elsewhere>,
+    /// The groups over which experts are spread, one per size: see [`Options::spread_experts`]. Default: each rank holds all.
+    pub experts: Vec<ExpertMembership>,
     /// Where ranks hold different parts of one model: all of them, for one norm and one decision to step. Default: none do.
     pub agreement: Option<Group>,
     /// How many ranks see different samples, where others see the same ones. Default: every rank sees its own.
@@ -150,7 +152,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
         );
         return Err(EngineError::Argument { what: "zero_optimization.stage", why });
     }
-    let groups = options.groups.unwrap_or_else(|| {
+    let mut groups = options.groups.unwrap_or_else(|| {
         vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options }]
     });
     let dtype = model_type(config);
@@ -160,15 +162,6 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
     let stream = setup.device.backend().stream();
     let stream = stream.map(|(ordinal, handle)| ferrospeed_comm::DeviceStream { ordinal, handle });
     setup.world.attach_device(stream)?;
-    let mut leaf_modules = Vec::new();
-    for pattern in &options.leaf_modules {
-        let found = parameters.modules(pattern);
-        if found.is_empty() {
-            let why = format!("no module of this model has a path like '{pattern}'");
-            return Err(EngineError::Argument { what: "leaf modules", why });
-        }
-        leaf_modules.extend(found.iter().map(|module| module.as_slice().to_vec()));
-    }
     if config.sparse_gradients && config.zero.stage != Stage::Off && setup.world.rank() == 0 {
         tracing::warn!(
             "sparse_gradients has no effect in stage {0}: each rank reduces its own part of a whole table there, as in DeepSpeed, whose stages 1 to 3 leave the key aside too; remove it, or set zero_optimization.stage to 0",
@@ -188,8 +181,26 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
     };
     let mesh = options.mesh.take().filter(|mesh| mesh.size(MODEL) > 1);
     slices::check(config, optimizer.as_ref().map(|(rule, _)| rule), mesh.as_ref())?;
+    let own = experts::own_part(config, parameters, &mut groups, &options.experts, &sharding)?;
+    let (aliases, states) = (parameters.aliases().clone(), parameters.states().clone());
+    let (parameters, parts) = match own {
+        Some(own) => {
+            options.elsewhere.extend(own.elsewhere);
+            (own.parameters, Some(own.parts))
+        }
+        None => (parameters.clone(), None),
+    };
+    let mut leaf_modules = Vec::new();
+    for pattern in &options.leaf_modules {
+        let found = parameters.modules(pattern);
+        if found.is_empty() {
+            let why = format!("no module of this model has a path like '{pattern}'");
+            return Err(EngineError::Argument { what: "leaf modules", why });
+        }
+        leaf_modules.extend(found.iter().map(|module| module.as_slice().to_vec()));
+    }
     if let Some(mesh) = &mesh {
-        options.elsewhere.extend(slices::elsewhere(mesh, parameters, &sharding)?);
+        options.elsewhere.extend(slices::elsewhere(mesh, &parameters, &sharding)?);
     }
     let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
     let asked = config.section("sequence_parallel_size").and_then(serde_json::Value::as_u64).unwrap_or(1);
@@ -231,8 +242,10 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
         },
         source,
     )?;
-    let mut engine =
-        Engine::new(setup, store, options.scheduler, parameters.aliases().clone(), data_parallel_size)?;
+    let mut engine = Engine::new(setup, store, options.scheduler, aliases, data_parallel_size)?;
+    engine.parts = parts;
+    engine.expert_ranks = options.experts.iter().map(|groups| groups.expert.size()).max().unwrap_or(1);
+    engine.states = states;
     engine.reduces_at_step = options.reduces_at_step;
     engine.slices = mesh.map(|mesh| mesh.tensor()).transpose()?;
     engine.data_rank = options.data_rank.unwrap_or(engine.data_rank);

@@ -3,17 +3,20 @@
 
 mod common;
 
+use std::cell::RefCell;
+use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 use common::{config, device, on_ranks};
 use ferrospeed_comm::layout::ExpertOrder;
-use ferrospeed_comm::{Mesh, ProcessTopology, World};
-use ferrospeed_engine::{Engine, Options, Setup, StepReport, initialize_model};
-use ferrospeed_nn::moe::Capacity;
-use ferrospeed_nn::{GatedMlp, Init, Linear, Mode, Moe, MoeConfig, Parameters};
-use ferrospeed_tensor::{Activation, DType, Device, Tensor, ops};
+use ferrospeed_comm::{Mesh, ProcessTopology, ReduceOp, World};
+use ferrospeed_engine::{Engine, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model};
+use ferrospeed_nn::moe::{Capacity, GateNoise, Routing};
+use ferrospeed_nn::{GatedMlp, Init, LayerState, Linear, Mode, Moe, MoeConfig, Parameters};
+use ferrospeed_tensor::store::{FromInitializers, ParamSource};
+use ferrospeed_tensor::{Activation, DType, Device, Param, Tensor, ops};
 use ferrospeed_zero::access::Which;
-use ferrospeed_zero::{Elsewhere, Sharding};
 use serde_json::{Value, json};
 
 const WIDTH: usize = 16;
@@ -23,6 +26,8 @@ struct Model {
     inwards: Linear,
     moe: Moe,
     outwards: Linear,
+    /// Where the last loss's tokens went.
+    routing: RefCell<Option<Routing>>,
 }
 
 impl Model {
@@ -44,7 +49,7 @@ impl Model {
             None => Moe::new(&place, numbers, expert).unwrap(),
         };
         let outwards = Linear::new(&init.at("out"), WIDTH, 1, true);
-        (Model { inwards, moe, outwards }, init.parameters())
+        (Model { inwards, moe, outwards, routing: RefCell::default() }, init.parameters())
     }
 
     fn loss(&self, x: &Tensor, y: &Tensor) -> Tensor {
@@ -53,6 +58,7 @@ impl Model {
         let found = self.outwards.forward(&ops::add(&hidden, &mixed.output).unwrap()).unwrap();
         let apart = ops::sub(ops::cast(&found, DType::F32).unwrap(), y).unwrap();
         let loss = ops::mean(ops::square(&apart).unwrap()).unwrap();
+        *self.routing.borrow_mut() = Some(mixed.routing.clone());
         let balance = ops::affine(mixed.balance_loss().unwrap(), 0.01, 0.0).unwrap();
         ops::add(&loss, &balance).unwrap()
     }
@@ -80,16 +86,39 @@ fn configuration(stage: u8, precision: &str) -> Value {
     config
 }
 
-fn start(world: &World, value: &Value, ep: usize, numbers: MoeConfig) -> (Engine, Model, Parameters) {
+/// First values under which a token's largest channel is its expert.
+struct ByChannel;
+
+impl ParamSource for ByChannel {
+    fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> ferrospeed_tensor::Result<()> {
+        FromInitializers { seed: 42 }.load(param, range.clone(), out)?;
+        let diagonal = match param.name() {
+            "in.weight" => 1.0,
+            "in.bias" => 0.0,
+            name if name.ends_with("gate.wg.weight") => 4.0,
+            _ => return Ok(()),
+        };
+        for (at, value) in range.zip(out) {
+            *value = if at / WIDTH == at % WIDTH { diagonal } else { 0.0 };
+        }
+        Ok(())
+    }
+}
+
+fn start(
+    world: &World,
+    value: &Value,
+    ep: usize,
+    numbers: MoeConfig,
+    source: Option<&dyn ParamSource>,
+) -> (Engine, Model, Parameters) {
     let topology = ProcessTopology::new([("data", world.size())]).unwrap();
     let mesh = Mesh::new(world.clone(), topology).unwrap();
     let groups = mesh.expert(ep, ExpertOrder::ExpertBeforeData).unwrap();
     let (model, parameters) = Model::build((ep > 1).then_some(&groups.expert), numbers);
-    let (experts, _) = parameters.partition(|param| param.name().contains("deepspeed_experts"));
-    let sharding = Sharding::over(&groups.expert_data).divided_by(world.size());
-    let elsewhere = vec![Elsewhere { params: experts.as_slice().to_vec(), sharding }];
     let setup = Setup::new(config(value, world.size()), world.clone(), device(1));
-    let options = Options { elsewhere, agreement: Some(world.group()), ..Default::default() };
+    let mut options = Options { source, ..Options::default() };
+    options.spread_experts(&mesh, groups).unwrap();
     (initialize_model(&setup, &parameters, options).unwrap(), model, parameters)
 }
 
@@ -97,7 +126,7 @@ fn start(world: &World, value: &Value, ep: usize, numbers: MoeConfig) -> (Engine
 fn train(ep: usize, value: Value, numbers: MoeConfig, rows: fn(usize) -> usize) -> Vec<Vec<f32>> {
     let value = Arc::new(value);
     on_ranks(4, move |world| {
-        let (mut engine, model, parameters) = start(&world, &value, ep, numbers.clone());
+        let (mut engine, model, parameters) = start(&world, &value, ep, numbers.clone(), None);
         let (dtype, device) = (engine.store().dtype(), engine.device().clone());
         let mut seen = Vec::new();
         for step in 0..4 {
@@ -167,6 +196,145 @@ fn ranks_with_few_tokens_and_experts_without_any_keep_nobody_waiting() {
         let found =
             train(4, configuration(stage, "fp32"), numbers.clone(), |rank| if rank == 2 { 9 } else { 1 });
         assert!(found.iter().flatten().all(|value| value.is_finite()), "stage {stage}");
+    }
+}
+
+/// Which tokens a rank has in a step, by the expert that each goes to.
+type Tokens = fn(usize, usize) -> Vec<usize>;
+
+/// Losses, norms and dense weights of every rank, where tokens go to chosen experts; and where the first step's went.
+fn train_routed(ep: usize, stage: u8, tokens: Tokens) -> (Vec<Vec<f32>>, Vec<Vec<u64>>) {
+    let all = on_ranks(4, move |world| {
+        let numbers = MoeConfig::dropless(WIDTH, EXPERTS, 1);
+        let (mut engine, model, parameters) =
+            start(&world, &configuration(stage, "fp32"), ep, numbers, Some(&ByChannel));
+        let device = engine.device().clone();
+        let (mut seen, mut went) = (Vec::new(), Vec::new());
+        for step in 0..4 {
+            let experts = tokens(world.rank(), step);
+            let (noise, y) = samples(step, world.rank(), experts.len(), DType::F32, &device);
+            let mut x = noise.to_vec_f32().unwrap();
+            for (row, expert) in x.chunks_mut(WIDTH).zip(&experts) {
+                row.iter_mut().for_each(|value| *value *= 0.1);
+                row[*expert] = 2.0;
+            }
+            let x = Tensor::from_slice(&x, [experts.len(), WIDTH], &device).unwrap();
+            if step == 0 {
+                let hidden = model.inwards.forward(&x).unwrap();
+                let mixed = model.moe.forward(&hidden, Mode::Evaluate).unwrap();
+                went = mixed.routing.statistics().unwrap().tokens_per_expert;
+            }
+            let loss =
+                engine.forward(|_| Ok::<_, ferrospeed_tensor::TensorError>(model.loss(&x, &y))).unwrap();
+            seen.push(loss.item().unwrap());
+            engine.backward(&loss).unwrap();
+            let StepReport::Applied { grad_norm } = engine.step().unwrap() else { panic!("not applied") };
+            seen.push(grad_norm as f32);
+        }
+        for param in parameters.as_slice() {
+            seen.extend(engine.weight_as_read(param).unwrap());
+        }
+        (seen, went)
+    });
+    all.into_iter().unzip()
+}
+
+#[test]
+fn idle_experts_disjoint_choices_and_short_batches_train_as_on_one_rank_in_every_stage() {
+    let even = |rank: usize| {
+        let mut went = vec![0; EXPERTS];
+        (went[2 * rank], went[2 * rank + 1]) = (6, 6);
+        went
+    };
+    let patterns: [(&str, Tokens, Option<[Vec<u64>; 4]>); 3] = [
+        (
+            "one expert gets all tokens",
+            |_, _| vec![5; 12],
+            Some([0; 4].map(|_| vec![0, 0, 0, 0, 0, 12, 0, 0])),
+        ),
+        (
+            "every rank chooses other experts",
+            |rank, _| (0..12).map(|row| 2 * rank + row % 2).collect(),
+            Some([0, 1, 2, 3].map(even)),
+        ),
+        (
+            "one rank's last batch is shorter",
+            |rank, step| (0..if rank == 2 && step == 3 { 1 } else { 12 }).map(|row| row % EXPERTS).collect(),
+            None,
+        ),
+    ];
+    for (what, tokens, wanted) in patterns {
+        let (whole, went) = train_routed(1, 0, tokens);
+        if let Some(wanted) = wanted {
+            assert_eq!(went, wanted, "{what}");
+        }
+        for ep in [2, 4] {
+            let (reference, _) = train_routed(ep, 0, tokens);
+            let apart = furthest(&reference, &whole);
+            assert!(apart < 2e-5, "{what}, experts over {ep} ranks: {apart} apart");
+            for stage in 1..=3 {
+                let (found, _) = train_routed(ep, stage, tokens);
+                assert_eq!(bits(&found), bits(&reference), "{what}, experts over {ep} ranks, stage {stage}");
+            }
+        }
+    }
+}
+
+/// Losses and the bias after each of some steps in which it is moved against the load. They go on from the checkpoint in
+/// `folder` unless they are the first, and leave one there.
+fn train_with_bias(ep: usize, stage: u8, steps: Range<usize>, folder: &Path) -> Vec<Vec<f32>> {
+    let folder = folder.to_path_buf();
+    on_ranks(4, move |world| {
+        let numbers = MoeConfig {
+            balancing_bias: true,
+            noise: Some(GateNoise::Jitter),
+            ..MoeConfig::dropless(WIDTH, EXPERTS, 2)
+        };
+        let (mut engine, model, _) = start(&world, &configuration(stage, "fp32"), ep, numbers, None);
+        if steps.start > 0 {
+            engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+        }
+        let device = engine.device().clone();
+        let bias = model.moe.balancing_bias().unwrap();
+        let mut seen = bias.values();
+        for step in steps.clone() {
+            let (x, y) = samples(step, world.rank(), 12, DType::F32, &device);
+            let loss =
+                engine.forward(|_| Ok::<_, ferrospeed_tensor::TensorError>(model.loss(&x, &y))).unwrap();
+            seen.push(loss.item().unwrap());
+            engine.backward(&loss).unwrap();
+            engine.step().unwrap();
+            let routing = model.routing.borrow_mut().take().unwrap();
+            let mut tokens = routing.chosen().to_vec::<i64>().unwrap();
+            world.group().all_reduce(&mut tokens, ReduceOp::Sum).unwrap();
+            bias.update(&tokens.iter().map(|&count| count as u64).collect::<Vec<_>>(), 0.01);
+            seen.extend(bias.values());
+        }
+        engine.save_checkpoint(&folder, &SaveOptions::default()).unwrap();
+        seen
+    })
+}
+
+#[test]
+fn a_bias_that_balances_goes_on_from_a_checkpoint_on_any_ranks() {
+    let [whole, parted] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let unbroken = train_with_bias(2, 2, 0..4, whole.path());
+    let halfway = EXPERTS + 2 * (EXPERTS + 1);
+    let (first, last) = (halfway - EXPERTS, unbroken[0].len());
+    assert!(unbroken[0][first..halfway].iter().any(|value| *value != 0.0), "the bias moved");
+    train_with_bias(2, 2, 0..2, parted.path());
+    let then = train_with_bias(2, 3, 2..4, parted.path());
+    let wanted: Vec<Vec<f32>> = unbroken.iter().map(|rank| rank[first..last].to_vec()).collect();
+    assert_eq!(bits(&then), bits(&wanted));
+    // On other ranks sums have another order; what was loaded has the same bits.
+    for ep in [1, 4] {
+        let again = tempfile::tempdir().unwrap();
+        train_with_bias(2, 2, 0..2, again.path());
+        let then = train_with_bias(ep, 1, 2..4, again.path());
+        assert!(furthest(&then, &wanted) < 2e-5, "experts over {ep} ranks");
+        let loaded: Vec<Vec<f32>> = then.iter().map(|rank| rank[..EXPERTS].to_vec()).collect();
+        let saved: Vec<Vec<f32>> = wanted.iter().map(|rank| rank[..EXPERTS].to_vec()).collect();
+        assert_eq!(bits(&loaded), bits(&saved));
     }
 }
 

@@ -13,6 +13,7 @@ mod stages;
 use std::ops::Range;
 use std::sync::Arc;
 
+use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::moe::Routing;
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices};
@@ -53,6 +54,15 @@ impl Tokens {
     }
 }
 
+/// The ranks that hold parts of a decoder.
+#[derive(Debug, Clone, Default)]
+pub struct Spread {
+    /// Those that hold slices of its layers.
+    pub slices: Option<Slices>,
+    /// Those that hold different experts.
+    pub experts: Option<Group>,
+}
+
 /// A causal language model.
 #[derive(Debug)]
 pub struct Decoder {
@@ -76,18 +86,28 @@ pub struct Decoder {
 impl Decoder {
     /// Builds the model's handles. Attach `parameters()` to a store before running it.
     pub fn new(config: DecoderConfig) -> Decoder {
-        Decoder::build(config, None)
+        Decoder::build(config, &Spread::default())
     }
 
     /// The same in slices over the ranks of a group, which compute each loss together; or why it cannot be cut so. No rank
     /// holds whole logits, so such a model trains and measures, and does not generate.
     pub fn in_slices(config: DecoderConfig, slices: impl Into<Slices>) -> Result<Decoder> {
-        let slices = slices.into();
-        config.check_slices(slices.group().size(), slices.between())?;
-        Ok(Decoder::build(config, Some(&slices)))
+        Decoder::spread(config, &Spread { slices: Some(slices.into()), experts: None })
     }
 
-    fn build(config: DecoderConfig, slices: Option<&Slices>) -> Decoder {
+    /// The same with slices or experts on several ranks. Where experts are, all ranks run every forward together, each on
+    /// tokens of its own.
+    pub fn spread(config: DecoderConfig, spread: &Spread) -> Result<Decoder> {
+        if let Some(slices) = &spread.slices {
+            config.check_slices(slices.group().size(), slices.between())?;
+        }
+        config.check_experts(spread.experts.as_ref().map_or(1, Group::size))?;
+        Ok(Decoder::build(config, spread))
+    }
+
+    fn build(config: DecoderConfig, spread: &Spread) -> Decoder {
+        let slices = spread.slices.as_ref();
+        let experts = spread.experts.as_ref().filter(|group| group.size() > 1);
         let init = Init::root().over(slices);
         let names = &config.names;
         let embedding = Embedding::new(
@@ -115,7 +135,8 @@ impl Decoder {
             [plain(inwards, config.embedding_width, config.width), outwards]
         });
         let blocks = || {
-            let block = |layer| Block::new(&init.at(format!("{}.{layer}", names.blocks)), &config, layer);
+            let block =
+                |layer| Block::new(&init.at(format!("{}.{layer}", names.blocks)), &config, layer, experts);
             (0..config.layers).map(block).collect()
         };
         let final_norm = || names.final_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));

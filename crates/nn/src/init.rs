@@ -16,13 +16,31 @@ pub struct Init {
     slices: Option<Slices>,
     /// How the layer that is made here is cut.
     cut: Option<Cut>,
+    /// Which rank holds what is made here, where ranks hold different experts.
+    holder: Option<Holder>,
     registered: Arc<Mutex<Parameters>>,
+}
+
+/// Which of `ranks` ranks holds an expert's parameters. All of them know the parameter; the others give it no value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Holder {
+    /// Over how many ranks the experts of the layer are spread.
+    pub ranks: usize,
+    /// The one that holds it.
+    pub rank: usize,
 }
 
 impl Init {
     /// The root of a new model.
     pub fn root() -> Init {
-        Init { path: String::new(), unit: None, slices: None, cut: None, registered: Arc::default() }
+        Init {
+            path: String::new(),
+            unit: None,
+            slices: None,
+            cut: None,
+            holder: None,
+            registered: Arc::default(),
+        }
     }
 
     /// The same place, whose layers are cut into slices over these ranks where they say how.
@@ -66,6 +84,11 @@ impl Init {
     /// still do the same things together. Within a unit this changes nothing.
     pub fn as_unit(&self) -> Init {
         Init { unit: self.unit.or_else(|| Some(Unit::new())), ..self.clone() }
+    }
+
+    /// This place, whose parameters one rank of several holds.
+    pub fn held_by(&self, holder: Holder) -> Init {
+        Init { holder: Some(holder), ..self.clone() }
     }
 
     /// A new parameter here.
@@ -122,8 +145,17 @@ impl Init {
         if let Some(unit) = self.unit {
             param = param.in_unit(unit);
         }
-        self.registered().params.push(param.clone());
+        let mut registered = self.registered();
+        registered.params.push(param.clone());
+        if let Some(holder) = self.holder {
+            registered.holders.insert(param.id(), holder);
+        }
         param
+    }
+
+    /// Registers a state of the layer that is made here.
+    pub fn state(&self, name: &str, state: Arc<dyn LayerState>) {
+        self.registered().states.insert(self.at(name).path, state);
     }
 
     /// Says that `param`, which has a place of its own, is used here too: other programs' files name a tied parameter
@@ -142,11 +174,23 @@ impl Init {
     }
 }
 
+/// Numbers of a layer that are no parameter and get no gradient, yet decide what it computes: whoever saves the model saves
+/// them too. All ranks have the same ones.
+pub trait LayerState: std::fmt::Debug + Send + Sync {
+    /// The numbers as they are.
+    fn values(&self) -> Vec<f32>;
+    /// Takes saved ones; an error where they cannot be this layer's.
+    fn set(&self, values: &[f32]) -> ferrospeed_tensor::Result<()>;
+}
+
 /// A model's parameters in order; each once, however often it is used.
 #[derive(Debug, Clone, Default)]
 pub struct Parameters {
     params: Vec<Param>,
     aliases: BTreeMap<String, String>,
+    /// By the parameter's number.
+    holders: BTreeMap<u64, Holder>,
+    states: BTreeMap<String, Arc<dyn LayerState>>,
 }
 
 impl Parameters {
@@ -158,6 +202,16 @@ impl Parameters {
     /// The other names of tied parameters, each with the name that the parameter has here.
     pub fn aliases(&self) -> &BTreeMap<String, String> {
         &self.aliases
+    }
+
+    /// What layers keep besides parameters, by name.
+    pub fn states(&self) -> &BTreeMap<String, Arc<dyn LayerState>> {
+        &self.states
+    }
+
+    /// Which rank holds a parameter; `None` where all ranks hold it.
+    pub fn holder(&self, param: &Param) -> Option<Holder> {
+        self.holders.get(&param.id()).copied()
     }
 
     /// All names.
@@ -211,13 +265,14 @@ impl Parameters {
     /// Splits by a rule, in order: those it holds for, and the others. For parameter groups.
     pub fn partition(&self, rule: impl Fn(&Param) -> bool) -> (Parameters, Parameters) {
         let (yes, no): (Vec<Param>, Vec<Param>) = self.params.iter().cloned().partition(rule);
-        (yes.into_iter().collect(), no.into_iter().collect())
+        let part = |params| Parameters { params, holders: self.holders.clone(), ..Parameters::default() };
+        (part(yes), part(no))
     }
 }
 
 impl FromIterator<Param> for Parameters {
     fn from_iter<I: IntoIterator<Item = Param>>(params: I) -> Self {
-        Parameters { params: params.into_iter().collect(), aliases: BTreeMap::new() }
+        Parameters { params: params.into_iter().collect(), ..Parameters::default() }
     }
 }
 

@@ -44,7 +44,7 @@ pub use attention::{
 };
 pub use conv::{Conv2d, Conv2dOptions};
 pub use embedding::Embedding;
-pub use init::{Init, Parameters};
+pub use init::{Holder, Init, LayerState, Parameters};
 pub use linear::Linear;
 pub use mlp::{GatedMlp, Mlp};
 pub use moe::{Expert, Experts, Mixed, Moe, MoeConfig};

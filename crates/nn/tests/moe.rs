@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ferrospeed_nn::moe::{Capacity, GateNoise, balance_loss, z_loss};
-use ferrospeed_nn::{GatedMlp, Init, Linear, Mixed, Mode, Module, Moe, MoeConfig};
+use ferrospeed_nn::{GatedMlp, Init, LayerState, Linear, Mixed, Mode, Module, Moe, MoeConfig};
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{Activation, DType, Device, Tensor, autograd, ops};

@@ -2,10 +2,12 @@
 //!
 //! ZeRO 1 and 2: one module file and an optimizer file per rank, groups laid end to end and cut into equal parts.
 //! ZeRO 3: a module file per rank with placeholders, every parameter cut by itself. The number of ranks is free.
+//! Experts under DeepSpeed's names have a file each, and groups of their own that are cut among the ranks that hold the same ones.
 
 use std::collections::HashMap;
 use std::path::Path;
 
+use super::experts::{EXPERTS, Mixtures};
 use crate::deepspeed::spelling::{Spelling, Whole, respelled, spelled};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
@@ -19,6 +21,8 @@ pub struct ExportOptions {
     pub stage: u8,
     /// For how many ranks.
     pub ranks: u64,
+    /// Over how many of these ranks the experts of a mixture are spread; 1 where each holds all.
+    pub expert_ranks: u64,
     /// By which names parameters are called.
     pub spelling: Spelling,
 }
@@ -109,7 +113,9 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
     }
     let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
     std::fs::create_dir_all(&partial).map_err(CheckpointError::io("create", &partial))?;
-    let written = Exporter::new(checkpoint, options).and_then(|exporter| exporter.write(&partial));
+    let written = Mixtures::of(checkpoint, options)
+        .and_then(|mixtures| Exporter::new(checkpoint, options, mixtures))
+        .and_then(|exporter| exporter.write(&partial));
     if let Err(error) = written {
         // The error of the export is the one to report.
         let _ = std::fs::remove_dir_all(&partial);
@@ -124,6 +130,8 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
 struct Group<'c> {
     state: &'c GroupState,
     params: Vec<Whole<'c>>,
+    /// Whether these are experts, which ranks hold different ones of.
+    is_moe: bool,
 }
 
 pub(crate) struct Exporter<'c> {
@@ -135,12 +143,18 @@ pub(crate) struct Exporter<'c> {
     index: HashMap<(Kind, String), usize>,
     groups: Vec<Group<'c>>,
     state_names: Vec<String>,
+    mixtures: Mixtures,
 }
 
 impl<'c> Exporter<'c> {
-    pub(crate) fn new(checkpoint: &'c Checkpoint, options: ExportOptions) -> Result<Exporter<'c>> {
+    /// Of a checkpoint whose `mixtures` have files of their own.
+    pub(crate) fn new(
+        checkpoint: &'c Checkpoint,
+        options: ExportOptions,
+        mixtures: Mixtures,
+    ) -> Result<Exporter<'c>> {
         let manifest = checkpoint.manifest();
-        let mut groups = Vec::new();
+        let (mut groups, mut of_experts) = (Vec::new(), Vec::new());
         for state in &manifest.training.groups {
             let find = |name: &String| {
                 checkpoint.entry(&Kind::Master, name).ok_or_else(|| {
@@ -150,9 +164,20 @@ impl<'c> Exporter<'c> {
                     )
                 })
             };
-            let params = state.params.iter().map(find).collect::<Result<Vec<_>>>()?;
-            groups.push(Group { state, params: spelled(checkpoint, params, options.spelling)? });
+            let params: Vec<&TensorEntry> = state.params.iter().map(find).collect::<Result<_>>()?;
+            let (experts, dense): (Vec<_>, Vec<_>) =
+                params.into_iter().partition(|entry| mixtures.expert(&entry.name).is_some());
+            // Experts come behind all others, as DeepSpeed splits groups; none is empty but one that was given so.
+            if !dense.is_empty() || experts.is_empty() {
+                let params = spelled(checkpoint, dense, options.spelling)?;
+                groups.push(Group { state, params, is_moe: false });
+            }
+            if !experts.is_empty() {
+                let params = spelled(checkpoint, experts, options.spelling)?;
+                of_experts.push(Group { state, params, is_moe: true });
+            }
         }
+        groups.extend(of_experts);
         let mut state_names: Vec<String> = Vec::new();
         for tensor in &manifest.tensors {
             if let Kind::State(name) = &tensor.kind
@@ -164,10 +189,11 @@ impl<'c> Exporter<'c> {
         let tensors = spelled(checkpoint, &manifest.tensors, options.spelling)?;
         let keys = tensors.iter().map(|tensor| (tensor.kind.clone(), tensor.name.clone()));
         let index = keys.zip(0..).collect();
-        Ok(Exporter { checkpoint, options, tensors, index, groups, state_names })
+        Ok(Exporter { checkpoint, options, tensors, index, groups, state_names, mixtures })
     }
 
     fn write(&self, folder: &Path) -> Result<()> {
+        self.write_experts(folder)?;
         for rank in 0..self.options.ranks {
             if self.options.stage == 3 || rank == 0 {
                 let name = match self.options.stage {
@@ -196,6 +222,51 @@ impl<'c> Exporter<'c> {
         Ok(())
     }
 
+    /// A file per expert, and the empty optimizer files that DeepSpeed has beside them.
+    fn write_experts(&self, folder: &Path) -> Result<()> {
+        let manifest = self.checkpoint.manifest();
+        for (layer, mixture) in self.mixtures.layers.iter().enumerate() {
+            for expert in 0..mixture.experts {
+                let mut arrays = Arrays::default();
+                let own = self.tensors.iter().filter(|entry| {
+                    matches!(entry.kind, Kind::Master | Kind::Weight)
+                        && self
+                            .mixtures
+                            .expert(&entry.name)
+                            .is_some_and(|(of, id, _)| (of, id) == (layer, expert))
+                });
+                let pairs = own.map(|entry| {
+                    let weight = arrays.add(manifest.origin.dtype, &entry.shape, entry.all());
+                    (Value::str(&entry.name), weight)
+                });
+                let value = Value::OrderedDict(pairs.collect());
+                let name = format!("layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt");
+                arrays.write(self.checkpoint, &folder.join(name), &value)?;
+            }
+        }
+        let ranks = if self.mixtures.layers.is_empty() { 0 } else { self.options.expert_ranks };
+        for rank in 0..ranks {
+            let value = Value::dict([("optimizer", Value::None)]);
+            let name = format!("expp_rank_{rank}_mp_rank_00_optim_states.pt");
+            Arrays::default().write(self.checkpoint, &folder.join(name), &value)?;
+        }
+        Ok(())
+    }
+
+    /// What a rank has of a group: among how many it is cut, the rank's number among them, and the parameters.
+    fn shared<'g>(&self, group: &'g Group<'c>, rank: u64) -> (u64, u64, Vec<&'g Whole<'c>>) {
+        if !group.is_moe {
+            return (self.options.ranks, rank, group.params.iter().collect());
+        }
+        let ExportOptions { ranks, expert_ranks, .. } = self.options;
+        let (place, member) = self.mixtures.order.place(rank, ranks, expert_ranks);
+        let is_own = |entry: &&Whole<'c>| {
+            let expert = self.mixtures.expert(&entry.name);
+            expert.is_some_and(|(layer, id, _)| id / self.mixtures.held(layer, expert_ranks) == place)
+        };
+        (ranks / expert_ranks, member, group.params.iter().filter(is_own).collect())
+    }
+
     fn config(&self) -> Value {
         Value::from_json(&self.checkpoint.manifest().config)
     }
@@ -219,7 +290,7 @@ impl<'c> Exporter<'c> {
     pub(crate) fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Value {
         let manifest = self.checkpoint.manifest();
         let mut module = Vec::new();
-        for entry in &self.tensors {
+        for entry in self.tensors.iter().filter(|entry| self.mixtures.expert(&entry.name).is_none()) {
             let weight = match entry.kind {
                 Kind::Buffer => arrays.add(entry.dtype, &entry.shape, entry.all()),
                 Kind::Master | Kind::Weight if self.options.stage == 3 => {
@@ -240,8 +311,9 @@ impl<'c> Exporter<'c> {
         let aliases = aliases.iter().filter(|_| rank == 0);
         let aliases = aliases.map(|(alias, name)| (Value::str(alias), Value::str(name))).collect();
         let shapes = |entries: &[&Whole<'c>]| {
-            let pairs =
-                entries.iter().map(|entry| (Value::str(&entry.name), Value::Size(entry.shape.clone())));
+            let pairs = entries
+                .iter()
+                .map(|entry| (Value::str(&self.local_name(entry)), Value::Size(entry.shape.clone())));
             Value::OrderedDict(pairs.collect())
         };
         let frozen: Vec<&Whole<'c>> = self.of_kind(Kind::Weight).collect();
@@ -266,12 +338,7 @@ impl<'c> Exporter<'c> {
             ("optimizer", Value::None),
             (
                 "param_shapes",
-                Value::List(
-                    self.groups
-                        .iter()
-                        .map(|group| shapes(&group.params.iter().collect::<Vec<_>>()))
-                        .collect(),
-                ),
+                Value::List(self.groups.iter().map(|group| shapes(&self.shared(group, rank).2)).collect()),
             ),
             ("frozen_param_shapes", if frozen_is_listed { shapes(&frozen) } else { Value::None }),
             ("shared_params", Value::Dict(aliases)),
@@ -288,6 +355,10 @@ impl<'c> Exporter<'c> {
             ("ds_config", self.config()),
             ("ds_version", Value::str(VERSION)),
         ];
+        if !self.mixtures.layers.is_empty() {
+            let counts = self.mixtures.layers.iter().map(|layer| integer(layer.experts)).collect();
+            pairs.push(("num_experts", Value::List(counts)));
+        }
         if let Some(client) = manifest.client_state.as_object() {
             pairs.extend(client.iter().map(|(key, value)| (key.as_str(), Value::from_json(value))));
         }
@@ -349,7 +420,12 @@ impl<'c> Exporter<'c> {
         let params = &self.checkpoint.manifest().config["optimizer"]["params"];
         let groups = self.groups.iter().enumerate().map(|(index, group)| {
             let [first, second] = group.state.betas;
-            Value::dict([
+            let mut options = Vec::new();
+            if group.is_moe {
+                let name = format!("ep_size_{}", self.options.expert_ranks);
+                options.extend([("name", Value::str(&name)), ("moe", Value::Bool(true))]);
+            }
+            options.extend([
                 ("lr", Value::Float(group.state.lr)),
                 ("betas", Value::List(vec![Value::Float(first), Value::Float(second)])),
                 ("eps", Value::Float(params["eps"].as_f64().unwrap_or(1e-8))),
@@ -361,7 +437,8 @@ impl<'c> Exporter<'c> {
                 ("differentiable", Value::Bool(false)),
                 ("fused", Value::None),
                 ("params", Value::List(vec![Value::Int(index as i128)])),
-            ])
+            ]);
+            Value::dict(options)
         });
         let groups = Value::List(groups.collect());
         Value::dict([("state", Value::Dict(states.collect())), ("param_groups", groups)])
@@ -372,27 +449,34 @@ impl<'c> Exporter<'c> {
         arrays.add(Dtype::F32, &[], vec![Part::Number(steps as f32)])
     }
 
-    /// A state of every parameter of a group.
-    fn states(&self, name: &str, group: &Group<'c>) -> Result<Vec<&Whole<'c>>> {
+    /// A state of every one of these parameters.
+    fn states(&self, name: &str, params: &[&Whole<'c>]) -> Result<Vec<&Whole<'c>>> {
         let kind = Kind::State(name.to_owned());
-        let find = |param: &Whole<'c>| {
+        let find = |param: &&Whole<'c>| {
             let at = self.index.get(&(kind.clone(), param.name.clone()));
             at.map(|&at| &self.tensors[at]).ok_or_else(|| {
                 let why = format!("'{}' has no state '{name}'", param.name);
                 CheckpointError::file(self.checkpoint.path(), why)
             })
         };
-        group.params.iter().map(find).collect()
+        params.iter().map(find).collect()
+    }
+
+    /// A parameter's name in the optimizer file of a rank that holds it: experts are numbered from its own first one on.
+    fn local_name(&self, entry: &Whole<'c>) -> String {
+        let Some((layer, id, rest)) = self.mixtures.expert(&entry.name) else { return entry.name.clone() };
+        let held = self.mixtures.held(layer, self.options.expert_ranks);
+        format!("{}{EXPERTS}{}.{rest}", self.mixtures.layers[layer].path, id % held)
     }
 
     /// Stages 1 and 2.
     pub(crate) fn flat(&self, rank: u64, arrays: &mut Arrays<'c>) -> Result<Value> {
-        let ranks = self.options.ranks;
         let (scaler, is_dynamic) = self.loss_scaler();
         let (mut flats, mut steps, mut masters, mut paddings, mut mappings) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for group in &self.groups {
-            let numel: u64 = group.params.iter().map(|param| param.numel()).sum();
+            let (ranks, rank, params) = self.shared(group, rank);
+            let numel: u64 = params.iter().map(|param| param.numel()).sum();
             let padded = numel.next_multiple_of(2 * ranks);
             let part = padded / ranks;
             let (from, to) = (rank * part, (rank + 1) * part);
@@ -416,28 +500,29 @@ impl<'c> Exporter<'c> {
             steps.push(step);
             let mut states = Vec::new();
             for name in &self.state_names {
-                let entries = self.states(name, group)?;
+                let entries = self.states(name, &params)?;
                 states.push((name.clone(), arrays.add(Dtype::F32, &[part], own(&entries, to))));
             }
             flats.push(states);
             // Only real elements: padding is stripped from the weights.
             let end = to.min(numel).max(from);
-            let params: Vec<&Whole<'c>> = group.params.iter().collect();
             masters.push(arrays.add(Dtype::F32, &[end - from], own(&params, end)));
             paddings.push(Value::Int(if rank + 1 == ranks { (padded - numel).into() } else { 0 }));
             let mut at = 0;
             let mut mapping = Vec::new();
-            for param in &group.params {
+            for param in &params {
                 let (start, stop) = (from.max(at), to.min(at + param.numel()));
                 if start < stop {
-                    mapping.push((Value::str(&param.name), fragment(stop - start, start - from)));
+                    mapping.push((Value::str(&self.local_name(param)), fragment(stop - start, start - from)));
                 }
                 at += param.numel();
             }
             mappings.push(Value::OrderedDict(mapping));
         }
         let clip = self.checkpoint.manifest().config["gradient_clipping"].as_f64().unwrap_or(0.0);
-        let count = Value::List(self.groups.iter().map(|_| Value::Int(ranks.into())).collect());
+        let count = Value::List(
+            self.groups.iter().map(|group| Value::Int(self.shared(group, rank).0.into())).collect(),
+        );
         Ok(Value::dict([
             ("loss_scaler", scaler),
             ("dynamic_loss_scale", Value::Bool(is_dynamic)),
@@ -460,6 +545,7 @@ impl<'c> Exporter<'c> {
         let (mut flats, mut steps, mut masters) = (Vec::new(), Vec::new(), Vec::new());
         for group in &self.groups {
             let share = |entry: &Whole<'c>| entry.numel().div_ceil(ranks);
+            let params: Vec<&Whole<'c>> = group.params.iter().collect();
             let numel: u64 = group.params.iter().map(share).sum();
             let own = |entries: &[&Whole<'c>]| -> Vec<Part<'c>> {
                 entries.iter().flat_map(|entry| entry.cut(rank * share(entry), share(entry))).collect()
@@ -468,11 +554,10 @@ impl<'c> Exporter<'c> {
             steps.push(step);
             let mut states = Vec::new();
             for name in &self.state_names {
-                let entries = self.states(name, group)?;
+                let entries = self.states(name, &params)?;
                 states.push((name.clone(), arrays.add(Dtype::F32, &[numel], own(&entries))));
             }
             flats.push(states);
-            let params: Vec<&Whole<'c>> = group.params.iter().collect();
             masters.push(arrays.add(Dtype::F32, &[numel], own(&params)));
         }
         Ok(Value::dict([

@@ -1,7 +1,7 @@
 //! A DeepSpeed checkpoint as one of ours: weights, optimizer states, counters, schedule, loss scale, client state.
 //!
 //! Any number of ranks, ZeRO 1 to 3, the BF16 optimizer, and no ZeRO at all. What cannot be placed is an error.
-//! Of pipelines and mixtures of experts the weights are imported, by `split`.
+//! Of pipelines the weights are imported, and of mixtures of experts the optimizer states of ZeRO 1 and 2 too, by `split`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::save::{Contents, Target};
 use crate::shard::PieceSpec;
 
 /// Keys of a module file that DeepSpeed itself writes; all others are the client's.
-const OWN_KEYS: [&str; 19] = [
+const OWN_KEYS: [&str; 21] = [
     "module",
     "buffer_names",
     "optimizer",
@@ -39,6 +39,8 @@ const OWN_KEYS: [&str; 19] = [
     "ds_config",
     "ds_version",
     "num_experts",
+    "checkpoint_parallel_dimensions",
+    "ds_autoep_layers",
 ];
 
 /// Converts the checkpoint `tag` (or the one `latest` names) of the folder `source` and saves it as `target` says.
@@ -117,7 +119,7 @@ fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Tensor>, u64)> {
     }
     let key = if stage == 3 { "optimizer_state_dict" } else { "base_optimizer_state" };
     let states: Vec<States> = (0..ranks).map(|rank| states_of(files, rank, key)).collect::<Result<_>>()?;
-    let steps = states.first().map_or(0, |states| states.steps);
+    let steps = counter_of_steps(&states);
     if let Some(rank) = states.iter().position(|other| other.steps != steps) {
         let why = format!("its optimizer made {} steps, that of rank 0 {steps}", states[rank].steps);
         return Err(files.fail(files.model_files + rank, why));
@@ -142,10 +144,15 @@ fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Tensor>, u64)> {
 }
 
 /// The states of one rank: for every name one stretch per group or sub-group.
-struct States {
-    names: Vec<String>,
-    parts: Vec<Vec<Stretch>>,
+pub(super) struct States {
+    pub(super) names: Vec<String>,
+    pub(super) parts: Vec<Vec<Stretch>>,
     steps: u64,
+}
+
+/// How many updates the optimizer made, by the first rank.
+pub(super) fn counter_of_steps(states: &[States]) -> u64 {
+    states.first().map_or(0, |states| states.steps)
 }
 
 /// A counter that torch keeps as a number or as a tensor of one.
@@ -159,7 +166,7 @@ fn counter(files: &DeepSpeedFiles, file: usize, value: &Value) -> Option<u64> {
     }
 }
 
-fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Result<States> {
+pub(super) fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Result<States> {
     let file = files.model_files + rank;
     let state = files.optimizer(rank, key)?.get("state").and_then(Value::pairs);
     let state = state.ok_or_else(|| {
@@ -289,6 +296,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
             scheduler: module.get("lr_scheduler").and_then(Value::to_json).filter(|value| value.is_object()),
             loss_scaler: optimizer.and_then(|optimizer| loss_scaler(optimizer.get("loss_scaler")?)),
             per_parameter: BTreeMap::new(),
+            layer_states: BTreeMap::new(),
         },
         client_state: Json::Object(client),
         config,

@@ -4,6 +4,7 @@
 //! weights and states; nothing is loaded to find out. [`fp32`] follows DeepSpeed's own `zero_to_fp32`, [`import`] and
 //! [`Foreign`] understand a checkpoint, to be read where it lies or saved in our format, [`export`] writes one that DeepSpeed's loader and `zero_to_fp32` accept.
 
+mod experts;
 pub mod export;
 mod foreign;
 pub mod fp32;

@@ -1,13 +1,16 @@
 //! Pipelines and mixtures of experts: weights that lie in a file per layer, or per expert.
 //!
-//! Weights are imported, and counters and schedule with them. Optimizer states are not: the files of a mixture do not
-//! say which parameter lies where, and those of a pipeline are cut by stage. A checkpoint so made loads with
-//! `load_module_only`, or without optimizer states. Layers cut over tensor-parallel ranks, and experts
+//! Weights are imported, and counters and schedule with them; of mixtures under ZeRO 1 and 2 the optimizer states too (`experts`).
+//! Those of a pipeline are cut by stage and are not imported: such a checkpoint loads with `load_module_only`, or without
+//! optimizer states. Layers cut over tensor-parallel ranks, and experts
 //! that are numbered without their layer, are refused by name.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
+use super::experts;
 use super::foreign::{Tensor, Understood};
+use super::fp32::stage_of;
 use super::import::contents;
 use super::source::{DeepSpeedFiles, names_in, whole};
 use crate::error::{CheckpointError, Result};
@@ -73,8 +76,12 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
     if parts.iter().all(|(_, held)| *held == Held::Module) {
         return Ok(None);
     }
+    let is_mixture = parts.iter().any(|(_, held)| *held == Held::Expert);
     let names: Vec<&String> = parts.iter().map(|(name, _)| name).collect();
-    let files = DeepSpeedFiles::open_named(path, &names, &[], unknown)?;
+    let all = names_in(path)?;
+    let of_zero = |name: &&String| name.contains("zero_pp_rank_") && name.ends_with("optim_states.pt");
+    let optimizers: Vec<&String> = all.iter().filter(|_| is_mixture).filter(of_zero).collect();
+    let files = DeepSpeedFiles::open_named(path, &names, &optimizers, unknown)?;
     let module = parts.iter().position(|(_, held)| *held == Held::Module);
     let module = module.ok_or_else(|| CheckpointError::file(path, "holds no mp_rank_00_model_states.pt"))?;
 
@@ -101,15 +108,38 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
             found.push(Tensor { spec, stretches: vec![whole(file, tensor)] });
         }
     }
-    let stage = 0;
-    let mut contents = contents(files.files[module].value(), None, 0, stage);
+    let states = experts::states(&files, &found)?;
+    let (mut stage, mut optimizer) = (0, None);
+    if states.is_some() {
+        optimizer = files.optimizers().first().and_then(|file| file.value().get("optimizer_state_dict"));
+        stage = files.optimizer(0, "zero_stage").ok().and_then(stage_of).unwrap_or(1);
+    }
+    let steps = states.as_ref().map_or(0, |states| states.steps);
+    let mut contents = contents(files.files[module].value(), optimizer, steps, stage as u8);
     let mut types = found.iter().map(|tensor| tensor.spec.dtype);
     let half = types.find(|dtype| matches!(dtype, Dtype::F16 | Dtype::BF16));
     contents.origin.dtype = half.unwrap_or(Dtype::F32);
-    contents.origin.optimizer = None;
-    tracing::warn!(
-        "{}: weights, counters and schedule are imported, optimizer states of pipelines and mixtures of experts are not",
-        path.display()
-    );
+    match states {
+        Some(states) => {
+            let is_adam = ["exp_avg", "exp_avg_sq"]
+                .iter()
+                .all(|name| states.tensors.iter().any(|t| t.spec.kind == Kind::State((*name).to_owned())));
+            // A client's own optimizer is not in the configuration.
+            contents.origin.optimizer =
+                contents.origin.optimizer.or_else(|| is_adam.then(|| "adam".to_owned()));
+            contents.training.groups = states.groups;
+            let wide: BTreeSet<String> =
+                states.tensors.iter().map(|tensor| tensor.spec.name.clone()).collect();
+            found.retain(|tensor| !wide.contains(&tensor.spec.name));
+            found.extend(states.tensors);
+        }
+        None => {
+            contents.origin.optimizer = None;
+            tracing::warn!(
+                "{}: weights, counters and schedule are imported; optimizer states of pipelines, and of mixtures of experts whose files do not say whose they are, are not",
+                path.display()
+            );
+        }
+    }
     Ok(Some((contents, found, files.paths())))
 }

@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::deepspeed::experts::Mixtures;
 use crate::deepspeed::export::{Arrays, ExportOptions, Exporter, VERSION};
 use crate::deepspeed::spelling::Spelling;
 use crate::error::{CheckpointError, Result};
@@ -35,15 +36,19 @@ pub fn export_universal(checkpoint: &Checkpoint, dir: &Path, spelling: Spelling)
 fn write(checkpoint: &Checkpoint, folder: &Path, spelling: Spelling) -> Result<()> {
     let zero = folder.join("zero");
     std::fs::create_dir_all(&zero).map_err(CheckpointError::io("create", &zero))?;
-    let exporter = Exporter::new(checkpoint, ExportOptions { stage: 2, ranks: 1, spelling })?;
+    // Every parameter has a folder of its own here, experts too.
+    let exporter = |stage| {
+        let options = ExportOptions { stage, ranks: 1, expert_ranks: 1, spelling };
+        Exporter::new(checkpoint, options, Mixtures::default())
+    };
     // A stage 3 engine looks for its own name, with placeholders.
     for (stage, prefix) in [(2, ""), (3, "zero_pp_rank_0_")] {
         let mut arrays = Arrays::default();
-        let options = ExportOptions { stage, ranks: 1, spelling };
-        let module = Exporter::new(checkpoint, options)?.module(0, &mut arrays);
+        let module = exporter(stage)?.module(0, &mut arrays);
         let name = format!("{prefix}mp_rank_00_model_states.pt");
         arrays.write(checkpoint, &folder.join(name), &module)?;
     }
+    let exporter = exporter(2)?;
     let aliases = exporter.aliases();
     for tensor in exporter.tensors() {
         let stem = match &tensor.kind {

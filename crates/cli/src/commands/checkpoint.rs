@@ -111,6 +111,9 @@ enum Action {
         /// For how many ranks
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1 << 16))]
         ranks: u64,
+        /// Over how many of them the experts of a mixture are spread
+        #[arg(long = "ep", value_name = "RANKS", default_value_t = 1)]
+        expert_ranks: u64,
         /// By which names parameters are called; transformers 5 has others in memory than in files (GPT-NeoX's head, experts)
         #[arg(long, value_enum, default_value = "files")]
         names: Names,
@@ -184,8 +187,13 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Action::ImportDeepspeed { which, output, allow_unknown_objects } => {
             import(which, output, unknown(*allow_unknown_objects))?;
         }
-        Action::ExportDeepspeed { which, output, stage, ranks, names } => {
-            let options = ExportOptions { stage: *stage, ranks: *ranks, spelling: names.spelling() };
+        Action::ExportDeepspeed { which, output, stage, ranks, expert_ranks, names } => {
+            let options = ExportOptions {
+                stage: *stage,
+                ranks: *ranks,
+                expert_ranks: *expert_ranks,
+                spelling: names.spelling(),
+            };
             export_deepspeed(&open(which)?, output, options)?;
         }
         Action::ToUniversal { which, output, names } => {

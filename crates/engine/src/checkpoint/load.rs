@@ -111,6 +111,9 @@ impl Engine {
         self.half_loaded = Some(path.clone());
         all_or_none(&group, self.read_all(&checkpoint, &plan))?;
         self.store.finish_restore()?;
+        for (name, values) in &checkpoint.manifest().training.layer_states {
+            self.states.get(name).map_or(Ok(()), |state| state.set(values))?;
+        }
 
         let manifest = checkpoint.manifest();
         let training = &manifest.training;
@@ -175,13 +178,26 @@ impl Engine {
             names.push(name.filter(|_| entry.is_some()));
         }
         let mut known: std::collections::HashSet<&str> = names.iter().flatten().map(String::as_str).collect();
-        if let Some(pipeline) = &self.pipeline {
-            known.extend(pipeline.names.iter().map(|(name, _)| name.as_str()));
+        if let Some(parts) = &self.parts {
+            known.extend(parts.names());
         }
         let weights = checkpoint.manifest().tensors.iter();
         let weights = weights.filter(|tensor| matches!(tensor.kind, Kind::Master | Kind::Weight));
         plan.unexpected =
             weights.filter(|t| !known.contains(t.name.as_str())).map(|t| t.name.clone()).collect();
+        let saved = &checkpoint.manifest().training.layer_states;
+        for (name, state) in &self.states {
+            match saved.get(name) {
+                Some(values) if values.len() != state.values().len() => wrong.push(format!(
+                    "  wrong shape {name} is [{}], expected [{}]",
+                    values.len(),
+                    state.values().len()
+                )),
+                Some(_) => {}
+                None => plan.missing.push(name.clone()),
+            }
+        }
+        plan.unexpected.extend(saved.keys().filter(|name| !self.states.contains_key(*name)).cloned());
         if options.load_module_strict {
             wrong.extend(plan.missing.iter().map(|name| format!("  missing     {name}")));
             wrong.extend(plan.unexpected.iter().map(|name| format!("  unknown     {name}")));

@@ -136,11 +136,9 @@ impl Engine {
             let path = match options.format {
                 Format::Universal => export_universal(&checkpoint, dir, options.spelling)?,
                 _ => {
-                    export_deepspeed(
-                        &checkpoint,
-                        dir,
-                        ExportOptions { stage, ranks, spelling: options.spelling },
-                    )?;
+                    let (expert_ranks, spelling) = (self.expert_ranks as u64, options.spelling);
+                    let options = ExportOptions { stage, ranks, expert_ranks, spelling };
+                    export_deepspeed(&checkpoint, dir, options)?;
                     dir.join(&checkpoint.manifest().tag)
                 }
             };
@@ -223,7 +221,7 @@ impl Engine {
         pieces.retain(|piece| piece.trained || !options.exclude_frozen_parameters);
         let specs = pieces.iter().map(|piece| {
             let param = &self.store.params()[piece.param];
-            let place = self.pipeline.as_ref().and_then(|pipeline| pipeline.place(param.name()));
+            let place = self.parts.as_ref().and_then(|parts| parts.place(param.name()));
             PieceSpec {
                 name: param.name().to_owned(),
                 kind: kind_of(piece),
@@ -284,13 +282,18 @@ impl Engine {
                 last_grad_norm: self.last_grad_norm,
                 seed: Some(self.seed),
                 data_position: options.data_position.unwrap_or(self.global_samples),
-                groups: match &self.pipeline {
-                    Some(pipeline) => pipeline.saved_groups(&self.store.group_options()),
+                groups: match &self.parts {
+                    Some(parts) => parts.saved_groups(&self.store.group_options()),
                     None => self.store.group_options().into_iter().zip(members).map(group).collect(),
                 },
                 scheduler: self.scheduler.as_ref().and_then(|own| json(serde_json::to_value(own.state()))),
                 loss_scaler: json(serde_json::to_value(self.scaler.state())),
                 per_parameter: self.store.per_parameter(),
+                layer_states: self
+                    .states
+                    .iter()
+                    .map(|(name, state)| (name.clone(), state.values()))
+                    .collect(),
             },
             client_state: options.client_state.clone(),
             config: self.config.to_json(),

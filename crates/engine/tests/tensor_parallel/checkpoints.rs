@@ -81,8 +81,8 @@ fn exported(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
     let opened = Checkpoint::open(checkpoint).unwrap();
     opened.verify().unwrap();
     export_universal(&opened, out.path(), Spelling::Files).unwrap();
-    export_deepspeed(&opened, out.path(), ExportOptions { stage: 2, ranks: 2, spelling: Spelling::Files })
-        .unwrap();
+    let options = ExportOptions { stage: 2, ranks: 2, expert_ranks: 1, spelling: Spelling::Files };
+    export_deepspeed(&opened, out.path(), options).unwrap();
     let fp32 = Fp32Weights::open(out.path(), Some("it"), false, Unknown::Refuse).unwrap();
     fp32.write_pt(&out.path().join("fp32.pt")).unwrap();
     let is_state = |name: &str| name.contains("/zero/") || name == "fp32.pt";

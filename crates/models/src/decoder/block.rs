@@ -1,5 +1,6 @@
 //! One block of a decoder: attention and feed-forward around the residual stream.
 
+use ferrospeed_comm::Group;
 use ferrospeed_nn::moe::Routing;
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{
@@ -62,7 +63,7 @@ impl Stream {
 pub type RouterLogits = Vec<Tensor>;
 
 impl Block {
-    pub(super) fn new(init: &Init, config: &DecoderConfig, layer: usize) -> Block {
+    pub(super) fn new(init: &Init, config: &DecoderConfig, layer: usize, experts: Option<&Group>) -> Block {
         let names = &config.names;
         let linear = |name: &str, cut, inputs, outputs, bias, std| {
             Linear::normal(&init.at(name).cut(cut), inputs, outputs, bias, config.layout, std)
@@ -131,7 +132,7 @@ impl Block {
                 config.activation,
             )),
             FeedForward::Mixture(mixture) => {
-                FeedForwardLayer::Mixture(Mixture::new(init, mixture, width, config.activation, std))
+                FeedForwardLayer::Mixture(Mixture::new(init, mixture, width, config.activation, std, experts))
             }
         };
         // Parameters are listed in the order in which these are called.

@@ -217,11 +217,6 @@ impl DecoderConfig {
     /// Whether layers can be cut into slices for so many ranks: heads and channels must divide evenly, tokens need not.
     pub fn check_slices(&self, ranks: usize, between: Between) -> Result<()> {
         let refuse = |key: &'static str, why: String| Err(ModelError::config(key, why));
-        let divisors = |size: usize| {
-            let found: Vec<String> =
-                (1..=size.min(1024)).filter(|n| size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
-            found.join(", ")
-        };
         if !self.heads.is_multiple_of(ranks) {
             let (heads, fit) = (self.heads, divisors(self.heads));
             let why = format!(
@@ -265,6 +260,22 @@ impl DecoderConfig {
         Ok(())
     }
 
+    /// Whether experts can be spread over so many ranks.
+    pub fn check_experts(&self, ranks: usize) -> Result<()> {
+        let why = match &self.feed_forward {
+            _ if ranks == 1 => return Ok(()),
+            FeedForward::Mixture(mixture) if mixture.experts.is_multiple_of(ranks) => return Ok(()),
+            FeedForward::Mixture(mixture) => {
+                let (experts, fit) = (mixture.experts, divisors(mixture.experts));
+                format!("{experts} experts cannot be shared by {ranks} ranks alike; {fit} ranks fit")
+            }
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } => {
+                format!("a {} has no experts to spread over {ranks} ranks", self.model_type)
+            }
+        };
+        Err(ModelError::config("num_experts", why))
+    }
+
     pub(crate) fn attention(&self, layer: usize) -> AttentionConfig {
         AttentionConfig {
             heads: self.heads,
@@ -276,6 +287,13 @@ impl DecoderConfig {
             dropout: self.attention_dropout,
         }
     }
+}
+
+/// The numbers up to 1024 that divide a size, for people.
+fn divisors(size: usize) -> String {
+    let found: Vec<String> =
+        (1..=size.min(1024)).filter(|n| size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+    found.join(", ")
 }
 
 /// The type a model's tensors have in memory, by its Hugging Face name.

@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ferrospeed_comm::Group;
 use ferrospeed_nn::moe::{Routing, balance_loss};
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{Experts, GatedMlp, Init, Linear, Mode, Moe, MoeConfig};
@@ -76,13 +77,14 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// Builds router and experts.
+    /// Builds router and experts; where the experts are spread over a group, this rank computes with its own.
     pub fn new(
         init: &Init,
         config: &MixtureConfig,
         width: usize,
         activation: Activation,
         std: f32,
+        group: Option<&Group>,
     ) -> Mixture {
         let at = init.at(config.names.place);
         let linear = |init: &Init, inputs, outputs| {
@@ -112,10 +114,8 @@ impl Mixture {
             };
             GatedMlp::new(gate, up, down, activation)
         };
-        let make_experts = || {
-            let expert = |index: usize| gated(&experts.at(index), config.inner_width).into();
-            Experts::new((0..config.experts).map(expert).collect())
-        };
+        let make_experts =
+            || Experts::spread(&experts, config.experts, group, |at, _| gated(at, config.inner_width));
         let (router, experts) = match config.names.declared {
             DeclaredMixture::RouterLast => {
                 let experts = make_experts();
@@ -131,7 +131,7 @@ impl Mixture {
             ..MoeConfig::dropless(width, config.experts, config.chosen)
         };
         Mixture {
-            moe: Arc::new(Moe::from_parts(&at, numbers, router, experts)),
+            moe: Arc::new(Moe::from_parts(&at, numbers, router, experts, group)),
             shared,
             routing: Arc::default(),
         }

@@ -12,20 +12,21 @@ use ferrospeed_tensor::{DType, Result, Tensor, TensorError};
 
 use super::experts::Experts;
 use crate::Mode;
+use crate::init::Holder;
 
-/// Which experts of `count` are at home on this rank: equal stretches, in the order of ranks.
-pub(super) fn own_experts(count: usize, group: &Group) -> Result<std::ops::Range<usize>> {
-    let ranks = group.size();
-    if count == 0 || !count.is_multiple_of(ranks) {
-        return Err(TensorError::argument(
-            "moe",
-            format!(
-                "{count} experts cannot be divided over {ranks} ranks: choose an ep_size that divides them"
-            ),
-        ));
+/// The rank that holds an expert of `count`: equal stretches, in the order of ranks.
+pub(super) fn holder(expert: usize, count: usize, ranks: usize) -> Holder {
+    Holder { ranks, rank: expert / count.div_ceil(ranks).max(1) }
+}
+
+/// Refuses stretches that are not equal.
+pub(super) fn check_division(count: usize, ranks: usize) -> Result<()> {
+    if count > 0 && count.is_multiple_of(ranks) {
+        return Ok(());
     }
-    let own = count / ranks;
-    Ok(group.rank() * own..(group.rank() + 1) * own)
+    let why =
+        format!("{count} experts cannot be divided over {ranks} ranks: choose an ep_size that divides them");
+    Err(TensorError::argument("moe", why))
 }
 
 /// As [`Experts::forward`], where the experts of `counts` are spread over the ranks of a group and `experts` are this rank's.

@@ -5,9 +5,12 @@
 
 use std::sync::Arc;
 
+use ferrospeed_comm::Group;
 use ferrospeed_tensor::ops::{self, GroupWeights, WeightLayout};
 use ferrospeed_tensor::{Activation, Operand, Result, Tensor, TensorError};
 
+use super::apart;
+use crate::init::Init;
 use crate::linear::Linear;
 use crate::mlp::{GatedMlp, Mlp};
 use crate::tensor_parallel::{Slices, enter};
@@ -116,6 +119,25 @@ impl Experts {
     pub fn new(experts: Vec<Expert>) -> Experts {
         let way = gated(&experts).or_else(|| plain(&experts));
         Experts { count: experts.len(), way: way.unwrap_or_else(|| Way::OneByOne(layers(experts))) }
+    }
+
+    /// Makes `count` experts below `place`, each at its number. Where they are spread over a group, every rank makes the
+    /// parameters of all and keeps its own. That they divide evenly is checked by the layer that uses them.
+    pub fn spread<E: Into<Expert>>(
+        place: &Init,
+        count: usize,
+        group: Option<&Group>,
+        expert: impl Fn(&Init, usize) -> E,
+    ) -> Experts {
+        let Some(group) = group else {
+            return Experts::new((0..count).map(|index| expert(&place.at(index), index).into()).collect());
+        };
+        let made = |index: usize| {
+            let holder = apart::holder(index, count, group.size());
+            let expert = expert(&place.at(index).held_by(holder), index).into();
+            (holder.rank == group.rank()).then_some(expert)
+        };
+        Experts::new((0..count).filter_map(made).collect())
     }
 
     pub(super) fn expect(&self, count: usize) -> Result<()> {

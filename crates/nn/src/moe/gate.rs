@@ -3,7 +3,7 @@
 //! Without a capacity everything stays on the device. With one the host reads the scores, as the rule about who keeps a place
 //! is one of order and not of arithmetic.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_tensor::ops::{self, Routes};
 use ferrospeed_tensor::{DType, Operand, Result, Tensor, TensorError, random};
@@ -12,6 +12,7 @@ use super::capacity::{self, Limit};
 use super::config::{BalancedOver, Capacity, GateNoise, MoeConfig};
 use super::statistics::Routing;
 use crate::Mode;
+use crate::init::{Init, LayerState};
 use crate::linear::Linear;
 
 /// Half the width of the jitter around 1.
@@ -29,20 +30,18 @@ pub struct GateDraws {
 }
 
 /// Moves each expert's chance to be chosen against its load, and not its weight. (Wang et al.: "Auxiliary-loss-free load
-/// balancing strategy for mixture-of-experts", 2024.) It is state of the layer: whoever saves the layer saves it too.
+/// balancing strategy for mixture-of-experts", 2024.) It is a [`LayerState`], so checkpoints hold it.
 #[derive(Debug)]
 pub struct BalancingBias {
     values: Mutex<Vec<f32>>,
 }
 
-impl BalancingBias {
-    /// What is added to the scores.
-    pub fn values(&self) -> Vec<f32> {
+impl LayerState for BalancingBias {
+    fn values(&self) -> Vec<f32> {
         self.values.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sets it, as it was saved.
-    pub fn set(&self, values: &[f32]) -> Result<()> {
+    fn set(&self, values: &[f32]) -> Result<()> {
         let mut own = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         if own.len() != values.len() || values.iter().any(|value| !value.is_finite()) {
             let why = format!("{} numbers cannot be the bias of {} experts", values.len(), own.len());
@@ -51,7 +50,9 @@ impl BalancingBias {
         own.copy_from_slice(values);
         Ok(())
     }
+}
 
+impl BalancingBias {
     /// Moves it by `rate` towards experts that had fewer tokens than the mean. `tokens_per_expert` is of a whole step, over
     /// all ranks, so that they stay alike.
     pub fn update(&self, tokens_per_expert: &[u64], rate: f32) {
@@ -68,7 +69,7 @@ impl BalancingBias {
 pub(super) struct Gate {
     config: MoeConfig,
     router: Linear,
-    bias: Option<BalancingBias>,
+    bias: Option<Arc<BalancingBias>>,
 }
 
 /// What the router chose.
@@ -87,9 +88,13 @@ pub(super) struct Choice {
 }
 
 impl Gate {
-    pub(super) fn new(config: MoeConfig, router: Linear) -> Gate {
-        let zeros = || BalancingBias { values: Mutex::new(vec![0.0; config.experts]) };
+    /// Of the layer that is made at `init`.
+    pub(super) fn new(init: &Init, config: MoeConfig, router: Linear) -> Gate {
+        let zeros = || Arc::new(BalancingBias { values: Mutex::new(vec![0.0; config.experts]) });
         let bias = config.balancing_bias.then(zeros);
+        if let Some(bias) = &bias {
+            init.state("balancing_bias", bias.clone());
+        }
         Gate { config, router, bias }
     }
 
@@ -98,7 +103,7 @@ impl Gate {
     }
 
     pub(super) fn bias(&self) -> Option<&BalancingBias> {
-        self.bias.as_ref()
+        self.bias.as_deref()
     }
 
     /// The random numbers of a forward over so many tokens. Evaluation draws none, so that it can be repeated.

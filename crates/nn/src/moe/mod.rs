@@ -41,7 +41,7 @@ pub use experts::{Expert, Experts};
 pub use gate::{BalancingBias, GateDraws};
 pub use losses::{balance_loss, z_loss};
 pub use param_groups::{GroupPlan, PlannedGroup, split_param_groups};
-pub use statistics::{Routing, RoutingStatistics};
+pub use statistics::{Routing, RoutingStatistics, RoutingTally};
 
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::ops::{self, Routes};
@@ -112,8 +112,8 @@ impl Moe {
         Moe::build(init, config, None, expert)
     }
 
-    /// The same with experts spread over the ranks of a group, an equal stretch on each. Names are those of the whole layer;
-    /// a rank has parameters of its own experts alone.
+    /// The same with experts spread over the ranks of a group, an equal stretch on each. Every rank knows the parameters of
+    /// all, and [`crate::Parameters::holder`] whose they are; it computes with its own, which alone need values.
     pub fn over<E: Into<Expert>>(
         init: &Init,
         config: MoeConfig,
@@ -133,24 +133,25 @@ impl Moe {
         let router = Linear::new(&at.at("gate.wg"), config.width, config.experts, false);
         // A rank's tokens choose which experts it needs; all of them come and go together, whatever was chosen.
         let place = at.at("experts.deepspeed_experts").as_unit();
-        let own = match group {
-            Some(group) => apart::own_experts(config.experts, group)?,
-            None => 0..config.experts,
-        };
-        let experts = own.map(|index| expert(&place.at(index), index).into()).collect();
-        let mut moe = Moe::from_parts(init, config, router, Experts::new(experts));
-        moe.group = group.cloned();
+        let experts = Experts::spread(&place, config.experts, group, expert);
+        let moe = Moe::from_parts(init, config, router, experts, group);
         moe.check()?;
         Ok(moe)
     }
 
-    /// From a router `[experts, width]` and experts that have their names already. Numbers that make no sense are refused by
-    /// `forward`.
-    pub fn from_parts(init: &Init, config: MoeConfig, router: Linear, experts: Experts) -> Moe {
+    /// From a router `[experts, width]` and experts that have their names already; where a group is given, this rank's of
+    /// them ([`Experts::spread`]). Numbers that make no sense are refused by `forward`.
+    pub fn from_parts(
+        init: &Init,
+        config: MoeConfig,
+        router: Linear,
+        experts: Experts,
+        group: Option<&Group>,
+    ) -> Moe {
         Moe {
-            gate: Gate::new(config, router),
+            gate: Gate::new(init, config, router),
             experts,
-            group: None,
+            group: group.cloned(),
             beside: None,
             path: init.path().to_owned(),
         }
@@ -159,6 +160,7 @@ impl Moe {
     fn check(&self) -> Result<()> {
         self.gate.config().validate()?;
         let ranks = self.group.as_ref().map_or(1, Group::size);
+        apart::check_division(self.gate.config().experts, ranks)?;
         self.experts.expect(self.gate.config().experts / ranks)
     }
 

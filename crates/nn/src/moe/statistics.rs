@@ -38,25 +38,71 @@ impl Routing {
 
     /// Waits for the device and counts.
     pub fn statistics(&self) -> Result<RoutingStatistics> {
-        let counts = |tensor: &Tensor| -> Result<Vec<u64>> {
-            Ok(tensor.to_vec::<i64>()?.into_iter().map(|count| u64::try_from(count).unwrap_or(0)).collect())
-        };
-        let (chosen, kept) = (counts(&self.chosen)?, counts(&self.kept)?);
-        let [all, stayed] = [&chosen, &kept].map(|counts| counts.iter().sum::<u64>() as f64);
-        let of = |part: f64, whole: f64, empty: f64| if whole > 0.0 { part / whole } else { empty };
+        Ok(RoutingTally::read(std::slice::from_ref(self))?.swap_remove(0).statistics())
+    }
+
+    /// Σ p·ln p over all tokens and experts, on the device.
+    fn negative_surprise(&self) -> Result<Tensor> {
         // 0·ln 0 is 0: what is rounded to zero is lifted to where the logarithm is finite.
-        let surprise = no_grad(|| -> Result<f32> {
-            let tiny = Tensor::scalar(f32::MIN_POSITIVE, self.probabilities.device())?;
-            let logs = ops::log(&ops::maximum(&self.probabilities, &tiny)?)?;
-            ops::sum(&ops::mul(&self.probabilities, &logs)?)?.item()
-        })?;
-        let tokens = self.probabilities.shape().rows() as f64;
-        let busiest = chosen.iter().copied().max().unwrap_or(0) as f64;
-        Ok(RoutingStatistics {
-            dropped_share: of(all - stayed, all, 0.0),
-            entropy: of(-f64::from(surprise), tokens, 0.0),
-            imbalance: of(busiest * chosen.len() as f64, all, 1.0),
-            tokens_per_expert: chosen,
+        let tiny = Tensor::scalar(f32::MIN_POSITIVE, self.probabilities.device())?;
+        let logs = ops::log(&ops::maximum(&self.probabilities, &tiny)?)?;
+        ops::reshape(&ops::sum(&ops::mul(&self.probabilities, &logs)?)?, [1])
+    }
+}
+
+/// The sums behind [`RoutingStatistics`]: those of ranks and micro-batches add up.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct RoutingTally {
+    /// How many choices fell on each expert, before any was dropped.
+    pub chosen: Vec<f64>,
+    /// How many of all choices were kept.
+    pub kept: f64,
+    /// The entropies of all tokens, summed.
+    pub entropy: f64,
+    /// How many tokens there were.
+    pub tokens: f64,
+}
+
+impl RoutingTally {
+    /// Reads those of many layers together: the device is waited for twice, however many there are.
+    pub fn read(layers: &[Routing]) -> Result<Vec<RoutingTally>> {
+        if layers.is_empty() {
+            return Ok(Vec::new());
+        }
+        no_grad(|| {
+            let counts: Vec<Tensor> =
+                layers.iter().flat_map(|layer| [layer.chosen.clone(), layer.kept.clone()]).collect();
+            let surprises: Vec<Tensor> =
+                layers.iter().map(Routing::negative_surprise).collect::<Result<_>>()?;
+            let counts = ops::concat(&counts, 0)?.to_vec::<i64>()?;
+            let surprises = ops::concat(&surprises, 0)?.to_vec::<f32>()?;
+            let mut rest = counts.as_slice();
+            let tally = |(layer, surprise): (&Routing, f32)| {
+                let experts = layer.chosen.numel();
+                let (own, later) = rest.split_at(2 * experts);
+                rest = later;
+                let number = |count: &i64| (*count).max(0) as f64;
+                RoutingTally {
+                    chosen: own[..experts].iter().map(number).collect(),
+                    kept: own[experts..].iter().map(number).sum(),
+                    entropy: -f64::from(surprise),
+                    tokens: layer.probabilities.shape().rows() as f64,
+                }
+            };
+            Ok(layers.iter().zip(surprises).map(tally).collect())
         })
+    }
+
+    /// The shares and means.
+    pub fn statistics(&self) -> RoutingStatistics {
+        let all: f64 = self.chosen.iter().sum();
+        let of = |part: f64, whole: f64, empty: f64| if whole > 0.0 { part / whole } else { empty };
+        let busiest = self.chosen.iter().copied().fold(0.0, f64::max);
+        RoutingStatistics {
+            tokens_per_expert: self.chosen.iter().map(|&tokens| tokens as u64).collect(),
+            dropped_share: of(all - self.kept, all, 0.0),
+            entropy: of(self.entropy, self.tokens, 0.0),
+            imbalance: of(busiest * self.chosen.len() as f64, all, 1.0),
+        }
     }
 }
