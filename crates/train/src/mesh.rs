@@ -1,7 +1,8 @@
-//! How the ranks of a run are laid out: stages of the model, samples, parts of a sequence, slices of layers.
+//! How the ranks of a run are laid out: stages of the model, samples, parts of a sequence, slices of layers, experts.
 //!
 //! Ranks that hold slices of the same layers are neighbours, for they talk most; then come those that share sequences, those
-//! that see different samples, and the stages. What does not run together is refused before any rank starts.
+//! that see different samples, and the stages. Experts are spread over ranks that see different samples (or parts of them), so
+//! they need no ranks of their own. What does not run together is refused before any rank starts.
 
 use std::num::NonZeroUsize;
 
@@ -19,6 +20,8 @@ pub struct MeshSizes {
     pub sequence: NonZeroUsize,
     /// Ranks that hold slices of the same layers: `tensor_parallel.autotp_size`.
     pub tensor: NonZeroUsize,
+    /// Ranks, of those that see different samples, that hold different experts: `expert_parallel.autoep_size`.
+    pub expert: NonZeroUsize,
 }
 
 impl MeshSizes {
@@ -30,6 +33,11 @@ impl MeshSizes {
     /// Whether ranks that hold all of a model share samples, or layers are in slices.
     pub(crate) fn is_more_than_data(self) -> bool {
         self.sequence.get() > 1 || self.tensor.get() > 1
+    }
+
+    /// Whether ranks hold different parts of the model.
+    pub(crate) fn divides_model(self) -> bool {
+        [self.pipe, self.tensor, self.expert].iter().any(|size| size.get() > 1)
     }
 
     /// Lays a world out.
@@ -59,7 +67,16 @@ impl MeshSizes {
                 ),
             );
         }
+        let (expert, room) =
+            (self.expert.get(), ranks / self.pipe.get().saturating_mul(self.tensor.get()).max(1));
+        refuse(
+            room > 0 && !room.is_multiple_of(expert),
+            format!(
+                "expert_parallel.autoep_size: experts on {expert} ranks need a multiple of {expert} ranks that hold the same slices, and there are {room}"
+            ),
+        );
         for (size, key) in [
+            (expert, "expert_parallel.autoep_size"),
             (self.tensor.get(), "tensor_parallel.autotp_size"),
             (self.sequence.get(), "sequence_parallel_size"),
         ] {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
 use ferrospeed_data::Codec;
-use ferrospeed_models::decoder::FeedForward;
+use ferrospeed_models::decoder::{FeedForward, Spread};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
@@ -43,6 +43,20 @@ impl ModelRecipe {
         let place = self.path.as_ref().or(self.config.as_ref())?;
         if place.is_dir() { Some(place.clone()) } else { place.parent().map(Path::to_path_buf) }
     }
+}
+
+/// The ranks of a mesh that hold parts of a recipe's model. All ranks call it together.
+fn spread(recipe: &Recipe, mesh: Option<&Mesh>) -> Result<Spread> {
+    let (sizes, Some(mesh)) = (recipe.mesh(), mesh) else { return Ok(Spread::default()) };
+    let slices = match sizes.tensor.get() {
+        1 => None,
+        _ => Some(Slices::over(&mesh.tensor()?, recipe.between_slices())),
+    };
+    let experts = match sizes.expert.get() {
+        1 => None,
+        ranks => Some(mesh.expert(ranks, recipe.expert_order())?.expert),
+    };
+    Ok(Spread { slices, experts })
 }
 
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -110,24 +124,21 @@ impl ModelPlan {
     ) -> (Result<BuiltModel, Vec<String>>, u64) {
         let vocabulary = self.config.vocab as u64;
         let mut problems = self.misfits(recipe, codec);
+        let undivided = self.cannot_be_spread(recipe);
+        if !undivided.is_empty() {
+            problems.extend(undivided);
+            return (Err(problems), vocabulary);
+        }
         let mut json = self.json;
         if recipe.model.preset.is_some() {
             json["bos_token_id"] = codec.and_then(Codec::begin_token).into();
             json["eos_token_id"] = codec.and_then(Codec::end_token).into();
         }
-        let (slices, between) = (recipe.mesh().tensor.get(), recipe.between_slices());
-        let decoder = match mesh.filter(|_| slices > 1).map(Mesh::tensor) {
-            Some(Ok(group)) => Decoder::in_slices(self.config.clone(), Slices::over(&group, between)),
-            Some(Err(error)) => {
-                problems.push(format!("tensor_parallel.autotp_size: {error}"));
-                return (Err(problems), vocabulary);
-            }
-            None => self.config.check_slices(slices, between).map(|()| Decoder::new(self.config.clone())),
-        };
-        let mut decoder = match decoder {
+        let built = spread(recipe, mesh).and_then(|spread| Ok(Decoder::spread(self.config, &spread)?));
+        let mut decoder = match built {
             Ok(decoder) => decoder,
             Err(error) => {
-                problems.push(format!("tensor_parallel.autotp_size: {error}"));
+                problems.push(format!("model: {error}"));
                 return (Err(problems), vocabulary);
             }
         };
@@ -177,6 +188,23 @@ impl ModelPlan {
             ));
         }
         problems.extend(self.cannot_share_sequences(recipe));
+        problems
+    }
+
+    /// Why ranks cannot hold slices or experts of this model, where they are to.
+    fn cannot_be_spread(&self, recipe: &Recipe) -> Vec<String> {
+        let (sizes, between) = (recipe.mesh(), recipe.between_slices());
+        let mut problems = Vec::new();
+        let mut told = |key: &str, checked: Result<(), ModelError>| {
+            problems.extend(checked.err().map(|error| format!("{key}: {error}")));
+        };
+        told("tensor_parallel.autotp_size", self.config.check_slices(sizes.tensor.get(), between));
+        told("expert_parallel.autoep_size", self.config.check_experts(sizes.expert.get()));
+        if sizes.expert.get() > 1 && sizes.tensor.get() > 1 && between == Between::OwnTokens {
+            problems.push(
+                "tensor_parallel.sequence_parallel: ranks with tokens of their own hold whole experts, which expert_parallel.autoep_size spreads; leave out one of the two".to_owned(),
+            );
+        }
         problems
     }
 

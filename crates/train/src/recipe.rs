@@ -40,6 +40,9 @@
 //! autotp_size = 2          # so many ranks hold slices of each layer; ranks is a multiple of it
 //! sequence_parallel = true # between layers each has a part of the tokens; data.sequence is a multiple of them
 //!
+//! [expert_parallel]        # the same keys as the ds_config's section
+//! autoep_size = 2          # so many ranks share the experts of each layer; ranks is a multiple of it
+//!
 //! [eval]
 //! every = 50
 //! sequences = 64
@@ -68,6 +71,7 @@ mod training;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 
+use ferrospeed_comm::layout::ExpertOrder;
 use ferrospeed_config::{Config, ConfigError};
 use ferrospeed_nn::SequenceMethod;
 use ferrospeed_nn::tensor_parallel::Between;
@@ -280,7 +284,7 @@ fn yes() -> bool {
 /// A recipe may hold a whole ds_config.
 const MAX_RECIPE_BYTES: u64 = 4 << 20;
 
-/// `[pipeline]` and `[tensor_parallel]` are the ds_config's sections of that name in a place where they are seen. Tells what
+/// `[pipeline]`, `[tensor_parallel]` and `[expert_parallel]` are the ds_config's sections of that name in a place where they are seen. Tells what
 /// contradicts them.
 fn move_section(recipe: &mut serde_json::Map<String, Value>, name: &str) -> Vec<String> {
     let Some(Value::Object(own)) = recipe.remove(name) else { return Vec::new() };
@@ -347,6 +351,7 @@ impl Recipe {
             misread.extend(schema::check(table));
             misread.extend(move_section(table, "pipeline"));
             misread.extend(move_section(table, "tensor_parallel"));
+            misread.extend(move_section(table, "expert_parallel"));
         }
         let recipe: Recipe = serde_json::from_value(value).map_err(|error| refuse(error.to_string()))?;
         Ok(Recipe { misread, ..recipe })
@@ -385,6 +390,15 @@ impl Recipe {
             pipe: size(&self.ds_config["pipeline"]["stages"]),
             sequence: size(&self.ds_config["sequence_parallel_size"]),
             tensor: size(&self.ds_config["tensor_parallel"]["autotp_size"]),
+            expert: size(&self.ds_config["expert_parallel"]["autoep_size"]),
+        }
+    }
+
+    /// Whether neighbouring ranks hold different experts or the same ones.
+    pub(crate) fn expert_order(&self) -> ExpertOrder {
+        match self.ds_config["use_data_before_expert_parallelism"].as_bool() {
+            Some(true) => ExpertOrder::DataBeforeExpert,
+            _ => ExpertOrder::ExpertBeforeData,
         }
     }
 

@@ -237,13 +237,16 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     if recipe.mesh().is_more_than_data() {
         options.spread_over(&mesh)?;
     }
+    if recipe.mesh().expert.get() > 1 {
+        options.spread_experts(&mesh, mesh.expert(recipe.mesh().expert.get(), recipe.expert_order())?)?;
+    }
     let engine = match recipe.stages() {
         NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
         stages => initialize_pipeline(&setup, stages, &model, model.parameters(), options)?,
     };
-    if recipe.sample.is_some() && (recipe.stages().get() > 1 || recipe.mesh().tensor.get() > 1) {
+    if recipe.sample.is_some() && recipe.mesh().divides_model() {
         all_warnings.push(
-            "sample: no rank holds all of a model in stages or slices, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
+            "sample: no rank holds all of a model in stages or slices, or with experts on several ranks, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
         );
     }
 
@@ -641,7 +644,7 @@ impl Run<'_> {
     /// Lets the model write. All ranks do, since in stage 3 they hold its weights together.
     fn sample(&self) -> Result<Option<String>> {
         let Some(sample) = &self.recipe.sample else { return Ok(None) };
-        if self.engine.stage().1 > 1 || self.recipe.mesh().tensor.get() > 1 {
+        if self.recipe.mesh().divides_model() {
             return Ok(None);
         }
         // Data that was tokens from the start has no text to show.

@@ -7,6 +7,7 @@
 mod activations;
 pub mod crossing;
 pub mod estimate;
+mod experts;
 pub mod model;
 pub mod plan;
 mod planner;

@@ -49,6 +49,12 @@ pub struct Transformer {
     pub gated: bool,
     /// Experts that see one token; 1 without experts.
     pub experts_per_token: u64,
+    /// Experts of a layer; 0 without a mixture.
+    pub experts: u64,
+    /// Parameters of one layer's experts that this rank holds.
+    pub expert_params: u64,
+    /// Parameters of experts, of all layers, that other ranks hold ([`Transformer::with_experts_over`]).
+    pub params_elsewhere: u64,
     /// Tensors as wide as the residual stream that a layer keeps for backward: sums, and their norms.
     pub stream_copies: u64,
     /// Whether all logits exist at once; a fused loss holds a chunk of them.
@@ -154,6 +160,9 @@ fn plain(
         max_positions,
         gated: false,
         experts_per_token: 1,
+        experts: 0,
+        expert_params: 0,
+        params_elsewhere: 0,
         stream_copies: 4,
         keeps_logits: false,
         layer_params: 0,
@@ -232,6 +241,8 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
         head_dim,
         gated: true,
         experts_per_token: mixture.as_ref().map_or(1, |mixture| mixture.chosen),
+        experts: mixture.as_ref().map_or(0, |mixture| mixture.experts),
+        expert_params: if mixture.is_some() { experts * expert } else { 0 },
         ..plain(
             hidden,
             read.number("num_hidden_layers")?,

@@ -35,8 +35,18 @@ impl Planner<'_> {
         self.request.config.zero.stage
     }
 
+    /// What a rank has of the model where nothing is shared out.
     fn params(&self) -> u64 {
         self.request.model.size().total_params
+    }
+
+    /// The same and the experts that other ranks have.
+    fn all_params(&self) -> u64 {
+        let elsewhere = match self.request.model {
+            Model::Transformer(transformer) => transformer.params_elsewhere,
+            Model::Counts(_) => 0,
+        };
+        self.params().saturating_add(elsewhere)
     }
 
     /// A rank's share of all parameters: among all ranks, or in stage 3 among those of a `mics_shard_size`.
@@ -46,7 +56,7 @@ impl Planner<'_> {
             Some(size) if self.stage() == Stage::Parameters => size.clamp(1, ranks),
             _ => ranks,
         };
-        self.params().div_ceil(sharers)
+        self.all_params().div_ceil(sharers)
     }
 
     /// What the configuration asks for and training does not do: nothing is saved by it.
@@ -84,16 +94,18 @@ impl Planner<'_> {
     fn parameters(&mut self) {
         let (width, purpose) = (self.width(), Purpose::Parameters);
         if self.stage() < Stage::Parameters {
-            let mut why = format!("all {} parameters × {width} bytes", self.params());
             let in_common = self.request.processor == Processor::Cpu && self.stage() != Stage::Off;
+            // The ranks of a host hold different experts, and together all of them.
+            let params = if in_common { self.all_params() } else { self.params() };
+            let mut why = format!("all {params} parameters × {width} bytes");
             if in_common {
                 why.push_str(", once for all ranks of a host");
             }
-            let bytes = self.params().saturating_mul(width);
+            let bytes = params.saturating_mul(width);
             return self.rows.push(Row { purpose, tier: Tier::Device, bytes, why, in_common });
         }
         let share = self.share();
-        let why = format!("{share} of {} parameters × {width} bytes", self.params());
+        let why = format!("{share} of {} parameters × {width} bytes", self.all_params());
         self.add(purpose, self.home_of_parameters(), share.saturating_mul(width), why);
     }
 

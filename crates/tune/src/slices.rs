@@ -18,6 +18,7 @@ impl Transformer {
             kv_heads: (self.kv_heads / slices).max(1),
             intermediate: self.intermediate.div_ceil(slices),
             vocab: self.vocab.div_ceil(slices),
+            expert_params: self.expert_params.div_ceil(slices),
             ..self
         };
         let attention = |shape: &Transformer| {

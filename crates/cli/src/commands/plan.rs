@@ -32,6 +32,10 @@ pub(crate) struct PlanArgs {
     /// Slices of each layer, on as many ranks for each of those [default: the configuration's tensor_parallel.autotp_size]
     #[arg(long, value_name = "SLICES")]
     tp: Option<NonZeroU64>,
+    /// Ranks, of the data-parallel ones, that share the experts of a layer [default: the configuration's
+    /// expert_parallel.autoep_size]
+    #[arg(long, value_name = "RANKS")]
+    ep: Option<NonZeroU64>,
     /// How many ranks share a host; all when absent
     #[arg(long = "ranks_per_host", alias = "ranks-per-host", value_name = "COUNT")]
     ranks_per_host: Option<NonZeroU64>,
@@ -77,15 +81,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         Model::Transformer(transformer) => Some(transformer.max_positions),
         Model::Counts(_) => None,
     };
-    let slices = args.tp.map_or_else(|| slices_of(&config), NonZeroU64::get);
-    let model = match model {
-        Model::Transformer(transformer) => Model::Transformer(transformer.in_slices(slices)),
-        Model::Counts(_) if slices > 1 => {
-            let why = "--tp: which parameters are cut follows from the model's shape; name it with --model";
-            return Err(Failure::Usage(why.to_owned()));
-        }
-        counts => counts,
-    };
+    let slices = args.tp.map_or_else(|| size_of(&config, "tensor_parallel", "autotp_size"), NonZeroU64::get);
+    let expert_ranks =
+        args.ep.map_or_else(|| size_of(&config, "expert_parallel", "autoep_size"), NonZeroU64::get);
+    let model = spread(model, slices, expert_ranks, args.world_size.get())?;
     let capacity = capacity(args, &config, slices)?;
     let sequence_length =
         args.sequence_length.map(NonZeroU64::get).or(known_length).unwrap_or(DEFAULT_SEQUENCE_LENGTH);
@@ -105,6 +104,16 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         let bytes = transformer.summed_bytes(tokens, config.precision.data_type().bytes());
         planned.notes.push(format!(
             "tensor parallelism: {slices} ranks sum {} per micro-batch, beside what ZeRO exchanges",
+            human(bytes)
+        ));
+    }
+    if let (Model::Transformer(transformer), true) = (&model, expert_ranks > 1) {
+        let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(sequence_length);
+        let bytes = transformer.routed_bytes(tokens, config.precision.data_type().bytes(), expert_ranks);
+        planned.notes.push(format!(
+            "expert parallelism: {} of {} experts of a layer on each of {expert_ranks} ranks, which send each other {} per micro-batch where the router is balanced",
+            transformer.experts / expert_ranks,
+            transformer.experts,
             human(bytes)
         ));
     }
@@ -131,10 +140,34 @@ fn resolve(args: &PlanArgs, model: &Model) -> Result<Config, Failure> {
     Ok(config)
 }
 
-/// The slices that the configuration asks for.
-fn slices_of(config: &Config) -> u64 {
-    let asked = config.section("tensor_parallel").and_then(|section| section["autotp_size"].as_u64());
-    asked.unwrap_or(1).max(1)
+/// What one rank holds of a model in slices and with experts on several ranks.
+fn spread(model: Model, slices: u64, expert_ranks: u64, world_size: u64) -> Result<Model, Failure> {
+    let transformer = match model {
+        Model::Transformer(transformer) => transformer.in_slices(slices),
+        Model::Counts(_) if slices > 1 || expert_ranks > 1 => {
+            let why = "--tp and --ep: which parameters are cut or spread follows from the model's shape; name it with --model";
+            return Err(Failure::Usage(why.to_owned()));
+        }
+        counts => return Ok(counts),
+    };
+    if !world_size.is_multiple_of(expert_ranks) {
+        let why = format!(
+            "--ep: experts on {expert_ranks} ranks need a multiple of as many data-parallel ranks, and there are {world_size} (--world_size)"
+        );
+        return Err(Failure::Usage(why));
+    }
+    let spread = transformer.with_experts_over(expert_ranks).ok_or_else(|| {
+        Failure::Usage(format!(
+            "--ep: a layer's {} experts cannot be shared by {expert_ranks} ranks alike",
+            transformer.experts
+        ))
+    })?;
+    Ok(Model::Transformer(spread))
+}
+
+/// A number of ranks that the configuration asks for.
+fn size_of(config: &Config, section: &str, key: &str) -> u64 {
+    config.section(section).and_then(|section| section[key].as_u64()).unwrap_or(1).max(1)
 }
 
 /// What there is: what the user says, else what this machine has.

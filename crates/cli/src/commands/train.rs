@@ -35,6 +35,9 @@ pub(crate) struct TrainArgs {
     /// Cut layers into so many slices, each on a rank of its own (tensor_parallel.autotp_size)
     #[arg(long, value_name = "SLICES")]
     tp: Option<u32>,
+    /// Spread the experts of each layer over so many of the ranks that see different samples (expert_parallel.autoep_size)
+    #[arg(long, value_name = "RANKS")]
+    ep: Option<u32>,
     /// Cut sequences into so many parts, each on a rank of its own (sequence_parallel_size)
     #[arg(long, value_name = "PARTS")]
     sp: Option<u32>,
@@ -219,6 +222,7 @@ impl TrainArgs {
         let sizes = [
             ("pipeline.stages", self.pp),
             ("tensor_parallel.autotp_size", self.tp),
+            ("expert_parallel.autoep_size", self.ep),
             ("sequence_parallel_size", self.sp),
         ];
         let sizes = sizes.into_iter().filter_map(|(key, size)| Some(format!("{key}={}", size?)));

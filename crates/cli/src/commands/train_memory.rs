@@ -21,7 +21,8 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Res
     if mesh.pipe.get() > 1 || mesh.sequence.get() > 1 {
         return Ok(());
     }
-    let model = model.in_slices(mesh.tensor.get() as u64);
+    let model = model.in_slices(mesh.tensor.get() as u64).with_experts_over(mesh.expert.get() as u64);
+    let Some(model) = model else { return Ok(()) };
     let ranks = u64::from(recipe.ranks);
     let Some(capacity) = capacity(ranks, device) else { return Ok(()) };
     let planned = plan(&Request {

@@ -51,8 +51,15 @@ pub(super) const TENSOR_PARALLEL: &[Key] = &[
 
 /// `expert_parallel`.
 pub(super) const EXPERT_PARALLEL: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Divide experts over ranks."),
-    key("autoep_size", POSITIVE_COUNT, "1", "Ranks that share the experts of a layer."),
+    key("enabled", Kind::Bool, "false", "Divide experts over ranks; here `autoep_size` alone decides.")
+        .done(),
+    key(
+        "autoep_size",
+        POSITIVE_COUNT,
+        "1",
+        "Ranks that share the experts of a layer, among those that see different samples.",
+    )
+    .done(),
     key("expert_tensor_parallel_size", POSITIVE_COUNT, "1", "Ranks that share one expert."),
     key("validate_folding_routing", Kind::Bool, "false", "Check that ranks route alike."),
     key("async_split_plan", Kind::Bool, "false", "Plan the exchange while computing."),

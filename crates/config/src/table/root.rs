@@ -262,7 +262,8 @@ pub const ROOT: &[Key] = &[
         Kind::Bool,
         "false",
         "Rank order of mixture-of-experts groups: data before expert.",
-    ),
+    )
+    .done(),
     key("comet", Kind::Section(COMET, Form::Schema), "{}", "Send training curves to Comet."),
     key(
         "torch_autocast",
@@ -272,7 +273,8 @@ pub const ROOT: &[Key] = &[
     ),
     key("tensor_parallel", Kind::Section(TENSOR_PARALLEL, Form::Schema), "{}", "Divide layers over ranks.")
         .done(),
-    key("expert_parallel", Kind::Section(EXPERT_PARALLEL, Form::Plain), "{}", "Divide experts over ranks."),
+    key("expert_parallel", Kind::Section(EXPERT_PARALLEL, Form::Plain), "{}", "Divide experts over ranks.")
+        .done(),
     key("sequence_parallel_size", POSITIVE_COUNT, "1", "Ranks that share one sequence.").done(),
     key(
         "sequence_parallel_method",

@@ -50,6 +50,7 @@ const RECIPE: &[Key] = &[
         "tensor_parallel",
         Kind::Table(&[key("autotp_size", Kind::Count), key("sequence_parallel", Kind::Bool)]),
     ),
+    key("expert_parallel", Kind::Table(&[key("autoep_size", Kind::Count)])),
     key("eval", Kind::Table(&[key("every", Kind::Count), key("sequences", Kind::Count)])),
     key("save", Kind::Table(SAVE)),
     key("sample", Kind::Table(SAMPLE)),
