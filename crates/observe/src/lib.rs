@@ -10,6 +10,7 @@ mod log;
 pub mod monitor;
 mod record;
 pub mod report;
+mod routing;
 pub mod trace;
 pub mod watch;
 
@@ -17,3 +18,4 @@ pub use calendar::civil_date;
 pub use error::{ObserveError, Result};
 pub use log::{JsonLines, read_json_lines};
 pub use record::{EvalRecord, StepRecord};
+pub use routing::{LayerRouting, RoutingSummary};

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::routing::LayerRouting;
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// What happened in one step. Numbers are written in full, so that two runs can be compared bit for bit; one that is
@@ -45,6 +46,9 @@ pub struct StepRecord {
     /// What the loss was multiplied by.
     #[serde(deserialize_with = "null_as_nan")]
     pub loss_scale: f64,
+    /// Of a mixture of experts: where its routers sent tokens.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub routing: Vec<LayerRouting>,
 }
 
 /// What a validation found.
@@ -59,7 +63,7 @@ pub struct EvalRecord {
     pub tokens: u64,
 }
 
-fn null_as_nan<'de, D, F>(deserializer: D) -> Result<F, D::Error>
+pub(crate) fn null_as_nan<'de, D, F>(deserializer: D) -> Result<F, D::Error>
 where
     D: Deserializer<'de>,
     F: Deserialize<'de> + From<f32>,
@@ -88,6 +92,7 @@ mod tests {
             memory_bytes: BTreeMap::new(),
             skipped: true,
             loss_scale: f64::INFINITY,
+            routing: Vec::new(),
         };
         let read: StepRecord = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
         assert!(

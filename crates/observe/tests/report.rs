@@ -21,6 +21,7 @@ fn step(step: u64) -> StepRecord {
             .into(),
         skipped: false,
         loss_scale: 1.0,
+        routing: Vec::new(),
     }
 }
 

@@ -14,6 +14,7 @@ mod peak;
 mod prepare;
 pub mod recipe;
 mod records;
+mod routing;
 mod run;
 
 pub use checkpoint::{Ending, Resume, Resumed, StopRequests};

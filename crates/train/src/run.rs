@@ -33,6 +33,7 @@ use crate::peak;
 use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
 use crate::records::Records;
+use crate::routing;
 
 /// What is known before the first step.
 #[derive(Debug, Clone, PartialEq)]
@@ -304,7 +305,11 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         let step_begin = Instant::now();
         let observed = job.observing.is_on(step);
         run.engine.set_monitoring(observed);
-        let (record, asked) = run.step(step, &job.requests)?;
+        let (mut record, asked) = run.step(step, &job.requests)?;
+        if observed {
+            record.routing = routing::over_ranks(&run.model, &run.engine, recipe.mesh().tensor.get())?;
+            routing::monitor(&mut run.engine, &record.routing);
+        }
         (summary.steps, summary.loss) = (step, Some(record.loss));
         let verdict = health.judge(&record);
         if let Some(records) = records.as_mut().filter(|_| observed) {
@@ -570,6 +575,7 @@ impl Run<'_> {
             memory_bytes,
             skipped: matches!(report, StepReport::Skipped { .. }),
             loss_scale,
+            routing: Vec::new(),
         };
         let asked = match shared {
             [_, _, leave] if leave > 0.0 => Some(Ending::Left),

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use ferrospeed_observe::{EvalRecord, StepRecord};
+use ferrospeed_observe::{EvalRecord, RoutingSummary, StepRecord};
 use ferrospeed_train::RunInfo;
 
 use super::screen::Row;
@@ -107,7 +107,10 @@ impl Block {
         match self.recent.back() {
             None => lines.push(Line::default().add("waiting for the first step")),
             Some(last) => {
-                lines.extend([self.loss(last, width), self.speed(width), self.memory(last, width, paint)])
+                lines.extend([self.loss(last, width), self.speed(width), self.memory(last, width, paint)]);
+                let routing = RoutingSummary::of(&last.routing);
+                lines
+                    .extend(routing.map(|routing| Line::default().add("experts  ").add(&routing.describe())));
             }
         }
         for (colour, text) in &self.notes {
@@ -317,6 +320,7 @@ mod tests {
                 .into(),
             skipped: false,
             loss_scale: 1.0,
+            routing: Vec::new(),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ferrospeed_observe::{EvalRecord, StepRecord};
+use ferrospeed_observe::{EvalRecord, RoutingSummary, StepRecord};
 use ferrospeed_train::{Progress, RunInfo};
 
 use crate::terminal::{print_note, print_output};
@@ -74,7 +74,9 @@ impl Progress for Lines {
             record.flops_per_s / 1e9,
             100.0 * record.flops_per_s / self.peak_flops_per_s,
         );
-        let _ = print_output(&text);
+        let routing = RoutingSummary::of(&record.routing);
+        let routing = routing.map(|routing| format!("  {}", routing.describe()));
+        let _ = print_output(&(text + &routing.unwrap_or_default()));
     }
 
     fn eval(&mut self, record: &EvalRecord) {

@@ -2,6 +2,7 @@
 
 use super::text::Unit;
 use crate::record::{EvalRecord, StepRecord};
+use crate::routing::RoutingSummary;
 
 /// One number with its name and, where it helps, a remark.
 pub(crate) struct Tile {
@@ -46,6 +47,12 @@ pub(crate) fn tiles(steps: &[&StepRecord], evals: &[&EvalRecord]) -> Vec<Tile> {
     if let Some(peak) = steps.iter().map(|record| total_memory_bytes(record)).max().filter(|&bytes| bytes > 0)
     {
         tiles.push(tile("Peak memory", Unit::Bytes.show(peak as f64), "rank 0".into()));
+    }
+    if let Some(routing) = RoutingSummary::of(&last.routing) {
+        let remark = format!("times the even share; {} without tokens", routing.idle_experts);
+        tiles.push(tile("Busiest expert", format!("{:.2}", routing.imbalance), remark));
+        let remark = format!("{:.1} % of choices dropped", 100.0 * routing.dropped_share);
+        tiles.push(tile("Router entropy", format!("{:.3}", routing.entropy), remark));
     }
     tiles
 }

@@ -14,6 +14,7 @@ use crate::record::{EvalRecord, StepRecord};
 use crate::report::layers::{self, Layers};
 use crate::report::series::{Curve, Merge, Point, shorten_rows};
 use crate::report::summary;
+use crate::routing::RoutingSummary;
 
 /// A run that wrote nothing for this long, and for this many of its steps, is silent.
 const SILENT_AFTER_S: f64 = 30.0;
@@ -100,7 +101,11 @@ impl WatchedRun {
                 "lr": curve(&steps, |record| Some(record.lr)),
                 "tokens_per_s": curve(&steps, |record| Some(record.tokens_per_s)),
                 "grad_norm": curve(&steps, |record| record.grad_norm),
+                "entropy": curve(&steps, |record| Some(RoutingSummary::of(&record.routing)?.entropy)),
+                "imbalance": curve(&steps, |record| Some(RoutingSummary::of(&record.routing)?.imbalance)),
+                "dropped": curve(&steps, |record| Some(RoutingSummary::of(&record.routing)?.dropped_share)),
             },
+            "routing": steps.iter().rev().find(|record| !record.routing.is_empty()).map(|record| &record.routing),
             "skipped": steps.iter().filter(|record| record.skipped).map(|record| record.step)
                 .take(MOST_MARKS).collect::<Vec<_>>(),
             "memory": shortened(&layers::memory(&steps), Merge::Highest),
