@@ -42,7 +42,7 @@ enum Waiting {
 #[derive(Debug, Args)]
 pub(super) struct GpuBenchArgs {
     /// Models to train: 124m, 350m and 1.3b are GPT-2's shapes; llama-350m, llama-1.1b, llama-3b, qwen2-1.5b, mistral-1.1b,
-    /// neox-1.4b
+    /// neox-1.4b; mixtral-8x2 and mixtral-64x8 have so many experts, of which so many see a token
     #[arg(long, value_delimiter = ',', default_values = ["124m", "350m", "1.3b"])]
     model: Vec<String>,
     /// ZeRO stages to train with

@@ -3,7 +3,8 @@
 //! Every case runs in a process of its own, so that its peak memory is its own. A step is what a user's step is:
 //! `forward`, `backward` and `step` of the engine with AdamW and clipping. What the time goes into is found by running
 //! the step's parts alone, at the same sizes.
-//! `benches/peers/run-model.sh` runs the same cases in PyTorch and prints the ratios.
+//! `benches/peers/run-model.sh` runs the same cases in PyTorch and prints the ratios; `benches/peers/moe.py --cpu` those with experts,
+//! and a dense model of the same active size.
 
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -58,19 +59,37 @@ enum Work {
     Load,
 }
 
+/// What kind of model.
+#[derive(Debug, Clone, Copy)]
+enum Shape {
+    Gpt2,
+    /// LLaMA's, with this inner width.
+    Llama {
+        inner: u64,
+    },
+    /// The same with so many experts of this inner width, of which a token goes to so many.
+    Mixtral {
+        inner: u64,
+        experts: u64,
+        chosen: u64,
+    },
+}
+
 /// One thing to measure.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     name: &'static str,
+    shape: Shape,
     layers: u64,
     width: u64,
     vocabulary: u64,
     work: Work,
 }
 
-const CASES: [Case; 4] = [
+const CASES: [Case; 6] = [
     Case {
         name: "train gpt2-124m 2x512",
+        shape: Shape::Gpt2,
         layers: 12,
         width: 768,
         vocabulary: 50257,
@@ -78,6 +97,7 @@ const CASES: [Case; 4] = [
     },
     Case {
         name: "train gpt2-6x512 4x256",
+        shape: Shape::Gpt2,
         layers: 6,
         width: 512,
         vocabulary: 8192,
@@ -85,12 +105,37 @@ const CASES: [Case; 4] = [
     },
     Case {
         name: "generate gpt2-124m 64 tokens",
+        shape: Shape::Gpt2,
         layers: 12,
         width: 768,
         vocabulary: 50257,
         work: Work::Generate { prompt: 32, tokens: 64 },
     },
-    Case { name: "load gpt2-536m from shards", layers: 24, width: 1280, vocabulary: 50257, work: Work::Load },
+    Case {
+        name: "load gpt2-536m from shards",
+        shape: Shape::Gpt2,
+        layers: 24,
+        width: 1280,
+        vocabulary: 50257,
+        work: Work::Load,
+    },
+    Case {
+        name: "train mixtral-6x512 4x256",
+        shape: Shape::Mixtral { inner: 704, experts: 8, chosen: 2 },
+        layers: 6,
+        width: 512,
+        vocabulary: 8192,
+        work: Work::Train { batch: 4, tokens: 256 },
+    },
+    // As many active channels as two of those experts.
+    Case {
+        name: "train llama-6x512 4x256",
+        shape: Shape::Llama { inner: 1408 },
+        layers: 6,
+        width: 512,
+        vocabulary: 8192,
+        work: Work::Train { batch: 4, tokens: 256 },
+    },
 ];
 
 pub(super) fn run(args: &ModelBenchArgs) -> Result<ExitCode, Failure> {
@@ -165,14 +210,44 @@ fn measure(case: &Case, precision: Precision, threads: usize, repeats: u64) -> R
 
 impl Case {
     fn config(&self) -> Value {
-        Preset::Gpt2.config(&PresetSizes {
-            layers: Some(self.layers),
-            width: Some(self.width),
-            heads: None,
-            vocabulary: self.vocabulary,
-            sequence: 1024,
-            dropout: 0.0,
-        })
+        let of_llama = |family: &str, inner: u64| {
+            json!({
+                "model_type": family, "vocab_size": self.vocabulary, "hidden_size": self.width,
+                "intermediate_size": inner, "num_hidden_layers": self.layers,
+                "num_attention_heads": self.width / 64, "num_key_value_heads": self.width / 64,
+                "max_position_embeddings": 1024, "tie_word_embeddings": false,
+            })
+        };
+        match self.shape {
+            Shape::Gpt2 => Preset::Gpt2.config(&PresetSizes {
+                layers: Some(self.layers),
+                width: Some(self.width),
+                heads: None,
+                vocabulary: self.vocabulary,
+                sequence: 1024,
+                dropout: 0.0,
+            }),
+            Shape::Llama { inner } => of_llama("llama", inner),
+            Shape::Mixtral { inner, experts, chosen } => {
+                let mut config = of_llama("mixtral", inner);
+                config["num_local_experts"] = experts.into();
+                config["num_experts_per_tok"] = chosen.into();
+                config
+            }
+        }
+    }
+
+    /// Multiplications and additions of a step: forward once, backward twice; experts that do not see a token do none for it.
+    fn flops(&self, batch: usize, tokens: usize) -> f64 {
+        let (width, layers) = (self.width as f64, self.layers as f64);
+        let own = match self.shape {
+            Shape::Gpt2 => 8.0 * width,
+            Shape::Llama { inner } => 3.0 * inner as f64,
+            Shape::Mixtral { inner, chosen, .. } => (3 * inner * chosen) as f64,
+        };
+        // GPT-2's feed-forward layer is eight squares of the width.
+        let extra = 6.0 * (batch * tokens) as f64 * layers * width * (own - 8.0 * width);
+        step_flops([self.layers, self.width, self.vocabulary], batch, tokens) + extra
     }
 
     fn decoder(&self) -> Result<Decoder, ModelError> {
@@ -242,8 +317,12 @@ fn train(
     seconds.sort_by(f64::total_cmp);
     let best_s = seconds[0];
     let config = model.config();
-    let mut parts = parts_of_a_step(config, precision.dtype(), device, [batch, tokens])
-        .map_err(|error| failed(&error))?;
+    // What stands alone is known of GPT-2's parts.
+    let mut parts = match case.shape {
+        Shape::Gpt2 => parts_of_a_step(config, precision.dtype(), device, [batch, tokens])
+            .map_err(|error| failed(&error))?,
+        Shape::Llama { .. } | Shape::Mixtral { .. } => Vec::new(),
+    };
     parts.push(("optimizer and clipping".into(), times.step.as_secs_f64()));
     parts.sort_by(|a, b| b.1.total_cmp(&a.1));
     let costs: Vec<Value> = parts
@@ -255,7 +334,7 @@ fn train(
         "best_s": best_s,
         "median_s": seconds[seconds.len() / 2],
         "peak_rss_bytes": peak_rss_bytes,
-        "flops": step_flops([case.layers, case.width, case.vocabulary], batch, tokens),
+        "flops": case.flops(batch, tokens),
         "costs": costs,
     }))
 }

@@ -1,4 +1,4 @@
-//! The shapes that `bench gpu` trains; `benches/peers/gpu.py` has the same.
+//! The shapes that `bench gpu` trains; `benches/peers/gpu.py` has the same, and `benches/peers/moe.py` those with experts.
 
 use ferrospeed_models::{Decoder, ModelConfig, ModelError, WindowRule};
 use serde_json::{Value, json};
@@ -13,6 +13,11 @@ enum Family {
     /// LLaMA's where a token sees the last 4,096 alone.
     Mistral,
     GptNeoX,
+    /// LLaMA's with so many experts of the inner width, of which a token goes to so many.
+    Mixtral {
+        experts: u64,
+        chosen: u64,
+    },
 }
 
 const WINDOW: u64 = 4096;
@@ -33,7 +38,7 @@ pub(super) struct Case {
 }
 
 #[rustfmt::skip]
-pub(super) const CASES: [Case; 9] = [
+pub(super) const CASES: [Case; 11] = [
     Case { name: "124m", family: Family::Gpt2, layers: 12, width: 768, heads: 12, kv_heads: 12, inner: 3072, vocabulary: 50_304, batch: 32, tokens: 1024 },
     Case { name: "350m", family: Family::Gpt2, layers: 24, width: 1024, heads: 16, kv_heads: 16, inner: 4096, vocabulary: 50_304, batch: 16, tokens: 1024 },
     Case { name: "1.3b", family: Family::Gpt2, layers: 24, width: 2048, heads: 16, kv_heads: 16, inner: 8192, vocabulary: 50_304, batch: 8, tokens: 1024 },
@@ -43,6 +48,8 @@ pub(super) const CASES: [Case; 9] = [
     Case { name: "qwen2-1.5b", family: Family::Qwen2, layers: 28, width: 1536, heads: 12, kv_heads: 2, inner: 8960, vocabulary: 32_000, batch: 4, tokens: 2048 },
     Case { name: "mistral-1.1b", family: Family::Mistral, layers: 22, width: 2048, heads: 32, kv_heads: 8, inner: 5632, vocabulary: 32_000, batch: 1, tokens: 8192 },
     Case { name: "neox-1.4b", family: Family::GptNeoX, layers: 24, width: 2048, heads: 16, kv_heads: 16, inner: 8192, vocabulary: 50_304, batch: 4, tokens: 2048 },
+    Case { name: "mixtral-8x2", family: Family::Mixtral { experts: 8, chosen: 2 }, layers: 12, width: 1024, heads: 16, kv_heads: 16, inner: 2816, vocabulary: 32_000, batch: 4, tokens: 2048 },
+    Case { name: "mixtral-64x8", family: Family::Mixtral { experts: 64, chosen: 8 }, layers: 12, width: 1024, heads: 16, kv_heads: 16, inner: 704, vocabulary: 32_000, batch: 4, tokens: 2048 },
 ];
 
 impl Case {
@@ -80,7 +87,7 @@ impl Case {
                     "attention_dropout": 0.0, "hidden_dropout": 0.0, "tie_word_embeddings": false,
                 });
             }
-            Family::Llama | Family::Qwen2 | Family::Mistral => json!({
+            Family::Llama | Family::Qwen2 | Family::Mistral | Family::Mixtral { .. } => json!({
                 "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner,
                 "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
                 "max_position_embeddings": tokens, "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -93,6 +100,11 @@ impl Case {
                 config["model_type"] = "mistral".into();
                 config["sliding_window"] = WINDOW.into();
             }
+            Family::Mixtral { experts, chosen } => {
+                config["model_type"] = "mixtral".into();
+                config["num_local_experts"] = experts.into();
+                config["num_experts_per_tok"] = chosen.into();
+            }
             _ => config["model_type"] = "llama".into(),
         }
         config
@@ -104,7 +116,11 @@ impl Case {
         let of = |size: u64| size as f64;
         let head_width = of(self.width) / of(self.heads);
         let attention = of(self.width) * (2.0 * of(self.width) + 2.0 * of(self.kv_heads) * head_width);
-        let products = if matches!(self.family, Family::Gpt2 | Family::GptNeoX) { 2.0 } else { 3.0 };
+        let products = match self.family {
+            Family::Gpt2 | Family::GptNeoX => 2.0,
+            Family::Mixtral { chosen, .. } => 3.0 * of(chosen),
+            Family::Llama | Family::Qwen2 | Family::Mistral => 3.0,
+        };
         let weights = of(self.layers) * (attention + products * of(self.width) * of(self.inner))
             + of(self.vocabulary) * of(self.width);
         let tokens_seen = match self.family {
