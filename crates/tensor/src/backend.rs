@@ -10,7 +10,7 @@ pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
 
 use std::cell::Cell;
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::cpu::CpuBackend;
 use crate::dtype::DType;
@@ -910,6 +910,18 @@ impl Device {
     pub fn cpu() -> Device {
         static SHARED: OnceLock<Device> = OnceLock::new();
         SHARED.get_or_init(|| Device::new(CpuBackend::new(crate::cpu::default_threads()))).clone()
+    }
+
+    /// Does something with each of some parts, on the host's threads that serve this device, and waits.
+    pub fn each<P: Send>(&self, parts: impl Iterator<Item = P>, work: impl Fn(usize, P) + Send + Sync) {
+        // Each task takes its own part out of the list, so none is shared.
+        let parts: Vec<Mutex<Option<P>>> = parts.map(|part| Mutex::new(Some(part))).collect();
+        self.backend().parallel(parts.len(), &|index| {
+            let part = parts[index].lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(part) = part {
+                work(index, part);
+            }
+        });
     }
 
     /// A CPU device of its own, with its own pool and accounting.

@@ -26,7 +26,9 @@ use crate::dtype::Float;
 /// Elements that are worked on at a time, on the stack. Even, so that no byte is cut.
 const TILE: usize = 256;
 /// Lanes of a maximum.
-const LANES: usize = 16;
+const LANES: usize = 64;
+/// 1.5 · 2²³: see its use.
+const ROUNDER: f32 = 12_582_912.0;
 
 /// How large the integers are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,8 +122,8 @@ impl Format {
     }
 
     /// As [`Format::quantize`] for a symmetric format, with a negative step in groups whose largest magnitude is positive:
-    /// it becomes the least integer, which there is, so that nothing is clamped. Integers of four bits lose an eighth of
-    /// their largest value otherwise, and what is packed again shrinks each time.
+    /// it becomes the least integer, which there is, so that it is not clamped. Integers of four bits lose an eighth of
+    /// it otherwise, and what is quantised again shrinks each time.
     ///
     /// # Panics
     /// When lengths do not fit, or the format is not symmetric: a bug of the caller.
@@ -213,17 +215,24 @@ impl Format {
     #[inline(always)]
     fn pack<T: Float>(self, values: &[T], scale: f32, offset: f32, packed: &mut [u8]) {
         let (least, most) = (-self.half_range(), self.half_range() - 1.0);
-        let integer =
-            |value: T| ((value.widen() - offset) * scale).round_ties_even().clamp(least, most) as i32 as u8;
-        match self.bits {
-            Bits::Eight => packed.iter_mut().zip(values).for_each(|(byte, value)| *byte = integer(*value)),
-            Bits::Four => {
-                let mut pairs = values.chunks_exact(2);
-                for (byte, pair) in packed.iter_mut().zip(&mut pairs) {
-                    *byte = integer(pair[0]) << 4 | integer(pair[1]) & 0xf;
-                }
-                if let ([last], Some(byte)) = (pairs.remainder(), packed.last_mut()) {
-                    *byte = integer(*last) << 4;
+        let mut integers = [0u8; TILE];
+        for (values, packed) in values.chunks(TILE).zip(packed.chunks_mut(self.packed_len(TILE))) {
+            let integers = &mut integers[..values.len().next_multiple_of(2)];
+            for (integer, value) in integers.iter_mut().zip(values) {
+                let scaled = (value.widen() - offset) * scale;
+                let scaled = if scaled > least { scaled } else { least };
+                let scaled = if scaled < most { scaled } else { most };
+                // Beside a number this large an f32 has no digits after the point: the sum rounds, ties to even, and its
+                // lowest byte is the integer.
+                *integer = (scaled + ROUNDER).to_bits() as u8;
+            }
+            match self.bits {
+                Bits::Eight => packed.copy_from_slice(&integers[..values.len()]),
+                Bits::Four => {
+                    integers[values.len()..].fill(0);
+                    for (byte, [first, second]) in packed.iter_mut().zip(integers.as_chunks::<2>().0) {
+                        *byte = first << 4 | second & 0xf;
+                    }
                 }
             }
         }
@@ -249,37 +258,75 @@ impl Format {
         factor: f32,
         out: &mut [T],
     ) {
+        self.sum_into::<T, T>(sources, group, factor, out);
+    }
+
+    /// The same without that rounding: values are added up in f32 as they come.
+    ///
+    /// # Panics
+    /// When lengths do not fit: a bug of the caller.
+    pub fn dequantize_exact_sum<T: Float>(
+        self,
+        sources: &[Quantized<'_>],
+        group: usize,
+        factor: f32,
+        out: &mut [T],
+    ) {
+        self.sum_into::<f32, T>(sources, group, factor, out);
+    }
+
+    /// Adds up values that are rounded to `R` first.
+    fn sum_into<R: Float, T: Float>(
+        self,
+        sources: &[Quantized<'_>],
+        group: usize,
+        factor: f32,
+        out: &mut [T],
+    ) {
         sources.iter().for_each(|s| self.check(out.len(), group, s.packed.len(), s.params.len()));
-        let per_group = self.params_per_group();
         for (index, out) in out.chunks_mut(group).enumerate() {
-            for (tile, out) in out.chunks_mut(TILE).enumerate() {
-                let bytes = self.packed_len(index * group + tile * TILE);
-                let bytes = bytes..bytes + self.packed_len(out.len());
-                let mut sum = [0.0f32; TILE];
-                for source in sources {
-                    let params = &source.params[index * per_group..(index + 1) * per_group];
-                    let (step, offset) = (params[0], params.get(1).copied().unwrap_or(0.0));
-                    let packed = &source.packed[bytes.clone()];
-                    vectorized!(|| self.add::<T>(packed, step, offset, &mut sum[..out.len()]));
-                }
-                out.iter_mut().zip(&sum).for_each(|(out, sum)| *out = T::narrow(sum * factor));
-            }
+            vectorized!(|| self.sum_group::<R, T>(sources, index, group, factor, out));
         }
     }
 
     #[inline(always)]
-    fn add<T: Float>(self, packed: &[u8], step: f32, offset: f32, sum: &mut [f32]) {
-        let value = |integer: i8| T::narrow(f32::from(integer) * step + offset).widen();
+    fn sum_group<R: Float, T: Float>(
+        self,
+        sources: &[Quantized<'_>],
+        index: usize,
+        group: usize,
+        factor: f32,
+        out: &mut [T],
+    ) {
+        let per_group = self.params_per_group();
+        for (tile, out) in out.chunks_mut(TILE).enumerate() {
+            let bytes = self.packed_len(index * group + tile * TILE);
+            let bytes = bytes..bytes + self.packed_len(out.len());
+            let mut sum = [0.0f32; TILE];
+            for source in sources {
+                let params = &source.params[index * per_group..(index + 1) * per_group];
+                let (step, offset) = (params[0], params.get(1).copied().unwrap_or(0.0));
+                self.add::<R>(&source.packed[bytes.clone()], step, offset, &mut sum[..out.len()]);
+            }
+            out.iter_mut().zip(&sum).for_each(|(out, sum)| *out = T::narrow(sum * factor));
+        }
+    }
+
+    #[inline(always)]
+    fn add<R: Float>(self, packed: &[u8], step: f32, offset: f32, sum: &mut [f32]) {
+        let value = |integer: i8| R::narrow(f32::from(integer) * step + offset).widen();
         match self.bits {
             Bits::Eight => {
                 sum.iter_mut().zip(packed).for_each(|(sum, &byte)| *sum += value(byte as i8));
             }
             Bits::Four => {
-                for (pair, &byte) in sum.chunks_mut(2).zip(packed) {
-                    pair[0] += value(byte as i8 >> 4);
-                    if let Some(second) = pair.get_mut(1) {
-                        *second += value((byte << 4) as i8 >> 4);
-                    }
+                let (pairs, rest) = sum.as_chunks_mut::<2>();
+                for ([first, second], &byte) in pairs.iter_mut().zip(packed) {
+                    *first += value(byte as i8 >> 4);
+                    *second += value((byte << 4) as i8 >> 4);
+                }
+                if let ([last], Some(&byte)) = (rest, packed.last()) {
+                    *last += value(byte as i8 >> 4);
                 }
             }
         }
