@@ -8,7 +8,10 @@
 //! Only what changes slowly may go this way, as a momentum does: a single result is far from the average, the sum of
 //! many is not.
 
+use std::sync::{Mutex, PoisonError};
+
 use ferrospeed_comm::Group;
+use ferrospeed_tensor::Device;
 
 use crate::error::Result;
 
@@ -70,42 +73,131 @@ impl Feedback {
 /// # Panics
 /// When the feedback is not of this size or of this group: a bug of the caller.
 pub fn all_reduce(group: &Group, values: &mut [f32], feedback: &mut Feedback) -> Result<()> {
+    all_reduce_each(group, &Device::cpu(), &mut [Averaged { values, feedback }])
+}
+
+/// One tensor of several that are averaged in one exchange.
+#[derive(Debug)]
+pub struct Averaged<'a> {
+    /// Its values.
+    pub values: &'a mut [f32],
+    /// What it has lost so far.
+    pub feedback: &'a mut Feedback,
+}
+
+impl Averaged<'_> {
+    /// Bytes of a rank's stretch of it.
+    fn message(&self) -> usize {
+        SCALE_BYTES + self.feedback.server.len() / PER_BYTE
+    }
+
+    /// This rank's values with what was lost before, as messages for each rank.
+    fn signs(&mut self) -> Vec<u8> {
+        let message = self.message();
+        let Feedback { worker, server } = &mut *self.feedback;
+        let mut sent = Vec::with_capacity(message * (worker.len() / server.len().max(1)));
+        worker.iter_mut().zip(&*self.values).for_each(|(lost, value)| *lost += value);
+        let scale = root_mean_square(worker);
+        for stretch in worker.chunks_exact_mut(server.len()) {
+            round(stretch, scale, &mut sent);
+        }
+        sent
+    }
+
+    /// The message of the stretch that this rank makes the average of.
+    fn average<'m>(&mut self, messages: impl Iterator<Item = &'m [u8]>, ranks: usize) -> Vec<u8> {
+        let message = self.message();
+        let server = &mut self.feedback.server;
+        let mut average = vec![0.0; server.len()];
+        for message in messages {
+            each_sign(message, 1.0 / ranks as f32, |at, value| average[at] += value);
+        }
+        server.iter_mut().zip(&average).for_each(|(lost, value)| *lost += value);
+        let scale = root_mean_square(server);
+        let mut sent = Vec::with_capacity(message);
+        round(server, scale, &mut sent);
+        sent
+    }
+
+    /// Takes the averages of all stretches over.
+    fn take<'m>(&mut self, messages: impl Iterator<Item = &'m [u8]>) {
+        let len = self.feedback.server.len();
+        for (stretch, message) in self.values.chunks_mut(len).zip(messages) {
+            each_sign(message, 1.0, |at, value| {
+                if let Some(place) = stretch.get_mut(at) {
+                    *place = value;
+                }
+            });
+        }
+    }
+}
+
+/// As [`all_reduce`], of several tensors in one exchange, each with scales of its own: what waits for the slowest rank and
+/// for the way there and back is done once. The work is done on the threads of a device, a tensor by each.
+///
+/// # Panics
+/// As [`all_reduce`].
+pub fn all_reduce_each(group: &Group, device: &Device, tensors: &mut [Averaged<'_>]) -> Result<()> {
     let ranks = group.size();
-    if ranks == 1 {
+    if ranks == 1 || tensors.is_empty() {
         return Ok(());
     }
-    let Feedback { worker, server } = feedback;
-    assert_eq!(worker.len(), padded_numel(values.len(), ranks), "feedback of another tensor");
-    assert_eq!(server.len() * ranks, worker.len(), "feedback of another group");
-    let message = SCALE_BYTES + server.len() / PER_BYTE;
-
-    // What was lost before goes along now.
-    worker.iter_mut().zip(&*values).for_each(|(lost, value)| *lost += value);
-    let scale = root_mean_square(worker);
-    let mut sent = Vec::with_capacity(message * ranks);
-    for stretch in worker.chunks_exact_mut(server.len()) {
-        round(stretch, scale, &mut sent);
+    for Averaged { values, feedback: Feedback { worker, server } } in tensors.iter() {
+        assert_eq!(worker.len(), padded_numel(values.len(), ranks), "feedback of another tensor");
+        assert_eq!(server.len() * ranks, worker.len(), "feedback of another group");
     }
-    let mut received = vec![0u8; sent.len()];
+    let sizes: Vec<usize> = tensors.iter().map(Averaged::message).collect();
+    let total: usize = sizes.iter().sum();
+    let mut starts = Vec::with_capacity(sizes.len());
+    sizes.iter().fold(0, |start, size| {
+        starts.push(start);
+        start + size
+    });
+    // A rank's messages lie together, in the order of tensors.
+    let of = |all: &[u8], tensor: usize, rank: usize| -> std::ops::Range<usize> {
+        debug_assert_eq!(all.len(), total * ranks);
+        let start = rank * total + starts[tensor];
+        start..start + sizes[tensor]
+    };
+    let made = Made::new(tensors.len());
+    device.each(tensors.iter_mut(), |index, tensor| made.put(index, tensor.signs()));
+    let (mut sent, mut received) = (vec![0u8; total * ranks], vec![0u8; total * ranks]);
+    for (tensor, signs) in made.into_inner().iter().enumerate() {
+        for (rank, message) in signs.chunks_exact(sizes[tensor]).enumerate() {
+            let place = of(&sent, tensor, rank);
+            sent[place].copy_from_slice(message);
+        }
+    }
     group.all_to_all(&sent, &mut received)?;
 
-    let mut average = vec![0.0; server.len()];
-    for message in received.chunks_exact(message) {
-        each_sign(message, 1.0 / ranks as f32, |at, value| average[at] += value);
-    }
-    server.iter_mut().zip(&average).for_each(|(lost, value)| *lost += value);
-    let scale = root_mean_square(server);
-    sent.clear();
-    round(server, scale, &mut sent);
-    group.all_gather(&sent, &mut received)?;
-    for (stretch, message) in values.chunks_mut(server.len()).zip(received.chunks_exact(message)) {
-        each_sign(message, 1.0, |at, value| {
-            if let Some(place) = stretch.get_mut(at) {
-                *place = value;
-            }
-        });
-    }
+    let made = Made::new(tensors.len());
+    device.each(tensors.iter_mut(), |index, tensor| {
+        let messages = (0..ranks).map(|rank| &received[of(&received, index, rank)]);
+        made.put(index, tensor.average(messages, ranks));
+    });
+    let own: Vec<u8> = made.into_inner().concat();
+    group.all_gather(&own, &mut received)?;
+    device.each(tensors.iter_mut(), |index, tensor| {
+        tensor.take((0..ranks).map(|rank| &received[of(&received, index, rank)]));
+    });
     Ok(())
+}
+
+/// What tasks made, by number.
+struct Made(Vec<Mutex<Vec<u8>>>);
+
+impl Made {
+    fn new(count: usize) -> Made {
+        Made((0..count).map(|_| Mutex::default()).collect())
+    }
+
+    fn put(&self, index: usize, bytes: Vec<u8>) {
+        *self.0[index].lock().unwrap_or_else(PoisonError::into_inner) = bytes;
+    }
+
+    fn into_inner(self) -> Vec<Vec<u8>> {
+        self.0.into_iter().map(|made| made.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+    }
 }
 
 /// Appends a scale and the signs of some values, of which what that does not say is left.

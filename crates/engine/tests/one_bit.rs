@@ -184,6 +184,33 @@ fn a_run_goes_on_with_another_number_of_ranks() {
 }
 
 #[test]
+fn a_load_starts_with_nothing_lost_whoever_loads() {
+    let place = Arc::new(tempfile::tempdir().unwrap());
+    for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
+        let folder = place.path().join(optimizer);
+        let outcomes = on_ranks(3, move |world| {
+            let build = |world| {
+                let (model, parameters) = Model::build(&description());
+                let engine = engine(world, &ds_config(optimizer, "bf16", 1), &parameters, None, None, 1);
+                (model, parameters, engine)
+            };
+            // One that has lost something by then, and one that has not.
+            let mut used = build(world.clone());
+            (0..20).for_each(|number| _ = step(&mut used.2, &used.0, number));
+            used.2.save_checkpoint(&folder, &SaveOptions::default()).unwrap();
+            (20..24).for_each(|number| _ = step(&mut used.2, &used.0, number));
+            let fresh = build(world);
+            [used, fresh].map(|(model, parameters, mut engine)| {
+                engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+                (20..24).for_each(|number| _ = step(&mut engine, &model, number));
+                weights(&engine, &parameters)
+            })
+        });
+        assert!(outcomes.iter().all(|[used, fresh]| used == fresh), "{optimizer}");
+    }
+}
+
+#[test]
 fn all_ranks_skip_when_the_gradients_of_one_overflow() {
     for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
         // Before the freeze gradients are averaged; after it each rank has its own.

@@ -7,10 +7,10 @@
 //! What compression has lost so far, and how far ranks are from where they last met, are no part of a checkpoint: a run
 //! that goes on from one begins with nothing lost. Refused: what is spread over ranks, offloaded or on a device.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ferrospeed_collective::CollectiveError;
-use ferrospeed_collective::one_bit::{self, Feedback, padded_numel};
+use ferrospeed_collective::one_bit::{self, Averaged, Feedback, padded_numel};
 use ferrospeed_comm::Group;
 use ferrospeed_config::Stage;
 use ferrospeed_optim::Optimizer;
@@ -32,7 +32,8 @@ pub(crate) struct Compressing {
 
 struct Ranks {
     group: Group,
-    feedbacks: Vec<Option<Feedback>>,
+    feedbacks: BTreeMap<usize, Feedback>,
+    device: Device,
 }
 
 impl Exchange for Ranks {
@@ -42,13 +43,20 @@ impl Exchange for Ranks {
         padded_numel(numel, self.group.size())
     }
 
-    fn average(&mut self, tensor: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
-        if self.feedbacks.len() <= tensor {
-            self.feedbacks.resize(tensor + 1, None);
-        }
+    fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), CollectiveError> {
         let ranks = self.group.size();
-        let feedback = self.feedbacks[tensor].get_or_insert_with(|| Feedback::new(values.len(), ranks));
-        one_bit::all_reduce(&self.group, values, feedback)
+        for (tensor, values) in &tensors {
+            self.feedbacks.entry(*tensor).or_insert_with(|| Feedback::new(values.len(), ranks));
+        }
+        // Both are in the order of tensors.
+        let asked: BTreeSet<usize> = tensors.iter().map(|(tensor, _)| *tensor).collect();
+        let feedbacks = self.feedbacks.iter_mut().filter(|(tensor, _)| asked.contains(tensor));
+        let mut averaged: Vec<Averaged<'_>> = tensors
+            .into_iter()
+            .zip(feedbacks)
+            .map(|((_, values), (_, feedback))| Averaged { values, feedback })
+            .collect();
+        one_bit::all_reduce_each(&self.group, &self.device, &mut averaged)
     }
 
     fn forget(&mut self) {
@@ -94,7 +102,11 @@ impl Compressing {
                 rule.name()
             )));
         }
-        let ranks = Ranks { group: options.sharding.shard.clone(), feedbacks: Vec::new() };
+        let ranks = Ranks {
+            group: options.sharding.shard.clone(),
+            feedbacks: BTreeMap::new(),
+            device: device.clone(),
+        };
         Ok(Some(Compressing { rule, memory: Memory::default(), ranks }))
     }
 
@@ -162,7 +174,7 @@ impl ZeroStore {
             params.push(Whole { weights, gradient, states, options: shares[own.share].options });
         }
         let step = shares.iter().map(|share| share.steps).max().unwrap_or(0);
-        rule.step(memory, &mut params, step, ranks)?;
+        rule.step(&self.device, memory, &mut params, step, ranks)?;
         drop(params);
         for share in shares.iter().filter(|share| share.trained) {
             if let Some(master) = &share.master {

@@ -1,5 +1,7 @@
 //! 1-bit Adam: after `freeze_step` steps of Adam the second moment stays, and momenta are averaged compressed.
 
+use ferrospeed_tensor::Device;
+
 use super::{Exchange, Whole, blend, blend_squares, mask};
 
 /// Its fixed options.
@@ -14,25 +16,34 @@ pub struct OneBitAdam {
 impl OneBitAdam {
     pub(super) fn step<X: Exchange>(
         &self,
+        device: &Device,
         params: &mut [Whole<'_>],
         step: u64,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
-        for (index, whole) in params.iter_mut().enumerate() {
-            let Whole { weights, gradient, states, options } = whole;
+        let frozen = step > self.freeze_step;
+        device.each(params.iter_mut(), |_, whole| {
+            let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
+            blend(m, whole.gradient, whole.options.betas[0]);
+            if !frozen {
+                blend_squares(v, whole.gradient, whole.options.betas[1]);
+            }
+        });
+        if frozen {
+            let momenta = params.iter_mut().map(|whole| &mut *whole.states[0]);
+            exchange.average(momenta.enumerate().collect())?;
+        }
+        device.each(params.iter_mut(), |_, whole| {
+            let Whole { weights, states, options, .. } = whole;
             let [m, v] = &mut states[..] else { unreachable!("the number was checked") };
-            blend(m, gradient, options.betas[0]);
-            if step > self.freeze_step {
-                exchange.average(index, m)?;
+            if frozen {
                 mask(m, v);
-            } else {
-                blend_squares(v, gradient, options.betas[1]);
             }
             let (lr, decay, eps) = (options.lr as f32, options.weight_decay as f32, self.eps as f32);
             for ((weight, m), v) in weights.iter_mut().zip(m.iter()).zip(v.iter()) {
                 *weight -= lr * (m / (v.sqrt() + eps) + decay * *weight);
             }
-        }
+        });
         Ok(())
     }
 }

@@ -4,6 +4,8 @@
 //! Momenta of different sizes share one scale per rank, so each is brought to the common size first. The frozen ratio is
 //! corrected by how much a second moment that goes on, from gradients reconstructed out of momenta, has moved away.
 
+use ferrospeed_tensor::Device;
+
 use super::{Exchange, Memory, Whole, blend, blend_squares, mask, norm};
 
 /// Its fixed options.
@@ -47,6 +49,7 @@ impl Default for Ratio {
 impl OneBitLamb {
     pub(super) fn step<X: Exchange>(
         &self,
+        device: &Device,
         memory: &mut Memory,
         params: &mut [Whole<'_>],
         step: u64,
@@ -54,11 +57,11 @@ impl OneBitLamb {
     ) -> Result<(), X::Error> {
         memory.ratios.resize(params.len(), Ratio::default());
         if step > self.freeze_step {
-            return self.compressed(memory, params, exchange);
+            return self.compressed(device, memory, params, exchange);
         }
-        for (whole, ratio) in params.iter_mut().zip(&mut memory.ratios) {
+        device.each(params.iter_mut().zip(&mut memory.ratios), |_, (whole, ratio)| {
             self.plain(whole, ratio, step);
-        }
+        });
         Ok(())
     }
 
@@ -92,6 +95,7 @@ impl OneBitLamb {
 
     fn compressed<X: Exchange>(
         &self,
+        device: &Device,
         memory: &mut Memory,
         params: &mut [Whole<'_>],
         exchange: &mut X,
@@ -104,21 +108,22 @@ impl OneBitLamb {
         // What lies beyond the last momentum stays from step to step, as DeepSpeed has it.
         fused.resize(exchange.padded(numel), 0.0);
         let mut rest = &mut fused[..];
-        for (whole, ratio) in params.iter().zip(ratios.iter()) {
-            let place = take(&mut rest, whole.weights.len());
+        let places = params.iter().map(|whole| take(&mut rest, whole.weights.len()));
+        device.each(params.iter().zip(ratios.iter()).zip(places), |_, ((whole, ratio), place)| {
             let beta = whole.options.betas[0];
             let (beta, one_less, scale) = (beta as f32, (1.0 - beta) as f32, ratio.scale as f32);
             for ((place, m), gradient) in place.iter_mut().zip(whole.states[0].iter()).zip(whole.gradient) {
                 *place = (beta * m + one_less * gradient) * scale;
             }
-        }
-        exchange.average(0, fused)?;
+        });
+        exchange.average(vec![(0, &mut fused[..])])?;
         let mut rest = &mut fused[..];
-        for (whole, ratio) in params.iter_mut().zip(ratios) {
-            let averaged = take(&mut rest, whole.weights.len());
+        let places: Vec<&mut [f32]> =
+            params.iter().map(|whole| take(&mut rest, whole.weights.len())).collect();
+        device.each(params.iter_mut().zip(ratios).zip(places), |_, ((whole, ratio), averaged)| {
             averaged.iter_mut().for_each(|value| *value /= ratio.scale as f32);
             self.corrected(whole, ratio, averaged);
-        }
+        });
         Ok(())
     }
 

@@ -19,6 +19,7 @@ pub use lamb::{OneBitLamb, Ratio};
 pub use zero_one::ZeroOneAdam;
 
 use ferrospeed_config::OneBit as Configured;
+use ferrospeed_tensor::Device;
 
 use crate::GroupOptions;
 
@@ -30,8 +31,9 @@ pub trait Exchange {
     /// Elements of a tensor with those that make it even.
     fn padded(&self, numel: usize) -> usize;
 
-    /// Makes values the average over ranks, compressed. What is lost is fed back into the next call for the same tensor.
-    fn average(&mut self, tensor: usize, values: &mut [f32]) -> Result<(), Self::Error>;
+    /// Makes the values of some tensors the average over ranks, compressed, all in one exchange. What is lost is fed back
+    /// into the next call for the same tensor.
+    fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), Self::Error>;
 
     /// Forgets what was lost so far.
     fn forget(&mut self);
@@ -130,12 +132,14 @@ impl OneBit {
         }
     }
 
-    /// One step of all parameters; `step` counts from 1. All ranks call it together, with the same parameters.
+    /// One step of all parameters, on the threads of a device; `step` counts from 1. All ranks call it together, with the
+    /// same parameters.
     ///
     /// # Panics
     /// When slices differ in length or number: a bug of the caller.
     pub fn step<X: Exchange>(
         &self,
+        device: &Device,
         memory: &mut Memory,
         params: &mut [Whole<'_>],
         step: u64,
@@ -149,9 +153,9 @@ impl OneBit {
         }
         let step = counted(step);
         match self {
-            OneBit::Adam(rule) => rule.step(params, step, exchange),
-            OneBit::ZeroOne(rule) => rule.step(memory, params, step, exchange),
-            OneBit::Lamb(rule) => rule.step(memory, params, step, exchange),
+            OneBit::Adam(rule) => rule.step(device, params, step, exchange),
+            OneBit::ZeroOne(rule) => rule.step(device, memory, params, step, exchange),
+            OneBit::Lamb(rule) => rule.step(device, memory, params, step, exchange),
         }
     }
 }
@@ -205,9 +209,11 @@ mod tests {
             numel
         }
 
-        fn average(&mut self, _: usize, values: &mut [f32]) -> Result<(), Self::Error> {
-            let size = values.iter().map(|value| value.abs()).sum::<f32>() / values.len() as f32;
-            values.iter_mut().for_each(|value| *value = if *value >= 0.0 { size } else { -size });
+        fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), Self::Error> {
+            for (_, values) in tensors {
+                let size = values.iter().map(|value| value.abs()).sum::<f32>() / values.len() as f32;
+                values.iter_mut().for_each(|value| *value = if *value >= 0.0 { size } else { -size });
+            }
             Ok(())
         }
 
@@ -244,7 +250,7 @@ mod tests {
                     states: states.iter_mut().map(|state| &mut state[..]).collect(),
                     options: GroupOptions { lr: 0.01, weight_decay: 0.0, betas: [0.9, 0.999] },
                 }];
-                rule.step(&mut memory, &mut params, step, &mut Signs).unwrap();
+                rule.step(&Device::cpu(), &mut memory, &mut params, step, &mut Signs).unwrap();
             }
             assert!(weights[0] < 0.5 && weights[0].is_finite(), "{}: {weights:?}", rule.name());
             assert_eq!(weights[1], 0.5, "{}", rule.name());

@@ -5,6 +5,8 @@
 //! an interval, goes back to where it started, and all take the average of their ways instead; so weights differ between
 //! ranks until the interval ends. Both intervals follow from the number of the step.
 
+use ferrospeed_tensor::Device;
+
 use super::{Exchange, Memory, Whole, blend, blend_squares, mask};
 
 /// Its fixed options.
@@ -55,6 +57,7 @@ impl ZeroOneAdam {
 
     pub(super) fn step<X: Exchange>(
         &self,
+        device: &Device,
         memory: &mut Memory,
         params: &mut [Whole<'_>],
         step: u64,
@@ -64,72 +67,101 @@ impl ZeroOneAdam {
         if step == self.var_freeze_step.saturating_add(2) {
             exchange.forget();
         }
-        if frozen && memory.travelled.len() != params.len() {
-            memory.travelled = params.iter().map(|whole| vec![0.0; whole.weights.len()]).collect();
-            memory.rates = vec![0.0; params.len()];
+        self.moments(device, params, step, exchange)?;
+        if !frozen {
+            device.each(params.iter_mut(), |_, whole| self.walk(whole, |_, _| ()));
+            return Ok(());
         }
-        for (index, whole) in params.iter_mut().enumerate() {
-            self.moments(index, whole, step, exchange)?;
-            let Whole { weights, states, options, .. } = whole;
-            let [m, v] = &mut states[..] else { unreachable!("the number was checked") };
-            let (lr, decay, eps) = (options.lr as f32, options.weight_decay as f32, self.eps as f32);
-            let travelled = memory.travelled.get_mut(index).filter(|_| frozen);
-            let Some(travelled) = travelled else {
-                for ((weight, m), v) in weights.iter_mut().zip(m.iter()).zip(v.iter()) {
-                    *weight -= lr * (m / (v.sqrt() + eps) + decay * *weight);
-                }
-                continue;
-            };
-            for (((weight, m), v), way) in
-                weights.iter_mut().zip(m.iter()).zip(v.iter()).zip(travelled.iter_mut())
-            {
-                let update = lr * (m / (v.sqrt() + eps) + decay * *weight);
-                *weight -= update;
-                *way -= update;
-            }
-            memory.rates[index] += options.lr;
-            // Without a rate nobody went anywhere.
-            if step.is_multiple_of(self.local_interval(step)) && memory.rates[index] > 0.0 {
-                let rates = std::mem::take(&mut memory.rates[index]) as f32;
-                for ((weight, v), way) in weights.iter_mut().zip(v.iter()).zip(travelled.iter_mut()) {
-                    *weight -= *way;
-                    *way *= v.sqrt() + eps;
-                }
-                exchange.average(index, travelled)?;
-                mask(travelled, v);
-                for (((weight, m), v), way) in
-                    weights.iter_mut().zip(m.iter_mut()).zip(v.iter()).zip(travelled)
-                {
-                    *m = -*way / rates;
-                    *weight += *way / (v.sqrt() + eps);
-                    *way = 0.0;
-                }
-            }
+        let Memory { travelled, rates, .. } = memory;
+        if travelled.len() != params.len() {
+            *travelled = params.iter().map(|whole| vec![0.0; whole.weights.len()]).collect();
+            *rates = vec![0.0; params.len()];
+        }
+        device.each(params.iter_mut().zip(travelled.iter_mut()), |_, (whole, travelled)| {
+            self.walk(whole, |at, update| travelled[at] -= update);
+        });
+        rates.iter_mut().zip(params.iter()).for_each(|(rates, whole)| *rates += whole.options.lr);
+        if step.is_multiple_of(self.local_interval(step)) {
+            self.meet(device, travelled, rates, params, exchange)?;
         }
         Ok(())
     }
 
-    /// Updates the moments of a parameter.
+    /// Moves a parameter's weights by its momentum, and tells by how much.
+    fn walk(&self, whole: &mut Whole<'_>, mut tell: impl FnMut(usize, f32)) {
+        let Whole { weights, states, options, .. } = whole;
+        let [m, v] = &mut states[..] else { unreachable!("the number was checked") };
+        let (lr, decay, eps) = (options.lr as f32, options.weight_decay as f32, self.eps as f32);
+        for (at, ((weight, m), v)) in weights.iter_mut().zip(m.iter()).zip(v.iter()).enumerate() {
+            let update = lr * (m / (v.sqrt() + eps) + decay * *weight);
+            *weight -= update;
+            tell(at, update);
+        }
+    }
+
+    /// Ranks average how far they have gone since they last met, and go on from there.
+    fn meet<X: Exchange>(
+        &self,
+        device: &Device,
+        travelled: &mut [Vec<f32>],
+        rates: &mut [f64],
+        params: &mut [Whole<'_>],
+        exchange: &mut X,
+    ) -> Result<(), X::Error> {
+        let eps = self.eps as f32;
+        // Without a rate nobody went anywhere.
+        let moved: Vec<bool> = rates.iter().map(|rates| *rates > 0.0).collect();
+        let parts = params.iter_mut().zip(travelled.iter_mut()).zip(&moved);
+        device.each(parts.filter(|(_, moved)| **moved), |_, ((whole, travelled), _)| {
+            let weights = whole.weights.iter_mut().zip(whole.states[1].iter());
+            for ((weight, v), way) in weights.zip(travelled.iter_mut()) {
+                *weight -= *way;
+                *way *= v.sqrt() + eps;
+            }
+        });
+        let ways = travelled.iter_mut().enumerate().filter(|(at, _)| moved[*at]);
+        exchange.average(ways.map(|(at, way)| (at, &mut way[..])).collect())?;
+        let parts = params.iter_mut().zip(travelled.iter_mut()).zip(rates.iter_mut());
+        device.each(parts.filter(|((_, _), rates)| **rates > 0.0), |_, ((whole, travelled), rates)| {
+            let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
+            mask(travelled, v);
+            let rates = std::mem::take(rates) as f32;
+            let weights = whole.weights.iter_mut().zip(m.iter_mut()).zip(v.iter());
+            for (((weight, m), v), way) in weights.zip(travelled.iter_mut()) {
+                *m = -*way / rates;
+                *weight += *way / (v.sqrt() + eps);
+                *way = 0.0;
+            }
+        });
+        Ok(())
+    }
+
+    /// Updates the moments of all parameters.
     fn moments<X: Exchange>(
         &self,
-        index: usize,
-        whole: &mut Whole<'_>,
+        device: &Device,
+        params: &mut [Whole<'_>],
         step: u64,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
-        let [beta1, beta2] = whole.options.betas;
-        let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
-        if self.is_frozen(step) {
-            blend(m, whole.gradient, beta1);
-        } else if self.updates_variance(step) {
-            blend(m, whole.gradient, beta1);
-            blend_squares(v, whole.gradient, beta2);
-        } else {
-            let mut averaged = whole.gradient.to_vec();
-            exchange.average(index, &mut averaged)?;
-            mask(&mut averaged, v);
-            blend(m, &averaged, beta1);
+        let updates_variance = !self.is_frozen(step) && self.updates_variance(step);
+        if self.is_frozen(step) || updates_variance {
+            device.each(params.iter_mut(), |_, whole| {
+                let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
+                blend(m, whole.gradient, whole.options.betas[0]);
+                if updates_variance {
+                    blend_squares(v, whole.gradient, whole.options.betas[1]);
+                }
+            });
+            return Ok(());
         }
+        let mut averaged: Vec<Vec<f32>> = params.iter().map(|whole| whole.gradient.to_vec()).collect();
+        exchange.average(averaged.iter_mut().map(|values| &mut values[..]).enumerate().collect())?;
+        device.each(params.iter_mut().zip(&mut averaged), |_, (whole, averaged)| {
+            let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
+            mask(averaged, v);
+            blend(m, averaged, whole.options.betas[0]);
+        });
         Ok(())
     }
 }

@@ -8,6 +8,7 @@ use ferrospeed_collective::one_bit::{self, Feedback, padded_numel};
 use ferrospeed_comm::{Group, World};
 use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Whole};
 use ferrospeed_optim::{GroupOptions, Optimizer};
+use ferrospeed_tensor::Device;
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::golden;
 use serde_json::{Value, json};
@@ -26,11 +27,14 @@ impl Exchange for Ranks {
         padded_numel(numel, self.group.size())
     }
 
-    fn average(&mut self, tensor: usize, values: &mut [f32]) -> Result<(), Self::Error> {
-        self.feedbacks.resize(self.feedbacks.len().max(tensor + 1), None);
-        let feedback =
-            self.feedbacks[tensor].get_or_insert_with(|| Feedback::new(values.len(), self.group.size()));
-        one_bit::all_reduce(&self.group, values, feedback)
+    fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), Self::Error> {
+        for (tensor, values) in tensors {
+            self.feedbacks.resize(self.feedbacks.len().max(tensor + 1), None);
+            let feedback =
+                self.feedbacks[tensor].get_or_insert_with(|| Feedback::new(values.len(), self.group.size()));
+            one_bit::all_reduce(&self.group, values, feedback)?;
+        }
+        Ok(())
     }
 
     fn forget(&mut self) {
@@ -96,7 +100,8 @@ fn compare(case: &Value, world: &World) {
                 options,
             })
             .collect();
-        rule.step(&mut memory, &mut params, number as u64, &mut exchange).expect("ranks can talk");
+        rule.step(&Device::cpu(), &mut memory, &mut params, number as u64, &mut exchange)
+            .expect("ranks can talk");
         for (name, index) in [("params", None), ("exp_avg", Some(0)), ("exp_avg_sq", Some(1))] {
             let Some(expected) = recorded(step, name, rank) else { continue };
             for (param, expected) in expected.iter().enumerate() {
