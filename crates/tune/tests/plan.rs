@@ -1,6 +1,7 @@
 //! Plans for known models, checked against the figures of the ZeRO paper and by hand.
 
 use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_tune::crossing::{Way, crossings};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, ModelError, from_hugging_face};
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose, Request, Tier, human, plan};
@@ -208,4 +209,46 @@ fn ranks_of_a_host_have_the_weights_of_stages_one_and_two_in_common() {
     // Weights once, gradients four times, two states of four bytes divided by four; and all of it four times without ZeRO.
     assert_eq!(needed(1), 4_000_000 + 4 * 4_000_000 + 8_000_000);
     assert_eq!(needed(0), 4 * 16_000_000);
+}
+
+/// ZeRO++'s table: per rank 3 M without it and 0.75 M with it (Wang et al. 2023), where a host has one rank's worth of them.
+#[test]
+fn what_hosts_send_falls_as_in_the_zero_plus_plus_paper() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000_000, largest_layer_params: 0 });
+    let sent = |zero: Value, ranks: u64, per_host: u64| {
+        let mut zero = zero;
+        zero["stage"] = 3.into();
+        zero["stage3_max_reuse_distance"] = 0.into();
+        let value = json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": { "enabled": true },
+            "optimizer": { "type": "Adam" },
+            "zero_optimization": zero,
+        });
+        let config = config(value, ranks);
+        let request = Request {
+            model: &model,
+            config: &config,
+            data_parallel_size: ranks,
+            sequence_length: 1024,
+            checkpoint_activations: false,
+            keeps_attention_matrix: false,
+            processor: Processor::Gpu,
+        };
+        crossings(&request, per_host)
+    };
+    assert_eq!(sent(json!({}), 8, 8), None, "one host sends nothing");
+    let plain = sent(json!({}), 1000, 1).unwrap();
+    let sizes = |bytes: u64| bytes as f64 / 2e9;
+    assert!((2.95..3.0).contains(&sizes(plain.configured.sent_bytes)), "{plain:?}");
+    let least = plain.others.iter().map(|other| other.sent_bytes).min().unwrap();
+    assert!((0.74..0.76).contains(&sizes(least)), "{plain:?}");
+    let advice = plain.advice.as_deref().unwrap();
+    assert!(advice.contains("zero_quantized_gradients") && advice.contains("25 %"), "{advice}");
+    let all = json!({
+        "zero_quantized_weights": true, "zero_hpz_partition_size": 8, "zero_quantized_gradients": true,
+    });
+    let all = sent(all, 16, 8).unwrap();
+    assert_eq!((all.configured.way, &all.advice), (Way::AllOfZeroPlusPlus, &None));
+    assert!(all.to_string().contains("all of ZeRO++") && all.to_string().contains("as configured"), "{all}");
 }
