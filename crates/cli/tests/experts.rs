@@ -133,11 +133,13 @@ fn experts_on_any_ranks_train_save_go_on_and_export_as_on_one() {
         assert_near(&place.train(name, more), &larger, TOLERANCE);
     }
 
-    // Half of it with experts on four ranks, then on two, then on none of their own.
-    let half = place.train("half", &["--ep", "4", "--set", "steps=2"]);
-    place.train("half", &["--resume", "--ep", "2", "--set", "steps=4", "--set", "zero_optimization.stage=3"]);
-    place.train("half", &["--resume"]);
+    // Half of it with experts on four ranks, the rest on two in another stage; and half on two, the rest on none of their own.
+    let half = place.train("half", &["--ep", "4", "--set", "steps=3"]);
+    place.train("half", &["--resume", "--ep", "2", "--set", "zero_optimization.stage=3"]);
     assert_near(&half, &whole, TOLERANCE);
+    let back = place.train("back", &["--ep", "2", "--set", "steps=3"]);
+    place.train("back", &["--resume"]);
+    assert_near(&back, &whole, TOLERANCE);
     // A run that stops and goes on where it was has the bits of one that did not.
     let stopped = place.train("stopped", &["--ep", "2", "--set", "steps=3"]);
     place.train("stopped", &["--resume", "--ep", "2"]);
@@ -179,6 +181,51 @@ fn every_family_and_every_number_format_trains_with_experts_apart() {
         // Steps of a 16-bit format, not of f32.
         assert_near(&apart, &whole, 2e-2);
     }
+}
+
+/// What a run's log says of routers: by step, by layer.
+fn routing(run: &Path) -> Vec<Vec<Value>> {
+    let lines = support::lines_of(&run.join("log.jsonl"));
+    let of_step =
+        |line: &String| serde_json::from_str::<Value>(line).unwrap()["routing"].as_array().unwrap().clone();
+    lines.iter().map(of_step).collect()
+}
+
+#[test]
+fn where_routers_send_tokens_is_logged_monitored_and_printed_alike_on_every_mesh() {
+    let place = Workplace::new("mixtral");
+    let board = place.0.path().join("board");
+    let (path, on) = (format!("csv_monitor.output_path={}", board.display()), "csv_monitor.enabled=true");
+    let common = ["--set", "steps=2", "--set", on, "--set", &path];
+    let mut seen: Vec<Vec<Vec<Value>>> = Vec::new();
+    for (name, more) in [
+        ("whole", &["-n", "2"][..]),
+        ("apart", &["-n", "2", "--ep", "2"]),
+        ("sliced", &["-n", "4", "--ep", "2", "--tp", "2"]),
+    ] {
+        let job = format!("csv_monitor.job_name={name}");
+        let run = place.train(name, &[more, &common, &["--set", &job]].concat());
+        seen.push(routing(&run));
+        let csv = board.join(name).join("Train_Routing_entropy.csv");
+        assert_eq!(support::lines_of(&csv).len(), 3, "a heading and two steps in {}", csv.display());
+        assert!(board.join(name).join("Train_Routing_tokens_of_expert_7.csv").exists());
+    }
+    for run in &seen {
+        assert_eq!((run.len(), run[0].len()), (2, 2), "two steps, two layers");
+        for layer in run.iter().flatten() {
+            let tokens = layer["tokens_per_expert"].as_array().unwrap();
+            // Two ranks of four sequences of 32 tokens, of which each chooses two experts.
+            assert_eq!(tokens.iter().map(|count| count.as_u64().unwrap()).sum::<u64>(), 2 * 4 * 32 * 2);
+            assert_eq!((tokens.len(), layer["dropped_share"].as_f64()), (8, Some(0.0)));
+            let entropy = layer["entropy"].as_f64().unwrap();
+            assert!(entropy > 1.0 && entropy <= 8f64.ln() + 1e-6, "{entropy}");
+        }
+        // The first step's routers are the same bits everywhere; their tokens are summed over ranks.
+        assert_eq!(run[0][0]["tokens_per_expert"], seen[0][0][0]["tokens_per_expert"]);
+    }
+    let words = ["train", "recipe.toml", "--out", "printed", "-n", "2", "--ep", "2", "--set", "steps=1"];
+    let printed = support::stdout(&place.run(&words));
+    assert!(printed.contains("busiest expert ") && printed.contains("router entropy "), "{printed}");
 }
 
 #[test]

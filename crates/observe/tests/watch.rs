@@ -98,6 +98,29 @@ fn a_run_is_followed_from_before_its_folder_exists_to_its_report() {
 }
 
 #[test]
+fn a_mixture_shows_its_routers_and_a_run_without_one_shows_none() {
+    let place = tempfile::tempdir().unwrap();
+    let (mixture, dense) = (place.path().join("a-mixture"), place.path().join("dense"));
+    let routing = r#""routing":[{"layer":0,"tokens_per_expert":[6,2],"dropped_share":0.25,"entropy":0.5},
+        {"layer":1,"tokens_per_expert":[4,4],"dropped_share":0.0,"entropy":0.25}],"skipped""#;
+    let routed = step(1, "3.5").replace("\"skipped\"", &routing.replace('\n', ""));
+    write(&mixture, "log.jsonl", &routed);
+    write(&dense, "log.jsonl", &step(1, "3.5"));
+    let shown = runs(start(&[mixture, dense]));
+    let (mixture, dense) = (&shown[0], &shown[1]);
+    assert_eq!(mixture["curves"]["imbalance"].to_string(), "[[1.0,1.5]]");
+    assert_eq!(mixture["curves"]["entropy"].to_string(), "[[1.0,0.375]]");
+    assert_eq!(mixture["curves"]["dropped"].to_string(), "[[1.0,0.125]]");
+    assert_eq!(mixture["routing"][0]["tokens_per_expert"].to_string(), "[6,2]");
+    let tiles = mixture["tiles"].as_array().unwrap();
+    assert!(
+        tiles.iter().any(|tile| tile["name"] == "Busiest expert" && tile["value"] == "1.50"),
+        "{tiles:?}"
+    );
+    assert!(dense["routing"].is_null() && dense["curves"]["entropy"].as_array().unwrap().is_empty());
+}
+
+#[test]
 fn a_folder_of_runs_shows_each_and_those_that_come_later() {
     let place = tempfile::tempdir().unwrap();
     write(&place.path().join("a"), "log.jsonl", &step(1, "3.0"));
