@@ -42,6 +42,13 @@ impl Codec {
     pub fn from_file(path: &Path) -> Result<Codec> {
         // The tokenizers crate's own message would not name the file.
         let bytes = ferrospeed_files::read(path, MAX_TOKENIZER_BYTES).map_err(DataError::io(path))?;
+        let said = ferrospeed_files::read(path.with_file_name("tokenizer_config.json"), MAX_TOKENIZER_BYTES);
+        let said = said.ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+        Codec::from_bytes(path, &bytes, &said)
+    }
+
+    /// From the content of a `tokenizer.json` that was found in the file `path`, and of the `tokenizer_config.json` with it.
+    pub fn from_bytes(path: &Path, bytes: &[u8], config: &serde_json::Value) -> Result<Codec> {
         let mut tokenizer = Tokenizer::from_bytes(bytes)
             .map_err(|error| DataError::bad_file(path, format!("is no tokenizer: {error}")))?;
         // Some files keep what a past user set: cutting every text at 512 tokens is not what a corpus wants.
@@ -50,8 +57,8 @@ impl Codec {
             .with_truncation(None)
             .map_err(|error| DataError::bad_file(path, format!("cannot lift its truncation: {error}")))?;
         let vocabulary = tokenizer.get_vocab(true).values().max().map_or(0, |&last| u64::from(last) + 1);
-        let begin_token = special_token(path, &tokenizer, "bos_token", &BEGIN_TOKENS);
-        let end_token = special_token(path, &tokenizer, "eos_token", &END_TOKENS);
+        let begin_token = special_token(config, &tokenizer, "bos_token", &BEGIN_TOKENS);
+        let end_token = special_token(config, &tokenizer, "eos_token", &END_TOKENS);
         Ok(Codec::Tokenizer(Box::new(FileTokenizer {
             path: path.to_path_buf(),
             tokenizer,
@@ -183,13 +190,16 @@ impl FileTokenizer {
     }
 }
 
-/// What the `tokenizer_config.json` beside the file says under `key`, or the first of the usual names that it knows.
-fn special_token(path: &Path, tokenizer: &Tokenizer, key: &str, usual: &[&str]) -> Option<u32> {
-    let said = ferrospeed_files::read(path.with_file_name("tokenizer_config.json"), MAX_TOKENIZER_BYTES).ok();
-    let said: Option<serde_json::Value> = said.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+/// What the `tokenizer_config.json` says under `key`, or the first of the usual names that it knows.
+fn special_token(
+    config: &serde_json::Value,
+    tokenizer: &Tokenizer,
+    key: &str,
+    usual: &[&str],
+) -> Option<u32> {
     // Either the text itself or an object that describes it.
-    let token = said.as_ref().map(|config| &config[key]);
-    let named = token.and_then(|token| token.as_str().or_else(|| token["content"].as_str()));
+    let token = &config[key];
+    let named = token.as_str().or_else(|| token["content"].as_str());
     named.into_iter().chain(usual.iter().copied()).find_map(|name| tokenizer.token_to_id(name))
 }
 

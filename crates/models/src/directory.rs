@@ -13,7 +13,9 @@ use serde_json::Value;
 use crate::config::{ModelConfig, WindowRule, read_json};
 use crate::decoder::name_of_dtype;
 use crate::error::{ModelError, Result};
-use crate::weights::{TensorToWrite, WeightFiles, Written, write_counted};
+use crate::model_files::{ModelFiles, TextFiles};
+use crate::pack::write_parameters;
+use crate::weights::{TensorToWrite, Written, write_counted};
 
 /// Shards are split at this size unless asked otherwise, as Hugging Face does.
 pub const DEFAULT_SHARD_BYTES: usize = 5_000_000_000;
@@ -46,15 +48,22 @@ pub fn end_tokens(directory: &Path) -> Result<Vec<i64>> {
         if !path.exists() {
             continue;
         }
-        let found = match &read_json(&path)?["eos_token_id"] {
-            Value::Null => continue,
-            Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
-            id => id.as_i64().map(|id| vec![id]),
-        };
-        let why = "eos_token_id: must be a token's number or a list of such";
-        return found.ok_or_else(|| ModelError::file(&path, why));
+        if let Some(found) = end_tokens_of(&read_json(&path)?, &path)? {
+            return Ok(found);
+        }
     }
     Ok(Vec::new())
+}
+
+/// Those that one of these files names, if it does.
+pub(crate) fn end_tokens_of(config: &Value, path: &Path) -> Result<Option<Vec<i64>>> {
+    let found = match &config["eos_token_id"] {
+        Value::Null => return Ok(None),
+        Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
+        id => id.as_i64().map(|id| vec![id]),
+    };
+    let why = "eos_token_id: must be a token's number or a list of such";
+    found.map(Some).ok_or_else(|| ModelError::file(path, why))
 }
 
 /// How weights are written.
@@ -72,18 +81,21 @@ impl Default for WriteOptions {
     }
 }
 
-/// Copies the model in `source` to the new directory `target`, with another element type or other shards. Files that
-/// are no weights, such as the tokenizer, come along.
+/// Copies the model in `source`, a directory or a GGUF file, to the new directory `target`, with another element type or other
+/// shards. Files that are no weights, such as the tokenizer, come along. Of a GGUF file all weights are written whole.
 ///
 /// The weights must be those of the model that `config.json` describes. A value that the new type cannot hold is an
 /// error: it would silently become infinite.
 pub fn convert(source: &Path, target: &Path, options: &WriteOptions) -> Result<Written> {
-    let mut config = read_json(&source.join("config.json"))?;
-    let model = ModelConfig::from_value(&config, WindowRule::default())?;
-    let weights = WeightFiles::open_directory(source)?;
-    weights.check(model.parameters().as_slice())?;
+    let files = ModelFiles::open(source)?;
+    if matches!(files.text(), TextFiles::Held { .. }) {
+        let dtype = options.dtype.or(Some(files.dtype()));
+        return write_parameters(&files, target, None, &WriteOptions { dtype, ..*options });
+    }
+    let (mut config, weights) = (files.config().clone(), files.weights());
+    weights.check(files.model()?.parameters().as_slice())?;
     let new = NewDirectory::create(target)?;
-    copy_companions(source, new.path())?;
+    files.write_companions(new.path())?;
     let (mut tensors, mut float) = (Vec::new(), None);
     for (name, stored) in weights.tensors() {
         let dtype = options.dtype.filter(|_| stored.dtype.is_float()).unwrap_or(stored.dtype);
@@ -195,8 +207,11 @@ pub fn copy_files(source: &Path, target: &Path, names: &[&str]) -> Result<()> {
 
 /// Writes `config.json`.
 pub fn write_config(directory: &Path, config: &Value) -> Result<()> {
-    let path = directory.join("config.json");
-    std::fs::write(&path, format!("{config:#}\n")).map_err(ModelError::io(&path))
+    write_json(&directory.join("config.json"), config)
+}
+
+pub(crate) fn write_json(path: &Path, value: &Value) -> Result<()> {
+    std::fs::write(path, format!("{value:#}\n")).map_err(ModelError::io(path))
 }
 
 /// Copies the plain files of a model directory that are neither weights nor `config.json`.

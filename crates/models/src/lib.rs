@@ -1,4 +1,4 @@
-//! Transformer families in their Hugging Face form: `config.json` in, safetensors in and out.
+//! Transformer families in their Hugging Face form: `config.json` in, safetensors in and out, GGUF in.
 //!
 //! A decoder is one structure ([`Decoder`]) described by data ([`DecoderConfig`]); a family is a file in
 //! [`families`] that reads its `config.json` and says how its tensors are named. BERT, which is no decoder, is a
@@ -14,7 +14,9 @@ pub mod error;
 pub mod families;
 pub mod fields;
 pub mod generate;
+pub mod gguf;
 mod limits;
+mod model_files;
 pub mod pack;
 pub mod presets;
 pub mod roles;
@@ -27,3 +29,4 @@ pub use bert::Bert;
 pub use config::{ModelConfig, WindowRule};
 pub use decoder::{Decoder, DecoderConfig, Labelled, Tokens};
 pub use error::{ModelError, Result};
+pub use model_files::{ModelFiles, TextFiles};

@@ -9,50 +9,65 @@ use ferrospeed_tensor::packed::{PackedBits, PackedWeight};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param};
 
-use crate::config::{ModelConfig, WindowRule, read_json};
+use crate::config::ModelConfig;
 use crate::decoder::Decoder;
-use crate::directory::{NewDirectory, WriteOptions, copy_companions, encode, write_config};
+use crate::directory::{NewDirectory, WriteOptions, encode, set_dtype, write_config};
 use crate::error::{ModelError, Result};
-use crate::weights::{TensorToWrite, WeightFiles, Written, packed_name, packed_shape, write_counted};
+use crate::model_files::ModelFiles;
+use crate::weights::{BlockForm, TensorToWrite, Written, packed_name, packed_shape, write_counted};
 
-/// Copies the model in `source` to the new directory `target` with weights of so many bits. What stays whole gets the type that
+/// Copies the model in `source`, a directory or a GGUF file, to the new directory `target` with weights of so many bits. What stays whole gets the type that
 /// `options` names, or keeps its own.
 pub fn pack(source: &Path, target: &Path, bits: PackedBits, options: &WriteOptions) -> Result<Written> {
-    let config = read_json(&source.join("config.json"))?;
-    let ModelConfig::Decoder(decoder) = ModelConfig::from_value(&config, WindowRule::default())? else {
-        return Err(ModelError::file(source, "is no causal language model; only such are packed"));
+    write_parameters(&ModelFiles::open(source)?, target, Some(bits), options)
+}
+
+/// Writes every parameter of a causal language model under its name: those that can be in so many bits, the others whole.
+pub(crate) fn write_parameters(
+    files: &ModelFiles,
+    target: &Path,
+    bits: Option<PackedBits>,
+    options: &WriteOptions,
+) -> Result<Written> {
+    let ModelConfig::Decoder(decoder) = files.model()? else {
+        return Err(ModelError::file(files.path(), "is no causal language model; only such are packed"));
     };
-    let weights = WeightFiles::open_directory(source)?;
+    let weights = files.weights();
     let model = Decoder::new(*decoder);
     let params = model.parameters().as_slice();
     weights.check(params)?;
     let mut planned: Vec<(TensorToWrite, &Param)> = Vec::new();
     for param in params {
         let (name, shape) = (param.name(), param.shape().sizes());
-        let packed = packed_shape(shape, bits).filter(|_| model.can_pack(param));
+        let packed = bits.filter(|_| model.can_pack(param));
+        let packed = packed.and_then(|bits| Some((bits, packed_shape(shape, BlockForm::of_bits(bits))?)));
         let tensor = match packed {
-            Some(shape) => TensorToWrite { name: packed_name(name, bits), shape, dtype: DType::U8 },
+            Some((bits, shape)) => TensorToWrite { name: packed_name(name, bits), shape, dtype: DType::U8 },
             None => {
-                let dtype = options.dtype.or_else(|| weights.dtype_of(param)).unwrap_or(DType::BF16);
+                let dtype = options.dtype.or_else(|| weights.dtype_of(param)).unwrap_or(files.dtype());
                 TensorToWrite { name: name.to_owned(), shape: shape.to_vec(), dtype }
             }
         };
         planned.push((tensor, param));
     }
-    if !planned.iter().any(|(tensor, _)| tensor.dtype == DType::U8) {
+    if bits.is_some() && !planned.iter().any(|(tensor, _)| tensor.dtype == DType::U8) {
         let why = "has no weight that could be packed: its layers hold them as [inputs, outputs], or their inputs are no multiple of 32";
-        return Err(ModelError::file(source, why));
+        return Err(ModelError::file(files.path(), why));
     }
     planned.sort_by(|a, b| a.0.name.cmp(&b.0.name));
     let tensors: Vec<TensorToWrite> = planned.iter().map(|(tensor, _)| tensor.clone()).collect();
+    let mut config = files.config().clone();
+    if let Some(dtype) = options.dtype {
+        set_dtype(&mut config, dtype);
+    }
     let new = NewDirectory::create(target)?;
-    copy_companions(source, new.path())?;
+    files.write_companions(new.path())?;
     write_config(new.path(), &config)?;
     let written = write_counted(new.path(), &tensors, options.max_shard_bytes, &mut |tensor| {
         let place = planned.binary_search_by(|(other, _)| other.name.cmp(&tensor.name));
         let param = planned[place.expect("every tensor to write was planned")].1;
-        if tensor.dtype == DType::U8 {
-            return Ok(PackedWeight::load(param, bits, &weights)?.to_file_bytes());
+        if let (DType::U8, Some(bits)) = (tensor.dtype, bits) {
+            return Ok(PackedWeight::load(param, bits, weights)?.to_file_bytes());
         }
         let mut values = vec![0.0; param.numel()];
         weights.load(param, 0..param.numel(), &mut values)?;

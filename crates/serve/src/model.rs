@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::dtype_of_name;
-use ferrospeed_models::directory::end_tokens;
 use ferrospeed_models::weights::WeightFiles;
-use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
+use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, TextFiles};
 use ferrospeed_nn::AttentionState;
 use ferrospeed_tensor::store::{PackedStore, PlainStore};
 use ferrospeed_tensor::{DType, Device, PackedBits, PagedRows, PagedSequence, Param, Tensor, ops};
@@ -56,22 +55,27 @@ pub struct OpenOptions {
     pub name: Option<String>,
 }
 
-/// Opens the model in a Hugging Face directory; also says how many blocks its cache has.
-pub fn open(
-    directory: &Path,
-    options: &OpenOptions,
-    device: &Device,
-) -> Result<(Arc<ModelFacts>, Runner, u32)> {
-    let ModelConfig::Decoder(config) = ModelConfig::from_directory(directory, WindowRule::default())? else {
-        return Err(ServeError::NoDecoder(directory.to_path_buf()));
+/// Text to tokens and back, as a model's files say.
+pub fn codec_of(files: &ModelFiles, vocabulary: usize) -> Result<Codec> {
+    Ok(match files.text() {
+        TextFiles::In(directory) => Codec::of_model(directory, vocabulary as u64)?,
+        TextFiles::Held { tokenizer, config } => {
+            Codec::from_bytes(files.path(), tokenizer.to_string().as_bytes(), config)?
+        }
+    })
+}
+
+/// Opens the model in a Hugging Face directory or a GGUF file; also says how many blocks its cache has.
+pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<ModelFacts>, Runner, u32)> {
+    let files = ModelFiles::open(path)?;
+    let ModelConfig::Decoder(config) = files.model()? else {
+        return Err(ServeError::NoDecoder(path.to_path_buf()));
     };
-    let codec = Codec::of_model(directory, config.vocab as u64)?;
-    let weights = WeightFiles::open_directory(directory)?;
+    let codec = codec_of(&files, config.vocab)?;
     let model = Decoder::new(*config);
-    weights.check(model.parameters().as_slice())?;
-    let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());
-    let dtype = options.dtype.as_deref().and_then(dtype_of_name).or(stored).unwrap_or(DType::F32);
-    attach(&model, directory, dtype, device, &weights, options.packed)?;
+    files.weights().check(model.parameters().as_slice())?;
+    let dtype = options.dtype.as_deref().and_then(dtype_of_name).unwrap_or(files.dtype());
+    attach(&model, path, dtype, device, files.weights(), options.packed)?;
     let block_bytes = (model.page_bytes_per_token() * BLOCK_TOKENS) as u64;
     let useful = model.longest_paged().div_ceil(BLOCK_TOKENS).saturating_mul(options.running.max(1));
     let blocks = (options.cache_bytes / block_bytes.max(1)).min(useful as u64);
@@ -79,12 +83,20 @@ pub fn open(
     if blocks == 0 {
         return Err(ServeError::CacheTooSmall { bytes: options.cache_bytes, block_bytes });
     }
-    let mut ends = end_tokens(directory)?;
+    let mut ends = files.end_tokens()?;
     ends.extend(codec.end_token().map(i64::from));
-    let named = || directory.canonicalize().ok()?.file_name().map(|name| name.to_string_lossy().into_owned());
+    let named = || {
+        let path = path.canonicalize().ok()?;
+        let name = if path.is_file() { path.file_stem() } else { path.file_name() };
+        name.map(|name| name.to_string_lossy().into_owned())
+    };
+    let template = match files.text() {
+        TextFiles::In(directory) => ChatTemplate::of_model(directory)?,
+        TextFiles::Held { config, .. } => ChatTemplate::of_config(path, config)?,
+    };
     let facts = ModelFacts {
         name: options.name.clone().or_else(named).unwrap_or_else(|| "model".into()),
-        template: ChatTemplate::of_model(directory)?,
+        template,
         end_tokens: ends,
         vocabulary: model.config().vocab,
         longest: model.longest_paged(),
@@ -104,7 +116,8 @@ fn attach(
     asked: Option<PackedBits>,
 ) -> Result<()> {
     let params = model.parameters().as_slice();
-    let bits_of = |param: &Param| weights.packed(param).or(asked.filter(|_| model.can_pack(param)));
+    // Tables, which files may hold in few bits too, are looked up whole.
+    let bits_of = |param: &Param| asked.or_else(|| weights.packed(param)).filter(|_| model.can_pack(param));
     // Parameters hold their store.
     if params.iter().any(|param| bits_of(param).is_some()) {
         if !device.backend().is_host() {

@@ -58,21 +58,29 @@ impl ChatTemplate {
             }
             None => serde_json::Value::Null,
         };
-        let (path, source) = match (read(&file)?, of_config(&config)) {
-            (Some(source), _) => (file, Some(source)),
-            (None, source) => (config_file, source),
-        };
+        match read(&file)? {
+            Some(source) => ChatTemplate::checked(&file, Some(source), &config),
+            None => ChatTemplate::of_config(&config_file, &config),
+        }
+    }
+
+    /// The template in the content of a `tokenizer_config.json` that was found in the file `path`.
+    pub fn of_config(path: &Path, config: &serde_json::Value) -> Result<ChatTemplate> {
+        ChatTemplate::checked(path, of_config(config), config)
+    }
+
+    fn checked(path: &Path, source: Option<String>, config: &serde_json::Value) -> Result<ChatTemplate> {
         if let Some(source) = &source
             && source.len() as u64 > MAX_TEMPLATE_BYTES
         {
-            return Err(bad(&path, format!("its chat template is longer than {MAX_TEMPLATE_BYTES} bytes")));
+            return Err(bad(path, format!("its chat template is longer than {MAX_TEMPLATE_BYTES} bytes")));
         }
         let tokens = ["bos_token", "eos_token", "unk_token", "pad_token"].iter().filter_map(|&name| {
             let token = &config[name];
             let text = token.as_str().or_else(|| token["content"].as_str())?;
             Some((name.to_owned(), text.to_owned()))
         });
-        ChatTemplate::new(source, tokens.collect()).map_err(|error| bad(&path, describe(&error)))
+        ChatTemplate::new(source, tokens.collect()).map_err(|error| bad(path, describe(&error)))
     }
 
     /// A template from its source; the plain one without.

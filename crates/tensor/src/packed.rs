@@ -84,6 +84,9 @@ impl PackedWeight {
                 "[outputs, inputs]",
             ));
         };
+        if let Some(weight) = source.load_packed(param, bits)? {
+            return Ok(weight);
+        }
         let mut weight = PackedWeight::new(bits, outputs, inputs)?;
         let rows = (ROUNDED_AT_ONCE / inputs).clamp(1, outputs.max(1));
         let mut values = vec![0.0f32; rows * inputs];
@@ -147,6 +150,32 @@ impl PackedWeight {
         let (values, scales) = self.row(row);
         let blocks = values.chunks(self.bits.block_bytes()).zip(scales).zip(out.chunks_mut(BLOCK));
         blocks.for_each(|((values, scale), out)| unpack_block(self.bits, values, *scale, out));
+    }
+
+    /// From blocks as files hold them. A scale that is not finite is refused: products would not notice it.
+    pub fn from_file_bytes(
+        bits: PackedBits,
+        outputs: usize,
+        inputs: usize,
+        bytes: &[u8],
+    ) -> Result<PackedWeight> {
+        let mut weight = PackedWeight::new(bits, outputs, inputs)?;
+        if bytes.len() != weight.scales.len() * bits.file_block_bytes() {
+            let what = format!("{} bytes are no blocks of [{outputs}, {inputs}]", bytes.len());
+            return Err(TensorError::argument("packed weight", what));
+        }
+        let targets = weight.values.chunks_mut(bits.block_bytes()).zip(&mut weight.scales);
+        for (block, (values, scale)) in bytes.chunks_exact(bits.file_block_bytes()).zip(targets) {
+            *scale = f16::from_le_bytes([block[0], block[1]]);
+            values.copy_from_slice(&block[2..]);
+        }
+        match weight.scales.iter().position(|scale| !scale.is_finite()) {
+            Some(block) => {
+                let what = format!("block {block} of [{outputs}, {inputs}] has a scale that is not finite");
+                Err(TensorError::argument("packed weight", what))
+            }
+            None => Ok(weight),
+        }
     }
 
     /// As files hold it: for each block its scale, then its values.
@@ -244,6 +273,12 @@ mod tests {
             let mut from_file = vec![0.0; again.len()];
             unpack_file_blocks(bits, &weight.to_file_bytes(), &mut from_file);
             assert_eq!(from_file, again, "{bits:?}: a file says the same");
+            let mut bytes = weight.to_file_bytes();
+            assert_eq!(PackedWeight::from_file_bytes(bits, 5, 96, &bytes).unwrap(), weight);
+            assert!(PackedWeight::from_file_bytes(bits, 4, 96, &bytes).is_err(), "of another shape");
+            bytes[1] = 0x7c;
+            bytes[0] = 0;
+            assert!(PackedWeight::from_file_bytes(bits, 5, 96, &bytes).is_err(), "an infinite scale");
         }
     }
 

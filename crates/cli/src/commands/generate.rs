@@ -1,17 +1,14 @@
-//! `ferrospeed generate`: continues a text with a model from a Hugging Face directory.
+//! `ferrospeed generate`: continues a text with a model from a Hugging Face directory or a GGUF file.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::dtype_of_name;
-use ferrospeed_models::directory::end_tokens;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
-use ferrospeed_models::weights::WeightFiles;
-use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
-use ferrospeed_tensor::DType;
+use ferrospeed_models::{Decoder, ModelConfig, ModelFiles};
+use ferrospeed_serve::model::codec_of;
 use ferrospeed_tensor::store::PlainStore;
 
 use super::device::DeviceChoice;
@@ -21,7 +18,7 @@ use crate::terminal::{Paint, visible};
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// The model: a directory with config.json and safetensors weights
+    /// The model: a directory with config.json and safetensors weights, or a GGUF file
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// The text to continue
@@ -75,21 +72,18 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     if args.prompt.is_empty() {
         return Err(Failure::Usage("--prompt must not be empty".into()));
     }
-    let ModelConfig::Decoder(config) =
-        ModelConfig::from_directory(&args.model, WindowRule::default()).map_err(usage)?
-    else {
+    let files = ModelFiles::open(&args.model).map_err(usage)?;
+    let ModelConfig::Decoder(config) = files.model().map_err(usage)? else {
         return Err(Failure::Usage(format!("{} is not a causal language model", args.model.display())));
     };
-    let codec = Codec::of_model(&args.model, config.vocab as u64)
-        .map_err(|error| Failure::Usage(error.to_string()))?;
-    let weights = WeightFiles::open_directory(&args.model).map_err(usage)?;
+    let codec = codec_of(&files, config.vocab).map_err(|error| Failure::Usage(error.to_string()))?;
+    let weights = files.weights();
     let model = Decoder::new(*config);
     weights.check(model.parameters().as_slice()).map_err(usage)?;
-    let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());
-    let dtype = args.dtype.as_deref().and_then(dtype_of_name).or(stored).unwrap_or(DType::F32);
+    let dtype = args.dtype.as_deref().and_then(dtype_of_name).unwrap_or(files.dtype());
     let device = args.device.open()?;
-    let _store = PlainStore::attach(model.parameters().as_slice(), dtype, &device, &weights)
-        .map_err(|e| failed(&e))?;
+    let _store =
+        PlainStore::attach(model.parameters().as_slice(), dtype, &device, weights).map_err(|e| failed(&e))?;
 
     let prompt: Vec<i64> =
         codec.encode_prompt(&args.prompt).map_err(|e| failed(&e))?.into_iter().map(i64::from).collect();
@@ -103,8 +97,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
             seed: args.seed,
         }
     };
-    let end_tokens =
-        end_tokens(&args.model).map_err(usage)?.into_iter().chain(codec.end_token().map(i64::from));
+    let end_tokens = files.end_tokens().map_err(usage)?.into_iter().chain(codec.end_token().map(i64::from));
     let options = GenerateOptions {
         max_new_tokens: args.tokens,
         sampling,

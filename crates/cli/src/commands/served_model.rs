@@ -14,7 +14,7 @@ use crate::failure::Failure;
 /// The model, where it computes, and what bounds the work.
 #[derive(Debug, Args)]
 pub(crate) struct ServedModel {
-    /// The model: a directory with config.json and safetensors weights
+    /// The model: a directory with config.json and safetensors weights, or a GGUF file
     #[arg(value_name = "DIR")]
     model: PathBuf,
     /// The type to compute in [default: the model's own]

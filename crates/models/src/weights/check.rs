@@ -26,9 +26,9 @@ impl WeightFiles {
         let place = |stored: &StoredTensor| (stored.file, stored.bytes.start, stored.bytes.end);
         for param in params {
             let name = param.name();
-            if let (None, Some((stored, bits))) = (self.find(name), self.find_packed(name)) {
+            if let (None, Some((stored, form))) = (self.find(name), self.find_packed(name)) {
                 *used.entry(place(stored)).or_default() += stored.size_bytes();
-                if !WeightFiles::is_packed_of(stored, bits, param.whole_shape().sizes()) {
+                if !WeightFiles::is_packed_of(stored, form, param.whole_shape().sizes()) {
                     lines.push(format!(
                         "  wrong shape {name} is packed {:?}, expected {}",
                         stored.shape,

@@ -1,4 +1,5 @@
-//! One safetensors file: its header is read and checked when it is opened, tensors are read on demand.
+//! One safetensors file, or the data part of another kind: its header is read and checked when it is opened, tensors are read
+//! on demand.
 //!
 //! Files are read with positioned reads, never mapped: reading a model then needs the memory of the buffers alone,
 //! and a file that shrinks while it is read gives an error instead of a signal.
@@ -22,13 +23,18 @@ const STAGING_BYTES: usize = 256 << 10;
 
 /// An open file whose header is sound.
 #[derive(Debug)]
-pub(super) struct WeightFile {
+pub(crate) struct WeightFile {
     pub(super) path: PathBuf,
     file: File,
     data_start: u64,
 }
 
 impl WeightFile {
+    /// A file whose header somebody else has read and found sound.
+    pub(crate) fn of_data(path: &Path, file: File, data_start: u64) -> WeightFile {
+        WeightFile { path: path.to_path_buf(), file, data_start }
+    }
+
     /// Opens a file: every tensor its header names lies inside it, and no two overlap.
     pub(super) fn open(path: &Path) -> Result<(WeightFile, Metadata)> {
         let refuse = |why: String| ModelError::file(path, why);
@@ -69,7 +75,7 @@ impl WeightFile {
     }
 
     /// Reads bytes of the data part.
-    pub(super) fn read(&self, start: usize, out: &mut [u8]) -> Result<()> {
+    pub(crate) fn read(&self, start: usize, out: &mut [u8]) -> Result<()> {
         self.in_shares(out, |first, share| self.read_here(start + first, share))
     }
 

@@ -1,14 +1,20 @@
-//! Weights in safetensors files, single or sharded, read and written as a stream.
+//! Weights in safetensors files, single or sharded, read and written as a stream; those of GGUF files are read likewise.
 
+mod blocks;
 mod check;
 mod file;
 mod packed;
 mod read;
+mod rows;
 mod stacked;
 mod write;
 
+pub use blocks::BlockForm;
+pub(crate) use file::WeightFile;
 pub(crate) use packed::{packed_name, packed_shape};
+pub(crate) use read::Placed;
 pub use read::{StoredTensor, WeightFiles};
+pub(crate) use rows::RowOrder;
 pub(crate) use write::write_counted;
 pub use write::{TensorToWrite, Written, write_directory, write_file};
 

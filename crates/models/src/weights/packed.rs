@@ -1,35 +1,34 @@
-//! Weights of 8 or 4 bits in files: `NAME.q8_0` or `NAME.q4_0` in place of `NAME`, bytes `[outputs, blocks, bytes of a block]`.
+//! Weights of few bits in files: `NAME.q8_0`, `NAME.q4_0`, `NAME.q4_k` or `NAME.q6_k` in place of `NAME`, bytes
+//! `[outputs, blocks, bytes of a block]`.
 
 use std::ops::Range;
 
-use ferrospeed_tensor::packed::{BLOCK, PackedBits, unpack_file_blocks};
+use ferrospeed_tensor::packed::{PackedBits, PackedWeight};
 use ferrospeed_tensor::{DType, Param};
 
 use crate::error::{ModelError, Result};
+use crate::weights::blocks::BlockForm;
 use crate::weights::read::{StoredTensor, WeightFiles};
-
-const SUFFIXES: [(&str, PackedBits); 2] = [(".q8_0", PackedBits::Eight), (".q4_0", PackedBits::Four)];
 
 /// The name under which a weight of so many bits is stored.
 pub(crate) fn packed_name(name: &str, bits: PackedBits) -> String {
-    let suffix = SUFFIXES.iter().find(|(_, of)| *of == bits).map_or("", |(suffix, _)| suffix);
-    format!("{name}{suffix}")
+    format!("{name}{}", BlockForm::of_bits(bits).suffix())
 }
 
 /// The shape of a weight `[outputs, inputs]` in a file.
-pub(crate) fn packed_shape(shape: &[usize], bits: PackedBits) -> Option<Vec<usize>> {
+pub(crate) fn packed_shape(shape: &[usize], form: BlockForm) -> Option<Vec<usize>> {
     match shape {
-        &[outputs, inputs] if inputs.is_multiple_of(BLOCK) => {
-            Some(vec![outputs, inputs / BLOCK, bits.file_block_bytes()])
+        &[outputs, inputs] if inputs.is_multiple_of(form.values()) => {
+            Some(vec![outputs, inputs / form.values(), form.bytes()])
         }
         _ => None,
     }
 }
 
 impl WeightFiles {
-    /// How a parameter is stored, where it is stored in few bits.
+    /// The bits in which products hold a parameter that is stored in blocks.
     pub fn packed(&self, param: &Param) -> Option<PackedBits> {
-        self.find_packed(param.name()).map(|(_, bits)| bits)
+        self.find_packed(param.name()).map(|(_, form)| form.held_in())
     }
 
     /// The type in which a parameter is stored whole.
@@ -37,36 +36,53 @@ impl WeightFiles {
         self.find(param.name()).map(|found| found.own.dtype)
     }
 
-    pub(super) fn find_packed(&self, name: &str) -> Option<(&StoredTensor, PackedBits)> {
-        SUFFIXES.iter().find_map(|&(suffix, bits)| Some((self.find(&format!("{name}{suffix}"))?.whole, bits)))
+    pub(super) fn find_packed(&self, name: &str) -> Option<(&StoredTensor, BlockForm)> {
+        let of_form = |form: BlockForm| Some((self.find(&format!("{name}{}", form.suffix()))?.whole, form));
+        BlockForm::ALL.into_iter().find_map(of_form)
     }
 
     /// Whether a stored tensor is that of a packed weight of this shape.
-    pub(super) fn is_packed_of(stored: &StoredTensor, bits: PackedBits, shape: &[usize]) -> bool {
-        stored.dtype == DType::U8 && packed_shape(shape, bits).is_some_and(|shape| shape == stored.shape)
+    pub(super) fn is_packed_of(stored: &StoredTensor, form: BlockForm, shape: &[usize]) -> bool {
+        stored.dtype == DType::U8 && packed_shape(shape, form).is_some_and(|shape| shape == stored.shape)
+    }
+
+    /// A parameter in the very bits that the files have, where it is stored so.
+    pub(super) fn as_packed(&self, param: &Param, bits: PackedBits) -> Result<Option<PackedWeight>> {
+        let form = BlockForm::of_bits(bits);
+        let (None, Some((stored, found))) = (self.find(param.name()), self.find_packed(param.name())) else {
+            return Ok(None);
+        };
+        let whole = param.whole_shape().sizes();
+        let &[outputs, inputs] = whole else { return Ok(None) };
+        if found != form || param.shape().sizes() != whole || !WeightFiles::is_packed_of(stored, form, whole)
+        {
+            return Ok(None);
+        }
+        Ok(Some(PackedWeight::from_file_bytes(bits, outputs, inputs, &self.bytes(stored)?)?))
     }
 
     /// Elements `range` of a packed weight.
     pub(super) fn packed_floats(
         &self,
         stored: &StoredTensor,
-        bits: PackedBits,
+        form: BlockForm,
         range: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
-        let bytes_each = bits.file_block_bytes();
-        let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
-        if blocks.end * bytes_each > stored.size_bytes() || range.len() != out.len() {
-            let why =
-                format!("elements {range:?} were asked for of a packed tensor of {}", stored.size_bytes());
+        let row = stored.shape.get(1).map_or(0, |blocks| blocks * form.values());
+        if stored.shape.first().is_none_or(|rows| range.end > rows * row) || range.len() != out.len() {
+            let why = format!("elements {range:?} were asked for of a packed tensor of {:?}", stored.shape);
             return Err(ModelError::config("packed weight", why));
         }
-        let mut bytes = vec![0; blocks.len() * bytes_each];
-        self.read_bytes(stored, blocks.start * bytes_each, &mut bytes)?;
-        let mut values = vec![0.0; blocks.len() * BLOCK];
-        unpack_file_blocks(bits, &bytes, &mut values);
-        let first = range.start - blocks.start * BLOCK;
-        out.copy_from_slice(&values[first..first + out.len()]);
-        Ok(())
+        stored.rows.each_run(row, range, out, |run, out| {
+            let blocks = run.start / form.values()..run.end.div_ceil(form.values());
+            let mut bytes = vec![0; blocks.len() * form.bytes()];
+            self.read_bytes(stored, blocks.start * form.bytes(), &mut bytes)?;
+            let mut values = vec![0.0; blocks.len() * form.values()];
+            form.unpack(&bytes, &mut values);
+            let first = run.start - blocks.start * form.values();
+            out.copy_from_slice(&values[first..first + out.len()]);
+            Ok(())
+        })
     }
 }

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_tensor::dtype::Float;
+use ferrospeed_tensor::packed::{PackedBits, PackedWeight};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param, TensorError};
 use half::{bf16, f16};
@@ -15,6 +16,7 @@ use crate::config::read_json;
 use crate::error::{ModelError, Result};
 use crate::weights::dtype_from_file;
 use crate::weights::file::WeightFile;
+use crate::weights::rows::RowOrder;
 use crate::weights::stacked::{InStack, in_memory};
 
 /// Where one tensor lies.
@@ -27,6 +29,8 @@ pub struct StoredTensor {
     pub(super) file: usize,
     /// In the data part of the file.
     pub(super) bytes: Range<usize>,
+    /// The order of its rows there.
+    pub(super) rows: RowOrder,
 }
 
 impl StoredTensor {
@@ -39,6 +43,14 @@ impl StoredTensor {
     pub fn numel(&self) -> usize {
         self.bytes.len() / self.dtype.size_bytes()
     }
+}
+
+/// Where a tensor lies in the data part of a file of another kind.
+pub(crate) struct Placed {
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Range<usize>,
+    pub(crate) rows: RowOrder,
 }
 
 /// All weights of a model directory (or one file), by name.
@@ -105,6 +117,19 @@ impl WeightFiles {
         Ok(opened)
     }
 
+    /// Tensors of another kind of file, at places that were found to lie inside it.
+    pub(crate) fn of_tensors(
+        file: WeightFile,
+        tensors: impl IntoIterator<Item = (String, Placed)>,
+    ) -> WeightFiles {
+        let stored = |placed: Placed| {
+            let Placed { dtype, shape, bytes, rows } = placed;
+            StoredTensor { dtype, shape, file: 0, bytes, rows }
+        };
+        let tensors = tensors.into_iter().map(|(name, placed)| (name, stored(placed)));
+        WeightFiles { files: vec![file], tensors: tensors.collect() }
+    }
+
     fn add(&mut self, path: &Path) -> Result<()> {
         let (file, metadata) = WeightFile::open(path)?;
         for (name, info) in metadata.tensors() {
@@ -116,7 +141,8 @@ impl WeightFiles {
                 return Err(ModelError::file(path, format!("'{name}' has {} dimensions", info.shape.len())));
             }
             let bytes = info.data_offsets.0..info.data_offsets.1;
-            let stored = StoredTensor { dtype, shape: info.shape.clone(), file: self.files.len(), bytes };
+            let (shape, file) = (info.shape.clone(), self.files.len());
+            let stored = StoredTensor { dtype, shape, file, bytes, rows: RowOrder::Same };
             if let Some(other) = self.tensors.insert(name.clone(), stored) {
                 let first = self.files[other.file].path.display();
                 return Err(ModelError::file(path, format!("'{name}' is already in {first}")));
@@ -140,7 +166,8 @@ impl WeightFiles {
     pub fn bytes(&self, stored: &StoredTensor) -> Result<Vec<u8>> {
         let mut bytes = vec![0; stored.size_bytes()];
         self.files[stored.file].read(stored.bytes.start, &mut bytes)?;
-        Ok(bytes)
+        let rows = stored.shape.first().copied().unwrap_or(1);
+        Ok(stored.rows.sorted(bytes, stored.size_bytes() / rows.max(1)))
     }
 
     /// Some bytes of a tensor.
@@ -150,8 +177,7 @@ impl WeightFiles {
 
     /// Elements `range` of a float tensor, widened to f32.
     pub fn floats(&self, stored: &StoredTensor, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let (file, size) = (&self.files[stored.file], stored.dtype.size_bytes());
-        let start = stored.bytes.start + range.start * size;
+        let file = &self.files[stored.file];
         if range.end < range.start || range.end > stored.numel() || range.len() != out.len() {
             let why = format!(
                 "elements {range:?} were asked for into {} of a tensor of {}",
@@ -160,6 +186,14 @@ impl WeightFiles {
             );
             return Err(ModelError::file(&file.path, why));
         }
+        let row = stored.shape.iter().skip(1).product();
+        stored.rows.each_run(row, range, out, |run, out| self.float_run(stored, run.start, out))
+    }
+
+    /// Elements that lie side by side.
+    fn float_run(&self, stored: &StoredTensor, first: usize, out: &mut [f32]) -> Result<()> {
+        let file = &self.files[stored.file];
+        let start = stored.bytes.start + first * stored.dtype.size_bytes();
         match stored.dtype {
             DType::F32 => {
                 file.read(start, bytemuck::cast_slice_mut(out))?;
@@ -217,20 +251,31 @@ fn names_in(directory: &Path) -> [PathBuf; 2] {
 }
 
 impl ParamSource for WeightFiles {
+    fn load_packed(
+        &self,
+        param: &Param,
+        bits: PackedBits,
+    ) -> ferrospeed_tensor::Result<Option<PackedWeight>> {
+        self.as_packed(param, bits).map_err(|error| TensorError::BadArgument {
+            op: "load weights",
+            what: format!("'{}' {error}", param.name()),
+        })
+    }
+
     fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> ferrospeed_tensor::Result<()> {
         let fail = |why: String| TensorError::BadArgument {
             op: "load weights",
             what: format!("'{}' {why}", param.name()),
         };
-        if let (None, Some((stored, bits))) = (self.find(param.name()), self.find_packed(param.name())) {
-            if !WeightFiles::is_packed_of(stored, bits, param.whole_shape().sizes()) {
+        if let (None, Some((stored, form))) = (self.find(param.name()), self.find_packed(param.name())) {
+            if !WeightFiles::is_packed_of(stored, form, param.whole_shape().sizes()) {
                 return Err(fail(format!(
                     "is {:?} in the files, which is no packed {}",
                     stored.shape,
                     param.whole_shape()
                 )));
             }
-            let read = |run, out: &mut [f32]| self.packed_floats(stored, bits, run, out);
+            let read = |run, out: &mut [f32]| self.packed_floats(stored, form, run, out);
             return param.each_run(range, out, read).map_err(|error| fail(error.to_string()));
         }
         let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;

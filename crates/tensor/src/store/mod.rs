@@ -12,12 +12,18 @@ pub use poison::PoisonStore;
 use std::ops::Range;
 
 use crate::error::Result;
+use crate::packed::{PackedBits, PackedWeight};
 use crate::param::Param;
 
 /// Where the first values of parameters come from: their initialisers, a model file, a checkpoint.
 pub trait ParamSource {
     /// Writes elements `range` of `param` to `out`, as f32.
     fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> Result<()>;
+
+    /// `param` in so many bits, where the source holds it in those very bits: nothing is rounded anew.
+    fn load_packed(&self, _param: &Param, _bits: PackedBits) -> Result<Option<PackedWeight>> {
+        Ok(None)
+    }
 }
 
 /// Starts every parameter by its own initialiser.
