@@ -5,7 +5,8 @@
 
 use std::path::Path;
 
-use ferrospeed_tensor::packed::{PackedBits, PackedWeight};
+use ferrospeed_tensor::ops::WeightLayout;
+use ferrospeed_tensor::packed::{PackedBits, PackedWeight, Packing};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param};
 
@@ -39,7 +40,10 @@ pub(crate) fn write_parameters(
     let mut planned: Vec<(TensorToWrite, &Param)> = Vec::new();
     for param in params {
         let (name, shape) = (param.name(), param.shape().sizes());
-        let packed = bits.filter(|_| model.can_pack(param));
+        // Files have weights as `[outputs, inputs]` alone.
+        let packing = bits.and_then(|bits| model.packing(param, bits));
+        let packed =
+            packing.filter(|packing| packing.layout == WeightLayout::OutIn).map(|packing| packing.bits);
         let packed = packed.and_then(|bits| Some((bits, packed_shape(shape, BlockForm::of_bits(bits))?)));
         let tensor = match packed {
             Some((bits, shape)) => TensorToWrite { name: packed_name(name, bits), shape, dtype: DType::U8 },
@@ -51,7 +55,7 @@ pub(crate) fn write_parameters(
         planned.push((tensor, param));
     }
     if bits.is_some() && !planned.iter().any(|(tensor, _)| tensor.dtype == DType::U8) {
-        let why = "has no weight that could be packed: its layers hold them as [inputs, outputs], or their inputs are no multiple of 32";
+        let why = "has no weight that can be stored packed: its layers hold them as [inputs, outputs], or their inputs are no multiple of 32";
         return Err(ModelError::file(files.path(), why));
     }
     planned.sort_by(|a, b| a.0.name.cmp(&b.0.name));
@@ -67,7 +71,8 @@ pub(crate) fn write_parameters(
         let place = planned.binary_search_by(|(other, _)| other.name.cmp(&tensor.name));
         let param = planned[place.expect("every tensor to write was planned")].1;
         if let (DType::U8, Some(bits)) = (tensor.dtype, bits) {
-            return Ok(PackedWeight::load(param, bits, weights)?.to_file_bytes());
+            let packing = Packing { bits, layout: WeightLayout::OutIn };
+            return Ok(PackedWeight::load(param, packing, weights)?.to_file_bytes());
         }
         let mut values = vec![0.0; param.numel()];
         weights.load(param, 0..param.numel(), &mut values)?;

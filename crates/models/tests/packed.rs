@@ -52,8 +52,8 @@ fn a_packed_directory_is_small_and_says_nearly_the_same() {
     PlainStore::attach(model.parameters().as_slice(), DType::F32, &Device::cpu(), &weights).unwrap();
     let expected = logits(&model);
     // Rounding a block of normal numbers to 254 or 16 steps errs by 0.5 % or 8 % of their deviation; a dozen products in a row
-    // add that up to 2 % or 29 %.
-    for (bits, band, share) in [(PackedBits::Eight, 0.025, 0.45), (PackedBits::Four, 0.36, 0.33)] {
+    // add that up to 2 % or 29 %. Rows, which are rounded to 254 steps too, add 2 %.
+    for (bits, band, share) in [(PackedBits::Eight, 0.035, 0.45), (PackedBits::Four, 0.36, 0.33)] {
         let target = folder.path().join(format!("{bits:?}"));
         let written = pack(&whole, &target, bits, &WriteOptions::default()).unwrap();
         let bytes: usize = weights.tensors().values().map(|tensor| tensor.size_bytes()).sum();
@@ -64,10 +64,11 @@ fn a_packed_directory_is_small_and_says_nearly_the_same() {
         let full = logits(&model);
         // As `serve` holds it: packed.
         let (model, weights) = decoder(&target);
-        let of = |param: &ferrospeed_tensor::Param| weights.packed(param);
+        let of = |param: &ferrospeed_tensor::Param| model.packing(param, weights.packed(param)?);
         PackedStore::attach(model.parameters().as_slice(), DType::F32, &Device::cpu(), &weights, of).unwrap();
         let packed = logits(&model);
-        assert!(distance(&packed, &full) < 1e-4, "{bits:?}: the same weights, {}", distance(&packed, &full));
+        // Products round their rows to 254 steps in each block, which errs as much as rounding weights so.
+        assert!(distance(&packed, &full) < 0.025, "{bits:?}: the same weights, {}", distance(&packed, &full));
         let off = distance(&packed, &expected);
         assert!(off < band && off > 1e-4, "{bits:?}: {off}");
         // Packing again what is packed changes nothing.

@@ -39,7 +39,7 @@ pub enum ServeError {
         device: String,
     },
     /// Few bits were asked for, and no weight can have them.
-    #[error("{} has no weight that could be packed: its layers hold them as [inputs, outputs], or their inputs are no multiple of 32", .0.display())]
+    #[error("{} has no weight that could be packed: the inputs of its layers are no multiple of 32", .0.display())]
     NothingToPack(PathBuf),
     /// A chat template that cannot be used.
     #[error("{}: {why}", file.display())]

@@ -40,7 +40,7 @@ pub use backend::{Activation, Device, NormKind, PagedRows, PagedSequence, Window
 pub use dtype::DType;
 pub use error::{Result, TensorError};
 pub use memory::Category;
-pub use packed::{PackedBits, PackedWeight};
+pub use packed::{PackedBits, PackedWeight, Packing};
 pub use param::{Initializer, Operand, Param, ParamStore, Slice, StoreError, Unit, Value};
 pub use recording::Recording;
 pub use rows::RowGradient;

@@ -1,13 +1,15 @@
 //! Weights of 8 or 4 bits: 32 neighbours along the inputs share a scale.
 //!
 //! The form is that of GGUF's `Q8_0` and `Q4_0`: a scale in 16 bits for each block, and values that it multiplies, from -127
-//! to 127, or from -8 to 7 with the sign of the scale such that the largest magnitude is -8. Products read the packed bytes once
+//! to 127, or from -8 to 7 with the sign of the scale such that the largest magnitude is -8. In memory the blocks of sixteen rows
+//! are woven into each other, four values of each row at a time, as products want them. These read the packed bytes once
 //! ([`Backend::gemm_packed`](crate::backend::Backend::gemm_packed)); everything else gets the weights back in full.
 
 use half::f16;
 
 use crate::dtype::Float;
 use crate::error::{Result, TensorError};
+use crate::ops::WeightLayout;
 use crate::param::Param;
 use crate::store::ParamSource;
 
@@ -16,6 +18,24 @@ const ROUNDED_AT_ONCE: usize = 1 << 20;
 
 /// Weights that share a scale.
 pub const BLOCK: usize = 32;
+/// Rows whose weights lie in one line.
+pub(crate) const GROUP: usize = 16;
+/// Bytes of a line: four neighbours along the inputs for each row of a group.
+pub(crate) const LINE: usize = 4 * GROUP;
+
+/// Bytes that kernels read at once, at a place that begins a line of the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; LINE]);
+
+/// How a parameter is packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packing {
+    /// To how many bits.
+    pub bits: PackedBits,
+    /// How the parameter itself lies; packed it is always `[outputs, inputs]`.
+    pub layout: WeightLayout,
+}
 
 /// How many bits a weight has, its scale not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +60,27 @@ impl PackedBits {
         2 + self.block_bytes()
     }
 
+    /// Lines of a block.
+    pub(crate) fn lines(self) -> usize {
+        self.block_bytes() / 4
+    }
+
+    /// What turns the bytes of files into unsigned values.
+    fn sign(self) -> u8 {
+        match self {
+            PackedBits::Eight => 0x80,
+            PackedBits::Four => 0,
+        }
+    }
+
+    /// What stands for a weight of zero where values are unsigned.
+    pub(crate) fn zero(self) -> i32 {
+        match self {
+            PackedBits::Eight => 128,
+            PackedBits::Four => 8,
+        }
+    }
+
     /// By the name that users write.
     pub fn by_name(name: &str) -> Option<PackedBits> {
         match name {
@@ -56,9 +97,9 @@ pub struct PackedWeight {
     bits: PackedBits,
     outputs: usize,
     inputs: usize,
-    /// Row by row, block by block.
-    values: Vec<u8>,
-    /// One for each block.
+    /// `[group][block][line]`; of four bits a byte holds the values of a line and of that half a block later. Unsigned.
+    lines: Vec<Line>,
+    /// `[group][block][row of the group]`.
     scales: Vec<f16>,
 }
 
@@ -69,21 +110,20 @@ impl PackedWeight {
             let what = format!("{inputs} inputs are not cut into blocks of {BLOCK}");
             return Err(TensorError::argument("packed weight", what));
         }
-        let blocks = outputs * inputs / BLOCK;
-        let values = vec![0; blocks * bits.block_bytes()];
-        Ok(PackedWeight { bits, outputs, inputs, values, scales: vec![f16::ZERO; blocks] })
+        let blocks = outputs.div_ceil(GROUP) * inputs / BLOCK;
+        let (lines, scales) = (vec![Line([0; LINE]); blocks * bits.lines()], vec![f16::ZERO; blocks * GROUP]);
+        Ok(PackedWeight { bits, outputs, inputs, lines, scales })
     }
 
-    /// A parameter `[outputs, inputs]` from its source, some rows at a time.
-    pub fn load(param: &Param, bits: PackedBits, source: &dyn ParamSource) -> Result<PackedWeight> {
+    /// A parameter from its source, some rows at a time where it lies as `[outputs, inputs]`.
+    pub fn load(param: &Param, packing: Packing, source: &dyn ParamSource) -> Result<PackedWeight> {
+        let bits = packing.bits;
         let &[outputs, inputs] = param.shape().sizes() else {
-            return Err(TensorError::shape(
-                "packed weight",
-                "the weight",
-                *param.shape(),
-                "[outputs, inputs]",
-            ));
+            return Err(TensorError::shape("packed weight", "the weight", *param.shape(), "two dimensions"));
         };
+        if packing.layout == WeightLayout::InOut {
+            return PackedWeight::load_turned(param, bits, [outputs, inputs], source);
+        }
         if let Some(weight) = source.load_packed(param, bits)? {
             return Ok(weight);
         }
@@ -99,6 +139,23 @@ impl PackedWeight {
         Ok(weight)
     }
 
+    fn load_turned(
+        param: &Param,
+        bits: PackedBits,
+        [inputs, outputs]: [usize; 2],
+        source: &dyn ParamSource,
+    ) -> Result<PackedWeight> {
+        let mut weight = PackedWeight::new(bits, outputs, inputs)?;
+        let mut values = vec![0.0f32; inputs * outputs];
+        source.load(param, 0..values.len(), &mut values)?;
+        let mut row = vec![0.0f32; inputs];
+        for output in 0..outputs {
+            row.iter_mut().enumerate().for_each(|(input, value)| *value = values[input * outputs + output]);
+            weight.write_rows(output, &row)?;
+        }
+        Ok(weight)
+    }
+
     /// Rounds whole rows, from row `first` on, to its bits.
     pub fn write_rows(&mut self, first: usize, rows: &[f32]) -> Result<()> {
         let blocks = self.inputs / BLOCK;
@@ -106,16 +163,42 @@ impl PackedWeight {
             let what = format!("{} values are no rows of {} from {first} on", rows.len(), self.inputs);
             return Err(TensorError::argument("packed weight", what));
         }
-        let bytes = self.bits.block_bytes();
-        let scales = &mut self.scales[first * blocks..];
-        let values = self.values[first * blocks * bytes..].chunks_mut(bytes);
-        for ((block, scale), values) in rows.as_chunks::<BLOCK>().0.iter().zip(scales).zip(values) {
-            *scale = match self.bits {
+        let mut values = [0; BLOCK];
+        let values = &mut values[..self.bits.block_bytes()];
+        for (index, block) in rows.as_chunks::<BLOCK>().0.iter().enumerate() {
+            let scale = match self.bits {
                 PackedBits::Eight => pack_eight(block, values),
                 PackedBits::Four => pack_four(block, values),
             };
+            self.set_block(first + index / blocks, index % blocks, scale, values);
         }
         Ok(())
+    }
+
+    /// The places of a row's block: its scale, its first line, its first byte in each line.
+    fn place(&self, row: usize, block: usize) -> [usize; 3] {
+        let (blocks, lines) = (self.inputs / BLOCK, self.bits.lines());
+        let index = row / GROUP * blocks + block;
+        [index * GROUP + row % GROUP, index * lines, 4 * (row % GROUP)]
+    }
+
+    /// Takes a block as files have it. Of eight bits they hold signed values, which turning the sign bit makes unsigned.
+    fn set_block(&mut self, row: usize, block: usize, scale: f16, values: &[u8]) {
+        let [place, line, byte] = self.place(row, block);
+        self.scales[place] = scale;
+        for (line, four) in self.lines[line..].iter_mut().zip(values.as_chunks::<4>().0) {
+            line.0[byte..byte + 4].copy_from_slice(&four.map(|value| value ^ self.bits.sign()));
+        }
+    }
+
+    /// A block as files have it.
+    fn block(&self, row: usize, block: usize, values: &mut [u8]) -> f16 {
+        let [place, line, byte] = self.place(row, block);
+        for (line, four) in self.lines[line..].iter().zip(values.as_chunks_mut::<4>().0) {
+            four.copy_from_slice(&line.0[byte..byte + 4]);
+            *four = four.map(|value| value ^ self.bits.sign());
+        }
+        self.scales[place]
     }
 
     /// How many bits.
@@ -135,21 +218,30 @@ impl PackedWeight {
 
     /// What it takes.
     pub fn size_bytes(&self) -> usize {
-        self.values.len() + 2 * self.scales.len()
+        LINE * self.lines.len() + 2 * self.scales.len()
     }
 
-    /// Values and scales of one row.
-    pub(crate) fn row(&self, row: usize) -> (&[u8], &[f16]) {
+    /// How many groups of rows there are; the last one may stand for fewer.
+    pub(crate) fn groups(&self) -> usize {
+        self.outputs.div_ceil(GROUP)
+    }
+
+    /// Lines and scales of one group.
+    pub(crate) fn group(&self, group: usize) -> (&[u8], &[f16]) {
         let blocks = self.inputs / BLOCK;
-        let bytes = blocks * self.bits.block_bytes();
-        (&self.values[row * bytes..(row + 1) * bytes], &self.scales[row * blocks..(row + 1) * blocks])
+        let lines = blocks * self.bits.lines();
+        let lines = &self.lines[group * lines..(group + 1) * lines];
+        (bytemuck::cast_slice(lines), &self.scales[group * blocks * GROUP..(group + 1) * blocks * GROUP])
     }
 
     /// One row as it was before, up to rounding.
     pub fn unpack_row(&self, row: usize, out: &mut [f32]) {
-        let (values, scales) = self.row(row);
-        let blocks = values.chunks(self.bits.block_bytes()).zip(scales).zip(out.chunks_mut(BLOCK));
-        blocks.for_each(|((values, scale), out)| unpack_block(self.bits, values, *scale, out));
+        let mut values = [0; BLOCK];
+        let values = &mut values[..self.bits.block_bytes()];
+        for (block, out) in out.chunks_mut(BLOCK).enumerate() {
+            let scale = self.block(row, block, values);
+            unpack_block(self.bits, values, scale, out);
+        }
     }
 
     /// From blocks as files hold them. A scale that is not finite is refused: products would not notice it.
@@ -160,30 +252,31 @@ impl PackedWeight {
         bytes: &[u8],
     ) -> Result<PackedWeight> {
         let mut weight = PackedWeight::new(bits, outputs, inputs)?;
-        if bytes.len() != weight.scales.len() * bits.file_block_bytes() {
+        let blocks = inputs / BLOCK;
+        if bytes.len() != outputs * blocks * bits.file_block_bytes() {
             let what = format!("{} bytes are no blocks of [{outputs}, {inputs}]", bytes.len());
             return Err(TensorError::argument("packed weight", what));
         }
-        let targets = weight.values.chunks_mut(bits.block_bytes()).zip(&mut weight.scales);
-        for (block, (values, scale)) in bytes.chunks_exact(bits.file_block_bytes()).zip(targets) {
-            *scale = f16::from_le_bytes([block[0], block[1]]);
-            values.copy_from_slice(&block[2..]);
-        }
-        match weight.scales.iter().position(|scale| !scale.is_finite()) {
-            Some(block) => {
-                let what = format!("block {block} of [{outputs}, {inputs}] has a scale that is not finite");
-                Err(TensorError::argument("packed weight", what))
+        for (index, block) in bytes.chunks_exact(bits.file_block_bytes()).enumerate() {
+            let scale = f16::from_le_bytes([block[0], block[1]]);
+            if !scale.is_finite() {
+                let what = format!("block {index} of [{outputs}, {inputs}] has a scale that is not finite");
+                return Err(TensorError::argument("packed weight", what));
             }
-            None => Ok(weight),
+            weight.set_block(index / blocks, index % blocks, scale, &block[2..]);
         }
+        Ok(weight)
     }
 
     /// As files hold it: for each block its scale, then its values.
     pub fn to_file_bytes(&self) -> Vec<u8> {
-        let blocks = self.values.chunks(self.bits.block_bytes()).zip(&self.scales);
-        blocks
-            .flat_map(|(values, scale)| scale.to_le_bytes().into_iter().chain(values.iter().copied()))
-            .collect()
+        let (blocks, size) = (self.inputs / BLOCK, self.bits.file_block_bytes());
+        let mut bytes = vec![0; self.outputs * blocks * size];
+        for (index, bytes) in bytes.chunks_exact_mut(size).enumerate() {
+            let scale = self.block(index / blocks, index % blocks, &mut bytes[2..]);
+            bytes[..2].copy_from_slice(&scale.to_le_bytes());
+        }
+        bytes
     }
 }
 
@@ -284,8 +377,8 @@ mod tests {
 
     #[test]
     fn a_weight_takes_the_bytes_that_it_says() {
-        assert_eq!(PackedWeight::new(PackedBits::Eight, 3, 64).unwrap().size_bytes(), 3 * 2 * 34);
-        assert_eq!(PackedWeight::new(PackedBits::Four, 3, 64).unwrap().size_bytes(), 3 * 2 * 18);
+        assert_eq!(PackedWeight::new(PackedBits::Eight, 3, 64).unwrap().size_bytes(), 16 * 2 * 34);
+        assert_eq!(PackedWeight::new(PackedBits::Four, 16, 64).unwrap().size_bytes(), 16 * 2 * 18);
         assert!(PackedWeight::new(PackedBits::Four, 3, 40).is_err());
         assert!(PackedWeight::new(PackedBits::Four, 3, 64).unwrap().write_rows(2, &[0.0; 128]).is_err());
     }

@@ -4,7 +4,7 @@ use ferrospeed_tensor::ops::{self, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::store::{FromInitializers, PackedStore};
 use ferrospeed_tensor::{
-    Activation, DType, Device, Initializer, Operand, PackedBits, Param, Tensor, autograd,
+    Activation, DType, Device, Initializer, Operand, PackedBits, Packing, Param, Tensor, autograd,
 };
 use ferrospeed_testkit::close::assert_close;
 
@@ -16,10 +16,22 @@ fn random(shape: &[usize], dtype: DType, device: &Device) -> Tensor {
     Tensor::from_f32(&values, shape, dtype, device).unwrap()
 }
 
+/// Rows as products with packed weights take them: blocks of 32 in 254 steps.
+fn rounded(x: &Tensor) -> Tensor {
+    let mut values = x.to_vec_f32().unwrap();
+    for block in values.chunks_mut(32) {
+        let largest = block.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+        block
+            .iter_mut()
+            .for_each(|value| *value = (*value * (127.0 / largest)).round_ties_even() * (largest / 127.0));
+    }
+    Tensor::from_f32(&values, x.sizes(), DType::F32, x.device()).unwrap()
+}
+
 /// A weight and a bias, the weight packed.
 fn layer(outputs: usize, inputs: usize, bits: PackedBits, dtype: DType, device: &Device) -> [Param; 2] {
     let params = [Param::new("w", [outputs, inputs], STD), Param::new("b", [outputs], STD)];
-    let of = |param: &Param| (param.name() == "w").then_some(bits);
+    let of = |param: &Param| (param.name() == "w").then_some(Packing { bits, layout: WeightLayout::OutIn });
     PackedStore::attach(&params, dtype, device, &FromInitializers { seed: 1 }, of).unwrap();
     params
 }
@@ -47,7 +59,7 @@ fn a_product_with_packed_weights_is_the_one_with_what_they_stand_for() {
             let whole = Tensor::from_f32(&whole, [n, k], DType::F32, &device).unwrap();
             let bias = params[1].read().unwrap().to_vec_f32().unwrap();
             let bias = Tensor::from_f32(&bias, [n], DType::F32, &device).unwrap();
-            let wide = ops::cast(&x, DType::F32).unwrap();
+            let wide = rounded(&ops::cast(&x, DType::F32).unwrap());
             let expected = ops::linear_activation(
                 &wide,
                 &whole,
@@ -85,10 +97,37 @@ fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
 }
 
 #[test]
+fn a_weight_that_lies_the_other_way_round_gives_the_same_product() {
+    let device = Device::cpu_with_threads(2);
+    let straight = Param::new("w", [48, 64], STD);
+    let turned = Param::new("t", [64, 48], STD);
+    let source = FromInitializers { seed: 1 };
+    let packing = |layout| Packing { bits: PackedBits::Eight, layout };
+    let [straight, turned] =
+        [(straight, WeightLayout::OutIn), (turned, WeightLayout::InOut)].map(|(param, layout)| {
+            PackedStore::attach(&[param.clone()], DType::F32, &device, &source, |_| Some(packing(layout)))
+                .unwrap();
+            (param, layout)
+        });
+    // Every reader gets the parameter in its own shape; a product with it is that with the packed bytes, up to rows' rounding.
+    for (param, layout) in [straight, turned] {
+        let x = random(&[3, 64], DType::F32, &device);
+        let whole = param.read().unwrap().to_vec_f32().unwrap();
+        let whole = Tensor::from_f32(&whole, param.shape().sizes(), DType::F32, &device).unwrap();
+        let product = |x: &Tensor, weight: Operand| {
+            autograd::no_grad(|| ops::linear(x, weight, None, layout)).unwrap().to_vec_f32().unwrap()
+        };
+        let expected = product(&rounded(&x), (&whole).into());
+        assert_close("layout", &product(&x, (&param).into()), &expected, 1e-4, 1e-4);
+    }
+}
+
+#[test]
 fn packed_weights_take_little_memory_and_no_gradients() {
     let device = Device::cpu_with_threads(1);
     let params = [Param::new("w", [64, 96], STD), Param::new("b", [64], STD)];
-    let of = |param: &Param| (param.name() == "w").then_some(PackedBits::Four);
+    let packing = |bits| Packing { bits, layout: WeightLayout::OutIn };
+    let of = |param: &Param| (param.name() == "w").then(|| packing(PackedBits::Four));
     let store =
         PackedStore::attach(&params, DType::BF16, &device, &FromInitializers { seed: 1 }, of).unwrap();
     assert_eq!(store.size_bytes(), 64 * 96 / 32 * 18 + 2 * 64);
@@ -99,7 +138,7 @@ fn packed_weights_take_little_memory_and_no_gradients() {
     assert!(error.contains("for reading"), "{error}");
     let odd = [Param::new("w", [64, 40], STD)];
     let refused = PackedStore::attach(&odd, DType::F32, &device, &FromInitializers { seed: 1 }, |_| {
-        Some(PackedBits::Eight)
+        Some(packing(PackedBits::Eight))
     });
     assert!(refused.err().unwrap().to_string().contains("40 inputs"));
 }

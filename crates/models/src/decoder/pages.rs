@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Rotary, RotaryScaling, Visibility};
 use ferrospeed_tensor::ops::WeightLayout;
 use ferrospeed_tensor::packed::BLOCK;
-use ferrospeed_tensor::{Device, PagedRows, Param, Tensor, autograd, rows_alone};
+use ferrospeed_tensor::{Device, PackedBits, Packing, PagedRows, Param, Tensor, autograd, rows_alone};
 
 use super::config::Positions;
 use super::{Decoder, Places};
@@ -23,14 +23,18 @@ impl Decoder {
         Ok(AttentionState { layers: (0..self.config.layers).map(layer).collect::<Result<_, _>>()? })
     }
 
-    /// Whether a parameter may be held in few bits: the weight of a linear layer whose inputs lie side by side. Tables that
-    /// are looked up and routers, which choose among experts by small differences, stay whole.
-    pub fn can_pack(&self, param: &Param) -> bool {
+    /// How a parameter is held in so many bits, if it may: the weight of a linear layer. Tables that are looked up and routers,
+    /// which choose among experts by small differences, stay whole.
+    pub fn packing(&self, param: &Param, bits: PackedBits) -> Option<Packing> {
         let is_router = param.name().ends_with(".gate.weight");
-        self.config.layout == WeightLayout::OutIn
-            && !param.is_table()
-            && !is_router
-            && matches!(param.shape().sizes(), &[_, inputs] if inputs.is_multiple_of(BLOCK))
+        // Heads lie as `[outputs, inputs]` in every family.
+        let layout = if param.name() == self.head.name() { WeightLayout::OutIn } else { self.config.layout };
+        let inputs = match (param.shape().sizes(), layout) {
+            (&[_, inputs], WeightLayout::OutIn) | (&[inputs, _], WeightLayout::InOut) => inputs,
+            _ => return None,
+        };
+        let can = !param.is_table() && !is_router && inputs.is_multiple_of(BLOCK);
+        can.then_some(Packing { bits, layout })
     }
 
     /// Bytes of the cache that a token takes.

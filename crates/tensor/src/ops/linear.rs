@@ -119,7 +119,7 @@ impl Layer {
         if let Some(activation) = activation {
             count_activation(activation, y.numel());
         }
-        if let (Some(packed), WeightLayout::OutIn, None) = (self.weight.packed(), self.layout, before) {
+        if let (Some(packed), None) = (self.weight.packed(), before) {
             let backend = x.device().backend();
             if backend.gemm_packed(x, &packed, bias.as_deref(), activation, &y)? {
                 return Ok(y);

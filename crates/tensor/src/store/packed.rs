@@ -8,7 +8,8 @@ use std::sync::Arc;
 use crate::backend::Device;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::packed::{PackedBits, PackedWeight};
+use crate::ops::WeightLayout;
+use crate::packed::{PackedWeight, Packing};
 use crate::param::{Param, ParamStore, StoreError};
 use crate::store::{ParamSource, PlainStore};
 use crate::tensor::Tensor;
@@ -16,7 +17,7 @@ use crate::tensor::Tensor;
 enum Held {
     /// The place in the store of whole weights.
     Whole(usize),
-    Packed(Arc<PackedWeight>),
+    Packed(Arc<PackedWeight>, WeightLayout),
 }
 
 /// The store.
@@ -28,18 +29,21 @@ pub struct PackedStore {
 }
 
 impl PackedStore {
-    /// Fills a store from `source` and attaches the parameters; `bits_of` says which of them are packed.
+    /// Fills a store from `source` and attaches the parameters; `packing_of` says which of them are packed.
     pub fn attach(
         params: &[Param],
         dtype: DType,
         device: &Device,
         source: &dyn ParamSource,
-        bits_of: impl Fn(&Param) -> Option<PackedBits>,
+        packing_of: impl Fn(&Param) -> Option<Packing>,
     ) -> Result<Arc<PackedStore>> {
         let (mut whole, mut held) = (Vec::new(), Vec::new());
         for param in params {
-            match bits_of(param) {
-                Some(bits) => held.push(Held::Packed(Arc::new(PackedWeight::load(param, bits, source)?))),
+            match packing_of(param) {
+                Some(packing) => {
+                    let weight = Arc::new(PackedWeight::load(param, packing, source)?);
+                    held.push(Held::Packed(weight, packing.layout));
+                }
                 None => {
                     held.push(Held::Whole(whole.len()));
                     whole.push(param.clone());
@@ -58,7 +62,7 @@ impl PackedStore {
     pub fn size_bytes(&self) -> usize {
         let packed = self.held.iter().map(|held| match held {
             Held::Whole(_) => 0,
-            Held::Packed(weight) => weight.size_bytes(),
+            Held::Packed(weight, _) => weight.size_bytes(),
         });
         packed.sum::<usize>() + self.whole.flat().size_bytes()
     }
@@ -68,12 +72,19 @@ impl ParamStore for PackedStore {
     fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
         match &self.held[index] {
             Held::Whole(place) => self.whole.acquire(*place),
-            Held::Packed(weight) => {
-                let mut all = vec![0.0f32; weight.outputs() * weight.inputs()];
-                all.chunks_mut(weight.inputs())
-                    .enumerate()
-                    .for_each(|(row, out)| weight.unpack_row(row, out));
-                Ok(Tensor::from_f32(&all, [weight.outputs(), weight.inputs()], self.dtype, &self.device)?)
+            Held::Packed(weight, layout) => {
+                let [outputs, inputs] = [weight.outputs(), weight.inputs()];
+                let mut all = vec![0.0f32; outputs * inputs];
+                all.chunks_mut(inputs).enumerate().for_each(|(row, out)| weight.unpack_row(row, out));
+                let shape = match layout {
+                    WeightLayout::OutIn => [outputs, inputs],
+                    WeightLayout::InOut => {
+                        all =
+                            (0..inputs * outputs).map(|i| all[i % outputs * inputs + i / outputs]).collect();
+                        [inputs, outputs]
+                    }
+                };
+                Ok(Tensor::from_f32(&all, shape, self.dtype, &self.device)?)
             }
         }
     }
@@ -83,7 +94,7 @@ impl ParamStore for PackedStore {
     fn packed(&self, index: usize) -> Option<Arc<PackedWeight>> {
         match &self.held[index] {
             Held::Whole(_) => None,
-            Held::Packed(weight) => Some(Arc::clone(weight)),
+            Held::Packed(weight, _) => Some(Arc::clone(weight)),
         }
     }
 

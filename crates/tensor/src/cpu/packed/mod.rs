@@ -1,0 +1,111 @@
+//! Products with weights of few bits.
+//!
+//! Rows are rounded to eight bits, each block of 32 with a scale of its own, so that a block's products are whole numbers, which
+//! processors multiply by the dozen. Sixteen columns go on together; what they compute, and that it is the same bits with every
+//! kernel and in any company, is in `group.rs`.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod group;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
+
+use crate::backend::Activation;
+use crate::cpu::gemm::{Epilogue, Output};
+use crate::cpu::parallel::{Shared, Threads};
+use crate::cpu::simd::vectorized;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::simd::{Level, level};
+use crate::cpu::{float_kernel, read, write};
+use crate::dtype::Float;
+use crate::error::Result;
+use crate::packed::{BLOCK, GROUP, PackedWeight};
+use crate::tensor::Tensor;
+use group::{GroupWeights, Rows, TILE_ROWS, round};
+
+/// Groups of columns of a task.
+const GROUPS: usize = 4;
+
+/// `y = f(x·Wᵀ + b)`.
+pub(super) fn product(
+    threads: &Threads,
+    x: &Tensor,
+    weight: &PackedWeight,
+    bias: Option<&Tensor>,
+    activation: Option<Activation>,
+    y: &Tensor,
+) -> Result<()> {
+    let bias = bias.map(|bias| bias.to_vec_f32()).transpose()?;
+    let epilogue = Epilogue { alpha: 1.0, accumulate: false, bias: bias.as_deref(), activation };
+    let n = weight.outputs();
+    float_kernel!("gemm_packed", x.dtype(), T => {
+        let rows = rounded(threads, read::<T>(x), weight);
+        let output = Output { c: Shared::new(write::<T>(y)), before: None, offset: 0, row_stride: n };
+        threads.blocks(weight.groups(), GROUPS, |groups| {
+            let mut sums = vec![0.0f32; rows.count * GROUP];
+            for group in groups {
+                let (lines, scales) = weight.group(group);
+                multiply(&GroupWeights { bits: weight.bits(), lines, scales }, &rows, &mut sums);
+                let columns = group * GROUP..((group + 1) * GROUP).min(n);
+                for (row, sums) in sums.chunks_mut(GROUP).enumerate() {
+                    // SAFETY: these columns belong to this task alone.
+                    let (c, before) = unsafe { output.row(row, columns.clone()) };
+                    vectorized!(|| epilogue.store(&mut sums[..columns.len()], columns.start, c, before));
+                }
+            }
+        });
+    })
+}
+
+/// Rows in eight bits.
+fn rounded<T: Float>(threads: &Threads, x: &[T], weight: &PackedWeight) -> Rows {
+    let (inputs, zero) = (weight.inputs(), weight.bits().zero());
+    let mut rows = Rows::new(x.len() / inputs, inputs / BLOCK);
+    let blocks = rows.blocks;
+    let (values, scales, offsets) =
+        (Shared::new(&mut rows.values), Shared::new(&mut rows.scales), Shared::new(&mut rows.offsets));
+    threads.blocks(rows.count, TILE_ROWS, |tile| {
+        let places = tile.start * blocks..tile.start * blocks + blocks * TILE_ROWS;
+        // SAFETY: each task has a tile of rows of its own.
+        let (values, scales, offsets) = unsafe {
+            (
+                values.range(places.start * BLOCK..places.end * BLOCK),
+                scales.range(places.clone()),
+                offsets.range(places),
+            )
+        };
+        vectorized!(|| {
+            for row in tile.clone() {
+                for (block, x) in
+                    x[row * inputs..(row + 1) * inputs].as_chunks::<BLOCK>().0.iter().enumerate()
+                {
+                    let place = block * TILE_ROWS + row - tile.start;
+                    let mut wide = [0.0f32; BLOCK];
+                    wide.iter_mut().zip(x).for_each(|(wide, x)| *wide = x.widen());
+                    let (scale, sum) = round(&wide, &mut values[place * BLOCK..(place + 1) * BLOCK]);
+                    (scales[place], offsets[place]) = (scale, -zero * sum);
+                }
+            }
+        });
+    });
+    rows
+}
+
+/// All rows by sixteen columns.
+fn multiply(weights: &GroupWeights<'_>, rows: &Rows, out: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    match level() {
+        Level::Avx512 if is_x86_feature_detected!("avx512vnni") => {
+            // SAFETY: the processor was found to have it.
+            return unsafe { vnni::multiply(weights, rows, out) };
+        }
+        Level::Avx512 | Level::Avx2 => {
+            // SAFETY: as above.
+            return unsafe { avx2::multiply(weights, rows, out) };
+        }
+        Level::Portable => {}
+    }
+    for (row, out) in out.as_chunks_mut::<GROUP>().0.iter_mut().enumerate() {
+        group::plain(weights, rows, row, out);
+    }
+}
