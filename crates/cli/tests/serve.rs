@@ -147,3 +147,60 @@ fn what_cannot_be_served_is_said_before_anything_listens() {
         assert!(told.contains(word), "{arguments:?}: {told}");
     }
 }
+
+#[test]
+fn the_benchmark_asks_a_server_by_its_address_and_guesses_change_no_answer() {
+    let (_folder, model) = model();
+    let (_server, address) = serve(&["serve", &model, "--port", "0", "--speculate", "lookup"]);
+    let url = format!("http://{address}/v1");
+    let arguments = ["bench", "serve", &url, "--json", "--requests", "5", "--prompt-tokens", "40"];
+    let output =
+        command(&[&arguments[..], &["--new-tokens", "9", "--rate", "100"]].concat()).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["prompt_tokens"], &report["new_tokens"]), (&json!(200), &json!(45)));
+    assert_eq!((&report["model"], &report["passes"]), (&json!("tiny"), &Value::Null));
+    for spread in ["first_token_ms", "between_tokens_ms"] {
+        assert!(report[spread]["p99"].as_f64().unwrap() > 0.0, "{report}");
+    }
+    // What repeats itself is guessed; the answer is that of a request that wants no guesses.
+    let text = "to be";
+    let answer = |speculate: bool| {
+        let body = json!({
+            "prompt": text, "max_tokens": 40, "temperature": 0, "logit_bias": {"97": 100}, "speculate": speculate,
+        });
+        let reply = ask(&address, "POST", "/v1/completions", &body.to_string());
+        serde_json::from_str::<Value>(&reply).unwrap()["choices"][0]["text"].clone()
+    };
+    assert_eq!(answer(true), answer(false));
+    let metrics = ask(&address, "GET", "/metrics", "");
+    let accepted =
+        metrics.lines().find_map(|line| line.strip_prefix("ferrospeed_guessed_tokens_accepted_total "));
+    assert!(accepted.unwrap().parse::<u64>().unwrap() > 0, "{metrics}");
+    let wrong = command(&["bench", "serve", "https://localhost"]).output().unwrap();
+    assert_eq!(wrong.status.code(), Some(2));
+}
+
+#[test]
+fn a_gguf_file_is_generated_from_served_and_converted() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/gguf/qwen2.gguf");
+    let folder = tempfile::tempdir().unwrap();
+    let directory = folder.path().join("converted");
+    let directory = directory.to_str().unwrap();
+    let converted = command(&["model", "convert", file, directory, "--dtype", "float32"]).output().unwrap();
+    assert_eq!(converted.status.code(), Some(0), "{}", String::from_utf8_lossy(&converted.stderr));
+    let written = |model: &str| {
+        let arguments = ["generate", "--model", model, "--prompt", "the quick", "--tokens", "8"];
+        let more = ["--temperature", "0", "--dtype", "float32"];
+        let output = command(&[&arguments[..], &more].concat()).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    };
+    assert_eq!(written(file), written(directory));
+    let (_server, address) = serve(&["serve", file, "--port", "0"]);
+    let models: Value = serde_json::from_str(&ask(&address, "GET", "/v1/models", "")).unwrap();
+    assert_eq!(models["data"][0]["id"], "qwen2");
+    let body = json!({"prompt": "the quick", "max_tokens": 4, "temperature": 0}).to_string();
+    let reply: Value = serde_json::from_str(&ask(&address, "POST", "/v1/completions", &body)).unwrap();
+    assert_eq!(reply["usage"]["completion_tokens"], 4, "{reply}");
+}

@@ -67,6 +67,11 @@ impl Answer {
         self.writing.is_none()
     }
 
+    /// Whether its next tokens may be guessed.
+    pub(crate) fn may_guess(&self) -> bool {
+        self.writing.as_ref().is_some_and(|writing| writing.sampling.speculate)
+    }
+
     /// Gives out the hidden state that was asked for.
     pub(crate) fn embed(&self, values: Vec<f32>) {
         self.tell(Event::Embedding { answer: self.index, values });

@@ -17,6 +17,7 @@ use crate::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
 use crate::metrics::Metrics;
 use crate::model::{ModelFacts, Runner};
 use crate::request::{Event, Events, Request, Trouble, Work};
+use crate::speculate::Speculation;
 
 /// How long an idle engine sleeps before it looks whether it should stop.
 const IDLE: Duration = Duration::from_millis(100);
@@ -40,12 +41,23 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts answering.
+    /// Starts answering, without guesses.
     pub fn start(
         facts: Arc<ModelFacts>,
         runner: Runner,
         blocks: u32,
         limits: Limits,
+    ) -> std::io::Result<Engine> {
+        Engine::start_guessing(facts, runner, blocks, limits, Speculation::Off)
+    }
+
+    /// Starts answering.
+    pub fn start_guessing(
+        facts: Arc<ModelFacts>,
+        runner: Runner,
+        blocks: u32,
+        limits: Limits,
+        speculation: Speculation,
     ) -> std::io::Result<Engine> {
         let limits = Limits { sequence_tokens: limits.sequence_tokens.min(facts.longest), ..limits };
         let scheduler = Scheduler::new(limits, blocks);
@@ -62,6 +74,7 @@ impl Engine {
             facts: Arc::clone(&facts),
             metrics: Arc::clone(&metrics),
             stop_at: Arc::clone(&stop_at),
+            speculation,
         };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || worker.run())?;
         Ok(Engine { submissions, facts, metrics, limits, stop_at, thread: Mutex::new(Some(thread)) })
@@ -160,6 +173,7 @@ struct Worker {
     facts: Arc<ModelFacts>,
     metrics: Arc<Metrics>,
     stop_at: Arc<OnceLock<Instant>>,
+    speculation: Speculation,
 }
 
 impl Worker {
@@ -169,7 +183,11 @@ impl Worker {
                 break;
             }
             self.drop_departed();
-            let plan = self.scheduler.plan();
+            let (answers, speculation) = (&self.answers, self.speculation);
+            let plan = self.scheduler.plan_guessing(|id, tokens, most| match answers.get(&id) {
+                Some(answer) if answer.may_guess() => speculation.guess(tokens, most),
+                _ => Vec::new(),
+            });
             if !plan.is_empty() {
                 self.pass(&plan);
             }
@@ -282,18 +300,33 @@ impl Worker {
                 self.end(share.id);
                 continue;
             }
-            let Some(sequence) = self.scheduler.sequence(share.id) else { continue };
+            let rows: Vec<Vec<f32>> = logits.by_ref().take(1 + share.guessed).collect();
+            self.metrics.guessed_tokens.fetch_add(share.guessed as u64, Relaxed);
+            self.choose(share.id, &rows);
+        }
+    }
+
+    /// Chooses the next token of an answer, and those behind it for as long as they are what was guessed. `rows` has the logits
+    /// behind the last known token and behind every guess.
+    fn choose(&mut self, id: SequenceId, rows: &[Vec<f32>]) {
+        for (place, row) in rows.iter().enumerate() {
+            let (Some(answer), Some(sequence)) = (self.answers.get_mut(&id), self.scheduler.sequence(id))
+            else {
+                return;
+            };
+            self.metrics.accepted_tokens.fetch_add(u64::from(place > 0), Relaxed);
             let (tokens, most) = (sequence.tokens(), sequence.most_tokens());
-            let row = logits.next().unwrap_or_default();
-            match answer.choose(&row, tokens, most, &self.facts.codec, &self.metrics) {
+            match answer.choose(row, tokens, most, &self.facts.codec, &self.metrics) {
                 Ok(Progress::Token(token)) => {
-                    self.scheduler.push(share.id, token);
+                    if !self.scheduler.push(id, token) {
+                        return;
+                    }
                 }
                 Ok(Progress::Finished) => {
                     self.metrics.finished.fetch_add(1, Relaxed);
-                    self.end(share.id);
+                    return self.end(id);
                 }
-                Err(why) => self.give_up(share.id, Trouble::Failed(why)),
+                Err(why) => return self.give_up(id, Trouble::Failed(why)),
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The inference engine and its server.
 //!
 //! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie), [`model`] (a pass),
-//! [`engine`] (the thread that owns both), [`sampling`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
+//! [`engine`] (the thread that owns both), [`sampling`], [`speculate`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
 //! endpoints), [`inference`] (DeepSpeed's `init_inference`).
 
 mod answer;
@@ -15,6 +15,7 @@ pub mod model;
 pub mod request;
 pub mod sampling;
 pub mod server;
+pub mod speculate;
 pub mod template;
 
 pub use engine::Engine;

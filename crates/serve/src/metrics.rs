@@ -71,6 +71,10 @@ metrics! {
     counter passes => "passes_total", "Passes through the model.";
     /// Rows of passes.
     counter pass_tokens => "pass_tokens_total", "Tokens that passes have computed.";
+    /// Computed on suspicion.
+    counter guessed_tokens => "guessed_tokens_total", "Tokens that were computed because they might follow.";
+    /// Of those, kept.
+    counter accepted_tokens => "guessed_tokens_accepted_total", "Guessed tokens that were chosen.";
     /// Blocks taken away.
     counter preemptions => "preemptions_total", "Sequences that had to give their blocks back and wait.";
     /// Contents given up.

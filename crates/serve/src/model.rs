@@ -117,13 +117,14 @@ fn attach(
 ) -> Result<()> {
     let params = model.parameters().as_slice();
     // Tables, which files may hold in few bits too, are looked up whole.
-    let bits_of = |param: &Param| asked.or_else(|| weights.packed(param)).filter(|_| model.can_pack(param));
+    let packing_of =
+        |param: &Param| asked.or_else(|| weights.packed(param)).and_then(|bits| model.packing(param, bits));
     // Parameters hold their store.
-    if params.iter().any(|param| bits_of(param).is_some()) {
+    if params.iter().any(|param| packing_of(param).is_some()) {
         if !device.backend().is_host() {
             return Err(ServeError::PackedElsewhere { device: device.backend().name() });
         }
-        PackedStore::attach(params, dtype, device, weights, bits_of)?;
+        PackedStore::attach(params, dtype, device, weights, packing_of)?;
     } else if asked.is_some() {
         return Err(ServeError::NothingToPack(directory.to_path_buf()));
     } else {
@@ -135,7 +136,7 @@ fn attach(
 /// What a pass says of the sequences whose next token can be chosen, in the order of their shares.
 #[derive(Debug, Default)]
 pub struct PassResult {
-    /// One row of the vocabulary for every share that asked for logits.
+    /// For every share that asked for logits a row of the vocabulary, and one more behind each of its guesses.
     pub logits: Vec<Vec<f32>>,
     /// The last hidden state for every share that asked for that.
     pub hidden: Vec<Vec<f32>>,
@@ -153,12 +154,16 @@ impl Runner {
         let (mut of_logits, mut of_hidden) = (Vec::new(), Vec::new());
         for share in shares {
             let Some(sequence) = scheduler.sequence(share.id) else { continue };
-            ids.extend_from_slice(&sequence.tokens()[share.first..share.first + share.count]);
+            ids.extend_from_slice(&sequence.tokens()[share.first..share.first + share.count - share.guessed]);
+            ids.extend_from_slice(&sequence.guesses()[..share.guessed]);
             let blocks = sequence.blocks().iter().map(|block| block.0).collect();
             rows.sequences.push(PagedSequence { first: share.first, count: share.count, blocks });
             if share.chooses {
                 let last = ids.len() as i64 - 1;
-                if wants_hidden(share) { of_hidden.push(last) } else { of_logits.push(last) }
+                match wants_hidden(share) {
+                    true => of_hidden.push(last - share.guessed as i64),
+                    false => of_logits.extend(last - share.guessed as i64..=last),
+                }
             }
         }
         let hidden = self.model.run_pages(&ids, &Arc::new(rows), &mut self.state)?;

@@ -36,6 +36,8 @@ pub struct SamplingOptions {
     pub stream: u32,
     /// How many alternatives are reported with every token.
     pub logprobs: Option<usize>,
+    /// Whether tokens may be guessed ahead, where the engine does so; they are the same either way.
+    pub speculate: bool,
 }
 
 impl Default for SamplingOptions {
@@ -52,6 +54,7 @@ impl Default for SamplingOptions {
             seed: 0,
             stream: 0,
             logprobs: None,
+            speculate: true,
         }
     }
 }

@@ -26,17 +26,20 @@ fn prompt(random: &mut Random, most: usize) -> Vec<i64> {
 fn compute(scheduler: &Scheduler, cache: &mut Cache, share: &Share) {
     let sequence = scheduler.sequence(share.id).expect("a planned sequence lives");
     let slot = |place: usize| (sequence.blocks()[place / BLOCK_TOKENS].0, place % BLOCK_TOKENS);
+    let tokens = [sequence.tokens(), sequence.guesses()].concat();
+    assert!(sequence.guesses().len() == share.guessed && (share.chooses || share.guessed == 0));
     for place in share.first..share.first + share.count {
         for before in 0..place {
             let seen = cache.get(&slot(before)).expect("what comes before is computed");
-            assert_eq!(seen[..], sequence.tokens()[..=before], "the cache holds this very beginning");
+            assert_eq!(seen[..], tokens[..=before], "the cache holds this very beginning");
         }
-        cache.insert(slot(place), sequence.tokens()[..=place].to_vec());
+        cache.insert(slot(place), tokens[..=place].to_vec());
     }
 }
 
 #[test]
 fn every_sequence_ends_and_no_block_is_lost_whatever_comes_and_goes() {
+    let mut accepted = 0;
     for seed in 0..rounds(150) as u64 {
         let mut random = Random(seed);
         let blocks = 2 + random.below(12) as u32;
@@ -75,7 +78,11 @@ fn every_sequence_ends_and_no_block_is_lost_whatever_comes_and_goes() {
                 clients.remove(&gone);
                 scheduler.end(gone);
             }
-            let plan = scheduler.plan();
+            // Up to three guesses, of which many come true.
+            let guess = |id: SequenceId, tokens: &[i64], _: usize| -> Vec<i64> {
+                (0..(id.0 + tokens.len() as u64) % 4).map(|ahead| ahead as i64).collect()
+            };
+            let plan = scheduler.plan_guessing(guess);
             let (running, _) = scheduler.load();
             assert!(
                 running <= limits.running,
@@ -104,14 +111,24 @@ fn every_sequence_ends_and_no_block_is_lost_whatever_comes_and_goes() {
                     scheduler.end(share.id);
                     continue;
                 }
-                let token = random.below(50) as i64;
-                client.known.push(token);
-                assert_eq!(scheduler.push(share.id, token), client.known.len() < client.target);
+                let guesses = scheduler.sequence(share.id).unwrap().guesses().to_vec();
+                for place in 0..=guesses.len() {
+                    let token = if random.below(2) == 0 { place as i64 } else { random.below(50) as i64 };
+                    client.known.push(token);
+                    assert!(client.known.len() <= client.target, "a guess leaves room for what follows it");
+                    let came_true = guesses.get(place) == Some(&token);
+                    assert_eq!(scheduler.push(share.id, token), came_true);
+                    accepted += u32::from(came_true);
+                    if !came_true {
+                        break;
+                    }
+                }
             }
         }
         assert_eq!((scheduler.pool().held(), scheduler.load()), (0, (0, 0)), "seed {seed}");
         assert!(scheduler.plan().is_empty());
     }
+    assert!(accepted > 100, "guesses come true");
 }
 
 const WIDE: Limits = Limits { pass_tokens: 64, running: 8, waiting: 8, sequence_tokens: 1000 };
@@ -148,8 +165,8 @@ fn a_long_prompt_goes_in_piece_by_piece_beside_texts_that_grow() {
     let long = scheduler.submit(&(0..45).collect::<Vec<i64>>(), 5, 1).unwrap()[0];
     for (first, count, chooses) in [(0, 19, false), (19, 19, false), (38, 7, true)] {
         let plan = run_pass(&mut scheduler);
-        assert_eq!(plan[0], Share { id: growing, first: plan[0].first, count: 1, chooses: true });
-        assert_eq!(plan[1], Share { id: long, first, count, chooses });
+        assert_eq!(plan[0], Share { id: growing, first: plan[0].first, count: 1, guessed: 0, chooses: true });
+        assert_eq!(plan[1], Share { id: long, first, count, guessed: 0, chooses });
         scheduler.push(growing, 4);
     }
 }

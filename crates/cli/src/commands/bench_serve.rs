@@ -2,19 +2,24 @@
 //! they come by chance.
 //!
 //! The first part hands over all requests and measures the whole. The second lets them arrive with exponential gaps, as
-//! independent clients would, and measures each one's time to its first token and between tokens.
+//! independent clients would, and measures each one's time to its first token and between tokens. In place of a model there may
+//! be the address of a server, which is then asked over HTTP.
 
 use std::process::ExitCode;
 use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use ferrospeed_serve::engine::Engine;
+use ferrospeed_serve::metrics::Metrics;
 use ferrospeed_serve::request::{Event, Request, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::random::RandomKey;
 use serde_json::{Value, json};
 
+use super::bench_client::Peer;
 use super::served_model::ServedModel;
 use crate::failure::Failure;
 use crate::terminal::print_output;
@@ -54,14 +59,39 @@ fn parse_rate(text: &str) -> Result<f64, String> {
 
 /// What one client has seen.
 #[derive(Debug, Default)]
-struct Seen {
-    first_token_ms: f64,
-    gaps_ms: Vec<f64>,
-    tokens: usize,
+pub(super) struct Seen {
+    pub(super) first_token_ms: f64,
+    pub(super) gaps_ms: Vec<f64>,
+    pub(super) tokens: usize,
+}
+
+/// Tokens of prompts for a server elsewhere are below this: every vocabulary has as many.
+const PEER_VOCABULARY: u64 = 256;
+
+/// Who is asked.
+enum Asked {
+    Own(Engine),
+    Peer { peer: Peer, model: String },
+}
+
+impl Asked {
+    fn new(args: &ServeBenchArgs) -> Result<Asked, Failure> {
+        let Some(url) = args.model.url() else { return Ok(Asked::Own(args.model.start(None)?)) };
+        let peer = Peer::parse(url).map_err(Failure::Usage)?;
+        let model = peer.model().map_err(Failure::Run)?;
+        Ok(Asked::Peer { peer, model })
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            Asked::Own(engine) => &engine.facts().name,
+            Asked::Peer { model, .. } => model,
+        }
+    }
 }
 
 pub(crate) fn run(args: &ServeBenchArgs) -> Result<ExitCode, Failure> {
-    let engine = args.model.start(None)?;
+    let asked = Asked::new(args)?;
     let begun = Instant::now();
     let seen = Mutex::new(Vec::new());
     let failure = Mutex::new(None);
@@ -74,8 +104,8 @@ pub(crate) fn run(args: &ServeBenchArgs) -> Result<ExitCode, Failure> {
                 // Sleeping is what the client does here: its time has not come.
                 std::thread::sleep(Duration::from_secs_f64(due_s).saturating_sub(begun.elapsed()));
             }
-            let (engine, seen, failure) = (&engine, &seen, &failure);
-            let client = move || match client(args, engine, index) {
+            let (asked, seen, failure) = (&asked, &seen, &failure);
+            let client = move || match client(args, asked, index) {
                 Ok(one) => seen.lock().expect("no client panics").push(one),
                 Err(why) => *failure.lock().expect("no client panics") = Some(why),
             };
@@ -86,23 +116,30 @@ pub(crate) fn run(args: &ServeBenchArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::Run(why));
     }
     let report =
-        report(args, &seen.into_inner().expect("no client panics"), begun.elapsed().as_secs_f64(), &engine);
+        report(args, &seen.into_inner().expect("no client panics"), begun.elapsed().as_secs_f64(), &asked);
     let text = if args.json { report.to_string() } else { readable(&report) };
     print_output(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn client(args: &ServeBenchArgs, engine: &Engine, index: u32) -> Result<Seen, String> {
-    let vocabulary = engine.facts().vocabulary as u64;
+fn client(args: &ServeBenchArgs, asked: &Asked, index: u32) -> Result<Seen, String> {
+    let vocabulary = match asked {
+        Asked::Own(engine) => engine.facts().vocabulary as u64,
+        Asked::Peer { .. } => PEER_VOCABULARY,
+    };
     let key = RandomKey::new(args.seed, 2 + index);
     let token = |place: u32| (u64::from(key.word(u64::from(place))) % vocabulary) as i64;
+    let prompt: Vec<i64> = (0..args.prompt_tokens).map(token).collect();
+    let engine = match asked {
+        Asked::Own(engine) => engine,
+        Asked::Peer { peer, model } => return peer.complete(model, &prompt, args.new_tokens),
+    };
     let work = Work::Generate {
         answers: vec![SamplingOptions::default()],
         max_tokens: Some(args.new_tokens as usize),
         stops: Vec::new(),
         stop_tokens: Vec::new(),
     };
-    let prompt = (0..args.prompt_tokens).map(token).collect();
     let sent = Instant::now();
     let mut last = sent;
     let mut seen = Seen::default();
@@ -125,7 +162,7 @@ fn client(args: &ServeBenchArgs, engine: &Engine, index: u32) -> Result<Seen, St
     Ok(seen)
 }
 
-fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, engine: &Engine) -> Value {
+fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, asked: &Asked) -> Value {
     let new_tokens: usize = seen.iter().map(|one| one.tokens).sum();
     let prompt_tokens = seen.len() * args.prompt_tokens as usize;
     let spread = |mut values: Vec<f64>| {
@@ -135,9 +172,12 @@ fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, engine: &Engine) ->
         };
         json!({"p50": at(0.5), "p99": at(0.99)})
     };
-    let passes = engine.metrics().passes.load(std::sync::atomic::Ordering::Relaxed);
+    let counted = |count: fn(&Metrics) -> &AtomicU64| match asked {
+        Asked::Own(engine) => Some(count(engine.metrics()).load(Relaxed)),
+        Asked::Peer { .. } => None,
+    };
     json!({
-        "model": engine.facts().name,
+        "model": asked.name(),
         "requests": seen.len(),
         "rate_per_s": args.rate,
         "prompt_tokens": prompt_tokens,
@@ -145,7 +185,9 @@ fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, engine: &Engine) ->
         "wall_s": wall_s,
         "new_tokens_per_s": new_tokens as f64 / wall_s,
         "all_tokens_per_s": (prompt_tokens + new_tokens) as f64 / wall_s,
-        "passes": passes,
+        "passes": counted(|metrics| &metrics.passes),
+        "guessed_tokens": counted(|metrics| &metrics.guessed_tokens),
+        "accepted_tokens": counted(|metrics| &metrics.accepted_tokens),
         "first_token_ms": spread(seen.iter().map(|one| one.first_token_ms).collect()),
         "between_tokens_ms": spread(seen.iter().flat_map(|one| one.gaps_ms.iter().copied()).collect()),
     })

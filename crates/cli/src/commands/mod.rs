@@ -3,6 +3,7 @@
 mod autotune;
 mod bench;
 mod bench_checkpoint;
+mod bench_client;
 mod bench_comm;
 mod bench_engine;
 mod bench_gpu;

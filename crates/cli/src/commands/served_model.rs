@@ -6,6 +6,7 @@ use clap::Args;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::engine::Engine;
 use ferrospeed_serve::model::{OpenOptions, open};
+use ferrospeed_serve::speculate::Speculation;
 use ferrospeed_tensor::PackedBits;
 
 use super::device::DeviceChoice;
@@ -23,6 +24,13 @@ pub(crate) struct ServedModel {
     /// Hold the weights of linear layers in fewer bits (on the processor) [default: as the files do]
     #[arg(long, value_name = "BITS", value_parser = ["int8", "int4"])]
     quantize: Option<String>,
+    /// Guess tokens ahead, so that a pass may settle several: `lookup` takes what followed earlier in the text. Answers stay
+    /// the same
+    #[arg(long, value_name = "HOW", value_parser = ["lookup"])]
+    speculate: Option<String>,
+    /// Tokens that are guessed for a pass, at most
+    #[arg(long, value_name = "TOKENS", default_value_t = 4, value_parser = at_least_one, requires = "speculate")]
+    speculate_tokens: usize,
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
     device: DeviceChoice,
@@ -49,6 +57,11 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 }
 
 impl ServedModel {
+    /// Where a server is meant, its address.
+    pub(crate) fn url(&self) -> Option<&str> {
+        self.model.to_str().filter(|text| text.starts_with("http://") || text.starts_with("https://"))
+    }
+
     /// Opens it; clients will call it `name`.
     pub(crate) fn start(&self, name: Option<&str>) -> Result<Engine, Failure> {
         let device = self.device.open()?;
@@ -67,7 +80,11 @@ impl ServedModel {
             waiting: self.max_waiting,
             sequence_tokens: self.max_length.unwrap_or(usize::MAX),
         };
-        Engine::start(facts, runner, blocks, limits)
+        let speculation = match self.speculate {
+            Some(_) => Speculation::LookUp { tokens: self.speculate_tokens },
+            None => Speculation::Off,
+        };
+        Engine::start_guessing(facts, runner, blocks, limits, speculation)
             .map_err(|error| Failure::Run(format!("cannot start the engine's thread: {error}")))
     }
 }

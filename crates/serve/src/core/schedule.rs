@@ -3,7 +3,8 @@
 //! A sequence is a list of known tokens, of which the first so many are computed: their keys and values lie in its blocks.
 //! One rule covers everything: a pass computes, oldest sequence first, as many of each one's known tokens as the pass has
 //! room for; where it computes the last known one, a new token can be chosen. A long prompt that goes in over several passes,
-//! a beginning that another sequence has already computed, and a text that grows by a token are all the same to it.
+//! a beginning that another sequence has already computed, and a text that grows by a token are all the same to it. Behind the
+//! last known token a pass may compute guesses at what follows; those that turn out to be chosen are computed then.
 //!
 //! When no block is left the youngest sequence gives its blocks back and waits; later it computes them again, or finds what
 //! is still there. A sequence that could never fit is refused at the door, so the oldest one always gets on, and nothing
@@ -65,7 +66,9 @@ pub struct Share {
     pub first: usize,
     /// How many are.
     pub count: usize,
-    /// Whether the last of them is the last known one, so that the next can be chosen.
+    /// How many of these are guesses, at the end.
+    pub guessed: usize,
+    /// Whether the last known token is among them, so that the next can be chosen.
     pub chooses: bool,
 }
 
@@ -73,6 +76,8 @@ pub struct Share {
 #[derive(Debug)]
 pub struct Sequence {
     tokens: Vec<i64>,
+    /// What may follow, as the last plan has it.
+    guesses: Vec<i64>,
     computed: usize,
     blocks: Vec<BlockId>,
     /// Of its full blocks, as far as they are known.
@@ -84,6 +89,11 @@ impl Sequence {
     /// Prompt and answer so far.
     pub fn tokens(&self) -> &[i64] {
         &self.tokens
+    }
+
+    /// What a plan guesses to follow.
+    pub fn guesses(&self) -> &[i64] {
+        &self.guesses
     }
 
     /// Where its keys and values lie, in order.
@@ -193,8 +203,15 @@ impl Scheduler {
         for _ in 0..count {
             let id = SequenceId(self.next);
             self.next += 1;
-            let (tokens, blocks, contents) = (prompt.to_vec(), Vec::new(), Vec::new());
-            self.sequences.insert(id, Sequence { tokens, computed: 0, blocks, contents, most_tokens });
+            let sequence = Sequence {
+                tokens: prompt.to_vec(),
+                guesses: Vec::new(),
+                computed: 0,
+                blocks: Vec::new(),
+                contents: Vec::new(),
+                most_tokens,
+            };
+            self.sequences.insert(id, sequence);
             self.waiting.insert(id);
             ids.push(id);
         }
@@ -203,6 +220,12 @@ impl Scheduler {
 
     /// What the next pass computes; empty when there is nothing to do. It is computed before the next call.
     pub fn plan(&mut self) -> Vec<Share> {
+        self.plan_guessing(|_, _, _| Vec::new())
+    }
+
+    /// The same, with guesses: `guess(id, tokens, most)` says what may follow a sequence's tokens. They are computed where
+    /// blocks are free.
+    pub fn plan_guessing(&mut self, guess: impl Fn(SequenceId, &[i64], usize) -> Vec<i64>) -> Vec<Share> {
         let mut room = self.limits.pass_tokens;
         let mut shares = Vec::new();
         let mut preempted = false;
@@ -219,8 +242,9 @@ impl Scheduler {
                 }
             }
             if count > 0 && self.running.contains(&id) {
-                shares.push(self.share(id, count));
-                room -= count;
+                let guessed = self.guess(id, count, room - count, &guess);
+                shares.push(self.share(id, count, guessed));
+                room -= count + guessed;
             }
             next = self
                 .running
@@ -234,16 +258,42 @@ impl Scheduler {
                 break;
             }
             let Some(count) = self.admit(id, room) else { break };
-            shares.push(self.share(id, count));
+            shares.push(self.share(id, count, 0));
             room -= count;
         }
         shares
     }
 
-    fn share(&self, id: SequenceId, count: usize) -> Share {
+    fn share(&self, id: SequenceId, known: usize, guessed: usize) -> Share {
         let sequence = &self.sequences[&id];
         let first = sequence.computed;
-        Share { id, first, count, chooses: first + count == sequence.tokens.len() }
+        let chooses = first + known == sequence.tokens.len();
+        Share { id, first, count: known + guessed, guessed, chooses }
+    }
+
+    /// Guesses behind the last known token, where a pass that computes `count` tokens reaches it; says how many.
+    fn guess(
+        &mut self,
+        id: SequenceId,
+        count: usize,
+        room: usize,
+        guess: impl Fn(SequenceId, &[i64], usize) -> Vec<i64>,
+    ) -> usize {
+        let sequence = self.sequences.get_mut(&id).expect("who runs has not ended");
+        sequence.guesses.clear();
+        // The token after the last guess must have a place too.
+        let most = room.min(sequence.most_tokens.saturating_sub(sequence.tokens.len() + 1));
+        if sequence.computed + count < sequence.tokens.len() || most == 0 {
+            return 0;
+        }
+        let mut guesses = guess(id, &sequence.tokens, most);
+        guesses.truncate(most);
+        let guessed = guesses.len();
+        if !self.reserve(id, count + guessed) {
+            return 0;
+        }
+        self.sequences.get_mut(&id).expect("who runs has not ended").guesses = guesses;
+        guessed
     }
 
     /// Takes the blocks that `count` more tokens need, or none of them.
@@ -296,7 +346,9 @@ impl Scheduler {
         self.waiting.insert(id);
         self.counters.preemptions += 1;
         self.give_blocks_back(id);
-        self.sequences.get_mut(&id).expect("who runs has not ended").computed = 0;
+        let sequence = self.sequences.get_mut(&id).expect("who runs has not ended");
+        sequence.guesses.clear();
+        sequence.computed = 0;
     }
 
     /// The last blocks go first, so that beginnings, which others may share, stay longest.
@@ -310,18 +362,30 @@ impl Scheduler {
     /// Notes that a share was computed.
     pub fn computed(&mut self, share: &Share) {
         let Some(sequence) = self.sequences.get_mut(&share.id) else { return };
-        sequence.computed = share.first + share.count;
+        sequence.computed = share.first + share.count - share.guessed;
         for block in share.first / BLOCK_TOKENS..sequence.computed / BLOCK_TOKENS {
             let content = sequence.content(block);
             self.pool.publish(sequence.blocks[block], content);
         }
     }
 
-    /// Adds the token that was chosen for a sequence. Returns whether it may grow further.
+    /// Adds the token that was chosen for a sequence. Returns whether it was the next guess: then it is computed too, and what
+    /// the pass says behind it holds. Otherwise the remaining guesses are forgotten.
     pub fn push(&mut self, id: SequenceId, token: i64) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         sequence.tokens.push(token);
-        sequence.tokens.len() < sequence.most_tokens
+        if sequence.guesses.first() != Some(&token) {
+            sequence.guesses.clear();
+            return false;
+        }
+        sequence.guesses.remove(0);
+        sequence.computed += 1;
+        if sequence.computed.is_multiple_of(BLOCK_TOKENS) {
+            let block = sequence.computed / BLOCK_TOKENS - 1;
+            let content = sequence.content(block);
+            self.pool.publish(sequence.blocks[block], content);
+        }
+        true
     }
 
     /// Ends a sequence, finished or not; its blocks are free again.

@@ -100,6 +100,11 @@ impl Parameters {
 fn sampling(fields: &mut Fields, vocabulary: usize) -> Result<SamplingOptions, Fault> {
     let top_k = fields.whole("top_k", -1..=i64::from(u32::MAX))?.filter(|&count| count > 0);
     let seed = fields.whole("seed", i64::MIN..=i64::MAX)?;
+    let speculate = match fields.take("speculate") {
+        None | Some(Value::Bool(true)) => true,
+        Some(Value::Bool(false)) => false,
+        Some(_) => return Err(Fault::field("speculate", "must be true or false")),
+    };
     let mut number = |name: &str, from: f64, to: f64, usual: f32| -> Result<f32, Fault> {
         Ok(fields.number(name, from..=to)?.unwrap_or(usual))
     };
@@ -112,6 +117,7 @@ fn sampling(fields: &mut Fields, vocabulary: usize) -> Result<SamplingOptions, F
         repetition_penalty: number("repetition_penalty", 0.01, 10.0, 1.0)?,
         top_k: top_k.map(|count| count as usize),
         seed: seed.map_or_else(unforeseen, |seed| seed as u64),
+        speculate,
         ..Default::default()
     };
     Ok(SamplingOptions { bias: biases(fields, vocabulary)?, ..options })
