@@ -14,7 +14,7 @@ use ferrospeed_serve::inference::{InferenceConfig, InferenceError};
 use ferrospeed_tensor::Device;
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::close::assert_close;
-use ferrospeed_testkit::golden::golden;
+use ferrospeed_testkit::golden::{golden, read_json};
 use ferrospeed_testkit::tensors;
 use serde_json::{Map, Value, json};
 
@@ -316,6 +316,57 @@ fn golden_auto_tp_policies() {
     cases.finish(&set, 14);
     // DeepSpeed misses Phi's attention output.
     assert_eq!(summed_layers("phi", &layers_of("phi")).unwrap(), ["mlp.fc2", "self_attn.dense"]);
+}
+
+/// Two ranks of DeepSpeed's AutoTP: which layers of each block are cut and how, from the model's own parameters.
+#[test]
+fn golden_slices_of_two_ranks() {
+    golden().each_entry("inference/tp2", ".json", 9, |path| {
+        let recorded = read_json(path);
+        let family = recorded["model"].as_str().unwrap();
+        let Some(directory) = golden().path(&format!("models/{family}")) else { return };
+        let config = read_json(&directory.join("config.json"));
+        let parameters = ModelConfig::from_value(&config, WindowRule::default()).unwrap().parameters();
+        let parameters = parameters.as_slice();
+        let (prefix, layer_norms) = match family {
+            "bert" => ("bert.encoder.layer.0", true),
+            "gpt2" => ("transformer.h.0", true),
+            "bloom" => ("transformer.h.0", true),
+            "gpt_neox" => ("gpt_neox.layers.0", true),
+            "opt" => ("model.decoder.layers.0", true),
+            _ => ("model.layers.0", false),
+        };
+        let summed = match summed_layers(family, &block_layers(parameters, prefix, layer_norms)) {
+            Ok(summed) => summed,
+            Err(why) => return assert_eq!(recorded["error"], why, "{family}"),
+        };
+        let heads = ["num_key_value_heads", "num_attention_heads", "n_head"];
+        let heads = heads.iter().find_map(|key| config[key].as_u64()).map(|heads| heads as usize);
+        let is_summed = |module: &str| summed.iter().any(|layer| module.ends_with(layer.as_str()));
+        let mut compared = 0;
+        for (module, class) in recorded["replaced_modules"].as_object().unwrap() {
+            let named = class == "LinearAllreduce";
+            assert_eq!(is_summed(module), named, "{family}: {module} is a {class}");
+            for leaf in ["weight", "bias"] {
+                let name = format!("{module}.{leaf}");
+                let Some(by_rank) = recorded["param_shapes_by_rank"].get(&name) else { continue };
+                let param =
+                    parameters.iter().find(|param| param.name() == name).unwrap_or_else(|| panic!("{name}"));
+                let whole = param.shape().sizes();
+                let cut = usize::from(named);
+                for rank in 0..2 {
+                    let mut own = whole.to_vec();
+                    // What is summed over ranks is cut along its inputs, and its bias is added once.
+                    if let Some(size) = own.get_mut(cut) {
+                        *size = shard_sizes(whole[cut], 2, heads, Some(module))[rank];
+                    }
+                    assert_eq!(json!(own), by_rank[rank], "{family}: {name} of rank {rank}");
+                    compared += 1;
+                }
+            }
+        }
+        assert!(compared > 8, "{family}: {compared}");
+    });
 }
 
 /// What is no multiple of 64 is not lost.
