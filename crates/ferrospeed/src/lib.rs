@@ -4,8 +4,8 @@
 //! `backward` and `step`. Where its parameters, gradients and optimizer states live is the configuration's decision
 //! (ZeRO stages 0 to 3) and nothing the model knows of.
 //!
-//! Two parts are features, so that a small program stays small: `models` (families with Hugging Face names and files) and
-//! `data` (text, JSON lines, Parquet, token files, tokenizers).
+//! Three parts are features, so that a small program stays small: `models` (families with Hugging Face names and files),
+//! `data` (text, JSON lines, Parquet, token files, tokenizers) and `serve` (the inference engine and its server).
 //!
 //! `examples/custom_model.rs` is a whole program of this kind. Start it on several ranks with
 //! `ferrospeed launch -n 2 -- PROGRAM`.
@@ -35,6 +35,8 @@ pub use ferrospeed_data as data;
 pub use ferrospeed_models as models;
 pub use ferrospeed_nn as nn;
 pub use ferrospeed_optim as optim;
+#[cfg(feature = "serve")]
+pub use ferrospeed_serve as serve;
 pub use ferrospeed_tensor as tensor;
 pub use ferrospeed_zero as zero;
 
