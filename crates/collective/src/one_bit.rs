@@ -12,6 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::vectorized;
 
 use crate::error::Result;
 
@@ -19,6 +20,8 @@ use crate::error::Result;
 const SCALE_BYTES: usize = size_of::<f32>();
 /// Signs per byte.
 const PER_BYTE: usize = u8::BITS as usize;
+/// The bit of each of a byte's signs: the first is the highest.
+const PLACES: [u8; PER_BYTE] = [128, 64, 32, 16, 8, 4, 2, 1];
 /// Lanes of a sum of squares: fixed, so that its bits are.
 const LANES: usize = 8;
 
@@ -110,7 +113,7 @@ impl Averaged<'_> {
         let server = &mut self.feedback.server;
         let mut average = vec![0.0; server.len()];
         for message in messages {
-            each_sign(message, 1.0 / ranks as f32, |at, value| average[at] += value);
+            each_sign(message, 1.0 / ranks as f32, &mut average, |sum, value| *sum += value);
         }
         server.iter_mut().zip(&average).for_each(|(lost, value)| *lost += value);
         let scale = root_mean_square(server);
@@ -123,11 +126,7 @@ impl Averaged<'_> {
     fn take<'m>(&mut self, messages: impl Iterator<Item = &'m [u8]>) {
         let len = self.feedback.server.len();
         for (stretch, message) in self.values.chunks_mut(len).zip(messages) {
-            each_sign(message, 1.0, |at, value| {
-                if let Some(place) = stretch.get_mut(at) {
-                    *place = value;
-                }
-            });
+            each_sign(message, 1.0, stretch, |place, value| *place = value);
         }
     }
 }
@@ -203,35 +202,64 @@ impl Made {
 /// Appends a scale and the signs of some values, of which what that does not say is left.
 fn round(values: &mut [f32], scale: f32, message: &mut Vec<u8>) {
     message.extend_from_slice(&scale.to_le_bytes());
-    for eight in values.chunks_exact_mut(PER_BYTE) {
-        let mut byte = 0;
-        for value in eight {
+    let start = message.len();
+    let (eights, _) = values.as_chunks_mut::<PER_BYTE>();
+    message.resize(start + eights.len(), 0);
+    vectorized!(|| round_eights(eights, scale, &mut message[start..]));
+}
+
+#[inline(always)]
+fn round_eights(eights: &mut [[f32; PER_BYTE]], scale: f32, signs: &mut [u8]) {
+    for (eight, byte) in eights.iter_mut().zip(signs) {
+        let mut bits = [0u8; PER_BYTE];
+        for ((value, bit), place) in eight.iter_mut().zip(&mut bits).zip(PLACES) {
             let positive = *value >= 0.0;
-            byte = byte << 1 | u8::from(positive);
+            *bit = if positive { place } else { 0 };
             *value -= if positive { scale } else { -scale };
         }
-        message.push(byte);
+        *byte = bits.into_iter().fold(0, |byte, bit| byte | bit);
     }
 }
 
-/// Calls `take` with the place and the value of every sign of a message, times `factor`.
-fn each_sign(message: &[u8], factor: f32, mut take: impl FnMut(usize, f32)) {
+/// Calls `put` with the place and the value of every sign of a message, times `factor`, that there is a place for.
+fn each_sign(message: &[u8], factor: f32, out: &mut [f32], put: impl Fn(&mut f32, f32) + Copy) {
     let (scale, signs) = message.split_at(SCALE_BYTES);
     let scale = f32::from_le_bytes(scale.try_into().expect("four bytes")) * factor;
-    for (at, byte) in signs.iter().enumerate() {
-        for bit in 0..PER_BYTE {
-            let positive = byte << bit & 0x80 != 0;
-            take(at * PER_BYTE + bit, if positive { scale } else { -scale });
-        }
+    let (eights, rest) = out.as_chunks_mut::<PER_BYTE>();
+    let whole = eights.len();
+    vectorized!(|| put_eights(&mut *eights, scale, signs, put));
+    if let Some(&byte) = signs.get(whole) {
+        rest.iter_mut().zip(PLACES).for_each(|(out, place)| put(out, signed(scale, byte, place)));
     }
+}
+
+#[inline(always)]
+fn put_eights(eights: &mut [[f32; PER_BYTE]], scale: f32, signs: &[u8], put: impl Fn(&mut f32, f32) + Copy) {
+    for (eight, &byte) in eights.iter_mut().zip(signs) {
+        eight.iter_mut().zip(PLACES).for_each(|(out, place)| put(out, signed(scale, byte, place)));
+    }
+}
+
+#[inline(always)]
+fn signed(scale: f32, byte: u8, place: u8) -> f32 {
+    if byte & place != 0 { scale } else { -scale }
 }
 
 fn root_mean_square(values: &[f32]) -> f32 {
     let mut lanes = [0.0f64; LANES];
-    for row in values.chunks(LANES) {
+    vectorized!(|| add_squares(values, &mut lanes));
+    (lanes.iter().sum::<f64>() / values.len() as f64).sqrt() as f32
+}
+
+#[inline(always)]
+fn add_squares(values: &[f32], lanes: &mut [f64; LANES]) {
+    let (rows, rest) = values.as_chunks::<LANES>();
+    for row in rows {
         for (lane, &value) in lanes.iter_mut().zip(row) {
             *lane += f64::from(value) * f64::from(value);
         }
     }
-    (lanes.iter().sum::<f64>() / values.len() as f64).sqrt() as f32
+    for (lane, &value) in lanes.iter_mut().zip(rest) {
+        *lane += f64::from(value) * f64::from(value);
+    }
 }
