@@ -3,10 +3,10 @@
 
 mod common;
 #[path = "../../comm/tests/support/hosts.rs"]
-#[expect(dead_code, reason = "other tests use the rest")]
+#[expect(dead_code, unreachable_pub, reason = "tests of another crate use it too")]
 mod hosts;
 #[path = "../../comm/tests/support/processes.rs"]
-#[expect(dead_code, reason = "other tests use the rest")]
+#[expect(dead_code, unreachable_pub, reason = "tests of another crate use it too")]
 mod processes;
 
 use std::time::{Duration, Instant};
