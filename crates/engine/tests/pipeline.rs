@@ -32,7 +32,7 @@ enum Which {
 
 /// Any model of these tests, with its micro-batches.
 enum Model {
-    Mlp(Trained<fn(&Tensor, &Tensor) -> Result<Tensor, TensorError>>, Parameters),
+    Mlp(Trained<fn(&Tensor, &Tensor) -> Result<Tensor, TensorError>>, Box<Parameters>),
     Decoder(Box<Decoder>),
 }
 
@@ -60,7 +60,7 @@ fn build(which: Which) -> Model {
                     .add(|_| Activation::Tanh)
                     .add(|_| Dropout { probability: 0.2 });
             }
-            Model::Mlp(Trained { layers, loss: mean_square }, init.parameters())
+            Model::Mlp(Trained { layers, loss: mean_square }, Box::new(init.parameters()))
         }
         Which::Gpt2Tied => decoder(json!({
             "model_type": "gpt2", "vocab_size": 17, "n_embd": 12, "n_layer": 3, "n_head": 3, "n_positions": 8,
