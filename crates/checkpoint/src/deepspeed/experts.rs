@@ -6,7 +6,7 @@
 //! experts), without ZeRO and in stage 3 (which DeepSpeed does not have for experts) nothing says where a state lies, and there
 //! are none.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::export::ExportOptions;
 use super::foreign::Tensor;
@@ -66,14 +66,30 @@ pub(super) struct Mixture {
 impl Mixtures {
     /// Finds them, and refuses those that cannot be spread as asked.
     pub(super) fn of(checkpoint: &Checkpoint, options: ExportOptions) -> Result<Mixtures> {
-        let mut layers: Vec<Mixture> = Vec::new();
+        let mut found: Vec<(&str, BTreeSet<u64>)> = Vec::new();
         for entry in &checkpoint.manifest().tensors {
             let Some((path, id, _)) = parted(&entry.name) else { continue };
-            match layers.iter_mut().find(|layer| layer.path == path) {
-                Some(layer) => layer.experts = layer.experts.max(id.saturating_add(1)),
-                None => layers.push(Mixture { path: path.to_owned(), experts: id.saturating_add(1) }),
+            match found.iter_mut().find(|(known, _)| *known == path) {
+                Some((_, numbers)) => drop(numbers.insert(id)),
+                None => found.push((path, BTreeSet::from([id]))),
             }
         }
+        // A file is written for each number, so a number that some file made up must not stand for those before it.
+        let gap = found
+            .iter()
+            .find(|(_, numbers)| numbers.last().is_none_or(|last| *last != numbers.len() as u64 - 1));
+        if let Some((path, numbers)) = gap {
+            let why = format!(
+                "the experts of '{path}' are not numbered from 0 on: {} of them end with {:?}",
+                numbers.len(),
+                numbers.last()
+            );
+            return Err(CheckpointError::file(checkpoint.path(), why));
+        }
+        let layers: Vec<Mixture> = found
+            .into_iter()
+            .map(|(path, numbers)| Mixture { path: path.to_owned(), experts: numbers.len() as u64 })
+            .collect();
         let (ranks, spread) = (options.ranks, options.expert_ranks);
         let refuse = |why: String| Err(CheckpointError::Request(why));
         if spread == 0 || !ranks.is_multiple_of(spread) {
