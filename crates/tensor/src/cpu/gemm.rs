@@ -1,6 +1,7 @@
 //! Matrix products: bf16 on AMX where the processor has it; f32 on AMX too, in three pieces, where the product is large; else
 //! with AVX-512, where 16-bit values are widened while they are packed; else by the `gemm` crate, which gets them from
-//! `widened.rs`; a single row by `one_row.rs`, and rows that must not know of each other by `rows_alone.rs`.
+//! `widened.rs`; a single row by `one_row.rs`, and rows that must not know of each other by `rows_alone.rs`, where they do
+//! not go through tiles of bf16, which keep rows apart anyway.
 //!
 //! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
 //! with any number of threads. They are grouped differently on another instruction set.
@@ -156,7 +157,14 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         bias: bias.as_deref(),
         activation: gemm.activation,
     };
-    if gemm.batch == 1 && (gemm.m == 1 || are_rows_alone()) {
+    let alone = gemm.batch == 1 && are_rows_alone();
+    #[cfg(target_arch = "x86_64")]
+    if alone && tiles_keep_rows_alone(gemm) && gemm.m <= amx::few_rows::MOST_ROWS {
+        return float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
+            amx::few_rows::product::<C>(threads, gemm, &epilogue, &output(gemm, 0));
+        });
+    }
+    if (alone && !tiles_keep_rows_alone(gemm)) || (gemm.batch == 1 && gemm.m == 1) {
         return float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
             rows_alone::product::<C>(threads, gemm, &epilogue, &output(gemm, 0))?;
         });
@@ -193,6 +201,17 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         DType::BF16 => widened::products::<bf16, C>(threads, pool, gemm, &epilogue)?,
         _ => widened::products::<f16, C>(threads, pool, gemm, &epilogue)?,
     })
+}
+
+/// Whether rows that must not know of each other go through tiles. These sum every row in an order that only `k` decides; few
+/// rows have a kernel that does the same where weights lie as `[out, in]`. The number of rows has no say.
+fn tiles_keep_rows_alone(gemm: &Gemm<'_>) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let tiles = amx::available();
+    #[cfg(not(target_arch = "x86_64"))]
+    let tiles = false;
+    let fits = gemm.b.transposed && gemm.k > 0 && gemm.k.is_multiple_of(32);
+    tiles && fits && gemm.a.tensor.dtype() == DType::BF16
 }
 
 /// Where one product of a batch goes.

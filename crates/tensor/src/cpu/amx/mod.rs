@@ -6,8 +6,9 @@
 //! four tiles.
 //!
 //! Reading order: this file (the registers), `pack` (bringing operands into tiles), `split` (the same for f32, which becomes
-//! three pieces), `product` (blocking).
+//! three pieces), `product` (blocking), `few_rows` (products that are bound by reading weights).
 
+pub(crate) mod few_rows;
 mod pack;
 mod product;
 mod split;

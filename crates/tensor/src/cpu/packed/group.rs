@@ -1,7 +1,7 @@
 //! Sixteen columns of a product with few bits: what kernels are given, and the plain one that says what they compute.
 //!
 //! Weights lie in lines of 64 bytes: four neighbours along the inputs for each of sixteen columns, so that a line is what one
-//! instruction multiplies by four values of a row. Values are unsigned, above [`GroupWeights::zero`]; rows are whole numbers of
+//! instruction multiplies by four values of a row. Values are unsigned, above `PackedBits::zero`; rows are whole numbers of
 //! eight bits with a scale for each block. The sum of a block is exact; blocks are added in order, in f32, without fused
 //! operations. So every kernel gives the same bits, for any number of rows.
 
