@@ -83,7 +83,8 @@ fn files_compute_what_transformers_computes_with_the_same_weights() {
             pad_token: 0,
         };
         let written =
-            generate(&model, &[prompt.clone()], None, &options, &Device::cpu(), &mut |_, _| {}).unwrap();
+            generate(&model, std::slice::from_ref(&prompt), None, &options, &Device::cpu(), &mut |_, _| {})
+                .unwrap();
         assert_eq!(written[0][prompt.len()..], numbers(&expected["greedy"]), "{}", path.display());
     }
 }

@@ -105,8 +105,10 @@ fn a_weight_that_lies_the_other_way_round_gives_the_same_product() {
     let packing = |layout| Packing { bits: PackedBits::Eight, layout };
     let [straight, turned] =
         [(straight, WeightLayout::OutIn), (turned, WeightLayout::InOut)].map(|(param, layout)| {
-            PackedStore::attach(&[param.clone()], DType::F32, &device, &source, |_| Some(packing(layout)))
-                .unwrap();
+            PackedStore::attach(std::slice::from_ref(&param), DType::F32, &device, &source, |_| {
+                Some(packing(layout))
+            })
+            .unwrap();
             (param, layout)
         });
     // Every reader gets the parameter in its own shape; a product with it is that with the packed bytes, up to rows' rounding.
