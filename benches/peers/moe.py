@@ -119,7 +119,8 @@ def on_gpu(name, mode, steps):
             master.grad, weight.grad = weight.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
-        torch._foreach_copy_(weights, masters)
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
         for master in masters:
             master.grad = None
         return loss
