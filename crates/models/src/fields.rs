@@ -205,6 +205,12 @@ impl<'a> Fields<'a> {
         self.read(key, "a number", default, Value::as_f64)
     }
 
+    /// What a norm adds before it takes a root: from 0 to 1.
+    pub fn epsilon(&self, key: &str, default: f64) -> Result<f32> {
+        let within = |value: &Value| value.as_f64().filter(|epsilon| (0.0..=1.0).contains(epsilon));
+        Ok(self.read(key, "a number from 0 to 1", Some(default), within)? as f32)
+    }
+
     /// A number, if present.
     pub fn optional_number(&self, key: &str) -> Result<Option<f64>> {
         self.get(key).map(|_| self.number(key, None)).transpose()

@@ -2,7 +2,7 @@
 
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{DType, Device, Tensor, autograd, ops};
+use ferrospeed_tensor::{DType, Device, Tensor, TensorError, autograd, ops};
 
 use crate::decoder::{Decoder, Tokens};
 use crate::error::{ModelError, Result};
@@ -105,6 +105,7 @@ pub(crate) fn generate_with(
                     }
                     let last = ops::narrow(&hidden, 1, width - 1, 1)?;
                     let logits = model.logits(&last)?;
+                    expect_numbers(&logits)?;
                     next_tokens(&Outcome::of(logits)?, options.sampling, step)?
                 }
             };
@@ -125,6 +126,15 @@ pub(crate) fn generate_with(
         }
         Ok(sequences)
     })
+}
+
+/// A damaged weight shows in the first logits; a device's own choice would not tell.
+fn expect_numbers(logits: &Tensor) -> Result<()> {
+    if ops::cast(logits, DType::F32)?.to_vec::<f32>()?.iter().any(|logit| logit.is_nan()) {
+        let why = "the model's logits are no numbers: a weight is, or numbers grow beyond their type";
+        return Err(TensorError::argument("generate", why).into());
+    }
+    Ok(())
 }
 
 /// The next token of every sequence.

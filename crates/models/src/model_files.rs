@@ -38,12 +38,18 @@ pub struct ModelFiles {
 impl ModelFiles {
     /// Opens a Hugging Face directory or a GGUF file. A `tokenizer.json` beside a GGUF file stands for the file's own.
     pub fn open(path: &Path) -> Result<ModelFiles> {
+        if !path.exists() {
+            return Err(ModelError::file(path, "does not exist"));
+        }
         if !gguf::is_gguf(path) {
+            // What the directory says it is comes first: a model that we do not know needs no weights to be refused.
+            let config = read_json(&path.join("config.json"))?;
+            ModelConfig::from_value(&config, WindowRule::default())?;
             let weights = WeightFiles::open_directory(path)?;
             let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());
             return Ok(ModelFiles {
                 path: path.to_path_buf(),
-                config: read_json(&path.join("config.json"))?,
+                config,
                 weights,
                 dtype: stored.unwrap_or(DType::F32),
                 text: TextFiles::In(path.to_path_buf()),

@@ -134,7 +134,7 @@ impl PackedWeight {
             let values = &mut values[..rows.min(outputs - first) * inputs];
             let start = first * inputs;
             source.load(param, start..start + values.len(), values)?;
-            weight.write_rows(first, values)?;
+            weight.write_rows(first, values).map_err(|error| of_param(param, error))?;
         }
         Ok(weight)
     }
@@ -151,12 +151,12 @@ impl PackedWeight {
         let mut row = vec![0.0f32; inputs];
         for output in 0..outputs {
             row.iter_mut().enumerate().for_each(|(input, value)| *value = values[input * outputs + output]);
-            weight.write_rows(output, &row)?;
+            weight.write_rows(output, &row).map_err(|error| of_param(param, error))?;
         }
         Ok(weight)
     }
 
-    /// Rounds whole rows, from row `first` on, to its bits.
+    /// Rounds whole rows, from row `first` on, to its bits. What is no number is refused: products would not notice it.
     pub fn write_rows(&mut self, first: usize, rows: &[f32]) -> Result<()> {
         let blocks = self.inputs / BLOCK;
         if !rows.len().is_multiple_of(self.inputs) || first + rows.len() / self.inputs > self.outputs {
@@ -170,6 +170,13 @@ impl PackedWeight {
                 PackedBits::Eight => pack_eight(block, values),
                 PackedBits::Four => pack_four(block, values),
             };
+            if !scale.is_finite() || block.iter().any(|value| value.is_nan()) {
+                let row = first + index / blocks;
+                let what = format!(
+                    "row {row} has a weight that is no number, or larger than a 16-bit scale reaches"
+                );
+                return Err(TensorError::argument("packed weight", what));
+            }
             self.set_block(first + index / blocks, index % blocks, scale, values);
         }
         Ok(())
@@ -299,6 +306,11 @@ fn unpack_block(bits: PackedBits, values: &[u8], scale: f16, out: &mut [f32]) {
     }
 }
 
+/// An error that says whose rows it is about.
+fn of_param(param: &Param, error: TensorError) -> TensorError {
+    TensorError::argument("packed weight", format!("'{}': {error}", param.name()))
+}
+
 fn pack_eight(block: &[f32; BLOCK], values: &mut [u8]) -> f16 {
     let largest = block.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
     let scale = f16::from_f32(largest / 127.0);
@@ -372,6 +384,13 @@ mod tests {
             bytes[1] = 0x7c;
             bytes[0] = 0;
             assert!(PackedWeight::from_file_bytes(bits, 5, 96, &bytes).is_err(), "an infinite scale");
+            for bad in [f32::NAN, f32::INFINITY, 1e30] {
+                let mut rows = vec![0.5f32; 96];
+                rows[40] = bad;
+                let error =
+                    PackedWeight::new(bits, 5, 96).unwrap().write_rows(3, &rows).unwrap_err().to_string();
+                assert!(error.contains("row 3 has a weight that is no number"), "{error}");
+            }
         }
     }
 

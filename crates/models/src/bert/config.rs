@@ -139,7 +139,7 @@ impl BertConfig {
             max_tokens: fields.size("max_position_embeddings", Some(512))?,
             token_types: fields.size("type_vocab_size", Some(2))?,
             activation: fields.activation("hidden_act", "gelu")?,
-            eps: fields.number("layer_norm_eps", Some(1e-12))? as f32,
+            eps: fields.epsilon("layer_norm_eps", 1e-12)?,
             hidden_dropout,
             attention_dropout: fields.number("attention_probs_dropout_prob", Some(0.1))? as f32,
             init_std: fields.number("initializer_range", Some(0.02))? as f32,

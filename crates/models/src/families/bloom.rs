@@ -37,10 +37,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         head_dim: width / heads,
         max_tokens: fields.size("seq_length", Some(2048))?,
         positions: Positions::Alibi,
-        norm: NormConfig::Layer {
-            eps: fields.number("layer_norm_epsilon", Some(1e-5))? as f32,
-            affine: true,
-        },
+        norm: NormConfig::Layer { eps: fields.epsilon("layer_norm_epsilon", 1e-5)?, affine: true },
         residual: if norm_residual { Residual::PreNormResidual } else { Residual::PreNorm },
         feed_forward: FeedForward::Plain { names: ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"] },
         // BLOOM's own formula is the tanh form.

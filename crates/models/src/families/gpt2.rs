@@ -38,10 +38,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         head_dim,
         max_tokens: fields.size("n_positions", Some(1024))?,
         positions: Positions::Learned { offset: 0, from_mask: false },
-        norm: NormConfig::Layer {
-            eps: fields.number("layer_norm_epsilon", Some(1e-5))? as f32,
-            affine: true,
-        },
+        norm: NormConfig::Layer { eps: fields.epsilon("layer_norm_epsilon", 1e-5)?, affine: true },
         residual: Residual::PreNorm,
         feed_forward: FeedForward::Plain { names: ["mlp.c_fc", "mlp.c_proj"] },
         activation: fields.activation("activation_function", "gelu_new")?,

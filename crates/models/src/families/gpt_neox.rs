@@ -39,7 +39,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         head_dim,
         max_tokens: fields.size("max_position_embeddings", Some(2048))?,
         positions: Positions::Rotary(rope::rotary(fields, head_dim, &rotary)?),
-        norm: NormConfig::Layer { eps: fields.number("layer_norm_eps", Some(1e-5))? as f32, affine: true },
+        norm: NormConfig::Layer { eps: fields.epsilon("layer_norm_eps", 1e-5)?, affine: true },
         residual: if fields.flag("use_parallel_residual", true)? {
             Residual::Parallel
         } else {

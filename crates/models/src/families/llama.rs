@@ -55,7 +55,7 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
         head_dim,
         max_tokens: fields.size("max_position_embeddings", Some(defaults.max_tokens))?,
         positions: Positions::Rotary(rope::rotary(fields, head_dim, &rotary)?),
-        norm: NormConfig::Rms { eps: fields.number("rms_norm_eps", Some(defaults.eps))? as f32 },
+        norm: NormConfig::Rms { eps: fields.epsilon("rms_norm_eps", defaults.eps)? },
         residual: Residual::PreNorm,
         feed_forward: FeedForward::Gated { names: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] },
         activation: fields.activation("hidden_act", "silu")?,
