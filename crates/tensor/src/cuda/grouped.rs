@@ -234,8 +234,33 @@ fn places(addresses: impl Iterator<Item = u64>) -> Places {
     all
 }
 
-/// Shared memory of the tensor-core kernels: four stages of both operands, 128 × 32 of 16 bits each.
-const CORE_BYTES: u32 = 4 * 2 * 128 * 32 * 2;
+/// The kernels of a product on tensor cores.
+struct Cores {
+    rows_out_in: &'static str,
+    rows_in_out: &'static str,
+    outer: &'static str,
+    shared_bytes: u32,
+}
+
+/// Four stages of both operands, 128 × 32 of 16 bits each.
+const CORES: Cores = Cores {
+    rows_out_in: "core_rows_out_in",
+    rows_in_out: "core_rows_in_out",
+    outer: "core_outer",
+    shared_bytes: 4 * 2 * 128 * 32 * 2,
+};
+
+/// By Hopper's own instruction, to the same bits: three stages of 128 × 64, which begin at a multiple of 1,024 bytes.
+const TEAMS: Cores = Cores {
+    rows_out_in: "team_rows_out_in",
+    rows_in_out: "team_rows_in_out",
+    outer: "team_outer",
+    shared_bytes: 3 * 2 * 128 * 64 * 2 + 1024,
+};
+
+fn cores(backend: &CudaBackend) -> &'static Cores {
+    if backend.driver.capability == (9, 0) { &TEAMS } else { &CORES }
+}
 
 /// Whether the tensor cores can take it.
 fn fits_cores(dtype: DType, sizes: [usize; 2], mut addresses: impl Iterator<Item = u64>) -> bool {
@@ -262,15 +287,15 @@ pub(super) fn grouped_gemm(backend: &CudaBackend, grouped: &GroupedGemm<'_>) -> 
         let bias = places(grouped.bias.iter().skip(first).map(address));
         let (a, c, first) = (at(grouped.a), at(grouped.c), first as u64);
         if on_cores {
-            let name = if transposed { "core_rows_out_in" } else { "core_rows_in_out" };
-            let kernel = product(dtype, name)?;
+            let cores = cores(backend);
+            let kernel = product(dtype, if transposed { cores.rows_out_in } else { cores.rows_in_out })?;
             let block = [256, 1, 1];
             launch!(
                 backend,
                 kernel,
                 grid,
                 block,
-                CORE_BYTES,
+                cores.shared_bytes,
                 first,
                 width,
                 depth,
@@ -323,7 +348,8 @@ pub(super) fn grouped_outer(backend: &CudaBackend, grouped: &GroupedOuter<'_>) -
         let c = places(targets().skip(first));
         let groups = (grouped.c.len() - first).min(MOST) as u32;
         let grid = [n.div_ceil(tile) as u32, m.div_ceil(tile) as u32, groups];
-        let (name, shared) = if on_cores { ("core_outer", CORE_BYTES) } else { ("plain_outer", 0) };
+        let cores = cores(backend);
+        let (name, shared) = if on_cores { (cores.outer, cores.shared_bytes) } else { ("plain_outer", 0) };
         let (kernel, first) = (product(dtype, name)?, first as u64);
         launch!(
             backend,
