@@ -125,6 +125,19 @@ fn a_new_run_leaves_an_old_ones_log_and_weights_alone_unless_told() {
 }
 
 #[test]
+fn a_refused_run_leaves_the_one_that_it_would_replace() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let before = losses(&place.run_folder("small"));
+    let shards = ["zero_optimization.stage=3", "zero_optimization.zero_hpz_partition_size=3"];
+    let output = place.train(&["-n", "4", "--overwrite", "--set", shards[0], "--set", shards[1]]);
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("4 ranks cannot be cut into shards of 3"), "{said}");
+    assert_eq!(losses(&place.run_folder("small")), before);
+}
+
+#[test]
 fn a_finished_run_that_is_resumed_says_that_nothing_is_left() {
     let place = Workplace::new();
     place.train_well(&[]);

@@ -1,6 +1,6 @@
 //! What is wrong with a recipe by itself, before any file it names is opened.
 
-use ferrospeed_config::BatchSizes;
+use ferrospeed_config::{BatchSizes, Config};
 
 use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
 
@@ -66,7 +66,10 @@ impl Recipe {
             problems.extend(contradictions);
         }
         match self.config() {
-            Ok((config, _)) => problems.extend(self.batch_problems(&config.batch)),
+            Ok((config, _)) => {
+                problems.extend(self.batch_problems(&config.batch));
+                problems.extend(self.shard_problems(&config));
+            }
             Err(error) => problems.push(error.to_string().replace('\n', "\n  ")),
         }
         problems
@@ -88,6 +91,20 @@ impl Recipe {
                 .push(format!("gradient_accumulation_steps: {accumulation} is too many; at most {MAX_SIZE}"));
         }
         problems
+    }
+
+    /// Into which shards the ranks cannot be cut.
+    fn shard_problems(&self, config: &Config) -> Vec<String> {
+        let (ranks, zero) = (u64::from(self.ranks), &config.zero);
+        let copied = Some(zero.hpz_partition_size).filter(|&size| size > 1 && size < ranks);
+        let sizes = [("zero_hpz_partition_size", copied), ("mics_shard_size", zero.mics_shard_size)];
+        let misfit = |(key, size): (&str, Option<u64>)| {
+            let size = size.filter(|&size| !ranks.is_multiple_of(size))?;
+            Some(format!(
+                "zero_optimization.{key}: {ranks} ranks cannot be cut into shards of {size}; choose a divisor of the number of ranks"
+            ))
+        };
+        sizes.into_iter().filter_map(misfit).collect()
     }
 
     /// Whether nothing says how many ids there are: neither the data nor the model.
