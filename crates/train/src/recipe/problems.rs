@@ -1,6 +1,6 @@
 //! What is wrong with a recipe by itself, before any file it names is opened.
 
-use ferrospeed_config::{BatchSizes, Config};
+use ferrospeed_config::{BatchSizes, Config, Stage};
 
 use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
 
@@ -93,9 +93,12 @@ impl Recipe {
         problems
     }
 
-    /// Into which shards the ranks cannot be cut.
+    /// Into which shards the ranks cannot be cut; only stage 3 asks.
     fn shard_problems(&self, config: &Config) -> Vec<String> {
         let (ranks, zero) = (u64::from(self.ranks), &config.zero);
+        if zero.stage != Stage::Parameters {
+            return Vec::new();
+        }
         let copied = Some(zero.hpz_partition_size).filter(|&size| size > 1 && size < ranks);
         let sizes = [("zero_hpz_partition_size", copied), ("mics_shard_size", zero.mics_shard_size)];
         let misfit = |(key, size): (&str, Option<u64>)| {
