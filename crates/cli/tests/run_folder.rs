@@ -129,12 +129,33 @@ fn a_refused_run_leaves_the_one_that_it_would_replace() {
     let place = Workplace::new();
     place.train_well(&[]);
     let before = losses(&place.run_folder("small"));
-    let shards = ["zero_optimization.stage=3", "zero_optimization.zero_hpz_partition_size=3"];
-    let output = place.train(&["-n", "4", "--overwrite", "--set", shards[0], "--set", shards[1]]);
-    let said = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains("4 ranks cannot be cut into shards of 3"), "{said}");
-    assert_eq!(losses(&place.run_folder("small")), before);
+    let (third, sharded) = ("zero_optimization.stage=3", "zero_optimization.mics_shard_size=2");
+    let cases: [(&[&str], &[&str], &str); 6] = [
+        (
+            &[],
+            &[third, "zero_optimization.zero_hpz_partition_size=3"],
+            "4 ranks cannot be cut into shards of 3",
+        ),
+        (
+            &[],
+            &[third, sharded, "zero_optimization.zero_hpz_partition_size=2"],
+            "zero_hpz_partition_size: keeps",
+        ),
+        (&["--sp", "2"], &[third, sharded], "mics_shard_size: on a mesh"),
+        (&["--tp", "2"], &["optimizer.type=OneBitAdam"], "optimizer.type: a 1-bit optimizer"),
+        (&["--tp", "2"], &["optimizer.type=Lamb"], "optimizer.type: LAMB"),
+        (&["--tp", "2"], &["eigenvalue.enabled=true"], "eigenvalue: measures"),
+    ];
+    for (flags, settings, expected) in cases {
+        let mut arguments = vec!["-n", "4", "--overwrite"];
+        arguments.extend(flags);
+        arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
+        let output = place.train(&arguments);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        assert!(said.contains(expected), "{arguments:?}: {said}");
+        assert_eq!(losses(&place.run_folder("small")), before, "{arguments:?}");
+    }
 }
 
 #[test]

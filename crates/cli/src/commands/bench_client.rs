@@ -70,9 +70,9 @@ impl Peer {
         let mut last = Instant::now();
         let mut seen = Seen::default();
         let mut counted = None;
-        let answer = self.send("POST", "/v1/completions", &body.to_string())?;
-        for line in answer.body.lines() {
-            let line = line.map_err(|error| format!("the stream broke off: {error}"))?;
+        let mut answer = self.send("POST", "/v1/completions", &body.to_string())?;
+        loop {
+            let line = line(&mut answer.body).map_err(|error| format!("the stream broke off: {error}"))?;
             let Some(data) = line.strip_prefix("data:") else { continue };
             if data.trim() == "[DONE]" {
                 break;
