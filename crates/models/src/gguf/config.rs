@@ -78,8 +78,7 @@ pub(super) struct Shape {
 }
 
 /// Keys of an architecture that change nothing that is computed here.
-const HARMLESS: [&str; 4] =
-    ["vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "expert_weights_norm"];
+const HARMLESS: [&str; 3] = ["vocab_size", "tensor_data_layout", "rope.scaling.finetuned"];
 
 /// The file's `config.json`, and what its tensors must know. `rope_factors` is the tensor of that name.
 pub(super) fn config(
