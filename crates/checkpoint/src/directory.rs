@@ -139,9 +139,10 @@ fn hint(dir: &Path, file: &str) -> Option<String> {
     check_tag(&tag).ok().map(|()| tag)
 }
 
-/// The folder of a checkpoint of our format or of DeepSpeed's: of this tag, or the one that `latest` names, or our newest.
+/// The folder of a checkpoint of our format or of DeepSpeed's: of this tag, or the one that `latest` or, where there is none,
+/// `latest_universal` names, or our newest.
 pub fn resolve_any(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
-    let named = tag.map(str::to_owned).or_else(|| latest(dir));
+    let named = tag.map(str::to_owned).or_else(|| latest(dir)).or_else(|| hint(dir, LATEST_UNIVERSAL_FILE));
     let named = named.filter(|tag| check_tag(tag).is_ok()).map(|tag| dir.join(tag));
     match named.filter(|path| !path.join(MANIFEST_FILE).exists() && Foreign::is_one(path)) {
         Some(foreign) => Ok(foreign),

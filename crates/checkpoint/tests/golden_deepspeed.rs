@@ -10,7 +10,7 @@ use ferrospeed_checkpoint::deepspeed::{
     ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_universal, import_deepspeed,
     import_universal,
 };
-use ferrospeed_checkpoint::pt::{PtFile, Unknown};
+use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, StoredTensor, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{Checkpoint, Disk, Dtype, Kind, Retention, Target};
 use ferrospeed_testkit::golden::{golden, read_json};
 use safetensors::SafeTensors;
@@ -97,6 +97,67 @@ fn all(checkpoint: &Checkpoint) -> Tensors {
 fn imported(case: &Path, dir: &Path) -> Result<Checkpoint, String> {
     let path = import_deepspeed(&case.join("ckpt"), None, Unknown::Refuse, &target(dir));
     Checkpoint::open(&path.map_err(|error| error.to_string())?).map_err(|error| error.to_string())
+}
+
+/// Writes a file again with the entries of all its dictionaries in the opposite order.
+fn turn_dictionaries(path: &Path) {
+    fn turned(value: &Value, storages: &mut BTreeMap<usize, StoredTensor>) -> Value {
+        let mut pairs = |pairs: &[(Value, Value)]| {
+            pairs.iter().rev().map(|(key, value)| (key.clone(), turned(value, storages))).collect()
+        };
+        match value {
+            Value::Dict(entries) => Value::Dict(pairs(entries)),
+            Value::OrderedDict(entries) => Value::OrderedDict(pairs(entries)),
+            Value::List(items) => Value::List(items.iter().map(|item| turned(item, storages)).collect()),
+            Value::Tensor(tensor) => {
+                let mut whole = tensor.clone();
+                (whole.offset, whole.shape, whole.stride) = (0, vec![tensor.storage_numel], vec![1]);
+                storages.insert(tensor.storage.parse().unwrap(), whole);
+                value.clone()
+            }
+            other => other.clone(),
+        }
+    }
+    let original = PtFile::open(path).unwrap();
+    let mut storages = BTreeMap::new();
+    let value = turned(original.value(), &mut storages);
+    let storages: Vec<StoredTensor> = storages.into_values().collect();
+    let to_write: Vec<StorageToWrite> =
+        storages.iter().map(|one| StorageToWrite { dtype: one.dtype, numel: one.storage_numel }).collect();
+    let beside = path.with_extension("turned");
+    write_pt(&beside, &value, &to_write, &mut |storage, range, out| {
+        original.read(&storages[storage], range, out)
+    })
+    .unwrap();
+    std::fs::rename(beside, path).unwrap();
+}
+
+#[test]
+fn in_which_order_a_rank_has_written_its_states_does_not_matter() {
+    let mut compared = 0;
+    for case in cases("checkpoint/runs") {
+        let dir = tempfile::tempdir().unwrap();
+        let Ok(expected) = imported(&case, &dir.path().join("expected")) else { continue };
+        let (recorded, copy) = (case.join("ckpt"), dir.path().join("ckpt"));
+        let mut states = Vec::new();
+        for file in files_below(&recorded, "") {
+            let to = copy.join(file.strip_prefix(&recorded).unwrap());
+            std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+            std::fs::copy(&file, &to).unwrap();
+            if to.to_string_lossy().ends_with("optim_states.pt") {
+                states.push(to);
+            }
+        }
+        states.sort();
+        if states.len() < 2 {
+            continue;
+        }
+        turn_dictionaries(&states[states.len() - 1]);
+        let found = imported(dir.path(), &dir.path().join("found")).unwrap();
+        assert!(all(&found) == all(&expected), "{}", case.display());
+        compared += 1;
+    }
+    assert!(compared > 0, "no recorded checkpoint has states on two ranks");
 }
 
 /// Every tensor of a recorded file, in order: a file of a module keeps them under `module`.

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::export::ExportOptions;
 use super::foreign::Tensor;
 use super::fp32::{Placed, flat_groups};
-use super::import::{counter_of_steps, states_of};
+use super::import::{counter_of_steps, states_by_name, states_of};
 use super::source::{DeepSpeedFiles, Stretch};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
@@ -188,15 +188,8 @@ pub(super) fn states(files: &DeepSpeedFiles, weights: &[Tensor]) -> Result<Optio
                 }
             };
             keep(&Kind::Master, place(&masters)?);
-            for (index, name) in
-                states.first().map(|states| states.names.clone()).unwrap_or_default().iter().enumerate()
-            {
-                let parts: Option<Vec<Vec<Stretch>>> =
-                    states.iter().map(|states| states.parts.get(index).cloned()).collect();
-                let parts = parts.ok_or_else(|| {
-                    files.fail(files.model_files, format!("state '{name}' is not on every rank"))
-                })?;
-                keep(&Kind::State(name.clone()), place(&parts)?);
+            for (name, parts) in states_by_name(files, &states)? {
+                keep(&Kind::State(name.to_owned()), place(&parts)?);
             }
             members.extend(listed.into_iter().map(|(name, _)| name));
         }

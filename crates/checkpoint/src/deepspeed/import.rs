@@ -124,30 +124,45 @@ fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Tensor>, u64)> {
         let why = format!("its optimizer made {} steps, that of rank 0 {steps}", states[rank].steps);
         return Err(files.fail(files.model_files + rank, why));
     }
-    let names = states.first().map(|states| states.names.clone()).unwrap_or_default();
-    for (index, name) in names.iter().enumerate() {
-        let parts: Option<Vec<Vec<Stretch>>> =
-            states.iter().map(|states| states.parts.get(index).cloned()).collect();
-        let parts = parts
-            .ok_or_else(|| files.fail(files.model_files, format!("state '{name}' is not on every rank")))?;
+    for (name, parts) in states_by_name(files, &states)? {
         let placed = if stage == 3 {
             per_parameter(files, &groups, &parts, false)?
         } else {
             flat_groups(files, &groups, &parts, ranks as u64)?
         };
         for (place, placed) in placed.into_iter().enumerate() {
-            tensors.push(imported(Kind::State(name.clone()), place, placed, Dtype::F32)?);
+            tensors.push(imported(Kind::State(name.to_owned()), place, placed, Dtype::F32)?);
         }
     }
     add_rest(files, stage, &mut tensors)?;
     Ok((tensors, steps))
 }
 
-/// The states of one rank: for every name one stretch per group or sub-group.
+/// The states of one rank.
 pub(super) struct States {
-    pub(super) names: Vec<String>,
-    pub(super) parts: Vec<Vec<Stretch>>,
+    /// By name, one stretch per group or sub-group.
+    parts: BTreeMap<String, Vec<Stretch>>,
     steps: u64,
+}
+
+/// For every state its stretches by rank. In which order a rank has written its states says nothing: a DeepSpeed that has read a
+/// universal checkpoint writes them as its file system listed them.
+pub(super) fn states_by_name<'a>(
+    files: &DeepSpeedFiles,
+    states: &'a [States],
+) -> Result<Vec<(&'a str, Vec<Vec<Stretch>>)>> {
+    let mut names: Vec<&str> =
+        states.iter().flat_map(|states| states.parts.keys().map(String::as_str)).collect();
+    names.sort_unstable();
+    names.dedup();
+    let by_rank = |name: &'a str| {
+        let parts = states.iter().enumerate().map(|(rank, states)| match states.parts.get(name) {
+            Some(parts) => Ok(parts.clone()),
+            None => Err(files.fail(files.model_files + rank, format!("state '{name}' is not on every rank"))),
+        });
+        Ok((name, parts.collect::<Result<_>>()?))
+    };
+    names.into_iter().map(by_rank).collect()
 }
 
 /// How many updates the optimizer made, by the first rank.
@@ -175,7 +190,7 @@ pub(super) fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Resul
     let mut entries: Vec<(u64, &Value)> =
         state.iter().filter_map(|(id, value)| Some((id.as_u64()?, value))).collect();
     entries.sort_by_key(|(id, _)| *id);
-    let mut states = States { names: Vec::new(), parts: Vec::new(), steps: 0 };
+    let mut states = States { parts: BTreeMap::new(), steps: 0 };
     for (index, (_, entry)) in entries.iter().enumerate() {
         for (name, value) in entry.pairs().unwrap_or_default() {
             let Some(name) = name.as_str() else { continue };
@@ -188,13 +203,7 @@ pub(super) fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Resul
                 }
                 states.steps = steps;
             } else if let Some(tensor) = value.as_tensor() {
-                let known = states.names.iter().position(|known| known == name);
-                let at = known.unwrap_or_else(|| {
-                    states.names.push(name.to_owned());
-                    states.parts.push(Vec::new());
-                    states.names.len() - 1
-                });
-                states.parts[at].push(whole(file, tensor));
+                states.parts.entry(name.to_owned()).or_default().push(whole(file, tensor));
             }
         }
     }
