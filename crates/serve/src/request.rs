@@ -58,15 +58,19 @@ impl Finish {
 }
 
 /// Why there is no answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Trouble {
     /// It was not taken.
+    #[error("{0}")]
     Refused(Refusal),
     /// Its time was over.
+    #[error("the request's time is over")]
     TimedOut,
     /// The server is going away.
+    #[error("the server is shutting down")]
     ShuttingDown,
     /// A pass failed; why the log says.
+    #[error("the engine failed: {0}")]
     Failed(String),
 }
 

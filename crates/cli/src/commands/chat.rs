@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use ferrospeed_serve::engine::Engine;
-use ferrospeed_serve::request::{Event, Request, Trouble, Work};
+use ferrospeed_serve::request::{Event, Request, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::template::Message;
 
@@ -100,12 +100,7 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, 
             Event::Embedding { .. } => {}
             Event::Trouble(trouble) => {
                 write_out("\n");
-                return Err(match trouble {
-                    Trouble::Refused(refusal) => refusal.to_string(),
-                    Trouble::TimedOut => "the answer took too long".to_owned(),
-                    Trouble::ShuttingDown => "the engine is ending".to_owned(),
-                    Trouble::Failed(why) => why,
-                });
+                return Err(trouble.to_string());
             }
         }
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use ferrospeed_models::decoder::dtype_of_name;
+use ferrospeed_models::decoder::{Positions, dtype_of_name};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles};
 use ferrospeed_serve::model::codec_of;
@@ -13,7 +13,7 @@ use ferrospeed_tensor::store::PlainStore;
 
 use super::device::DeviceChoice;
 use crate::failure::Failure;
-use crate::terminal::{Paint, visible};
+use crate::terminal::{Paint, print_note, visible};
 
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
@@ -97,13 +97,10 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
             seed: args.seed,
         }
     };
+    let tokens = room_for(&model, prompt.len(), args.tokens)?;
     let end_tokens = files.end_tokens().map_err(usage)?.into_iter().chain(codec.end_token().map(i64::from));
-    let options = GenerateOptions {
-        max_new_tokens: args.tokens,
-        sampling,
-        end_tokens: end_tokens.collect(),
-        pad_token: 0,
-    };
+    let options =
+        GenerateOptions { max_new_tokens: tokens, sampling, end_tokens: end_tokens.collect(), pad_token: 0 };
     let written =
         generate(&model, &[prompt], None, &options, &device, &mut |_, _| {}).map_err(|e| failed(&e))?;
     let text = codec.decode(&written[0]).map_err(|e| failed(&e))?;
@@ -114,4 +111,24 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     // A reader that went away is no failure.
     let _ = writeln!(out, "{text}");
     Ok(ExitCode::SUCCESS)
+}
+
+/// How many tokens are written where `asked` were wanted behind a prompt; says so where the model was not made for so many.
+fn room_for(model: &Decoder, prompt: usize, asked: usize) -> Result<usize, Failure> {
+    let longest = model.config().max_tokens;
+    if prompt.saturating_add(asked) <= longest {
+        return Ok(asked);
+    }
+    let said = format!("the model was made for {longest} tokens, and the prompt has {prompt}");
+    match (model.config().positions, longest.saturating_sub(prompt)) {
+        (Positions::Learned { .. }, 0) => Err(Failure::Usage(format!("{said}; shorten it"))),
+        (Positions::Learned { .. }, room) => {
+            print_note(&format!("{said}: {room} are written, not {asked}"));
+            Ok(room)
+        }
+        (Positions::Rotary(_) | Positions::Alibi, _) => {
+            print_note(&format!("{said}: what is written beyond them may make no sense"));
+            Ok(asked)
+        }
+    }
 }

@@ -41,7 +41,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "COUNT", default_value_t = 1024)]
     max_connections: usize,
     /// Seconds for a request, from its arrival to its last token
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     request_time_s: u64,
     /// Seconds that running requests get when the server is told to stop
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
@@ -58,6 +58,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, Failure> {
             "{} is reached from other machines, and everyone may ask: consider --api-key",
             args.host
         ));
+    }
+    if let Some(note) = args.model.shortened(&engine) {
+        print_note(&note);
     }
     if engine.facts().template.is_plain() {
         print_note("the model brings no chat template; chats are put to it as lines of 'role: text'");

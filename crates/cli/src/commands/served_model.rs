@@ -29,8 +29,8 @@ pub(crate) struct ServedModel {
     #[arg(long, value_name = "HOW", value_parser = ["lookup"])]
     speculate: Option<String>,
     /// Tokens that are guessed for a pass, at most
-    #[arg(long, value_name = "TOKENS", default_value_t = 4, value_parser = at_least_one, requires = "speculate")]
-    speculate_tokens: usize,
+    #[arg(long, value_name = "TOKENS", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64), requires = "speculate")]
+    speculate_tokens: u8,
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
     device: DeviceChoice,
@@ -62,6 +62,14 @@ impl ServedModel {
         self.model.to_str().filter(|text| text.starts_with("http://") || text.starts_with("https://"))
     }
 
+    /// What to say where texts cannot be as long as was asked for.
+    pub(crate) fn shortened(&self, engine: &Engine) -> Option<String> {
+        let (asked, most) = (self.max_length?, engine.limits().sequence_tokens);
+        (asked > most).then(|| {
+            format!("texts have up to {most} tokens, not {asked}: model and cache allow no more (--cache-mib makes room in the cache)")
+        })
+    }
+
     /// Opens it; clients will call it `name`.
     pub(crate) fn start(&self, name: Option<&str>) -> Result<Engine, Failure> {
         let device = self.device.open()?;
@@ -81,7 +89,7 @@ impl ServedModel {
             sequence_tokens: self.max_length.unwrap_or(usize::MAX),
         };
         let speculation = match self.speculate {
-            Some(_) => Speculation::LookUp { tokens: self.speculate_tokens },
+            Some(_) => Speculation::LookUp { tokens: self.speculate_tokens.into() },
             None => Speculation::Off,
         };
         Engine::start_guessing(facts, runner, blocks, limits, speculation)

@@ -50,7 +50,7 @@ async fn embed(app: &App, mut fields: Fields) -> Result<Value, Fault> {
     let mut found: Vec<Option<Value>> = vec![None; count];
     while found.iter().any(Option::is_none) {
         match replies.recv().await {
-            Some(Event::Embedding { answer, values }) => found[answer] = Some(vector(&values, as_base64)),
+            Some(Event::Embedding { answer, values }) => found[answer] = Some(vector(&values, as_base64)?),
             Some(Event::Trouble(trouble)) => return Err(trouble.into()),
             Some(_) => {}
             None => return Err(Trouble::Failed("it has ended".into()).into()),
@@ -65,12 +65,15 @@ async fn embed(app: &App, mut fields: Fields) -> Result<Value, Fault> {
 }
 
 /// Scaled to length one; zeros stay zeros.
-fn vector(values: &[f32], as_base64: bool) -> Value {
+fn vector(values: &[f32], as_base64: bool) -> Result<Value, Fault> {
+    if values.iter().any(|value| !value.is_finite()) {
+        return Err(Trouble::Failed("the model's hidden state is no number".into()).into());
+    }
     let norm = values.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt();
     let scaled = values.iter().map(|&value| if norm > 0.0 { (f64::from(value) / norm) as f32 } else { 0.0 });
     if as_base64 {
         let bytes: Vec<u8> = scaled.flat_map(f32::to_le_bytes).collect();
-        return base64::engine::general_purpose::STANDARD.encode(bytes).into();
+        return Ok(base64::engine::general_purpose::STANDARD.encode(bytes).into());
     }
-    scaled.collect::<Vec<f32>>().into()
+    Ok(scaled.collect::<Vec<f32>>().into())
 }

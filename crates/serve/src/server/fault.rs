@@ -61,26 +61,20 @@ impl Fault {
 
 impl From<Trouble> for Fault {
     fn from(trouble: Trouble) -> Fault {
-        match trouble {
-            Trouble::Refused(refusal @ Refusal::QueueFull { .. }) => Fault {
-                code: Some("queue_full"),
-                ..Fault::new(StatusCode::TOO_MANY_REQUESTS, refusal.to_string())
-            },
-            Trouble::Refused(refusal @ Refusal::TooLong { .. }) => Fault {
-                code: Some("context_length_exceeded"),
-                ..Fault::new(StatusCode::BAD_REQUEST, refusal.to_string())
-            },
-            Trouble::Refused(refusal @ Refusal::Empty) => {
-                Fault::new(StatusCode::BAD_REQUEST, refusal.to_string())
+        let (status, code) = match &trouble {
+            Trouble::Refused(Refusal::QueueFull { .. }) => {
+                (StatusCode::TOO_MANY_REQUESTS, Some("queue_full"))
             }
-            Trouble::TimedOut => Fault::new(StatusCode::GATEWAY_TIMEOUT, "the request's time is over"),
-            Trouble::ShuttingDown => {
-                Fault::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down")
+            Trouble::Refused(Refusal::TooLong { .. }) => {
+                (StatusCode::BAD_REQUEST, Some("context_length_exceeded"))
             }
-            Trouble::Failed(why) => {
-                Fault::new(StatusCode::INTERNAL_SERVER_ERROR, format!("the engine failed: {why}"))
-            }
-        }
+            Trouble::Refused(Refusal::Empty) => (StatusCode::BAD_REQUEST, None),
+            Trouble::TimedOut => (StatusCode::GATEWAY_TIMEOUT, None),
+            Trouble::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, None),
+            Trouble::Failed(_) => (StatusCode::INTERNAL_SERVER_ERROR, None),
+        };
+        let fault = Fault::new(status, trouble.to_string());
+        Fault { code: code.or(fault.code), ..fault }
     }
 }
 

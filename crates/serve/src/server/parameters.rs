@@ -44,6 +44,13 @@ impl Parameters {
         let longest = facts.longest as i64;
         let newer = fields.whole("max_completion_tokens", 1..=longest)?;
         let older = fields.whole("max_tokens", 1..=longest)?;
+        if let (Some(newer), Some(older)) = (newer, older)
+            && newer != older
+        {
+            let why =
+                format!("is the old name of max_completion_tokens, and says {older} where that says {newer}");
+            return Err(Fault::field("max_tokens", why));
+        }
         let answers = fields.whole("n", 1..=MAX_ANSWERS)?.unwrap_or(1) as usize;
         let best_of = fields.whole("best_of", 1..=MAX_ANSWERS)?.map_or(answers, |best_of| best_of as usize);
         if best_of != answers {
