@@ -5,6 +5,7 @@
 
 mod block;
 mod config;
+mod page_steps;
 mod pages;
 mod places;
 mod sequence;
@@ -32,6 +33,7 @@ pub use block::RouterLogits;
 pub use config::{
     Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual, dtype_of_name, name_of_dtype,
 };
+pub use page_steps::{NextTokens, PageSteps};
 pub use places::alibi_slopes;
 pub(crate) use places::{Places, StepTables};
 pub use stages::Labelled;

@@ -27,6 +27,6 @@ pub mod weights;
 
 pub use bert::Bert;
 pub use config::{ModelConfig, WindowRule};
-pub use decoder::{Decoder, DecoderConfig, Labelled, Tokens};
+pub use decoder::{Decoder, DecoderConfig, Labelled, PageSteps, Tokens};
 pub use error::{ModelError, Result};
 pub use model_files::{ModelFiles, TextFiles};

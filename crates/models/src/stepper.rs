@@ -90,7 +90,7 @@ impl<'a> Stepper<'a> {
         device.backend().copy_from_host(bytemuck::cast_slice(&inputs), &self.inputs)?;
         // The first step compiles kernels and chooses algorithms, which is no part of a recording.
         if self.steps == 1 && self.can_record {
-            self.recording = self.record(&device, state)?;
+            self.recording = record(&device, || self.work(state))?;
         }
         self.steps += 1;
         match (&self.recording, &mut self.shortlist) {
@@ -110,21 +110,6 @@ impl<'a> Stepper<'a> {
         Ok(Step::All(&self.outcome))
     }
 
-    fn record(&self, device: &Device, state: &mut AttentionState) -> Result<Option<Recording>> {
-        let mut failure = None;
-        let recorded = device.record(&mut || {
-            self.work(state).map_err(|error| {
-                let what = error.to_string();
-                failure = Some(error);
-                TensorError::argument("decoding step", what)
-            })
-        });
-        match (recorded, failure) {
-            (Err(_), Some(error)) => Err(error),
-            (recorded, _) => Ok(recorded?),
-        }
-    }
-
     fn work(&self, state: &mut AttentionState) -> Result<()> {
         let hidden = run(self.model, &self.tables, &self.inputs, state)?;
         let outcome = Outcome::of(self.model.logits(&hidden)?)?;
@@ -134,6 +119,22 @@ impl<'a> Stepper<'a> {
             backend.copy(best, target)?;
         }
         Ok(())
+    }
+}
+
+/// Records the work of a model, where the device can.
+pub(crate) fn record(device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<Option<Recording>> {
+    let mut failure = None;
+    let recorded = device.record(&mut || {
+        work().map_err(|error| {
+            let what = error.to_string();
+            failure = Some(error);
+            TensorError::argument("decoding step", what)
+        })
+    });
+    match (recorded, failure) {
+        (Err(_), Some(error)) => Err(error),
+        (recorded, _) => Ok(recorded?),
     }
 }
 

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
-use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
+use ferrospeed_models::{Decoder, ModelConfig, PageSteps, WindowRule};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, PagedRows, PagedSequence, Tensor};
+use ferrospeed_tensor::{DType, Device, PagedRows, PagedSequence, Tensor, cuda};
 use ferrospeed_testkit::property::Random;
 use serde_json::{Value, json};
 
@@ -144,4 +144,81 @@ fn tokens_and_places_that_are_not_the_models_are_refused() {
     assert!(run(&[-1], 0).unwrap_err().contains("token -1"));
     assert!(run(&[1, 2], 63).unwrap_err().contains("longer than 64"));
     assert!(run(&[], 0).is_err());
+}
+
+/// Models whose heads GPUs have kernels for.
+fn wide_families() -> Vec<Value> {
+    let shared = |more: Value| {
+        let mut config = json!({
+            "vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "intermediate_size": 128, "max_position_embeddings": 1024, "initializer_range": 0.3,
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
+    vec![
+        shared(json!({"model_type": "llama", "num_key_value_heads": 1})),
+        shared(json!({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 40})),
+        json!({"model_type": "gpt2", "vocab_size": 96, "n_embd": 128, "n_layer": 2, "n_head": 2,
+               "n_positions": 1024, "initializer_range": 0.3}),
+        shared(json!({"model_type": "mixtral", "num_key_value_heads": 1, "num_local_experts": 4,
+                      "num_experts_per_tok": 2, "sliding_window": null})),
+        json!({"model_type": "bloom", "vocab_size": 96, "hidden_size": 128, "n_layer": 2, "n_head": 2,
+               "initializer_range": 0.3}),
+    ]
+}
+
+#[test]
+fn recorded_steps_say_what_plain_passes_say() {
+    if cuda::device_count() == 0 {
+        ferrospeed_testkit::skip::skip("no CUDA device");
+        return;
+    }
+    let device = Device::cuda(0).unwrap();
+    for config in wide_families() {
+        let name = &config["model_type"];
+        let (model, _store) = model(&config, DType::BF16, &device);
+        let mut states = [(); 2].map(|()| model.new_pages(3 * 40, BLOCK, &device).unwrap());
+        let mut steps = PageSteps::new(&model, BLOCK, &states[0]).unwrap().expect("a GPU gains by it");
+        let blocks = |index: usize| (0..40).map(|block| (block * 3 + index) as u32).collect::<Vec<_>>();
+        // Texts of which one, two or three go on, over the border at which keys are spread.
+        let mut texts = [vec![5i64; 250], vec![7; 3], vec![11; 500]];
+        for (index, text) in texts.iter().enumerate() {
+            let sequence = PagedSequence { first: 0, count: text.len(), blocks: blocks(index) };
+            let rows = Arc::new(PagedRows { sequences: vec![sequence] });
+            for state in &mut states {
+                model.run_pages(text, &rows, state).unwrap();
+            }
+        }
+        for step in 0..30 {
+            let who: Vec<usize> = (0..3).filter(|index| step % 4 == 3 || *index <= step % 4).collect();
+            let (mut rows, mut ids) = (PagedRows::default(), Vec::new());
+            for &index in &who {
+                let first = texts[index].len();
+                rows.sequences.push(PagedSequence { first, count: 1, blocks: blocks(index) });
+                ids.push((step as i64 * 13 + index as i64) % 96);
+            }
+            let rows = Arc::new(rows);
+            let hidden = model.run_pages(&ids, &rows, &mut states[0]).unwrap();
+            let plain = model.page_logits(&hidden).unwrap().to_vec_f32().unwrap();
+            let next = steps.run(&model, &ids, &rows, &mut states[1]).unwrap().expect("single rows");
+            let all: Vec<i64> = (0..who.len() as i64).collect();
+            let logits = next.logits(&all).unwrap().to_vec_f32().unwrap();
+            for (row, (logits, plain)) in logits.chunks(96).zip(plain.chunks(96)).enumerate() {
+                let size = plain.iter().fold(1.0f32, |size, value| size.max(value.abs()));
+                for (one, other) in logits.iter().zip(plain) {
+                    assert!((one - other).abs() <= 0.03 * size, "{name} step {step}: {one} for {other}");
+                }
+                let (token, largest) = next.likeliest[row];
+                assert_eq!(largest, logits.iter().copied().fold(f32::MIN, f32::max), "{name} step {step}");
+                assert_eq!(logits[token as usize], largest, "{name} step {step}");
+            }
+            for (&index, &id) in who.iter().zip(&ids) {
+                texts[index].push(id);
+            }
+        }
+        let two = PagedSequence { first: 0, count: 2, blocks: blocks(0) };
+        let rows = Arc::new(PagedRows { sequences: vec![two] });
+        assert!(steps.run(&model, &[1, 2], &rows, &mut states[1]).unwrap().is_none(), "a piece of a prompt");
+    }
 }

@@ -1,9 +1,7 @@
 //! Multi-head attention: projections, rotary, masks, grouped heads, and a key/value cache for decoding.
 
-use std::sync::Arc;
-
 use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads};
-use ferrospeed_tensor::{DType, Device, PagedRows, Result, Tensor, TensorError, profile};
+use ferrospeed_tensor::{DType, Device, Pages, Result, Tensor, TensorError, profile};
 
 use crate::Mode;
 use crate::linear::Linear;
@@ -62,7 +60,7 @@ pub struct Visibility {
     /// place by this alone can be recorded once for all tokens. The caller counts the cached tokens then.
     pub place: Option<Tensor>,
     /// Whose tokens the rows of a pass `[1, rows]` over many sequences are; the caches are those of [`KeyValueCache::paged`].
-    pub pages: Option<Arc<PagedRows>>,
+    pub pages: Option<Pages>,
     /// Which part of its sequences a pass has, where other ranks have the others; masks and positions of keys are those of
     /// whole sequences then.
     pub sequence: Option<SequencePart>,

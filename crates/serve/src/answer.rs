@@ -8,8 +8,9 @@ use ferrospeed_data::Codec;
 
 use crate::detokenize::{Detokenizer, StopStrings};
 use crate::metrics::Metrics;
+use crate::model::{Said, Wish};
 use crate::request::{Event, Events, Finish, Request, Work};
-use crate::sampling::{SamplingOptions, choose};
+use crate::sampling::{Choice, SamplingOptions, choose};
 
 /// An answer, or an embedding, that the engine works on.
 #[derive(Debug)]
@@ -63,8 +64,13 @@ impl Answer {
         }
     }
 
-    pub(crate) fn wants_hidden(&self) -> bool {
-        self.writing.is_none()
+    /// What it wants of a pass.
+    pub(crate) fn wish(&self) -> Wish {
+        match &self.writing {
+            None => Wish::Hidden,
+            Some(writing) if writing.sampling.takes_the_likeliest() => Wish::Likeliest,
+            Some(_) => Wish::Logits,
+        }
     }
 
     /// Whether its next tokens may be guessed.
@@ -93,7 +99,7 @@ impl Answer {
     /// Chooses the token behind `tokens`, of which there may be `most`.
     pub(crate) fn choose(
         &mut self,
-        logits: &[f32],
+        next: &Said,
         tokens: &[i64],
         most: usize,
         codec: &Codec,
@@ -101,8 +107,11 @@ impl Answer {
     ) -> Result<Progress, String> {
         let Some(writing) = &mut self.writing else { return Ok(Progress::Finished) };
         let (prompt, answer) = tokens.split_at(self.prompt_tokens);
-        let chosen =
-            choose(logits, &writing.sampling, prompt, answer).ok_or("the model's logits are no numbers")?;
+        let chosen = match next {
+            Said::Likeliest(token) => Choice { token: *token, logprobs: None },
+            Said::Logits(logits) => choose(logits, &writing.sampling, prompt, answer)
+                .ok_or("the model's logits are no numbers")?,
+        };
         let now = Instant::now();
         metrics.generated_tokens.fetch_add(1, Relaxed);
         match self.last_token.replace(now) {

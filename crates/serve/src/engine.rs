@@ -15,7 +15,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use crate::answer::{Answer, Progress};
 use crate::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
 use crate::metrics::Metrics;
-use crate::model::{ModelFacts, Runner};
+use crate::model::{ModelFacts, Runner, Said, Wish};
 use crate::request::{Event, Events, Request, Trouble, Work};
 use crate::speculate::Speculation;
 
@@ -277,8 +277,8 @@ impl Worker {
     fn pass(&mut self, plan: &[Share]) {
         let begun = Instant::now();
         let answers = &self.answers;
-        let wants_hidden = |share: &Share| answers.get(&share.id).is_some_and(Answer::wants_hidden);
-        let result = match self.runner.pass(&self.scheduler, plan, wants_hidden) {
+        let wish = |share: &Share| answers.get(&share.id).map_or(Wish::Likeliest, Answer::wish);
+        let result = match self.runner.pass(&self.scheduler, plan, wish) {
             Ok(result) => result,
             Err(error) => {
                 tracing::error!("a pass over {} sequences failed: {error}", plan.len());
@@ -287,28 +287,28 @@ impl Worker {
             }
         };
         self.metrics.passed(plan.iter().map(|share| share.count).sum(), begun.elapsed());
-        let (mut logits, mut hidden) = (result.logits.into_iter(), result.hidden.into_iter());
+        let (mut next, mut hidden) = (result.next.into_iter(), result.hidden.into_iter());
         for share in plan {
             self.scheduler.computed(share);
             if !share.chooses {
                 continue;
             }
             let Some(answer) = self.answers.get_mut(&share.id) else { continue };
-            if answer.wants_hidden() {
+            if answer.wish() == Wish::Hidden {
                 answer.embed(hidden.next().unwrap_or_default());
                 self.metrics.finished.fetch_add(1, Relaxed);
                 self.end(share.id);
                 continue;
             }
-            let rows: Vec<Vec<f32>> = logits.by_ref().take(1 + share.guessed).collect();
+            let rows: Vec<Said> = next.by_ref().take(1 + share.guessed).collect();
             self.metrics.guessed_tokens.fetch_add(share.guessed as u64, Relaxed);
             self.choose(share.id, &rows);
         }
     }
 
-    /// Chooses the next token of an answer, and those behind it for as long as they are what was guessed. `rows` has the logits
-    /// behind the last known token and behind every guess.
-    fn choose(&mut self, id: SequenceId, rows: &[Vec<f32>]) {
+    /// Chooses the next token of an answer, and those behind it for as long as they are what was guessed. `rows` has what
+    /// may follow the last known token and every guess.
+    fn choose(&mut self, id: SequenceId, rows: &[Said]) {
         for (place, row) in rows.iter().enumerate() {
             let (Some(answer), Some(sequence)) = (self.answers.get_mut(&id), self.scheduler.sequence(id))
             else {

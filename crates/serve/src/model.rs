@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::dtype_of_name;
 use ferrospeed_models::weights::WeightFiles;
-use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, TextFiles};
+use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, PageSteps, TextFiles};
 use ferrospeed_nn::AttentionState;
 use ferrospeed_tensor::store::{PackedStore, PlainStore};
 use ferrospeed_tensor::{DType, Device, PackedBits, PagedRows, PagedSequence, Param, Tensor, ops};
@@ -38,6 +38,8 @@ pub struct Runner {
     model: Decoder,
     state: AttentionState,
     device: Device,
+    /// For passes in which every text gets one token, where the device gains by it.
+    steps: Option<PageSteps>,
 }
 
 /// How to open a model.
@@ -103,7 +105,8 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
         codec,
     };
     let state = model.new_pages(blocks as usize, BLOCK_TOKENS, device)?;
-    Ok((Arc::new(facts), Runner { model, state, device: device.clone() }, blocks))
+    let steps = PageSteps::new(&model, BLOCK_TOKENS, &state)?;
+    Ok((Arc::new(facts), Runner { model, state, device: device.clone(), steps }, blocks))
 }
 
 /// Reads the weights; those that the files hold in few bits stay so, others are packed where it is asked for.
@@ -133,22 +136,42 @@ fn attach(
     Ok(())
 }
 
+/// What is wanted of a share whose next token can be chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wish {
+    /// The logits behind its last token and behind each guess.
+    Logits,
+    /// As much of them as says which token is the likeliest.
+    Likeliest,
+    /// The last hidden state.
+    Hidden,
+}
+
+/// What a pass says of the tokens that may follow one.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Said {
+    /// The logits of all tokens.
+    Logits(Vec<f32>),
+    /// The likeliest token.
+    Likeliest(i64),
+}
+
 /// What a pass says of the sequences whose next token can be chosen, in the order of their shares.
 #[derive(Debug, Default)]
 pub struct PassResult {
-    /// For every share that asked for logits a row of the vocabulary, and one more behind each of its guesses.
-    pub logits: Vec<Vec<f32>>,
+    /// For every share that asked for tokens what may follow, and once more behind each of its guesses.
+    pub next: Vec<Said>,
     /// The last hidden state for every share that asked for that.
     pub hidden: Vec<Vec<f32>>,
 }
 
 impl Runner {
-    /// Computes a plan. `wants_hidden` says of a share that chooses whether it wants the hidden state instead of logits.
+    /// Computes a plan. `wish` says of a share that chooses what it wants.
     pub fn pass(
         &mut self,
         scheduler: &Scheduler,
         shares: &[Share],
-        wants_hidden: impl Fn(&Share) -> bool,
+        wish: impl Fn(&Share) -> Wish,
     ) -> Result<PassResult> {
         let (mut rows, mut ids) = (PagedRows::default(), Vec::new());
         let (mut of_logits, mut of_hidden) = (Vec::new(), Vec::new());
@@ -160,21 +183,54 @@ impl Runner {
             rows.sequences.push(PagedSequence { first: share.first, count: share.count, blocks });
             if share.chooses {
                 let last = ids.len() as i64 - 1;
-                match wants_hidden(share) {
-                    true => of_hidden.push(last - share.guessed as i64),
-                    false => of_logits.extend(last - share.guessed as i64..=last),
+                match wish(share) {
+                    Wish::Hidden => of_hidden.push(last - share.guessed as i64),
+                    Wish::Logits | Wish::Likeliest => of_logits.extend(last - share.guessed as i64..=last),
                 }
             }
         }
-        let hidden = self.model.run_pages(&ids, &Arc::new(rows), &mut self.state)?;
+        let rows = Arc::new(rows);
+        if of_logits.len() == ids.len()
+            && let Some(next) = self.step(&ids, &rows, shares, wish)?
+        {
+            return Ok(PassResult { next, hidden: Vec::new() });
+        }
+        let hidden = match &self.steps {
+            Some(steps) => steps.hidden(&self.model, &ids, &rows, &mut self.state)?,
+            None => self.model.run_pages(&ids, &rows, &mut self.state)?,
+        };
         let mut result = PassResult::default();
         if !of_logits.is_empty() {
-            result.logits = lines(&self.model.page_logits(&self.rows(&hidden, &of_logits)?)?)?;
+            let logits = lines(&self.model.page_logits(&self.rows(&hidden, &of_logits)?)?)?;
+            result.next = logits.into_iter().map(Said::Logits).collect();
         }
         if !of_hidden.is_empty() {
             result.hidden = lines(&self.rows(&hidden, &of_hidden)?)?;
         }
         Ok(result)
+    }
+
+    /// A pass in which every text gets one token, where the device has a short way for that.
+    fn step(
+        &mut self,
+        ids: &[i64],
+        rows: &Arc<PagedRows>,
+        shares: &[Share],
+        wish: impl Fn(&Share) -> Wish,
+    ) -> Result<Option<Vec<Said>>> {
+        let Some(steps) = &mut self.steps else { return Ok(None) };
+        let Some(next) = steps.run(&self.model, ids, rows, &mut self.state)? else { return Ok(None) };
+        // A logit that is no number says that there is none: all of them are looked at then.
+        let needs_all =
+            |row: &usize| wish(&shares[*row]) == Wish::Logits || !next.likeliest[*row].1.is_finite();
+        let whole: Vec<i64> = (0..ids.len()).filter(needs_all).map(|row| row as i64).collect();
+        let mut said: Vec<Said> = next.likeliest.iter().map(|(token, _)| Said::Likeliest(*token)).collect();
+        if !whole.is_empty() {
+            for (row, logits) in whole.iter().zip(lines(&next.logits(&whole)?)?) {
+                said[*row as usize] = Said::Logits(logits);
+            }
+        }
+        Ok(Some(said))
     }
 
     fn rows(&self, hidden: &Tensor, rows: &[i64]) -> Result<Tensor> {

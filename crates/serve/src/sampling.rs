@@ -59,6 +59,18 @@ impl Default for SamplingOptions {
     }
 }
 
+impl SamplingOptions {
+    /// Whether all that is asked for is the token that the model holds for the likeliest.
+    pub fn takes_the_likeliest(&self) -> bool {
+        self.temperature == 0.0
+            && self.presence_penalty == 0.0
+            && self.frequency_penalty == 0.0
+            && self.repetition_penalty == 1.0
+            && self.bias.is_empty()
+            && self.logprobs.is_none()
+    }
+}
+
 /// A token and how likely the model holds it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Likelihood {

@@ -4,6 +4,7 @@ mod support;
 
 use std::time::Instant;
 
+use ferrospeed_models::directory::{WriteOptions, create};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
@@ -14,7 +15,7 @@ use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::speculate::Speculation;
 use ferrospeed_tensor::store::PlainStore;
 use ferrospeed_tensor::{DType, Device};
-use support::{LIMITS, PATIENCE, engine, families, model, opened};
+use support::{LIMITS, PATIENCE, device, engine, families, model, opened, opened_on};
 
 const NEW_TOKENS: usize = 24;
 
@@ -202,5 +203,36 @@ fn weights_of_few_bits_are_served_and_their_answers_do_not_depend_on_company() {
         let alone = serve_all(&start(Limits { running: 1, pass_tokens: 512, ..LIMITS }, folder));
         let together = serve_all(&start(Limits { pass_tokens: 9, ..LIMITS }, folder));
         assert_eq!(alone, together, "{bits:?}");
+    }
+}
+
+/// Heads of 64 channels in 16 bits: what GPUs have their own kernels for.
+fn wide_model() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let config = serde_json::json!({
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
+        "max_position_embeddings": 1024, "initializer_range": 0.3,
+    });
+    let options = WriteOptions { dtype: Some(DType::BF16), ..Default::default() };
+    create(&folder.path().join("tiny"), &config, 3, &options).unwrap();
+    folder
+}
+
+#[test]
+fn an_answer_has_the_same_tokens_whether_all_logits_are_asked_for_or_the_likeliest_token() {
+    let folder = wide_model();
+    let (facts, runner, blocks) = opened_on(&folder, 512, &device());
+    let engine = Engine::start(facts, runner, blocks, LIMITS).unwrap();
+    let text = |sampling: SamplingOptions, prompt: &[i64]| -> String {
+        let events = engine.ask(request(prompt, vec![sampling], 300));
+        let texts = events.map(|event| match event {
+            Event::Token { text, .. } | Event::Finished { text, .. } => text,
+            other => panic!("{other:?}"),
+        });
+        texts.collect()
+    };
+    for prompt in prompts() {
+        assert_eq!(text(SamplingOptions::default(), &prompt), text(greedy(), &prompt), "{prompt:?}");
     }
 }

@@ -17,6 +17,7 @@ use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
 use crate::packed::PackedWeight;
+use crate::pages::PagedSpec;
 use crate::random::{RandomKey, drop_threshold};
 use crate::tensor::Tensor;
 
@@ -223,53 +224,6 @@ impl AttentionSpec<'_> {
         let whole = [self.heads, self.queries, self.keys];
         self.weights.unwrap_or(WeightGrid { whole, first: [0; 3] })
     }
-}
-
-/// Tokens of one sequence that a pass computes, and where its keys and values lie.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PagedSequence {
-    /// The place of the first new token.
-    pub first: usize,
-    /// How many new tokens there are.
-    pub count: usize,
-    /// The blocks of the cache that hold its tokens, new ones included, in order.
-    pub blocks: Vec<u32>,
-}
-
-/// The rows of a pass over many sequences: the new tokens of the first, then those of the second, and so on.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct PagedRows {
-    /// Whose tokens they are.
-    pub sequences: Vec<PagedSequence>,
-}
-
-impl PagedRows {
-    /// The place of every row in its sequence.
-    pub fn places(&self) -> Vec<usize> {
-        self.sequences.iter().flat_map(|one| one.first..one.first + one.count).collect()
-    }
-}
-
-/// One attention call over a cache in blocks: every row sees its sequence up to itself. Shapes: q `[rows, heads, dim]`,
-/// caches `[blocks, block_tokens, kv_heads, dim]`.
-#[derive(Debug, Clone, Copy)]
-pub struct PagedSpec<'a> {
-    /// Query heads.
-    pub heads: usize,
-    /// Key and value heads; divides `heads`.
-    pub kv_heads: usize,
-    /// Channels per head.
-    pub dim: usize,
-    /// Tokens of a block.
-    pub block_tokens: usize,
-    /// Multiplies the scores.
-    pub scale: f32,
-    /// With a window `w`, a row at place `p` sees keys `> p - w`.
-    pub window: Option<usize>,
-    /// ALiBi: `[heads]` slopes; `slope · key place` is added to the scores.
-    pub alibi_slopes: Option<&'a Tensor>,
-    /// The rows.
-    pub rows: &'a PagedRows,
 }
 
 /// Which normalisation.
@@ -581,15 +535,23 @@ pub trait Backend: Send + Sync {
         place: &Tensor,
         out: &Heads<'_>,
     ) -> Result<()>;
-    /// Attention over a cache in blocks. `false`: the device has no kernel for it, and nothing was done.
+    /// Several products; a device may compute those with the same few rows on the left at once.
+    fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
+        products.iter().try_for_each(|product| self.gemm(product))
+    }
+    /// Whether [`Backend::attention_paged`] knows heads of this type and width.
+    fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
+        false
+    }
+    /// Appends keys and values of the rows to a cache in blocks, and attends over it. `new` are queries, keys and values.
     fn attention_paged(
         &self,
         _spec: &PagedSpec<'_>,
-        _q: &Tensor,
+        _new: [&Tensor; 3],
         _caches: [&Tensor; 2],
         _out: &Tensor,
-    ) -> Result<bool> {
-        Ok(false)
+    ) -> Result<()> {
+        Err(TensorError::argument("attention_paged", "this device has no kernel for it"))
     }
     /// Rotates the first `2·cos.last()` channels of each head in place, by tables `[batch or 1, tokens, pairs]` in f32.
     /// `inverse` rotates back, which is the gradient.

@@ -1,9 +1,11 @@
 //! Rows that share a product, or a pass over a paged cache, with others have the bits that they have alone.
 
+use std::sync::Arc;
+
 use ferrospeed_tensor::backend::{Gemm, Matrix};
 use ferrospeed_tensor::ops::{self, AttentionOptions};
 use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Activation, DType, Device, PagedRows, PagedSequence, Tensor, rows_alone};
+use ferrospeed_tensor::{Activation, DType, Device, PagedRows, PagedSequence, Pages, Tensor, rows_alone};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::property::Random;
 
@@ -120,8 +122,9 @@ impl Bench {
                 continue;
             }
             let [q, k, v] = parts.map(|part| ops::concat(&part, 1).unwrap());
+            let pages = Pages::new(Arc::new(rows), q.sizes()[2] / KV_HEADS, &self.device).unwrap();
             let out =
-                ops::attention_paged([&q, &k, &v], [&caches[0], &caches[1]], &rows, &self.options).unwrap();
+                ops::attention_paged([&q, &k, &v], [&caches[0], &caches[1]], &pages, &self.options).unwrap();
             let out = out.to_vec_f32().unwrap();
             let width = out.len() / q.sizes()[1];
             let mut rest = &out[..];
@@ -182,7 +185,8 @@ fn pages_that_do_not_fit_are_refused() {
     let refused = |first, count, blocks: &[u32], heads, options: &AttentionOptions| {
         let rows = PagedRows { sequences: vec![PagedSequence { first, count, blocks: blocks.to_vec() }] };
         let (q, kv) = (new(heads), new(KV_HEADS));
-        ops::attention_paged([&q, &kv, &kv], [&cache, &cache], &rows, options).is_err()
+        let pages = Pages::new(Arc::new(rows), 1, &device).unwrap();
+        ops::attention_paged([&q, &kv, &kv], [&cache, &cache], &pages, options).is_err()
     };
     assert!(!refused(0, 3, &[3], 4, &options));
     assert!(refused(0, 2, &[3], 4, &options), "another number of rows");

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Rotary, RotaryScaling, Visibility};
 use ferrospeed_tensor::ops::WeightLayout;
 use ferrospeed_tensor::packed::BLOCK;
-use ferrospeed_tensor::{Device, PackedBits, Packing, PagedRows, Param, Tensor, autograd, rows_alone};
+use ferrospeed_tensor::{Device, PackedBits, Packing, PagedRows, Pages, Param, Tensor, autograd, rows_alone};
 
 use super::config::Positions;
 use super::{Decoder, Places};
@@ -64,21 +64,11 @@ impl Decoder {
         state: &mut AttentionState,
     ) -> Result<Tensor> {
         let places = rows.places();
-        if places.len() != ids.len() || ids.is_empty() {
-            let why = format!("{} tokens are not those of {} rows", ids.len(), places.len());
-            return Err(ModelError::config("input", why));
-        }
-        if let Some(id) = ids.iter().find(|&&id| !(0..self.config.vocab as i64).contains(&id)) {
-            let why = format!("token {id} is none of the model's {}", self.config.vocab);
-            return Err(ModelError::config("input", why));
-        }
         let longest = places.iter().max().map_or(0, |place| place + 1);
-        if longest > self.longest_paged() {
-            let why = format!("a text of {longest} tokens is longer than {}", self.longest_paged());
-            return Err(ModelError::config("max positions", why));
-        }
+        self.check_rows(ids, &places, longest)?;
         let device = self.device_of(state)?;
-        let mut visibility = Visibility { pages: Some(Arc::clone(rows)), ..Default::default() };
+        let pages = Pages::new(Arc::clone(rows), self.config.heads / self.config.kv_heads, &device)?;
+        let mut visibility = Visibility { pages: Some(pages), ..Default::default() };
         let mut table_rows = None;
         match self.config.positions {
             Positions::Learned { offset, .. } => {
@@ -103,7 +93,24 @@ impl Decoder {
         autograd::no_grad(|| rows_alone(|| self.logits(hidden)))
     }
 
-    fn device_of(&self, state: &AttentionState) -> Result<Device> {
+    /// Refuses passes without rows, tokens that the model does not know, and texts that are too long.
+    pub(super) fn check_rows(&self, ids: &[i64], places: &[usize], longest: usize) -> Result<()> {
+        if places.len() != ids.len() || ids.is_empty() {
+            let why = format!("{} tokens are not those of {} rows", ids.len(), places.len());
+            return Err(ModelError::config("input", why));
+        }
+        if let Some(id) = ids.iter().find(|&&id| !(0..self.config.vocab as i64).contains(&id)) {
+            let why = format!("token {id} is none of the model's {}", self.config.vocab);
+            return Err(ModelError::config("input", why));
+        }
+        if longest > self.longest_paged() {
+            let why = format!("a text of {longest} tokens is longer than {}", self.longest_paged());
+            return Err(ModelError::config("max positions", why));
+        }
+        Ok(())
+    }
+
+    pub(super) fn device_of(&self, state: &AttentionState) -> Result<Device> {
         match state.layers.as_slice() {
             layers if layers.len() == self.config.layers => Ok(layers[0].device().clone()),
             layers => {

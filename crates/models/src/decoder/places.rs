@@ -1,7 +1,7 @@
 //! Where tokens stand: positions, masks, rotary tables and ALiBi slopes of a pass.
 
 use ferrospeed_nn::{Rotary, RotaryScaling, RotaryTable, Visibility};
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::{Device, Pages, Tensor};
 
 use super::config::Positions;
 use super::{Decoder, Tokens};
@@ -143,6 +143,14 @@ impl StepTables {
             ..Default::default()
         };
         Ok(Places { rows: Some(row.clone()), visibility })
+    }
+
+    /// The places of the rows of a pass over `pages`; `rows` are [`StepTables::row_offset`] further.
+    pub(super) fn of_pages(&self, places: &Tensor, rows: &Tensor, pages: Pages) -> Result<Places> {
+        let rotary = self.rotary.as_ref().map(|table| table.at(places)).transpose()?;
+        let alibi_slopes = self.alibi_slopes.clone();
+        let visibility = Visibility { rotary, alibi_slopes, pages: Some(pages), ..Default::default() };
+        Ok(Places { rows: Some(rows.clone()), visibility })
     }
 }
 

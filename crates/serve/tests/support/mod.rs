@@ -50,14 +50,26 @@ pub(crate) fn model(config: &Value) -> TempDir {
 pub(crate) const LIMITS: Limits =
     Limits { pass_tokens: 64, running: 16, waiting: 64, sequence_tokens: usize::MAX };
 
+/// The CPU, or the first GPU with `FERROSPEED_TEST_DEVICE=cuda` in the environment.
+pub(crate) fn device() -> Device {
+    match std::env::var("FERROSPEED_TEST_DEVICE").as_deref() {
+        Ok("cuda") => Device::cuda(0).unwrap_or_else(|error| panic!("{error}")),
+        _ => Device::cpu(),
+    }
+}
+
 pub(crate) fn opened(folder: &TempDir, blocks: u64) -> (Arc<ModelFacts>, Runner, u32) {
+    opened_on(folder, blocks, &Device::cpu())
+}
+
+pub(crate) fn opened_on(folder: &TempDir, blocks: u64, device: &Device) -> (Arc<ModelFacts>, Runner, u32) {
     let options = OpenOptions { dtype: None, packed: None, cache_bytes: u64::MAX, running: 1, name: None };
     let path = folder.path().join("tiny");
     // A cache of so many blocks: what one takes is told when it does not fit.
-    let probe = open(&path, &OpenOptions { cache_bytes: 1, ..options.clone() }, &Device::cpu());
+    let probe = open(&path, &OpenOptions { cache_bytes: 1, ..options.clone() }, device);
     let Err(ferrospeed_serve::ServeError::CacheTooSmall { block_bytes, .. }) = probe else { unreachable!() };
     let options = OpenOptions { cache_bytes: block_bytes * blocks, running: 1000, ..options };
-    open(&path, &options, &Device::cpu()).unwrap()
+    open(&path, &options, device).unwrap()
 }
 
 pub(crate) fn engine(folder: &TempDir, blocks: u64, limits: Limits) -> Engine {

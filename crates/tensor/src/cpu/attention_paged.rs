@@ -4,13 +4,13 @@
 //! running maximum and sum per row, as in `attention.rs`. What a row's result is made of, and in which order, its own place
 //! alone decides: not the rows beside it, nor how a prompt was cut into passes.
 
-use crate::backend::{PagedSequence, PagedSpec};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{dot, map_and_sum, max, vectorized};
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::Result;
+use crate::pages::{PagedSequence, PagedSpec};
 use crate::tensor::Tensor;
 
 /// Rows of a task, at most.

@@ -36,9 +36,10 @@ pub mod simd;
 mod widened;
 
 use crate::backend::*;
-use crate::dtype::Element;
+use crate::dtype::{DType, Element};
 use crate::error::{Result, TensorError};
 use crate::memory::{Block, Category, HostPool, MemoryUsage};
+use crate::pages::PagedSpec;
 use crate::random::RandomKey;
 use crate::tensor::Tensor;
 use parallel::Threads;
@@ -364,14 +365,18 @@ impl Backend for CpuBackend {
     ) -> Result<bool> {
         packed::product(&self.threads, x, weight, bias, activation, y).map(|()| true)
     }
+    fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
+        true
+    }
     fn attention_paged(
         &self,
         spec: &PagedSpec<'_>,
-        q: &Tensor,
+        [q, k, v]: [&Tensor; 3],
         caches: [&Tensor; 2],
         out: &Tensor,
-    ) -> Result<bool> {
-        attention_paged::forward(&self.threads, spec, q, caches, out).map(|()| true)
+    ) -> Result<()> {
+        spec.rows.append([k, v], caches)?;
+        attention_paged::forward(&self.threads, spec, q, caches, out)
     }
     fn rotary(
         &self,

@@ -23,6 +23,7 @@ const COMMON: &str = include_str!("kernels/common.cuh");
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
     Attention,
+    AttentionPages,
     AttentionTiles,
     Cast,
     Elementwise,
@@ -42,6 +43,7 @@ impl Source {
     const fn text(self) -> (&'static str, &'static str) {
         match self {
             Source::Attention => ("attention.cu", include_str!("kernels/attention.cu")),
+            Source::AttentionPages => ("attention_pages.cu", include_str!("kernels/attention_pages.cu")),
             Source::AttentionTiles => ("attention_tiles.cu", include_str!("kernels/attention_tiles.cu")),
             Source::Cast => ("cast.cu", include_str!("kernels/cast.cu")),
             Source::Elementwise => ("elementwise.cu", include_str!("kernels/elementwise.cu")),

@@ -116,9 +116,23 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
 /// The most rows on the left that our own kernels take: with more, products are no longer bound by reading the weight.
 const FEW_ROWS: usize = 4;
 
-/// Decoding: few rows times a weight. `false` when the product is of another kind.
-fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
-    const ROWS: [&str; FEW_ROWS] = ["ROWS=1", "ROWS=2", "ROWS=3", "ROWS=4"];
+/// Weights that one launch multiplies the same rows with. Matches `Sides` in the kernels.
+const MOST_SIDES: usize = 3;
+const ROWS: [&str; FEW_ROWS] = ["ROWS=1", "ROWS=2", "ROWS=3", "ROWS=4"];
+
+/// Matches `Sides` in the kernels.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Sides {
+    weights: [u64; MOST_SIDES],
+    biases: [u64; MOST_SIDES],
+    results: [u64; MOST_SIDES],
+    /// The columns of the first, of the first two, of all.
+    ends: [u64; MOST_SIDES],
+}
+
+/// Whether a product is one of few rows times a weight, as in decoding.
+fn has_few_rows(gemm: &Gemm<'_>) -> bool {
     let (m, n, k) = (gemm.m, gemm.n, gemm.k);
     let dtype = gemm.a.tensor.dtype();
     let plain = gemm.batch == 1
@@ -132,29 +146,82 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     let addresses = [address(&gemm.a), address(&gemm.b), address(&gemm.c)];
     let aligned =
         k.is_multiple_of(8) && n.is_multiple_of(8) && addresses.iter().all(|a| a.is_multiple_of(16));
-    if m > FEW_ROWS || k == 0 || !plain || !packed || !aligned {
+    m <= FEW_ROWS && k > 0 && plain && packed && aligned
+}
+
+pub(crate) fn gemms(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> {
+    let Some(first) = products.first() else { return Ok(()) };
+    let together = (2..=MOST_SIDES).contains(&products.len())
+        && products.iter().all(|one| {
+            has_few_rows(one)
+                && one.b.transposed
+                && (one.m, one.k) == (first.m, first.k)
+                && address(&one.a) == address(&first.a)
+                && one.activation.is_none()
+                && one.before_activation.is_none()
+        });
+    match together {
+        true => few_rows_out_in(backend, products),
+        false => products.iter().try_for_each(|product| gemm(backend, product)),
+    }
+}
+
+/// Products of the same rows with weights `[outputs, inputs]`. With one product, its activation.
+fn few_rows_out_in(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> {
+    let first = &products[0];
+    let none = [0; MOST_SIDES];
+    let mut sides = Sides { weights: none, biases: none, results: none, ends: none };
+    let mut end = 0;
+    for side in 0..MOST_SIDES {
+        if let Some(one) = products.get(side) {
+            sides.weights[side] = address(&one.b);
+            sides.biases[side] = at_option(one.bias);
+            sides.results[side] = address(&one.c);
+            end += one.n as u64;
+        }
+        sides.ends[side] = end;
+    }
+    let defines = [real(OP, first.a.tensor.dtype())?, ROWS[first.m - 1], "ACROSS=1"];
+    launch!(
+        overlapping backend,
+        Kernel { source: Source::Product, defines, name: "few_rows_out_in" },
+        [end.div_ceil(8) as u32, 1, 1],
+        [256, 1, 1],
+        0,
+        sides,
+        first.k as u64,
+        address(&first.a),
+        at_option(first.before_activation),
+        first.activation.map_or(-1, activation_number)
+    )
+}
+
+/// Decoding: few rows times a weight. `false` when the product is of another kind.
+fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
+    if !has_few_rows(gemm) {
         return Ok(false);
     }
+    if gemm.b.transposed {
+        return few_rows_out_in(backend, std::slice::from_ref(gemm)).map(|()| true);
+    }
+    let (m, n, k) = (gemm.m, gemm.n, gemm.k);
+    let dtype = gemm.a.tensor.dtype();
     // Narrow results are cut finer, so that enough of the device takes part.
     let (across, define) = match n {
         0..=1024 => (1, "ACROSS=1"),
         1025..=4096 => (2, "ACROSS=2"),
         _ => (4, "ACROSS=4"),
     };
-    let (name, grid, threads) = match gemm.b.transposed {
-        true => ("few_rows_out_in", n.div_ceil(8), 256),
-        false => ("few_rows_in_out", n.div_ceil(8 * across), 512),
-    };
-    let defines = [real("matrix product", dtype)?, ROWS[m - 1], define];
-    let kernel = Kernel { source: Source::Product, defines, name };
+    let defines = [real(OP, dtype)?, ROWS[m - 1], define];
+    let kernel = Kernel { source: Source::Product, defines, name: "few_rows_in_out" };
     let activation = gemm.activation.map_or(-1, activation_number);
-    let [a, b, c] = addresses;
+    let [a, b, c] = [address(&gemm.a), address(&gemm.b), address(&gemm.c)];
     let (bias, before) = (at_option(gemm.bias), at_option(gemm.before_activation));
     launch!(
         overlapping backend,
         kernel,
-        [grid as u32, 1, 1],
-        [threads, 1, 1],
+        [n.div_ceil(8 * across) as u32, 1, 1],
+        [512, 1, 1],
         0,
         n as u64,
         k as u64,

@@ -5,6 +5,7 @@
 //! report, is remembered on the device and returned by the next copy to the host.
 
 mod attention;
+mod attention_pages;
 mod compile;
 mod cudnn;
 mod cudnn_attention;
@@ -29,6 +30,7 @@ use crate::backend::*;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
+use crate::pages::PagedSpec;
 use crate::random::RandomKey;
 use crate::tensor::Tensor;
 use compile::{Kernel, Kernels, Source};
@@ -349,6 +351,9 @@ impl Backend for CudaBackend {
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
         gemm::gemm(self, gemm)
     }
+    fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
+        gemm::gemms(self, products)
+    }
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
         reduce::sum_rows(self, x, target)
     }
@@ -470,6 +475,18 @@ impl Backend for CudaBackend {
         out: &Heads<'_>,
     ) -> Result<()> {
         attention::step(self, spec, new, caches, place, out)
+    }
+    fn reads_pages(&self, dtype: DType, dim: usize) -> bool {
+        attention_pages::knows(dtype, dim)
+    }
+    fn attention_paged(
+        &self,
+        spec: &PagedSpec<'_>,
+        new: [&Tensor; 3],
+        caches: [&Tensor; 2],
+        out: &Tensor,
+    ) -> Result<()> {
+        attention_pages::forward(self, spec, new, caches, out)
     }
     fn rotary(
         &self,

@@ -2,10 +2,10 @@
 //!
 //! A device without a kernel for it brings the blocks of one sequence after the other together and attends over those.
 
-use crate::backend::{PagedRows, PagedSpec};
 use crate::error::{Result, TensorError};
 use crate::ops::attention::{AttentionOptions, attention_cached};
 use crate::ops::{concat, index_select, reshape};
+use crate::pages::{PagedRows, PagedSpec, Pages};
 use crate::tensor::Tensor;
 
 const OP: &str = "attention_paged";
@@ -17,24 +17,27 @@ const OP: &str = "attention_paged";
 pub fn attention_paged(
     [q, k, v]: [&Tensor; 3],
     caches: [&Tensor; 2],
-    rows: &PagedRows,
+    pages: &Pages,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    let spec = check([q, k, v], caches, rows, options)?;
-    append([k, v], caches, rows)?;
-    let out = Tensor::empty(*q.shape(), q.dtype(), q.device())?;
-    if q.device().backend().attention_paged(&spec, q, caches, &out)? {
-        return Ok(out);
+    let spec = check([q, k, v], caches, pages, options)?;
+    let backend = q.device().backend();
+    if !backend.reads_pages(q.dtype(), spec.dim) {
+        pages.rows.append([k, v], caches)?;
+        return gathered(q, caches, &pages.rows, options);
     }
-    gathered(q, caches, rows, options)
+    let out = Tensor::empty(*q.shape(), q.dtype(), q.device())?;
+    backend.attention_paged(&spec, [q, k, v], caches, &out)?;
+    Ok(out)
 }
 
 fn check<'a>(
     [q, k, v]: [&Tensor; 3],
     [keys, values]: [&Tensor; 2],
-    rows: &'a PagedRows,
+    pages: &'a Pages,
     options: &'a AttentionOptions,
 ) -> Result<PagedSpec<'a>> {
+    let rows = &*pages.rows;
     let fail = |what: String| Err(TensorError::argument(OP, what));
     let (&[one, count, heads, dim], &[_, tokens, kv_heads, _]) = (q.sizes(), keys.sizes()) else {
         return Err(TensorError::ShapeMismatch { op: OP, left: *q.shape(), right: *keys.shape() });
@@ -60,7 +63,9 @@ fn check<'a>(
     {
         return fail(format!("alibi_slopes has shape {}, expected [{heads}]", slopes.shape()));
     }
-    if rows.sequences.iter().map(|one| one.count).sum::<usize>() != count {
+    let known =
+        pages.map.as_ref().map_or_else(|| rows.sequences.iter().map(|one| one.count).sum(), |map| map.rows());
+    if known != count {
         return fail(format!("{count} rows are not those of the sequences"));
     }
     for one in &rows.sequences {
@@ -80,26 +85,8 @@ fn check<'a>(
         window: options.window,
         alibi_slopes: options.alibi_slopes.as_ref(),
         rows,
+        map: pages.map.as_deref(),
     })
-}
-
-fn append(new: [&Tensor; 2], caches: [&Tensor; 2], rows: &PagedRows) -> Result<()> {
-    let tokens = caches[0].sizes()[1];
-    let width = caches[0].sizes()[2] * caches[0].sizes()[3];
-    let mut row = 0;
-    for one in &rows.sequences {
-        let (mut place, end) = (one.first, one.first + one.count);
-        while place < end {
-            let run = (tokens - place % tokens).min(end - place);
-            let slot = one.blocks[place / tokens] as usize * tokens + place % tokens;
-            for (new, cache) in new.iter().zip(caches) {
-                let backend = new.device().backend();
-                backend.copy_blocks(new, row * width, width, cache, slot * width, width, run, width)?;
-            }
-            (row, place) = (row + run, place + run);
-        }
-    }
-    Ok(())
 }
 
 /// Attention over a copy of each sequence's blocks.
@@ -131,8 +118,11 @@ fn gathered(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::{Device, PagedSequence};
+    use std::sync::Arc;
+
+    use crate::backend::Device;
     use crate::dtype::DType;
+    use crate::pages::PagedSequence;
     use crate::random::RandomKey;
 
     #[test]
@@ -150,7 +140,8 @@ mod tests {
             PagedRows { sequences: vec![one(40, 3, &[5, 1, 7]), one(15, 4, &[8, 0]), one(0, 1, &[2])] };
         let options = AttentionOptions { causal: true, window: Some(30), ..Default::default() };
         let caches = [&caches[0], &caches[1]];
-        let paged = attention_paged([&q, &k, &v], caches, &rows, &options).unwrap().to_vec::<f32>().unwrap();
+        let pages = Pages::new(Arc::new(rows.clone()), 2, &device).unwrap();
+        let paged = attention_paged([&q, &k, &v], caches, &pages, &options).unwrap().to_vec::<f32>().unwrap();
         let gathered = gathered(&q, caches, &rows, &options).unwrap().to_vec::<f32>().unwrap();
         assert!(paged.iter().zip(&gathered).all(|(a, b)| (a - b).abs() < 1e-5), "{paged:?}\n{gathered:?}");
     }

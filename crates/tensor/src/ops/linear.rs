@@ -111,6 +111,36 @@ impl Layer {
         self.as_module(|| self.run(x, activation, before))
     }
 
+    /// The results of layers with the same input, which a device may compute at once.
+    pub(super) fn forward_all<const N: usize>(layers: [&Layer; N], x: &Tensor) -> Result<[Tensor; N]> {
+        let backend = x.device().backend();
+        let mut results = Vec::with_capacity(N);
+        if backend.is_host() || layers.iter().any(|layer| layer.weight.packed().is_some()) {
+            for layer in layers {
+                results.push(layer.forward(x, None, None)?);
+            }
+        } else {
+            let rows = x.shape().rows();
+            let mut values = Vec::with_capacity(N);
+            for layer in layers {
+                layer.as_module(|| profile::count_product(1, rows, layer.outputs, layer.inputs));
+                let bias: Option<Value> = layer.bias.as_ref().map(Operand::read).transpose()?;
+                values.push((layer.weight.read()?, bias));
+                results.push(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), x.device())?);
+            }
+            let products: Vec<Gemm<'_>> = (0..N)
+                .map(|at| {
+                    let (layer, (weight, bias)) = (layers[at], &values[at]);
+                    let (left, right) = (Matrix::whole(x), layer.layout.forward(weight));
+                    let product = Gemm::plain(rows, layer.outputs, layer.inputs, left, right, &results[at]);
+                    Gemm { bias: bias.as_deref(), ..product }
+                })
+                .collect();
+            backend.gemms(&products)?;
+        }
+        Ok(results.try_into().unwrap_or_else(|_| unreachable!("one result per layer")))
+    }
+
     fn run(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
         let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
         let bias: Option<Value> = self.bias.as_ref().map(Operand::read).transpose()?;

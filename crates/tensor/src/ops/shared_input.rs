@@ -26,37 +26,34 @@ pub fn linears<const N: usize>(
     for (weight, bias) in layers {
         all.push(Layer::new("linears", x.shape(), x.dtype(), weight, bias, layout)?);
     }
+    let all: [Layer; N] = all.try_into().unwrap_or_else(|_| unreachable!("one of each"));
     let mut operands = vec![&x];
     operands.extend(all.iter().flat_map(Layer::operands));
     let recording = needs_grad(&operands);
-    let results = {
-        let input = x.read()?;
-        all.iter().map(|layer| layer.forward(&input, None, None)).collect::<Result<Vec<_>>>()?
-    };
-    let results = if recording {
-        let (saved_x, saved) = (Saved::of(&x), all.iter().map(Layer::saved).collect::<Vec<_>>());
-        record_many("linears", &operands, results, move |gradients| {
-            let x = saved_x.read()?;
-            let (mut dx, mut of_weights) = (None, Vec::with_capacity(2 * N));
-            for (layer, dy) in saved.iter().zip(gradients) {
-                let (dweight, dbias) = match &dy {
-                    Some(dy) => layer.weight_gradients(&x, dy)?,
-                    None => (None, None),
-                };
-                of_weights.push(dweight);
-                of_weights.extend(layer.bias.is_some().then_some(dbias));
-                match (&dy, &dx) {
-                    (Some(dy), None) => dx = Some(layer.input_gradient(dy, x.shape())?),
-                    (Some(dy), Some(dx)) => layer.add_input_gradient(dy, dx)?,
-                    (None, _) => {}
-                }
+    let results = Layer::forward_all(all.each_ref(), &*x.read()?)?;
+    if !recording {
+        return Ok(results);
+    }
+    let (saved_x, saved) = (Saved::of(&x), all.iter().map(Layer::saved).collect::<Vec<_>>());
+    let results = record_many("linears", &operands, results.into(), move |gradients| {
+        let x = saved_x.read()?;
+        let (mut dx, mut of_weights) = (None, Vec::with_capacity(2 * N));
+        for (layer, dy) in saved.iter().zip(gradients) {
+            let (dweight, dbias) = match &dy {
+                Some(dy) => layer.weight_gradients(&x, dy)?,
+                None => (None, None),
+            };
+            of_weights.push(dweight);
+            of_weights.extend(layer.bias.is_some().then_some(dbias));
+            match (&dy, &dx) {
+                (Some(dy), None) => dx = Some(layer.input_gradient(dy, x.shape())?),
+                (Some(dy), Some(dx)) => layer.add_input_gradient(dy, dx)?,
+                (None, _) => {}
             }
-            of_weights.insert(0, dx);
-            Ok(of_weights)
-        })
-    } else {
-        results
-    };
+        }
+        of_weights.insert(0, dx);
+        Ok(of_weights)
+    });
     Ok(results.try_into().unwrap_or_else(|_| unreachable!("one result per layer")))
 }
 
@@ -81,7 +78,7 @@ pub fn gated_mlp(
     operands.extend([&gate, &up, &down].into_iter().flat_map(Layer::operands));
     let recording = needs_grad(&operands);
     let input = x.read()?;
-    let (g, u) = (gate.forward(&input, None, None)?, up.forward(&input, None, None)?);
+    let [g, u] = Layer::forward_all([&gate, &up], &input)?;
     let hidden = Tensor::empty(hidden_shape, x.dtype(), input.device())?;
     let backend = input.device().backend();
     count_activation(activation, hidden.numel());

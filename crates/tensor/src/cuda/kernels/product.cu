@@ -9,11 +9,18 @@ __device__ __forceinline__ void finish(float sum, const REAL* bias, u64 column, 
 
 #define HELD 6  // packs of the weight that a thread has under way before the kernels that make x have ended
 
+// Up to three weights for the same rows. `ends`: the columns of the first, of the first two, of all.
+struct Sides { const REAL* w[3]; const REAL* bias[3]; REAL* y[3]; u64 ends[3]; };
+
 // y = x·Wᵀ, W [outputs, inputs]: a warp per output.
-extern "C" __global__ void few_rows_out_in(u64 outputs, u64 inputs, const REAL* x, const REAL* w, const REAL* bias, REAL* y, REAL* before, int activation) {
+extern "C" __global__ void few_rows_out_in(const __grid_constant__ Sides sides, u64 inputs, const REAL* x, REAL* before, int activation) {
     int lane = threadIdx.x & 31;
-    u64 column = blockIdx.x * (u64)(blockDim.x >> 5) + (threadIdx.x >> 5);
-    const REAL* own = w + (column < outputs ? column : 0) * inputs;
+    u64 all = blockIdx.x * (u64)(blockDim.x >> 5) + (threadIdx.x >> 5);
+    int side = all < sides.ends[0] ? 0 : all < sides.ends[1] ? 1 : 2;
+    u64 first = side ? sides.ends[side - 1] : 0, outputs = sides.ends[side] - first, column = all - first;
+    const REAL* bias = sides.bias[side];
+    REAL* y = sides.y[side];
+    const REAL* own = sides.w[side] + (column < outputs ? column : 0) * inputs;
     Pack<REAL> held[HELD];
     let_next_start();
     #pragma unroll
