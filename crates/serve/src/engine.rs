@@ -3,7 +3,7 @@
 //! Requests come through a bounded queue, events go back through one channel each. A client that drops its end is noticed
 //! before the next pass, and its blocks are free again. Nothing here waits for a client.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -14,6 +14,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::answer::{Answer, Progress};
 use crate::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
+use crate::draft::Draft;
 use crate::metrics::Metrics;
 use crate::model::{ModelFacts, Runner, Said, Wish};
 use crate::request::{Event, Events, Request, Trouble, Work};
@@ -59,6 +60,28 @@ impl Engine {
         limits: Limits,
         speculation: Speculation,
     ) -> std::io::Result<Engine> {
+        Engine::start_with(facts, runner, blocks, limits, speculation, None)
+    }
+
+    /// Starts answering, with guesses of a smaller model.
+    pub fn start_drafting(
+        facts: Arc<ModelFacts>,
+        runner: Runner,
+        blocks: u32,
+        limits: Limits,
+        draft: Draft,
+    ) -> std::io::Result<Engine> {
+        Engine::start_with(facts, runner, blocks, limits, Speculation::Off, Some(draft))
+    }
+
+    fn start_with(
+        facts: Arc<ModelFacts>,
+        runner: Runner,
+        blocks: u32,
+        limits: Limits,
+        speculation: Speculation,
+        draft: Option<Draft>,
+    ) -> std::io::Result<Engine> {
         let limits = Limits { sequence_tokens: limits.sequence_tokens.min(facts.longest), ..limits };
         let scheduler = Scheduler::new(limits, blocks);
         let limits = scheduler.limits();
@@ -75,6 +98,7 @@ impl Engine {
             metrics: Arc::clone(&metrics),
             stop_at: Arc::clone(&stop_at),
             speculation,
+            draft,
         };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || worker.run())?;
         Ok(Engine { submissions, facts, metrics, limits, stop_at, thread: Mutex::new(Some(thread)) })
@@ -174,6 +198,7 @@ struct Worker {
     metrics: Arc<Metrics>,
     stop_at: Arc<OnceLock<Instant>>,
     speculation: Speculation,
+    draft: Option<Draft>,
 }
 
 impl Worker {
@@ -183,9 +208,15 @@ impl Worker {
                 break;
             }
             self.drop_departed();
+            let drafted = self.drafted();
             let (answers, speculation) = (&self.answers, self.speculation);
             let plan = self.scheduler.plan_guessing(|id, tokens, most| match answers.get(&id) {
-                Some(answer) if answer.may_guess() => speculation.guess(tokens, most),
+                Some(answer) if answer.may_guess() => match &drafted {
+                    Some(drafted) => {
+                        drafted.get(&id).map_or(&[][..], Vec::as_slice).iter().take(most).copied().collect()
+                    }
+                    None => speculation.guess(tokens, most),
+                },
                 _ => Vec::new(),
             });
             if !plan.is_empty() {
@@ -261,6 +292,26 @@ impl Worker {
         late.into_iter().for_each(|id| self.give_up(id, Trouble::TimedOut));
     }
 
+    /// What the smaller model guesses for texts that grow; `None` where there is none. One that fails is not asked again: answers
+    /// do not need it.
+    fn drafted(&mut self) -> Option<HashMap<SequenceId, Vec<i64>>> {
+        let draft = self.draft.as_mut()?;
+        let may = self.answers.iter().filter(|(_, answer)| answer.may_guess());
+        let texts: Vec<(SequenceId, &[i64])> = may
+            .filter_map(|(&id, _)| self.scheduler.sequence(id).map(|sequence| (id, sequence)))
+            .filter(|(_, sequence)| sequence.is_growing())
+            .map(|(id, sequence)| (id, sequence.tokens()))
+            .collect();
+        match draft.guess(&texts) {
+            Ok(guesses) => Some(guesses),
+            Err(error) => {
+                tracing::error!("the draft model fails and is not asked again: {error}");
+                self.draft = None;
+                None
+            }
+        }
+    }
+
     fn give_up(&mut self, id: SequenceId, trouble: Trouble) {
         if let Some(answer) = self.answers.get(&id) {
             self.metrics.failed.fetch_add(1, Relaxed);
@@ -272,6 +323,9 @@ impl Worker {
     fn end(&mut self, id: SequenceId) {
         self.scheduler.end(id);
         self.answers.remove(&id);
+        if let Some(draft) = &mut self.draft {
+            draft.forget(id);
+        }
     }
 
     fn pass(&mut self, plan: &[Share]) {

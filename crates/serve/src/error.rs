@@ -23,7 +23,7 @@ pub enum ServeError {
     #[error("{} is not a causal language model; only such can be served", .0.display())]
     NoDecoder(PathBuf),
     /// A cache that holds nothing.
-    #[error("a cache of {bytes} bytes has no room for a block of {block_bytes} bytes; raise --cache-bytes")]
+    #[error("a cache of {bytes} bytes has no room for a block of {block_bytes} bytes; raise --cache-mib")]
     CacheTooSmall {
         /// What was asked for.
         bytes: u64,
@@ -41,6 +41,16 @@ pub enum ServeError {
     /// Few bits were asked for, and no weight can have them.
     #[error("{} has no weight that could be packed: the inputs of its layers are no multiple of 32", .0.display())]
     NothingToPack(PathBuf),
+    /// A draft model that knows other tokens.
+    #[error("{} has a vocabulary of {draft} tokens and the model one of {model}: it guesses tokens of another language; take one with the same tokenizer", path.display())]
+    OtherVocabulary {
+        /// The draft model.
+        path: PathBuf,
+        /// Its tokens.
+        draft: usize,
+        /// The model's.
+        model: usize,
+    },
     /// A chat template that cannot be used.
     #[error("{}: {why}", file.display())]
     Template {

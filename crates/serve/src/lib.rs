@@ -1,12 +1,13 @@
 //! The inference engine and its server.
 //!
 //! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie), [`model`] (a pass),
-//! [`engine`] (the thread that owns both), [`sampling`], [`speculate`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
+//! [`engine`] (the thread that owns both), [`sampling`], [`speculate`], [`draft`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
 //! endpoints), [`inference`] (DeepSpeed's `init_inference`).
 
 mod answer;
 pub mod core;
 pub mod detokenize;
+pub mod draft;
 pub mod engine;
 pub mod error;
 pub mod inference;

@@ -14,6 +14,7 @@ use ferrospeed_tensor::{DType, Device, PackedBits, PagedRows, PagedSequence, Par
 use crate::core::pool::BLOCK_TOKENS;
 use crate::core::schedule::{Scheduler, Share};
 use crate::error::{Result, ServeError};
+use crate::sampling::likeliest;
 use crate::template::ChatTemplate;
 
 /// What is known of a model besides its weights: shared by everyone who talks to clients.
@@ -195,10 +196,7 @@ impl Runner {
         {
             return Ok(PassResult { next, hidden: Vec::new() });
         }
-        let hidden = match &self.steps {
-            Some(steps) => steps.hidden(&self.model, &ids, &rows, &mut self.state)?,
-            None => self.model.run_pages(&ids, &rows, &mut self.state)?,
-        };
+        let hidden = self.hidden(&ids, &rows)?;
         let mut result = PassResult::default();
         if !of_logits.is_empty() {
             let logits = lines(&self.model.page_logits(&self.rows(&hidden, &of_logits)?)?)?;
@@ -231,6 +229,29 @@ impl Runner {
             }
         }
         Ok(Some(said))
+    }
+
+    /// The likeliest token behind each of the rows `of`.
+    pub(crate) fn likeliest(&mut self, ids: &[i64], rows: &Arc<PagedRows>, of: &[i64]) -> Result<Vec<i64>> {
+        if let Some(steps) = &mut self.steps
+            && of.len() == ids.len()
+            && let Some(next) = steps.run(&self.model, ids, rows, &mut self.state)?
+        {
+            return Ok(next.likeliest.iter().map(|(token, _)| *token).collect());
+        }
+        let hidden = self.hidden(ids, rows)?;
+        if of.is_empty() {
+            return Ok(Vec::new());
+        }
+        let logits = lines(&self.model.page_logits(&self.rows(&hidden, of)?)?)?;
+        Ok(logits.iter().map(|row| likeliest(row) as i64).collect())
+    }
+
+    fn hidden(&mut self, ids: &[i64], rows: &Arc<PagedRows>) -> Result<Tensor> {
+        Ok(match &self.steps {
+            Some(steps) => steps.hidden(&self.model, ids, rows, &mut self.state)?,
+            None => self.model.run_pages(ids, rows, &mut self.state)?,
+        })
     }
 
     fn rows(&self, hidden: &Tensor, rows: &[i64]) -> Result<Tensor> {

@@ -99,15 +99,17 @@ pub fn choose(logits: &[f32], options: &SamplingOptions, prompt: &[i64], answer:
     let raw = options.logprobs.map(|_| adjusted.clone());
     penalise(&mut adjusted, options, prompt, answer);
     let token = if options.temperature == 0.0 {
-        adjusted
-            .iter()
-            .enumerate()
-            .fold(0, |best, (id, &logit)| if logit > adjusted[best] { id } else { best })
+        likeliest(&adjusted)
     } else {
         draw(&adjusted, options, answer.len() as u64)
     };
     let logprobs = options.logprobs.zip(raw).map(|(count, raw)| likelihoods(&raw, token, count));
     Some(Choice { token: token as i64, logprobs })
+}
+
+/// The token with the largest logit, the lowest number among equals.
+pub(crate) fn likeliest(logits: &[f32]) -> usize {
+    logits.iter().enumerate().fold(0, |best, (id, &logit)| if logit > logits[best] { id } else { best })
 }
 
 fn penalise(logits: &mut [f32], options: &SamplingOptions, prompt: &[i64], answer: &[i64]) {
@@ -144,7 +146,7 @@ fn order(logits: &[f32]) -> impl Fn(&usize, &usize) -> std::cmp::Ordering {
 }
 
 /// The `count` likeliest tokens in order.
-fn likeliest(logits: &[f32], count: usize) -> Vec<usize> {
+fn most_likely(logits: &[f32], count: usize) -> Vec<usize> {
     let mut ids: Vec<usize> = (0..logits.len()).collect();
     if count < ids.len() {
         ids.select_nth_unstable_by(count, order(logits));
@@ -184,7 +186,7 @@ fn draw(logits: &[f32], options: &SamplingOptions, place: u64) -> usize {
     }
     // Most nuclei are small: sorting a vocabulary for them would cost more than the rest of the choice.
     for size in [256, 8192, usize::MAX] {
-        let ids = likeliest(logits, most.min(size));
+        let ids = most_likely(logits, most.min(size));
         let whole: f64 = if most < logits.len() && ids.len() == most {
             ids.iter().map(|&id| weight(id)).sum()
         } else {
@@ -206,7 +208,7 @@ fn draw(logits: &[f32], options: &SamplingOptions, place: u64) -> usize {
             return pick(&mut ids[..count].iter().copied(), ids[..count].iter().map(|&id| weight(id)).sum());
         }
     }
-    likeliest(logits, 1)[0]
+    likeliest(logits)
 }
 
 fn likelihoods(logits: &[f32], token: usize, count: usize) -> (Likelihood, Vec<Likelihood>) {
@@ -217,7 +219,7 @@ fn likelihoods(logits: &[f32], token: usize, count: usize) -> (Likelihood, Vec<L
         // What JSON can say: no infinity.
         Likelihood { token: id as i64, logprob: logprob.max(-9999.0) }
     };
-    (of(token), likeliest(logits, count.min(MAX_TOP_LOGPROBS)).into_iter().map(of).collect())
+    (of(token), most_likely(logits, count.min(MAX_TOP_LOGPROBS)).into_iter().map(of).collect())
 }
 
 #[cfg(test)]

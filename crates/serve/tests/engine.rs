@@ -8,11 +8,13 @@ use ferrospeed_models::directory::{WriteOptions, create};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
-use ferrospeed_serve::Engine;
 use ferrospeed_serve::core::schedule::{Limits, Refusal};
+use ferrospeed_serve::draft::Draft;
+use ferrospeed_serve::model::OpenOptions;
 use ferrospeed_serve::request::{Event, Finish, Request, Trouble, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::speculate::Speculation;
+use ferrospeed_serve::{Engine, ServeError};
 use ferrospeed_tensor::store::PlainStore;
 use ferrospeed_tensor::{DType, Device};
 use support::{LIMITS, PATIENCE, device, engine, families, model, opened, opened_on};
@@ -204,6 +206,81 @@ fn weights_of_few_bits_are_served_and_their_answers_do_not_depend_on_company() {
         let together = serve_all(&start(Limits { pass_tokens: 9, ..LIMITS }, folder));
         assert_eq!(alone, together, "{bits:?}");
     }
+}
+
+#[test]
+fn a_smaller_models_guesses_change_no_token_and_a_good_ones_spare_passes() {
+    let order = std::sync::atomic::Ordering::Relaxed;
+    for (index, config) in families().iter().enumerate() {
+        let name = &config["model_type"];
+        let (folder, other) = (model(config), tempfile::tempdir().unwrap());
+        // Another model of the same tokens: its guesses are bad.
+        create(&other.path().join("tiny"), &families()[(index + 1) % 5], 9, &WriteOptions::default())
+            .unwrap();
+        let serve = |draft: Option<&tempfile::TempDir>, draft_blocks: u64, warm: f32| {
+            let (facts, runner, blocks) = opened(&folder, 30);
+            let engine = match draft {
+                None => Engine::start(facts, runner, blocks, LIMITS),
+                Some(draft) => {
+                    let (path, device) = (draft.path().join("tiny"), Device::cpu());
+                    let options =
+                        OpenOptions { dtype: None, packed: None, cache_bytes: 1, running: 1000, name: None };
+                    let Err(ServeError::CacheTooSmall { block_bytes, .. }) =
+                        Draft::open(&path, &options, &device, &facts, 4)
+                    else {
+                        unreachable!("a byte holds no block")
+                    };
+                    let options = OpenOptions { cache_bytes: block_bytes * draft_blocks, ..options };
+                    let draft = Draft::open(&path, &options, &device, &facts, 4).unwrap();
+                    Engine::start_drafting(facts, runner, blocks, LIMITS, draft)
+                }
+            };
+            let engine = engine.unwrap();
+            let ask = |(index, prompt): (usize, &Vec<i64>)| {
+                let temperature = [0.0, 0.0, warm][index % 3];
+                let options = SamplingOptions { temperature, seed: index as u64, ..greedy() };
+                engine.ask(request(prompt, vec![options], NEW_TOKENS))
+            };
+            let replies: Vec<_> = prompts().iter().enumerate().map(ask).collect();
+            let answers: Vec<_> = replies.into_iter().map(tokens_of).collect();
+            engine.stop(Instant::now() + PATIENCE);
+            let metrics = engine.metrics();
+            assert_eq!(metrics.blocks_held.load(order), 0, "{name}: no block is lost");
+            let count = |counter: &std::sync::atomic::AtomicU64| counter.load(order);
+            (answers, count(&metrics.guessed_tokens), count(&metrics.accepted_tokens), count(&metrics.passes))
+        };
+        let (expected, _, _, plain_passes) = serve(None, 0, 0.0);
+        let (answers, guessed, accepted, passes) = serve(Some(&folder), 200, 0.0);
+        assert_eq!(answers, expected, "{name}: its own weights guess");
+        assert_eq!(accepted, guessed, "{name}: what the same model says is kept");
+        assert!(2 * passes < plain_passes, "{name}: {passes} passes of {plain_passes}");
+        let (expected, ..) = serve(None, 0, 0.7);
+        assert_eq!(serve(Some(&folder), 200, 0.7).0, expected, "{name}: some are drawn");
+        let (answers, guessed, accepted, _) = serve(Some(&other), 200, 0.7);
+        assert_eq!(answers, expected, "{name}: another model guesses");
+        assert!(0 < guessed && accepted < guessed, "{name}: {accepted} of {guessed}");
+        assert_eq!(serve(Some(&folder), 7, 0.7).0, expected, "{name}: a draft with little room");
+    }
+}
+
+#[test]
+fn a_draft_of_another_vocabulary_is_refused() {
+    let folder = model(&families()[0]);
+    let other = tempfile::tempdir().unwrap();
+    let mut config = families()[0].clone();
+    config["vocab_size"] = 128.into();
+    create(&other.path().join("tiny"), &config, 9, &WriteOptions::default()).unwrap();
+    std::fs::write(
+        other.path().join("tiny/tokenizer.json"),
+        serde_json::json!({"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
+            .to_string(),
+    )
+    .unwrap();
+    let (facts, ..) = opened(&folder, 8);
+    let options = OpenOptions { dtype: None, packed: None, cache_bytes: 1 << 20, running: 4, name: None };
+    let refused = Draft::open(&other.path().join("tiny"), &options, &Device::cpu(), &facts, 4);
+    let why = refused.err().expect("it knows other tokens").to_string();
+    assert!(why.contains("vocabulary of 128") && why.contains("256"), "{why}");
 }
 
 /// Heads of 64 channels in 16 bits: what GPUs have their own kernels for.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use ferrospeed_serve::core::schedule::Limits;
+use ferrospeed_serve::draft::Draft;
 use ferrospeed_serve::engine::Engine;
 use ferrospeed_serve::model::{OpenOptions, open};
 use ferrospeed_serve::speculate::Speculation;
@@ -24,10 +25,13 @@ pub(crate) struct ServedModel {
     /// Hold the weights of linear layers in fewer bits (on the processor) [default: as the files do]
     #[arg(long, value_name = "BITS", value_parser = ["int8", "int4"])]
     quantize: Option<String>,
-    /// Guess tokens ahead, so that a pass may settle several: `lookup` takes what followed earlier in the text. Answers stay
-    /// the same
-    #[arg(long, value_name = "HOW", value_parser = ["lookup"])]
+    /// Guess tokens ahead, so that a pass may settle several: `lookup` takes what followed earlier in the text, `draft` asks
+    /// --draft-model. Answers stay the same
+    #[arg(long, value_name = "HOW", value_parser = ["lookup", "draft"], requires_if("draft", "draft_model"))]
     speculate: Option<String>,
+    /// A smaller model with the same tokenizer, which guesses
+    #[arg(long, value_name = "DIR", requires = "speculate")]
+    draft_model: Option<PathBuf>,
     /// Tokens that are guessed for a pass, at most
     #[arg(long, value_name = "TOKENS", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64), requires = "speculate")]
     speculate_tokens: u8,
@@ -88,11 +92,27 @@ impl ServedModel {
             waiting: self.max_waiting,
             sequence_tokens: self.max_length.unwrap_or(usize::MAX),
         };
-        let speculation = match self.speculate {
-            Some(_) => Speculation::LookUp { tokens: self.speculate_tokens.into() },
-            None => Speculation::Off,
+        let tokens = usize::from(self.speculate_tokens);
+        let started = match (self.speculate.as_deref(), &self.draft_model) {
+            (Some("draft"), Some(path)) => {
+                let draft = Draft::open(
+                    path,
+                    &OpenOptions { packed: None, name: None, ..options },
+                    &device,
+                    &facts,
+                    tokens,
+                )
+                .map_err(|error| Failure::Usage(error.to_string()))?;
+                Engine::start_drafting(facts, runner, blocks, limits, draft)
+            }
+            (_, Some(_)) => {
+                return Err(Failure::Usage("--draft-model guesses with --speculate draft alone".into()));
+            }
+            (None, None) => Engine::start(facts, runner, blocks, limits),
+            (Some(_), None) => {
+                Engine::start_guessing(facts, runner, blocks, limits, Speculation::LookUp { tokens })
+            }
         };
-        Engine::start_guessing(facts, runner, blocks, limits, speculation)
-            .map_err(|error| Failure::Run(format!("cannot start the engine's thread: {error}")))
+        started.map_err(|error| Failure::Run(format!("cannot start the engine's thread: {error}")))
     }
 }

@@ -101,6 +101,11 @@ impl Sequence {
         &self.blocks
     }
 
+    /// Whether only its newest token is left to compute.
+    pub fn is_growing(&self) -> bool {
+        self.computed > 0 && self.computed + 1 == self.tokens.len()
+    }
+
     /// How many tokens it may have.
     pub fn most_tokens(&self) -> usize {
         self.most_tokens
