@@ -159,6 +159,34 @@ fn a_refused_run_leaves_the_one_that_it_would_replace() {
 }
 
 #[test]
+fn a_run_that_fails_before_its_first_step_gives_back_the_one_that_it_would_replace() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let run = place.run_folder("small");
+    let (before, weights) = (losses(&run), std::fs::read(run.join("model/model.safetensors")).unwrap());
+    for ranks in ["1", "2"] {
+        // No machine has so many GPUs, and only a rank looks.
+        let output = place.train(&["--overwrite", "-n", ranks, "--force", "--device", "cuda:63"]);
+        assert_ne!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert!(stderr(&output).contains("the earlier run is as it was"), "{}", stderr(&output));
+        assert_eq!(losses(&run), before);
+        assert_eq!(std::fs::read(run.join("model/model.safetensors")).unwrap(), weights);
+    }
+    // Killed before its first step: the next command finds what it put away.
+    let aside = run.join(".replaced");
+    std::fs::create_dir(&aside).unwrap();
+    for name in ["log.jsonl", "model", "checkpoints", "config"] {
+        std::fs::rename(run.join(name), aside.join(name)).unwrap();
+    }
+    let again = place.train_well(&["--resume"]);
+    assert!(stderr(&again).contains("the earlier run is as it was"), "{}", stderr(&again));
+    assert_eq!(losses(&run), before);
+    assert!(!aside.exists());
+    place.train_well(&["--overwrite", "--set", "seed=7"]);
+    assert!(losses(&run) != before && !aside.exists());
+}
+
+#[test]
 fn a_finished_run_that_is_resumed_says_that_nothing_is_left() {
     let place = Workplace::new();
     place.train_well(&[]);

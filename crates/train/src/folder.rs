@@ -16,8 +16,10 @@
 //! | `logs/` | each rank's output |
 //! | `outcome.json` | why the run failed, if it did |
 //! | `.ferrospeed.lock` | held while a run writes here |
+//! | `.replaced/` | what an earlier run has left, until the one that replaces it has taken a step |
 //!
-//! A folder belongs to one run at a time, and a new run never writes over an old one's log and weights unless it is told to.
+//! A folder belongs to one run at a time, and a new run never writes over an old one's log and weights unless it is told to. One
+//! that is told to and fails before its first step gives them back.
 
 use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
@@ -124,22 +126,70 @@ impl RunFolder {
         std::iter::once(self.clone()).chain(others).find(|folder| !folder.holds_run()).unwrap_or(self.clone())
     }
 
-    /// Removes what a run has left here; texts that became tokens stay. Only who holds the lock may.
-    pub fn clear(&self) -> Result<()> {
-        for folder in [
+    /// What a run leaves here; texts that became tokens are not among it.
+    fn left_by_run(&self) -> [PathBuf; 12] {
+        [
+            self.log(),
+            self.eval(),
+            self.sample(),
+            self.report(),
+            self.profile(),
+            self.outcome(),
             self.config(),
             self.checkpoints(),
             self.model(),
             self.wandb(),
             self.logs(),
             self.0.join("events"),
-        ] {
-            remove(std::fs::remove_dir_all(&folder), &folder)?;
-        }
-        for file in [self.log(), self.eval(), self.sample(), self.report(), self.profile(), self.outcome()] {
-            remove(std::fs::remove_file(&file), &file)?;
+        ]
+    }
+
+    /// Where a run waits that is being replaced.
+    fn replaced(&self) -> PathBuf {
+        self.0.join(".replaced")
+    }
+
+    /// Puts away what a run has left here, to be given up when another has taken its first step. Only who holds the lock may.
+    pub fn set_aside(&self) -> Result<()> {
+        self.settle()?;
+        let aside = self.replaced();
+        std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
+        for path in self.left_by_run() {
+            rename(&path, &aside)?;
         }
         Ok(())
+    }
+
+    /// A run has taken its first step: the one before it is not needed any more.
+    pub fn forget_replaced(&self) {
+        let aside = self.replaced();
+        if let Err(error) = remove(&aside) {
+            tracing::warn!("what the earlier run has left stays behind: {error}");
+        }
+    }
+
+    /// Whether a run waits for the first step of the one that replaces it.
+    pub fn is_being_replaced(&self) -> bool {
+        self.replaced().exists()
+    }
+
+    /// After a run that replaced another has ended, in whatever way: gives the other back if no step was taken. Only who holds
+    /// the lock may.
+    pub fn settle(&self) -> Result<()> {
+        let aside = self.replaced();
+        if !aside.exists() {
+            return Ok(());
+        }
+        if std::fs::metadata(self.log()).is_ok_and(|log| log.len() > 0) {
+            return remove(&aside);
+        }
+        for path in self.left_by_run() {
+            remove(&path)?;
+            if let Some(name) = path.file_name() {
+                rename(&aside.join(name), &self.0)?;
+            }
+        }
+        remove(&aside)
     }
 
     /// Takes the folder for one run.
@@ -193,7 +243,23 @@ pub struct FolderLock {
     _file: File,
 }
 
-fn remove(outcome: std::io::Result<()>, path: &Path) -> Result<()> {
+/// Removes a file or a folder, if it is there.
+fn remove(path: &Path) -> Result<()> {
+    let outcome = match std::fs::symlink_metadata(path) {
+        Ok(found) if found.is_dir() => std::fs::remove_dir_all(path),
+        Ok(_) => std::fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    unless_absent(outcome, path)
+}
+
+/// Moves a file or a folder, if it is there, into `folder`.
+fn rename(path: &Path, folder: &Path) -> Result<()> {
+    let name = path.file_name().unwrap_or_default();
+    unless_absent(std::fs::rename(path, folder.join(name)), path)
+}
+
+fn unless_absent(outcome: std::io::Result<()>, path: &Path) -> Result<()> {
     match outcome {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(TrainError::io(path)(error)),
         _ => Ok(()),
@@ -224,7 +290,42 @@ mod tests {
         assert_eq!(folder.or_next_free(), folder, "empty folders are no run");
         std::fs::write(folder.log(), "").unwrap();
         assert!(folder.or_next_free().path().ends_with("run-2"));
-        folder.clear().unwrap();
+        folder.set_aside().unwrap();
         assert_eq!(folder.or_next_free(), folder);
+    }
+
+    #[test]
+    fn a_replaced_run_comes_back_unless_the_other_has_taken_a_step() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = RunFolder::at(place.path().join("run"));
+        let old = |text: &str| {
+            folder.create().unwrap();
+            std::fs::create_dir_all(folder.data()).unwrap();
+            std::fs::write(folder.log(), text).unwrap();
+            std::fs::write(folder.model().join("weights"), text).unwrap();
+        };
+        let read = || std::fs::read_to_string(folder.model().join("weights")).ok();
+        old("old");
+        folder.set_aside().unwrap();
+        assert!(folder.is_being_replaced() && !folder.holds_run() && folder.data().exists());
+        // It fails, with an empty log and a model of its own begun.
+        old("");
+        folder.settle().unwrap();
+        assert_eq!(read().as_deref(), Some("old"));
+        assert!(!folder.is_being_replaced());
+        // Killed, and replaced by yet another.
+        folder.set_aside().unwrap();
+        folder.set_aside().unwrap();
+        folder.settle().unwrap();
+        assert_eq!(read().as_deref(), Some("old"));
+        // It takes a step.
+        folder.set_aside().unwrap();
+        old("new");
+        folder.settle().unwrap();
+        assert_eq!(read().as_deref(), Some("new"));
+        assert!(!folder.is_being_replaced());
+        folder.settle().unwrap();
+        folder.forget_replaced();
+        assert_eq!(read().as_deref(), Some("new"));
     }
 }

@@ -62,6 +62,9 @@ impl Records {
     pub(crate) fn step(&mut self, record: &StepRecord) {
         let logged = self.log.write(record);
         self.tolerate(logged);
+        if self.folder.is_being_replaced() {
+            self.folder.forget_replaced();
+        }
     }
 
     pub(crate) fn eval(&mut self, record: &EvalRecord) {

@@ -116,7 +116,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         }
         lock = Some(folder.lock().map_err(failure)?);
         if args.overwrite {
-            folder.clear().map_err(failure)?;
+            folder.set_aside().map_err(failure)?;
         }
     }
     let name = recipe.name.clone();
@@ -129,11 +129,34 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     if let (Some(_), Err(failure)) = (&lock, &outcome) {
         report_failure(&folder, &name, &failure.to_string());
     }
+    if lock.is_some() {
+        settle(&folder);
+    }
     outcome
+}
+
+/// Gives the earlier run back where this one has failed before its first step.
+fn settle(folder: &RunFolder) {
+    let waits = folder.is_being_replaced();
+    match folder.settle() {
+        Ok(()) if waits => {
+            print_note(&format!(
+                "{}: no step was taken, and the earlier run is as it was",
+                folder.path().display()
+            ));
+        }
+        Ok(()) => {}
+        Err(error) => print_note(&format!("the earlier run could not be put back: {error}")),
+    }
 }
 
 /// The folder the run may use: a new run does not write over an old one's log and weights.
 fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure> {
+    if folder.is_being_replaced() {
+        // A run that was to replace another was killed.
+        let _lock = folder.lock().map_err(failure)?;
+        settle(&folder);
+    }
     if args.resume.is_some() || args.overwrite || !folder.holds_run() {
         return Ok(folder);
     }
@@ -365,7 +388,7 @@ fn join(
             look_ahead(args, recipe, folder)?;
             if args.overwrite {
                 let _lock = folder.lock().map_err(failure)?;
-                folder.clear().map_err(failure)?;
+                folder.set_aside().map_err(failure)?;
             }
         }
         world.group().barrier().map_err(failed)?;
