@@ -535,6 +535,16 @@ pub trait Backend: Send + Sync {
         place: &Tensor,
         out: &Heads<'_>,
     ) -> Result<()>;
+    /// Takes rows of `x` apart into up to three: `parts[i]` gets as many columns as it is wide, from left to right. For devices
+    /// with [`Backend::joined_rows`].
+    fn split_columns(&self, _x: &Tensor, _parts: &[&Tensor]) -> Result<()> {
+        Err(TensorError::argument("split_columns", "this device has no kernel for it"))
+    }
+    /// How many rows on the left are worth computing products with neighbouring weights as one, and taking its result apart; more
+    /// than the first, at most the second. `None`: it never is.
+    fn joined_rows(&self) -> Option<[usize; 2]> {
+        None
+    }
     /// Several products; a device may compute those with the same few rows on the left at once.
     fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
         products.iter().try_for_each(|product| self.gemm(product))

@@ -225,6 +225,23 @@ impl Tensor {
         Ok(Tensor { buffer: self.buffer.clone(), offset_bytes, shape, dtype: self.dtype, source: None })
     }
 
+    /// Several tensors of one type that lie behind each other in one buffer, as one; `None` where they do not.
+    pub(crate) fn joined(parts: &[&Tensor]) -> Option<Tensor> {
+        let first = *parts.first()?;
+        let mut end = first.offset_bytes;
+        for part in parts {
+            let follows = Arc::ptr_eq(&part.buffer, &first.buffer)
+                && part.dtype == first.dtype
+                && part.offset_bytes == end;
+            if !follows {
+                return None;
+            }
+            end += part.size_bytes();
+        }
+        let shape = Shape::from([parts.iter().map(|part| part.numel()).sum::<usize>()]);
+        Some(Tensor { buffer: first.buffer.clone(), shape, source: None, ..first.clone() })
+    }
+
     /// The address of the first element on its device.
     pub fn address(&self) -> NonNull<u8> {
         // SAFETY: the offset lies inside the block: every constructor checks it.

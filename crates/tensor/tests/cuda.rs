@@ -7,8 +7,10 @@ use ferrospeed_tensor::ops::{
     self, AttentionOptions, CrossEntropyOptions, GroupWeights, PackedHeads, Routes, WeightLayout,
 };
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
+use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{
-    Activation, Category, DType, Device, Operand, Result, Tensor, TensorError, Window2d, autograd, cuda,
+    Activation, Category, DType, Device, Initializer, Operand, Param, Result, Tensor, TensorError, Window2d,
+    autograd, cuda, rows_alone,
 };
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -484,6 +486,41 @@ fn recorded_work_is_replayed_with_new_inputs() {
     drop((recording, x, y));
     // What was forgotten on purpose is still counted: one block.
     assert!(gpu.memory_usage().current_total() - before <= 256);
+}
+
+#[test]
+fn products_with_weights_that_lie_side_by_side_are_those_with_each() {
+    let Some(device) = device() else { return };
+    let sizes: [(&str, usize, usize); 6] =
+        [("q", 96, 64), ("k", 32, 64), ("v", 32, 64), ("gate", 136, 64), ("up", 136, 64), ("down", 64, 136)];
+    for dtype in TYPES {
+        let params: Vec<Param> = sizes
+            .iter()
+            .map(|(name, outputs, inputs)| {
+                Param::new(*name, [*outputs, *inputs], Initializer::Normal { mean: 0.0, std: 0.2 })
+            })
+            .collect();
+        let _store = PlainStore::attach(&params, dtype, &device, &FromInitializers { seed: 3 }).unwrap();
+        let weights = |index: usize| (Operand::from(&params[index]), None);
+        for rows in [1, 3, 4, 5, 40, 256, 257] {
+            let x = Tensor::from_f32(&normal(&[rows, 64], 1), [rows, 64], dtype, &device).unwrap();
+            let work = || {
+                let layers = [weights(0), weights(1), weights(2)];
+                let mut all: Vec<Tensor> = ops::linears(&x, layers, WeightLayout::OutIn).unwrap().into();
+                let layers = [weights(3), weights(4), weights(5)];
+                all.push(ops::gated_mlp(&x, layers, WeightLayout::OutIn, Activation::Silu).unwrap());
+                all.iter().map(|one| one.to_vec_f32().unwrap()).collect::<Vec<_>>()
+            };
+            let (apart, together) = autograd::no_grad(|| (work(), rows_alone(work)));
+            for (part, (apart, together)) in apart.iter().zip(&together).enumerate() {
+                let near = apart.iter().zip(together).all(|(a, b)| (a - b).abs() <= 0.02 + 0.02 * a.abs());
+                assert!(
+                    near && apart.iter().any(|value| *value != 0.0),
+                    "{dtype}, {rows} rows, result {part}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

@@ -114,7 +114,9 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
 }
 
 /// The most rows on the left that our own kernels take: with more, products are no longer bound by reading the weight.
-const FEW_ROWS: usize = 4;
+pub(crate) const FEW_ROWS: usize = 4;
+/// The most rows for which a product takes so little time that one instead of several is worth a pass over its result.
+pub(crate) const JOINED_ROWS: usize = 256;
 
 /// Weights that one launch multiplies the same rows with. Matches `Sides` in the kernels.
 const MOST_SIDES: usize = 3;

@@ -4,7 +4,7 @@ use crate::backend::Comparison;
 use crate::cuda::elementwise::Broadcast;
 use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, index_type, launch, op_number, real};
 use crate::dtype::{DType, Float};
-use crate::error::Result;
+use crate::error::{Result, TensorError};
 use crate::tensor::Tensor;
 
 /// A type of this many bytes, for kernels that only move.
@@ -173,6 +173,36 @@ pub(super) fn copy_blocks(
         rows as u64,
         words(width)
     )
+}
+
+/// Matches `Parts` in the kernels.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Parts {
+    at: [u64; 3],
+    width: [u64; 3],
+}
+
+pub(super) fn split_columns(backend: &CudaBackend, x: &Tensor, parts: &[&Tensor]) -> Result<()> {
+    let size = x.dtype().size_bytes();
+    let (rows, stride) = (x.shape().rows(), x.shape().last());
+    if parts.len() > 3 {
+        return Err(TensorError::argument("split_columns", "rows are taken apart in up to three"));
+    }
+    let mut all = Parts { at: [0; 3], width: [0; 3] };
+    // The widest word that divides all distances.
+    let mut everything = at(x);
+    for part in parts {
+        everything |= at(part) | (part.shape().last() * size) as u64;
+    }
+    let bytes = (1usize << everything.trailing_zeros().min(3)).max(size);
+    for (index, part) in parts.iter().enumerate() {
+        (all.at[index], all.width[index]) = (at(part), (part.shape().last() * size / bytes) as u64);
+    }
+    let kernel =
+        Kernel { source: Source::Move, defines: [word(bytes), "INDEX=i64", "EXACT"], name: "split_columns" };
+    let grid = backend.grid_single(rows * stride * size / bytes);
+    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, rows as u64, at(x), all)
 }
 
 pub(super) fn index_select(

@@ -351,6 +351,12 @@ impl Backend for CudaBackend {
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
         gemm::gemm(self, gemm)
     }
+    fn split_columns(&self, x: &Tensor, parts: &[&Tensor]) -> Result<()> {
+        layout::split_columns(self, x, parts)
+    }
+    fn joined_rows(&self) -> Option<[usize; 2]> {
+        Some([gemm::FEW_ROWS, gemm::JOINED_ROWS])
+    }
     fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
         gemm::gemms(self, products)
     }

@@ -1,11 +1,12 @@
 //! Products with weights, and the two-layer perceptron as one node.
 
 use crate::autograd::{Own, Saved, needs_grad, record};
-use crate::backend::{Activation, Gemm, Matrix};
+use crate::backend::{Activation, Backend, Gemm, Matrix};
 use crate::error::{Result, TensorError};
 use crate::ops::{count_activation, expect_same_dtype, gradient_like};
 use crate::param::{Operand, Value};
 use crate::profile;
+use crate::rows_alone::are_rows_alone;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -38,6 +39,23 @@ impl WeightLayout {
     fn backward(self, weight: &Tensor) -> Matrix<'_> {
         Matrix { transposed: self == WeightLayout::InOut, ..Matrix::whole(weight) }
     }
+}
+
+/// Weights `[outputs, inputs]` that lie behind each other as one, where a product with it is worth taking apart. Not in training:
+/// where a store keeps weights must not show in the bits.
+fn joined_weights(
+    layers: &[&Layer],
+    weights: &[&Tensor],
+    rows: usize,
+    backend: &dyn Backend,
+) -> Option<Tensor> {
+    let [more_than, most] = backend.joined_rows()?;
+    let alike = layers.iter().all(|layer| layer.bias.is_none() && layer.layout == WeightLayout::OutIn);
+    if !are_rows_alone() || !alike || layers.len() > 3 || rows <= more_than || rows > most {
+        return None;
+    }
+    let outputs: usize = layers.iter().map(|layer| layer.outputs).sum();
+    Tensor::joined(weights)?.view([outputs, layers.first()?.inputs]).ok()
 }
 
 /// One weighted layer: what forward and backward of ops with weights share.
@@ -127,6 +145,17 @@ impl Layer {
                 let bias: Option<Value> = layer.bias.as_ref().map(Operand::read).transpose()?;
                 values.push((layer.weight.read()?, bias));
                 results.push(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), x.device())?);
+            }
+            let weights: Vec<&Tensor> = values.iter().map(|(weight, _)| &**weight).collect();
+            let whole = joined_weights(&layers, &weights, rows, backend);
+            if let Some(whole) = whole {
+                let (outputs, inputs) = (whole.sizes()[0], whole.sizes()[1]);
+                let y = Tensor::empty(x.shape().with_last(outputs), x.dtype(), x.device())?;
+                let right = WeightLayout::OutIn.forward(&whole);
+                backend.gemm(&Gemm::plain(rows, outputs, inputs, Matrix::whole(x), right, &y))?;
+                let parts: Vec<&Tensor> = results.iter().collect();
+                backend.split_columns(&y, &parts)?;
+                return Ok(results.try_into().unwrap_or_else(|_| unreachable!("one result per layer")));
             }
             let products: Vec<Gemm<'_>> = (0..N)
                 .map(|at| {

@@ -29,6 +29,18 @@ extern "C" __global__ void copy_blocks(const REAL* source, u64 source_stride, RE
     }
 }
 
+// Rows of up to three parts, one behind the other; widths count REALs.
+struct Parts { REAL* at[3]; u64 width[3]; };
+extern "C" __global__ void split_columns(u64 rows, const REAL* x, const __grid_constant__ Parts parts) {
+    u64 width = parts.width[0] + parts.width[1] + parts.width[2], count = rows * width;
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        u64 r = i / width, c = i % width;
+        int part = 0;
+        while (part < 2 && c >= parts.width[part]) c -= parts.width[part++];
+        parts.at[part][r * parts.width[part] + c] = x[i];
+    }
+}
+
 extern "C" __global__ void index_select(u64 count, const REAL* x, const INDEX* indices, u64 picked, u64 size, u64 inner, REAL* y, u64 op, Fault* fault) {
     for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
         u64 c = i % inner, p = i / inner % picked, o = i / (inner * picked);
