@@ -10,13 +10,17 @@
 mod backward;
 mod checkpoint;
 mod custom;
+mod halves;
+mod params;
 mod rebuilt;
 mod retained;
 
 pub use backward::{backward, backward_retaining, backward_with};
-pub(crate) use backward::{contribute_rows, has_contribution};
 pub use checkpoint::{InPlace, OnHost, Restore, Shelf, checkpoint, checkpoint_on};
 pub use custom::{CustomOp, apply};
+pub use halves::{WeightGradients, backward_inputs};
+pub(crate) use halves::{for_later, put_off};
+pub(crate) use params::{contribute_rows, has_contribution};
 pub(crate) use rebuilt::{Rebuilt, Saved, rebuild_with};
 pub use retained::Own;
 

@@ -3,7 +3,7 @@
 //! A group without rows costs nothing in forward. In backward its weight gets a gradient of zeros, so that ranks whose
 //! groups are filled differently still do the same things together.
 
-use crate::autograd::{Saved, needs_grad, record};
+use crate::autograd::{Saved, for_later, needs_grad, put_off, record};
 use crate::backend::{Device, GroupedGemm, GroupedOuter, Matrix};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -114,6 +114,7 @@ impl GroupWeights {
 const OP: &str = "grouped_linear";
 
 /// What forward and backward share.
+#[derive(Clone)]
 struct Product {
     weights: GroupWeights,
     biases: Option<GroupWeights>,
@@ -161,7 +162,21 @@ impl Product {
         Ok(dx)
     }
 
+    /// The gradients of the weights that are wanted, unless they come later.
     fn weight_gradients(&self, x: &Tensor, dy: &Tensor, wanted: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let operands = self.weights.operands().iter().zip(wanted);
+        let Some(params) = for_later(operands.filter_map(|(operand, wanted)| wanted.then_some(operand)))
+        else {
+            return self.weight_gradients_now(x, dy, wanted);
+        };
+        let (product, x, dy, of) = (self.clone(), x.clone(), dy.clone(), wanted.to_vec());
+        put_off(params, move || {
+            Ok(product.weight_gradients_now(&x, &dy, &of)?.into_iter().flatten().collect())
+        })?;
+        Ok(vec![None; wanted.len()])
+    }
+
+    fn weight_gradients_now(&self, x: &Tensor, dy: &Tensor, wanted: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let gradients = self.weights.gradients(wanted, dy.dtype(), dy.device())?;
         let (left, right) = match self.layout {
             WeightLayout::OutIn => (dy, x),

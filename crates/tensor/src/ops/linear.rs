@@ -1,6 +1,6 @@
 //! Products with weights, and the two-layer perceptron as one node.
 
-use crate::autograd::{Own, Saved, needs_grad, record};
+use crate::autograd::{Own, Saved, for_later, needs_grad, put_off, record};
 use crate::backend::{Activation, Backend, Gemm, Matrix};
 use crate::error::{Result, TensorError};
 use crate::ops::{count_activation, expect_same_dtype, gradient_like};
@@ -225,22 +225,46 @@ impl Layer {
         }
     }
 
-    /// The gradients of weight and bias, where they are wanted.
+    /// The gradients of weight and bias, where they are wanted, unless they come later.
     pub(super) fn weight_gradients(
         &self,
         x: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let wanted =
+            self.operands().zip(self.wanted).filter_map(|(operand, wanted)| wanted.then_some(operand));
+        if let Some(params) = for_later(wanted) {
+            let (layer, x, dy) = (self.clone(), x.clone(), dy.clone());
+            put_off(params, move || {
+                let (dweight, dbias) = layer.weight_gradients_now(&x, &dy)?;
+                Ok(dweight.into_iter().chain(dbias).collect())
+            })?;
+            return Ok((None, None));
+        }
+        self.weight_gradients_now(x, dy)
+    }
+
+    fn weight_gradients_now(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         self.as_module(|| {
             let dbias = self.bias_gradient_like(dy)?;
             if let Some(dbias) = &dbias {
                 dy.device().backend().sum_rows(dy, dbias)?;
             }
-            Ok((self.weight_gradient(x, dy)?, dbias))
+            Ok((self.weight_gradient_now(x, dy)?, dbias))
         })
     }
 
+    /// The gradient of the weight alone, where it is wanted, unless it comes later.
     fn weight_gradient(&self, x: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        if let Some(params) = for_later(std::iter::once(&self.weight).filter(|_| self.wanted[0])) {
+            let (layer, x, dy) = (self.clone(), x.clone(), dy.clone());
+            put_off(params, move || Ok(layer.weight_gradient_now(&x, &dy)?.into_iter().collect()))?;
+            return Ok(None);
+        }
+        self.weight_gradient_now(x, dy)
+    }
+
+    fn weight_gradient_now(&self, x: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         if !self.wanted[0] {
             return Ok(None);
         }
