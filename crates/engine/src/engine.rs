@@ -275,7 +275,18 @@ impl Engine {
         self.backward_from(loss, options)
     }
 
-    pub(crate) fn backward_from(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<f32> {
+    fn backward_from(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<f32> {
+        let pass = if options.retain_graph { autograd::backward_retaining } else { autograd::backward_with };
+        Ok(self.backward_by(loss, options, pass)?.0)
+    }
+
+    /// Backward from a loss by a pass of the caller's, with what that returns.
+    pub(crate) fn backward_by<R>(
+        &mut self,
+        loss: &Tensor,
+        options: BackwardOptions,
+        pass: impl FnOnce(&[(Tensor, Tensor)]) -> Result<R, TensorError>,
+    ) -> Result<(f32, R)> {
         self.check_whole("backward")?;
         if self.is_evaluating() {
             return Err(EngineError::Order {
@@ -297,16 +308,12 @@ impl Engine {
         let seed =
             Tensor::full(*loss.shape(), self.loss_scale() as f32 * scaled, loss.dtype(), loss.device())?;
         let roots = [(loss.clone(), seed)];
-        let pass = match options.retain_graph {
-            false => autograd::backward_with,
-            true => {
-                // Two gradients are added up where one would do without the memory for it.
-                self.store.accumulate_in(kept_type(&self.config, self.store.dtype(), true))?;
-                autograd::backward_retaining
-            }
-        };
+        if options.retain_graph {
+            // Two gradients are added up where one would do without the memory for it.
+            self.store.accumulate_in(kept_type(&self.config, self.store.dtype(), true))?;
+        }
         self.begin_backward(options.retain_graph)?;
-        self.traced(|engine| engine.profiled(Phase::Backward, |_| pass(&roots)))?;
+        let passed = self.traced(|engine| engine.profiled(Phase::Backward, |_| pass(&roots)))?;
         self.end_backward(start)?;
         let loss = value()?;
         self.end_timed_phase()?;
@@ -315,7 +322,7 @@ impl Engine {
         self.log_memory("Engine after backward");
         self.bad_loss |= !loss.is_finite();
         self.losses = (self.losses.0 + f64::from(loss), self.losses.1 + 1);
-        Ok(loss * scaled)
+        Ok((loss * scaled, passed))
     }
 
     /// Tells the store whether a step follows, and gradients are to be reduced before it: not so if another backward does.

@@ -58,6 +58,6 @@ pub use ferrospeed_observe::monitor::Monitor;
 pub use ferrospeed_observe::trace::Activity;
 pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
 pub use model_profile::{ModelProfile, ReportOptions};
-pub use pipeline::{StageFailure, initialize_pipeline};
+pub use pipeline::{StageFailure, StageTimes, initialize_pipeline, training_schedule};
 pub use setup::{Options, Setup, initialize, initialize_model, initialize_with};
 pub use timers::StepTimes;

@@ -1,21 +1,24 @@
 //! Training a model in stages: each rank holds some of the layers, and micro-batches pass through them.
 //!
 //! All ranks build all of the model's handles and give values only to those of their stage; the ranks that hold the same
-//! stage share its state as ZeRO says, and [`Engine::train_batch`] runs a whole step (`batch`), with messages between
-//! stages (`messages`). A weight that two stages use is held by both: their gradients are summed, and one of them speaks
+//! stage share its state as ZeRO says, and [`Engine::train_batch`] runs a whole step (`batch`): it follows a schedule
+//! (`follow`), with messages between stages (`messages`). A stage has one chunk of consecutive layers, or several, as the
+//! schedule says. A weight that two stages use is held by both: their gradients are summed, and one of them speaks
 //! for it in norms and checkpoints. Stages 2 and 3 of ZeRO are refused: they reduce or gather while micro-batches overlap.
 
 mod batch;
+mod follow;
 mod messages;
 
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
-use std::ops::Range;
 
-use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
-use ferrospeed_config::Stage;
+use ferrospeed_comm::{Group, Mesh, ProcessTopology};
+use ferrospeed_config::{Config, Stage};
 use ferrospeed_nn::{Layer, Parameters, Stages};
+use ferrospeed_pipeline::PipelineError;
 use ferrospeed_pipeline::partition::{LayerSize, Method, part};
+use ferrospeed_pipeline::schedule::{Kind, Schedule};
 use ferrospeed_tensor::Param;
 use ferrospeed_zero::{Elsewhere, Sharding};
 
@@ -23,6 +26,7 @@ use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 use crate::parts::{Held, Parts};
 use crate::setup::{Options, Setup, initialize_model};
+pub use follow::StageTimes;
 use messages::Messenger;
 pub use messages::StageFailure;
 
@@ -34,9 +38,11 @@ pub(crate) const REFUSAL: &str =
 pub(crate) struct Pipeline {
     /// The ranks of its pipeline, by stage.
     pub(crate) stages: Group,
-    /// Its layers.
-    layers: Range<usize>,
+    kind: Kind,
+    /// Where the layers of chunks begin and end.
+    boundaries: Vec<usize>,
     messenger: Messenger,
+    times: StageTimes,
 }
 
 /// Makes an engine for a model in `stages` stages. All ranks call it together, with all of the model's `parameters`; the
@@ -73,17 +79,22 @@ pub fn initialize_pipeline<M: Stages>(
         );
     }
     let layers = model.layers();
-    let boundaries = divide(&setup.config.pipeline.partition, &layers, stages)?;
-    if let Some(empty) = (0..stages.get()).find(|stage| part(&boundaries, *stage).is_empty()) {
+    let kind = training_schedule(&setup.config, stages)?;
+    let placement = kind.placement(stages.get());
+    let chunks = NonZeroUsize::new(placement.len()).unwrap_or(stages);
+    let boundaries = divide(&setup.config.pipeline.partition, &layers, chunks)?;
+    if let Some(empty) = (0..chunks.get()).find(|chunk| part(&boundaries, *chunk).is_empty()) {
+        let what = if chunks == stages { "stage" } else { "chunk" };
         return refuse(format!(
-            "stage {empty} of {stages} gets none of {} layers: use fewer stages, or another pipeline.partition",
+            "{what} {empty} of {chunks} gets none of {} layers: use fewer stages, another pipeline.partition, or a \
+             pipeline.schedule with fewer chunks",
             layers.len()
         ));
     }
     let mesh =
         Mesh::new(setup.world.clone(), ProcessTopology::pipe_data(stages.get(), ranks / stages.get())?)?;
     let stage = mesh.coordinate("pipe");
-    let uses = uses(&layers, &boundaries);
+    let uses = uses(&layers, &boundaries, &placement);
     let own =
         parameters.partition(|param| uses.get(&param.id()).is_some_and(|stages| stages.contains(&stage))).0;
     if let Some(unused) = parameters.as_slice().iter().find(|param| !uses.contains_key(&param.id())) {
@@ -100,33 +111,55 @@ pub fn initialize_pipeline<M: Stages>(
     let pipe = mesh.pipe()?;
     let held = |(id, stages): (&u64, &Vec<usize>)| (*id, Held { group: pipe.clone(), rank: stages[0] });
     engine.parts = Some(Parts::of(parameters, &[parameters.as_slice()], uses.iter().map(held).collect()));
+    let all: Vec<usize> = (0..stages.get()).collect();
+    let Some(gradients) = stage_group(&mesh, &all, "gradients")? else {
+        return refuse("this rank has none of the stages".into());
+    };
     engine.pipeline = Some(Pipeline {
-        layers: part(&boundaries, stage),
-        messenger: Messenger::new(pipe.clone()),
+        messenger: Messenger::new([pipe.clone(), gradients], placement),
         stages: pipe,
+        kind,
+        boundaries,
+        times: StageTimes::default(),
     });
     Ok(engine)
 }
 
-/// The boundaries of stages among layers. DeepSpeed's default `best` divides by parameters here.
-fn divide(method: &str, layers: &[Layer], stages: NonZeroUsize) -> Result<Vec<usize>> {
+/// The schedule that a configuration names, if a step can follow it.
+pub fn training_schedule(config: &Config, stages: NonZeroUsize) -> Result<Kind> {
+    let named = &config.pipeline.schedule;
+    let refuse = |why: String| EngineError::Argument { what: "pipeline.schedule", why };
+    let kind: Kind = named.parse().map_err(|error: PipelineError| refuse(error.to_string()))?;
+    if matches!(kind, Kind::Inference | Kind::DataParallel) {
+        return Err(refuse(format!(
+            "'{named}' does not train a model in stages: use 1f1b, interleaved:CHUNKS, zb-h1 or zb-v"
+        )));
+    }
+    let micro_batches = config.batch.gradient_accumulation_steps.get();
+    let micro_batches = usize::try_from(micro_batches).unwrap_or(usize::MAX);
+    Schedule::new(kind, stages.get(), micro_batches).map_err(|error| refuse(error.to_string()))?;
+    Ok(kind)
+}
+
+/// The boundaries of chunks among layers. DeepSpeed's default `best` divides by parameters here.
+fn divide(method: &str, layers: &[Layer], chunks: NonZeroUsize) -> Result<Vec<usize>> {
     let method: Method = if method == "best" { "parameters" } else { method }.parse()?;
     let size = |layer: &Layer| LayerSize {
         class: layer.class.clone(),
         parameters: layer.parameters.iter().filter(|param| param.is_trainable()).map(Param::numel).sum(),
     };
     let sizes: Vec<LayerSize> = layers.iter().map(size).collect();
-    Ok(method.divide(&sizes, stages)?)
+    Ok(method.divide(&sizes, chunks)?)
 }
 
 /// The stages that use each parameter, ascending, by its number.
-fn uses(layers: &[Layer], boundaries: &[usize]) -> HashMap<u64, Vec<usize>> {
+fn uses(layers: &[Layer], boundaries: &[usize], placement: &[usize]) -> HashMap<u64, Vec<usize>> {
     let mut uses: HashMap<u64, Vec<usize>> = HashMap::new();
-    for stage in 0..boundaries.len() - 1 {
-        for param in layers[part(boundaries, stage)].iter().flat_map(|layer| &layer.parameters) {
+    for (chunk, stage) in placement.iter().enumerate() {
+        for param in layers[part(boundaries, chunk)].iter().flat_map(|layer| &layer.parameters) {
             let stages = uses.entry(param.id()).or_default();
-            if stages.last() != Some(&stage) {
-                stages.push(stage);
+            if let Err(place) = stages.binary_search(stage) {
+                stages.insert(place, *stage);
             }
         }
     }
@@ -143,20 +176,20 @@ fn ties(mesh: &Mesh, parameters: &Parameters, uses: &HashMap<u64, Vec<usize>>) -
     }
     let mut ties = Vec::new();
     for (stages, params) in by_stages {
-        if let Some(group) = tie_group(mesh.world(), mesh, stages)? {
+        if let Some(group) = stage_group(mesh, stages, "tied")? {
             ties.push(Elsewhere { params, sharding: Sharding::over(&mesh.data()?).tied_to(&group) });
         }
     }
     Ok(ties)
 }
 
-/// The group of this rank's pipeline among some stages; `None` on other stages.
-fn tie_group(world: &World, mesh: &Mesh, stages: &[usize]) -> Result<Option<Group>> {
+/// A new group of this rank's pipeline among some stages; `None` on other stages.
+fn stage_group(mesh: &Mesh, stages: &[usize], name: &str) -> Result<Option<Group>> {
     let mut own = None;
     for data in 0..mesh.size("data") {
         let rank = |stage: &usize| mesh.topology().rank(&[("pipe", *stage), ("data", data)]);
         let ranks: Vec<usize> = stages.iter().map(rank).collect::<Result<_, _>>()?;
-        let group = world.named_group(&ranks, Some(&format!("tied {ranks:?}")))?;
+        let group = mesh.world().named_group(&ranks, Some(&format!("{name} {ranks:?}")))?;
         own = own.or(group);
     }
     Ok(own)

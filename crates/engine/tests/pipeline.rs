@@ -16,6 +16,8 @@ use ferrospeed_engine::{
 };
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::{Carried, Dropout, Init, Linear, Mode, Parameters, Sequential, Stages, Trained};
+use ferrospeed_pipeline::schedule::Schedule;
+use ferrospeed_pipeline::validate::{Sends, validate};
 use ferrospeed_tensor::{Activation, Tensor, TensorError, ops};
 use serde_json::{Value, json};
 
@@ -63,17 +65,17 @@ fn build(which: Which) -> Model {
             Model::Mlp(Trained { layers, loss: mean_square }, Box::new(init.parameters()))
         }
         Which::Gpt2Tied => decoder(json!({
-            "model_type": "gpt2", "vocab_size": 17, "n_embd": 12, "n_layer": 3, "n_head": 3, "n_positions": 8,
+            "model_type": "gpt2", "vocab_size": 17, "n_embd": 12, "n_layer": 6, "n_head": 3, "n_positions": 8,
             "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
         })),
         Which::Llama => decoder(json!({
-            "model_type": "llama", "vocab_size": 17, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4,
+            "model_type": "llama", "vocab_size": 17, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 6,
             "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 8, "hidden_act": "silu",
             "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
         })),
         Which::Mixtral => decoder(json!({
             "model_type": "mixtral", "vocab_size": 17, "hidden_size": 12, "intermediate_size": 20,
-            "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 8,
+            "num_hidden_layers": 6, "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 8,
             "hidden_act": "silu", "rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2,
             "output_router_logits": true, "router_aux_loss_coef": 0.02, "tie_word_embeddings": false,
         })),
@@ -287,16 +289,16 @@ fn stages_give_the_bits_of_the_whole_model() {
 
 #[test]
 fn tied_weights_train_as_one() {
-    for zero in [0, 1] {
+    for (zero, schedule) in [(0, "1f1b"), (1, "1f1b"), (1, "interleaved:2"), (1, "zb-h1"), (0, "zb-v")] {
         for (stages, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
-            let value = Arc::new(configuration(zero, "fp32", 3));
-            let expected = whole(Which::Gpt2Tied, data, &value);
+            let expected = whole(Which::Gpt2Tied, data, &Arc::new(configuration(zero, "fp32", 4)));
+            let value = scheduled(schedule, zero, "fp32", 4);
             for found in in_stages(Which::Gpt2Tied, stages, data, &value) {
                 let close = |what: &str, found: &[f32], expected: &[f32]| {
                     assert_eq!(found.len(), expected.len());
                     for (found, expected) in found.iter().zip(expected) {
                         let off = (found - expected).abs() / expected.abs().max(1.0);
-                        let case = format!("{what} ZeRO {zero} pp {stages} dp {data}");
+                        let case = format!("{what} {schedule} ZeRO {zero} pp {stages} dp {data}");
                         assert!(off <= TIED_TOLERANCE, "{case}: {found} and not {expected}");
                     }
                 };
@@ -308,18 +310,94 @@ fn tied_weights_train_as_one() {
     }
 }
 
+/// Schedules besides 1F1B; layers are in chunks of equal numbers, of which there are up to eight.
+const SCHEDULES: [&str; 3] = ["interleaved:2", "zb-h1", "zb-v"];
+
+fn scheduled(schedule: &str, zero: u8, precision: &str, micro_steps: usize) -> Arc<Value> {
+    let mut value = configuration(zero, precision, micro_steps);
+    value["pipeline"] = json!({"schedule": schedule, "partition": "uniform"});
+    Arc::new(value)
+}
+
+#[test]
+fn every_schedule_gives_the_bits_of_the_whole_model() {
+    for which in [Which::Mlp, Which::Llama, Which::Mixtral] {
+        for (precision, zero) in [("fp32", 0), ("bf16", 1), ("fp16", 1)] {
+            for (stages, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
+                let expected = whole(which, data, &Arc::new(configuration(zero, precision, 4)));
+                for schedule in SCHEDULES {
+                    let value = scheduled(schedule, zero, precision, 4);
+                    for (rank, found) in in_stages(which, stages, data, &value).into_iter().enumerate() {
+                        let case = format!(
+                            "{which:?} {schedule} {precision} ZeRO {zero} pp {stages} dp {data} rank {rank}"
+                        );
+                        assert_eq!(bits(&found.losses), bits(&expected.losses), "{case}: losses");
+                        assert_eq!(bits(&found.norms), bits(&expected.norms), "{case}: norms");
+                        assert_eq!(found.evaluated.to_bits(), expected.evaluated.to_bits(), "{case}");
+                        assert_eq!(bits(&found.weights), bits(&expected.weights), "{case}: weights");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn both_copies_of_a_tied_weight_stay_equal() {
-    let value = Arc::new(configuration(1, "bf16", 3));
-    let copies = on_ranks(4, move |world| {
-        let model = build(Which::Gpt2Tied);
-        let mut engine = start(world, &value, &model, 2);
-        train(&mut engine, &model, 0..3);
-        let tied = model.parameters().as_slice()[0].clone();
-        assert!(tied.name().ends_with("wte.weight"), "{}", tied.name());
-        bits(&engine.store().full_as_read(&tied).unwrap())
-    });
-    assert!(copies.iter().all(|copy| *copy == copies[0]));
+    for schedule in ["1f1b"].into_iter().chain(SCHEDULES) {
+        let value = scheduled(schedule, 1, "bf16", 4);
+        let copies = on_ranks(4, move |world| {
+            let model = build(Which::Gpt2Tied);
+            let mut engine = start(world, &value, &model, 2);
+            train(&mut engine, &model, 0..3);
+            let tied = model.parameters().as_slice()[0].clone();
+            assert!(tied.name().ends_with("wte.weight"), "{}", tied.name());
+            // With zb-v both uses lie on the first stage, and the other has no copy.
+            let holds = schedule != "zb-v" || engine.stage().0 == 0;
+            holds.then(|| bits(&engine.store().full_as_read(&tied).unwrap()))
+        });
+        let copies: Vec<_> = copies.into_iter().flatten().collect();
+        assert!(copies.iter().all(|copy| *copy == copies[0]), "{schedule}");
+    }
+}
+
+#[test]
+fn a_stage_holds_what_its_schedule_claims() {
+    for schedule in ["1f1b"].into_iter().chain(SCHEDULES) {
+        let value = scheduled(schedule, 0, "fp32", 8);
+        let held = on_ranks(4, move |world| {
+            let model = build(Which::Mlp);
+            let mut engine = start(world, &value, &model, 4);
+            train(&mut engine, &model, 0..1);
+            engine.stage_times().unwrap().held_chunks
+        });
+        let schedule = Schedule::new(schedule.parse().unwrap(), 4, 8).unwrap();
+        let claimed = validate(&schedule, Sends::Buffered).unwrap();
+        let claimed: Vec<usize> = claimed.iter().map(|stage| stage.activations).collect();
+        assert_eq!(held, claimed, "{}", schedule.kind);
+    }
+}
+
+#[test]
+fn recomputed_blocks_put_their_weights_off_too() {
+    let plain = configuration(0, "fp32", 4);
+    let run = |in_stages: bool| {
+        let value = if in_stages { scheduled("zb-h1", 0, "fp32", 4) } else { Arc::new(plain.clone()) };
+        on_ranks(if in_stages { 2 } else { 1 }, move |world| {
+            let Model::Decoder(mut decoder) = build(Which::Llama) else { panic!("a decoder") };
+            decoder.set_activation_checkpointing(true);
+            let model = Model::Decoder(decoder);
+            if in_stages {
+                let mut engine = start(world, &value, &model, 2);
+                return outcome(&mut engine, &model);
+            }
+            let setup = Setup::new(config(&value, 1), world, device(1));
+            let mut engine = initialize_model(&setup, model.parameters(), Options::default()).unwrap();
+            outcome(&mut engine, &model)
+        })
+    };
+    let (found, expected) = (run(true), run(false).swap_remove(0));
+    assert!(found.iter().all(|found| bits(&found.weights) == bits(&expected.weights)));
 }
 
 #[test]
@@ -402,7 +480,16 @@ fn what_makes_no_pipeline_is_refused_with_the_reason() {
         let plain = configuration(0, "fp32", 2);
         let mut by_type = plain.clone();
         by_type["pipeline"] = json!({"partition": "type:nothing"});
-        let refused = [try_with(&configuration(2, "fp32", 2), 2), try_with(&plain, 3), try_with(&by_type, 2)];
+        let with_schedule = |name: &str| try_with(&scheduled(name, 0, "fp32", 3), 2);
+        let refused = [
+            try_with(&configuration(2, "fp32", 2), 2),
+            try_with(&plain, 3),
+            try_with(&by_type, 2),
+            with_schedule("zigzag"),
+            with_schedule("inference"),
+            with_schedule("interleaved:2"),
+            try_with(&scheduled("interleaved:9", 0, "fp32", 2), 2),
+        ];
         let mut engine = start(world, &plain, &model, 2);
         let forward = engine.forward(|_| Err::<Tensor, _>(TensorError::argument("x", String::new())));
         let step = engine.step().unwrap_err().to_string();
@@ -412,6 +499,10 @@ fn what_makes_no_pipeline_is_refused_with_the_reason() {
     assert!(refused[0].contains("zero_optimization.stage: stage 2 cannot be combined"), "{}", refused[0]);
     assert!(refused[1].contains("2 ranks cannot be divided over 3 stages"), "{}", refused[1]);
     assert!(refused[2].contains("no layer has such a name"), "{}", refused[2]);
+    assert!(refused[3].contains("pipeline.schedule") && refused[3].contains("'zigzag'"), "{}", refused[3]);
+    assert!(refused[4].contains("'inference' does not train"), "{}", refused[4]);
+    assert!(refused[5].contains("3 micro-batches are not a multiple of 2 stages"), "{}", refused[5]);
+    assert!(refused[6].contains("chunk 8 of 18 gets none of 8 layers"), "{}", refused[6]);
     assert!(forward.contains("call train_batch"), "{forward}");
     assert!(step.contains("call train_batch"), "{step}");
 }

@@ -126,6 +126,15 @@ impl Kind {
             Kind::ZeroBubbleV => "zb-v",
         }
     }
+
+    /// The stage of each chunk.
+    pub fn placement(self, stages: usize) -> Vec<usize> {
+        match self {
+            Kind::Interleaved { chunks } => (0..chunks.get() * stages).map(|chunk| chunk % stages).collect(),
+            Kind::ZeroBubbleV => (0..stages).chain((0..stages).rev()).collect(),
+            _ => (0..stages).collect(),
+        }
+    }
 }
 
 impl fmt::Display for Kind {
@@ -212,6 +221,29 @@ impl Schedule {
         }
     }
 
+    /// Forward only, for chunks that lie where a schedule for training has them.
+    ///
+    /// Micro-batches go through a stage's chunks in groups of as many as there are stages. All stages have one order, of which
+    /// what comes first waits for nothing behind it: so no stage waits for ever, and messages arrive as they were sent.
+    pub fn forward_of(kind: Kind, stages: usize, micro_batches: usize) -> Result<Schedule> {
+        let like = Schedule::new(Kind::Inference, stages, micro_batches)?;
+        let placement = kind.placement(stages);
+        if placement == like.stage_of_chunk {
+            return Ok(like);
+        }
+        let mut compute = vec![Vec::new(); stages];
+        for first in (0..micro_batches).step_by(stages) {
+            for (chunk, &stage) in placement.iter().enumerate() {
+                let group = first..(first + stages).min(micro_batches);
+                compute[stage].extend(group.map(|micro| Instruction::Forward(Item { chunk, micro })));
+            }
+        }
+        let mut schedule = Schedule::from_compute(Kind::Inference, micro_batches, placement, compute);
+        // Nothing is updated.
+        schedule.steps.iter_mut().for_each(|steps| drop(steps.pop()));
+        Ok(schedule)
+    }
+
     /// A schedule from the order in which each stage computes: every receive stands before and every send behind the
     /// computation it is for.
     fn from_compute(
@@ -235,9 +267,8 @@ impl Schedule {
     fn with_messages(&self, instruction: Instruction) -> Vec<Instruction> {
         let Some(item) = instruction.item() else { return vec![instruction] };
         let last = self.chunks() - 1;
-        let crosses = |other: usize| self.stage_of_chunk[other] != self.stage_of_chunk[item.chunk];
-        let before = item.chunk > 0 && crosses(item.chunk - 1);
-        let behind = item.chunk < last && crosses(item.chunk + 1);
+        let before = item.chunk > 0 && self.crosses_behind(item.chunk - 1);
+        let behind = self.crosses_behind(item.chunk);
         let is_end = item.chunk == 0 || item.chunk == last;
         let all = match instruction {
             Instruction::Forward(_) => vec![
@@ -254,6 +285,11 @@ impl Schedule {
             _ => vec![(true, instruction)],
         };
         all.into_iter().filter_map(|(wanted, instruction)| wanted.then_some(instruction)).collect()
+    }
+
+    /// Whether a chunk gives its result to one of another stage.
+    pub fn crosses_behind(&self, chunk: usize) -> bool {
+        self.stage_of_chunk.get(chunk + 1).is_some_and(|next| *next != self.stage_of_chunk[chunk])
     }
 
     /// Stages.

@@ -37,7 +37,15 @@ fn random_schedules_are_valid_and_hold_what_they_claim() {
                 assert!(held.activations <= schedule.buffers[stage], "{case}");
             }
         }
-        validate(&whole(Kind::Inference), Sends::Buffered).unwrap();
+        for kind in [Kind::OneForwardOneBackward, interleaved(v), Kind::ZeroBubbleH1, Kind::ZeroBubbleV] {
+            let forward = Schedule::forward_of(kind, p, m).unwrap();
+            assert_eq!(forward.stage_of_chunk, kind.placement(p));
+            validate(&forward, Sends::Buffered).unwrap_or_else(|error| panic!("{kind} p={p} m={m}: {error}"));
+            let works = |i: &Instruction| {
+                matches!(i, Instruction::Step | Instruction::Reduce | Instruction::ReduceTied)
+            };
+            assert!(!(0..p).any(|stage| forward.instructions(stage).any(|i| works(&i))));
+        }
         // What DeepSpeed runs with blocking sends must not depend on buffers.
         validate(&whole(Kind::OneForwardOneBackward), Sends::Blocking).unwrap();
         validate(&whole(Kind::Inference), Sends::Blocking).unwrap();

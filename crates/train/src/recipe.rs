@@ -34,6 +34,7 @@
 //!
 //! [pipeline]               # the same keys as the ds_config's section
 //! stages = 2               # layers lie on so many ranks, one after the other; ranks is a multiple of it
+//! schedule = "zb-h1"       # the order of a step's work: 1f1b, interleaved:CHUNKS, zb-h1 or zb-v
 //! partition = "uniform"    # or "parameters", or "type:REGEX"
 //!
 //! [tensor_parallel]        # the same keys as the ds_config's section

@@ -32,6 +32,9 @@ pub(crate) struct TrainArgs {
     /// Cut the model into so many stages, each on ranks of its own (pipeline.stages); without -n, as many ranks as these need
     #[arg(long, value_name = "STAGES")]
     pp: Option<u32>,
+    /// The order in which stages work: 1f1b, interleaved:CHUNKS, zb-h1 or zb-v (pipeline.schedule)
+    #[arg(long = "pp_schedule", alias = "pp-schedule", value_name = "SCHEDULE")]
+    pp_schedule: Option<String>,
     /// Cut layers into so many slices, each on a rank of its own (tensor_parallel.autotp_size)
     #[arg(long, value_name = "SLICES")]
     tp: Option<u32>,
@@ -249,8 +252,9 @@ impl TrainArgs {
             ("sequence_parallel_size", self.sp),
         ];
         let sizes = sizes.into_iter().filter_map(|(key, size)| Some(format!("{key}={}", size?)));
-        let method = self.sp_method.as_ref().map(|method| format!("sequence_parallel_method={method}"));
-        self.overrides.iter().cloned().chain(sizes).chain(method).collect()
+        let names = [("sequence_parallel_method", &self.sp_method), ("pipeline.schedule", &self.pp_schedule)];
+        let names = names.into_iter().filter_map(|(key, name)| Some(format!("{key}={}", name.as_ref()?)));
+        self.overrides.iter().cloned().chain(sizes).chain(names).collect()
     }
 
     /// How many ranks the axes need that are given here.

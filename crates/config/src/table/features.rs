@@ -192,6 +192,13 @@ pub(super) const PIPELINE: &[Key] = &[
         "How layers are divided: `uniform`, `parameters` or `type:REGEX`; `best` is `parameters`.",
     )
     .done(),
+    key(
+        "schedule",
+        Kind::Text,
+        "\"1f1b\"",
+        "The order of a step's work: `1f1b`, `interleaved:CHUNKS`, `zb-h1` or `zb-v`; see `docs/pipeline.md`.",
+    )
+    .done(),
     key("seed_layers", Kind::Bool, "false", "Seed each layer by its index.")
         .inert("first values follow the names of parameters, wherever they lie"),
     key("activation_checkpoint_interval", COUNT, "0", "Recompute every this many layers; 0 never."),

@@ -121,6 +121,8 @@ pub struct Pipeline {
     pub stages: PipelineStages,
     /// How layers are divided.
     pub partition: String,
+    /// The order of a step's work.
+    pub schedule: String,
     /// Seed each layer by its index.
     pub seed_layers: bool,
     /// Recompute every this many layers; 0 never.

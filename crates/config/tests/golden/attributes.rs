@@ -33,6 +33,7 @@ const NEWER: &[&str] = &[
     "parameter_alignment",
     "passes",
     "save_muon_momentum_buffer_in_memory",
+    "schedule",
     "sequence_parallel",
     "super_offload",
     "symmetric_memory",
@@ -119,7 +120,7 @@ pub(crate) fn all(config: &Config, input: &Value, world_size: u64) -> Value {
         "weight_quantization_config": full["weight_quantization"],
         "compile_config": full["compile"],
         "compression_config": compression(&full["compression_training"]),
-        "pipeline": without_nulls(&full["pipeline"], &["use_reentrant"]),
+        "pipeline": without_newer(&without_nulls(&full["pipeline"], &["use_reentrant"])),
         "monitor_config": {
             "tensorboard": full["tensorboard"],
             "wandb": full["wandb"],

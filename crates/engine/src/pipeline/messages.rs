@@ -1,10 +1,12 @@
 //! What stages tell each other: activations one way, their gradients the other.
 //!
 //! Before the tensors of a micro-batch goes where random numbers are, and how many numbers describe the tensors; the
-//! numbers themselves follow only where they changed. A message's tag says direction, stage, micro-batch and place, and is
+//! numbers themselves follow only where they changed. A message's tag says direction, chunk, micro-batch and place, and is
 //! part of what both ends compare, so stages that disagree find out before data moves. Sends go on beside the work.
+//! Gradients have a group of their own: between two stages with several chunks each both kinds go the same way, and neither
+//! may have to wait for its turn behind the other.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use ferrospeed_collective::exchange::{self, Pending};
 use ferrospeed_comm::Group;
@@ -25,6 +27,8 @@ pub struct StageFailure {
     pub stage: usize,
     /// The stage it talked with.
     pub peer: usize,
+    /// The chunk of the model that sent.
+    pub chunk: usize,
     /// The micro-batch, counted since the run began.
     pub micro: u64,
     /// Whether activations went forward, or gradients backward.
@@ -42,9 +46,8 @@ impl StageFailure {
     }
 
     fn tag(&self, place: usize) -> u64 {
-        let from = if self.sends { self.stage } else { self.peer } as u64;
         u64::from(self.forward) << 63
-            | (from & 0x7fff) << 48
+            | (self.chunk as u64 & 0x7fff) << 48
             | (self.micro & 0xffff_ffff) << 16
             | place as u64 & 0xffff
     }
@@ -63,28 +66,41 @@ pub(super) struct Received {
 
 /// One rank's end of all messages of its pipeline.
 pub(super) struct Messenger {
-    group: Group,
+    activations: Group,
+    gradients: Group,
+    /// The stage of each chunk.
+    placement: Vec<usize>,
     host: Device,
-    sent_form: Vec<i64>,
-    received_form: Vec<i64>,
+    /// The last forms of what each chunk sent, and received.
+    sent_forms: HashMap<usize, Vec<i64>>,
+    received_forms: HashMap<usize, Vec<i64>>,
     under_way: VecDeque<(StageFailure, Pending, Tensor)>,
 }
 
 impl Messenger {
-    pub(super) fn new(group: Group) -> Messenger {
+    /// Both groups have a pipeline's ranks, by stage.
+    pub(super) fn new([activations, gradients]: [Group; 2], placement: Vec<usize>) -> Messenger {
         Messenger {
-            group,
+            activations,
+            gradients,
+            placement,
             host: Device::cpu_with_threads(1),
-            sent_form: Vec::new(),
-            received_form: Vec::new(),
+            sent_forms: HashMap::new(),
+            received_forms: HashMap::new(),
             under_way: VecDeque::new(),
         }
     }
 
-    fn message(&self, forward: bool, sends: bool, micro: u64) -> StageFailure {
-        let stage = self.group.rank();
-        let peer = if forward == sends { stage + 1 } else { stage - 1 };
-        StageFailure { stage, peer, micro, forward, sends }
+    /// A message of a stage's chunk, whichever end of it that is.
+    fn message(&self, forward: bool, sends: bool, own: usize, micro: u64) -> StageFailure {
+        let other = if forward == sends { own + 1 } else { own.saturating_sub(1) };
+        let chunk = if sends { own } else { other };
+        let peer = self.placement.get(other).copied().unwrap_or_default();
+        StageFailure { stage: self.activations.rank(), peer, chunk, micro, forward, sends }
+    }
+
+    fn group(&self, message: &StageFailure) -> &Group {
+        if message.forward { &self.activations } else { &self.gradients }
     }
 
     fn send(&mut self, message: StageFailure, place: usize, tensor: &Tensor) -> Result<()> {
@@ -94,7 +110,7 @@ impl Messenger {
             self.wait_for_first()?;
         }
         let tensor = tensor.detach();
-        let pending = exchange::send(&self.group, &tensor, message.peer, message.tag(place));
+        let pending = exchange::send(self.group(&message), &tensor, message.peer, message.tag(place));
         self.under_way.push_back((message, pending.map_err(message.failed())?, tensor));
         Ok(())
     }
@@ -115,18 +131,24 @@ impl Messenger {
     }
 
     /// Sends what the next stage needs of a micro-batch.
-    pub(super) fn send_activation(&mut self, micro: u64, tensors: &[Tensor], next_stream: u32) -> Result<()> {
-        let message = self.message(true, true, micro);
+    pub(super) fn send_activation(
+        &mut self,
+        chunk: usize,
+        micro: u64,
+        tensors: &[Tensor],
+        next_stream: u32,
+    ) -> Result<()> {
+        let message = self.message(true, true, chunk, micro);
         let forms: Vec<Form> = tensors.iter().map(form).collect();
         let numbers = boundary::encode(&forms)?;
-        let is_new = numbers != self.sent_form;
+        let is_new = self.sent_forms.get(&chunk) != Some(&numbers);
         let head = [if is_new { numbers.len() as i64 } else { 0 }, i64::from(next_stream)];
         let head = Tensor::from_slice(&head, [2], &self.host)?;
         self.send(message, 0, &head)?;
         if is_new {
             let told = Tensor::from_slice(&numbers, [numbers.len()], &self.host)?;
             self.send(message, 1, &told)?;
-            self.sent_form = numbers;
+            self.sent_forms.insert(chunk, numbers);
         }
         for (place, tensor) in tensors.iter().enumerate() {
             self.send(message, 2 + place, tensor)?;
@@ -134,23 +156,28 @@ impl Messenger {
         Ok(())
     }
 
-    /// Receives what the stage before has made of a micro-batch.
-    pub(super) fn receive_activation(&mut self, micro: u64, device: &Device) -> Result<Received> {
-        let message = self.message(true, false, micro);
+    /// Receives what the chunk before has made of a micro-batch.
+    pub(super) fn receive_activation(
+        &mut self,
+        chunk: usize,
+        micro: u64,
+        device: &Device,
+    ) -> Result<Received> {
+        let message = self.message(true, false, chunk, micro);
         let mut head = [0i64; 2];
-        self.group.recv(&mut head, message.peer, message.tag(0)).map_err(message.failed())?;
+        self.activations.recv(&mut head, message.peer, message.tag(0)).map_err(message.failed())?;
         let [count, next_stream] = head;
         if !(0..=MAX_NUMBERS).contains(&count) {
             let why = format!("{count} numbers cannot describe the tensors of a boundary");
             return Err(message.failed()(ferrospeed_pipeline::PipelineError::Boundary(why)));
         }
         if count > 0 {
-            self.received_form = vec![0; count as usize];
-            self.group
-                .recv(&mut self.received_form, message.peer, message.tag(1))
-                .map_err(message.failed())?;
+            let mut numbers = vec![0; count as usize];
+            self.activations.recv(&mut numbers, message.peer, message.tag(1)).map_err(message.failed())?;
+            self.received_forms.insert(chunk, numbers);
         }
-        let forms = boundary::decode(&self.received_form).map_err(message.failed())?;
+        let numbers = self.received_forms.get(&chunk).map_or(&[][..], Vec::as_slice);
+        let forms = boundary::decode(numbers).map_err(message.failed())?;
         let mut tensors = Vec::with_capacity(forms.len());
         for (place, form) in forms.iter().enumerate() {
             tensors.push(self.receive(message, 2 + place, form, device)?);
@@ -164,21 +191,26 @@ impl Messenger {
             return Err(message.failed()(ferrospeed_pipeline::PipelineError::Boundary(why)));
         };
         let tensor = Tensor::zeros(&form.sizes[..], dtype, device)?;
-        let pending = exchange::receive(&self.group, &tensor, message.peer, message.tag(place));
+        let pending = exchange::receive(self.group(&message), &tensor, message.peer, message.tag(place));
         pending.and_then(Pending::wait).map_err(message.failed())?;
         Ok(tensor)
     }
 
-    /// Sends the gradients of what the stage before sent.
-    pub(super) fn send_gradients(&mut self, micro: u64, gradients: &[Tensor]) -> Result<()> {
-        let message = self.message(false, true, micro);
+    /// Sends the gradients of what the chunk before sent.
+    pub(super) fn send_gradients(&mut self, chunk: usize, micro: u64, gradients: &[Tensor]) -> Result<()> {
+        let message = self.message(false, true, chunk, micro);
         let mut places = gradients.iter().enumerate();
         places.try_for_each(|(place, gradient)| self.send(message, place, gradient))
     }
 
     /// Receives the gradients of some tensors that were sent.
-    pub(super) fn receive_gradients(&mut self, micro: u64, of: &[Tensor]) -> Result<Vec<Tensor>> {
-        let message = self.message(false, false, micro);
+    pub(super) fn receive_gradients(
+        &mut self,
+        chunk: usize,
+        micro: u64,
+        of: &[Tensor],
+    ) -> Result<Vec<Tensor>> {
+        let message = self.message(false, false, chunk, micro);
         let places = of.iter().enumerate();
         let receive =
             |(place, tensor): (usize, &Tensor)| self.receive(message, place, &form(tensor), tensor.device());
@@ -213,13 +245,13 @@ mod tests {
         let ranks = World::threads(2).into_iter().map(|world| {
             let device = device.clone();
             std::thread::spawn(move || {
-                let mut messenger = Messenger::new(world.group());
+                let mut messenger = Messenger::new([world.group(), world.group()], vec![0, 1]);
                 let tensor = Tensor::full([3], 2.0, DType::F32, &device).unwrap();
                 if world.rank() == 0 {
-                    let sent = messenger.send_activation(7, &[tensor], 5);
+                    let sent = messenger.send_activation(0, 7, &[tensor], 5);
                     return sent.and_then(|()| messenger.finish()).err();
                 }
-                messenger.receive_activation(8, &device).err()
+                messenger.receive_activation(1, 8, &device).err()
             })
         });
         let told = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap());

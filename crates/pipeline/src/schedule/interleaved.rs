@@ -24,6 +24,5 @@ pub(super) fn interleaved(stages: usize, chunks: usize, micro_batches: usize) ->
         order
     };
     let kind = Kind::Interleaved { chunks: chunks.try_into().unwrap_or(std::num::NonZeroUsize::MIN) };
-    let stage_of_chunk = (0..chunks * stages).map(|chunk| chunk % stages).collect();
-    Schedule::from_compute(kind, micro_batches, stage_of_chunk, (0..stages).map(order).collect())
+    Schedule::from_compute(kind, micro_batches, kind.placement(stages), (0..stages).map(order).collect())
 }

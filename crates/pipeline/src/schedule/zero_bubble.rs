@@ -21,7 +21,8 @@ pub(super) fn h1(stages: usize, micro_batches: usize) -> Schedule {
         order
     };
     let compute = (0..stages).map(order).collect();
-    Schedule::from_compute(Kind::ZeroBubbleH1, micro_batches, (0..stages).collect(), compute)
+    let kind = Kind::ZeroBubbleH1;
+    Schedule::from_compute(kind, micro_batches, kind.placement(stages), compute)
 }
 
 /// ZB-V: stage `s` has the chunks `s` and `2p - 1 - s`, so the last chunk is on the first stage, and the loss's gradient
@@ -62,9 +63,9 @@ pub(super) fn v(stages: usize, micro_batches: usize) -> Schedule {
         down.finish(&mut order);
         order
     };
-    let stage_of_chunk = (0..stages).chain((0..stages).rev()).collect();
     let compute = (0..stages).map(order).collect();
-    Schedule::from_compute(Kind::ZeroBubbleV, micro_batches, stage_of_chunk, compute)
+    let kind = Kind::ZeroBubbleV;
+    Schedule::from_compute(kind, micro_batches, kind.placement(stages), compute)
 }
 
 type Order = Vec<Instruction>;

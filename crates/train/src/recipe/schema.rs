@@ -45,7 +45,10 @@ const RECIPE: &[Key] = &[
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
     required("data", Kind::Table(DATA), || json!({ "synthetic": 1, "sequence": 2 })),
     key("training", Kind::Table(TRAINING)),
-    key("pipeline", Kind::Table(&[key("stages", Kind::Count), key("partition", Kind::Text)])),
+    key(
+        "pipeline",
+        Kind::Table(&[key("stages", Kind::Count), key("partition", Kind::Text), key("schedule", Kind::Text)]),
+    ),
     key(
         "tensor_parallel",
         Kind::Table(&[key("autotp_size", Kind::Count), key("sequence_parallel", Kind::Bool)]),
