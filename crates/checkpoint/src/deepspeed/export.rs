@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::experts::{EXPERTS, Mixtures};
+use super::pipeline::layer_of;
 use crate::deepspeed::spelling::{Spelling, Whole, respelled, spelled};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
@@ -105,6 +106,18 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
         );
         return Err(CheckpointError::Request(why));
     }
+    exported(checkpoint, dir, |folder| {
+        let mixtures = Mixtures::of(checkpoint, options)?;
+        Exporter::new(checkpoint, options, mixtures)?.write(folder)
+    })
+}
+
+/// Lets `write` fill the folder of a checkpoint, under its own tag, and writes `latest` beside.
+pub(super) fn exported(
+    checkpoint: &Checkpoint,
+    dir: &Path,
+    write: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
     let tag = &checkpoint.manifest().tag;
     crate::directory::check_tag(tag)?;
     let folder = dir.join(tag);
@@ -113,10 +126,7 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
     }
     let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
     std::fs::create_dir_all(&partial).map_err(CheckpointError::io("create", &partial))?;
-    let written = Mixtures::of(checkpoint, options)
-        .and_then(|mixtures| Exporter::new(checkpoint, options, mixtures))
-        .and_then(|exporter| exporter.write(&partial));
-    if let Err(error) = written {
+    if let Err(error) = write(&partial) {
         // The error of the export is the one to report.
         let _ = std::fs::remove_dir_all(&partial);
         return Err(error);
@@ -144,6 +154,8 @@ pub(crate) struct Exporter<'c> {
     groups: Vec<Group<'c>>,
     state_names: Vec<String>,
     mixtures: Mixtures,
+    /// How many stages there are, where this is one of a pipeline's.
+    stages: Option<u64>,
 }
 
 impl<'c> Exporter<'c> {
@@ -189,23 +201,58 @@ impl<'c> Exporter<'c> {
         let tensors = spelled(checkpoint, &manifest.tensors, options.spelling)?;
         let keys = tensors.iter().map(|tensor| (tensor.kind.clone(), tensor.name.clone()));
         let index = keys.zip(0..).collect();
-        Ok(Exporter { checkpoint, options, tensors, index, groups, state_names, mixtures })
+        Ok(Exporter { checkpoint, options, tensors, index, groups, state_names, mixtures, stages: None })
+    }
+
+    /// What one of `stages` stages of a pipeline has of it: parameters that are its own. Their weights lie in files of layers.
+    pub(super) fn of_stage(mut self, is_own: impl Fn(&str) -> bool, stages: u64) -> Exporter<'c> {
+        self.tensors.retain(|tensor| is_own(&tensor.name));
+        self.groups.iter_mut().for_each(|group| group.params.retain(|param| is_own(&param.name)));
+        let keys = self.tensors.iter().map(|tensor| (tensor.kind.clone(), tensor.name.clone()));
+        self.index = keys.zip(0..).collect();
+        self.stages = Some(stages);
+        self
+    }
+
+    /// The weights of a pipeline's layer; no file where it has none.
+    pub(super) fn write_layer(&self, folder: &Path, layer: u64) -> Result<()> {
+        let mut arrays = Arrays::default();
+        let mut pairs = Vec::new();
+        for entry in self.tensors.iter().filter(|entry| layer_of(&entry.name) == Some(layer)) {
+            let dtype = match entry.kind {
+                Kind::Master | Kind::Weight => self.checkpoint.manifest().origin.dtype,
+                Kind::Buffer => entry.dtype,
+                Kind::State(_) => continue,
+            };
+            let rest = entry.name.split_once('.').map_or("", |(_, rest)| rest);
+            pairs.push((Value::str(rest), arrays.add(dtype, &entry.shape, entry.all())));
+        }
+        if pairs.is_empty() {
+            return Ok(());
+        }
+        let path = folder.join(format!("layer_{layer:02}-model_states.pt"));
+        arrays.write(self.checkpoint, &path, &Value::OrderedDict(pairs))
     }
 
     fn write(&self, folder: &Path) -> Result<()> {
         self.write_experts(folder)?;
+        self.write_ranks(folder, 0)
+    }
+
+    /// The module and optimizer files of all ranks that have stage `place` of the model, or all of it.
+    pub(super) fn write_ranks(&self, folder: &Path, place: usize) -> Result<()> {
         for rank in 0..self.options.ranks {
             if self.options.stage == 3 || rank == 0 {
                 let name = match self.options.stage {
-                    3 => format!("zero_pp_rank_{rank}_mp_rank_00_model_states.pt"),
-                    _ => "mp_rank_00_model_states.pt".to_owned(),
+                    3 => format!("zero_pp_rank_{rank}_mp_rank_{place:02}_model_states.pt"),
+                    _ => format!("mp_rank_{place:02}_model_states.pt"),
                 };
                 let mut arrays = Arrays::default();
                 let value = self.module(rank, &mut arrays);
                 arrays.write(self.checkpoint, &folder.join(name), &value)?;
             }
             let prefix = if self.checkpoint.manifest().origin.dtype == Dtype::BF16 { "bf16_" } else { "" };
-            let name = format!("{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt");
+            let name = format!("{prefix}zero_pp_rank_{rank}_mp_rank_{place:02}_optim_states.pt");
             let mut arrays = Arrays::default();
             let state = if self.options.stage == 3 {
                 self.per_parameter(rank, &mut arrays)?
@@ -290,7 +337,9 @@ impl<'c> Exporter<'c> {
     pub(crate) fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Value {
         let manifest = self.checkpoint.manifest();
         let mut module = Vec::new();
-        for entry in self.tensors.iter().filter(|entry| self.mixtures.expert(&entry.name).is_none()) {
+        let has_weights =
+            |entry: &&Whole<'c>| self.stages.is_none() && self.mixtures.expert(&entry.name).is_none();
+        for entry in self.tensors.iter().filter(has_weights) {
             let weight = match entry.kind {
                 Kind::Buffer => arrays.add(entry.dtype, &entry.shape, entry.all()),
                 Kind::Master | Kind::Weight if self.options.stage == 3 => {
@@ -333,7 +382,7 @@ impl<'c> Exporter<'c> {
         let scheduler = training.scheduler.as_ref().map_or(Value::None, Value::from_json);
         let buffers = self.of_kind(Kind::Buffer).map(|entry| Value::str(&entry.name)).collect();
         let mut pairs = vec![
-            ("module", Value::OrderedDict(module)),
+            ("module", if self.stages.is_some() { Value::None } else { Value::OrderedDict(module) }),
             ("buffer_names", Value::List(buffers)),
             ("optimizer", Value::None),
             (
@@ -351,7 +400,7 @@ impl<'c> Exporter<'c> {
             ("global_steps", integer(training.global_steps)),
             ("global_samples", integer(training.global_samples)),
             ("dp_world_size", integer(self.options.ranks)),
-            ("mp_world_size", integer(1)),
+            ("mp_world_size", integer(self.stages.unwrap_or(1))),
             ("ds_config", self.config()),
             ("ds_version", Value::str(VERSION)),
         ];

@@ -1,7 +1,7 @@
 //! A DeepSpeed checkpoint as one of ours: weights, optimizer states, counters, schedule, loss scale, client state.
 //!
 //! Any number of ranks, ZeRO 1 to 3, the BF16 optimizer, and no ZeRO at all. What cannot be placed is an error.
-//! Of pipelines the weights are imported, and of mixtures of experts the optimizer states of ZeRO 1 and 2 too, by `split`.
+//! Of pipelines and of mixtures of experts, weights and the optimizer states of ZeRO are imported too, by `split`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -110,7 +110,7 @@ fn module_tensors(files: &DeepSpeedFiles) -> Result<Vec<(&str, &crate::pt::Store
     Ok(pairs.iter().filter_map(|(name, value)| Some((name.as_str()?, value.as_tensor()?))).collect())
 }
 
-fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Tensor>, u64)> {
+pub(super) fn with_zero(files: &DeepSpeedFiles, stage: u64) -> Result<(Vec<Tensor>, u64)> {
     let groups = files.param_shapes()?;
     let ranks = files.optimizers().len();
     let mut tensors = Vec::new();

@@ -1,21 +1,21 @@
 //! Pipelines and mixtures of experts: weights that lie in a file per layer, or per expert.
 //!
-//! Weights are imported, and counters and schedule with them; of mixtures under ZeRO 1 and 2 the optimizer states too (`experts`).
-//! Those of a pipeline are cut by stage and are not imported: such a checkpoint loads with `load_module_only`, or without
-//! optimizer states. Layers cut over tensor-parallel ranks, and experts
-//! that are numbered without their layer, are refused by name.
+//! Weights are imported, and counters and schedule with them, and under ZeRO 1 and 2 the optimizer states too (`experts`,
+//! `pipeline`). Without these a checkpoint loads with `load_module_only`, or without optimizer states. Layers cut over
+//! tensor-parallel ranks, and experts that are numbered without their layer, are refused by name.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::experts;
 use super::foreign::{Tensor, Understood};
 use super::fp32::stage_of;
 use super::import::contents;
 use super::source::{DeepSpeedFiles, names_in, whole};
+use super::{experts, pipeline};
 use crate::error::{CheckpointError, Result};
-use crate::manifest::{Dtype, Kind};
+use crate::manifest::{Dtype, GroupState, Kind};
 use crate::pt::{Unknown, Value};
+use crate::save::Contents;
 use crate::shard::PieceSpec;
 
 const ENDING: &str = "model_states.pt";
@@ -108,6 +108,9 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
             found.push(Tensor { spec, stretches: vec![whole(file, tensor)] });
         }
     }
+    if !is_mixture {
+        return Ok(Some(of_pipeline(path, unknown, &files, module, found)?));
+    }
     let states = experts::states(&files, &found)?;
     let (mut stage, mut optimizer) = (0, None);
     if states.is_some() {
@@ -116,30 +119,63 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
     }
     let steps = states.as_ref().map_or(0, |states| states.steps);
     let mut contents = contents(files.files[module].value(), optimizer, steps, stage as u8);
-    let mut types = found.iter().map(|tensor| tensor.spec.dtype);
-    let half = types.find(|dtype| matches!(dtype, Dtype::F16 | Dtype::BF16));
-    contents.origin.dtype = half.unwrap_or(Dtype::F32);
     match states {
-        Some(states) => {
-            let is_adam = ["exp_avg", "exp_avg_sq"]
-                .iter()
-                .all(|name| states.tensors.iter().any(|t| t.spec.kind == Kind::State((*name).to_owned())));
-            // A client's own optimizer is not in the configuration.
-            contents.origin.optimizer =
-                contents.origin.optimizer.or_else(|| is_adam.then(|| "adam".to_owned()));
-            contents.training.groups = states.groups;
-            let wide: BTreeSet<String> =
-                states.tensors.iter().map(|tensor| tensor.spec.name.clone()).collect();
-            found.retain(|tensor| !wide.contains(&tensor.spec.name));
-            found.extend(states.tensors);
-        }
-        None => {
-            contents.origin.optimizer = None;
-            tracing::warn!(
-                "{}: weights, counters and schedule are imported; optimizer states of pipelines, and of mixtures of experts whose files do not say whose they are, are not",
-                path.display()
-            );
-        }
+        Some(states) => put_in(&mut contents, &mut found, states.tensors, states.groups),
+        None => without_states(&mut contents, &found, path),
     }
     Ok(Some((contents, found, files.paths())))
+}
+
+fn of_pipeline(
+    path: &Path,
+    unknown: Unknown,
+    files: &DeepSpeedFiles,
+    module: usize,
+    mut found: Vec<Tensor>,
+) -> Result<Understood> {
+    let module = files.files[module].value();
+    let plain = contents(module, None, 0, 0);
+    let mut paths = files.paths();
+    let Some(mut states) = pipeline::states(path, unknown, files, &found, &plain.training)? else {
+        let mut contents = plain;
+        without_states(&mut contents, &found, path);
+        return Ok((contents, found, paths));
+    };
+    let mut contents = contents(module, states.optimizer.as_ref(), states.steps, states.zero_stage as u8);
+    let stretches = states.tensors.iter_mut().flat_map(|tensor| &mut tensor.stretches);
+    stretches.for_each(|stretch| stretch.file += paths.len());
+    paths.append(&mut states.files);
+    found.retain(|tensor| !states.aliases.contains_key(&tensor.spec.name));
+    contents.aliases.append(&mut states.aliases);
+    put_in(&mut contents, &mut found, states.tensors, states.groups);
+    Ok((contents, found, paths))
+}
+
+/// The type of the weights.
+fn weight_type(found: &[Tensor]) -> Dtype {
+    let mut types = found.iter().map(|tensor| tensor.spec.dtype);
+    types.find(|dtype| matches!(dtype, Dtype::F16 | Dtype::BF16)).unwrap_or(Dtype::F32)
+}
+
+fn without_states(contents: &mut Contents, found: &[Tensor], path: &Path) {
+    contents.origin.dtype = weight_type(found);
+    contents.origin.optimizer = None;
+    tracing::warn!(
+        "{}: weights, counters and schedule are imported; optimizer states of pipelines without ZeRO, and of mixtures of experts whose files do not say whose they are, are not",
+        path.display()
+    );
+}
+
+/// Puts wide weights and states in the place of weights of the same names.
+fn put_in(contents: &mut Contents, found: &mut Vec<Tensor>, states: Vec<Tensor>, groups: Vec<GroupState>) {
+    contents.origin.dtype = weight_type(found);
+    let has = |name: &str| states.iter().any(|tensor| tensor.spec.kind == Kind::State(name.to_owned()));
+    let is_adam = has("exp_avg") && has("exp_avg_sq");
+    // A client's own optimizer is not in the configuration.
+    let optimizer = contents.origin.optimizer.take();
+    contents.origin.optimizer = optimizer.or_else(|| is_adam.then(|| "adam".to_owned()));
+    contents.training.groups = groups;
+    let wide: BTreeSet<String> = states.iter().map(|tensor| tensor.spec.name.clone()).collect();
+    found.retain(|tensor| !wide.contains(&tensor.spec.name));
+    found.extend(states);
 }

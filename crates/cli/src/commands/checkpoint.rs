@@ -6,8 +6,8 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
 use ferrospeed_checkpoint::deepspeed::{
-    ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_universal, import_deepspeed,
-    import_universal, is_universal,
+    ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_pipeline, export_universal,
+    import_deepspeed, import_universal, is_universal,
 };
 use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{
@@ -114,6 +114,10 @@ enum Action {
         /// Over how many of them the experts of a mixture are spread
         #[arg(long = "ep", value_name = "RANKS", default_value_t = 1)]
         expert_ranks: u64,
+        /// Write the files of a pipeline (ZeRO 1, --ranks for each stage) for a model whose names begin with the numbers of its
+        /// layers: where stages begin, and behind the last layer; 0,3,6 makes two stages of three layers
+        #[arg(long, value_name = "LAYERS", value_delimiter = ',', conflicts_with_all = ["stage", "expert_ranks"])]
+        pipeline: Vec<u64>,
         /// By which names parameters are called; transformers 5 has others in memory than in files (GPT-NeoX's head, experts)
         #[arg(long, value_enum, default_value = "files")]
         names: Names,
@@ -187,7 +191,10 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Action::ImportDeepspeed { which, output, allow_unknown_objects } => {
             import(which, output, unknown(*allow_unknown_objects))?;
         }
-        Action::ExportDeepspeed { which, output, stage, ranks, expert_ranks, names } => {
+        Action::ExportDeepspeed { which, output, ranks, pipeline, .. } if !pipeline.is_empty() => {
+            export_pipeline(&open(which)?, output, *ranks, pipeline)?;
+        }
+        Action::ExportDeepspeed { which, output, stage, ranks, expert_ranks, names, .. } => {
             let options = ExportOptions {
                 stage: *stage,
                 ranks: *ranks,
