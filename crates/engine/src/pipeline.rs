@@ -13,6 +13,7 @@ mod messages;
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 
+use ferrospeed_checkpoint::Checkpoint;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology};
 use ferrospeed_config::{Config, Stage};
 use ferrospeed_nn::{Layer, Parameters, Stages};
@@ -41,6 +42,8 @@ pub(crate) struct Pipeline {
     kind: Kind,
     /// Where the layers of chunks begin and end.
     boundaries: Vec<usize>,
+    /// How many layers at a time are computed again in backward; none where it is 0.
+    recomputed_layers: usize,
     messenger: Messenger,
     times: StageTimes,
 }
@@ -120,6 +123,8 @@ pub fn initialize_pipeline<M: Stages>(
         stages: pipe,
         kind,
         boundaries,
+        recomputed_layers: usize::try_from(setup.config.pipeline.activation_checkpoint_interval)
+            .unwrap_or(usize::MAX),
         times: StageTimes::default(),
     });
     Ok(engine)
@@ -196,6 +201,16 @@ fn stage_group(mesh: &Mesh, stages: &[usize], name: &str) -> Result<Option<Group
 }
 
 impl Engine {
+    /// Where stages begin and end, for a checkpoint whose names begin with numbers of layers: what DeepSpeed has files for.
+    pub(crate) fn numbered_layers(&self, checkpoint: &Checkpoint) -> Option<Vec<u64>> {
+        let is_numbered =
+            |name: &str| name.split_once('.').is_some_and(|(layer, _)| layer.parse::<u64>().is_ok());
+        let pipeline = self.pipeline.as_ref()?;
+        let in_order = pipeline.boundaries.len() == pipeline.stages.size() + 1;
+        let numbered = checkpoint.manifest().tensors.iter().all(|tensor| is_numbered(&tensor.name));
+        (in_order && numbered).then(|| pipeline.boundaries.iter().map(|layer| *layer as u64).collect())
+    }
+
     /// The stage of the model that this rank holds, and how many there are.
     pub fn stage(&self) -> (usize, usize) {
         self.pipeline.as_ref().map_or((0, 1), |pipeline| (pipeline.stages.rank(), pipeline.stages.size()))

@@ -1,8 +1,12 @@
 //! BERT: the encoder alone, or with the heads of pre-training, of masked tokens or of a classifier.
 
 mod config;
+mod stages;
 
 pub use config::{BertConfig, BertTop};
+pub use stages::BertBatch;
+
+use std::ops::Range;
 
 use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
@@ -186,6 +190,14 @@ impl Bert {
         mode: Mode,
         observe: &mut dyn FnMut(usize, &Tensor),
     ) -> Result<BertOutput> {
+        let x = self.embed(ids, token_types, mode)?;
+        observe(0, &x);
+        let x = self.run_layers(0..self.layers.len(), x, mask, mode, observe)?;
+        self.finish(x, mode)
+    }
+
+    /// The embedding and its norm.
+    fn embed(&self, ids: &Tensor, token_types: Option<&Tensor>, mode: Mode) -> Result<Tensor> {
         let &[_, tokens] = ids.sizes() else {
             return Err(ModelError::config(
                 "input",
@@ -209,11 +221,21 @@ impl Bert {
             }
         };
         let embedded = ops::add(&ops::add(&self.words.forward(ids)?, &types)?, &self.places.forward(&rows)?)?;
-        let mut x = mode.dropout(&self.embedding_norm.forward(&embedded)?, self.config.hidden_dropout)?;
-        observe(0, &x);
+        Ok(mode.dropout(&self.embedding_norm.forward(&embedded)?, self.config.hidden_dropout)?)
+    }
+
+    /// Some blocks.
+    fn run_layers(
+        &self,
+        range: Range<usize>,
+        mut x: Tensor,
+        mask: Option<&Tensor>,
+        mode: Mode,
+        observe: &mut dyn FnMut(usize, &Tensor),
+    ) -> Result<Tensor> {
         let visibility = Visibility { key_mask: mask.cloned(), ..Default::default() };
         let dropping = layer_drop().filter(|_| mode == Mode::Train);
-        for (index, layer) in self.layers.iter().enumerate() {
+        for (index, layer) in self.layers.iter().enumerate().take(range.end).skip(range.start) {
             if dropping.is_some_and(|drop| !drop.keeps(index, self.layers.len())) {
                 continue;
             }
@@ -224,6 +246,11 @@ impl Bert {
             x = layer.output_norm.forward_add(&fed, Some(&normed))?.1;
             observe(index + 1, &x);
         }
+        Ok(x)
+    }
+
+    /// The heads.
+    fn finish(&self, x: Tensor, mode: Mode) -> Result<BertOutput> {
         let token_logits = match &self.token_head {
             Some(head) => {
                 let transformed = head.transform.forward_activated(&x, self.config.activation)?;

@@ -82,3 +82,11 @@ impl ModelError {
         ModelError::BadFile { path: path.into(), why: why.to_string() }
     }
 }
+
+/// For code that a layer of the tape calls.
+pub(crate) fn into_tensor_error(error: ModelError) -> TensorError {
+    match error {
+        ModelError::Tensor(error) => error,
+        other => TensorError::BadArgument { op: "block", what: other.to_string() },
+    }
+}

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use ferrospeed_tensor::{Param, Result, Tensor};
+use ferrospeed_tensor::{Param, Result, Tensor, TensorError};
 
 use crate::Mode;
 use crate::sequential::Sequential;
@@ -40,6 +40,18 @@ pub trait Stages: Send + Sync {
         carried: Carried,
         mode: Mode,
     ) -> Result<Carried>;
+
+    /// The same, but the last layer's result is what the model says (logits, say) and not the loss of it, so that a
+    /// micro-batch needs no labels.
+    fn output_range(
+        &self,
+        _range: Range<usize>,
+        _batch: &Self::Batch,
+        _carried: Carried,
+        _mode: Mode,
+    ) -> Result<Carried> {
+        Err(TensorError::argument("inference", "this model gives its loss and nothing else".to_owned()))
+    }
 }
 
 /// Layers and the loss that they are trained with. A micro-batch is an input and a target.
@@ -73,5 +85,16 @@ impl<L: Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync> Stages for Trained
         let x = carried.into_iter().next().unwrap_or_else(|| input.clone());
         let y = self.layers.forward_range(range, &x, mode)?;
         Ok(vec![if is_last { (self.loss)(&y, target)? } else { y }])
+    }
+
+    fn output_range(
+        &self,
+        range: Range<usize>,
+        (input, _): &Self::Batch,
+        carried: Carried,
+        mode: Mode,
+    ) -> Result<Carried> {
+        let x = carried.into_iter().next().unwrap_or_else(|| input.clone());
+        Ok(vec![self.layers.forward_range(range, &x, mode)?])
     }
 }

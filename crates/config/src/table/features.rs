@@ -201,7 +201,7 @@ pub(super) const PIPELINE: &[Key] = &[
     .done(),
     key("seed_layers", Kind::Bool, "false", "Seed each layer by its index.")
         .inert("first values follow the names of parameters, wherever they lie"),
-    key("activation_checkpoint_interval", COUNT, "0", "Recompute every this many layers; 0 never."),
+    key("activation_checkpoint_interval", COUNT, "0", "Recompute every this many layers; 0 never.").done(),
     key("pipe_partitioned", Kind::Bool, "true", "Send a share of activations per tensor-parallel rank."),
     key("grad_partitioned", Kind::Bool, "true", "The same for gradients."),
     key("use_reentrant", Kind::Bool, "null", "Kind of recomputation.")

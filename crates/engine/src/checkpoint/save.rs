@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use ferrospeed_checkpoint::deepspeed::{ExportOptions, Spelling, export_deepspeed, export_universal};
+use ferrospeed_checkpoint::deepspeed::{
+    ExportOptions, Spelling, export_deepspeed, export_pipeline, export_universal,
+};
 use ferrospeed_checkpoint::{
     Checkpoint, CheckpointError, Contents, Disk, FileSystem, GroupState, Origin, PieceSpec, Retention,
     Target, TrainingState, agree, save,
@@ -133,9 +135,13 @@ impl Engine {
         let ranks = self.world.size() as u64;
         let write = || -> Result<PathBuf, CheckpointError> {
             let checkpoint = Checkpoint::open(&saved)?;
-            let path = match options.format {
-                Format::Universal => export_universal(&checkpoint, dir, options.spelling)?,
-                _ => {
+            let path = match (options.format, self.numbered_layers(&checkpoint)) {
+                (Format::Universal, _) => export_universal(&checkpoint, dir, options.spelling)?,
+                (_, Some(boundaries)) => {
+                    export_pipeline(&checkpoint, dir, self.data_parallel_size as u64, &boundaries)?;
+                    dir.join(&checkpoint.manifest().tag)
+                }
+                (_, None) => {
                     let (expert_ranks, spelling) = (self.expert_ranks as u64, options.spelling);
                     let options = ExportOptions { stage, ranks, expert_ranks, spelling };
                     export_deepspeed(&checkpoint, dir, options)?;

@@ -1,11 +1,12 @@
 //! A whole step, or a whole evaluation, of a model in stages.
 
 use ferrospeed_comm::ReduceOp;
-use ferrospeed_nn::Stages;
+use ferrospeed_nn::{Carried, Stages};
 use ferrospeed_pipeline::PipelineError;
 use ferrospeed_pipeline::schedule::{Kind, Schedule};
 
 use super::StageTimes;
+use super::follow::{Asked, Given};
 use crate::engine::{Engine, StepReport};
 use crate::error::{EngineError, Result};
 
@@ -27,7 +28,7 @@ impl Engine {
         let micro_batches = self.gradient_accumulation_steps() as usize;
         let first = self.micro_steps();
         self.throughput.begin();
-        let losses = self.run_batch(Schedule::new, model, micro_batches, batch)?;
+        let losses = self.run_batch(Schedule::new, model, Asked::Loss, micro_batches, batch)?.losses;
         let loss = self.mean_loss(&losses)?;
         // A schedule that follows the loss follows that of all ranks.
         self.losses = (f64::from(loss) * micro_batches as f64, micro_batches as u64);
@@ -55,11 +56,32 @@ impl Engine {
         micro_batches: usize,
         batch: impl FnMut(usize) -> Result<M::Batch, E>,
     ) -> Result<Vec<f32>, E> {
+        Ok(self.evaluate(model, Asked::Loss, micro_batches, batch)?.losses)
+    }
+
+    /// What the model says of each micro-batch of this rank's data, on the stage that has its last layers; nothing on the
+    /// others. Micro-batches need no labels. All ranks call it together.
+    pub fn inference<M: Stages, E: From<EngineError>>(
+        &mut self,
+        model: &M,
+        micro_batches: usize,
+        batch: impl FnMut(usize) -> Result<M::Batch, E>,
+    ) -> Result<Vec<Carried>, E> {
+        Ok(self.evaluate(model, Asked::Output, micro_batches, batch)?.outputs)
+    }
+
+    fn evaluate<M: Stages, E: From<EngineError>>(
+        &mut self,
+        model: &M,
+        asked: Asked,
+        micro_batches: usize,
+        batch: impl FnMut(usize) -> Result<M::Batch, E>,
+    ) -> Result<Given, E> {
         self.check_whole("eval_batch")?;
         let was_evaluating = self.is_evaluating();
         self.eval();
         let first = self.micro_steps();
-        let run = self.run_batch(Schedule::forward_of, model, micro_batches, batch);
+        let run = self.run_batch(Schedule::forward_of, model, asked, micro_batches, batch);
         self.micro_steps = first;
         if !was_evaluating {
             self.train();
@@ -79,14 +101,15 @@ impl Engine {
         Ok(mean[0])
     }
 
-    /// Follows the schedule that `make` gives; returns the losses of micro-batches.
+    /// Follows the schedule that `make` gives.
     fn run_batch<M: Stages, E: From<EngineError>>(
         &mut self,
         make: MakeSchedule,
         model: &M,
+        asked: Asked,
         micro_batches: usize,
         mut batch: impl FnMut(usize) -> Result<M::Batch, E>,
-    ) -> Result<Vec<f32>, E> {
+    ) -> Result<Given, E> {
         let Some(mut pipeline) = self.pipeline.take() else {
             return Err(EngineError::Order {
                 call: "train_batch",
@@ -96,7 +119,7 @@ impl Engine {
         };
         let result = make(pipeline.kind, pipeline.stages.size(), micro_batches)
             .map_err(|error| EngineError::from(error).into())
-            .and_then(|schedule| self.follow(&mut pipeline, &schedule, model, &mut batch));
+            .and_then(|schedule| self.follow(&mut pipeline, &schedule, model, asked, &mut batch));
         self.pipeline = Some(pipeline);
         result
     }

@@ -1,8 +1,10 @@
 //! A stage follows its list of instructions: it computes chunks, and talks with the stages of their neighbours.
 //!
-//! Where two neighbouring chunks lie on one stage, what passes between them stays where it is.
+//! Where two neighbouring chunks lie on one stage, what passes between them stays where it is. With
+//! `activation_checkpoint_interval` so many layers at a time keep their inputs alone, and are computed again in backward.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use ferrospeed_nn::{Carried, Mode, Stages};
@@ -30,10 +32,32 @@ pub struct StageTimes {
 
 /// A micro-batch between its forward and its backward in a chunk.
 struct Flight {
-    /// What came in; floats among it collect gradients.
-    inputs: Carried,
+    segments: Vec<Segment>,
     outputs: Carried,
     next_stream: u32,
+}
+
+/// Some of the layers of a chunk, in one piece.
+struct Segment {
+    layers: Range<usize>,
+    /// What came in; floats among it collect gradients.
+    inputs: Carried,
+    random: RandomState,
+    /// What came out, where that was recorded; else it is computed again.
+    recorded: Option<Carried>,
+}
+
+/// What is asked of the last layer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asked {
+    Loss,
+    Output,
+}
+
+/// What it gave: losses on every stage, outputs on its own.
+pub(super) struct Given {
+    pub(super) losses: Vec<f32>,
+    pub(super) outputs: Vec<Carried>,
 }
 
 /// Everything of one batch that is on this stage.
@@ -47,8 +71,9 @@ struct Underway<B> {
     arrived: HashMap<Item, Vec<Tensor>>,
     leaving: HashMap<Item, Vec<Tensor>>,
     /// Gradients of weights that were put off.
-    left: HashMap<Item, WeightGradients>,
+    left: HashMap<Item, Vec<WeightGradients>>,
     losses: Vec<f32>,
+    outputs: Vec<Carried>,
 }
 
 impl<B> Default for Underway<B> {
@@ -62,6 +87,7 @@ impl<B> Default for Underway<B> {
             leaving: HashMap::new(),
             left: HashMap::new(),
             losses: Vec::new(),
+            outputs: Vec::new(),
         }
     }
 }
@@ -81,6 +107,11 @@ fn bug(what: &str) -> EngineError {
     EngineError::Pipeline(ferrospeed_pipeline::PipelineError::Invalid(what.to_owned()))
 }
 
+fn tracked(carried: Carried) -> Carried {
+    let tracked = |tensor: Tensor| if tensor.dtype().is_float() { tensor.tracked() } else { tensor };
+    carried.into_iter().map(tracked).collect()
+}
+
 fn floats(carried: &[Tensor]) -> Vec<Tensor> {
     carried.iter().filter(|tensor| tensor.dtype().is_float()).cloned().collect()
 }
@@ -92,11 +123,15 @@ impl Engine {
         pipeline: &mut Pipeline,
         schedule: &Schedule,
         model: &M,
+        asked: Asked,
         batch: &mut impl FnMut(usize) -> Result<M::Batch, E>,
-    ) -> Result<Vec<f32>, E> {
+    ) -> Result<Given, E> {
         let stage = pipeline.stages.rank();
         let (first, begun) = (self.micro_steps(), Instant::now());
-        let last_own = schedule.stage_of_chunk.iter().rposition(|of| *of == stage);
+        let mut own = schedule.stage_of_chunk.iter().enumerate().filter(|(_, of)| **of == stage);
+        let first_own = own.next().map(|(chunk, _)| chunk);
+        let last_own = own.last().map(|(chunk, _)| chunk).or(first_own);
+        let recomputes = self.recomputes(pipeline);
         let mut underway = Underway::default();
         pipeline.times = StageTimes::default();
         for instruction in schedule.instructions(stage) {
@@ -111,13 +146,16 @@ impl Engine {
                         underway.asked += 1;
                     }
                     start = begun.elapsed();
-                    self.forward_chunk(pipeline, schedule, model, item, &mut underway)?;
-                    if last_own == Some(item.chunk) {
+                    self.forward_chunk(pipeline, schedule, model, asked, item, &mut underway)?;
+                    if last_own == Some(item.chunk) && !recomputes {
                         underway.batches.remove(&item.micro);
                     }
                 }
                 Instruction::Backward(_) | Instruction::BackwardInput(_) => {
-                    self.backward_chunk(schedule, instruction, item, &mut underway)?;
+                    self.backward_chunk(schedule, model, instruction, item, &mut underway)?;
+                    if first_own == Some(item.chunk) {
+                        underway.batches.remove(&item.micro);
+                    }
                 }
                 Instruction::BackwardWeight(_) => {
                     self.backward_weights(item, &mut underway)?;
@@ -128,11 +166,18 @@ impl Engine {
         }
         self.micro_steps = first;
         pipeline.messenger.finish()?;
-        let mut losses = underway.losses;
-        losses.resize(schedule.micro_batches, 0.0);
-        let of_loss = schedule.stage_of_chunk.last().copied().unwrap_or_default();
-        pipeline.stages.broadcast(&mut losses, of_loss).map_err(EngineError::from)?;
-        Ok(losses)
+        let Underway { mut losses, outputs, .. } = underway;
+        if asked == Asked::Loss {
+            losses.resize(schedule.micro_batches, 0.0);
+            let of_loss = schedule.stage_of_chunk.last().copied().unwrap_or_default();
+            pipeline.stages.broadcast(&mut losses, of_loss).map_err(EngineError::from)?;
+        }
+        Ok(Given { losses, outputs })
+    }
+
+    /// Whether forward keeps less than backward needs.
+    fn recomputes(&self, pipeline: &Pipeline) -> bool {
+        pipeline.recomputed_layers > 0 && !self.is_evaluating()
     }
 
     fn exchange<B>(
@@ -151,6 +196,9 @@ impl Engine {
             Instruction::SendActivation(_) => {
                 let Flight { outputs, next_stream, .. } = underway.flight(item)?;
                 messenger.send_activation(item.chunk, number, outputs, *next_stream)?;
+                if self.is_evaluating() {
+                    underway.flights.remove(&item);
+                }
             }
             Instruction::ReceiveGradient(_) => {
                 let of = floats(&underway.flight(item)?.outputs);
@@ -171,93 +219,140 @@ impl Engine {
         pipeline: &Pipeline,
         schedule: &Schedule,
         model: &M,
+        asked: Asked,
         item: Item,
         underway: &mut Underway<M::Batch>,
     ) -> Result<()> {
         let start = Instant::now();
         let received = match item.chunk.checked_sub(1) {
             Some(before) if !schedule.crosses_behind(before) => {
-                let flight = underway.flight(Item { chunk: before, ..item })?;
+                let before = Item { chunk: before, ..item };
+                let flight = underway.flight(before)?;
                 let tensors = flight.outputs.iter().map(Tensor::detach).collect();
-                Some(Received { tensors, next_stream: flight.next_stream })
+                let next_stream = flight.next_stream;
+                if self.is_evaluating() {
+                    underway.flights.remove(&before);
+                }
+                Some(Received { tensors, next_stream })
             }
             _ => underway.received.remove(&item),
         };
-        let next_stream = received.as_ref().map_or(0, |received| received.next_stream);
-        let tracked =
-            |tensor: &Tensor| if tensor.dtype().is_float() { tensor.tracked() } else { tensor.clone() };
-        let inputs: Carried =
-            received.map(|received| received.tensors.iter().map(tracked).collect()).unwrap_or_default();
+        let Received { tensors, next_stream } =
+            received.unwrap_or(Received { tensors: Carried::new(), next_stream: 0 });
         let batch = underway.batches.get(&item.micro).ok_or_else(|| bug("a micro-batch is gone"))?;
         random::set_state(RandomState { next_stream, ..self.random_state() });
         let layers = part(&pipeline.boundaries, item.chunk);
-        let run = |mode: Mode| model.forward_range(layers, batch, inputs.clone(), mode);
-        let outputs: Carried = self.run_from_here::<_, TensorError>(run)?;
-        if item.chunk + 1 == schedule.chunks() {
-            let [loss] = &outputs[..] else {
-                return Err(bug("the last layer of the model must give the loss alone"));
+        let recomputes = self.recomputes(pipeline);
+        let at_once = if recomputes { pipeline.recomputed_layers } else { layers.len() };
+        let (mut segments, mut outputs) = (Vec::new(), tensors);
+        for first in layers.clone().step_by(at_once.max(1)) {
+            let layers = first..first.saturating_add(at_once).min(layers.end);
+            let (random, inputs) = (random::state(), tracked(outputs));
+            let run = |mode: Mode| match asked {
+                Asked::Loss => model.forward_range(layers.clone(), batch, inputs.clone(), mode),
+                Asked::Output => model.output_range(layers.clone(), batch, inputs.clone(), mode),
             };
-            underway.losses.push(loss.item()?);
+            let result: Carried = match recomputes {
+                true => autograd::no_grad(|| self.run_from_here::<_, TensorError>(run))?,
+                false => self.run_from_here::<_, TensorError>(run)?,
+            };
+            outputs = result.iter().map(Tensor::detach).collect();
+            segments.push(Segment { layers, inputs, random, recorded: (!recomputes).then_some(result) });
         }
-        underway.flights.insert(item, Flight { inputs, outputs, next_stream: random::state().next_stream });
+        let is_last = item.chunk + 1 == schedule.chunks();
+        match (asked, &outputs[..]) {
+            (Asked::Loss, [loss]) if is_last => underway.losses.push(loss.item()?),
+            (Asked::Loss, _) if is_last => {
+                return Err(bug("the last layer of the model must give the loss alone"));
+            }
+            (Asked::Output, outputs) if is_last => underway.outputs.push(outputs.to_vec()),
+            _ => {}
+        }
+        if !(is_last && self.is_evaluating()) {
+            let next_stream = random::state().next_stream;
+            underway.flights.insert(item, Flight { segments, outputs, next_stream });
+        }
         self.times.forward += start.elapsed();
         self.trace(Activity::Compute, &format!("forward of {}", item.micro), start);
         Ok(())
     }
 
-    fn backward_chunk<B>(
+    fn backward_chunk<M: Stages>(
         &mut self,
         schedule: &Schedule,
+        model: &M,
         instruction: Instruction,
         item: Item,
-        underway: &mut Underway<B>,
+        underway: &mut Underway<M::Batch>,
     ) -> Result<()> {
         let flight = underway.flights.remove(&item).ok_or_else(|| bug("backward before forward"))?;
         let next = Item { chunk: item.chunk + 1, ..item };
         let is_last = next.chunk == schedule.chunks();
-        let gradients = if is_last || schedule.crosses_behind(item.chunk) {
+        let mut gradients = if is_last || schedule.crosses_behind(item.chunk) {
             underway.arrived.remove(&item)
         } else {
             underway.leaving.remove(&next)
         };
         let in_halves = matches!(instruction, Instruction::BackwardInput(_));
+        let mut left = Vec::new();
+        for Segment { layers, inputs, random, recorded } in flight.segments.into_iter().rev() {
+            let outputs = match recorded {
+                Some(outputs) => outputs,
+                None => {
+                    let batch = underway.batches.get(&item.micro);
+                    let batch = batch.ok_or_else(|| bug("a micro-batch is gone before it was recomputed"))?;
+                    random::set_state(random);
+                    let run = |mode: Mode| model.forward_range(layers, batch, inputs.clone(), mode);
+                    self.run_from_here::<_, TensorError>(run)?
+                }
+            };
+            left.extend(self.backward_segment(&outputs, gradients, in_halves, item.micro)?);
+            let gradient = |input: &Tensor| match input.grad() {
+                Some(gradient) => Ok(gradient),
+                // Nothing that follows depends on it.
+                None => Tensor::zeros(*input.shape(), input.dtype(), input.device()),
+            };
+            gradients = Some(floats(&inputs).iter().map(gradient).collect::<Result<_, _>>()?);
+        }
+        if in_halves {
+            underway.left.insert(item, left);
+        }
+        underway.leaving.insert(item, gradients.unwrap_or_default());
+        Ok(())
+    }
+
+    /// Backward from a loss, or from results whose gradients came from behind.
+    fn backward_segment(
+        &mut self,
+        outputs: &[Tensor],
+        gradients: Option<Vec<Tensor>>,
+        in_halves: bool,
+        micro: usize,
+    ) -> Result<Option<WeightGradients>> {
         let pass = |roots: &[(Tensor, Tensor)]| match in_halves {
             true => autograd::backward_inputs(roots).map(Some),
             false => autograd::backward_with(roots).map(|()| None),
         };
-        let left = match gradients {
-            None => self.backward_by(&flight.outputs[0], BackwardOptions::default(), pass)?.1,
-            Some(gradients) => {
-                let start = Instant::now();
-                let roots: Vec<(Tensor, Tensor)> = floats(&flight.outputs)
-                    .into_iter()
-                    .zip(gradients)
-                    .filter(|(output, _)| output.requires_grad())
-                    .collect();
-                self.begin_backward(false)?;
-                let left = pass(&roots)?;
-                self.end_backward(start)?;
-                self.times.backward += start.elapsed();
-                self.trace(Activity::Compute, &format!("backward of {}", item.micro), start);
-                left
-            }
+        let Some(gradients) = gradients else {
+            let loss = outputs.first().ok_or_else(|| bug("there is no loss"))?;
+            return Ok(self.backward_by(loss, BackwardOptions::default(), pass)?.1);
         };
-        underway.left.extend(left.map(|left| (item, left)));
-        let gradient = |input: &Tensor| match input.grad() {
-            Some(gradient) => Ok(gradient),
-            // Nothing that follows depends on it.
-            None => Tensor::zeros(*input.shape(), input.dtype(), input.device()),
-        };
-        let gradients = floats(&flight.inputs).iter().map(gradient).collect::<Result<_, _>>()?;
-        underway.leaving.insert(item, gradients);
-        Ok(())
+        let start = Instant::now();
+        let roots: Vec<(Tensor, Tensor)> =
+            floats(outputs).into_iter().zip(gradients).filter(|(output, _)| output.requires_grad()).collect();
+        self.begin_backward(false)?;
+        let left = pass(&roots)?;
+        self.end_backward(start)?;
+        self.times.backward += start.elapsed();
+        self.trace(Activity::Compute, &format!("backward of {micro}"), start);
+        Ok(left)
     }
 
     fn backward_weights<B>(&mut self, item: Item, underway: &mut Underway<B>) -> Result<()> {
         let left = underway.left.remove(&item).ok_or_else(|| bug("weights before inputs"))?;
         let start = Instant::now();
         self.begin_backward(false)?;
-        left.finish()?;
+        left.into_iter().try_for_each(WeightGradients::finish)?;
         self.end_backward(start)?;
         self.times.backward += start.elapsed();
         self.trace(Activity::Compute, &format!("weights of {}", item.micro), start);

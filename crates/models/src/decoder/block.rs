@@ -12,7 +12,7 @@ use ferrospeed_tensor::ops::PackedHeads;
 use ferrospeed_tensor::{Tensor, ops, profile};
 
 use super::config::{Declared, DecoderConfig, FeedForward, QkvNames, Residual};
-use crate::error::{ModelError, Result};
+use crate::error::{Result, into_tensor_error};
 use crate::families::mixture::Mixture;
 
 #[derive(Debug, Clone)]
@@ -259,11 +259,4 @@ pub(super) fn checkpointed(
         routers.extend(outputs.pop());
     }
     Ok(Stream { stream: outputs.swap_remove(0), pending: None })
-}
-
-pub(super) fn into_tensor_error(error: ModelError) -> ferrospeed_tensor::TensorError {
-    match error {
-        ModelError::Tensor(error) => error,
-        other => ferrospeed_tensor::TensorError::BadArgument { op: "block", what: other.to_string() },
-    }
 }

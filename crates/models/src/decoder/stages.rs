@@ -7,20 +7,22 @@ use std::ops::Range;
 use ferrospeed_nn::{Carried, Layer, Mode, Stages};
 use ferrospeed_tensor::{Param, Tensor, TensorError};
 
-use super::block::{Stream, into_tensor_error};
+use super::block::Stream;
 use super::{Decoder, Tokens};
-use crate::error::Result;
+use crate::error::{Result, into_tensor_error};
 
 /// A micro-batch of a decoder: tokens, and what they should predict.
 pub type Labelled = (Tokens, Tensor);
 
 impl Decoder {
+    /// Some layers; `head` makes the result of the last of what the blocks give.
     fn run_range(
         &self,
         range: Range<usize>,
-        (tokens, labels): &Labelled,
+        tokens: &Tokens,
         mut carried: Carried,
         mode: Mode,
+        head: impl FnOnce(&Tensor, &Carried) -> Result<Tensor>,
     ) -> Result<Carried> {
         let places = self.places(tokens, None)?;
         let last = self.blocks.len() + 1;
@@ -38,7 +40,7 @@ impl Decoder {
         let stream = self.run_blocks(blocks, stream, &places, None, mode, None, &mut routers)?;
         if range.end > last {
             let hidden = self.finish(stream)?;
-            return Ok(vec![self.whole_loss(&hidden, &routers, tokens, labels)?]);
+            return Ok(vec![head(&hidden, &routers)?]);
         }
         let mut carried = vec![stream.value()?];
         carried.append(&mut routers);
@@ -80,10 +82,22 @@ impl Stages for Decoder {
     fn forward_range(
         &self,
         range: Range<usize>,
-        batch: &Labelled,
+        (tokens, labels): &Labelled,
         carried: Carried,
         mode: Mode,
     ) -> Result<Carried, TensorError> {
-        self.run_range(range, batch, carried, mode).map_err(into_tensor_error)
+        let loss = |hidden: &Tensor, routers: &Carried| self.whole_loss(hidden, routers, tokens, labels);
+        self.run_range(range, tokens, carried, mode, loss).map_err(into_tensor_error)
+    }
+
+    fn output_range(
+        &self,
+        range: Range<usize>,
+        (tokens, _): &Labelled,
+        carried: Carried,
+        mode: Mode,
+    ) -> Result<Carried, TensorError> {
+        let logits = |hidden: &Tensor, _: &Carried| self.logits(hidden);
+        self.run_range(range, tokens, carried, mode, logits).map_err(into_tensor_error)
     }
 }

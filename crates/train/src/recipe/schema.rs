@@ -47,7 +47,12 @@ const RECIPE: &[Key] = &[
     key("training", Kind::Table(TRAINING)),
     key(
         "pipeline",
-        Kind::Table(&[key("stages", Kind::Count), key("partition", Kind::Text), key("schedule", Kind::Text)]),
+        Kind::Table(&[
+            key("stages", Kind::Count),
+            key("partition", Kind::Text),
+            key("schedule", Kind::Text),
+            key("activation_checkpoint_interval", Kind::Count),
+        ]),
     ),
     key(
         "tensor_parallel",
