@@ -244,6 +244,23 @@ impl Schedule {
         Ok(schedule)
     }
 
+    /// The same work in the same order with every send right behind what it sends, for those whose sends go on beside the work.
+    /// DeepSpeed's stages receive a gradient before they send the activation of the forward before it, since one of two
+    /// neighbours that block has to; the next stage then waits for the way there and back.
+    pub fn sending_at_once(&self) -> Schedule {
+        let computes = |instruction: &Instruction| {
+            matches!(
+                instruction,
+                Instruction::Forward(_)
+                    | Instruction::Backward(_)
+                    | Instruction::BackwardInput(_)
+                    | Instruction::BackwardWeight(_)
+            )
+        };
+        let compute = (0..self.stages()).map(|stage| self.instructions(stage).filter(computes).collect());
+        Schedule::from_compute(self.kind, self.micro_batches, self.stage_of_chunk.clone(), compute.collect())
+    }
+
     /// A schedule from the order in which each stage computes: every receive stands before and every send behind the
     /// computation it is for.
     fn from_compute(

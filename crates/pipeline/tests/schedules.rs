@@ -37,6 +37,17 @@ fn random_schedules_are_valid_and_hold_what_they_claim() {
                 assert!(held.activations <= schedule.buffers[stage], "{case}");
             }
         }
+        let at_once = whole(Kind::OneForwardOneBackward).sending_at_once();
+        validate(&at_once, Sends::Buffered).unwrap();
+        for stage in 0..p {
+            let order: Vec<_> = at_once.instructions(stage).collect();
+            let is_late = |pair: &[Instruction]| match pair[1] {
+                Instruction::SendActivation(item) => pair[0] != Instruction::Forward(item),
+                Instruction::SendGradient(item) => pair[0] != Instruction::Backward(item),
+                _ => false,
+            };
+            assert!(!order.windows(2).any(is_late), "p={p} m={m} stage {stage}: {order:?}");
+        }
         for kind in [Kind::OneForwardOneBackward, interleaved(v), Kind::ZeroBubbleH1, Kind::ZeroBubbleV] {
             let forward = Schedule::forward_of(kind, p, m).unwrap();
             assert_eq!(forward.stage_of_chunk, kind.placement(p));

@@ -28,7 +28,9 @@ impl Engine {
         let micro_batches = self.gradient_accumulation_steps() as usize;
         let first = self.micro_steps();
         self.throughput.begin();
-        let losses = self.run_batch(Schedule::new, model, Asked::Loss, micro_batches, batch)?.losses;
+        let schedule: MakeSchedule =
+            |kind, stages, micro| Ok(Schedule::new(kind, stages, micro)?.sending_at_once());
+        let losses = self.run_batch(schedule, model, Asked::Loss, micro_batches, batch)?.losses;
         let loss = self.mean_loss(&losses)?;
         // A schedule that follows the loss follows that of all ranks.
         self.losses = (f64::from(loss) * micro_batches as f64, micro_batches as u64);
