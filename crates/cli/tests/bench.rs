@@ -53,6 +53,28 @@ fn steps_of_real_ranks_are_measured_for_each_stage() {
 }
 
 #[test]
+fn bubbles_of_schedules_are_measured_beside_their_formulas() {
+    let small = ["--stages", "2", "--micro_batches", "4", "--part_ms", "2", "--repeats", "1"];
+    let output = ferrospeed(&[&["bench", "pipeline", "--json"][..], &small].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let rows: Vec<Value> =
+        stdout(&output).lines().map(|line| serde_json::from_str(line).expect("a row")).collect();
+    let schedules: Vec<&str> = rows.iter().filter_map(|row| row["schedule"].as_str()).collect();
+    assert_eq!(schedules, ["1f1b", "interleaved:2", "interleaved:4", "zb-h1", "zb-v"]);
+    for row in &rows {
+        // How long anything took is the machine's affair; that a stage waits less than always is not.
+        let (best, formula) = (row["bubble_best"].as_f64(), row["bubble_formula"].as_f64());
+        assert!(best >= Some(0.0) && best < Some(1.0) && formula < Some(0.21), "{row}");
+    }
+    assert_eq!(rows[0]["held"], serde_json::json!([2.0, 1.0]));
+    assert_eq!(rows[4]["held"], serde_json::json!([2.0, 2.0]));
+
+    let refused = ferrospeed(&["bench", "pipeline", "--stages", "4", "--micro_batches", "6"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("not a multiple of 4 stages"), "{}", stderr(&refused));
+}
+
+#[test]
 fn people_get_a_table() {
     let output = ferrospeed(&SMALL);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));

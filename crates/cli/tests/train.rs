@@ -263,7 +263,17 @@ fn a_pipeline_trains_saves_goes_on_and_exports_as_one_rank_does() {
     assert_eq!(losses(&whole), losses(&half));
     assert!(weights(&whole) == weights(&half), "other weights after a change of stages");
 
-    let refused = place.ferrospeed(&["train", "recipe.toml", "--out", "no", "--pp", "2", "-n", "3"]);
-    let told = text(&refused.stderr);
+    // Another order of the same work.
+    let halves = place.train("halves", &["--pp", "2", "--pp_schedule", "zb-h1"]);
+    assert_eq!(losses(&whole), losses(&halves));
+    assert!(weights(&whole) == weights(&halves), "other weights with another schedule");
+
+    let refused = |more: &[&str]| {
+        let all = [&["train", "recipe.toml", "--out", "no", "--pp", "2"], more].concat();
+        text(&place.ferrospeed(&all).stderr)
+    };
+    let told = refused(&["-n", "3"]);
     assert!(told.contains("2 stages need a multiple of 2 ranks, and there are 3"), "{told}");
+    let told = refused(&["--pp_schedule", "zigzag"]);
+    assert!(told.contains("pipeline.schedule") && told.contains("'zigzag' is not one of 1f1b"), "{told}");
 }

@@ -1,6 +1,6 @@
 //! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
 //! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, the
-//! optimizer's pass over memory in `bench_optimizer.rs`, serving in `bench_serve.rs`.
+//! optimizer's pass over memory in `bench_optimizer.rs`, pipelines in `bench_pipeline.rs`, serving in `bench_serve.rs`.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
 //! given time after a warm-up; both the best and the median run are reported, since on a machine that is shared
@@ -18,7 +18,8 @@ use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, 
 use serde_json::{Value, json};
 
 use super::{
-    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer, bench_serve, place,
+    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer, bench_pipeline,
+    bench_serve, place,
 };
 use crate::failure::Failure;
 
@@ -42,6 +43,8 @@ enum What {
     Gpu(bench_gpu::GpuBenchArgs),
     /// The optimizer's pass over memory, beside what the memory gives
     Optimizer(bench_optimizer::OptimizerBenchArgs),
+    /// Pipeline schedules: their bubbles and what stages hold, beside the formulas
+    Pipeline(bench_pipeline::PipelineBenchArgs),
     /// Collectives between ranks
     Comm(Box<bench_comm::CommArgs>),
     /// Serving: tokens per second, and how long clients wait
@@ -100,6 +103,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Engine(args) => return bench_engine::run(args),
         What::Gpu(args) => return bench_gpu::run(args),
         What::Optimizer(args) => return bench_optimizer::run(args),
+        What::Pipeline(args) => return bench_pipeline::run(args),
         What::Comm(args) => return bench_comm::run(args),
         What::Serve(args) => return bench_serve::run(args),
         What::Checkpoint(args) => {

@@ -11,6 +11,7 @@ mod bench_load;
 mod bench_model;
 mod bench_optimizer;
 mod bench_parts;
+mod bench_pipeline;
 mod bench_serve;
 mod chat;
 mod checkpoint;

@@ -59,7 +59,7 @@ pub(super) fn puts_off() -> bool {
 
 /// The parameters among `wanted`, if the pass under way puts their gradients off: not so where one of them is a tensor's,
 /// which the walk goes on with.
-pub(crate) fn for_later<'a>(wanted: impl Iterator<Item = &'a Operand>) -> Option<Vec<Param>> {
+pub fn for_later<'a>(wanted: impl Iterator<Item = &'a Operand>) -> Option<Vec<Param>> {
     if !puts_off() {
         return None;
     }
@@ -70,8 +70,9 @@ pub(crate) fn for_later<'a>(wanted: impl Iterator<Item = &'a Operand>) -> Option
     wanted.map(param).collect::<Option<Vec<Param>>>().filter(|params| !params.is_empty())
 }
 
-/// Puts off the gradients of parameters that [`for_later`] gave; `work` makes one for each.
-pub(crate) fn put_off(
+/// Puts off the gradients of parameters that [`for_later`] gave; `work` makes one for each. Only from within a node's
+/// backward, which then returns none for them.
+pub fn put_off(
     params: Vec<Param>,
     work: impl FnOnce() -> Result<Vec<Tensor>> + Send + 'static,
 ) -> Result<()> {
