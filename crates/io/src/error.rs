@@ -39,6 +39,19 @@ pub enum IoError {
         /// What there is.
         free: u64,
     },
+    /// A file larger than this process may make.
+    #[error(
+        "{needed} bytes are needed in {}, and a file of this process may have {longest}: raise `ulimit -f`, or offload less",
+        folder.display()
+    )]
+    TooLong {
+        /// Where.
+        folder: PathBuf,
+        /// What is needed.
+        needed: u64,
+        /// The limit.
+        longest: u64,
+    },
     /// A request that cannot be right.
     #[error("{0}")]
     Request(String),

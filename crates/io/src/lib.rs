@@ -9,6 +9,7 @@
 
 mod buffer;
 mod error;
+mod layer;
 mod queue;
 mod swap;
 mod threads;
@@ -16,5 +17,6 @@ mod uring;
 
 pub use buffer::{ALIGNMENT, Buffer};
 pub use error::{IoError, Result};
+pub use layer::{Layer, System};
 pub use queue::{Operation, Queue, QueueOptions, Traffic};
 pub use swap::{SwapFile, free_bytes};

@@ -1,12 +1,12 @@
 //! Reads and writes under way.
 
-use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{ALIGNMENT, Buffer};
 use crate::error::{IoError, Result};
+use crate::layer::{Layer, System};
 use crate::swap::SwapFile;
 use crate::threads::Threads;
 use crate::uring::Ring;
@@ -22,11 +22,22 @@ pub struct QueueOptions {
     pub threads: usize,
     /// Whether `io_uring` is used where the kernel permits it.
     pub uring: bool,
+    /// Whether requests enter the kernel one by one, and not as many at once as there are.
+    pub single_submit: bool,
+    /// How long a transfer may take. A disk that needs longer is taken for dead.
+    pub deadline: Duration,
 }
 
 impl Default for QueueOptions {
     fn default() -> Self {
-        QueueOptions { block_bytes: 1 << 20, depth: 32, threads: 4, uring: true }
+        QueueOptions {
+            block_bytes: 1 << 20,
+            depth: 32,
+            threads: 4,
+            uring: true,
+            single_submit: false,
+            deadline: Duration::from_secs(300),
+        }
     }
 }
 
@@ -52,7 +63,8 @@ pub(crate) enum Way {
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
     pub(crate) way: Way,
-    pub(crate) file: RawFd,
+    /// Kept open until the request ends.
+    pub(crate) file: SwapFile,
     pub(crate) offset: u64,
     pub(crate) address: usize,
     pub(crate) length: usize,
@@ -97,11 +109,28 @@ impl Progress {
         }
     }
 
-    fn wait(&self) -> Option<(u64, usize, i32)> {
+    fn wait(&self, deadline: Duration) -> End {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = self.changed.wait_while(state, |state| state.requests > 0);
-        state.unwrap_or_else(PoisonError::into_inner).failure
+        let state = self.changed.wait_timeout_while(state, deadline, |state| state.requests > 0);
+        let (state, _) = state.unwrap_or_else(PoisonError::into_inner);
+        match state.failure {
+            _ if state.requests > 0 => End::Stuck,
+            Some((offset, length, code)) => End::Failed { offset, length, code },
+            None => End::Done,
+        }
     }
+}
+
+/// How a transfer ended.
+enum End {
+    Done,
+    Failed {
+        offset: u64,
+        length: usize,
+        code: i32,
+    },
+    /// It has not: the disk still has its memory.
+    Stuck,
 }
 
 enum Carrier {
@@ -124,6 +153,9 @@ pub struct Queue {
     inner: Arc<Inner>,
 }
 
+/// That threads do the work is said once, whatever number of queues there is.
+static SAID: Once = Once::new();
+
 impl Queue {
     /// Opens a queue.
     pub fn new(options: QueueOptions) -> Queue {
@@ -133,19 +165,29 @@ impl Queue {
             threads: options.threads.clamp(1, 64),
             ..options
         };
-        let (carrier, why_threads) = match options.uring.then(|| Ring::open(options.depth)) {
+        let ring = options.uring.then(|| Ring::open(options.depth, options.single_submit));
+        let threads = || Carrier::Threads(Threads::start(options.threads, Arc::new(System)));
+        let (carrier, why_threads) = match ring {
             Some(Ok(ring)) => (Carrier::Ring(ring), None),
             Some(Err(error)) => {
                 let why = format!(
                     "io_uring is not permitted here ({error}): the sysctl kernel.io_uring_disabled or a seccomp filter says so"
                 );
-                (Carrier::Threads(Threads::start(options.threads)), Some(why))
+                SAID.call_once(|| tracing::warn!("fast files are read and written by threads: {why}"));
+                (threads(), Some(why))
             }
-            None => {
-                let why = "io_uring was not asked for".to_owned();
-                (Carrier::Threads(Threads::start(options.threads)), Some(why))
-            }
+            None => (threads(), Some("io_uring was not asked for".to_owned())),
         };
+        Queue::of(carrier, why_threads, options)
+    }
+
+    /// A queue over another way to files than the system's: for tests of what happens when a disk fails.
+    pub fn over(layer: Arc<dyn Layer>, options: QueueOptions) -> Queue {
+        let carrier = Carrier::Threads(Threads::start(options.threads.clamp(1, 64), layer));
+        Queue::of(carrier, Some("another layer was asked for".to_owned()), options)
+    }
+
+    fn of(carrier: Carrier, why_threads: Option<String>, options: QueueOptions) -> Queue {
         let counter = || AtomicU64::new(0);
         let (read, written, waited_ns) = (counter(), counter(), counter());
         Queue { inner: Arc::new(Inner { carrier, why_threads, options, read, written, waited_ns }) }
@@ -199,21 +241,27 @@ impl Queue {
         let progress = Arc::new(Progress::default());
         let block = self.inner.options.block_bytes;
         progress.state.lock().unwrap_or_else(PoisonError::into_inner).requests = length.div_ceil(block);
-        for start in (0..length).step_by(block) {
-            let request = Request {
-                way,
-                file: file.descriptor(),
-                offset: offset + start as u64,
-                address: buffer.address().as_ptr() as usize + start,
-                length: block.min(length - start),
-                done: Arc::clone(&progress),
-            };
-            match &self.inner.carrier {
-                Carrier::Ring(ring) => ring.submit(request),
-                Carrier::Threads(threads) => threads.submit(request),
-            }
+        let requests = (0..length).step_by(block).map(|start| Request {
+            way,
+            file: file.clone(),
+            offset: offset + start as u64,
+            address: buffer.address().as_ptr() as usize + start,
+            length: block.min(length - start),
+            done: Arc::clone(&progress),
+        });
+        match &self.inner.carrier {
+            Carrier::Ring(ring) => ring.submit(requests),
+            Carrier::Threads(threads) => requests.for_each(|request| threads.submit(request)),
         }
-        Ok(Operation { progress, buffer: Some(buffer), way, file: file.clone(), queue: self.clone() })
+        Ok(Operation {
+            progress,
+            buffer: Some(buffer),
+            way,
+            offset,
+            length,
+            file: file.clone(),
+            queue: self.clone(),
+        })
     }
 }
 
@@ -222,7 +270,8 @@ pub struct Operation {
     progress: Arc<Progress>,
     buffer: Option<Buffer>,
     way: Way,
-    /// Kept open while the disk works on it.
+    offset: u64,
+    length: usize,
     file: SwapFile,
     queue: Queue,
 }
@@ -231,30 +280,34 @@ impl Operation {
     /// Waits until it is done, and gives the buffer back.
     pub fn wait(mut self) -> Result<Buffer> {
         let begin = Instant::now();
-        let failure = self.progress.wait();
+        let end = self.progress.wait(self.queue.inner.options.deadline);
         let waited = u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.queue.inner.waited_ns.fetch_add(waited, Ordering::Relaxed);
         let buffer = self.buffer.take();
-        match (failure, buffer) {
-            (None, Some(buffer)) => Ok(buffer),
-            (failure, _) => {
-                let (offset, length, code) = failure.unwrap_or((0, 0, libc::EIO));
-                Err(IoError::Transfer {
-                    what: if self.way == Way::Read { "read" } else { "write" },
-                    file: self.file.place().to_path_buf(),
-                    offset,
-                    length,
-                    why: std::io::Error::from_raw_os_error(code),
-                })
+        let (offset, length, why) = match (end, buffer) {
+            (End::Done, Some(buffer)) => return Ok(buffer),
+            (End::Stuck, buffer) => {
+                // The disk may write to it at any time, so nobody else may ever have it.
+                std::mem::forget(buffer);
+                let why = std::io::Error::from_raw_os_error(libc::ETIMEDOUT);
+                (self.offset, self.length, why)
             }
-        }
+            (End::Failed { offset, length, code }, _) => {
+                (offset, length, std::io::Error::from_raw_os_error(code))
+            }
+            (End::Done, None) => (self.offset, self.length, std::io::Error::from_raw_os_error(libc::EIO)),
+        };
+        let what = if self.way == Way::Read { "read" } else { "write" };
+        Err(IoError::Transfer { what, file: self.file.place().to_path_buf(), offset, length, why })
     }
 }
 
 impl Drop for Operation {
     fn drop(&mut self) {
-        if self.buffer.is_some() {
-            self.progress.wait();
+        if let Some(buffer) = self.buffer.take()
+            && matches!(self.progress.wait(self.queue.inner.options.deadline), End::Stuck)
+        {
+            std::mem::forget(buffer);
         }
     }
 }

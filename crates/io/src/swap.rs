@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,6 +34,11 @@ impl SwapFile {
         let free = free_bytes(folder).map_err(fail)?;
         if free < bytes {
             return Err(IoError::Room { folder: folder.to_path_buf(), needed: bytes, free });
+        }
+        // The system would end the process with a signal.
+        let longest = longest_file();
+        if longest < bytes {
+            return Err(IoError::TooLong { folder: folder.to_path_buf(), needed: bytes, longest });
         }
         // Past the page cache where the file system can.
         let (file, direct) = match open_nameless(folder, libc::O_DIRECT) {
@@ -72,8 +77,8 @@ impl SwapFile {
         self.inner.direct
     }
 
-    pub(crate) fn descriptor(&self) -> RawFd {
-        self.inner.file.as_raw_fd()
+    pub(crate) fn file(&self) -> &File {
+        &self.inner.file
     }
 }
 
@@ -88,6 +93,14 @@ fn open_nameless(folder: &Path, flags: libc::c_int) -> std::io::Result<File> {
     }
     // SAFETY: just opened, and nobody else's.
     Ok(unsafe { File::from_raw_fd(descriptor) })
+}
+
+/// The largest file that this process may make (`ulimit -f`).
+fn longest_file() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a call with room for the answer, which stays as it is where the call fails.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
+    limit.rlim_cur
 }
 
 /// How much room a folder's disk has for this user.

@@ -5,13 +5,13 @@
 //! thread when the ring is to close.
 
 use std::collections::VecDeque;
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use io_uring::{IoUring, opcode, squeue, types};
 
 use crate::queue::{Request, Way};
-use crate::threads::transfer;
 
 /// What the request that closes the ring is known by.
 const CLOSE: u64 = u64::MAX;
@@ -23,6 +23,8 @@ pub(crate) struct Ring {
 
 struct Shared {
     ring: IoUring,
+    /// Whether the kernel is entered for each request.
+    single_submit: bool,
     state: Mutex<State>,
 }
 
@@ -32,28 +34,31 @@ struct State {
     under_way: Vec<Option<Request>>,
     free: Vec<usize>,
     waiting: VecDeque<Request>,
+    /// The kernel takes no more: whatever comes fails.
+    is_broken: bool,
 }
 
 impl Ring {
     /// A ring for this many requests at once.
-    pub(crate) fn open(depth: usize) -> std::io::Result<Ring> {
+    pub(crate) fn open(depth: usize, single_submit: bool) -> std::io::Result<Ring> {
         // One place more, for the request that closes it.
         let ring = IoUring::new(u32::try_from(depth + 1).unwrap_or(u32::MAX).next_power_of_two())?;
         let state = State {
             under_way: (0..depth).map(|_| None).collect(),
             free: (0..depth).rev().collect(),
             waiting: VecDeque::new(),
+            is_broken: false,
         };
-        let shared = Arc::new(Shared { ring, state: Mutex::new(state) });
+        let shared = Arc::new(Shared { ring, single_submit, state: Mutex::new(state) });
         let for_collector = Arc::clone(&shared);
         let collector =
             std::thread::Builder::new().name("io_uring".to_owned()).spawn(move || for_collector.collect())?;
         Ok(Ring { shared, collector: Some(collector) })
     }
 
-    pub(crate) fn submit(&self, request: Request) {
+    pub(crate) fn submit(&self, requests: impl Iterator<Item = Request>) {
         let mut state = self.shared.lock();
-        state.waiting.push_back(request);
+        state.waiting.extend(requests);
         self.shared.push_waiting(&mut state);
     }
 }
@@ -61,10 +66,13 @@ impl Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         let closing = opcode::Nop::new().build().user_data(CLOSE);
-        let state = self.shared.lock();
+        let mut state = self.shared.lock();
         self.shared.push(&state, &closing);
+        self.shared.enter_kernel(&mut state);
+        let is_broken = state.is_broken;
         drop(state);
-        if let Some(collector) = self.collector.take() {
+        // Nothing wakes the thread of a ring that takes nothing.
+        if let Some(collector) = self.collector.take().filter(|_| !is_broken) {
             let _ = collector.join();
         }
     }
@@ -75,12 +83,20 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts one entry into the ring and tells the kernel. Whether it could.
+    /// Puts one entry into the ring, which has a place for each number and one more.
     fn push(&self, _held: &MutexGuard<'_, State>, entry: &squeue::Entry) -> bool {
         // SAFETY: the lock makes this the only user of the submission side; entries name memory that their operation owns
-        // and a file that it keeps open until they end.
-        let pushed = unsafe { self.ring.submission_shared().push(entry) }.is_ok();
-        pushed && self.enter(|| self.ring.submit()).is_ok()
+        // and a file that their request keeps open until they end.
+        unsafe { self.ring.submission_shared().push(entry) }.is_ok()
+    }
+
+    /// Tells the kernel of what was put in. Where it is busy, whoever takes results out tells it again.
+    fn enter_kernel(&self, state: &mut MutexGuard<'_, State>) {
+        match self.enter(|| self.ring.submit()) {
+            Ok(_) => {}
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {}
+            Err(_) => self.give_up(state),
+        }
     }
 
     /// Enters the kernel, again where a signal came between.
@@ -95,11 +111,15 @@ impl Shared {
 
     /// Sends as many requests off as the ring has room for.
     fn push_waiting(&self, state: &mut MutexGuard<'_, State>) {
+        if state.is_broken {
+            return self.give_up(state);
+        }
+        let mut pushed = 0;
         while !state.free.is_empty()
             && let Some(request) = state.waiting.pop_front()
         {
-            let Some(number) = state.free.pop() else { return };
-            let (file, length) = (types::Fd(request.file), request.length as u32);
+            let Some(number) = state.free.pop() else { break };
+            let (file, length) = (types::Fd(request.file.file().as_raw_fd()), request.length as u32);
             let entry = match request.way {
                 Way::Read => {
                     opcode::Read::new(file, request.address as *mut u8, length).offset(request.offset).build()
@@ -108,23 +128,30 @@ impl Shared {
                     .offset(request.offset)
                     .build(),
             };
-            state.under_way[number] = Some(request);
             if !self.push(state, &entry.user_data(number as u64)) {
-                // The ring takes no more: this request goes the plain way.
+                // The kernel has not looked at what was put in yet.
                 state.free.push(number);
-                if let Some(request) = state.under_way[number].take() {
-                    let outcome = transfer(&request);
-                    request.done.end(&request, outcome);
-                }
+                state.waiting.push_front(request);
+                break;
             }
+            state.under_way[number] = Some(request);
+            pushed += 1;
+            if self.single_submit {
+                self.enter_kernel(state);
+            }
+        }
+        if pushed > 0 && !self.single_submit {
+            self.enter_kernel(state);
         }
     }
 
     /// Takes out what is done until the ring closes.
     fn collect(&self) {
         loop {
-            if self.enter(|| self.ring.submit_and_wait(1)).is_err() {
-                return self.give_up();
+            match self.enter(|| self.ring.submit_and_wait(1)) {
+                Ok(_) => {}
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {}
+                Err(_) => return self.give_up(&mut self.lock()),
             }
             // SAFETY: this thread is the only one that reads results.
             let results: Vec<(u64, i32)> = unsafe { self.ring.completion_shared() }
@@ -159,12 +186,11 @@ impl Shared {
         }
     }
 
-    /// The kernel takes the ring away: whatever is under way fails.
-    fn give_up(&self) {
-        let mut state = self.lock();
-        let waiting = std::mem::take(&mut state.waiting);
-        let under_way: Vec<Request> = state.under_way.iter_mut().filter_map(Option::take).collect();
-        for request in under_way.into_iter().chain(waiting) {
+    /// The kernel takes the ring away: what waits fails. What is under way may still be written to, so its operation keeps
+    /// it until the deadline.
+    fn give_up(&self, state: &mut MutexGuard<'_, State>) {
+        state.is_broken = true;
+        for request in std::mem::take(&mut state.waiting) {
             request.done.end(&request, Err(libc::EIO));
         }
     }

@@ -2,9 +2,12 @@
 
 use ferrospeed_io::{ALIGNMENT, Buffer, IoError, Queue, QueueOptions, SwapFile};
 
-fn queues() -> [Queue; 2] {
-    let options = QueueOptions { block_bytes: 2 * ALIGNMENT, depth: 3, threads: 2, uring: true };
-    [Queue::new(options), Queue::new(QueueOptions { uring: false, ..options })]
+fn queues() -> [Queue; 3] {
+    let options =
+        QueueOptions { block_bytes: 2 * ALIGNMENT, depth: 3, threads: 2, ..QueueOptions::default() };
+    let (one_by_one, by_threads) =
+        (QueueOptions { single_submit: true, ..options }, QueueOptions { uring: false, ..options });
+    [options, one_by_one, by_threads].map(Queue::new)
 }
 
 fn filled(seed: usize, bytes: usize) -> Buffer {
