@@ -433,8 +433,9 @@ impl Engine {
         }
     }
 
-    /// Refuses to work with state of which a load has replaced only a part.
+    /// Refuses to work with state of which a load or a step has replaced only a part.
     pub(crate) fn check_whole(&self, call: &'static str) -> Result<()> {
+        self.store.check_stepped(call)?;
         self.half_loaded.as_ref().map_or(Ok(()), |from| Err(EngineError::half_loaded(call, from)))
     }
 

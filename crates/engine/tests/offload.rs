@@ -1,102 +1,17 @@
 //! State on a disk: the same bits as in memory, in every combination, through checkpoints, and with errors that name it.
 
 mod common;
+#[path = "common/disk.rs"]
+mod disk;
 
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{Batch, Model, config, device, on_ranks};
-use ferrospeed_engine::{Engine, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model};
-use ferrospeed_nn::Parameters;
-use ferrospeed_tensor::{Category, Tensor};
-use ferrospeed_zero::access::Which;
+use common::{Model, config, device, on_ranks};
+use disk::{COMBINATIONS, configuration, in_memory, offloaded, start, state, steps, train};
+use ferrospeed_engine::{LoadOptions, Options, SaveOptions, Setup, initialize_model};
+use ferrospeed_tensor::Category;
 use serde_json::{Value, json};
-
-fn configuration(precision: &str, micro_steps: usize, optimizer: &str) -> Value {
-    let mut config = json!({
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_steps,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": optimizer, "params": {"lr": 0.01, "weight_decay": 0.01}},
-        "zero_allow_untested_optimizer": true,
-        "zero_optimization": {
-            "stage": 3, "stage3_param_persistence_threshold": 20, "stage3_prefetch_bucket_size": 20000,
-            // Tiles are as small as they get, so that there are several.
-            "sub_group_size": 1,
-        },
-    });
-    if precision != "fp32" {
-        config[precision] = json!({"enabled": true});
-    }
-    config
-}
-
-/// What is put on a disk in `folder`.
-fn offloaded(mut config: Value, sections: &[&str], folder: &Path) -> Value {
-    for section in sections {
-        config["zero_optimization"][section] =
-            json!({"device": "nvme", "nvme_path": folder, "buffer_count": 3});
-    }
-    config
-}
-
-/// The same in memory. What a GPU updates is rounded as its kernels do it, so there the states are in the host's memory.
-fn in_memory(mut config: Value) -> Value {
-    if !device(1).backend().is_host() {
-        config["zero_optimization"]["offload_optimizer"] = json!({"device": "cpu"});
-        config["zero_optimization"]["offload_param"] = json!({"device": "cpu"});
-    }
-    config
-}
-
-fn start(world: ferrospeed_comm::World, value: &Value) -> (Engine, Model, Parameters) {
-    let (model, parameters) =
-        Model::build(&json!({"kind": "lm", "vocab": 29, "dm": 32, "nh": 2, "nl": 2, "tmax": 7}));
-    let setup = Setup::new(config(value, world.size()), world, device(1));
-    (initialize_model(&setup, &parameters, Options::default()).unwrap(), model, parameters)
-}
-
-fn steps(engine: &mut Engine, model: &Model, from: usize, to: usize) -> Vec<u64> {
-    let rank = engine.world().rank();
-    let mut seen = Vec::new();
-    for step in from..to {
-        for micro in 0..engine.gradient_accumulation_steps() as usize {
-            let ids = (0..14).map(|i| ((i * 7 + step * 5 + micro * 3 + rank * 11 + i * i) % 29) as i64);
-            let ids = Tensor::from_slice(&ids.collect::<Vec<_>>(), [2, 7], engine.device()).unwrap();
-            let loss = engine.forward(|_| model.loss(&Batch::Tokens(ids))).unwrap();
-            seen.push(u64::from(loss.item().unwrap().to_bits()));
-            engine.backward(&loss).unwrap();
-            if let StepReport::Applied { grad_norm } = engine.step().unwrap() {
-                seen.push(grad_norm.to_bits());
-            }
-        }
-    }
-    seen
-}
-
-fn state(engine: &Engine, parameters: &Parameters) -> Vec<u32> {
-    let mut bits = Vec::new();
-    for param in parameters.as_slice() {
-        bits.extend(engine.store().full(param, Which::Weight).unwrap().iter().map(|value| value.to_bits()));
-        if let Ok(moments) = engine.store().full(param, Which::State("exp_avg")) {
-            bits.extend(moments.iter().map(|value| value.to_bits()));
-        }
-        bits.extend(engine.store().full_as_read(param).unwrap().iter().map(|value| value.to_bits()));
-    }
-    bits
-}
-
-fn train(ranks: usize, value: Value) -> Vec<(Vec<u64>, Vec<u32>)> {
-    let value = Arc::new(value);
-    on_ranks(ranks, move |world| {
-        let (mut engine, model, parameters) = start(world, &value);
-        let seen = steps(&mut engine, &model, 0, 3);
-        (seen, state(&engine, &parameters))
-    })
-}
-
-const COMBINATIONS: [&[&str]; 3] =
-    [&["offload_optimizer"], &["offload_param"], &["offload_optimizer", "offload_param"]];
 
 #[test]
 fn state_on_a_disk_trains_to_the_same_bits() {
@@ -208,6 +123,76 @@ fn a_disk_without_room_is_named_before_training() {
             Model::build(&json!({"kind": "lm", "vocab": 29, "dm": 32, "nh": 2, "nl": 2, "tmax": 7}));
         let setup = Setup::new(config(&value, 1), world, device(1));
         let refused = initialize_model(&setup, &parameters, Options::default()).err().unwrap().to_string();
-        assert!(refused.contains("/proc/nowhere") && refused.contains("offloaded"), "{refused}");
+        assert!(refused.contains("/proc/nowhere") && refused.contains("offload_optimizer"), "{refused}");
     });
+}
+
+/// How many bytes of the optimizer are in memory, what went through the disk, and what came out.
+fn held(value: Value) -> ([usize; 2], u64, (Vec<u64>, Vec<u32>)) {
+    let value = Arc::new(value);
+    let measured = on_ranks(2, move |world| {
+        let (mut engine, model, parameters) = start(world, &value);
+        let seen = steps(&mut engine, &model, 0, 3);
+        engine.store().empty_partition_cache().unwrap();
+        let usage = engine.device().memory_usage();
+        let bytes = [Category::Parameters, Category::Optimizer].map(|category| usage.current(category));
+        let written = engine.store().disk_traffic().written;
+        (bytes, written, (seen, state(&engine, &parameters)))
+    });
+    measured.into_iter().next().unwrap()
+}
+
+#[test]
+fn a_ratio_keeps_the_rest_of_the_states_with_the_device() {
+    let folder = tempfile::tempdir().unwrap();
+    for precision in ["fp32", "bf16"] {
+        for sections in [COMBINATIONS[0], COMBINATIONS[2]] {
+            let plain = configuration(precision, 1, "AdamW");
+            let reference = train(2, in_memory(plain.clone())).remove(0);
+            let with = |ratio: f64| {
+                let mut value = offloaded(plain.clone(), sections, folder.path());
+                value["zero_optimization"]["offload_optimizer"]["ratio"] = json!(ratio);
+                held(value)
+            };
+            let (whole, half, none) = (with(1.0), with(0.5), with(0.0));
+            for (_, _, outcome) in [&whole, &half, &none] {
+                assert_eq!(*outcome, reference, "{precision}, {sections:?}");
+            }
+            let of_optimizer = [&whole, &half, &none].map(|(bytes, ..)| bytes[1]);
+            let share = of_optimizer[1] as f64 / of_optimizer[2] as f64;
+            assert!(of_optimizer[0] == 0 && (0.45..0.65).contains(&share), "{of_optimizer:?}");
+            assert!(whole.1 > half.1 && half.1 > none.1, "{} {} {}", whole.1, half.1, none.1);
+        }
+    }
+}
+
+#[test]
+fn max_in_cpu_keeps_as_many_weights_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = configuration("bf16", 2, "AdamW");
+    let reference = train(2, in_memory(plain.clone())).remove(0);
+    let with = |elements: u64| {
+        let mut value = offloaded(plain.clone(), COMBINATIONS[1], folder.path());
+        value["zero_optimization"]["offload_param"]["max_in_cpu"] = json!(elements);
+        let (bytes, _, outcome) = held(value);
+        assert_eq!(outcome, reference, "{elements}");
+        bytes[0]
+    };
+    let kept = [0, 5000, 1_000_000_000].map(with);
+    // Whole units of 2048 elements of two bytes each; a GPU's memory has none of them.
+    if device(1).backend().is_host() {
+        assert_eq!(kept[..2], [0, 2 * 4096]);
+        assert!(kept[2] > kept[1], "{kept:?}");
+    }
+}
+
+#[test]
+fn buffers_that_are_locked_and_requests_that_go_one_by_one_change_no_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = configuration("bf16", 1, "AdamW");
+    let mut away = offloaded(plain.clone(), COMBINATIONS[2], folder.path());
+    away["zero_optimization"]["offload_optimizer"]["pin_memory"] = json!(true);
+    away["zero_optimization"]["offload_param"]["buffer_count"] = json!(2);
+    away["aio"] = json!({"single_submit": true, "block_size": 4096, "queue_depth": 2, "thread_count": 2});
+    assert_eq!(train(2, away), train(2, in_memory(plain)));
 }

@@ -2,6 +2,7 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
+use std::sync::Once;
 
 /// Where buffers begin, and what lengths and places in files are multiples of, for transfers past the page cache.
 pub const ALIGNMENT: usize = 4096;
@@ -10,7 +11,11 @@ pub const ALIGNMENT: usize = 4096;
 pub struct Buffer {
     address: NonNull<u8>,
     bytes: usize,
+    is_locked: bool,
 }
+
+/// That memory cannot be locked is said once, whatever number of buffers there is.
+static SAID: Once = Once::new();
 
 // SAFETY: it owns its memory alone.
 unsafe impl Send for Buffer {}
@@ -24,7 +29,29 @@ impl Buffer {
         let layout = Buffer::layout(bytes);
         // SAFETY: the layout has a size.
         let address = NonNull::new(unsafe { alloc_zeroed(layout) });
-        Buffer { address: address.unwrap_or_else(|| handle_alloc_error(layout)), bytes }
+        Buffer { address: address.unwrap_or_else(|| handle_alloc_error(layout)), bytes, is_locked: false }
+    }
+
+    /// The same, and the system keeps it in memory for good (page-locked). Where it refuses, that is said once, and the
+    /// buffer is an ordinary one.
+    pub fn locked(bytes: usize) -> Buffer {
+        let mut buffer = Buffer::new(bytes);
+        // SAFETY: a call on memory that it owns.
+        buffer.is_locked = unsafe { libc::mlock(buffer.address.as_ptr().cast(), buffer.bytes) } == 0;
+        if !buffer.is_locked {
+            let why = std::io::Error::last_os_error();
+            SAID.call_once(|| {
+                tracing::warn!(
+                    "buffers for offloaded state are not page-locked ({why}): `ulimit -l` is too low"
+                );
+            });
+        }
+        buffer
+    }
+
+    /// Whether the system keeps it in memory.
+    pub fn is_locked(&self) -> bool {
+        self.is_locked
     }
 
     fn layout(bytes: usize) -> Layout {
@@ -61,6 +88,10 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
+        if self.is_locked {
+            // SAFETY: locked as a whole; its pages are nobody else's.
+            unsafe { libc::munlock(self.address.as_ptr().cast(), self.bytes) };
+        }
         // SAFETY: allocated with this layout.
         unsafe { dealloc(self.address.as_ptr(), Buffer::layout(self.bytes)) }
     }

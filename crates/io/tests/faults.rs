@@ -172,28 +172,46 @@ impl std::io::Write for Log {
     }
 }
 
-#[test]
-fn without_io_uring_threads_do_the_work_and_it_is_said_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let work = move || {
-        forbid(libc::SYS_io_uring_setup);
+/// What is logged by work on a thread that may not make a system call.
+fn said_without(call: libc::c_long, work: impl FnOnce() + Send + 'static) -> String {
+    let thread = std::thread::spawn(move || {
+        forbid(call);
         let log = Log::default();
         let writer = log.clone();
         let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(subscriber, || {
-            for _ in 0..3 {
-                let queue = Queue::new(QueueOptions::default());
-                assert!(queue.why_threads().unwrap().contains("seccomp"), "{:?}", queue.why_threads());
-                let file = SwapFile::create(folder.path(), ALIGNMENT as u64).unwrap();
-                let mut buffer = Buffer::new(ALIGNMENT);
-                buffer.bytes_mut().fill(7);
-                queue.write(&file, 0, buffer, ALIGNMENT).unwrap().wait().unwrap();
-                let read = queue.read(&file, 0, Buffer::new(ALIGNMENT), ALIGNMENT).unwrap().wait().unwrap();
-                assert_eq!(read.bytes(), [7; ALIGNMENT]);
-            }
-        });
+        tracing::subscriber::with_default(subscriber, work);
         String::from_utf8(log.0.lock().unwrap().clone()).unwrap()
-    };
-    let said = std::thread::spawn(work).join().unwrap();
+    });
+    thread.join().unwrap()
+}
+
+#[test]
+fn without_io_uring_threads_do_the_work_and_it_is_said_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let said = said_without(libc::SYS_io_uring_setup, move || {
+        for _ in 0..3 {
+            let queue = Queue::new(QueueOptions::default());
+            assert!(queue.why_threads().unwrap().contains("seccomp"), "{:?}", queue.why_threads());
+            let file = SwapFile::create(folder.path(), ALIGNMENT as u64).unwrap();
+            let mut buffer = Buffer::new(ALIGNMENT);
+            buffer.bytes_mut().fill(7);
+            queue.write(&file, 0, buffer, ALIGNMENT).unwrap().wait().unwrap();
+            let read = queue.read(&file, 0, Buffer::new(ALIGNMENT), ALIGNMENT).unwrap().wait().unwrap();
+            assert_eq!(read.bytes(), [7; ALIGNMENT]);
+        }
+    });
     assert_eq!(said.matches("io_uring is not permitted").count(), 1, "{said}");
+}
+
+#[test]
+fn memory_that_cannot_be_locked_is_used_as_it_is_and_that_is_said_once() {
+    let said = said_without(libc::SYS_mlock, || {
+        for _ in 0..3 {
+            let mut buffer = Buffer::locked(ALIGNMENT);
+            assert!(!buffer.is_locked());
+            buffer.bytes_mut().fill(7);
+        }
+    });
+    assert_eq!(said.matches("ulimit -l").count(), 1, "{said}");
+    assert!(Buffer::locked(ALIGNMENT).is_locked(), "one page may be locked anywhere");
 }

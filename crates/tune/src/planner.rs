@@ -8,6 +8,8 @@ use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier};
 
 /// The most elements that an update from a disk takes at a time.
 const LARGEST_TILE: u64 = 4 << 20;
+/// Where values are in two places, the first part has a multiple of so many elements.
+const TILE_UNIT: u64 = 2048;
 
 /// Plans the bytes of one rank.
 pub fn plan(request: &Request<'_>) -> Plan {
@@ -17,8 +19,8 @@ pub fn plan(request: &Request<'_>) -> Plan {
     planner.optimizer_states();
     planner.buffers();
     let activations = planner.activations();
-    let notes = planner.notes();
-    Plan { rows: planner.rows.into_iter().filter(|row| row.bytes > 0).collect(), activations, notes }
+    let rows = planner.rows.into_iter().filter(|row| row.bytes > 0).collect();
+    Plan { rows, activations, notes: Vec::new() }
 }
 
 struct Planner<'a> {
@@ -59,31 +61,44 @@ impl Planner<'_> {
         self.all_params().div_ceil(sharers)
     }
 
-    /// What the configuration asks for and training does not do: nothing is saved by it.
-    fn notes(&self) -> Vec<String> {
-        let config = self.request.config;
-        let asked = [("offload_optimizer.ratio", config.zero.offload_optimizer.ratio < 1.0)];
-        let asked = asked.into_iter().filter(|(_, asked)| *asked);
-        asked
-            .map(|(key, _)| format!("{key}: not acted on yet, so it is counted as if it were not there"))
-            .collect()
+    /// Memory of the host: for a rank without a GPU that is where it computes.
+    fn host(&self) -> Tier {
+        if self.request.processor == Processor::Gpu { Tier::Host } else { Tier::Device }
     }
 
-    /// Where f32 weights and optimizer states are. Host memory is what a rank without a GPU computes in.
+    /// Where f32 weights and optimizer states are that do not stay with the device.
     fn home_of_states(&self) -> Tier {
-        match (&self.request.config.zero.offload_optimizer.tier, self.request.processor) {
-            (OptimizerTier::Nvme { .. }, _) => Tier::Nvme,
-            (OptimizerTier::Host(_), Processor::Gpu) => Tier::Host,
-            _ => Tier::Device,
+        match &self.request.config.zero.offload_optimizer.tier {
+            OptimizerTier::Nvme { .. } => Tier::Nvme,
+            OptimizerTier::Host(_) => self.host(),
+            // Weights that are not on a GPU are updated by the host.
+            OptimizerTier::Device
+                if self.parameters_by_tier().iter().any(|(tier, _)| *tier != Tier::Device) =>
+            {
+                self.host()
+            }
+            OptimizerTier::Device => Tier::Device,
         }
     }
 
-    /// Where what kernels read is, between the times when they do.
-    fn home_of_parameters(&self) -> Tier {
-        match (&self.request.config.zero.offload_param.tier, self.request.processor) {
-            (ParameterTier::Nvme { .. }, _) => Tier::Nvme,
-            (ParameterTier::Host(_), Processor::Gpu) => Tier::Host,
-            _ => Tier::Device,
+    /// How many of a rank's `count` states have that home: the share that `ratio` says.
+    fn moved(&self, count: u64) -> u64 {
+        let moved = (count as f64 * self.request.config.zero.offload_optimizer.ratio) as u64;
+        if moved >= count { count } else { moved - moved % TILE_UNIT }
+    }
+
+    /// Where a rank's part of what kernels read is in stage 3 between the times when they do, in elements.
+    fn parameters_by_tier(&self) -> Vec<(Tier, u64)> {
+        let share = self.share();
+        match &self.request.config.zero.offload_param.tier {
+            _ if self.stage() != Stage::Parameters => vec![(Tier::Device, self.params())],
+            ParameterTier::Nvme { max_in_cpu, .. } if *max_in_cpu < share => {
+                let in_host = max_in_cpu - max_in_cpu % TILE_UNIT;
+                let places = [(self.host(), in_host), (Tier::Nvme, share - in_host)];
+                places.into_iter().filter(|(_, count)| *count > 0).collect()
+            }
+            ParameterTier::Nvme { .. } | ParameterTier::Host(_) => vec![(self.host(), share)],
+            ParameterTier::Device => vec![(Tier::Device, share)],
         }
     }
 
@@ -104,9 +119,10 @@ impl Planner<'_> {
             let bytes = params.saturating_mul(width);
             return self.rows.push(Row { purpose, tier: Tier::Device, bytes, why, in_common });
         }
-        let share = self.share();
-        let why = format!("{share} of {} parameters × {width} bytes", self.all_params());
-        self.add(purpose, self.home_of_parameters(), share.saturating_mul(width), why);
+        for (tier, count) in self.parameters_by_tier() {
+            let why = format!("{count} of {} parameters × {width} bytes", self.all_params());
+            self.add(purpose, tier, count.saturating_mul(width), why);
+        }
     }
 
     fn gradients(&mut self) {
@@ -135,28 +151,34 @@ impl Planner<'_> {
         let states = config.optimizer.as_ref().and_then(|optimizer| optimizer.states_per_parameter());
         let assumed = if states.is_none() { " (two, as Adam has)" } else { "" };
         let states = states.unwrap_or(2);
-        let (home, values) = (self.home_of_states(), self.home_of_parameters());
-        let apart = home != values
-            && (home != Tier::Nvme || values != Tier::Device || self.request.processor == Processor::Gpu);
+        let count = if self.stage() == Stage::Off { self.params() } else { self.share() };
+        let (home, values, moved) = (self.home_of_states(), self.parameters_by_tier(), self.moved(count));
+        let is_away = values.iter().any(|(tier, _)| *tier != Tier::Device);
+        let updates_elsewhere = self.request.processor == Processor::Gpu && home != Tier::Device && moved > 0;
         let master = match config.precision {
             // Weights that kernels do not read where the update works have a copy there.
-            Precision::Fp32 if apart || values != Tier::Device => 4,
+            Precision::Fp32 if is_away || updates_elsewhere => 4,
             Precision::Fp32 => 0,
             Precision::Fp16 { half_master_weights: true, .. } => 2,
             Precision::Fp16 { .. } | Precision::Bf16 { .. } => 4,
         };
         let width = master + 4 * states;
-        let count = if self.stage() == Stage::Off { self.params() } else { self.share() };
-        let why = format!("{count} × ({master} bytes of master weight + {states} states × 4 bytes){assumed}");
-        let bytes = count.saturating_mul(width);
-        self.add(purpose, home, bytes, why);
+        let places = match home {
+            Tier::Device => [(home, count), (Tier::Device, 0)],
+            home => [(home, moved), (Tier::Device, count - moved)],
+        };
+        for (tier, count) in places {
+            let why =
+                format!("{count} × ({master} bytes of master weight + {states} states × 4 bytes){assumed}");
+            self.add(purpose, tier, count.saturating_mul(width), why);
+        }
+        let count = moved;
         if let OptimizerTier::Nvme { buffers, .. } = &config.zero.offload_optimizer.tier {
             let tile = config.zero.sub_group_size.clamp(1, LARGEST_TILE).min(count);
             let tiles = buffers.count.clamp(1, count.div_ceil(tile.max(1)).max(1));
             let why = format!("{tiles} tiles of {tile} on their way from and to the disk × {width} bytes");
             let bytes = tiles.saturating_mul(tile).saturating_mul(width);
-            let memory = if self.request.processor == Processor::Gpu { Tier::Host } else { Tier::Device };
-            self.add(Purpose::CommunicationBuffers, memory, bytes, why);
+            self.add(Purpose::CommunicationBuffers, self.host(), bytes, why);
         }
     }
 

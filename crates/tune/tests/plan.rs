@@ -158,6 +158,44 @@ fn buckets_are_planned_as_they_are_cut() {
 }
 
 #[test]
+fn a_part_that_stays_is_counted_where_it_stays() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
+    let by_tier = |processor: Processor, purpose: Purpose| {
+        let value = json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": { "enabled": true },
+            "optimizer": { "type": "Adam" },
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": { "device": "nvme", "nvme_path": "/disk", "ratio": 0.25 },
+                "offload_param": { "device": "nvme", "nvme_path": "/disk", "max_in_cpu": 600_000 },
+            },
+        });
+        let planned = plan(&Request {
+            model: &model,
+            config: &config(value, 1),
+            data_parallel_size: 1,
+            sequence_length: 1024,
+            checkpoint_activations: false,
+            keeps_attention_matrix: false,
+            processor,
+        });
+        [Tier::Device, Tier::Host, Tier::Nvme].map(|tier| {
+            let rows = planned.rows.iter().filter(|row| row.tier == tier && row.purpose == purpose);
+            rows.map(|row| row.bytes).sum::<u64>()
+        })
+    };
+    // Whole units of 2048 elements.
+    let (in_host, moved) = (600_000 / 2048 * 2048, 250_000 / 2048 * 2048);
+    assert_eq!(by_tier(Processor::Gpu, Purpose::Parameters), [0, in_host * 2, (1_000_000 - in_host) * 2]);
+    assert_eq!(by_tier(Processor::Cpu, Purpose::Parameters), [in_host * 2, 0, (1_000_000 - in_host) * 2]);
+    for processor in [Processor::Cpu, Processor::Gpu] {
+        let states = by_tier(processor, Purpose::OptimizerStates);
+        assert_eq!(states, [(1_000_000 - moved) * 12, 0, moved * 12]);
+    }
+}
+
+#[test]
 fn what_does_not_fit_is_named_with_need_and_capacity() {
     let model = Model::Counts(ModelSize { total_params: 1_000_000_000, largest_layer_params: 10_000_000 });
     let plan = plan_for(&model, json!({ "train_micro_batch_size_per_gpu": 1 }), 1, false);

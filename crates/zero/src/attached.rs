@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferrospeed_tensor::{ParamStore, RowGradient, Shape, StoreError, Tensor};
 
+use crate::error::ZeroError;
 use crate::one_bit::Compressing;
 use crate::reducer::{Arrived, Reducer};
 use crate::residency::Residency;
@@ -48,6 +49,8 @@ pub(crate) struct Attached {
     state: Mutex<State>,
     /// Whether gradients are reduced as they come.
     pub(crate) synchronize: AtomicBool,
+    /// Whether a step has failed halfway, and nothing was loaded since.
+    half_stepped: AtomicBool,
 }
 
 impl Attached {
@@ -57,7 +60,27 @@ impl Attached {
         in_rows: Vec<bool>,
         state: State,
     ) -> Attached {
-        Attached { shapes, places, in_rows, state: Mutex::new(state), synchronize: AtomicBool::new(true) }
+        Attached {
+            shapes,
+            places,
+            in_rows,
+            state: Mutex::new(state),
+            synchronize: AtomicBool::new(true),
+            half_stepped: AtomicBool::new(false),
+        }
+    }
+
+    /// Notes whether a step has failed halfway.
+    pub(crate) fn set_half_stepped(&self, half_stepped: bool) {
+        self.half_stepped.store(half_stepped, Ordering::Relaxed);
+    }
+
+    /// Refuses to work with weights of which a step has changed only a part.
+    pub(crate) fn check_stepped(&self, call: &'static str) -> Result<(), ZeroError> {
+        match self.half_stepped.load(Ordering::Relaxed) {
+            true => Err(ZeroError::HalfStepped { call }),
+            false => Ok(()),
+        }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
@@ -67,6 +90,7 @@ impl Attached {
 
 impl ParamStore for Attached {
     fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
+        self.check_stepped("reading a parameter")?;
         let mut state = self.lock();
         if let Some(residency) = &mut state.residency {
             return Ok(residency.acquire(index)?);

@@ -10,12 +10,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ferrospeed_io::{Buffer, Operation};
+use ferrospeed_io::Buffer;
 use ferrospeed_optim::{Copy16, Pass, Stretch};
+use ferrospeed_tensor::backend::UpdateOperands;
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::Result;
-use crate::home::{Flat, OnDisk, moved_to};
+use crate::home::{Flat, OnDisk, Transfer, moved_to};
 use crate::memory::part;
 use crate::reducer::Segment;
 use crate::step::gradient_of;
@@ -27,9 +28,9 @@ enum Column<'a> {
     Disk(&'a OnDisk, Buffer),
 }
 
-enum Coming<'a> {
+enum Asked<'a> {
     Here(Tensor),
-    Reading(&'a OnDisk, Operation),
+    Reading(&'a OnDisk, Transfer),
 }
 
 impl ZeroStore {
@@ -41,26 +42,28 @@ impl ZeroStore {
         factor: f32,
         pass: &Pass,
     ) -> Result<()> {
-        let columns: Vec<&Flat> = share.master.iter().chain(&share.states).collect();
-        let numel = share.layout.part_numel;
+        let columns: Vec<&Flat> = share.master.iter().chain(&share.states).map(Flat::first).collect();
+        let numel = share.moved;
         let tile = |index: usize| index * share.tile..((index + 1) * share.tile).min(numel);
         let tiles = numel.div_ceil(share.tile);
         let mut spare: Vec<Buffer> = Vec::new();
-        let mut coming: VecDeque<Vec<Coming<'_>>> = VecDeque::new();
-        let mut leaving: VecDeque<Vec<Operation>> = VecDeque::new();
+        let mut coming: VecDeque<Vec<Asked<'_>>> = VecDeque::new();
+        let mut leaving: VecDeque<Vec<Transfer>> = VecDeque::new();
         let mut asked = 0;
         for index in 0..tiles {
             // One buffer is worked on; of the others, half may be read ahead.
             while asked < tiles && asked <= index + share.tile_buffers.saturating_sub(1) / 2 {
-                coming.push_back(begin(&columns, tile(asked), share.tile, &mut spare)?);
+                let bytes = share.tile * DType::F32.size_bytes();
+                let buffer = || spare.pop().unwrap_or_else(|| self.homes().tile_buffer(bytes));
+                coming.push_back(begin(&columns, tile(asked), buffer)?);
                 asked += 1;
             }
             let Some(ready) = coming.pop_front() else { break };
             let mut here = Vec::with_capacity(columns.len());
             for column in ready {
                 here.push(match column {
-                    Coming::Here(tensor) => Column::Memory(tensor),
-                    Coming::Reading(disk, operation) => Column::Disk(disk, operation.wait()?),
+                    Asked::Here(tensor) => Column::Memory(tensor),
+                    Asked::Reading(disk, transfer) => Column::Disk(disk, transfer.wait()?),
                 });
             }
             self.update_tile(share, tile(index), &here, segments, factor, pass)?;
@@ -77,6 +80,43 @@ impl ZeroStore {
         }
         while !leaving.is_empty() {
             end(&mut leaving, &mut spare)?;
+        }
+        self.homes().keep_buffers(spare);
+        self.update_kept(share, segments, factor, pass)
+    }
+
+    /// Updates what stays with the device of a share whose other states are elsewhere (twin-flow).
+    fn update_kept(&self, share: &Share, segments: &[&Segment], factor: f32, pass: &Pass) -> Result<()> {
+        for segment in segments {
+            let start = share.moved.max(segment.in_part);
+            let end = segment.in_part + segment.values.numel();
+            if start >= end {
+                continue;
+            }
+            let (len, in_values) = (end - start, share.own_start + start);
+            let cut = |flat: &Flat| part(flat.rest().memory()?, start - share.moved, len);
+            let in_place = share.values.is_here(&self.device);
+            let weights = match &share.master {
+                Some(master) => cut(master)?,
+                None => share.values.read(in_values, len, &self.device)?,
+            };
+            let copy = match (self.dtype != DType::F32, in_place) {
+                (false, _) => None,
+                (true, true) => Some(share.values.read(in_values, len, &self.device)?),
+                (true, false) => Some(Tensor::empty_in([len], self.dtype, &self.device, Category::Buffers)?),
+            };
+            let operands = UpdateOperands {
+                weights: weights.clone(),
+                gradient: part(&segment.values, start - segment.in_part, len)?,
+                states: share.states.iter().map(cut).collect::<Result<_>>()?,
+                copy: copy.clone(),
+            };
+            self.apply(&[operands], factor, pass)?;
+            match &copy {
+                Some(copy) if !in_place => share.values.write(in_values, copy)?,
+                None if share.master.is_some() => share.values.write(in_values, &weights)?,
+                _ => {}
+            }
         }
         Ok(())
     }
@@ -164,24 +204,19 @@ impl Column<'_> {
 fn begin<'a>(
     columns: &[&'a Flat],
     tile: Range<usize>,
-    tile_numel: usize,
-    spare: &mut Vec<Buffer>,
-) -> Result<Vec<Coming<'a>>> {
-    let bytes = tile_numel * DType::F32.size_bytes();
+    mut buffer: impl FnMut() -> Buffer,
+) -> Result<Vec<Asked<'a>>> {
     let ask = |column: &&'a Flat| {
         Ok(match column {
-            Flat::Disk(disk) => {
-                let buffer = spare.pop().unwrap_or_else(|| Buffer::new(bytes));
-                Coming::Reading(disk, disk.start_read_tile(tile.clone(), buffer)?)
-            }
-            here => Coming::Here(part(here.memory()?, tile.start, tile.len())?),
+            Flat::Disk(disk) => Asked::Reading(disk, disk.start_read_tile(tile.clone(), buffer())?),
+            here => Asked::Here(part(here.memory()?, tile.start, tile.len())?),
         })
     };
     columns.iter().map(ask).collect()
 }
 
 /// Waits for the earliest tile that is being written.
-fn end(leaving: &mut VecDeque<Vec<Operation>>, spare: &mut Vec<Buffer>) -> Result<()> {
+fn end(leaving: &mut VecDeque<Vec<Transfer>>, spare: &mut Vec<Buffer>) -> Result<()> {
     for write in leaving.pop_front().into_iter().flatten() {
         spare.push(write.wait()?);
     }

@@ -20,8 +20,22 @@ pub enum ZeroError {
     #[error(transparent)]
     Tensor(#[from] TensorError),
     /// A disk that holds state failed.
-    #[error("offloaded state: {0}")]
-    Disk(#[from] ferrospeed_io::IoError),
+    #[error("{tier}: nvme: {error}")]
+    Disk {
+        /// The section that put the state there.
+        tier: &'static str,
+        /// What failed.
+        error: ferrospeed_io::IoError,
+    },
+    /// The disk failed in the middle of a step.
+    #[error(
+        "{call}: a disk with offloaded state failed in the middle of a step, so weights are part old and part new; load a \
+         checkpoint first"
+    )]
+    HalfStepped {
+        /// What was asked for.
+        call: &'static str,
+    },
     /// A parameter is in two groups, or in none.
     #[error("parameter '{name}' {why}")]
     Parameter {

@@ -1,4 +1,5 @@
-//! Where flat values are at home: in the memory of a device, on a disk, or packed as integers.
+//! Where flat values are at home: in the memory of a device, on a disk, packed as integers, or their beginning in one place
+//! and the rest in another.
 //!
 //! Kernels work on tensors, so what is on a disk is read into memory of the host first, in stretches, and written back.
 
@@ -18,17 +19,21 @@ use crate::packed::Packed;
 pub(crate) struct Disk {
     queue: Queue,
     folder: Arc<Path>,
+    tier: &'static str,
 }
 
 impl Disk {
-    pub(crate) fn new(folder: &Path, options: QueueOptions) -> Disk {
-        Disk { queue: Queue::new(options), folder: folder.into() }
+    /// A disk for what a section of the configuration moves away.
+    pub(crate) fn new(tier: &'static str, folder: &Path, options: QueueOptions) -> Disk {
+        Disk { queue: Queue::new(options), folder: folder.into(), tier }
     }
 
     /// Zeros on the disk, as many as told.
     pub(crate) fn zeros(&self, numel: usize, dtype: DType) -> Result<Flat> {
-        let file = SwapFile::create(&self.folder, (numel * dtype.size_bytes()) as u64)?;
-        Ok(Flat::Disk(OnDisk { file, queue: self.queue.clone(), numel, dtype }))
+        let tier = self.tier;
+        let file = SwapFile::create(&self.folder, (numel * dtype.size_bytes()) as u64)
+            .map_err(|error| ZeroError::Disk { tier, error })?;
+        Ok(Flat::Disk(OnDisk { file, queue: self.queue.clone(), numel, dtype, tier }))
     }
 
     pub(crate) fn queue(&self) -> &Queue {
@@ -45,9 +50,44 @@ pub(crate) enum Flat {
     Disk(OnDisk),
     /// As small integers.
     Packed(Packed),
+    /// In two places.
+    Split(Box<Split>),
+}
+
+/// Flat values whose first elements are in one place and whose others are in another.
+#[derive(Clone)]
+pub(crate) struct Split {
+    pub(crate) first: Flat,
+    pub(crate) rest: Flat,
+    /// How many the first are.
+    pub(crate) at: usize,
 }
 
 impl Flat {
+    /// The first `at` elements in one place and the others in another; one of them where the other has none.
+    pub(crate) fn split(
+        numel: usize,
+        at: usize,
+        first: impl FnOnce(usize) -> Result<Flat>,
+        rest: impl FnOnce(usize) -> Result<Flat>,
+    ) -> Result<Flat> {
+        match (at, numel - at) {
+            (0, _) => rest(numel),
+            (_, 0) => first(numel),
+            (_, left) => Ok(Flat::Split(Box::new(Split { first: first(at)?, rest: rest(left)?, at }))),
+        }
+    }
+
+    /// Where its first elements are.
+    pub(crate) fn first(&self) -> &Flat {
+        if let Flat::Split(split) = self { &split.first } else { self }
+    }
+
+    /// Where its last elements are.
+    pub(crate) fn rest(&self) -> &Flat {
+        if let Flat::Split(split) = self { &split.rest } else { self }
+    }
+
     /// Whether kernels of this device can use it where it is.
     pub(crate) fn is_here(&self, device: &Device) -> bool {
         matches!(self, Flat::Memory(tensor) if tensor.device().backend().is_host() == device.backend().is_host())
@@ -57,8 +97,8 @@ impl Flat {
     pub(crate) fn memory(&self) -> Result<&Tensor> {
         match self {
             Flat::Memory(tensor) => Ok(tensor),
-            Flat::Disk(_) | Flat::Packed(_) => {
-                let why = "values on a disk or in integers are needed in memory: a fault of the store";
+            Flat::Disk(_) | Flat::Packed(_) | Flat::Split(_) => {
+                let why = "values that are elsewhere are needed in memory: a fault of the store";
                 Err(ZeroError::Request(why.into()))
             }
         }
@@ -66,12 +106,27 @@ impl Flat {
 
     /// A stretch of it for kernels of this device: itself, or a copy.
     pub(crate) fn read(&self, start: usize, len: usize, device: &Device) -> Result<Tensor> {
-        let found = match self {
-            Flat::Memory(tensor) => part(tensor, start, len)?,
-            Flat::Disk(disk) => disk.start_read(start..start + len)?.wait()?,
-            Flat::Packed(packed) => packed.read(start, len)?,
-        };
-        moved_to(found, device)
+        self.start_read(start, len)?.wait(device)
+    }
+
+    /// Begins to read a stretch of it.
+    pub(crate) fn start_read(&self, start: usize, len: usize) -> Result<Coming> {
+        Ok(match self {
+            Flat::Memory(tensor) => Coming::Here(part(tensor, start, len)?),
+            Flat::Disk(disk) => Coming::Reading(disk.start_read(start..start + len)?),
+            Flat::Packed(packed) => Coming::Here(packed.read(start, len)?),
+            Flat::Split(split) => {
+                let first = split.at.saturating_sub(start).min(len);
+                match (first, len - first) {
+                    (_, 0) => split.first.start_read(start, len)?,
+                    (0, _) => split.rest.start_read(start - split.at, len)?,
+                    (_, rest) => {
+                        let both = [split.first.start_read(start, first)?, split.rest.start_read(0, rest)?];
+                        Coming::Both(Box::new(both))
+                    }
+                }
+            }
+        })
     }
 
     /// Replaces a stretch of it, in whatever type and place the new values are.
@@ -88,6 +143,43 @@ impl Flat {
                 disk.write(start, &host)
             }
             Flat::Packed(packed) => packed.write(start, values),
+            Flat::Split(split) => {
+                let (len, first) = (values.numel(), split.at.saturating_sub(start).min(values.numel()));
+                if first > 0 {
+                    split.first.write(start, &part(values, 0, first)?)?;
+                }
+                if first < len {
+                    split.rest.write(start + first - split.at, &part(values, first, len - first)?)?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Values on their way to where they are read.
+pub(crate) enum Coming {
+    Here(Tensor),
+    Reading(Reading),
+    /// In two stretches.
+    Both(Box<[Coming; 2]>),
+}
+
+impl Coming {
+    /// Waits, and gives the values to kernels of this device.
+    pub(crate) fn wait(self, device: &Device) -> Result<Tensor> {
+        match self {
+            Coming::Here(tensor) => moved_to(tensor, device),
+            Coming::Reading(reading) => moved_to(reading.wait()?, device),
+            Coming::Both(both) => {
+                let [first, rest] = *both;
+                let (first, rest) = (first.wait(device)?, rest.wait(device)?);
+                let (at, len) = (first.numel(), first.numel() + rest.numel());
+                let whole = Tensor::empty_in([len], first.dtype(), device, Category::Buffers)?;
+                device.backend().cast(&first, &part(&whole, 0, at)?)?;
+                device.backend().cast(&rest, &part(&whole, at, len - at)?)?;
+                Ok(whole)
+            }
         }
     }
 }
@@ -118,11 +210,25 @@ pub(crate) struct OnDisk {
     queue: Queue,
     numel: usize,
     dtype: DType,
+    tier: &'static str,
 }
 
-/// A read under way.
-pub(crate) struct Reading {
+/// A read or a write under way.
+pub(crate) struct Transfer {
     operation: Operation,
+    tier: &'static str,
+}
+
+impl Transfer {
+    /// Waits for its end, and gives the buffer back.
+    pub(crate) fn wait(self) -> Result<Buffer> {
+        self.operation.wait().map_err(|error| ZeroError::Disk { tier: self.tier, error })
+    }
+}
+
+/// A read of some values under way.
+pub(crate) struct Reading {
+    transfer: Transfer,
     /// Where in the buffer the wanted values begin, in bytes.
     skip: usize,
     len: usize,
@@ -138,53 +244,57 @@ impl OnDisk {
         (first as u64, end.next_multiple_of(ALIGNMENT) - first, start - first)
     }
 
+    fn read_pages(&self, offset: u64, bytes: usize, buffer: Buffer) -> Result<Transfer> {
+        let operation = self.queue.read(&self.file, offset, buffer, bytes);
+        self.transfer(operation)
+    }
+
+    fn write_pages(&self, offset: u64, bytes: usize, buffer: Buffer) -> Result<Transfer> {
+        let operation = self.queue.write(&self.file, offset, buffer, bytes);
+        self.transfer(operation)
+    }
+
+    fn transfer(&self, operation: ferrospeed_io::Result<Operation>) -> Result<Transfer> {
+        let tier = self.tier;
+        let operation = operation.map_err(|error| ZeroError::Disk { tier, error })?;
+        Ok(Transfer { operation, tier })
+    }
+
     pub(crate) fn start_read(&self, range: Range<usize>) -> Result<Reading> {
         debug_assert!(range.end <= self.numel);
         let (offset, bytes, skip) = self.pages(&range);
-        self.start_read_into(range.len(), offset, bytes, skip, Buffer::new(bytes))
-    }
-
-    fn start_read_into(
-        &self,
-        len: usize,
-        offset: u64,
-        bytes: usize,
-        skip: usize,
-        buffer: Buffer,
-    ) -> Result<Reading> {
-        let operation = self.queue.read(&self.file, offset, buffer, bytes)?;
-        Ok(Reading { operation, skip, len, dtype: self.dtype })
+        let transfer = self.read_pages(offset, bytes, Buffer::new(bytes))?;
+        Ok(Reading { transfer, skip, len: range.len(), dtype: self.dtype })
     }
 
     /// Begins to read whole pages into a buffer.
-    pub(crate) fn start_read_tile(&self, range: Range<usize>, buffer: Buffer) -> Result<Operation> {
+    pub(crate) fn start_read_tile(&self, range: Range<usize>, buffer: Buffer) -> Result<Transfer> {
         let (offset, bytes, _) = self.pages(&range);
-        Ok(self.queue.read(&self.file, offset, buffer, bytes)?)
+        self.read_pages(offset, bytes, buffer)
     }
 
     /// Begins to write what [`OnDisk::start_read_tile`] read.
-    pub(crate) fn start_write_tile(&self, range: Range<usize>, buffer: Buffer) -> Result<Operation> {
+    pub(crate) fn start_write_tile(&self, range: Range<usize>, buffer: Buffer) -> Result<Transfer> {
         let (offset, bytes, _) = self.pages(&range);
-        Ok(self.queue.write(&self.file, offset, buffer, bytes)?)
+        self.write_pages(offset, bytes, buffer)
     }
 
     fn write(&self, start: usize, values: &Tensor) -> Result<()> {
         let range = start..start + values.numel();
         let (offset, bytes, skip) = self.pages(&range);
         // What shares the first and the last page stays as it is.
-        let mut buffer = self.queue.read(&self.file, offset, Buffer::new(bytes), bytes)?.wait()?;
+        let mut buffer = self.read_pages(offset, bytes, Buffer::new(bytes))?.wait()?;
         let backend = values.device().backend();
         backend.copy_to_host(values, &mut buffer.bytes_mut()[skip..skip + values.size_bytes()])?;
-        self.queue.write(&self.file, offset, buffer, bytes)?.wait()?;
-        Ok(())
+        self.write_pages(offset, bytes, buffer)?.wait().map(drop)
     }
 }
 
 impl Reading {
     /// Waits, and gives the values as a tensor of the host.
     pub(crate) fn wait(self) -> Result<Tensor> {
-        let Reading { operation, skip, len, dtype } = self;
-        let buffer = Arc::new(operation.wait()?);
+        let Reading { transfer, skip, len, dtype } = self;
+        let buffer = Arc::new(transfer.wait()?);
         // SAFETY: inside the buffer, which holds at least this much from there and lives as long as the tensor.
         let address = unsafe { buffer.address().add(skip) };
         // SAFETY: as above; a place in a file is a multiple of the element's size, and the buffer is nobody else's.

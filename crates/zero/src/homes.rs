@@ -1,10 +1,14 @@
 //! Where the parts of a model's state are at home, by the configuration.
 //!
 //! `offload_optimizer` moves f32 weights and optimizer states, `offload_param` (stage 3) what kernels read. Host memory is
-//! another home only for a rank that computes on a GPU; a disk is one for all.
+//! another home only for a rank that computes on a GPU; a disk is one for all. Of either a part may stay: of the states all
+//! but the `ratio` that is moved, of what kernels read as many elements as `max_in_cpu` grants the host's memory.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_config::{AsyncIo, OptimizerTier, ParameterTier, Stage, Zero};
-use ferrospeed_io::{QueueOptions, Traffic};
+use ferrospeed_io::{Buffer, QueueOptions, Traffic};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::Result;
@@ -34,11 +38,32 @@ impl Home {
 }
 
 /// Where state is at home.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Homes {
     states: Option<Home>,
     values: Option<Home>,
+    /// The share of the states that is moved.
+    ratio: f64,
+    /// Elements of what kernels read that the host's memory still takes before a disk does.
+    left_in_host: Arc<AtomicU64>,
     buffers: Option<usize>,
+    reads: usize,
+    /// Page-locked buffers for tiles that wait for the next step, where such are wanted.
+    locked: Option<Arc<Mutex<Vec<Buffer>>>>,
+}
+
+impl Default for Homes {
+    fn default() -> Homes {
+        Homes {
+            states: None,
+            values: None,
+            ratio: 1.0,
+            left_in_host: Arc::default(),
+            buffers: None,
+            reads: 1,
+            locked: None,
+        }
+    }
 }
 
 impl Homes {
@@ -49,22 +74,30 @@ impl Homes {
             block_bytes: clamped(aio.block_size),
             depth: clamped(aio.queue_depth),
             threads: clamped(aio.thread_count),
+            single_submit: aio.single_submit,
             ..QueueOptions::default()
         };
         let on_host = || (!device.backend().is_host()).then_some(Home::Host);
-        let mut homes = Homes::default();
+        let mut homes = Homes { ratio: zero.offload_optimizer.ratio, ..Homes::default() };
         homes.states = match &zero.offload_optimizer.tier {
             OptimizerTier::Device => None,
             OptimizerTier::Host(_) => on_host(),
             OptimizerTier::Nvme { buffers, .. } => {
                 homes.buffers = Some(clamped(buffers.count));
-                Some(Home::Disk(Disk::new(&buffers.path, queue)))
+                homes.locked = buffers.pinned.then(Arc::default);
+                Some(Home::Disk(Disk::new("offload_optimizer", &buffers.path, queue)))
             }
         };
+        // Only stage 3 brings kernels what they read when they need it.
         homes.values = match &zero.offload_param.tier {
+            _ if zero.stage != Stage::Parameters => None,
             ParameterTier::Device => None,
             ParameterTier::Host(_) => on_host(),
-            ParameterTier::Nvme { buffers, .. } => Some(Home::Disk(Disk::new(&buffers.path, queue))),
+            ParameterTier::Nvme { buffers, max_in_cpu, .. } => {
+                homes.left_in_host = Arc::new(AtomicU64::new(*max_in_cpu));
+                homes.reads = clamped(buffers.count).max(1);
+                Some(Home::Disk(Disk::new("offload_param", &buffers.path, queue)))
+            }
         };
         // Weights that are not on the GPU are updated by the host.
         if homes.values.is_some() && homes.states.is_none() {
@@ -78,9 +111,31 @@ impl Homes {
         self.states.as_ref()
     }
 
-    /// The home of what kernels read: only stage 3 brings it to them when they need it.
-    pub(crate) fn values(&self, stage: Stage) -> Option<&Home> {
-        self.values.as_ref().filter(|_| stage == Stage::Parameters)
+    /// How many of a share's states are moved: the first ones, in whole tiles of the smallest size.
+    pub(crate) fn moved_numel(&self, numel: usize) -> usize {
+        let moved = (numel as f64 * self.ratio) as usize;
+        if moved >= numel { numel } else { moved - moved % TILE_UNIT }
+    }
+
+    /// How many of a share's values the host's memory takes before the disk does. Each one is granted once.
+    pub(crate) fn host_numel(&self, numel: usize) -> usize {
+        let taken = |left: u64| {
+            let taken = usize::try_from(left).unwrap_or(usize::MAX).min(numel);
+            if taken == numel { numel } else { taken - taken % TILE_UNIT }
+        };
+        let update = |left| Some(left - taken(left) as u64);
+        let left = self.left_in_host.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
+        left.map_or(0, taken)
+    }
+
+    /// Parameters that are read from a disk at once.
+    pub(crate) fn reads(&self) -> usize {
+        self.reads
+    }
+
+    /// The home of what kernels read, where it is not the device.
+    pub(crate) fn values(&self) -> Option<&Home> {
+        self.values.as_ref()
     }
 
     /// Elements that are updated at a time.
@@ -91,6 +146,24 @@ impl Homes {
     /// How many tiles may be in memory.
     pub(crate) fn tile_buffers(&self) -> usize {
         self.buffers.unwrap_or(TILE_BUFFERS).max(1)
+    }
+
+    /// A buffer for a column of a tile.
+    pub(crate) fn tile_buffer(&self, bytes: usize) -> Buffer {
+        match &self.locked {
+            Some(kept) => {
+                let kept = kept.lock().unwrap_or_else(PoisonError::into_inner).pop();
+                kept.unwrap_or_else(|| Buffer::locked(bytes))
+            }
+            None => Buffer::new(bytes),
+        }
+    }
+
+    /// Keeps page-locked buffers for the next step; others go.
+    pub(crate) fn keep_buffers(&self, buffers: Vec<Buffer>) {
+        if let Some(kept) = &self.locked {
+            kept.lock().unwrap_or_else(PoisonError::into_inner).extend(buffers);
+        }
     }
 
     /// What has gone to and from disks.

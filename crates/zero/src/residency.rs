@@ -12,7 +12,7 @@
 //! last, each rank keeps a part of what it gathered once, as its neighbours do; until weights change they have it all
 //! among themselves, so that backward's gathers stay within a host (Wang et al.: "ZeRO++", 2023: hpZ).
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
@@ -20,18 +20,19 @@ use ferrospeed_comm::Group;
 use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
-use crate::home::Flat;
+use crate::home::{Coming, Flat};
 use crate::memory::part;
 use crate::quantized;
 use crate::trace::ReadOrder;
 use ferrospeed_collective::exchange::{self, Pending};
 
-/// The limits of stage 3, in elements.
+/// The limits of stage 3: elements, and how many parameters are read from a disk at once.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) prefetch: u64,
     pub(crate) live: u64,
     pub(crate) reuse_distance: u64,
+    pub(crate) reads: usize,
 }
 
 /// One parameter's place.
@@ -343,7 +344,17 @@ impl Residency {
 
     fn gather_over(&mut self, group: &Group, way: Way, params: &[usize]) -> Result<()> {
         let mut pairs = Vec::with_capacity(params.len());
+        let mut coming: VecDeque<Coming> = VecDeque::new();
+        let mut to_read = params.iter();
         for &param in params {
+            // While one is handed on, the disk has the next.
+            while way == Way::AsItIs
+                && coming.len() < self.limits.reads
+                && let Some(&next) = to_read.next()
+            {
+                let sharded = &self.params[next];
+                coming.push_back(self.flats[sharded.flat].1.start_read(sharded.start, sharded.share)?);
+            }
             let sharded = &self.params[param];
             let numel = sharded.share * self.flats[sharded.flat].0.size();
             let value = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
@@ -366,7 +377,10 @@ impl Residency {
                     pairs.push((own, arriving));
                 }
                 _ => {
-                    let own = flat.read(sharded.start, sharded.share, &self.device)?;
+                    let own = match coming.pop_front() {
+                        Some(coming) => coming.wait(&self.device)?,
+                        None => flat.read(sharded.start, sharded.share, &self.device)?,
+                    };
                     pairs.push((own, value.clone()));
                 }
             }

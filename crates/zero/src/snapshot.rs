@@ -168,6 +168,7 @@ impl ZeroStore {
     ///
     /// Forward and backward go on meanwhile, since they only read weights.
     pub fn hold(&self, pieces: &[SavedPiece]) -> Result<Held> {
+        self.check_stepped("save")?;
         let state = self.lock();
         let parts = pieces.iter().map(|piece| {
             let (flat, start) = self.flat_of(&state, piece)?;
@@ -196,7 +197,9 @@ impl ZeroStore {
     pub fn finish_restore(&self) -> Result<()> {
         let mut state = self.lock();
         state.reducer.clear();
-        self.publish(&mut state)
+        self.publish(&mut state)?;
+        self.attached().set_half_stepped(false);
+        Ok(())
     }
 
     /// Updates the optimizer made.

@@ -90,6 +90,7 @@ impl ZeroStore {
                 "there is no optimizer to step: configure one or pass one".into(),
             ));
         };
+        self.check_stepped("step")?;
         let mut state = self.lock();
         if !state.reducer.has_gradients() {
             return Err(ZeroError::Request("step needs a backward since the last step".into()));
@@ -124,6 +125,23 @@ impl ZeroStore {
             state.expect_step();
             return Ok(StepOutcome::Applied { norm });
         }
+        if let Err(error) = self.update_all(&state, &segments, optimizer, factor) {
+            self.attached().set_half_stepped(matches!(error, ZeroError::Disk { .. }));
+            return Err(error);
+        }
+        drop(segments);
+        state.reducer.clear();
+        self.publish(&mut state)?;
+        Ok(StepOutcome::Applied { norm })
+    }
+
+    fn update_all(
+        &self,
+        state: &State,
+        segments: &[Segment],
+        optimizer: &Optimizer,
+        factor: f32,
+    ) -> Result<()> {
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             match optimizer {
@@ -137,10 +155,7 @@ impl ZeroStore {
                 }
             }
         }
-        drop(segments);
-        state.reducer.clear();
-        self.publish(&mut state)?;
-        Ok(StepOutcome::Applied { norm })
+        Ok(())
     }
 
     /// The step of a rank that holds all gradients, left to its device from the first measurement to the last update; the
@@ -292,14 +307,19 @@ impl ZeroStore {
         // The first pass of LAMB leaves weights and their copy alone.
         let changes_weights = !matches!(pass, Pass::Kernel(Update::LambDirection { .. }));
         let pieces = self.operands(share, states, segments, changes_weights)?;
+        self.apply(&pieces, gradient_factor, pass)
+    }
+
+    /// One pass over some operands, where kernels work.
+    pub(crate) fn apply(&self, pieces: &[UpdateOperands], gradient_factor: f32, pass: &Pass) -> Result<()> {
         if !self.device.backend().is_host() {
             let Pass::Kernel(update) = pass else {
                 let name = self.optimizer.as_ref().map_or("none", Optimizer::name);
                 return Err(ZeroError::Request(format!("the optimizer {name} runs on the host only")));
             };
-            return Ok(self.device.backend().update(update, gradient_factor, &pieces)?);
+            return Ok(self.device.backend().update(update, gradient_factor, pieces)?);
         }
-        for piece in &pieces {
+        for piece in pieces {
             // SAFETY: master, states and values are this store's own, the lock on its state is held, no collective over
             // them is in flight, and segments are disjoint.
             unsafe {

@@ -25,7 +25,7 @@ use crate::error::{Result, ZeroError};
 use crate::fill;
 use crate::hold::Holds;
 use crate::home::Flat;
-use crate::homes::Homes;
+use crate::homes::{Home, Homes};
 use crate::memory::{common, part, reachable};
 use crate::one_bit::Compressing;
 use crate::packed::Packed;
@@ -100,6 +100,8 @@ pub(crate) struct Share {
     pub(crate) states: Vec<Flat>,
     /// Whether any of these are elsewhere than where kernels work.
     pub(crate) is_away: bool,
+    /// How many elements, from the first on, are updated by the host tile by tile; the others stay with the device.
+    pub(crate) moved: usize,
     /// Elements that are updated at a time where they are, and how many such tiles may be in memory.
     pub(crate) tile: usize,
     pub(crate) tile_buffers: usize,
@@ -318,6 +320,14 @@ impl ZeroStore {
         self.attached.lock()
     }
 
+    pub(crate) fn homes(&self) -> &Homes {
+        &self.homes
+    }
+
+    pub(crate) fn attached(&self) -> &Attached {
+        &self.attached
+    }
+
     /// (group, index in the group) of every parameter.
     pub(crate) fn places(&self) -> &[(usize, usize)] {
         &self.attached.places
@@ -416,6 +426,11 @@ impl ZeroStore {
         }
     }
 
+    /// Refuses to work with weights of which a step has changed only a part, because a disk failed.
+    pub fn check_stepped(&self, call: &'static str) -> Result<()> {
+        self.attached.check_stepped(call)
+    }
+
     /// What has gone to and from the disks that hold state.
     pub fn disk_traffic(&self) -> ferrospeed_io::Traffic {
         self.homes.traffic()
@@ -490,25 +505,43 @@ fn build_share(
     let has_common = layout.ranks > 1 && stage != Stage::Parameters;
     let place = if has_common { common } else { reachable };
     let homes = &options.homes;
-    let values = match homes.values(stage) {
-        Some(home) => home.zeros(values_numel, options.dtype, Category::Parameters)?,
-        None => {
-            Flat::Memory(place(&sharding.shard, values_numel, options.dtype, device, Category::Parameters)?)
+    let (dtype, category) = (options.dtype, Category::Parameters);
+    let near = |numel| Ok(Flat::Memory(place(&sharding.shard, numel, dtype, device, category)?));
+    let values = match homes.values() {
+        Some(home @ Home::Disk(_)) => {
+            let in_host = homes.host_numel(values_numel);
+            let host = |numel| match device.backend().is_host() {
+                true if numel == values_numel => near(numel),
+                true => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, device, category)?)),
+                false => Home::Host.zeros(numel, dtype, category),
+            };
+            Flat::split(values_numel, in_host, host, |numel| home.zeros(numel, dtype, category))?
         }
+        Some(home) => home.zeros(values_numel, dtype, category)?,
+        None => near(values_numel)?,
     };
     let names = options
         .optimizer
         .as_ref()
         .filter(|_| trained)
         .map_or(&[][..], |optimizer| optimizer.state_names(&group_options));
+    // A rule that only the host knows needs all of its states there.
+    let rule_is_the_hosts = options.optimizer.as_ref().is_some_and(Optimizer::is_of_the_host);
+    let moved = match homes.states() {
+        Some(_) if device.backend().is_host() || !rule_is_the_hosts => homes.moved_numel(layout.part_numel),
+        _ => layout.part_numel,
+    };
+    let kept = |numel| Ok(Flat::Memory(Tensor::zeros_in([numel], DType::F32, device, Category::Optimizer)?));
     let state = || match homes.states() {
-        Some(home) => home.zeros(layout.part_numel, DType::F32, Category::Optimizer),
-        None => {
-            Ok(Flat::Memory(Tensor::zeros_in([layout.part_numel], DType::F32, device, Category::Optimizer)?))
+        Some(home) => {
+            let away = |numel| home.zeros(numel, DType::F32, Category::Optimizer);
+            Flat::split(layout.part_numel, moved, away, kept)
         }
+        None => kept(layout.part_numel),
     };
     // Weights that kernels do not read where the update works have a copy there.
-    let apart = options.dtype != DType::F32 || !values.is_here(&Device::cpu()) && homes.states().is_some();
+    let updates_elsewhere = homes.states().is_some() && moved > 0;
+    let apart = dtype != DType::F32 || !values.is_here(&Device::cpu()) && updates_elsewhere;
     let master = (trained && (apart || !values.is_here(device))).then(state).transpose()?;
     let states = names.iter().map(|_| state()).collect::<Result<Vec<_>>>()?;
     let is_away = !values.is_here(device) || master.iter().chain(&states).any(|flat| !flat.is_here(device));
@@ -526,6 +559,7 @@ fn build_share(
         master,
         states,
         is_away,
+        moved,
         tile: homes.tile_numel(options.zero.sub_group_size),
         tile_buffers: homes.tile_buffers(),
         steps: 0,
@@ -618,6 +652,7 @@ fn residency(
         prefetch: zero.prefetch_bucket_size,
         live: zero.max_live_parameters,
         reuse_distance: zero.max_reuse_distance,
+        reads: options.homes.reads(),
     };
     let flats = shares.iter().map(|share| (share.sharding.shard.clone(), share.values.clone())).collect();
     let neighbours = options.sharding.neighbours(world, zero.hpz_partition_size)?;

@@ -248,8 +248,13 @@ pub(super) const AIO: &[Key] = &[
     )
     .alias(&["intra_op_parallelism"])
     .done(),
-    key("single_submit", Kind::Bool, "false", "Submit one request at a time.")
-        .inert("each request is submitted as it comes"),
+    key(
+        "single_submit",
+        Kind::Bool,
+        "false",
+        "Enter the kernel for each request, and not once for all of a transfer.",
+    )
+    .done(),
     key("overlap_events", Kind::Bool, "true", "Submit while others complete.")
         .inert("requests are always submitted while others are under way"),
     key("use_gds", Kind::Bool, "false", "Read straight into device memory."),

@@ -8,24 +8,39 @@ const OFFLOAD_DEVICE: Kind = choice(&["none", "cpu", "nvme"]);
 const OFFLOAD_PARAM: &[Key] = &[
     key("device", OFFLOAD_DEVICE, "\"none\"", "Where parameters wait while they are not in use.").done(),
     key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk.").done(),
-    key("buffer_count", COUNT, "5", "Buffers for parameters that travel to and from NVMe."),
-    key("buffer_size", COUNT, "100000000", "Elements per buffer."),
-    key("max_in_cpu", COUNT, "1000000000", "Elements kept in host memory when offloading to NVMe."),
-    key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers."),
+    key("buffer_count", COUNT, "5", "Parameters that are read from NVMe at once.").done(),
+    key("buffer_size", COUNT, "100000000", "Elements per buffer.")
+        .inert("a parameter is read into memory of its own size"),
+    key(
+        "max_in_cpu",
+        COUNT,
+        "1000000000",
+        "Elements of each rank that host memory takes before NVMe does; 0 puts all on NVMe.",
+    )
+    .done(),
+    key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers.")
+        .inert("copies to and from a GPU always go through page-locked buffers"),
 ];
 
 const OFFLOAD_OPTIMIZER: &[Key] = &[
     key("device", OFFLOAD_DEVICE, "\"none\"", "Where optimizer states and master weights live.").done(),
     key("nvme_path", Kind::Text, "null", "Folder on the NVMe disk.").done(),
     key("buffer_count", COUNT, "4", "Buffers for states that travel to and from NVMe.").done(),
-    key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers."),
+    key(
+        "pin_memory",
+        Kind::Bool,
+        "false",
+        "With `nvme`, keep the buffers between steps and page-lock them; copies to and from a GPU always go through such.",
+    )
+    .done(),
     key("pipeline_read", Kind::Bool, "false", "Read the next states while these are updated.")
         .inert("the next states are always read ahead, as far as buffer_count allows"),
     key("pipeline_write", Kind::Bool, "false", "Write the last states while these are updated.")
         .inert("the last states are always written while others are updated"),
     key("fast_init", Kind::Bool, "false", "Initialise NVMe states in bulk.")
         .inert("new states are zeros, which a new file holds already"),
-    key("ratio", FRACTION, "1.0", "Share of the states that is updated on the CPU (stage 3 only)."),
+    key("ratio", FRACTION, "1.0", "Share of the states that is moved; the rest stays on the device (stage 3 only).")
+        .done(),
     key("super_offload", Kind::Bool, "false", "Update on the CPU while backward goes on (stage 3)."),
     key("cpuadam_cores_perc", FRACTION, "0.8", "Share of the cores that updates."),
 ];
