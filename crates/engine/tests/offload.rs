@@ -11,6 +11,7 @@ use common::{Model, config, device, on_ranks};
 use disk::{COMBINATIONS, configuration, in_memory, offloaded, start, state, steps, train};
 use ferrospeed_engine::{LoadOptions, Options, SaveOptions, Setup, initialize_model};
 use ferrospeed_tensor::Category;
+use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
 #[test]
@@ -113,6 +114,27 @@ fn memory_holds_a_few_tiles_instead_of_the_states() {
     let (bytes, traffic) = measured(offloaded(plain, COMBINATIONS[2], folder.path()));
     assert_eq!(bytes, [0, 0]);
     assert!(traffic.read > 0 && traffic.written > 0);
+}
+
+#[test]
+fn a_step_writes_as_much_to_the_disk_as_was_said() {
+    let folder = tempfile::tempdir().unwrap();
+    for sections in COMBINATIONS {
+        let value = offloaded(configuration("bf16", 1, "AdamW"), sections, folder.path());
+        on_ranks(1, move |world| {
+            let (mut engine, model, parameters) = start(world, &value);
+            let written = |engine: &ferrospeed_engine::Engine| {
+                // Reading a state waits for what is queued.
+                engine.store().full(&parameters.as_slice()[0], Which::Weight).unwrap();
+                engine.store().disk_traffic().written
+            };
+            let before = written(&engine);
+            steps(&mut engine, &model, 0, 2);
+            let (found, said) = (written(&engine) - before, engine.store().disk_bytes_per_step());
+            // Of each of four values, the last page may not be full.
+            assert!((2 * said..=2 * (said + 4 * 4096)).contains(&found), "{found} and twice {said}");
+        });
+    }
 }
 
 #[test]

@@ -1,13 +1,14 @@
 //! Memory that a disk can read and write without a copy by the kernel.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Once;
 
 /// Where buffers begin, and what lengths and places in files are multiples of, for transfers past the page cache.
 pub const ALIGNMENT: usize = 4096;
 
-/// Zeroed memory at a multiple of [`ALIGNMENT`], whose length is one too.
+/// Zeroed memory at a multiple of [`ALIGNMENT`], whose length is one too. It comes from the system and goes back to it, so
+/// that tiles which many threads have had in turn leave no holes in their heaps.
 pub struct Buffer {
     address: NonNull<u8>,
     bytes: usize,
@@ -26,10 +27,13 @@ impl Buffer {
     /// At least this many bytes.
     pub fn new(bytes: usize) -> Buffer {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
-        let layout = Buffer::layout(bytes);
-        // SAFETY: the layout has a size.
-        let address = NonNull::new(unsafe { alloc_zeroed(layout) });
-        Buffer { address: address.unwrap_or_else(|| handle_alloc_error(layout)), bytes, is_locked: false }
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: new memory at a place that the system chooses.
+        let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0) };
+        match NonNull::new(address.cast()).filter(|_| address != libc::MAP_FAILED) {
+            Some(address) => Buffer { address, bytes, is_locked: false },
+            None => handle_alloc_error(Buffer::layout(bytes)),
+        }
     }
 
     /// The same, and the system keeps it in memory for good (page-locked). Where it refuses, that is said once, and the
@@ -88,12 +92,8 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if self.is_locked {
-            // SAFETY: locked as a whole; its pages are nobody else's.
-            unsafe { libc::munlock(self.address.as_ptr().cast(), self.bytes) };
-        }
-        // SAFETY: allocated with this layout.
-        unsafe { dealloc(self.address.as_ptr(), Buffer::layout(self.bytes)) }
+        // SAFETY: mapped with this length; the lock goes with it.
+        unsafe { libc::munmap(self.address.as_ptr().cast(), self.bytes) };
     }
 }
 

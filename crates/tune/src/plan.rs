@@ -101,7 +101,7 @@ pub struct Plan {
     pub rows: Vec<Row>,
     /// Activations with and without recomputation; `None` where the shape of the model is not known.
     pub activations: Option<Activations>,
-    /// What is asked for and not counted, for training does not do it yet.
+    /// What else is worth knowing.
     pub notes: Vec<String>,
 }
 

@@ -4,10 +4,12 @@ use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage
 
 use crate::activations::ActivationBytes;
 use crate::model::Model;
-use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier};
+use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier, human};
 
 /// The most elements that an update from a disk takes at a time.
 const LARGEST_TILE: u64 = 4 << 20;
+/// What a common disk may be written in its life.
+const DISK_LIFE_BYTES: u64 = 600_000_000_000_000;
 /// Where values are in two places, the first part has a multiple of so many elements.
 const TILE_UNIT: u64 = 2048;
 
@@ -19,8 +21,8 @@ pub fn plan(request: &Request<'_>) -> Plan {
     planner.optimizer_states();
     planner.buffers();
     let activations = planner.activations();
-    let rows = planner.rows.into_iter().filter(|row| row.bytes > 0).collect();
-    Plan { rows, activations, notes: Vec::new() }
+    let notes = planner.wear().into_iter().collect();
+    Plan { rows: planner.rows.into_iter().filter(|row| row.bytes > 0).collect(), activations, notes }
 }
 
 struct Planner<'a> {
@@ -59,6 +61,16 @@ impl Planner<'_> {
             _ => ranks,
         };
         self.all_params().div_ceil(sharers)
+    }
+
+    /// What each step writes to a disk, and how long one lasts that way.
+    fn wear(&self) -> Option<String> {
+        let written = self.rows.iter().filter(|row| row.tier == Tier::Nvme).map(|row| row.bytes).sum::<u64>();
+        let steps = DISK_LIFE_BYTES.checked_div(written)?;
+        let written = human(written);
+        Some(format!(
+            "each step of a rank writes {written} to NVMe: a disk that may be written 600 TB in its life takes {steps} steps of one rank"
+        ))
     }
 
     /// Memory of the host: for a rank without a GPU that is where it computes.

@@ -26,6 +26,7 @@ impl ZeroStore {
     /// This rank's fragment: (where it starts in the parameter, its values). Empty where it owns nothing.
     pub fn local(&self, param: &Param, which: Which<'_>) -> Result<(usize, Vec<f32>)> {
         let index = self.index_of(param)?;
+        self.settle("reading state")?;
         let state = self.lock();
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
@@ -205,13 +206,17 @@ impl ZeroStore {
     /// Stage 3: the order in which a pass reads parameters, by index among [`ZeroStore::params`]; prefetching follows it.
     /// Empty while it is not known, and below stage 3.
     pub fn read_order(&self, pass: Pass) -> Vec<usize> {
-        self.lock().residency.as_ref().map_or(Vec::new(), |residency| residency.order(pass).to_vec())
+        self.attached()
+            .lock()
+            .residency
+            .as_ref()
+            .map_or(Vec::new(), |residency| residency.order(pass).to_vec())
     }
 
     /// Stage 3: whether a parameter is small enough to stay whole between passes. Below stage 3 all are whole.
     pub fn is_persistent(&self, param: &Param) -> Result<bool> {
         let index = self.index_of(param)?;
-        Ok(self.lock().residency.as_ref().is_none_or(|residency| residency.is_persistent(index)))
+        Ok(self.attached().lock().residency.as_ref().is_none_or(|residency| residency.is_persistent(index)))
     }
 
     /// The full value in the type kernels read, widened: what an exported model holds. What quantised gathers lose is not

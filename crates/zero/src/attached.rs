@@ -7,11 +7,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferrospeed_tensor::{ParamStore, RowGradient, Shape, StoreError, Tensor};
 
-use crate::error::ZeroError;
 use crate::one_bit::Compressing;
 use crate::reducer::{Arrived, Reducer};
 use crate::residency::Residency;
 use crate::store::Share;
+use crate::updates::{Tile, Updates};
 
 /// What changes during training.
 pub(crate) struct State {
@@ -49,8 +49,10 @@ pub(crate) struct Attached {
     state: Mutex<State>,
     /// Whether gradients are reduced as they come.
     pub(crate) synchronize: AtomicBool,
-    /// Whether a step has failed halfway, and nothing was loaded since.
-    half_stepped: AtomicBool,
+    /// What a step has queued.
+    pub(crate) updates: Updates,
+    /// What must be updated before a parameter is read, where updates are queued: by parameter, its own and its leaf module's.
+    awaited: Vec<Vec<Tile>>,
 }
 
 impl Attached {
@@ -58,6 +60,7 @@ impl Attached {
         shapes: Vec<Shape>,
         places: Vec<(usize, usize)>,
         in_rows: Vec<bool>,
+        awaited: Vec<Vec<Tile>>,
         state: State,
     ) -> Attached {
         Attached {
@@ -66,31 +69,28 @@ impl Attached {
             in_rows,
             state: Mutex::new(state),
             synchronize: AtomicBool::new(true),
-            half_stepped: AtomicBool::new(false),
-        }
-    }
-
-    /// Notes whether a step has failed halfway.
-    pub(crate) fn set_half_stepped(&self, half_stepped: bool) {
-        self.half_stepped.store(half_stepped, Ordering::Relaxed);
-    }
-
-    /// Refuses to work with weights of which a step has changed only a part.
-    pub(crate) fn check_stepped(&self, call: &'static str) -> Result<(), ZeroError> {
-        match self.half_stepped.load(Ordering::Relaxed) {
-            true => Err(ZeroError::HalfStepped { call }),
-            false => Ok(()),
+            updates: Updates::default(),
+            awaited,
         }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// The same for gradients, whose memory what is queued still reads.
+    fn lock_gradients(&self) -> MutexGuard<'_, State> {
+        self.updates.wait_for_end();
+        self.lock()
+    }
 }
 
 impl ParamStore for Attached {
     fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
-        self.check_stepped("reading a parameter")?;
+        for tile in self.awaited.get(index).into_iter().flatten() {
+            self.updates.wait_for(tile)?;
+        }
+        self.updates.check("reading a parameter")?;
         let mut state = self.lock();
         if let Some(residency) = &mut state.residency {
             return Ok(residency.acquire(index)?);
@@ -111,7 +111,7 @@ impl ParamStore for Attached {
     }
 
     fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError> {
-        let mut state = self.lock();
+        let mut state = self.lock_gradients();
         state.reducer.check(index, &gradient)?;
         let synchronize = self.synchronize.load(Ordering::Relaxed);
         Ok(state.reducer.push(index, Arrived::Whole(gradient), synchronize)?)
@@ -122,7 +122,7 @@ impl ParamStore for Attached {
         if !self.synchronize.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        Ok(self.lock().reducer.lend_place(index)?)
+        Ok(self.lock_gradients().reducer.lend_place(index)?)
     }
 
     fn is_lent(&self, index: usize, gradient: &Tensor) -> bool {
@@ -135,6 +135,6 @@ impl ParamStore for Attached {
 
     fn push_rows(&self, index: usize, gradient: RowGradient) -> Result<(), StoreError> {
         let synchronize = self.synchronize.load(Ordering::Relaxed);
-        Ok(self.lock().reducer.push(index, Arrived::Rows(gradient), synchronize)?)
+        Ok(self.lock_gradients().reducer.push(index, Arrived::Rows(gradient), synchronize)?)
     }
 }

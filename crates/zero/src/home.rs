@@ -28,6 +28,12 @@ impl Disk {
         Disk { queue: Queue::new(options), folder: folder.into(), tier }
     }
 
+    /// A disk behind a queue that a test has made.
+    #[cfg(test)]
+    pub(crate) fn over(queue: Queue, folder: &Path) -> Disk {
+        Disk { queue, folder: folder.into(), tier: "offload_optimizer" }
+    }
+
     /// Zeros on the disk, as many as told.
     pub(crate) fn zeros(&self, numel: usize, dtype: DType) -> Result<Flat> {
         let tier = self.tier;
@@ -86,6 +92,15 @@ impl Flat {
     /// Where its last elements are.
     pub(crate) fn rest(&self) -> &Flat {
         if let Flat::Split(split) = self { &split.rest } else { self }
+    }
+
+    /// How many bytes of it are on a disk.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        match self {
+            Flat::Disk(disk) => (disk.numel * disk.dtype.size_bytes()) as u64,
+            Flat::Split(split) => split.first.disk_bytes() + split.rest.disk_bytes(),
+            Flat::Memory(_) | Flat::Packed(_) => 0,
+        }
     }
 
     /// Whether kernels of this device can use it where it is.
@@ -242,6 +257,11 @@ impl OnDisk {
         let (start, end) = (range.start * size, range.end * size);
         let first = start - start % ALIGNMENT;
         (first as u64, end.next_multiple_of(ALIGNMENT) - first, start - first)
+    }
+
+    /// Whether an element is the first of a page.
+    pub(crate) fn begins_a_page(&self, element: usize) -> bool {
+        (element * self.dtype.size_bytes()).is_multiple_of(ALIGNMENT)
     }
 
     fn read_pages(&self, offset: u64, bytes: usize, buffer: Buffer) -> Result<Transfer> {

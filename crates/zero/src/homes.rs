@@ -67,6 +67,12 @@ impl Default for Homes {
 }
 
 impl Homes {
+    /// All states on a disk that a test has made, one tile at a time in memory.
+    #[cfg(test)]
+    pub(crate) fn on(disk: Disk) -> Homes {
+        Homes { states: Some(Home::Disk(disk)), buffers: Some(1), ..Homes::default() }
+    }
+
     /// As the configuration says, for a rank that computes on this device.
     pub fn from_config(zero: &Zero, aio: &AsyncIo, device: &Device) -> Homes {
         let clamped = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);

@@ -29,6 +29,7 @@ mod snapshot;
 mod step;
 mod store;
 mod trace;
+mod updates;
 
 pub use error::{Result, ZeroError};
 pub use homes::Homes;

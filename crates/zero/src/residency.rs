@@ -24,6 +24,7 @@ use crate::home::{Coming, Flat};
 use crate::memory::part;
 use crate::quantized;
 use crate::trace::ReadOrder;
+use crate::updates::Tile;
 use ferrospeed_collective::exchange::{self, Pending};
 
 /// The limits of stage 3: elements, and how many parameters are read from a disk at once.
@@ -115,6 +116,8 @@ pub(crate) struct Residency {
     absent: BTreeSet<usize>,
     /// What is whole, not borrowed, and may be let go.
     idle: BTreeSet<usize>,
+    /// Whether what comes next is gathered ahead: not in a forward that runs beside the update of what it reads.
+    pub(crate) fetches_ahead: bool,
     pass: Pass,
     order: Order,
     known: HashMap<Pass, Arc<ReadOrder>>,
@@ -154,6 +157,7 @@ impl Residency {
             under_way_numel: 0,
             absent: BTreeSet::new(),
             idle: BTreeSet::new(),
+            fetches_ahead: true,
             pass: Pass::Train,
             order: Order::Recording(Vec::new()),
             known: HashMap::new(),
@@ -298,7 +302,7 @@ impl Residency {
     /// Gathers what comes next, unless enough is under way already.
     fn prefetch(&mut self) -> Result<()> {
         let Order::Following { order, .. } = &self.order else { return Ok(()) };
-        if self.under_way_numel * 2 > self.limits.prefetch {
+        if !self.fetches_ahead || self.under_way_numel * 2 > self.limits.prefetch {
             return Ok(());
         }
         let mut chosen: Vec<usize> = Vec::new();
@@ -465,6 +469,26 @@ impl Residency {
             Order::Lost if self.pass == pass => &[],
             _ => self.known.get(&pass).map_or(&[], |order| order.as_slice()),
         }
+    }
+
+    /// What is read of this rank's flat values when a parameter is: its own stretch, and those of its leaf module.
+    pub(crate) fn stretches(&self, param: usize) -> Vec<Tile> {
+        let stretch = |&member: &usize| {
+            let Sharded { flat, start, share, .. } = self.params[member];
+            Tile { share: flat, range: start..start + share }
+        };
+        self.units[param].iter().map(stretch).collect()
+    }
+
+    /// Where in the order of training each parameter is read first; last of all what is never read.
+    pub(crate) fn first_reads(&self) -> Vec<usize> {
+        let mut first = vec![usize::MAX; self.params.len()];
+        for (place, &param) in self.order(Pass::Train).iter().enumerate() {
+            for &member in self.units[param].iter() {
+                first[member] = first[member].min(place);
+            }
+        }
+        first
     }
 
     /// Whether a parameter stays whole between passes.

@@ -96,7 +96,7 @@ impl Held {
 impl ZeroStore {
     /// All that this rank holds: what a load must fill.
     pub fn pieces_to_read(&self) -> Vec<SavedPiece> {
-        self.pieces_of(&self.lock())
+        self.pieces_of(&self.attached().lock())
     }
 
     fn pieces_of(&self, state: &State) -> Vec<SavedPiece> {
@@ -168,7 +168,7 @@ impl ZeroStore {
     ///
     /// Forward and backward go on meanwhile, since they only read weights.
     pub fn hold(&self, pieces: &[SavedPiece]) -> Result<Held> {
-        self.check_stepped("save")?;
+        self.settle("save")?;
         let state = self.lock();
         let parts = pieces.iter().map(|piece| {
             let (flat, start) = self.flat_of(&state, piece)?;
@@ -198,13 +198,13 @@ impl ZeroStore {
         let mut state = self.lock();
         state.reducer.clear();
         self.publish(&mut state)?;
-        self.attached().set_half_stepped(false);
+        self.attached().updates.set_half_stepped(false);
         Ok(())
     }
 
     /// Updates the optimizer made.
     pub fn optimizer_steps(&self) -> u64 {
-        self.lock().shares.iter().map(|share| share.steps).max().unwrap_or(0)
+        self.attached().lock().shares.iter().map(|share| share.steps).max().unwrap_or(0)
     }
 
     /// Goes on as if the optimizer had made this many updates.
@@ -224,7 +224,7 @@ impl ZeroStore {
 
     /// Whether gradients wait for a step: they are no part of a checkpoint.
     pub fn has_gradients(&self) -> bool {
-        self.lock().reducer.has_gradients()
+        self.attached().lock().reducer.has_gradients()
     }
 
     /// The stage.

@@ -9,9 +9,11 @@ use ferrospeed_tensor::backend::{Clipping, Update, UpdateOperands};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::attached::State;
+use crate::away::AwayUpdate;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::reducer::Segment;
+use crate::residency::Residency;
 use crate::store::{Share, ZeroStore, owner_in};
 use ferrospeed_collective::exchange;
 
@@ -90,7 +92,7 @@ impl ZeroStore {
                 "there is no optimizer to step: configure one or pass one".into(),
             ));
         };
-        self.check_stepped("step")?;
+        self.settle("step")?;
         let mut state = self.lock();
         if !state.reducer.has_gradients() {
             return Err(ZeroError::Request("step needs a backward since the last step".into()));
@@ -125,37 +127,75 @@ impl ZeroStore {
             state.expect_step();
             return Ok(StepOutcome::Applied { norm });
         }
-        if let Err(error) = self.update_all(&state, &segments, optimizer, factor) {
-            self.attached().set_half_stepped(matches!(error, ZeroError::Disk { .. }));
-            return Err(error);
-        }
+        let away = self.update_all(&state, &segments, optimizer, factor)?;
+        self.start(&mut state, away)?;
         drop(segments);
         state.reducer.clear();
         self.publish(&mut state)?;
         Ok(StepOutcome::Applied { norm })
     }
 
+    /// Updates what is where kernels work; returns what is to be done elsewhere.
     fn update_all(
         &self,
         state: &State,
         segments: &[Segment],
         optimizer: &Optimizer,
         factor: f32,
-    ) -> Result<()> {
+    ) -> Result<AwayUpdate> {
+        let mut away = AwayUpdate::new(self, factor);
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             match optimizer {
                 Optimizer::Lamb(lamb) => self.lamb_step(lamb, share, &own, factor)?,
                 optimizer => {
                     let pass = optimizer.pass(&share.options, share.steps);
-                    match share.is_away {
-                        true => self.update_away(share, &own, factor, &pass)?,
-                        false => self.update(share, &share.in_memory()?, &own, factor, &pass)?,
+                    if share.is_away {
+                        self.update_kept(share, &own, factor, &pass)?;
+                        away.add(index, share, &own, pass);
+                    } else {
+                        self.update(share, &share.in_memory()?, &own, factor, &pass)?;
                     }
                 }
             }
         }
-        Ok(())
+        Ok(away)
+    }
+
+    /// Begins what is to be done elsewhere. In stage 3 the next forward runs beside it; below, where new values go to all
+    /// ranks at once, it is waited for.
+    fn start(&self, state: &mut State, away: AwayUpdate) -> Result<()> {
+        if away.is_empty() {
+            return Ok(());
+        }
+        let first_reads = state.residency.as_ref().map_or(Vec::new(), Residency::first_reads);
+        let tiles = away.tiles(|tile| {
+            let share = &state.shares[tile.share];
+            let members = share.params.iter().enumerate().filter(|(in_group, _)| {
+                let fragment = share.layout.fragment(*in_group, owner_in(share));
+                fragment.is_some_and(|f| f.in_part < tile.range.end && tile.range.start < f.in_part + f.len)
+            });
+            members.filter_map(|(_, param)| first_reads.get(*param)).min().copied().unwrap_or(usize::MAX)
+        });
+        let running = self.attached().updates.begin(tiles.clone());
+        let work = move || {
+            let outcome = away.run(&tiles, &running);
+            // Whoever waits may count memory.
+            drop(away);
+            running.end(outcome);
+        };
+        let Some(residency) = &mut state.residency else {
+            work();
+            return self.settle("step");
+        };
+        residency.fetches_ahead = false;
+        let thread = std::thread::Builder::new().name("update".to_owned());
+        match thread.spawn(work) {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                Err(ZeroError::Request(format!("no thread for the update of offloaded state: {error}")))
+            }
+        }
     }
 
     /// The step of a rank that holds all gradients, left to its device from the first measurement to the last update; the
@@ -197,7 +237,7 @@ impl ZeroStore {
 
     /// Drops gradients without a step.
     pub fn zero_grad(&self) {
-        self.lock().reducer.clear();
+        self.attached().lock().reducer.clear();
     }
 
     fn global_magnitude(&self, segments: &[Segment], deciding: Option<&Group>) -> Result<Magnitude> {

@@ -35,6 +35,9 @@ use crate::reducer::{ReduceOptions, Reducer, Road};
 use crate::residency::{Limits, Pass, Residency, Sharded};
 use crate::sharding::{Elsewhere, Sharding};
 
+/// What a common disk may be written in its life.
+const DISK_LIFE_BYTES: u64 = 600_000_000_000_000;
+
 /// Parameters that share optimizer options.
 #[derive(Debug, Clone)]
 pub struct ParamGroup {
@@ -286,7 +289,12 @@ impl ZeroStore {
         let shapes = params.iter().map(|param| *param.shape()).collect();
         let mut state = State { shares, reducer, residency, compressing };
         state.expect_step();
-        let attached = Arc::new(Attached::new(shapes, positions, in_rows, state));
+        let awaited =
+            match state.residency.as_ref().filter(|_| state.shares.iter().any(|share| share.is_away)) {
+                Some(residency) => (0..params.len()).map(|param| residency.stretches(param)).collect(),
+                None => Vec::new(),
+            };
+        let attached = Arc::new(Attached::new(shapes, positions, in_rows, awaited, state));
         for (index, param) in params.iter().enumerate() {
             param.attach(attached.clone(), index, options.dtype)?;
         }
@@ -297,7 +305,7 @@ impl ZeroStore {
             return Err(ZeroError::Parameter { name: name.into(), why });
         }
         let split = (stage != Stage::Off).then(|| sharding.shard.clone());
-        Ok(Arc::new(ZeroStore {
+        let store = Arc::new(ZeroStore {
             world: world.clone(),
             sharding: sharding.clone(),
             groups: group_members,
@@ -313,11 +321,21 @@ impl ZeroStore {
             homes: options.homes.clone(),
             gathers_quantized: stage == Stage::Parameters && options.zero.quantized_weights,
             holds: Holds::default(),
-        }))
+        });
+        store.tell_wear();
+        Ok(store)
     }
 
+    /// The state, when nothing works on it beside the caller. What neither reads nor changes weights, states or gradients
+    /// takes the lock of [`Attached`] and waits for nobody.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.attached.updates.wait_for_end();
         self.attached.lock()
+    }
+
+    /// Waits until all that a step has queued is done, and tells how it ended.
+    pub(crate) fn settle(&self, call: &'static str) -> Result<()> {
+        self.attached.updates.settle(call)
     }
 
     pub(crate) fn homes(&self) -> &Homes {
@@ -377,7 +395,12 @@ impl ZeroStore {
 
     /// Tells the store that a pass begins, so that stage 3 can follow the right order of reads.
     pub fn begin_pass(&self, pass: Pass) {
-        if let Some(residency) = &mut self.lock().residency {
+        if pass == Pass::Evaluate {
+            // It may be one of many, which are better off gathering ahead.
+            self.attached.updates.wait_for_end();
+        }
+        if let Some(residency) = &mut self.attached.lock().residency {
+            residency.fetches_ahead |= pass == Pass::Evaluate;
             residency.begin(pass);
         }
     }
@@ -390,7 +413,12 @@ impl ZeroStore {
     /// Begins a backward; `last` says whether a step comes after it. In stages 0 and 1 the gradients of the others are
     /// only added up.
     pub fn begin_backward(&self, last: bool) -> Result<()> {
-        self.lock().reducer.begin(last)
+        self.settle("backward")?;
+        let mut state = self.lock();
+        if let Some(residency) = &mut state.residency {
+            residency.fetches_ahead = true;
+        }
+        state.reducer.begin(last)
     }
 
     /// Ends a backward: all gradients are reduced when it returns, or added up where that is left to the last
@@ -404,7 +432,7 @@ impl ZeroStore {
 
     /// The options of every trained group.
     pub fn group_options(&self) -> Vec<GroupOptions> {
-        let state = self.lock();
+        let state = self.attached.lock();
         let of_group =
             |group| state.shares.iter().find(|share| share.group == group).map(|share| share.options);
         (0..self.groups.len()).filter_map(of_group).collect()
@@ -413,7 +441,7 @@ impl ZeroStore {
     /// Changes the options of a trained group, as schedules do.
     pub fn set_group_options(&self, group: usize, options: GroupOptions) {
         if group < self.groups.len() {
-            let mut state = self.lock();
+            let mut state = self.attached.lock();
             state.shares.iter_mut().filter(|share| share.group == group).for_each(|s| s.options = options);
         }
     }
@@ -428,7 +456,29 @@ impl ZeroStore {
 
     /// Refuses to work with weights of which a step has changed only a part, because a disk failed.
     pub fn check_stepped(&self, call: &'static str) -> Result<()> {
-        self.attached.check_stepped(call)
+        self.attached.updates.check(call)
+    }
+
+    /// What each step writes to the disks that hold this rank's state.
+    pub fn disk_bytes_per_step(&self) -> u64 {
+        let state = self.attached.lock();
+        let trained = state.shares.iter().filter(|share| share.trained);
+        trained
+            .flat_map(|share| share.master.iter().chain(&share.states).chain(std::iter::once(&share.values)))
+            .map(Flat::disk_bytes)
+            .sum()
+    }
+
+    /// Says what each step writes to disks, and how long one lasts that way.
+    fn tell_wear(&self) {
+        let bytes = self.disk_bytes_per_step();
+        if bytes > 0 && self.world.rank() == 0 {
+            let gigabytes = bytes as f64 / 1e9;
+            let steps = DISK_LIFE_BYTES / bytes;
+            tracing::info!(
+                "each step of a rank writes {gigabytes:.3} GB of offloaded state to its disk: one that may be written 600 TB in its life takes {steps} steps"
+            );
+        }
     }
 
     /// What has gone to and from the disks that hold state.
@@ -438,7 +488,7 @@ impl ZeroStore {
 
     /// The most elements stage 3 ever held whole at once; 0 in other stages.
     pub fn peak_live_numel(&self) -> u64 {
-        self.lock().residency.as_ref().map_or(0, Residency::peak_live_numel)
+        self.attached.lock().residency.as_ref().map_or(0, Residency::peak_live_numel)
     }
 }
 

@@ -1,0 +1,149 @@
+//! A step whose states are on a disk returns before they are written, and readers wait for what they read alone.
+
+use std::fs::File;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use ferrospeed_comm::World;
+use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_io::{Layer, Queue, QueueOptions, System};
+use ferrospeed_optim::{GroupOptions, Optimizer, adam::Adam};
+use ferrospeed_tensor::store::FromInitializers;
+use ferrospeed_tensor::{DType, Device, Initializer, Param, Tensor};
+
+use crate::access::Which;
+use crate::home::Disk;
+use crate::homes::Homes;
+use crate::residency::Pass;
+use crate::sharding::Sharding;
+use crate::step::{StepOptions, StepOutcome};
+use crate::store::{ParamGroup, StoreOptions, ZeroStore};
+
+const PARAMS: usize = 6;
+/// A tile of the smallest size.
+const NUMEL: usize = 2048;
+
+/// A disk that writes while its gate is open.
+#[derive(Default)]
+struct Gated {
+    is_closed: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Gated {
+    fn set_closed(&self, is_closed: bool) {
+        *self.is_closed.lock().unwrap() = is_closed;
+        self.changed.notify_all();
+    }
+}
+
+impl Layer for Gated {
+    fn read_at(&self, file: &File, bytes: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        System.read_at(file, bytes, offset)
+    }
+
+    fn write_at(&self, file: &File, bytes: &[u8], offset: u64) -> std::io::Result<usize> {
+        let is_closed = self.is_closed.lock().unwrap();
+        drop(self.changed.wait_while(is_closed, |is_closed| *is_closed).unwrap());
+        System.write_at(file, bytes, offset)
+    }
+}
+
+fn store(homes: Homes, params: &[Param]) -> Arc<ZeroStore> {
+    let json = serde_json::json!({
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "sub_group_size": 1, "stage3_param_persistence_threshold": 0},
+    });
+    let ranks = std::num::NonZeroU64::MIN;
+    let config = Config::from_value("test", &json).unwrap().resolve(ranks, &AutoValues::new()).unwrap().0;
+    let world = World::solo();
+    let options = GroupOptions { lr: 0.01, weight_decay: 0.01, betas: [0.9, 0.999] };
+    let groups = [ParamGroup { params: params.to_vec(), options }];
+    let adam = Adam { eps: 1e-8, bias_correction: true, decoupled: true };
+    let options = StoreOptions {
+        zero: &config.zero,
+        dtype: DType::BF16,
+        wire: DType::BF16,
+        kept: DType::F32,
+        accumulates: false,
+        predivide: 1.0,
+        prescale: false,
+        sparse_gradients: false,
+        sharding: Sharding::over_world(&world),
+        elsewhere: &[],
+        agreement: None,
+        reduces_each_micro_batch: true,
+        leaf_modules: &[],
+        optimizer: Some(Optimizer::Adam(adam)),
+        homes,
+    };
+    let device = Device::cpu_with_threads(1);
+    ZeroStore::attach(&world, &device, params, &groups, &options, &FromInitializers { seed: 7 }).unwrap()
+}
+
+fn params() -> Vec<Param> {
+    let initializer = || Initializer::Normal { mean: 1.0, std: 0.5 };
+    (0..PARAMS).map(|index| Param::new(format!("p{index}"), [NUMEL], initializer())).collect()
+}
+
+/// Reads all parameters from the last to the first, and steps.
+fn step(store: &ZeroStore, params: &[Param]) {
+    store.begin_pass(Pass::Train);
+    params.iter().rev().for_each(|param| drop(param.read().unwrap()));
+    store.begin_backward(true).unwrap();
+    for (index, param) in params.iter().enumerate() {
+        let gradient = Tensor::full([NUMEL], 0.25 + index as f32, DType::BF16, store.device()).unwrap();
+        param.push_grad(gradient).unwrap();
+    }
+    store.finish_backward().unwrap();
+    let outcome = store.step(StepOptions { loss_scale: 1.0, clip: None }).unwrap();
+    assert!(matches!(outcome, StepOutcome::Applied { .. }));
+}
+
+fn value(param: &Param) -> Vec<f32> {
+    param.read().unwrap().to_vec_f32().unwrap()
+}
+
+#[test]
+fn a_step_returns_before_its_tiles_are_written_and_readers_wait_for_theirs_alone() {
+    let reference = params();
+    let in_memory = store(Homes::default(), &reference);
+    step(&in_memory, &reference);
+    step(&in_memory, &reference);
+    let expected: Vec<Vec<f32>> = reference.iter().map(value).collect();
+
+    let folder = tempfile::tempdir().unwrap();
+    let gate = Arc::new(Gated::default());
+    let queue = Queue::over(gate.clone(), QueueOptions { threads: 32, ..QueueOptions::default() });
+    let params = params();
+    let away = store(Homes::on(Disk::over(queue, folder.path())), &params);
+    step(&away, &params);
+    step_while_closed(&away, &params, &gate, &expected);
+    for (param, expected) in params.iter().zip(&expected) {
+        assert_eq!(value(param), *expected);
+        assert_eq!(
+            away.full(param, Which::Weight).unwrap(),
+            in_memory.full(&reference[away.index_of(param).unwrap()], Which::Weight).unwrap()
+        );
+    }
+}
+
+fn step_while_closed(store: &Arc<ZeroStore>, params: &[Param], gate: &Gated, expected: &[Vec<f32>]) {
+    // What the first step has queued is done: from here on nothing is written.
+    store.settle("test").unwrap();
+    gate.set_closed(true);
+    step(store, params);
+    // What is read first was updated first, though none of it could be written.
+    store.begin_pass(Pass::Train);
+    assert_eq!(value(&params[PARAMS - 1]), expected[PARAMS - 1]);
+    let (read, reads) = channel();
+    let last = params[0].clone();
+    let reader = std::thread::spawn(move || read.send(value(&last)).unwrap());
+    assert_eq!(reads.recv_timeout(Duration::from_millis(200)), Err(RecvTimeoutError::Timeout));
+    // Nobody holds the lock of the store while somebody waits for a tile.
+    assert_eq!(store.group_options().len(), 1);
+    gate.set_closed(false);
+    assert_eq!(reads.recv_timeout(Duration::from_secs(60)).unwrap(), expected[0]);
+    reader.join().unwrap();
+}
