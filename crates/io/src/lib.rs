@@ -7,6 +7,7 @@
 //!
 //! It knows files and bytes, and nothing of tensors.
 
+pub mod bench;
 mod buffer;
 mod error;
 mod layer;

@@ -81,3 +81,14 @@ fn places_outside_the_file_are_refused() {
         assert!(matches!(refused, Err(IoError::Request(_))), "{length} at {offset}");
     }
 }
+
+#[test]
+fn a_disk_is_measured_both_ways_and_nothing_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    for uring in [true, false] {
+        let options = QueueOptions { uring, ..QueueOptions::default() };
+        let speed = ferrospeed_io::bench::disk_speed(folder.path(), 20 << 20, 1, options).unwrap();
+        assert!(speed.read > 0.0 && speed.written > 0.0, "{speed:?}");
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}

@@ -115,9 +115,10 @@ fn a_step_returns_before_its_tiles_are_written_and_readers_wait_for_theirs_alone
 
     let folder = tempfile::tempdir().unwrap();
     let gate = Arc::new(Gated::default());
-    let queue = Queue::over(gate.clone(), QueueOptions { threads: 32, ..QueueOptions::default() });
+    let options = QueueOptions { threads: 32, deadline: Duration::from_secs(60), ..QueueOptions::default() };
+    let queue = Queue::over(gate.clone(), options);
     let params = params();
-    let away = store(Homes::on(Disk::over(queue, folder.path())), &params);
+    let away = store(Homes::on(Disk::over(queue, folder.path()), 1), &params);
     step(&away, &params);
     step_while_closed(&away, &params, &gate, &expected);
     for (param, expected) in params.iter().zip(&expected) {
@@ -146,4 +147,14 @@ fn step_while_closed(store: &Arc<ZeroStore>, params: &[Param], gate: &Gated, exp
     gate.set_closed(false);
     assert_eq!(reads.recv_timeout(Duration::from_secs(60)).unwrap(), expected[0]);
     reader.join().unwrap();
+}
+
+#[test]
+fn a_step_from_a_disk_is_measured_with_the_bytes_it_moves() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = Device::cpu_with_threads(1);
+    let step = crate::bench::disk_step(folder.path(), 1, 1, QueueOptions::default(), &device).unwrap();
+    // The f32 weight and two moments of each.
+    assert_eq!(step.bytes_each_way, 12 * step.weights);
+    assert!(step.weights > 0 && step.best_s.is_finite() && step.best_s > 0.0);
 }

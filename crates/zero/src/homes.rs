@@ -67,10 +67,9 @@ impl Default for Homes {
 }
 
 impl Homes {
-    /// All states on a disk that a test has made, one tile at a time in memory.
-    #[cfg(test)]
-    pub(crate) fn on(disk: Disk) -> Homes {
-        Homes { states: Some(Home::Disk(disk)), buffers: Some(1), ..Homes::default() }
+    /// All states on a disk, so many tiles at a time in memory.
+    pub(crate) fn on(disk: Disk, buffers: usize) -> Homes {
+        Homes { states: Some(Home::Disk(disk)), buffers: Some(buffers), ..Homes::default() }
     }
 
     /// As the configuration says, for a rank that computes on this device.

@@ -10,6 +10,7 @@
 pub mod access;
 mod attached;
 mod away;
+pub mod bench;
 pub mod buckets;
 mod error;
 mod fill;
