@@ -290,3 +290,38 @@ sends    16 messages per step, 16.00 KiB
     let told = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(told.contains("6 micro-batches are not a multiple of 4 stages"), "{told}");
 }
+
+#[test]
+fn a_disk_and_a_step_from_it_are_measured_in_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().to_str().unwrap();
+    let output = ferrospeed(&[
+        "bench",
+        "io",
+        "--dir",
+        dir,
+        "--size",
+        "16MB",
+        "--depth",
+        "4",
+        "--repeats",
+        "1",
+        "--weights",
+        "1",
+        "--json",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let lines: Vec<serde_json::Value> =
+        stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 2);
+    for key in ["read_bytes_per_s", "write_bytes_per_s"] {
+        assert!(lines[0][key].as_f64().unwrap() > 0.0, "{}", lines[0]);
+    }
+    for key in ["share_of_disk", "share_of_memory"] {
+        assert!(lines[1][key].as_f64().unwrap() > 0.0, "{}", lines[1]);
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "files stayed");
+    let refused = ferrospeed(&["bench", "io", "--dir", "/proc/nowhere", "--size", "16MB"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stderr(&refused).contains("/proc/nowhere"), "{}", stderr(&refused));
+}

@@ -1,6 +1,7 @@
 //! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
 //! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, the
-//! optimizer's pass over memory in `bench_optimizer.rs`, pipelines in `bench_pipeline.rs`, serving in `bench_serve.rs`.
+//! optimizer's pass over memory in `bench_optimizer.rs`, pipelines in `bench_pipeline.rs`, disks in `bench_io.rs`, serving in
+//! `bench_serve.rs`.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
 //! given time after a warm-up; both the best and the median run are reported, since on a machine that is shared
@@ -18,7 +19,7 @@ use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, 
 use serde_json::{Value, json};
 
 use super::{
-    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_model, bench_optimizer, bench_pipeline,
+    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_io, bench_model, bench_optimizer, bench_pipeline,
     bench_serve, place,
 };
 use crate::failure::Failure;
@@ -49,6 +50,8 @@ enum What {
     Comm(Box<bench_comm::CommArgs>),
     /// Serving: tokens per second, and how long clients wait
     Serve(Box<bench_serve::ServeBenchArgs>),
+    /// A disk's reads and writes, and an optimizer step whose states are there
+    Io(bench_io::IoBenchArgs),
     /// Saving and loading training state, beside what the disk gives
     Checkpoint(bench_checkpoint::CheckpointBenchArgs),
 }
@@ -106,6 +109,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Pipeline(args) => return bench_pipeline::run(args),
         What::Comm(args) => return bench_comm::run(args),
         What::Serve(args) => return bench_serve::run(args),
+        What::Io(args) => return bench_io::run(args),
         What::Checkpoint(args) => {
             if place::of_this_process()?.is_some_and(|place| place.world_size > 1) {
                 let text = "bench checkpoint starts its own ranks: run it without a launcher, with --ranks";

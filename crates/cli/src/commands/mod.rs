@@ -7,6 +7,7 @@ mod bench_client;
 mod bench_comm;
 mod bench_engine;
 mod bench_gpu;
+mod bench_io;
 mod bench_load;
 mod bench_model;
 mod bench_optimizer;
