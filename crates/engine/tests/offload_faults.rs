@@ -53,14 +53,14 @@ fn text(output: &Output) -> String {
 }
 
 /// Gives every file without a name that this process has in a folder another length; what it had.
-fn set_lengths(folder: &Path, length: Option<u64>) -> Vec<u64> {
+fn set_lengths(folder: &Path, length: u64) -> Vec<u64> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let path = entry.unwrap().path();
         if std::fs::read_link(&path).is_ok_and(|target| target.starts_with(folder) && target != folder) {
             let file = std::fs::File::options().write(true).open(path).unwrap();
             found.push(file.metadata().unwrap().len());
-            length.map(|length| file.set_len(length).unwrap());
+            file.set_len(length).unwrap();
         }
     }
     found
@@ -92,13 +92,13 @@ fn a_disk_that_fails_names_its_tier_stops_training_and_leaves_the_checkpoint() {
             let (mut engine, model, parameters) = start(world, &away);
             let mut seen = steps(&mut engine, &model, 0, 2);
             engine.save_checkpoint(&saved, &SaveOptions::default()).unwrap();
-            let length = set_lengths(&swap, Some(0)).into_iter().max().unwrap();
+            let length = set_lengths(&swap, 0).into_iter().max().unwrap();
             let error = failed_step(&mut engine, &model);
             for word in [expected, "nvme", swap.to_str().unwrap()] {
                 assert!(error.contains(word), "{sections:?}: {error}");
             }
             // A disk that works again changes nothing: the state is lost until it is loaded.
-            set_lengths(&swap, Some(length));
+            set_lengths(&swap, length);
             if sections == ["offload_optimizer"] {
                 let again = failed_step(&mut engine, &model);
                 assert!(again.contains("part old and part new"), "{again}");
@@ -128,7 +128,7 @@ fn a_rank_whose_disk_fails_keeps_nobody_waiting() {
         let (mut engine, model, _) = start(world, &away);
         steps(&mut engine, &model, 0, 1);
         if rank == 1 {
-            set_lengths(&own, Some(0));
+            set_lengths(&own, 0);
         }
         failed_step(&mut engine, &model)
     });
@@ -161,7 +161,7 @@ fn a_run_killed_while_a_tile_is_written_leaves_nothing_and_its_checkpoint_loads(
         on_ranks(1, move |world| {
             let (mut engine, model, _) = start(world, &away(&folder));
             steps(&mut engine, &model, 0, 2);
-            engine.save_checkpoint(&folder.join("saved"), &SaveOptions::default()).unwrap();
+            engine.save_checkpoint(folder.join("saved"), &SaveOptions::default()).unwrap();
             let store = Arc::clone(engine.store());
             let before = store.disk_traffic().written;
             // Counted when a write begins: the first of the step's many tiles is under way.
