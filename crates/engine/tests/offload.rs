@@ -218,3 +218,56 @@ fn buffers_that_are_locked_and_requests_that_go_one_by_one_change_no_bit() {
     away["aio"] = json!({"single_submit": true, "block_size": 4096, "queue_depth": 2, "thread_count": 2});
     assert_eq!(train(2, away), train(2, in_memory(plain)));
 }
+
+#[test]
+fn the_plan_counts_each_tier_as_training_fills_it() {
+    use ferrospeed_tune::plan::{Processor, Purpose, Request, Tier, plan};
+    let folder = tempfile::tempdir().unwrap();
+    let processor = if device(1).backend().is_host() { Processor::Cpu } else { Processor::Gpu };
+    for precision in ["fp32", "bf16"] {
+        for (sections, ratio, in_host) in
+            [(COMBINATIONS[0], 0.5, 0), (COMBINATIONS[1], 1.0, 5000), (COMBINATIONS[2], 0.25, 9000)]
+        {
+            let mut value = offloaded(configuration(precision, 1, "AdamW"), sections, folder.path());
+            if sections.contains(&"offload_optimizer") {
+                value["zero_optimization"]["offload_optimizer"]["ratio"] = json!(ratio);
+            }
+            if sections.contains(&"offload_param") {
+                value["zero_optimization"]["offload_param"]["max_in_cpu"] = json!(in_host);
+            }
+            let shared = Arc::new(value.clone());
+            let (numel, in_memory, on_disk) = on_ranks(1, move |world| {
+                let (mut engine, model, parameters) = start(world, &shared);
+                steps(&mut engine, &model, 0, 1);
+                engine.store().empty_partition_cache().unwrap();
+                let usage = engine.device().memory_usage();
+                let held = usage.current(Category::Parameters) + usage.current(Category::Optimizer);
+                (parameters.numel() as u64, held as u64, engine.store().disk_bytes_per_step())
+            })
+            .remove(0);
+            let size = ferrospeed_tune::estimate::ModelSize { total_params: numel, largest_layer_params: 0 };
+            let planned = plan(&Request {
+                model: &ferrospeed_tune::model::Model::Counts(size),
+                config: &config(&value, 1),
+                data_parallel_size: 1,
+                sequence_length: 7,
+                checkpoint_activations: false,
+                keeps_attention_matrix: false,
+                processor,
+            });
+            let state = [Purpose::Parameters, Purpose::OptimizerStates];
+            let of = |tier: Tier| -> u64 {
+                let rows = planned.rows.iter().filter(|row| row.tier == tier && state.contains(&row.purpose));
+                rows.map(|row| row.bytes).sum()
+            };
+            for (name, planned, found) in
+                [("memory", of(Tier::Device), in_memory), ("disk", of(Tier::Nvme), on_disk)]
+            {
+                assert!(
+                    planned.abs_diff(found) * 20 <= found,
+                    "{precision}, {sections:?}: {planned} planned and {found} found in {name}"
+                );
+            }
+        }
+    }
+}
