@@ -211,6 +211,60 @@ fn a_plan_reads_a_hugging_face_model_and_fills_in_autos_from_it() {
     }
 }
 
+/// What `plan --json` says.
+fn planned(arguments: &[&str]) -> serde_json::Value {
+    let output = ferrospeed(&[&["plan"], arguments, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", stderr(&output));
+    serde_json::from_str(&stdout(&output)).unwrap()
+}
+
+fn bytes_of(plan: &serde_json::Value, purpose: &str) -> u64 {
+    let rows = plan["plan"]["rows"].as_array().unwrap().iter();
+    rows.filter(|row| row["purpose"] == purpose).map(|row| row["bytes"].as_u64().unwrap()).sum()
+}
+
+#[test]
+fn a_plan_of_a_recipe_is_that_of_its_model_ranks_and_mesh() {
+    let recipe = r#"
+        name = "planned"
+        steps = 3
+        ranks = 4
+        [model]
+        preset = "gpt2"
+        layers = 2
+        width = 64
+        heads = 4
+        activation_checkpointing = true
+        [data]
+        text = ["nowhere.txt"]
+        sequence = 128
+        [ds_config]
+        train_micro_batch_size_per_gpu = 2
+        sequence_parallel_size = 2
+        zero_optimization = { stage = 2 }
+    "#;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("recipe.toml");
+    std::fs::write(&path, recipe).unwrap();
+    let of_recipe = planned(&[path.to_str().unwrap(), "--host_gib", "100"]);
+    assert_eq!(of_recipe["capacity"]["ranks_per_host"], 4);
+    let (model_folder, config) = config_file(
+        "{\"train_micro_batch_size_per_gpu\": 2, \"zero_optimization\": {\"stage\": 2}, \"sequence_parallel_size\": 2}",
+    );
+    let model = "{\"model_type\": \"gpt2\", \"n_embd\": 64, \"n_layer\": 2, \"n_head\": 4, \"vocab_size\": 256, \"n_positions\": 128}";
+    std::fs::write(model_folder.path().join("config.json"), model).unwrap();
+    let model = model_folder.path().to_str().unwrap().to_owned();
+    let words = [&config, "--model", &model, "-w", "2", "--checkpoint_activations", "--host_gib", "100"];
+    assert_eq!(planned(&words)["plan"], of_recipe["plan"]);
+    // Half of a sequence is half of its activations, and gradients travel as the key says: in f32.
+    let whole = planned(&[&words[..], &["--sp", "1"]].concat());
+    let [half, all] = [&of_recipe, &whole].map(|plan| bytes_of(plan, "activations"));
+    assert!(half * 2 == all, "{half} of {all}");
+    let more = planned(&[path.to_str().unwrap(), "-w", "8", "--host_gib", "100"]);
+    assert_eq!(more["capacity"]["ranks_per_host"], 16);
+    assert!(bytes_of(&more, "gradients") < bytes_of(&of_recipe, "gradients"));
+}
+
 #[test]
 fn the_estimators_print_a_table_or_json() {
     let arguments = ["estimate", "--params", "3e9", "--largest_layer_params", "1e8", "-n", "8"];

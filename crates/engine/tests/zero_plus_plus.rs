@@ -9,7 +9,7 @@ use common::{Batch, Model, config, device, engine, on_ranks, on_worlds};
 use ferrospeed_comm::{Limits, World};
 use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
 use ferrospeed_tensor::{DType, Device, Tensor, ops};
-use ferrospeed_tune::crossing::crossings;
+use ferrospeed_tune::crossing::{Hosts, crossings};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::plan::{Processor, Request};
 use ferrospeed_zero::access::Which;
@@ -272,12 +272,14 @@ fn a_plan_predicts_what_a_host_sends_within_a_tenth() {
             }),
             config: &config(&value, 4),
             data_parallel_size: 4,
+            sequence_ranks: 1,
             sequence_length: 7,
             checkpoint_activations: false,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
+            in_tiles: false,
         };
-        let found = crossings(&request, 2).unwrap();
+        let found = crossings(&request, Hosts::of(2)).unwrap();
         let off = sent as f64 / found.configured.sent_bytes as f64;
         assert!((0.9..1.1).contains(&off), "{value}: sent {sent}, {off} of {:?}", found.configured);
     }

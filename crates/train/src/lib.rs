@@ -22,7 +22,7 @@ pub use error::{Result, TrainError};
 pub use ferrospeed_data::Preparing;
 pub use folder::{FolderLock, RunFolder};
 pub use mesh::MeshSizes;
-pub use prepare::check;
+pub use prepare::{check, model_config};
 pub use recipe::Recipe;
 pub use records::report_failure;
 pub use run::{Job, Observing, ObservingCost, Progress, RunInfo, Summary, run};

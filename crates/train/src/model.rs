@@ -103,6 +103,11 @@ impl ModelPlan {
         }
     }
 
+    /// Its Hugging Face `config.json`.
+    pub(crate) fn into_json(self) -> Value {
+        self.json
+    }
+
     /// The channels of its residual stream.
     pub(crate) fn width(&self) -> u64 {
         self.config.width as u64

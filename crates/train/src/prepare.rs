@@ -40,6 +40,24 @@ pub fn check(
     prepare(recipe, path, folder, None, tell).map(|prepared| prepared.model.config)
 }
 
+/// The `config.json` of a recipe's model, without a look at its data: only its tokenizer is read.
+pub fn model_config(recipe: &Recipe, path: &Path) -> Result<Value> {
+    let mut problems = recipe.problems();
+    let source = recipe.data.source(recipe);
+    let codec = codec(recipe, source.as_ref()).map_err(|problem| problems.push(problem)).unwrap_or(None);
+    let plan = match recipe.model.is_clear() {
+        true => ModelPlan::read(recipe, codec.as_ref().map(Codec::vocabulary)),
+        false => Err(Vec::new()),
+    };
+    match plan {
+        Ok(plan) if problems.is_empty() => Ok(plan.into_json()),
+        other => {
+            problems.extend(other.err().into_iter().flatten());
+            Err(TrainError::Recipe { path: path.to_path_buf(), problems })
+        }
+    }
+}
+
 /// What [`check`] checks, for the run on a mesh.
 pub(crate) fn prepare(
     recipe: &Recipe,

@@ -28,6 +28,15 @@ const REBUILT_WIDTH: u64 = 2048;
 const NORMS: u64 = 2;
 /// The fused loss takes at least this many rows at once.
 const LOSS_CHUNK_MIN_ROWS: u64 = 16;
+/// Tiles hold blocks of so many lines.
+const TILE_LINES: u64 = 32;
+/// Where a product has more rows than this, its right operand is cut into tiles too.
+const SHARED_ROWS: u64 = 1024;
+/// f32 products of fewer rows, columns or depth do not go through tiles; others in parts of so much.
+const SPLIT_LEAST: u64 = 128;
+const SPLIT_DEPTH: u64 = 1024;
+const SPLIT_ELEMENTS: u64 = 1 << 20;
+const SPLIT_ROWS: u64 = 1024;
 /// Means, deviations, log-sums, losses.
 const F32_BYTES: u64 = 4;
 /// Token ids and targets.
@@ -42,6 +51,8 @@ pub(crate) struct ActivationBytes {
     pub(crate) layer: u64,
     /// The most that is held beyond that at the end of forward.
     pub(crate) loss: u64,
+    /// The logits in that.
+    pub(crate) logits: u64,
     /// The most that is held beyond that in backward of a layer.
     pub(crate) backward: u64,
 }
@@ -76,10 +87,12 @@ impl ActivationBytes {
         // The final norm's sum and result, and the gradient of that result; losses, statistics, ids and targets.
         let around_the_loss =
             bytes(3 * shape.hidden).saturating_add(tokens.saturating_mul(3 * F32_BYTES + 2 * ID_BYTES));
+        let logits = logits(shape, width, tokens, processor);
         ActivationBytes {
             layer_input: bytes(shape.hidden),
             layer: bytes(elements).saturating_add(statistics.saturating_mul(tokens)),
-            loss: around_the_loss.saturating_add(logits(shape, width, tokens, processor)),
+            loss: around_the_loss.saturating_add(logits),
+            logits,
             // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the
             // activation in place, as those of gate and up take their places; experts' do not.
             backward: bytes(2 * shape.hidden + if shape.experts_per_token > 1 { 2 * inner } else { inner }),
@@ -102,19 +115,107 @@ impl ActivationBytes {
     }
 }
 
+/// What comes and goes beside activations: gradients on their way, and operands that a host cuts into tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PassingBytes {
+    /// While the loss is taken: the gradient of the head adds up in f32.
+    at_loss: u64,
+    /// When that becomes a gradient of the model's type.
+    after_loss: u64,
+    /// In backward of a layer.
+    in_backward: u64,
+    /// Of that, operands in tiles.
+    layer_tiles: u64,
+}
+
+impl PassingBytes {
+    /// `in_tiles` says that products copy an operand first.
+    pub(crate) fn of(
+        shape: &Transformer,
+        width: u64,
+        tokens: u64,
+        processor: Processor,
+        in_tiles: bool,
+    ) -> PassingBytes {
+        let table = shape.vocab.saturating_mul(shape.hidden);
+        let (summed, given) = (table.saturating_mul(F32_BYTES), table.saturating_mul(width));
+        let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
+        let widest = shape.intermediate.max(query + 2 * key).max(shape.hidden);
+        let rows = loss_rows(shape, width, tokens, processor);
+        let tiles = |lines: u64, other: u64, depth: u64| match (in_tiles, width) {
+            (false, _) => 0,
+            (true, F32_BYTES) => f32_tiles(lines, other, depth),
+            (true, _) => narrow_tiles(lines, other, depth),
+        };
+        let logits_tiles = tiles(shape.vocab, shape.hidden, rows);
+        let layer_tiles = tiles(widest, shape.hidden, tokens);
+        let waiting = if shape.tied_head { given } else { 0 };
+        PassingBytes {
+            at_loss: if shape.keeps_logits { layer_tiles } else { summed.saturating_add(logits_tiles) },
+            after_loss: if width == F32_BYTES { summed } else { summed.saturating_add(given) },
+            in_backward: waiting
+                .saturating_add(shape.hidden.saturating_mul(widest * width))
+                .saturating_add(layer_tiles),
+            layer_tiles,
+        }
+    }
+
+    /// The most that activations and all this take together, where layers keep `held` bytes and one of them is run again in
+    /// `again`.
+    pub(crate) fn peak(&self, activations: &ActivationBytes, held: u64, again: u64) -> u64 {
+        let at_loss = activations.loss.saturating_add(self.at_loss);
+        let after_loss = (activations.loss - activations.logits).saturating_add(self.after_loss);
+        let in_backward = again.saturating_add(activations.backward).saturating_add(self.in_backward);
+        held.saturating_add(at_loss.max(after_loss).max(in_backward))
+    }
+
+    /// The most that gradients take which stay where backward makes them, with the activations of the layer it comes to last.
+    pub(crate) fn end(&self, activations: &ActivationBytes, gradients: u64, of_layer: u64) -> u64 {
+        let layer = activations.layer.saturating_add(activations.backward).saturating_add(self.layer_tiles);
+        gradients.saturating_sub(of_layer / 2).saturating_add(layer).max(gradients)
+    }
+}
+
+/// Bytes of the left operand of a product in tiles: a gradient of `lines` × `other`, over so many tokens.
+fn narrow_tiles(lines: u64, other: u64, depth: u64) -> u64 {
+    let depth = depth.next_multiple_of(TILE_LINES);
+    let right = if lines > SHARED_ROWS { other.next_multiple_of(TILE_LINES) } else { 0 };
+    2 * (lines.next_multiple_of(TILE_LINES) + right).saturating_mul(depth)
+}
+
+/// The same for f32, which is three numbers of two bytes each and goes on in parts; small products do without.
+fn f32_tiles(lines: u64, other: u64, depth: u64) -> u64 {
+    if lines.min(other).min(depth) < SPLIT_LEAST {
+        return 0;
+    }
+    let depth = depth.div_ceil(depth.div_ceil(SPLIT_DEPTH)).max(1);
+    let lines = (SPLIT_ELEMENTS / depth).next_multiple_of(SPLIT_ROWS).min(lines);
+    6 * lines.next_multiple_of(TILE_LINES).saturating_mul(depth.next_multiple_of(TILE_LINES))
+}
+
 /// The logits that are held at once, and their gradient where it needs a copy in the training precision.
 fn logits(shape: &Transformer, width: u64, tokens: u64, processor: Processor) -> u64 {
     if shape.keeps_logits {
         // In the training precision, in f32 for the loss, and their gradient.
         return tokens.saturating_mul(shape.vocab).saturating_mul(2 * width + F32_BYTES);
     }
-    // A GPU holds them in the training precision.
-    let held = if processor == Processor::Gpu { width } else { F32_BYTES };
+    let held = held_logit_bytes(width, processor);
+    let narrow = if width < held { width } else { 0 };
+    loss_rows(shape, width, tokens, processor).saturating_mul(shape.vocab).saturating_mul(held + narrow)
+}
+
+/// A GPU holds them in the training precision.
+fn held_logit_bytes(width: u64, processor: Processor) -> u64 {
+    if processor == Processor::Gpu { width } else { F32_BYTES }
+}
+
+/// Rows of logits that a fused loss holds at once.
+fn loss_rows(shape: &Transformer, width: u64, tokens: u64, processor: Processor) -> u64 {
+    let held = held_logit_bytes(width, processor);
     let most =
         processor.loss_rows(shape.vocab * held).clamp(LOSS_CHUNK_MIN_ROWS, tokens.max(LOSS_CHUNK_MIN_ROWS));
     let rows = tokens.div_ceil(tokens.div_ceil(most).max(1)).next_multiple_of(LOSS_CHUNK_MIN_ROWS);
-    let narrow = if width < held { width } else { 0 };
-    rows.min(tokens).saturating_mul(shape.vocab).saturating_mul(held + narrow)
+    rows.min(tokens)
 }
 
 #[cfg(test)]

@@ -3,12 +3,14 @@
 //! A host's link is where ranks wait, so bytes are those that one host of several, with as many ranks each, sends: the one
 //! that sends most. A gather brings every host's part to the others. A reduction sends every rank's values to their owners,
 //! or one accumulator from host to host where that is less. Integers are counted with their steps; small messages (norms,
-//! agreements) and what ranks of one host say to each other are not.
+//! agreements) and what ranks of one host say to each other are not. Tokens that go to experts on other hosts, and come back,
+//! are counted as a balanced router sends them.
 
 use std::fmt;
 
 use ferrospeed_config::{Config, DataType, Optimizer, Stage};
 
+use crate::model::Model;
 use crate::plan::{Request, human};
 
 /// Bytes that travel with each value of a quantised weight, its part of a step included, and of a gradient.
@@ -55,46 +57,86 @@ pub struct Crossings {
     pub configured: Crossing,
     /// What could be asked for in its place.
     pub others: Vec<Crossing>,
+    /// What of all these goes to experts and back.
+    pub routed_bytes: u64,
     /// What to do, where that sends at most half.
     pub advice: Option<String>,
 }
 
-/// What hosts of so many ranks send; `None` where there is one.
-pub fn crossings(request: &Request<'_>, ranks_per_host: u64) -> Option<Crossings> {
-    let ranks_per_host = ranks_per_host.max(1);
+/// How ranks lie on hosts, and what of the model they hold.
+#[derive(Debug, Clone, Copy)]
+pub struct Hosts {
+    /// Data-parallel ranks of a host.
+    pub ranks_per_host: u64,
+    /// Ranks that share the experts of a layer.
+    pub expert_ranks: u64,
+    /// Whether those are neighbours; else neighbours hold the same experts.
+    pub experts_are_neighbours: bool,
+}
+
+impl Hosts {
+    /// Of so many ranks each, which all hold the whole model.
+    pub fn of(ranks_per_host: u64) -> Hosts {
+        Hosts { ranks_per_host, expert_ranks: 1, experts_are_neighbours: true }
+    }
+
+    /// How many of a rank's peers, of those that it shares experts with, are on other hosts: summed over the first host's ranks.
+    fn far_peers(&self, ranks: u64) -> f64 {
+        let (own, shared) = (self.ranks_per_host.min(ranks), self.expert_ranks.max(1));
+        // So many ranks of the host each have so many peers on it, themselves included.
+        let apart = (ranks / shared).max(1);
+        let on_host = match self.experts_are_neighbours {
+            true => [(own - own % shared, shared), (own % shared, own % shared)],
+            false => {
+                let (each, more) = (own / apart, own % apart);
+                [(more * (each + 1), each + 1), ((apart - more) * each, each)]
+            }
+        };
+        on_host.into_iter().map(|(count, near)| count as f64 * shared.saturating_sub(near) as f64).sum()
+    }
+}
+
+/// What hosts send; `None` where there is one.
+pub fn crossings(request: &Request<'_>, on: Hosts) -> Option<Crossings> {
+    let ranks_per_host = on.ranks_per_host.max(1);
     let hosts = request.data_parallel_size.div_ceil(ranks_per_host);
     if hosts < 2 {
         return None;
     }
-    let link = Link { request, hosts: hosts as f64, ranks: ranks_per_host as f64 };
+    let link = Link { request, on, hosts: hosts as f64, ranks: ranks_per_host as f64 };
     let zero = &request.config.zero;
+    let stage_3 = zero.stage == Stage::Parameters;
+    let near = link.neighbours();
     let switches = Switches {
         weights: zero.quantized_weights,
-        near: zero.hpz_partition_size > 1,
+        near: zero.hpz_partition_size > 1 && zero.hpz_partition_size < request.data_parallel_size,
         gradients: zero.quantized_gradients,
     };
-    let stage_3 = zero.stage == Stage::Parameters;
+    let routed = link.routed();
+    let sends = |way: Way, bytes: f64| Crossing { way, sent_bytes: (bytes + routed) as u64 };
     let configured = match is_one_bit(request.config) {
-        true => Crossing { way: Way::OneBit, sent_bytes: link.one_bit() },
-        false if stage_3 => Crossing { way: switches.way(), sent_bytes: link.stage_3(switches) },
-        false => Crossing { way: Way::Plain, sent_bytes: link.replicated() },
+        true => sends(Way::OneBit, link.one_bit()),
+        false if stage_3 => sends(switches.way(), link.stage_3(switches)),
+        false => sends(Way::Plain, link.replicated()),
     };
     let mut others = Vec::new();
     if stage_3 {
-        let of = |switches: Switches| Crossing { way: switches.way(), sent_bytes: link.stage_3(switches) };
-        others.extend(Switches::EACH.map(of));
+        let each = Switches::each(near.is_some());
+        others.extend(each.map(|switches| sends(switches.way(), link.stage_3(switches))));
     } else {
-        others.push(Crossing { way: Way::Plain, sent_bytes: link.replicated() });
-        others.push(Crossing { way: Way::OneBit, sent_bytes: link.one_bit() });
+        others.push(sends(Way::Plain, link.replicated()));
+        if link.holds_whole_model() {
+            others.push(sends(Way::OneBit, link.one_bit()));
+        }
     }
     others.retain(|other| other.way != configured.way);
     let least = others.iter().min_by_key(|other| other.sent_bytes);
     let least = least.filter(|least| least.sent_bytes.saturating_mul(2) <= configured.sent_bytes);
     let advice = least.map(|least| {
         let share = 100.0 * least.sent_bytes as f64 / configured.sent_bytes.max(1) as f64;
-        format!("{} sends {share:.0} % of that: {}", least.way, least.way.how(ranks_per_host))
+        format!("{} sends {share:.0} % of that: {}", least.way, least.way.how(near))
     });
-    Some(Crossings { hosts, configured, others, advice })
+    Some(Crossings { hosts, configured, others, advice, routed_bytes: routed as u64 })
 }
 
 fn is_one_bit(config: &Config) -> bool {
@@ -111,13 +153,18 @@ struct Switches {
 
 impl Switches {
     const NONE: Switches = Switches { weights: false, near: false, gradients: false };
-    const EACH: [Switches; 5] = [
-        Switches::NONE,
-        Switches { weights: true, ..Switches::NONE },
-        Switches { near: true, ..Switches::NONE },
-        Switches { gradients: true, ..Switches::NONE },
-        Switches { weights: true, near: true, gradients: true },
-    ];
+
+    /// What may be asked for, with or without neighbours that could keep a copy.
+    fn each(near: bool) -> impl Iterator<Item = Switches> {
+        let each = [
+            Switches::NONE,
+            Switches { weights: true, ..Switches::NONE },
+            Switches { near: true, ..Switches::NONE },
+            Switches { gradients: true, ..Switches::NONE },
+            Switches { weights: true, near, gradients: true },
+        ];
+        each.into_iter().filter(move |switches| near || !switches.near)
+    }
 
     fn way(self) -> Way {
         match (self.weights, self.near, self.gradients) {
@@ -133,18 +180,90 @@ impl Switches {
 
 struct Link<'a> {
     request: &'a Request<'a>,
+    on: Hosts,
     hosts: f64,
     ranks: f64,
 }
 
-impl Link<'_> {
-    fn params(&self) -> f64 {
-        self.request.model.size().total_params as f64
-    }
+/// Parameters that travel between the same ranks.
+#[derive(Clone, Copy)]
+struct Piece {
+    /// How many of them a host has.
+    params: f64,
+    /// Ranks of a host that have each.
+    ranks: f64,
+    /// Hosts that have it.
+    hosts: f64,
+}
 
+impl Piece {
     /// What is not a host's own.
     fn away(&self) -> f64 {
         (self.hosts - 1.0) / self.hosts
+    }
+}
+
+impl Link<'_> {
+    /// What every rank has, and the experts.
+    fn pieces(&self) -> [Piece; 2] {
+        let shared = self.on.expert_ranks.max(1) as f64;
+        let held = match self.request.model {
+            Model::Transformer(shape) if shared > 1.0 => shape.expert_params.saturating_mul(shape.layers),
+            _ => 0,
+        } as f64;
+        let total = self.request.model.size().total_params as f64;
+        // Different experts on a host, and ranks that have the same ones.
+        let different = if self.on.experts_are_neighbours {
+            shared.min(self.ranks)
+        } else {
+            1.0f64.max(shared / self.hosts)
+        };
+        let alike = (self.ranks / different).max(1.0);
+        let copies = (self.request.data_parallel_size as f64 / shared).max(1.0);
+        [
+            Piece { params: total - held, ranks: self.ranks, hosts: self.hosts },
+            Piece { params: held * different, ranks: alike, hosts: (copies / alike).clamp(1.0, self.hosts) },
+        ]
+    }
+
+    /// Sums over both.
+    fn sum(&self, bytes: impl Fn(Piece) -> f64) -> f64 {
+        self.pieces().into_iter().filter(|piece| piece.params > 0.0).map(bytes).sum()
+    }
+
+    /// How many neighbouring ranks can hold a second copy without leaving their host: as many as divide both a host's ranks
+    /// and all; `None` where none do, or state is not spread over all ranks.
+    fn neighbours(&self) -> Option<u64> {
+        let (ranks, on_host) = (self.request.data_parallel_size, self.on.ranks_per_host.max(1));
+        let (mut size, mut rest) = (ranks, on_host);
+        while rest > 0 {
+            (size, rest) = (rest, size % rest);
+        }
+        let fits = self.request.config.zero.mics_shard_size.is_none() && !self.is_sliced();
+        Some(size).filter(|&size| fits && size > 1)
+    }
+
+    fn is_sliced(&self) -> bool {
+        matches!(self.request.model, Model::Transformer(shape) if shape.slices > 1)
+    }
+
+    /// Whether every rank holds all of the model, as 1-bit optimizers need it.
+    fn holds_whole_model(&self) -> bool {
+        self.on.expert_ranks <= 1 && !self.is_sliced()
+    }
+
+    /// What goes to experts on other hosts and comes back, forward and backward.
+    fn routed(&self) -> f64 {
+        let Model::Transformer(shape) = self.request.model else { return 0.0 };
+        if self.on.expert_ranks <= 1 {
+            return 0.0;
+        }
+        let config = self.request.config;
+        let tokens = config.batch.train_micro_batch_size_per_gpu.get() as f64
+            * self.request.sequence_length.div_ceil(self.request.sequence_ranks.max(1)) as f64;
+        let far = self.on.far_peers(self.request.data_parallel_size) / self.on.expert_ranks as f64;
+        let per_token = 4.0 * (shape.layers * shape.hidden * shape.experts_per_token) as f64 * self.width();
+        tokens * far * per_token * self.micro_batches()
     }
 
     fn width(&self) -> f64 {
@@ -165,64 +284,67 @@ impl Link<'_> {
     /// The share of parameters that backward gathers again: not what stays from forward.
     fn gathered_again(&self) -> f64 {
         let zero = &self.request.config.zero;
-        let stays =
-            (zero.max_reuse_distance as f64 / 2.0).min(zero.max_live_parameters as f64) / self.params();
+        let params = self.request.model.size().total_params as f64;
+        let stays = (zero.max_reuse_distance as f64 / 2.0).min(zero.max_live_parameters as f64) / params;
         1.0 - stays.min(1.0)
     }
 
-    fn reduce_scatter(&self) -> f64 {
-        let direct = self.ranks * self.gradient_width() * self.away();
-        let handed_on = if self.ranks > 1.0 { ACCUMULATOR } else { f64::INFINITY };
-        self.params() * direct.min(handed_on)
+    fn reduce_scatter(&self, piece: Piece) -> f64 {
+        let direct = piece.ranks * self.gradient_width() * piece.away();
+        let handed_on = if piece.ranks > 1.0 { ACCUMULATOR } else { f64::INFINITY };
+        piece.params * direct.min(handed_on).max(0.0)
     }
 
-    fn stage_3(&self, switches: Switches) -> u64 {
+    fn stage_3(&self, switches: Switches) -> f64 {
         let micro_batches = self.micro_batches();
         let width = if switches.weights { INT8 } else { self.width() };
         // Neighbours have everything among themselves until weights change.
         let gathers = if switches.near { 1.0 } else { micro_batches * (1.0 + self.gathered_again()) };
-        let weights = self.params() * width * self.away() * gathers;
-        let gradients = match switches.gradients {
-            true => self.params() * INT4 * self.away(),
-            false => self.reduce_scatter(),
-        };
-        (weights + gradients * micro_batches) as u64
+        self.sum(|piece| {
+            let gradients = match switches.gradients {
+                true => piece.params * INT4 * piece.away(),
+                false => self.reduce_scatter(piece),
+            };
+            piece.params * width * piece.away() * gathers + gradients * micro_batches
+        })
     }
 
     /// Stages 0 to 2.
-    fn replicated(&self) -> u64 {
-        let config = self.request.config;
-        let gather = self.params() * self.width() * self.away();
-        let bytes = match config.zero.stage {
-            // Sums go from host to host, and their result back.
-            Stage::Off if self.ranks > 1.0 => {
-                let back = if self.hosts > 2.0 { self.gradient_width() } else { 0.0 };
-                self.params() * (ACCUMULATOR + back)
+    fn replicated(&self) -> f64 {
+        self.sum(|piece| {
+            let gather = piece.params * self.width() * piece.away();
+            match self.request.config.zero.stage {
+                _ if piece.hosts <= 1.0 => 0.0,
+                // Sums go from host to host, and their result back.
+                Stage::Off if piece.ranks > 1.0 => {
+                    let back = if piece.hosts > 2.0 { self.gradient_width() } else { 0.0 };
+                    piece.params * (ACCUMULATOR + back)
+                }
+                Stage::Off => piece.params * 2.0 * self.gradient_width() * piece.away(),
+                Stage::Gradients => self.reduce_scatter(piece) * self.micro_batches() + gather,
+                _ => self.reduce_scatter(piece) + gather,
             }
-            Stage::Off => self.params() * 2.0 * self.gradient_width() * self.away(),
-            Stage::Gradients => self.reduce_scatter() * self.micro_batches() + gather,
-            _ => self.reduce_scatter() + gather,
-        };
-        bytes as u64
+        })
     }
 
-    fn one_bit(&self) -> u64 {
+    fn one_bit(&self) -> f64 {
         // Every rank's signs go to their owners, and the owners' signs to every host.
-        (self.params() / SIGNS * (self.ranks + 1.0) * self.away()) as u64
+        self.sum(|piece| piece.params / SIGNS * (piece.ranks + 1.0) * piece.away())
     }
 }
 
 impl Way {
-    /// How it is asked for.
-    fn how(self, ranks_per_host: u64) -> String {
-        let near = format!("\"zero_hpz_partition_size\": {ranks_per_host}");
+    /// How it is asked for, where so many neighbours can hold a second copy.
+    fn how(self, neighbours: Option<u64>) -> String {
+        let near = neighbours.map_or_else(String::new, |size| format!("\"zero_hpz_partition_size\": {size}"));
         match self {
             Way::Plain => "remove what is set".to_owned(),
             Way::Int8Weights => "\"zero_quantized_weights\": true".to_owned(),
             Way::NearWeights => near,
             Way::Int4Gradients => "\"zero_quantized_gradients\": true".to_owned(),
             Way::AllOfZeroPlusPlus => {
-                format!("\"zero_quantized_weights\": true, {near}, \"zero_quantized_gradients\": true")
+                let near = if near.is_empty() { near } else { format!("{near}, ") };
+                format!("\"zero_quantized_weights\": true, {near}\"zero_quantized_gradients\": true")
             }
             Way::OneBit => "\"stage\": 0 and an optimizer of type OneBitAdam".to_owned(),
         }
@@ -249,6 +371,9 @@ impl fmt::Display for Crossings {
         writeln!(f, "{:<25} {configured:>12}  as configured", self.configured.way)?;
         for other in &self.others {
             writeln!(f, "{:<25} {:>12}", other.way, human(other.sent_bytes))?;
+        }
+        if self.routed_bytes > 0 {
+            writeln!(f, "{:<25} {:>12}  of each, to experts and back", "tokens", human(self.routed_bytes))?;
         }
         self.advice.iter().try_for_each(|advice| writeln!(f, "{advice}"))
     }

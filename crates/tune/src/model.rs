@@ -59,6 +59,10 @@ pub struct Transformer {
     pub stream_copies: u64,
     /// Whether all logits exist at once; a fused loss holds a chunk of them.
     pub keeps_logits: bool,
+    /// Ranks that hold slices of each layer ([`Transformer::in_slices`]).
+    pub slices: u64,
+    /// Whether the head is the table of tokens.
+    pub tied_head: bool,
     /// Parameters of one layer.
     pub layer_params: u64,
     /// All parameters, and those of the largest single module.
@@ -165,6 +169,8 @@ fn plain(
         params_elsewhere: 0,
         stream_copies: 4,
         keeps_logits: false,
+        slices: 1,
+        tied_head: false,
         layer_params: 0,
         size: ModelSize { total_params: 0, largest_layer_params: 0 },
     }
@@ -179,6 +185,7 @@ fn counted(
 ) -> Result<Transformer, ModelError> {
     let layers = layer_params.checked_mul(shape.layers).ok_or(ModelError::TooLarge)?;
     let total_params = layers.checked_add(outside).ok_or(ModelError::TooLarge)?;
+    shape.tied_head = outside < 2 * shape.vocab * shape.hidden;
     shape.layer_params = layer_params;
     shape.size = ModelSize { total_params, largest_layer_params: largest };
     Ok(shape)

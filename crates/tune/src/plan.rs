@@ -48,6 +48,8 @@ pub struct Request<'a> {
     pub config: &'a Config,
     /// Ranks over which ZeRO splits.
     pub data_parallel_size: u64,
+    /// Ranks, of those, that share each sequence.
+    pub sequence_ranks: u64,
     /// Tokens per sample.
     pub sequence_length: u64,
     /// Recompute each layer in the backward pass.
@@ -56,6 +58,8 @@ pub struct Request<'a> {
     pub keeps_attention_matrix: bool,
     /// What ranks compute on.
     pub processor: Processor,
+    /// Whether products copy an operand into tiles first, as those of a host with AMX do.
+    pub in_tiles: bool,
 }
 
 /// What a rank computes on.
@@ -90,8 +94,8 @@ pub struct Row {
     pub bytes: u64,
     /// How they come about.
     pub why: String,
-    /// Whether the ranks of a host have these bytes in common.
-    pub in_common: bool,
+    /// What all ranks of a host need of it together, where they have it in common.
+    pub host_bytes: Option<u64>,
 }
 
 /// The bytes of one rank.
@@ -101,6 +105,8 @@ pub struct Plan {
     pub rows: Vec<Row>,
     /// Activations with and without recomputation; `None` where the shape of the model is not known.
     pub activations: Option<Activations>,
+    /// Bytes of a device that gradients take over from activations: they are in both rows, and needed once.
+    pub in_turn_bytes: u64,
     /// What else is worth knowing.
     pub notes: Vec<String>,
 }
@@ -141,19 +147,23 @@ pub struct Shortfall {
 impl Plan {
     /// The bytes of one rank in one tier.
     pub fn total(&self, tier: Tier) -> u64 {
-        self.rows.iter().filter(|row| row.tier == tier).map(|row| row.bytes).fold(0, u64::saturating_add)
+        let bytes = self.rows.iter().filter(|row| row.tier == tier).map(|row| row.bytes);
+        let in_turn = if tier == Tier::Device { self.in_turn_bytes } else { 0 };
+        bytes.fold(0, u64::saturating_add).saturating_sub(in_turn)
     }
 
     /// The tiers that are too small on such machines; empty when everything fits.
     pub fn shortfalls(&self, capacity: &Capacity) -> Vec<Shortfall> {
         let ranks = capacity.ranks_per_host.max(1);
         let (device, host, nvme) = (self.total(Tier::Device), self.total(Tier::Host), self.total(Tier::Nvme));
-        let common = self.rows.iter().filter(|row| row.in_common).map(|row| row.bytes);
-        let common = common.fold(0, u64::saturating_add);
+        let shared = self.rows.iter().filter_map(|row| Some((row.bytes, row.host_bytes?)));
+        let (own_copies, common) = shared.fold((0, 0), |(own, common): (u64, u64), (bytes, host)| {
+            (own.saturating_add(bytes), common.saturating_add(host))
+        });
         let (on_device, on_host) = match capacity.device_bytes {
             Some(available) => (Some((device, available)), host.saturating_mul(ranks)),
             None => {
-                let own = host.saturating_add(device) - common;
+                let own = host.saturating_add(device).saturating_sub(own_copies);
                 (None, own.saturating_mul(ranks).saturating_add(common))
             }
         };
@@ -201,6 +211,11 @@ impl fmt::Display for Plan {
         writeln!(f, "{:<17} {:<7} {:>12}", "per rank", "where", "bytes")?;
         for row in &self.rows {
             writeln!(f, "{:<17} {:<7} {:>12}  {}", row.purpose, row.tier, human(row.bytes), row.why)?;
+        }
+        if self.in_turn_bytes > 0 {
+            let (none, bytes) = ("in turn", format!("-{}", human(self.in_turn_bytes)));
+            let why = "gradients take the room that activations leave";
+            writeln!(f, "{none:<17} {:<7} {bytes:>12}  {why}", Tier::Device)?;
         }
         for tier in [Tier::Device, Tier::Host, Tier::Nvme] {
             if self.total(tier) > 0 {

@@ -2,7 +2,7 @@
 
 use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage};
 
-use crate::activations::ActivationBytes;
+use crate::activations::{ActivationBytes, PassingBytes};
 use crate::model::Model;
 use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier, human};
 
@@ -15,24 +15,27 @@ const TILE_UNIT: u64 = 2048;
 
 /// Plans the bytes of one rank.
 pub fn plan(request: &Request<'_>) -> Plan {
-    let mut planner = Planner { request, rows: Vec::new() };
+    let mut planner = Planner { request, rows: Vec::new(), in_turn_bytes: 0 };
     planner.parameters();
     planner.gradients();
     planner.optimizer_states();
-    planner.buffers();
+    planner.gathered();
     let activations = planner.activations();
     let notes = planner.wear().into_iter().collect();
-    Plan { rows: planner.rows.into_iter().filter(|row| row.bytes > 0).collect(), activations, notes }
+    let in_turn_bytes = planner.in_turn_bytes;
+    let rows = planner.rows.into_iter().filter(|row| row.bytes > 0).collect();
+    Plan { rows, activations, in_turn_bytes, notes }
 }
 
 struct Planner<'a> {
     request: &'a Request<'a>,
     rows: Vec<Row>,
+    in_turn_bytes: u64,
 }
 
 impl Planner<'_> {
     fn add(&mut self, purpose: Purpose, tier: Tier, bytes: u64, why: impl Into<String>) {
-        self.rows.push(Row { purpose, tier, bytes, why: why.into(), in_common: false });
+        self.rows.push(Row { purpose, tier, bytes, why: why.into(), host_bytes: None });
     }
 
     fn stage(&self) -> Stage {
@@ -55,12 +58,16 @@ impl Planner<'_> {
 
     /// A rank's share of all parameters: among all ranks, or in stage 3 among those of a `mics_shard_size`.
     fn share(&self) -> u64 {
+        self.all_params().div_ceil(self.sharers())
+    }
+
+    /// The ranks among which state is shared out.
+    fn sharers(&self) -> u64 {
         let ranks = self.request.data_parallel_size.max(1);
-        let sharers = match self.request.config.zero.mics_shard_size {
+        match self.request.config.zero.mics_shard_size {
             Some(size) if self.stage() == Stage::Parameters => size.clamp(1, ranks),
             _ => ranks,
-        };
-        self.all_params().div_ceil(sharers)
+        }
     }
 
     /// What each step writes to a disk, and how long one lasts that way.
@@ -121,15 +128,16 @@ impl Planner<'_> {
     fn parameters(&mut self) {
         let (width, purpose) = (self.width(), Purpose::Parameters);
         if self.stage() < Stage::Parameters {
+            let params = self.params();
             let in_common = self.request.processor == Processor::Cpu && self.stage() != Stage::Off;
-            // The ranks of a host hold different experts, and together all of them.
-            let params = if in_common { self.all_params() } else { self.params() };
             let mut why = format!("all {params} parameters × {width} bytes");
             if in_common {
                 why.push_str(", once for all ranks of a host");
             }
+            // The ranks of a host hold different experts, and together all of them.
+            let host_bytes = in_common.then(|| self.all_params().saturating_mul(width));
             let bytes = params.saturating_mul(width);
-            return self.rows.push(Row { purpose, tier: Tier::Device, bytes, why, in_common });
+            return self.rows.push(Row { purpose, tier: Tier::Device, bytes, why, host_bytes });
         }
         for (tier, count) in self.parameters_by_tier() {
             let why = format!("{count} of {} parameters × {width} bytes", self.all_params());
@@ -137,25 +145,85 @@ impl Planner<'_> {
         }
     }
 
+    /// The type in which gradients travel: that of sequences' parts, the configured one, or the model's.
+    fn wire_width(&self) -> u64 {
+        let config = self.request.config;
+        let wire = match self.request.sequence_ranks > 1 {
+            true => Some(config.seq_parallel_comm_data_type),
+            false => config.communication_data_type,
+        };
+        wire.map_or(self.width(), DataType::bytes)
+    }
+
+    /// Sums of micro-batches are wide unless told otherwise; a single one has the type it travels in.
+    fn kept_width(&self) -> u64 {
+        match self.request.config.grad_accum_dtype {
+            Some(data_type) => data_type.bytes(),
+            None if self.accumulates() => DataType::Fp32.bytes(),
+            None => self.wire_width(),
+        }
+    }
+
+    fn accumulates(&self) -> bool {
+        self.request.config.batch.gradient_accumulation_steps.get() > 1
+    }
+
+    /// Whether gradients stay where backward makes them: nobody else needs them, and nothing is added up.
+    fn gradients_stay(&self) -> bool {
+        let alone = self.request.data_parallel_size <= 1;
+        alone && !self.accumulates() && self.wire_width() == self.kept_width()
+    }
+
     fn gradients(&mut self) {
         let (stage, purpose) = (self.stage(), Purpose::Gradients);
-        let config = self.request.config;
-        // Sums of micro-batches are wide unless told otherwise; a single one has the type it travels in.
-        let width = match config.grad_accum_dtype {
-            Some(data_type) => data_type.bytes(),
-            None if config.batch.gradient_accumulation_steps.get() > 1 => DataType::Fp32.bytes(),
-            None => config.communication_data_type.map_or(self.width(), DataType::bytes),
+        let (wire, kept) = (self.wire_width(), self.kept_width());
+        let params = self.params();
+        let held = if stage < Stage::Gradients { params } else { self.share() };
+        let why = if held == params {
+            format!("all of them × {kept} bytes")
+        } else {
+            format!("{held} × {kept} bytes")
         };
-        if stage < Stage::Gradients {
-            return self.add(
-                purpose,
-                Tier::Device,
-                self.params().saturating_mul(width),
-                format!("all of them × {width} bytes"),
-            );
+        self.add(purpose, Tier::Device, held.saturating_mul(kept), why);
+        if self.gradients_stay() || stage < Stage::Gradients && wire == kept {
+            return;
         }
-        let share = self.share();
-        self.add(purpose, Tier::Device, share.saturating_mul(width), format!("{share} × {width} bytes"));
+        // Below stage 2 whole sums stay, and what travels is a copy in another type.
+        let zero = &self.request.config.zero;
+        let limit = zero.bucket_numel(params);
+        let experts = self.expert_params();
+        let in_slices = matches!(self.request.model, Model::Transformer(shape) if shape.slices > 1);
+        // What is spread in another way is in buckets of its own; what other ranks reach has memory of its own too.
+        let dense = params.saturating_sub(experts);
+        let ways = match self.expert_ranks() > 1 {
+            true => vec![(dense, 1), (experts, 1)],
+            false if experts > 0 => vec![(dense.max(experts), 2)],
+            false => vec![(params, if in_slices { 2 } else { 1 })],
+        };
+        for (numel, least) in ways {
+            let bucket = limit.min(numel).max(self.largest_parameter().min(numel));
+            let buckets = numel.div_ceil(bucket.max(1)).max(least);
+            let copies = if zero.overlap_comm { buckets.clamp(1, 2) } else { 1 };
+            let why = format!("{copies} × {bucket} gradients × {wire} bytes");
+            self.add(Purpose::CommunicationBuffers, Tier::Device, bucket.saturating_mul(copies * wire), why);
+        }
+    }
+
+    /// Parameters of experts that this rank holds.
+    fn expert_params(&self) -> u64 {
+        match self.request.model {
+            Model::Transformer(shape) => shape.expert_params.saturating_mul(shape.layers),
+            Model::Counts(_) => 0,
+        }
+    }
+
+    /// Ranks that share the experts of a layer.
+    fn expert_ranks(&self) -> u64 {
+        (self.all_params() - self.params()) / self.expert_params().max(1) + 1
+    }
+
+    fn largest_parameter(&self) -> u64 {
+        self.request.model.size().largest_layer_params
     }
 
     fn optimizer_states(&mut self) {
@@ -194,39 +262,42 @@ impl Planner<'_> {
         }
     }
 
-    fn buffers(&mut self) {
-        let (zero, params, purpose) =
-            (&self.request.config.zero, self.params(), Purpose::CommunicationBuffers);
-        let width = self.request.config.communication_data_type.map_or(self.width(), DataType::bytes);
-        // Below stage 2 gradients stay in the buffers they travel in.
-        if self.request.data_parallel_size > 1 && self.stage() >= Stage::Gradients {
-            let bucket = zero.bucket_numel(params).min(params);
-            let copies = if zero.overlap_comm { 2 } else { 1 };
-            let why = format!("{copies} × {bucket} gradients × {width} bytes");
-            self.add(purpose, Tier::Device, bucket.saturating_mul(copies * width), why);
+    /// What stage 3 holds whole beside a rank's share.
+    fn gathered(&mut self) {
+        if self.stage() != Stage::Parameters
+            || self.sharers() == 1 && self.home_of_parameters() == Tier::Device
+        {
+            return;
         }
-        if self.stage() == Stage::Parameters {
-            let layer = match self.request.model {
-                Model::Transformer(transformer) => {
-                    transformer.layer_params.max(transformer.size.largest_layer_params)
-                }
-                Model::Counts(size) => size.largest_layer_params,
-            };
-            let ahead = zero.prefetch_bucket_size.min(params);
-            let live = layer.saturating_add(ahead).min(params).min(zero.max_live_parameters.max(layer));
+        let (zero, params, width) = (&self.request.config.zero, self.params(), self.width());
+        // What forward has read last is read first by backward, and stays; what comes next is fetched ahead.
+        let stays = zero.max_reuse_distance / 2;
+        let ahead = zero.prefetch_bucket_size;
+        let live = self.largest_parameter().saturating_add(stays).saturating_add(ahead);
+        // An expert that no other rank has is whole where it is.
+        let own =
+            if self.expert_ranks() == self.request.data_parallel_size { self.expert_params() } else { 0 };
+        let spread = params.saturating_sub(own);
+        let live = live.min(zero.max_live_parameters).max(self.largest_parameter()).min(spread);
+        let why = format!(
+            "{live} gathered parameters × {width} bytes: in use, fetched ahead, and kept for backward"
+        );
+        self.add(Purpose::CommunicationBuffers, Tier::Device, live.saturating_mul(width), why);
+        let (ranks, neighbours) = (self.request.data_parallel_size, zero.hpz_partition_size);
+        if neighbours > 1 && neighbours < ranks {
+            let part = params.div_ceil(neighbours);
             let why = format!(
-                "{live} gathered parameters × {} bytes: one layer and what is fetched ahead",
-                self.width()
+                "{part} × {width} bytes: the second copy, which {neighbours} neighbours hold among themselves (zero_hpz_partition_size)"
             );
-            self.add(purpose, Tier::Device, live.saturating_mul(self.width()), why);
+            self.add(Purpose::Parameters, Tier::Device, part.saturating_mul(width), why);
         }
     }
 
     fn activations(&mut self) -> Option<Activations> {
         let Model::Transformer(shape) = self.request.model else { return None };
         let config = self.request.config;
-        let tokens =
-            config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(self.request.sequence_length);
+        let length = self.request.sequence_length.div_ceil(self.request.sequence_ranks.max(1));
+        let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(length);
         let bytes = ActivationBytes::of(
             shape,
             self.width(),
@@ -236,19 +307,42 @@ impl Planner<'_> {
             self.request.processor,
         );
         let (kept, checkpointed) = (bytes.kept(shape.layers), bytes.checkpointed(shape.layers));
+        let again = self.request.checkpoint_activations;
+        let in_tiles = self.request.in_tiles
+            && self.request.processor == Processor::Cpu
+            && config.precision.data_type() != DataType::Fp16;
+        let passing = PassingBytes::of(shape, self.width(), tokens, self.request.processor, in_tiles);
+        let on_host = again
+            && config.activation_checkpointing.cpu_checkpointing
+            && self.request.processor == Processor::Gpu;
+        // Layers whose inputs are on the device.
+        let held = if on_host { 1 } else { shape.layers };
+        let (peak, counted) = match again {
+            true => (
+                passing.peak(&bytes, bytes.layer_input.saturating_mul(held), bytes.layer),
+                bytes.checkpointed(held),
+            ),
+            false => (passing.peak(&bytes, bytes.layer.saturating_mul(held), 0), kept),
+        };
+        let why = "gradients on their way, the head's in f32, and operands in tiles";
+        self.add(Purpose::CommunicationBuffers, Tier::Device, peak.saturating_sub(counted), why);
+        if self.gradients_stay() {
+            let [gradients, of_layer] =
+                [self.params(), shape.layer_params].map(|count| count.saturating_mul(self.kept_width()));
+            let most = peak.max(passing.end(&bytes, gradients, of_layer));
+            self.in_turn_bytes = peak.max(counted).saturating_add(gradients).saturating_sub(most);
+        }
         let purpose = Purpose::Activations;
-        if !self.request.checkpoint_activations {
+        if !again {
             self.add(
                 purpose,
                 Tier::Device,
                 kept,
                 format!("{tokens} tokens through {} layers, all kept", shape.layers),
             );
-        } else if config.activation_checkpointing.cpu_checkpointing
-            && self.request.processor == Processor::Gpu
-        {
+        } else if on_host {
             let why = "one layer that is computed again, with its input";
-            self.add(purpose, Tier::Device, bytes.checkpointed(1), why.to_owned());
+            self.add(purpose, Tier::Device, counted, why);
             let why = format!("the inputs of {} layers", shape.layers);
             self.add(purpose, Tier::Host, bytes.layer_input.saturating_mul(shape.layers), why);
         } else {

@@ -14,6 +14,7 @@ impl Transformer {
             return self;
         }
         let sliced = Transformer {
+            slices,
             heads: self.heads.div_ceil(slices),
             kv_heads: (self.kv_heads / slices).max(1),
             intermediate: self.intermediate.div_ceil(slices),

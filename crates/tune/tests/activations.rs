@@ -46,10 +46,12 @@ fn planned(config: &Value, dtype: DType, batch: u64, sequence_length: u64) -> Ac
         model: &Model::Transformer(from_hugging_face(config).unwrap()),
         config: &run,
         data_parallel_size: 1,
+        sequence_ranks: 1,
         sequence_length,
         checkpoint_activations: false,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
+        in_tiles: false,
     };
     plan(&request).activations.unwrap()
 }

@@ -1,9 +1,9 @@
 //! Plans for known models, checked against the figures of the ZeRO paper and by hand.
 
 use ferrospeed_config::{AutoValues, Config};
-use ferrospeed_tune::crossing::{Way, crossings};
+use ferrospeed_tune::crossing::{Crossings, Hosts, Way, crossings};
 use ferrospeed_tune::estimate::ModelSize;
-use ferrospeed_tune::model::{Model, ModelError, from_hugging_face};
+use ferrospeed_tune::model::{Model, ModelError, Transformer, from_hugging_face};
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose, Request, Tier, human, plan};
 use serde_json::{Value, json};
 
@@ -17,10 +17,12 @@ fn plan_for(model: &Model, value: Value, ranks: u64, checkpoint_activations: boo
         model,
         config: &config(value, ranks),
         data_parallel_size: ranks,
+        sequence_ranks: 1,
         sequence_length: 1024,
         checkpoint_activations,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
+        in_tiles: false,
     })
 }
 
@@ -123,16 +125,21 @@ fn checkpointing_keeps_layer_inputs_only() {
     assert_eq!(activations.kept_bytes, 12 * layer + loss);
     assert_eq!(activations.checkpointed_bytes, 12 * input + layer + backward);
     let kept = plan_for(&model, value(), 1, false);
-    assert_eq!(kept.total(Tier::Device) - states(&kept), activations.kept_bytes);
+    // The gradient of the head adds up in f32 meanwhile; all gradients take the room that activations leave.
+    let (head, gradients) = (50_257 * 768 * 4, 124_439_808 * 2);
+    assert_eq!(kept.in_turn_bytes, gradients);
+    assert_eq!(kept.total(Tier::Device) + gradients - states(&kept), activations.kept_bytes + head);
     // A GPU takes all rows of this loss at once, in the model's own type.
     let on_gpu = plan(&Request {
         model: &model,
         config: &config(value(), 1),
         data_parallel_size: 1,
+        sequence_ranks: 1,
         sequence_length: 1024,
         checkpoint_activations: true,
         keeps_attention_matrix: false,
         processor: Processor::Gpu,
+        in_tiles: false,
     });
     let on_gpu = on_gpu.activations.expect("a known shape");
     let loss_on_gpu = loss - logits + 4096 * 50257 * 2;
@@ -270,25 +277,118 @@ fn what_hosts_send_falls_as_in_the_zero_plus_plus_paper() {
             model: &model,
             config: &config,
             data_parallel_size: ranks,
+            sequence_ranks: 1,
             sequence_length: 1024,
             checkpoint_activations: false,
             keeps_attention_matrix: false,
             processor: Processor::Gpu,
+            in_tiles: false,
         };
-        crossings(&request, per_host)
+        crossings(&request, Hosts::of(per_host))
     };
     assert_eq!(sent(json!({}), 8, 8), None, "one host sends nothing");
     let plain = sent(json!({}), 1000, 1).unwrap();
     let sizes = |bytes: u64| bytes as f64 / 2e9;
     assert!((2.95..3.0).contains(&sizes(plain.configured.sent_bytes)), "{plain:?}");
+    let advice = plain.advice.as_deref().unwrap();
+    assert!(advice.contains("zero_quantized_gradients") && !advice.contains("hpz"), "{advice}");
+    // Where neighbours keep weights among themselves they come once: a quarter of what they are, and gradients.
+    let plain = sent(json!({}), 2000, 2).unwrap();
     let least = plain.others.iter().map(|other| other.sent_bytes).min().unwrap();
     assert!((0.74..0.76).contains(&sizes(least)), "{plain:?}");
-    let advice = plain.advice.as_deref().unwrap();
-    assert!(advice.contains("zero_quantized_gradients") && advice.contains("25 %"), "{advice}");
+    assert!(plain.advice.as_deref().unwrap().contains("\"zero_hpz_partition_size\": 2"), "{plain:?}");
     let all = json!({
         "zero_quantized_weights": true, "zero_hpz_partition_size": 8, "zero_quantized_gradients": true,
     });
     let all = sent(all, 16, 8).unwrap();
     assert_eq!((all.configured.way, &all.advice), (Way::AllOfZeroPlusPlus, &None));
     assert!(all.to_string().contains("all of ZeRO++") && all.to_string().contains("as configured"), "{all}");
+}
+
+fn mixtral() -> Transformer {
+    from_hugging_face(&json!({
+        "model_type": "mixtral", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 128,
+    }))
+    .expect("a mixture")
+}
+
+fn crossed(model: Transformer, stage: u8, ranks: u64, on: Hosts) -> Crossings {
+    let value = json!({ "train_micro_batch_size_per_gpu": 1, "bf16": { "enabled": true }, "zero_optimization": { "stage": stage } });
+    let request = Request {
+        model: &Model::Transformer(model),
+        config: &config(value, ranks),
+        data_parallel_size: ranks,
+        sequence_ranks: 1,
+        sequence_length: 128,
+        checkpoint_activations: false,
+        keeps_attention_matrix: false,
+        processor: Processor::Cpu,
+        in_tiles: false,
+    };
+    crossings(&request, on).expect("several hosts")
+}
+
+/// The run refuses neighbours that do not divide all ranks, and neighbours on two hosts save nothing.
+#[test]
+fn only_neighbours_that_divide_the_ranks_and_stay_on_a_host_are_advised() {
+    let neighbours = |ranks, per_host| {
+        let found = crossed(mixtral(), 3, ranks, Hosts::of(per_host)).to_string();
+        let size = found.split("\"zero_hpz_partition_size\": ").nth(1)?;
+        size.split(|letter: char| !letter.is_ascii_digit()).next().map(str::to_owned)
+    };
+    assert_eq!(neighbours(8, 3), None);
+    assert_eq!(neighbours(8, 4).as_deref(), Some("4"));
+    assert_eq!(neighbours(12, 8).as_deref(), Some("4"));
+    assert_eq!(neighbours(8, 1), None);
+}
+
+#[test]
+fn one_bit_optimizers_are_not_offered_where_ranks_hold_different_parts() {
+    let offers = |crossings: &Crossings| crossings.others.iter().any(|other| other.way == Way::OneBit);
+    let spread = mixtral().with_experts_over(2).expect("eight experts");
+    assert!(offers(&crossed(mixtral(), 0, 4, Hosts::of(2))));
+    assert!(!offers(&crossed(spread, 0, 4, Hosts { expert_ranks: 2, ..Hosts::of(2) })));
+    assert!(!offers(&crossed(mixtral().in_slices(2), 0, 4, Hosts::of(2))));
+}
+
+/// Tokens that leave a host for experts are part of what it sends, and none do where all experts are on it.
+#[test]
+fn what_a_host_sends_counts_tokens_for_experts_elsewhere() {
+    let routed = |ep: u64, ranks: u64, per_host: u64, neighbours: bool| {
+        let model = mixtral().with_experts_over(ep).expect("eight experts");
+        let on = Hosts { ranks_per_host: per_host, expert_ranks: ep, experts_are_neighbours: neighbours };
+        crossed(model, 1, ranks, on).routed_bytes
+    };
+    assert_eq!(routed(2, 8, 4, true), 0);
+    // Each of four ranks sends half of its tokens, twice (to the expert, and what came of those it got), forward and
+    // backward, in two layers, to two experts each, as wide as the stream.
+    let all = 4 * 128 / 2 * 4 * 2 * 2 * 64 * 2;
+    assert_eq!(routed(2, 8, 4, false), all);
+    // Of eight ranks that share experts half are elsewhere; of a group that is cut three to one some.
+    assert_eq!(routed(8, 8, 4, true), all);
+    assert_eq!(routed(4, 8, 3, true), 3 * 128 / 4 * 4 * 2 * 2 * 64 * 2);
+    let without = crossed(mixtral(), 1, 8, Hosts::of(4)).configured.sent_bytes;
+    let with = crossed(
+        mixtral().with_experts_over(8).expect("eight"),
+        1,
+        8,
+        Hosts { expert_ranks: 8, ..Hosts::of(4) },
+    );
+    assert!(with.configured.sent_bytes >= with.routed_bytes && with.configured.sent_bytes != without);
+}
+
+/// `zero_hpz_partition_size` keeps everything once more among neighbours.
+#[test]
+fn a_second_copy_among_neighbours_is_counted() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
+    let total = |neighbours: u64| {
+        let value = json!({
+            "train_micro_batch_size_per_gpu": 1, "bf16": { "enabled": true },
+            "zero_optimization": { "stage": 3, "zero_hpz_partition_size": neighbours },
+        });
+        plan_for(&model, value, 8, false).total(Tier::Device)
+    };
+    assert_eq!(total(4) - total(1), 2 * 1_000_000 / 4);
+    assert_eq!(total(8), total(1), "all ranks together hold no second copy");
 }

@@ -90,10 +90,12 @@ fn ranks_keep_as_many_bytes_of_activations_as_planned() {
             model: &Model::Transformer(from_hugging_face(&value).unwrap().in_slices(slices)),
             config: &run,
             data_parallel_size: 1,
+            sequence_ranks: 1,
             sequence_length: tokens as u64,
             checkpoint_activations: false,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
+            in_tiles: false,
         });
         let planned = planned.activations.unwrap().kept_bytes as f64;
         let held = measured(&value, slices as usize, batch, tokens) as f64;

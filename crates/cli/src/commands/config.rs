@@ -73,12 +73,21 @@ struct Input {
 }
 
 impl InputArgs {
+    /// The file, where it is a recipe.
+    pub(super) fn recipe(&self) -> Option<&Path> {
+        let path = Path::new(&self.file);
+        path.extension().is_some_and(|extension| extension == "toml").then_some(path)
+    }
+
+    pub(super) fn overrides(&self) -> &[String] {
+        &self.overrides
+    }
+
     /// Reads a configuration, or the recipe that holds one.
     fn open(&self) -> Result<Input, Failed> {
-        let path = Path::new(&self.file);
-        if path.extension().is_none_or(|extension| extension != "toml") {
+        let Some(path) = self.recipe() else {
             return Ok(Input { read: self.read()?, auto: self.auto_values(), ranks: None });
-        }
+        };
         let recipe = Recipe::load(path, &self.overrides).map_err(Failed::Recipe)?;
         let (read, auto, contradictions) = recipe.unresolved()?;
         if !contradictions.is_empty() {

@@ -31,6 +31,7 @@ mod model_inspect;
 mod node_launch;
 mod place;
 mod plan;
+mod plan_asked;
 mod plan_pipeline;
 mod profile;
 mod rank_env;

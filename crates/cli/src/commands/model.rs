@@ -12,7 +12,6 @@ use crate::failure::Failure;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 #[derive(Debug, Args)]
-#[group(id = "model_source", required = true, multiple = true)]
 pub(super) struct ModelArgs {
     /// A Hugging Face model: its folder or its config.json
     #[arg(long, value_name = "PATH", conflicts_with = "params")]
@@ -40,6 +39,11 @@ pub(super) fn parse_count(text: &str) -> Result<u64, String> {
 }
 
 impl ModelArgs {
+    /// Whether a model is named.
+    pub(super) fn is_given(&self) -> bool {
+        self.model.is_some() || self.params.is_some()
+    }
+
     pub(super) fn read(&self) -> Result<Model, Failure> {
         if let Some(total_params) = self.params {
             let largest_layer_params = self.largest_layer_params.unwrap_or(total_params);

@@ -133,10 +133,12 @@ fn training(
         model: &Model::Transformer(*shape),
         config: &config,
         data_parallel_size: 1,
+        sequence_ranks: 1,
         sequence_length: sequence,
         checkpoint_activations: false,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
+        in_tiles: false,
     });
     let states = planned.rows.iter().filter(|row| row.purpose != Purpose::Activations).map(|row| row.bytes);
     let none = Activations { kept_bytes: 0, checkpointed_bytes: 0 };

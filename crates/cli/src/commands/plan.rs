@@ -5,46 +5,50 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use ferrospeed_config::{AutoValues, Config, OptimizerTier, ParameterTier};
+use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
 use ferrospeed_launch::probe;
-use ferrospeed_tune::crossing::{Crossings, crossings};
+use ferrospeed_tune::crossing::{Crossings, Hosts, crossings};
 use ferrospeed_tune::model::Model;
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Request, Shortfall, human, plan};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::config::{InputArgs, print_findings, refusal};
+use super::config::InputArgs;
 use super::model::ModelArgs;
+use super::plan_asked::Asked;
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 
 const GIB: f64 = (1u64 << 30) as f64;
-const DEFAULT_SEQUENCE_LENGTH: u64 = 2048;
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
     #[command(flatten)]
-    input: InputArgs,
+    pub(super) input: InputArgs,
     #[command(flatten)]
-    model: ModelArgs,
-    /// The number of data-parallel ranks
-    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT", default_value = "1")]
-    world_size: NonZeroU64,
+    pub(super) model: ModelArgs,
+    /// The number of data-parallel ranks; default: the recipe's, or 1
+    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT")]
+    pub(super) world_size: Option<NonZeroU64>,
     /// Slices of each layer, on as many ranks for each of those [default: the configuration's tensor_parallel.autotp_size]
     #[arg(long, value_name = "SLICES")]
-    tp: Option<NonZeroU64>,
+    pub(super) tp: Option<NonZeroU64>,
     /// Ranks, of the data-parallel ones, that share the experts of a layer [default: the configuration's
     /// expert_parallel.autoep_size]
     #[arg(long, value_name = "RANKS")]
-    ep: Option<NonZeroU64>,
+    pub(super) ep: Option<NonZeroU64>,
+    /// Ranks that share each sequence, for each of the data-parallel ones [default: the configuration's
+    /// sequence_parallel_size]
+    #[arg(long, value_name = "RANKS")]
+    pub(super) sp: Option<NonZeroU64>,
     /// How many ranks share a host; all when absent
     #[arg(long = "ranks_per_host", alias = "ranks-per-host", value_name = "COUNT")]
     ranks_per_host: Option<NonZeroU64>,
-    /// Tokens per sample; the model's longest when absent, 2048 when that is not known
+    /// Tokens per sample; default: the recipe's, the model's longest, or 2048
     #[arg(long = "sequence_length", alias = "sequence-length", value_name = "COUNT")]
-    sequence_length: Option<NonZeroU64>,
-    /// Compute each layer again in the backward pass
+    pub(super) sequence_length: Option<NonZeroU64>,
+    /// Compute each layer again in the backward pass, as a recipe's model.activation_checkpointing asks too
     #[arg(long = "checkpoint_activations", alias = "checkpoint-activations")]
-    checkpoint_activations: bool,
+    pub(super) checkpoint_activations: bool,
     /// Attention keeps its matrix of weights, as attention that is not fused does
     #[arg(long = "keep_attention_matrix", alias = "keep-attention-matrix")]
     keep_attention_matrix: bool,
@@ -75,48 +79,32 @@ fn parse_gib(text: &str) -> Result<u64, String> {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
-    let model = args.model.read()?;
-    let config = resolve(args, &model)?;
-    let known_length = match &model {
-        Model::Transformer(transformer) => Some(transformer.max_positions),
-        Model::Counts(_) => None,
-    };
-    let slices = args.tp.map_or_else(|| size_of(&config, "tensor_parallel", "autotp_size"), NonZeroU64::get);
-    let expert_ranks =
-        args.ep.map_or_else(|| size_of(&config, "expert_parallel", "autoep_size"), NonZeroU64::get);
-    let model = spread(model, slices, expert_ranks, args.world_size.get())?;
-    let capacity = capacity(args, &config, slices)?;
-    let sequence_length =
-        args.sequence_length.map(NonZeroU64::get).or(known_length).unwrap_or(DEFAULT_SEQUENCE_LENGTH);
+    let Asked { model, config, data_ranks, sliced, shared, sequence_length, recomputes } = Asked::read(args)?;
+    let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);
+    let model = spread(model, sliced, shared.experts, zero_ranks)?;
+    let capacity = capacity(args, &config, zero_ranks.saturating_mul(sliced))?;
     let request = Request {
         model: &model,
         config: &config,
-        data_parallel_size: args.world_size.get(),
+        data_parallel_size: zero_ranks,
+        sequence_ranks: shared.sequence,
         sequence_length,
-        checkpoint_activations: args.checkpoint_activations,
+        checkpoint_activations: recomputes,
         keeps_attention_matrix: args.keep_attention_matrix,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
+        in_tiles: super::doctor::multiplies_in_tiles(),
     };
     let mut planned = plan(&request);
-    let crossings = crossings(&request, capacity.ranks_per_host / slices);
-    if let (Model::Transformer(transformer), true) = (&model, slices > 1) {
-        let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(sequence_length);
-        let bytes = transformer.summed_bytes(tokens, config.precision.data_type().bytes());
-        planned.notes.push(format!(
-            "tensor parallelism: {slices} ranks sum {} per micro-batch, beside what ZeRO exchanges",
-            human(bytes)
-        ));
-    }
-    if let (Model::Transformer(transformer), true) = (&model, expert_ranks > 1) {
-        let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(sequence_length);
-        let bytes = transformer.routed_bytes(tokens, config.precision.data_type().bytes(), expert_ranks);
-        planned.notes.push(format!(
-            "expert parallelism: {} of {} experts of a layer on each of {expert_ranks} ranks, which send each other {} per micro-batch where the router is balanced",
-            transformer.experts / expert_ranks,
-            transformer.experts,
-            human(bytes)
-        ));
-    }
+    let after = config.section("use_data_before_expert_parallelism").and_then(Value::as_bool);
+    let crossings = crossings(
+        &request,
+        Hosts {
+            ranks_per_host: capacity.ranks_per_host / sliced,
+            expert_ranks: shared.experts,
+            experts_are_neighbours: after != Some(true),
+        },
+    );
+    planned.notes.extend(exchanges(&request, sliced, shared.experts));
     let shortfalls = planned.shortfalls(&capacity);
     let text = match args.json {
         true => as_json(&planned, crossings.as_ref(), &capacity, &shortfalls),
@@ -129,15 +117,34 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     Ok(if shortfalls.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn resolve(args: &PlanArgs, model: &Model) -> Result<Config, Failure> {
-    let read = args.input.read().map_err(refusal)?;
-    let auto = match (model, args.input.auto_values()) {
-        (Model::Transformer(transformer), _) => AutoValues::new().with_hidden_size(transformer.hidden),
-        (Model::Counts(_), given) => given,
-    };
-    let (config, report) = read.resolve(args.world_size, &auto).map_err(refusal)?;
-    print_findings(&report);
-    Ok(config)
+/// What slices and experts make ranks send each other, beside ZeRO.
+fn exchanges(request: &Request<'_>, sliced: u64, expert_ranks: u64) -> Vec<String> {
+    let Model::Transformer(transformer) = request.model else { return Vec::new() };
+    let length = request.sequence_length.div_ceil(request.sequence_ranks.max(1));
+    let tokens = request.config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(length);
+    let width = request.config.precision.data_type().bytes();
+    let mut notes = Vec::new();
+    if sliced > 1 {
+        let bytes = human(transformer.summed_bytes(tokens, width));
+        notes.push(format!(
+            "tensor parallelism: {sliced} ranks sum {bytes} per micro-batch, beside what ZeRO exchanges"
+        ));
+    }
+    if expert_ranks > 1 {
+        notes.push(format!(
+            "expert parallelism: {} of {} experts of a layer on each of {expert_ranks} ranks, which send each other {} per micro-batch where the router is balanced",
+            transformer.experts / expert_ranks,
+            transformer.experts,
+            human(transformer.routed_bytes(tokens, width, expert_ranks))
+        ));
+    }
+    if request.sequence_ranks > 1 {
+        notes.push(format!(
+            "sequence parallelism: {length} of {} tokens of a sample on each rank",
+            request.sequence_length
+        ));
+    }
+    notes
 }
 
 /// What one rank holds of a model in slices and with experts on several ranks.
@@ -165,13 +172,8 @@ fn spread(model: Model, slices: u64, expert_ranks: u64, world_size: u64) -> Resu
     Ok(Model::Transformer(spread))
 }
 
-/// A number of ranks that the configuration asks for.
-fn size_of(config: &Config, section: &str, key: &str) -> u64 {
-    config.section(section).and_then(|section| section[key].as_u64()).unwrap_or(1).max(1)
-}
-
 /// What there is: what the user says, else what this machine has.
-fn capacity(args: &PlanArgs, config: &Config, slices: u64) -> Result<Capacity, Failure> {
+fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<Capacity, Failure> {
     let device_bytes = match args.device_bytes {
         Some(bytes) => Some(bytes),
         None => probe::cuda_driver().ok().and_then(|driver| driver.device_bytes),
@@ -192,7 +194,6 @@ fn capacity(args: &PlanArgs, config: &Config, slices: u64) -> Result<Capacity, F
             })?
         }
     };
-    let ranks = args.world_size.get().saturating_mul(slices);
     let ranks_per_host = args.ranks_per_host.map_or(ranks, NonZeroU64::get).min(ranks);
     Ok(Capacity { device_bytes, host_bytes, nvme_bytes, ranks_per_host })
 }

@@ -2,7 +2,7 @@
 //! word, and takes bystanders with it.
 //!
 //! The estimate is that of `ferrospeed plan`. A model whose shape it does not know, or a host that does not say what it
-//! has, is not judged, nor is a model in stages or parts of sequences.
+//! has, is not judged, nor is a model in stages.
 
 use ferrospeed_launch::probe;
 use ferrospeed_tensor::cuda;
@@ -18,7 +18,7 @@ use crate::failure::Failure;
 pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Result<(), Failure> {
     let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
     let mesh = recipe.mesh();
-    if mesh.pipe.get() > 1 || mesh.sequence.get() > 1 {
+    if mesh.pipe.get() > 1 {
         return Ok(());
     }
     let model = model.in_slices(mesh.tensor.get() as u64).with_experts_over(mesh.expert.get() as u64);
@@ -28,11 +28,13 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Res
     let planned = plan(&Request {
         model: &Model::Transformer(model),
         config: &config,
-        data_parallel_size: recipe.data_ranks().get(),
+        data_parallel_size: recipe.data_ranks().get() * mesh.sequence.get() as u64,
+        sequence_ranks: mesh.sequence.get() as u64,
         sequence_length: recipe.data.sequence,
         checkpoint_activations: recipe.model.activation_checkpointing,
         keeps_attention_matrix: false,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
+        in_tiles: super::doctor::multiplies_in_tiles(),
     });
     match planned.shortfalls(&capacity).first() {
         None => Ok(()),

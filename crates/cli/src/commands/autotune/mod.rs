@@ -144,10 +144,12 @@ impl<'a> Search<'a> {
             model: &Model::Transformer(self.model),
             config: &config,
             data_parallel_size: recipe.data_ranks().get(),
+            sequence_ranks: 1,
             sequence_length: recipe.data.sequence,
             checkpoint_activations: recompute,
             keeps_attention_matrix: false,
             processor: self.processor(),
+            in_tiles: super::doctor::multiplies_in_tiles(),
         }))
     }
 

@@ -32,12 +32,20 @@ impl Check {
     }
 }
 
+/// Whether this host multiplies in tiles, which takes memory for an operand.
+pub(in crate::commands) fn multiplies_in_tiles() -> bool {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    cpu_field(&info, "flags").is_some_and(|flags| flags.split_whitespace().any(|flag| flag == "amx_bf16"))
+}
+
+fn cpu_field(info: &str, name: &str) -> Option<String> {
+    let line = info.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name));
+    line.and_then(|line| line.split_once(':')).map(|(_, value)| value.trim().to_owned())
+}
+
 fn cpu() -> Vec<Check> {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let field = |name: &str| {
-        let line = info.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name));
-        line.and_then(|line| line.split_once(':')).map(|(_, value)| value.trim().to_owned())
-    };
+    let field = |name: &str| cpu_field(&info, name);
     let topology = Topology::read();
     let numa = topology.numa_cores.len().max(1);
     let model = field("model name").unwrap_or_else(|| std::env::consts::ARCH.to_owned());

@@ -1,0 +1,129 @@
+//! What `ferrospeed plan` is asked about: a configuration and a model with their sizes, or a recipe that says all of it.
+
+use std::num::NonZeroU64;
+use std::path::Path;
+
+use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_train::{Recipe, TrainError};
+use ferrospeed_tune::model::{Model, from_hugging_face};
+use serde_json::Value;
+
+use super::config::{print_findings, refusal};
+use super::plan::PlanArgs;
+use crate::failure::Failure;
+
+const DEFAULT_SEQUENCE_LENGTH: u64 = 2048;
+
+/// What is planned, and on how many ranks.
+pub(super) struct Asked {
+    pub(super) model: Model,
+    pub(super) config: Config,
+    pub(super) data_ranks: NonZeroU64,
+    /// Ranks that hold slices of each layer.
+    pub(super) sliced: u64,
+    pub(super) shared: Shared,
+    pub(super) sequence_length: u64,
+    pub(super) recomputes: bool,
+}
+
+/// How many ranks share what.
+pub(super) struct Shared {
+    pub(super) experts: u64,
+    pub(super) sequence: u64,
+}
+
+impl Asked {
+    pub(super) fn read(args: &PlanArgs) -> Result<Asked, Failure> {
+        match args.input.recipe() {
+            Some(path) => Asked::of_recipe(args, path),
+            None => Asked::of_config(args),
+        }
+    }
+
+    fn of_config(args: &PlanArgs) -> Result<Asked, Failure> {
+        let model = args.model.read()?;
+        let data_ranks = args.world_size.unwrap_or(NonZeroU64::MIN);
+        let read = args.input.read().map_err(refusal)?;
+        let auto = match (&model, args.input.auto_values()) {
+            (Model::Transformer(transformer), _) => AutoValues::new().with_hidden_size(transformer.hidden),
+            (Model::Counts(_), given) => given,
+        };
+        let (config, report) = read.resolve(data_ranks, &auto).map_err(refusal)?;
+        print_findings(&report);
+        let longest = match &model {
+            Model::Transformer(transformer) => transformer.max_positions,
+            Model::Counts(_) => DEFAULT_SEQUENCE_LENGTH,
+        };
+        Ok(Asked {
+            data_ranks,
+            sliced: args
+                .tp
+                .map_or_else(|| size_of(&config, "tensor_parallel", "autotp_size"), NonZeroU64::get),
+            shared: Shared {
+                experts: args
+                    .ep
+                    .map_or_else(|| size_of(&config, "expert_parallel", "autoep_size"), NonZeroU64::get),
+                sequence: args.sp.map_or_else(|| sequence_ranks(&config), NonZeroU64::get),
+            },
+            sequence_length: args.sequence_length.map_or(longest, NonZeroU64::get),
+            recomputes: args.checkpoint_activations,
+            model,
+            config,
+        })
+    }
+
+    /// As `ferrospeed train` would run it, with what the other arguments change.
+    fn of_recipe(args: &PlanArgs, path: &Path) -> Result<Asked, Failure> {
+        let sizes = [
+            ("tensor_parallel.autotp_size", args.tp),
+            ("expert_parallel.autoep_size", args.ep),
+            ("sequence_parallel_size", args.sp),
+        ];
+        let mut overrides = args.input.overrides().to_vec();
+        overrides.extend(sizes.iter().filter_map(|(key, size)| Some(format!("{key}={}", (*size)?))));
+        let usage = |error: TrainError| Failure::Usage(error.to_string());
+        let mut recipe = Recipe::load(path, &overrides).map_err(usage)?;
+        let mesh = recipe.mesh();
+        if mesh.pipe.get() > 1 {
+            let why = "pipeline.stages: what stages hold is not planned yet; set it to 1, or see `ferrospeed plan-pipeline`";
+            return Err(Failure::Usage(why.to_owned()));
+        }
+        let of_a_sample = mesh.ranks_of_a_sample() as u64;
+        let ranks = args.world_size.map_or_else(
+            || u64::from(recipe.ranks).max(of_a_sample),
+            |ranks| ranks.get().saturating_mul(of_a_sample),
+        );
+        recipe.ranks = u32::try_from(ranks)
+            .map_err(|_| Failure::Usage(format!("--world_size: {ranks} ranks are too many")))?;
+        let model = match args.model.is_given() {
+            true => args.model.read()?,
+            false => {
+                let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
+                let shape = from_hugging_face(&config);
+                Model::Transformer(
+                    shape.map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?,
+                )
+            }
+        };
+        let (config, _) = recipe.config().map_err(refusal)?;
+        Ok(Asked {
+            model,
+            config,
+            data_ranks: recipe.data_ranks(),
+            sliced: mesh.tensor.get() as u64,
+            shared: Shared { experts: mesh.expert.get() as u64, sequence: mesh.sequence.get() as u64 },
+            sequence_length: args.sequence_length.map_or(recipe.data.sequence, NonZeroU64::get),
+            recomputes: args.checkpoint_activations || recipe.model.activation_checkpointing,
+        })
+    }
+}
+
+/// A number of ranks that the configuration asks for.
+fn size_of(config: &Config, section: &str, key: &str) -> u64 {
+    config.section(section).and_then(|section| section[key].as_u64()).unwrap_or(1).max(1)
+}
+
+/// Ranks that share each sequence, as the configuration asks.
+fn sequence_ranks(config: &Config) -> u64 {
+    config.section("sequence_parallel_size").and_then(Value::as_u64).unwrap_or(1).max(1)
+}
