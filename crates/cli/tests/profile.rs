@@ -121,4 +121,22 @@ fn a_trained_run_leaves_the_report_of_its_step_in_its_folder() {
     let macs = 32 * (12 * 32 * 32 + 2 * 16 * 32) + 32 * 32 * 256;
     let line = format!("fwd MACs per GPU: {:>54}{:.2} KMACs", "", f64::from(macs) / 1e3);
     assert!(text.lines().any(|found| found == line), "{line:?} in {text}");
+    let report = std::fs::read_to_string(out.join("report.html")).unwrap();
+    assert!(report.contains("What holds modules back") && report.contains("transformer.h.*.mlp"), "{report}");
+}
+
+#[test]
+fn the_roofline_says_of_each_kind_of_module_what_holds_it_back() {
+    let (_folder, path) = config(GPT2);
+    let output = ferrospeed(&["profile", path.to_str().unwrap(), "--backward", "--roofline"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("measured peaks: "), "{text}");
+    // Blocks are one; lookups do no operations, so memory binds.
+    let row = |module: &str| text.lines().find(|line| line.starts_with(module)).map(str::to_owned);
+    let found = row("transformer.h.*.attn.c_attn ").unwrap_or_else(|| panic!("no such row in {text}"));
+    assert!(found.ends_with("cores") || found.ends_with("memory"), "{found}");
+    let found = row("transformer.wte ").unwrap_or_else(|| panic!("no such row in {text}"));
+    assert!(found.contains(" 0.0 %") && found.ends_with("memory"), "{found}");
+    assert!(!text.contains("transformer.h.0"), "{text}");
 }

@@ -36,6 +36,7 @@ mod experts;
 mod failure;
 mod features;
 mod loader;
+pub mod machine;
 mod model_profile;
 mod monitors;
 mod overrides;

@@ -23,7 +23,8 @@ use std::collections::BTreeMap;
 use ferrospeed_nn::Parameters;
 pub use ferrospeed_observe::flops::ReportOptions;
 use ferrospeed_observe::flops::{Module, Summary, report};
-use ferrospeed_tensor::profile::{self, Passes, Profile};
+use ferrospeed_observe::roofline::{Peak, Place, Roofline};
+use ferrospeed_tensor::profile::{self, ModuleWork, Passes, Profile};
 use ferrospeed_tensor::{Device, Param};
 
 /// A model and what its modules did.
@@ -97,6 +98,20 @@ impl ModelProfile {
     /// What was done in all passes.
     pub fn total(&self) -> Passes {
         self.profile.total()
+    }
+
+    /// Modules under the roof of a machine, with what all passes did; those that differ in numbers alone are one.
+    pub fn roofline(&self, peak: Peak) -> Roofline {
+        let place = |module: &ModuleWork| {
+            let passes = [module.own.forward, module.own.backward, module.own.recomputation];
+            Place {
+                module: module.path.to_string(),
+                flops: passes.iter().map(|work| work.flops).sum(),
+                bytes: passes.iter().map(|work| work.bytes).sum(),
+                seconds: passes.iter().map(|work| work.time.as_secs_f64()).sum(),
+            }
+        };
+        Roofline::of_modules(peak, self.profile.modules().iter().map(place))
     }
 
     /// The report of a model alone, at `step`.

@@ -132,3 +132,23 @@ fn evaluations_are_not_profiled() {
     step(&mut engine, &model);
     assert_eq!(engine.model_profile().unwrap().macs(), (ROWS * (16 * 32 + 32 * 4)) as u64);
 }
+
+/// Each op's operands and results count once, in the pass that reads and writes them.
+#[test]
+fn bytes_are_those_of_operands_and_results() {
+    on_ranks(1, |world| {
+        let (mut engine, model) = start(world, &configuration(json!({"enabled": true, "profile_step": 0})));
+        step(&mut engine, &model);
+        let profile = engine.model_profile().unwrap();
+        let of = |path: &str| {
+            let module = profile.profile().modules().iter().find(|module| &*module.path == path).unwrap();
+            [module.own.forward.bytes, module.own.backward.bytes]
+        };
+        let bytes = |elements: usize| 4 * elements as u64;
+        let (x, weight, bias, y) = (ROWS * 32, 32 * 4, 4, ROWS * 4);
+        let [forward, backward] = of("net.2");
+        assert_eq!(forward, bytes(x + weight + bias + y));
+        // Gradients of the output, the input, the weight and the bias; the input and the weight are read once more.
+        assert_eq!(backward, bytes(y + x + weight + bias + x + weight));
+    });
+}

@@ -10,6 +10,7 @@ mod log;
 pub mod monitor;
 mod record;
 pub mod report;
+pub mod roofline;
 mod routing;
 pub mod trace;
 pub mod watch;

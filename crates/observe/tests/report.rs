@@ -1,6 +1,7 @@
 //! The report as a reader's browser gets it.
 
 use ferrospeed_observe::report::{Report, render};
+use ferrospeed_observe::roofline::{Limit, Peak, Place, Roofline};
 use ferrospeed_observe::{EvalRecord, StepRecord};
 
 fn step(step: u64) -> StepRecord {
@@ -26,7 +27,7 @@ fn step(step: u64) -> StepRecord {
 }
 
 fn page_of(steps: &[StepRecord], evals: &[EvalRecord]) -> String {
-    let page = render(&Report { title: "run", steps, evals, facts: &[], documents: &[] });
+    let page = render(&Report { title: "run", steps, evals, facts: &[], documents: &[], roofline: None });
     check_well_formed(&page);
     page
 }
@@ -101,8 +102,14 @@ fn hostile_names_and_texts_stay_text() {
     let mut record = step(1);
     record.memory_bytes.insert(hostile.into(), 5);
     let named = [(hostile.to_owned(), hostile.to_owned())];
-    let page =
-        render(&Report { title: hostile, steps: &[record], evals: &[], facts: &named, documents: &named });
+    let page = render(&Report {
+        title: hostile,
+        steps: &[record],
+        evals: &[],
+        facts: &named,
+        documents: &named,
+        roofline: None,
+    });
     check_well_formed(&page);
     assert!(!page.contains("<script"));
     assert!(!page.contains('\u{1b}') && !page.contains('\0'));
@@ -184,4 +191,48 @@ fn more_memory_categories_than_colours_share_the_last() {
     let page = page_of(&[record], &[]);
     assert!(page.contains("</i>other categories</span>"));
     assert_eq!(count(&page, "class=\"area "), 8 + 4);
+}
+
+#[test]
+fn a_profiled_run_shows_its_modules_under_the_roof() {
+    let place = |module: &str, flops, bytes, seconds| Place { module: module.into(), flops, bytes, seconds };
+    let places = vec![
+        place("h.0.<mlp>", 8_000_000, 10_000, 1e-5),
+        place("h.1.<mlp>", 8_000_000, 10_000, 1e-5),
+        place("norm", 1000, 8000, 1e-6),
+        place("lookup", 0, 8000, 1e-6),
+        place("idle", 0, 0, 0.0),
+    ];
+    let peak = Peak { flops_per_s: 1e12, bytes_per_s: 1e10 };
+    let roofline = Roofline::of_modules(peak, places);
+    let names: Vec<&str> = roofline.places.iter().map(|place| place.module.as_str()).collect();
+    assert_eq!(names, ["h.*.<mlp>", "norm", "lookup"]);
+    assert_eq!(roofline.places[0].shares(&peak), [0.8, 0.1]);
+    let limits = roofline.places.iter().map(|place| peak.limit(place));
+    assert_eq!(limits.collect::<Vec<_>>(), [Limit::Compute, Limit::Memory, Limit::Memory]);
+    let page = render(&Report {
+        title: "run",
+        steps: &[step(1)],
+        evals: &[],
+        facts: &[],
+        documents: &[],
+        roofline: Some(&roofline),
+    });
+    check_well_formed(&page);
+    // What does no operations has no place over operations per byte.
+    assert_eq!(page.matches("<circle class=\"dot").count(), 2, "{page}");
+    assert!(
+        page.contains("h.*.&lt;mlp&gt;: 80 % of the cores&#39; peak")
+            || page.contains("h.*.&lt;mlp&gt;: 80 % of the cores' peak")
+    );
+    let nothing = Roofline { peak, places: Vec::new() };
+    let page = render(&Report {
+        title: "run",
+        steps: &[step(1)],
+        evals: &[],
+        facts: &[],
+        documents: &[],
+        roofline: Some(&nothing),
+    });
+    assert!(!page.contains("What holds modules back"));
 }

@@ -343,6 +343,10 @@ pub struct Window2d {
     pub padding: [usize; 2],
 }
 
+/// A point in a device's work: see [`Backend::mark`].
+#[derive(Debug, PartialEq, Eq)]
+pub struct Mark(pub(crate) u64);
+
 /// A device: memory and kernels.
 pub trait Backend: Send + Sync {
     /// What it calls itself in messages.
@@ -363,6 +367,17 @@ pub trait Backend: Send + Sync {
     fn reset_peak_memory(&self);
     /// Waits until everything submitted so far is done.
     fn synchronize(&self) -> Result<()>;
+    /// Marks where its work now is, to be asked later how long lay between two such points; `None` where the host's clock does
+    /// as well. Must be given back to [`Backend::unmark`].
+    fn mark(&self) -> Result<Option<Mark>> {
+        Ok(None)
+    }
+    /// Seconds that passed on the device between two marks. Waits for the later one.
+    fn seconds_between(&self, _earlier: &Mark, _later: &Mark) -> Result<f64> {
+        Ok(0.0)
+    }
+    /// Ends a mark.
+    fn unmark(&self, _mark: Mark) {}
     /// Of a GPU: its number, and the handle of the stream that its work goes to.
     fn stream(&self) -> Option<(usize, u64)> {
         None

@@ -1,4 +1,5 @@
-//! What ops cost, counted where they run: multiply-accumulates, floating-point operations and time, per module and per pass.
+//! What ops cost, counted where they run: multiply-accumulates, floating-point operations, bytes and time, per module and per
+//! pass.
 //!
 //! A thread counts while [`collect`] runs on it; else an op pays for a few relaxed loads. An op with a parameter belongs to the
 //! module that the parameter's name says, any other to the innermost [`scope`] around it. Backward belongs to the module whose
@@ -8,6 +9,10 @@
 //! multiply-accumulates of two operations each. A layer norm is 5 operations per element (4 without weight), an RMS norm one
 //! less; an activation, a softmax and a pooled input are one. The gradient of each of these is twice that. Sums, elementwise
 //! arithmetic, lookups, dropout and losses count nothing, as in DeepSpeed's profiler.
+//!
+//! Bytes are those of the operands that an op borrows and of the results that it makes, each once: what passes between memory
+//! and cores at least. What a kernel reads again, and scratch of its own, is not in them. Times are those of the device's own
+//! clock where it has one ([`crate::backend::Backend::mark`]), so that nobody waits for it; else those of the host.
 //!
 //! ```
 //! use ferrospeed_tensor::{DType, Device, Tensor, ops, profile};
@@ -23,6 +28,7 @@
 //! ```
 
 mod counts;
+mod marks;
 mod segments;
 
 pub use counts::{ModuleWork, Passes, Profile, Work};
@@ -35,6 +41,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::Device;
 use crate::param::{Operand, Param};
+use marks::Marks;
 use segments::Segments;
 
 /// Why an op runs.
@@ -61,6 +68,8 @@ struct Collector {
     since: Instant,
     /// Where only the times are wanted, and nobody waits for the device.
     segments: Option<Segments>,
+    /// Where the device has a clock of its own.
+    marks: Option<Marks>,
 }
 
 impl Collector {
@@ -76,6 +85,11 @@ impl Collector {
             let path = &self.stack.last().expect("the root is never popped").path;
             segments.add(path, self.pass, self.since, now);
             self.since = now;
+            return;
+        }
+        if let Some(marks) = &mut self.marks {
+            let path = self.stack.last().expect("the root is never popped").path.clone();
+            marks.end(path, self.pass, &mut self.profile);
             return;
         }
         // A failing device tells the op that waits for it; here it would only spoil a time.
@@ -102,18 +116,24 @@ fn with<R>(act: impl FnOnce(&mut Collector) -> R) -> Option<R> {
     COLLECTOR.with_borrow_mut(|collector| collector.as_mut().map(act))
 }
 
-/// Runs `work` and says what it did on this thread. `device` is waited for at every change of module, so that times are those
-/// of the work and not of its submission. Within another `collect`, the inner one alone counts.
+/// Runs `work` and says what it did on this thread. Times are those of the work and not of its submission: the device's own,
+/// which is waited for when all is done. Within another `collect`, the inner one alone counts.
 pub fn collect<R>(device: &Device, work: impl FnOnce() -> R) -> (R, Profile) {
     let _ = device.backend().synchronize();
-    let (result, collector) = collect_into(device, None, work);
-    (result, collector.map(|collector| collector.profile).unwrap_or_default())
+    let (result, collector) = collect_into(device, None, Marks::begin(device), work);
+    let profile = collector.map(|mut collector| {
+        if let Some(mut marks) = collector.marks.take() {
+            marks.settle(&mut collector.profile);
+        }
+        collector.profile
+    });
+    (result, profile.unwrap_or_default())
 }
 
 /// Runs `work` and says when it was in which block, as the host saw it: nobody waits for the device. At most so many
 /// stretches are kept.
 pub fn timeline<R>(device: &Device, most: usize, work: impl FnOnce() -> R) -> (R, Vec<Segment>) {
-    let (result, collector) = collect_into(device, Some(Segments::new(most)), work);
+    let (result, collector) = collect_into(device, Some(Segments::new(most)), None, work);
     let segments = collector.and_then(|collector| collector.segments);
     (result, segments.map(Segments::named).unwrap_or_default())
 }
@@ -121,6 +141,7 @@ pub fn timeline<R>(device: &Device, most: usize, work: impl FnOnce() -> R) -> (R
 fn collect_into<R>(
     device: &Device,
     segments: Option<Segments>,
+    marks: Option<Marks>,
     work: impl FnOnce() -> R,
 ) -> (R, Option<Collector>) {
     struct Restore(Option<Collector>);
@@ -138,6 +159,7 @@ fn collect_into<R>(
         pass: Pass::Forward,
         since: Instant::now(),
         segments,
+        marks,
     };
     COLLECTING.fetch_add(1, Ordering::Relaxed);
     let _restore = Restore(COLLECTOR.replace(Some(collector)));
@@ -152,7 +174,16 @@ pub(crate) fn count(macs: usize, flops: usize) {
     with(|collector| {
         let pass = collector.pass;
         *collector.innermost().of(pass) +=
-            Work { macs: macs as u64, flops: flops as u64, time: Duration::ZERO };
+            Work { macs: macs as u64, flops: flops as u64, bytes: 0, time: Duration::ZERO };
+    });
+}
+
+/// Counts bytes that the innermost module reads or writes.
+#[inline]
+pub(crate) fn count_bytes(bytes: usize) {
+    with(|collector| {
+        let pass = collector.pass;
+        collector.innermost().of(pass).bytes += bytes as u64;
     });
 }
 

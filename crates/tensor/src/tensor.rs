@@ -46,7 +46,9 @@ pub struct Tensor {
 impl Tensor {
     /// Memory with undefined content, counted in the thread's current category.
     pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
-        Tensor::empty_in(shape, dtype, device, crate::backend::current_category())
+        let tensor = Tensor::empty_in(shape, dtype, device, crate::backend::current_category())?;
+        crate::profile::count_bytes(tensor.size_bytes());
+        Ok(tensor)
     }
 
     /// Memory with undefined content, counted in `category`.

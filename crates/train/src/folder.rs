@@ -94,6 +94,11 @@ impl RunFolder {
         self.0.join("profile.txt")
     }
 
+    /// `roofline.json`, of a run with a `flops_profiler`.
+    pub fn roofline(&self) -> PathBuf {
+        self.0.join("roofline.json")
+    }
+
     /// `data/`
     pub fn data(&self) -> PathBuf {
         self.0.join("data")

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_observe::report::{Report, render};
+use ferrospeed_observe::roofline::Roofline;
 use ferrospeed_observe::{EvalRecord, JsonLines, StepRecord, read_json_lines};
 use serde_json::{Value, json};
 
@@ -67,6 +68,15 @@ impl Records {
         }
     }
 
+    /// Keeps what held modules back, for the report.
+    pub(crate) fn roofline(&self, roofline: &Roofline) {
+        let path = self.folder.roofline();
+        let written = serde_json::to_vec(roofline).map_err(std::io::Error::from);
+        if let Err(error) = written.and_then(|text| std::fs::write(&path, text)) {
+            tracing::warn!("{}: {error}; the report will lack the roofline", path.display());
+        }
+    }
+
     pub(crate) fn eval(&mut self, record: &EvalRecord) {
         let logged = self.eval.write(record);
         self.tolerate(logged);
@@ -100,12 +110,17 @@ fn write_report(
         ));
     }
     documents.extend(sample.map(|sample| ("sample".to_owned(), sample)));
+    // A run that was not profiled has none.
+    let roofline: Option<Roofline> = ferrospeed_files::read(folder.roofline(), MAX_DOCUMENT_BYTES)
+        .ok()
+        .and_then(|text| serde_json::from_slice(&text).ok());
     let page = render(&Report {
         title,
         steps: &read_json_lines(&folder.log())?,
         evals: &read_json_lines(&folder.eval())?,
         facts,
         documents: &documents,
+        roofline: roofline.as_ref(),
     });
     std::fs::write(folder.report(), page).map_err(TrainError::io(folder.report()))
 }

@@ -10,6 +10,7 @@ use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
 use ferrospeed_engine::{
     Engine, EngineError, Options, Setup, StepReport, activation_shelf, initialize_model, initialize_pipeline,
+    machine,
 };
 use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
@@ -390,6 +391,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     summary.observing_seconds += run.engine.time_monitoring().as_secs_f64();
     if let Some(records) = records {
         let begin = Instant::now();
+        if let Some(profile) = run.engine.model_profile() {
+            let peak = machine::measure_peak(run.engine.device(), run.engine.store().dtype())?;
+            records.roofline(&profile.roofline(peak));
+        }
         let broken = records.broken.clone().map(|why| format!("its log is not complete: {why}"));
         let finished = records.finish(&recipe.name, &info, &summary);
         unsaved =

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use ferrospeed_engine::ModelProfile;
+use ferrospeed_engine::{ModelProfile, machine};
 use ferrospeed_models::{Decoder, ModelConfig, ModelError, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_observe::flops::format::NumberStyle;
@@ -16,6 +16,9 @@ use ferrospeed_tensor::{DType, Device, Tensor, autograd};
 use super::model::read_config;
 use crate::failure::Failure;
 use crate::terminal;
+
+/// Modules of the roofline's table.
+const MOST_MODULES: usize = 30;
 
 #[derive(Debug, Args)]
 pub(crate) struct ProfileArgs {
@@ -43,6 +46,9 @@ pub(crate) struct ProfileArgs {
     /// Classes named at each level
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     top: u64,
+    /// Measure the machine's peaks, and say of each module what share of them it reaches and which limit binds
+    #[arg(long)]
+    roofline: bool,
     /// Write the report there instead of to the terminal
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -69,6 +75,11 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<ExitCode, Failure> {
     let mut text = profile.report(1, &options);
     if args.backward {
         text.push_str(&passes(&profile));
+    }
+    if args.roofline {
+        let peak = machine::measure_peak(&Device::cpu(), DType::F32);
+        let peak = peak.map_err(|error| Failure::Run(format!("the machine's peak: {error}")))?;
+        text.push_str(&profile.roofline(peak).table(MOST_MODULES));
     }
     match &args.output {
         Some(file) => write_report(file, &text).map_err(|error| Failure::Run(error.to_string()))?,

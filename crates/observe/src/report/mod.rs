@@ -8,13 +8,14 @@
 //! ```
 //! use ferrospeed_observe::report::{Report, render};
 //!
-//! let page = render(&Report { title: "my run", steps: &[], evals: &[], facts: &[], documents: &[] });
+//! let page = render(&Report { title: "my run", steps: &[], evals: &[], facts: &[], documents: &[], roofline: None });
 //! assert!(page.starts_with("<!DOCTYPE html>"));
 //! ```
 
 mod chart;
 mod frame;
 pub(crate) mod layers;
+mod roof;
 pub(crate) mod series;
 pub(crate) mod summary;
 mod text;
@@ -23,6 +24,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use crate::record::{EvalRecord, StepRecord};
+use crate::roofline::Roofline;
 use chart::{Heading, Line};
 use layers::Layers;
 use series::{Merge, Point};
@@ -44,6 +46,8 @@ pub struct Report<'a> {
     pub facts: &'a [(String, String)],
     /// Texts by name, shown as they are: the configuration, the recipe, a sample of generated text.
     pub documents: &'a [(String, String)],
+    /// What its modules were held back by, where they were profiled.
+    pub roofline: Option<&'a Roofline>,
 }
 
 /// The page.
@@ -67,6 +71,7 @@ pub fn render(report: &Report<'_>) -> String {
         push_tiles(&mut page, &steps, &evals);
         page.push_str("<section class=\"charts\">\n");
         push_charts(&mut page, &steps, &evals);
+        page.push_str(&report.roofline.map_or_else(String::new, roof::figure));
         page.push_str("</section>\n");
     }
     push_facts(&mut page, report.facts);

@@ -121,7 +121,10 @@ impl Pass {
             let Action::Run(run, rebuilt) = action else {
                 unreachable!("the other states were handled above")
             };
-            let results = profile::within(node.module.as_ref(), || run(gradients))?;
+            let results = profile::within(node.module.as_ref(), || {
+                profile::count_bytes(gradients.iter().flatten().map(Tensor::size_bytes).sum());
+                run(gradients)
+            })?;
             if is_retaining() {
                 *lock(&node.action) = Action::Run(run, rebuilt);
             } else {

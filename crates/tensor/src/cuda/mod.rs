@@ -6,6 +6,7 @@
 
 mod attention;
 mod attention_pages;
+mod clock;
 mod compile;
 mod cudnn;
 mod cudnn_attention;
@@ -296,6 +297,15 @@ impl Backend for CudaBackend {
     }
     fn synchronize(&self) -> Result<()> {
         self.read(0, &mut [])
+    }
+    fn mark(&self) -> Result<Option<Mark>> {
+        self.driver.mark().map(|mark| Some(Mark(mark)))
+    }
+    fn seconds_between(&self, earlier: &Mark, later: &Mark) -> Result<f64> {
+        self.driver.seconds_between(earlier.0, later.0)
+    }
+    fn unmark(&self, mark: Mark) {
+        self.driver.unmark(mark.0);
     }
     fn stream(&self) -> Option<(usize, u64)> {
         Some((self.driver.ordinal, self.driver.stream() as u64))

@@ -25,8 +25,9 @@ fn looked_up(table: &Operand, ids: &Tensor) -> Result<Tensor> {
     let mut sizes = ids.sizes().to_vec();
     sizes.push(table.shape()[1]);
     let out = {
-        let table = table.read()?;
+        let table = table.look()?;
         let out = Tensor::empty(&sizes, table.dtype(), table.device())?;
+        profile::count_bytes(out.size_bytes());
         table.device().backend().embedding(&table, ids, &out)?;
         out
     };
@@ -54,8 +55,9 @@ pub fn index_select(x: impl Into<Operand>, dim: usize, indices: &Tensor) -> Resu
     let mut sizes = x.shape().sizes().to_vec();
     sizes[dim] = indices.numel();
     let y = {
-        let x = x.read()?;
+        let x = x.look()?;
         let y = Tensor::empty(&sizes, x.dtype(), x.device())?;
+        profile::count_bytes(y.size_bytes());
         x.device().backend().index_select(&x, indices, outer, size, inner, &y)?;
         y
     };

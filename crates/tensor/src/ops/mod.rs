@@ -69,7 +69,9 @@ fn count_activation(activation: Activation, elements: usize) {
 /// Memory of a parameter's store for its gradient, where it lends some.
 fn lent_place(operand: &Operand, shape: Shape, dtype: DType) -> Result<Option<Tensor>> {
     let Operand::Param(param) = operand else { return Ok(None) };
-    Ok(param.lend_place()?.filter(|place| *place.shape() == shape && place.dtype() == dtype))
+    let place = param.lend_place()?.filter(|place| *place.shape() == shape && place.dtype() == dtype);
+    profile::count_bytes(place.as_ref().map_or(0, Tensor::size_bytes));
+    Ok(place)
 }
 
 /// Memory for the gradient of `operand`, counted as what it is; that of a parameter's store, where it lends some.

@@ -3,6 +3,7 @@
 use crate::autograd::{needs_grad, record};
 use crate::error::{Result, TensorError};
 use crate::param::Operand;
+use crate::profile;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -103,7 +104,8 @@ pub fn narrow(x: impl Into<Operand>, dim: usize, start: usize, count: usize) -> 
             format!("{start}..{start}+{count} lies outside dimension {dim} of {}", x.shape()),
         ));
     }
-    let y = cut(&*x.read()?, dim, start, count)?;
+    let y = cut(&*x.look()?, dim, start, count)?;
+    profile::count_bytes(y.size_bytes());
     if !needs_grad(&[&x]) {
         return Ok(y);
     }

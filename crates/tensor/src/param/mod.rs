@@ -17,6 +17,7 @@ use std::sync::{Arc, OnceLock};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::packed::PackedWeight;
+use crate::profile;
 use crate::random::{RandomKey, stream_of_name};
 use crate::rows::RowGradient;
 use crate::shape::Shape;
@@ -379,8 +380,15 @@ impl Operand {
         }
     }
 
-    /// Borrows the value.
+    /// Borrows the value, all of which is read.
     pub fn read(&self) -> Result<Value> {
+        let value = self.look()?;
+        profile::count_bytes(value.size_bytes());
+        Ok(value)
+    }
+
+    /// Borrows the value, of which some is read.
+    pub(crate) fn look(&self) -> Result<Value> {
         match self {
             Operand::Tensor(tensor) => Ok(Value { tensor: tensor.clone(), borrowed: None }),
             Operand::Param(param) => param.read(),

@@ -13,6 +13,8 @@ pub struct Work {
     pub macs: u64,
     /// Floating-point operations, those of the multiply-accumulates included.
     pub flops: u64,
+    /// Bytes that ops borrowed to read and made to write: what must pass between memory and cores at least.
+    pub bytes: u64,
     /// Time spent in the module itself, not in those below it.
     pub time: Duration,
 }
@@ -21,6 +23,7 @@ impl std::ops::AddAssign for Work {
     fn add_assign(&mut self, other: Work) {
         self.macs += other.macs;
         self.flops += other.flops;
+        self.bytes += other.bytes;
         self.time += other.time;
     }
 }

@@ -1,0 +1,65 @@
+//! What a device can do at most, measured: the yardstick for what a run does.
+//!
+//! A square matrix product and a copy, each repeated for a few hundredths of a second, of which the best counts. Measured and not
+//! looked up, it holds for this machine and its clock; one that is busy with something else at that moment shows less.
+
+use std::time::{Duration, Instant};
+
+pub use ferrospeed_observe::roofline::Peak;
+use ferrospeed_tensor::backend::{Gemm, Matrix};
+use ferrospeed_tensor::{DType, Device, Result, Tensor};
+
+/// How long each is repeated.
+const BUDGET: Duration = Duration::from_millis(60);
+const LEAST_RUNS: u32 = 3;
+/// Short enough to be done many times within the budget: on a busy machine only the best says what is possible.
+const CPU_SIZE: usize = 512;
+const GPU_SIZE: usize = 4096;
+/// More than caches hold.
+const COPIED_BYTES: usize = 128 << 20;
+
+/// Both peaks of a device, products in this type.
+pub fn measure_peak(device: &Device, dtype: DType) -> Result<Peak> {
+    Ok(Peak { flops_per_s: product_flops_per_s(device, dtype)?, bytes_per_s: copied_bytes_per_s(device)? })
+}
+
+/// Floating-point operations per second of a product.
+pub fn product_flops_per_s(device: &Device, dtype: DType) -> Result<f64> {
+    let size = if device.backend().is_host() { CPU_SIZE } else { GPU_SIZE };
+    // Zeros would do, but some processors are faster on them.
+    let values: Vec<f32> = (0..size * size).map(|index| ((index * 31) % 17) as f32 * 0.1 - 0.8).collect();
+    let matrix = || Tensor::from_f32(&values, [size, size], dtype, device);
+    let (a, b) = (matrix()?, matrix()?);
+    let out = Tensor::empty([size, size], dtype, device)?;
+    let gemm = Gemm::plain(size, size, size, Matrix::whole(&a), Matrix::whole(&b), &out);
+    let best_s = best_seconds(device, || device.backend().gemm(&gemm))?;
+    Ok(2.0 * (size as f64).powi(3) / best_s)
+}
+
+/// Bytes per second that a copy reads and writes.
+fn copied_bytes_per_s(device: &Device) -> Result<f64> {
+    let numel = COPIED_BYTES / DType::F32.size_bytes();
+    let (from, to) =
+        (Tensor::zeros([numel], DType::F32, device)?, Tensor::zeros([numel], DType::F32, device)?);
+    let best_s = best_seconds(device, || device.backend().copy(&from, &to))?;
+    Ok(2.0 * COPIED_BYTES as f64 / best_s)
+}
+
+fn best_seconds(device: &Device, work: impl Fn() -> Result<()>) -> Result<f64> {
+    let timed = || -> Result<f64> {
+        let start = Instant::now();
+        work()?;
+        device.backend().synchronize()?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    timed()?;
+    let start = Instant::now();
+    let mut best_s = f64::INFINITY;
+    for run in 0.. {
+        if run >= LEAST_RUNS && start.elapsed() >= BUDGET {
+            break;
+        }
+        best_s = best_s.min(timed()?);
+    }
+    Ok(best_s.max(f64::MIN_POSITIVE))
+}
