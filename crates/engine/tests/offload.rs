@@ -254,6 +254,8 @@ fn the_plan_counts_each_tier_as_training_fills_it() {
                 checkpoint_activations: false,
                 keeps_attention_matrix: false,
                 processor,
+                sequence_ranks: 1,
+                in_tiles: false,
             });
             let state = [Purpose::Parameters, Purpose::OptimizerStates];
             let of = |tier: Tier| -> u64 {

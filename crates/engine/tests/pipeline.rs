@@ -44,7 +44,7 @@ enum Model {
 enum Batch {
     Pair((Tensor, Tensor)),
     Labelled((Tokens, Tensor)),
-    Bert(BertBatch),
+    Bert(Box<BertBatch>),
 }
 
 fn mean_square(y: &Tensor, target: &Tensor) -> Result<Tensor, TensorError> {
@@ -128,13 +128,13 @@ impl Model {
                 let labels: Vec<i64> =
                     ids.iter().enumerate().map(|(i, id)| if i % 3 == 0 { *id } else { -100 }).collect();
                 let texts = [seed as i64 % 2, 1];
-                Batch::Bert(BertBatch {
+                Batch::Bert(Box::new(BertBatch {
                     ids: Tensor::from_slice(&ids, [2, 7], device).unwrap(),
                     token_types: None,
                     mask: None,
                     token_labels: Some(Tensor::from_slice(&labels, [2, 7], device).unwrap()),
                     text_labels: Some(Tensor::from_slice(&texts, [2], device).unwrap()),
-                })
+                }))
             }
         }
     }

@@ -264,9 +264,8 @@ impl Planner<'_> {
 
     /// What stage 3 holds whole beside a rank's share.
     fn gathered(&mut self) {
-        if self.stage() != Stage::Parameters
-            || self.sharers() == 1 && self.home_of_parameters() == Tier::Device
-        {
+        let all_at_hand = self.parameters_by_tier().iter().all(|(tier, _)| *tier == Tier::Device);
+        if self.stage() != Stage::Parameters || self.sharers() == 1 && all_at_hand {
             return;
         }
         let (zero, params, width) = (&self.request.config.zero, self.params(), self.width());

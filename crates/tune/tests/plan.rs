@@ -188,6 +188,8 @@ fn a_part_that_stays_is_counted_where_it_stays() {
             checkpoint_activations: false,
             keeps_attention_matrix: false,
             processor,
+            sequence_ranks: 1,
+            in_tiles: false,
         });
         [Tier::Device, Tier::Host, Tier::Nvme].map(|tier| {
             let rows = planned.rows.iter().filter(|row| row.tier == tier && row.purpose == purpose);

@@ -19,8 +19,8 @@ use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, 
 use serde_json::{Value, json};
 
 use super::{
-    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_io, bench_model, bench_optimizer, bench_pipeline,
-    bench_serve, place,
+    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_io, bench_model, bench_optimizer,
+    bench_pipeline, bench_serve, place,
 };
 use crate::failure::Failure;
 

@@ -130,7 +130,7 @@ impl Engine {
         let (first, begun) = (self.micro_steps(), Instant::now());
         let mut own = schedule.stage_of_chunk.iter().enumerate().filter(|(_, of)| **of == stage);
         let first_own = own.next().map(|(chunk, _)| chunk);
-        let last_own = own.last().map(|(chunk, _)| chunk).or(first_own);
+        let last_own = own.next_back().map(|(chunk, _)| chunk).or(first_own);
         let recomputes = self.recomputes(pipeline);
         let mut underway = Underway::default();
         pipeline.times = StageTimes::default();
