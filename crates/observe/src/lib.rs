@@ -18,5 +18,5 @@ pub mod watch;
 pub use calendar::civil_date;
 pub use error::{ObserveError, Result};
 pub use log::{JsonLines, read_json_lines};
-pub use record::{EvalRecord, StepRecord};
+pub use record::{EvalRecord, RankTimes, StepRecord};
 pub use routing::{LayerRouting, RoutingSummary};

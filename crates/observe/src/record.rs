@@ -49,6 +49,22 @@ pub struct StepRecord {
     /// Of a mixture of experts: where its routers sent tokens.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub routing: Vec<LayerRouting>,
+    /// Where there are several ranks: what each of them did meanwhile, in their order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<RankTimes>,
+}
+
+/// What one rank did in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct RankTimes {
+    /// Forward.
+    pub forward_ms: f64,
+    /// Backward, without the wait.
+    pub backward_ms: f64,
+    /// The wait for reductions after backward: for slower ranks, and for the link.
+    pub wait_ms: f64,
+    /// The optimizer, with the wait for gathers.
+    pub optimizer_ms: f64,
 }
 
 /// What a validation found.
@@ -93,6 +109,7 @@ mod tests {
             skipped: true,
             loss_scale: f64::INFINITY,
             routing: Vec::new(),
+            ranks: Vec::new(),
         };
         let read: StepRecord = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
         assert!(

@@ -126,3 +126,34 @@ fn the_page_has_its_picture_taken_in_light_and_dark_wide_and_narrow() {
         assert_ne!(dark, light, "the page looks the same in light and dark");
     }
 }
+
+#[test]
+fn eight_ranks_and_a_hundred_thousand_steps_show_who_waits_for_whom() {
+    let Some(chromium) = chromium() else { return skip("no Chromium") };
+    let place = tempfile::tempdir().unwrap();
+    let folder = place.path().join("long");
+    write_run(&folder, 100_000, true);
+    let log = std::fs::read_to_string(folder.join("log.jsonl")).unwrap();
+    let slow = |rank: u64| if rank == 5 { (60, 0) } else { (30, 30) };
+    let rank = |rank: u64| {
+        let (backward, wait) = slow(rank);
+        format!("{{\"forward_ms\":20,\"backward_ms\":{backward},\"wait_ms\":{wait},\"optimizer_ms\":5}}")
+    };
+    let ranks = (0..8).map(rank).collect::<Vec<_>>().join(",");
+    let with_ranks: String = log
+        .lines()
+        .map(|line| format!("{},\"ranks\":[{ranks}]}}\n", line.strip_suffix('}').unwrap()))
+        .collect();
+    std::fs::write(folder.join("log.jsonl"), with_ranks).unwrap();
+    std::fs::write(folder.join("report.html"), "<!DOCTYPE html><title>report</title>").unwrap();
+    let begin = std::time::Instant::now();
+    let output =
+        visit(&chromium, &place.path().join("profile"), &serve(&[folder]), &["--dump-dom".to_owned()]);
+    let page = String::from_utf8(output.stdout).unwrap();
+    for what in ["rank 7", "wait 30 ms a step for rank 5", "What binds: "] {
+        assert!(page.contains(what), "'{what}' is not shown:\n{page}");
+    }
+    assert!(!page.contains("NaN"), "{page}");
+    // A page that draws every step would take minutes.
+    assert!(begin.elapsed() < std::time::Duration::from_secs(60), "{:?}", begin.elapsed());
+}

@@ -23,6 +23,7 @@ fn step(step: u64) -> StepRecord {
         skipped: false,
         loss_scale: 1.0,
         routing: Vec::new(),
+        ranks: Vec::new(),
     }
 }
 
@@ -207,7 +208,8 @@ fn a_profiled_run_shows_its_modules_under_the_roof() {
     let roofline = Roofline::of_modules(peak, places);
     let names: Vec<&str> = roofline.places.iter().map(|place| place.module.as_str()).collect();
     assert_eq!(names, ["h.*.<mlp>", "norm", "lookup"]);
-    assert_eq!(roofline.places[0].shares(&peak), [0.8, 0.1]);
+    let [of_flops, of_bytes] = roofline.places[0].shares(&peak);
+    assert!((of_flops - 0.8).abs() < 1e-9 && (of_bytes - 0.1).abs() < 1e-9, "{of_flops} {of_bytes}");
     let limits = roofline.places.iter().map(|place| peak.limit(place));
     assert_eq!(limits.collect::<Vec<_>>(), [Limit::Compute, Limit::Memory, Limit::Memory]);
     let page = render(&Report {
@@ -220,11 +222,8 @@ fn a_profiled_run_shows_its_modules_under_the_roof() {
     });
     check_well_formed(&page);
     // What does no operations has no place over operations per byte.
-    assert_eq!(page.matches("<circle class=\"dot").count(), 2, "{page}");
-    assert!(
-        page.contains("h.*.&lt;mlp&gt;: 80 % of the cores&#39; peak")
-            || page.contains("h.*.&lt;mlp&gt;: 80 % of the cores' peak")
-    );
+    assert_eq!(page.matches("% of the ").count(), 2, "{page}");
+    assert!(page.contains("h.*.&lt;mlp&gt;: 80 % of the cores' peak"), "{page}");
     let nothing = Roofline { peak, places: Vec::new() };
     let page = render(&Report {
         title: "run",

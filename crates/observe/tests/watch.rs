@@ -234,3 +234,37 @@ fn damaged_requests_are_answered_with_a_status_or_dropped() {
     }
     assert!(runs(address).is_empty());
 }
+
+/// A log of 100,000 steps of eight ranks; the loss jumps once.
+fn long_log(steps: u64) -> String {
+    let ranks: Vec<String> = (0..8)
+        .map(|rank| {
+            let (backward, wait) = if rank == 5 { (60.0, 0.0) } else { (30.0, 30.0) };
+            format!(
+                "{{\"forward_ms\":20.0,\"backward_ms\":{backward:?},\"wait_ms\":{wait:?},\"optimizer_ms\":5.0}}"
+            )
+        })
+        .collect();
+    let line = |at: u64| {
+        let loss = if at == steps / 2 { "9.0" } else { "2.0" };
+        let plain = step(at, loss);
+        let plain = plain.trim_end().strip_suffix('}').unwrap();
+        format!("{plain},\"ranks\":[{}]}}\n", ranks.join(","))
+    };
+    (1..=steps).map(line).collect()
+}
+
+#[test]
+fn ranks_and_spikes_of_a_long_run_are_told_and_its_answer_stays_small() {
+    let place = tempfile::tempdir().unwrap();
+    let folder = place.path().join("run");
+    write(&folder, "log.jsonl", &long_log(100_000));
+    let address = start(std::slice::from_ref(&folder));
+    let found = runs(address);
+    let ranks = found[0]["ranks"].as_array().unwrap();
+    assert_eq!(ranks.len(), 8);
+    assert_eq!((&ranks[5]["backward_ms"], &ranks[4]["wait_ms"]), (&Value::from(60.0), &Value::from(30.0)));
+    assert_eq!(found[0]["spikes"], serde_json::json!([50_000]));
+    let bytes = found[0].to_string().len();
+    assert!(bytes < 400_000, "{bytes} bytes for 100,000 steps");
+}

@@ -19,7 +19,7 @@ use ferrospeed_nn::SequenceParallel;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::trace::Activity;
-use ferrospeed_observe::{EvalRecord, StepRecord};
+use ferrospeed_observe::{EvalRecord, RankTimes, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{Category, Device, Tensor};
 use serde_json::Value;
@@ -310,6 +310,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         if observed {
             record.routing = routing::over_ranks(&run.model, &run.engine, recipe.mesh().tensor.get())?;
             routing::monitor(&mut run.engine, &record.routing);
+            record.ranks = run.times_of_ranks()?;
         }
         (summary.steps, summary.loss) = (step, Some(record.loss));
         let verdict = health.judge(&record);
@@ -581,6 +582,7 @@ impl Run<'_> {
             skipped: matches!(report, StepReport::Skipped { .. }),
             loss_scale,
             routing: Vec::new(),
+            ranks: Vec::new(),
         };
         let asked = match shared {
             [_, _, leave] if leave > 0.0 => Some(Ending::Left),
@@ -588,6 +590,26 @@ impl Run<'_> {
             _ => None,
         };
         Ok((record, asked))
+    }
+
+    /// What every rank did in the last step; nothing where there is one. All ranks call it together.
+    fn times_of_ranks(&self) -> Result<Vec<RankTimes>> {
+        let group = self.engine.world().group();
+        if group.size() == 1 {
+            return Ok(Vec::new());
+        }
+        let times = self.engine.last_step_times();
+        let own = [times.forward, times.backward_inner, times.backward_allreduce, times.step];
+        let own = own.map(|time| time.as_secs_f64() * 1e3);
+        let mut all = vec![0.0; own.len() * group.size()];
+        group.all_gather(&own, &mut all)?;
+        let times = |one: &[f64]| RankTimes {
+            forward_ms: one[0],
+            backward_ms: one[1],
+            wait_ms: one[2],
+            optimizer_ms: one[3],
+        };
+        Ok(all.chunks_exact(own.len()).map(times).collect())
     }
 
     /// Takes a step on some micro-batches; returns their mean loss, of this rank's or of all, and what became of it.

@@ -321,6 +321,7 @@ mod tests {
             skipped: false,
             loss_scale: 1.0,
             routing: Vec::new(),
+            ranks: Vec::new(),
         }
     }
 

@@ -17,6 +17,7 @@ mod frame;
 pub(crate) mod layers;
 mod roof;
 pub(crate) mod series;
+pub(crate) mod spikes;
 pub(crate) mod summary;
 mod text;
 

@@ -10,10 +10,10 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::tail::Tail;
-use crate::record::{EvalRecord, StepRecord};
+use crate::record::{EvalRecord, RankTimes, StepRecord};
 use crate::report::layers::{self, Layers};
 use crate::report::series::{Curve, Merge, Point, shorten_rows};
-use crate::report::summary;
+use crate::report::{spikes, summary};
 use crate::routing::RoutingSummary;
 
 /// A run that wrote nothing for this long, and for this many of its steps, is silent.
@@ -25,6 +25,8 @@ const LONGEST_DOCUMENT_BYTES: usize = 256 << 10;
 const LONGEST_JSON_BYTES: u64 = 16 << 20;
 /// More marks than this cannot be told apart.
 const MOST_MARKS: usize = 200;
+/// Steps over which ranks are compared.
+const RECENT_STEPS: usize = 20;
 
 /// How a run stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -110,12 +112,38 @@ impl WatchedRun {
                 .take(MOST_MARKS).collect::<Vec<_>>(),
             "memory": shortened(&layers::memory(&steps), Merge::Highest),
             "times": shortened(&layers::times(&steps), Merge::Mean),
+            "spikes": spikes::of(&steps).into_iter().take(MOST_MARKS).collect::<Vec<_>>(),
+            "ranks": recent_ranks(&steps),
             "facts": about["facts"],
             "recipe": about["recipe"],
             "ds_config": json(&self.folder.join("config/ds_config.json")),
             "documents": documents,
         })
     }
+}
+
+/// What each rank did in recent steps, on average: single ones say little.
+fn recent_ranks(steps: &[&StepRecord]) -> Vec<RankTimes> {
+    let Some(last) = steps.last() else { return Vec::new() };
+    let alike = steps.iter().rev().take(RECENT_STEPS).filter(|record| record.ranks.len() == last.ranks.len());
+    let mut sums = vec![RankTimes::default(); last.ranks.len()];
+    let mut count = 0.0;
+    for record in alike {
+        count += 1.0;
+        for (sum, times) in sums.iter_mut().zip(&record.ranks) {
+            sum.forward_ms += times.forward_ms;
+            sum.backward_ms += times.backward_ms;
+            sum.wait_ms += times.wait_ms;
+            sum.optimizer_ms += times.optimizer_ms;
+        }
+    }
+    let mean = |sum: RankTimes| RankTimes {
+        forward_ms: sum.forward_ms / count,
+        backward_ms: sum.backward_ms / count,
+        wait_ms: sum.wait_ms / count,
+        optimizer_ms: sum.optimizer_ms / count,
+    };
+    sums.into_iter().map(mean).collect()
 }
 
 fn text(path: &Path) -> Option<String> {

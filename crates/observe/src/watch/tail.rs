@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-/// More records than this are thinned out: every second one goes.
+use crate::record::{EvalRecord, StepRecord};
+
+/// More records than this are thinned out: one of two neighbours goes, and it is not one that stands out.
 const MOST_RECORDS: usize = 1 << 16;
 /// A longer line is none of ours.
 const LONGEST_LINE_BYTES: u64 = 1 << 20;
@@ -21,7 +23,41 @@ pub(super) struct Tail<T> {
     records: Vec<T>,
 }
 
-impl<T: DeserializeOwned> Tail<T> {
+/// What may be left out of a long log.
+pub(super) trait Logged {
+    /// Whether it must not be left out for a neighbour: a spike, a step that was skipped.
+    fn stands_out_from(&self, other: &Self) -> bool;
+}
+
+/// A loss that is a tenth larger, or no number.
+fn jumps(loss: f32, other: f32) -> bool {
+    !loss.is_finite() || loss - other > 0.1 * other.abs()
+}
+
+impl Logged for StepRecord {
+    fn stands_out_from(&self, other: &StepRecord) -> bool {
+        self.skipped || jumps(self.loss, other.loss)
+    }
+}
+
+impl Logged for EvalRecord {
+    fn stands_out_from(&self, other: &EvalRecord) -> bool {
+        jumps(self.loss, other.loss)
+    }
+}
+
+/// The first of every two, or the second where it stands out.
+fn thinned<T: Logged>(records: Vec<T>) -> Vec<T> {
+    let mut rest = records.into_iter();
+    let mut kept = Vec::with_capacity(MOST_RECORDS);
+    while let Some(first) = rest.next() {
+        let second = rest.next().filter(|second| second.stands_out_from(&first));
+        kept.push(second.unwrap_or(first));
+    }
+    kept
+}
+
+impl<T: DeserializeOwned + Logged> Tail<T> {
     pub(super) fn new(path: &Path) -> Tail<T> {
         Tail { path: path.to_path_buf(), file: None, offset: 0, records: Vec::new() }
     }
@@ -57,11 +93,7 @@ impl<T: DeserializeOwned> Tail<T> {
             self.offset += read as u64;
             self.records.extend(serde_json::from_slice(&line).ok());
             if self.records.len() > MOST_RECORDS {
-                let mut keep = false;
-                self.records.retain(|_| {
-                    keep = !keep;
-                    keep
-                });
+                self.records = thinned(std::mem::take(&mut self.records));
             }
         }
     }
@@ -70,7 +102,6 @@ impl<T: DeserializeOwned> Tail<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::EvalRecord;
 
     fn steps(tail: &mut Tail<EvalRecord>) -> Vec<u64> {
         tail.refresh().iter().map(|record| record.step).collect()
