@@ -89,7 +89,7 @@ impl Pages {
 
 /// Where the rows of a pass and the tokens that they see lie, in a device's memory.
 ///
-/// Rows are computed in tiles: neighbours of one sequence, as many as make [`TILE`] with the query heads of a key head. The
+/// Rows are computed in tiles: neighbours of one sequence, as many as make sixteen with the query heads of a key head. The
 /// tiles of a sequence with few new tokens come first: its keys are spread over the device. Those of the others take all keys
 /// one after the other; there are enough of them.
 #[derive(Debug)]
