@@ -4,6 +4,7 @@ mod support;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use support::{binary, in_path, output_of, stderr, stdout, take_signals, wait_until};
 
@@ -72,21 +73,20 @@ fn mpirun(ranks: &str) -> Command {
     command
 }
 
-/// Open MPI's, not another one of that name.
-fn has_openmpi() -> bool {
+/// The right to run `mpirun`, if it is Open MPI's: two that begin at once may fail over the folder that both make.
+fn openmpi() -> Option<MutexGuard<'static, ()>> {
+    static ALONE: Mutex<()> = Mutex::new(());
     let version = in_path("mpirun").then(|| output_of(Command::new("mpirun").arg("--version")));
-    let found = version.is_some_and(|output| stdout(&output).contains("Open MPI"));
-    if !found {
+    if !version.is_some_and(|output| stdout(&output).contains("Open MPI")) {
         eprintln!("skipped: no Open MPI here");
+        return None;
     }
-    found
+    Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 #[test]
 fn ranks_of_mpirun_are_one_job() {
-    if !has_openmpi() {
-        return;
-    }
+    let Some(_alone) = openmpi() else { return };
     let folder = workplace();
     expect_one_job(mpirun("2").args(TRAIN), folder.path(), 2);
     expect_one_job(mpirun("1").args(TRAIN), folder.path(), 1);
@@ -95,9 +95,7 @@ fn ranks_of_mpirun_are_one_job() {
 
 #[test]
 fn a_mistake_in_the_recipe_is_said_once_under_mpirun() {
-    if !has_openmpi() {
-        return;
-    }
+    let Some(_alone) = openmpi() else { return };
     let folder = workplace();
     let output =
         output_of(mpirun("2").args(TRAIN).args(["--set", "data.text=[\"gone.txt\"]"]).current_dir(&folder));
@@ -108,9 +106,7 @@ fn a_mistake_in_the_recipe_is_said_once_under_mpirun() {
 
 #[test]
 fn benchmarks_measure_on_the_ranks_of_mpirun() {
-    if !has_openmpi() {
-        return;
-    }
+    let Some(_alone) = openmpi() else { return };
     let run = |words: &[&str]| -> Output { output_of(mpirun("2").arg(BINARY).arg("bench").args(words)) };
     let comm = ["comm", "--op", "barrier", "--size", "4KiB", "--dtype", "f32", "--memory", "staged"];
     let output = run(&[&comm[..], &["--case_ms", "1", "--json"]].concat());

@@ -26,7 +26,12 @@ fn child_folder() -> Option<PathBuf> {
 /// This test in a process of its own, which finds `folder` where [`child_folder`] looks.
 fn child(test: &str, folder: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(CHILD, folder);
+    // Threads have memory of their own, and machines have many.
+    let threads = ("FERROSPEED_THREADS", "2");
+    command
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(CHILD, folder)
+        .env(threads.0, threads.1);
     command
 }
 

@@ -140,7 +140,8 @@ fn training(
         processor: Processor::Cpu,
         in_tiles: false,
     });
-    let states = planned.rows.iter().filter(|row| row.purpose != Purpose::Activations).map(|row| row.bytes);
+    let of_model = [Purpose::Parameters, Purpose::Gradients, Purpose::OptimizerStates];
+    let states = planned.rows.iter().filter(|row| of_model.contains(&row.purpose)).map(|row| row.bytes);
     let none = Activations { kept_bytes: 0, checkpointed_bytes: 0 };
     Ok(Training {
         precision,
