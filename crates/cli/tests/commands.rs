@@ -376,6 +376,6 @@ fn a_disk_and_a_step_from_it_are_measured_in_json() {
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "files stayed");
     let refused = ferrospeed(&["bench", "io", "--dir", "/proc/nowhere", "--size", "16MB"]);
-    assert_eq!(refused.status.code(), Some(1));
-    assert!(stderr(&refused).contains("/proc/nowhere"), "{}", stderr(&refused));
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("/proc/nowhere is no folder"), "{}", stderr(&refused));
 }

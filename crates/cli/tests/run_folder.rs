@@ -2,8 +2,11 @@
 
 mod support;
 
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
 use serde_json::Value;
 use support::{may_mount, stderr, stdout, wait_until};
@@ -184,6 +187,60 @@ fn a_run_that_fails_before_its_first_step_gives_back_the_one_that_it_would_repla
     assert!(!aside.exists());
     place.train_well(&["--overwrite", "--set", "seed=7"]);
     assert!(losses(&run) != before && !aside.exists());
+}
+
+#[test]
+fn a_run_that_is_stopped_at_once_gives_back_the_one_that_it_would_replace() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let run = place.run_folder("small");
+    let before = losses(&run);
+    for (ranks, signal) in [("1", libc::SIGINT), ("2", libc::SIGTERM)] {
+        // A signal may come before it is listened to, or after the first step: then it is tried again, a little later.
+        let given_back = (0..40).any(|attempt| {
+            let mut endless = place.command(&["--overwrite", "-n", ranks, "--set", "steps=1000000"]);
+            let mut endless = endless.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+            wait_until("the earlier run to be put aside", || {
+                run.join(".replaced").exists()
+                    || run.join("log.jsonl").metadata().is_ok_and(|log| log.len() > 0)
+            });
+            std::thread::sleep(Duration::from_millis(4 * attempt));
+            // SAFETY: the process is ours and was not waited for.
+            unsafe { libc::kill(endless.id() as i32, signal) };
+            let mut said = String::new();
+            endless.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+            let ended = endless.wait().unwrap();
+            if ended.signal().is_some() {
+                place.train_well(&["--resume"]);
+                assert_eq!(losses(&run), before, "what a killed run had put aside comes back");
+                return false;
+            }
+            if !said.contains("the earlier run is as it was") {
+                place.train_well(&["--overwrite"]);
+                return false;
+            }
+            assert!(!ended.success(), "{said}");
+            assert_eq!(losses(&run), before, "{said}");
+            assert!(run.join("model/model.safetensors").exists() && !run.join(".replaced").exists());
+            true
+        });
+        assert!(given_back, "{ranks} ranks");
+    }
+}
+
+#[test]
+fn a_run_does_not_replace_the_model_that_it_starts_from() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let run = place.run_folder("small");
+    let (head, rest) = RECIPE.split_once("[model]").unwrap();
+    let (_, rest) = rest.split_once("[data]").unwrap();
+    let recipe = format!("{head}[model]\npath = {:?}\n[data]{rest}", run.join("model"));
+    std::fs::write(place.0.path().join("recipe.toml"), recipe).unwrap();
+    let output = place.train(&["--overwrite", "--out", run.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    assert!(stderr(&output).contains("lies in the folder that --overwrite replaces"), "{}", stderr(&output));
+    assert!(run.join("model/model.safetensors").exists());
 }
 
 #[test]

@@ -45,6 +45,9 @@ pub enum TrainError {
         /// The folder.
         dir: PathBuf,
     },
+    /// A run that was to replace another was told to stop before it had begun.
+    #[error("told to stop before its first step was done; nothing was trained")]
+    StoppedAtOnce,
     /// Another run writes into the folder now.
     #[error(
         "{}: another run is writing here ({holder} holds .ferrospeed.lock); wait for it, or choose another --out",

@@ -252,6 +252,17 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         );
     }
 
+    if let Some(profiler) = &engine.config().flops_profiler {
+        if recipe.stages().get() > 1 {
+            all_warnings.push("flops_profiler: a model in stages is not profiled yet".to_owned());
+        } else if profiler.profile_step > recipe.steps {
+            all_warnings.push(format!(
+                "flops_profiler.profile_step: step {} is never taken, the run has {}; nothing is profiled",
+                profiler.profile_step, recipe.steps
+            ));
+        }
+    }
+
     let mut run = Run {
         sampler: Sampler::new(sequences.count(Split::Train), recipe.seed),
         flops_per_token: flops_per_token(&model, recipe.data.sequence),
@@ -299,6 +310,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         observing_cost: None,
         communication: None,
     };
+    // Whoever stops a run that replaces another at once wants the other.
+    let mut replaces = [f32::from(u8::from(rank == 0 && folder.is_being_replaced()))];
+    run.engine.world().group().all_reduce(&mut replaces, ReduceOp::Sum)?;
+    let mut replaces = replaces[0] > 0.0;
     let mut times_ms = [Vec::new(), Vec::new()];
     let mut health = Health::new(recipe.max_bad_steps);
     let mut unsaved = None;
@@ -307,6 +322,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         let observed = job.observing.is_on(step);
         run.engine.set_monitoring(observed);
         let (mut record, asked) = run.step(step, &job.requests)?;
+        if std::mem::take(&mut replaces) && asked.is_some() && step < recipe.steps {
+            return Err(TrainError::StoppedAtOnce);
+        }
         if observed {
             record.routing = routing::over_ranks(&run.model, &run.engine, recipe.mesh().tensor.get())?;
             routing::monitor(&mut run.engine, &record.routing);

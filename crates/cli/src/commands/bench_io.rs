@@ -46,6 +46,9 @@ pub(super) struct IoBenchArgs {
 }
 
 pub(super) fn run(args: &IoBenchArgs) -> Result<ExitCode, Failure> {
+    if !args.dir.is_dir() {
+        return Err(Failure::Usage(format!("--dir: {} is no folder", args.dir.display())));
+    }
     if !args.json {
         terminal::print_output(&format!(
             "{} bytes in {}, GB/s\n{:>8}  {:>10}  {:>6}  {:>7}  {:>7}  {:>10}  {:>11}",

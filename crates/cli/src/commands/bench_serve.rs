@@ -77,6 +77,9 @@ enum Asked {
 impl Asked {
     fn new(args: &ServeBenchArgs) -> Result<Asked, Failure> {
         let Some(url) = args.model.url() else { return Ok(Asked::Own(args.model.start(None)?)) };
+        if let Some(option) = args.model.engine_option() {
+            return Err(Failure::Usage(format!("{option} is the server's own; start it so")));
+        }
         let peer = Peer::parse(url).map_err(Failure::Usage)?;
         let model = peer.model().map_err(Failure::Run)?;
         Ok(Asked::Peer { peer, model })
@@ -195,16 +198,20 @@ fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, asked: &Asked) -> V
 
 fn readable(report: &Value) -> String {
     let number = |path: &str| report.pointer(path).and_then(Value::as_f64).unwrap_or(f64::NAN);
+    let between = |path: &str| match report.pointer(path).and_then(Value::as_f64) {
+        Some(ms) => format!("{ms:.2} ms"),
+        None => "–".to_owned(),
+    };
     format!(
         "{} requests in {:.2} s: {:.1} new tokens/s, {:.1} with prompts\nfirst token: {:.1} ms median, {:.1} ms at 99 %\n\
-         between tokens: {:.2} ms median, {:.2} ms at 99 %",
+         between tokens: {} median, {} at 99 %",
         report["requests"],
         number("/wall_s"),
         number("/new_tokens_per_s"),
         number("/all_tokens_per_s"),
         number("/first_token_ms/p50"),
         number("/first_token_ms/p99"),
-        number("/between_tokens_ms/p50"),
-        number("/between_tokens_ms/p99"),
+        between("/between_tokens_ms/p50"),
+        between("/between_tokens_ms/p99"),
     )
 }

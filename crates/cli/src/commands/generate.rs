@@ -119,11 +119,13 @@ fn room_for(model: &Decoder, prompt: usize, asked: usize) -> Result<usize, Failu
     if prompt.saturating_add(asked) <= longest {
         return Ok(asked);
     }
-    let said = format!("the model was made for {longest} tokens, and the prompt has {prompt}");
+    let said = format!(
+        "the model was made for {longest} tokens, and {prompt} of prompt with {asked} new ones are more"
+    );
     match (model.config().positions, longest.saturating_sub(prompt)) {
-        (Positions::Learned { .. }, 0) => Err(Failure::Usage(format!("{said}; shorten it"))),
+        (Positions::Learned { .. }, 0) => Err(Failure::Usage(format!("{said}; shorten the prompt"))),
         (Positions::Learned { .. }, room) => {
-            print_note(&format!("{said}: {room} are written, not {asked}"));
+            print_note(&format!("{said}: {room} new ones are written"));
             Ok(room)
         }
         (Positions::Rotary(_) | Positions::Alibi, _) => {

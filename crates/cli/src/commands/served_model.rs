@@ -16,7 +16,7 @@ use crate::failure::Failure;
 /// The model, where it computes, and what bounds the work.
 #[derive(Debug, Args)]
 pub(crate) struct ServedModel {
-    /// The model: a directory with config.json and safetensors weights, or a GGUF file
+    /// The model: a directory with config.json and safetensors weights, or a GGUF file (`bench serve` also takes http://…)
     #[arg(value_name = "DIR")]
     model: PathBuf,
     /// The type to compute in [default: the model's own]
@@ -64,6 +64,17 @@ impl ServedModel {
     /// Where a server is meant, its address.
     pub(crate) fn url(&self) -> Option<&str> {
         self.model.to_str().filter(|text| text.starts_with("http://") || text.starts_with("https://"))
+    }
+
+    /// Which option was given that only an engine of our own could follow.
+    pub(crate) fn engine_option(&self) -> Option<&'static str> {
+        let given = [
+            (self.dtype.is_some(), "--dtype"),
+            (self.quantize.is_some(), "--quantize"),
+            (self.speculate.is_some(), "--speculate"),
+            (self.max_length.is_some(), "--max-length"),
+        ];
+        given.into_iter().find(|(given, _)| *given).map(|(_, name)| name)
     }
 
     /// What to say where texts cannot be as long as was asked for.

@@ -119,6 +119,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         }
         lock = Some(folder.lock().map_err(failure)?);
         if args.overwrite {
+            keep_own_model(&recipe, &folder)?;
             folder.set_aside().map_err(failure)?;
         }
     }
@@ -136,6 +137,23 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         settle(&folder);
     }
     outcome
+}
+
+/// A run cannot replace the model that it starts from.
+fn keep_own_model(recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
+    let Some(path) = &recipe.model.path else { return Ok(()) };
+    let inside = |folder: &Path| {
+        let (path, folder) = (path.canonicalize(), folder.canonicalize());
+        matches!((path, folder), (Ok(path), Ok(folder)) if path.starts_with(&folder))
+    };
+    if inside(&folder.model()) || inside(&folder.checkpoints()) {
+        let why = format!(
+            "model.path: {} lies in the folder that --overwrite replaces; choose another --out",
+            path.display()
+        );
+        return Err(Failure::Usage(why));
+    }
+    Ok(())
 }
 
 /// Gives the earlier run back where this one has failed before its first step.

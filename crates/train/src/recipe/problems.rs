@@ -123,7 +123,12 @@ impl Recipe {
         let one_bit = matches!(config.optimizer, Some(Optimizer::OneBit(_)));
         let lamb = matches!(config.optimizer, Some(Optimizer::Lamb(_)));
         let eigenvalue = config.section("eigenvalue").is_some_and(|section| section["enabled"] == true);
+        let scheduled = self.ds_config["pipeline"]["schedule"].is_string();
         let rules = [
+            (
+                scheduled && !pipe,
+                "pipeline.schedule: the model is in one piece; give it stages (--pp, pipeline.stages), or leave the schedule out",
+            ),
             (
                 in_shards && (sequence || tensor || expert),
                 "zero_optimization.mics_shard_size: on a mesh, state is spread over all ranks that hold the same slices; remove it",
