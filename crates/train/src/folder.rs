@@ -149,20 +149,26 @@ impl RunFolder {
         ]
     }
 
-    /// Where a run waits that is being replaced.
+    /// Where a run waits that is being replaced: all of it, and what else the folder holds is its successor's.
     fn replaced(&self) -> PathBuf {
         self.0.join(".replaced")
+    }
+
+    /// Where parts of a run are on their way there or back: what else the folder holds is the same run's.
+    fn moving(&self) -> PathBuf {
+        self.0.join(".moving")
     }
 
     /// Puts away what a run has left here, to be given up when another has taken its first step. Only who holds the lock may.
     pub fn set_aside(&self) -> Result<()> {
         self.settle()?;
-        let aside = self.replaced();
-        std::fs::create_dir_all(&aside).map_err(TrainError::io(&aside))?;
+        let moving = self.moving();
+        std::fs::create_dir_all(&moving).map_err(TrainError::io(&moving))?;
         for path in self.left_by_run() {
-            rename(&path, &aside)?;
+            rename(&path, &moving)?;
         }
-        Ok(())
+        // From here on, and not before, what is in the folder may be removed.
+        std::fs::rename(&moving, self.replaced()).map_err(TrainError::io(&moving))
     }
 
     /// A run has taken its first step: the one before it is not needed any more.
@@ -175,26 +181,29 @@ impl RunFolder {
 
     /// Whether a run waits for the first step of the one that replaces it.
     pub fn is_being_replaced(&self) -> bool {
-        self.replaced().exists()
+        self.replaced().exists() || self.moving().exists()
     }
 
     /// After a run that replaced another has ended, in whatever way: gives the other back if no step was taken. Only who holds
     /// the lock may.
     pub fn settle(&self) -> Result<()> {
-        let aside = self.replaced();
-        if !aside.exists() {
+        let (aside, moving) = (self.replaced(), self.moving());
+        if aside.exists() {
+            if std::fs::metadata(self.log()).is_ok_and(|log| log.len() > 0) {
+                return remove(&aside);
+            }
+            self.left_by_run().iter().try_for_each(|path| remove(path))?;
+            std::fs::rename(&aside, &moving).map_err(TrainError::io(&aside))?;
+        }
+        if !moving.exists() {
             return Ok(());
         }
-        if std::fs::metadata(self.log()).is_ok_and(|log| log.len() > 0) {
-            return remove(&aside);
-        }
         for path in self.left_by_run() {
-            remove(&path)?;
             if let Some(name) = path.file_name() {
-                rename(&aside.join(name), &self.0)?;
+                rename(&moving.join(name), &self.0)?;
             }
         }
-        remove(&aside)
+        remove(&moving)
     }
 
     /// Takes the folder for one run.
@@ -323,6 +332,15 @@ mod tests {
         folder.set_aside().unwrap();
         folder.settle().unwrap();
         assert_eq!(read().as_deref(), Some("old"));
+        // Killed with a part of it put aside, or back.
+        for name in ["log.jsonl", "model"] {
+            std::fs::create_dir_all(folder.moving()).unwrap();
+            std::fs::rename(folder.path().join(name), folder.moving().join(name)).unwrap();
+            assert!(folder.is_being_replaced());
+            folder.settle().unwrap();
+            assert_eq!(read().as_deref(), Some("old"), "{name} was on its way");
+            assert_eq!(std::fs::read_to_string(folder.log()).unwrap(), "old");
+        }
         // It takes a step.
         folder.set_aside().unwrap();
         old("new");
