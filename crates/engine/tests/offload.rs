@@ -35,17 +35,43 @@ fn state_on_a_disk_trains_to_the_same_bits() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "swap files stayed");
 }
 
+/// How far the weights of two runs are from each other.
+fn apart(one: &(Vec<u64>, Vec<u32>), other: &(Vec<u64>, Vec<u32>)) -> f32 {
+    let difference = |(a, b): (&u32, &u32)| (f32::from_bits(*a) - f32::from_bits(*b)).abs();
+    one.1.iter().zip(&other.1).map(difference).fold(0.0, f32::max)
+}
+
+/// How far three steps of Adam at a rate of 0.01 may be apart when a GPU or its host makes them. On a host, where both are one
+/// memory, there is no difference at all.
+fn rounding() -> f32 {
+    if device(1).backend().is_host() { 0.0 } else { 1e-2 }
+}
+
 #[test]
 fn states_in_host_memory_are_updated_as_on_the_device() {
     let plain = configuration("bf16", 1, "AdamW");
-    let floats = |outcome: &[(Vec<u64>, Vec<u32>)]| -> Vec<f32> {
-        outcome[0].1.iter().map(|bits| f32::from_bits(*bits)).collect()
-    };
-    let (here, there) = (floats(&train(2, plain.clone())), floats(&train(2, in_memory(plain))));
-    let apart = here.iter().zip(&there).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    // Three steps of Adam at a rate of 0.01; on a host, where both are one memory, there is no difference at all.
-    let bound = if device(1).backend().is_host() { 0.0 } else { 1e-2 };
-    assert!(apart <= bound, "{apart} apart");
+    let apart = apart(&train(2, plain.clone())[0], &train(2, in_memory(plain))[0]);
+    assert!(apart <= rounding(), "{apart} apart");
+}
+
+#[test]
+fn state_in_host_memory_gives_the_same_bits_in_every_stage_and_wherever_weights_are() {
+    for ranks in [1, 2] {
+        for precision in ["fp32", "bf16"] {
+            let plain = in_memory(configuration(precision, 1, "AdamW"));
+            let reference = train(ranks, plain.clone());
+            for stage in [1, 2] {
+                let mut value = plain.clone();
+                value["zero_optimization"]["stage"] = json!(stage);
+                assert_eq!(train(ranks, value), reference, "{ranks} ranks, {precision}, stage {stage}");
+            }
+            for pinned in [false, true] {
+                let mut value = plain.clone();
+                value["zero_optimization"]["offload_param"] = json!({"device": "cpu", "pin_memory": pinned});
+                assert_eq!(train(ranks, value), reference, "{ranks} ranks, {precision}, pinned: {pinned}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -177,12 +203,22 @@ fn a_ratio_keeps_the_rest_of_the_states_with_the_device() {
                 held(value)
             };
             let (whole, half, none) = (with(1.0), with(0.5), with(0.0));
-            for (_, _, outcome) in [&whole, &half, &none] {
+            // What stays is updated by the device: of a GPU, with its own rounding.
+            let by_the_host =
+                if device(1).backend().is_host() { &[&whole, &half, &none][..] } else { &[&whole] };
+            for (_, _, outcome) in by_the_host {
                 assert_eq!(*outcome, reference, "{precision}, {sections:?}");
+            }
+            for (_, _, outcome) in [&half, &none] {
+                let apart = apart(outcome, &reference);
+                assert!(apart <= rounding(), "{precision}, {sections:?}: {apart} apart");
             }
             let of_optimizer = [&whole, &half, &none].map(|(bytes, ..)| bytes[1]);
             let share = of_optimizer[1] as f64 / of_optimizer[2] as f64;
-            assert!(of_optimizer[0] == 0 && (0.45..0.65).contains(&share), "{of_optimizer:?}");
+            // Where nothing moves, a GPU updates f32 weights where kernels read them: one column of three less.
+            let in_place = precision == "fp32" && !device(1).backend().is_host();
+            let expected = if in_place { 0.70..0.85 } else { 0.45..0.65 };
+            assert!(of_optimizer[0] == 0 && expected.contains(&share), "{of_optimizer:?}");
             assert!(whole.1 > half.1 && half.1 > none.1, "{} {} {}", whole.1, half.1, none.1);
         }
     }

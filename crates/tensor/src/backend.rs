@@ -378,6 +378,14 @@ pub trait Backend: Send + Sync {
     }
     /// Ends a mark.
     fn unmark(&self, _mark: Mark) {}
+    /// Waits until its work has come to a mark.
+    fn wait_for(&self, _mark: &Mark) -> Result<()> {
+        Ok(())
+    }
+    /// Lets what is submitted later wait for a mark, without keeping the host.
+    fn follow(&self, _mark: &Mark) -> Result<()> {
+        Ok(())
+    }
     /// Of a GPU: its number, and the handle of the stream that its work goes to.
     fn stream(&self) -> Option<(usize, u64)> {
         None
@@ -405,6 +413,15 @@ pub trait Backend: Send + Sync {
         let mut bytes = vec![0; source.size_bytes()];
         self.copy_to_host(source, &mut bytes)?;
         Ok(Box::new(move || Ok(bytes)))
+    }
+    /// Memory of the host that the device can copy to and from beside its other work: see [`crate::beside`].
+    fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
+        Tensor::empty_in([numel], dtype, &Device::cpu(), category)
+    }
+    /// Begins a copy between a tensor of this device and one of [`Backend::locked`], behind what was submitted before a mark;
+    /// gives a mark behind the copy. See [`crate::beside::Beside`].
+    fn copy_beside(&self, _source: &Tensor, _target: &Tensor, _after: &Mark) -> Result<Mark> {
+        Err(self.left_to_the_host("copy_beside"))
     }
     /// Copies between tensors of this device, same type and size.
     fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()>;

@@ -19,6 +19,7 @@
 mod arena;
 pub mod autograd;
 pub mod backend;
+pub mod beside;
 pub mod cpu;
 pub mod cuda;
 pub mod dtype;

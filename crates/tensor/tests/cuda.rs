@@ -3,6 +3,7 @@
 //! Without a device each test says so and passes: there is nothing to compare.
 
 use ferrospeed_tensor::backend::{Clipping, Comparison, Update, UpdateOperands};
+use ferrospeed_tensor::beside::{Beside, Moment};
 use ferrospeed_tensor::ops::{
     self, AttentionOptions, CrossEntropyOptions, GroupWeights, PackedHeads, Routes, WeightLayout,
 };
@@ -729,4 +730,38 @@ fn copies_of_every_size_arrive_whole_beside_other_work() {
         Device::cpu().memory_usage().current(Category::Buffers) >= 2 * piece,
         "buffers are counted on the host"
     );
+}
+
+#[test]
+fn copies_beside_other_work_wait_for_their_moment_and_for_nothing_later() {
+    let Some(gpu) = device() else { return };
+    let numel = 3_000_001;
+    let tensor = Tensor::full([numel], 0.0, DType::F32, &gpu).unwrap();
+    let busy = Tensor::full([4096, 4096], 0.01, DType::F32, &gpu).unwrap();
+    let room = gpu.backend().locked(numel, DType::F32, Category::Buffers).unwrap();
+    for round in 1..4 {
+        // What is written behind a heap of work is what the copy finds.
+        (0..8).for_each(|_| drop(ops::matmul(&busy, &busy).unwrap()));
+        gpu.backend().fill(&tensor, round as f32).unwrap();
+        let now = Moment::now(&gpu).unwrap().unwrap();
+        let out = Beside::begin(&tensor, &room, &now).unwrap();
+        (0..8).for_each(|_| drop(ops::matmul(&busy, &busy).unwrap()));
+        out.wait().unwrap();
+        assert!(room.to_vec::<f32>().unwrap().iter().all(|&value| value == round as f32));
+        // And back.
+        Device::cpu().backend().fill(&room, -(round as f32)).unwrap();
+        Beside::begin(&room, &tensor, &now).unwrap().wait().unwrap();
+        assert!(tensor.to_vec::<f32>().unwrap().iter().all(|&value| value == -(round as f32)));
+        // The device waits where the host does not.
+        Device::cpu().backend().fill(&room, 0.5).unwrap();
+        let now = Moment::now(&gpu).unwrap().unwrap();
+        Beside::begin(&room, &tensor, &now).unwrap().follow().unwrap();
+        assert!(tensor.to_vec::<f32>().unwrap().iter().all(|&value| value == 0.5));
+    }
+    let short = gpu.backend().locked(numel - 1, DType::F32, Category::Buffers).unwrap();
+    let now = Moment::now(&gpu).unwrap().unwrap();
+    let refused = Beside::begin(&tensor, &short, &now).err().unwrap().to_string();
+    assert!(refused.contains("differ in size"), "{refused}");
+    let refused = Beside::begin(&tensor, &tensor, &now).err().unwrap().to_string();
+    assert!(refused.contains("one must be the host's"), "{refused}");
 }

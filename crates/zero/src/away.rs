@@ -2,9 +2,9 @@
 //! disk.
 //!
 //! It goes tile by tile, on the host. While one tile is updated the next ones are read and the last ones written, through
-//! as many buffers as the configuration grants. A tile's update is the same pass over the same elements as it would be
-//! elsewhere, so the bits are the same too. An update holds handles of all it works on and nothing of the store, so in
-//! stage 3 it runs beside the next forward (see [`crate::updates`]).
+//! as many buffers as the configuration grants, and a GPU's gradients come and new weights leave (see [`crate::landing`]). A tile's update is the same pass over the same elements as it would be
+//! elsewhere, so the bits are the same too. An update holds handles of all it works on and nothing of the store, so it can
+//! run beside the next forward (see [`crate::updates`]).
 //! (Ren et al.: "ZeRO-Offload", 2021; Rajbhandari et al.: "ZeRO-Infinity", 2021.)
 
 use std::collections::VecDeque;
@@ -17,8 +17,9 @@ use ferrospeed_tensor::backend::UpdateOperands;
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::Result;
-use crate::home::{Flat, OnDisk, Transfer, moved_to};
+use crate::home::{Flat, OnDisk, Transfer};
 use crate::homes::Homes;
+use crate::landing::{Landing, Way};
 use crate::memory::part;
 use crate::reducer::Segment;
 use crate::step::gradient_of;
@@ -34,6 +35,19 @@ enum Column<'a> {
 enum Asked<'a> {
     Here(Tensor),
     Reading(&'a OnDisk, Range<usize>, Transfer),
+}
+
+/// A tile on its way to the update: its columns, and its gradient where that is another device's.
+struct Coming<'a> {
+    columns: Vec<Asked<'a>>,
+    gradient: Option<Landing>,
+}
+
+/// A tile on its way back: what a disk writes, and what kernels of another device will read.
+struct Leaving<'a> {
+    tile: &'a Tile,
+    writes: Vec<Transfer>,
+    values: Option<Landing>,
 }
 
 /// What is updated of a share, and by what.
@@ -58,6 +72,7 @@ pub(crate) struct AwayUpdate {
     device: Device,
     dtype: DType,
     homes: Homes,
+    way: Option<Way>,
 }
 
 impl AwayUpdate {
@@ -70,7 +85,14 @@ impl AwayUpdate {
             device: store.device.clone(),
             dtype: store.dtype,
             homes: store.homes().clone(),
+            way: None,
         }
+    }
+
+    /// To be called when everything is added and the gradients are there.
+    pub(crate) fn prepare(&mut self) -> Result<()> {
+        self.way = Way::open(&self.device, self.homes.rooms(), self.tile)?;
+        Ok(())
     }
 
     /// Adds what is elsewhere of a share.
@@ -109,8 +131,8 @@ impl AwayUpdate {
     /// Updates tiles in their order, and says of each when it can be read.
     pub(crate) fn run(&self, tiles: &[Tile], running: &Running) -> Result<()> {
         let mut spare: Vec<Buffer> = Vec::new();
-        let mut coming: VecDeque<Vec<Asked<'_>>> = VecDeque::new();
-        let mut leaving: VecDeque<(&Tile, Vec<Transfer>)> = VecDeque::new();
+        let mut coming: VecDeque<Coming<'_>> = VecDeque::new();
+        let mut leaving: VecDeque<Leaving<'_>> = VecDeque::new();
         let mut asked = 0;
         for (index, tile) in tiles.iter().enumerate() {
             // One buffer is worked on; of the others, half may be read ahead.
@@ -118,25 +140,26 @@ impl AwayUpdate {
                 coming.push_back(self.begin(&tiles[asked], &mut spare)?);
                 asked += 1;
             }
-            let Some(ready) = coming.pop_front() else { break };
-            let mut here = Vec::with_capacity(ready.len());
-            for column in ready {
+            let Some(Coming { columns, mut gradient }) = coming.pop_front() else { break };
+            let mut here = Vec::with_capacity(columns.len());
+            for column in columns {
                 here.push(match column {
                     Asked::Here(tensor) => Column::Memory(tensor),
                     Asked::Reading(disk, range, transfer) => Column::Disk(disk, range, transfer.wait()?),
                 });
             }
-            self.update_tile(self.target(tile), &tile.range, &here)?;
+            gradient.as_mut().map_or(Ok(()), Landing::wait)?;
+            let values = self.update_tile(self.target(tile), &tile.range, &here, gradient.as_ref())?;
             let mut writes = Vec::new();
             for column in here {
                 if let Column::Disk(disk, range, buffer) = column {
                     writes.push(disk.start_write_tile(range, buffer)?);
                 }
             }
-            if self.values_on_disk(self.target(tile), &tile.range).is_none() {
+            if values.is_none() && self.values_on_disk(self.target(tile), &tile.range).is_none() {
                 running.done(tile);
             }
-            leaving.push_back((tile, writes));
+            leaving.push_back(Leaving { tile, writes, values });
             while leaving.len() > self.tile_buffers.saturating_sub(1).div_ceil(2).max(1) {
                 end(&mut leaving, &mut spare, running)?;
             }
@@ -174,7 +197,7 @@ impl AwayUpdate {
     }
 
     /// Asks for a tile.
-    fn begin<'a>(&'a self, tile: &Tile, spare: &mut Vec<Buffer>) -> Result<Vec<Asked<'a>>> {
+    fn begin<'a>(&'a self, tile: &Tile, spare: &mut Vec<Buffer>) -> Result<Coming<'a>> {
         let target = self.target(tile);
         let bytes = self.tile * DType::F32.size_bytes();
         let mut read = |disk: &'a OnDisk, range: Range<usize>| -> Result<Asked<'a>> {
@@ -191,24 +214,54 @@ impl AwayUpdate {
         if let Some((disk, range)) = self.values_on_disk(target, &tile.range) {
             columns.push(read(disk, range)?);
         }
-        Ok(columns)
+        Ok(Coming { columns, gradient: self.fetch(target, &tile.range)? })
     }
 
-    fn update_tile(&self, target: &Target, tile: &Range<usize>, columns: &[Column<'_>]) -> Result<()> {
+    /// Begins to bring a tile's gradient from the device.
+    fn fetch(&self, target: &Target, tile: &Range<usize>) -> Result<Option<Landing>> {
+        let (Some(way), Some(first)) = (&self.way, target.segments.first()) else { return Ok(None) };
+        let mut landing = way.room(first.values.dtype())?;
+        for segment in &target.segments {
+            let Some((start, len)) = common(tile, segment) else { continue };
+            let source = part(&segment.values, start - segment.in_part, len)?;
+            let place = part(landing.room(), start - tile.start, len)?;
+            way.begin(&mut landing, &source, &place)?;
+        }
+        Ok(Some(landing))
+    }
+
+    /// Room for a tile of 16-bit weights that kernels of another device read.
+    fn outgoing(&self, target: &Target) -> Result<Option<Landing>> {
+        match (&self.way, &target.values) {
+            (Some(way), Flat::Memory(values)) if !values.device().backend().is_host() => {
+                Ok((self.dtype != DType::F32).then(|| way.room(self.dtype)).transpose()?)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Updates a tile. What is returned is on its way to where kernels read it.
+    fn update_tile(
+        &self,
+        target: &Target,
+        tile: &Range<usize>,
+        columns: &[Column<'_>],
+        landed: Option<&Landing>,
+    ) -> Result<Option<Landing>> {
         let host = Device::cpu();
         let worker = if self.device.backend().is_host() { &self.device } else { &host };
         let wide = usize::from(target.master.is_some()) + target.states.len();
         let tensors: Vec<Tensor> =
             columns.iter().take(wide).map(|column| column.tensor(tile.len(), DType::F32)).collect();
         let on_disk = columns.get(wide).map(|column| column.tensor(tile.len(), self.dtype));
+        let mut outgoing = self.outgoing(target)?;
         for segment in &target.segments {
-            let start = tile.start.max(segment.in_part);
-            let end = tile.end.min(segment.in_part + segment.values.numel());
-            if start >= end {
-                continue;
-            }
-            let (len, in_values) = (end - start, target.own_start + start);
-            let gradient = moved_to(part(&segment.values, start - segment.in_part, len)?, &host)?;
+            let Some((start, len)) = common(tile, segment) else { continue };
+            let in_values = target.own_start + start;
+            let gradient = match landed {
+                Some(landed) => part(landed.room(), start - tile.start, len)?,
+                None => part(&segment.values, start - segment.in_part, len)?,
+            };
             let mut cut: Vec<Tensor> = Vec::with_capacity(tensors.len());
             for tensor in &tensors {
                 cut.push(part(tensor, start - tile.start, len)?);
@@ -223,10 +276,11 @@ impl AwayUpdate {
                 None if target.values.is_here(&host) => Some(target.values.read(in_values, len, &host)?),
                 None => None,
             };
-            let copy = match (self.dtype, &place) {
-                (DType::F32, _) => None,
-                (_, Some(place)) => Some(place.clone()),
-                (_, None) => Some(Tensor::empty_in([len], self.dtype, &host, Category::Buffers)?),
+            let copy = match (self.dtype, &place, &outgoing) {
+                (DType::F32, ..) => None,
+                (_, Some(place), _) => Some(place.clone()),
+                (_, None, Some(outgoing)) => Some(part(outgoing.room(), start - tile.start, len)?),
+                (_, None, None) => Some(Tensor::empty_in([len], self.dtype, &host, Category::Buffers)?),
             };
             // SAFETY: the tile's columns are this call's own; what kernels read nobody else writes, and whoever reads it waits
             // until the tile is done; segments are disjoint.
@@ -247,14 +301,26 @@ impl AwayUpdate {
             }
             match (&copy, &place) {
                 (Some(_), Some(_)) => {}
-                (Some(copy), None) => target.values.write(in_values, copy)?,
+                (Some(copy), None) => match (&self.way, &mut outgoing) {
+                    (Some(way), Some(outgoing)) => {
+                        way.begin(outgoing, copy, &part(target.values.memory()?, in_values, len)?)?;
+                    }
+                    _ => target.values.write(in_values, copy)?,
+                },
                 (None, _) if target.master.is_none() => {}
                 (None, Some(place)) => host.backend().cast(&weights, place)?,
                 (None, None) => target.values.write(in_values, &weights)?,
             }
         }
-        Ok(())
+        Ok(outgoing)
     }
+}
+
+/// What a tile has of a segment: where it starts in the part, and its length.
+fn common(tile: &Range<usize>, segment: &Segment) -> Option<(usize, usize)> {
+    let start = tile.start.max(segment.in_part);
+    let end = tile.end.min(segment.in_part + segment.values.numel());
+    (start < end).then(|| (start, end - start))
 }
 
 impl ZeroStore {
@@ -314,16 +380,13 @@ impl Column<'_> {
     }
 }
 
-/// Waits for the earliest tile that is being written.
-fn end(
-    leaving: &mut VecDeque<(&Tile, Vec<Transfer>)>,
-    spare: &mut Vec<Buffer>,
-    running: &Running,
-) -> Result<()> {
-    let Some((tile, writes)) = leaving.pop_front() else { return Ok(()) };
+/// Waits for the earliest tile that is on its way back.
+fn end(leaving: &mut VecDeque<Leaving<'_>>, spare: &mut Vec<Buffer>, running: &Running) -> Result<()> {
+    let Some(Leaving { tile, writes, mut values }) = leaving.pop_front() else { return Ok(()) };
     for write in writes {
         spare.push(write.wait()?);
     }
+    values.as_mut().map_or(Ok(()), Landing::wait)?;
     running.done(tile);
     Ok(())
 }

@@ -13,6 +13,7 @@ use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::Result;
 use crate::home::{Disk, Flat};
+use crate::landing::Rooms;
 
 /// The most elements of a tile, whatever `sub_group_size` says: larger ones are not faster, and take memory.
 const LARGEST_TILE: u64 = 4 << 20;
@@ -25,6 +26,8 @@ const TILE_BUFFERS: usize = 4;
 #[derive(Clone)]
 pub(crate) enum Home {
     Host,
+    /// Page-locked, for copies beside the work of a device.
+    Locked(Device),
     Disk(Disk),
 }
 
@@ -32,6 +35,18 @@ impl Home {
     pub(crate) fn zeros(&self, numel: usize, dtype: DType, category: Category) -> Result<Flat> {
         match self {
             Home::Host => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, &Device::cpu(), category)?)),
+            Home::Locked(device) => match device.backend().locked(numel, dtype, category) {
+                Ok(tensor) => {
+                    Device::cpu().backend().fill(&tensor, 0.0)?;
+                    Ok(Flat::Memory(tensor))
+                }
+                Err(why) => {
+                    tracing::warn!(
+                        "offload_param: {numel} weights are in ordinary memory, not page-locked: {why}"
+                    );
+                    Home::Host.zeros(numel, dtype, category)
+                }
+            },
             Home::Disk(disk) => disk.zeros(numel, dtype),
         }
     }
@@ -50,6 +65,8 @@ pub struct Homes {
     reads: usize,
     /// Page-locked buffers for tiles that wait for the next step, where such are wanted.
     locked: Option<Arc<Mutex<Vec<Buffer>>>>,
+    /// Room for what goes between a GPU and its host.
+    rooms: Rooms,
 }
 
 impl Default for Homes {
@@ -62,6 +79,7 @@ impl Default for Homes {
             buffers: None,
             reads: 1,
             locked: None,
+            rooms: Rooms::default(),
         }
     }
 }
@@ -97,6 +115,7 @@ impl Homes {
         homes.values = match &zero.offload_param.tier {
             _ if zero.stage != Stage::Parameters => None,
             ParameterTier::Device => None,
+            ParameterTier::Host(buffers) if buffers.pinned => on_host().map(|_| Home::Locked(device.clone())),
             ParameterTier::Host(_) => on_host(),
             ParameterTier::Nvme { buffers, max_in_cpu, .. } => {
                 homes.left_in_host = Arc::new(AtomicU64::new(*max_in_cpu));
@@ -131,6 +150,10 @@ impl Homes {
         let update = |left| Some(left - taken(left) as u64);
         let left = self.left_in_host.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
         left.map_or(0, taken)
+    }
+
+    pub(crate) fn rooms(&self) -> &Rooms {
+        &self.rooms
     }
 
     /// Parameters that are read from a disk at once.

@@ -17,6 +17,7 @@ mod fill;
 mod hold;
 mod home;
 mod homes;
+mod landing;
 mod memory;
 mod one_bit;
 mod packed;

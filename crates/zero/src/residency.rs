@@ -17,6 +17,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
+use ferrospeed_tensor::beside::{Beside, Moment};
 use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
@@ -34,6 +35,8 @@ pub(crate) struct Limits {
     pub(crate) live: u64,
     pub(crate) reuse_distance: u64,
     pub(crate) reads: usize,
+    /// Whether weights wait in page-locked memory, from which a device copies by itself.
+    pub(crate) beside: bool,
 }
 
 /// One parameter's place.
@@ -66,6 +69,8 @@ struct Whole {
     borrows: usize,
     value: Option<Tensor>,
     work: Option<Pending>,
+    /// What brings it from this host to the device of a rank that has all of it.
+    copying: Option<Beside>,
     /// What arrives of it quantised.
     arriving: Option<Tensor>,
     /// This rank's part of what its neighbours hold together.
@@ -250,6 +255,10 @@ impl Residency {
 
     /// Waits for a parameter that is under way.
     fn land(&mut self, param: usize) -> Result<()> {
+        if let Some(copying) = self.whole[param].copying.take() {
+            self.under_way_numel -= self.numel(param);
+            return Ok(copying.follow()?);
+        }
         let Some(work) = self.whole[param].work.take() else { return Ok(()) };
         self.under_way_numel -= self.numel(param);
         work.wait()?;
@@ -346,7 +355,44 @@ impl Residency {
         }
     }
 
+    /// Brings parameters that this rank alone has from its host to its device.
+    fn bring(&mut self, params: &[usize]) -> Result<()> {
+        for &param in params {
+            let Sharded { flat, start, share, .. } = self.params[param];
+            let flat = &self.flats[flat].1;
+            let value = match flat {
+                Flat::Memory(home) if self.limits.beside => {
+                    let value = Tensor::empty_in([share], self.dtype, &self.device, Category::Parameters)?;
+                    // The memory may be what earlier work still uses.
+                    let now = Moment::now(&self.device)?;
+                    let home = part(home, start, share)?;
+                    let copy = now.as_ref().map(|now| Beside::begin(&home, &value, now));
+                    self.whole[param].copying = copy.transpose()?;
+                    self.under_way_numel += self.numel(param);
+                    value
+                }
+                _ => flat.read(start, share, &self.device)?,
+            };
+            self.is_whole(param, value);
+        }
+        Ok(())
+    }
+
+    /// Notes that a parameter is whole, or soon will be.
+    fn is_whole(&mut self, param: usize, value: Tensor) {
+        self.whole[param].value = Some(value);
+        if let Some(place) = self.whole[param].absent_at.take() {
+            self.absent.remove(&place);
+        }
+        self.live_numel += self.numel(param);
+        self.peak_live_numel = self.peak_live_numel.max(self.live_numel);
+    }
+
     fn gather_over(&mut self, group: &Group, way: Way, params: &[usize]) -> Result<()> {
+        // Nobody else has a part of them.
+        if way == Way::AsItIs && group.size() == 1 && !self.device.backend().is_host() {
+            return self.bring(params);
+        }
         let mut pairs = Vec::with_capacity(params.len());
         let mut coming: VecDeque<Coming> = VecDeque::new();
         let mut to_read = params.iter();
@@ -388,13 +434,8 @@ impl Residency {
                     pairs.push((own, value.clone()));
                 }
             }
-            self.whole[param].value = Some(value);
-            if let Some(place) = self.whole[param].absent_at.take() {
-                self.absent.remove(&place);
-            }
-            self.live_numel += self.numel(param);
+            self.is_whole(param, value);
         }
-        self.peak_live_numel = self.peak_live_numel.max(self.live_numel);
         let pending = exchange::all_gather(group, &pairs, identity(params))?;
         for (&param, work) in params.iter().zip(pending) {
             self.whole[param].work = Some(work);

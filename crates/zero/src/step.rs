@@ -80,6 +80,11 @@ fn squares_of(device: &Device, pieces: &[&Tensor], whole: Magnitude) -> Result<S
     })
 }
 
+/// Whether ranks below stage 3 send each other what a step made of a share.
+fn is_published(share: &Share) -> bool {
+    share.trained && share.layout.part_numel > 0 && share.layout.ranks > 1
+}
+
 fn values_of(segments: &[Segment]) -> Vec<&Tensor> {
     segments.iter().map(|segment| &segment.values).collect()
 }
@@ -162,13 +167,15 @@ impl ZeroStore {
         Ok(away)
     }
 
-    /// Begins what is to be done elsewhere. In stage 3 the next forward runs beside it; below, where new values go to all
-    /// ranks at once, it is waited for.
-    fn start(&self, state: &mut State, away: AwayUpdate) -> Result<()> {
+    /// Begins what is to be done elsewhere. The next forward runs beside it, unless new values go to all ranks at once.
+    fn start(&self, state: &mut State, mut away: AwayUpdate) -> Result<()> {
         if away.is_empty() {
             return Ok(());
         }
-        let first_reads = state.residency.as_ref().map_or(Vec::new(), Residency::first_reads);
+        away.prepare()?;
+        // Below stage 3 nobody records the order of reads; models are built in the order in which they are read.
+        let in_order = || (0..self.params.len()).collect();
+        let first_reads = state.residency.as_ref().map_or_else(in_order, Residency::first_reads);
         let tiles = away.tiles(|tile| {
             let share = &state.shares[tile.share];
             let members = share.params.iter().enumerate().filter(|(in_group, _)| {
@@ -184,11 +191,13 @@ impl ZeroStore {
             drop(away);
             running.end(outcome);
         };
-        let Some(residency) = &mut state.residency else {
+        if state.shares.iter().any(is_published) && state.residency.is_none() {
             work();
             return self.settle("step");
-        };
-        residency.fetches_ahead = false;
+        }
+        if let Some(residency) = &mut state.residency {
+            residency.fetches_ahead = false;
+        }
         let thread = std::thread::Builder::new().name("update".to_owned());
         match thread.spawn(work) {
             Ok(_) => Ok(()),
@@ -446,7 +455,7 @@ impl ZeroStore {
         }
         let mut pending = Vec::new();
         for (group, share) in state.shares.iter().enumerate() {
-            if !share.trained || share.layout.part_numel == 0 || share.layout.ranks == 1 {
+            if !is_published(share) {
                 continue;
             }
             let pair = (share.own_values()?, share.values.memory()?.clone());

@@ -29,11 +29,12 @@ use crate::homes::{Home, Homes};
 use crate::memory::{common, part, reachable};
 use crate::one_bit::Compressing;
 use crate::packed::Packed;
-use crate::partition::{Layout, persistent};
+use crate::partition::{Fragment, Layout, persistent};
 use crate::quantized_gradients;
 use crate::reducer::{ReduceOptions, Reducer, Road};
 use crate::residency::{Limits, Pass, Residency, Sharded};
 use crate::sharding::{Elsewhere, Sharding};
+use crate::updates::Tile;
 
 /// What a common disk may be written in its life.
 const DISK_LIFE_BYTES: u64 = 600_000_000_000_000;
@@ -289,11 +290,7 @@ impl ZeroStore {
         let shapes = params.iter().map(|param| *param.shape()).collect();
         let mut state = State { shares, reducer, residency, compressing };
         state.expect_step();
-        let awaited =
-            match state.residency.as_ref().filter(|_| state.shares.iter().any(|share| share.is_away)) {
-                Some(residency) => (0..params.len()).map(|param| residency.stretches(param)).collect(),
-                None => Vec::new(),
-            };
+        let awaited = awaited(&state, &positions);
         let attached = Arc::new(Attached::new(shapes, positions, in_rows, awaited, state));
         for (index, param) in params.iter().enumerate() {
             param.attach(attached.clone(), index, options.dtype)?;
@@ -623,6 +620,23 @@ fn build_share(
     Ok(share)
 }
 
+/// What must be updated before each parameter is read, where updates may be queued.
+fn awaited(state: &State, positions: &[(usize, usize)]) -> Vec<Vec<Tile>> {
+    if !state.shares.iter().any(|share| share.is_away) {
+        return Vec::new();
+    }
+    if let Some(residency) = &state.residency {
+        return (0..positions.len()).map(|param| residency.stretches(param)).collect();
+    }
+    let own = |&(group, in_group): &(usize, usize)| {
+        let share = &state.shares[group];
+        let fragment = share.layout.fragment(in_group, owner_in(share));
+        let stretch = |f: &Fragment| Tile { share: group, range: f.in_part..f.in_part + f.len };
+        fragment.map(stretch).into_iter().collect()
+    };
+    positions.iter().map(own).collect()
+}
+
 /// Which parameters stay whole between passes.
 fn stays_whole(params: &[Param], zero: &Zero) -> Vec<bool> {
     let numels: Vec<usize> = params.iter().map(Param::numel).collect();
@@ -703,6 +717,7 @@ fn residency(
         live: zero.max_live_parameters,
         reuse_distance: zero.max_reuse_distance,
         reads: options.homes.reads(),
+        beside: matches!(options.homes.values(), Some(Home::Locked(_))),
     };
     let flats = shares.iter().map(|share| (share.sharding.shard.clone(), share.values.clone())).collect();
     let neighbours = options.sharding.neighbours(world, zero.hpz_partition_size)?;

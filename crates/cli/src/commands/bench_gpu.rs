@@ -28,6 +28,7 @@ use cases::{CASES, Case};
 
 mod attention;
 mod cases;
+mod copies;
 
 /// What the reference GPU reaches in a large bf16 product of random numbers; utilisation is stated against it.
 const REFERENCE_TFLOPS: f64 = 790.0;
@@ -39,9 +40,18 @@ enum Waiting {
     Host,
 }
 
+/// What waits in the host's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Offloaded {
+    /// The f32 weights and optimizer states, which the host then updates
+    Optimizer,
+    /// And the weights that kernels read (stage 3)
+    All,
+}
+
 #[derive(Debug, Args)]
 pub(super) struct GpuBenchArgs {
-    /// Models to train: 124m, 350m and 1.3b are GPT-2's shapes; llama-350m, llama-1.1b, llama-3b, qwen2-1.5b, mistral-1.1b,
+    /// Models to train: 124m, 350m and 1.3b are GPT-2's shapes; llama-350m, llama-1.1b, llama-3b, llama-8b, llama-16b, qwen2-1.5b, mistral-1.1b,
     /// neox-1.4b; mixtral-8x2 and mixtral-64x8 have so many experts, of which so many see a token
     #[arg(long, value_delimiter = ',', default_values = ["124m", "350m", "1.3b"])]
     model: Vec<String>,
@@ -57,6 +67,12 @@ pub(super) struct GpuBenchArgs {
     /// Compute the blocks again in backward instead of keeping what they computed; their inputs wait in this memory
     #[arg(long, value_name = "MEMORY", num_args = 0..=1, default_missing_value = "device")]
     checkpointing: Option<Waiting>,
+    /// Keep this in the host's memory
+    #[arg(long, value_name = "STATE")]
+    offload: Option<Offloaded>,
+    /// With --offload, in stage 3: the share of the optimizer's state that goes to the host
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, requires = "offload")]
+    ratio: f64,
     /// Steps to measure after three to warm up
     #[arg(long, value_name = "COUNT", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
@@ -66,6 +82,9 @@ pub(super) struct GpuBenchArgs {
     /// Measure attention alone at these numbers of tokens, and nothing else
     #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
     attention: Vec<usize>,
+    /// Measure copies between host and device alone, and nothing else
+    #[arg(long)]
+    copies: bool,
     /// With --attention: how many last tokens a token sees
     #[arg(long, value_name = "TOKENS")]
     window: Option<usize>,
@@ -96,6 +115,9 @@ pub(super) fn run(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
     if !args.attention.is_empty() {
         return measure_attention(args);
     }
+    if args.copies {
+        return measure_copies(args);
+    }
     let cases = args.model.iter().map(|name| Case::of_name(name)).collect::<Result<Vec<_>, String>>();
     for case in cases.map_err(Failure::Usage)? {
         let own = [case.tokens as u32];
@@ -106,7 +128,9 @@ pub(super) fn run(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
             // A device of its own gives back everything that the last case held.
             let device = args.device.open()?;
             let batch = args.batch.map_or(case.batch, |batch| batch as usize);
-            let run = Run { case, batch, tokens: tokens as usize, stage, checkpointing: args.checkpointing };
+            let (checkpointing, offload) =
+                (args.checkpointing, args.offload.map(|state| (state, args.ratio)));
+            let run = Run { case, batch, tokens: tokens as usize, stage, checkpointing, offload };
             print(args, &run.train(args.steps, &device)?)?;
         }
     }
@@ -137,6 +161,20 @@ fn measure_attention(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn measure_copies(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
+    let row = copies::measure(&args.device.open()?).map_err(|error| Failure::Run(error.to_string()))?;
+    let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
+    let text = format!(
+        "copies  out {:.1} GB/s  in {:.1} GB/s  both at once {:.1} GB/s each  products beside them at {:.0} % of their speed",
+        number("out_gb_per_s"),
+        number("in_gb_per_s"),
+        number("each_way_at_once_gb_per_s"),
+        100.0 * number("products_beside_copies"),
+    );
+    terminal::print_output(&if args.json { row.to_string() } else { text })?;
+    Ok(ExitCode::SUCCESS)
+}
+
 /// One case as it is measured.
 struct Run {
     case: &'static Case,
@@ -144,6 +182,8 @@ struct Run {
     tokens: usize,
     stage: u8,
     checkpointing: Option<Waiting>,
+    /// What is in the host's memory, and how much of the optimizer's state.
+    offload: Option<(Offloaded, f64)>,
 }
 
 impl Run {
@@ -155,12 +195,19 @@ impl Run {
 
     fn train(&self, steps: u64, device: &Device) -> Result<Value, Failure> {
         let failed = |error: &dyn std::fmt::Display| Failure::Run(error.to_string());
-        let Run { case, batch, tokens, stage, checkpointing } = *self;
+        let Run { case, batch, tokens, stage, checkpointing, offload } = *self;
+        let mut zero = json!({"stage": stage});
+        if let Some((_, ratio)) = offload {
+            zero["offload_optimizer"] = json!({"device": "cpu", "pin_memory": true, "ratio": ratio});
+        }
+        if matches!(offload, Some((Offloaded::All, _))) {
+            zero["offload_param"] = json!({"device": "cpu", "pin_memory": true});
+        }
         let config = json!({
             "train_micro_batch_size_per_gpu": batch,
             "gradient_clipping": 1.0,
             "bf16": {"enabled": true},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         });
         let read = Config::from_value("bench", &config).map_err(|error| failed(&error))?;
@@ -206,6 +253,7 @@ impl Run {
             "batch": batch,
             "tokens": tokens,
             "checkpointing": checkpointing.map(|memory| format!("{memory:?}").to_lowercase()),
+            "offload": offload.map(|(state, _)| format!("{state:?}").to_lowercase()),
             "tokens_per_s": (batch * tokens) as f64 / median_s,
             "median_ms": median_s * 1e3,
             "best_ms": seconds[0] * 1e3,

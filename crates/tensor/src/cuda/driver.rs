@@ -171,6 +171,10 @@ impl Driver {
         Ok(())
     }
 
+    pub(crate) fn context(&self) -> sys::CUcontext {
+        self.context
+    }
+
     pub(crate) fn device(&self) -> sys::CUdevice {
         self.device
     }

@@ -6,6 +6,7 @@
 
 mod attention;
 mod attention_pages;
+mod beside;
 mod clock;
 mod compile;
 mod cudnn;
@@ -55,6 +56,7 @@ pub struct CudaBackend {
     graphs: graph::Graphs,
     kernels: Kernels,
     transfers: transfer::Transfers,
+    beside: beside::Streams,
     pool: DevicePool,
     /// A [`Fault`] on the device.
     fault: u64,
@@ -147,7 +149,8 @@ impl CudaBackend {
         let attention = Mutex::new(cudnn_attention::Plans::open(&driver));
         let graphs = graph::Graphs::new();
         let (kernels, transfers) = (Kernels::new(), transfer::Transfers::default());
-        Ok(CudaBackend { products, attention, graphs, kernels, transfers, pool, fault, driver })
+        let beside = beside::Streams::default();
+        Ok(CudaBackend { products, attention, graphs, kernels, transfers, beside, pool, fault, driver })
     }
 
     /// A grid of [`BLOCK`] threads each for `count` elements, eight to a thread, bounded by what the GPU runs at once.
@@ -241,6 +244,7 @@ impl Drop for CudaBackend {
         self.graphs.clear(&self.driver, &self.pool);
         self.pool.release_small(&self.driver);
         self.transfers.close();
+        self.beside.close();
         if self.driver.synchronize().is_ok() {
             // SAFETY: both were allocated when the device was opened, and no kernel is left that could use them. What
             // fails here fails because the process is ending.
@@ -306,6 +310,18 @@ impl Backend for CudaBackend {
     }
     fn unmark(&self, mark: Mark) {
         self.driver.unmark(mark.0);
+    }
+    fn wait_for(&self, mark: &Mark) -> Result<()> {
+        self.driver.wait_for(mark.0)
+    }
+    fn follow(&self, mark: &Mark) -> Result<()> {
+        self.driver.follow(mark.0)
+    }
+    fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
+        self.locked_tensor(numel, dtype, category)
+    }
+    fn copy_beside(&self, source: &Tensor, target: &Tensor, after: &Mark) -> Result<Mark> {
+        self.begin_beside(source, target, after)
     }
     fn stream(&self) -> Option<(usize, u64)> {
         Some((self.driver.ordinal, self.driver.stream() as u64))

@@ -38,13 +38,15 @@ pub(super) struct Case {
 }
 
 #[rustfmt::skip]
-pub(super) const CASES: [Case; 11] = [
+pub(super) const CASES: [Case; 13] = [
     Case { name: "124m", family: Family::Gpt2, layers: 12, width: 768, heads: 12, kv_heads: 12, inner: 3072, vocabulary: 50_304, batch: 32, tokens: 1024 },
     Case { name: "350m", family: Family::Gpt2, layers: 24, width: 1024, heads: 16, kv_heads: 16, inner: 4096, vocabulary: 50_304, batch: 16, tokens: 1024 },
     Case { name: "1.3b", family: Family::Gpt2, layers: 24, width: 2048, heads: 16, kv_heads: 16, inner: 8192, vocabulary: 50_304, batch: 8, tokens: 1024 },
     Case { name: "llama-350m", family: Family::Llama, layers: 24, width: 1024, heads: 16, kv_heads: 16, inner: 2752, vocabulary: 32_000, batch: 8, tokens: 2048 },
     Case { name: "llama-1.1b", family: Family::Llama, layers: 22, width: 2048, heads: 32, kv_heads: 4, inner: 5632, vocabulary: 32_000, batch: 4, tokens: 2048 },
     Case { name: "llama-3b", family: Family::Llama, layers: 28, width: 3072, heads: 24, kv_heads: 8, inner: 8192, vocabulary: 32_000, batch: 2, tokens: 2048 },
+    Case { name: "llama-8b", family: Family::Llama, layers: 32, width: 4096, heads: 32, kv_heads: 8, inner: 14_336, vocabulary: 128_256, batch: 16, tokens: 2048 },
+    Case { name: "llama-16b", family: Family::Llama, layers: 50, width: 5120, heads: 40, kv_heads: 40, inner: 13_824, vocabulary: 32_000, batch: 4, tokens: 2048 },
     Case { name: "qwen2-1.5b", family: Family::Qwen2, layers: 28, width: 1536, heads: 12, kv_heads: 2, inner: 8960, vocabulary: 32_000, batch: 4, tokens: 2048 },
     Case { name: "mistral-1.1b", family: Family::Mistral, layers: 22, width: 2048, heads: 32, kv_heads: 8, inner: 5632, vocabulary: 32_000, batch: 1, tokens: 8192 },
     Case { name: "neox-1.4b", family: Family::GptNeoX, layers: 24, width: 2048, heads: 16, kv_heads: 16, inner: 8192, vocabulary: 50_304, batch: 4, tokens: 2048 },
