@@ -1,7 +1,7 @@
 //! Which tokens can come next, told without reading all of the head.
 //!
 //! Greedy decoding chooses the largest logit, top-k one of the `k` largest. The device keeps a copy of the head in 8 bits
-//! while a text is written ([`Backend::screen`](ferrospeed_tensor::backend::Backend::screen)) and names the few tokens
+//! while a text is written ([`Products::screen`](ferrospeed_tensor::backend::Products::screen)) and names the few tokens
 //! that can be among those, with their logits to the last bit. So the same text is written, sooner.
 //!
 //! It is not made for short texts, small heads, several sequences at once (their products have other kernels, with other

@@ -44,7 +44,7 @@ pub struct Beside {
 }
 
 impl Beside {
-    /// Begins a copy between a tensor of the moment's device and one of [`locked`](crate::backend::Backend::locked), either
+    /// Begins a copy between a tensor of the moment's device and one of [`locked`](crate::backend::Copies::locked), either
     /// way, of the same size.
     pub fn begin(source: &Tensor, target: &Tensor, after: &Moment) -> Result<Beside> {
         if source.size_bytes() != target.size_bytes() {

@@ -3,7 +3,7 @@
 //! The form is that of GGUF's `Q8_0` and `Q4_0`: a scale in 16 bits for each block, and values that it multiplies, from -127
 //! to 127, or from -8 to 7 with the sign of the scale such that the largest magnitude is -8. In memory the blocks of sixteen rows
 //! are woven into each other, four values of each row at a time, as products want them. These read the packed bytes once
-//! ([`Backend::gemm_packed`](crate::backend::Backend::gemm_packed)); everything else gets the weights back in full.
+//! ([`Products::gemm_packed`](crate::backend::Products::gemm_packed)); everything else gets the weights back in full.
 
 use half::f16;
 

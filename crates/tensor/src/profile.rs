@@ -12,7 +12,7 @@
 //!
 //! Bytes are those of the operands that an op borrows and of the results that it makes, each once: what passes between memory
 //! and cores at least. What a kernel reads again, and scratch of its own, is not in them. Times are those of the device's own
-//! clock where it has one ([`crate::backend::Backend::mark`]), so that nobody waits for it; else those of the host.
+//! clock where it has one ([`crate::backend::Work::mark`]), so that nobody waits for it; else those of the host.
 //!
 //! ```
 //! use ferrospeed_tensor::{DType, Device, Tensor, ops, profile};

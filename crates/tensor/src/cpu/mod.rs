@@ -144,7 +144,7 @@ impl CpuBackend {
     }
 }
 
-impl Backend for CpuBackend {
+impl Memory for CpuBackend {
     fn name(&self) -> String {
         format!("cpu with {} threads", self.threads.count())
     }
@@ -170,12 +170,18 @@ impl Backend for CpuBackend {
     fn reset_peak_memory(&self) {
         self.pool.reset_peak();
     }
+}
+
+impl Work for CpuBackend {
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
     fn parallel(&self, count: usize, task: &(dyn Fn(usize) + Send + Sync)) {
         self.threads.run(count, task);
     }
+}
+
+impl Copies for CpuBackend {
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
         if source.len() != target.size_bytes() {
             return Err(TensorError::argument(
@@ -220,6 +226,9 @@ impl Backend for CpuBackend {
         pointwise::cast(&self.threads, source, target);
         Ok(())
     }
+}
+
+impl Products for CpuBackend {
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
         gemm::gemm(&self.threads, &self.pool, gemm)
     }
@@ -229,96 +238,28 @@ impl Backend for CpuBackend {
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
         reduce::sum_rows(&self.threads, x, target)
     }
-    fn activation_backward(
+    fn gemm_packed(
         &self,
-        activation: Activation,
         x: &Tensor,
-        dy: &Tensor,
-        dx: &Tensor,
-    ) -> Result<()> {
-        pointwise::unary_backward(&self.threads, Unary::Activation(activation), x, dy, dx)
-    }
-    fn activation_backward_in_place(
-        &self,
-        activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<()> {
-        pointwise::activation_backward_in_place(&self.threads, activation, before, gradient)
-    }
-    fn activation_backward_sums(
-        &self,
-        activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
-        rebuilds: bool,
-        sums: Option<&Tensor>,
-    ) -> Result<()> {
-        // Sums are taken in parts, by the number of rows alone: where those are fewer than threads, one after the other.
-        let parts = reduce::partial_blocks(before.shape().rows()).0;
-        if let Some(sums) = sums.filter(|_| rebuilds && parts >= self.threads.count()) {
-            return pointwise::activation_backward_sums(&self.threads, activation, before, gradient, sums);
-        }
-        if rebuilds {
-            self.activation_backward_in_place(activation, before, gradient)?;
-        } else {
-            self.activation_backward(activation, before, gradient, gradient)?;
-        }
-        sums.map_or(Ok(()), |sums| self.sum_rows(gradient, sums))
-    }
-    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
-        pointwise::gated(&self.threads, activation, gate, up, y)
-    }
-    fn gated_backward_in_place(
-        &self,
-        activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
-        rebuilds: bool,
-    ) -> Result<()> {
-        pointwise::gated_backward_in_place(&self.threads, activation, gate, up, dy, rebuilds)
-    }
-    fn gated_backward(
-        &self,
-        activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
-        dgate: &Tensor,
-        dup: &Tensor,
-    ) -> Result<()> {
-        pointwise::gated_backward(&self.threads, activation, gate, up, dy, dgate, dup)
-    }
-    fn norm(
-        &self,
-        kind: NormKind,
-        eps: f32,
-        x: &Tensor,
-        residual: Option<(&Tensor, &Tensor)>,
-        weight: Option<&Tensor>,
+        weight: &crate::packed::PackedWeight,
         bias: Option<&Tensor>,
+        activation: Option<Activation>,
         y: &Tensor,
-        mean: &Tensor,
-        rstd: &Tensor,
-    ) -> Result<()> {
-        norm::norm(&self.threads, kind, eps, x, residual, weight, bias, y, mean, rstd)
+    ) -> Result<bool> {
+        packed::product(&self.threads, x, weight, bias, activation, y).map(|()| true)
     }
-    fn norm_backward(
-        &self,
-        kind: NormKind,
-        x: &Tensor,
-        weight: Option<&Tensor>,
-        mean: &Tensor,
-        rstd: &Tensor,
-        dy: &Tensor,
-        dsum: Option<&Tensor>,
-        dx: &Tensor,
-        dweight: Option<&Tensor>,
-        dbias: Option<&Tensor>,
-    ) -> Result<()> {
-        norm::norm_backward(&self.threads, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
+    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
+        grouped::grouped_gemm(&self.threads, &self.pool, grouped)
     }
+    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
+        grouped::grouped_outer(&self.threads, &self.pool, grouped)
+    }
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
+        grouped::grouped_sums(&self.threads, counts, x, targets)
+    }
+}
+
+impl Attention for CpuBackend {
     fn attention(
         &self,
         spec: &AttentionSpec<'_>,
@@ -355,16 +296,6 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         attention::step(self, spec, new, caches, place, out)
     }
-    fn gemm_packed(
-        &self,
-        x: &Tensor,
-        weight: &crate::packed::PackedWeight,
-        bias: Option<&Tensor>,
-        activation: Option<Activation>,
-        y: &Tensor,
-    ) -> Result<bool> {
-        packed::product(&self.threads, x, weight, bias, activation, y).map(|()| true)
-    }
     fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
         true
     }
@@ -391,82 +322,14 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         attention::rotary(&self.threads, heads, batch, tokens, head_count, cos, sin, interleaved, inverse)
     }
+}
+
+impl Rows for CpuBackend {
     fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
         layout::embedding(&self.threads, table, ids, out)
     }
     fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()> {
         layout::embedding_backward(&self.threads, ids, dout, dtable)
-    }
-    fn cross_entropy_rows(
-        &self,
-        options: &CrossEntropyOptions,
-        logits: &Tensor,
-        targets: &Tensor,
-        losses: &Tensor,
-        gradient: LossGradient<'_>,
-    ) -> Result<()> {
-        loss::cross_entropy_rows(&self.threads, options, logits, targets, losses, gradient)
-    }
-    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
-        let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();
-        write::<i64>(target)[0] = counted as i64;
-        Ok(())
-    }
-    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
-        let total: f64 = read::<f32>(losses).iter().copied().map(f64::from).sum();
-        write::<f32>(target)[0] = (total / read::<i64>(counted)[0].max(1) as f64) as f32;
-        Ok(())
-    }
-    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
-        pointwise::scale_by(&self.threads, source, read::<f32>(factor)[0], target)
-    }
-    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
-        pointwise::dropout(&self.threads, x, y, p, key)
-    }
-
-    fn dropout_rows(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
-        pointwise::dropout_rows(&self.threads, x, y, p, key, starts)
-    }
-    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
-        pointwise::unary(&self.threads, op, x, y)
-    }
-    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
-        pointwise::unary_backward(&self.threads, op, x, dy, dx)
-    }
-    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        pointwise::binary(&self.threads, op, a, b, y)
-    }
-    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
-        pointwise::add_assign(&self.threads, target, source)
-    }
-    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        pointwise::compare(&self.threads, op, a, b, y)
-    }
-    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        pointwise::select(condition, a, b, y)
-    }
-    fn reduce(
-        &self,
-        op: Reduction,
-        x: &Tensor,
-        outer: usize,
-        size: usize,
-        inner: usize,
-        y: &Tensor,
-    ) -> Result<()> {
-        reduce::reduce(&self.threads, op, x, outer, size, inner, y)
-    }
-    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
-        pointwise::sum_to(x, y)
-    }
-    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
-        reduce::softmax(&self.threads, x, y, log)
-    }
-    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
-        reduce::softmax_backward(&self.threads, y, dy, dx, log)
-    }
-    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
-        reduce::cumsum(x, y, reverse)
     }
     fn permute(&self, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
         layout::permute(x, order, y);
@@ -550,15 +413,6 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         grouped::collect_rows_backward(&self.threads, inputs, rows, dx, dweights)
     }
-    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
-        grouped::grouped_gemm(&self.threads, &self.pool, grouped)
-    }
-    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
-        grouped::grouped_outer(&self.threads, &self.pool, grouped)
-    }
-    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
-        grouped::grouped_sums(&self.threads, counts, x, targets)
-    }
     fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
         image::image_to_columns(x, window, columns)
     }
@@ -569,3 +423,171 @@ impl Backend for CpuBackend {
         image::max_pool2d(x, window, y, indices)
     }
 }
+
+impl Pointwise for CpuBackend {
+    fn activation_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+    ) -> Result<()> {
+        pointwise::unary_backward(&self.threads, Unary::Activation(activation), x, dy, dx)
+    }
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<()> {
+        pointwise::activation_backward_in_place(&self.threads, activation, before, gradient)
+    }
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+        rebuilds: bool,
+        sums: Option<&Tensor>,
+    ) -> Result<()> {
+        // Sums are taken in parts, by the number of rows alone: where those are fewer than threads, one after the other.
+        let parts = reduce::partial_blocks(before.shape().rows()).0;
+        if let Some(sums) = sums.filter(|_| rebuilds && parts >= self.threads.count()) {
+            return pointwise::activation_backward_sums(&self.threads, activation, before, gradient, sums);
+        }
+        if rebuilds {
+            self.activation_backward_in_place(activation, before, gradient)?;
+        } else {
+            self.activation_backward(activation, before, gradient, gradient)?;
+        }
+        sums.map_or(Ok(()), |sums| self.sum_rows(gradient, sums))
+    }
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::gated(&self.threads, activation, gate, up, y)
+    }
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        rebuilds: bool,
+    ) -> Result<()> {
+        pointwise::gated_backward_in_place(&self.threads, activation, gate, up, dy, rebuilds)
+    }
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: &Tensor,
+        dup: &Tensor,
+    ) -> Result<()> {
+        pointwise::gated_backward(&self.threads, activation, gate, up, dy, dgate, dup)
+    }
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
+        pointwise::scale_by(&self.threads, source, read::<f32>(factor)[0], target)
+    }
+    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
+        pointwise::dropout(&self.threads, x, y, p, key)
+    }
+    fn dropout_rows(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+        pointwise::dropout_rows(&self.threads, x, y, p, key, starts)
+    }
+    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::unary(&self.threads, op, x, y)
+    }
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        pointwise::unary_backward(&self.threads, op, x, dy, dx)
+    }
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::binary(&self.threads, op, a, b, y)
+    }
+    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
+        pointwise::add_assign(&self.threads, target, source)
+    }
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::compare(&self.threads, op, a, b, y)
+    }
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::select(condition, a, b, y)
+    }
+}
+
+impl Sums for CpuBackend {
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: &Tensor,
+        residual: Option<(&Tensor, &Tensor)>,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+        mean: &Tensor,
+        rstd: &Tensor,
+    ) -> Result<()> {
+        norm::norm(&self.threads, kind, eps, x, residual, weight, bias, y, mean, rstd)
+    }
+    fn norm_backward(
+        &self,
+        kind: NormKind,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        mean: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        dx: &Tensor,
+        dweight: Option<&Tensor>,
+        dbias: Option<&Tensor>,
+    ) -> Result<()> {
+        norm::norm_backward(&self.threads, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
+    }
+    fn cross_entropy_rows(
+        &self,
+        options: &CrossEntropyOptions,
+        logits: &Tensor,
+        targets: &Tensor,
+        losses: &Tensor,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        loss::cross_entropy_rows(&self.threads, options, logits, targets, losses, gradient)
+    }
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
+        let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();
+        write::<i64>(target)[0] = counted as i64;
+        Ok(())
+    }
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
+        let total: f64 = read::<f32>(losses).iter().copied().map(f64::from).sum();
+        write::<f32>(target)[0] = (total / read::<i64>(counted)[0].max(1) as f64) as f32;
+        Ok(())
+    }
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()> {
+        reduce::reduce(&self.threads, op, x, outer, size, inner, y)
+    }
+    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
+        pointwise::sum_to(x, y)
+    }
+    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax(&self.threads, x, y, log)
+    }
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax_backward(&self.threads, y, dy, dx, log)
+    }
+    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
+        reduce::cumsum(x, y, reverse)
+    }
+}
+
+impl Updates for CpuBackend {}

@@ -274,7 +274,7 @@ impl Drop for Scratch<'_> {
     }
 }
 
-impl Backend for CudaBackend {
+impl Memory for CudaBackend {
     fn name(&self) -> String {
         format!("cuda ({})", self.driver.name)
     }
@@ -299,6 +299,9 @@ impl Backend for CudaBackend {
     fn reset_peak_memory(&self) {
         self.pool.reset_peak();
     }
+}
+
+impl Work for CudaBackend {
     fn synchronize(&self) -> Result<()> {
         self.read(0, &mut [])
     }
@@ -317,12 +320,6 @@ impl Backend for CudaBackend {
     fn follow(&self, mark: &Mark) -> Result<()> {
         self.driver.follow(mark.0)
     }
-    fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
-        self.locked_tensor(numel, dtype, category)
-    }
-    fn copy_beside(&self, source: &Tensor, target: &Tensor, after: &Mark) -> Result<Mark> {
-        self.begin_beside(source, target, after)
-    }
     fn stream(&self) -> Option<(usize, u64)> {
         Some((self.driver.ordinal, self.driver.stream() as u64))
     }
@@ -335,11 +332,14 @@ impl Backend for CudaBackend {
     fn forget(&self, recorded: u64) {
         graph::forget(self, recorded);
     }
-    fn logits_dtype(&self, dtype: DType) -> DType {
-        dtype
+}
+
+impl Copies for CudaBackend {
+    fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
+        self.locked_tensor(numel, dtype, category)
     }
-    fn logits_rows(&self, row_bytes: usize) -> usize {
-        (768 << 20) / row_bytes.max(1)
+    fn copy_beside(&self, source: &Tensor, target: &Tensor, after: &Mark) -> Result<Mark> {
+        self.begin_beside(source, target, after)
     }
     fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
         if source.len() != target.size_bytes() {
@@ -374,6 +374,9 @@ impl Backend for CudaBackend {
     fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()> {
         layout::cast(self, source, target)
     }
+}
+
+impl Products for CudaBackend {
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
         gemm::gemm(self, gemm)
     }
@@ -389,89 +392,18 @@ impl Backend for CudaBackend {
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
         reduce::sum_rows(self, x, target)
     }
-    fn activation_backward(
-        &self,
-        activation: Activation,
-        x: &Tensor,
-        dy: &Tensor,
-        dx: &Tensor,
-    ) -> Result<()> {
-        self.unary_backward(Unary::Activation(activation), x, dy, dx)
+    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
+        grouped::grouped_gemm(self, grouped)
     }
-    fn activation_backward_in_place(
-        &self,
-        activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<()> {
-        elementwise::activation_backward_in_place(self, activation, before, gradient)
+    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
+        grouped::grouped_outer(self, grouped)
     }
-    fn kept_activation_width(&self) -> usize {
-        KEPT_ACTIVATION_WIDTH
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
+        grouped::grouped_sums(self, counts, x, targets)
     }
-    fn activation_backward_sums(
-        &self,
-        activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
-        rebuilds: bool,
-        sums: Option<&Tensor>,
-    ) -> Result<()> {
-        elementwise::activation_backward_sums(self, activation, before, gradient, rebuilds, sums)
-    }
-    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::gated(self, activation, gate, up, y)
-    }
-    fn gated_backward_in_place(
-        &self,
-        activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
-        rebuilds: bool,
-    ) -> Result<()> {
-        elementwise::gated_backward_in_place(self, activation, gate, up, dy, rebuilds)
-    }
-    fn gated_backward(
-        &self,
-        activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
-        dgate: &Tensor,
-        dup: &Tensor,
-    ) -> Result<()> {
-        elementwise::gated_backward(self, activation, gate, up, dy, dgate, dup)
-    }
-    fn norm(
-        &self,
-        kind: NormKind,
-        eps: f32,
-        x: &Tensor,
-        residual: Option<(&Tensor, &Tensor)>,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        y: &Tensor,
-        mean: &Tensor,
-        rstd: &Tensor,
-    ) -> Result<()> {
-        norm::norm(self, kind, eps, x, residual, weight, bias, y, mean, rstd)
-    }
-    fn norm_backward(
-        &self,
-        kind: NormKind,
-        x: &Tensor,
-        weight: Option<&Tensor>,
-        mean: &Tensor,
-        rstd: &Tensor,
-        dy: &Tensor,
-        dsum: Option<&Tensor>,
-        dx: &Tensor,
-        dweight: Option<&Tensor>,
-        dbias: Option<&Tensor>,
-    ) -> Result<()> {
-        norm::norm_backward(self, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
-    }
+}
+
+impl Attention for CudaBackend {
     fn attention(
         &self,
         spec: &AttentionSpec<'_>,
@@ -533,79 +465,14 @@ impl Backend for CudaBackend {
     ) -> Result<()> {
         attention::rotary(self, heads, batch, tokens, head_count, cos, sin, interleaved, inverse)
     }
+}
+
+impl Rows for CudaBackend {
     fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
         layout::embedding(self, table, ids, out)
     }
     fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()> {
         layout::embedding_backward(self, ids, dout, dtable)
-    }
-    fn cross_entropy_rows(
-        &self,
-        options: &CrossEntropyOptions,
-        logits: &Tensor,
-        targets: &Tensor,
-        losses: &Tensor,
-        gradient: LossGradient<'_>,
-    ) -> Result<()> {
-        let with_gradient = !matches!(gradient, LossGradient::Nowhere);
-        reduce::cross_entropy_rows(self, options, logits, targets, losses, with_gradient)?;
-        match gradient {
-            LossGradient::Into(target) => self.cast(logits, target),
-            LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
-        }
-    }
-    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
-        reduce::count_targets(self, targets, ignore_index, target)
-    }
-    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
-        reduce::mean_loss(self, losses, counted, target)
-    }
-    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
-        layout::scale_by(self, source, factor, target)
-    }
-    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
-        elementwise::dropout(self, x, y, p, key)
-    }
-    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
-        self.unary_into(op, x, y)
-    }
-    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
-        elementwise::unary_backward(self, op, x, dy, dx)
-    }
-    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::binary(self, op, a, b, y)
-    }
-    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
-        elementwise::add_assign(self, target, source)
-    }
-    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        layout::compare(self, op, a, b, y)
-    }
-    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::select(self, condition, a, b, y)
-    }
-    fn reduce(
-        &self,
-        op: Reduction,
-        x: &Tensor,
-        outer: usize,
-        size: usize,
-        inner: usize,
-        y: &Tensor,
-    ) -> Result<()> {
-        reduce::reduce(self, op, x, outer, size, inner, y)
-    }
-    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::sum_to(self, x, y)
-    }
-    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
-        reduce::softmax(self, x, y, log)
-    }
-    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
-        reduce::softmax_backward(self, y, dy, dx, log)
-    }
-    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
-        reduce::cumsum(self, x, y, reverse)
     }
     fn permute(&self, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
         layout::permute(self, x, order, y)
@@ -679,15 +546,6 @@ impl Backend for CudaBackend {
     ) -> Result<()> {
         grouped::collect_rows_backward(self, inputs, rows, dx, dweights)
     }
-    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
-        grouped::grouped_gemm(self, grouped)
-    }
-    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
-        grouped::grouped_outer(self, grouped)
-    }
-    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
-        grouped::grouped_sums(self, counts, x, targets)
-    }
     fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
         image::image_to_columns(self, x, window, columns)
     }
@@ -697,6 +555,172 @@ impl Backend for CudaBackend {
     fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()> {
         image::max_pool2d(self, x, window, y, indices)
     }
+}
+
+impl Pointwise for CudaBackend {
+    fn activation_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+    ) -> Result<()> {
+        self.unary_backward(Unary::Activation(activation), x, dy, dx)
+    }
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<()> {
+        elementwise::activation_backward_in_place(self, activation, before, gradient)
+    }
+    fn kept_activation_width(&self) -> usize {
+        KEPT_ACTIVATION_WIDTH
+    }
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+        rebuilds: bool,
+        sums: Option<&Tensor>,
+    ) -> Result<()> {
+        elementwise::activation_backward_sums(self, activation, before, gradient, rebuilds, sums)
+    }
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::gated(self, activation, gate, up, y)
+    }
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        rebuilds: bool,
+    ) -> Result<()> {
+        elementwise::gated_backward_in_place(self, activation, gate, up, dy, rebuilds)
+    }
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: &Tensor,
+        dup: &Tensor,
+    ) -> Result<()> {
+        elementwise::gated_backward(self, activation, gate, up, dy, dgate, dup)
+    }
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
+        layout::scale_by(self, source, factor, target)
+    }
+    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
+        elementwise::dropout(self, x, y, p, key)
+    }
+    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
+        self.unary_into(op, x, y)
+    }
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        elementwise::unary_backward(self, op, x, dy, dx)
+    }
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::binary(self, op, a, b, y)
+    }
+    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
+        elementwise::add_assign(self, target, source)
+    }
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        layout::compare(self, op, a, b, y)
+    }
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::select(self, condition, a, b, y)
+    }
+}
+
+impl Sums for CudaBackend {
+    fn logits_dtype(&self, dtype: DType) -> DType {
+        dtype
+    }
+    fn logits_rows(&self, row_bytes: usize) -> usize {
+        (768 << 20) / row_bytes.max(1)
+    }
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: &Tensor,
+        residual: Option<(&Tensor, &Tensor)>,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+        mean: &Tensor,
+        rstd: &Tensor,
+    ) -> Result<()> {
+        norm::norm(self, kind, eps, x, residual, weight, bias, y, mean, rstd)
+    }
+    fn norm_backward(
+        &self,
+        kind: NormKind,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        mean: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        dx: &Tensor,
+        dweight: Option<&Tensor>,
+        dbias: Option<&Tensor>,
+    ) -> Result<()> {
+        norm::norm_backward(self, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
+    }
+    fn cross_entropy_rows(
+        &self,
+        options: &CrossEntropyOptions,
+        logits: &Tensor,
+        targets: &Tensor,
+        losses: &Tensor,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let with_gradient = !matches!(gradient, LossGradient::Nowhere);
+        reduce::cross_entropy_rows(self, options, logits, targets, losses, with_gradient)?;
+        match gradient {
+            LossGradient::Into(target) => self.cast(logits, target),
+            LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
+        }
+    }
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
+        reduce::count_targets(self, targets, ignore_index, target)
+    }
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
+        reduce::mean_loss(self, losses, counted, target)
+    }
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: &Tensor,
+    ) -> Result<()> {
+        reduce::reduce(self, op, x, outer, size, inner, y)
+    }
+    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
+        elementwise::sum_to(self, x, y)
+    }
+    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax(self, x, y, log)
+    }
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
+        reduce::softmax_backward(self, y, dy, dx, log)
+    }
+    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
+        reduce::cumsum(self, x, y, reverse)
+    }
+}
+
+impl Updates for CudaBackend {
     fn update(&self, update: &Update, gradient_factor: f32, pieces: &[UpdateOperands]) -> Result<()> {
         optimizer::update(self, update, gradient_factor, pieces)
     }

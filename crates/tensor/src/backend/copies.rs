@@ -1,0 +1,39 @@
+//! Copies: between host and device, within a device, and between types.
+
+use crate::backend::{Device, Mark, Memory};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::memory::Category;
+use crate::tensor::Tensor;
+
+/// A copy to the host that was begun: call it for the bytes.
+pub type ReadLater<'a> = Box<dyn FnOnce() -> Result<Vec<u8>> + 'a>;
+
+/// Copies of a device.
+pub trait Copies: Memory {
+    /// Copies bytes in; `source` may be reused at once.
+    fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()>;
+    /// Copies bytes out, after everything submitted before.
+    fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()>;
+    /// Begins to copy a small tensor out. What is returned waits for what was submitted before this call, no more.
+    fn read_later<'a>(&'a self, source: &Tensor) -> Result<ReadLater<'a>> {
+        let mut bytes = vec![0; source.size_bytes()];
+        self.copy_to_host(source, &mut bytes)?;
+        Ok(Box::new(move || Ok(bytes)))
+    }
+    /// Memory of the host that the device can copy to and from beside its other work: see [`crate::beside`].
+    fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
+        Tensor::empty_in([numel], dtype, &Device::cpu(), category)
+    }
+    /// Begins a copy between a tensor of this device and one of [`Copies::locked`], behind what was submitted before a mark;
+    /// gives a mark behind the copy. See [`crate::beside::Beside`].
+    fn copy_beside(&self, _source: &Tensor, _target: &Tensor, _after: &Mark) -> Result<Mark> {
+        Err(self.left_to_the_host("copy_beside"))
+    }
+    /// Copies between tensors of this device, same type and size.
+    fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()>;
+    /// Sets every element.
+    fn fill(&self, target: &Tensor, value: f32) -> Result<()>;
+    /// Converts between types.
+    fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()>;
+}

@@ -1,0 +1,121 @@
+//! What a device must be able to do: one trait for each kind of thing, and [`Backend`] for all of them.
+//!
+//! It is object-safe: the ops above it know one `Device` and never a kernel. A call only *submits* work; results may be read
+//! after [`Work::synchronize`], or through the copies to the host, which wait. Outputs are allocated by the caller and fully
+//! overwritten, unless a method says that it accumulates.
+
+mod attention;
+mod copies;
+mod grouped;
+mod memory;
+mod pointwise;
+mod products;
+mod rows;
+mod sums;
+mod updates;
+mod work;
+
+pub use attention::{Attention, AttentionSpec, Heads, WeightGrid};
+pub use copies::{Copies, ReadLater};
+pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
+pub use memory::{Memory, RawBlock};
+pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
+pub use products::{Gemm, Matrix, Products, Screen};
+pub use rows::{Rows, Window2d};
+pub use sums::{CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
+pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates};
+pub use work::{Mark, Work};
+
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use crate::cpu::CpuBackend;
+use crate::error::Result;
+use crate::memory::{Category, MemoryUsage};
+
+/// A device: memory and kernels.
+pub trait Backend: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates {}
+
+impl<T: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates> Backend for T {}
+
+/// A handle to a backend; cheap to clone, equal when it is the same object.
+#[derive(Clone)]
+pub struct Device(Arc<dyn Backend>);
+
+impl Device {
+    /// The CPU with the default number of threads, one object per process.
+    pub fn cpu() -> Device {
+        static SHARED: OnceLock<Device> = OnceLock::new();
+        SHARED.get_or_init(|| Device::new(CpuBackend::new(crate::cpu::default_threads()))).clone()
+    }
+
+    /// Does something with each of some parts, on the host's threads that serve this device, and waits.
+    pub fn each<P: Send>(&self, parts: impl Iterator<Item = P>, work: impl Fn(usize, P) + Send + Sync) {
+        // Each task takes its own part out of the list, so none is shared.
+        let parts: Vec<Mutex<Option<P>>> = parts.map(|part| Mutex::new(Some(part))).collect();
+        self.backend().parallel(parts.len(), &|index| {
+            let part = parts[index].lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(part) = part {
+                work(index, part);
+            }
+        });
+    }
+
+    /// A CPU device of its own, with its own pool and accounting.
+    pub fn cpu_with_threads(threads: usize) -> Device {
+        Device::new(CpuBackend::new(threads))
+    }
+
+    /// The CUDA device with this number among the visible ones.
+    pub fn cuda(ordinal: usize) -> Result<Device> {
+        Ok(Device::new(crate::cuda::CudaBackend::open(ordinal)?))
+    }
+
+    /// A device over any backend.
+    pub fn new(backend: impl Backend + 'static) -> Device {
+        Device(Arc::new(backend))
+    }
+
+    /// Its backend.
+    pub fn backend(&self) -> &dyn Backend {
+        &*self.0
+    }
+
+    /// What it holds.
+    pub fn memory_usage(&self) -> MemoryUsage {
+        self.0.memory_usage()
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0.name())
+    }
+}
+
+thread_local! {
+    static CATEGORY: Cell<Category> = const { Cell::new(Category::Activations) };
+}
+
+/// The category that this thread's allocations are counted in.
+pub fn current_category() -> Category {
+    CATEGORY.get()
+}
+
+/// Runs `work` with this thread's allocations counted in `category`.
+pub fn with_category<R>(category: Category, work: impl FnOnce() -> R) -> R {
+    struct Restore(Category);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            CATEGORY.set(self.0);
+        }
+    }
+    let _restore = Restore(CATEGORY.replace(category));
+    work()
+}

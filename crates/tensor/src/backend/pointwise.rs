@@ -1,0 +1,185 @@
+//! Element by element: activations, arithmetic, comparisons, dropout.
+
+use crate::backend::{Copies, Products};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::random::{RandomKey, drop_threshold};
+use crate::tensor::Tensor;
+
+/// The pointwise functions that are fused into products and gates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// `x·Φ(x)` by the error function.
+    GeluErf,
+    /// GELU by the tanh approximation.
+    GeluTanh,
+    /// `x·sigmoid(1.702·x)`.
+    QuickGelu,
+    /// `x·sigmoid(x)`.
+    Silu,
+    /// `max(x, 0)`.
+    Relu,
+    /// Hyperbolic tangent.
+    Tanh,
+    /// Logistic function.
+    Sigmoid,
+}
+
+impl Activation {
+    /// Every one, in order.
+    pub const ALL: [Activation; 7] = [
+        Activation::GeluErf,
+        Activation::GeluTanh,
+        Activation::QuickGelu,
+        Activation::Silu,
+        Activation::Relu,
+        Activation::Tanh,
+        Activation::Sigmoid,
+    ];
+}
+
+/// Elementwise functions of one operand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Unary {
+    /// One of the fused activations.
+    Activation(Activation),
+    /// `-x`
+    Neg,
+    /// `exp(x)`
+    Exp,
+    /// Natural logarithm.
+    Log,
+    /// Square root.
+    Sqrt,
+    /// `x²`
+    Square,
+    /// `|x|`
+    Abs,
+    /// `1/x`
+    Reciprocal,
+    /// `scale·x + shift`
+    Affine {
+        /// The factor.
+        scale: f32,
+        /// The summand.
+        shift: f32,
+    },
+    /// `xⁿ`
+    Power(f32),
+}
+
+/// Elementwise functions of two operands, with broadcasting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Binary {
+    /// `a + b`
+    Add,
+    /// `a - b`
+    Sub,
+    /// `a · b`
+    Mul,
+    /// `a / b`
+    Div,
+    /// `max(a, b)`
+    Max,
+    /// `min(a, b)`
+    Min,
+}
+
+/// Comparisons, with broadcasting; the result is `Bool`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Comparison {
+    /// `a = b`
+    Equal,
+    /// `a < b`
+    Less,
+    /// `a ≤ b`
+    LessEqual,
+}
+
+/// Elementwise work of a device.
+pub trait Pointwise: Copies + Products {
+    /// `dx = dy · f'(x)`, `x` the value before the activation.
+    fn activation_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor)
+    -> Result<()>;
+    /// The same where both may be overwritten: `before` becomes `f(before)`, `gradient` is multiplied by `f'(before)`.
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<()>;
+    /// Widest rows of which a perceptron keeps the values after its activation beside those before it, so that backward
+    /// need not make them again: memory for time.
+    fn kept_activation_width(&self) -> usize {
+        0
+    }
+    /// `gradient` is multiplied by `f'(before)` where it lies, and the sums of its columns go to `sums`. With `rebuilds`,
+    /// `before` becomes `f(before)`.
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: &Tensor,
+        gradient: &Tensor,
+        rebuilds: bool,
+        sums: Option<&Tensor>,
+    ) -> Result<()> {
+        if rebuilds {
+            self.activation_backward_in_place(activation, before, gradient)?;
+        } else {
+            self.activation_backward(activation, before, gradient, gradient)?;
+        }
+        sums.map_or(Ok(()), |sums| self.sum_rows(gradient, sums))
+    }
+    /// `y = f(gate) · up`.
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()>;
+    /// Gradients of [`Pointwise::gated`] where its operands lie: `gate` and `up` become theirs. With `rebuilds`, the gradient
+    /// `dy` of the result becomes the result.
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        rebuilds: bool,
+    ) -> Result<()>;
+    /// Gradients of [`Pointwise::gated`].
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: &Tensor,
+        dup: &Tensor,
+    ) -> Result<()>;
+    /// `target = source · factor`, `factor` one f32, rounded to the target's type; both may be one tensor.
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()>;
+    /// Zeroes elements with probability `p`, scales the others by `1/(1-p)`.
+    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()>;
+    /// The same for rows of a larger tensor: row `i` begins at element `starts[i]` of it. Unless a device has a kernel for it,
+    /// the host draws.
+    fn dropout_rows(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+        let width = (x.numel() / starts.len().max(1)) as u64;
+        let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
+        let factor = |at: u64| if key.word(at) >= threshold { scale } else { 0.0 };
+        let factors: Vec<f32> = starts.iter().flat_map(|&start| (start..start + width).map(factor)).collect();
+        let factors = Tensor::from_slice(&factors, *x.shape(), x.device())?;
+        let wide = Tensor::empty(*x.shape(), DType::F32, x.device())?;
+        self.cast(x, &wide)?;
+        let product = Tensor::empty(*x.shape(), DType::F32, x.device())?;
+        self.binary(Binary::Mul, &wide, &factors, &product)?;
+        self.cast(&product, y)
+    }
+    /// Elementwise.
+    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()>;
+    /// `dx = dy · f'(x)`.
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()>;
+    /// Elementwise with broadcasting.
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    /// `target += source`, same shape, rounded once.
+    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()>;
+    /// Elementwise comparison with broadcasting.
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    /// `y = condition ? a : b` with broadcasting of all three.
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+}

@@ -1,0 +1,136 @@
+//! Matrix products, alone, side by side and by group of rows.
+
+use crate::backend::{Activation, GroupedGemm, GroupedOuter, Memory};
+use crate::error::{Result, TensorError};
+use crate::packed::PackedWeight;
+use crate::tensor::Tensor;
+
+/// A matrix operand of a product: `tensor` read from `offset` on, row-major with `row_stride`, or transposed.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a> {
+    /// Where the elements are.
+    pub tensor: &'a Tensor,
+    /// The first element.
+    pub offset: usize,
+    /// Elements between rows as stored.
+    pub row_stride: usize,
+    /// Elements between matrices of a batch.
+    pub batch_stride: usize,
+    /// Whether the product uses the transpose of what is stored.
+    pub transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    /// A whole tensor as one matrix of its last dimension's width.
+    pub fn whole(tensor: &'a Tensor) -> Self {
+        Matrix { tensor, offset: 0, row_stride: tensor.shape().last(), batch_stride: 0, transposed: false }
+    }
+
+    /// The same, transposed.
+    pub fn transposed(tensor: &'a Tensor) -> Self {
+        Matrix { transposed: true, ..Matrix::whole(tensor) }
+    }
+}
+
+/// `c = [c +] a·b`, then `+ bias` along rows, then an activation, then `+ residual`.
+#[derive(Debug, Clone, Copy)]
+pub struct Gemm<'a> {
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// The summed dimension.
+    pub k: usize,
+    /// How many products.
+    pub batch: usize,
+    /// The left operand, m×k.
+    pub a: Matrix<'a>,
+    /// The right operand, k×n.
+    pub b: Matrix<'a>,
+    /// The result, m×n; never transposed. Its type may be the operands' or f32.
+    pub c: Matrix<'a>,
+    /// Multiplies the product.
+    pub alpha: f32,
+    /// Whether the product is added to what `c` holds.
+    pub accumulate: bool,
+    /// Added to each row.
+    pub bias: Option<&'a Tensor>,
+    /// Applied after the bias; the value before it goes to `before_activation`.
+    pub activation: Option<Activation>,
+    /// Where the value before the activation is kept for backward.
+    pub before_activation: Option<&'a Tensor>,
+}
+
+impl<'a> Gemm<'a> {
+    /// `c = a·b`, one product with nothing fused; `c` is contiguous.
+    pub fn plain(m: usize, n: usize, k: usize, a: Matrix<'a>, b: Matrix<'a>, c: &'a Tensor) -> Self {
+        Gemm {
+            m,
+            n,
+            k,
+            batch: 1,
+            a,
+            b,
+            c: Matrix { row_stride: n, ..Matrix::whole(c) },
+            alpha: 1.0,
+            accumulate: false,
+            bias: None,
+            activation: None,
+            before_activation: None,
+        }
+    }
+}
+
+/// Finds the largest products of a vector with the rows of a matrix, without reading all of them; see [`Products::screen`].
+pub trait Screen: Send {
+    /// The rows of `weight`, the matrix that this was made of, whose products with `x` can be among the `count` largest:
+    /// in order, each with its product, to the bits that the whole product by [`Products::gemm`] has in their type. All
+    /// other products are less than at least `count` of these, and none is NaN.
+    ///
+    /// `None` where that cannot be told, or not of few rows: then the whole product has to be made.
+    fn largest(&mut self, weight: &Tensor, x: &Tensor, count: usize) -> Result<Option<Vec<(usize, f32)>>>;
+}
+
+/// Products of a device.
+pub trait Products: Memory {
+    /// Matrix product with fused epilogue.
+    fn gemm(&self, gemm: &Gemm<'_>) -> Result<()>;
+    /// `y = f(x·Wᵀ + b)` with a weight of few bits. `false`: the device has no kernel for it, and nothing was done.
+    fn gemm_packed(
+        &self,
+        _x: &Tensor,
+        _weight: &PackedWeight,
+        _bias: Option<&Tensor>,
+        _activation: Option<Activation>,
+        _y: &Tensor,
+    ) -> Result<bool> {
+        Ok(false)
+    }
+    /// A small copy of `weight`, `[rows, width]`, for finding its largest products with one vector at a time; the rows of
+    /// `examples` are vectors such as will come. `None` where the device knows no better way than the whole product.
+    fn screen(&self, _weight: &Tensor, _examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {
+        Ok(None)
+    }
+    /// Sums a `[rows, columns]` matrix over its rows.
+    fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()>;
+    /// Takes rows of `x` apart into up to three: `parts[i]` gets as many columns as it is wide, from left to right. For devices
+    /// with [`Products::joined_rows`].
+    fn split_columns(&self, _x: &Tensor, _parts: &[&Tensor]) -> Result<()> {
+        Err(TensorError::argument("split_columns", "this device has no kernel for it"))
+    }
+    /// How many rows on the left are worth computing products with neighbouring weights as one, and taking its result apart; more
+    /// than the first, at most the second. `None`: it never is.
+    fn joined_rows(&self) -> Option<[usize; 2]> {
+        None
+    }
+    /// Several products; a device may compute those with the same few rows on the left at once.
+    fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
+        products.iter().try_for_each(|product| self.gemm(product))
+    }
+    /// Products of groups of rows, each with a matrix of its own.
+    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()>;
+    /// Of each group of rows, the product of one tensor's transposed with another's.
+    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()>;
+    /// Of each group of rows that has a place for it, their sum.
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()>;
+}
