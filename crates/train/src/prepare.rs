@@ -23,6 +23,8 @@ pub(crate) struct Prepared {
     pub(crate) sequences: Sequences,
     /// How text becomes tokens and back; `None` for data that was tokens from the start and names no tokenizer.
     pub(crate) codec: Option<Codec>,
+    /// How much plain text a token of the tokenizer stands for.
+    pub(crate) bytes_per_token: Option<f64>,
     pub(crate) model: BuiltModel,
     /// What is allowed and most likely not meant.
     pub(crate) warnings: Vec<String>,
@@ -101,12 +103,21 @@ pub(crate) fn prepare(
         opened.map_err(|problem| problems.push(format!("data: {problem}"))).ok()
     });
     match (sequences, model) {
-        (Some((sequences, largest)), Some(model)) if problems.is_empty() => {
+        (Some(Opened { sequences, largest, bytes_per_token }), Some(model)) if problems.is_empty() => {
             let warnings = looks_like_bytes(codec.as_ref(), largest, model.decoder.config().vocab as u64);
-            Ok(Prepared { sequences, codec, model, warnings: warnings.into_iter().collect() })
+            let warnings = warnings.into_iter().collect();
+            Ok(Prepared { sequences, codec, bytes_per_token, model, warnings })
         }
         _ => Err(TrainError::Recipe { path: path.to_path_buf(), problems }),
     }
+}
+
+/// Data that can be read.
+struct Opened {
+    sequences: Sequences,
+    /// The largest token that was seen.
+    largest: Option<i64>,
+    bytes_per_token: Option<f64>,
 }
 
 fn open(
@@ -117,10 +128,16 @@ fn open(
     cache: &Path,
     vocabulary: Option<u64>,
     tell: &mut dyn FnMut(Preparing),
-) -> Result<(Sequences, Option<i64>), ferrospeed_data::DataError> {
+) -> Result<Opened, ferrospeed_data::DataError> {
     let data = &recipe.data;
     let codec = codec.unwrap_or(&Codec::Bytes);
     let train = source.open(codec, cache, tell)?;
+    let is_words =
+        matches!(source, Source::Text { .. }) && !matches!(codec, Codec::Bytes) && !train.is_empty();
+    let bytes_per_token = match is_words {
+        true => Some(source.text_bytes()? as f64 / train.len() as f64),
+        false => None,
+    };
     let sequences = match (validation, &data.validation) {
         (Some(validation), _) => {
             Sequences::apart(train, validation.open(codec, cache, tell)?, data.sequence)?
@@ -134,7 +151,7 @@ fn open(
     };
     let sequences = vocabulary.map_or(sequences.clone(), |vocabulary| sequences.within(vocabulary));
     let largest = sequences.check()?;
-    Ok((sequences, largest))
+    Ok(Opened { sequences, largest, bytes_per_token })
 }
 
 /// A warning where a model of words is trained on bytes: most of its vocabulary would never be seen.

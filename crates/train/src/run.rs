@@ -93,6 +93,9 @@ pub struct Summary {
     pub loss: Option<f32>,
     /// The last validation's loss.
     pub validation_loss: Option<f32>,
+    /// How much text a token stands for, where a tokenizer made tokens of plain text: losses per byte can be compared
+    /// between tokenizers.
+    pub bytes_per_token: Option<f64>,
     /// The text the model wrote.
     pub sample: Option<String>,
     /// Whether it came to its end.
@@ -206,7 +209,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let (recipe, folder) = (job.recipe, job.folder);
     let _lock = if job.folder_is_held { None } else { take_folder(job)? };
     let mesh = recipe.mesh().over(&job.world)?;
-    let Prepared { sequences, codec, model, warnings: mut all_warnings } =
+    let Prepared { sequences, codec, bytes_per_token, model, warnings: mut all_warnings } =
         prepare(recipe, job.path, folder, Some(&mesh), &mut |_| {})?;
     let BuiltModel { decoder: mut model, config: model_config, weights } = model;
     if recipe.mesh().sequence.get() > 1 {
@@ -302,6 +305,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         steps: done.unwrap_or(0),
         loss: None,
         validation_loss: None,
+        bytes_per_token,
         sample: None,
         ending: Ending::Finished,
         checkpoint: None,

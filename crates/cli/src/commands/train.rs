@@ -439,8 +439,13 @@ fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder) -> String 
         text.push_str(&format!("\n--- sample ---\n{sample}\n---\n"));
     }
     let how = if summary.ending == Ending::Finished { "finished" } else { "stopped by request after" };
-    let validation =
-        summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}"));
+    let per_byte = |loss: f32| {
+        let bytes = summary.bytes_per_token?;
+        Some(format!(" ({:.3} nats per byte)", f64::from(loss) / bytes))
+    };
+    let validation = summary.validation_loss.map_or(String::new(), |loss| {
+        format!(", validation loss {loss:.4}{}", per_byte(loss).unwrap_or_default())
+    });
     let Some(loss) = summary.loss else {
         text.push_str(&format!("\nall {} steps were taken before: nothing is left to do\n", summary.steps));
         return text;
