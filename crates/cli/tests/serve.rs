@@ -102,6 +102,57 @@ fn a_server_says_where_it_is_answers_as_generate_does_and_ends_when_told_to() {
 }
 
 #[test]
+fn a_model_in_slices_is_served_by_processes_that_end_together() {
+    let (_folder, model) = model();
+    let body = json!({"prompt": "to be", "max_tokens": 20, "temperature": 0}).to_string();
+    let text = |address: &str| -> Value {
+        let reply = ask(address, "POST", "/v1/completions", &body);
+        serde_json::from_str::<Value>(&reply).unwrap()["choices"][0]["text"].clone()
+    };
+    let (_whole, address) = serve(&["serve", &model, "--port", "0"]);
+    let expected = text(&address);
+    let (mut server, address) = serve(&["serve", &model, "--port", "0", "--tp", "2"]);
+    assert_eq!(text(&address), expected);
+    let signal = |pid: i32, signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
+    signal(server.0.id() as i32, nix::sys::signal::Signal::SIGTERM);
+    assert_eq!(server.wait(), 0, "told to stop, all ranks end well");
+
+    // A rank that is killed takes the others with it, and is named.
+    let mut child = command(&["serve", &model, "--port", "0", "--tp", "2"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut errors = child.stderr.take().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let mut server = Running(child);
+    let second =
+        children(server.0.id()).into_iter().find(|pid| variable(*pid, "RANK").as_deref() == Some("1"));
+    signal(second.expect("there is a second rank") as i32, nix::sys::signal::Signal::SIGKILL);
+    assert_ne!(server.wait(), 0);
+    let mut said = String::new();
+    errors.read_to_string(&mut said).unwrap();
+    assert!(said.contains("rank 1") && said.contains("SIGKILL"), "{said}");
+}
+
+/// The processes that a process has started.
+fn children(parent: u32) -> Vec<u32> {
+    let path = format!("/proc/{parent}/task/{parent}/children");
+    let of_task = std::fs::read_to_string(path).unwrap();
+    of_task.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+/// A variable of a process's environment.
+fn variable(pid: u32, name: &str) -> Option<String> {
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let of = environment.split(|&byte| byte == 0).filter_map(|entry| std::str::from_utf8(entry).ok());
+    of.filter_map(|entry| entry.split_once('='))
+        .find(|(key, _)| *key == name)
+        .map(|(_, value)| value.to_owned())
+}
+
+#[test]
 fn a_talk_goes_on_line_by_line() {
     let (_folder, model) = model();
     let arguments = ["chat", &model, "--temperature", "0", "--tokens", "5", "--system", "short"];

@@ -58,6 +58,15 @@ impl LocalJob {
         }
     }
 
+    /// Gives each rank its share of the cores, unless somebody has said how many threads there are to be.
+    pub fn share_cores(&mut self) {
+        if std::env::var_os("FERROSPEED_THREADS").is_none() && std::env::var_os("OMP_NUM_THREADS").is_none() {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let threads = (cores / self.ranks.max(1) as usize).max(1);
+            self.env.insert("FERROSPEED_THREADS".into(), threads.to_string());
+        }
+    }
+
     /// Starts the ranks and waits until all are gone.
     pub fn run(&self) -> Result<JobOutcome, LaunchError> {
         let slots: Vec<u32> = (0..self.ranks.min(crate::hostfile::MAX_SLOTS_PER_HOST + 1)).collect();

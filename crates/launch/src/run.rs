@@ -90,7 +90,7 @@ pub fn run_node(
                 machine.restart_count += 1;
                 on_restart(failure, machine.restart_count);
                 if let Some(signal) = supervisor.pause(RESTART_DELAY) {
-                    return Ok(JobOutcome::Interrupted { signal, agreed_code: None });
+                    return Ok(JobOutcome::Interrupted { signal, agreed_code: None, all_well: false });
                 }
             }
             _ => return Ok(outcome),

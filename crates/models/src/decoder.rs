@@ -92,7 +92,7 @@ impl Decoder {
     }
 
     /// The same in slices over the ranks of a group, which compute each loss together; or why it cannot be cut so. No rank
-    /// holds whole logits, so such a model trains and measures, and does not generate.
+    /// holds whole logits in training; [`Decoder::page_logits`] brings all ranks those of a few rows.
     pub fn in_slices(config: DecoderConfig, slices: impl Into<Slices>) -> Result<Decoder> {
         Decoder::spread(config, &Spread { slices: Some(slices.into()), experts: None })
     }

@@ -221,6 +221,9 @@ impl Worker {
             });
             if !plan.is_empty() {
                 self.pass(&plan);
+            } else if let Err(error) = self.runner.stay() {
+                tracing::error!("nothing can be answered any more: {error}");
+                break;
             }
             self.tell_load();
         }

@@ -59,6 +59,9 @@ pub enum ServeError {
         /// Why.
         why: String,
     },
+    /// The ranks that hold a model together.
+    #[error("the ranks that serve together: {0}")]
+    Together(String),
     /// The network.
     #[error("{what}: {error}")]
     Io {

@@ -18,6 +18,7 @@ pub mod sampling;
 pub mod server;
 pub mod speculate;
 pub mod template;
+pub mod together;
 
 pub use engine::Engine;
 pub use error::{Result, ServeError};

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ferrospeed_comm::Group;
 use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::dtype_of_name;
 use ferrospeed_models::weights::WeightFiles;
@@ -16,6 +17,7 @@ use crate::core::schedule::{Scheduler, Share};
 use crate::error::{Result, ServeError};
 use crate::sampling::likeliest;
 use crate::template::ChatTemplate;
+use crate::together::{Lead, Pass};
 
 /// What is known of a model besides its weights: shared by everyone who talks to clients.
 #[derive(Debug)]
@@ -41,6 +43,8 @@ pub struct Runner {
     device: Device,
     /// For passes in which every text gets one token, where the device gains by it.
     steps: Option<PageSteps>,
+    /// Where the model is in slices and this rank the first.
+    lead: Option<Lead>,
 }
 
 /// How to open a model.
@@ -56,6 +60,8 @@ pub struct OpenOptions {
     pub running: usize,
     /// What clients call it; the directory's name when absent.
     pub name: Option<String>,
+    /// The ranks that hold the model in slices, all of which open it; the first one serves.
+    pub slices: Option<Group>,
 }
 
 /// Text to tokens and back, as a model's files say.
@@ -75,7 +81,10 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
         return Err(ServeError::NoDecoder(path.to_path_buf()));
     };
     let codec = codec_of(&files, config.vocab)?;
-    let model = Decoder::new(*config);
+    let model = match &options.slices {
+        Some(group) => Decoder::in_slices(*config, group)?,
+        None => Decoder::new(*config),
+    };
     files.weights().check(model.parameters().as_slice())?;
     let dtype = options.dtype.as_deref().and_then(dtype_of_name).unwrap_or(files.dtype());
     attach(&model, path, dtype, device, files.weights(), options.packed)?;
@@ -107,7 +116,8 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
     };
     let state = model.new_pages(blocks as usize, BLOCK_TOKENS, device)?;
     let steps = PageSteps::new(&model, BLOCK_TOKENS, &state)?;
-    Ok((Arc::new(facts), Runner { model, state, device: device.clone(), steps }, blocks))
+    let lead = options.slices.as_ref().filter(|group| group.rank() == 0 && group.size() > 1).map(Lead::new);
+    Ok((Arc::new(facts), Runner { model, state, device: device.clone(), steps, lead }, blocks))
 }
 
 /// Reads the weights; those that the files hold in few bits stay so, others are packed where it is asked for.
@@ -196,16 +206,36 @@ impl Runner {
         {
             return Ok(PassResult { next, hidden: Vec::new() });
         }
-        let hidden = self.hidden(&ids, &rows)?;
+        let (hidden, logits) = self.compute(&Pass { ids, rows, of_logits })?;
         let mut result = PassResult::default();
-        if !of_logits.is_empty() {
-            let logits = lines(&self.model.page_logits(&self.rows(&hidden, &of_logits)?)?)?;
-            result.next = logits.into_iter().map(Said::Logits).collect();
+        if let Some(logits) = logits {
+            result.next = lines(&logits)?.into_iter().map(Said::Logits).collect();
         }
         if !of_hidden.is_empty() {
             result.hidden = lines(&self.rows(&hidden, &of_hidden)?)?;
         }
         Ok(result)
+    }
+
+    /// Hidden states of all rows, and the logits that are wanted. With slices, all ranks compute it together.
+    pub(crate) fn compute(&mut self, pass: &Pass) -> Result<(Tensor, Option<Tensor>)> {
+        let Pass { ids, rows, of_logits } = pass;
+        if let Some(lead) = &mut self.lead {
+            // What the model refuses the others need not hear of.
+            self.model.check_pages(ids, rows)?;
+            lead.pass(pass)?;
+        }
+        let hidden = self.hidden(ids, rows)?;
+        let logits = match of_logits.is_empty() {
+            true => None,
+            false => Some(self.model.page_logits(&self.rows(&hidden, of_logits)?)?),
+        };
+        Ok((hidden, logits))
+    }
+
+    /// To be called now and then where there is nothing to compute.
+    pub fn stay(&mut self) -> Result<()> {
+        self.lead.as_mut().map_or(Ok(()), Lead::stay)
     }
 
     /// A pass in which every text gets one token, where the device has a short way for that.
@@ -239,12 +269,9 @@ impl Runner {
         {
             return Ok(next.likeliest.iter().map(|(token, _)| *token).collect());
         }
-        let hidden = self.hidden(ids, rows)?;
-        if of.is_empty() {
-            return Ok(Vec::new());
-        }
-        let logits = lines(&self.model.page_logits(&self.rows(&hidden, of)?)?)?;
-        Ok(logits.iter().map(|row| likeliest(row) as i64).collect())
+        let pass = Pass { ids: ids.to_vec(), rows: Arc::clone(rows), of_logits: of.to_vec() };
+        let Some(logits) = self.compute(&pass)?.1 else { return Ok(Vec::new()) };
+        Ok(lines(&logits)?.iter().map(|row| likeliest(row) as i64).collect())
     }
 
     fn hidden(&mut self, ids: &[i64], rows: &Arc<PagedRows>) -> Result<Tensor> {

@@ -197,6 +197,7 @@ fn weights_of_few_bits_are_served_and_their_answers_do_not_depend_on_company() {
                 cache_bytes: 1 << 20,
                 running: 16,
                 name: None,
+                slices: None,
             };
             let (facts, runner, blocks) =
                 open(&folder.path().join("tiny"), &options, &Device::cpu()).unwrap();
@@ -223,8 +224,14 @@ fn a_smaller_models_guesses_change_no_token_and_a_good_ones_spare_passes() {
                 None => Engine::start(facts, runner, blocks, LIMITS),
                 Some(draft) => {
                     let (path, device) = (draft.path().join("tiny"), Device::cpu());
-                    let options =
-                        OpenOptions { dtype: None, packed: None, cache_bytes: 1, running: 1000, name: None };
+                    let options = OpenOptions {
+                        dtype: None,
+                        packed: None,
+                        cache_bytes: 1,
+                        running: 1000,
+                        name: None,
+                        slices: None,
+                    };
                     let Err(ServeError::CacheTooSmall { block_bytes, .. }) =
                         Draft::open(&path, &options, &device, &facts, 4)
                     else {
@@ -277,7 +284,8 @@ fn a_draft_of_another_vocabulary_is_refused() {
     )
     .unwrap();
     let (facts, ..) = opened(&folder, 8);
-    let options = OpenOptions { dtype: None, packed: None, cache_bytes: 1 << 20, running: 4, name: None };
+    let options =
+        OpenOptions { dtype: None, packed: None, cache_bytes: 1 << 20, running: 4, name: None, slices: None };
     let refused = Draft::open(&other.path().join("tiny"), &options, &Device::cpu(), &facts, 4);
     let why = refused.err().expect("it knows other tokens").to_string();
     assert!(why.contains("vocabulary of 128") && why.contains("256"), "{why}");
@@ -311,5 +319,50 @@ fn an_answer_has_the_same_tokens_whether_all_logits_are_asked_for_or_the_likelie
     };
     for prompt in prompts() {
         assert_eq!(text(SamplingOptions::default(), &prompt), text(greedy(), &prompt), "{prompt:?}");
+    }
+}
+
+#[test]
+fn a_model_in_slices_writes_what_the_whole_one_writes() {
+    use ferrospeed_comm::World;
+    use ferrospeed_serve::model::open;
+    use ferrospeed_serve::together::follow;
+    for config in families() {
+        let folder = model(&config);
+        let expected = serve_all(&engine(&folder, 200, LIMITS));
+        // Two ranks; and four, of which two share each key-value head of those families that have two.
+        for ranks in [2, 4] {
+            let path = folder.path().join("tiny");
+            let rank = |world: World| {
+                let path = path.clone();
+                std::thread::spawn(move || {
+                    let group = world.group().clone();
+                    let options = OpenOptions {
+                        dtype: None,
+                        packed: None,
+                        cache_bytes: 1 << 20,
+                        running: 16,
+                        name: None,
+                        slices: Some(group.clone()),
+                    };
+                    let device = Device::cpu_with_threads(1);
+                    let (facts, runner, blocks) = open(&path, &options, &device).unwrap();
+                    if group.rank() > 0 {
+                        follow(&group, runner).unwrap();
+                        return Vec::new();
+                    }
+                    let engine = Engine::start(facts, runner, blocks, LIMITS).unwrap();
+                    let found = serve_all(&engine);
+                    // A prompt that the model refuses is no business of the other ranks.
+                    let refused: Vec<Event> = engine.ask(request(&[999], vec![greedy()], 1)).collect();
+                    assert!(matches!(&refused[..], [Event::Trouble(_)]), "{refused:?}");
+                    assert_eq!(serve_all(&engine), found, "and once more, from the cache");
+                    found
+                })
+            };
+            let threads: Vec<_> = World::threads(ranks).into_iter().map(rank).collect();
+            let found: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+            assert_eq!(found[0], expected, "{} on {ranks} ranks", config["model_type"]);
+        }
     }
 }

@@ -50,6 +50,7 @@ fn a_file_is_served_with_its_template_and_writes_what_transformers_writes() {
         cache_bytes: 1 << 20,
         running: 4,
         name: None,
+        slices: None,
     };
     let (facts, runner, blocks) = open(&folder().join("llama.gguf"), &options, &Device::cpu()).unwrap();
     assert_eq!((facts.name.as_str(), &facts.end_tokens[..]), ("llama", &[2, 2][..]));

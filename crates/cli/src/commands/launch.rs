@@ -268,7 +268,7 @@ pub(super) fn report(outcome: &JobOutcome) -> ExitCode {
     match outcome {
         JobOutcome::Succeeded => {}
         JobOutcome::Failed(failure) => terminal::print_error(&failure.to_string()),
-        JobOutcome::Interrupted { signal, agreed_code } => {
+        JobOutcome::Interrupted { signal, agreed_code, .. } => {
             let code = agreed_code.map_or(String::new(), |code| format!(" with exit code {code}"));
             let text = format!("interrupted by signal {signal}; every rank has been stopped{code}");
             terminal::print_error(&text);

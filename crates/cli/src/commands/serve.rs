@@ -2,20 +2,31 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use clap::Args;
+use ferrospeed_comm::World;
+use ferrospeed_launch::supervise::OutputMode;
+use ferrospeed_launch::{JobOutcome, LocalJob};
+use ferrospeed_serve::Engine;
 use ferrospeed_serve::server::{self, ServerOptions};
+use signal_hook::consts::{SIGINT, SIGTERM};
 
+use super::place;
 use super::served_model::ServedModel;
 use crate::failure::Failure;
-use crate::terminal::{print_line, print_note, print_output};
+use crate::terminal::{print_error, print_line, print_note, print_output};
 
 /// Arguments of `serve`.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     model: ServedModel,
+    /// Hold the model in so many slices, each by a process of its own (and on a GPU of its own, where there are such)
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    tp: u32,
     /// The address to listen on; loopback is reached from this machine alone
     #[arg(long, default_value = "127.0.0.1")]
     host: IpAddr,
@@ -52,7 +63,53 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, Failure> {
     if args.api_key.iter().any(|key| key.trim().is_empty()) {
         return Err(Failure::Usage("--api-key must not be empty".into()));
     }
-    let engine = args.model.start(args.name.as_deref())?;
+    if args.tp == 1 {
+        return serve(args, args.model.start(args.name.as_deref())?);
+    }
+    let Some(place) = place::of_this_process()? else { return start_ranks(args) };
+    let world = World::connect(place).map_err(|error| Failure::Run(error.to_string()))?;
+    if world.size() != args.tp as usize {
+        let ranks = world.size();
+        return Err(Failure::Usage(format!("--tp {} needs as many ranks; there are {ranks}", args.tp)));
+    }
+    if world.rank() == 0 {
+        return serve(args, args.model.start_in(args.name.as_deref(), Some(&world.group()))?);
+    }
+    // The first rank decides when it is over.
+    let heard = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, heard.clone())
+            .map_err(|error| Failure::Run(format!("cannot watch for signals: {error}")))?;
+    }
+    args.model.follow(&world.group())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Starts this program again, once for each slice.
+fn start_ranks(args: &ServeArgs) -> Result<ExitCode, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
+    let mut words = Vec::new();
+    for word in std::env::args_os().skip(1) {
+        let word = word.into_string();
+        words.push(word.map_err(|word| Failure::Usage(format!("{} is not UTF-8", word.display())))?);
+    }
+    let mut job = LocalJob::new(program.display().to_string(), words, args.tp);
+    job.output = OutputMode::Plain;
+    job.interrupt_grace = Duration::from_secs(args.grace_s.saturating_add(10));
+    job.share_cores();
+    let outcome = job.run()?;
+    match &outcome {
+        // A server that ends in order when it is told has done well.
+        JobOutcome::Interrupted { all_well: true, .. } => return Ok(ExitCode::SUCCESS),
+        JobOutcome::Failed(report) => print_error(&report.to_string()),
+        JobOutcome::Interrupted { .. } | JobOutcome::Succeeded => {}
+    }
+    Ok(ExitCode::from(outcome.exit_code()))
+}
+
+/// Answers until it is told to stop.
+fn serve(args: &ServeArgs, engine: Engine) -> Result<ExitCode, Failure> {
     if !args.host.is_loopback() && args.api_key.is_empty() {
         print_note(&format!(
             "{} is reached from other machines, and everyone may ask: consider --api-key",

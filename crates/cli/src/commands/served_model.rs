@@ -1,14 +1,17 @@
 //! What `serve`, `chat` and `bench serve` share: opening a model behind an engine.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::Args;
+use ferrospeed_comm::Group;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::draft::Draft;
 use ferrospeed_serve::engine::Engine;
-use ferrospeed_serve::model::{OpenOptions, open};
+use ferrospeed_serve::model::{ModelFacts, OpenOptions, Runner, open};
 use ferrospeed_serve::speculate::Speculation;
-use ferrospeed_tensor::PackedBits;
+use ferrospeed_serve::together;
+use ferrospeed_tensor::{Device, PackedBits};
 
 use super::device::DeviceChoice;
 use crate::failure::Failure;
@@ -87,16 +90,39 @@ impl ServedModel {
 
     /// Opens it; clients will call it `name`.
     pub(crate) fn start(&self, name: Option<&str>) -> Result<Engine, Failure> {
-        let device = self.device.open()?;
-        let options = OpenOptions {
+        self.start_in(name, None)
+    }
+
+    /// Computes what the first rank of a group, which serves the same model, tells this one, until it ends.
+    pub(crate) fn follow(&self, group: &Group) -> Result<(), Failure> {
+        let (_, runner, _) = self.open(&self.options(None, Some(group)), &self.device.open()?)?;
+        together::follow(group, runner).map_err(|error| Failure::Run(error.to_string()))
+    }
+
+    fn options(&self, name: Option<&str>, slices: Option<&Group>) -> OpenOptions {
+        OpenOptions {
             dtype: self.dtype.clone(),
             packed: self.quantize.as_deref().and_then(PackedBits::by_name),
             cache_bytes: self.cache_mib.saturating_mul(1 << 20),
             running: self.max_running,
             name: name.map(str::to_owned),
-        };
-        let (facts, runner, blocks) =
-            open(&self.model, &options, &device).map_err(|error| Failure::Usage(error.to_string()))?;
+            slices: slices.cloned(),
+        }
+    }
+
+    fn open(
+        &self,
+        options: &OpenOptions,
+        device: &Device,
+    ) -> Result<(Arc<ModelFacts>, Runner, u32), Failure> {
+        open(&self.model, options, device).map_err(|error| Failure::Usage(error.to_string()))
+    }
+
+    /// Opens it; the ranks of the group hold it in slices, and this one is the first.
+    pub(crate) fn start_in(&self, name: Option<&str>, slices: Option<&Group>) -> Result<Engine, Failure> {
+        let device = self.device.open()?;
+        let options = self.options(name, slices);
+        let (facts, runner, blocks) = self.open(&options, &device)?;
         let limits = Limits {
             pass_tokens: self.pass_tokens,
             running: self.max_running,
@@ -108,7 +134,7 @@ impl ServedModel {
             (Some("draft"), Some(path)) => {
                 let draft = Draft::open(
                     path,
-                    &OpenOptions { packed: None, name: None, ..options },
+                    &OpenOptions { packed: None, name: None, slices: None, ..options },
                     &device,
                     &facts,
                     tokens,

@@ -316,11 +316,7 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     job.env.insert(LOOKED_AHEAD.into(), "1".into());
     job.log_dir = Some(folder.logs());
     job.interrupt_grace = INTERRUPT_GRACE;
-    if std::env::var_os("FERROSPEED_THREADS").is_none() && std::env::var_os("OMP_NUM_THREADS").is_none() {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = (cores / recipe.ranks as usize).max(1);
-        job.env.insert("FERROSPEED_THREADS".into(), threads.to_string());
-    }
+    job.share_cores();
     let outcome = job.run()?;
     match &outcome {
         // Rank 0 has said what it saved.

@@ -140,14 +140,14 @@ impl Supervisor {
         let orphanage = Orphanage::open()?;
         let mut running = Running::start(specs, &self.options, orphanage)?;
         let phase = self.watch(specs, &mut running);
-        let agreed_code = running.agreed_code();
+        let (agreed_code, all_well) = (running.agreed_code(), running.all_well());
         let (tails, logs) = running.finish();
         let cause = match phase {
             Phase::Running => return Ok(JobOutcome::Succeeded),
             Phase::Settling { cause, .. } | Phase::Stopping { cause, .. } | Phase::Killed { cause } => cause,
         };
         Ok(match cause {
-            Cause::Signal(signal) => JobOutcome::Interrupted { signal, agreed_code },
+            Cause::Signal(signal) => JobOutcome::Interrupted { signal, agreed_code, all_well },
             Cause::Failure { index, ended } => JobOutcome::Failed(RankFailure {
                 who: specs[index].label.clone(),
                 rank: specs[index].rank,
@@ -307,6 +307,10 @@ impl Running {
                 process.signal_group(choose(index));
             }
         }
+    }
+
+    fn all_well(&self) -> bool {
+        self.processes.iter().all(|process| process.ended == Some(Ended::Code(0)))
     }
 
     /// The code that every process exited with, where it is the same one and not 0.

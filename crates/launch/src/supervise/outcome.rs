@@ -44,6 +44,8 @@ pub enum JobOutcome {
         signal: i32,
         /// The code that all ranks exited with when they were told, where it is the same one and not 0.
         agreed_code: Option<u8>,
+        /// Whether all of them exited with 0, as ranks do that end in order when they are told.
+        all_well: bool,
     },
 }
 
@@ -54,7 +56,7 @@ impl JobOutcome {
         match self {
             JobOutcome::Succeeded => 0,
             JobOutcome::Failed(failure) => failure.ended.exit_code(),
-            JobOutcome::Interrupted { signal, agreed_code } => {
+            JobOutcome::Interrupted { signal, agreed_code, .. } => {
                 agreed_code.unwrap_or_else(|| Ended::Signal(*signal).exit_code())
             }
         }

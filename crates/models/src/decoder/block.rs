@@ -4,8 +4,8 @@ use ferrospeed_comm::Group;
 use ferrospeed_nn::moe::Routing;
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{
-    GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention, Norm, NormConfig,
-    RmsNorm, Visibility,
+    AttentionConfig, GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention,
+    Norm, NormConfig, RmsNorm, Visibility,
 };
 use ferrospeed_tensor::autograd::{self, Shelf};
 use ferrospeed_tensor::ops::PackedHeads;
@@ -160,6 +160,11 @@ impl Block {
             residual: config.residual,
             residual_dropout: config.residual_dropout,
         }
+    }
+
+    /// The numbers of its attention; of the heads, those that this rank has.
+    pub(super) fn attention_config(&self) -> &AttentionConfig {
+        self.attention.config()
     }
 
     /// Who its router sent where in the last forward, if it has one.

@@ -65,6 +65,7 @@ impl PageSteps {
         let device = model.device_of(state)?;
         let backend = device.backend();
         let can = !backend.is_host()
+            && model.slices.is_none()
             && backend.reads_pages(model.dtype(), model.config.head_dim)
             && model.parameters().as_slice().iter().all(Param::value_stays);
         if !can {
@@ -84,9 +85,7 @@ impl PageSteps {
         rows: &Arc<PagedRows>,
         state: &mut AttentionState,
     ) -> Result<Tensor> {
-        let places = rows.places();
-        let longest = places.iter().max().map_or(0, |place| place + 1);
-        model.check_rows(ids, &places, longest)?;
+        let (places, _) = model.check_pages(ids, rows)?;
         let (own, count) = (ids.len(), row_count(ids.len()));
         let inputs = Tensor::from_slice(
             &inputs(count, ids, &places, self.tables.row_offset),

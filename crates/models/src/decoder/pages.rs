@@ -5,11 +5,15 @@
 
 use std::sync::Arc;
 
+use ferrospeed_nn::tensor_parallel;
 use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Rotary, RotaryScaling, Visibility};
 use ferrospeed_tensor::ops::WeightLayout;
 use ferrospeed_tensor::packed::BLOCK;
-use ferrospeed_tensor::{Device, PackedBits, Packing, PagedRows, Pages, Param, Tensor, autograd, rows_alone};
+use ferrospeed_tensor::{
+    Device, PackedBits, Packing, PagedRows, Pages, Param, Tensor, autograd, ops, rows_alone,
+};
 
+use super::block::Block;
 use super::config::Positions;
 use super::{Decoder, Places};
 use crate::error::{ModelError, Result};
@@ -17,10 +21,10 @@ use crate::error::{ModelError, Result};
 impl Decoder {
     /// An empty cache of `blocks` blocks of `block_tokens` tokens.
     pub fn new_pages(&self, blocks: usize, block_tokens: usize, device: &Device) -> Result<AttentionState> {
-        let layer = |layer| {
-            KeyValueCache::paged(blocks, block_tokens, &self.config.attention(layer), self.dtype(), device)
+        let layer = |block: &Block| {
+            KeyValueCache::paged(blocks, block_tokens, block.attention_config(), self.dtype(), device)
         };
-        Ok(AttentionState { layers: (0..self.config.layers).map(layer).collect::<Result<_, _>>()? })
+        Ok(AttentionState { layers: self.blocks.iter().map(layer).collect::<Result<_, _>>()? })
     }
 
     /// How a parameter is held in so many bits, if it may: the weight of a linear layer. Tables that are looked up and routers,
@@ -37,10 +41,16 @@ impl Decoder {
         can.then_some(Packing { bits, layout })
     }
 
-    /// Bytes of the cache that a token takes.
+    /// Bytes of the cache that a token takes on this rank.
     pub fn page_bytes_per_token(&self) -> usize {
-        let config = &self.config;
-        2 * config.layers * config.kv_heads * config.head_dim * self.dtype().size_bytes()
+        let of_block = |block: &Block| block.attention_config().kv_heads * block.attention_config().head_dim;
+        2 * self.blocks.iter().map(of_block).sum::<usize>() * self.dtype().size_bytes()
+    }
+
+    /// How many of this rank's heads read the same keys.
+    fn heads_per_key(&self) -> usize {
+        let config = self.blocks.first().map(Block::attention_config);
+        config.map_or(1, |config| config.heads / config.kv_heads)
     }
 
     /// How many tokens a sequence of [`Decoder::run_pages`] may have.
@@ -63,11 +73,9 @@ impl Decoder {
         rows: &Arc<PagedRows>,
         state: &mut AttentionState,
     ) -> Result<Tensor> {
-        let places = rows.places();
-        let longest = places.iter().max().map_or(0, |place| place + 1);
-        self.check_rows(ids, &places, longest)?;
+        let (places, longest) = self.check_pages(ids, rows)?;
         let device = self.device_of(state)?;
-        let pages = Pages::new(Arc::clone(rows), self.config.heads / self.config.kv_heads, &device)?;
+        let pages = Pages::new(Arc::clone(rows), self.heads_per_key(), &device)?;
         let mut visibility = Visibility { pages: Some(pages), ..Default::default() };
         let mut table_rows = None;
         match self.config.positions {
@@ -88,9 +96,26 @@ impl Decoder {
         Ok(hidden.view([count, self.config.embedding_width])?)
     }
 
-    /// Logits `[rows, vocab]` of hidden states `[rows, width]`; each row's depend on itself alone.
+    /// Logits `[rows, vocab]` of hidden states `[rows, width]`; each row's depend on itself alone. Ranks that have slices of the
+    /// head all get them, as f32 on the host.
     pub fn page_logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        autograd::no_grad(|| rows_alone(|| self.logits(hidden)))
+        autograd::no_grad(|| {
+            rows_alone(|| match &self.slices {
+                Some(slices) => {
+                    let own = self.as_head(|| ops::linear(hidden, &self.head, None, WeightLayout::OutIn))?;
+                    Ok(tensor_parallel::joined_entries(&own, self.config.vocab, slices)?)
+                }
+                None => self.logits(hidden),
+            })
+        })
+    }
+
+    /// Refuses what [`Decoder::run_pages`] would. Gives the place of every row, and how long the longest text is.
+    pub fn check_pages(&self, ids: &[i64], rows: &PagedRows) -> Result<(Vec<usize>, usize)> {
+        let places = rows.places();
+        let longest = places.iter().max().map_or(0, |place| place + 1);
+        self.check_rows(ids, &places, longest)?;
+        Ok((places, longest))
     }
 
     /// Refuses passes without rows, tokens that the model does not know, and texts that are too long.

@@ -23,7 +23,7 @@ pub use loss::{cross_entropy, linear_cross_entropy};
 
 use ferrospeed_collective::ops;
 use ferrospeed_comm::Group;
-use ferrospeed_tensor::{Result, Tensor, TensorError, ops as plain, random};
+use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError, ops as plain, random};
 
 /// What ranks have between the cuts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -130,6 +130,29 @@ impl Slices {
         random::set_state(random::RandomState { seed: common.seed, ..random::state() });
         result
     }
+}
+
+/// What ranks have of the entries of rows, `[rows, own]`, side by side on all of them: `[rows, entries]`, as f32 on the host.
+/// Without gradients.
+pub fn joined_entries(own: &Tensor, entries: usize, slices: &Slices) -> Result<Tensor> {
+    let group = slices.group();
+    let (rows, ranks) = (own.shape().rows(), group.size());
+    let range = |rank| held(entries, 1, entries, rank, ranks).ranges.remove(0);
+    let counts: Vec<usize> = (0..ranks).map(|rank| rows * range(rank).len()).collect();
+    let own = plain::cast(own, DType::F32)?.to_vec::<f32>()?;
+    let mut parts = vec![0.0f32; rows * entries];
+    let gathered = group.all_gather_unequal(&own, &mut parts, &counts);
+    gathered.map_err(|error| TensorError::argument("joined entries", error.to_string()))?;
+    let mut whole = vec![0.0f32; rows * entries];
+    let mut rest = &parts[..];
+    for range in (0..ranks).map(range) {
+        let (part, behind) = rest.split_at(rows * range.len());
+        for (from, to) in part.chunks(range.len().max(1)).zip(whole.chunks_mut(entries)) {
+            to[range.clone()].copy_from_slice(from);
+        }
+        rest = behind;
+    }
+    Tensor::from_slice(&whole, [rows, entries], &Device::cpu())
 }
 
 /// [`Slices::enter`], where there are slices.

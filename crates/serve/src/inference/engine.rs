@@ -71,8 +71,14 @@ pub fn init_inference(
     let config = InferenceConfig::new(&merged(config, arguments)?)?;
     let (dtype, packed) = refuse_what_is_not_built(&config)?;
     check_policy(&config, directory)?;
-    let options =
-        OpenOptions { dtype: Some(dtype.to_owned()), packed, cache_bytes: u64::MAX, running: 1, name: None };
+    let options = OpenOptions {
+        dtype: Some(dtype.to_owned()),
+        packed,
+        cache_bytes: u64::MAX,
+        running: 1,
+        name: None,
+        slices: None,
+    };
     // Room for as many sequences of the longest length as run at once, which is what DeepSpeed's workspace holds.
     let most = config.max_out_tokens();
     let options = OpenOptions { running: sequences_worth(most, directory)?, ..options };

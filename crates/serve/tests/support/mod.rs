@@ -63,7 +63,14 @@ pub(crate) fn opened(folder: &TempDir, blocks: u64) -> (Arc<ModelFacts>, Runner,
 }
 
 pub(crate) fn opened_on(folder: &TempDir, blocks: u64, device: &Device) -> (Arc<ModelFacts>, Runner, u32) {
-    let options = OpenOptions { dtype: None, packed: None, cache_bytes: u64::MAX, running: 1, name: None };
+    let options = OpenOptions {
+        dtype: None,
+        packed: None,
+        cache_bytes: u64::MAX,
+        running: 1,
+        name: None,
+        slices: None,
+    };
     let path = folder.path().join("tiny");
     // A cache of so many blocks: what one takes is told when it does not fit.
     let probe = open(&path, &OpenOptions { cache_bytes: 1, ..options.clone() }, device);
