@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use ferrospeed_config::{AutoValues, Config, ConfigError, MAX_BYTES};
-use ferrospeed_testkit::property::{Random, rounds};
+use ferrospeed_testkit::property::{Random, seeds};
 
 const PIECES: &[&str] = &[
     "{",
@@ -95,7 +95,7 @@ fn try_everything(text: &str) {
 
 #[test]
 fn any_sequence_of_pieces_is_read_or_refused() {
-    for seed in 0..rounds(3000) as u64 {
+    for seed in seeds(3000) {
         let mut random = Random(seed);
         let length = random.below(60);
         let text: String = (0..length).map(|_| random.pick(PIECES)).collect();
@@ -112,7 +112,7 @@ fn any_damage_to_a_valid_file_is_read_or_refused() {
       "zero_optimization": { "stage": 3, "offload_param": { "device": "nvme", "nvme_path": "/x" }, },
       "compression_training": { "row_pruning": { "different_groups": { "a": { "params": { "dense_ratio": 0.5 } } } } } }"#;
     let characters: Vec<char> = valid.chars().collect();
-    for seed in 0..rounds(3000) as u64 {
+    for seed in seeds(3000) {
         let mut random = Random(seed);
         let mut damaged = characters.clone();
         for _ in 0..=random.below(4) {

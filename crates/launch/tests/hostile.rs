@@ -2,40 +2,23 @@
 
 use ferrospeed_launch::hostfile::{HostPool, MAX_SLOTS_PER_HOST};
 use ferrospeed_launch::{cores, filter, hostfile, node_count, shell, world_info};
-use ferrospeed_testkit::property::rounds;
+use ferrospeed_testkit::property::{Random, seeds};
 
-/// A small generator with a fixed seed: the same inputs on every run.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        // Marsaglia's xorshift64 (2003).
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit as u64) as usize
-    }
-
-    /// Text made of the grammar's own pieces and of rubbish.
-    fn text(&mut self, pieces: &[&str], most: usize) -> String {
-        let count = self.below(most);
-        let mut text = String::new();
-        for _ in 0..count {
-            match self.below(8) {
-                0 => text.extend(char::from_u32(self.next() as u32 % 0x11_0000)),
-                1 => text.push_str(&self.next().to_string()),
-                _ => text.push_str(pieces[self.below(pieces.len())]),
-            }
+/// Text made of the grammar's own pieces and of rubbish.
+fn text(random: &mut Random, pieces: &[&str], most: usize) -> String {
+    let count = random.below(most);
+    let mut text = String::new();
+    for _ in 0..count {
+        match random.below(8) {
+            0 => text.extend(char::from_u32(random.next() as u32 % 0x11_0000)),
+            1 => text.push_str(&random.next().to_string()),
+            _ => text.push_str(random.pick(pieces)),
         }
-        text
     }
+    text
 }
 
-const ROUNDS: usize = 20_000;
+const ROUNDS: u64 = 20_000;
 
 #[test]
 fn any_hostfile_is_parsed_or_refused() {
@@ -60,10 +43,9 @@ fn any_hostfile_is_parsed_or_refused() {
         "# note\n",
         "\0",
     ];
-    let mut random = Random(0x5eed);
     let mut accepted = 0;
-    for _ in 0..rounds(ROUNDS) {
-        let text = random.text(&pieces, 24);
+    for seed in seeds(ROUNDS) {
+        let text = text(&mut Random(seed), &pieces, 24);
         let Ok(pool) = hostfile::parse(&text) else { continue };
         accepted += 1;
         assert!(!pool.is_empty() && pool.len() <= text.lines().count(), "{text:?}");
@@ -80,11 +62,10 @@ fn any_hostfile_is_parsed_or_refused() {
 fn any_filter_gives_a_subset_of_the_pool_or_an_error() {
     let pool: HostPool = [("a".to_owned(), 4), ("b".to_owned(), 1), ("empty".to_owned(), 0)].into();
     let pieces = ["a", "b", "empty", ":", "@", ",", "0", "1", "3", "-1", " ", "c"];
-    let mut random = Random(0xf117e4);
     let mut accepted = 0;
-    for round in 0..rounds(ROUNDS) {
-        let text = random.text(&pieces, 10);
-        let filtered = match round % 2 {
+    for seed in seeds(ROUNDS) {
+        let text = text(&mut Random(seed), &pieces, 10);
+        let filtered = match seed % 2 {
             0 => filter::apply(&pool, &text, ""),
             _ => filter::apply(&pool, "", &text),
         };
@@ -107,9 +88,8 @@ fn any_filter_gives_a_subset_of_the_pool_or_an_error() {
 #[test]
 fn other_grammars_never_panic_and_core_lists_survive_a_round_trip() {
     let pieces = ["0", "1", "7", "-", ",", ":", " ", "65535", "99999999999", "'", "\"", "\\", "e30=", "None"];
-    let mut random = Random(0xc0de);
-    for _ in 0..rounds(ROUNDS) {
-        let text = random.text(&pieces, 12);
+    for seed in seeds(ROUNDS) {
+        let text = text(&mut Random(seed), &pieces, 12);
         if let Ok(list) = cores::parse_core_list(&text) {
             assert_eq!(cores::parse_core_list(&cores::compress(&list)).unwrap(), list, "{text:?}");
         }

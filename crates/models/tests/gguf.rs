@@ -9,7 +9,7 @@ use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, Tokens};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{PackedStore, ParamSource, PlainStore};
 use ferrospeed_tensor::{DType, Device, PackedBits, Param, Tensor, autograd};
-use ferrospeed_testkit::property::{Random, rounds};
+use ferrospeed_testkit::property::{Random, seeds};
 use serde_json::Value;
 
 fn folder() -> PathBuf {
@@ -200,8 +200,8 @@ fn damaged_files_are_read_or_refused() {
     let whole = std::fs::read(path).unwrap();
     let names = whole.windows(4).rposition(|window| window == b"blk.").unwrap() + 64;
     let file = scratch.path().join("damaged.gguf");
-    for seed in 0..rounds(500) {
-        let (mut random, mut head) = (Random(seed as u64), whole[..names].to_vec());
+    for seed in seeds(500) {
+        let (mut random, mut head) = (Random(seed), whole[..names].to_vec());
         random.damage(&mut head);
         std::fs::write(&file, [&head, &whole[names..]].concat()).unwrap();
         let Ok(files) = ModelFiles::open(&file) else { continue };

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrospeed_observe::watch::Server;
-use ferrospeed_testkit::property::{Random, rounds};
+use ferrospeed_testkit::property::{Random, seeds};
 use serde_json::Value;
 
 fn start(folders: &[PathBuf]) -> SocketAddr {
@@ -225,8 +225,8 @@ fn damaged_requests_are_answered_with_a_status_or_dropped() {
     let address = start(&[]);
     let request =
         format!("GET /runs.json HTTP/1.1\r\nHost: {address}\r\nIf-None-Match: \"1\"\r\nAccept: */*\r\n");
-    for seed in 0..rounds(500) {
-        let (mut random, mut bytes) = (Random(seed as u64), request.clone().into_bytes());
+    for seed in seeds(500) {
+        let (mut random, mut bytes) = (Random(seed), request.clone().into_bytes());
         random.damage(&mut bytes);
         bytes.extend_from_slice(b"\r\n\r\n");
         let answer = send(address, &bytes);

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use ferrospeed_pipeline::schedule::{Instruction, Kind, Schedule};
 use ferrospeed_pipeline::simulate::{Times, simulate};
 use ferrospeed_pipeline::validate::{Sends, validate};
-use ferrospeed_testkit::property::{Random, rounds};
+use ferrospeed_testkit::property::{Random, seeds};
 
 fn interleaved(chunks: usize) -> Kind {
     Kind::Interleaved { chunks: NonZeroUsize::new(chunks).unwrap() }
@@ -14,7 +14,7 @@ fn interleaved(chunks: usize) -> Kind {
 #[test]
 fn random_schedules_are_valid_and_hold_what_they_claim() {
     let mut random = Random(7);
-    for _ in 0..rounds(60) {
+    for _ in seeds(60) {
         let (p, v) = (1 + random.below(8), 1 + random.below(4));
         let m = 1 + random.below(24);
         let whole = |kind| Schedule::new(kind, p, m).unwrap();

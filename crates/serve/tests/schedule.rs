@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use ferrospeed_serve::core::pool::BLOCK_TOKENS;
 use ferrospeed_serve::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
-use ferrospeed_testkit::property::{Random, rounds};
+use ferrospeed_testkit::property::{Random, seeds};
 
 /// What the history knows of a sequence: how many tokens it will have, and how many are computed.
 struct Client {
@@ -40,7 +40,7 @@ fn compute(scheduler: &Scheduler, cache: &mut Cache, share: &Share) {
 #[test]
 fn every_sequence_ends_and_no_block_is_lost_whatever_comes_and_goes() {
     let mut accepted = 0;
-    for seed in 0..rounds(150) as u64 {
+    for seed in seeds(150) {
         let mut random = Random(seed);
         let blocks = 2 + random.below(12) as u32;
         let limits = Limits {

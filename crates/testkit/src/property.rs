@@ -1,20 +1,23 @@
 //! Seeded random input for readers of files and peers: the same on every run, so that a failure can be repeated.
 //!
-//! The ordinary suite tries a bounded number of inputs. `FERROSPEED_PROPERTY_ROUNDS=N` tries N times as many.
+//! The ordinary suite tries a bounded number of inputs. With `FERROSPEED_PROPERTY_SECONDS=N` a test goes on to further
+//! seeds until N seconds have passed.
 
-/// The environment variable that multiplies the number of inputs.
-pub const ROUNDS_VARIABLE: &str = "FERROSPEED_PROPERTY_ROUNDS";
+use std::time::{Duration, Instant};
 
-/// How many inputs to try where the ordinary suite tries `usual`.
+/// The environment variable that says how long each test goes on.
+pub const SECONDS_VARIABLE: &str = "FERROSPEED_PROPERTY_SECONDS";
+
+/// The seeds of the inputs to try: the first `usual`, and more while there is time.
 ///
 /// # Panics
-/// When the variable is set to something that is no positive number.
-pub fn rounds(usual: usize) -> usize {
-    let factor = std::env::var(ROUNDS_VARIABLE).ok().filter(|text| !text.is_empty()).map_or(1, |text| {
-        let factor = text.parse().ok().filter(|factor| *factor > 0usize);
-        factor.unwrap_or_else(|| panic!("{ROUNDS_VARIABLE}={text} is no positive number"))
+/// When the variable is set to something that is no number of seconds.
+pub fn seeds(usual: u64) -> impl Iterator<Item = u64> {
+    let seconds = std::env::var(SECONDS_VARIABLE).ok().filter(|text| !text.is_empty()).map_or(0, |text| {
+        text.parse().unwrap_or_else(|_| panic!("{SECONDS_VARIABLE}={text} is no number of seconds"))
     });
-    usual.saturating_mul(factor)
+    let (begin, limit) = (Instant::now(), Duration::from_secs(seconds));
+    (0..).take_while(move |seed| *seed < usual || begin.elapsed() < limit)
 }
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
