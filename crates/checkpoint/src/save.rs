@@ -157,7 +157,7 @@ pub fn save(
 fn prepare(target: &Target<'_>, tag: &str, total_bytes: u64, lock: &mut Option<Lock>) -> Result<String> {
     let (dir, fs) = (target.dir, target.fs);
     check_tag(tag)?;
-    fs.create_folder(dir).map_err(CheckpointError::io("create", dir))?;
+    create_folder_for_good(fs, dir)?;
     *lock = Some(Lock::take(dir)?);
     sweep(fs, dir)?;
     let existing = dir.join(tag);
@@ -175,6 +175,19 @@ fn prepare(target: &Target<'_>, tag: &str, total_bytes: u64, lock: &mut Option<L
     let partial = dir.join(&name);
     fs.create_folder(&partial).map_err(CheckpointError::io("create", &partial))?;
     Ok(name)
+}
+
+/// Makes a folder and those above it, and brings the name of each new one to the disk: a power failure would take the
+/// folder, and every checkpoint in it, along.
+fn create_folder_for_good(fs: &dyn FileSystem, dir: &Path) -> Result<()> {
+    let new: Vec<&Path> =
+        dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).collect();
+    fs.create_folder(dir).map_err(CheckpointError::io("create", dir))?;
+    for path in new {
+        let above = path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        fs.sync_folder(above).map_err(CheckpointError::io("sync", above))?;
+    }
+    Ok(())
 }
 
 /// Rank 0: writes the manifest and gives the checkpoint its name.
