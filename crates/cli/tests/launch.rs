@@ -83,6 +83,24 @@ fn nothing_outlives_a_launcher_that_is_killed() {
 }
 
 #[test]
+fn a_daemon_with_nothing_of_its_job_left_ends_with_a_launcher_that_is_killed_where_there_is_a_control_group()
+{
+    if let Err(why) = ferrospeed_launch::supervise::can_cage() {
+        return ferrospeed_testkit::skip::skip(&format!("no cgroup v2 that may be written ({why})"));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("daemon");
+    let script =
+        format!("setsid env -i sh -c 'setsid sleep 600 & echo $! > {}; wait' & wait", file.display());
+    let job = start(&["launch", "-n", "1", "--", "sh", "-c", &script]);
+    let daemon = wait_for_pid(&file);
+    assert!(is_running(&daemon));
+    send_signal("KILL", &job.pid());
+    job.finish();
+    wait_until("the daemon to be gone", || !is_running(&daemon));
+}
+
+#[test]
 fn sigterm_is_forwarded_and_ranks_may_tidy_up() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(

@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ferrospeed_launch::supervise::{OutputMode, SignalHandling};
+use ferrospeed_launch::supervise::{OutputMode, SignalHandling, can_cage};
 use ferrospeed_launch::{Ended, JobOutcome, LaunchError, LocalJob};
+use ferrospeed_testkit::skip::skip;
 
 /// How long a job of this file may take: far above what it needs, far below a hang.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -120,6 +121,30 @@ fn grandchildren_do_not_outlive_the_job_even_in_another_session() {
             assert!(!is_running(pid), "process {pid} outlived the job");
         }
     }
+}
+
+#[test]
+fn a_daemon_with_nothing_of_its_job_left_ends_with_the_job_where_there_is_a_control_group() {
+    let above = match can_cage() {
+        Ok(above) => above,
+        Err(why) => return skip(&format!("no cgroup v2 that may be written ({why})")),
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let (pid, group) = (folder.path().join("pid"), folder.path().join("group"));
+    let script = format!(
+        "setsid env -i sh -c 'echo $$ > {0}.new; mv {0}.new {0}; exec sleep 600' & \
+         while [ ! -e {0} ]; do sleep 0.02; done; sed -n 's/^0:://p' /proc/self/cgroup > {1}",
+        pid.display(),
+        group.display()
+    );
+    let job = shell_job(&script, 1, &folder.path().join("logs"));
+    assert_eq!(job.run().unwrap(), JobOutcome::Succeeded);
+    let daemon = std::fs::read_to_string(pid).unwrap();
+    assert!(!is_running(daemon.trim()), "process {daemon} outlived the job");
+    let group = std::fs::read_to_string(group).unwrap();
+    let name = group.trim().rsplit('/').next().unwrap();
+    assert!(name.starts_with("ferrospeed-"), "the rank was in {group}");
+    assert!(!above.join(name).exists(), "{name} is still there");
 }
 
 fn is_running(pid: &str) -> bool {

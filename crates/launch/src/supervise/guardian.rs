@@ -2,12 +2,14 @@
 //!
 //! The parent-death signal reaches the launcher's children but not theirs. The guardian holds the reading end of
 //! a pipe whose writing end only the launcher has: when the launcher dies, in whatever way, the pipe ends and
-//! the guardian kills every rank's process group, then whatever carries the job's mark. It is a fork without exec, so it works from any program that
+//! the guardian kills the job's control group where it has one, every rank's process group, and whatever carries the job's
+//! mark. It is a fork without exec, so it works from any program that
 //! uses this library; after the fork it allocates nothing and makes only async-signal-safe calls.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
+use super::cage::{self, Cage};
 use super::marks::{GUARDIAN_NAME, Mark};
 use crate::error::LaunchError;
 
@@ -25,7 +27,7 @@ const SWEEP_PAUSE_US: u32 = 10_000;
 const DISMISSED: i32 = 0;
 
 impl Guardian {
-    pub(super) fn start(groups: usize, mark: &Mark) -> Result<Self, LaunchError> {
+    pub(super) fn start(groups: usize, mark: &Mark, cage: Option<&Cage>) -> Result<Self, LaunchError> {
         let system = |action, source: nix::Error| LaunchError::System { action, source: source.into() };
         let flags = nix::fcntl::OFlag::O_CLOEXEC;
         let (read, write) =
@@ -36,7 +38,7 @@ impl Guardian {
             -1 => {
                 Err(LaunchError::System { action: "fork the guardian", source: io::Error::last_os_error() })
             }
-            0 => guard(read.as_raw_fd(), watched, &mark),
+            0 => guard(read.as_raw_fd(), watched, &mark, cage),
             pid => Ok(Guardian { pid, pipe: Some(write) }),
         }
     }
@@ -81,7 +83,7 @@ pub(super) fn announce(pipe: RawFd) -> io::Result<()> {
 }
 
 /// The guardian's whole life.
-fn guard(pipe: RawFd, mut groups: Vec<i32>, mark: &Mark) -> ! {
+fn guard(pipe: RawFd, mut groups: Vec<i32>, mark: &Mark, cage: Option<&Cage>) -> ! {
     // SAFETY: only async-signal-safe calls on integers and on memory reserved before the fork. The launcher's
     // descriptors are closed so that neither its pipe nor anyone's output is held open from here.
     unsafe {
@@ -90,9 +92,13 @@ fn guard(pipe: RawFd, mut groups: Vec<i32>, mark: &Mark) -> ! {
         for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE] {
             libc::signal(signal, libc::SIG_IGN);
         }
+        // Both are above what they are moved to, unless the launcher was started without standard streams.
+        let switch = cage.map_or(-1, |cage| libc::fcntl(cage.kill_switch(), libc::F_DUPFD, 3));
         libc::dup2(pipe, 0);
-        if libc::syscall(libc::SYS_close_range, 1u32, u32::MAX, 0u32) != 0 {
-            for descriptor in 1..65_536 {
+        libc::close(1);
+        libc::dup2(switch, 1);
+        if libc::syscall(libc::SYS_close_range, 2u32, u32::MAX, 0u32) != 0 {
+            for descriptor in 2..65_536 {
                 libc::close(descriptor);
             }
         }
@@ -108,12 +114,16 @@ fn guard(pipe: RawFd, mut groups: Vec<i32>, mark: &Mark) -> ! {
                 _ => break,
             }
         }
+        if cage.is_some() {
+            cage::kill_by(1);
+        }
         for &group in &groups {
             libc::kill(-group, libc::SIGKILL);
         }
         // What is being killed may be forking: look until nothing is left.
         for _ in 0..SWEEPS {
-            if mark.kill_all() == 0 {
+            let left = mark.kill_all();
+            if left == 0 && cage.is_none_or(|cage| cage::remove(cage.folder())) {
                 break;
             }
             libc::usleep(SWEEP_PAUSE_US);

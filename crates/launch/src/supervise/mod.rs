@@ -5,9 +5,11 @@
 //! ends the patience. An exited leader stays a zombie until its whole group has been swept, so that its number
 //! cannot belong to anyone else when the group is killed.
 //!
-//! Nothing survives that keeps its environment: the parent-death signal covers a killed launcher's children, the guardian
+//! Where the system lets us, a job has a control group of its own, and nothing in it survives. Elsewhere nothing survives
+//! that keeps its environment: the parent-death signal covers a killed launcher's children, the guardian
 //! its grandchildren and what left their group, and a subreaper sweep does the same where the launcher lives.
 
+mod cage;
 mod guardian;
 mod marks;
 mod orphans;
@@ -20,10 +22,12 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+pub use cage::can_cage;
 pub use outcome::{Ended, JobOutcome, RankFailure};
 pub use process::{OutputMode, ProcessSpec, ShownOutput};
 
 use crate::error::LaunchError;
+use cage::Cage;
 use guardian::Guardian;
 use marks::Mark;
 use orphans::Orphanage;
@@ -241,6 +245,8 @@ struct Running {
     guardian: Guardian,
     orphanage: Orphanage,
     mark: Mark,
+    /// Where the system has none for us, the rest must do.
+    cage: Option<Cage>,
 }
 
 impl Running {
@@ -251,7 +257,8 @@ impl Running {
     ) -> Result<Self, LaunchError> {
         let (report, events) = channel();
         let mark = Mark::new()?;
-        let guardian = Guardian::start(specs.len(), &mark)?;
+        let cage = Cage::make(mark.value()).ok();
+        let guardian = Guardian::start(specs.len(), &mark, cage.as_ref())?;
         let mut running = Running {
             processes: Vec::new(),
             outputs: Vec::new(),
@@ -260,6 +267,7 @@ impl Running {
             guardian,
             orphanage,
             mark,
+            cage,
         };
         for (index, spec) in specs.iter().enumerate() {
             running.start_one(index, spec, options, &report)?;
@@ -279,7 +287,7 @@ impl Running {
             _ => None,
         };
         let output_options = OutputOptions::open(spec.output.clone(), log)?;
-        let mut process = process::spawn(spec, &self.mark, self.guardian.pipe())?;
+        let mut process = process::spawn(spec, &self.mark, self.guardian.pipe(), self.cage.as_ref())?;
         let group = process.group();
         let pipes = process.take_pipes();
         self.processes.push(process);
@@ -337,6 +345,7 @@ impl Running {
         for process in &self.processes {
             process.signal_group(libc::SIGKILL);
         }
+        self.cage.iter().for_each(Cage::kill_all);
         let groups = self.processes.iter().map(Process::group).collect();
         self.orphanage.sweep(&groups, &self.mark, self.guardian.pid());
         self.guardian.dismiss();

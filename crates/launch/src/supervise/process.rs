@@ -1,6 +1,6 @@
 //! One supervised process: how it is forked, signalled and waited for.
 //!
-//! Between fork and exec the child joins its own group, asks to be killed when the launcher dies, and takes its
+//! Between fork and exec the child enters the job's control group, joins its own process group, asks to be killed when the launcher dies, and takes its
 //! cores and memory policy. All of it is system calls on memory prepared before the fork.
 
 use std::io;
@@ -8,6 +8,7 @@ use std::os::fd::RawFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
 
+use super::cage::{self, Cage};
 use super::guardian;
 use super::marks::{self, Mark};
 use super::outcome::Ended;
@@ -90,6 +91,7 @@ pub(super) fn spawn(
     spec: &ProcessSpec,
     mark: &Mark,
     guardian: Option<RawFd>,
+    cage: Option<&Cage>,
 ) -> Result<Process, LaunchError> {
     let refuse = |source| LaunchError::Spawn {
         rank: spec.rank.unwrap_or(0),
@@ -109,12 +111,14 @@ pub(super) fn spawn(
     command.envs(&spec.environment).env(marks::VARIABLE, mark.value()).process_group(0);
     let binding = spec.binding.as_ref().map(PreparedBinding::new);
     let launcher = std::process::id();
+    let door = cage.map(Cage::door);
     // SAFETY: the closure runs between fork and exec and only makes system calls (prctl, getppid, write,
     // sched_setaffinity, set_mempolicy) on memory that was prepared before the fork: no allocation, no lock.
-    // The guardian's pipe is open until this process ends its job, and closes itself on exec.
+    // The cage's door and the guardian's pipe are open until this process ends its job, and close themselves on exec.
     unsafe {
         command.pre_exec(move || {
             die_with_launcher(launcher)?;
+            door.into_iter().for_each(cage::enter);
             guardian.map_or(Ok(()), guardian::announce)?;
             binding.as_ref().map_or(Ok(()), PreparedBinding::apply)
         });
