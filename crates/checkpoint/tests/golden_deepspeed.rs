@@ -16,6 +16,8 @@ use ferrospeed_testkit::golden::{golden, read_json};
 use safetensors::SafeTensors;
 use serde_json::Value as Json;
 
+const RUNS: &str = "checkpoint/runs";
+
 fn cases(group: &str) -> Vec<PathBuf> {
     golden().entries(group, "").into_iter().filter(|case| case.join("ckpt").is_dir()).collect()
 }
@@ -48,9 +50,10 @@ fn extracted(dir: &Path) -> Result<Vec<(String, Vec<u64>, Vec<u8>)>, String> {
 
 #[test]
 fn golden_zero_to_fp32_is_what_deepspeed_extracts() {
-    for case in cases("checkpoint/runs").into_iter().chain(cases("checkpoint/pipeline_moe")) {
+    let both = cases(RUNS).into_iter().chain(cases("checkpoint/pipeline_moe"));
+    golden().each_path("checkpoint", both, 21, |case| {
         let found = extracted(&case.join("ckpt"));
-        match recorded(&case) {
+        match recorded(case) {
             Some(expected) => {
                 assert_eq!(found.as_ref(), Ok(&expected), "{}", case.display());
                 let dir = tempfile::tempdir().unwrap();
@@ -76,7 +79,7 @@ fn golden_zero_to_fp32_is_what_deepspeed_extracts() {
                 assert_eq!(found.is_err(), refused, "{}: {found:?}", case.display());
             }
         }
-    }
+    });
 }
 
 fn target(dir: &Path) -> Target<'_> {
@@ -171,10 +174,10 @@ fn tensors_of(path: &Path) -> Vec<(String, Vec<u64>, Vec<u8>)> {
 
 #[test]
 fn golden_pipelines_and_mixtures_of_experts_bring_every_weight() {
-    for case in cases("checkpoint/pipeline_moe") {
+    golden().each_path("checkpoint/pipeline_moe", cases("checkpoint/pipeline_moe"), 4, |case| {
         let dir = tempfile::tempdir().unwrap();
         let checkpoint =
-            imported(&case, dir.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
+            imported(case, dir.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
         checkpoint.verify().unwrap();
         let mut compared = 0;
         for path in files_below(&case.join("ckpt"), "model_states.pt") {
@@ -194,7 +197,7 @@ fn golden_pipelines_and_mixtures_of_experts_bring_every_weight() {
             }
         }
         assert!(compared > 3 && compared == checkpoint.manifest().tensors.len(), "{}", case.display());
-    }
+    });
 }
 
 #[test]
@@ -213,10 +216,10 @@ fn layers_cut_over_tensor_parallel_ranks_are_refused_by_name() {
 
 #[test]
 fn golden_imports_hold_the_weights_at_the_save() {
-    for case in cases("checkpoint/runs") {
+    golden().each_path(RUNS, cases(RUNS), 17, |case| {
         let dir = tempfile::tempdir().unwrap();
         let checkpoint =
-            imported(&case, dir.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
+            imported(case, dir.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
         let run = ferrospeed_testkit::tensors::read(&case.join("run.safetensors"));
         let meta = read_json(&case.join("meta.json"));
         let mut compared = 0;
@@ -247,14 +250,43 @@ fn golden_imports_hold_the_weights_at_the_save() {
         for (key, value) in meta["client_state_saved"].as_object().into_iter().flatten() {
             assert_eq!(&checkpoint.manifest().client_state[key], value, "{}: {key}", case.display());
         }
-    }
+    });
+}
+
+/// `save_16bit_model` writes what the checkpoint of the same moment holds, in the run's type.
+#[test]
+fn golden_16bit_models_hold_the_imported_weights() {
+    let saved = |case: &Path| case.join("m16/pytorch_model.bin");
+    let with_one = cases(RUNS).into_iter().filter(|case| saved(case).is_file());
+    golden().each_path(RUNS, with_one, 16, |case| {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoint = imported(case, dir.path()).unwrap();
+        let file = PtFile::open(&saved(case)).unwrap();
+        let mut compared = 0;
+        for (name, value) in file.value().pairs().unwrap() {
+            let (name, stored) = (name.as_str().unwrap(), value.as_tensor().unwrap());
+            // What the save of the checkpoint was asked to leave out is in this file alone.
+            let Some(entry) = checkpoint.weights(name) else { continue };
+            let mut values = vec![0.0; entry.numel() as usize];
+            checkpoint.read_f32(entry, 0..entry.numel(), &mut values).unwrap();
+            let bytes: Vec<u8> = match stored.dtype {
+                Dtype::BF16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+                Dtype::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
+                _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+            };
+            assert_eq!((&stored.shape, file.read_all(stored).unwrap()), (&entry.shape, bytes), "{name}");
+            compared += 1;
+        }
+        assert!(compared > 0, "no weight is in both");
+    });
 }
 
 #[test]
 fn golden_universal_checkpoints_hold_what_their_sources_hold() {
-    for case in cases("checkpoint/runs").into_iter().filter(|case| case.join("uni").is_dir()) {
+    let universal = cases(RUNS).into_iter().filter(|case| case.join("uni").is_dir());
+    golden().each_path(RUNS, universal, 4, |case| {
         let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let source = imported(&case, dir.path()).unwrap();
+        let source = imported(case, dir.path()).unwrap();
         let folder = std::fs::read_to_string(case.join("uni/latest_universal")).unwrap();
         let path =
             import_universal(&case.join("uni").join(folder.trim()), Unknown::Refuse, &target(other.path()))
@@ -262,7 +294,7 @@ fn golden_universal_checkpoints_hold_what_their_sources_hold() {
         let universal = Checkpoint::open(&path).unwrap();
         assert_eq!(all(&universal), all(&source), "{}", case.display());
         assert_eq!(universal.manifest().training, source.manifest().training, "{}", case.display());
-    }
+    });
 }
 
 fn keys(json: &Json) -> Vec<&str> {
@@ -271,12 +303,13 @@ fn keys(json: &Json) -> Vec<&str> {
 
 #[test]
 fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
-    for case in cases("checkpoint/runs") {
-        let Some(expected) = recorded(&case) else { continue };
+    let extracted_there = cases(RUNS).into_iter().filter_map(|case| recorded(&case).map(|_| case));
+    golden().each_path(RUNS, extracted_there, 14, |case| {
+        let expected = recorded(case).expect("it was there");
         let meta = read_json(&case.join("meta.json"));
         let (stage, ranks) = (meta["stage"].as_u64().unwrap(), meta["world_size"].as_u64().unwrap());
         let dir = tempfile::tempdir().unwrap();
-        let checkpoint = imported(&case, dir.path()).unwrap();
+        let checkpoint = imported(case, dir.path()).unwrap();
         for (stage, ranks) in [(stage, ranks), (1, 1), (2, 3), (3, 3), (3, 2)] {
             let out = tempfile::tempdir().unwrap();
             export_deepspeed(
@@ -329,5 +362,5 @@ fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
                 assert_eq!(own(state), keys(&dump["optimizer_state_dict"]), "{}: {name}", case.display());
             }
         }
-    }
+    });
 }

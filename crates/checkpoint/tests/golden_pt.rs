@@ -6,7 +6,11 @@ use std::path::{Path, PathBuf};
 
 use common::{compare, files_below};
 use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, Value, write_pt};
+use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::{golden, read_json};
+
+/// How many files of the repository's set have a description.
+const DESCRIBED: usize = 87;
 
 /// Every recorded torch file that has a description, with it.
 fn described() -> Vec<(PathBuf, PathBuf)> {
@@ -31,28 +35,35 @@ fn described() -> Vec<(PathBuf, PathBuf)> {
     found
 }
 
+/// Compares each of them.
+fn each(compare: impl Fn(&Path, &Path)) {
+    let mut cases = Cases::of("checkpoint");
+    for (file, description) in described() {
+        cases.check(file.display(), || compare(&file, &description));
+    }
+    cases.finish(&golden(), DESCRIBED);
+}
+
 fn open(path: &Path) -> PtFile {
     PtFile::open(path).unwrap_or_else(|error| panic!("{error}"))
 }
 
 #[test]
 fn golden_torch_files_hold_what_was_recorded() {
-    let cases = described();
-    for (file, description) in &cases {
+    each(|file, description| {
         let opened = open(file);
         compare(&opened, opened.value(), &read_json(description), &file.display().to_string());
-    }
-    println!("{} files compared", cases.len());
+    });
 }
 
 #[test]
 fn golden_torch_files_survive_being_written_again() {
     let folder = tempfile::tempdir().unwrap();
-    for (index, (file, description)) in described().into_iter().enumerate() {
-        let original = open(&file);
+    each(|file, description| {
+        let original = open(file);
         let mut storages = Vec::new();
         collect(original.value(), &mut storages);
-        let copy = folder.path().join(format!("copy{index}.pt"));
+        let copy = folder.path().join("copy.pt");
         let written: Vec<StorageToWrite> =
             storages.iter().map(|t| StorageToWrite { dtype: t.dtype, numel: t.storage_numel }).collect();
         write_pt(&copy, original.value(), &written, &mut |storage, range, out| {
@@ -61,8 +72,8 @@ fn golden_torch_files_survive_being_written_again() {
         .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
         let again = open(&copy);
         assert_eq!(again.value(), original.value(), "{}", file.display());
-        compare(&again, again.value(), &read_json(&description), &file.display().to_string());
-    }
+        compare(&again, again.value(), &read_json(description), &file.display().to_string());
+    });
 }
 
 /// One tensor that spans each storage, in order of their numbers.

@@ -103,9 +103,8 @@ fn inspect_says_what_a_model_is_and_what_it_takes() {
 #[test]
 fn every_recorded_family_is_inspected_and_its_roles_add_up() {
     let set = ferrospeed_testkit::golden::golden();
-    let folders = ["models", "transformers"].map(|kind| set.entries(kind, ""));
-    for folder in folders.into_iter().flatten().filter(|path| path.join("config.json").is_file()) {
-        let report: Value = serde_json::from_str(&model(&["inspect", text(&folder), "--json"])).unwrap();
+    set.each_path("models", set.models_with("config.json"), 37, |folder| {
+        let report: Value = serde_json::from_str(&model(&["inspect", text(folder), "--json"])).unwrap();
         let groups = report["groups"].as_object().unwrap();
         let sum: u64 = groups.values().map(|group| group["parameters"].as_u64().unwrap()).sum();
         assert_eq!(report["parameters"], sum);
@@ -117,7 +116,7 @@ fn every_recorded_family_is_inspected_and_its_roles_add_up() {
         let feeds = ["feed-forward", "experts"].iter().filter(|role| groups.contains_key(**role)).count();
         assert_eq!(feeds, 1, "{}: {groups:?}", folder.display());
         assert_eq!(groups.contains_key("experts"), groups.contains_key("router"), "{}", folder.display());
-    }
+    });
 }
 
 #[test]

@@ -298,34 +298,30 @@ fn golden_models_match_their_recordings_on_a_gpu() {
 }
 
 fn check_all(device: &Device) {
-    let set = golden();
-    let folders = ["models", "transformers"].map(|kind| set.entries(kind, ""));
-    for folder in folders.into_iter().flatten().filter(|path| path.is_dir()) {
+    let folders = golden().models_with("golden.json");
+    golden().each_path("models", folders, 36, |folder| {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
-        if !folder.join("golden.json").is_file() {
-            continue;
-        }
         let case = Case {
             recorded: tensors::read(&folder.join("golden.safetensors")),
             facts: read_json(&folder.join("golden.json")),
             device: device.clone(),
             name,
         };
-        let weights = WeightFiles::open_directory(&folder).unwrap();
+        let weights = WeightFiles::open_directory(folder).unwrap();
         // What a window of so many tokens is has changed after transformers 4.40.
         let recorded_by = case.facts["transformers"].as_str().expect("the recording names its program");
         let rule = if recorded_by.starts_with("4.40") { WindowRule::OneMore } else { WindowRule::LastTokens };
-        match ModelConfig::from_directory(&folder, rule).unwrap() {
+        match ModelConfig::from_directory(folder, rule).unwrap() {
             ModelConfig::Decoder(config) => {
                 if let Some(recorded) = case.facts["inv_freq"].as_array() {
                     check_frequencies(&case, &config, recorded);
                 }
                 check_decoder(&case, *config, &weights);
-                check_mixture_loss(&case, &folder, &weights);
+                check_mixture_loss(&case, folder, &weights);
             }
             ModelConfig::Bert(config) => check_bert(&case, &Bert::new(config), &weights),
         }
-    }
+    });
 }
 
 fn check_frequencies(case: &Case, config: &ferrospeed_models::DecoderConfig, recorded: &[Value]) {

@@ -5,31 +5,34 @@ use ferrospeed_nn::{Carried, Mode, Stages};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{DType, Device, Tensor};
-use ferrospeed_testkit::golden::golden;
-use serde_json::Value;
+use ferrospeed_testkit::cases::Cases;
+use ferrospeed_testkit::golden::{golden, read_json};
 
-fn decoders() -> Vec<(String, Decoder)> {
-    let mut found = Vec::new();
-    for folder in golden().entries("models", "") {
-        let Ok(text) = std::fs::read_to_string(folder.join("config.json")) else { continue };
-        let mut config: Value = serde_json::from_str(&text).expect("JSON");
+/// How many decoders the repository's set holds.
+const DECODERS: usize = 16;
+
+/// Checks every recorded decoder, with dropout.
+fn each_decoder(check: impl Fn(&str, &Decoder)) {
+    let mut cases = Cases::of("models");
+    for folder in golden().entries("models", "").into_iter().filter(|folder| folder.is_dir()) {
+        let mut config = read_json(&folder.join("config.json"));
         for key in ["resid_pdrop", "attention_dropout", "hidden_dropout"] {
             if config.get(key).is_some() {
                 config[key] = 0.25.into();
             }
         }
         if let Ok(ModelConfig::Decoder(config)) = ModelConfig::from_value(&config, WindowRule::default()) {
-            found.push((folder.display().to_string(), Decoder::new(*config)));
+            let name = folder.display().to_string();
+            cases.check(&name, || check(&name, &Decoder::new(*config)));
         }
     }
-    assert!(found.len() >= 10, "only {} decoders", found.len());
-    found
+    cases.finish(&golden(), DECODERS);
 }
 
 #[test]
 fn golden_decoders_in_parts_give_the_loss_of_the_whole() {
     for dtype in [DType::F32, DType::BF16] {
-        for (name, model) in decoders() {
+        each_decoder(|name, model| {
             let device = Device::cpu();
             let params = model.parameters().as_slice();
             let _store =
@@ -53,13 +56,13 @@ fn golden_decoders_in_parts_give_the_loss_of_the_whole() {
             for cut in 1..layers {
                 assert_eq!(run(&[0, cut, layers]), whole, "{name} {dtype}: cut before layer {cut}");
             }
-        }
+        });
     }
 }
 
 #[test]
 fn golden_decoders_list_every_parameter_once_but_for_tied_ones() {
-    for (name, model) in decoders() {
+    each_decoder(|name, model| {
         let listed: Vec<String> = model
             .layers()
             .iter()
@@ -71,5 +74,5 @@ fn golden_decoders_list_every_parameter_once_but_for_tied_ones() {
             assert_eq!(uses, if tied { 2 } else { 1 }, "{name}: {}", param.name());
         }
         assert!(listed.len() >= model.parameters().as_slice().len(), "{name}");
-    }
+    });
 }

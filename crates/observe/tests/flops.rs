@@ -3,13 +3,13 @@
 use ferrospeed_observe::flops::format::NumberStyle;
 use ferrospeed_observe::flops::formulas::{self, Convolution, Cost, Padding, Recurrence};
 use ferrospeed_observe::flops::{Module, Phases, Ranks, ReportOptions, Summary, report, write_report};
+use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use serde_json::Value;
 
 #[test]
 fn golden_numbers_are_written_as_recorded() {
-    let Some(cases) = golden().json("flops/number_format.json") else { return };
-    for case in cases.as_array().expect("a list of cases") {
+    golden().each_case("flops/number_format.json", 673, |case| {
         let number = case["num"].as_f64().unwrap();
         let precision = case["precision"].as_u64().unwrap() as usize;
         let style = NumberStyle { units: case["units"].as_str(), precision };
@@ -27,7 +27,7 @@ fn golden_numbers_are_written_as_recorded() {
                 assert_eq!(Some(&*written), expected.as_str(), "{what} of {case}");
             }
         }
-    }
+    });
 }
 
 fn shape(value: &Value) -> Option<Vec<u64>> {
@@ -87,11 +87,10 @@ fn estimate(case: &Value) -> Cost {
 
 #[test]
 fn golden_ops_are_estimated_as_recorded() {
-    let Some(cases) = golden().json("flops/op_formulas.json") else { return };
-    for case in cases.as_array().expect("a list of cases") {
+    golden().each_case("flops/op_formulas.json", 88, |case| {
         let expected = Cost { flops: case["flops"].as_u64().unwrap(), macs: case["macs"].as_u64().unwrap() };
         assert_eq!(estimate(case), expected, "{case}");
-    }
+    });
 }
 
 /// A module as PyTorch prints it.
@@ -193,11 +192,20 @@ fn build(printed: &Printed, counts: &Value, clock: &mut Clock) -> Module {
     }
 }
 
+/// Compares every recorded profile. `known` is how many the default set holds.
+fn each_profile(known: usize, compare: impl Fn(&str, &Value)) {
+    let Some(profiles) = golden().json("flops/profiles.json") else { return };
+    let mut cases = Cases::of("flops/profiles.json");
+    for (name, profile) in profiles.as_object().unwrap() {
+        cases.check(name, || compare(name, profile));
+    }
+    cases.finish(&golden(), known);
+}
+
 #[test]
 fn golden_reports_are_printed_to_the_letter() {
-    let Some(profiles) = golden().json("flops/profiles.json") else { return };
-    for (name, profile) in profiles.as_object().unwrap() {
-        let Some(path) = golden().path(&format!("flops/report_{name}.txt")) else { continue };
+    each_profile(7, |name, profile| {
+        let path = golden().path(&format!("flops/report_{name}.txt")).expect("a report of each profile");
         let mut lines = profile["repr"].as_str().unwrap().lines().peekable();
         let printed = parse(&mut lines).pop().unwrap();
         let model = build(&printed, &profile["tree"], &mut Clock(0.0));
@@ -223,40 +231,45 @@ fn golden_reports_are_printed_to_the_letter() {
             [0, 1, 2].map(|index| profile["get_model_profile"][index].as_str().unwrap().to_owned()),
             "{name}"
         );
-    }
+    });
 }
 
 /// What recurrent modules cost, from what PyTorch prints of them: `RNN(10, 12, num_layers=2, batch_first=True)`.
 #[test]
 fn golden_recurrent_modules_are_estimated_as_recorded() {
     let Some(profiles) = golden().json("flops/profiles.json") else { return };
+    let mut cases = Cases::of("flops/profiles.json");
     for (name, profile) in profiles.as_object().unwrap() {
         let printed = parse(&mut profile["repr"].as_str().unwrap().lines().peekable()).pop().unwrap();
         let input = &profile["input_shapes"][0];
         for child in
             printed.children.iter().filter(|child| child.class != "ModuleList" && !is_timed(&child.class))
         {
-            let kind = match child.class.trim_end_matches("Cell") {
-                "RNN" => Recurrence::Rnn,
-                "GRU" => Recurrence::Gru,
-                _ => Recurrence::Lstm,
-            };
-            let sizes: Vec<&str> = child.sizes.split(", ").collect();
-            let (inputs, hidden): (u64, u64) = (sizes[0].parse().unwrap(), sizes[1].parse().unwrap());
-            let layers = sizes.iter().find_map(|size| size.strip_prefix("num_layers="));
-            let layers: u64 = layers.map_or(1, |layers| layers.parse().unwrap());
-            let directions = if sizes.contains(&"bidirectional=True") { 2 } else { 1 };
-            let steps = if child.class.ends_with("Cell") { 1 } else { input[1].as_u64().unwrap() };
-            let step = |layer: u64| {
-                let inputs = if layer == 0 { inputs } else { directions * hidden };
-                formulas::recurrent_step(kind, inputs, hidden, !sizes.contains(&"bias=False"))
-            };
-            let flops = (0..layers).map(step).sum::<u64>() * input[0].as_u64().unwrap() * steps * directions;
-            let counts = profile["tree"]["children"].as_array().unwrap();
-            let counts = counts.iter().find(|counts| counts["name"] == child.name.as_str()).unwrap();
-            assert_eq!(Some(flops), counts["flops"].as_u64(), "{name}.{}", child.name);
+            cases.check(format!("{name}.{}", child.name), || {
+                let kind = match child.class.trim_end_matches("Cell") {
+                    "RNN" => Recurrence::Rnn,
+                    "GRU" => Recurrence::Gru,
+                    _ => Recurrence::Lstm,
+                };
+                let sizes: Vec<&str> = child.sizes.split(", ").collect();
+                let (inputs, hidden): (u64, u64) = (sizes[0].parse().unwrap(), sizes[1].parse().unwrap());
+                let layers = sizes.iter().find_map(|size| size.strip_prefix("num_layers="));
+                let layers: u64 = layers.map_or(1, |layers| layers.parse().unwrap());
+                let directions = if sizes.contains(&"bidirectional=True") { 2 } else { 1 };
+                let steps = if child.class.ends_with("Cell") { 1 } else { input[1].as_u64().unwrap() };
+                let step = |layer: u64| {
+                    let inputs = if layer == 0 { inputs } else { directions * hidden };
+                    formulas::recurrent_step(kind, inputs, hidden, !sizes.contains(&"bias=False"))
+                };
+                let flops =
+                    (0..layers).map(step).sum::<u64>() * input[0].as_u64().unwrap() * steps * directions;
+                let counts = profile["tree"]["children"].as_array().unwrap();
+                let counts = counts.iter().find(|counts| counts["name"] == child.name.as_str()).unwrap();
+                assert_eq!(Some(flops), counts["flops"].as_u64());
+            });
         }
     }
+    cases.finish(&golden(), 6);
 }
 
 /// The recorded report of a run has real times in it: what does not depend on them is compared.

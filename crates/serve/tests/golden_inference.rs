@@ -415,35 +415,64 @@ fn golden_fused_projections() {
     cases.finish(&set, 12);
 }
 
+/// The same two functions, recorded a second time with other numbers and another schema.
+#[test]
+fn golden_shards_of_tensor_parallel_layers() {
+    let numbers = |value: &Value| -> Vec<usize> { serde_json::from_value(value.clone()).unwrap() };
+    let size = |value: &Value| value.as_u64().map(|number| number as usize);
+    golden().each_case("sequence/autotp_shard_sizes.json", 432, |case| {
+        let (total, ranks) = (size(&case["total_size"]).unwrap(), size(&case["mp_size"]).unwrap());
+        let mut expected = numbers(&case["shards"]);
+        ours_gives_the_rest_to_the_last(total, &mut expected);
+        let found = shard_sizes(total, ranks, size(&case["num_kv_heads"]), case["layer_name"].as_str());
+        assert_eq!(found, expected, "{case}");
+    });
+    golden().each_case("sequence/autotp_fused_qkv.json", 10, |case| {
+        let (class, query_rows) = (case["module"].as_str().unwrap(), size(&case["n_embd"]).unwrap_or(0));
+        let kind = FusedQkv::of_block(class, query_rows).unwrap_or(FusedQkv::PerHead);
+        let (rows, ranks) = (size(&case["fused_rows"]).unwrap(), size(&case["mp_size"]).unwrap());
+        let found = kind.rows(rows, ranks, size(&case["num_kv_heads"])).unwrap();
+        let expected: Vec<Vec<usize>> =
+            case["rows_per_rank"].as_array().unwrap().iter().map(numbers).collect();
+        assert_eq!(found, expected, "{case}");
+    });
+}
+
 #[test]
 fn golden_int8_quantizers() {
     let set = golden();
     let Some(path) = set.path("inference/int8_quant.safetensors") else { return };
     let recorded = tensors::read(&path);
     let weight = recorded["weight"].floats();
-    let (rows, mut compared) = (8, 0);
+    let rows = 8;
+    let mut cases = Cases::of("inference/int8_quant.safetensors");
     for name in recorded.keys().filter_map(|name| name.strip_suffix(".q")) {
-        let number =
-            |mark: &str| name.split('.').find_map(|part| part.strip_prefix(mark)?.parse::<usize>().ok());
-        let values: Vec<i64> = recorded[&format!("{name}.q")].integers().to_vec();
-        let scales = recorded[&format!("{name}.scale")].floats();
-        let groups = number("g").unwrap();
-        let ours = if name.starts_with("groupquant") {
-            let groups = if groups == 0 { rows } else { groups };
-            let ours = group_quantizer(weight, groups);
-            let halves = weight.split_at(weight.len() / 2);
-            // Stored one behind the other, whatever the shape says: of the whole, of the first half, of the second.
-            let expected =
-                [ours.scales.clone(), group_scales(halves.0, groups), group_scales(halves.1, groups)];
-            assert_close(name, &expected.concat(), scales, 0.0, 1e-6);
-            ours
-        } else {
-            let ours = weight_quantization(weight, number("b").unwrap() as u32, groups);
-            assert_close(name, &ours.scales, scales, 0.0, 1e-6);
-            ours
-        };
-        assert_eq!(ours.values.iter().map(|&value| i64::from(value)).collect::<Vec<_>>(), values, "{name}");
-        compared += 1;
+        cases.check(name, || {
+            let number =
+                |mark: &str| name.split('.').find_map(|part| part.strip_prefix(mark)?.parse::<usize>().ok());
+            let values: Vec<i64> = recorded[&format!("{name}.q")].integers().to_vec();
+            let scales = recorded[&format!("{name}.scale")].floats();
+            let groups = number("g").unwrap();
+            let ours = if name.starts_with("groupquant") {
+                let groups = if groups == 0 { rows } else { groups };
+                let ours = group_quantizer(weight, groups);
+                let halves = weight.split_at(weight.len() / 2);
+                // Stored one behind the other, whatever the shape says: of the whole, of the first half, of the second.
+                let expected =
+                    [ours.scales.clone(), group_scales(halves.0, groups), group_scales(halves.1, groups)];
+                assert_close(name, &expected.concat(), scales, 0.0, 1e-6);
+                ours
+            } else {
+                let ours = weight_quantization(weight, number("b").unwrap() as u32, groups);
+                assert_close(name, &ours.scales, scales, 0.0, 1e-6);
+                ours
+            };
+            assert_eq!(
+                ours.values.iter().map(|&value| i64::from(value)).collect::<Vec<_>>(),
+                values,
+                "{name}"
+            );
+        });
     }
-    assert!(!set.is_default() || compared == 9, "{compared}");
+    cases.finish(&set, 9);
 }

@@ -55,10 +55,27 @@ impl Golden {
     /// # Panics
     /// With every case that failed, or when too few were there.
     #[track_caller]
-    pub fn each_case(&self, relative: &str, known: usize, mut compare: impl FnMut(&Value)) {
+    pub fn each_case(&self, relative: &str, known: usize, compare: impl FnMut(&Value)) {
+        self.each_case_of(relative, known, |_| true, compare);
+    }
+
+    /// Compares those cases of a known JSON file that are this test's; the others are another one's. `known` is how many
+    /// of them the default set holds.
+    ///
+    /// # Panics
+    /// With every case that failed, or when too few were there.
+    #[track_caller]
+    pub fn each_case_of(
+        &self,
+        relative: &str,
+        known: usize,
+        is_ours: impl Fn(&Value) -> bool,
+        mut compare: impl FnMut(&Value),
+    ) {
         let mut cases = Cases::of(relative);
-        for (index, case) in self.cases(relative).iter().enumerate() {
-            let name = case.get("id").map_or_else(|| format!("case {index}"), Value::to_string);
+        for (index, case) in self.cases(relative).iter().enumerate().filter(|(_, case)| is_ours(case)) {
+            let name = ["id", "title", "file"].iter().find_map(|key| case.get(key));
+            let name = name.map_or_else(|| format!("case {index}"), Value::to_string);
             cases.check(name, || compare(case));
         }
         cases.finish(self, known);
@@ -69,13 +86,34 @@ impl Golden {
     /// # Panics
     /// With every entry that failed, or when too few were there.
     #[track_caller]
-    pub fn each_entry(&self, folder: &str, suffix: &str, known: usize, mut compare: impl FnMut(&Path)) {
-        let mut cases = Cases::of(folder);
-        for path in self.entries(folder, suffix) {
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    pub fn each_entry(&self, folder: &str, suffix: &str, known: usize, compare: impl FnMut(&Path)) {
+        self.each_path(folder, self.entries(folder, suffix), known, compare);
+    }
+
+    /// Compares files or folders of the set, which `what` names. `known` is how many the default set holds.
+    ///
+    /// # Panics
+    /// With every one that failed, or when too few were there.
+    #[track_caller]
+    pub fn each_path(
+        &self,
+        what: &str,
+        paths: impl IntoIterator<Item = PathBuf>,
+        known: usize,
+        mut compare: impl FnMut(&Path),
+    ) {
+        let mut cases = Cases::of(what);
+        for path in paths {
+            let name = path.strip_prefix(&self.root).unwrap_or(&path).display().to_string();
             cases.check(name, || compare(&path));
         }
         cases.finish(self, known);
+    }
+
+    /// The folders of recorded models that hold a file of this name.
+    pub fn models_with(&self, file: &str) -> Vec<PathBuf> {
+        let folders = ["models", "transformers"].map(|kind| self.entries(kind, ""));
+        folders.into_iter().flatten().filter(|folder| folder.join(file).is_file()).collect()
     }
 
     /// The path of a known file or folder, or `None` where an override set lacks it.
@@ -100,13 +138,14 @@ impl Golden {
         self.path(relative).map(|path| read_json(&path))
     }
 
-    /// The `cases` array of a known JSON file; empty where an override set lacks the file.
+    /// The `cases` array of a known JSON file, or the file's own where it is a list; empty where an override set lacks the
+    /// file.
     ///
     /// # Panics
     /// When the file has no case.
     pub fn cases(&self, relative: &str) -> Vec<Value> {
         let Some(document) = self.json(relative) else { return Vec::new() };
-        let cases = document["cases"].as_array().cloned().unwrap_or_default();
+        let cases = document.as_array().or(document["cases"].as_array()).cloned().unwrap_or_default();
         assert!(!cases.is_empty(), "golden file {relative} has no case");
         cases
     }

@@ -1,10 +1,10 @@
 //! The recorded estimates of DeepSpeed.
 
-use ferrospeed_testkit::golden::golden;
+use ferrospeed_testkit::golden::{golden, read_json};
 use ferrospeed_tune::estimate::{
     Estimate, ModelSize, Setup, Zero3Offload, zero2, zero2_table, zero3, zero3_table,
 };
-use serde_json::{Value, json};
+use serde_json::json;
 
 #[test]
 fn golden_memory_estimators() {
@@ -46,14 +46,13 @@ fn golden_memory_estimators() {
 /// The parameters counted from `config.json` are those of the checkpoint beside it.
 #[test]
 fn golden_models_have_the_counted_parameters() {
-    let folders = ["models", "transformers"].map(|kind| golden().entries(kind, ""));
-    for folder in folders.into_iter().flatten() {
-        let Ok(text) = std::fs::read_to_string(folder.join("config.json")) else { continue };
-        let config: Value = serde_json::from_str(&text).expect("JSON");
+    let folders = golden().models_with("config.json");
+    golden().each_path("models", folders, 37, |folder| {
+        let config = read_json(&folder.join("config.json"));
         let model = ferrospeed_tune::model::from_hugging_face(&config)
             .unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
         let mut elements = 0;
-        for entry in std::fs::read_dir(&folder).expect("a readable folder").flatten() {
+        for entry in std::fs::read_dir(folder).expect("a readable folder").flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             if name.starts_with("model") && name.ends_with(".safetensors") {
                 let tensors = ferrospeed_testkit::tensors::read(&entry.path());
@@ -62,5 +61,5 @@ fn golden_models_have_the_counted_parameters() {
             }
         }
         assert_eq!(model.size.total_params, elements, "{}", folder.display());
-    }
+    });
 }

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 
+use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_tune::tuning::deepspeed::{Options, search};
 use ferrospeed_tune::tuning::naming::{canonical_name, memory_to_string, number_to_string};
@@ -86,10 +87,7 @@ fn best(records: &Records, space: &str) -> Value {
 
 #[test]
 fn golden_simulated_tunings_run_the_same_experiments_in_the_same_order() {
-    let Some(recorded) = golden().json("autotuning/simulated_tuning.json") else { return };
-    let cases = recorded.as_array().unwrap();
-    assert!(!cases.is_empty() && (cases.len() == 6 || !golden().is_default()), "{}", cases.len());
-    for case in cases {
+    golden().each_case("autotuning/simulated_tuning.json", 6, |case| {
         let title = case["title"].as_str().unwrap();
         let mut laboratory = Simulated::new(|config: &Value| throughput(case, config));
         let Ok(records) = search(&case["user_config"], &options_of(case), &mut laboratory);
@@ -131,30 +129,37 @@ fn golden_simulated_tunings_run_the_same_experiments_in_the_same_order() {
             );
             assert_eq!(Some(ours), recorded.as_f64(), "{title}: stage {stage}");
         }
-    }
+    });
 }
 
 #[test]
 fn golden_names_and_numbers_are_deepspeeds() {
     let Some(recorded) = golden().json("autotuning/functions.json") else { return };
+    let mut cases = Cases::of("autotuning/functions.json");
     for case in recorded["canonical_name"].as_array().unwrap() {
-        let keys: Vec<&str> =
-            case["tuning_keys"].as_array().unwrap().iter().map(|key| key.as_str().unwrap()).collect();
-        let prefix = case["prefix"].as_str().unwrap();
-        let name = canonical_name(&case["config"], &keys, prefix, case["omit_val"] == true);
-        assert_eq!(name, case["name"].as_str().unwrap(), "{case}");
+        cases.check(case, || {
+            let keys: Vec<&str> =
+                case["tuning_keys"].as_array().unwrap().iter().map(|key| key.as_str().unwrap()).collect();
+            let prefix = case["prefix"].as_str().unwrap();
+            let name = canonical_name(&case["config"], &keys, prefix, case["omit_val"] == true);
+            assert_eq!(name, case["name"].as_str().unwrap());
+        });
     }
     for row in recorded["memory_to_string"].as_array().unwrap() {
-        assert_eq!(memory_to_string(row[0].as_u64().unwrap(), row[1].as_str().unwrap()), row[2], "{row}");
+        cases.check(row, || {
+            assert_eq!(memory_to_string(row[0].as_u64().unwrap(), row[1].as_str().unwrap()), row[2]);
+        });
     }
     for row in recorded["number_to_string"].as_array().unwrap() {
-        assert_eq!(number_to_string(row[0].as_f64().unwrap()), row[1], "{row}");
+        cases.check(row, || assert_eq!(number_to_string(row[0].as_f64().unwrap()), row[1]));
     }
     for (name, count) in recorded["get_all_configs_count"].as_object().unwrap() {
-        let stage = name.rsplit('_').next().unwrap().parse().unwrap();
-        let found = combinations(&Value::Object(ranges(stage))).len();
-        assert_eq!(Value::from(found), *count, "{name}");
+        cases.check(name, || {
+            let stage = name.rsplit('_').next().unwrap().parse().unwrap();
+            assert_eq!(Value::from(combinations(&Value::Object(ranges(stage))).len()), *count);
+        });
     }
+    cases.finish(&golden(), 43);
 }
 
 /// A case of the recordings with other keys tuned too.
