@@ -11,7 +11,7 @@ use ferrospeed_nn::layer_drop::with_layer_drop;
 use ferrospeed_nn::{LayerState, Mode};
 use ferrospeed_observe::trace::{Activity, Timeline};
 use ferrospeed_optim::GroupOptions;
-use ferrospeed_optim::loss_scale::{LossScaler, Machine};
+use ferrospeed_optim::loss_scale::LossScaler;
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::{Device, Tensor, TensorError, autograd};
@@ -156,7 +156,7 @@ impl Engine {
             store,
             scheduler,
             // One machine for all stages, so that they agree on what is skipped.
-            scaler: LossScaler::from_config(config.precision, Machine::Zero),
+            scaler: LossScaler::from_config(config.precision),
             accumulation_steps: config.batch.gradient_accumulation_steps.get(),
             world: setup.world.clone(),
             data_parallel_size,

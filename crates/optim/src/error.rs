@@ -46,14 +46,6 @@ pub enum OptimError {
         /// What is wrong with it.
         why: String,
     },
-    /// Gradients that were to be clipped hold infinity or NaN.
-    #[error(
-        "gradient {gradient} holds infinity or NaN: there is no norm to clip to, and nothing was changed"
-    )]
-    NotANumber {
-        /// Its index among those given.
-        gradient: usize,
-    },
     /// Something was set to a value that it cannot have.
     #[error("{what} cannot be {value}: {why}")]
     Value {

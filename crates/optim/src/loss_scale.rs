@@ -2,8 +2,8 @@
 //! training", 2018).
 //!
 //! The loss is multiplied by [`LossScaler::scale`], the gradients are divided by *the same* scale, then
-//! [`LossScaler::update`] is told whether they overflowed. A static scale never moves. A dynamic one halves on overflow
-//! and doubles after a window without; DeepSpeed has two [`Machine`]s for that, which differ in their patience.
+//! [`LossScaler::update`] is told whether they overflowed. A static scale never moves. A dynamic one halves on overflow,
+//! once its patience (`hysteresis`) is used up, doubles after a window without, and is an error at its floor.
 //!
 //! Scales are powers of two unless the user says otherwise, so scaling and unscaling lose nothing.
 
@@ -11,15 +11,6 @@ use ferrospeed_config::{LossScale, Precision};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{OptimError, Result};
-
-/// Which of DeepSpeed's two dynamic scalers to follow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Machine {
-    /// The ZeRO optimizers': patient by `hysteresis`, an error at the floor.
-    Zero,
-    /// The fp16 wrappers' (no ZeRO): halves on every overflow, stays at the floor, doubles one step later.
-    Fp16Wrapper,
-}
 
 /// How a dynamic scale moves.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,16 +21,12 @@ pub struct Policy {
     pub factor: f64,
     /// Steps without overflow before it grows.
     pub window: u64,
-    /// It never falls below this.
+    /// It never falls below this: an overflow there is an error.
     pub minimum: f64,
     /// Overflows that are tolerated before it falls; 1 tolerates none.
     pub hysteresis: u64,
     /// Whether every step without overflow restores the tolerance, not only growth.
     pub consecutive_hysteresis: bool,
-    /// Whether an overflow at the minimum is an error.
-    pub fail_at_minimum: bool,
-    /// Which machine.
-    pub machine: Machine,
 }
 
 /// What of a scaler is saved.
@@ -90,7 +77,7 @@ impl LossScaler {
     }
 
     /// The configured scaler.
-    pub fn from_config(precision: Precision, machine: Machine) -> LossScaler {
+    pub fn from_config(precision: Precision) -> LossScaler {
         match precision {
             Precision::Fp32 | Precision::Bf16 { .. } => LossScaler::fixed(1.0),
             Precision::Fp16 { loss_scale: LossScale::Static(scale), .. } => LossScaler::fixed(scale),
@@ -105,8 +92,6 @@ impl LossScaler {
                 minimum,
                 hysteresis,
                 consecutive_hysteresis,
-                fail_at_minimum: machine == Machine::Zero,
-                machine,
             }),
         }
     }
@@ -133,7 +118,7 @@ impl LossScaler {
 
     /// Learns whether the gradients of this step overflowed. Every step counts, skipped or not.
     ///
-    /// An overflow at the minimum is an error where the policy says so; the state is then as before.
+    /// An overflow at the minimum is an error; the state is then as before.
     pub fn update(&mut self, overflow: bool) -> Result<()> {
         let (
             Some(policy),
@@ -144,13 +129,9 @@ impl LossScaler {
         };
         let clean_steps = i128::from(*iteration) - i128::from(*last_overflow_iteration);
         if overflow {
-            let falls = match policy.machine {
-                Machine::Zero => *hysteresis_left <= 1,
-                Machine::Fp16Wrapper => true,
-            };
-            if !falls {
+            if *hysteresis_left > 1 {
                 *hysteresis_left -= 1;
-            } else if *scale <= policy.minimum && policy.fail_at_minimum {
+            } else if *scale <= policy.minimum {
                 return Err(OptimError::LossScaleFloor { step: *iteration + 1, scale: *scale });
             } else {
                 *scale = (*scale / policy.factor).max(policy.minimum);
@@ -158,10 +139,7 @@ impl LossScaler {
             *last_overflow_iteration = *iteration as i64;
         } else {
             let window = i128::from(policy.window.max(1));
-            let grows = match policy.machine {
-                Machine::Zero => clean_steps % window == 0,
-                Machine::Fp16Wrapper => clean_steps > 1 && (clean_steps - 1) % window == 0,
-            };
+            let grows = clean_steps % window == 0;
             if policy.consecutive_hysteresis || grows {
                 *hysteresis_left = policy.hysteresis;
             }

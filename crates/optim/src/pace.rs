@@ -1,4 +1,4 @@
-//! How a length or difficulty grows with the steps: the formula that curricula and token dropping share.
+//! How a difficulty grows with the steps.
 
 /// Growth from `min` to `max` over `steps`, in multiples of `multiple`, along the `root_degree`-th root of the time
 /// that has passed (1: a line).

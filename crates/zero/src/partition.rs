@@ -5,8 +5,6 @@
 //! ([`Fragment`]) of each parameter each rank owns, and where they lie in that rank's part.
 //! (Rajbhandari, Rasley, Ruwase, He: "ZeRO: memory optimizations toward training trillion parameter models", 2020.)
 
-use std::ops::Range;
-
 /// A stretch of one parameter that one rank owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fragment {
@@ -104,24 +102,6 @@ impl Layout {
     pub fn fragment(&self, param: usize, rank: usize) -> Option<&Fragment> {
         self.fragments[param].iter().find(|fragment| fragment.rank == rank)
     }
-}
-
-/// Cuts stage-3 parameters into sub-groups that are updated one at a time: a sub-group closes once its share of
-/// elements reaches `sub_group_numel`. Ranges of the group's parameters.
-pub fn sub_groups(numels: &[usize], ranks: usize, sub_group_numel: u64) -> Vec<Range<usize>> {
-    let mut groups = Vec::new();
-    let (mut start, mut filled) = (0, 0u64);
-    for (index, numel) in numels.iter().enumerate() {
-        filled += numel.div_ceil(ranks) as u64;
-        if filled >= sub_group_numel {
-            groups.push(start..index + 1);
-            (start, filled) = (index + 1, 0);
-        }
-    }
-    if start < numels.len() {
-        groups.push(start..numels.len());
-    }
-    groups
 }
 
 /// Which stage-3 parameters stay whole: the small ones, while their total stays within the model's limit.

@@ -2,13 +2,12 @@ use std::collections::BTreeSet;
 
 use ferrospeed_optim::curriculum::{Curriculum, CurriculumScheduler};
 use ferrospeed_optim::progressive_layer_drop::ProgressiveLayerDrop;
-use ferrospeed_optim::random_ltd::{RandomLtd, RandomLtdScheduler};
 use ferrospeed_testkit::golden::golden;
 
 use crate::{flat, report};
 
 /// Where we differ, by what a case does.
-const NEVER_BELOW_THE_MINIMUM: &str = "difficulties and lengths never fall below their configured minimum";
+const NEVER_BELOW_THE_MINIMUM: &str = "difficulties never fall below their configured minimum";
 
 #[test]
 fn golden_curriculum_difficulties() {
@@ -54,36 +53,4 @@ fn golden_layer_keep_probabilities() {
     });
     assert!(ProgressiveLayerDrop::new(1.5, 0.1).is_err());
     assert!(ProgressiveLayerDrop::new(0.5, f64::NAN).is_err());
-}
-
-#[test]
-fn golden_random_ltd_lengths_and_tokens() {
-    let mut met = BTreeSet::new();
-    golden().each_case("engine/random_ltd.json", 4, |case| {
-        let what = format!("{}: {}", case["id"], case["config"]);
-        let fixed = RandomLtd::from_section(&case["config"]);
-        if !case["error"].is_null() {
-            assert!(fixed.is_err(), "{what}");
-            return;
-        }
-        let fixed = fixed.unwrap_or_else(|error| panic!("{what}: {error}"));
-        let mut scheduler = RandomLtdScheduler::new(fixed);
-        // Tokens that we count more because a length is not below the minimum.
-        let (mut more, mut counted) = (0, None);
-        for (step, want) in flat(&case["steps"]).into_iter().zip(case["expect"].as_array().expect("a list")) {
-            let (step, recorded) = (step as u64, flat(want));
-            let kept = scheduler.update(step);
-            let want = (recorded[0] as u64).max(fixed.kept.min);
-            assert_eq!(kept, want, "{what}, step {step}");
-            if counted.replace(step) != Some(step) && want != recorded[0] as u64 {
-                met.insert(NEVER_BELOW_THE_MINIMUM);
-                more += fixed.layer_tokens(want) - fixed.layer_tokens(recorded[0] as u64);
-            }
-            let tokens = scheduler.state().consumed_layer_tokens;
-            assert_eq!(tokens, recorded[1] as u64 + more, "{what}, step {step}");
-            let saved = serde_json::to_string(&scheduler.state()).expect("a state is JSON");
-            scheduler.load(serde_json::from_str(&saved).expect("it was just written"));
-        }
-    });
-    report("golden_random_ltd_lengths_and_tokens", &met);
 }

@@ -1,10 +1,10 @@
 //! The recorded behaviour of DeepSpeed, and where we differ on purpose.
 
 mod data_schedules;
+mod eigenvalues;
 mod loss_scale;
 mod norms;
 mod one_bit;
-mod quantization;
 mod schedules;
 mod trajectories;
 
