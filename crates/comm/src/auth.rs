@@ -11,6 +11,8 @@
 //! back. Whoever calls proves itself first: a stranger who connects learns nothing that depends on the token. This is
 //! ISO/IEC 9798-4's mutual authentication in three passes, with HMAC-SHA256 (RFC 2104).
 //!
+//! Where the job's connections are sealed ([`sealed`](crate::sealed)) the claim says so, and the handshake of the seal follows.
+//!
 //! It refuses to wait: the whole exchange has one deadline, however slowly the bytes come.
 
 use std::io::{ErrorKind, Read, Write};
@@ -21,6 +23,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
 use crate::private::fill_random;
+use crate::sealed::{Agreement, Seal};
 
 /// Begins both sides' first message; the last byte is the version of the protocol.
 const MAGIC: [u8; 8] = *b"FERROCM\x02";
@@ -32,12 +35,21 @@ type Tag = [u8; TAG_BYTES];
 
 /// What a job's ranks have in common and strangers have not.
 #[derive(Clone)]
-pub(crate) struct JobKey(Hmac<Sha256>);
+pub(crate) struct JobKey {
+    mac: Hmac<Sha256>,
+    seals: bool,
+}
 
 impl JobKey {
     pub(crate) fn of_token(token: &str) -> Self {
         // HMAC takes keys of any length.
-        JobKey(Hmac::new_from_slice(token.as_bytes()).unwrap_or_else(|_| unreachable!("any length")))
+        let mac = Hmac::new_from_slice(token.as_bytes()).unwrap_or_else(|_| unreachable!("any length"));
+        JobKey { mac, seals: false }
+    }
+
+    /// The same key, for connections that are sealed or not.
+    pub(crate) fn sealing(self, seals: bool) -> Self {
+        JobKey { seals, ..self }
     }
 
     /// A name that only the token's holders can find, for what lies in a folder of their own.
@@ -47,7 +59,7 @@ impl JobKey {
     }
 
     fn mac(&self, role: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
-        let mut mac = self.0.clone();
+        let mut mac = self.mac.clone();
         // Lengths keep two different lists of parts from reading alike.
         for part in std::iter::once(&role).chain(parts) {
             mac.update(&(part.len() as u64).to_le_bytes());
@@ -93,14 +105,17 @@ pub(crate) struct Claim {
 }
 
 const CLAIM_BYTES: usize = 32;
+/// Set in a claim's first word where the connection is to be sealed.
+const SEALED: u64 = 1 << 8;
 
 impl Claim {
-    fn to_bytes(self) -> [u8; CLAIM_BYTES] {
+    fn to_bytes(self, seals: bool) -> [u8; CLAIM_BYTES] {
         let purpose = match self.purpose {
             Purpose::Control => 0,
             Purpose::Collectives => 1,
             Purpose::Messages => 2,
         };
+        let purpose = if seals { purpose | SEALED } else { purpose };
         let words = [purpose, self.group, self.from_rank as u64, self.to_rank as u64];
         let mut bytes = [0u8; CLAIM_BYTES];
         for (slot, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -109,13 +124,15 @@ impl Claim {
         bytes
     }
 
-    fn from_bytes(bytes: &[u8; CLAIM_BYTES]) -> Option<Self> {
+    /// The claim, and whether the connection is to be sealed.
+    fn from_bytes(bytes: &[u8; CLAIM_BYTES]) -> Option<(Self, bool)> {
         let mut words = bytes.chunks_exact(8).map(|word| {
             let mut copy = [0u8; 8];
             copy.copy_from_slice(word);
             u64::from_le_bytes(copy)
         });
-        let purpose = match words.next()? {
+        let first = words.next()?;
+        let purpose = match first & !SEALED {
             0 => Purpose::Control,
             1 => Purpose::Collectives,
             2 => Purpose::Messages,
@@ -124,9 +141,15 @@ impl Claim {
         let group = words.next()?;
         let from_rank = usize::try_from(words.next()?).ok()?;
         let to_rank = usize::try_from(words.next()?).ok()?;
-        Some(Claim { purpose, group, from_rank, to_rank })
+        Some((Claim { purpose, group, from_rank, to_rank }, first & SEALED != 0))
     }
 }
+
+/// What a caller hears that is set to seal its connections where the listener is not, and the other way round.
+const DISAGREE_ABOUT_SEALS: [&str; 2] = [
+    "FERROSPEED_COMM_ENCRYPT is set for the rank that calls and not for this one: set it for all ranks or for none",
+    "FERROSPEED_COMM_ENCRYPT is set for this rank and not for the one that calls: set it for all ranks or for none",
+];
 
 /// Why two ends did not become one link.
 #[derive(Debug, thiserror::Error)]
@@ -182,15 +205,15 @@ fn read_array<const BYTES: usize>(stream: &mut Timed<'_>) -> std::io::Result<[u8
     Ok(bytes)
 }
 
-/// The caller's side.
-pub(crate) fn call(mut stream: Timed<'_>, key: &JobKey, claim: Claim) -> Result<(), Unproven> {
+/// The caller's side; gives the seal, where there is one.
+pub(crate) fn call(mut stream: Timed<'_>, key: &JobKey, claim: Claim) -> Result<Option<Seal>, Unproven> {
     if read_array(&mut stream)? != MAGIC {
         return Err(Unproven::Protocol);
     }
     let theirs: [u8; NONCE_BYTES] = read_array(&mut stream)?;
     let mut ours = [0u8; NONCE_BYTES];
     fill_random(&mut ours)?;
-    let claim = claim.to_bytes();
+    let claim = claim.to_bytes(key.seals);
     let proof = key.tag(b"caller", &[&theirs, &ours, &claim]);
     stream.write_all(&[&MAGIC[..], &ours, &claim, &proof].concat())?;
     match read_array(&mut stream)? {
@@ -204,19 +227,21 @@ pub(crate) fn call(mut stream: Timed<'_>, key: &JobKey, claim: Claim) -> Result<
         _ => return Err(Unproven::Protocol),
     }
     let proof = read_array(&mut stream)?;
-    match key.is_tag(&proof, b"listener", &[&theirs, &ours, &claim]) {
-        true => Ok(()),
-        false => Err(Unproven::Stranger),
+    if !key.is_tag(&proof, b"listener", &[&theirs, &ours, &claim]) {
+        return Err(Unproven::Stranger);
     }
+    let secret = key.tag(b"seal", &[&theirs, &ours, &claim]);
+    let agreement = Agreement { secret: &secret, about: &claim };
+    key.seals.then(|| Seal::call(&mut stream, &agreement)).transpose()
 }
 
-/// The listener's side: what the caller has proven to be. `accepts` may still turn it away, with a reason that only a
+/// The listener's side: what the caller has proven to be, and the seal where there is one. `accepts` may still turn it away, with a reason that only a
 /// member hears.
 pub(crate) fn answer(
     mut stream: Timed<'_>,
     key: &JobKey,
     accepts: impl FnOnce(&Claim) -> Result<(), String>,
-) -> Result<Claim, Unproven> {
+) -> Result<(Claim, Option<Seal>), Unproven> {
     let mut ours = [0u8; NONCE_BYTES];
     fill_random(&mut ours)?;
     stream.write_all(&[&MAGIC[..], &ours].concat())?;
@@ -231,14 +256,22 @@ pub(crate) fn answer(
         turn_away(&mut stream, &Unproven::Stranger.to_string());
         return Err(Unproven::Stranger);
     }
-    let claim = Claim::from_bytes(&claim_bytes).ok_or(Unproven::Protocol)?;
-    if let Err(reason) = accepts(&claim) {
+    let (claim, seals) = Claim::from_bytes(&claim_bytes).ok_or(Unproven::Protocol)?;
+    let same_kind = match (seals, key.seals) {
+        (true, false) => Err(DISAGREE_ABOUT_SEALS[0].to_owned()),
+        (false, true) => Err(DISAGREE_ABOUT_SEALS[1].to_owned()),
+        _ => Ok(()),
+    };
+    if let Err(reason) = same_kind.and_then(|()| accepts(&claim)) {
         turn_away(&mut stream, &reason);
         return Err(Unproven::TurnedAway(reason));
     }
     let proof = key.tag(b"listener", &[&ours, &theirs, &claim_bytes]);
     stream.write_all(&[&[1u8][..], &proof].concat())?;
-    Ok(claim)
+    let secret = key.tag(b"seal", &[&ours, &theirs, &claim_bytes]);
+    let agreement = Agreement { secret: &secret, about: &claim_bytes };
+    let seal = key.seals.then(|| Seal::answer(&mut stream, &agreement)).transpose()?;
+    Ok((claim, seal))
 }
 
 fn turn_away(stream: &mut Timed<'_>, reason: &str) {

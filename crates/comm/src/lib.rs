@@ -43,6 +43,7 @@ pub mod recorder;
 pub mod reduce;
 mod region;
 pub mod rendezvous;
+mod sealed;
 mod segment;
 mod state;
 mod store;

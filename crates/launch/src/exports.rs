@@ -17,7 +17,10 @@ pub const ENV_FILE_NAME: &str = ".deepspeed_env";
 /// The variable that gives the environment file another name.
 pub const ENV_FILE_VARIABLE: &str = "DS_ENV_FILE";
 
-const PREFIXES: [&str; 5] = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"];
+const PREFIXES: [&str; 6] = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", OWN_PREFIX];
+
+/// How ranks talk (`FERROSPEED_COMM_BACKEND`, `FERROSPEED_COMM_ENCRYPT`): the same on every host.
+const OWN_PREFIX: &str = "FERROSPEED_COMM_";
 
 const NEBULA_NAMES: [&str; 18] = [
     "DLTS_JOB_ID",
@@ -98,6 +101,15 @@ mod tests {
             "/home/u/.deepspeed_env line 2: \"NOEQUALS\" is not `KEY=VALUE`, a comment or empty"
         );
         assert!(add_env_file(&mut Environment::new(), "f", "A; rm -rf /=1").is_err());
+    }
+
+    #[test]
+    fn how_ranks_talk_is_the_same_on_every_host() {
+        let environment: Environment =
+            [("FERROSPEED_COMM_ENCRYPT", "1"), ("FERROSPEED_JOB_TOKEN", "secret"), ("HOME", "/")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .into();
+        assert_eq!(travelling(&environment).keys().collect::<Vec<_>>(), ["FERROSPEED_COMM_ENCRYPT"]);
     }
 
     #[test]

@@ -18,12 +18,19 @@ fn pair() -> (TcpStream, TcpStream) {
 }
 
 fn meet(calling_token: &str, listening_token: &str) -> (Result<(), Unproven>, Result<Claim, Unproven>) {
+    let keys = [calling_token, listening_token].map(JobKey::of_token);
+    let (called, answered) = meet_with(&keys[0], &keys[1]);
+    (called.map(drop), answered.map(|(claim, _)| claim))
+}
+
+type Met = (Result<Option<Seal>, Unproven>, Result<(Claim, Option<Seal>), Unproven>);
+
+fn meet_with(mine: &JobKey, theirs: &JobKey) -> Met {
     let (calling, listening) = pair();
-    let (mine, theirs) = (JobKey::of_token(calling_token), JobKey::of_token(listening_token));
     std::thread::scope(|scope| {
         let answered =
-            scope.spawn(|| answer(Timed { stream: &listening, deadline: soon() }, &theirs, |_| Ok(())));
-        let called = call(Timed { stream: &calling, deadline: soon() }, &mine, CLAIM);
+            scope.spawn(|| answer(Timed { stream: &listening, deadline: soon() }, theirs, |_| Ok(())));
+        let called = call(Timed { stream: &calling, deadline: soon() }, mine, CLAIM);
         (called, answered.join().unwrap())
     })
 }
@@ -36,6 +43,22 @@ fn holders_of_the_token_become_a_link_and_others_do_not() {
     let (called, answered) = meet("guess", "secret");
     assert!(matches!(called, Err(Unproven::TurnedAway(reason)) if reason.contains("job token")));
     assert!(matches!(answered, Err(Unproven::Stranger)));
+}
+
+#[test]
+fn both_ends_seal_a_connection_or_neither() {
+    let [open, sealed] = [false, true].map(|seals| JobKey::of_token("secret").sealing(seals));
+    let (called, answered) = meet_with(&sealed, &sealed);
+    assert!(called.unwrap().is_some() && answered.unwrap().1.is_some());
+    let (called, answered) = meet_with(&open, &open);
+    assert!(called.unwrap().is_none() && answered.unwrap().1.is_none());
+    for (calls, listens) in [(&open, &sealed), (&sealed, &open)] {
+        let (called, answered) = meet_with(calls, listens);
+        let is_told = |why: &Unproven| matches!(why, Unproven::TurnedAway(reason) if reason.contains("FERROSPEED_COMM_ENCRYPT is set for"));
+        assert!(called.is_err_and(|why| is_told(&why)) && answered.is_err_and(|why| is_told(&why)));
+    }
+    let (called, answered) = meet_with(&sealed, &JobKey::of_token("guess").sealing(true));
+    assert!(called.is_err() && matches!(answered, Err(Unproven::Stranger)));
 }
 
 /// What a caller says when the listener's random value is `nonce`.
@@ -59,7 +82,7 @@ fn say(key: &JobKey, words: impl FnOnce([u8; NONCE_BYTES]) -> Vec<u8>) -> (Vec<u
         let answered = scope.spawn(move || {
             let answered = answer(Timed { stream: &listening, deadline: soon() }, key, |_| Ok(()));
             drop(listening);
-            answered
+            answered.map(|(claim, _)| claim)
         });
         let mut greeting = [0u8; MAGIC.len() + NONCE_BYTES];
         calling.read_exact(&mut greeting).unwrap();
@@ -103,7 +126,7 @@ fn a_listener_cannot_answer_with_the_callers_own_proof() {
 
 #[test]
 fn a_stranger_hears_nothing_that_depends_on_the_token() {
-    let words = |_| [&MAGIC[..], &[0; NONCE_BYTES], &CLAIM.to_bytes(), &[0; TAG_BYTES]].concat();
+    let words = |_| [&MAGIC[..], &[0; NONCE_BYTES], &CLAIM.to_bytes(false), &[0; TAG_BYTES]].concat();
     let heard = ["one", "two"].map(|token| say(&JobKey::of_token(token), words).0);
     assert_eq!(heard[0], heard[1]);
 }

@@ -9,8 +9,7 @@ mod endpoint;
 pub(crate) use endpoint::Endpoint;
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::io::{ErrorKind, Read};
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,6 +17,7 @@ use std::time::{Duration, Instant};
 use crate::backend::message::{Incoming, Link, Outgoing, Stream};
 use crate::backend::{Membership, Ticket};
 use crate::error::{Error, Loss, Result};
+use crate::sealed::Connection;
 use crate::store::HEALTH_CHECK_INTERVAL;
 
 /// How long to wait for the job's own word on why a connection broke.
@@ -28,7 +28,7 @@ const EAGER_POLLS: u32 = 50;
 /// The connections of one group.
 pub(crate) struct TcpLink {
     endpoint: Arc<Endpoint>,
-    connections: Mutex<HashMap<(Stream, usize), Arc<TcpStream>>>,
+    connections: Mutex<HashMap<(Stream, usize), Arc<Connection>>>,
 }
 
 impl TcpLink {
@@ -42,7 +42,7 @@ impl TcpLink {
         peer: usize,
         membership: &Membership,
         ticket: &Ticket,
-    ) -> Result<Arc<TcpStream>> {
+    ) -> Result<Arc<Connection>> {
         let known =
             self.connections.lock().unwrap_or_else(PoisonError::into_inner).get(&(stream, peer)).cloned();
         if let Some(known) = known {
@@ -60,14 +60,16 @@ impl TcpLink {
 /// What one connection has to do in an exchange.
 struct Traffic {
     peer: usize,
-    connection: Arc<TcpStream>,
+    connection: Arc<Connection>,
     outgoing: VecDeque<Outgoing>,
     incoming: VecDeque<Incoming>,
+    /// Whether all that was handed to the connection has left it.
+    flushed: bool,
 }
 
 impl Traffic {
     fn is_done(&self) -> bool {
-        self.outgoing.is_empty() && self.incoming.is_empty()
+        self.outgoing.is_empty() && self.incoming.is_empty() && self.flushed
     }
 
     /// Moves what can be moved now; says whether anything moved.
@@ -76,11 +78,11 @@ impl Traffic {
     /// As [`Link::exchange`].
     unsafe fn advance(&mut self) -> std::io::Result<bool> {
         let mut moved = false;
-        let mut socket = &*self.connection;
+        let mut connection = &*self.connection;
         while let Some(next) = self.outgoing.front_mut() {
             // SAFETY: readable by the caller's contract.
             let bytes = unsafe { std::slice::from_raw_parts(next.start, next.bytes) };
-            match if bytes.is_empty() { Ok(0) } else { socket.write(bytes) } {
+            match if bytes.is_empty() { Ok(0) } else { connection.offer(bytes) } {
                 Ok(count) => {
                     next.start = next.start.wrapping_add(count);
                     next.bytes -= count;
@@ -97,7 +99,7 @@ impl Traffic {
         while let Some(next) = self.incoming.front_mut() {
             // SAFETY: writable, and ours alone, by the caller's contract; sockets only write to it.
             let bytes = unsafe { std::slice::from_raw_parts_mut(next.start, next.bytes) };
-            match if bytes.is_empty() { Ok(0) } else { socket.read(bytes) } {
+            match if bytes.is_empty() { Ok(0) } else { connection.read(bytes) } {
                 Ok(0) if next.bytes > 0 => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(count) => {
                     next.start = next.start.wrapping_add(count);
@@ -112,6 +114,7 @@ impl Traffic {
                 self.incoming.pop_front();
             }
         }
+        self.flushed = self.connection.is_flushed()?;
         Ok(moved)
     }
 }
@@ -136,7 +139,7 @@ impl Link for TcpLink {
                 let connection = self.connection(stream, peer, membership, ticket)?;
                 let outgoing = outgoing.iter().filter(|item| item.peer == peer).copied().collect();
                 let incoming = incoming.iter().filter(|item| item.peer == peer).copied().collect();
-                traffic.push(Traffic { peer, connection, outgoing, incoming });
+                traffic.push(Traffic { peer, connection, outgoing, incoming, flushed: true });
             }
         }
         let mut idle_polls = 0;
@@ -147,7 +150,7 @@ impl Link for TcpLink {
                 // SAFETY: the caller's contract.
                 match unsafe { connection.advance() } {
                     Ok(progress) => moved |= progress,
-                    Err(error) => return Err(broken(connection.peer, &error, membership)),
+                    Err(error) => return Err(broken(connection.peer, error, membership)),
                 }
             }
             traffic.retain(|connection| !connection.is_done());
@@ -177,9 +180,13 @@ fn wait_for_movement(traffic: &[Traffic]) {
     let mut watched: Vec<libc::pollfd> = traffic
         .iter()
         .map(|connection| {
-            let writes = if connection.outgoing.is_empty() { 0 } else { libc::POLLOUT };
+            let writes = if connection.outgoing.is_empty() && connection.flushed { 0 } else { libc::POLLOUT };
             let reads = if connection.incoming.is_empty() { 0 } else { libc::POLLIN };
-            libc::pollfd { fd: connection.connection.as_raw_fd(), events: writes | reads, revents: 0 }
+            libc::pollfd {
+                fd: connection.connection.stream().as_raw_fd(),
+                events: writes | reads,
+                revents: 0,
+            }
         })
         .collect();
     // SAFETY: the array is valid for the call; descriptors stay open through `traffic`.
@@ -193,8 +200,11 @@ fn wait_for_movement(traffic: &[Traffic]) {
 }
 
 /// A connection broke: the job usually knows why a moment later, and says it better.
-fn broken(peer: usize, error: &std::io::Error, membership: &Membership) -> Error {
+fn broken(peer: usize, error: std::io::Error, membership: &Membership) -> Error {
     let rank = membership.ranks[peer];
+    if error.kind() == ErrorKind::InvalidData {
+        return Error::io(format!("the sealed connection to {}", membership.state.name(rank)), error);
+    }
     let limit = Instant::now() + VERDICT_LIMIT;
     while Instant::now() < limit {
         if let Err(verdict) = membership.state.check_with(membership.group_id, rank) {

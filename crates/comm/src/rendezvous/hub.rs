@@ -1,17 +1,18 @@
 //! The hub: rank 0's side of the control connections.
 
 use std::collections::{BTreeMap, HashMap};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Hello, Welcome, read_frame, write_frame};
 use super::meeting::Meeting;
 use super::{BEAT_INTERVAL, ConnectOptions, LAST_OPERATION_KEY, SILENCE_LIMIT, port};
-use crate::auth::{self, Claim, JobKey, Purpose, Timed};
+use crate::auth::{self, Claim, JobKey, Purpose, Timed, Unproven};
 use crate::error::{Error, Loss, Result};
 use crate::private;
 use crate::reception::{Guest, Reception};
+use crate::sealed::Connection;
 use crate::state::Announcement;
 
 /// How long a write to a member may take.
@@ -51,7 +52,7 @@ struct State {
 }
 
 struct Membership {
-    stream: Arc<TcpStream>,
+    connection: Arc<Connection>,
     from: SocketAddr,
     host_identity: String,
     last_heard: Instant,
@@ -65,6 +66,9 @@ struct Refusal {
     /// Whether the others must hear of it too, because the job cannot come together.
     ends_job: bool,
 }
+
+/// What a connection that has proven itself said first.
+type Introduction = std::result::Result<Hello, Refusal>;
 
 impl Refusal {
     fn stranger(reason: impl ToString) -> Self {
@@ -80,7 +84,7 @@ impl Hub {
         let address = listener.local_addr().map_err(failed)?;
         let (meeting, key) = match options.is_single_host() {
             true => Meeting::call(options, address.port()).map(|(meeting, key)| (Some(meeting), key))?,
-            false => (None, JobKey::of_token(&options.token)),
+            false => (None, JobKey::of_token(&options.token).sealing(options.encrypt)),
         };
         let shared = Arc::new(Shared {
             expected: super::member::hello(options),
@@ -137,15 +141,18 @@ impl Shared {
     }
 
     fn serve(&self, guest: Guest) {
-        let hello = self.identify(&guest);
+        let proven = self.prove(&guest);
         let stream = guest.leave_room();
-        let rank = match hello.and_then(|hello| self.admit(hello, &stream)) {
+        let from = stream.peer_addr().map_or_else(|_| "somewhere".to_owned(), |from| from.to_string());
+        let (connection, hello) = match proven {
+            Ok(proven) => proven,
+            Err(why) => return tracing::warn!("rendezvous: refused a connection from {from}: {why}"),
+        };
+        let rank = match hello.and_then(|hello| self.admit(hello, &connection)) {
             Ok(rank) => rank,
             Err(Refusal { reason, ends_job }) => {
-                let from =
-                    stream.peer_addr().map_or_else(|_| "somewhere".to_owned(), |from| from.to_string());
                 tracing::warn!("rendezvous: refused a connection from {from}: {reason}");
-                let _ = write_frame(&mut &*stream, &Frame::Refused(reason.clone()));
+                let _ = write_frame(&mut &*connection, &Frame::Refused(reason.clone()));
                 if ends_job {
                     self.refuse_all(&reason);
                 }
@@ -153,7 +160,7 @@ impl Shared {
             }
         };
         let said_goodbye = loop {
-            match read_frame(&mut &*stream) {
+            match read_frame(&mut &*connection) {
                 Ok(Frame::Bye) => break true,
                 Ok(frame) => self.handle(rank, frame),
                 Err(_) => break false,
@@ -167,24 +174,26 @@ impl Shared {
     }
 
     /// Lets the connection prove itself and reads who it is; the answer to anything else is a reason.
-    fn identify(&self, guest: &Guest) -> std::result::Result<Hello, Refusal> {
-        let timed = || Timed { stream: &guest.stream, deadline: guest.deadline };
-        guest.stream.set_nodelay(true).map_err(Refusal::stranger)?;
+    fn prove(&self, guest: &Guest) -> std::result::Result<(Arc<Connection>, Introduction), Unproven> {
+        guest.stream.set_nodelay(true)?;
         let wanted = |claim: &Claim| match (claim.purpose, claim.to_rank) {
             (Purpose::Control, 0) => Ok(()),
             _ => Err("this is rank 0's hub".to_owned()),
         };
-        let claim = auth::answer(timed(), &self.key, wanted).map_err(Refusal::stranger)?;
-        match read_frame(&mut timed()) {
+        let timed = Timed { stream: &guest.stream, deadline: guest.deadline };
+        let (claim, seal) = auth::answer(timed, &self.key, wanted)?;
+        let connection = Connection::new(Arc::clone(&guest.stream), seal);
+        let hello = match read_frame(&mut connection.until(guest.deadline)) {
             Ok(Frame::Hello(hello)) if hello.rank == claim.from_rank => Ok(hello),
             Ok(_) => Err(Refusal::stranger("it did not begin with who it is")),
             Err(error) => Err(Refusal::stranger(format!("it did not say who it is: {error}"))),
-        }
+        };
+        Ok((Arc::new(connection), hello))
     }
 
     /// Takes a rank into the job. A stranger is refused; a member that disagrees ends the job for all.
-    fn admit(&self, hello: Hello, stream: &Arc<TcpStream>) -> std::result::Result<usize, Refusal> {
-        let expected = &self.expected;
+    fn admit(&self, hello: Hello, connection: &Arc<Connection>) -> std::result::Result<usize, Refusal> {
+        let (expected, stream) = (&self.expected, connection.stream());
         let from = stream.peer_addr().map_err(Refusal::stranger)?;
         let disagreement = [
             ("world size", hello.world_size.to_string(), expected.world_size.to_string()),
@@ -217,7 +226,7 @@ impl Shared {
             stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(Some(WRITE_LIMIT)));
         configured.map_err(Refusal::stranger)?;
         let member = Membership {
-            stream: Arc::clone(stream),
+            connection: Arc::clone(connection),
             from,
             host_identity: hello.host_identity,
             last_heard: Instant::now(),
@@ -346,7 +355,7 @@ impl State {
     fn send(&mut self, rank: usize, frame: &Frame) {
         if let Some(member) = self.members.get_mut(&rank) {
             // A member that cannot be written to is noticed by its silence.
-            let _ = write_frame(&mut &*member.stream, frame);
+            let _ = write_frame(&mut &*member.connection, frame);
         }
     }
 

@@ -85,7 +85,7 @@ impl Drop for Meeting {
 }
 
 fn key_of(options: &ConnectOptions, secret: &str) -> JobKey {
-    JobKey::of_token(if options.token.is_empty() { secret } else { &options.token })
+    JobKey::of_token(if options.token.is_empty() { secret } else { &options.token }).sealing(options.encrypt)
 }
 
 /// Where the hub is, for a member on the same host; why not, while it is not there.

@@ -16,6 +16,7 @@ use crate::auth::{self, Claim, JobKey, Purpose, Timed, Unproven};
 use crate::error::{Error, Loss, Result};
 use crate::private;
 use crate::recorder::Recorder;
+use crate::sealed::Connection;
 use crate::state::{Announcement, JobState};
 use crate::store::{HEALTH_CHECK_INTERVAL, Store};
 use crate::sys::{dump_requests, watch_dump_signal};
@@ -39,7 +40,8 @@ pub(super) struct Member {
 
 struct Shared {
     rank: usize,
-    stream: Mutex<TcpStream>,
+    /// Locked while a frame is written.
+    connection: Mutex<Arc<Connection>>,
     values: Mutex<HashMap<String, Vec<u8>>>,
     arrived: Condvar,
     state: Arc<JobState>,
@@ -69,18 +71,19 @@ impl Member {
         deadline: Instant,
         state: Arc<JobState>,
     ) -> Result<Member> {
-        let (mut stream, key) = connect(options, hub.as_ref(), deadline)?;
-        let welcome = join_hub(&mut stream, options, deadline)?;
+        let (connection, key) = connect(options, hub.as_ref(), deadline)?;
+        let connection = Arc::new(connection);
+        let welcome = join_hub(&connection, options, deadline)?;
         let configure = |stream: &TcpStream| {
             stream.set_read_timeout(None)?;
             stream.set_write_timeout(Some(SILENCE_LIMIT))?;
-            Ok((stream.try_clone()?, stream.local_addr()?.ip()))
+            Ok(stream.local_addr()?.ip())
         };
-        let (writer, local_address) =
-            configure(&stream).map_err(|error| Error::io("the control connection", error))?;
+        let local_address =
+            configure(connection.stream()).map_err(|error| Error::io("the control connection", error))?;
         let shared = Arc::new(Shared {
             rank: options.rank,
-            stream: Mutex::new(writer),
+            connection: Mutex::new(Arc::clone(&connection)),
             values: Mutex::default(),
             arrived: Condvar::new(),
             state: Arc::clone(&state),
@@ -105,7 +108,7 @@ impl Member {
                 asking.wait(&key, Instant::now() + Duration::from_secs(1), &JobState::new(0)).ok()??;
             String::from_utf8(answer).ok()
         }));
-        spawn("comm-listen", move || listening.listen(&mut stream))?;
+        spawn("comm-listen", move || listening.listen(&connection))?;
         spawn("comm-beat", move || beating.beat())?;
         Ok(Member { shared, key, host_identities: welcome.host_identities, local_address })
     }
@@ -155,16 +158,17 @@ fn trace_folder(options: &ConnectOptions, job_name: &str) -> Result<Option<PathB
     Ok(Some(private.join(format!("trace-{job_name}"))))
 }
 
-fn join_hub(stream: &mut TcpStream, options: &ConnectOptions, deadline: Instant) -> Result<Welcome> {
+fn join_hub(connection: &Connection, options: &ConnectOptions, deadline: Instant) -> Result<Welcome> {
     let failed = |error: std::io::Error| Error::io("joining the job", error);
-    write_frame(stream, &Frame::Hello(hello(options))).map_err(failed)?;
+    write_frame(&mut &*connection, &Frame::Hello(hello(options))).map_err(failed)?;
     loop {
         // The hub speaks every half second; a little more than the deadline lets its own verdict arrive.
         let left = (deadline + SILENCE_LIMIT).saturating_duration_since(Instant::now());
-        stream
+        connection
+            .stream()
             .set_read_timeout(Some(left.min(SILENCE_LIMIT).max(Duration::from_millis(1))))
             .map_err(failed)?;
-        match read_frame(stream) {
+        match read_frame(&mut &*connection) {
             Ok(Frame::Welcome(welcome)) => return Ok(welcome),
             Ok(Frame::Refused(reason)) => {
                 return Err(Error::rendezvous(format!("rank {} was refused: {reason}", options.rank)));
@@ -186,12 +190,15 @@ fn connect(
     options: &ConnectOptions,
     hub: Option<&MeetingPoint>,
     deadline: Instant,
-) -> Result<(TcpStream, JobKey)> {
+) -> Result<(Connection, JobKey)> {
     let find = || match hub {
         Some(known) => Ok(MeetingPoint { address: known.address, key: known.key.clone() }),
         None if options.is_single_host() => meeting::find(options),
         None => port::resolve(options)
-            .map(|address| MeetingPoint { address, key: JobKey::of_token(&options.token) })
+            .map(|address| MeetingPoint {
+                address,
+                key: JobKey::of_token(&options.token).sealing(options.encrypt),
+            })
             .map_err(|error| error.to_string()),
     };
     let claim = Claim { purpose: Purpose::Control, group: 0, from_rank: options.rank, to_rank: 0 };
@@ -200,7 +207,7 @@ fn connect(
     loop {
         let problem = match find() {
             Ok(found) => match call(&found, claim, deadline) {
-                Ok(stream) => return Ok((stream, found.key)),
+                Ok(connection) => return Ok((connection, found.key)),
                 Err(problem) if is_strange(&problem) => {
                     strange_since.get_or_insert_with(Instant::now);
                     format!("what listens there is not this job's hub: {problem}")
@@ -233,18 +240,19 @@ fn is_strange(problem: &Unproven) -> bool {
     }
 }
 
-fn call(hub: &MeetingPoint, claim: Claim, deadline: Instant) -> std::result::Result<TcpStream, Unproven> {
+fn call(hub: &MeetingPoint, claim: Claim, deadline: Instant) -> std::result::Result<Connection, Unproven> {
     let limit = deadline.min(Instant::now() + PROOF_LIMIT);
     let left = limit.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let stream = TcpStream::connect_timeout(&hub.address, left)?;
     stream.set_nodelay(true)?;
-    auth::call(Timed { stream: &stream, deadline: limit }, &hub.key, claim)?;
-    Ok(stream)
+    let seal = auth::call(Timed { stream: &stream, deadline: limit }, &hub.key, claim)?;
+    Ok(Connection::new(Arc::new(stream), seal))
 }
 
 impl Shared {
     fn send(&self, frame: &Frame) -> std::io::Result<()> {
-        write_frame(&mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner), frame)
+        let connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        write_frame(&mut &**connection, frame)
     }
 
     fn wait(&self, key: &str, deadline: Instant, state: &JobState) -> Result<Option<Vec<u8>>> {
@@ -265,9 +273,9 @@ impl Shared {
         }
     }
 
-    fn listen(&self, stream: &mut TcpStream) {
+    fn listen(&self, connection: &Connection) {
         loop {
-            let frame = read_frame(stream);
+            let frame = read_frame(&mut &*connection);
             *self.last_heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
             match frame {
                 Ok(Frame::Value(key, value)) => {

@@ -7,6 +7,9 @@ use crate::discover::{self, Discovered};
 use crate::error::{Error, Result};
 use crate::world::Limits;
 
+/// Says whether sockets are encrypted.
+const ENCRYPT: &str = "FERROSPEED_COMM_ENCRYPT";
+
 /// Which backend carries the groups of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -69,6 +72,8 @@ pub struct ConnectOptions {
     pub backend: Backend,
     /// Deadline, staging and tracing.
     pub limits: Limits,
+    /// Whether sockets are encrypted; must be the same on every rank.
+    pub encrypt: bool,
     /// Whether the flight recorder goes to a folder of the job in the user's private folder when none is named.
     pub traces_privately: bool,
 }
@@ -88,13 +93,14 @@ impl ConnectOptions {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             backend: Backend::Auto,
             limits: Limits::default(),
+            encrypt: false,
             traces_privately: false,
         }
     }
 
     /// Reads who this process is from what its launcher left in the environment (see [`discover`]), the job's token
-    /// (`FERROSPEED_JOB_TOKEN`, or the file `FERROSPEED_JOB_TOKEN_FILE`), `FERROSPEED_COMM_BACKEND`, `DEEPSPEED_TIMEOUT`
-    /// (minutes), and `FERROSPEED_TRACE_DIR` (by default a folder of this job in the user's private folder; written only
+    /// (`FERROSPEED_JOB_TOKEN`, or the file `FERROSPEED_JOB_TOKEN_FILE`), `FERROSPEED_COMM_BACKEND`,
+    /// `FERROSPEED_COMM_ENCRYPT` (1 encrypts sockets), `DEEPSPEED_TIMEOUT` (minutes), and `FERROSPEED_TRACE_DIR` (by default a folder of this job in the user's private folder; written only
     /// when an operation fails or on SIGUSR1). An error when nothing launched this process.
     pub fn from_env() -> Result<Self> {
         Self::discover()?.ok_or_else(|| Error::Environment {
@@ -119,6 +125,14 @@ impl ConnectOptions {
         if let Some(name) = lookup("FERROSPEED_COMM_BACKEND") {
             options.backend = name.parse()?;
         }
+        options.encrypt = match lookup(ENCRYPT).as_deref() {
+            None | Some("0") => false,
+            Some("1") => true,
+            Some(other) => {
+                let problem = format!("{other:?} is neither 1 (sockets are encrypted) nor 0 (they are not)");
+                return Err(Error::Environment { variable: ENCRYPT.into(), problem });
+            }
+        };
         if let Some(value) = lookup("DEEPSPEED_TIMEOUT") {
             let minutes: u64 = value.trim().parse().map_err(|_| Error::Environment {
                 variable: "DEEPSPEED_TIMEOUT".into(),
@@ -221,6 +235,10 @@ mod tests {
             (
                 vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("FERROSPEED_COMM_BACKEND", "smoke")],
                 "\"smoke\" is none of",
+            ),
+            (
+                vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("FERROSPEED_COMM_ENCRYPT", "yes")],
+                "\"yes\" is neither 1",
             ),
         ] {
             let text = from(&pairs).unwrap_err().to_string();

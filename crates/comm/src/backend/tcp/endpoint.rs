@@ -11,6 +11,7 @@ use crate::backend::message::Stream;
 use crate::backend::{Membership, Ticket};
 use crate::error::{Error, Result};
 use crate::reception::{Guest, Reception};
+use crate::sealed::Connection;
 use crate::state::JobState;
 use crate::store::{HEALTH_CHECK_INTERVAL, Store};
 
@@ -43,7 +44,7 @@ struct Arrived {
 
 /// One connection per claim: a second call replaces one that is still waiting, and never one that is in use.
 enum Arrival {
-    Waiting(Arc<TcpStream>),
+    Waiting(Arc<Connection>),
     Taken,
 }
 
@@ -87,7 +88,7 @@ impl Endpoint {
         peer: usize,
         membership: &Membership,
         ticket: &Ticket,
-    ) -> Result<Arc<TcpStream>> {
+    ) -> Result<Arc<Connection>> {
         let peer_rank = membership.ranks[peer];
         let active = match stream {
             Stream::Collectives => self.rank < peer_rank,
@@ -104,24 +105,24 @@ impl Endpoint {
             true => Arc::new(self.call(claim, membership, ticket)?),
             false => self.await_call(claim, membership, ticket)?,
         };
-        configure(&connection)
+        configure(connection.stream())
             .map_err(|error| Error::io(format!("the connection to rank {peer_rank}"), error))?;
         Ok(connection)
     }
 
-    fn call(&self, claim: Claim, membership: &Membership, ticket: &Ticket) -> Result<TcpStream> {
+    fn call(&self, claim: Claim, membership: &Membership, ticket: &Ticket) -> Result<Connection> {
         let rank = claim.to_rank;
         let address = self.address_of(rank, ticket.deadline, &membership.state)?;
         loop {
             membership.state.check(membership.group_id)?;
             let left = ticket.deadline.saturating_duration_since(Instant::now());
-            let attempt = || -> std::result::Result<TcpStream, Unproven> {
+            let attempt = || -> std::result::Result<Connection, Unproven> {
                 let connection =
                     TcpStream::connect_timeout(&address, left.clamp(MIN_WAIT, Duration::from_secs(2)))?;
                 connection.set_nodelay(true)?;
                 let deadline = ticket.deadline.min(Instant::now() + PROOF_LIMIT);
-                auth::call(Timed { stream: &connection, deadline }, &self.key, claim)?;
-                Ok(connection)
+                let seal = auth::call(Timed { stream: &connection, deadline }, &self.key, claim)?;
+                Ok(Connection::new(Arc::new(connection), seal))
             };
             let problem = match attempt() {
                 Ok(connection) => return Ok(connection),
@@ -135,7 +136,7 @@ impl Endpoint {
         }
     }
 
-    fn await_call(&self, claim: Claim, membership: &Membership, ticket: &Ticket) -> Result<Arc<TcpStream>> {
+    fn await_call(&self, claim: Claim, membership: &Membership, ticket: &Ticket) -> Result<Arc<Connection>> {
         let rank = claim.from_rank;
         let mut connections = self.arrived.connections.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen_leaving = None;
@@ -182,11 +183,11 @@ impl Arrived {
         let timed = Timed { stream: &guest.stream, deadline: guest.deadline };
         let answered = guest.stream.set_nodelay(true).map_err(Unproven::from);
         match answered.and_then(|()| auth::answer(timed, key, wanted)) {
-            Ok(claim) => {
-                let stream = guest.leave_room();
+            Ok((claim, seal)) => {
+                let connection = Arc::new(Connection::new(guest.leave_room(), seal));
                 let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
                 if !matches!(connections.get(&claim), Some(Arrival::Taken)) {
-                    connections.insert(claim, Arrival::Waiting(stream));
+                    connections.insert(claim, Arrival::Waiting(connection));
                     self.changed.notify_all();
                 }
             }
