@@ -139,12 +139,16 @@ fn hint(dir: &Path, file: &str) -> Option<String> {
     check_tag(&tag).ok().map(|()| tag)
 }
 
+/// The folder of this tag, or the one that `latest` or, where there is none, `latest_universal` names.
+pub(crate) fn named(dir: &Path, tag: Option<&str>) -> Option<PathBuf> {
+    let named = tag.map(str::to_owned).or_else(|| latest(dir)).or_else(|| hint(dir, LATEST_UNIVERSAL_FILE));
+    named.filter(|tag| check_tag(tag).is_ok()).map(|tag| dir.join(tag))
+}
+
 /// The folder of a checkpoint of our format or of DeepSpeed's: of this tag, or the one that `latest` or, where there is none,
 /// `latest_universal` names, or our newest.
 pub fn resolve_any(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
-    let named = tag.map(str::to_owned).or_else(|| latest(dir)).or_else(|| hint(dir, LATEST_UNIVERSAL_FILE));
-    let named = named.filter(|tag| check_tag(tag).is_ok()).map(|tag| dir.join(tag));
-    match named.filter(|path| !path.join(MANIFEST_FILE).exists() && Foreign::is_one(path)) {
+    match named(dir, tag).filter(|path| !path.join(MANIFEST_FILE).exists() && Foreign::is_one(path)) {
         Some(foreign) => Ok(foreign),
         None => resolve(dir, tag),
     }

@@ -165,6 +165,26 @@ fn a_talk_goes_on_line_by_line() {
 }
 
 #[test]
+fn a_line_that_is_no_text_or_too_long_is_told_and_the_talk_goes_on() {
+    let (_folder, model) = model();
+    let mut child = command(&["chat", &model, "--temperature", "0", "--tokens", "5"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let long = "far too much ".repeat(5000);
+    let lines = [&b"hel\xfflo"[..], long.as_bytes(), b"hello"].map(|line| [line, b"\n"].concat());
+    child.stdin.take().unwrap().write_all(&lines.concat()).unwrap();
+    let (mut said, mut told) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    child.stderr.take().unwrap().read_to_string(&mut told).unwrap();
+    assert_eq!(Running(child).wait(), 0);
+    assert!(said.len() >= 6 && said.lines().count() == 1, "one answer: {said:?}");
+    assert!(told.contains("no UTF-8") && told.contains("begin a new talk"), "{told}");
+}
+
+#[test]
 fn the_benchmark_counts_every_token_and_every_wait() {
     let (_folder, model) = model();
     for rate in [None, Some("200")] {

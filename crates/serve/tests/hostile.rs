@@ -159,6 +159,9 @@ fn bodies_that_are_no_json_too_large_or_of_another_kind_are_refused() {
     assert_fault(&send(JSON, &[0xff; 9]), 400, "no text");
     assert_fault(&send(JSON, "[".repeat(900).as_bytes()), 400, "too deep");
     assert_fault(&send(JSON, &[b' '; 1001]), 413, "too large");
+    // One that says so is refused before any of it has come.
+    let head = format!("POST /v1/completions HTTP/1.0\r\n{JSON}Content-Length: 1000000000000\r\n\r\n");
+    assert_fault(&exchange(server.address, &head, b"").read_all(), 413, "far too large");
     assert_fault(
         &send("Host: localhost\r\nContent-Type: text/plain\r\n", b"{\"prompt\": \"x\"}"),
         415,

@@ -124,11 +124,15 @@ pub(super) fn exported(
     if folder.exists() {
         return Err(CheckpointError::file(&folder, "exists already; export into another folder"));
     }
+    let is_new = !dir.exists();
     let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
     std::fs::create_dir_all(&partial).map_err(CheckpointError::io("create", &partial))?;
     if let Err(error) = write(&partial) {
         // The error of the export is the one to report.
         let _ = std::fs::remove_dir_all(&partial);
+        if is_new {
+            let _ = std::fs::remove_dir(dir);
+        }
         return Err(error);
     }
     std::fs::rename(&partial, &folder).map_err(CheckpointError::io("rename", &partial))?;

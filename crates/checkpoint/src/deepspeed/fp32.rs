@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use crate::deepspeed::is_universal;
 use crate::deepspeed::source::{DeepSpeedFiles, Stretch, find, shapes, slice, whole};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::Dtype;
@@ -54,6 +55,12 @@ impl Fp32Weights {
         exclude_frozen_parameters: bool,
         unknown: Unknown,
     ) -> Result<Fp32Weights> {
+        let named = crate::directory::named(dir, tag);
+        if let Some(path) = named.into_iter().chain([dir.to_path_buf()]).find(|path| is_universal(path)) {
+            let why = "is a universal checkpoint, with each parameter in a folder of its own: make one of ours of it with \
+                       `ferrospeed checkpoint import-deepspeed`, and extract the weights of that";
+            return Err(CheckpointError::file(&path, why));
+        }
         let files = DeepSpeedFiles::open(&find(dir, tag)?, unknown)?;
         let tensors = extract(&files, exclude_frozen_parameters)?;
         Ok(Fp32Weights { files, tensors })

@@ -1,6 +1,6 @@
 //! `ferrospeed chat`: a talk with a model in the terminal.
 
-use std::io::{BufRead, IsTerminal, Write};
+use std::io::{BufRead, IsTerminal, Read, Write};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,9 @@ use super::generate::{parse_temperature, parse_top_p};
 use super::served_model::ServedModel;
 use crate::failure::Failure;
 use crate::terminal::{Paint, print_error, visible};
+
+/// No line is longer.
+const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// Time for an answer.
 const ANSWER_TIME: Duration = Duration::from_secs(3600);
@@ -46,14 +49,20 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     talk.extend(args.system.as_deref().map(|text| message("system", text)));
     let asks = std::io::stdin().is_terminal();
-    let mut lines = std::io::stdin().lock().lines();
+    let mut input = std::io::stdin().lock();
     loop {
         if asks {
             write_out("> ");
         }
-        let line = match lines.next() {
+        let line = match next_line(&mut input)
+            .map_err(|error| Failure::Run(format!("cannot read what you say: {error}")))?
+        {
             None => break,
-            Some(line) => line.map_err(|error| Failure::Run(format!("cannot read what you say: {error}")))?,
+            Some(Ok(line)) => line,
+            Some(Err(why)) => {
+                print_error(&why);
+                continue;
+            }
         };
         if line.trim().is_empty() {
             continue;
@@ -71,12 +80,32 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What is said next, or why it cannot be part of the talk; `None` at the end.
+fn next_line(input: &mut impl BufRead) -> std::io::Result<Option<Result<String, String>>> {
+    let mut line = Vec::new();
+    let read = input.by_ref().take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line)?;
+    if read as u64 > MAX_LINE_BYTES {
+        input.skip_until(b'\n')?;
+        return Ok(Some(Err(format!("that line is longer than {MAX_LINE_BYTES} bytes, and is left out"))));
+    }
+    let refuse = |_| "that line is no UTF-8 text, and is left out: say it again".to_owned();
+    Ok((read > 0).then(|| String::from_utf8(line).map_err(refuse)))
+}
+
 fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, String> {
     let facts = engine.facts();
     let prompt = facts.template.render(talk)?;
     let prompt: Vec<i64> =
         facts.codec.encode(&prompt).map_err(|error| error.to_string())?.into_iter().map(i64::from).collect();
-    let room = engine.limits().sequence_tokens.saturating_sub(prompt.len());
+    let longest = engine.limits().sequence_tokens;
+    let room = longest.saturating_sub(prompt.len());
+    if room == 0 {
+        return Err(format!(
+            "the talk has come to {} tokens, and {longest} are the most that this model or its cache holds: say it in \
+             fewer words, or end with Ctrl-D and begin a new talk",
+            prompt.len()
+        ));
+    }
     let sampling = SamplingOptions {
         temperature: args.temperature,
         top_p: args.top_p.unwrap_or(1.0),
@@ -85,7 +114,7 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, 
     };
     let work = Work::Generate {
         answers: vec![sampling],
-        max_tokens: Some(args.tokens.min(room).max(1)),
+        max_tokens: Some(args.tokens.clamp(1, room)),
         stops: Vec::new(),
         stop_tokens: facts.end_tokens.clone(),
     };

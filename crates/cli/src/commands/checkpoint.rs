@@ -493,12 +493,32 @@ fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
             note(format!("only in the second  {} ({})", tensor.name, tensor.kind));
         }
     }
-    if first.manifest().training != second.manifest().training {
-        note("counters, schedule, loss scale or groups differ".to_owned());
-    }
+    let [one, other] = [&first, &second].map(|checkpoint| serde_json::json!(checkpoint.manifest().training));
+    differences("", &one, &other, &mut note);
     let same = text.is_empty();
     terminal::print_output(if same { "the same\n" } else { &text })?;
     Ok(if same { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+/// Notes the counters, and the parts of schedule, loss scale and groups, that differ.
+fn differences(at: &str, one: &serde_json::Value, other: &serde_json::Value, note: &mut impl FnMut(String)) {
+    use serde_json::Value::{Array, Null, Object};
+    let below = |name: &str| if at.is_empty() { name.to_owned() } else { format!("{at}.{name}") };
+    match (one, other) {
+        (Object(ones), Object(others)) => {
+            let only_there = others.keys().filter(|key| !ones.contains_key(*key));
+            for key in ones.keys().chain(only_there) {
+                let value = |of: &serde_json::Map<_, _>| of.get(key).cloned().unwrap_or(Null);
+                differences(&below(key), &value(ones), &value(others), note);
+            }
+        }
+        (Array(ones), Array(others)) if ones.len() == others.len() => {
+            let pairs = ones.iter().zip(others).enumerate();
+            pairs.for_each(|(at, (one, other))| differences(&below(&at.to_string()), one, other, note));
+        }
+        _ if one != other => note(format!("{at}: {one} and {other}")),
+        _ => {}
+    }
 }
 
 /// Elements that differ, read a stretch at a time.

@@ -74,8 +74,21 @@ fn is_local(host: &str) -> bool {
         || name.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
+/// A body that says itself that it is too large is not waited for.
+fn check_size(headers: &HeaderMap, max_body_bytes: usize) -> Result<(), Fault> {
+    let announced = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+    match announced.filter(|bytes: &u64| *bytes > max_body_bytes as u64) {
+        Some(bytes) => {
+            let why = format!("a body of {bytes} bytes is too large: this server takes {max_body_bytes}");
+            Err(Fault::new(StatusCode::PAYLOAD_TOO_LARGE, why))
+        }
+        None => Ok(()),
+    }
+}
+
 pub(super) async fn check(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    match app.guard.admits(request.method(), request.uri().path(), request.headers()) {
+    let admitted = app.guard.admits(request.method(), request.uri().path(), request.headers());
+    match admitted.and_then(|()| check_size(request.headers(), app.options.max_body_bytes)) {
         Ok(()) => next.run(request).await,
         Err(fault) => fault.into_response(),
     }
