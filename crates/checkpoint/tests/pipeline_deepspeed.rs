@@ -1,47 +1,26 @@
 //! DeepSpeed's files of a pipeline: read as recorded (`fixtures/record_pipeline.py` says by which versions), and written so
 //! that they read back.
 
+#[path = "common/recorded.rs"]
+mod recorded;
+
 use std::path::{Path, PathBuf};
 
-use ferrospeed_checkpoint::deepspeed::{export_pipeline, import_deepspeed};
-use ferrospeed_checkpoint::pt::{PtFile, Unknown};
-use ferrospeed_checkpoint::{Checkpoint, Disk, Kind, Retention, Target};
+use ferrospeed_checkpoint::deepspeed::{PipelineFiles, export_pipeline};
+use ferrospeed_checkpoint::pt::PtFile;
+use recorded::{all, assert_made_the_last_step, try_imported};
 use serde_json::Value;
 
 fn recorded() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/pipeline-zero1")
+    fixture("pipeline-zero1")
 }
 
-fn try_imported(from: &Path, to: &Path) -> Result<Checkpoint, String> {
-    let target =
-        Target { dir: to, tag: "imported", update_latest: true, retention: Retention::default(), fs: &Disk };
-    let path = import_deepspeed(from, None, Unknown::Refuse, &target).map_err(|error| error.to_string())?;
-    Ok(Checkpoint::open(&path).unwrap())
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-fn values(checkpoint: &Checkpoint, kind: &Kind, name: &str) -> Vec<f32> {
-    let entry = checkpoint.entry(kind, name).unwrap_or_else(|| panic!("{kind:?} of {name}"));
-    let mut values = vec![0.0; entry.numel() as usize];
-    checkpoint.read_f32(entry, 0..entry.numel(), &mut values).unwrap();
-    values
-}
-
-fn numbers(value: &Value) -> Vec<f32> {
-    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap() as f32).collect()
-}
-
-/// Every weight and moment, by kind and name.
-fn all(checkpoint: &Checkpoint) -> Vec<(String, String, Vec<u64>, Vec<u32>)> {
-    let bits = |kind: &Kind, name: &str| values(checkpoint, kind, name).iter().map(|v| v.to_bits()).collect();
-    let entries = checkpoint.manifest().tensors.iter();
-    let mut all: Vec<_> = entries
-        .map(|entry| {
-            let bits = bits(&entry.kind, &entry.name);
-            (format!("{:?}", entry.kind), entry.name.clone(), entry.shape.clone(), bits)
-        })
-        .collect();
-    all.sort();
-    all
+fn expected(fixture: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(fixture.join("expected.json")).unwrap()).unwrap()
 }
 
 /// A copy of the recording, to be spoilt.
@@ -59,26 +38,13 @@ fn copied(to: &Path) {
 fn weights_and_moments_of_stages_are_read_where_each_rank_left_them() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = try_imported(&recorded(), folder.path()).unwrap();
-    let expected: Value =
-        serde_json::from_slice(&std::fs::read(recorded().join("expected.json")).unwrap()).unwrap();
+    let expected = expected(&recorded());
     let tensors = expected["tensors"].as_object().unwrap();
     // Two layers with biases, and the weight that the ends share.
     assert_eq!(tensors.len(), 5);
     for (name, weights) in tensors {
         // The shared weight is called after the first layer that has it.
-        let name = name.replace("tied_modules.ends.", "0.");
-        let (before, after) = (numbers(&weights["before"]), numbers(&weights["after"]));
-        assert_eq!(values(&checkpoint, &Kind::Master, &name), after, "{name}");
-        // The last step is what Adam makes of the moments, so they are this parameter's and no other's.
-        let [mean, square] =
-            ["exp_avg", "exp_avg_sq"].map(|state| values(&checkpoint, &Kind::State(state.to_owned()), &name));
-        for (at, (mean, square)) in mean.iter().zip(&square).enumerate() {
-            let (mean, square) = (f64::from(*mean), f64::from(*square));
-            let corrected = (mean / (1.0 - 0.9f64.powi(3)), square / (1.0 - 0.999f64.powi(3)));
-            let step = 0.01 * corrected.0 / (corrected.1.sqrt() + 1e-8);
-            let found = f64::from(before[at]) - f64::from(after[at]);
-            assert!((step - found).abs() < 1e-6, "{name}[{at}]: {found}, not {step}");
-        }
+        assert_made_the_last_step(&checkpoint, &name.replace("tied_modules.ends.", "0."), weights, 3);
     }
     let manifest = checkpoint.manifest();
     let training = &manifest.training;
@@ -88,6 +54,35 @@ fn weights_and_moments_of_stages_are_read_where_each_rank_left_them() {
     assert_eq!(names, ["0.weight", "2.bias", "2.weight", "3.bias", "3.weight"]);
     assert_eq!(manifest.tensors.len(), 3 * 5, "weights and two states, each once");
     assert_eq!(manifest.origin.optimizer.as_deref(), Some("adam"));
+}
+
+#[test]
+fn states_without_zero_are_those_of_the_layers_in_their_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = fixture("pipeline-plain");
+    let checkpoint = try_imported(&plain, &folder.path().join("ours")).unwrap();
+    let expected = expected(&plain);
+    let tensors = expected["tensors"].as_object().unwrap();
+    assert_eq!(tensors.len(), 6);
+    for (name, weights) in tensors {
+        assert!(assert_made_the_last_step(&checkpoint, name, weights, 3) > 0, "{name}");
+    }
+    let manifest = checkpoint.manifest();
+    let training = &manifest.training;
+    assert_eq!((training.global_steps, training.optimizer_steps, training.groups.len()), (3, 3, 1));
+    assert_eq!((training.groups[0].params.len(), training.groups[0].lr), (6, 0.01));
+    assert_eq!(manifest.tensors.len(), 3 * 6, "weights and two states, each once");
+    // Written without ZeRO, for the same stages and for others, they are read as they were.
+    for boundaries in [&[0, 3, 6][..], &[0, 1, 3, 6]] {
+        let out = folder.path().join(format!("out-{}", boundaries.len()));
+        export_pipeline(&checkpoint, &out, PipelineFiles { boundaries, ranks: 2, zero_stage: 0 }).unwrap();
+        let names = std::fs::read_dir(out.join("imported")).unwrap();
+        let names: Vec<String> =
+            names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        assert!(!names.iter().any(|name| name.contains("optim_states")), "{names:?}");
+        let back = try_imported(&out, &folder.path().join(format!("back-{}", boundaries.len()))).unwrap();
+        assert_eq!(all(&back), all(&checkpoint), "{boundaries:?}");
+    }
 }
 
 #[test]
@@ -118,7 +113,8 @@ fn stages_are_written_as_deepspeed_names_them_and_read_back() {
     let checkpoint = try_imported(&recorded(), &folder.path().join("ours")).unwrap();
     for (ranks, boundaries) in [(1, vec![0, 3, 6]), (2, vec![0, 1, 3, 4]), (3, vec![0, 4])] {
         let out = folder.path().join(format!("out-{ranks}"));
-        export_pipeline(&checkpoint, &out, ranks, &boundaries).unwrap();
+        let written = PipelineFiles { boundaries: &boundaries, ranks, zero_stage: 1 };
+        export_pipeline(&checkpoint, &out, written).unwrap();
         let files = out.join("imported");
         let mut names: Vec<String> = std::fs::read_dir(&files)
             .unwrap()
@@ -150,12 +146,15 @@ fn stages_are_written_as_deepspeed_names_them_and_read_back() {
 fn what_is_no_list_of_layers_is_not_written_as_a_pipeline() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = try_imported(&recorded(), &folder.path().join("ours")).unwrap();
-    let refused = |ranks, boundaries: &[u64]| {
+    let refused_in = |ranks, boundaries: &[u64], zero_stage| {
         let out = folder.path().join("out");
-        let error = export_pipeline(&checkpoint, &out, ranks, boundaries).unwrap_err().to_string();
+        let files = PipelineFiles { boundaries, ranks, zero_stage };
+        let error = export_pipeline(&checkpoint, &out, files).unwrap_err().to_string();
         assert!(!out.join("imported").exists());
         error
     };
+    let refused = |ranks, boundaries: &[u64]| refused_in(ranks, boundaries, 1);
+    assert!(refused_in(1, &[0, 6], 2).contains("ZeRO stage 2 cannot be combined with pipelines"));
     assert!(refused(1, &[0, 2, 3]).contains("is in none of 3 layers"));
     for boundaries in [&[0][..], &[1, 4], &[0, 3, 3]] {
         assert!(refused(1, boundaries).contains("make no pipeline"));

@@ -252,8 +252,11 @@ impl<'c> Exporter<'c> {
                     _ => format!("mp_rank_{place:02}_model_states.pt"),
                 };
                 let mut arrays = Arrays::default();
-                let value = self.module(rank, &mut arrays);
+                let value = self.module(rank, &mut arrays)?;
                 arrays.write(self.checkpoint, &folder.join(name), &value)?;
+            }
+            if self.options.stage == 0 {
+                continue;
             }
             let prefix = if self.checkpoint.manifest().origin.dtype == Dtype::BF16 { "bf16_" } else { "" };
             let name = format!("{prefix}zero_pp_rank_{rank}_mp_rank_{place:02}_optim_states.pt");
@@ -338,7 +341,7 @@ impl<'c> Exporter<'c> {
         aliases.map(|(alias, name)| (spelled(alias), spelled(name))).collect()
     }
 
-    pub(crate) fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Value {
+    pub(crate) fn module(&self, rank: u64, arrays: &mut Arrays<'c>) -> Result<Value> {
         let manifest = self.checkpoint.manifest();
         let mut module = Vec::new();
         let has_weights =
@@ -385,14 +388,13 @@ impl<'c> Exporter<'c> {
         let integer = |value: u64| Value::Int(value.into());
         let scheduler = training.scheduler.as_ref().map_or(Value::None, Value::from_json);
         let buffers = self.of_kind(Kind::Buffer).map(|entry| Value::str(&entry.name)).collect();
+        let with_zero = self.options.stage > 0;
+        let groups = self.groups.iter().map(|group| shapes(&self.shared(group, rank).2)).collect();
         let mut pairs = vec![
             ("module", if self.stages.is_some() { Value::None } else { Value::OrderedDict(module) }),
             ("buffer_names", Value::List(buffers)),
-            ("optimizer", Value::None),
-            (
-                "param_shapes",
-                Value::List(self.groups.iter().map(|group| shapes(&self.shared(group, rank).2)).collect()),
-            ),
+            ("optimizer", if with_zero { Value::None } else { self.whole_states(arrays)? }),
+            ("param_shapes", if with_zero { Value::List(groups) } else { Value::None }),
             ("frozen_param_shapes", if frozen_is_listed { shapes(&frozen) } else { Value::None }),
             ("shared_params", Value::Dict(aliases)),
             ("frozen_param_fragments", if frozen_is_listed { fragments } else { Value::None }),
@@ -415,7 +417,7 @@ impl<'c> Exporter<'c> {
         if let Some(client) = manifest.client_state.as_object() {
             pairs.extend(client.iter().map(|(key, value)| (key.as_str(), Value::from_json(value))));
         }
-        Value::dict(pairs)
+        Ok(Value::dict(pairs))
     }
 
     fn stage(&self) -> Value {
@@ -463,15 +465,46 @@ impl<'c> Exporter<'c> {
         )
     }
 
-    /// torch's form of an optimizer's state: flat tensors by number, and the options of groups.
+    /// torch's form of an optimizer's state without ZeRO: every parameter has a number.
+    fn whole_states(&self, arrays: &mut Arrays<'c>) -> Result<Value> {
+        let (mut states, mut steps, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
+        for group in &self.groups {
+            let first = states.len();
+            for param in &group.params {
+                let mut own = Vec::new();
+                for name in &self.state_names {
+                    for state in self.states(name, &[param])? {
+                        own.push((name.clone(), arrays.add(Dtype::F32, &state.shape, state.all())));
+                    }
+                }
+                states.push(own);
+                steps.push(self.step(arrays));
+            }
+            numbers.push((first..states.len()).map(|number| Value::Int(number as i128)).collect());
+        }
+        Ok(self.numbered_state(states, steps, numbers))
+    }
+
+    /// The same with ZeRO: a flat tensor for each group.
     fn base_state(&self, flats: Vec<Vec<(String, Value)>>, steps: Vec<Value>) -> Value {
+        let numbers = (0..self.groups.len()).map(|number| vec![Value::Int(number as i128)]).collect();
+        self.numbered_state(flats, steps, numbers)
+    }
+
+    /// Tensors by number, and the options of groups with the numbers of their own.
+    fn numbered_state(
+        &self,
+        flats: Vec<Vec<(String, Value)>>,
+        steps: Vec<Value>,
+        numbers: Vec<Vec<Value>>,
+    ) -> Value {
         let states = flats.into_iter().zip(steps).enumerate().map(|(index, (tensors, step))| {
             let mut entry = vec![(Value::str("step"), step)];
             entry.extend(tensors.into_iter().map(|(name, tensor)| (Value::Str(name), tensor)));
             (Value::Int(index as i128), Value::Dict(entry))
         });
         let params = &self.checkpoint.manifest().config["optimizer"]["params"];
-        let groups = self.groups.iter().enumerate().map(|(index, group)| {
+        let groups = self.groups.iter().zip(numbers).map(|(group, numbers)| {
             let [first, second] = group.state.betas;
             let mut options = Vec::new();
             if group.is_moe {
@@ -489,7 +522,7 @@ impl<'c> Exporter<'c> {
                 ("capturable", Value::Bool(false)),
                 ("differentiable", Value::Bool(false)),
                 ("fused", Value::None),
-                ("params", Value::List(vec![Value::Int(index as i128)])),
+                ("params", Value::List(numbers)),
             ]);
             Value::dict(options)
         });

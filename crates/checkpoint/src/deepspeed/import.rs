@@ -171,7 +171,7 @@ pub(super) fn counter_of_steps(states: &[States]) -> u64 {
 }
 
 /// A counter that torch keeps as a number or as a tensor of one.
-fn counter(files: &DeepSpeedFiles, file: usize, value: &Value) -> Option<u64> {
+pub(super) fn counter(files: &DeepSpeedFiles, file: usize, value: &Value) -> Option<u64> {
     match value {
         Value::Tensor(tensor) if tensor.numel() == 1 => {
             let steps = files.files[file].read_f32(tensor, 0..1).ok()?;

@@ -20,7 +20,7 @@ pub use export::{ExportOptions, export_deepspeed};
 pub use foreign::{Foreign, check_files};
 pub use fp32::{Fp32Tensor, Fp32Weights};
 pub use import::import_deepspeed;
-pub use pipeline::export_pipeline;
+pub use pipeline::{PipelineFiles, export_pipeline};
 pub use source::{DeepSpeedFiles, Stretch};
 pub use spelling::Spelling;
 pub(crate) use spelling::spell_as;

@@ -4,7 +4,8 @@
 //! Read, the stages become one model: a parameter of layer 3 is `3.weight`. A tied module is listed by its key
 //! (`tied_modules.embed.weight`) on every stage that uses it; it is called after the first layer whose file has its values.
 //! Written, a model whose names begin with the numbers of layers is cut into stages again; others have no such layout.
-//! States that were written without ZeRO do not say whose they are, and are left.
+//! States that were written without ZeRO lie in the module files, by number: a stage's parameters are counted as its layers'
+//! files have them. Where that does not come out even (tied modules are counted elsewhere), states are left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,13 +13,14 @@ use std::path::{Path, PathBuf};
 use super::export::{ExportOptions, Exporter, exported};
 use super::foreign::Tensor;
 use super::fp32::stage_of;
-use super::import::{fill_groups, with_zero};
-use super::source::{DeepSpeedFiles, names_in};
+use super::import::{counter, fill_groups, with_zero};
+use super::source::{DeepSpeedFiles, names_in, whole};
 use super::spelling::Spelling;
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
-use crate::manifest::{GroupState, Kind, TrainingState};
+use crate::manifest::{Dtype, GroupState, Kind, TrainingState};
 use crate::pt::{Unknown, Value};
+use crate::shard::PieceSpec;
 
 /// What stands before the key of a tied module.
 const TIED: &str = "tied_modules.";
@@ -80,6 +82,47 @@ pub(super) fn states(
     }
     found.name_tied(path, unknown, layers, weights)?;
     Ok(Some(found))
+}
+
+/// f32 weights and states without ZeRO, and how many steps the optimizer made, where every parameter of the layers' files has
+/// its states in one of the `modules`, stage by stage.
+pub(super) fn numbered(
+    files: &DeepSpeedFiles,
+    modules: &[usize],
+    weights: &[Tensor],
+) -> Result<Option<(Vec<Tensor>, u64)>> {
+    let buffers = |file: &usize| files.files[*file].value().get("buffer_names").and_then(Value::items);
+    let buffers: BTreeSet<&str> =
+        modules.iter().filter_map(buffers).flatten().filter_map(Value::as_str).collect();
+    let mut params = weights.iter().filter(|weight| !buffers.contains(weight.spec.name.as_str()));
+    let (mut tensors, mut steps) = (Vec::new(), 0);
+    for &file in modules {
+        let Some(optimizer) = files.files[file].value().get("optimizer") else { return Ok(None) };
+        let groups = optimizer.get("param_groups").and_then(Value::items).unwrap_or_default();
+        let [group] = groups else { return Ok(None) };
+        let state = optimizer.get("state").and_then(Value::pairs).unwrap_or_default();
+        for id in group.get("params").and_then(Value::items).unwrap_or_default() {
+            let entry = state.iter().find(|(known, _)| known.as_u64() == id.as_u64()).map(|(_, entry)| entry);
+            let (Some(param), Some(entry)) = (params.next(), entry.and_then(Value::pairs)) else {
+                return Ok(None);
+            };
+            let spec = |kind| PieceSpec { kind, place: tensors.len() as u64, ..param.spec.clone() };
+            let mut own = vec![Tensor { spec: spec(Kind::Master), stretches: param.stretches.clone() }];
+            for (name, value) in entry {
+                match (name.as_str(), value.as_tensor()) {
+                    (Some("step"), _) => steps = counter(files, file, value).unwrap_or(0),
+                    (Some(_), Some(tensor)) if tensor.shape != param.spec.shape => return Ok(None),
+                    (Some(name), Some(tensor)) => {
+                        let spec = PieceSpec { dtype: tensor.dtype, ..spec(Kind::State(name.to_owned())) };
+                        own.push(Tensor { spec, stretches: vec![whole(file, tensor)] });
+                    }
+                    _ => {}
+                }
+            }
+            tensors.extend(own);
+        }
+    }
+    Ok((params.next().is_none() && !tensors.is_empty()).then_some((tensors, steps)))
 }
 
 impl PipelineStates {
@@ -174,15 +217,36 @@ impl PipelineStates {
     }
 }
 
-/// Writes a checkpoint as DeepSpeed writes that of a pipeline under ZeRO 1: stage `s` has the layers from `boundaries[s]` up
-/// to `boundaries[s + 1]`, on `ranks` data-parallel ranks. A parameter's name begins with its layer's number.
-pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, ranks: u64, boundaries: &[u64]) -> Result<()> {
+/// A pipeline whose files are written.
+#[derive(Debug, Clone, Copy)]
+pub struct PipelineFiles<'a> {
+    /// Stage `s` has the layers from `boundaries[s]` up to `boundaries[s + 1]`. A parameter's name begins with its layer's
+    /// number.
+    pub boundaries: &'a [u64],
+    /// Data-parallel ranks of a stage.
+    pub ranks: u64,
+    /// The ZeRO stage: 1, or 0, which DeepSpeed writes so for f32 alone.
+    pub zero_stage: u8,
+}
+
+/// Writes a checkpoint as DeepSpeed writes that of a pipeline.
+pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles<'_>) -> Result<()> {
+    let PipelineFiles { boundaries, ranks, zero_stage } = files;
     let refuse = |why: String| Err(CheckpointError::Request(why));
     let rises = boundaries.windows(2).all(|pair| pair[0] < pair[1]);
     if ranks == 0 || boundaries.len() < 2 || boundaries[0] != 0 || !rises {
         return refuse(format!(
             "boundaries {boundaries:?} on {ranks} ranks make no pipeline: they begin with 0 and rise"
         ));
+    }
+    if zero_stage > 1 {
+        return refuse(format!("ZeRO stage {zero_stage} cannot be combined with pipelines; write 1 or 0"));
+    }
+    if zero_stage == 0 && checkpoint.manifest().origin.dtype != Dtype::F32 {
+        return refuse(
+            "DeepSpeed keeps 16-bit weights without ZeRO in another way, which is not written; use stage 1"
+                .into(),
+        );
     }
     let end = boundaries[boundaries.len() - 1];
     let all = &checkpoint.manifest().tensors;
@@ -192,7 +256,7 @@ pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, ranks: u64, boundari
             entry.name
         ));
     }
-    let options = ExportOptions { stage: 1, ranks, expert_ranks: 1, spelling: Spelling::Files };
+    let options = ExportOptions { stage: zero_stage, ranks, expert_ranks: 1, spelling: Spelling::Files };
     exported(checkpoint, dir, |folder| {
         let whole = Exporter::new(checkpoint, options, Default::default())?;
         for layer in 0..end {

@@ -1,7 +1,7 @@
 //! Pipelines and mixtures of experts: weights that lie in a file per layer, or per expert.
 //!
 //! Weights are imported, and counters and schedule with them, and under ZeRO 1 and 2 the optimizer states too (`experts`,
-//! `pipeline`). Without these a checkpoint loads with `load_module_only`, or without optimizer states. Layers cut over
+//! `pipeline`); those of a pipeline also without ZeRO, where no module is tied. Without these a checkpoint loads with `load_module_only`, or without optimizer states. Layers cut over
 //! tensor-parallel ranks, and experts that are numbered without their layer, are refused by name.
 
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use std::path::Path;
 
 use super::foreign::{Tensor, Understood};
 use super::fp32::stage_of;
-use super::import::contents;
+use super::import::{contents, fill_groups};
 use super::source::{DeepSpeedFiles, names_in, whole};
 use super::{experts, pipeline};
 use crate::error::{CheckpointError, Result};
@@ -109,7 +109,8 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
         }
     }
     if !is_mixture {
-        return Ok(Some(of_pipeline(path, unknown, &files, module, found)?));
+        let modules = (0..parts.len()).filter(|file| parts[*file].1 == Held::Module).collect::<Vec<_>>();
+        return Ok(Some(of_pipeline(path, unknown, &files, &modules, found)?));
     }
     let states = experts::states(&files, &found)?;
     let (mut stage, mut optimizer) = (0, None);
@@ -130,15 +131,24 @@ fn of_pipeline(
     path: &Path,
     unknown: Unknown,
     files: &DeepSpeedFiles,
-    module: usize,
+    modules: &[usize],
     mut found: Vec<Tensor>,
 ) -> Result<Understood> {
-    let module = files.files[module].value();
+    let module = files.files[modules[0]].value();
     let plain = contents(module, None, 0, 0);
     let mut paths = files.paths();
     let Some(mut states) = pipeline::states(path, unknown, files, &found, &plain.training)? else {
-        let mut contents = plain;
-        without_states(&mut contents, &found, path);
+        let Some((states, steps)) = pipeline::numbered(files, modules, &found)? else {
+            let mut contents = plain;
+            without_states(&mut contents, &found, path);
+            return Ok((contents, found, paths));
+        };
+        let mut contents = contents(module, None, steps, 0);
+        let trained: Vec<_> =
+            states.iter().map(|tensor| &tensor.spec).filter(|spec| spec.kind == Kind::Master).collect();
+        fill_groups(&mut contents.training, module, None, &trained);
+        let groups = std::mem::take(&mut contents.training.groups);
+        put_in(&mut contents, &mut found, states, groups);
         return Ok((contents, found, paths));
     };
     let mut contents = contents(module, states.optimizer.as_ref(), states.steps, states.zero_stage as u8);
@@ -161,7 +171,7 @@ fn without_states(contents: &mut Contents, found: &[Tensor], path: &Path) {
     contents.origin.dtype = weight_type(found);
     contents.origin.optimizer = None;
     tracing::warn!(
-        "{}: weights, counters and schedule are imported; optimizer states of pipelines without ZeRO, and of mixtures of experts whose files do not say whose they are, are not",
+        "{}: weights, counters and schedule are imported; optimizer states of pipelines without ZeRO whose parameters cannot be told apart, and of mixtures of experts whose files do not say whose they are, are not",
         path.display()
     );
 }

@@ -44,7 +44,7 @@ fn write(checkpoint: &Checkpoint, folder: &Path, spelling: Spelling) -> Result<(
     // A stage 3 engine looks for its own name, with placeholders.
     for (stage, prefix) in [(2, ""), (3, "zero_pp_rank_0_")] {
         let mut arrays = Arrays::default();
-        let module = exporter(stage)?.module(0, &mut arrays);
+        let module = exporter(stage)?.module(0, &mut arrays)?;
         let name = format!("{prefix}mp_rank_00_model_states.pt");
         arrays.write(checkpoint, &folder.join(name), &module)?;
     }

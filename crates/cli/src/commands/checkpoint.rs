@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
 use ferrospeed_checkpoint::deepspeed::{
-    ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_pipeline, export_universal,
+    ExportOptions, Fp32Weights, PipelineFiles, Spelling, export_deepspeed, export_pipeline, export_universal,
     import_deepspeed, import_universal, is_universal,
 };
 use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
@@ -105,18 +105,18 @@ enum Action {
         which: Which,
         /// The folder for the new checkpoint
         output: PathBuf,
-        /// The ZeRO stage of the files
-        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=3))]
-        stage: u8,
+        /// The ZeRO stage of the files [default: 2, or 1 for a pipeline, whose may be 0 too]
+        #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
+        stage: Option<u8>,
         /// For how many ranks
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1 << 16))]
         ranks: u64,
         /// Over how many of them the experts of a mixture are spread
         #[arg(long = "ep", value_name = "RANKS", default_value_t = 1)]
         expert_ranks: u64,
-        /// Write the files of a pipeline (ZeRO 1, --ranks for each stage) for a model whose names begin with the numbers of its
+        /// Write the files of a pipeline (--ranks for each stage) for a model whose names begin with the numbers of its
         /// layers: where stages begin, and behind the last layer; 0,3,6 makes two stages of three layers
-        #[arg(long, value_name = "LAYERS", value_delimiter = ',', conflicts_with_all = ["stage", "expert_ranks"])]
+        #[arg(long, value_name = "LAYERS", value_delimiter = ',', conflicts_with = "expert_ranks")]
         pipeline: Vec<u64>,
         /// By which names parameters are called; transformers 5 has others in memory than in files (GPT-NeoX's head, experts)
         #[arg(long, value_enum, default_value = "files")]
@@ -191,12 +191,13 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Action::ImportDeepspeed { which, output, allow_unknown_objects } => {
             import(which, output, unknown(*allow_unknown_objects))?;
         }
-        Action::ExportDeepspeed { which, output, ranks, pipeline, .. } if !pipeline.is_empty() => {
-            export_pipeline(&open(which)?, output, *ranks, pipeline)?;
+        Action::ExportDeepspeed { which, output, stage, ranks, pipeline, .. } if !pipeline.is_empty() => {
+            let files = PipelineFiles { boundaries: pipeline, ranks: *ranks, zero_stage: stage.unwrap_or(1) };
+            export_pipeline(&open(which)?, output, files)?;
         }
         Action::ExportDeepspeed { which, output, stage, ranks, expert_ranks, names, .. } => {
             let options = ExportOptions {
-                stage: *stage,
+                stage: stage.unwrap_or(2),
                 ranks: *ranks,
                 expert_ranks: *expert_ranks,
                 spelling: names.spelling(),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use ferrospeed_checkpoint::deepspeed::{
-    ExportOptions, Spelling, export_deepspeed, export_pipeline, export_universal,
+    ExportOptions, PipelineFiles, Spelling, export_deepspeed, export_pipeline, export_universal,
 };
 use ferrospeed_checkpoint::{
     Checkpoint, CheckpointError, Contents, Disk, FileSystem, GroupState, Origin, PieceSpec, Retention,
@@ -28,7 +28,7 @@ pub enum Format {
     /// Ours: any number of ranks, any layout, checksums.
     #[default]
     Ferrospeed,
-    /// DeepSpeed's for this number of ranks and this ZeRO stage, which must be 1, 2 or 3.
+    /// DeepSpeed's for this number of ranks and this ZeRO stage, which must be 1, 2 or 3; that of pipelines 0 or 1.
     DeepSpeed,
     /// DeepSpeed's universal ones, under `TAG_universal`.
     Universal,
@@ -122,7 +122,7 @@ impl Engine {
     /// Saves in our format beside, and lets rank 0 write the other one from that.
     fn save_foreign(&mut self, dir: &Path, options: &SaveOptions) -> Result<PathBuf> {
         let stage = self.store.stage() as u8;
-        if options.format == Format::DeepSpeed && stage == 0 {
+        if options.format == Format::DeepSpeed && stage == 0 && self.pipeline.is_none() {
             let why =
                 "DeepSpeed's layout without ZeRO is not written; use stage 1, 2 or 3, or Format::Universal";
             return Err(EngineError::Argument { what: "checkpoint format", why: why.into() });
@@ -138,7 +138,9 @@ impl Engine {
             let path = match (options.format, self.numbered_layers(&checkpoint)) {
                 (Format::Universal, _) => export_universal(&checkpoint, dir, options.spelling)?,
                 (_, Some(boundaries)) => {
-                    export_pipeline(&checkpoint, dir, self.data_parallel_size as u64, &boundaries)?;
+                    let ranks = self.data_parallel_size as u64;
+                    let files = PipelineFiles { boundaries: &boundaries, ranks, zero_stage: stage };
+                    export_pipeline(&checkpoint, dir, files)?;
                     dir.join(&checkpoint.manifest().tag)
                 }
                 (_, None) => {
