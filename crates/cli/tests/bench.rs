@@ -69,7 +69,17 @@ fn bubbles_of_schedules_are_measured_beside_their_formulas() {
     assert_eq!(rows[0]["held"], serde_json::json!([2.0, 1.0]));
     assert_eq!(rows[4]["held"], serde_json::json!([2.0, 2.0]));
 
-    let refused = ferrospeed(&["bench", "pipeline", "--stages", "4", "--micro_batches", "6"]);
+    // One that does not fit is told, and those behind it are measured all the same.
+    let odd = ["--stages", "4", "--micro_batches", "6", "--part_ms", "2", "--repeats", "1", "--schedule"];
+    let output = ferrospeed(&[&["bench", "pipeline"][..], &odd, &["interleaved:2,zb-h1"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let table = stdout(&output);
+    assert!(
+        table.contains("interleaved:2  does not fit: ") && table.contains("not a multiple of 4 stages"),
+        "{table}"
+    );
+    assert!(table.lines().last().is_some_and(|line| line.starts_with("zb-h1 ")), "{table}");
+    let refused = ferrospeed(&[&["bench", "pipeline"][..], &odd, &["interleaved:2"]].concat());
     assert_eq!(refused.status.code(), Some(2));
     assert!(stderr(&refused).contains("not a multiple of 4 stages"), "{}", stderr(&refused));
 }

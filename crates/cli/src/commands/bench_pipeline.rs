@@ -3,7 +3,8 @@
 //! The engine's own executor runs on ranks that are threads of this process; their layers sleep in place of computing, so that
 //! eight stages fit on two cores, and everything else (sends, waits, gradients, the step) is real. Forward, the gradient
 //! of the input and that of the weights take the same time, as the formulas suppose. What a stage held at most is compared
-//! with what its schedule claims; a difference there is an error.
+//! with what its schedule claims; a difference there is an error. A schedule that such stages and micro-batches do not fit is
+//! passed over, and said to be.
 
 use std::process::ExitCode;
 use std::thread;
@@ -121,10 +122,22 @@ pub(super) fn run(args: &PipelineBenchArgs) -> Result<ExitCode, Failure> {
             args.part_ms, "schedule", "best", "median", "formula", "of 1f1b", "step", "held, by stage"
         ))?;
     }
+    let mut unfit = Vec::new();
     for &kind in &args.schedule {
-        let wrong = |error: ferrospeed_pipeline::PipelineError| Failure::Usage(error.to_string());
-        let schedule = Schedule::new(kind, stages, micro_batches).map_err(wrong)?;
-        let claimed = simulate(&schedule, &Times::default()).map_err(wrong)?;
+        let made = Schedule::new(kind, stages, micro_batches);
+        let made = made.and_then(|schedule| Ok((simulate(&schedule, &Times::default())?, schedule)));
+        let (claimed, schedule) = match made {
+            Ok(made) => made,
+            Err(why) => {
+                let line = match args.json {
+                    true => json!({"schedule": kind.to_string(), "unfit": why.to_string()}).to_string(),
+                    false => format!("{:<14} does not fit: {why}", kind.to_string()),
+                };
+                terminal::print_output(&format!("{line}\n"))?;
+                unfit.push(why.to_string());
+                continue;
+            }
+        };
         let mut measured = measure(args, &schedule, &claimed)?;
         measured.sort_by(|one, other| one.bubble().total_cmp(&other.bubble()));
         let (best, median) = (&measured[0], &measured[measured.len() / 2]);
@@ -160,7 +173,10 @@ pub(super) fn run(args: &PipelineBenchArgs) -> Result<ExitCode, Failure> {
             ))?;
         }
     }
-    Ok(ExitCode::SUCCESS)
+    match unfit.len() == args.schedule.len() {
+        true => Err(Failure::Usage(format!("nothing was measured: {}", unfit.join("; ")))),
+        false => Ok(ExitCode::SUCCESS),
+    }
 }
 
 /// A share of the time as a share of the work in it.
