@@ -274,7 +274,6 @@ fn what_cannot_be_spread_is_told_before_any_rank_starts() {
     };
     refused(&["--ep", "3", "-n", "3"], "8 experts cannot be shared by 3 ranks alike; 1, 2, 4, 8 ranks fit");
     refused(&["--ep", "2", "-n", "3"], "experts on 2 ranks need a multiple of 2 ranks");
-    refused(&["--ep", "2", "--pp", "2", "-n", "4"], "does not run together with pipeline.stages yet");
     refused(
         &["--ep", "2", "--tp", "2", "--set", "tensor_parallel.sequence_parallel=true"],
         "ranks with tokens of their own hold whole experts",

@@ -165,7 +165,6 @@ fn what_cannot_be_cut_is_told_before_any_rank_starts() {
             &["--tp", "2", "--set", "tensor_parallel.sequence_parallel=true", "--set", "data.sequence=33"],
             "33 tokens cannot be shared by 2 ranks alike",
         ),
-        (&["--tp", "2", "--pp", "2"], "does not run together with pipeline.stages yet"),
     ] {
         let mut words = vec!["train", "recipe.toml", "--out", "no"];
         words.extend(more);

@@ -268,12 +268,24 @@ fn a_pipeline_trains_saves_goes_on_and_exports_as_one_rank_does() {
     assert_eq!(losses(&whole), losses(&halves));
     assert!(weights(&whole) == weights(&halves), "other weights with another schedule");
 
-    let refused = |more: &[&str]| {
-        let all = [&["train", "recipe.toml", "--out", "no", "--pp", "2"], more].concat();
-        text(&place.ferrospeed(&all).stderr)
-    };
-    let told = refused(&["-n", "3"]);
-    assert!(told.contains("2 stages need a multiple of 2 ranks, and there are 3"), "{told}");
-    let told = refused(&["--pp_schedule", "zigzag"]);
-    assert!(told.contains("pipeline.schedule") && told.contains("'zigzag' is not one of 1f1b"), "{told}");
+    for (more, told) in [
+        (&["--pp", "2", "-n", "3"][..], "2 stages need a multiple of 2 ranks, and there are 3; start 4"),
+        (&["--pp", "2", "--pp_schedule", "zigzag"], "'zigzag' is not one of 1f1b"),
+        (&["--pp", "6"], "pipeline.stages: stage 5 of 6 gets none of 5 layers: use fewer stages"),
+        (
+            &["--pp", "2", "--set", "pipeline.partition=alphabet"],
+            "pipeline.partition: partition method 'alphabet' is not known: use",
+        ),
+        (
+            &["--pp", "2", "--set", "pipeline.partition=type:Cloud"],
+            "the layers are Embedding, Block, Block, Block, Head",
+        ),
+    ] {
+        let output = place.ferrospeed(&[&["train", "recipe.toml", "--out", "no"], more].concat());
+        let said = text(&output.stderr);
+        // Once, and by nobody but the program that would have started the ranks.
+        assert_eq!(said.matches(told).count(), 1, "{more:?}: {said}");
+        assert_eq!(said.lines().filter(|line| line.contains("pipeline.")).count(), 1, "{more:?}: {said}");
+        assert!(!said.contains("rank 0") && !place.path().join("no").exists(), "{more:?}: {said}");
+    }
 }

@@ -141,7 +141,6 @@ fn what_cannot_be_shared_is_said_before_a_rank_starts() {
             &["--sp", "4", "--sp-method", "ring", "--set", "data.sequence=7"][..],
             "7 tokens cannot be cut into 8 pieces",
         ),
-        (&["--sp", "2", "--pp", "2"], "does not run together with pipeline.stages"),
         (&["--sp", "3", "-n", "4"], "3 parts of a sequence need a multiple of 3 ranks"),
         (&["--sp", "2", "--sp-method", "star"], "ulysses, ring"),
     ] {

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use ferrospeed_comm::{ExpertMembership, Mesh};
 use ferrospeed_config::Config;
 use ferrospeed_nn::{Holder, Parameters};
+use ferrospeed_tensor::Param;
 use ferrospeed_zero::{Elsewhere, ParamGroup, Sharding};
 
 use crate::error::{EngineError, Result};
@@ -39,6 +40,23 @@ impl Options<'_> {
     }
 }
 
+const KEY: &str = "expert_parallel.autoep_size";
+
+/// Refuses a model whose experts are not spread as the configuration asks.
+pub(crate) fn check(config: &Config, parameters: &Parameters) -> Result<()> {
+    let asked =
+        config.section("expert_parallel").and_then(|section| section["autoep_size"].as_u64()).unwrap_or(1);
+    let is_spread =
+        |param: &Param| parameters.holder(param).is_some_and(|holder| holder.ranks as u64 == asked);
+    if asked <= 1 || parameters.as_slice().iter().any(is_spread) {
+        return Ok(());
+    }
+    let why = format!(
+        "the configuration asks for experts spread over {asked} ranks, and the model's are not: build it for the expert group of Mesh::expert({asked}, …), and call Options::spread_experts"
+    );
+    Err(EngineError::Argument { what: KEY, why })
+}
+
 /// The part of a model that this rank holds; `None` where it holds all. Parameters of other ranks' experts leave `groups`.
 pub(crate) fn own_part(
     config: &Config,
@@ -47,9 +65,6 @@ pub(crate) fn own_part(
     experts: &[ExpertMembership],
     common: &Sharding,
 ) -> Result<Option<Own>> {
-    let what = "expert_parallel.autoep_size";
-    let asked =
-        config.section("expert_parallel").and_then(|section| section["autoep_size"].as_u64()).unwrap_or(1);
     let mut by_way: Vec<(Elsewhere, usize)> = Vec::new();
     let mut holders = HashMap::new();
     for param in parameters.as_slice() {
@@ -60,7 +75,7 @@ pub(crate) fn own_part(
                 "'{}' is of experts that are spread over {ranks} ranks, and the engine was not told which: call Options::spread_experts with Mesh::expert's groups",
                 param.name()
             );
-            return Err(EngineError::Argument { what, why });
+            return Err(EngineError::Argument { what: KEY, why });
         };
         holders.insert(param.id(), Held { group: groups.expert.clone(), rank });
         if rank != groups.expert.rank() {
@@ -73,12 +88,6 @@ pub(crate) fn own_part(
                 by_way.push((Elsewhere { params: vec![param.clone()], sharding }, ranks));
             }
         }
-    }
-    if asked > 1 && !by_way.iter().any(|(_, size)| *size as u64 == asked) {
-        let why = format!(
-            "the configuration asks for experts spread over {asked} ranks, and the model's are not: build it for the expert group of Mesh::expert({asked}, …), and call Options::spread_experts"
-        );
-        return Err(EngineError::Argument { what, why });
     }
     if holders.is_empty() {
         return Ok(None);

@@ -59,6 +59,8 @@ pub use ferrospeed_observe::monitor::Monitor;
 pub use ferrospeed_observe::trace::Activity;
 pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
 pub use model_profile::{ModelProfile, ReportOptions};
-pub use pipeline::{StageFailure, StageTimes, initialize_pipeline, training_schedule};
+pub use pipeline::{
+    Passed, StageFailure, StageTimes, divide, divides_by_measure, initialize_pipeline, measure_layers,
+};
 pub use setup::{Options, Setup, initialize, initialize_model, initialize_with};
 pub use timers::StepTimes;

@@ -16,8 +16,8 @@ use crate::error::Result;
 
 /// The whole model, of which this rank holds a part.
 pub(crate) struct Parts {
-    /// By a parameter's number, who holds it; what is not listed, every rank holds.
-    holders: HashMap<u64, Held>,
+    /// By a parameter's number, who holds it, the largest group first; what is not listed, every rank holds.
+    holders: HashMap<u64, Vec<Held>>,
     /// Names of all parameters, in order.
     names: Vec<String>,
     /// Names of the trained ones by group of options.
@@ -39,10 +39,18 @@ impl Parts {
             params.iter().filter(|param| param.is_trainable()).map(|param| param.name().to_owned()).collect()
         };
         Parts {
-            holders,
+            holders: holders.into_iter().map(|(id, held)| (id, vec![held])).collect(),
             names: parameters.names().into_iter().map(str::to_owned).collect(),
             groups: groups.iter().map(|group| trained(group)).collect(),
         }
+    }
+
+    /// Those of `within` hold parts of what one rank of these groups holds.
+    pub(crate) fn around(mut self, within: Parts) -> Parts {
+        for (id, held) in within.holders {
+            self.holders.entry(id).or_default().extend(held);
+        }
+        self
     }
 
     /// A parameter's place in the whole model.
@@ -71,12 +79,19 @@ impl Engine {
     /// A whole weight as kernels read it, on every rank, whichever stage, slices or expert's rank hold it. All ranks call it
     /// together.
     pub fn weight_as_read(&self, param: &Param) -> Result<Vec<f32>> {
-        let own = || self.whole_of(param, self.store.full_as_read(param)?);
-        let Some(held) = self.parts.as_ref().and_then(|parts| parts.holders.get(&param.id())) else {
-            return own();
+        let holders = self.parts.as_ref().and_then(|parts| parts.holders.get(&param.id()));
+        self.held_weight(param, holders.map_or(&[][..], Vec::as_slice))
+    }
+
+    /// The same on the ranks of the first of these groups, or on this one alone.
+    fn held_weight(&self, param: &Param, holders: &[Held]) -> Result<Vec<f32>> {
+        let Some((held, within)) = holders.split_first() else {
+            return self.whole_of(param, self.store.full_as_read(param)?);
         };
-        let mut values =
-            if held.rank == held.group.rank() { own()? } else { vec![0.0; param.whole_shape().numel()] };
+        let mut values = match held.rank == held.group.rank() {
+            true => self.held_weight(param, within)?,
+            false => vec![0.0; param.whole_shape().numel()],
+        };
         held.group.broadcast(&mut values, held.rank)?;
         Ok(values)
     }

@@ -8,28 +8,30 @@
 
 mod batch;
 mod follow;
+mod measure;
 mod messages;
+mod spread;
 
-use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 
 use ferrospeed_checkpoint::Checkpoint;
+use ferrospeed_comm::topology::PIPE;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology};
 use ferrospeed_config::{Config, Stage};
 use ferrospeed_nn::{Layer, Parameters, Stages};
-use ferrospeed_pipeline::PipelineError;
-use ferrospeed_pipeline::partition::{LayerSize, Method, part};
-use ferrospeed_pipeline::schedule::{Kind, Schedule};
+use ferrospeed_pipeline::division::{Asked, Division};
+use ferrospeed_pipeline::partition::{LayerSize, Measured};
 use ferrospeed_tensor::Param;
-use ferrospeed_zero::{Elsewhere, Sharding};
 
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
-use crate::parts::{Held, Parts};
-use crate::setup::{Options, Setup, initialize_model};
+use crate::experts;
+use crate::setup::{Options, Setup, initialize_part};
 pub use follow::StageTimes;
+pub use measure::measure_layers;
 use messages::Messenger;
-pub use messages::StageFailure;
+pub use messages::{Passed, StageFailure};
+use spread::{Spread, stage_group};
 
 /// Why a step of a pipeline cannot be taken in parts.
 pub(crate) const REFUSAL: &str =
@@ -39,18 +41,20 @@ pub(crate) const REFUSAL: &str =
 pub(crate) struct Pipeline {
     /// The ranks of its pipeline, by stage.
     pub(crate) stages: Group,
-    kind: Kind,
-    /// Where the layers of chunks begin and end.
-    boundaries: Vec<usize>,
+    /// Who has which layers.
+    division: Division,
     /// How many layers at a time are computed again in backward; none where it is 0.
     recomputed_layers: usize,
     messenger: Messenger,
     times: StageTimes,
 }
 
-/// Makes an engine for a model in `stages` stages. All ranks call it together, with all of the model's `parameters`; the
-/// ranks of a stage are neighbours, as in DeepSpeed. `setup.config` is resolved for the ranks that see different data,
-/// which are all over the number of stages.
+/// Makes an engine for a model in `stages` stages. All ranks call it together, with all of the model's `parameters`.
+/// `setup.config` is resolved for the ranks that see different data.
+///
+/// Where layers are in slices too, sequences are shared or experts are spread, ranks lie on a mesh whose first axis has the
+/// stages, and `options` were told of it ([`Options::spread_over`], [`Options::spread_experts`]). Without, the ranks of a
+/// stage are neighbours, as in DeepSpeed, and see different data.
 pub fn initialize_pipeline<M: Stages>(
     setup: &Setup,
     stages: NonZeroUsize,
@@ -72,57 +76,54 @@ pub fn initialize_pipeline<M: Stages>(
         );
         return Err(EngineError::Unsupported { key: "zero_optimization.stage", why });
     }
-    if !options.experts.is_empty() {
-        let why = "experts cannot be spread over ranks that hold stages of a model; leave out one of the two";
-        return refuse(why.into());
-    }
-    if options.groups.is_some() || options.sharding.is_some() {
+    if options.groups.is_some() || (options.sharding.is_some() && options.mesh.is_none()) {
         return refuse(
             "a model in stages has one group of options, and its stages decide the sharding".into(),
         );
     }
-    let layers = model.layers();
-    let kind = training_schedule(&setup.config, stages)?;
-    let placement = kind.placement(stages.get());
-    let chunks = NonZeroUsize::new(placement.len()).unwrap_or(stages);
-    let boundaries = divide(&setup.config.pipeline.partition, &layers, chunks)?;
-    if let Some(empty) = (0..chunks.get()).find(|chunk| part(&boundaries, *chunk).is_empty()) {
-        let what = if chunks == stages { "stage" } else { "chunk" };
-        return refuse(format!(
-            "{what} {empty} of {chunks} gets none of {} layers: use fewer stages, another pipeline.partition, or a \
-             pipeline.schedule with fewer chunks",
-            layers.len()
-        ));
+    let division = divide(&setup.config, stages, model, options.measured.as_deref())?;
+    if setup.world.rank() == 0 {
+        tracing::info!("stages: {division}");
     }
-    let mesh =
-        Mesh::new(setup.world.clone(), ProcessTopology::pipe_data(stages.get(), ranks / stages.get())?)?;
-    let stage = mesh.coordinate("pipe");
-    let uses = uses(&layers, &boundaries, &placement);
-    let own =
-        parameters.partition(|param| uses.get(&param.id()).is_some_and(|stages| stages.contains(&stage))).0;
-    if let Some(unused) = parameters.as_slice().iter().find(|param| !uses.contains_key(&param.id())) {
-        return refuse(format!("'{}' belongs to no layer, so no stage would hold it", unused.name()));
-    }
-    options.elsewhere = ties(&mesh, parameters, &uses)?;
-    options.sharding = Some(Sharding::over(&mesh.data()?));
+    let mesh = match &options.mesh {
+        Some(mesh) if mesh.size(PIPE) == stages.get() => mesh.clone(),
+        Some(mesh) => {
+            return refuse(format!(
+                "the mesh has {} on its axis {PIPE}, and there are {stages} stages",
+                mesh.size(PIPE)
+            ));
+        }
+        None => {
+            let topology = ProcessTopology::pipe_data(stages.get(), ranks / stages.get())?;
+            let mesh = Mesh::new(setup.world.clone(), topology)?;
+            options.spread_over(&mesh)?;
+            mesh
+        }
+    };
+    let spread = Spread::of(&mesh, parameters, &model.layers(), &division)?;
+    options.elsewhere = spread.ties(&mesh, parameters, options.sharding.as_ref())?;
     options.agreement = Some(setup.world.group());
-    options.data_parallel_size = Some(ranks / stages.get());
     options.reduces_at_step = true;
-    let mut engine = initialize_model(setup, &own, options)?;
+    experts::check(&setup.config, parameters)?;
+    let mut engine = initialize_part(setup, &spread.own, options)?;
     engine.aliases = parameters.aliases().clone();
     engine.states = parameters.states().clone();
     let pipe = mesh.pipe()?;
-    let held = |(id, stages): (&u64, &Vec<usize>)| (*id, Held { group: pipe.clone(), rank: stages[0] });
-    engine.parts = Some(Parts::of(parameters, &[parameters.as_slice()], uses.iter().map(held).collect()));
-    let all: Vec<usize> = (0..stages.get()).collect();
-    let Some(gradients) = stage_group(&mesh, &all, "gradients")? else {
+    let of_experts = engine.parts.take();
+    engine.parts = Some(spread.parts(parameters, &pipe, of_experts));
+    let Some(gradients) = stage_group(&mesh, &Vec::from_iter(0..stages.get()), "gradients")? else {
         return refuse("this rank has none of the stages".into());
     };
+    let placement = division.stage_of_chunk.clone();
+    let mut messenger = Messenger::new([pipe.clone(), gradients], placement);
+    if let (true, Some(slices)) = (model.carries_alike(), &engine.slices) {
+        let config = &setup.config.pipeline;
+        messenger.cut_over(slices, [config.pipe_partitioned, config.grad_partitioned]);
+    }
     engine.pipeline = Some(Pipeline {
-        messenger: Messenger::new([pipe.clone(), gradients], placement),
+        messenger,
         stages: pipe,
-        kind,
-        boundaries,
+        division,
         recomputed_layers: usize::try_from(setup.config.pipeline.activation_checkpoint_interval)
             .unwrap_or(usize::MAX),
         times: StageTimes::default(),
@@ -130,74 +131,46 @@ pub fn initialize_pipeline<M: Stages>(
     Ok(engine)
 }
 
-/// The schedule that a configuration names, if a step can follow it.
-pub fn training_schedule(config: &Config, stages: NonZeroUsize) -> Result<Kind> {
-    let named = &config.pipeline.schedule;
-    let refuse = |why: String| EngineError::Argument { what: "pipeline.schedule", why };
-    let kind: Kind = named.parse().map_err(|error: PipelineError| refuse(error.to_string()))?;
-    if matches!(kind, Kind::Inference | Kind::DataParallel) {
-        return Err(refuse(format!(
-            "'{named}' does not train a model in stages: use 1f1b, interleaved:CHUNKS, zb-h1 or zb-v"
-        )));
-    }
+/// Whether a configuration asks for a division by what layers take, which someone has to measure first.
+pub fn divides_by_measure(config: &Config) -> bool {
+    asked_of(config, NonZeroUsize::MIN).method().is_ok_and(|method| method.needs_measuring())
+}
+
+/// What a configuration says of the division of a model into `stages`.
+fn asked_of(config: &Config, stages: NonZeroUsize) -> Asked<'_> {
     let micro_batches = config.batch.gradient_accumulation_steps.get();
-    let micro_batches = usize::try_from(micro_batches).unwrap_or(usize::MAX);
-    Schedule::new(kind, stages.get(), micro_batches).map_err(|error| refuse(error.to_string()))?;
-    Ok(kind)
+    Asked {
+        stages,
+        partition: &config.pipeline.partition,
+        schedule: &config.pipeline.schedule,
+        micro_batches: usize::try_from(micro_batches).unwrap_or(usize::MAX),
+    }
 }
 
-/// The boundaries of chunks among layers. DeepSpeed's default `best` divides by parameters here.
-fn divide(method: &str, layers: &[Layer], chunks: NonZeroUsize) -> Result<Vec<usize>> {
-    let method: Method = if method == "best" { "parameters" } else { method }.parse()?;
-    let size = |layer: &Layer| LayerSize {
-        class: layer.class.clone(),
-        parameters: layer.parameters.iter().filter(|param| param.is_trainable()).map(Param::numel).sum(),
+/// Which stage gets which layers of a model, if it can be divided so: as [`initialize_pipeline`] divides it. `measured` is
+/// what [`measure_layers`] found, where the configuration asks for a division by that.
+pub fn divide<M: Stages>(
+    config: &Config,
+    stages: NonZeroUsize,
+    model: &M,
+    measured: Option<&[Measured]>,
+) -> Result<Division> {
+    let (layers, asked) = (model.layers(), asked_of(config, stages));
+    let ends_meet = asked.ends_meet();
+    let size = |(index, layer): (usize, &Layer)| {
+        // The stage that has both ends has once what is tied between them.
+        let is_there = |param: &Param| {
+            let first = layers[0].parameters.iter().any(|known| known.is_same(param));
+            ends_meet && index + 1 == layers.len() && first
+        };
+        let trained = layer.parameters.iter().filter(|param| param.is_trainable() && !is_there(param));
+        // Slices count as the wholes they are of, so that a division does not depend on them.
+        let parameters = trained.map(|param| param.whole_shape().numel()).sum();
+        let measured = measured.and_then(|measured| measured.get(index)).copied();
+        LayerSize { class: layer.class.clone(), parameters, measured }
     };
-    let sizes: Vec<LayerSize> = layers.iter().map(size).collect();
-    Ok(method.divide(&sizes, chunks)?)
-}
-
-/// The stages that use each parameter, ascending, by its number.
-fn uses(layers: &[Layer], boundaries: &[usize], placement: &[usize]) -> HashMap<u64, Vec<usize>> {
-    let mut uses: HashMap<u64, Vec<usize>> = HashMap::new();
-    for (chunk, stage) in placement.iter().enumerate() {
-        for param in layers[part(boundaries, chunk)].iter().flat_map(|layer| &layer.parameters) {
-            let stages = uses.entry(param.id()).or_default();
-            if let Err(place) = stages.binary_search(stage) {
-                stages.insert(place, *stage);
-            }
-        }
-    }
-    uses
-}
-
-/// How the parameters are spread that this stage shares with others. Collective over the world.
-fn ties(mesh: &Mesh, parameters: &Parameters, uses: &HashMap<u64, Vec<usize>>) -> Result<Vec<Elsewhere>> {
-    let mut by_stages: BTreeMap<&[usize], Vec<Param>> = BTreeMap::new();
-    for param in parameters.as_slice().iter().filter(|param| param.is_trainable()) {
-        if let Some(stages) = uses.get(&param.id()).filter(|stages| stages.len() > 1) {
-            by_stages.entry(stages).or_default().push(param.clone());
-        }
-    }
-    let mut ties = Vec::new();
-    for (stages, params) in by_stages {
-        if let Some(group) = stage_group(mesh, stages, "tied")? {
-            ties.push(Elsewhere { params, sharding: Sharding::over(&mesh.data()?).tied_to(&group) });
-        }
-    }
-    Ok(ties)
-}
-
-/// A new group of this rank's pipeline among some stages; `None` on other stages.
-fn stage_group(mesh: &Mesh, stages: &[usize], name: &str) -> Result<Option<Group>> {
-    let mut own = None;
-    for data in 0..mesh.size("data") {
-        let rank = |stage: &usize| mesh.topology().rank(&[("pipe", *stage), ("data", data)]);
-        let ranks: Vec<usize> = stages.iter().map(rank).collect::<Result<_, _>>()?;
-        let group = mesh.world().named_group(&ranks, Some(&format!("{name} {ranks:?}")))?;
-        own = own.or(group);
-    }
-    Ok(own)
+    let sizes: Vec<LayerSize> = layers.iter().enumerate().map(size).collect();
+    Ok(Division::of(&asked, &sizes)?)
 }
 
 impl Engine {
@@ -206,9 +179,15 @@ impl Engine {
         let is_numbered =
             |name: &str| name.split_once('.').is_some_and(|(layer, _)| layer.parse::<u64>().is_ok());
         let pipeline = self.pipeline.as_ref()?;
-        let in_order = pipeline.boundaries.len() == pipeline.stages.size() + 1;
+        let boundaries = &pipeline.division.boundaries;
+        let in_order = boundaries.len() == pipeline.stages.size() + 1;
         let numbered = checkpoint.manifest().tensors.iter().all(|tensor| is_numbered(&tensor.name));
-        (in_order && numbered).then(|| pipeline.boundaries.iter().map(|layer| *layer as u64).collect())
+        (in_order && numbered).then(|| boundaries.iter().map(|layer| *layer as u64).collect())
+    }
+
+    /// Which stage has which layers, where the model is in stages.
+    pub fn division(&self) -> Option<&Division> {
+        self.pipeline.as_ref().map(|pipeline| &pipeline.division)
     }
 
     /// The stage of the model that this rank holds, and how many there are.

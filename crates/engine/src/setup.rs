@@ -6,6 +6,7 @@ use ferrospeed_config::{Config, DataType, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
+use ferrospeed_pipeline::partition::Measured;
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Device};
 use ferrospeed_zero::{Elsewhere, Homes, ParamGroup, Sharding, StoreOptions, ZeroStore};
@@ -69,6 +70,9 @@ pub struct Options<'a> {
     pub data_rank: Option<usize>,
     /// The mesh whose ranks hold slices of the model's layers: see [`Options::spread_over`]. Default: none do.
     pub mesh: Option<Mesh>,
+    /// What layers take, where a model in stages is divided by that: see [`measure_layers`](crate::measure_layers). Default:
+    /// nobody has measured them.
+    pub measured: Option<Vec<Measured>>,
     /// Whether gradients are only added up until the step, however many micro-batches it has: a backward that waited for
     /// other ranks could keep a pipeline waiting.
     pub reduces_at_step: bool,
@@ -108,7 +112,17 @@ pub fn initialize_with<M>(
 }
 
 /// The same for a model that is built already.
-pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Options<'_>) -> Result<Engine> {
+pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options<'_>) -> Result<Engine> {
+    experts::check(&setup.config, parameters)?;
+    initialize_part(setup, parameters, options)
+}
+
+/// The same for those parameters of a model that this rank's stage uses.
+pub(crate) fn initialize_part(
+    setup: &Setup,
+    parameters: &Parameters,
+    mut options: Options<'_>,
+) -> Result<Engine> {
     agree(setup)?;
     let config = &setup.config;
     if config.section("amp").is_some_and(|amp| amp["enabled"] == true) {
@@ -200,7 +214,7 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, mut options: Opt
         leaf_modules.extend(found.iter().map(|module| module.as_slice().to_vec()));
     }
     if let Some(mesh) = &mesh {
-        options.elsewhere.extend(slices::elsewhere(mesh, &parameters, &sharding)?);
+        options.elsewhere.extend(slices::elsewhere(mesh, &parameters, &sharding, &options.elsewhere)?);
     }
     let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
     let asked = config.section("sequence_parallel_size").and_then(serde_json::Value::as_u64).unwrap_or(1);

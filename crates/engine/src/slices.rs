@@ -43,10 +43,17 @@ pub(crate) fn check(config: &Config, optimizer: Option<&Optimizer>, mesh: Option
     Ok(())
 }
 
-/// What is spread in another way than slices of this rank alone. All ranks call it together.
-pub(crate) fn elsewhere(mesh: &Mesh, parameters: &Parameters, common: &Sharding) -> Result<Vec<Elsewhere>> {
+/// What is spread in another way than slices of this rank alone, but for what is `settled`. All ranks call it together.
+pub(crate) fn elsewhere(
+    mesh: &Mesh,
+    parameters: &Parameters,
+    common: &Sharding,
+    settled: &[Elsewhere],
+) -> Result<Vec<Elsewhere>> {
+    let is_settled =
+        |param: &Param| settled.iter().any(|way| way.params.iter().any(|known| known.is_same(param)));
     let mut by_holders: BTreeMap<usize, Vec<Param>> = BTreeMap::new();
-    for param in parameters.as_slice() {
+    for param in parameters.as_slice().iter().filter(|param| !is_settled(param)) {
         by_holders.entry(param.slice().map_or(0, Slice::holders)).or_default().push(param.clone());
     }
     by_holders.remove(&1);

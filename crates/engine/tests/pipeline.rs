@@ -11,15 +11,15 @@ use std::sync::Arc;
 use common::{config, device, on_ranks};
 use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_engine::{
-    Engine, EngineError, Format, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model,
-    initialize_pipeline,
+    Engine, EngineError, Format, LoadOptions, Options, SaveOptions, Setup, StepReport, divide,
+    initialize_model, initialize_pipeline, measure_layers,
 };
 use ferrospeed_models::bert::{Bert, BertBatch};
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::{Carried, Dropout, Init, Linear, Mode, Parameters, Sequential, Stages, Trained};
 use ferrospeed_pipeline::schedule::Schedule;
 use ferrospeed_pipeline::validate::{Sends, validate};
-use ferrospeed_tensor::{Activation, Tensor, TensorError, autograd, ops};
+use ferrospeed_tensor::{Activation, Device, Tensor, TensorError, autograd, ops};
 use serde_json::{Value, json};
 
 /// Largest difference of f32 losses, norms and weights of models with tied weights, relative to 1 or the value.
@@ -45,6 +45,12 @@ enum Batch {
     Pair((Tensor, Tensor)),
     Labelled((Tokens, Tensor)),
     Bert(Box<BertBatch>),
+}
+
+fn labelled(device: &Device, seed: usize) -> (Tokens, Tensor) {
+    let ids: Vec<i64> = (0..14).map(|i| ((i * 7 + seed + i * i) % 17) as i64).collect();
+    let ids = Tensor::from_slice(&ids, [2, 7], device).unwrap();
+    (Tokens::new(ids.clone()), ids)
 }
 
 fn mean_square(y: &Tensor, target: &Tensor) -> Result<Tensor, TensorError> {
@@ -118,11 +124,7 @@ impl Model {
                 };
                 Batch::Pair((values(0), values(3)))
             }
-            Model::Decoder(_) => {
-                let ids: Vec<i64> = (0..14).map(|i| ((i * 7 + seed + i * i) % 17) as i64).collect();
-                let ids = Tensor::from_slice(&ids, [2, 7], device).unwrap();
-                Batch::Labelled((Tokens::new(ids.clone()), ids))
-            }
+            Model::Decoder(_) => Batch::Labelled(labelled(device, seed)),
             Model::Bert(_) => {
                 let ids: Vec<i64> = (0..14).map(|i| ((i * 7 + seed + i * i) % 17) as i64).collect();
                 let labels: Vec<i64> =
@@ -158,14 +160,7 @@ impl Stages for Model {
         carried: Carried,
         mode: Mode,
     ) -> Result<Carried, TensorError> {
-        match (self, batch) {
-            (Model::Mlp(model, _), Batch::Pair(batch)) => model.forward_range(range, batch, carried, mode),
-            (Model::Decoder(model), Batch::Labelled(batch)) => {
-                model.forward_range(range, batch, carried, mode)
-            }
-            (Model::Bert(model), Batch::Bert(batch)) => model.forward_range(range, batch, carried, mode),
-            _ => panic!("another model's batch"),
-        }
+        self.run(true, range, batch, carried, mode)
     }
 
     fn output_range(
@@ -175,12 +170,39 @@ impl Stages for Model {
         carried: Carried,
         mode: Mode,
     ) -> Result<Carried, TensorError> {
-        match (self, batch) {
-            (Model::Mlp(model, _), Batch::Pair(batch)) => model.output_range(range, batch, carried, mode),
-            (Model::Decoder(model), Batch::Labelled(batch)) => {
-                model.output_range(range, batch, carried, mode)
+        self.run(false, range, batch, carried, mode)
+    }
+}
+
+impl Model {
+    /// Some layers of whichever model it is, to its loss or to what it says.
+    fn run(
+        &self,
+        to_loss: bool,
+        range: std::ops::Range<usize>,
+        batch: &Batch,
+        carried: Carried,
+        mode: Mode,
+    ) -> Result<Carried, TensorError> {
+        fn of<M: Stages>(
+            model: &M,
+            to_loss: bool,
+            range: std::ops::Range<usize>,
+            batch: &M::Batch,
+            carried: Carried,
+            mode: Mode,
+        ) -> Result<Carried, TensorError> {
+            match to_loss {
+                true => model.forward_range(range, batch, carried, mode),
+                false => model.output_range(range, batch, carried, mode),
             }
-            (Model::Bert(model), Batch::Bert(batch)) => model.output_range(range, batch, carried, mode),
+        }
+        match (self, batch) {
+            (Model::Mlp(model, _), Batch::Pair(batch)) => of(model, to_loss, range, batch, carried, mode),
+            (Model::Decoder(model), Batch::Labelled(batch)) => {
+                of(&**model, to_loss, range, batch, carried, mode)
+            }
+            (Model::Bert(model), Batch::Bert(batch)) => of(&**model, to_loss, range, batch, carried, mode),
             _ => panic!("another model's batch"),
         }
     }
@@ -510,6 +532,27 @@ fn both_copies_of_a_tied_weight_stay_equal() {
 }
 
 #[test]
+fn a_tied_weight_counts_once_where_one_stage_has_both_ends() {
+    let mut value = configuration(0, "fp32", 4);
+    let Model::Decoder(tied) = build(Which::Gpt2Tied) else { panic!("a decoder") };
+    let most = |value: &Value| {
+        let division = divide(&config(value, 1), 2.try_into().unwrap(), &*tied, None).unwrap();
+        let layers = tied.layers();
+        let held = |stage: usize| {
+            let own = division.chunks_of(stage).flat_map(|chunk| &layers[division.layers_of_chunk(chunk)]);
+            let mut params: Vec<_> = own.flat_map(|layer| layer.parameters.clone()).collect();
+            params.sort_by_key(ferrospeed_tensor::Param::id);
+            params.dedup_by_key(|param| param.id());
+            params.iter().map(ferrospeed_tensor::Param::numel).sum::<usize>()
+        };
+        held(0).max(held(1)) as f64 / tied.parameters().numel() as f64
+    };
+    let on_both = most(&value);
+    value["pipeline"] = json!({"schedule": "zb-v"});
+    assert!(most(&value) < 0.6 && on_both > 0.5, "{} and {on_both} of the model", most(&value));
+}
+
+#[test]
 fn a_stage_holds_what_its_schedule_claims() {
     for schedule in ["1f1b"].into_iter().chain(SCHEDULES) {
         let value = scheduled(schedule, 0, "fp32", 8);
@@ -694,17 +737,95 @@ fn what_makes_no_pipeline_is_refused_with_the_reason() {
 
 #[test]
 fn a_stage_that_dies_is_named_by_those_that_wait_for_it() {
-    let told = on_ranks(2, |world| {
-        let model = build(Which::Llama);
-        let mut engine = start(world, &configuration(0, "fp32", 2), &model, 2);
-        if engine.stage().0 == 1 {
-            return String::new();
+    for schedule in ["1f1b"].into_iter().chain(SCHEDULES) {
+        for dying in 0..2 {
+            let value = scheduled(schedule, 0, "fp32", 4);
+            let told = on_ranks(2, move |world| {
+                let model = build(Which::Llama);
+                let mut engine = start(world, &value, &model, 2);
+                // One that dies in the middle of a batch: it asks for micro-batches in order.
+                let (is_dying, batches) = (engine.stage().0 == dying, 0..4);
+                let batches: Vec<Batch> = batches.map(|micro| model.batch(&engine, micro)).collect();
+                let mut batches = batches.into_iter();
+                let run = engine.train_batch(&model, |micro| match is_dying && micro == 2 {
+                    true => Err(EngineError::Order { call: "batch", why: "this rank dies" }),
+                    false => Ok(batches.next().unwrap()),
+                });
+                run.unwrap_err().to_string()
+            });
+            let (other, told) = (1 - dying, &told[1 - dying]);
+            // Who, doing what, on which micro-batch, with whom; and why.
+            assert!(told.starts_with(&format!("stage {other} (")), "{schedule}, stage {dying} dies: {told}");
+            assert!(told.contains("ing ") && told.contains(" of micro-batch "), "{schedule}: {told}");
+            assert!(told.contains(&format!(" stage {dying}): rank {dying} ")), "{schedule}: {told}");
         }
-        let batches: Vec<Batch> = (0..2).map(|micro| model.batch(&engine, micro)).collect();
-        let mut batches = batches.into_iter();
-        let run = engine.train_batch(&model, |_| Ok::<_, EngineError>(batches.next().unwrap()));
-        run.unwrap_err().to_string()
+    }
+}
+
+#[test]
+fn a_stage_that_dies_behind_the_last_message_is_named_by_those_that_wait_for_losses() {
+    // With zb-v the first stage has the loss: it fails there, when the other has nothing more to send.
+    let value = scheduled("zb-v", 0, "fp32", 4);
+    let told = on_ranks(2, move |world| {
+        let model = build(Which::Llama);
+        let mut engine = start(world, &value, &model, 2);
+        let (tokens, labels) = labelled(&device(1), 0);
+        let labels = match engine.stage().0 {
+            0 => ops::narrow(&labels, 1, 0, 3).unwrap(),
+            _ => labels,
+        };
+        let batch = |_| Ok::<_, EngineError>(Batch::Labelled((tokens.clone(), labels.clone())));
+        engine.eval_batch(&model, 1, batch).unwrap_err().to_string()
     });
-    let named = "stage 0 (receiving gradients of micro-batch 0 from stage 1): rank 1 ";
-    assert!(told[0].starts_with(named), "{}", told[0]);
+    assert!(
+        told[1].starts_with("stage 1 (receiving losses up to micro-batch 0 from stage 0): rank 0 "),
+        "{}",
+        told[1]
+    );
+}
+
+#[test]
+fn layers_are_divided_by_what_they_take() {
+    let divided = |partition: &'static str| {
+        let mut value = configuration(0, "fp32", 2);
+        value["pipeline"] = json!({"partition": partition});
+        let divisions = on_ranks(2, move |world| {
+            let model = build(Which::Llama);
+            let setup = Setup::new(config(&value, 1), world, device(1));
+            let refused = initialize_pipeline(
+                &setup,
+                2.try_into().unwrap(),
+                &model,
+                model.parameters(),
+                Options::default(),
+            );
+            let refused = refused.err().map(|error| error.to_string()).unwrap_or_default();
+            let (scratch, batch) = (build(Which::Llama), Batch::Labelled(labelled(&device(1), 3)));
+            let measured = measure_layers(&setup, &scratch, &batch).unwrap();
+            assert_eq!(measured.len(), 8);
+            let options = Options { measured: Some(measured.clone()), ..Default::default() };
+            let engine =
+                initialize_pipeline(&setup, 2.try_into().unwrap(), &model, model.parameters(), options);
+            (engine.unwrap().division().unwrap().clone(), measured, refused)
+        });
+        // Rank 0 has measured, and all divide by what it found.
+        assert_eq!(divisions[0], divisions[1]);
+        divisions[0].clone()
+    };
+    let (by_time, measured, refused) = divided("profile");
+    assert!(
+        refused.contains("pipeline.partition: ") && refused.contains("was not: measure them first"),
+        "{refused}"
+    );
+    // Blocks are of one kind, which is measured once.
+    assert!(measured.iter().all(|layer| layer.seconds > 0.0 && layer.activation_bytes > 0.0), "{measured:?}");
+    assert!(measured[1..7].iter().all(|block| *block == measured[1]), "{measured:?}");
+    let times =
+        |layers: std::ops::Range<usize>| -> f64 { measured[layers].iter().map(|layer| layer.seconds).sum() };
+    let apart = |cut: usize| (times(0..cut) - times(cut..8)).abs();
+    let best = (1..8).map(apart).fold(f64::INFINITY, f64::min);
+    assert!((apart(by_time.boundaries[1]) - best).abs() < 1e-12, "{by_time}: {measured:?}");
+    let (by_memory, _, _) = divided("memory");
+    // The first stage holds two micro-batches, the last one.
+    assert!(by_memory.boundaries[1] <= 4, "{by_memory}");
 }

@@ -52,6 +52,12 @@ pub trait Stages: Send + Sync {
     ) -> Result<Carried> {
         Err(TensorError::argument("inference", "this model gives its loss and nothing else".to_owned()))
     }
+
+    /// Whether ranks that hold slices of its layers carry the same values from one to the next, so that each need send but a
+    /// share of them.
+    fn carries_alike(&self) -> bool {
+        false
+    }
 }
 
 /// Layers and the loss that they are trained with. A micro-batch is an input and a target.

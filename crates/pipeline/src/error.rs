@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PipelineError {
     /// A partition method that does not exist.
-    #[error("partition method '{0}' is not known: use uniform, parameters or type:REGEX")]
+    #[error("partition method '{0}' is not known: use uniform, parameters, type:REGEX, profile or memory")]
     UnknownMethod(String),
     /// A regular expression that cannot be read.
     #[error("partition method 'type:{pattern}': {why}")]
@@ -22,11 +22,24 @@ pub enum PipelineError {
         /// The names there are.
         layers: String,
     },
+    /// A partition by time or memory of a layer that nobody measured.
+    #[error(
+        "layers are divided by what was measured of them, and '{0}' was not: measure them first, or use parameters"
+    )]
+    NotMeasured(String),
     /// Numbers of stages and micro-batches that make no schedule.
     #[error("schedule {schedule}: {why}")]
     Schedule {
         /// Which.
         schedule: &'static str,
+        /// Why, and what would do.
+        why: String,
+    },
+    /// A key of the configuration that makes no pipeline.
+    #[error("{key}: {why}")]
+    Key {
+        /// Which.
+        key: &'static str,
         /// Why, and what would do.
         why: String,
     },

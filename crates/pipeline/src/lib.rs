@@ -1,6 +1,6 @@
 //! Pipeline parallelism as arithmetic: who has which layers, who does what when, and what that costs.
 //!
-//! [`partition`] divides layers over stages. [`schedule`] says in which order a stage works; a schedule is a pure function
+//! [`partition`] divides layers over stages, [`division`] as a configuration asks. [`schedule`] says in which order a stage works; a schedule is a pure function
 //! of numbers of stages and micro-batches. [`validate`] shows that it cannot deadlock and what it holds, [`simulate`] gives
 //! times to its parts, [`draw`] shows it, and [`boundary`] is what a stage tells the next of the tensors it sends. Nothing
 //! here starts or sends anything: the engine does.
@@ -16,6 +16,7 @@
 //! ```
 
 pub mod boundary;
+pub mod division;
 pub mod draw;
 mod error;
 pub mod partition;

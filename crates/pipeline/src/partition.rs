@@ -19,6 +19,10 @@ pub enum Method {
     Parameters,
     /// About the same number of layers whose names match.
     Type(Regex),
+    /// About the same measured time.
+    Profile,
+    /// As little memory on the fullest stage as can be.
+    Memory,
 }
 
 impl FromStr for Method {
@@ -30,6 +34,8 @@ impl FromStr for Method {
         match lower.split(':').collect::<Vec<_>>()[..] {
             ["uniform"] => Ok(Method::Uniform),
             ["parameters"] => Ok(Method::Parameters),
+            ["profile"] => Ok(Method::Profile),
+            ["memory"] => Ok(Method::Memory),
             ["type", pattern, ..] => {
                 Regex::new(&format!("(?i){pattern}")).map(Method::Type).map_err(|error| {
                     PipelineError::BadPattern { pattern: pattern.to_owned(), why: error.to_string() }
@@ -41,22 +47,62 @@ impl FromStr for Method {
 }
 
 /// What a partition must know of a layer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct LayerSize {
     /// The name of its kind.
     pub class: String,
     /// Trained parameters.
     pub parameters: usize,
+    /// What was measured of it.
+    pub measured: Option<Measured>,
+}
+
+/// What one micro-batch takes in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Measured {
+    /// Forward and backward.
+    pub seconds: f64,
+    /// What a rank keeps of the layer, whatever it does: weights, gradients, states.
+    pub state_bytes: f64,
+    /// What forward leaves for backward.
+    pub activation_bytes: f64,
 }
 
 impl Method {
-    /// The boundaries of `stages` parts of some layers.
-    pub fn divide(&self, layers: &[LayerSize], stages: NonZeroUsize) -> Result<Vec<usize>> {
+    /// Whether layers must have been measured.
+    pub fn needs_measuring(&self) -> bool {
+        matches!(self, Method::Profile | Method::Memory)
+    }
+
+    /// The boundaries of parts of some layers, of which part `i` holds the activations of `held[i]` micro-batches at a time.
+    pub fn divide(&self, layers: &[LayerSize], held: &[f64]) -> Result<Vec<usize>> {
+        let stages = NonZeroUsize::new(held.len()).unwrap_or(NonZeroUsize::MIN);
+        if let (true, Some(layer)) =
+            (self.needs_measuring(), layers.iter().find(|layer| layer.measured.is_none()))
+        {
+            return Err(PipelineError::NotMeasured(layer.class.clone()));
+        }
+        let measured = || layers.iter().map(|layer| layer.measured.unwrap_or_default());
         let weights: Vec<f64> = match self {
             Method::Uniform => return Ok(partition_uniform(layers.len(), stages)),
             Method::Parameters => layers.iter().map(|layer| layer.parameters as f64).collect(),
             Method::Type(pattern) => {
                 layers.iter().map(|layer| f64::from(u8::from(pattern.is_match(&layer.class)))).collect()
+            }
+            Method::Profile => measured().map(|measured| measured.seconds).collect(),
+            Method::Memory => {
+                let [state, activations] = [0, 1].map(|which| {
+                    let of = |layer: Measured| [layer.state_bytes, layer.activation_bytes][which];
+                    [0.0]
+                        .into_iter()
+                        .chain(prefix_sum(&measured().map(of).collect::<Vec<_>>()))
+                        .collect::<Vec<f64>>()
+                });
+                let bytes = |part: usize, layers: Range<usize>| {
+                    let of = |sums: &[f64]| sums[layers.end] - sums[layers.start];
+                    of(&state) + held[part] * of(&activations)
+                };
+                return Ok(partition_lightest(layers.len(), stages, bytes));
             }
         };
         if let (Method::Type(pattern), true) = (self, weights.iter().all(|weight| *weight == 0.0)) {
@@ -144,4 +190,80 @@ struct State {
     lightest: f64,
     /// Where the last part starts.
     cut: usize,
+}
+
+/// Parts whose heaviest is as light as can be, where an item's weight depends on the part that has it. Each has an item,
+/// while there are any; among equals, the first parts have more.
+pub fn partition_lightest(
+    items: usize,
+    parts: NonZeroUsize,
+    weight: impl Fn(usize, Range<usize>) -> f64,
+) -> Vec<usize> {
+    let parts = parts.get();
+    if items <= parts {
+        return (0..=parts).map(|part| part.min(items)).collect();
+    }
+    // best[count][end]: the heaviest of `count` parts of the first `end` items, and where the last of them starts.
+    let mut best = vec![vec![(f64::INFINITY, 0); items + 1]; parts + 1];
+    best[0][0].0 = f64::NEG_INFINITY;
+    for count in 1..=parts {
+        for end in count..=items {
+            for start in count - 1..end {
+                let heaviest = best[count - 1][start].0.max(weight(count - 1, start..end));
+                if heaviest <= best[count][end].0 {
+                    best[count][end] = (heaviest, start);
+                }
+            }
+        }
+    }
+    let mut boundaries = vec![items];
+    for count in (1..=parts).rev() {
+        boundaries.push(best[count][boundaries[boundaries.len() - 1]].1);
+    }
+    boundaries.reverse();
+    boundaries
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(seconds: f64, state_bytes: f64, activation_bytes: f64) -> LayerSize {
+        let measured = Some(Measured { seconds, state_bytes, activation_bytes });
+        LayerSize { class: "Block".to_owned(), parameters: 1, measured }
+    }
+
+    #[test]
+    fn measured_times_are_evened_out() {
+        let layers: Vec<_> = [1.0, 1.0, 1.0, 1.0, 4.0].map(|seconds| layer(seconds, 1.0, 1.0)).to_vec();
+        assert_eq!(Method::Profile.divide(&layers, &[1.0; 2]).unwrap(), [0, 4, 5]);
+    }
+
+    #[test]
+    fn the_fullest_stage_is_as_empty_as_can_be() {
+        // The first stage holds four micro-batches of its layers' activations, the last one.
+        let layers = vec![layer(1.0, 10.0, 5.0); 8];
+        let boundaries = Method::Memory.divide(&layers, &[4.0, 3.0, 2.0, 1.0]).unwrap();
+        assert_eq!(boundaries, [0, 1, 3, 5, 8]);
+        let weight =
+            |part: usize, layers: Range<usize>| layers.len() as f64 * (10.0 + 5.0 * (4.0 - part as f64));
+        let fullest =
+            |boundaries: &[usize]| (0..4).map(|at| weight(at, part(boundaries, at))).fold(0.0, f64::max);
+        let mut least = f64::INFINITY;
+        for a in 1..6 {
+            for b in a + 1..7 {
+                for c in b + 1..8 {
+                    least = f64::min(least, fullest(&[0, a, b, c, 8]));
+                }
+            }
+        }
+        assert_eq!(fullest(&boundaries), least);
+    }
+
+    #[test]
+    fn layers_that_nobody_measured_are_told() {
+        let layers = vec![LayerSize { measured: None, ..layer(1.0, 1.0, 1.0) }; 3];
+        let told = "profile".parse::<Method>().unwrap().divide(&layers, &[1.0; 2]).unwrap_err();
+        assert_eq!(told, PipelineError::NotMeasured("Block".to_owned()));
+    }
 }

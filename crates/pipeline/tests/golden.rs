@@ -63,17 +63,24 @@ fn golden_module_partition() {
         let layers: Vec<LayerSize> = names
             .iter()
             .zip(&counts)
-            .map(|(name, count)| LayerSize { class: name.as_str().unwrap().into(), parameters: *count })
+            .map(|(name, count)| LayerSize {
+                class: name.as_str().unwrap().into(),
+                parameters: *count,
+                measured: None,
+            })
             .collect();
-        let stages = number(&case["num_stages"]).try_into().expect("a positive number");
+        let held = vec![1.0; number(&case["num_stages"])];
         let method: Result<Method, _> = case["method"].as_str().expect("a method").parse();
-        match (method.and_then(|method| method.divide(&layers, stages)), case["error"].as_str()) {
+        match (method.and_then(|method| method.divide(&layers, &held)), case["error"].as_str()) {
             (Ok(found), None) => {
                 assert_eq!(found, numbers(&case["parts"]), "{case}");
                 let owners: Vec<usize> =
                     (0..layers.len()).map(|layer| owner(&found, layer).unwrap()).collect();
                 assert_eq!(owners, numbers(&case["stage_owner"]), "{case}");
             }
+            // Where DeepSpeed has a name and nothing behind it, layers are divided by what was measured of them.
+            (Err(PipelineError::NotMeasured(_)), Some("NotImplementedError"))
+                if case["method"] == "profile" => {}
             (Err(PipelineError::UnknownMethod(_)), Some("NotImplementedError"))
             | (Err(PipelineError::NoMatch { .. }), Some("RuntimeError")) => {}
             (found, expected) => panic!("{found:?}, recorded {expected:?}: {case}"),

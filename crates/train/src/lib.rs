@@ -8,6 +8,7 @@ pub mod error;
 mod export;
 pub mod folder;
 mod health;
+mod measure;
 mod mesh;
 mod model;
 mod peak;

@@ -30,11 +30,6 @@ impl MeshSizes {
         [self.pipe, self.sequence, self.tensor].iter().fold(1, |ranks, size| ranks.saturating_mul(size.get()))
     }
 
-    /// Whether ranks that hold all of a model share samples, or layers are in slices.
-    pub(crate) fn is_more_than_data(self) -> bool {
-        self.sequence.get() > 1 || self.tensor.get() > 1
-    }
-
     /// Whether ranks hold different parts of the model.
     pub(crate) fn divides_model(self) -> bool {
         [self.pipe, self.tensor, self.expert].iter().any(|size| size.get() > 1)
@@ -55,35 +50,27 @@ impl MeshSizes {
             (self.sequence.get(), "sequence_parallel_size", "parts of a sequence"),
             (self.tensor.get(), "tensor_parallel.autotp_size", "slices of a layer"),
         ];
-        let mut product = 1usize;
-        for (size, key, what) in sizes {
-            product = product.saturating_mul(size);
-            let behind =
-                if product == size { String::new() } else { format!(" ({product} with those before)") };
-            refuse(
-                !ranks.is_multiple_of(product),
-                format!(
-                    "{key}: {size} {what}{behind} need a multiple of {product} ranks, and there are {ranks}"
-                ),
-            );
-        }
+        let named: Vec<_> = sizes.iter().filter(|(size, ..)| *size > 1).collect();
+        let needed = self.ranks_of_a_sample();
+        let keys: Vec<&str> = named.iter().map(|(_, key, _)| *key).collect();
+        let what: Vec<String> = named.iter().map(|(size, _, what)| format!("{size} {what}")).collect();
+        let cannot = !ranks.is_multiple_of(needed);
+        refuse(
+            cannot,
+            format!(
+                "{}: {} need a multiple of {needed} ranks, and there are {ranks}; start {} (-n, ranks), or change the others",
+                keys.join(", "),
+                what.join(" × "),
+                ranks.next_multiple_of(needed)
+            ),
+        );
         let (expert, room) =
             (self.expert.get(), ranks / self.pipe.get().saturating_mul(self.tensor.get()).max(1));
         refuse(
-            room > 0 && !room.is_multiple_of(expert),
+            !cannot && !room.is_multiple_of(expert),
             format!(
-                "expert_parallel.autoep_size: experts on {expert} ranks need a multiple of {expert} ranks that hold the same slices, and there are {room}"
+                "expert_parallel.autoep_size: experts on {expert} ranks need a multiple of {expert} ranks that hold the same slices of a stage, and there are {room}"
             ),
         );
-        for (size, key) in [
-            (expert, "expert_parallel.autoep_size"),
-            (self.tensor.get(), "tensor_parallel.autotp_size"),
-            (self.sequence.get(), "sequence_parallel_size"),
-        ] {
-            refuse(
-                size > 1 && self.pipe.get() > 1,
-                format!("{key}: does not run together with pipeline.stages yet; leave out one of the two"),
-            );
-        }
     }
 }

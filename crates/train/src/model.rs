@@ -8,8 +8,9 @@ use ferrospeed_models::decoder::{FeedForward, Spread};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
-use ferrospeed_nn::SequenceMethod;
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
+use ferrospeed_nn::{SequenceMethod, Stages};
+use ferrospeed_pipeline::partition::Measured;
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
@@ -57,6 +58,17 @@ fn spread(recipe: &Recipe, mesh: Option<&Mesh>) -> Result<Spread> {
         ranks => Some(mesh.expert(ranks, recipe.expert_order())?.expert),
     };
     Ok(Spread { slices, experts })
+}
+
+/// Why a model cannot be divided into the stages that a recipe asks for. What is wrong with its configuration otherwise is
+/// told elsewhere.
+fn cannot_be_staged(recipe: &Recipe, decoder: &Decoder) -> Option<String> {
+    let (config, _) = recipe.config().ok().filter(|_| recipe.stages().get() > 1)?;
+    // Layers are measured by ranks: here it is enough that there are some for every stage.
+    let alike =
+        vec![Measured { seconds: 1.0, state_bytes: 1.0, activation_bytes: 1.0 }; decoder.layers().len()];
+    let divided = ferrospeed_engine::divide(&config, recipe.stages(), decoder, Some(&alike));
+    divided.err().map(|error| error.to_string())
 }
 
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -148,6 +160,7 @@ impl ModelPlan {
             }
         };
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
+        problems.extend(cannot_be_staged(recipe, &decoder));
         let weights = recipe.model.path.as_ref().and_then(|folder| {
             let opened = WeightFiles::open_directory(folder)
                 .and_then(|weights| weights.check(decoder.parameters().as_slice()).map(|_| weights));

@@ -9,8 +9,8 @@ use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
 use ferrospeed_engine::{
-    Engine, EngineError, Options, Setup, StepReport, activation_shelf, initialize_model, initialize_pipeline,
-    machine,
+    Engine, EngineError, Options, Setup, StepReport, activation_shelf, divides_by_measure, initialize_model,
+    initialize_pipeline, machine,
 };
 use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
@@ -29,6 +29,7 @@ use crate::error::{Result, TrainError};
 use crate::export::export;
 use crate::folder::{FolderLock, RunFolder};
 use crate::health::Health;
+use crate::measure::measured;
 use crate::model::BuiltModel;
 use crate::peak;
 use crate::prepare::{Prepared, copy_companions, prepare};
@@ -61,6 +62,8 @@ pub struct RunInfo {
     pub warnings: Vec<String>,
     /// Floating-point operations per second that all ranks together reach in a matrix product, measured at the start.
     pub peak_flops_per_s: f64,
+    /// Which stage has which layers, where the model is in stages.
+    pub division: Option<String>,
     /// The checkpoint that it goes on from.
     pub resumed: Option<Resumed>,
 }
@@ -68,7 +71,7 @@ pub struct RunInfo {
 impl RunInfo {
     /// By name, for people.
     pub(crate) fn facts(&self) -> Vec<(String, String)> {
-        [
+        let facts = [
             ("parameters", self.parameters.to_string()),
             ("type", self.dtype.clone()),
             ("ranks", self.ranks.to_string()),
@@ -78,9 +81,9 @@ impl RunInfo {
             ("sequences to train on", self.train_sequences.to_string()),
             ("sequences to validate on", self.validation_sequences.to_string()),
             ("measured peak", format!("{:.1} GFLOP/s", self.peak_flops_per_s / 1e9)),
-        ]
-        .map(|(name, value)| (name.to_owned(), value))
-        .into()
+        ];
+        let division = self.division.iter().map(|division| ("stages", division.clone()));
+        facts.into_iter().chain(division).map(|(name, value)| (name.to_owned(), value)).collect()
     }
 }
 
@@ -239,11 +242,14 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
     let mut options = Options { source, ..Default::default() };
-    if recipe.mesh().is_more_than_data() {
+    if recipe.mesh().ranks_of_a_sample() > 1 {
         options.spread_over(&mesh)?;
     }
     if recipe.mesh().expert.get() > 1 {
         options.spread_experts(&mesh, mesh.expert(recipe.mesh().expert.get(), recipe.expert_order())?)?;
+    }
+    if recipe.stages().get() > 1 && divides_by_measure(&setup.config) {
+        options.measured = Some(measured(&setup, &model, &sequences, recipe)?);
     }
     let engine = match recipe.stages() {
         NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
@@ -533,6 +539,7 @@ impl Run<'_> {
             validation_sequences: self.sequences.count(Split::Validation),
             warnings,
             peak_flops_per_s,
+            division: self.engine.division().map(ToString::to_string),
             resumed,
         }
     }

@@ -189,7 +189,7 @@ pub(super) const PIPELINE: &[Key] = &[
         "partition",
         Kind::Text,
         "\"best\"",
-        "How layers are divided: `uniform`, `parameters` or `type:REGEX`; `best` is `parameters`.",
+        "How layers are divided: `uniform`, `parameters`, `type:REGEX`, `profile` (measured time) or `memory`; `best` is `parameters`.",
     )
     .done(),
     key(
@@ -202,8 +202,8 @@ pub(super) const PIPELINE: &[Key] = &[
     key("seed_layers", Kind::Bool, "false", "Seed each layer by its index.")
         .inert("first values follow the names of parameters, wherever they lie"),
     key("activation_checkpoint_interval", COUNT, "0", "Recompute every this many layers; 0 never.").done(),
-    key("pipe_partitioned", Kind::Bool, "true", "Send a share of activations per tensor-parallel rank."),
-    key("grad_partitioned", Kind::Bool, "true", "The same for gradients."),
+    key("pipe_partitioned", Kind::Bool, "true", "Send a share of activations per tensor-parallel rank.").done(),
+    key("grad_partitioned", Kind::Bool, "true", "The same for gradients.").done(),
     key("use_reentrant", Kind::Bool, "null", "Kind of recomputation.")
         .inert("there is one kind of recomputation here"),
 ];

@@ -119,7 +119,7 @@ impl Engine {
             }
             .into());
         };
-        let result = make(pipeline.kind, pipeline.stages.size(), micro_batches)
+        let result = make(pipeline.division.kind, pipeline.stages.size(), micro_batches)
             .map_err(|error| EngineError::from(error).into())
             .and_then(|schedule| self.follow(&mut pipeline, &schedule, model, asked, &mut batch));
         self.pipeline = Some(pipeline);

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use ferrospeed_nn::{Carried, Mode, Stages};
 use ferrospeed_observe::trace::Activity;
-use ferrospeed_pipeline::partition::part;
 use ferrospeed_pipeline::schedule::{Instruction, Item, Schedule};
 use ferrospeed_pipeline::simulate::Span;
 use ferrospeed_tensor::autograd::{self, WeightGradients};
@@ -170,7 +169,8 @@ impl Engine {
         if asked == Asked::Loss {
             losses.resize(schedule.micro_batches, 0.0);
             let of_loss = schedule.stage_of_chunk.last().copied().unwrap_or_default();
-            pipeline.stages.broadcast(&mut losses, of_loss).map_err(EngineError::from)?;
+            let last = first + schedule.micro_batches.saturating_sub(1) as u64;
+            pipeline.messenger.share_losses(&mut losses, of_loss, last)?;
         }
         Ok(Given { losses, outputs })
     }
@@ -241,7 +241,7 @@ impl Engine {
             received.unwrap_or(Received { tensors: Carried::new(), next_stream: 0 });
         let batch = underway.batches.get(&item.micro).ok_or_else(|| bug("a micro-batch is gone"))?;
         random::set_state(RandomState { next_stream, ..self.random_state() });
-        let layers = part(&pipeline.boundaries, item.chunk);
+        let layers = pipeline.division.layers_of_chunk(item.chunk);
         let recomputes = self.recomputes(pipeline);
         let at_once = if recomputes { pipeline.recomputed_layers } else { layers.len() };
         let (mut segments, mut outputs) = (Vec::new(), tensors);

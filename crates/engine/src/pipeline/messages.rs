@@ -5,13 +5,17 @@
 //! part of what both ends compare, so stages that disagree find out before data moves. Sends go on beside the work.
 //! Gradients have a group of their own: between two stages with several chunks each both kinds go the same way, and neither
 //! may have to wait for its turn behind the other.
+//!
+//! Where ranks hold slices of the same layers and carry the same values between them, each sends its share of a tensor of
+//! floats, and the ranks on the other side gather it (`pipe_partitioned`, `grad_partitioned`); a tensor that does not come
+//! out even goes whole.
 
 use std::collections::{HashMap, VecDeque};
 
 use ferrospeed_collective::exchange::{self, Pending};
 use ferrospeed_comm::Group;
 use ferrospeed_pipeline::boundary::{self, Form};
-use ferrospeed_tensor::{DType, Device, Tensor};
+use ferrospeed_tensor::{DType, Device, Tensor, ops};
 
 use crate::error::{EngineError, Result};
 
@@ -31,22 +35,41 @@ pub struct StageFailure {
     pub chunk: usize,
     /// The micro-batch, counted since the run began.
     pub micro: u64,
-    /// Whether activations went forward, or gradients backward.
-    pub forward: bool,
+    /// What was to pass between them.
+    pub passed: Passed,
     /// Whether it sent.
     pub sends: bool,
 }
 
+/// What stages tell each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passed {
+    /// What a chunk made, forward.
+    Activations,
+    /// Its gradients, backward.
+    Gradients,
+    /// The losses of a batch, from the stage that has its last layers to all others.
+    Losses,
+}
+
 impl StageFailure {
     pub(crate) fn doing(&self) -> String {
-        let what = if self.forward { "activations" } else { "gradients" };
+        let what = match self.passed {
+            Passed::Activations => "activations of",
+            Passed::Gradients => "gradients of",
+            Passed::Losses => "losses up to",
+        };
         let how = if self.sends { "sending" } else { "receiving" };
         let way = if self.sends { "to" } else { "from" };
-        format!("{how} {what} of micro-batch {} {way} stage {}", self.micro, self.peer)
+        let whom = match (self.passed, self.sends) {
+            (Passed::Losses, true) => "all stages".to_owned(),
+            _ => format!("stage {}", self.peer),
+        };
+        format!("{how} {what} micro-batch {} {way} {whom}", self.micro)
     }
 
     fn tag(&self, place: usize) -> u64 {
-        u64::from(self.forward) << 63
+        u64::from(self.passed == Passed::Activations) << 63
             | (self.chunk as u64 & 0x7fff) << 48
             | (self.micro & 0xffff_ffff) << 16
             | place as u64 & 0xffff
@@ -75,6 +98,8 @@ pub(super) struct Messenger {
     sent_forms: HashMap<usize, Vec<i64>>,
     received_forms: HashMap<usize, Vec<i64>>,
     under_way: VecDeque<(StageFailure, Pending, Tensor)>,
+    /// The ranks that send shares of the same activations, and of the same gradients.
+    sharers: [Option<Group>; 2],
 }
 
 impl Messenger {
@@ -88,19 +113,33 @@ impl Messenger {
             sent_forms: HashMap::new(),
             received_forms: HashMap::new(),
             under_way: VecDeque::new(),
+            sharers: [None, None],
         }
     }
 
+    /// Cuts activations, and gradients, over ranks that have the same ones.
+    pub(super) fn cut_over(&mut self, ranks: &Group, [activations, gradients]: [bool; 2]) {
+        let of = |is_cut: bool| is_cut.then(|| ranks.clone());
+        self.sharers = [of(activations), of(gradients)];
+    }
+
+    /// The ranks that have shares of such a tensor.
+    fn sharers_of(&self, message: &StageFailure, dtype: DType, numel: usize) -> Option<&Group> {
+        let group = self.sharers[usize::from(message.passed == Passed::Gradients)].as_ref()?;
+        (dtype.is_float() && numel > 0 && numel.is_multiple_of(group.size())).then_some(group)
+    }
+
     /// A message of a stage's chunk, whichever end of it that is.
-    fn message(&self, forward: bool, sends: bool, own: usize, micro: u64) -> StageFailure {
+    fn message(&self, passed: Passed, sends: bool, own: usize, micro: u64) -> StageFailure {
+        let forward = passed == Passed::Activations;
         let other = if forward == sends { own + 1 } else { own.saturating_sub(1) };
         let chunk = if sends { own } else { other };
         let peer = self.placement.get(other).copied().unwrap_or_default();
-        StageFailure { stage: self.activations.rank(), peer, chunk, micro, forward, sends }
+        StageFailure { stage: self.activations.rank(), peer, chunk, micro, passed, sends }
     }
 
     fn group(&self, message: &StageFailure) -> &Group {
-        if message.forward { &self.activations } else { &self.gradients }
+        if message.passed == Passed::Gradients { &self.gradients } else { &self.activations }
     }
 
     fn send(&mut self, message: StageFailure, place: usize, tensor: &Tensor) -> Result<()> {
@@ -130,6 +169,21 @@ impl Messenger {
         Ok(())
     }
 
+    /// Tells all stages the losses that one of them has, of a batch that ends with this micro-batch.
+    pub(super) fn share_losses(&self, losses: &mut [f32], of_loss: usize, micro: u64) -> Result<()> {
+        let stage = self.activations.rank();
+        let chunk = self.placement.len().saturating_sub(1);
+        let message = StageFailure {
+            stage,
+            peer: of_loss,
+            chunk,
+            micro,
+            passed: Passed::Losses,
+            sends: stage == of_loss,
+        };
+        self.activations.broadcast(losses, of_loss).map_err(message.failed())
+    }
+
     /// Sends what the next stage needs of a micro-batch.
     pub(super) fn send_activation(
         &mut self,
@@ -138,7 +192,7 @@ impl Messenger {
         tensors: &[Tensor],
         next_stream: u32,
     ) -> Result<()> {
-        let message = self.message(true, true, chunk, micro);
+        let message = self.message(Passed::Activations, true, chunk, micro);
         let forms: Vec<Form> = tensors.iter().map(form).collect();
         let numbers = boundary::encode(&forms)?;
         let is_new = self.sent_forms.get(&chunk) != Some(&numbers);
@@ -151,9 +205,21 @@ impl Messenger {
             self.sent_forms.insert(chunk, numbers);
         }
         for (place, tensor) in tensors.iter().enumerate() {
-            self.send(message, 2 + place, tensor)?;
+            self.send_share(message, 2 + place, tensor)?;
         }
         Ok(())
+    }
+
+    /// Sends this rank's share of a tensor, or all of it where it is not shared.
+    fn send_share(&mut self, message: StageFailure, place: usize, tensor: &Tensor) -> Result<()> {
+        let share = match self.sharers_of(&message, tensor.dtype(), tensor.numel()) {
+            Some(group) => {
+                let own = tensor.numel() / group.size();
+                ops::narrow(&tensor.detach().view([tensor.numel()])?, 0, group.rank() * own, own)?
+            }
+            None => tensor.clone(),
+        };
+        self.send(message, place, &share)
     }
 
     /// Receives what the chunk before has made of a micro-batch.
@@ -163,7 +229,7 @@ impl Messenger {
         micro: u64,
         device: &Device,
     ) -> Result<Received> {
-        let message = self.message(true, false, chunk, micro);
+        let message = self.message(Passed::Activations, false, chunk, micro);
         let mut head = [0i64; 2];
         self.activations.recv(&mut head, message.peer, message.tag(0)).map_err(message.failed())?;
         let [count, next_stream] = head;
@@ -191,16 +257,27 @@ impl Messenger {
             return Err(message.failed()(ferrospeed_pipeline::PipelineError::Boundary(why)));
         };
         let tensor = Tensor::zeros(&form.sizes[..], dtype, device)?;
-        let pending = exchange::receive(self.group(&message), &tensor, message.peer, message.tag(place));
+        let sharers = self.sharers_of(&message, dtype, tensor.numel());
+        let share = match sharers {
+            Some(group) => Tensor::zeros([tensor.numel() / group.size()], dtype, device)?,
+            None => tensor.clone(),
+        };
+        let pending = exchange::receive(self.group(&message), &share, message.peer, message.tag(place));
         pending.and_then(Pending::wait).map_err(message.failed())?;
+        if let Some(group) = sharers {
+            let gathered =
+                exchange::all_gather(group, &[(share, tensor.view([tensor.numel()])?)], message.tag(place));
+            let gathered = gathered.and_then(|pending| pending.into_iter().try_for_each(Pending::wait));
+            gathered.map_err(message.failed())?;
+        }
         Ok(tensor)
     }
 
     /// Sends the gradients of what the chunk before sent.
     pub(super) fn send_gradients(&mut self, chunk: usize, micro: u64, gradients: &[Tensor]) -> Result<()> {
-        let message = self.message(false, true, chunk, micro);
+        let message = self.message(Passed::Gradients, true, chunk, micro);
         let mut places = gradients.iter().enumerate();
-        places.try_for_each(|(place, gradient)| self.send(message, place, gradient))
+        places.try_for_each(|(place, gradient)| self.send_share(message, place, gradient))
     }
 
     /// Receives the gradients of some tensors that were sent.
@@ -210,7 +287,7 @@ impl Messenger {
         micro: u64,
         of: &[Tensor],
     ) -> Result<Vec<Tensor>> {
-        let message = self.message(false, false, chunk, micro);
+        let message = self.message(Passed::Gradients, false, chunk, micro);
         let places = of.iter().enumerate();
         let receive =
             |(place, tensor): (usize, &Tensor)| self.receive(message, place, &form(tensor), tensor.device());

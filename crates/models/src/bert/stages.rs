@@ -24,13 +24,15 @@ pub struct BertBatch {
 }
 
 impl Bert {
+    /// Some layers; `head` makes the result of what the heads of the last say.
     fn run_range(
         &self,
         range: Range<usize>,
         batch: &BertBatch,
         carried: Carried,
         mode: Mode,
-    ) -> Result<Tensor> {
+        head: impl FnOnce(BertOutput) -> Result<Carried>,
+    ) -> Result<Carried> {
         let x = match carried.into_iter().next() {
             None if range.start == 0 => self.embed(&batch.ids, batch.token_types.as_ref(), mode)?,
             None => {
@@ -39,13 +41,10 @@ impl Bert {
             }
             Some(x) => x,
         };
-        let blocks = range.start.max(1) - 1..range.end.min(self.layers.len() + 1).max(1) - 1;
-        self.run_layers(blocks, x, batch.mask.as_ref(), mode, &mut |_, _| {})
-    }
-
-    /// The heads' results where the last layer is among them.
-    fn output_of(&self, range: &Range<usize>, x: &Tensor, mode: Mode) -> Result<Option<BertOutput>> {
-        (range.end > self.layers.len() + 1).then(|| self.finish(x.clone(), mode)).transpose()
+        let last = self.layers.len() + 1;
+        let blocks = range.start.max(1) - 1..range.end.min(last).max(1) - 1;
+        let x = self.run_layers(blocks, x, batch.mask.as_ref(), mode, &mut |_, _| {})?;
+        if range.end > last { head(self.finish(x, mode)?) } else { Ok(vec![x]) }
     }
 }
 
@@ -81,14 +80,11 @@ impl Stages for Bert {
         carried: Carried,
         mode: Mode,
     ) -> Result<Carried, TensorError> {
-        let run = || {
-            let x = self.run_range(range.clone(), batch, carried, mode)?;
-            match self.output_of(&range, &x, mode)? {
-                Some(output) => self.loss(&output, batch.token_labels.as_ref(), batch.text_labels.as_ref()),
-                None => Ok(x),
-            }
+        let loss = |output: BertOutput| {
+            let loss = self.loss(&output, batch.token_labels.as_ref(), batch.text_labels.as_ref())?;
+            Ok(vec![loss])
         };
-        run().map(|tensor| vec![tensor]).map_err(into_tensor_error)
+        self.run_range(range, batch, carried, mode, loss).map_err(into_tensor_error)
     }
 
     /// The logits of each head, that for tokens first; without a head, the hidden states.
@@ -99,12 +95,14 @@ impl Stages for Bert {
         carried: Carried,
         mode: Mode,
     ) -> Result<Carried, TensorError> {
-        let run = || {
-            let x = self.run_range(range.clone(), batch, carried, mode)?;
-            let Some(output) = self.output_of(&range, &x, mode)? else { return Ok(vec![x]) };
+        let said = |output: BertOutput| {
             let heads: Carried = output.token_logits.into_iter().chain(output.text_logits).collect();
             Ok(if heads.is_empty() { vec![output.hidden] } else { heads })
         };
-        run().map_err(into_tensor_error)
+        self.run_range(range, batch, carried, mode, said).map_err(into_tensor_error)
+    }
+
+    fn carries_alike(&self) -> bool {
+        true
     }
 }

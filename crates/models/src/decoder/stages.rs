@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_nn::{Carried, Layer, Mode, Stages};
 use ferrospeed_tensor::{Param, Tensor, TensorError};
 
@@ -17,6 +18,21 @@ pub type Labelled = (Tokens, Tensor);
 impl Decoder {
     /// Some layers; `head` makes the result of the last of what the blocks give.
     fn run_range(
+        &self,
+        range: Range<usize>,
+        tokens: &Tokens,
+        carried: Carried,
+        mode: Mode,
+        head: impl FnOnce(&Tensor, &Carried) -> Result<Tensor>,
+    ) -> Result<Carried> {
+        let run = || self.run_range_here(range, tokens, carried, mode, head);
+        match &self.slices {
+            Some(slices) => slices.between_cuts(run),
+            None => run(),
+        }
+    }
+
+    fn run_range_here(
         &self,
         range: Range<usize>,
         tokens: &Tokens,
@@ -99,5 +115,9 @@ impl Stages for Decoder {
     ) -> Result<Carried, TensorError> {
         let logits = |hidden: &Tensor, _: &Carried| self.logits(hidden);
         self.run_range(range, tokens, carried, mode, logits).map_err(into_tensor_error)
+    }
+
+    fn carries_alike(&self) -> bool {
+        self.slices.as_ref().is_some_and(|slices| slices.between() == Between::AllTokens)
     }
 }

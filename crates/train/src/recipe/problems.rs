@@ -150,10 +150,7 @@ impl Recipe {
                 "eigenvalue: measures whole blocks, and ranks hold parts of them; remove it",
             ),
         ];
-        let schedule =
-            if pipe { ferrospeed_engine::training_schedule(config, mesh.pipe).err() } else { None };
-        let rules = rules.into_iter().filter(|(is_so, _)| *is_so).map(|(_, why)| why.to_owned());
-        rules.chain(schedule.map(|error| error.to_string())).collect()
+        rules.into_iter().filter(|(is_so, _)| *is_so).map(|(_, why)| why.to_owned()).collect()
     }
 
     /// Whether nothing says how many ids there are: neither the data nor the model.
