@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use common::{config, on_ranks};
 use ferrospeed_comm::layout::ExpertOrder;
-use ferrospeed_comm::topology::{DATA, MODEL};
+use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
 use ferrospeed_comm::{Mesh, ProcessTopology, SEQUENCE, World};
-use ferrospeed_engine::{Options, Setup, initialize_model};
+use ferrospeed_engine::{EngineError, Options, Setup, initialize_model, initialize_pipeline};
 use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
@@ -16,6 +16,7 @@ use ferrospeed_nn::{Mode, SequenceMethod, SequenceParallel};
 use ferrospeed_tensor::{Category, Device, Tensor};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Plan, Processor, Purpose, Request, Tier, plan};
+use ferrospeed_tune::stages::{divide, plan_in_stages};
 use serde_json::{Value, json};
 
 /// The most that a plan may be off.
@@ -32,6 +33,7 @@ struct Case {
     tensor: usize,
     sequence: usize,
     expert: usize,
+    pipe: usize,
     checkpointing: bool,
 }
 
@@ -82,15 +84,16 @@ fn has_tiles() -> bool {
 
 impl Case {
     fn new(model: Value, tokens: usize, config: Value, data: usize) -> Case {
-        Case { model, config, tokens, data, tensor: 1, sequence: 1, expert: 1, checkpointing: false }
+        Case { model, config, tokens, data, tensor: 1, sequence: 1, expert: 1, pipe: 1, checkpointing: false }
     }
 
     fn planned(&self) -> Plan {
-        let shape = from_hugging_face(&self.model).unwrap().in_slices(self.tensor as u64);
-        let shape = shape.with_experts_over(self.expert as u64).unwrap();
-        plan(&Request {
+        let whole = from_hugging_face(&self.model).unwrap();
+        let shape = whole.in_slices(self.tensor as u64).with_experts_over(self.expert as u64).unwrap();
+        let config = config(&self.config, self.data);
+        let request = Request {
             model: &Model::Transformer(shape),
-            config: &config(&self.config, self.data),
+            config: &config,
             data_parallel_size: (self.data * self.sequence) as u64,
             sequence_ranks: self.sequence as u64,
             sequence_length: self.tokens as u64,
@@ -98,22 +101,30 @@ impl Case {
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
             in_tiles: has_tiles(),
-        })
+        };
+        match self.pipe {
+            1 => plan(&request),
+            stages => {
+                let division =
+                    divide(&whole, &config, stages.try_into().unwrap(), self.tokens as u64).unwrap();
+                plan_in_stages(&request, &division).unwrap()
+            }
+        }
     }
 
     /// Peaks of the rank that held most, by category and together, from the second step on.
     fn measured(&self) -> ([usize; 5], usize) {
         let case = Arc::new(self.clone());
-        let ranks = self.data * self.tensor * self.sequence;
+        let ranks = self.pipe * self.data * self.tensor * self.sequence;
         let all = on_ranks(ranks, move |world| case.train(world));
         all.into_iter().max_by_key(|(_, total)| *total).unwrap()
     }
 
     fn train(&self, world: World) -> ([usize; 5], usize) {
-        let axes = [(DATA, self.data), (SEQUENCE, self.sequence), (MODEL, self.tensor)];
+        let axes = [(PIPE, self.pipe), (DATA, self.data), (SEQUENCE, self.sequence), (MODEL, self.tensor)];
         let mesh = Mesh::new(world.clone(), ProcessTopology::new(axes).unwrap()).unwrap();
         let mut options = Options::default();
-        if [self.tensor, self.sequence, self.expert].iter().any(|&ranks| ranks > 1) {
+        if [self.pipe, self.tensor, self.sequence, self.expert].iter().any(|&ranks| ranks > 1) {
             options.spread_over(&mesh).unwrap();
         }
         let mut spread = Spread::default();
@@ -134,7 +145,13 @@ impl Case {
         model.set_activation_checkpointing(self.checkpointing);
         let device = Device::cpu_with_threads(1);
         let setup = Setup::new(config(&self.config, self.data), world, device.clone());
-        let mut engine = initialize_model(&setup, model.parameters(), options).unwrap();
+        let mut engine = match self.pipe {
+            1 => initialize_model(&setup, model.parameters(), options).unwrap(),
+            stages => {
+                let stages = stages.try_into().unwrap();
+                initialize_pipeline(&setup, stages, &model, model.parameters(), options).unwrap()
+            }
+        };
         if self.sequence > 1 {
             let group = mesh.sequence().unwrap();
             model.set_sequence_parallel(Some(SequenceParallel::new(group, SequenceMethod::Ulysses)));
@@ -143,11 +160,18 @@ impl Case {
             if step == 1 {
                 device.backend().reset_peak_memory();
             }
+            let batch = || {
+                let ids = (0..BATCH * self.tokens).map(|at| ((at * 7 + at * at + step * 11) % 100) as i64);
+                let ids: Vec<i64> = ids.collect();
+                Tensor::from_slice(&ids, [BATCH, self.tokens], &device).unwrap()
+            };
+            if self.pipe > 1 {
+                let labelled = |_| Ok::<_, EngineError>((Tokens::new(batch()), batch()));
+                engine.train_batch(&model, labelled).unwrap();
+                continue;
+            }
             for _ in 0..engine.gradient_accumulation_steps() {
-                let ids: Vec<i64> = (0..BATCH * self.tokens)
-                    .map(|at| ((at * 7 + at * at + step * 11) % 100) as i64)
-                    .collect();
-                let ids = Tensor::from_slice(&ids, [BATCH, self.tokens], &device).unwrap();
+                let ids = batch();
                 let loss =
                     engine.forward(|_| model.loss(&Tokens::new(ids.clone()), &ids, Mode::Train)).unwrap();
                 engine.backward(&loss).unwrap();
@@ -286,5 +310,56 @@ fn measured_peaks_with_offload_and_second_copies_are_within_five_percent_of_the_
     }
     let all = json!({"offload_optimizer": nvme, "offload_param": nvme});
     cases.push(("all on a disk".to_owned(), case(3, "bf16", 2, all)));
+    assert_all_planned(&cases);
+}
+
+#[test]
+fn measured_peaks_of_stages_are_within_five_percent_of_the_plan() {
+    let mut cases = Vec::new();
+    for schedule in ["1f1b", "interleaved:2", "zb-h1", "zb-v"] {
+        for (pipe, data, stage, precision) in
+            [(2, 1, 0, "fp32"), (2, 2, 1, "bf16"), (4, 1, 0, "bf16"), (4, 2, 1, "fp32")]
+        {
+            for (kind, model, tokens) in
+                [("gpt2", gpt2(8, 128, 1000, 64), 64), ("llama", llama(8, 128, 1000, 64), 64)]
+            {
+                let mut config = configuration(stage, precision, 8, &json!({}));
+                config["pipeline"] = json!({"schedule": schedule});
+                let case = Case { pipe, ..Case::new(model, tokens, config, data) };
+                let name = format!("{kind}, {schedule}, {precision}, ZeRO {stage}, pp {pipe}, dp {data}");
+                cases.push((name, case));
+            }
+        }
+    }
+    let with = |more: Value, case: Case| {
+        let mut case = case;
+        case.config["pipeline"] = more;
+        case
+    };
+    let case = |model: Value, tokens| Case {
+        pipe: 2,
+        ..Case::new(model, tokens, configuration(0, "bf16", 4, &json!({})), 1)
+    };
+    let wide = || case(gpt2(4, 64, 8000, 64), 64);
+    let long = || case(llama(4, 96, 600, 256), 256);
+    cases.push(("a wide vocabulary".to_owned(), with(json!({"partition": "uniform"}), wide())));
+    cases.push(("long sequences".to_owned(), with(json!({}), long())));
+    cases.push((
+        "blocks computed again".to_owned(),
+        Case { checkpointing: true, ..with(json!({"schedule": "zb-h1"}), long()) },
+    ));
+    cases.push((
+        "layers computed again".to_owned(),
+        with(json!({"activation_checkpoint_interval": 2}), long()),
+    ));
+    cases.push((
+        "slices".to_owned(),
+        Case { tensor: 2, ..with(json!({}), case(llama(6, 128, 1000, 64), 64)) },
+    ));
+    cases.push(("parts of a sequence".to_owned(), Case { sequence: 2, ..with(json!({}), long()) }));
+    cases.push(("one micro-batch".to_owned(), {
+        let config = configuration(0, "bf16", 1, &json!({}));
+        Case { pipe: 2, ..Case::new(gpt2(4, 128, 1000, 64), 64, config, 1) }
+    }));
     assert_all_planned(&cases);
 }

@@ -55,6 +55,9 @@ pub(crate) struct ActivationBytes {
     pub(crate) logits: u64,
     /// The most that is held beyond that in backward of a layer.
     pub(crate) backward: u64,
+    /// What one layer keeps for the gradients of its weights where those are put off: the inputs of its products, and the
+    /// gradients of their results.
+    pub(crate) put_off: u64,
 }
 
 impl ActivationBytes {
@@ -96,6 +99,7 @@ impl ActivationBytes {
             // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the
             // activation in place, as those of gate and up take their places; experts' do not.
             backward: bytes(2 * shape.hidden + if shape.experts_per_token > 1 { 2 * inner } else { inner }),
+            put_off: bytes(4 * shape.hidden + 2 * query + 2 * key + inner * if shape.gated { 3 } else { 2 }),
         }
     }
 
@@ -119,13 +123,17 @@ impl ActivationBytes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PassingBytes {
     /// While the loss is taken: the gradient of the head adds up in f32.
-    at_loss: u64,
+    pub(crate) at_loss: u64,
     /// When that becomes a gradient of the model's type.
-    after_loss: u64,
-    /// In backward of a layer.
-    in_backward: u64,
+    pub(crate) after_loss: u64,
+    /// In backward of a layer: a weight's gradient, and operands in tiles.
+    pub(crate) in_backward: u64,
     /// Of that, operands in tiles.
     layer_tiles: u64,
+    /// The gradient of a table that its second use has still to add to.
+    waiting: u64,
+    /// The gradient of a table.
+    pub(crate) table: u64,
 }
 
 impl PassingBytes {
@@ -153,10 +161,10 @@ impl PassingBytes {
         PassingBytes {
             at_loss: if shape.keeps_logits { layer_tiles } else { summed.saturating_add(logits_tiles) },
             after_loss: if width == F32_BYTES { summed } else { summed.saturating_add(given) },
-            in_backward: waiting
-                .saturating_add(shape.hidden.saturating_mul(widest * width))
-                .saturating_add(layer_tiles),
+            in_backward: shape.hidden.saturating_mul(widest * width).saturating_add(layer_tiles),
             layer_tiles,
+            waiting,
+            table: given,
         }
     }
 
@@ -165,7 +173,8 @@ impl PassingBytes {
     pub(crate) fn peak(&self, activations: &ActivationBytes, held: u64, again: u64) -> u64 {
         let at_loss = activations.loss.saturating_add(self.at_loss);
         let after_loss = (activations.loss - activations.logits).saturating_add(self.after_loss);
-        let in_backward = again.saturating_add(activations.backward).saturating_add(self.in_backward);
+        let in_backward = again.saturating_add(activations.backward);
+        let in_backward = in_backward.saturating_add(self.waiting).saturating_add(self.in_backward);
         held.saturating_add(at_loss.max(after_loss).max(in_backward))
     }
 

@@ -1,7 +1,7 @@
 //! What a run needs, before it starts.
 //!
 //! [`estimate`] holds DeepSpeed's ZeRO estimators, [`model`] counts the parameters of a Hugging Face model from its
-//! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, [`crossing`] what hosts send each other, [`serve`] what generating
+//! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, [`stages`] the same for the fullest stage of a model that is cut into some, [`crossing`] what hosts send each other, [`serve`] what generating
 //! text takes, and [`tuning`] which configurations are worth trying. All of it is arithmetic: nothing here looks at the machine or starts anything.
 
 mod activations;
@@ -13,4 +13,5 @@ pub mod plan;
 mod planner;
 pub mod serve;
 mod slices;
+pub mod stages;
 pub mod tuning;

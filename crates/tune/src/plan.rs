@@ -107,8 +107,39 @@ pub struct Plan {
     pub activations: Option<Activations>,
     /// Bytes of a device that gradients take over from activations: they are in both rows, and needed once.
     pub in_turn_bytes: u64,
+    /// Where the model is in stages: what each needs, of which this is the fullest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stages: Option<StagedBytes>,
     /// What else is worth knowing.
     pub notes: Vec<String>,
+}
+
+/// The bytes of a model in stages, in the memory that computes.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct StagedBytes {
+    /// Ranks that hold the same stage.
+    pub ranks_per_stage: u64,
+    /// Of one rank of each stage, without what the ranks of a host have in common.
+    pub rank_bytes: Vec<u64>,
+    /// What those of a host have in common, of each stage.
+    pub common_bytes: Vec<u64>,
+}
+
+impl StagedBytes {
+    /// What the host needs whose `ranks` hold the fullest stages.
+    fn of_host(&self, ranks: u64) -> u64 {
+        let mut stages: Vec<(u64, u64)> =
+            self.rank_bytes.iter().copied().zip(self.common_bytes.iter().copied()).collect();
+        stages.sort_unstable_by_key(|(own, _)| std::cmp::Reverse(*own));
+        let (mut left, mut needed) = (ranks, 0u64);
+        for (own, common) in stages {
+            let here = left.min(self.ranks_per_stage);
+            left -= here;
+            let common = if here > 0 { common } else { 0 };
+            needed = needed.saturating_add(own.saturating_mul(here)).saturating_add(common);
+        }
+        needed
+    }
 }
 
 /// Activations of one rank, both ways.
@@ -152,17 +183,23 @@ impl Plan {
         bytes.fold(0, u64::saturating_add).saturating_sub(in_turn)
     }
 
+    /// Bytes of a rank that those of a host have in common, and what they all need of them.
+    pub(crate) fn in_common(&self) -> (u64, u64) {
+        let shared = self.rows.iter().filter_map(|row| Some((row.bytes, row.host_bytes?)));
+        shared.fold((0, 0), |(own, common): (u64, u64), (bytes, host)| {
+            (own.saturating_add(bytes), common.saturating_add(host))
+        })
+    }
+
     /// The tiers that are too small on such machines; empty when everything fits.
     pub fn shortfalls(&self, capacity: &Capacity) -> Vec<Shortfall> {
         let ranks = capacity.ranks_per_host.max(1);
         let (device, host, nvme) = (self.total(Tier::Device), self.total(Tier::Host), self.total(Tier::Nvme));
-        let shared = self.rows.iter().filter_map(|row| Some((row.bytes, row.host_bytes?)));
-        let (own_copies, common) = shared.fold((0, 0), |(own, common): (u64, u64), (bytes, host)| {
-            (own.saturating_add(bytes), common.saturating_add(host))
-        });
-        let (on_device, on_host) = match capacity.device_bytes {
-            Some(available) => (Some((device, available)), host.saturating_mul(ranks)),
-            None => {
+        let (own_copies, common) = self.in_common();
+        let (on_device, on_host) = match (capacity.device_bytes, &self.stages) {
+            (Some(available), _) => (Some((device, available)), host.saturating_mul(ranks)),
+            (None, Some(stages)) => (None, stages.of_host(ranks).saturating_add(host.saturating_mul(ranks))),
+            (None, None) => {
                 let own = host.saturating_add(device).saturating_sub(own_copies);
                 (None, own.saturating_mul(ranks).saturating_add(common))
             }

@@ -5,6 +5,7 @@ use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage
 use crate::activations::{ActivationBytes, PassingBytes};
 use crate::model::Model;
 use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier, human};
+use crate::stages::Staged;
 
 /// The most elements that an update from a disk takes at a time.
 const LARGEST_TILE: u64 = 4 << 20;
@@ -15,7 +16,12 @@ const TILE_UNIT: u64 = 2048;
 
 /// Plans the bytes of one rank.
 pub fn plan(request: &Request<'_>) -> Plan {
-    let mut planner = Planner { request, rows: Vec::new(), in_turn_bytes: 0 };
+    plan_part(request, None)
+}
+
+/// The same for a stage, whose part of the model is the request's.
+pub(crate) fn plan_part(request: &Request<'_>, staged: Option<&Staged<'_>>) -> Plan {
+    let mut planner = Planner { request, staged, rows: Vec::new(), in_turn_bytes: 0 };
     planner.parameters();
     planner.gradients();
     planner.optimizer_states();
@@ -24,11 +30,12 @@ pub fn plan(request: &Request<'_>) -> Plan {
     let notes = planner.wear().into_iter().collect();
     let in_turn_bytes = planner.in_turn_bytes;
     let rows = planner.rows.into_iter().filter(|row| row.bytes > 0).collect();
-    Plan { rows, activations, in_turn_bytes, notes }
+    Plan { rows, activations, in_turn_bytes, stages: None, notes }
 }
 
 struct Planner<'a> {
     request: &'a Request<'a>,
+    staged: Option<&'a Staged<'a>>,
     rows: Vec<Row>,
     in_turn_bytes: u64,
 }
@@ -165,7 +172,8 @@ impl Planner<'_> {
     }
 
     fn accumulates(&self) -> bool {
-        self.request.config.batch.gradient_accumulation_steps.get() > 1
+        // A stage reduces when a step ends, however many micro-batches it has.
+        self.staged.is_some() || self.request.config.batch.gradient_accumulation_steps.get() > 1
     }
 
     /// Whether gradients stay where backward makes them: nobody else needs them, and nothing is added up.
@@ -198,7 +206,10 @@ impl Planner<'_> {
         let ways = match self.expert_ranks() > 1 {
             true => vec![(dense, 1), (experts, 1)],
             false if experts > 0 => vec![(dense.max(experts), 2)],
-            false => vec![(params, if in_slices { 2 } else { 1 })],
+            false => match self.staged.map_or(0, |staged| staged.tied_params) {
+                0 => vec![(params, if in_slices { 2 } else { 1 })],
+                tied => vec![(dense.saturating_sub(tied), 1), (tied, 1)],
+            },
         };
         for (numel, least) in ways {
             let bucket = limit.min(numel).max(self.largest_parameter().min(numel));
@@ -305,12 +316,23 @@ impl Planner<'_> {
             self.request.keeps_attention_matrix,
             self.request.processor,
         );
-        let (kept, checkpointed) = (bytes.kept(shape.layers), bytes.checkpointed(shape.layers));
         let again = self.request.checkpoint_activations;
         let in_tiles = self.request.in_tiles
             && self.request.processor == Processor::Cpu
             && config.precision.data_type() != DataType::Fp16;
         let passing = PassingBytes::of(shape, self.width(), tokens, self.request.processor, in_tiles);
+        if let Some(staged) = self.staged {
+            let [kept, checkpointed] = [false, true].map(|again| staged.peak(&bytes, &passing, again));
+            let held = if again { checkpointed } else { kept };
+            self.add(Purpose::Activations, Tier::Device, held.activations, staged.why(tokens));
+            let why = "gradients on their way, the head's in f32, and operands in tiles";
+            self.add(Purpose::CommunicationBuffers, Tier::Device, held.passing, why);
+            return Some(Activations {
+                kept_bytes: kept.activations,
+                checkpointed_bytes: checkpointed.activations,
+            });
+        }
+        let (kept, checkpointed) = (bytes.kept(shape.layers), bytes.checkpointed(shape.layers));
         let on_host = again
             && config.activation_checkpointing.cpu_checkpointing
             && self.request.processor == Processor::Gpu;

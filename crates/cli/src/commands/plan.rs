@@ -1,15 +1,17 @@
 //! `ferrospeed plan`: the bytes of each rank in each tier, and whether they fit, before anything is started.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
 use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
 use ferrospeed_launch::probe;
+use ferrospeed_pipeline::division::Division;
 use ferrospeed_tune::crossing::{Crossings, Hosts, crossings};
 use ferrospeed_tune::model::Model;
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Request, Shortfall, human, plan};
+use ferrospeed_tune::stages::{divide, plan_in_stages};
 use serde_json::{Value, json};
 
 use super::config::InputArgs;
@@ -32,6 +34,13 @@ pub(crate) struct PlanArgs {
     /// Slices of each layer, on as many ranks for each of those [default: the configuration's tensor_parallel.autotp_size]
     #[arg(long, value_name = "SLICES")]
     pub(super) tp: Option<NonZeroU64>,
+    /// Stages of the model, on as many ranks for each of those [default: the configuration's pipeline.stages]
+    #[arg(long, value_name = "STAGES")]
+    pub(super) pp: Option<NonZeroU64>,
+    /// The order in which stages work: 1f1b, interleaved:CHUNKS, zb-h1 or zb-v [default: the configuration's
+    /// pipeline.schedule]
+    #[arg(long = "pp_schedule", alias = "pp-schedule", value_name = "SCHEDULE")]
+    pub(super) pp_schedule: Option<String>,
     /// Ranks, of the data-parallel ones, that share the experts of a layer [default: the configuration's
     /// expert_parallel.autoep_size]
     #[arg(long, value_name = "RANKS")]
@@ -79,10 +88,13 @@ fn parse_gib(text: &str) -> Result<u64, String> {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
-    let Asked { model, config, data_ranks, sliced, shared, sequence_length, recomputes } = Asked::read(args)?;
+    let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes } =
+        Asked::read(args)?;
     let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);
+    let division = staged(&model, &config, stages, sequence_length)?;
     let model = spread(model, sliced, shared.experts, zero_ranks)?;
-    let capacity = capacity(args, &config, zero_ranks.saturating_mul(sliced))?;
+    let ranks = zero_ranks.saturating_mul(sliced).saturating_mul(stages.get() as u64);
+    let capacity = capacity(args, &config, ranks)?;
     let request = Request {
         model: &model,
         config: &config,
@@ -94,7 +106,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
         in_tiles: super::doctor::multiplies_in_tiles(),
     };
-    let mut planned = plan(&request);
+    let planned =
+        division.as_ref().map_or_else(|| Ok(plan(&request)), |division| plan_in_stages(&request, division));
+    let mut planned = planned.map_err(|error| Failure::Usage(error.to_string()))?;
     let after = config.section("use_data_before_expert_parallelism").and_then(Value::as_bool);
     let crossings = crossings(
         &request,
@@ -145,6 +159,25 @@ fn exchanges(request: &Request<'_>, sliced: u64, expert_ranks: u64) -> Vec<Strin
         ));
     }
     notes
+}
+
+/// Which stage has which layers of the model; `None` where it is in one piece.
+fn staged(
+    model: &Model,
+    config: &Config,
+    stages: NonZeroUsize,
+    sequence_length: u64,
+) -> Result<Option<Division>, Failure> {
+    match model {
+        _ if stages.get() == 1 => Ok(None),
+        Model::Transformer(whole) => divide(whole, config, stages, sequence_length)
+            .map(Some)
+            .map_err(|error| Failure::Usage(error.to_string())),
+        Model::Counts(_) => {
+            let why = "--pp: which layers a stage gets follows from the model's shape; name it with --model";
+            Err(Failure::Usage(why.to_owned()))
+        }
+    }
 }
 
 /// What one rank holds of a model in slices and with experts on several ranks.

@@ -1,9 +1,9 @@
 //! What `ferrospeed plan` is asked about: a configuration and a model with their sizes, or a recipe that says all of it.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
 
-use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_config::{AutoValues, Config, PipelineStages};
 use ferrospeed_train::{Recipe, TrainError};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
@@ -19,6 +19,8 @@ pub(super) struct Asked {
     pub(super) model: Model,
     pub(super) config: Config,
     pub(super) data_ranks: NonZeroU64,
+    /// Stages that the model is cut into.
+    pub(super) stages: NonZeroUsize,
     /// Ranks that hold slices of each layer.
     pub(super) sliced: u64,
     pub(super) shared: Shared,
@@ -48,14 +50,23 @@ impl Asked {
             (Model::Transformer(transformer), _) => AutoValues::new().with_hidden_size(transformer.hidden),
             (Model::Counts(_), given) => given,
         };
-        let (config, report) = read.resolve(data_ranks, &auto).map_err(refusal)?;
+        let (mut config, report) = read.resolve(data_ranks, &auto).map_err(refusal)?;
         print_findings(&report);
         let longest = match &model {
             Model::Transformer(transformer) => transformer.max_positions,
             Model::Counts(_) => DEFAULT_SEQUENCE_LENGTH,
         };
+        if let Some(schedule) = &args.pp_schedule {
+            config.pipeline.schedule.clone_from(schedule);
+        }
+        let stages = match config.pipeline.stages {
+            PipelineStages::Fixed(stages) => stages,
+            PipelineStages::Auto => 1,
+        };
+        let stages = usize::try_from(args.pp.map_or(stages, NonZeroU64::get)).ok();
         Ok(Asked {
             data_ranks,
+            stages: stages.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN),
             sliced: args
                 .tp
                 .map_or_else(|| size_of(&config, "tensor_parallel", "autotp_size"), NonZeroU64::get),
@@ -75,19 +86,17 @@ impl Asked {
     /// As `ferrospeed train` would run it, with what the other arguments change.
     fn of_recipe(args: &PlanArgs, path: &Path) -> Result<Asked, Failure> {
         let sizes = [
+            ("pipeline.stages", args.pp),
             ("tensor_parallel.autotp_size", args.tp),
             ("expert_parallel.autoep_size", args.ep),
             ("sequence_parallel_size", args.sp),
         ];
         let mut overrides = args.input.overrides().to_vec();
         overrides.extend(sizes.iter().filter_map(|(key, size)| Some(format!("{key}={}", (*size)?))));
+        overrides.extend(args.pp_schedule.iter().map(|name| format!("pipeline.schedule={name}")));
         let usage = |error: TrainError| Failure::Usage(error.to_string());
         let mut recipe = Recipe::load(path, &overrides).map_err(usage)?;
         let mesh = recipe.mesh();
-        if mesh.pipe.get() > 1 {
-            let why = "pipeline.stages: what stages hold is not planned yet; set it to 1, or see `ferrospeed plan-pipeline`";
-            return Err(Failure::Usage(why.to_owned()));
-        }
         let of_a_sample = mesh.ranks_of_a_sample() as u64;
         let ranks = args.world_size.map_or_else(
             || u64::from(recipe.ranks).max(of_a_sample),
@@ -110,6 +119,7 @@ impl Asked {
             model,
             config,
             data_ranks: recipe.data_ranks(),
+            stages: mesh.pipe,
             sliced: mesh.tensor.get() as u64,
             shared: Shared { experts: mesh.expert.get() as u64, sequence: mesh.sequence.get() as u64 },
             sequence_length: args.sequence_length.map_or(recipe.data.sequence, NonZeroU64::get),

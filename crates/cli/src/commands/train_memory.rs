@@ -2,13 +2,14 @@
 //! word, and takes bystanders with it.
 //!
 //! The estimate is that of `ferrospeed plan`. A model whose shape it does not know, or a host that does not say what it
-//! has, is not judged, nor is a model in stages.
+//! has, is not judged.
 
 use ferrospeed_launch::probe;
 use ferrospeed_tensor::cuda;
 use ferrospeed_train::Recipe;
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Capacity, Processor, Request, human, plan};
+use ferrospeed_tune::stages::{divide, plan_in_stages};
 use serde_json::Value;
 
 use super::device::DeviceChoice;
@@ -18,14 +19,19 @@ use crate::failure::Failure;
 pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Result<(), Failure> {
     let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
     let mesh = recipe.mesh();
-    if mesh.pipe.get() > 1 {
-        return Ok(());
-    }
+    // What cannot be divided was told before.
+    let division = match mesh.pipe.get() {
+        1 => None,
+        _ => match divide(&model, &config, mesh.pipe, recipe.data.sequence) {
+            Ok(division) => Some(division),
+            Err(_) => return Ok(()),
+        },
+    };
     let model = model.in_slices(mesh.tensor.get() as u64).with_experts_over(mesh.expert.get() as u64);
     let Some(model) = model else { return Ok(()) };
     let ranks = u64::from(recipe.ranks);
     let Some(capacity) = capacity(ranks, device) else { return Ok(()) };
-    let planned = plan(&Request {
+    let request = Request {
         model: &Model::Transformer(model),
         config: &config,
         data_parallel_size: recipe.data_ranks().get() * mesh.sequence.get() as u64,
@@ -35,7 +41,11 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Res
         keeps_attention_matrix: false,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
         in_tiles: super::doctor::multiplies_in_tiles(),
-    });
+    };
+    let planned = match &division {
+        Some(division) => plan_in_stages(&request, division).unwrap_or_else(|_| plan(&request)),
+        None => plan(&request),
+    };
     match planned.shortfalls(&capacity).first() {
         None => Ok(()),
         Some(short) => Err(Failure::Run(format!(
