@@ -235,8 +235,8 @@ fn another_ds_config_can_be_named_and_changed_on_the_command_line() {
 fn a_run_that_cannot_fit_is_refused_with_the_numbers_before_a_rank_starts() {
     let place = Place::new();
     let large = ["--set", "model.layers=1000", "--set", "model.width=65536", "--set", "model.heads=64"];
-    for ranks in ["1", "2"] {
-        let arguments = [&["train", "recipe.toml", "-n", ranks][..], &large].concat();
+    for ranks in [["-n", "1"], ["-n", "2"], ["--pp", "2"]] {
+        let arguments = [&["train", "recipe.toml"], &ranks[..], &large].concat();
         let said = place.refusal(&arguments);
         for part in ["does not fit", "of host memory, and there is", "optimizer states", "--force"] {
             assert!(said.contains(part), "'{part}' is not in: {said}");

@@ -122,6 +122,55 @@ fn slices_train_save_go_on_and_export_as_the_whole_does() {
     assert_near(&place.train("further-in-slices", &["--tp", "2"]), &place.train("further", &[]));
 }
 
+/// Losses are those of the model whole; the run is resumed on another mesh, and its exported model is whole.
+#[test]
+fn stages_of_slices_train_and_go_on_as_a_whole_model_does() {
+    let place = Workplace::new();
+    let more = ["--set", "zero_optimization.stage=1", "--set", "train_micro_batch_size_per_gpu=2"];
+    let whole = place.train("whole", &more);
+    let three_ways = [&more[..], &["--pp", "2", "--tp", "2", "--pp_schedule", "zb-v"]].concat();
+    assert_near(&place.train("three-ways", &three_ways), &whole);
+    let half = place.train("half", &[&three_ways[..], &["--set", "steps=3"]].concat());
+    place.train("half", &[&more[..], &["--resume", "--pp", "2"]].concat());
+    assert_near(&half, &whole);
+    let bytes = |run: &Path| std::fs::metadata(run.join("model/model.safetensors")).unwrap().len();
+    assert_eq!(bytes(&half), bytes(&whole));
+}
+
+#[test]
+fn a_plan_counts_the_fullest_stage() {
+    let place = Workplace::new();
+    let planned = |words: &[&str]| -> Value {
+        let output = place.run(&[&["plan", "recipe.toml", "--json"], words].concat());
+        serde_json::from_str(&support::stdout(&output))
+            .unwrap_or_else(|_| panic!("{}", support::stderr(&output)))
+    };
+    let stage_1 = ["--set", "zero_optimization.stage=1", "--set", "gradient_accumulation_steps=4"];
+    let of = |more: &[&str]| planned(&[&stage_1[..], more].concat());
+    let (whole, staged) = (of(&[]), of(&["--pp", "2"]));
+    let states = |plan: &Value| -> u64 {
+        let rows = plan["plan"]["rows"].as_array().unwrap().iter();
+        rows.filter(|row| row["purpose"] == "optimizer_states")
+            .map(|row| row["bytes"].as_u64().unwrap())
+            .sum()
+    };
+    assert!(states(&staged) * 10 < states(&whole) * 8, "{staged}");
+    assert_eq!(staged["plan"]["stages"]["rank_bytes"].as_array().unwrap().len(), 2);
+    assert_eq!(staged["capacity"]["ranks_per_host"], 2);
+    let note = |plan: &Value| plan["plan"]["notes"].to_string();
+    assert!(note(&staged).contains("of 2 is the fullest") && note(&staged).contains("1f1b"), "{staged}");
+    assert!(note(&of(&["--pp", "2", "--pp_schedule", "zb-v"])).contains("zb-v"));
+    let refused = support::stderr(&place.run(&[
+        "plan",
+        "recipe.toml",
+        "--pp",
+        "5",
+        "--set",
+        "zero_optimization.stage=1",
+    ]));
+    assert!(refused.contains("stage 4 of 5 gets none of 4 layers"), "{refused}");
+}
+
 #[test]
 fn a_plan_counts_slices() {
     let place = Workplace::new();

@@ -286,6 +286,6 @@ fn a_pipeline_trains_saves_goes_on_and_exports_as_one_rank_does() {
         // Once, and by nobody but the program that would have started the ranks.
         assert_eq!(said.matches(told).count(), 1, "{more:?}: {said}");
         assert_eq!(said.lines().filter(|line| line.contains("pipeline.")).count(), 1, "{more:?}: {said}");
-        assert!(!said.contains("rank 0") && !place.path().join("no").exists(), "{more:?}: {said}");
+        assert!(!said.contains("rank 0") && !place.path().join("no/logs").exists(), "{more:?}: {said}");
     }
 }

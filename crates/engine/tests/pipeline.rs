@@ -534,9 +534,16 @@ fn both_copies_of_a_tied_weight_stay_equal() {
 #[test]
 fn a_tied_weight_counts_once_where_one_stage_has_both_ends() {
     let mut value = configuration(0, "fp32", 4);
-    let Model::Decoder(tied) = build(Which::Gpt2Tied) else { panic!("a decoder") };
+    // With as large a share of its parameters in the table as the smallest GPT-2 has.
+    let model = json!({
+        "model_type": "gpt2", "vocab_size": 840, "n_embd": 12, "n_layer": 12, "n_head": 3, "n_positions": 8,
+    });
+    let Ok(ModelConfig::Decoder(model)) = ModelConfig::from_value(&model, WindowRule::default()) else {
+        panic!("a decoder")
+    };
+    let tied = Decoder::new(*model);
     let most = |value: &Value| {
-        let division = divide(&config(value, 1), 2.try_into().unwrap(), &*tied, None).unwrap();
+        let division = divide(&config(value, 1), 2.try_into().unwrap(), &tied, None).unwrap();
         let layers = tied.layers();
         let held = |stage: usize| {
             let own = division.chunks_of(stage).flat_map(|chunk| &layers[division.layers_of_chunk(chunk)]);
@@ -549,7 +556,7 @@ fn a_tied_weight_counts_once_where_one_stage_has_both_ends() {
     };
     let on_both = most(&value);
     value["pipeline"] = json!({"schedule": "zb-v"});
-    assert!(most(&value) < 0.6 && on_both > 0.5, "{} and {on_both} of the model", most(&value));
+    assert!(most(&value) < 0.6 && on_both > 0.6, "{} and {on_both} of the model", most(&value));
 }
 
 #[test]

@@ -278,8 +278,10 @@ impl Staged<'_> {
             let ends = u64::from(chunk.embeds && first == 0) + u64::from(chunk.has_head && end == layers);
             end - first - ends
         };
-        let step = usize::try_from(self.interval).unwrap_or(usize::MAX).max(1);
-        (0..layers).step_by(step).map(of).collect()
+        match usize::try_from(self.interval).unwrap_or(usize::MAX) {
+            0 => Vec::new(),
+            step => (0..layers).step_by(step).map(of).collect(),
+        }
     }
 
     /// What is computed again at a time in backward.
