@@ -22,6 +22,7 @@ use crate::communication;
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
+use crate::layer_norms::LayerNorms;
 use crate::monitors::Monitoring;
 use crate::parts::Parts;
 use crate::pipeline;
@@ -109,6 +110,7 @@ pub struct Engine {
     pub(crate) features: Features,
     pub(crate) eigenvalues: Option<Eigenvalues>,
     pub(crate) profiler: Option<StepProfiler>,
+    pub(crate) layer_norms: LayerNorms,
     /// The other names of tied parameters: those the model was built with, and those a checkpoint had.
     pub(crate) aliases: BTreeMap<String, String>,
     /// What the model's layers keep besides parameters, by name.
@@ -186,6 +188,7 @@ impl Engine {
             features,
             eigenvalues,
             profiler,
+            layer_norms: LayerNorms::default(),
             aliases,
             states: BTreeMap::new(),
             pipeline: None,
@@ -361,6 +364,7 @@ impl Engine {
         let start = Instant::now();
         // Gradients are divided by the scale they were made with; only then does it move.
         let options = StepOptions { loss_scale: self.loss_scale(), clip: self.config.gradient_clipping };
+        self.measure_layer_norms()?;
         let mut outcome = self.store.step(options)?;
         if let StepOutcome::Skipped { rank, .. } = &mut outcome {
             *rank = self.first_bad_rank(*rank)?;

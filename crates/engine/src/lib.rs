@@ -35,6 +35,7 @@ mod error;
 mod experts;
 mod failure;
 mod features;
+mod layer_norms;
 mod loader;
 pub mod machine;
 mod model_profile;

@@ -113,8 +113,12 @@ impl Engine {
             times: is_timed.then(|| self.last_step_times().in_ms()),
         };
         let eigenvalues = self.eigenvalues_of(self.global_steps).to_vec();
+        let layer_norms = self.layer_norms().to_vec();
         self.monitoring.write(|monitors| {
             let mut outcome = monitors.step(&events);
+            for (layer, norm) in layer_norms {
+                outcome = outcome.and(monitors.emit(&format!("Train/Gradients/{layer}"), norm, after));
+            }
             for (block, value) in eigenvalues.into_iter().enumerate() {
                 let tag = format!("Train/Eigenvalues/ModelBlockParam_{block}");
                 outcome = outcome.and(monitors.emit(&tag, value, after));

@@ -18,6 +18,7 @@ mod hold;
 mod home;
 mod homes;
 mod landing;
+mod layer_norms;
 mod memory;
 mod one_bit;
 mod packed;

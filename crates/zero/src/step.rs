@@ -71,7 +71,7 @@ fn magnitude_of(device: &Device, pieces: &[&Tensor]) -> Result<Magnitude> {
 }
 
 /// The sum of their squares on the grid of the whole vector's magnitude.
-fn squares_of(device: &Device, pieces: &[&Tensor], whole: Magnitude) -> Result<SquareSum> {
+pub(crate) fn squares_of(device: &Device, pieces: &[&Tensor], whole: Magnitude) -> Result<SquareSum> {
     if !device.backend().is_host() {
         return Ok(SquareSum::from_sum(device.backend().sum_of_squares(pieces, whole.grid())?));
     }
@@ -249,7 +249,11 @@ impl ZeroStore {
         self.attached().lock().reducer.clear();
     }
 
-    fn global_magnitude(&self, segments: &[Segment], deciding: Option<&Group>) -> Result<Magnitude> {
+    pub(crate) fn global_magnitude(
+        &self,
+        segments: &[Segment],
+        deciding: Option<&Group>,
+    ) -> Result<Magnitude> {
         let mut magnitude = magnitude_of(&self.device, &values_of(segments))?;
         if let Some(group) = deciding {
             let mut value = [magnitude.value()];
