@@ -256,6 +256,9 @@ pub(crate) fn initialize_part(
         },
         source,
     )?;
+    if setup.world.rank() == 0 {
+        Homes::clamped(&config.zero, &config.aio).iter().for_each(|clamped| tracing::warn!("{clamped}"));
+    }
     let mut engine = Engine::new(setup, store, options.scheduler, aliases, data_parallel_size)?;
     engine.parts = parts;
     engine.expert_ranks = options.experts.iter().map(|groups| groups.expert.size()).max().unwrap_or(1);

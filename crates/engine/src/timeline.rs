@@ -24,6 +24,7 @@ impl Engine {
         let ahead = self.clock_ahead_ns()?;
         self.timeline = Some(Timeline::new(self.world.rank(), zero[0] + ahead));
         self.world.log().keep_spans(MAX_SPANS);
+        self.store.keep_disk_spans(MAX_SPANS);
         Ok(())
     }
 
@@ -74,6 +75,10 @@ impl Engine {
         for span in self.world.log().take_spans() {
             let name = span.kind.name().to_owned();
             timeline.add(Activity::Communication, name, span.begin, span.end, Some(span.bytes as u64));
+        }
+        for (tier, span) in self.store.take_disk_spans() {
+            let name = format!("{} {tier} (nvme)", if span.is_read { "read" } else { "write" });
+            timeline.add(Activity::Files, name, span.begin, span.end, Some(span.bytes));
         }
         if timeline.left_out() > 0 {
             let (rank, left_out) = (self.world.rank(), timeline.left_out());

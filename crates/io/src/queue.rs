@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::buffer::{ALIGNMENT, Buffer};
 use crate::error::{IoError, Result};
 use crate::layer::{Layer, System};
+use crate::spans::{IoSpan, Spans};
 use crate::swap::SwapFile;
 use crate::threads::Threads;
 use crate::uring::Ring;
@@ -40,6 +41,9 @@ impl Default for QueueOptions {
         }
     }
 }
+
+/// The kernel moves less than this in one request.
+const LARGEST_BLOCK: usize = 1 << 30;
 
 /// How many bytes went which way, and how long they were waited for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -89,6 +93,16 @@ impl Request {
 pub(crate) struct Progress {
     state: Mutex<Open>,
     changed: Condvar,
+    traced: Option<Traced>,
+}
+
+/// Where the end of a transfer is noted too, and what it is.
+#[derive(Debug)]
+struct Traced {
+    spans: Arc<Spans>,
+    way: Way,
+    bytes: u64,
+    begin: Instant,
 }
 
 #[derive(Debug, Default)]
@@ -105,6 +119,9 @@ impl Progress {
             state.failure.get_or_insert((request.offset, request.length, code));
         }
         if state.requests == 0 {
+            if let Some(Traced { spans, way, bytes, begin }) = &self.traced {
+                spans.add(*way == Way::Read, *bytes, *begin);
+            }
             self.changed.notify_all();
         }
     }
@@ -145,6 +162,7 @@ struct Inner {
     read: AtomicU64,
     written: AtomicU64,
     waited_ns: AtomicU64,
+    spans: Arc<Spans>,
 }
 
 /// Moves buffers to and from files, beside its caller. Clones are the same queue.
@@ -157,14 +175,19 @@ pub struct Queue {
 static SAID: Once = Once::new();
 
 impl Queue {
-    /// Opens a queue.
-    pub fn new(options: QueueOptions) -> Queue {
-        let options = QueueOptions {
-            block_bytes: options.block_bytes.max(1).next_multiple_of(ALIGNMENT),
+    /// The options that a queue takes in the place of these: whole pages, and bounds on what is open at once.
+    pub fn possible(options: QueueOptions) -> QueueOptions {
+        QueueOptions {
+            block_bytes: options.block_bytes.clamp(1, LARGEST_BLOCK).next_multiple_of(ALIGNMENT),
             depth: options.depth.clamp(1, 4096),
             threads: options.threads.clamp(1, 64),
             ..options
-        };
+        }
+    }
+
+    /// Opens a queue with the nearest options that are possible.
+    pub fn new(options: QueueOptions) -> Queue {
+        let options = Queue::possible(options);
         let ring = options.uring.then(|| Ring::open(options.depth, options.single_submit));
         let threads = || Carrier::Threads(Threads::start(options.threads, Arc::new(System)));
         let (carrier, why_threads) = match ring {
@@ -190,7 +213,8 @@ impl Queue {
     fn of(carrier: Carrier, why_threads: Option<String>, options: QueueOptions) -> Queue {
         let counter = || AtomicU64::new(0);
         let (read, written, waited_ns) = (counter(), counter(), counter());
-        Queue { inner: Arc::new(Inner { carrier, why_threads, options, read, written, waited_ns }) }
+        let spans = Arc::default();
+        Queue { inner: Arc::new(Inner { carrier, why_threads, options, read, written, waited_ns, spans }) }
     }
 
     /// Why threads do the work; `None` where `io_uring` does.
@@ -206,6 +230,16 @@ impl Queue {
             written: of(&self.inner.written),
             waited: Duration::from_nanos(of(&self.inner.waited_ns)),
         }
+    }
+
+    /// Notes when each transfer that begins from now on runs: so many at most.
+    pub fn keep_spans(&self, most: usize) {
+        self.inner.spans.keep(most);
+    }
+
+    /// What was noted; nothing more is.
+    pub fn take_spans(&self) -> Vec<IoSpan> {
+        self.inner.spans.take()
     }
 
     /// Begins to fill a buffer's first `length` bytes from a place in a file.
@@ -238,7 +272,14 @@ impl Queue {
                 file.len()
             )));
         }
-        let progress = Arc::new(Progress::default());
+        let spans = &self.inner.spans;
+        let traced = spans.is_on().then(|| Traced {
+            spans: Arc::clone(spans),
+            way,
+            bytes: length as u64,
+            begin: Instant::now(),
+        });
+        let progress = Arc::new(Progress { traced, ..Progress::default() });
         let block = self.inner.options.block_bytes;
         progress.state.lock().unwrap_or_else(PoisonError::into_inner).requests = length.div_ceil(block);
         let requests = (0..length).step_by(block).map(|start| Request {

@@ -92,3 +92,26 @@ fn a_disk_is_measured_both_ways_and_nothing_stays() {
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn transfers_are_noted_one_by_one_while_somebody_wants_to_know() {
+    let folder = tempfile::tempdir().unwrap();
+    for queue in queues() {
+        let bytes = 5 * ALIGNMENT;
+        let file = SwapFile::create(folder.path(), 2 * bytes as u64).unwrap();
+        let begin = std::time::Instant::now();
+        let buffer = queue.write(&file, 0, filled(1, bytes), bytes).unwrap().wait().unwrap();
+        assert!(queue.take_spans().is_empty(), "nobody has asked");
+        queue.keep_spans(2);
+        let buffer = queue.write(&file, 0, buffer, bytes).unwrap().wait().unwrap();
+        let buffer = queue.read(&file, 0, buffer, ALIGNMENT).unwrap().wait().unwrap();
+        queue.read(&file, 0, buffer, bytes).unwrap().wait().unwrap();
+        let spans = queue.take_spans();
+        let seen: Vec<(bool, u64)> = spans.iter().map(|span| (span.is_read, span.bytes)).collect();
+        // In as many requests as it may take, a transfer is one; a third is beyond the limit.
+        assert_eq!(seen, [(false, bytes as u64), (true, ALIGNMENT as u64)]);
+        assert!(spans.iter().all(|span| begin <= span.begin && span.begin <= span.end));
+        assert!(spans[0].end <= spans[1].begin);
+        assert!(queue.take_spans().is_empty());
+    }
+}

@@ -45,6 +45,11 @@ impl Disk {
     pub(crate) fn queue(&self) -> &Queue {
         &self.queue
     }
+
+    /// The section of the configuration.
+    pub(crate) fn tier(&self) -> &'static str {
+        self.tier
+    }
 }
 
 /// Flat values of one type.

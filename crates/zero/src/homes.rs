@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_config::{AsyncIo, OptimizerTier, ParameterTier, Stage, Zero};
-use ferrospeed_io::{Buffer, QueueOptions, Traffic};
+use ferrospeed_io::{Buffer, IoSpan, Queue, QueueOptions, Traffic};
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::Result;
@@ -92,14 +92,7 @@ impl Homes {
 
     /// As the configuration says, for a rank that computes on this device.
     pub fn from_config(zero: &Zero, aio: &AsyncIo, device: &Device) -> Homes {
-        let clamped = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
-        let queue = QueueOptions {
-            block_bytes: clamped(aio.block_size),
-            depth: clamped(aio.queue_depth),
-            threads: clamped(aio.thread_count),
-            single_submit: aio.single_submit,
-            ..QueueOptions::default()
-        };
+        let queue = queue_options(aio);
         let on_host = || (!device.backend().is_host()).then_some(Home::Host);
         let mut homes = Homes { ratio: zero.offload_optimizer.ratio, ..Homes::default() };
         homes.states = match &zero.offload_optimizer.tier {
@@ -194,17 +187,83 @@ impl Homes {
         }
     }
 
+    /// The disks.
+    fn disks(&self) -> impl Iterator<Item = &Disk> {
+        self.states.iter().chain(&self.values).filter_map(|home| match home {
+            Home::Disk(disk) => Some(disk),
+            Home::Host => None,
+        })
+    }
+
     /// What has gone to and from disks.
     pub(crate) fn traffic(&self) -> Traffic {
         let mut sum = Traffic::default();
-        for home in self.states.iter().chain(&self.values) {
-            if let Home::Disk(disk) = home {
-                let traffic = disk.queue().traffic();
-                sum.read += traffic.read;
-                sum.written += traffic.written;
-                sum.waited += traffic.waited;
-            }
+        for traffic in self.disks().map(|disk| disk.queue().traffic()) {
+            sum.read += traffic.read;
+            sum.written += traffic.written;
+            sum.waited += traffic.waited;
         }
         sum
+    }
+
+    /// Notes when transfers run, so many of each disk at most.
+    pub(crate) fn keep_spans(&self, most: usize) {
+        self.disks().for_each(|disk| disk.queue().keep_spans(most));
+    }
+
+    /// What was noted, with the key of the configuration that put it there.
+    pub(crate) fn take_spans(&self) -> Vec<(&'static str, IoSpan)> {
+        let of_disk = |disk: &Disk| {
+            let tier = disk.tier();
+            disk.queue().take_spans().into_iter().map(move |span| (tier, span)).collect::<Vec<_>>()
+        };
+        self.disks().flat_map(of_disk).collect()
+    }
+
+    /// What of a configuration is not taken as it is written, where a disk is used at all: a sentence each.
+    pub fn clamped(zero: &Zero, aio: &AsyncIo) -> Vec<String> {
+        let states = match &zero.offload_optimizer.tier {
+            OptimizerTier::Nvme { buffers, .. } => Some(("offload_optimizer", buffers.count)),
+            OptimizerTier::Device | OptimizerTier::Host(_) => None,
+        };
+        let values = match &zero.offload_param.tier {
+            ParameterTier::Nvme { buffers, .. } if zero.stage == Stage::Parameters => {
+                Some(("offload_param", buffers.count))
+            }
+            _ => None,
+        };
+        let on_disk: Vec<(&str, u64)> = states.into_iter().chain(values).collect();
+        if on_disk.is_empty() {
+            return Vec::new();
+        }
+        let asked = queue_options(aio);
+        let taken = Queue::possible(asked);
+        let pairs = [
+            ("aio.block_size", asked.block_bytes, taken.block_bytes),
+            ("aio.queue_depth", asked.depth, taken.depth),
+            ("aio.thread_count", asked.threads, taken.threads),
+        ];
+        let said = |key: &str, asked: usize, taken: usize| format!("{key}: {taken} is used, not {asked}");
+        let of_queue = pairs.iter().filter(|(_, asked, taken)| asked != taken);
+        let buffers = on_disk.iter().filter(|(_, count)| *count == 0);
+        of_queue
+            .map(|(key, asked, taken)| said(key, *asked, *taken))
+            .chain(buffers.map(|(section, _)| said(&format!("{section}.buffer_count"), 0, 1)))
+            .collect()
+    }
+}
+
+/// A number of the configuration, as large as this machine can count.
+fn clamped(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}
+
+fn queue_options(aio: &AsyncIo) -> QueueOptions {
+    QueueOptions {
+        block_bytes: clamped(aio.block_size),
+        depth: clamped(aio.queue_depth),
+        threads: clamped(aio.thread_count),
+        single_submit: aio.single_submit,
+        ..QueueOptions::default()
     }
 }

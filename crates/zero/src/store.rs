@@ -483,6 +483,16 @@ impl ZeroStore {
         self.homes.traffic()
     }
 
+    /// Notes when each transfer from and to these disks runs: so many of each at most.
+    pub fn keep_disk_spans(&self, most: usize) {
+        self.homes.keep_spans(most);
+    }
+
+    /// What was noted, with the section of the configuration that put the state there; nothing more is.
+    pub fn take_disk_spans(&self) -> Vec<(&'static str, ferrospeed_io::IoSpan)> {
+        self.homes.take_spans()
+    }
+
     /// The most elements stage 3 ever held whole at once; 0 in other stages.
     pub fn peak_live_numel(&self) -> u64 {
         self.attached.lock().residency.as_ref().map_or(0, Residency::peak_live_numel)
