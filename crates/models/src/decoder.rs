@@ -4,6 +4,7 @@
 //! between families is data: [`DecoderConfig`] and the tensor names in [`Names`].
 
 mod block;
+mod checkpoint_times;
 mod config;
 mod page_steps;
 mod pages;
@@ -30,6 +31,7 @@ use crate::error::{ModelError, Result};
 use block::{Block, Stream, checkpointed};
 
 pub use block::RouterLogits;
+pub use checkpoint_times::{CheckpointTime, CheckpointTimes};
 pub use config::{
     Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual, dtype_of_name, name_of_dtype,
 };
@@ -81,6 +83,8 @@ pub struct Decoder {
     slices: Option<Slices>,
     /// Where the inputs of blocks wait that are computed again in backward; `None` keeps what blocks compute.
     checkpointing: Option<Arc<dyn Shelf>>,
+    /// Where it is noted how long those blocks take.
+    checkpoint_times: Option<Arc<CheckpointTimes>>,
     /// The ranks that share sequences with this one.
     sequence: Option<SequenceParallel>,
 }
@@ -176,6 +180,7 @@ impl Decoder {
             head,
             slices: slices.filter(|slices| slices.group().size() > 1).cloned(),
             checkpointing: None,
+            checkpoint_times: None,
             sequence: None,
         }
     }
@@ -208,6 +213,11 @@ impl Decoder {
     /// The same with the blocks' inputs on a shelf until then.
     pub fn checkpoint_activations_on(&mut self, shelf: Arc<dyn Shelf>) {
         self.checkpointing = Some(shelf);
+    }
+
+    /// Times blocks that are recomputed, forward and backward; the device is waited for at each.
+    pub fn time_checkpoints(&mut self) -> Arc<CheckpointTimes> {
+        Arc::clone(self.checkpoint_times.get_or_insert_default())
     }
 
     /// Empty caches for decoding up to `capacity` tokens.
@@ -337,9 +347,13 @@ impl Decoder {
                 stream = Stream { stream: before.clone(), pending: None };
             }
             stream = match &self.checkpointing {
-                Some(shelf) if cache.is_none() && autograd::is_recording() => {
-                    checkpointed(&**shelf, block, stream, visibility, mode, routers)?
-                }
+                Some(shelf) if cache.is_none() && autograd::is_recording() => match &self.checkpoint_times {
+                    Some(times) => {
+                        let timed = times.around(&**shelf, stream.stream.device())?;
+                        checkpointed(&timed, block, stream, visibility, mode, routers)?
+                    }
+                    None => checkpointed(&**shelf, block, stream, visibility, mode, routers)?,
+                },
                 _ => block.forward(stream, visibility, cache, mode, routers)?,
             };
             if let (Some(drop), Some(before)) = (rescaling, &before) {

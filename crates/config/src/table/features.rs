@@ -32,7 +32,7 @@ pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
     ),
     key("synchronize_checkpoint_boundary", Kind::Bool, "false", "Wait for the device at each checkpoint.")
         .done(),
-    key("profile", Kind::Bool, "false", "Time each checkpointed call."),
+    key("profile", Kind::Bool, "false", "Time blocks that are recomputed, forward and backward.").done(),
     key("cpu_checkpointing", Kind::Bool, "false", "Keep activations in host memory.").done(),
 ];
 
