@@ -111,3 +111,88 @@ fn a_trace_has_every_rank_on_one_clock_and_slices_that_nest() {
         }
     }
 }
+
+#[test]
+fn a_trace_has_every_read_and_write_of_state_on_a_disk() {
+    let folder = workplace();
+    let keys = [
+        "trace=\"trace.json\"",
+        "zero_optimization.stage=3",
+        "zero_optimization.offload_optimizer.device=nvme",
+        "zero_optimization.offload_optimizer.nvme_path=swap",
+        "aio.queue_depth=100000",
+        "aio.thread_count=2",
+    ];
+    let (_, lines) = train(folder.path(), &keys);
+    // What is not taken as it is written is named, once.
+    assert_eq!(lines.matches("aio.queue_depth: 4096 is used, not 100000").count(), 1, "{lines}");
+    assert!(!lines.contains("aio.thread_count:"), "{lines}");
+    let text = std::fs::read(folder.path().join("trace.json")).unwrap();
+    let document: Value = serde_json::from_slice(&text).unwrap();
+    let events = document["traceEvents"].as_array().unwrap();
+    let of = |rank: u64, name: &str| -> Vec<&Value> {
+        events.iter().filter(|event| event["pid"] == rank && event["name"] == name).collect()
+    };
+    let bounds = |event: &Value| {
+        let begin = event["ts"].as_f64().unwrap();
+        (begin, begin + event["dur"].as_f64().unwrap())
+    };
+    for rank in 0..2 {
+        let whole = of(rank, "data")[0];
+        for way in ["read", "write"] {
+            let found = of(rank, &format!("{way} offload_optimizer (nvme)"));
+            // Every step reads and writes master and moments.
+            assert!(found.len() >= 6, "{} of rank {rank} to {way}", found.len());
+            for event in found {
+                assert!(
+                    event["args"]["bytes"].as_u64().unwrap() >= 4096 && event["cat"] == "files",
+                    "{event}"
+                );
+                assert!(bounds(event).0 >= bounds(whole).0, "{event} is on another clock than {whole}");
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputed_blocks_are_timed_when_the_configuration_asks() {
+    let folder = workplace();
+    let keys = ["model.activation_checkpointing=true", "activation_checkpointing.profile=true"];
+    let (_, lines) = train(folder.path(), &keys);
+    let times: Vec<&str> =
+        lines.lines().filter(|line| line.contains("time (ms) | checkpointed forward: ")).collect();
+    // One block, one micro-batch a step, told by rank 0.
+    assert_eq!(times.len(), 6, "{lines}");
+    for line in times {
+        assert!(line.contains("| checkpointed backward: ") && line.contains("| calls: 1"), "{line}");
+        assert!(!line.contains("backward: 0.00"), "backward takes longer than that: {line}");
+    }
+    assert!(!lines.contains("activation_checkpointing.profile"), "nothing warns of a key that acts: {lines}");
+}
+
+#[test]
+fn a_run_keeps_what_ranks_held_what_was_planned_and_the_norms_of_layers() {
+    let folder = workplace();
+    train(folder.path(), &["gradient_norms_every=2", "zero_optimization.stage=1"]);
+    let run = folder.path().join("runs/small");
+    let log = std::fs::read_to_string(run.join("log.jsonl")).unwrap();
+    let records: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let about: Value = serde_json::from_slice(&std::fs::read(run.join("config/run.json")).unwrap()).unwrap();
+    for (index, record) in records.iter().enumerate() {
+        assert_eq!(record["ranks"].as_array().unwrap().len(), 2);
+        let norms = record["layer_norms"].as_array();
+        assert_eq!(norms.is_some(), index % 2 == 1, "{record}");
+        let Some(norms) = norms else { continue };
+        let squares: f64 = norms.iter().map(|norm| norm[1].as_f64().unwrap().powi(2)).sum();
+        let norm = record["grad_norm"].as_f64().unwrap();
+        assert!((squares.sqrt() / norm - 1.0).abs() < 1e-6, "{record}");
+    }
+    let told: Vec<&Value> = records.iter().filter_map(|record| record.get("rank_memory_bytes")).collect();
+    assert!((1..records.len()).contains(&told.len()), "memory is told where it changes: {}", told.len());
+    let held = told.last().unwrap()[1]["total"].as_f64().unwrap();
+    let planned = about["expected"]["plan"]["total"].as_f64().unwrap();
+    assert!((0.5..2.0).contains(&(planned / held)), "{planned} planned, {held} held");
+    for limit in ["compute", "memory", "wire"] {
+        assert!(about["expected"]["limits"][limit].as_f64().unwrap() > 0.0, "{about}");
+    }
+}

@@ -52,6 +52,12 @@ pub struct StepRecord {
     /// Where there are several ranks: what each of them did meanwhile, in their order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<RankTimes>,
+    /// Where there are several ranks, and it changed: what each of them held at most, as in `memory_bytes`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rank_memory_bytes: Vec<BTreeMap<String, u64>>,
+    /// Where it was asked for: the norm of the averaged gradient of each layer, before clipping.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_norms: Vec<(String, f64)>,
 }
 
 /// What one rank did in a step.
@@ -110,6 +116,8 @@ mod tests {
             loss_scale: f64::INFINITY,
             routing: Vec::new(),
             ranks: Vec::new(),
+            rank_memory_bytes: Vec::new(),
+            layer_norms: Vec::new(),
         };
         let read: StepRecord = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
         assert!(

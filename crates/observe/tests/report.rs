@@ -24,6 +24,8 @@ fn step(step: u64) -> StepRecord {
         loss_scale: 1.0,
         routing: Vec::new(),
         ranks: Vec::new(),
+        rank_memory_bytes: Vec::new(),
+        layer_norms: Vec::new(),
     }
 }
 

@@ -164,9 +164,9 @@ pub struct StopRequests {
 }
 
 impl StopRequests {
-    /// As numbers that ranks can add up.
-    pub(crate) fn as_flags(&self) -> [f32; 2] {
-        [&self.finish, &self.leave].map(|flag| f32::from(u8::from(flag.load(Ordering::Relaxed))))
+    /// Whether to finish early, and whether to leave at once.
+    pub(crate) fn asked(&self) -> [bool; 2] {
+        [&self.finish, &self.leave].map(|flag| flag.load(Ordering::Relaxed))
     }
 }
 

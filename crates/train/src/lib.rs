@@ -5,6 +5,7 @@
 
 mod checkpoint;
 pub mod error;
+mod expected;
 mod export;
 pub mod folder;
 mod health;
@@ -17,9 +18,11 @@ pub mod recipe;
 mod records;
 mod routing;
 mod run;
+mod told;
 
 pub use checkpoint::{Ending, Resume, Resumed, StopRequests};
 pub use error::{Result, TrainError};
+pub use expected::Expected;
 pub use ferrospeed_data::Preparing;
 pub use folder::{FolderLock, RunFolder};
 pub use mesh::MeshSizes;

@@ -6,6 +6,7 @@
 //! ranks = 2                # default 1
 //! seed = 42
 //! trace = "trace.json"     # a timeline of all ranks; default: none
+//! gradient_norms_every = 10 # steps between those in which the norm of each layer's gradient is taken; default: never
 //!
 //! [model]
 //! preset = "gpt2"          # or "llama"; or path = "a Hugging Face directory"; or config = "a config.json"
@@ -117,6 +118,9 @@ pub struct Recipe {
     /// Text to write at the end.
     #[serde(default)]
     pub sample: Option<SampleRecipe>,
+    /// The norm of each layer's gradient is taken in every so many steps; 0: never.
+    #[serde(default, skip_serializing_if = "is_never")]
+    pub gradient_norms_every: u64,
     /// Where a timeline of all ranks is written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trace: Option<PathBuf>,
@@ -264,6 +268,10 @@ pub struct SampleRecipe {
     /// How freely it is drawn; 0 takes the likeliest.
     #[serde(default)]
     pub temperature: f32,
+}
+
+fn is_never(every: &u64) -> bool {
+    *every == 0
 }
 
 fn one() -> u32 {

@@ -37,11 +37,11 @@ impl Records {
     }
 
     /// Says what the run is, for those who watch it.
-    pub(crate) fn started(&self, recipe: &Recipe, info: &RunInfo) -> Result<()> {
+    pub(crate) fn started(&self, recipe: &Recipe, info: &RunInfo, expected: &Value) -> Result<()> {
         let path = self.folder.about();
         let facts: serde_json::Map<String, Value> =
             info.facts().into_iter().map(|(name, value)| (name, value.into())).collect();
-        let about = json!({ "steps": info.steps, "facts": facts, "recipe": recipe });
+        let about = json!({ "steps": info.steps, "facts": facts, "recipe": recipe, "expected": expected });
         std::fs::write(&path, format!("{about:#}\n")).map_err(TrainError::io(&path))
     }
 

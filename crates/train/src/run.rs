@@ -1,31 +1,33 @@
 //! The training loop of one rank.
 
-use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ferrospeed_checkpoint::{CheckpointError, agree};
-use ferrospeed_comm::{ReduceOp, World};
+use ferrospeed_comm::{ASKED_FOR, ReduceOp, World};
 use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
 use ferrospeed_engine::{
     Engine, EngineError, Options, Setup, StepReport, activation_shelf, divides_by_measure, initialize_model,
     initialize_pipeline, machine,
 };
-use ferrospeed_models::decoder::FeedForward;
+use ferrospeed_models::decoder::{CheckpointTimes, FeedForward};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_nn::SequenceParallel;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::trace::Activity;
-use ferrospeed_observe::{EvalRecord, RankTimes, StepRecord};
+use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{Category, Device, Tensor};
-use serde_json::Value;
+use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tune::plan::Processor;
+use serde_json::{Value, json};
 
 use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
+use crate::expected::Expected;
 use crate::export::export;
 use crate::folder::{FolderLock, RunFolder};
 use crate::health::Health;
@@ -36,6 +38,7 @@ use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
 use crate::records::Records;
 use crate::routing;
+use crate::told::{self, Changes, Own};
 
 /// What is known before the first step.
 #[derive(Debug, Clone, PartialEq)]
@@ -151,6 +154,8 @@ pub struct Job<'a> {
     pub observing: Observing,
     /// Whether only its speed is asked for: nothing is validated, sampled or exported.
     pub is_experiment: bool,
+    /// Whether products of this host copy an operand into tiles first, for the plan of its memory.
+    pub in_tiles: bool,
 }
 
 /// When steps are logged, monitored and shown.
@@ -204,6 +209,8 @@ struct Run<'a> {
     position: Position,
     flops_per_token: f64,
     tokens: u64,
+    /// With `activation_checkpointing.profile`.
+    checkpoint_times: Option<Arc<CheckpointTimes>>,
 }
 
 /// Runs a recipe on this rank; all ranks call it together.
@@ -230,7 +237,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         let alike = (recipe.between_slices() == Between::AllTokens).then_some(&slices);
         model.checkpoint_activations_on(activation_shelf(&config.activation_checkpointing, alike));
     }
+    let checkpoint_times = config.activation_checkpointing.profile.then(|| model.time_checkpoints());
     let rank = job.world.rank();
+    // Before anything is counted or traced.
+    let wire_bytes_per_s = machine::sent_bytes_per_s(&job.world)?;
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;
     if let Some(profiler) = &mut setup.config.flops_profiler {
@@ -263,7 +273,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
 
     if let Some(profiler) = &engine.config().flops_profiler {
         if recipe.stages().get() > 1 {
-            all_warnings.push("flops_profiler: a model in stages is not profiled yet".to_owned());
+            all_warnings.push(
+                "flops_profiler: a model in stages is not profiled, for its micro-batches run into each other; profile it with one stage, or look at --trace".to_owned(),
+            );
         } else if profiler.profile_step > recipe.steps {
             all_warnings.push(format!(
                 "flops_profiler.profile_step: step {} is never taken, the run has {}; nothing is profiled",
@@ -283,6 +295,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         codec,
         position: Position::default(),
         tokens: 0,
+        checkpoint_times,
     };
     // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
     let validates = recipe.eval.every > 0 && run.sequences.count(Split::Validation) > 0;
@@ -302,9 +315,23 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     if recipe.trace.is_some() {
         run.engine.start_trace()?;
     }
-    let info = run.info(all_warnings, resumed, peak::measure(&run.engine)?);
+    if recipe.gradient_norms_every > 0 {
+        run.engine.watch_gradients(recipe.gradient_norms_every)?;
+    }
+    let peak = peak::measure(&run.engine)?;
+    let info = run.info(all_warnings, resumed, peak.flops_per_s);
     if let Some(records) = &records {
-        records.started(recipe, &info)?;
+        let processor = match run.engine.device().backend().is_host() {
+            true => Processor::Cpu,
+            false => Processor::Gpu,
+        };
+        let expected = Expected::of(recipe, &run.model_config, processor, job.in_tiles);
+        let per_rank = peak::of_a_rank(peak, info.ranks);
+        let limits = expected.as_ref().map(|expected| {
+            expected.tokens_per_s((info.batch * info.sequence) as f64, per_rank, wire_bytes_per_s)
+        });
+        let planned = expected.map(|expected| expected.memory_bytes());
+        records.started(recipe, &info, &json!({ "plan": planned, "limits": limits }))?;
         progress.started(&info);
     }
     let mut summary = Summary {
@@ -325,6 +352,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     run.engine.world().group().all_reduce(&mut replaces, ReduceOp::Sum)?;
     let mut replaces = replaces[0] > 0.0;
     let mut times_ms = [Vec::new(), Vec::new()];
+    let mut changes = Changes::default();
     let mut health = Health::new(recipe.max_bad_steps);
     let mut unsaved = None;
     for step in summary.steps + 1..=recipe.steps {
@@ -338,7 +366,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         if observed {
             record.routing = routing::over_ranks(&run.model, &run.engine, recipe.mesh().tensor.get())?;
             routing::monitor(&mut run.engine, &record.routing);
-            record.ranks = run.times_of_ranks()?;
+            record.rank_memory_bytes = changes.of(std::mem::take(&mut record.rank_memory_bytes));
         }
         (summary.steps, summary.loss) = (step, Some(record.loss));
         let verdict = health.judge(&record);
@@ -419,11 +447,12 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     summary.seconds = start.elapsed().as_secs_f64();
     summary.observing_seconds += run.engine.time_monitoring().as_secs_f64();
     if let Some(records) = records {
-        let begin = Instant::now();
+        // What the machine can do is measured once, and is no share of what each step costs.
         if let Some(profile) = run.engine.model_profile() {
             let peak = machine::measure_peak(run.engine.device(), run.engine.store().dtype())?;
             records.roofline(&profile.roofline(peak));
         }
+        let begin = Instant::now();
         let broken = records.broken.clone().map(|why| format!("its log is not complete: {why}"));
         let finished = records.finish(&recipe.name, &info, &summary);
         unsaved =
@@ -576,25 +605,18 @@ impl Run<'_> {
         }
         self.engine.trace(Activity::Files, "data", reading);
         let (loss, report) = self.train_on(batches)?;
+        self.tell_checkpoint_times();
         self.position.samples += self.engine.train_batch_size();
         let tokens = self.engine.train_batch_size() * length;
         self.tokens += tokens;
-        // The mean over ranks, and whether anybody wants to stop, in one exchange.
-        let [finish, leave] = requests.as_flags();
-        let mut shared = [loss, finish, leave];
-        self.engine.world().group().all_reduce(&mut shared, ReduceOp::Avg)?;
-        let usage = device.memory_usage();
-        let mut memory_bytes: BTreeMap<String, u64> = Category::ALL
-            .iter()
-            .map(|&category| (category.name().to_owned(), usage.peak(category) as u64))
-            .collect();
-        memory_bytes.insert("total".into(), usage.peak_total() as u64);
-        let times = self.engine.last_step_times();
+        let (memory, times) = (device.memory_usage(), self.engine.last_step_times());
+        let own = Own { loss, requests: requests.asked(), times, memory };
+        let told = told::tell(&self.engine.world().group(), own)?;
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {
             step,
             // Stages have agreed on it, and averaging equal numbers may round.
-            loss: if self.engine.stage().1 > 1 { loss } else { shared[0] },
+            loss: if self.engine.stage().1 > 1 { loss } else { told.loss },
             lr,
             grad_norm: match report {
                 StepReport::Applied { grad_norm } => Some(grad_norm),
@@ -607,38 +629,35 @@ impl Run<'_> {
             backward_ms: times.backward.as_secs_f64() * 1e3,
             optimizer_ms: times.step.as_secs_f64() * 1e3,
             flops_per_s: self.flops_per_token * tokens as f64 / seconds,
-            memory_bytes,
+            memory_bytes: told::peaks(&memory),
             skipped: matches!(report, StepReport::Skipped { .. }),
             loss_scale,
             routing: Vec::new(),
-            ranks: Vec::new(),
+            ranks: told.times,
+            rank_memory_bytes: told.memory,
+            layer_norms: self.engine.layer_norms().to_vec(),
         };
-        let asked = match shared {
-            [_, _, leave] if leave > 0.0 => Some(Ending::Left),
-            [_, finish, _] if finish > 0.0 => Some(Ending::Stopped),
-            _ => None,
+        let asked = match told.requests {
+            [_, true] => Some(Ending::Left),
+            [true, false] => Some(Ending::Stopped),
+            [false, false] => None,
         };
         Ok((record, asked))
     }
 
-    /// What every rank did in the last step; nothing where there is one. All ranks call it together.
-    fn times_of_ranks(&self) -> Result<Vec<RankTimes>> {
-        let group = self.engine.world().group();
-        if group.size() == 1 {
-            return Ok(Vec::new());
+    /// With `activation_checkpointing.profile`, how long recomputed blocks took in the last step.
+    fn tell_checkpoint_times(&self) {
+        let Some(times) = &self.checkpoint_times else { return };
+        let time = times.take();
+        if self.engine.world().rank() == 0 {
+            let ms = |time: Duration| time.as_secs_f64() * 1e3;
+            let (forward, backward) = (ms(time.forward), ms(time.backward));
+            tracing::info!(
+                target: ASKED_FOR,
+                "time (ms) | checkpointed forward: {forward:.2} | checkpointed backward: {backward:.2} | calls: {}",
+                time.calls
+            );
         }
-        let times = self.engine.last_step_times();
-        let own = [times.forward, times.backward_inner, times.backward_allreduce, times.step];
-        let own = own.map(|time| time.as_secs_f64() * 1e3);
-        let mut all = vec![0.0; own.len() * group.size()];
-        group.all_gather(&own, &mut all)?;
-        let times = |one: &[f64]| RankTimes {
-            forward_ms: one[0],
-            backward_ms: one[1],
-            wait_ms: one[2],
-            optimizer_ms: one[3],
-        };
-        Ok(all.chunks_exact(own.len()).map(times).collect())
     }
 
     /// Takes a step on some micro-batches; returns their mean loss, of this rank's or of all, and what became of it.

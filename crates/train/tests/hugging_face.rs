@@ -121,6 +121,7 @@ fn the_documented_files_train() {
             requests: StopRequests::default(),
             observing: Observing::Always,
             is_experiment: false,
+            in_tiles: false,
         };
         let summary = run(&job, &mut Quiet).unwrap_or_else(|error| panic!("{file}: {error}"));
         assert_eq!(summary.steps, 4);

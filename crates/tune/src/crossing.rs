@@ -14,10 +14,10 @@ use crate::model::Model;
 use crate::plan::{Request, human};
 
 /// Bytes that travel with each value of a quantised weight, its part of a step included, and of a gradient.
-const INT8: f64 = 1.0 + 4.0 / 2048.0;
-const INT4: f64 = 0.5 + 4.0 / 512.0;
+pub(crate) const INT8: f64 = 1.0 + 4.0 / 2048.0;
+pub(crate) const INT4: f64 = 0.5 + 4.0 / 512.0;
 /// Bits of a byte: signs in it.
-const SIGNS: f64 = 8.0;
+pub(crate) const SIGNS: f64 = 8.0;
 /// What reductions add up in.
 const ACCUMULATOR: f64 = 4.0;
 
@@ -178,6 +178,14 @@ impl Switches {
     }
 }
 
+/// The share of parameters that backward gathers again: not what stays from forward.
+pub(crate) fn gathered_again(request: &Request<'_>) -> f64 {
+    let zero = &request.config.zero;
+    let params = request.model.size().total_params as f64;
+    let stays = (zero.max_reuse_distance as f64 / 2.0).min(zero.max_live_parameters as f64) / params;
+    1.0 - stays.min(1.0)
+}
+
 struct Link<'a> {
     request: &'a Request<'a>,
     on: Hosts,
@@ -281,14 +289,6 @@ impl Link<'_> {
         self.request.config.batch.gradient_accumulation_steps.get() as f64
     }
 
-    /// The share of parameters that backward gathers again: not what stays from forward.
-    fn gathered_again(&self) -> f64 {
-        let zero = &self.request.config.zero;
-        let params = self.request.model.size().total_params as f64;
-        let stays = (zero.max_reuse_distance as f64 / 2.0).min(zero.max_live_parameters as f64) / params;
-        1.0 - stays.min(1.0)
-    }
-
     fn reduce_scatter(&self, piece: Piece) -> f64 {
         let direct = piece.ranks * self.gradient_width() * piece.away();
         let handed_on = if piece.ranks > 1.0 { ACCUMULATOR } else { f64::INFINITY };
@@ -299,7 +299,7 @@ impl Link<'_> {
         let micro_batches = self.micro_batches();
         let width = if switches.weights { INT8 } else { self.width() };
         // Neighbours have everything among themselves until weights change.
-        let gathers = if switches.near { 1.0 } else { micro_batches * (1.0 + self.gathered_again()) };
+        let gathers = if switches.near { 1.0 } else { micro_batches * (1.0 + gathered_again(self.request)) };
         self.sum(|piece| {
             let gradients = match switches.gradients {
                 true => piece.params * INT4 * piece.away(),

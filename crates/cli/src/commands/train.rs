@@ -371,6 +371,7 @@ fn run_rank(
         requests,
         observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
         is_experiment: args.experiment,
+        in_tiles: super::doctor::multiplies_in_tiles(),
     };
     let summary = ferrospeed_train::run(&job, &mut progress).map_err(failure)?;
     if rank == 0 {

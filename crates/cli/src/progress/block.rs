@@ -322,6 +322,8 @@ mod tests {
             loss_scale: 1.0,
             routing: Vec::new(),
             ranks: Vec::new(),
+            rank_memory_bytes: Vec::new(),
+            layer_norms: Vec::new(),
         }
     }
 

@@ -19,6 +19,8 @@ pub(super) struct Frame {
     y: (f64, f64),
     y_ticks: Vec<f64>,
     unit: Unit,
+    /// Of positions.
+    x_unit: Unit,
 }
 
 impl Frame {
@@ -50,7 +52,12 @@ impl Frame {
         // Half a step to each side of a single one, or more where a float cannot tell half steps apart.
         let room = if x_low == x_high { (x_low * 1e-9).max(0.5) } else { 0.0 };
         let x = (x_low - room, x_high + room);
-        Some(Frame { x, y, y_ticks, unit })
+        Some(Frame { x, y, y_ticks, unit, x_unit: Unit::Count })
+    }
+
+    /// The same, where positions are amounts of memory.
+    pub(super) fn with_bytes_below(self) -> Frame {
+        Frame { x_unit: Unit::Bytes, ..self }
     }
 
     pub(super) fn x(&self, value: f64) -> f64 {
@@ -96,7 +103,7 @@ impl Frame {
             );
         }
         for (value, anchor) in self.x_labels() {
-            let label = Unit::Count.show(value);
+            let label = self.x_unit.show(value);
             let _ = writeln!(
                 svg,
                 "<text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{label}</text>",

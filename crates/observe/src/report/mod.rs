@@ -20,6 +20,7 @@ pub(crate) mod series;
 pub(crate) mod spikes;
 pub(crate) mod summary;
 mod text;
+mod tuning;
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -30,6 +31,7 @@ use chart::{Heading, Line};
 use layers::Layers;
 use series::{Merge, Point};
 use text::{Escaped, Unit};
+pub use tuning::{TriedPoint, Tuning, render_tuning};
 
 /// Longer texts are folded.
 const LONGEST_OPEN_LINES: usize = 80;
@@ -58,14 +60,7 @@ pub fn render(report: &Report<'_>) -> String {
     let steps: Vec<&StepRecord> = steps.into_values().collect();
     let evals: Vec<&EvalRecord> = evals.into_values().collect();
 
-    let title = Escaped(report.title);
-    let mut page = format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"/>\n\
-         <title>{title}</title>\n<style>\n{}</style>\n</head>\n<body>\n<h1>{title}</h1>\n",
-        include_str!("page.css")
-    );
+    let mut page = head(report.title);
     if steps.is_empty() && evals.is_empty() {
         page.push_str("<p class=\"none\">No step was recorded.</p>\n");
     } else {
@@ -83,6 +78,18 @@ pub fn render(report: &Report<'_>) -> String {
         let _ = writeln!(page, "<details{open}><summary>{name}</summary><pre>{text}</pre></details>");
     }
     page + "</body>\n</html>\n"
+}
+
+/// The beginning of a page that may load nothing.
+fn head(title: &str) -> String {
+    let title = Escaped(title);
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"/>\n\
+         <title>{title}</title>\n<style>\n{}</style>\n</head>\n<body>\n<h1>{title}</h1>\n",
+        include_str!("page.css")
+    )
 }
 
 fn push_tiles(page: &mut String, steps: &[&StepRecord], evals: &[&EvalRecord]) {

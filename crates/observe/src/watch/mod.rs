@@ -14,6 +14,7 @@
 //! ```
 
 mod http;
+mod ranks;
 mod run;
 mod tail;
 
@@ -34,6 +35,8 @@ const MOST_CONNECTIONS: usize = 32;
 const MOST_RUNS: usize = 16;
 
 const PAGE: &str = include_str!("page.html");
+/// Charts, then what is drawn of ranks, then the page that draws them.
+const SCRIPT: &str = concat!(include_str!("charts.js"), include_str!("ranks.js"), include_str!("page.js"));
 const STYLE: &str = include_str!("../report/page.css");
 
 /// A page about runs.
@@ -115,7 +118,8 @@ fn page() -> Response {
         RandomState::new().build_hasher().finish(),
         RandomState::new().build_hasher().finish()
     );
-    let body = PAGE.replace("NONCE", &nonce).replace("/* STYLE */", STYLE).into_bytes();
+    let page = PAGE.replace("NONCE", &nonce).replace("/* STYLE */", STYLE).replace("/* SCRIPT */", SCRIPT);
+    let body = page.into_bytes();
     let policy = format!(
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; connect-src 'self'; \
          base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

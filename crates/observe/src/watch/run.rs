@@ -9,8 +9,9 @@ use std::time::SystemTime;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::ranks;
 use super::tail::Tail;
-use crate::record::{EvalRecord, RankTimes, StepRecord};
+use crate::record::{EvalRecord, StepRecord};
 use crate::report::layers::{self, Layers};
 use crate::report::series::{Curve, Merge, Point, shorten_rows};
 use crate::report::{spikes, summary};
@@ -25,8 +26,8 @@ const LONGEST_DOCUMENT_BYTES: usize = 256 << 10;
 const LONGEST_JSON_BYTES: u64 = 16 << 20;
 /// More marks than this cannot be told apart.
 const MOST_MARKS: usize = 200;
-/// Steps over which ranks are compared.
-const RECENT_STEPS: usize = 20;
+/// More layers than this are no rows of a picture.
+const MOST_LAYERS: usize = 64;
 
 /// How a run stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -113,7 +114,12 @@ impl WatchedRun {
             "memory": shortened(&layers::memory(&steps), Merge::Highest),
             "times": shortened(&layers::times(&steps), Merge::Mean),
             "spikes": spikes::of(&steps).into_iter().take(MOST_MARKS).collect::<Vec<_>>(),
-            "ranks": recent_ranks(&steps),
+            "ranks": ranks::recent(&steps),
+            "timeline": ranks::timeline(&steps),
+            "waits": ranks::waits(&steps),
+            "rank_memory": ranks::memory(&steps),
+            "layer_norms": layer_norms(&steps),
+            "expected": about["expected"],
             "facts": about["facts"],
             "recipe": about["recipe"],
             "ds_config": json(&self.folder.join("config/ds_config.json")),
@@ -122,28 +128,23 @@ impl WatchedRun {
     }
 }
 
-/// What each rank did in recent steps, on average: single ones say little.
-fn recent_ranks(steps: &[&StepRecord]) -> Vec<RankTimes> {
-    let Some(last) = steps.last() else { return Vec::new() };
-    let alike = steps.iter().rev().take(RECENT_STEPS).filter(|record| record.ranks.len() == last.ranks.len());
-    let mut sums = vec![RankTimes::default(); last.ranks.len()];
-    let mut count = 0.0;
-    for record in alike {
-        count += 1.0;
-        for (sum, times) in sums.iter_mut().zip(&record.ranks) {
-            sum.forward_ms += times.forward_ms;
-            sum.backward_ms += times.backward_ms;
-            sum.wait_ms += times.wait_ms;
-            sum.optimizer_ms += times.optimizer_ms;
-        }
-    }
-    let mean = |sum: RankTimes| RankTimes {
-        forward_ms: sum.forward_ms / count,
-        backward_ms: sum.backward_ms / count,
-        wait_ms: sum.wait_ms / count,
-        optimizer_ms: sum.optimizer_ms / count,
+/// The norms of layers' gradients: the layers, and a row per step in which they were taken. Layers beyond what can be told
+/// apart are left out, those in the middle first.
+fn layer_norms(steps: &[&StepRecord]) -> Value {
+    let taken: Vec<&StepRecord> =
+        steps.iter().copied().filter(|record| !record.layer_norms.is_empty()).collect();
+    let Some(last) = taken.last() else { return Value::Null };
+    let names: Vec<&str> = last.layer_norms.iter().map(|(name, _)| name.as_str()).collect();
+    let is_shown = |index: usize| index < MOST_LAYERS / 2 || index + MOST_LAYERS / 2 >= names.len();
+    let row = |record: &&StepRecord| {
+        let norms = record.layer_norms.iter().enumerate().filter(|(index, _)| is_shown(*index));
+        (record.step as f64, norms.map(|(_, (_, norm))| *norm).collect::<Vec<f64>>())
     };
-    sums.into_iter().map(mean).collect()
+    let rows: Vec<(f64, Vec<f64>)> =
+        taken.iter().filter(|record| record.layer_norms.len() == names.len()).map(row).collect();
+    let shown: Vec<&str> =
+        names.iter().enumerate().filter(|(index, _)| is_shown(*index)).map(|(_, name)| *name).collect();
+    json!({ "names": shown, "of": names.len(), "rows": shorten_rows(&rows, Merge::Highest) })
 }
 
 fn text(path: &Path) -> Option<String> {

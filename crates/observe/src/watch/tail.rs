@@ -27,6 +27,13 @@ pub(super) struct Tail<T> {
 pub(super) trait Logged {
     /// Whether it must not be left out for a neighbour: a spike, a step that was skipped.
     fn stands_out_from(&self, other: &Self) -> bool;
+
+    /// Takes over what few records tell from a neighbour that is left out.
+    fn inherit(&mut self, _left_out: Self)
+    where
+        Self: Sized,
+    {
+    }
 }
 
 /// A loss that is a tenth larger, or no number.
@@ -37,6 +44,15 @@ fn jumps(loss: f32, other: f32) -> bool {
 impl Logged for StepRecord {
     fn stands_out_from(&self, other: &StepRecord) -> bool {
         self.skipped || jumps(self.loss, other.loss)
+    }
+
+    fn inherit(&mut self, left_out: StepRecord) {
+        if self.rank_memory_bytes.is_empty() {
+            self.rank_memory_bytes = left_out.rank_memory_bytes;
+        }
+        if self.layer_norms.is_empty() {
+            self.layer_norms = left_out.layer_norms;
+        }
     }
 }
 
@@ -50,9 +66,14 @@ impl Logged for EvalRecord {
 fn thinned<T: Logged>(records: Vec<T>) -> Vec<T> {
     let mut rest = records.into_iter();
     let mut kept = Vec::with_capacity(MOST_RECORDS);
-    while let Some(first) = rest.next() {
-        let second = rest.next().filter(|second| second.stands_out_from(&first));
-        kept.push(second.unwrap_or(first));
+    while let Some(mut stays) = rest.next() {
+        if let Some(mut goes) = rest.next() {
+            if goes.stands_out_from(&stays) {
+                std::mem::swap(&mut stays, &mut goes);
+            }
+            stays.inherit(goes);
+        }
+        kept.push(stays);
     }
     kept
 }
@@ -127,6 +148,18 @@ mod tests {
         assert_eq!(steps(&mut tail), [1, 7]);
         std::fs::remove_file(&path).unwrap();
         assert!(steps(&mut tail).is_empty());
+    }
+
+    #[test]
+    fn what_few_records_tell_outlives_them() {
+        let record = |step: u64| StepRecord { step, ..StepRecord::default() };
+        let mut records: Vec<StepRecord> = (0..8).map(record).collect();
+        records[1].rank_memory_bytes = vec![Default::default()];
+        records[2].layer_norms = vec![("a".to_owned(), 1.0)];
+        records[3].skipped = true;
+        let kept = thinned(thinned(records));
+        assert_eq!(kept.iter().map(|record| record.step).collect::<Vec<_>>(), [3, 4]);
+        assert_eq!((kept[0].rank_memory_bytes.len(), kept[0].layer_norms.len()), (1, 1));
     }
 
     #[test]

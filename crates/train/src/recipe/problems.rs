@@ -38,6 +38,10 @@ impl Recipe {
             format!("ranks: must be at least 1 and at most {MAX_RANKS}"),
         );
         self.mesh().problems(self.ranks as usize, &mut refuse);
+        refuse(
+            self.gradient_norms_every > 0 && self.stages().get() > 1,
+            "gradient_norms_every: ranks of a model in stages hold different layers; leave out one of the two".into(),
+        );
         if let Some(save) = &self.save {
             let no_rotation = save.keep_every.is_some() && save.keep_last.is_none();
             refuse(no_rotation, "save.keep_every: means nothing without save.keep_last: all stay".into());

@@ -42,6 +42,7 @@ const RECIPE: &[Key] = &[
     key("seed", Kind::Count),
     key("max_bad_steps", Kind::Count),
     key("trace", Kind::Text),
+    key("gradient_norms_every", Kind::Count),
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
     required("data", Kind::Table(DATA), || json!({ "synthetic": 1, "sequence": 2 })),
     key("training", Kind::Table(TRAINING)),
