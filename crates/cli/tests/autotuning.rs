@@ -46,11 +46,11 @@ fn json(path: impl AsRef<Path>) -> Value {
 
 #[test]
 fn a_run_that_fails_is_an_answer_and_the_rest_goes_on() {
-    // Shards of three ranks there are none of, which only stage 3 asks for.
+    // A folder that cannot be made, which only stage 3 asks for.
     let folder = workplace(
         r#"
         train_micro_batch_size_per_gpu = [2, 4]
-        zero_optimization = { stage = [0, 3], mics_shard_size = 3 }
+        zero_optimization = { stage = [0, 3], offload_param = { device = "nvme", nvme_path = "/proc/nowhere" } }
         autotuning = { start_profile_step = 1, end_profile_step = 2 }
         "#,
     );
@@ -151,8 +151,47 @@ fn our_own_search_takes_at_most_ten_runs_and_trains_with_what_it_found() {
     assert!(
         std::fs::read_to_string(results.join("cmd_optimal.txt")).unwrap().contains("ds_config_optimal.json")
     );
+    // The page marks the best among all that ran.
+    let page = std::fs::read_to_string(results.join("report.html")).unwrap();
+    assert_eq!(page.matches("<circle").count(), runs, "{page}");
+    assert_eq!(page.matches("class=\"dot s1\"").count(), 1, "{page}");
     // And it was trained with.
     let used = json(folder.path().join("runs/small/config/ds_config.json"));
     assert_eq!(used["zero_optimization"]["stage"], best["zero_optimization"]["stage"]);
     assert!(folder.path().join("runs/small/model/model.safetensors").exists());
+}
+
+#[test]
+fn meshes_are_searched_and_a_second_search_in_the_same_folders_is_refused() {
+    let folder = workplace(
+        r#"
+        train_batch_size = 8
+        zero_optimization = { stage = 1 }
+        autotuning = { start_profile_step = 1, end_profile_step = 2 }
+        "#,
+    );
+    let results = folder.path().join("autotuning_results");
+    std::fs::create_dir_all(&results).unwrap();
+    let mark = std::fs::File::create(results.join(".ferrospeed-autotuning")).unwrap();
+    mark.lock().unwrap();
+    let output = tune(folder.path(), "tune", &["-n", "2"]);
+    assert!(!output.status.success());
+    let said = stderr(&output);
+    assert!(said.contains("another search is at work in autotuning_results"), "{said}");
+    drop(mark);
+    let output = tune(folder.path(), "tune", &["-n", "2", "--set", "model.activation_checkpointing=true"]);
+    let said = stdout(&output);
+    assert!(output.status.success(), "{said}\n{}", stderr(&output));
+    // Two ranks share samples, or layers, or sequences.
+    assert!(said.contains("_tp2") || said.contains("_sp2"), "no mesh was tried:\n{said}");
+    for line in said.lines().filter(|line| line.starts_with("experiment")) {
+        assert!(line.contains("throughput "), "{line}");
+    }
+    // The samples of a step stay, whatever the mesh.
+    let best = json(results.join("ds_config_optimal.json"));
+    let number = |value: &Value| value.as_u64().unwrap_or(1);
+    let of_a_sample =
+        number(&best["tensor_parallel"]["autotp_size"]) * number(&best["sequence_parallel_size"]);
+    let own = number(&best["train_micro_batch_size_per_gpu"]) * number(&best["gradient_accumulation_steps"]);
+    assert_eq!(own * 2 / of_a_sample, 8, "{best}");
 }

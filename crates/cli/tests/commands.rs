@@ -379,3 +379,40 @@ fn a_disk_and_a_step_from_it_are_measured_in_json() {
     assert_eq!(refused.status.code(), Some(2));
     assert!(stderr(&refused).contains("/proc/nowhere is no folder"), "{}", stderr(&refused));
 }
+
+#[test]
+fn the_fastest_layout_that_fits_is_named_with_what_it_sends() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let model = serde_json::json!({
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+    });
+    std::fs::write(at("config.json"), model.to_string()).unwrap();
+    let config = r#"{"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}}"#;
+    std::fs::write(at("ds_config.json"), config).unwrap();
+    let (config, model) = (at("ds_config.json"), at("config.json"));
+    let asked = ["plan", &config, "--model", &model, "-w", "4", "--search"];
+    let machine = ["--device_gib", "80", "--host_gib", "900", "--nvme_gib", "0"];
+    let rates = ["--flops", "400", "--memory_rate", "2000", "--wire_rate", "200"];
+    let output = ferrospeed(&[&asked[..], &machine, &rates, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let found: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let best = found["best"].as_array().unwrap();
+    assert_eq!(best.len(), 5, "{found}");
+    assert!(best[0]["device_bytes"].as_u64().unwrap() <= 80 << 30, "{}", best[0]);
+    assert!(best.windows(2).all(|two| two[0]["tokens_per_s"].as_f64() >= two[1]["tokens_per_s"].as_f64()));
+    let output = ferrospeed(&[&asked[..], &machine, &rates].concat());
+    let text = stdout(&output);
+    for what in ["fit, ", "tokens/s", "a rank sends per step: "] {
+        assert!(text.contains(what), "{what}: {text}");
+    }
+    // What is too small says how much is missing, and a machine that is only described must be described.
+    let small = ["--device_gib", "4", "--host_gib", "4", "--nvme_gib", "0"];
+    let output = ferrospeed(&[&asked[..], &small, &rates].concat());
+    assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+    assert!(stdout(&output).contains("nothing fits; z") && stdout(&output).contains(" are missing"));
+    let output = ferrospeed(&[&asked[..], &machine].concat());
+    assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));
+    assert!(stderr(&output).contains("--flops RATE"), "{}", stderr(&output));
+}

@@ -3,17 +3,19 @@
 //! [`estimate`] holds DeepSpeed's ZeRO estimators, [`model`] counts the parameters of a Hugging Face model from its
 //! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, [`stages`] the same for the
 //! fullest stage of a model that is cut into some, [`crossing`] what hosts send each other, [`cost`] what a step computes and
-//! sends and how long that takes, [`serve`] what generating text takes, and [`tuning`] which configurations are worth trying.
-//! All of it is arithmetic: nothing here looks at the machine or starts anything.
+//! sends and how long that takes, [`layout`] how ranks may be laid out and [`search`] which of that is fastest, [`serve`] what
+//! generating text takes, and [`tuning`] which configurations are worth trying. All of it is arithmetic: nothing here looks at the machine or starts anything.
 
 mod activations;
 pub mod cost;
 pub mod crossing;
 pub mod estimate;
 mod experts;
+pub mod layout;
 pub mod model;
 pub mod plan;
 mod planner;
+pub mod search;
 pub mod serve;
 mod slices;
 pub mod stages;

@@ -6,7 +6,6 @@ use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_tune::tuning::deepspeed::{Options, search};
 use ferrospeed_tune::tuning::naming::{canonical_name, memory_to_string, number_to_string};
-use ferrospeed_tune::tuning::planned::{self, Candidate, Machine, Outcome, Work};
 use ferrospeed_tune::tuning::space::{combinations, ranges};
 use ferrospeed_tune::tuning::tuner::{Order, TunerOptions, tune};
 use ferrospeed_tune::tuning::{
@@ -249,84 +248,4 @@ fn a_model_finds_the_best_sooner_than_the_list_and_survives_a_space_that_fails()
             tune(&options, Metric::Throughput, &listed(&failing), &mut Simulated::new(by_index(&failing)));
         assert_eq!(tried.len(), 5, "{order:?}");
     }
-}
-
-fn grid() -> Vec<Candidate> {
-    let mut all = Vec::new();
-    for stage in 0..=3 {
-        for recompute in [false, true] {
-            for power in 0..8 {
-                all.push(Candidate { stage, micro_batch: 1 << power, accumulation: 1, recompute });
-            }
-        }
-    }
-    all
-}
-
-const WORK: Work = Work { parameters: 1e8, bytes_per_weight: 2.0, tokens_per_sample: 512.0, ranks: 4.0 };
-
-fn machine(flops_per_s: f64, link_bytes_per_s: f64, half_speed_tokens: f64) -> Machine {
-    Machine { flops_per_s, memory_bytes_per_s: 2e10, link_bytes_per_s, half_speed_tokens }
-}
-
-#[test]
-fn ten_runs_come_within_a_twentieth_of_trying_everything_though_the_model_is_wrong() {
-    let expected = machine(1e12, 1e9, 500.0);
-    for (flops, link, half, largest) in
-        [(3e11, 1e10, 200.0, 128), (1e13, 2e8, 4000.0, 16), (5e12, 5e9, 60.0, 4), (1e12, 1e9, 500.0, 1)]
-    {
-        let real = machine(flops, link, half);
-        let room = |candidate: &Candidate| {
-            largest * (1 + u64::from(candidate.stage)) * if candidate.recompute { 4 } else { 1 }
-        };
-        let measure = |candidate: &Candidate| {
-            (candidate.micro_batch <= room(candidate)).then(|| real.samples_per_s(&WORK, candidate))
-        };
-        // The plan of memory is a little too hopeful, the model of time wrong by factors.
-        let may_fit = |candidate: &Candidate| candidate.micro_batch <= room(candidate) * 4 / 3;
-        let candidates: Vec<_> = grid()
-            .into_iter()
-            .filter(may_fit)
-            .map(|candidate| (candidate, expected.samples_per_s(&WORK, &candidate)))
-            .collect();
-        let Ok(tried) = planned::search(&candidates, 10, |candidate| {
-            Ok::<_, Infallible>(measure(candidate).map_or(Outcome::OutOfMemory, Outcome::Measured))
-        });
-        assert!(tried.len() <= 10);
-        let found = tried.iter().filter_map(|tried| tried.outcome.value()).fold(0.0, f64::max);
-        let best = grid().iter().filter_map(measure).fold(0.0, f64::max);
-        assert!(found >= 0.95 * best, "{found} of {best} on {real:?}, room {largest}");
-    }
-}
-
-#[test]
-fn nothing_is_tried_twice_and_what_failed_by_memory_rules_out_what_needs_more() {
-    let candidates: Vec<_> =
-        grid().into_iter().map(|candidate| (candidate, candidate.micro_batch as f64)).collect();
-    let mut ran = Vec::new();
-    let Ok(tried) = planned::search(&candidates, 100, |candidate| {
-        ran.push(*candidate);
-        Ok::<_, Infallible>(Outcome::OutOfMemory)
-    });
-    assert!(tried.iter().all(|tried| tried.outcome.value().is_none()));
-    for (index, one) in ran.iter().enumerate() {
-        let ruled_out = |earlier: &&Candidate| {
-            earlier.micro_batch <= one.micro_batch
-                && earlier.stage >= one.stage
-                && earlier.recompute >= one.recompute
-        };
-        assert_eq!(ran[..index].iter().find(ruled_out), None);
-    }
-}
-
-#[test]
-fn a_failure_that_is_not_of_memory_says_nothing_about_other_stages() {
-    let candidates: Vec<_> = grid().into_iter().map(|candidate| (candidate, 1.0)).collect();
-    let Ok(tried) = planned::search(&candidates, 100, |candidate| {
-        Ok::<_, Infallible>(if candidate.stage == 3 { Outcome::Failed } else { Outcome::Measured(1.0) })
-    });
-    let stages: std::collections::BTreeSet<u8> = tried.iter().map(|tried| tried.candidate.stage).collect();
-    assert_eq!(stages.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3]);
-    // One of each way to keep activations; other sizes of a stage that fails are not tried.
-    assert_eq!(tried.iter().filter(|tried| tried.candidate.stage == 3).count(), 2);
 }

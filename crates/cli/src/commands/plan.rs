@@ -17,6 +17,8 @@ use serde_json::{Value, json};
 use super::config::InputArgs;
 use super::model::ModelArgs;
 use super::plan_asked::Asked;
+use super::plan_search;
+use super::rates::RateArgs;
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 
@@ -73,9 +75,22 @@ pub(crate) struct PlanArgs {
     /// The folder whose disk is offloaded to, in place of the configuration's
     #[arg(long = "nvme_path", alias = "nvme-path", value_name = "FOLDER")]
     nvme_path: Option<PathBuf>,
+    /// Name the fastest ways to lay the run out on --world_size ranks in all (data, slices, sequences, stage, micro-batch,
+    /// recomputation, offload) that fit, by a model of costs
+    #[arg(long)]
+    search: bool,
+    #[command(flatten, next_help_heading = "Rates for --search")]
+    pub(super) rates: RateArgs,
     /// Print JSON
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
+}
+
+impl PlanArgs {
+    /// Whether what is planned runs here: nobody has said that memory or hosts are others.
+    pub(super) fn is_about_this_machine(&self) -> bool {
+        self.device_bytes.is_none() && self.host_bytes.is_none() && self.ranks_per_host.is_none()
+    }
 }
 
 fn parse_gib(text: &str) -> Result<u64, String> {
@@ -88,6 +103,9 @@ fn parse_gib(text: &str) -> Result<u64, String> {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
+    if args.search {
+        return plan_search::run(args);
+    }
     let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes } =
         Asked::read(args)?;
     let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);
@@ -206,7 +224,7 @@ fn spread(model: Model, slices: u64, expert_ranks: u64, world_size: u64) -> Resu
 }
 
 /// What there is: what the user says, else what this machine has.
-fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<Capacity, Failure> {
+pub(super) fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<Capacity, Failure> {
     let device_bytes = match args.device_bytes {
         Some(bytes) => Some(bytes),
         None => probe::cuda_driver().ok().and_then(|driver| driver.device_bytes),

@@ -4,10 +4,13 @@ use std::fs::File;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 use ferrospeed_comm::logger::trimmed_mean;
 use ferrospeed_launch::bounded::{BoundedEnd, Bounds, run_bounded};
 use ferrospeed_launch::shell;
+use ferrospeed_observe::report::TriedPoint;
 use ferrospeed_observe::{StepRecord, read_json_lines};
 use ferrospeed_train::{Recipe, RunFolder};
 use ferrospeed_tune::tuning::planned::Outcome;
@@ -24,6 +27,8 @@ use crate::terminal::print_output;
 const TRIMMED_SHARE: f64 = 0.1;
 /// How much of a program's last words is kept.
 const MAX_LOG_BYTES: u64 = 16 << 20;
+/// Nothing is said for this long at most.
+const SILENCE: Duration = Duration::from_secs(20);
 /// Why an experiment failed that needs more than there is.
 const OUT_OF_MEMORY: &str = "out of memory";
 
@@ -41,6 +46,7 @@ pub(super) struct Bench<'a> {
     runs: Runs<'a>,
     folders: &'a Folders,
     count: usize,
+    tried: Vec<TriedPoint>,
 }
 
 /// How an experiment ended.
@@ -64,7 +70,7 @@ impl Laboratory for Bench<'_> {
 
 impl<'a> Bench<'a> {
     pub(super) fn new(runs: Runs<'a>, folders: &'a Folders) -> Bench<'a> {
-        Bench { runs, folders, count: 0 }
+        Bench { runs, folders, count: 0, tried: Vec::new() }
     }
 
     /// What DeepSpeed finds out in a run of its own, and the memory plan knows.
@@ -79,6 +85,11 @@ impl<'a> Bench<'a> {
         self.folders.write(&path, &format!("{info:#}\n"))
     }
 
+    /// What was tried so far, in order.
+    pub(super) fn tried(&self) -> &[TriedPoint] {
+        &self.tried
+    }
+
     /// What an experiment measures, or measured before.
     pub(super) fn measure(&mut self, experiment: &Experiment, recompute: bool) -> Result<Outcome, Failure> {
         let folder = self.folders.result(&experiment.name);
@@ -88,6 +99,10 @@ impl<'a> Bench<'a> {
         };
         self.count += usize::from(is_new);
         let key = self.runs.settings.metric.key();
+        let memory_bytes = match &known {
+            Ended::Measured(metrics) => metrics["memory_bytes"].as_f64(),
+            Ended::Failed(_) => None,
+        };
         let (outcome, text) = match known {
             Ended::Measured(metrics) => match metrics[key].as_f64().filter(|value| value.is_finite()) {
                 Some(value) => (Outcome::Measured(value), format!("{key} {value:.2}")),
@@ -96,6 +111,12 @@ impl<'a> Bench<'a> {
             Ended::Failed(why) if why == OUT_OF_MEMORY => (Outcome::OutOfMemory, why),
             Ended::Failed(why) => (Outcome::Failed, why),
         };
+        self.tried.push(TriedPoint {
+            name: experiment.name.clone(),
+            memory_bytes,
+            value: outcome.value(),
+            said: text.clone(),
+        });
         let known = if is_new { "" } else { " (known)" };
         let _ = print_output(&format!("experiment {:>3}  {:<28} {text}{known}", self.count, experiment.name));
         Ok(outcome)
@@ -165,7 +186,15 @@ impl<'a> Bench<'a> {
         let mut command = Command::new(&program);
         command.args(&words).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         let bounds = Bounds { deadline: settings.deadline, memory_bytes: Some(*memory_bytes) };
-        let ended = run_bounded(&mut command, &bounds)
+        let number = self.count + 1;
+        let still = |elapsed: Duration| {
+            let (name, most) = (&experiment.name, settings.deadline.as_secs());
+            let _ = print_output(&format!(
+                "experiment {number:>3}  {name:<28} runs for {} s now, {most} s at most",
+                elapsed.as_secs()
+            ));
+        };
+        let ended = told_every(SILENCE, still, || run_bounded(&mut command, &bounds))
             .map_err(|error| Failure::Run(format!("cannot start {}: {error}", program.display())))?;
         let outcome = match ended {
             BoundedEnd::OutOfTime => {
@@ -194,6 +223,8 @@ impl<'a> Bench<'a> {
     /// From the log of a run: times in microseconds, of a micro-batch and of a step.
     fn metrics(&self, run: &RunFolder, experiment: &Experiment) -> Option<Value> {
         let Runs { settings, recipe, .. } = &self.runs;
+        let mut laid_out = (*recipe).clone();
+        laid_out.ds_config = experiment.ds_config.clone();
         let records: Vec<StepRecord> = read_json_lines(&run.log()).ok()?;
         let measured: Vec<&StepRecord> =
             records.iter().filter(|record| record.step > settings.start_profile_step).collect();
@@ -207,7 +238,8 @@ impl<'a> Bench<'a> {
         let accumulation = experiment.ds_config["gradient_accumulation_steps"].as_u64().unwrap_or(1).max(1);
         let per_micro = |value: f64| value * 1e3 / accumulation as f64;
         let latency_us = mean(|record| record.step_ms) * 1e3;
-        let batch = experiment.micro_batch() * accumulation * recipe.data_ranks().get();
+        let batch = experiment.micro_batch() * accumulation * laid_out.data_ranks().get();
+        let memory = measured.iter().filter_map(|record| record.memory_bytes.get("total")).max();
         Some(json!({
             "fwd": per_micro(mean(|record| record.forward_ms)),
             "bwd": per_micro(mean(|record| record.backward_ms)),
@@ -215,9 +247,27 @@ impl<'a> Bench<'a> {
             "latency": latency_us,
             "throughput": batch as f64 * 1e6 / latency_us,
             "FLOPS_per_gpu": mean(|record| record.flops_per_s) / f64::from(recipe.ranks.max(1)),
+            "memory_bytes": memory,
             "rank": 0,
         }))
     }
+}
+
+/// Does something, and tells how long it takes whenever so much time has passed.
+fn told_every<R>(every: Duration, tell: impl Fn(Duration) + Send, work: impl FnOnce() -> R) -> R {
+    let (done, waiting) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let start = Instant::now();
+            while let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(every) {
+                tell(start.elapsed());
+            }
+        });
+        // A process that dies with its starter dies with the thread that started it: it is started here.
+        let result = work();
+        drop(done);
+        result
+    })
 }
 
 /// The curves of experiments are nobody's, and would lie among those of real runs.
@@ -247,6 +297,19 @@ fn reason(said: &str, code: Option<i32>, signal: Option<i32>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_long_run_is_not_silent() {
+        let (told, heard) = mpsc::channel();
+        let tell = move |elapsed: Duration| told.send(elapsed).unwrap();
+        let deadline = Duration::from_secs(30);
+        let seen = told_every(Duration::from_millis(1), tell, || {
+            [(); 2].map(|()| heard.recv_timeout(deadline).expect("it tells again and again"))
+        });
+        assert!(seen[1] > seen[0]);
+        // What is over is not told of.
+        assert_eq!(told_every(deadline, |_| panic!("it was quick"), || 7), 7);
+    }
 
     #[test]
     fn running_out_of_memory_is_told_from_other_ends() {

@@ -14,14 +14,19 @@ use std::time::Instant;
 
 use clap::ValueEnum;
 use ferrospeed_launch::shell;
-use ferrospeed_train::{Recipe, RunFolder};
-use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
-use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose, Request, plan};
-use ferrospeed_tune::tuning::planned::{self, Candidate, Machine, Outcome, Work};
+use ferrospeed_observe::report::{TriedPoint, Tuning, render_tuning};
+use ferrospeed_tensor::DType;
+use ferrospeed_train::{Expected, Recipe, RunFolder};
+use ferrospeed_tune::layout::{Open, Space};
+use ferrospeed_tune::model::{Transformer, from_hugging_face};
+use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose};
+use ferrospeed_tune::search::{self, Found, Question};
+use ferrospeed_tune::tuning::planned::{self, Outcome};
 use ferrospeed_tune::tuning::space::first_values;
 use ferrospeed_tune::tuning::{Best, Experiment, Metric, ModelInfo, Records, deepspeed};
 use serde_json::Value;
 
+use super::rates::{Ranks, RateArgs};
 use super::train::TrainArgs;
 use super::train_memory;
 use crate::failure::Failure;
@@ -52,6 +57,8 @@ struct Search<'a> {
     space: Value,
     settings: Settings,
     model: Transformer,
+    /// Its `config.json`.
+    model_config: Value,
     capacity: Capacity,
 }
 
@@ -59,7 +66,7 @@ pub(super) fn run(args: &TrainArgs, mode: Autotuning) -> Result<ExitCode, Failur
     let start = Instant::now();
     let search = Search::new(args)?;
     let folders = Folders::open(&search.settings)?;
-    let records = search.records(&folders)?;
+    let (records, tried) = search.records(&folders)?;
     let count = records.experiments().count();
     let summary = format!(
         "{}\n\nTuning completed in {}. Total number of experiments: {count}.\n",
@@ -68,7 +75,18 @@ pub(super) fn run(args: &TrainArgs, mode: Autotuning) -> Result<ExitCode, Failur
     );
     folders.write(&folders.results.join("summary.txt"), &summary)?;
     let _ = print_output(&format!("\n{summary}"));
-    let Some(best) = records.best() else {
+    let best = records.best();
+    let page = render_tuning(&Tuning {
+        title: &format!("{}: autotuning", search.recipe.name),
+        metric: search.settings.metric.key(),
+        tried: &tried,
+        best: best.as_ref().map(|best| best.experiment.name.as_str()),
+        best_config: &best
+            .as_ref()
+            .map_or_else(String::new, |best| format!("{:#}", best.experiment.ds_config)),
+    });
+    folders.write(&folders.results.join("report.html"), &page)?;
+    let Some(best) = best else {
         return Err(Failure::Run(format!(
             "no configuration ran; {} says of each why",
             folders.results.display()
@@ -103,12 +121,13 @@ impl<'a> Search<'a> {
             recipe.data.cache.get_or_insert_with(|| settings.results_dir.join("data"));
         }
         let folder = RunFolder::at(settings.results_dir.join("profile_model_info"));
-        let model = ferrospeed_train::check(&recipe, args.recipe(), &folder, &mut |_| {})
+        let model_config = ferrospeed_train::check(&recipe, args.recipe(), &folder, &mut |_| {})
             .map_err(|error| usage(error.to_string()))?;
-        let model = from_hugging_face(&model).map_err(|error| usage(format!("autotuning: {error}")))?;
+        let model =
+            from_hugging_face(&model_config).map_err(|error| usage(format!("autotuning: {error}")))?;
         let capacity = train_memory::capacity(u64::from(recipe.ranks), args.device())
             .ok_or_else(|| usage("autotuning: this host does not say how much memory it has".into()))?;
-        Ok(Search { args, recipe, space, settings, model, capacity })
+        Ok(Search { args, recipe, space, settings, model, model_config, capacity })
     }
 
     fn ranks(&self) -> u64 {
@@ -120,7 +139,8 @@ impl<'a> Search<'a> {
         self.capacity.device_bytes.unwrap_or(self.capacity.host_bytes / self.ranks().max(1))
     }
 
-    fn records(&self, folders: &Folders) -> Result<Records, Failure> {
+    /// What the search found, and every run in order.
+    fn records(&self, folders: &Folders) -> Result<(Records, Vec<TriedPoint>), Failure> {
         let runs = Runs {
             args: self.args,
             recipe: &self.recipe,
@@ -129,28 +149,19 @@ impl<'a> Search<'a> {
             memory_bytes: self.capacity.host_bytes / self.ranks().max(1),
         };
         let mut bench = Bench::new(runs, folders);
-        match self.settings.method {
+        let records = match self.settings.method {
             Method::DeepSpeed => self.as_deepspeed(&mut bench),
             Method::Planned => self.by_plan(&mut bench),
-        }
+        }?;
+        Ok((records, bench.tried().to_vec()))
     }
 
     /// What a configuration of the recipe needs; `None` where it is refused.
-    fn plan_of(&self, ds_config: &Value, recompute: bool) -> Option<Plan> {
+    fn plan_of(&self, ds_config: &Value) -> Option<Plan> {
         let mut recipe = self.recipe.clone();
         recipe.ds_config = ds_config.clone();
-        let (config, _) = recipe.config().ok()?;
-        Some(plan(&Request {
-            model: &Model::Transformer(self.model),
-            config: &config,
-            data_parallel_size: recipe.data_ranks().get(),
-            sequence_ranks: 1,
-            sequence_length: recipe.data.sequence,
-            checkpoint_activations: recompute,
-            keeps_attention_matrix: false,
-            processor: self.processor(),
-            in_tiles: super::doctor::multiplies_in_tiles(),
-        }))
+        let in_tiles = super::doctor::multiplies_in_tiles();
+        Some(Expected::of(&recipe, &self.model_config, self.processor(), in_tiles)?.plan)
     }
 
     fn processor(&self) -> Processor {
@@ -159,8 +170,7 @@ impl<'a> Search<'a> {
 
     fn as_deepspeed(&self, bench: &mut Bench<'_>) -> Result<Records, Failure> {
         let one = with_batch(&self.recipe.ds_config, 1, 1);
-        let recompute = self.recipe.model.activation_checkpointing;
-        let planned = self.plan_of(&one, recompute);
+        let planned = self.plan_of(&one);
         let activations = planned.iter().flat_map(|plan| &plan.rows);
         let activations =
             activations.filter(|row| row.purpose == Purpose::Activations).map(|row| row.bytes).sum();
@@ -188,39 +198,14 @@ impl<'a> Search<'a> {
 
     /// Our own method.
     fn by_plan(&self, bench: &mut Bench<'_>) -> Result<Records, Failure> {
-        let machine = match self.processor() {
-            Processor::Gpu => Machine {
-                flops_per_s: 2e14,
-                memory_bytes_per_s: 1.5e12,
-                link_bytes_per_s: 1e11,
-                half_speed_tokens: 4096.0,
-            },
-            Processor::Cpu => Machine {
-                flops_per_s: 1e11,
-                memory_bytes_per_s: 1e10,
-                link_bytes_per_s: 5e9,
-                half_speed_tokens: 256.0,
-            },
-        };
-        let work = Work {
-            parameters: self.model.size.total_params as f64,
-            bytes_per_weight: 2.0,
-            tokens_per_sample: self.recipe.data.sequence as f64,
-            ranks: self.recipe.data_ranks().get() as f64,
-        };
-        let mut candidates = Vec::new();
-        for candidate in self.candidates() {
-            let config = self.config_of(&candidate);
-            let fits =
-                self.plan_of(&config, candidate.recompute).is_some_and(|plan| plan.fits(&self.capacity));
-            if fits {
-                candidates.push((candidate, machine.samples_per_s(&work, &candidate)));
-            }
-        }
+        let fitting = self.fitting()?;
+        let candidates: Vec<_> = fitting.iter().map(Found::candidate).collect();
         let mut records = Records::new(self.settings.metric);
-        planned::search(&candidates, MOST_RUNS, |candidate| {
-            let experiment = Experiment { name: name_of(candidate), ds_config: self.config_of(candidate) };
-            let outcome = bench.measure(&experiment, candidate.recompute)?;
+        planned::search(&candidates, MOST_RUNS, |layout| {
+            let found = fitting.iter().find(|found| found.layout == *layout);
+            let ds_config = found.map_or(Value::Null, |found| found.ds_config.clone());
+            let experiment = Experiment { name: layout.to_string(), ds_config };
+            let outcome = bench.measure(&experiment, layout.recompute)?;
             records.note(PLANNED, &experiment, outcome.value());
             Ok::<_, Failure>(match (outcome, self.settings.metric) {
                 // The search takes more for better.
@@ -231,51 +216,46 @@ impl<'a> Search<'a> {
         Ok(records)
     }
 
-    /// Every stage, size and way of keeping activations that the ds_config leaves open.
-    fn candidates(&self) -> Vec<Candidate> {
-        let numbers = |value: &Value| -> Vec<u64> {
-            let items = value.as_array().cloned().unwrap_or_else(|| vec![value.clone()]);
-            items.iter().filter_map(Value::as_u64).collect()
+    /// Every layout that the ds_config leaves open, that is not refused and that fits, fastest first by the model of costs.
+    fn fitting(&self) -> Result<Vec<Found>, Failure> {
+        let (settings, ranks, mesh) = (&self.settings, self.ranks(), self.recipe.mesh());
+        let recomputes = self.recipe.model.activation_checkpointing;
+        let mut space = Space::left_open_by(&Open {
+            ds_config: &self.space,
+            model: &self.model,
+            ranks,
+            sequence_length: self.recipe.data.sequence,
+            processor: self.processor(),
+            recomputes,
+            is_divided: mesh.pipe.get() > 1 || mesh.expert.get() > 1,
+        });
+        let limit = settings.max_train_batch_size.unwrap_or(u64::MAX);
+        space.micro_batches = (settings.min_micro_batch, settings.max_micro_batch.min(limit));
+        let rates = RateArgs::guessed(&Ranks {
+            count: ranks,
+            per_host: ranks,
+            processor: self.processor(),
+            dtype: DType::F32,
+            are_here: true,
+        })?;
+        let question = Question {
+            model: &self.model,
+            expert_ranks: mesh.expert.get() as u64,
+            ds_config: &self.recipe.ds_config,
+            ranks,
+            sequence_length: self.recipe.data.sequence,
+            processor: self.processor(),
+            in_tiles: super::doctor::multiplies_in_tiles(),
+            capacity: self.capacity,
+            rates,
         };
-        let mut stages = numbers(&self.space["zero_optimization"]["stage"]);
-        if stages.is_empty() {
-            stages = if self.recipe.stages().get() > 1 { vec![0, 1] } else { vec![0, 1, 2, 3] };
-        }
-        let ranks = self.recipe.data_ranks().get();
-        let given = self.space["train_micro_batch_size_per_gpu"].as_array();
-        let batch = self.space["train_batch_size"].as_u64().map(|batch| batch / ranks);
-        let accumulation = self.space["gradient_accumulation_steps"].as_u64().unwrap_or(1).max(1);
-        let limit = self.settings.max_train_batch_size.map_or(u64::MAX, |limit| limit / ranks / accumulation);
-        let in_bounds = |size: &u64| {
-            (self.settings.min_micro_batch..=self.settings.max_micro_batch.min(limit)).contains(size)
-        };
-        let sizes: Vec<u64> = match (given, batch) {
-            (Some(_), _) => numbers(&self.space["train_micro_batch_size_per_gpu"]),
-            (None, Some(batch)) => (1..=batch).filter(|size| batch % size == 0).filter(in_bounds).collect(),
-            (None, None) => (0..20).map(|power| 1 << power).filter(in_bounds).collect(),
-        };
-        let recomputes: &[bool] =
-            if self.recipe.model.activation_checkpointing { &[true] } else { &[false, true] };
-        let mut all = Vec::new();
-        for stage in stages {
-            for &micro_batch in &sizes {
-                let accumulation = batch.map_or(accumulation, |batch| (batch / micro_batch.max(1)).max(1));
-                let stage = u8::try_from(stage).unwrap_or(u8::MAX);
-                all.extend(recomputes.iter().map(|&recompute| Candidate {
-                    stage,
-                    micro_batch,
-                    accumulation,
-                    recompute,
-                }));
-            }
-        }
-        all
-    }
-
-    fn config_of(&self, candidate: &Candidate) -> Value {
-        let mut config = with_batch(&self.recipe.ds_config, candidate.micro_batch, candidate.accumulation);
-        config["zero_optimization"]["stage"] = candidate.stage.into();
-        config
+        let answer = search::search(&question, &space, |ds_config, _| {
+            let mut recipe = self.recipe.clone();
+            recipe.ds_config = ds_config.clone();
+            let (config, _) = recipe.config().ok().filter(|_| recipe.problems().is_empty())?;
+            (config.batch.train_batch_size.get() <= limit).then_some(config)
+        });
+        Ok(answer.fitting)
     }
 
     /// The best configuration, and the command that trains with it.
@@ -302,12 +282,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// As DeepSpeed names experiments; one that recomputes says so at the end.
-fn name_of(candidate: &Candidate) -> String {
-    let recompute = if candidate.recompute { RECOMPUTES } else { "" };
-    format!("z{}_gas{}_tmbspg{}{recompute}", candidate.stage, candidate.accumulation, candidate.micro_batch)
-}
-
+/// How the name of an experiment ends that computes layers again.
 const RECOMPUTES: &str = "_ac";
 
 fn recomputes(name: &str) -> bool {
