@@ -53,6 +53,19 @@ fn steps_of_real_ranks_are_measured_for_each_stage() {
 }
 
 #[test]
+fn looking_at_a_step_is_measured_beside_not_looking() {
+    let small = ["--layers", "1", "--width", "64", "--vocabulary", "64", "--tokens", "8", "--repeats", "1"];
+    let output = ferrospeed(&[&["bench", "profile", "--json"][..], &small].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let rows: Vec<Value> =
+        stdout(&output).lines().map(|line| serde_json::from_str(line).expect("a row")).collect();
+    let looks: Vec<&str> = rows.iter().filter_map(|row| row["look"].as_str()).collect();
+    assert_eq!(looks, ["off", "flops_profiler", "trace", "gradient_norms", "off, by itself"]);
+    assert_eq!(rows[0]["cost_percent"], 0.0);
+    assert!(rows[4]["marks"].as_u64() > Some(0) && rows[4]["mark_ns"].as_f64() > Some(0.0), "{}", rows[4]);
+}
+
+#[test]
 fn bubbles_of_schedules_are_measured_beside_their_formulas() {
     let small = ["--stages", "2", "--micro_batches", "4", "--part_ms", "2", "--repeats", "1"];
     let output = ferrospeed(&[&["bench", "pipeline", "--json"][..], &small].concat());

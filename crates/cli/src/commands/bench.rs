@@ -1,6 +1,6 @@
 //! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
 //! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, the
-//! optimizer's pass over memory in `bench_optimizer.rs`, pipelines in `bench_pipeline.rs`, disks in `bench_io.rs`, serving in
+//! optimizer's pass over memory in `bench_optimizer.rs`, pipelines in `bench_pipeline.rs`, looking at steps in `bench_profile.rs`, disks in `bench_io.rs`, serving in
 //! `bench_serve.rs`.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::{
     bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_io, bench_model, bench_optimizer,
-    bench_pipeline, bench_serve, place,
+    bench_pipeline, bench_profile, bench_serve, place,
 };
 use crate::failure::Failure;
 
@@ -46,6 +46,8 @@ enum What {
     Optimizer(bench_optimizer::OptimizerBenchArgs),
     /// Pipeline schedules: their bubbles and what stages hold, beside the formulas
     Pipeline(bench_pipeline::PipelineBenchArgs),
+    /// What it costs to count, trace or watch a step
+    Profile(bench_profile::ProfileBenchArgs),
     /// Collectives between ranks
     Comm(Box<bench_comm::CommArgs>),
     /// Serving: tokens per second, and how long clients wait
@@ -107,6 +109,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Gpu(args) => return bench_gpu::run(args),
         What::Optimizer(args) => return bench_optimizer::run(args),
         What::Pipeline(args) => return bench_pipeline::run(args),
+        What::Profile(args) => return bench_profile::run(args),
         What::Comm(args) => return bench_comm::run(args),
         What::Serve(args) => return bench_serve::run(args),
         What::Io(args) => return bench_io::run(args),

@@ -13,6 +13,7 @@ mod bench_model;
 mod bench_optimizer;
 mod bench_parts;
 mod bench_pipeline;
+mod bench_profile;
 mod bench_serve;
 mod chat;
 mod checkpoint;
