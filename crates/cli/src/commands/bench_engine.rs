@@ -240,7 +240,7 @@ fn run_rank(
 }
 
 /// Seconds of processor time that this process has used, all threads together.
-fn processor_s() -> f64 {
+pub(super) fn processor_s() -> f64 {
     use nix::sys::resource::{UsageWho, getrusage};
     use nix::sys::time::TimeValLike;
     getrusage(UsageWho::RUSAGE_SELF).map_or(0.0, |usage| {
