@@ -4,7 +4,8 @@
 //! `config.json`, [`plan`] says how many bytes each rank keeps in each tier and whether they fit, [`stages`] the same for the
 //! fullest stage of a model that is cut into some, [`crossing`] what hosts send each other, [`cost`] what a step computes and
 //! sends and how long that takes, [`layout`] how ranks may be laid out and [`search`] which of that is fastest, [`serve`] what
-//! generating text takes, and [`tuning`] which configurations are worth trying. All of it is arithmetic: nothing here looks at the machine or starts anything.
+//! generating text takes, and [`tuning`] which configurations are worth trying. All of it is arithmetic: nothing here looks at
+//! the machine or starts anything.
 
 mod activations;
 pub mod cost;

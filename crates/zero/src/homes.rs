@@ -191,7 +191,7 @@ impl Homes {
     fn disks(&self) -> impl Iterator<Item = &Disk> {
         self.states.iter().chain(&self.values).filter_map(|home| match home {
             Home::Disk(disk) => Some(disk),
-            Home::Host => None,
+            Home::Host | Home::Locked(_) => None,
         })
     }
 
