@@ -40,17 +40,23 @@ pub enum FusedQkv {
 }
 
 impl FusedQkv {
-    /// By the class of the block; `None` where it is not known and rows are cut where they stand.
+    /// By the class of the block, of whose name the longest known part counts; `None` where it is not known and rows are cut
+    /// where they stand.
     pub fn of_block(class: &str, query_rows: usize) -> Option<FusedQkv> {
-        match class {
-            "BloomBlock" | "FalconDecoderLayer" => Some(FusedQkv::PerHead),
-            "GLMBlock" | "MPTBlock" | "MptBlock" | "BaichuanLayer" | "DecoderLayer" | "QWenBlock" => {
-                Some(FusedQkv::Thirds)
-            }
-            "CodeGenBlock" => Some(FusedQkv::CodeGen),
-            "GPTBigCodeBlock" => Some(FusedQkv::SharedKeys { query_rows }),
-            _ => None,
-        }
+        let known = [
+            ("BloomBlock", FusedQkv::PerHead),
+            ("FalconDecoderLayer", FusedQkv::PerHead),
+            ("GLMBlock", FusedQkv::Thirds),
+            ("MPTBlock", FusedQkv::Thirds),
+            ("MptBlock", FusedQkv::Thirds),
+            ("BaichuanLayer", FusedQkv::Thirds),
+            ("DecoderLayer", FusedQkv::Thirds),
+            ("QWenBlock", FusedQkv::Thirds),
+            ("CodeGenBlock", FusedQkv::CodeGen),
+            ("GPTBigCodeBlock", FusedQkv::SharedKeys { query_rows }),
+        ];
+        let found = known.into_iter().filter(|(name, _)| class.contains(name));
+        found.max_by_key(|(name, _)| name.len()).map(|(_, kind)| kind)
     }
 
     /// The rows of a projection of `rows` that each rank keeps, in order. `None` where they cannot be dealt out.
