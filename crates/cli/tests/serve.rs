@@ -117,6 +117,12 @@ fn a_model_in_slices_is_served_by_processes_that_end_together() {
     signal(server.0.id() as i32, nix::sys::signal::Signal::SIGTERM);
     assert_eq!(server.wait(), 0, "told to stop, all ranks end well");
 
+    // What cannot be cut so is told once, before any rank starts.
+    let refused = command(&["serve", &model, "--port", "0", "--tp", "3"]).output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(2) && said.matches("error").count() == 1, "{said}");
+    assert!(said.contains('3') && said.contains("heads"), "{said}");
+
     // A rank that is killed takes the others with it, and is named.
     let mut child = command(&["serve", &model, "--port", "0", "--tp", "2"])
         .stdout(Stdio::piped())

@@ -216,7 +216,8 @@ fn a_ratio_keeps_the_rest_of_the_states_with_the_device() {
             let of_optimizer = [&whole, &half, &none].map(|(bytes, ..)| bytes[1]);
             let share = of_optimizer[1] as f64 / of_optimizer[2] as f64;
             // Where nothing moves, a GPU updates f32 weights where kernels read them: one column of three less.
-            let in_place = precision == "fp32" && !device(1).backend().is_host();
+            let in_place =
+                precision == "fp32" && sections == COMBINATIONS[0] && !device(1).backend().is_host();
             let expected = if in_place { 0.70..0.85 } else { 0.45..0.65 };
             assert!(of_optimizer[0] == 0 && expected.contains(&share), "{of_optimizer:?}");
             assert!(whole.1 > half.1 && half.1 > none.1, "{} {} {}", whole.1, half.1, none.1);

@@ -9,6 +9,7 @@ use ferrospeed_models::decoder::dtype_of_name;
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, PageSteps, TextFiles};
 use ferrospeed_nn::AttentionState;
+use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_tensor::store::{PackedStore, PlainStore};
 use ferrospeed_tensor::{DType, Device, PackedBits, PagedRows, PagedSequence, Param, Tensor, ops};
 
@@ -72,6 +73,17 @@ pub fn codec_of(files: &ModelFiles, vocabulary: usize) -> Result<Codec> {
             Codec::from_bytes(files.path(), tokenizer.to_string().as_bytes(), config)?
         }
     })
+}
+
+/// Refuses what [`open`] would refuse on each of so many ranks, without reading a weight.
+pub fn check(path: &Path, slices: usize) -> Result<()> {
+    let files = ModelFiles::open(path)?;
+    let ModelConfig::Decoder(config) = files.model()? else {
+        return Err(ServeError::NoDecoder(path.to_path_buf()));
+    };
+    codec_of(&files, config.vocab)?;
+    config.check_slices(slices, Between::AllTokens)?;
+    Ok(files.weights().check(Decoder::new(*config).parameters().as_slice())?)
 }
 
 /// Opens the model in a Hugging Face directory or a GGUF file; also says how many blocks its cache has.

@@ -87,6 +87,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, Failure> {
 
 /// Starts this program again, once for each slice.
 fn start_ranks(args: &ServeArgs) -> Result<ExitCode, Failure> {
+    args.model.check(args.tp)?;
     let program = std::env::current_exe()
         .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
     let mut words = Vec::new();

@@ -8,7 +8,7 @@ use ferrospeed_comm::Group;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::draft::Draft;
 use ferrospeed_serve::engine::Engine;
-use ferrospeed_serve::model::{ModelFacts, OpenOptions, Runner, open};
+use ferrospeed_serve::model::{self, ModelFacts, OpenOptions, Runner, open};
 use ferrospeed_serve::speculate::Speculation;
 use ferrospeed_serve::together;
 use ferrospeed_tensor::{Device, PackedBits};
@@ -91,6 +91,11 @@ impl ServedModel {
     /// Opens it; clients will call it `name`.
     pub(crate) fn start(&self, name: Option<&str>) -> Result<Engine, Failure> {
         self.start_in(name, None)
+    }
+
+    /// Refuses a model that so many ranks could not hold, before any of them starts.
+    pub(crate) fn check(&self, slices: u32) -> Result<(), Failure> {
+        model::check(&self.model, slices as usize).map_err(|error| Failure::Usage(error.to_string()))
     }
 
     /// Computes what the first rank of a group, which serves the same model, tells this one, until it ends.
