@@ -183,6 +183,12 @@ fn a_run_goes_on_from_the_newest_and_never_over_an_earlier_one() {
     let (_, message) = refuse(&["--resume"]);
     assert!(message.contains("there is no whole checkpoint to go on from"), "{message}");
     assert!(message.contains("'global_step9' is passed over"), "{message}");
+    // Where only the weights are left, going on would begin anew and write over them.
+    std::fs::remove_dir_all(place.run("auto").join("checkpoints")).unwrap();
+    let before = weights(&place.run("auto"));
+    let (_, message) = refuse(&["--resume", "--set", "steps=12"]);
+    assert!(message.contains("no checkpoint to go on from"), "{message}");
+    assert!(weights(&place.run("auto")) == before);
 }
 
 #[test]

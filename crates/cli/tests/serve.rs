@@ -123,6 +123,24 @@ fn a_model_in_slices_is_served_by_processes_that_end_together() {
     assert!(refused.status.code() == Some(2) && said.matches("error").count() == 1, "{said}");
     assert!(said.contains('3') && said.contains("heads"), "{said}");
 
+    // A rank that is stopped is noticed, by the next request or by the silence, and all of them end with an error.
+    let mut child = command(&["serve", &model, "--port", "0", "--tp", "2", "--grace-s", "1"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut errors = child.stderr.take().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let mut server = Running(child);
+    let second =
+        children(server.0.id()).into_iter().find(|pid| variable(*pid, "RANK").as_deref() == Some("1"));
+    signal(second.expect("there is a second rank") as i32, nix::sys::signal::Signal::SIGSTOP);
+    assert_ne!(server.wait(), 0);
+    let mut said = String::new();
+    errors.read_to_string(&mut said).unwrap();
+    assert!(said.contains("rank 1") && said.contains("stopped responding"), "{said}");
+
     // A rank that is killed takes the others with it, and is named.
     let mut child = command(&["serve", &model, "--port", "0", "--tp", "2"])
         .stdout(Stdio::piped())

@@ -40,8 +40,7 @@ impl Asked<'_> {
 
     /// Whether the first chunk and the last lie on one stage, which then has once what both use.
     pub fn ends_meet(&self) -> bool {
-        let placement = self.kind().map(|kind| kind.placement(self.stages.get())).unwrap_or_default();
-        placement.first() == placement.last()
+        self.stages.get() == 1 || matches!(self.kind(), Ok(Kind::ZeroBubbleV))
     }
 
     /// How layers are to be divided.
@@ -177,6 +176,8 @@ mod tests {
         assert!(schedule.starts_with("pipeline.schedule: ") && schedule.contains("'zigzag'"), "{schedule}");
         let idle = told(asked(2, "uniform", "inference", 8), 6);
         assert!(idle.contains("'inference' does not train"), "{idle}");
+        let endless = told(asked(2, "uniform", "interleaved:18446744073709551615", 3), 6);
+        assert!(endless.contains("interleaved:CHUNKS"), "{endless}");
         let turns = told(asked(2, "uniform", "interleaved:2", 3), 6);
         assert!(turns.contains("3 micro-batches are not a multiple of 2 stages"), "{turns}");
     }

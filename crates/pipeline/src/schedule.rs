@@ -160,17 +160,24 @@ impl FromStr for Kind {
             ]
             .into_iter()
             .find(|kind| kind.name() == text),
-            Some(("interleaved", chunks)) => chunks.parse().ok().map(|chunks| Kind::Interleaved { chunks }),
+            Some(("interleaved", chunks)) => chunks
+                .parse()
+                .ok()
+                .filter(|chunks: &NonZeroUsize| chunks.get() <= MOST_CHUNKS)
+                .map(|chunks| Kind::Interleaved { chunks }),
             Some(_) => None,
         }
         .ok_or_else(|| PipelineError::Schedule {
             schedule: "name",
             why: format!(
-                "'{text}' is not one of 1f1b, interleaved:CHUNKS, zb-h1, zb-v, inference, data-parallel"
+                "'{text}' is not one of 1f1b, interleaved:CHUNKS (up to {MOST_CHUNKS}), zb-h1, zb-v, inference, data-parallel"
             ),
         })
     }
 }
+
+/// The most chunks of a stage: more than any model has layers, and few enough to be counted.
+pub const MOST_CHUNKS: usize = 65_536;
 
 /// What every stage does.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -38,6 +38,8 @@ pub struct Engine {
     limits: Limits,
     /// Set once: requests that are not done by then are cut off, new ones refused.
     stop_at: Arc<OnceLock<Instant>>,
+    /// Why nothing can be answered any more.
+    lost: Arc<OnceLock<String>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -88,7 +90,7 @@ impl Engine {
         let metrics = Arc::new(Metrics::default());
         metrics.blocks.store(u64::from(blocks), Relaxed);
         let (submissions, inbox) = sync_channel(limits.waiting);
-        let stop_at = Arc::new(OnceLock::new());
+        let (stop_at, lost) = (Arc::new(OnceLock::new()), Arc::new(OnceLock::new()));
         let worker = Worker {
             runner,
             scheduler,
@@ -97,11 +99,12 @@ impl Engine {
             facts: Arc::clone(&facts),
             metrics: Arc::clone(&metrics),
             stop_at: Arc::clone(&stop_at),
+            lost: Arc::clone(&lost),
             speculation,
             draft,
         };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || worker.run())?;
-        Ok(Engine { submissions, facts, metrics, limits, stop_at, thread: Mutex::new(Some(thread)) })
+        Ok(Engine { submissions, facts, metrics, limits, stop_at, lost, thread: Mutex::new(Some(thread)) })
     }
 
     /// What is known of the model.
@@ -126,6 +129,11 @@ impl Engine {
                 .thread
                 .lock()
                 .is_ok_and(|thread| thread.as_ref().is_some_and(|thread| !thread.is_finished()))
+    }
+
+    /// Why nothing can be answered any more, where a rank that holds a part of the model is lost.
+    pub fn lost(&self) -> Option<&str> {
+        self.lost.get().map(String::as_str)
     }
 
     /// Hands a request over; what becomes of it arrives as events. Dropping their receiver takes it back.
@@ -197,6 +205,7 @@ struct Worker {
     facts: Arc<ModelFacts>,
     metrics: Arc<Metrics>,
     stop_at: Arc<OnceLock<Instant>>,
+    lost: Arc<OnceLock<String>>,
     speculation: Speculation,
     draft: Option<Draft>,
 }
@@ -222,7 +231,9 @@ impl Worker {
             if !plan.is_empty() {
                 self.pass(&plan);
             } else if let Err(error) = self.runner.stay() {
-                tracing::error!("nothing can be answered any more: {error}");
+                let _ = self.lost.set(error.to_string());
+            }
+            if self.lost.get().is_some() {
                 break;
             }
             self.tell_load();
@@ -339,6 +350,9 @@ impl Worker {
             Ok(result) => result,
             Err(error) => {
                 tracing::error!("a pass over {} sequences failed: {error}", plan.len());
+                if self.runner.is_lost() {
+                    let _ = self.lost.set(error.to_string());
+                }
                 plan.iter().for_each(|share| self.give_up(share.id, Trouble::Failed(error.to_string())));
                 return;
             }

@@ -237,12 +237,30 @@ impl Runner {
             self.model.check_pages(ids, rows)?;
             lead.pass(pass)?;
         }
+        let computed = self.compute_here(ids, rows, of_logits);
+        if let (Err(_), Some(lead)) = (&computed, &mut self.lead) {
+            lead.lose();
+        }
+        computed
+    }
+
+    fn compute_here(
+        &mut self,
+        ids: &[i64],
+        rows: &Arc<PagedRows>,
+        of_logits: &[i64],
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let hidden = self.hidden(ids, rows)?;
         let logits = match of_logits.is_empty() {
             true => None,
             false => Some(self.model.page_logits(&self.rows(&hidden, of_logits)?)?),
         };
         Ok((hidden, logits))
+    }
+
+    /// Whether the ranks that hold the model have lost each other.
+    pub fn is_lost(&self) -> bool {
+        self.lead.as_ref().is_some_and(Lead::is_lost)
     }
 
     /// To be called now and then where there is nothing to compute.

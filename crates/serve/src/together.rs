@@ -116,6 +116,15 @@ impl Lead {
         if self.told.elapsed() < LONGEST_SILENCE { Ok(()) } else { self.tell(&Message::Nothing) }
     }
 
+    /// Notes that ranks have not all done the same: they cannot go on together.
+    pub(crate) fn lose(&mut self) {
+        self.is_lost = true;
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
     fn tell(&mut self, message: &Message) -> Result<()> {
         if self.is_lost {
             return Err(ServeError::Together("a rank was lost, and the model with it; start again".into()));

@@ -112,6 +112,11 @@ impl ParamSource for Scatter {
 }
 
 pub(super) fn run(args: &GpuBenchArgs) -> Result<ExitCode, Failure> {
+    if args.device == DeviceChoice::Cpu {
+        return Err(Failure::Usage(
+            "--device cpu: this measures a GPU; `bench model` measures the processor".into(),
+        ));
+    }
     if !args.attention.is_empty() {
         return measure_attention(args);
     }

@@ -106,6 +106,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.search {
         return plan_search::run(args);
     }
+    if args.rates.is_given() {
+        return Err(Failure::Usage("rates are for --search".to_owned()));
+    }
     let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes } =
         Asked::read(args)?;
     let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);

@@ -38,6 +38,14 @@ struct Subject {
 
 impl Subject {
     fn read(args: &PlanArgs) -> Result<Subject, Failure> {
+        if args.pp.is_some() || args.pp_schedule.is_some() {
+            let why = "--search: pipeline stages are not searched; leave --pp and --pp_schedule out";
+            return Err(Failure::Usage(why.to_owned()));
+        }
+        if args.input.recipe().is_some() && args.model.is_given() {
+            let why = "--search: the recipe names the model; leave --model and --params out";
+            return Err(Failure::Usage(why.to_owned()));
+        }
         match args.input.recipe() {
             Some(path) => Subject::of_recipe(args, path),
             None => Subject::of_config(args),

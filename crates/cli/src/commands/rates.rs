@@ -41,6 +41,14 @@ pub(crate) struct RateArgs {
     disk_rate: Option<f64>,
 }
 
+impl RateArgs {
+    /// Whether any rate was told.
+    pub(super) fn is_given(&self) -> bool {
+        let RateArgs { flops, memory_rate, wire_rate, link_rate, host_rate, disk_rate } = self;
+        [flops, memory_rate, wire_rate, link_rate, host_rate, disk_rate].iter().any(|rate| rate.is_some())
+    }
+}
+
 fn parse_rate(text: &str) -> Result<f64, String> {
     let rate: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
     if rate.is_finite() && rate > 0.0 { Ok(rate) } else { Err("must be more than 0".to_owned()) }

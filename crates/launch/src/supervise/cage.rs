@@ -16,12 +16,26 @@ use std::time::{Duration, Instant};
 /// How long a killed group may take to become empty before it is left behind.
 const EMPTYING_LIMIT: Duration = Duration::from_secs(2);
 
+/// A group that is empty for so long is nobody's: a job enters its own at once.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
+
 /// A control group that was made for one job. Dropping it ends what is in it and removes it.
 #[derive(Debug)]
 pub(super) struct Cage {
     folder: CString,
     members: File,
     kill: File,
+}
+
+/// Removes empty groups of jobs of long ago, whose launcher and guardian were both killed. One with anybody in it stays.
+fn sweep(above: &Path) {
+    for entry in std::fs::read_dir(above).into_iter().flatten().flatten() {
+        let is_ours = entry.file_name().as_bytes().starts_with(b"ferrospeed-");
+        let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
+        if is_ours && age().is_some_and(|age| age > FORGOTTEN_AFTER) {
+            let _ = std::fs::remove_dir(entry.path());
+        }
+    }
 }
 
 /// Where this process can give its jobs a control group of their own, or why it cannot.
@@ -41,6 +55,7 @@ impl Cage {
             let what = what.display().to_string();
             move |error: io::Error| format!("{what}: {error}")
         };
+        sweep(&above);
         std::fs::create_dir(&folder).map_err(failed(&folder))?;
         let open = |name: &str| {
             let file = folder.join(name);

@@ -106,7 +106,14 @@ fn connection(
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
 }
 
-/// Serves until the process is told to end (SIGINT, SIGTERM), on threads of its own. `ready` is told the address.
+/// Waits until nothing can be answered any more.
+async fn is_lost(app: &App) {
+    while app.engine.lost().is_none() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Serves until the process is told to end (SIGINT, SIGTERM) or the model is lost, on threads of its own. `ready` is told the address.
 pub fn run(
     address: SocketAddr,
     engine: Engine,
@@ -127,14 +134,20 @@ pub fn run(
         let mut terminated = signal(SignalKind::terminate()).map_err(failed("cannot wait for SIGTERM"))?;
         let server = Server::bind(address, engine, options).await?;
         ready(server.address());
+        let app = Arc::clone(&server.app);
+        let lost = Arc::clone(&app);
         server
             .run(async move {
                 tokio::select! {
                     _ = interrupted.recv() => {}
                     _ = terminated.recv() => {}
+                    () = is_lost(&lost) => {}
                 }
             })
             .await;
-        Ok(())
+        match app.engine.lost() {
+            Some(why) => Err(ServeError::Together(why.to_owned())),
+            None => Ok(()),
+        }
     })
 }
