@@ -79,6 +79,12 @@ impl RunFolder {
         self.0.join("model")
     }
 
+    /// Whether a run has left its weights.
+    pub fn holds_weights(&self) -> bool {
+        let named = ["model.safetensors", "model.safetensors.index.json"];
+        named.iter().any(|name| self.model().join(name).exists())
+    }
+
     /// `sample.txt`
     pub fn sample(&self) -> PathBuf {
         self.0.join("sample.txt")

@@ -203,7 +203,7 @@ fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<V
     let start = args.resume().find(folder).map_err(failure)?;
     if args.resume.is_some() && start.candidates.is_empty() {
         // A run that has ended cannot be made again from what it left.
-        if folder.model().exists() {
+        if folder.holds_weights() {
             let why = "holds a run that has ended and no checkpoint to go on from";
             return Err(Failure::Run(format!(
                 "{} {why}; give another --out, or --overwrite to replace it (its weights can be trained further: model.path)",
