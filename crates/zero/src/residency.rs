@@ -357,7 +357,17 @@ impl Residency {
 
     /// Brings parameters that this rank alone has from its host to its device.
     fn bring(&mut self, params: &[usize]) -> Result<()> {
+        let mut coming: VecDeque<Coming> = VecDeque::new();
+        let mut to_read = params.iter();
         for &param in params {
+            // While one is handed on, the disk has the next.
+            while !self.limits.beside
+                && coming.len() < self.limits.reads
+                && let Some(&next) = to_read.next()
+            {
+                let sharded = &self.params[next];
+                coming.push_back(self.flats[sharded.flat].1.start_read(sharded.start, sharded.share)?);
+            }
             let Sharded { flat, start, share, .. } = self.params[param];
             let flat = &self.flats[flat].1;
             let value = match flat {
@@ -371,7 +381,10 @@ impl Residency {
                     self.under_way_numel += self.numel(param);
                     value
                 }
-                _ => flat.read(start, share, &self.device)?,
+                _ => match coming.pop_front() {
+                    Some(coming) => coming.wait(&self.device)?,
+                    None => flat.read(start, share, &self.device)?,
+                },
             };
             self.is_whole(param, value);
         }
