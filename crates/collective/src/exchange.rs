@@ -2,7 +2,7 @@
 //!
 //! On a host device the ranks read and write the tensors themselves, and so they do on GPUs when each has one of its own and
 //! NCCL connects them. Otherwise a GPU's memory is copied to the host, exchanged there and copied back when somebody
-//! waits: several ranks can then share one GPU.
+//! waits (`staging.rs`): several ranks can then share one GPU.
 
 use std::ops::Range;
 
@@ -10,6 +10,7 @@ use ferrospeed_comm::{DType as CommType, Group, ReduceOp, Region, Work};
 use ferrospeed_tensor::{DType, Tensor};
 
 use crate::error::Result;
+use crate::staging::Room;
 
 /// An exchange under way. Its tensors are not touched before [`Pending::wait`] returns.
 pub struct Pending {
@@ -19,8 +20,8 @@ pub struct Pending {
 }
 
 enum Landing {
-    /// To copy it from the host to its tensor.
-    Copy(Region, Tensor),
+    /// To send it from the host to its tensor.
+    Room(Room, Tensor),
     /// Something else.
     Other(Box<dyn FnOnce() -> Result<()> + Send>),
 }
@@ -42,11 +43,7 @@ impl Pending {
         match self.landing {
             None => Ok(()),
             Some(Landing::Other(finish)) => finish(),
-            Some(Landing::Copy(arrived, target)) => {
-                // SAFETY: the exchange is over, and nobody else knows this region.
-                let bytes = unsafe { arrived.as_slice::<u8>() };
-                Ok(target.device().backend().copy_from_host(bytes, &target)?)
-            }
+            Some(Landing::Room(room, target)) => room.land(&target),
         }
     }
 }
@@ -68,12 +65,17 @@ impl<'a> From<&'a Group> for Levels<'a> {
 
 impl<'a> Levels<'a> {
     /// As they reach a tensor's memory where it is; `None` when it has to be copied to the host.
-    fn in_place(self, tensor: &Tensor) -> Option<Levels<'a>> {
-        let first = in_place(self.first, tensor)?;
-        match self.second {
-            Some(second) => Some(Levels { first, second: Some(in_place(second, tensor)?) }),
-            None => Some(Levels { first, second: None }),
+    fn in_place(self, tensor: &Tensor, op: ReduceOp) -> Result<Option<Levels<'a>>> {
+        let is_host = tensor.device().backend().is_host();
+        if !is_host && (tensor.dtype() == DType::Bool || matches!(op, ReduceOp::BitAnd | ReduceOp::BitOr)) {
+            return Ok(None);
         }
+        let second = self.second.map(|second| in_place(second, tensor)).transpose()?;
+        Ok(match (in_place(self.first, tensor)?, second) {
+            (Some(first), None) => Some(Levels { first, second: None }),
+            (Some(first), Some(Some(second))) => Some(Levels { first, second: Some(second) }),
+            _ => None,
+        })
     }
 
     /// The second level of a reduction, where there is one.
@@ -86,17 +88,8 @@ impl<'a> Levels<'a> {
 }
 
 /// The ranks as they reach a tensor's memory where it is; `None` when it has to be copied to the host.
-fn in_place<'a>(group: &'a Group, tensor: &Tensor) -> Option<&'a Group> {
-    if tensor.device().backend().is_host() { Some(group) } else { group.on_devices() }
-}
-
-/// A copy of a device's tensor on the host.
-pub(crate) fn staged(tensor: &Tensor) -> Result<Region> {
-    let copy = Region::zeroed(tensor.size_bytes());
-    // SAFETY: the region was just made and nobody else knows it.
-    let bytes = unsafe { copy.as_mut_slice::<u8>() };
-    tensor.device().backend().copy_to_host(tensor, bytes)?;
-    Ok(copy)
+fn in_place<'a>(group: &'a Group, tensor: &Tensor) -> Result<Option<&'a Group>> {
+    if tensor.device().backend().is_host() { Ok(Some(group)) } else { Ok(group.on_devices()?) }
 }
 
 /// A tensor's bytes for a collective.
@@ -122,14 +115,14 @@ fn comm_type(dtype: DType) -> CommType {
 /// Every rank's tensor becomes the reduction of all.
 pub fn all_reduce<'a>(ranks: impl Into<Levels<'a>>, data: &Tensor, op: ReduceOp) -> Result<Pending> {
     let (ranks, dtype) = (ranks.into(), comm_type(data.dtype()));
-    if let Some(ranks) = ranks.in_place(data) {
+    if let Some(ranks) = ranks.in_place(data, op)? {
         let first = ranks.first.all_reduce_async(&region(data), dtype, op);
         return Ok(Pending { work: ranks.continued(first, &region(data), dtype, op), landing: None });
     }
-    let copy = staged(data)?;
-    let first = ranks.first.all_reduce_async(&copy, dtype, op);
-    let work = ranks.continued(first, &copy, dtype, op);
-    Ok(Pending { work, landing: Some(Landing::Copy(copy, data.clone())) })
+    let (room, bytes) = Room::filled_from(data)?;
+    let first = ranks.first.all_reduce_async(&bytes, dtype, op);
+    let work = ranks.continued(first, &bytes, dtype, op);
+    Ok(Pending { work, landing: Some(Landing::Room(room, data.clone())) })
 }
 
 /// `result` becomes the reduction of this rank's stretch of every rank's tensor; rank `r` of the first level has `counts[r]`
@@ -142,15 +135,16 @@ pub fn reduce_scatter<'a>(
     op: ReduceOp,
 ) -> Result<Pending> {
     let (ranks, dtype) = (ranks.into(), comm_type(data.dtype()));
-    if let Some(ranks) = ranks.in_place(data) {
+    if let Some(ranks) = ranks.in_place(data, op)? {
         let result = region(result);
         let first = ranks.first.reduce_scatter_unequal_async(&region(data), &result, counts, dtype, op);
         return Ok(Pending { work: ranks.continued(first, &result, dtype, op), landing: None });
     }
-    let arrived = Region::zeroed(result.size_bytes());
-    let first = ranks.first.reduce_scatter_unequal_async(&staged(data)?, &arrived, counts, dtype, op);
+    let (room, arrived) = Room::awaiting(result)?;
+    let sent = Room::filled_from(data)?.1;
+    let first = ranks.first.reduce_scatter_unequal_async(&sent, &arrived, counts, dtype, op);
     let work = ranks.continued(first, &arrived, dtype, op);
-    Ok(Pending { work, landing: Some(Landing::Copy(arrived, result.clone())) })
+    Ok(Pending { work, landing: Some(Landing::Room(room, result.clone())) })
 }
 
 /// A tensor of which each rank has a stretch, `own` here, becomes whole on all; rank `r` has `counts[r]` elements. For
@@ -172,21 +166,20 @@ pub fn all_gather_unequal(
 pub fn all_gather(group: &Group, pairs: &[(Tensor, Tensor)], identity: u64) -> Result<Vec<Pending>> {
     let Some((first, _)) = pairs.first() else { return Ok(Vec::new()) };
     let dtype = comm_type(first.dtype());
-    if let Some(group) = in_place(group, first) {
+    if let Some(group) = in_place(group, first)? {
         let regions: Vec<_> = pairs.iter().map(|(own, all)| (region(own), region(all))).collect();
         let work = group.all_gather_identified(&regions, dtype, identity);
         return Ok(pairs.iter().map(|_| Pending { work: work.clone(), landing: None }).collect());
     }
-    let mut regions = Vec::with_capacity(pairs.len());
+    let (mut regions, mut rooms) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
     for (own, all) in pairs {
-        regions.push((staged(own)?, Region::zeroed(all.size_bytes())));
+        let (room, arrived) = Room::awaiting(all)?;
+        regions.push((Room::filled_from(own)?.1, arrived));
+        rooms.push((room, all.clone()));
     }
     let work = group.all_gather_identified(&regions, dtype, identity);
-    let pending = |((_, all), (_, arrived)): (&(Tensor, Tensor), (Region, Region))| Pending {
-        work: work.clone(),
-        landing: Some(Landing::Copy(arrived, all.clone())),
-    };
-    Ok(pairs.iter().zip(regions).map(pending).collect())
+    let pending = |(room, all)| Pending { work: work.clone(), landing: Some(Landing::Room(room, all)) };
+    Ok(rooms.into_iter().map(pending).collect())
 }
 
 /// Rank `r` gets `send[r]` elements of this rank's tensor, and `result` gets `receive[r]` elements of rank `r`'s, in order.
@@ -198,45 +191,42 @@ pub fn all_to_all(
     receive: &[usize],
 ) -> Result<Pending> {
     let dtype = comm_type(data.dtype());
-    if let Some(group) = in_place(group, data) {
+    if let Some(group) = in_place(group, data)? {
         let work = group.all_to_all_unequal_async(&region(data), &region(result), send, receive, dtype);
         return Ok(Pending { work, landing: None });
     }
-    let arrived = Region::zeroed(result.size_bytes());
-    let work = group.all_to_all_unequal_async(&staged(data)?, &arrived, send, receive, dtype);
-    Ok(Pending { work, landing: Some(Landing::Copy(arrived, result.clone())) })
+    let (room, arrived) = Room::awaiting(result)?;
+    let sent = Room::filled_from(data)?.1;
+    let work = group.all_to_all_unequal_async(&sent, &arrived, send, receive, dtype);
+    Ok(Pending { work, landing: Some(Landing::Room(room, result.clone())) })
 }
 
 /// Every rank's tensor becomes the root's.
 pub fn broadcast(group: &Group, data: &Tensor, root: usize) -> Result<Pending> {
     let dtype = comm_type(data.dtype());
-    if let Some(group) = in_place(group, data) {
+    if let Some(group) = in_place(group, data)? {
         return Ok(Pending { work: group.broadcast_async(&region(data), dtype, root), landing: None });
     }
-    let copy = staged(data)?;
-    Ok(Pending {
-        work: group.broadcast_async(&copy, dtype, root),
-        landing: Some(Landing::Copy(copy, data.clone())),
-    })
+    let (room, bytes) = Room::filled_from(data)?;
+    let work = group.broadcast_async(&bytes, dtype, root);
+    Ok(Pending { work, landing: Some(Landing::Room(room, data.clone())) })
 }
 
 /// Sends a tensor to a rank of the group.
 pub fn send(group: &Group, data: &Tensor, to: usize, tag: u64) -> Result<Pending> {
     let dtype = comm_type(data.dtype());
-    let (group, bytes) = match in_place(group, data) {
-        Some(group) => (group, region(data)),
-        None => (group, staged(data)?),
-    };
+    // NCCL's messages would wait for its collectives.
+    let bytes = if data.device().backend().is_host() { region(data) } else { Room::filled_from(data)?.1 };
     Ok(Pending { work: group.send_async(&bytes, dtype, to, tag), landing: None })
 }
 
 /// Receives a tensor from a rank of the group.
 pub fn receive(group: &Group, result: &Tensor, from: usize, tag: u64) -> Result<Pending> {
     let dtype = comm_type(result.dtype());
-    if let Some(group) = in_place(group, result) {
+    if result.device().backend().is_host() {
         return Ok(Pending { work: group.recv_async(&region(result), dtype, from, tag), landing: None });
     }
-    let arrived = Region::zeroed(result.size_bytes());
+    let (room, arrived) = Room::awaiting(result)?;
     let work = group.recv_async(&arrived, dtype, from, tag);
-    Ok(Pending { work, landing: Some(Landing::Copy(arrived, result.clone())) })
+    Ok(Pending { work, landing: Some(Landing::Room(room, result.clone())) })
 }

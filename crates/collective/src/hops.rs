@@ -18,8 +18,9 @@ use ferrospeed_tensor::{DType, Device, Tensor};
 use half::{bf16, f16};
 
 use crate::error::Result;
-use crate::exchange::{Pending, staged};
+use crate::exchange::Pending;
 use crate::packing::Packing;
+use crate::staging::Room;
 
 /// The groups of the two hops.
 #[derive(Debug, Clone)]
@@ -143,8 +144,10 @@ fn typed<T: Float + Element + ferrospeed_comm::Element>(
     let sent = if device.backend().is_host() {
         packed(hops, parcels, &host, data.host::<T>()?)
     } else {
-        let copy = staged(data)?;
-        // SAFETY: the copy was just made and nobody writes it.
+        let (_, copy) = Room::awaiting(data)?;
+        // SAFETY: nobody else has this room.
+        device.backend().copy_to_host(data, unsafe { copy.as_mut_slice::<u8>() })?;
+        // SAFETY: as above.
         packed(hops, parcels, &host, unsafe { copy.as_slice::<T>() })
     };
     let own = hops.rank(hops.across.rank(), hops.place());
@@ -156,17 +159,15 @@ fn typed<T: Float + Element + ferrospeed_comm::Element>(
         // SAFETY: the exchange is over, and nobody else knows this region.
         let bytes = unsafe { arrived.as_slice::<u8>() };
         let received: Vec<&[u8]> = (0..hosts).map(|host| piece(bytes, host, parcels.bytes(own))).collect();
-        let device = result.device().clone();
-        if device.backend().is_host() {
+        if result.device().backend().is_host() {
             // SAFETY: whoever started the reduction does not touch its result before it has waited for it.
             parcels.unpack_sum(&host, own, &received, factor, unsafe { result.host_mut::<T>()? });
             return Ok(());
         }
-        let landing = Region::zeroed(result.size_bytes());
-        // SAFETY: the region was just made and nobody else knows it.
-        let (values, bytes) = unsafe { (landing.as_mut_slice::<T>(), landing.as_slice::<u8>()) };
-        parcels.unpack_sum(&host, own, &received, factor, values);
-        Ok(device.backend().copy_from_host(bytes, &result)?)
+        let (room, landing) = Room::awaiting(&result)?;
+        // SAFETY: nobody else has this room.
+        parcels.unpack_sum(&host, own, &received, factor, unsafe { landing.as_mut_slice::<T>() });
+        room.land(&result)
     };
     Ok(Pending::finished_by(work, finish))
 }

@@ -24,5 +24,6 @@ pub mod one_bit;
 pub mod ops;
 pub mod packing;
 pub mod shelf;
+mod staging;
 
 pub use error::{CollectiveError, Result};

@@ -39,8 +39,9 @@ struct GroupInner {
     next_sequence: AtomicU64,
     next_segment: AtomicU64,
     failure: OnceLock<Error>,
-    /// The same ranks over the memory of their GPUs.
-    on_devices: OnceLock<Group>,
+    /// The same ranks over the memory of their GPUs, once somebody asked; `None` where the host carries them.
+    on_devices: OnceLock<Option<Group>>,
+    connecting: Mutex<()>,
 }
 
 struct MessageLane {
@@ -68,6 +69,7 @@ impl Group {
                 next_segment: AtomicU64::new(0),
                 failure: OnceLock::new(),
                 on_devices: OnceLock::new(),
+                connecting: Mutex::new(()),
             }),
         }
     }
@@ -99,13 +101,15 @@ impl Group {
 
     /// The same ranks over the memory of their GPUs, once [`World::attach_device`](crate::World::attach_device) has
     /// found that they can: its regions are addresses on the rank's own GPU.
-    pub fn on_devices(&self) -> Option<&Group> {
-        self.inner.on_devices.get()
-    }
-
-    pub(crate) fn set_on_devices(&self, group: Group) {
-        // A second attachment finds the first one's group.
-        let _ = self.inner.on_devices.set(group);
+    ///
+    /// The first call connects them, so all ranks of the group must make it.
+    pub fn on_devices(&self) -> Result<Option<&Group>> {
+        let _one_at_a_time = self.inner.connecting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.inner.on_devices.get().is_none() {
+            let group = self.inner.world.connect_devices(&self.inner.membership)?;
+            let _ = self.inner.on_devices.set(group);
+        }
+        Ok(self.inner.on_devices.get().and_then(Option::as_ref))
     }
 
     pub(crate) fn carrier(&self) -> Arc<dyn Carrier> {
@@ -235,6 +239,7 @@ impl GroupInner {
     /// Runs one collective with its number; called in order, by one thread at a time.
     fn execute(&self, operation: &Collective, limit: Duration) -> Result<()> {
         self.check_usable()?;
+        self.await_inputs(operation.parts.iter().map(|part| &part.input))?;
         for piece in operation.split(self.carrier.max_parts()) {
             let sequence = self.next_sequence.fetch_add(1, Ordering::Relaxed);
             let started = Instant::now();
@@ -257,6 +262,7 @@ impl GroupInner {
         call_site: &'static Location<'static>,
     ) -> Result<()> {
         self.check_usable()?;
+        self.await_inputs([&message.region])?;
         let started = Instant::now();
         let fingerprint = Fingerprint {
             group: self.membership.group_id,
@@ -282,6 +288,16 @@ impl GroupInner {
             Kind::Send => self.carrier.send(message, &ticket),
             _ => self.carrier.recv(message, &ticket),
         })
+    }
+
+    /// What a device has yet to write is there before the operation begins; where it fails, so does the group, so that nothing
+    /// wrong is sent.
+    fn await_inputs<'a>(&self, inputs: impl IntoIterator<Item = &'a Region>) -> Result<()> {
+        let arrived = inputs.into_iter().try_for_each(Region::await_arrival);
+        if let Err(error) = &arrived {
+            let _ = self.failure.set(error.clone());
+        }
+        arrived
     }
 
     fn check_usable(&self) -> Result<()> {

@@ -7,9 +7,10 @@
 
 use std::any::Any;
 use std::ops::{Bound, RangeBounds};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::dtype::Element;
+use crate::error::{Error, Result};
 
 /// A byte range of memory, with whatever keeps that memory alive.
 ///
@@ -21,7 +22,9 @@ use crate::dtype::Element;
 pub struct Region {
     start: *mut u8,
     bytes: usize,
-    owner: Arc<dyn Any + Send + Sync>,
+    /// What has yet to write the bytes. It ends before their owner does.
+    arrival: Option<Arc<Arrival>>,
+    _owner: Arc<dyn Any + Send + Sync>,
 }
 
 // SAFETY: a region is an address and a reference-counted owner; accesses through it happen only in operations, under
@@ -43,19 +46,34 @@ impl Region {
     /// `start..start + bytes` must be readable and writable for as long as `owner` lives, and the contract of
     /// operations in flight (see [`Region`]) must be kept.
     pub unsafe fn from_raw(start: *mut u8, bytes: usize, owner: Arc<dyn Any + Send + Sync>) -> Region {
-        Region { start, bytes, owner }
+        Region { start, bytes, _owner: owner, arrival: None }
+    }
+
+    /// The same bytes, which somebody else is still writing: an operation on them first calls `arrived`, once, which returns
+    /// when they are there. It is called where the operation runs, so that whoever starts it need not wait.
+    #[must_use]
+    pub fn arriving(
+        self,
+        arrived: impl FnOnce() -> std::result::Result<(), String> + Send + 'static,
+    ) -> Region {
+        Region { arrival: Some(Arc::new(Arrival(Mutex::new(State::Awaited(Box::new(arrived)))))), ..self }
+    }
+
+    /// Waits for what has yet to write the bytes.
+    pub(crate) fn await_arrival(&self) -> Result<()> {
+        self.arrival.as_ref().map_or(Ok(()), |arrival| arrival.await_it())
     }
 
     /// A region that owns a copy of `values`; handy for small asynchronous operations.
     pub fn from_slice<T: Element + Send + Sync>(values: &[T]) -> Region {
         let owned: Arc<OwnedValues> = Arc::new(OwnedValues::new(bytemuck::cast_slice(values)));
-        Region { start: owned.start(), bytes: size_of_val(values), owner: owned }
+        Region { start: owned.start(), bytes: size_of_val(values), _owner: owned, arrival: None }
     }
 
     /// A zero-filled region that owns its memory, aligned for every element type.
     pub fn zeroed(bytes: usize) -> Region {
-        let owned = Arc::new(OwnedValues::new(&vec![0u8; bytes]));
-        Region { start: owned.start(), bytes, owner: owned }
+        let owned = Arc::new(OwnedValues::zeroed(bytes));
+        Region { start: owned.start(), bytes, _owner: owned, arrival: None }
     }
 
     /// Borrowed memory, for the length of one blocking call.
@@ -63,7 +81,7 @@ impl Region {
     /// # Safety
     /// The region must not outlive the borrow.
     pub(crate) unsafe fn borrowed(bytes: &mut [u8]) -> Region {
-        Region { start: bytes.as_mut_ptr(), bytes: bytes.len(), owner: nobody() }
+        Region { start: bytes.as_mut_ptr(), bytes: bytes.len(), _owner: nobody(), arrival: None }
     }
 
     /// Borrowed memory that the operation only reads.
@@ -71,7 +89,7 @@ impl Region {
     /// # Safety
     /// The region must not outlive the borrow, and no operation may write to it.
     pub(crate) unsafe fn borrowed_input(bytes: &[u8]) -> Region {
-        Region { start: bytes.as_ptr().cast_mut(), bytes: bytes.len(), owner: nobody() }
+        Region { start: bytes.as_ptr().cast_mut(), bytes: bytes.len(), _owner: nobody(), arrival: None }
     }
 
     /// The first byte.
@@ -105,7 +123,7 @@ impl Region {
             Bound::Unbounded => self.bytes,
         };
         assert!(start <= end && end <= self.bytes, "bytes {start}..{end} of a region of {}", self.bytes);
-        Region { start: self.start.wrapping_add(start), bytes: end - start, owner: Arc::clone(&self.owner) }
+        Region { start: self.start.wrapping_add(start), bytes: end - start, ..self.clone() }
     }
 
     /// The contents as elements.
@@ -134,6 +152,29 @@ impl Region {
     }
 }
 
+/// Bytes on their way into a region.
+struct Arrival(Mutex<State>);
+
+enum State {
+    Awaited(Box<dyn FnOnce() -> std::result::Result<(), String> + Send>),
+    Ended(std::result::Result<(), String>),
+}
+
+impl Arrival {
+    fn await_it(&self) -> Result<()> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let outcome = match std::mem::replace(&mut *state, State::Ended(Err("it was given up".to_owned()))) {
+            State::Awaited(arrived) => arrived(),
+            State::Ended(outcome) => outcome,
+        };
+        *state = State::Ended(outcome.clone());
+        outcome.map_err(|why| Error::Backend {
+            backend: "host memory",
+            problem: format!("what should be sent did not arrive from the device: {why}"),
+        })
+    }
+}
+
 fn nobody() -> Arc<dyn Any + Send + Sync> {
     static NOBODY: std::sync::OnceLock<Arc<()>> = std::sync::OnceLock::new();
     NOBODY.get_or_init(|| Arc::new(())).clone()
@@ -150,10 +191,16 @@ unsafe impl Send for OwnedValues {}
 unsafe impl Sync for OwnedValues {}
 
 impl OwnedValues {
+    fn zeroed(bytes: usize) -> Self {
+        // SAFETY: words of zeroes are words.
+        OwnedValues { words: unsafe { Box::new_zeroed_slice(bytes.div_ceil(8)).assume_init() } }
+    }
+
     fn new(bytes: &[u8]) -> Self {
-        let mut words = vec![0u64; bytes.len().div_ceil(8)];
-        bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
-        OwnedValues { words: words.into_iter().map(std::cell::UnsafeCell::new).collect() }
+        let owned = OwnedValues::zeroed(bytes.len());
+        // SAFETY: so many bytes were just allocated, and nobody else knows them.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), owned.start(), bytes.len()) };
+        owned
     }
 
     fn start(&self) -> *mut u8 {
@@ -171,6 +218,20 @@ mod tests {
         // SAFETY: nothing else uses the region.
         assert_eq!(unsafe { part.as_slice::<f32>() }, [2.0, 3.0]);
         assert_eq!(part.slice(4..).len(), 4);
+    }
+
+    #[test]
+    fn what_writes_the_bytes_is_awaited_once_and_its_failure_is_remembered() {
+        let calls = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let counted = Arc::clone(&calls);
+        let region = Region::zeroed(8).arriving(move || {
+            counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            Err("the device is gone".to_owned())
+        });
+        for part in [region.slice(..4), region] {
+            assert!(part.await_arrival().unwrap_err().to_string().contains("the device is gone"));
+        }
+        assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
 
     #[test]

@@ -6,8 +6,8 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::panic::Location;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::auth::JobKey;
@@ -33,6 +33,8 @@ pub const DEFAULT_STAGING_BYTES: usize = 8 << 20;
 /// How long an operation waits for its peers by default: `DEEPSPEED_TIMEOUT`'s default of 30 minutes.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
 
+/// Marks the number of the group through which the ranks of another agree on what their GPUs do.
+const DEVICE_GROUP_BIT: u64 = 1 << 30;
 /// Marks the number of a group's part on one host.
 const HOST_GROUP_BIT: u64 = 1 << 62;
 
@@ -79,6 +81,8 @@ pub(crate) struct WorldInner {
     store: Arc<dyn Store>,
     segments: Arc<SegmentTable>,
     next_group_id: AtomicU64,
+    /// Where this rank's GPU takes its work, once it is known that NCCL can connect all of them.
+    device: OnceLock<DeviceStream>,
     departure: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -166,13 +170,19 @@ impl World {
         })
     }
 
-    /// Says where this rank's GPU takes its work, and opens NCCL among the ranks: then
-    /// [`Group::on_devices`](crate::Group::on_devices) of [`World::group`] has an answer.
+    /// Says where this rank's GPU takes its work, and finds out whether NCCL can connect the ranks: then
+    /// [`Group::on_devices`](crate::Group::on_devices) has an answer.
     ///
-    /// Only where `nccl` was asked for by name; otherwise ranks exchange a GPU's memory through the host's. Every rank
-    /// must call it; a rank without a GPU or without NCCL, or two that share a GPU, are an error on all.
+    /// It can where each rank has a GPU of its own and NCCL is installed; otherwise ranks exchange a GPU's memory through the
+    /// host's. Where `nccl` was asked for by name that is an error on all, and where another backend was, NCCL is not tried.
+    /// Every rank must call it.
     pub fn attach_device(&self, stream: Option<DeviceStream>) -> Result<()> {
-        if self.inner.backend != Backend::Nccl || self.group.on_devices().is_some() {
+        let is_wanted = match self.inner.backend {
+            Backend::Nccl => true,
+            Backend::Auto => self.size() > 1 && stream.is_some(),
+            _ => false,
+        };
+        if !is_wanted || self.inner.device.get().is_some() {
             return Ok(());
         }
         // What every rank has: a byte for whether it can, and the identity of its GPU.
@@ -188,24 +198,24 @@ impl World {
             Some(Err(error)) => Some(error.to_string()),
             _ => why_not(cards.chunks(card.len())),
         };
-        let (None, Some(stream)) = (&problem, stream) else {
-            let problem = problem.unwrap_or_else(|| "this rank has no GPU".to_owned());
-            return Err(Error::Backend { backend: "nccl", problem });
-        };
-        let mut id = [0u8; nccl::ID_BYTES];
-        if self.rank() == 0 {
-            id = nccl::new_id()?;
+        match (problem, stream) {
+            (None, Some(stream)) => {
+                // A second attachment finds the first one's.
+                let _ = self.inner.device.set(stream);
+                Ok(())
+            }
+            (problem, _) if self.inner.backend == Backend::Nccl => {
+                let problem = problem.unwrap_or_else(|| "this rank has no GPU".to_owned());
+                Err(Error::Backend { backend: "nccl", problem })
+            }
+            (problem, _) => {
+                if self.rank() == 0 {
+                    let why = problem.unwrap_or_default();
+                    tracing::info!("the GPUs' memory is exchanged through the host's: {why}");
+                }
+                Ok(())
+            }
         }
-        self.group.broadcast(&mut id, 0)?;
-        // A host group of its own, through which the ranks agree on each operation.
-        let ranks: Vec<usize> = (0..self.size()).collect();
-        let host = self.inner.connect_group(&ranks, "world on GPUs".to_owned())?;
-        let host = host.ok_or_else(|| Error::rendezvous("this rank is not in its own world"))?;
-        let deadline = Instant::now() + self.inner.limits.deadline;
-        let membership = host.membership();
-        let carrier = NcclCarrier::connect(membership.clone(), host.carrier(), stream, id, deadline)?;
-        self.group.set_on_devices(Group::new(Arc::clone(&self.inner), membership, Arc::new(carrier)));
-        Ok(())
     }
 
     /// Builds the membership once the ranks know each other.
@@ -241,6 +251,7 @@ impl World {
             store: parts.store,
             segments: Arc::default(),
             next_group_id: AtomicU64::new(0),
+            device: OnceLock::new(),
             departure: parts.departure,
         });
         let everyone: Vec<usize> = (0..size).collect();
@@ -346,7 +357,9 @@ fn why_not<'a>(cards: impl Iterator<Item = &'a [u8]>) -> Option<String> {
         if card[0] == 0 {
             return Some(format!("rank {rank} has no GPU, or no NCCL"));
         }
-        if let Some(other) = seen.iter().position(|known| *known == card) {
+        // NCCL's own switch, for those who try things out on one GPU.
+        let may_share = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|value| value == "1");
+        if let Some(other) = seen.iter().position(|known| *known == card).filter(|_| !may_share) {
             return Some(format!("ranks {other} and {rank} share a GPU, and NCCL wants one each"));
         }
         seen.push(card);
@@ -417,14 +430,35 @@ impl WorldInner {
     fn connect_group(self: &Arc<Self>, ranks: &[usize], name: String) -> Result<Option<Group>> {
         let group_id = self.next_group_id.fetch_add(1, Ordering::Relaxed);
         let Some(me) = ranks.iter().position(|rank| *rank == self.rank) else { return Ok(None) };
+        self.connect_members(self.membership(group_id, name, ranks, me)).map(Some)
+    }
+
+    /// A group's ranks over the memory of their GPUs; `None` where NCCL does not connect them. All of them must call it.
+    pub(crate) fn connect_devices(self: &Arc<Self>, group: &Membership) -> Result<Option<Group>> {
+        let Some(stream) = self.device.get() else { return Ok(None) };
         let deadline = Instant::now() + self.limits.deadline;
-        let membership = self.membership(group_id, name, ranks, me);
+        let name = format!("{} on GPUs", group.group_name);
+        let host = self.membership(DEVICE_GROUP_BIT | group.group_id, name, &group.ranks, group.me);
+        let host = self.connect_members(host)?;
+        let mut id = [0u8; nccl::ID_BYTES];
+        if host.rank() == 0 {
+            id = nccl::new_id()?;
+        }
+        host.broadcast(&mut id, 0)?;
+        let membership = host.membership();
+        let carrier = NcclCarrier::connect(membership.clone(), host.carrier(), *stream, id, deadline)?;
+        Ok(Some(Group::new(Arc::clone(self), membership, Arc::new(carrier))))
+    }
+
+    fn connect_members(self: &Arc<Self>, membership: Membership) -> Result<Group> {
+        let ranks = Arc::clone(&membership.ranks);
+        let deadline = Instant::now() + self.limits.deadline;
         let one_host = self.hosts.iter().any(|host| ranks.iter().all(|rank| host.contains(rank)));
         #[cfg(feature = "mpi")]
         if let Some(session) = &self.mpi {
             let link = crate::backend::mpi::MpiLink::new(Arc::clone(session));
             let carrier = self.connect_link(membership.clone(), link, deadline)?;
-            return Ok(Some(Group::new(Arc::clone(self), membership, carrier)));
+            return Ok(Group::new(Arc::clone(self), membership, carrier));
         }
         let carrier: Arc<dyn Carrier> = match &self.endpoint {
             Some(endpoint) if self.backend == Backend::Tcp || !one_host => {
@@ -437,7 +471,7 @@ impl WorldInner {
                 return Err(Error::Backend { backend: "local", problem });
             }
         };
-        Ok(Some(Group::new(Arc::clone(self), membership, carrier)))
+        Ok(Group::new(Arc::clone(self), membership, carrier))
     }
 
     /// A group over a link: hierarchical where its ranks lie host by host, unless sockets were asked for by name.

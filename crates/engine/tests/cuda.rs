@@ -129,7 +129,7 @@ fn nccl_carries_every_operation_on_device_memory() {
     let (world, device) = (nccl_world(), Device::cuda(0).unwrap());
     world.attach_device(stream_of(&device)).unwrap();
     let group = world.group();
-    let group = group.on_devices().expect("one rank has its GPU to itself");
+    let group = group.on_devices().unwrap().expect("one rank has its GPU to itself");
     assert_eq!((group.backend(), group.size()), ("nccl", 1));
     // Long enough that an operation that did not wait for it would read something else.
     let values: Vec<f32> = (0..4_000_000).map(|i| (i % 1000) as f32).collect();

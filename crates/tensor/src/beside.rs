@@ -65,14 +65,16 @@ impl Beside {
     /// Lets what is submitted to the device later wait for it, instead of the caller. The host may change what was copied
     /// only after it has waited for such later work.
     pub fn follow(mut self) -> Result<()> {
-        match self.end.mark.take() {
-            Some(mark) => {
-                let followed = self.end.device.backend().follow(&mark);
-                self.end.device.backend().unmark(mark);
-                followed
-            }
-            None => Ok(()),
+        let followed = self.lead();
+        if let Some(mark) = self.end.mark.take() {
+            self.end.device.backend().unmark(mark);
         }
+        followed
+    }
+
+    /// The same for a copy that the caller will wait for, too.
+    pub fn lead(&self) -> Result<()> {
+        self.end.mark.as_ref().map_or(Ok(()), |mark| self.end.device.backend().follow(mark))
     }
 
     fn wait_here(&self) -> Result<()> {
