@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 
-OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter"]
+OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 SIZES = [4 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20]
 DTYPES = ["f32", "bf16"]
 
@@ -66,10 +66,12 @@ def gloo_rank(options):
         kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
         part = torch.zeros(max(size // kind.itemsize // ranks, 1), dtype=kind)
         whole = torch.zeros(part.numel() * ranks, dtype=kind)
+        other = torch.zeros_like(whole)
         calls = {
             "all_reduce": lambda: dist.all_reduce(whole),
             "all_gather": lambda: dist.all_gather(list(whole.chunk(ranks)), part),
             "reduce_scatter": lambda: dist.reduce_scatter(part, list(whole.chunk(ranks))),
+            "all_to_all": lambda: dist.all_to_all_single(other, whole),
         }
         try:
             median = measure(calls[operation], dist.barrier, slowest, options.seconds)
@@ -99,10 +101,12 @@ def mpi_rank(options):
             continue  # MPI has no bf16.
         part = numpy.zeros(max(size // 4 // ranks, 1), dtype=numpy.float32)
         whole = numpy.zeros(part.size * ranks, dtype=numpy.float32)
+        other = numpy.zeros_like(whole)
         calls = {
             "all_reduce": lambda: world.Allreduce(MPI.IN_PLACE, whole),
             "all_gather": lambda: world.Allgather(part, whole),
             "reduce_scatter": lambda: world.Reduce_scatter_block(whole, part),
+            "all_to_all": lambda: world.Alltoall(whole, other),
         }
         median = measure(calls[operation], world.Barrier, slowest, options.seconds)
         if world.Get_rank() == 0:
@@ -114,7 +118,7 @@ def report(operation, size, dtype, median):
 
 
 def matrix(options):
-    return [(size, dtype, operation) for size in options.sizes for dtype in DTYPES for operation in OPERATIONS]
+    return [(size, dtype, operation) for size in options.sizes for dtype in DTYPES for operation in options.operations]
 
 
 def start_ranks(command, ranks, environment=None):
@@ -137,7 +141,7 @@ def ferrospeed(options, ranks, backend):
     sizes = ",".join(map(str, options.sizes))
     milliseconds = str(int(options.seconds * 1000))
     memory = "registered,in-place,shared,staged" if backend == "auto" else "staged"
-    command = [options.program, "bench", "comm", "--json", "--op", ",".join(OPERATIONS), "--size", sizes]
+    command = [options.program, "bench", "comm", "--json", "--op", ",".join(options.operations), "--size", sizes]
     command += ["--dtype", ",".join(DTYPES), "--memory", memory, "--case_ms", milliseconds]
     rows = start_ranks(command, ranks, {"FERROSPEED_COMM_BACKEND": backend})
     ordered = {}
@@ -156,6 +160,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each measurement")
     parser.add_argument("--program", default="target/release/ferrospeed")
     parser.add_argument("--json", help="write all rows to this file")
@@ -165,6 +170,7 @@ def main():
         return gloo_rank(options) if options.as_rank == "gloo" else mpi_rank(options)
 
     itself = [sys.executable, __file__, "--sizes", *map(str, options.sizes), "--seconds", str(options.seconds)]
+    itself += ["--operations", *options.operations]
     has_gloo = importlib.util.find_spec("torch") is not None
     has_mpi = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpirun")
     for present, name in [(has_gloo, "Gloo (package torch)"), (has_mpi, "OpenMPI (package mpi4py and mpirun)")]:

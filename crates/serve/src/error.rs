@@ -30,14 +30,6 @@ pub enum ServeError {
         /// What one block takes.
         block_bytes: u64,
     },
-    /// Weights of few bits where no kernel reads them.
-    #[error(
-        "{device} has no kernels for weights of few bits; compute on the processor (--device cpu), or use whole weights"
-    )]
-    PackedElsewhere {
-        /// The device.
-        device: String,
-    },
     /// Few bits were asked for, and no weight can have them.
     #[error("{} has no weight that could be packed: the inputs of its layers are no multiple of 32", .0.display())]
     NothingToPack(PathBuf),

@@ -142,14 +142,14 @@ fn attach(
     asked: Option<PackedBits>,
 ) -> Result<()> {
     let params = model.parameters().as_slice();
-    // Tables, which files may hold in few bits too, are looked up whole.
-    let packing_of =
-        |param: &Param| asked.or_else(|| weights.packed(param)).and_then(|bits| model.packing(param, bits));
+    // Tables, which files may hold in few bits too, are looked up whole; a GPU multiplies all experts at once, by whole weights.
+    let is_whole = |param: &Param| !device.backend().is_host() && param.name().contains(".experts.");
+    let packing_of = |param: &Param| {
+        let bits = asked.or_else(|| weights.packed(param)).filter(|_| !is_whole(param))?;
+        model.packing(param, bits)
+    };
     // Parameters hold their store.
     if params.iter().any(|param| packing_of(param).is_some()) {
-        if !device.backend().is_host() {
-            return Err(ServeError::PackedElsewhere { device: device.backend().name() });
-        }
         PackedStore::attach(params, dtype, device, weights, packing_of)?;
     } else if asked.is_some() {
         return Err(ServeError::NothingToPack(directory.to_path_buf()));

@@ -4,9 +4,10 @@
 
 mod support;
 
+use ferrospeed_comm::World;
 use ferrospeed_models::{ModelConfig, WindowRule};
 use ferrospeed_serve::inference::auto_tp::{Layer, block_layers, summed_layers};
-use ferrospeed_serve::inference::engine::{GenerateCall, init_inference};
+use ferrospeed_serve::inference::engine::{GenerateCall, init_inference, init_inference_on};
 use ferrospeed_serve::inference::merge::merged;
 use ferrospeed_serve::inference::quantize::{group_quantizer, group_scales, weight_quantization};
 use ferrospeed_serve::inference::shards::{FusedQkv, shard_sizes};
@@ -204,6 +205,36 @@ fn golden_calls_of_the_engine() {
         });
     }
     cases.finish(&set, 10);
+}
+
+#[test]
+fn a_model_in_slices_gives_every_rank_the_texts_of_the_whole_one_and_its_failures() {
+    for config in support::families() {
+        let folder = support::model(&config);
+        let prompts = vec![vec![3, 1, 4, 1, 5], vec![9, 2, 6]];
+        let call = GenerateCall { max_new_tokens: 6, ..GenerateCall::default() };
+        let on = |world: World| {
+            let arguments = json!({"dtype": "fp32", "tp": {"tp_size": world.size()}});
+            let device = Device::cpu_with_threads(1);
+            let engine =
+                init_inference_on(&world, &folder.path().join("tiny"), &arguments, &Map::new(), &device);
+            let engine = engine.unwrap();
+            let texts = engine.generate(&prompts, &call).unwrap();
+            let too_many = GenerateCall { max_new_tokens: 1 << 20, ..call.clone() };
+            let error = engine.generate(&prompts, &too_many).unwrap_err().to_string();
+            assert!(error.contains("1048581"), "rank {}: {error}", world.rank());
+            texts
+        };
+        let whole = on(World::solo());
+        let on = &on;
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> =
+                World::threads(2).into_iter().map(|world| scope.spawn(move || on(world))).collect();
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap(), whole, "{}", config["model_type"]);
+            }
+        });
+    }
 }
 
 #[test]

@@ -1,17 +1,25 @@
 //! Weights of 8 or 4 bits: 32 neighbours along the inputs share a scale.
 //!
 //! The form is that of GGUF's `Q8_0` and `Q4_0`: a scale in 16 bits for each block, and values that it multiplies, from -127
-//! to 127, or from -8 to 7 with the sign of the scale such that the largest magnitude is -8. In memory the blocks of sixteen rows
+//! to 127, or from -8 to 7 with the sign of the scale such that the largest magnitude is -8; or floats of eight bits, for GPUs
+//! that multiply such (e4m3: Micikevicius et al., "FP8 formats for deep learning", 2022; `packed/float8.rs`). In memory the blocks of sixteen rows
 //! are woven into each other, four values of each row at a time, as products want them. These read the packed bytes once
 //! ([`Products::gemm_packed`](crate::backend::Products::gemm_packed)); everything else gets the weights back in full.
 
+mod float8;
+
+use std::sync::OnceLock;
+
 use half::f16;
 
-use crate::dtype::Float;
+use crate::backend::Device;
+use crate::dtype::{DType, Float};
 use crate::error::{Result, TensorError};
+use crate::memory::Category;
 use crate::ops::WeightLayout;
 use crate::param::Param;
 use crate::store::ParamSource;
+use crate::tensor::Tensor;
 
 /// Values that are rounded at a time, about.
 const ROUNDED_AT_ONCE: usize = 1 << 20;
@@ -44,13 +52,15 @@ pub enum PackedBits {
     Eight,
     /// A byte for two: those 16 apart in a block.
     Four,
+    /// A byte for each weight, which is a float: a sign, four bits of exponent, three of fraction.
+    Float8,
 }
 
 impl PackedBits {
     /// Bytes of a block's values.
     pub(crate) fn block_bytes(self) -> usize {
         match self {
-            PackedBits::Eight => BLOCK,
+            PackedBits::Eight | PackedBits::Float8 => BLOCK,
             PackedBits::Four => BLOCK / 2,
         }
     }
@@ -69,7 +79,7 @@ impl PackedBits {
     fn sign(self) -> u8 {
         match self {
             PackedBits::Eight => 0x80,
-            PackedBits::Four => 0,
+            PackedBits::Four | PackedBits::Float8 => 0,
         }
     }
 
@@ -78,6 +88,7 @@ impl PackedBits {
         match self {
             PackedBits::Eight => 128,
             PackedBits::Four => 8,
+            PackedBits::Float8 => 0,
         }
     }
 
@@ -86,7 +97,17 @@ impl PackedBits {
         match name {
             "int8" => Some(PackedBits::Eight),
             "int4" => Some(PackedBits::Four),
+            "fp8" => Some(PackedBits::Float8),
             _ => None,
+        }
+    }
+
+    /// The name that users write.
+    pub fn name(self) -> &'static str {
+        match self {
+            PackedBits::Eight => "int8",
+            PackedBits::Four => "int4",
+            PackedBits::Float8 => "fp8",
         }
     }
 }
@@ -101,6 +122,29 @@ pub struct PackedWeight {
     lines: Vec<Line>,
     /// `[group][block][row of the group]`.
     scales: Vec<f16>,
+    on_device: OnDevice,
+}
+
+/// Lines and scales in the memory of a device that is no host; two weights are the same with and without.
+#[derive(Default)]
+struct OnDevice(OnceLock<[Tensor; 2]>);
+
+impl Clone for OnDevice {
+    fn clone(&self) -> OnDevice {
+        OnDevice::default()
+    }
+}
+
+impl PartialEq for OnDevice {
+    fn eq(&self, _other: &OnDevice) -> bool {
+        true
+    }
+}
+
+impl std::fmt::Debug for OnDevice {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{:?}", self.0.get())
+    }
 }
 
 impl PackedWeight {
@@ -112,7 +156,7 @@ impl PackedWeight {
         }
         let blocks = outputs.div_ceil(GROUP) * inputs / BLOCK;
         let (lines, scales) = (vec![Line([0; LINE]); blocks * bits.lines()], vec![f16::ZERO; blocks * GROUP]);
-        Ok(PackedWeight { bits, outputs, inputs, lines, scales })
+        Ok(PackedWeight { bits, outputs, inputs, lines, scales, on_device: OnDevice::default() })
     }
 
     /// A parameter from its source, some rows at a time where it lies as `[outputs, inputs]`.
@@ -169,6 +213,7 @@ impl PackedWeight {
             let scale = match self.bits {
                 PackedBits::Eight => pack_eight(block, values),
                 PackedBits::Four => pack_four(block, values),
+                PackedBits::Float8 => float8::pack(block, values),
             };
             if !scale.is_finite() || block.iter().any(|value| value.is_nan()) {
                 let row = first + index / blocks;
@@ -206,6 +251,27 @@ impl PackedWeight {
             *four = four.map(|value| value ^ self.bits.sign());
         }
         self.scales[place]
+    }
+
+    /// Its lines and its scales in the memory of a device that is no host, copied there by the first call. From then on it is
+    /// only read.
+    pub(crate) fn on(&self, device: &Device) -> Result<&[Tensor; 2]> {
+        if let Some(found) = self.on_device.0.get().filter(|[lines, _]| lines.device() == device) {
+            return Ok(found);
+        }
+        let place = |bytes: &[u8], dtype: DType| {
+            let tensor =
+                Tensor::empty_in([bytes.len() / dtype.size_bytes()], dtype, device, Category::Parameters)?;
+            device.backend().copy_from_host(bytes, &tensor)?;
+            Ok::<_, TensorError>(tensor)
+        };
+        let lines = place(bytemuck::cast_slice(&self.lines), DType::U8)?;
+        let scales = place(bytemuck::cast_slice(&self.scales), DType::F16)?;
+        let found = self.on_device.0.get_or_init(|| [lines, scales]);
+        match found[0].device() == device {
+            true => Ok(found),
+            false => Err(TensorError::argument("packed weight", "it is in the memory of another device")),
+        }
     }
 
     /// How many bits.
@@ -301,6 +367,7 @@ fn unpack_block(bits: PackedBits, values: &[u8], scale: f16, out: &mut [f32]) {
             PackedBits::Eight => f32::from(values[place] as i8),
             PackedBits::Four if place < BLOCK / 2 => f32::from(values[place] & 15) - 8.0,
             PackedBits::Four => f32::from(values[place - BLOCK / 2] >> 4) - 8.0,
+            PackedBits::Float8 => float8::widen(values[place]),
         };
         *out = value * scale;
     }
@@ -362,7 +429,8 @@ mod tests {
         let mut values = vec![0.0f32; 96 * 5];
         RandomKey::new(1, 1).fill_normal(0, &mut values);
         values[32..64].fill(0.0);
-        for (bits, steps) in [(PackedBits::Eight, 127.0), (PackedBits::Four, 8.0)] {
+        for (bits, steps) in [(PackedBits::Eight, 127.0), (PackedBits::Four, 8.0), (PackedBits::Float8, 16.0)]
+        {
             let weight = packed(bits, &values, 96);
             let again = unpacked(&weight);
             for (block, ours) in values.chunks(BLOCK).zip(again.chunks(BLOCK)) {

@@ -81,6 +81,68 @@ fn a_product_with_packed_weights_is_the_one_with_what_they_stand_for() {
 }
 
 #[test]
+fn a_gpu_multiplies_packed_weights_as_the_processor_does_and_few_rows_alike_in_any_company() {
+    if ferrospeed_tensor::cuda::device_count() == 0 {
+        return ferrospeed_testkit::skip::skip("no CUDA device");
+    }
+    let (host, gpu) = (Device::cpu(), Device::cuda(0).unwrap());
+    for (bits, dtype) in [PackedBits::Eight, PackedBits::Four, PackedBits::Float8]
+        .into_iter()
+        .flat_map(|bits| [DType::F32, DType::BF16, DType::F16].map(|dtype| (bits, dtype)))
+    {
+        for [m, n, k] in [[1, 70, 96], [5, 33, 64], [9, 1, 32], [40, 200, 320], [130, 48, 1504]] {
+            let params = layer(n, k, bits, dtype, &gpu);
+            let x = random(&[m, k], dtype, &gpu);
+            let found = product(&x, &params);
+            let what = format!("{bits:?} {dtype} {m}x{n}x{k}");
+            let expected = if bits == PackedBits::Float8 {
+                // The processor multiplies by what the weights stand for, and rows have three bits of fraction less.
+                let whole = params[0].read().unwrap();
+                let bias = params[1].read().unwrap();
+                let y = ops::linear_activation(
+                    &x,
+                    &*whole,
+                    Some((&*bias).into()),
+                    WeightLayout::OutIn,
+                    Some(Activation::GeluTanh),
+                );
+                y.unwrap().to_vec_f32().unwrap()
+            } else {
+                let x = Tensor::from_f32(&x.to_vec_f32().unwrap(), [m, k], dtype, &host).unwrap();
+                product(&x, &layer(n, k, bits, dtype, &host))
+            };
+            let size = (k as f32).sqrt() * 0.2;
+            let band = match (bits, dtype) {
+                (PackedBits::Float8, _) => 0.2 * size,
+                // Many rows are not rounded.
+                _ if m > 16 => 2e-2 * size,
+                (_, DType::F32) => 1e-5 * size,
+                _ => 1e-2 * size,
+            };
+            assert_close(&what, &found, &expected, band, if dtype == DType::F32 { 1e-5 } else { 1e-2 });
+            // Up to sixteen rows know nothing of each other.
+            let few = product(&ops::narrow(&x, 0, 0, m.min(16)).unwrap(), &params);
+            for rows in [1, m.min(16) / 2] {
+                let some = product(&ops::narrow(&x, 0, 0, rows).unwrap(), &params);
+                assert!(some == few[..rows * n], "{what}: {rows} rows");
+            }
+        }
+    }
+}
+
+#[test]
+fn floats_of_eight_bits_are_refused_where_nothing_multiplies_them() {
+    let params = [Param::new("w", [4, 32], STD)];
+    let packing = Packing { bits: PackedBits::Float8, layout: WeightLayout::OutIn };
+    let store =
+        PackedStore::attach(&params, DType::F32, &Device::cpu(), &FromInitializers { seed: 1 }, |_| {
+            Some(packing)
+        });
+    let error = store.err().expect("the processor has no such products").to_string();
+    assert!(error.contains("fp8") && error.contains("take int8"), "{error}");
+}
+
+#[test]
 fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
     for bits in [PackedBits::Eight, PackedBits::Four] {
         let result = |rows: usize, threads: usize| {

@@ -21,7 +21,7 @@ pub(super) struct ConvertArgs {
     #[arg(value_name = "OUT")]
     target: PathBuf,
     /// Round the weights of linear layers to 8 or 4 bits, for `serve`; other programs do not read the result
-    #[arg(long, value_name = "BITS", value_parser = ["int8", "int4"])]
+    #[arg(long, value_name = "BITS", value_parser = ["int8", "int4", "fp8"])]
     quantize: Option<String>,
     #[command(flatten)]
     write: WriteArgs,

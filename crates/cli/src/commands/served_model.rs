@@ -25,8 +25,8 @@ pub(crate) struct ServedModel {
     /// The type to compute in [default: the model's own]
     #[arg(long, value_parser = ["float32", "bfloat16", "float16"])]
     dtype: Option<String>,
-    /// Hold the weights of linear layers in fewer bits (on the processor) [default: as the files do]
-    #[arg(long, value_name = "BITS", value_parser = ["int8", "int4"])]
+    /// Hold the weights of linear layers in fewer bits; fp8 needs a GPU that multiplies such [default: as the files do]
+    #[arg(long, value_name = "BITS", value_parser = ["int8", "int4", "fp8"])]
     quantize: Option<String>,
     /// Guess tokens ahead, so that a pass may settle several: `lookup` takes what followed earlier in the text, `draft` asks
     /// --draft-model. Answers stay the same

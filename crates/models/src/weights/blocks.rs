@@ -1,4 +1,4 @@
-//! The forms in which files hold weights of few bits: blocks of neighbours along the inputs that share scales. They are GGUF's.
+//! The forms in which files hold weights of few bits: blocks of neighbours along the inputs that share scales. They are GGUF's, and one of ours.
 
 use ferrospeed_tensor::packed::{BLOCK, PackedBits, unpack_file_blocks};
 use half::f16;
@@ -17,11 +17,14 @@ pub enum BlockForm {
     Q4K,
     /// 256 values of 6 bits; each 16 have a scale of 8 bits, which one number scales.
     Q6K,
+    /// 32 floats of 8 bits and a scale.
+    Float8,
 }
 
 impl BlockForm {
     /// All of them.
-    pub(super) const ALL: [BlockForm; 4] = [BlockForm::Q8_0, BlockForm::Q4_0, BlockForm::Q4K, BlockForm::Q6K];
+    pub(super) const ALL: [BlockForm; 5] =
+        [BlockForm::Q8_0, BlockForm::Q4_0, BlockForm::Q4K, BlockForm::Q6K, BlockForm::Float8];
 
     /// What stands behind the name of a tensor of this form.
     pub(crate) fn suffix(self) -> &'static str {
@@ -30,13 +33,14 @@ impl BlockForm {
             BlockForm::Q4_0 => ".q4_0",
             BlockForm::Q4K => ".q4_k",
             BlockForm::Q6K => ".q6_k",
+            BlockForm::Float8 => ".f8_e4m3",
         }
     }
 
     /// Values of a block.
     pub(crate) fn values(self) -> usize {
         match self {
-            BlockForm::Q8_0 | BlockForm::Q4_0 => BLOCK,
+            BlockForm::Q8_0 | BlockForm::Q4_0 | BlockForm::Float8 => BLOCK,
             BlockForm::Q4K | BlockForm::Q6K => LARGE,
         }
     }
@@ -46,6 +50,7 @@ impl BlockForm {
         match self {
             BlockForm::Q8_0 => PackedBits::Eight.file_block_bytes(),
             BlockForm::Q4_0 => PackedBits::Four.file_block_bytes(),
+            BlockForm::Float8 => PackedBits::Float8.file_block_bytes(),
             BlockForm::Q4K => 4 + 12 + LARGE / 2,
             BlockForm::Q6K => LARGE / 2 + LARGE / 4 + LARGE / 16 + 2,
         }
@@ -56,6 +61,7 @@ impl BlockForm {
     pub fn held_in(self) -> PackedBits {
         match self {
             BlockForm::Q4_0 => PackedBits::Four,
+            BlockForm::Float8 => PackedBits::Float8,
             BlockForm::Q8_0 | BlockForm::Q4K | BlockForm::Q6K => PackedBits::Eight,
         }
     }
@@ -65,6 +71,7 @@ impl BlockForm {
         match bits {
             PackedBits::Eight => BlockForm::Q8_0,
             PackedBits::Four => BlockForm::Q4_0,
+            PackedBits::Float8 => BlockForm::Float8,
         }
     }
 
@@ -74,6 +81,7 @@ impl BlockForm {
         match self {
             BlockForm::Q8_0 => unpack_file_blocks(PackedBits::Eight, bytes, out),
             BlockForm::Q4_0 => unpack_file_blocks(PackedBits::Four, bytes, out),
+            BlockForm::Float8 => unpack_file_blocks(PackedBits::Float8, bytes, out),
             BlockForm::Q4K => blocks().zip(out.chunks_mut(LARGE)).for_each(|(block, out)| four_k(block, out)),
             BlockForm::Q6K => blocks().zip(out.chunks_mut(LARGE)).for_each(|(block, out)| six_k(block, out)),
         }

@@ -1,4 +1,4 @@
-//! Weights of few bits in files: `NAME.q8_0`, `NAME.q4_0`, `NAME.q4_k` or `NAME.q6_k` in place of `NAME`, bytes
+//! Weights of few bits in files: `NAME.q8_0`, `NAME.q4_0`, `NAME.q4_k`, `NAME.q6_k` or `NAME.f8_e4m3` in place of `NAME`, bytes
 //! `[outputs, blocks, bytes of a block]`.
 
 use std::ops::Range;

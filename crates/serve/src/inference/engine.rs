@@ -1,8 +1,10 @@
 //! What `init_inference` gives: a model that generates by its configuration, and tells how long passes take.
 
 use std::path::Path;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ferrospeed_comm::{Group, World};
 use ferrospeed_models::{ModelConfig, WindowRule};
 use ferrospeed_tensor::{Device, PackedBits};
 use serde_json::{Map, Value};
@@ -16,6 +18,7 @@ use crate::engine::Engine;
 use crate::model::{OpenOptions, open};
 use crate::request::{Event, Request, Work};
 use crate::sampling::SamplingOptions;
+use crate::together;
 
 /// Sequences that a call of [`InferenceEngine::generate`] works on at once.
 const RUNNING: usize = 64;
@@ -27,7 +30,7 @@ const CALL_TIME: Duration = Duration::from_secs(24 * 3600);
 /// Settings that change nothing here, and why.
 const WITHOUT_EFFECT: [(&str, &str); 11] = [
     ("replace_with_kernel_inject", "the engine's own kernels are always used"),
-    ("enable_cuda_graph", "passes over many sequences are not recorded"),
+    ("enable_cuda_graph", "a GPU records passes wherever it can"),
     ("use_triton", "there is no Triton here"),
     ("triton_autotune", "there is no Triton here"),
     ("zero", "weights are held whole; shard them with ZeRO-3 in the training engine"),
@@ -42,9 +45,31 @@ const WITHOUT_EFFECT: [(&str, &str); 11] = [
 /// A model behind an engine.
 #[derive(Debug)]
 pub struct InferenceEngine {
-    engine: Engine,
+    seat: Seat,
+    /// All ranks, where the model lies in slices: through it they get the texts.
+    ranks: Option<Group>,
     config: InferenceConfig,
     warnings: Vec<String>,
+}
+
+/// What this rank does.
+#[derive(Debug)]
+enum Seat {
+    /// It takes the prompts.
+    First(Engine),
+    /// It computes its slices of what the first one tells, on a thread of their own.
+    Other(Option<JoinHandle<crate::error::Result<()>>>),
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if let Seat::Other(following) = self
+            && let Some(following) = following.take()
+        {
+            // The first rank's engine lets it go; what went wrong was told by a call.
+            let _ = following.join();
+        }
+    }
 }
 
 /// How a call generates.
@@ -68,8 +93,27 @@ pub fn init_inference(
     arguments: &Map<String, Value>,
     device: &Device,
 ) -> Result<InferenceEngine> {
+    init_inference_on(&World::solo(), directory, config, arguments, device)
+}
+
+/// The same on the ranks of a job, `tensor_parallel.tp_size` of them, each of which holds slices of the model. Each calls this and
+/// then every method, and each gets the texts; the prompts are the first one's.
+pub fn init_inference_on(
+    world: &World,
+    directory: &Path,
+    config: &Value,
+    arguments: &Map<String, Value>,
+    device: &Device,
+) -> Result<InferenceEngine> {
     let config = InferenceConfig::new(&merged(config, arguments)?)?;
     let (dtype, packed) = refuse_what_is_not_built(&config)?;
+    if config.tensor_parallel_size() != world.size() as i64 {
+        let (asked, ranks) = (config.tensor_parallel_size(), world.size());
+        let why =
+            format!("it is {asked} and the job has {ranks} ranks: start as many ranks as there are slices");
+        return Err(InferenceError::NotBuilt { what: "tensor_parallel.tp_size".into(), why });
+    }
+    let slices = (world.size() > 1).then(|| every_rank(world, "slices")).transpose()?;
     check_policy(&config, directory)?;
     let options = OpenOptions {
         dtype: Some(dtype.to_owned()),
@@ -77,7 +121,7 @@ pub fn init_inference(
         cache_bytes: u64::MAX,
         running: 1,
         name: None,
-        slices: None,
+        slices: slices.clone(),
     };
     // Room for as many sequences of the longest length as run at once, which is what DeepSpeed's workspace holds.
     let most = config.max_out_tokens();
@@ -85,15 +129,31 @@ pub fn init_inference(
     let (facts, runner, blocks) = open(directory, &options, device)?;
     let limits =
         Limits { pass_tokens: PASS_TOKENS, running: RUNNING, waiting: 1 << 16, sequence_tokens: most };
-    let engine = Engine::start(facts, runner, blocks, limits)
-        .map_err(|error| ServeError::Io { what: "cannot start the engine's thread".into(), error })?;
+    let failed = |error| ServeError::Io { what: "cannot start the engine's thread".into(), error };
+    let seat = match slices.filter(|group| group.rank() > 0) {
+        None => Seat::First(Engine::start(facts, runner, blocks, limits).map_err(failed)?),
+        Some(group) => {
+            let following = std::thread::Builder::new().name("slices".into());
+            let following = following.spawn(move || together::follow(&group, runner)).map_err(failed)?;
+            Seat::Other(Some(following))
+        }
+    };
+    let ranks = (world.size() > 1).then(|| every_rank(world, "answers")).transpose()?;
     let mut warnings = config.warnings().to_vec();
     for (key, why) in WITHOUT_EFFECT {
         if config.given().contains(&key) {
             warnings.push(format!("{key} has no effect: {why}"));
         }
     }
-    Ok(InferenceEngine { engine, config, warnings })
+    Ok(InferenceEngine { seat, ranks, config, warnings })
+}
+
+/// A group of all ranks for one purpose.
+fn every_rank(world: &World, name: &str) -> Result<Group> {
+    let all: Vec<usize> = (0..world.size()).collect();
+    let group =
+        world.named_group(&all, Some(name)).map_err(|error| InferenceError::Failed(error.to_string()))?;
+    group.ok_or_else(|| InferenceError::Failed("this rank is not in its own job".into()))
 }
 
 /// How many of the model's longest texts take as much cache as [`RUNNING`] of `most` tokens.
@@ -110,9 +170,6 @@ fn sequences_worth(most: usize, directory: &Path) -> Result<usize> {
 fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<(&'static str, Option<PackedBits>)> {
     let refuse = |what: &str, why: &str| Err(InferenceError::NotBuilt { what: what.into(), why: why.into() });
     let values = config.values();
-    if config.tensor_parallel_size() != 1 {
-        return refuse("tensor_parallel.tp_size", "a model runs on one device; leave it at 1");
-    }
     if values["moe"]["ep_size"].as_i64() != Some(1) {
         return refuse("moe.ep_size", "experts lie on one device; leave it at 1");
     }
@@ -175,11 +232,27 @@ impl InferenceEngine {
 
     /// Goes on with every prompt; gives prompts and continuations together.
     pub fn generate(&self, prompts: &[Vec<i64>], call: &GenerateCall) -> Result<Vec<Vec<i64>>> {
+        let texts = match &self.seat {
+            Seat::First(engine) => Some(self.generate_here(engine, prompts, call)),
+            Seat::Other(_) => None,
+        };
+        match &self.ranks {
+            Some(ranks) => shared(ranks, texts),
+            None => texts.unwrap_or_else(|| Ok(prompts.to_vec())),
+        }
+    }
+
+    fn generate_here(
+        &self,
+        engine: &Engine,
+        prompts: &[Vec<i64>],
+        call: &GenerateCall,
+    ) -> Result<Vec<Vec<i64>>> {
         if call.num_beams.is_some_and(|beams| beams > 1) {
             let why = "one sequence is followed at a time".to_owned();
             return Err(InferenceError::NotBuilt { what: "`num_beams` > 1".into(), why });
         }
-        let most = self.config.max_out_tokens().min(self.engine.limits().sequence_tokens);
+        let most = self.config.max_out_tokens().min(engine.limits().sequence_tokens);
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         if longest + call.max_new_tokens > most {
             return Err(InferenceError::TooLong { tokens: longest + call.max_new_tokens, most });
@@ -189,7 +262,7 @@ impl InferenceEngine {
             let max_tokens = Some(call.max_new_tokens);
             let work = Work::Generate { answers, max_tokens, stops: Vec::new(), stop_tokens: Vec::new() };
             let deadline = Instant::now() + CALL_TIME;
-            self.engine.ask(Request { prompt: prompt.clone(), work, first_answer: 0, deadline })
+            engine.ask(Request { prompt: prompt.clone(), work, first_answer: 0, deadline })
         };
         if call.max_new_tokens == 0 {
             return Ok(prompts.to_vec());
@@ -214,13 +287,59 @@ impl InferenceEngine {
         Ok(texts)
     }
 
-    /// From now on the time of every pass is kept.
+    /// From now on the time of every pass is kept, by the first rank.
     pub fn profile_model_time(&self) {
-        self.engine.metrics().keep_pass_times();
+        if let Seat::First(engine) = &self.seat {
+            engine.metrics().keep_pass_times();
+        }
     }
 
-    /// The times of passes since they were last asked for, in milliseconds.
+    /// The times of passes since they were last asked for, in milliseconds; the first rank knows them.
     pub fn model_times(&self) -> Result<Vec<f64>> {
-        self.engine.metrics().take_pass_times().ok_or(InferenceError::NotProfiling)
+        match &self.seat {
+            Seat::First(engine) => engine.metrics().take_pass_times().ok_or(InferenceError::NotProfiling),
+            Seat::Other(_) => Ok(Vec::new()),
+        }
     }
+}
+
+/// What the first rank has, texts or what went wrong, on all.
+fn shared(ranks: &Group, texts: Option<Result<Vec<Vec<i64>>>>) -> Result<Vec<Vec<i64>>> {
+    let failed = |error: ferrospeed_comm::Error| InferenceError::Failed(error.to_string());
+    // Texts as their lengths and tokens; a failure as its letters behind a length that no text has.
+    let mut words = match &texts {
+        Some(Ok(texts)) => {
+            let mut words = Vec::new();
+            for text in texts {
+                words.push(text.len() as i64);
+                words.extend_from_slice(text);
+            }
+            words
+        }
+        Some(Err(error)) => {
+            let letters = error.to_string();
+            std::iter::once(-1).chain(letters.bytes().map(i64::from)).collect()
+        }
+        None => Vec::new(),
+    };
+    let mut length = [words.len() as i64];
+    ranks.broadcast(&mut length, 0).map_err(failed)?;
+    words.resize(usize::try_from(length[0]).unwrap_or(0), 0);
+    ranks.broadcast(&mut words, 0).map_err(failed)?;
+    if let Some(texts) = texts {
+        return texts;
+    }
+    if let Some((-1, letters)) = words.split_first() {
+        let letters: Vec<u8> = letters.iter().filter_map(|&letter| u8::try_from(letter).ok()).collect();
+        return Err(InferenceError::Failed(format!("rank 0: {}", String::from_utf8_lossy(&letters))));
+    }
+    let (mut texts, mut rest) = (Vec::new(), words.as_slice());
+    while let Some((&length, tokens)) = rest.split_first() {
+        let text = usize::try_from(length).ok().and_then(|length| tokens.split_at_checked(length));
+        let (text, later) =
+            text.ok_or_else(|| InferenceError::Failed("the first rank sent what are no texts".into()))?;
+        texts.push(text.to_vec());
+        rest = later;
+    }
+    Ok(texts)
 }

@@ -20,7 +20,7 @@ pub use copies::{Copies, ReadLater};
 pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
 pub use memory::{Memory, RawBlock};
 pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
-pub use products::{Gemm, Matrix, Products, Screen};
+pub use products::{Gemm, Matrix, PackedLayer, Products, Screen};
 pub use rows::{Rows, Window2d};
 pub use sums::{CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
 pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates};

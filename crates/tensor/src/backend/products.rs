@@ -2,7 +2,7 @@
 
 use crate::backend::{Activation, GroupedGemm, GroupedOuter, Memory};
 use crate::error::{Result, TensorError};
-use crate::packed::PackedWeight;
+use crate::packed::{PackedBits, PackedWeight};
 use crate::tensor::Tensor;
 
 /// A matrix operand of a product: `tensor` read from `offset` on, row-major with `row_stride`, or transposed.
@@ -91,18 +91,31 @@ pub trait Screen: Send {
     fn largest(&mut self, weight: &Tensor, x: &Tensor, count: usize) -> Result<Option<Vec<(usize, f32)>>>;
 }
 
+/// A weight of few bits, and where its product goes.
+#[derive(Debug, Clone, Copy)]
+pub struct PackedLayer<'a> {
+    /// `[outputs, inputs]`.
+    pub weight: &'a PackedWeight,
+    /// A value for each output.
+    pub bias: Option<&'a Tensor>,
+    /// The result.
+    pub y: &'a Tensor,
+}
+
 /// Products of a device.
 pub trait Products: Memory {
     /// Matrix product with fused epilogue.
     fn gemm(&self, gemm: &Gemm<'_>) -> Result<()>;
-    /// `y = f(x·Wᵀ + b)` with a weight of few bits. `false`: the device has no kernel for it, and nothing was done.
+    /// Whether [`Products::gemm_packed`] takes weights of such bits.
+    fn takes_packed(&self, _bits: PackedBits) -> bool {
+        false
+    }
+    /// `y = f(x·Wᵀ + b)` with each of some weights of few bits. `false`: the device has no kernel for it, and nothing was done.
     fn gemm_packed(
         &self,
         _x: &Tensor,
-        _weight: &PackedWeight,
-        _bias: Option<&Tensor>,
+        _layers: &[PackedLayer<'_>],
         _activation: Option<Activation>,
-        _y: &Tensor,
     ) -> Result<bool> {
         Ok(false)
     }

@@ -238,15 +238,20 @@ impl Products for CpuBackend {
     fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
         reduce::sum_rows(&self.threads, x, target)
     }
+    fn takes_packed(&self, bits: crate::packed::PackedBits) -> bool {
+        bits != crate::packed::PackedBits::Float8
+    }
     fn gemm_packed(
         &self,
         x: &Tensor,
-        weight: &crate::packed::PackedWeight,
-        bias: Option<&Tensor>,
+        layers: &[PackedLayer<'_>],
         activation: Option<Activation>,
-        y: &Tensor,
     ) -> Result<bool> {
-        packed::product(&self.threads, x, weight, bias, activation, y).map(|()| true)
+        if layers.iter().any(|layer| !self.takes_packed(layer.weight.bits())) {
+            return Ok(false);
+        }
+        layers.iter().try_for_each(|layer| packed::product(&self.threads, x, layer, activation))?;
+        Ok(true)
     }
     fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
         grouped::grouped_gemm(&self.threads, &self.pool, grouped)

@@ -35,6 +35,7 @@ pub(crate) enum Source {
     Move,
     Norm,
     Optimizer,
+    Packed,
     Product,
     Reduce,
 }
@@ -55,6 +56,7 @@ impl Source {
             Source::Move => ("move.cu", include_str!("kernels/move.cu")),
             Source::Norm => ("norm.cu", include_str!("kernels/norm.cu")),
             Source::Optimizer => ("optimizer.cu", include_str!("kernels/optimizer.cu")),
+            Source::Packed => ("packed.cu", include_str!("kernels/packed.cu")),
             Source::Product => ("product.cu", include_str!("kernels/product.cu")),
             Source::Reduce => ("reduce.cu", include_str!("kernels/reduce.cu")),
         }

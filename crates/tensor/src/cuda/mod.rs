@@ -21,6 +21,7 @@ mod layout;
 mod memory;
 mod norm;
 mod optimizer;
+mod packed;
 mod reduce;
 mod transfer;
 
@@ -32,6 +33,7 @@ use crate::backend::*;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
+use crate::packed::PackedBits;
 use crate::pages::PagedSpec;
 use crate::random::RandomKey;
 use crate::tensor::Tensor;
@@ -385,6 +387,17 @@ impl Products for CudaBackend {
     }
     fn joined_rows(&self) -> Option<[usize; 2]> {
         Some([gemm::FEW_ROWS, gemm::JOINED_ROWS])
+    }
+    fn takes_packed(&self, bits: PackedBits) -> bool {
+        packed::takes(self, bits)
+    }
+    fn gemm_packed(
+        &self,
+        x: &Tensor,
+        layers: &[PackedLayer<'_>],
+        activation: Option<Activation>,
+    ) -> Result<bool> {
+        packed::products(self, x, layers, activation)
     }
     fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
         gemm::gemms(self, products)

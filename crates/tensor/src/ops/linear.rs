@@ -1,9 +1,12 @@
 //! Products with weights, and the two-layer perceptron as one node.
 
+use std::sync::Arc;
+
 use crate::autograd::{Own, Saved, for_later, needs_grad, put_off, record};
-use crate::backend::{Activation, Backend, Gemm, Matrix};
+use crate::backend::{Activation, Backend, Gemm, Matrix, PackedLayer};
 use crate::error::{Result, TensorError};
 use crate::ops::{count_activation, expect_same_dtype, gradient_like};
+use crate::packed::PackedWeight;
 use crate::param::{Operand, Value};
 use crate::profile;
 use crate::rows_alone::are_rows_alone;
@@ -133,7 +136,11 @@ impl Layer {
     pub(super) fn forward_all<const N: usize>(layers: [&Layer; N], x: &Tensor) -> Result<[Tensor; N]> {
         let backend = x.device().backend();
         let mut results = Vec::with_capacity(N);
-        if backend.is_host() || layers.iter().any(|layer| layer.weight.packed().is_some()) {
+        let packed: Vec<_> = layers.iter().filter_map(|layer| layer.weight.packed()).collect();
+        if let Some(results) = Layer::forward_packed(layers, &packed, x)? {
+            return Ok(results);
+        }
+        if backend.is_host() || !packed.is_empty() {
             for layer in layers {
                 results.push(layer.forward(x, None, None)?);
             }
@@ -170,6 +177,29 @@ impl Layer {
         Ok(results.try_into().unwrap_or_else(|_| unreachable!("one result per layer")))
     }
 
+    /// The same with weights of few bits; `None` where the device has no kernel for it, or not all of them are such.
+    fn forward_packed<const N: usize>(
+        layers: [&Layer; N],
+        packed: &[Arc<PackedWeight>],
+        x: &Tensor,
+    ) -> Result<Option<[Tensor; N]>> {
+        let backend = x.device().backend();
+        if packed.len() != N || packed.iter().any(|weight| !backend.takes_packed(weight.bits())) {
+            return Ok(None);
+        }
+        let (mut biases, mut results) = (Vec::with_capacity(N), Vec::with_capacity(N));
+        for layer in layers {
+            layer.as_module(|| profile::count_product(1, x.shape().rows(), layer.outputs, layer.inputs));
+            biases.push(layer.bias.as_ref().map(Operand::read).transpose()?);
+            results.push(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), x.device())?);
+        }
+        let products: Vec<PackedLayer<'_>> = (packed.iter().zip(&biases).zip(&results))
+            .map(|((weight, bias), y)| PackedLayer { weight, bias: bias.as_deref(), y })
+            .collect();
+        let done = backend.gemm_packed(x, &products, None)?;
+        Ok(if done { results.try_into().ok() } else { None })
+    }
+
     fn run(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
         let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
         let bias: Option<Value> = self.bias.as_ref().map(Operand::read).transpose()?;
@@ -179,8 +209,8 @@ impl Layer {
             count_activation(activation, y.numel());
         }
         if let (Some(packed), None) = (self.weight.packed(), before) {
-            let backend = x.device().backend();
-            if backend.gemm_packed(x, &packed, bias.as_deref(), activation, &y)? {
+            let layer = PackedLayer { weight: &packed, bias: bias.as_deref(), y: &y };
+            if x.device().backend().gemm_packed(x, &[layer], activation)? {
                 return Ok(y);
             }
         }

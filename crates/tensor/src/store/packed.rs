@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use crate::backend::Device;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Result, TensorError};
 use crate::ops::WeightLayout;
-use crate::packed::{PackedWeight, Packing};
+use crate::packed::{PackedBits, PackedWeight, Packing};
 use crate::param::{Param, ParamStore, StoreError};
 use crate::store::{ParamSource, PlainStore};
 use crate::tensor::Tensor;
@@ -41,7 +41,14 @@ impl PackedStore {
         for param in params {
             match packing_of(param) {
                 Some(packing) => {
+                    let backend = device.backend();
+                    if !backend.takes_packed(packing.bits) {
+                        return Err(TensorError::argument("packed weight", not_taken(packing.bits, device)));
+                    }
                     let weight = Arc::new(PackedWeight::load(param, packing, source)?);
+                    if !backend.is_host() {
+                        weight.on(device)?;
+                    }
                     held.push(Held::Packed(weight, packing.layout));
                 }
                 None => {
@@ -66,6 +73,16 @@ impl PackedStore {
         });
         packed.sum::<usize>() + self.whole.flat().size_bytes()
     }
+}
+
+fn not_taken(bits: PackedBits, device: &Device) -> String {
+    let wanted = match bits {
+        PackedBits::Float8 => "a GPU of compute capability 8.9 (Ada, Hopper) or newer; take int8 elsewhere",
+        PackedBits::Eight | PackedBits::Four => {
+            "a GPU of compute capability 8.0 (Ampere) or newer, or the processor"
+        }
+    };
+    format!("{device:?} has no products with weights in {}: they need {wanted}", bits.name())
 }
 
 impl ParamStore for PackedStore {

@@ -18,10 +18,10 @@ pub(super) unsafe fn multiply(weights: &GroupWeights<'_>, rows: &Rows, out: &mut
         // SAFETY: passed on to the caller.
         unsafe {
             match (out.len() / GROUP, weights.bits) {
-                (1, PackedBits::Eight) => block::<1, false>(weights, rows, first, out),
                 (1, PackedBits::Four) => block::<1, true>(weights, rows, first, out),
-                (_, PackedBits::Eight) => block::<2, false>(weights, rows, first, out),
+                (1, _) => block::<1, false>(weights, rows, first, out),
                 (_, PackedBits::Four) => block::<2, true>(weights, rows, first, out),
+                (_, _) => block::<2, false>(weights, rows, first, out),
             }
         }
     }

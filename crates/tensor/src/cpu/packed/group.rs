@@ -35,7 +35,7 @@ impl GroupWeights<'_> {
         let mut line = [0; LINE];
         line.copy_from_slice(&self.lines[start..start + LINE]);
         match self.bits {
-            PackedBits::Eight => line,
+            PackedBits::Eight | PackedBits::Float8 => line,
             PackedBits::Four if four < lines => line.map(|byte| byte & 15),
             PackedBits::Four => line.map(|byte| byte >> 4),
         }

@@ -10,7 +10,7 @@ mod group;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
-use crate::backend::Activation;
+use crate::backend::{Activation, PackedLayer};
 use crate::cpu::gemm::{Epilogue, Output};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
@@ -30,12 +30,11 @@ const GROUPS: usize = 4;
 pub(super) fn product(
     threads: &Threads,
     x: &Tensor,
-    weight: &PackedWeight,
-    bias: Option<&Tensor>,
+    layer: &PackedLayer<'_>,
     activation: Option<Activation>,
-    y: &Tensor,
 ) -> Result<()> {
-    let bias = bias.map(|bias| bias.to_vec_f32()).transpose()?;
+    let (weight, y) = (layer.weight, layer.y);
+    let bias = layer.bias.map(|bias| bias.to_vec_f32()).transpose()?;
     let epilogue = Epilogue { alpha: 1.0, accumulate: false, bias: bias.as_deref(), activation };
     let n = weight.outputs();
     float_kernel!("gemm_packed", x.dtype(), T => {

@@ -1,0 +1,234 @@
+// Products with weights of few bits. See `packed.rs` of the crate for how they lie: for sixteen outputs and a block of 32 inputs,
+// lines of 64 bytes, each four neighbours along the inputs for every output, and sixteen scales.
+//
+// Few rows of x are rounded to eight bits too, each block with a scale of its own. A block of a weight by a block of eight rows is
+// then one instruction of the tensor cores, whose result the scales multiply. For many rows the weight is widened first.
+
+#define BLOCK 32
+#define WARPS 8
+// Blocks whose weights a warp has under way before the kernels that make x have ended.
+#define HELD 4
+#define ROWS (8 * CHUNKS)
+
+#if BITS == 4
+#define LINES 4
+#else
+#define LINES 8
+#endif
+
+#if BITS == 1
+#define TOP 448.0f
+#else
+#define TOP 127.0f
+#endif
+
+// Bytes between rows in eight bits: a quarter of the banks more than whole blocks, so that eight rows lie in different ones.
+__device__ __forceinline__ u32 row_bytes(u32 blocks) { return blocks * BLOCK + 16; }
+
+// Rows in eight bits, and their scales: four threads per block.
+__device__ __forceinline__ void round_rows(const REAL* x, u32 rows, u32 blocks, u8* values, float* scales) {
+    for (u32 at = threadIdx.x; at < rows * blocks * 4; at += blockDim.x) {
+        u32 block = at / 4, row = block / blocks, place = block % blocks, quarter = at & 3;
+        // Threads of a warp leave together, since blocks are whole fours.
+        u32 active = __activemask();
+        Pack<REAL> own = load8(x + (u64)block * BLOCK + quarter * 8);
+        float wide[8], largest = 0.0f;
+        bool finite = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            wide[j] = widen(own.v[j]);
+            largest = fmaxf(largest, fabsf(wide[j]));
+            finite = finite && fabsf(wide[j]) < INFINITY;
+        }
+        float flag = finite ? 0.0f : 1.0f;
+        #pragma unroll
+        for (int step = 1; step < 4; step <<= 1) {
+            largest = fmaxf(largest, __shfl_xor_sync(active, largest, step));
+            flag += __shfl_xor_sync(active, flag, step);
+        }
+        finite = flag == 0.0f;
+        float inverse = largest > 0.0f && finite ? TOP / largest : 0.0f;
+        u32 words[2] = {0, 0};
+        #pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            float low = wide[j] * inverse, high = wide[j + 1] * inverse;
+#if BITS == 1
+            u16 pair;
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+            words[j / 4] |= u32(pair) << (j % 4 * 8);
+#else
+            u32 first = (u32)(int)rintf(fminf(fmaxf(low, -TOP), TOP)) & 0xff;
+            u32 second = (u32)(int)rintf(fminf(fmaxf(high, -TOP), TOP)) & 0xff;
+            words[j / 4] |= (first | second << 8) << (j % 4 * 8);
+#endif
+        }
+        *(uint2*)(values + row * row_bytes(blocks) + place * BLOCK + quarter * 8) = uint2{words[0], words[1]};
+        if (quarter == 0) scales[row * blocks + place] = finite ? largest / TOP : __int_as_float(0x7fffffff);
+    }
+}
+
+// What a thread has of a block of the weight: outputs 2·(lane / 4) and the next, inputs 4·(lane % 4) and those 16 further on.
+struct Part {
+#if BITS == 4
+    uint2 both;
+#else
+    uint2 low, high;
+#endif
+    u32 scales;
+};
+
+__device__ __forceinline__ Part part_of(const u8* lines, const u16* scales, u64 block, int lane) {
+    Part part;
+    const u8* own = lines + block * (LINES * 64) + (lane & 3) * 64 + (lane >> 2) * 8;
+#if BITS == 4
+    part.both = *(const uint2*)own;
+#else
+    part.low = *(const uint2*)own;
+    part.high = *(const uint2*)(own + 4 * 64);
+#endif
+    part.scales = *(const u32*)(scales + block * 16 + (lane >> 2) * 2);
+    return part;
+}
+
+// Four values of 0 to 15 as signed bytes around zero.
+__device__ __forceinline__ u32 around_zero(u32 nibbles) { return ((nibbles & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u; }
+
+__device__ __forceinline__ void multiply(const Part& part, u32 x0, u32 x1, float* result) {
+#if BITS == 4
+    u32 a0 = around_zero(part.both.x), a1 = around_zero(part.both.y);
+    u32 a2 = around_zero(part.both.x >> 4), a3 = around_zero(part.both.y >> 4);
+#elif BITS == 8
+    u32 a0 = part.low.x ^ 0x80808080u, a1 = part.low.y ^ 0x80808080u;
+    u32 a2 = part.high.x ^ 0x80808080u, a3 = part.high.y ^ 0x80808080u;
+#else
+    u32 a0 = part.low.x, a1 = part.low.y, a2 = part.high.x, a3 = part.high.y;
+#endif
+#if BITS == 1
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(result[0]), "=f"(result[1]), "=f"(result[2]), "=f"(result[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(x0), "r"(x1), "f"(0.0f));
+#else
+    int whole[4];
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=r"(whole[0]), "=r"(whole[1]), "=r"(whole[2]), "=r"(whole[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(x0), "r"(x1), "r"(0));
+    #pragma unroll
+    for (int i = 0; i < 4; i++) result[i] = float(whole[i]);
+#endif
+}
+
+// Up to three weights for the same rows. `ends`: the groups of sixteen outputs of the first, of the first two, of all.
+struct Sides { const u8* lines[3]; const u16* scales[3]; const REAL* bias[3]; REAL* y[3]; u64 outputs[3]; u64 ends[3]; };
+
+// y = f(x·Wᵀ + b): a block of threads per sixteen outputs; its warps share the inputs out among them.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_product(
+    const __grid_constant__ Sides sides, u32 blocks, u32 rows, const REAL* x, int activation) {
+    __shared__ float parts[WARPS][ROWS * 16];
+    extern __shared__ __align__(16) u8 rounded[];
+    u8* values = rounded;
+    float* row_scales = (float*)(rounded + ROWS * row_bytes(blocks));
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, four = lane & 3, pair = lane >> 2;
+    int side = blockIdx.x < sides.ends[0] ? 0 : blockIdx.x < sides.ends[1] ? 1 : 2;
+    u64 group = blockIdx.x - (side ? sides.ends[side - 1] : 0), outputs = sides.outputs[side];
+    const u8* own_lines = sides.lines[side] + group * blocks * (LINES * 64);
+    const u16* own_scales = sides.scales[side] + group * blocks * 16;
+    const REAL* bias = sides.bias[side];
+    REAL* y = sides.y[side];
+    Part held[HELD];
+    let_next_start();
+    #pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        u32 block = warp + h * WARPS;
+        if (block < blocks) held[h] = part_of(own_lines, own_scales, block, lane);
+    }
+    wait_for_earlier();
+    round_rows(x, rows, blocks, values, row_scales);
+    __syncthreads();
+    float sums[CHUNKS][4] = {};
+    auto take = [&](const Part& part, u32 block) {
+        u16 low = (u16)part.scales, high = (u16)(part.scales >> 16);
+        float even = widen(f16{low}), odd = widen(f16{high});
+        #pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            u32 row = chunk * 8 + pair, left = chunk * 8 + 2 * four;
+            // What lies behind the last row is multiplied too, and goes nowhere: columns of a result know nothing of each other.
+            const u8* own = values + row * row_bytes(blocks) + block * BLOCK + four * 4;
+            float result[4];
+            multiply(part, *(const u32*)own, *(const u32*)(own + 16), result);
+            float left_scale = row_scales[left * blocks + block], right_scale = row_scales[(left + 1) * blocks + block];
+            sums[chunk][0] += even * left_scale * result[0];
+            sums[chunk][1] += even * right_scale * result[1];
+            sums[chunk][2] += odd * left_scale * result[2];
+            sums[chunk][3] += odd * right_scale * result[3];
+        }
+    };
+    #pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        u32 block = warp + h * WARPS;
+        if (block < blocks) take(held[h], block);
+    }
+    #pragma unroll 4
+    for (u32 block = warp + HELD * WARPS; block < blocks; block += WARPS) take(part_of(own_lines, own_scales, block, lane), block);
+    #pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        float* own = parts[warp] + (chunk * 8 + 2 * four) * 16 + 2 * pair;
+        own[0] = sums[chunk][0];
+        own[16] = sums[chunk][1];
+        own[1] = sums[chunk][2];
+        own[17] = sums[chunk][3];
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < ROWS * 16; at += blockDim.x) {
+        u64 row = at / 16, column = group * 16 + at % 16;
+        if (row >= rows || column >= outputs) continue;
+        float sum = 0.0f;
+        #pragma unroll
+        for (int part = 0; part < WARPS; part++) sum += parts[part][at];
+        if (bias) sum += widen(bias[column]);
+        y[row * outputs + column] = narrow<REAL>(activation < 0 ? sum : apply(activation, sum, 0, 0));
+    }
+}
+
+__device__ __forceinline__ float float8(u32 value) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)value));
+    return widen(f16{(u16)halves});
+}
+
+// The weight in full, [outputs, inputs]: a warp per sixteen outputs and block.
+extern "C" __global__ void widen_weight(u64 outputs, u64 blocks, const u8* lines, const u16* scales, REAL* weight) {
+    u64 at = (blockIdx.x * (u64)blockDim.x + threadIdx.x) / 32;
+    int lane = threadIdx.x & 31, four = lane & 3;
+    let_next_start();
+    wait_for_earlier();
+    if (at >= (outputs + 15) / 16 * blocks) return;
+    Part part = part_of(lines, scales, at, lane);
+    u64 row = at / blocks * 16 + (lane >> 2) * 2, column = at % blocks * BLOCK + four * 4;
+    #pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+        if (row + odd >= outputs) break;
+        u16 bits = (u16)(odd ? part.scales >> 16 : part.scales);
+        float scale = widen(f16{bits});
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+#if BITS == 4
+            u32 word = around_zero((odd ? part.both.y : part.both.x) >> (half * 4));
+#elif BITS == 8
+            u32 word = (odd ? half ? part.high.y : part.low.y : half ? part.high.x : part.low.x) ^ 0x80808080u;
+#else
+            u32 word = odd ? half ? part.high.y : part.low.y : half ? part.high.x : part.low.x;
+#endif
+            struct alignas(4 * sizeof(REAL)) Four { REAL v[4]; } out;
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u32 byte = word >> (8 * j) & 0xff;
+#if BITS == 1
+                out.v[j] = narrow<REAL>(scale * float8(byte));
+#else
+                out.v[j] = narrow<REAL>(scale * float((int)(signed char)byte));
+#endif
+            }
+            *(Four*)(weight + (row + odd) * (blocks * BLOCK) + column + half * 16) = out;
+        }
+    }
+}
