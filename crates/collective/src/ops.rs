@@ -147,8 +147,8 @@ fn recorded(
 }
 
 fn copied(x: &Tensor) -> Result<Tensor> {
-    let copy = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
-    x.device().backend().copy(x, &copy)?;
+    let mut copy = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+    x.device().backend().copy(x, copy.out()?)?;
     Ok(copy)
 }
 
@@ -232,17 +232,17 @@ fn parts_exchanged(x: &Tensor, cut: &Parts, joined: &Parts, group: &Group) -> Re
     };
     let (outer, inner) = around(x.sizes(), cut.dim);
     let send: Vec<usize> = cut.sizes.iter().map(|size| outer * size * inner).collect();
-    let sent = Tensor::empty([x.numel()], dtype, device)?;
+    let mut sent = Tensor::empty([x.numel()], dtype, device)?;
     let (mut from, mut to) = (0, 0);
     for size in &cut.sizes {
         let width = size * inner;
         let stride = x.sizes()[cut.dim] * inner;
-        device.backend().copy_blocks(x, from, stride, &sent, to, width, outer, width)?;
+        device.backend().copy_blocks(x, from, stride, sent.out()?, to, width, outer, width)?;
         (from, to) = (from + width, to + outer * width);
     }
     let mut sizes = x.sizes().to_vec();
     (sizes[cut.dim], sizes[joined.dim]) = (cut.sizes[me], joined.sizes.iter().sum());
-    let y = Tensor::empty(&sizes, dtype, device)?;
+    let mut y = Tensor::empty(&sizes, dtype, device)?;
     let (outer, inner) = around(&sizes, joined.dim);
     let receive: Vec<usize> = joined.sizes.iter().map(|size| outer * size * inner).collect();
     let arrived = Tensor::empty([y.numel()], dtype, device)?;
@@ -252,7 +252,7 @@ fn parts_exchanged(x: &Tensor, cut: &Parts, joined: &Parts, group: &Group) -> Re
     for size in &joined.sizes {
         let width = size * inner;
         let stride = sizes[joined.dim] * inner;
-        device.backend().copy_blocks(&arrived, from, width, &y, to, stride, outer, width)?;
+        device.backend().copy_blocks(&arrived, from, width, y.out()?, to, stride, outer, width)?;
         (from, to) = (from + outer * width, to + width);
     }
     Ok(y)

@@ -33,8 +33,10 @@ impl Shelf for Spread {
         let part = numel.div_ceil(ranks);
         let start = (self.group.rank() * part).min(numel);
         let count = part.min(numel - start);
-        let own = Tensor::zeros([part], tensor.dtype(), tensor.device())?;
-        tensor.device().backend().copy(&tensor.slice(start, [count])?, &own.slice(0, [count])?)?;
+        let mut own = Tensor::zeros([part], tensor.dtype(), tensor.device())?;
+        let mut place = own.out()?.part(0, [count])?;
+        tensor.device().backend().copy(&tensor.slice(start, [count])?, place.out())?;
+        drop(place);
         let (restore, group) = (self.parts.put(own)?, self.group.clone());
         Ok(Box::new(move || {
             let own = restore()?;

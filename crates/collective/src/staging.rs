@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ferrospeed_comm::Region;
 use ferrospeed_tensor::beside::{Beside, Moment};
 use ferrospeed_tensor::memory::Category;
-use ferrospeed_tensor::{DType, Device, Tensor};
+use ferrospeed_tensor::{DType, Device, Out, Tensor};
 
 use crate::error::Result;
 
@@ -72,7 +72,8 @@ impl Room {
             tensor.device().backend().copy_to_host(tensor, unsafe { region.as_mut_slice::<u8>() })?;
             return Ok((room, region));
         };
-        let leaving = Beside::begin(tensor, &room.tensor()?, &now)?;
+        // SAFETY: the room is this exchange's own, and whoever started it does not touch the tensor before it is over.
+        let leaving = unsafe { Beside::begin(tensor, &room.tensor()?, &now)? };
         let region = region.arriving(move || leaving.wait().map_err(|error| error.to_string()));
         Ok((room, region))
     }
@@ -100,9 +101,12 @@ impl Room {
         let Some(now) = Moment::now(&self.0.device)? else {
             let arrived = self.region();
             // SAFETY: the exchange is over, and nobody else has this room.
-            return Ok(self.0.device.backend().copy_from_host(unsafe { arrived.as_slice() }, target)?);
+            let bytes = unsafe { arrived.as_slice() };
+            return Ok(self.0.device.backend().copy_from_host(bytes, Out::of_device(target)?)?);
         };
-        let landing = Beside::begin(&self.tensor()?, target, &now)?;
+        // SAFETY: what has arrived stays in the room until the copy was waited for, and the target is its exchange's until this
+        // returns; what the device does from then on follows the copy.
+        let landing = unsafe { Beside::begin(&self.tensor()?, target, &now)? };
         landing.lead()?;
         *self.0.reader.lock().unwrap_or_else(PoisonError::into_inner) = Some(landing);
         Ok(())

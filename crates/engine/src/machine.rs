@@ -65,23 +65,25 @@ pub fn product_flops_per_s(device: &Device, dtype: DType) -> Result<f64> {
     let values: Vec<f32> = (0..size * size).map(|index| ((index * 31) % 17) as f32 * 0.1 - 0.8).collect();
     let matrix = || Tensor::from_f32(&values, [size, size], dtype, device);
     let (a, b) = (matrix()?, matrix()?);
-    let out = Tensor::empty([size, size], dtype, device)?;
-    let gemm = Gemm::plain(size, size, size, Matrix::whole(&a), Matrix::whole(&b), &out);
-    let best_s = best_seconds(device, || device.backend().gemm(&gemm))?;
+    let mut out = Tensor::empty([size, size], dtype, device)?;
+    let best_s = best_seconds(device, || {
+        let (a, b) = (Matrix::whole(&a), Matrix::whole(&b));
+        device.backend().gemm(Gemm::plain(size, size, size, a, b, out.out()?))
+    })?;
     Ok(2.0 * (size as f64).powi(3) / best_s)
 }
 
 /// Bytes per second that a copy reads and writes.
 fn copied_bytes_per_s(device: &Device, bytes: usize) -> Result<f64> {
     let numel = bytes / DType::F32.size_bytes();
-    let (from, to) =
+    let (from, mut to) =
         (Tensor::zeros([numel], DType::F32, device)?, Tensor::zeros([numel], DType::F32, device)?);
-    let best_s = best_seconds(device, || device.backend().copy(&from, &to))?;
+    let best_s = best_seconds(device, || device.backend().copy(&from, to.out()?))?;
     Ok(2.0 * bytes as f64 / best_s)
 }
 
-fn best_seconds(device: &Device, work: impl Fn() -> Result<()>) -> Result<f64> {
-    let timed = || -> Result<f64> {
+fn best_seconds(device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut timed = || -> Result<f64> {
         let start = Instant::now();
         work()?;
         device.backend().synchronize()?;

@@ -461,10 +461,10 @@ impl Decoder {
 fn next_labels(labels: &Tensor, ignored: i64) -> Result<Tensor> {
     let tokens = labels.shape().last();
     let sequences = labels.numel() / tokens.max(1);
-    let targets = Tensor::full([sequences, tokens], ignored as f32, DType::I64, labels.device())?;
+    let mut targets = Tensor::full([sequences, tokens], ignored as f32, DType::I64, labels.device())?;
     if tokens > 1 {
         let backend = labels.device().backend();
-        backend.copy_blocks(labels, 1, tokens, &targets, 0, tokens, sequences, tokens - 1)?;
+        backend.copy_blocks(labels, 1, tokens, targets.out()?, 0, tokens, sequences, tokens - 1)?;
     }
     Ok(targets)
 }

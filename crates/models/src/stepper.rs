@@ -3,7 +3,7 @@
 //! What changes from token to token (the tokens and their place) lies in tensors that are made once; so do the results.
 
 use ferrospeed_nn::{AttentionState, Mode};
-use ferrospeed_tensor::{DType, Device, Param, Recording, Tensor, TensorError, ops};
+use ferrospeed_tensor::{DType, Device, Out, Param, Recording, Tensor, TensorError, ops};
 
 use crate::decoder::{Decoder, StepTables};
 use crate::error::Result;
@@ -87,15 +87,19 @@ impl<'a> Stepper<'a> {
         let mut inputs = tokens.to_vec();
         inputs.extend([place as i64, (place + self.tables.row_offset) as i64]);
         let device = self.inputs.device().clone();
-        device.backend().copy_from_host(bytemuck::cast_slice(&inputs), &self.inputs)?;
+        device.backend().copy_from_host(bytemuck::cast_slice(&inputs), self.inputs.out()?)?;
         // The first step compiles kernels and chooses algorithms, which is no part of a recording.
         if self.steps == 1 && self.can_record {
-            self.recording = record(&device, || self.work(state))?;
+            self.recording = record(&device, || self.work(state).map(drop))?;
         }
         self.steps += 1;
         match (&self.recording, &mut self.shortlist) {
             (Some(recording), _) => recording.replay()?,
-            (None, None) => self.work(state)?,
+            (None, None) => {
+                if let Some(outcome) = self.work(state)? {
+                    self.outcome = outcome;
+                }
+            }
             (None, Some(shortlist)) => {
                 let hidden = run(self.model, &self.tables, &self.inputs, state)?;
                 if let Some(few) = shortlist.of(&hidden)? {
@@ -110,15 +114,19 @@ impl<'a> Stepper<'a> {
         Ok(Step::All(&self.outcome))
     }
 
-    fn work(&self, state: &mut AttentionState) -> Result<()> {
+    /// One step. Of a device that may replay it, the outcome goes where the last one was; else it is returned.
+    fn work(&self, state: &mut AttentionState) -> Result<Option<Outcome>> {
         let hidden = run(self.model, &self.tables, &self.inputs, state)?;
         let outcome = Outcome::of(self.model.logits(&hidden)?)?;
         let backend = outcome.logits.device().backend();
-        backend.copy(&outcome.logits, &self.outcome.logits)?;
-        if let (Some(best), Some(target)) = (&outcome.best, &self.outcome.best) {
-            backend.copy(best, target)?;
+        if backend.is_host() {
+            return Ok(Some(outcome));
         }
-        Ok(())
+        backend.copy(&outcome.logits, Out::of_device(&self.outcome.logits)?)?;
+        if let (Some(best), Some(target)) = (&outcome.best, &self.outcome.best) {
+            backend.copy(best, Out::of_device(target)?)?;
+        }
+        Ok(None)
     }
 }
 

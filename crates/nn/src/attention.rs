@@ -137,12 +137,12 @@ impl KeyValueCache {
         let tokens = k.sizes()[1];
         self.expect_room(tokens)?;
         let token = k.sizes()[2] * k.sizes()[3];
-        for (new, cache) in [(k, &self.keys), (v, &self.values)] {
+        for (new, cache) in [(k, &mut self.keys), (v, &mut self.values)] {
             new.device().backend().copy_blocks(
                 new,
                 0,
                 tokens * token,
-                cache,
+                cache.out()?,
                 self.filled * token,
                 capacity * token,
                 batch,
@@ -262,7 +262,7 @@ impl MultiHeadAttention {
             (&self.projections, &visibility.rotary, &mut cache, &visibility.pages)
         {
             if let Some(place) = &visibility.place {
-                let (qkv, caches) = (qkv.forward(x)?, [&cache.keys, &cache.values]);
+                let (qkv, caches) = (qkv.forward(x)?, [&mut cache.keys, &mut cache.values]);
                 let mixed =
                     ops::attention_packed_step(&qkv, self.config.heads, *layout, caches, place, &options)?;
                 return self.output.forward(&mixed);
@@ -274,8 +274,8 @@ impl MultiHeadAttention {
                 &qkv,
                 heads,
                 *layout,
-                &cache.keys,
-                &cache.values,
+                &mut cache.keys,
+                &mut cache.values,
                 past,
                 &options,
             )?;
@@ -289,10 +289,10 @@ impl MultiHeadAttention {
         };
         let mixed = match (cache, &visibility.place) {
             (Some(cache), _) if let Some(pages) = &visibility.pages => {
-                ops::attention_paged([&q, &k, &v], [&cache.keys, &cache.values], pages, &options)?
+                ops::attention_paged([&q, &k, &v], [&mut cache.keys, &mut cache.values], pages, &options)?
             }
             (Some(cache), Some(place)) => {
-                ops::attention_step([&q, &k, &v], [&cache.keys, &cache.values], place, &options)?
+                ops::attention_step([&q, &k, &v], [&mut cache.keys, &mut cache.values], place, &options)?
             }
             (Some(cache), None) => {
                 cache.append(&k, &v)?;

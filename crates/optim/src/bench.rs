@@ -67,9 +67,9 @@ pub fn adam(numel: usize, rounds: usize, device: &Device) -> Result<AdamSpeed> {
         return Err(TensorError::argument("bench", "it takes at least one weight and one round"));
     }
     let buffer = |value: f32, dtype: DType| {
-        let buffer = Tensor::empty_in([numel], dtype, device, Category::Optimizer)?;
+        let mut buffer = Tensor::empty_in([numel], dtype, device, Category::Optimizer)?;
         // Every page is written once before the clock runs.
-        device.backend().fill(&buffer, value)?;
+        device.backend().fill(buffer.out()?, value)?;
         Ok::<Tensor, TensorError>(buffer)
     };
     let [weights, gradient] = [buffer(0.5, DType::F32)?, buffer(0.01, DType::F32)?];

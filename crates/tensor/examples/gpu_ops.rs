@@ -5,7 +5,7 @@ use std::time::Instant;
 use ferrospeed_tensor::backend::{Gemm, Matrix};
 use ferrospeed_tensor::ops::{self, AttentionOptions, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, autograd};
+use ferrospeed_tensor::{Activation, DType, Device, Out, Result, Tensor, autograd};
 
 fn random(shape: &[usize], stream: u32, device: &Device) -> Result<Tensor> {
     let mut values = vec![0.0f32; shape.iter().product::<usize>().min(1 << 20)];
@@ -50,7 +50,7 @@ fn main() -> Result<()> {
     for megabytes in [1, 64, 1024] {
         let mut host = vec![1u8; megabytes << 20];
         let there = Tensor::empty([host.len()], DType::U8, &device)?;
-        let write = time(&device, || device.backend().copy_from_host(&host, &there))?;
+        let write = time(&device, || device.backend().copy_from_host(&host, Out::of_device(&there)?))?;
         let read = time(&device, || device.backend().copy_to_host(&there, &mut host))?;
         let rate = |milliseconds: f64| host.len() as f64 / milliseconds / 1e6;
         println!("copy of {megabytes} MiB: in {:.1} GB/s, out {:.1} GB/s", rate(write), rate(read));
@@ -81,9 +81,10 @@ fn main() -> Result<()> {
         let (x, dy) = (random(&[k, m], 1, &device)?, random(&[k, n], 2, &device)?);
         let (dw, db) =
             (Tensor::empty([m, n], DType::BF16, &device)?, Tensor::empty([n], DType::BF16, &device)?);
-        let plain = Gemm::plain(m, n, k, Matrix::transposed(&x), Matrix::whole(&dy), &dw);
-        let alone = time(&device, || device.backend().gemm(&plain))?;
-        let sums = time(&device, || device.backend().sum_rows(&dy, &db))?;
+        let plain =
+            || Ok(Gemm::plain(m, n, k, Matrix::transposed(&x), Matrix::whole(&dy), Out::of_device(&dw)?));
+        let alone = time(&device, || device.backend().gemm(plain()?))?;
+        let sums = time(&device, || device.backend().sum_rows(&dy, Out::of_device(&db)?))?;
         println!("weight gradient {m}x{n}x{k}: {alone:.3} ms, sums {sums:.3}");
     }
     for (rows, width) in [(32768, 768), (16384, 1024), (8192, 2048)] {
@@ -117,10 +118,13 @@ fn main() -> Result<()> {
     }
     let x = random(&[32768, 3072], 1, &device)?;
     let out = Tensor::empty([3072], DType::BF16, &device)?;
-    let rows = time(&device, || device.backend().sum_rows(&x, &out))?;
+    let rows = time(&device, || device.backend().sum_rows(&x, Out::of_device(&out)?))?;
     let y = x.tracked();
     let add = time(&device, || ops::add(&x, &x).map(drop))?;
-    let gelu = time(&device, || device.backend().activation_backward_in_place(Activation::GeluTanh, &x, &y))?;
+    let gelu = time(&device, || {
+        let (before, gradient) = (Out::of_device(&x)?, Out::of_device(&y)?);
+        device.backend().activation_backward_in_place(Activation::GeluTanh, before, gradient)
+    })?;
     let giga = x.size_bytes() as f64 / 1e6;
     println!(
         "sum_rows {rows:.3} ms ({:.0} GB/s), add {add:.3} ({:.0}), gelu backward {gelu:.3} ({:.0})",
@@ -132,7 +136,8 @@ fn main() -> Result<()> {
     let ids = Tensor::from_slice(&ids, [32768], &device)?;
     let (table, dout) = (random(&[50304, 768], 1, &device)?, random(&[32768, 768], 2, &device)?);
     let forward = time(&device, || ops::embedding(&table, &ids).map(drop))?;
-    let backward = time(&device, || device.backend().embedding_backward(&ids, &dout, &table))?;
+    let backward =
+        time(&device, || device.backend().embedding_backward(&ids, &dout, Out::of_device(&table)?))?;
     println!("embedding forward {forward:.3} ms, backward {backward:.3} ms");
     let (x, w) = (random(&[32768, 768], 1, &device)?, random(&[50304, 768], 2, &device)?);
     let loss = time(&device, || {

@@ -6,6 +6,7 @@
 
 use crate::backend::{Device, Mark};
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// A point in the work of a device that is no host.
@@ -46,13 +47,18 @@ pub struct Beside {
 impl Beside {
     /// Begins a copy between a tensor of the moment's device and one of [`locked`](crate::backend::Copies::locked), either
     /// way, of the same size.
-    pub fn begin(source: &Tensor, target: &Tensor, after: &Moment) -> Result<Beside> {
+    ///
+    /// # Safety
+    /// Until the copy has come to its end, nobody writes the source, and nobody reads or writes the target, but work of the
+    /// device that follows it.
+    pub unsafe fn begin(source: &Tensor, target: &Tensor, after: &Moment) -> Result<Beside> {
         if source.size_bytes() != target.size_bytes() {
             let what = format!("{source:?} and {target:?} differ in size");
             return Err(TensorError::argument("copy_beside", what));
         }
         let earlier = after.mark.as_ref().expect("a moment has its mark until it is dropped");
-        let mark = after.device.backend().copy_beside(source, target, earlier)?;
+        // SAFETY: as the caller says.
+        let mark = after.device.backend().copy_beside(source, unsafe { Out::vouched(target) }, earlier)?;
         let end = Moment { device: after.device.clone(), mark: Some(mark) };
         Ok(Beside { end, _source: source.clone(), _target: target.clone() })
     }

@@ -124,6 +124,14 @@ pub enum TensorError {
         /// Its words.
         what: String,
     },
+    /// A kernel was to write where others can read.
+    #[error(
+        "{tensor} is seen through another handle, so no kernel may write to it: write to a tensor of its own, or drop the others first"
+    )]
+    SharedOutput {
+        /// The tensor.
+        tensor: String,
+    },
     /// The backend cannot do this.
     #[error("{op} is not available on {device}: {why}")]
     Unsupported {

@@ -16,6 +16,8 @@
 //! # }
 //! ```
 
+#![deny(clippy::mut_from_ref)]
+
 mod arena;
 pub mod autograd;
 pub mod backend;
@@ -24,8 +26,10 @@ pub mod cpu;
 pub mod cuda;
 pub mod dtype;
 pub mod error;
+pub mod lent;
 pub mod memory;
 pub mod ops;
+pub mod out;
 pub mod packed;
 pub mod pages;
 pub mod param;
@@ -41,7 +45,9 @@ pub mod tensor;
 pub use backend::{Activation, Device, NormKind, Window2d, with_category};
 pub use dtype::DType;
 pub use error::{Result, TensorError};
+pub use lent::{Lent, Loan, Returned};
 pub use memory::Category;
+pub use out::Out;
 pub use packed::{PackedBits, PackedWeight, Packing};
 pub use pages::{PageMap, PagedRows, PagedSequence, Pages};
 pub use param::{Initializer, Operand, Param, ParamStore, Slice, StoreError, Unit, Value};

@@ -260,9 +260,9 @@ impl PackedWeight {
             return Ok(found);
         }
         let place = |bytes: &[u8], dtype: DType| {
-            let tensor =
+            let mut tensor =
                 Tensor::empty_in([bytes.len() / dtype.size_bytes()], dtype, device, Category::Parameters)?;
-            device.backend().copy_from_host(bytes, &tensor)?;
+            device.backend().copy_from_host(bytes, tensor.out()?)?;
             Ok::<_, TensorError>(tensor)
         };
         let lines = place(bytemuck::cast_slice(&self.lines), DType::U8)?;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::backend::Device;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// Rows times heads that a device's kernel computes together.
@@ -41,18 +42,26 @@ impl PagedRows {
     }
 
     /// Copies new keys and values `[1, rows, kv_heads, dim]` to their places in `caches`.
-    pub(crate) fn append(&self, new: [&Tensor; 2], caches: [&Tensor; 2]) -> Result<()> {
-        let tokens = caches[0].sizes()[1];
-        let width = caches[0].sizes()[2] * caches[0].sizes()[3];
+    pub(crate) fn append(&self, new: [&Tensor; 2], mut caches: [Out<'_>; 2]) -> Result<()> {
+        let [tokens, width] = [caches[0].shape()[1], caches[0].shape()[2] * caches[0].shape()[3]];
         let mut row = 0;
         for one in &self.sequences {
             let (mut place, end) = (one.first, one.first + one.count);
             while place < end {
                 let run = (tokens - place % tokens).min(end - place);
                 let slot = one.blocks[place / tokens] as usize * tokens + place % tokens;
-                for (new, cache) in new.iter().zip(caches) {
+                for (new, cache) in new.iter().zip(&mut caches) {
                     let backend = new.device().backend();
-                    backend.copy_blocks(new, row * width, width, cache, slot * width, width, run, width)?;
+                    backend.copy_blocks(
+                        new,
+                        row * width,
+                        width,
+                        cache.again(),
+                        slot * width,
+                        width,
+                        run,
+                        width,
+                    )?;
                 }
                 (row, place) = (row + run, place + run);
             }
@@ -169,7 +178,10 @@ impl PageMap {
             ));
         }
         let numbers = self.numbers(rows)?;
-        self.values.device().backend().copy_from_host(bytemuck::cast_slice(&numbers), &self.values)
+        self.values
+            .device()
+            .backend()
+            .copy_from_host(bytemuck::cast_slice(&numbers), Out::of_device(&self.values)?)
     }
 
     /// Neighbouring tokens of a tile.

@@ -9,6 +9,7 @@ use crate::backend::with_category;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Category;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// The rows of a table's gradient that are not zero.
@@ -34,10 +35,10 @@ impl RowGradient {
         let rows: Vec<i64> = looked_up.iter().map(row).collect();
         let rows = Tensor::from_slice(&rows, *ids.shape(), ids.device())?;
         let width = dout.shape().last();
-        let values = with_category(Category::Gradients, || {
+        let mut values = with_category(Category::Gradients, || {
             Tensor::empty([unique.len(), width], dout.dtype(), dout.device())
         })?;
-        dout.device().backend().embedding_backward(&rows, dout, &values)?;
+        dout.device().backend().embedding_backward(&rows, dout, values.out()?)?;
         Ok(RowGradient { ids: unique, values, entries })
     }
 
@@ -52,11 +53,11 @@ impl RowGradient {
     }
 
     /// Adds the rows to a whole gradient, `[entries, width]`.
-    pub(crate) fn add_to(&self, whole: &Tensor) -> Result<()> {
+    pub(crate) fn add_to(&self, mut whole: Out<'_>) -> Result<()> {
         let (backend, width) = (whole.device().backend(), self.values.shape().last());
         for (row, &id) in self.ids.iter().enumerate() {
-            let target = whole.slice(id as usize * width, [width])?;
-            backend.add_assign(&target, &self.values.slice(row * width, [width])?)?;
+            let mut target = whole.again().part(id as usize * width, [width])?;
+            backend.add_assign(target.out(), &self.values.slice(row * width, [width])?)?;
         }
         Ok(())
     }
@@ -65,9 +66,10 @@ impl RowGradient {
     pub fn to_dense(&self) -> Result<Tensor> {
         let device = self.values.device();
         let shape = [self.entries, self.values.shape().last()];
-        let dense = with_category(Category::Gradients, || Tensor::empty(shape, self.values.dtype(), device))?;
+        let mut dense =
+            with_category(Category::Gradients, || Tensor::empty(shape, self.values.dtype(), device))?;
         let ids = Tensor::from_slice(&self.ids, [self.ids.len()], device)?;
-        device.backend().embedding_backward(&ids, &self.values, &dense)?;
+        device.backend().embedding_backward(&ids, &self.values, dense.out()?)?;
         Ok(dense)
     }
 }

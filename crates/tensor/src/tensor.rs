@@ -1,7 +1,7 @@
 //! The tensor: a shape over a slice of a reference-counted buffer, and its place on the tape.
 //!
 //! Tensors are contiguous and row-major. Cloning one is cheap and shares its bytes. Nothing here mutates a
-//! tensor that somebody else can see, with one exception: the owner of a flat buffer may write through
+//! tensor that somebody else can see ([`crate::out`]), with one exception: the owner of a flat buffer may write through
 //! [`Tensor::host_mut`], which is `unsafe` for that reason.
 
 use std::any::Any;
@@ -12,6 +12,7 @@ use crate::autograd::GradientSource;
 use crate::backend::{Device, RawBlock};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
+use crate::lent::Ticket;
 use crate::memory::Category;
 use crate::shape::Shape;
 
@@ -20,15 +21,27 @@ pub(crate) struct Buffer {
     device: Device,
     block: RawBlock,
     category: Category,
-    /// Keeps memory that is not ours alive; `None` for memory from the device's own pool.
-    external_owner: Option<Arc<dyn Any + Send + Sync>>,
+    owner: Owner,
+}
+
+/// Whose the memory of a buffer is.
+enum Owner {
+    /// The device's pool's.
+    Pool,
+    /// Somebody else's, who is kept alive and may know others that look at it.
+    External { _owner: Arc<dyn Any + Send + Sync> },
+    /// A store's, which has lent it to this buffer alone and counts it itself.
+    Store(Arc<Ticket>),
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        match self.external_owner {
-            None => self.device.backend().free(self.block, self.category),
-            Some(_) => self.device.backend().uncount_external(self.block.capacity_bytes, self.category),
+        match self.owner {
+            Owner::Pool => self.device.backend().free(self.block, self.category),
+            Owner::External { .. } => {
+                self.device.backend().uncount_external(self.block.capacity_bytes, self.category)
+            }
+            Owner::Store(_) => {}
         }
     }
 }
@@ -67,14 +80,14 @@ impl Tensor {
                 TensorError::argument("allocate", format!("shape {shape} overflows the address space"))
             })?;
         let block = device.backend().allocate(bytes, category)?;
-        let buffer = Buffer { device: device.clone(), block, category, external_owner: None };
+        let buffer = Buffer { device: device.clone(), block, category, owner: Owner::Pool };
         Ok(Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None })
     }
 
     /// Zeros.
     pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
-        let tensor = Tensor::empty(shape, dtype, device)?;
-        device.backend().fill(&tensor, 0.0)?;
+        let mut tensor = Tensor::empty(shape, dtype, device)?;
+        device.backend().fill(tensor.out()?, 0.0)?;
         Ok(tensor)
     }
 
@@ -85,15 +98,15 @@ impl Tensor {
         device: &Device,
         category: Category,
     ) -> Result<Tensor> {
-        let tensor = Tensor::empty_in(shape, dtype, device, category)?;
-        device.backend().fill(&tensor, 0.0)?;
+        let mut tensor = Tensor::empty_in(shape, dtype, device, category)?;
+        device.backend().fill(tensor.out()?, 0.0)?;
         Ok(tensor)
     }
 
     /// One value everywhere.
     pub fn full(shape: impl Into<Shape>, value: f32, dtype: DType, device: &Device) -> Result<Tensor> {
-        let tensor = Tensor::empty(shape, dtype, device)?;
-        device.backend().fill(&tensor, value)?;
+        let mut tensor = Tensor::empty(shape, dtype, device)?;
+        device.backend().fill(tensor.out()?, value)?;
         Ok(tensor)
     }
 
@@ -113,7 +126,8 @@ impl Tensor {
         let shape = shape.into();
         let block = RawBlock { address: pointer, capacity_bytes: shape.numel() * dtype.size_bytes() };
         device.backend().count_external(block.capacity_bytes, category);
-        let buffer = Buffer { device: device.clone(), block, category, external_owner: Some(owner) };
+        let buffer =
+            Buffer { device: device.clone(), block, category, owner: Owner::External { _owner: owner } };
         Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None }
     }
 
@@ -126,8 +140,8 @@ impl Tensor {
                 format!("{} values do not fill the shape {shape}", values.len()),
             ));
         }
-        let tensor = Tensor::empty(shape, T::DTYPE, device)?;
-        device.backend().copy_from_host(bytemuck::cast_slice(values), &tensor)?;
+        let mut tensor = Tensor::empty(shape, T::DTYPE, device)?;
+        device.backend().copy_from_host(bytemuck::cast_slice(values), tensor.out()?)?;
         Ok(tensor)
     }
 
@@ -198,7 +212,29 @@ impl Tensor {
 
     /// Whether no other tensor looks at this buffer, so that it may be overwritten.
     pub(crate) fn is_unshared(&self) -> bool {
-        Arc::strong_count(&self.buffer) == 1 && self.buffer.external_owner.is_none()
+        Arc::strong_count(&self.buffer) == 1 && !matches!(self.buffer.owner, Owner::External { .. })
+    }
+
+    /// The same bytes under a handle that knows no other: see [`crate::lent`].
+    pub(crate) fn on_loan(&self, ticket: Arc<Ticket>) -> Tensor {
+        let block = RawBlock { address: self.address(), capacity_bytes: self.size_bytes() };
+        let (device, category) = (self.device().clone(), self.buffer.category);
+        let buffer = Buffer { device, block, category, owner: Owner::Store(ticket) };
+        Tensor {
+            buffer: Arc::new(buffer),
+            offset_bytes: 0,
+            shape: self.shape,
+            dtype: self.dtype,
+            source: None,
+        }
+    }
+
+    /// What was given with this memory, where it is lent.
+    pub(crate) fn ticket(&self) -> Option<&Arc<Ticket>> {
+        match &self.buffer.owner {
+            Owner::Store(ticket) => Some(ticket),
+            _ => None,
+        }
     }
 
     /// The same bytes under another shape, off the tape. (`ops::reshape` is the recorded form.)

@@ -10,8 +10,8 @@ use ferrospeed_tensor::ops::{
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{
-    Activation, Category, DType, Device, Initializer, Operand, Param, Result, Tensor, TensorError, Window2d,
-    autograd, cuda, rows_alone,
+    Activation, Category, DType, Device, Initializer, Operand, Out, Param, Result, Tensor, TensorError,
+    Window2d, autograd, cuda, rows_alone,
 };
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -432,18 +432,25 @@ fn long_attention_in_parts() {
 fn decode(inputs: &mut Inputs<'_>, kv_heads: usize, options: &AttentionOptions) -> Result<Vec<Tensor>> {
     let (batch, heads, dim, capacity) = (2, 6, 40, 9);
     let cache = || Tensor::zeros([batch, capacity, kv_heads, dim], inputs.dtype, inputs.device);
-    let (keys, values) = (cache()?, cache()?);
+    let (mut keys, mut values) = (cache()?, cache()?);
     (0..capacity)
         .map(|step| {
             let place = inputs.constant(&[step as i64], &[1]);
             if kv_heads == heads {
                 let qkv = inputs.input(&[batch, 1, 3 * heads * dim]).detach();
                 let layout = if step % 2 == 0 { PackedHeads::Thirds } else { PackedHeads::PerHead };
-                return ops::attention_packed_step(&qkv, heads, layout, [&keys, &values], &place, options);
+                return ops::attention_packed_step(
+                    &qkv,
+                    heads,
+                    layout,
+                    [&mut keys, &mut values],
+                    &place,
+                    options,
+                );
             }
             let mut input = |heads| inputs.input(&[batch, 1, heads, dim]).detach();
             let (q, k, v) = (input(heads), input(kv_heads), input(kv_heads));
-            ops::attention_step([&q, &k, &v], [&keys, &values], &place, options)
+            ops::attention_step([&q, &k, &v], [&mut keys, &mut values], &place, options)
         })
         .collect()
 }
@@ -465,12 +472,12 @@ fn recorded_work_is_replayed_with_new_inputs() {
     let before = gpu.memory_usage().current_total();
     let x = Tensor::zeros([3, 5], DType::F32, &gpu).unwrap();
     let y = Tensor::zeros([3, 5], DType::F32, &gpu).unwrap();
-    let mut work = || gpu.backend().copy(&ops::affine(&ops::square(&x)?, 2.0, 1.0)?, &y);
+    let mut work = || gpu.backend().copy(&ops::affine(&ops::square(&x)?, 2.0, 1.0)?, Out::of_device(&y)?);
     work().unwrap();
     let recording = gpu.record(&mut work).unwrap().expect("work that needs no host can be recorded");
     assert_eq!(y.to_vec::<f32>().unwrap(), [1.0; 15], "recording runs nothing");
     for value in [1.0f32, 2.0, 3.0] {
-        gpu.backend().fill(&x, value).unwrap();
+        gpu.backend().fill(Out::of_device(&x).unwrap(), value).unwrap();
         // Memory that the recorded work uses between its ops must not be given to others.
         let others = ops::affine(Tensor::full([3, 5], value, DType::F32, &gpu).unwrap(), 1.0, 0.0).unwrap();
         recording.replay().unwrap();
@@ -719,7 +726,7 @@ fn copies_of_every_size_arrive_whole_beside_other_work() {
                     // A read that was begun sees what was there, whatever comes after it.
                     let one = Tensor::full([1], size as f32, DType::F32, gpu).unwrap();
                     let begun = one.item_later().unwrap();
-                    gpu.backend().fill(&one, -1.0).unwrap();
+                    gpu.backend().fill(Out::of_device(&one).unwrap(), -1.0).unwrap();
                     assert!(tensor.to_vec::<u8>().unwrap() == values, "{size} bytes");
                     assert_eq!(begun().unwrap(), size as f32);
                 }
@@ -739,29 +746,33 @@ fn copies_beside_other_work_wait_for_their_moment_and_for_nothing_later() {
     let tensor = Tensor::full([numel], 0.0, DType::F32, &gpu).unwrap();
     let busy = Tensor::full([4096, 4096], 0.01, DType::F32, &gpu).unwrap();
     let room = gpu.backend().locked(numel, DType::F32, Category::Buffers).unwrap();
+    // SAFETY: no copy is under way when the host fills the room, and nobody looks at it before a copy has ended.
+    let fill = |room: &Tensor, value| Device::cpu().backend().fill(unsafe { Out::vouched(room) }, value);
+    // SAFETY: as above.
+    let begin = |from: &Tensor, to: &Tensor, now: &Moment| unsafe { Beside::begin(from, to, now) };
     for round in 1..4 {
         // What is written behind a heap of work is what the copy finds.
         (0..8).for_each(|_| drop(ops::matmul(&busy, &busy).unwrap()));
-        gpu.backend().fill(&tensor, round as f32).unwrap();
+        gpu.backend().fill(Out::of_device(&tensor).unwrap(), round as f32).unwrap();
         let now = Moment::now(&gpu).unwrap().unwrap();
-        let out = Beside::begin(&tensor, &room, &now).unwrap();
+        let out = begin(&tensor, &room, &now).unwrap();
         (0..8).for_each(|_| drop(ops::matmul(&busy, &busy).unwrap()));
         out.wait().unwrap();
         assert!(room.to_vec::<f32>().unwrap().iter().all(|&value| value == round as f32));
         // And back.
-        Device::cpu().backend().fill(&room, -(round as f32)).unwrap();
-        Beside::begin(&room, &tensor, &now).unwrap().wait().unwrap();
+        fill(&room, -(round as f32)).unwrap();
+        begin(&room, &tensor, &now).unwrap().wait().unwrap();
         assert!(tensor.to_vec::<f32>().unwrap().iter().all(|&value| value == -(round as f32)));
         // The device waits where the host does not.
-        Device::cpu().backend().fill(&room, 0.5).unwrap();
+        fill(&room, 0.5).unwrap();
         let now = Moment::now(&gpu).unwrap().unwrap();
-        Beside::begin(&room, &tensor, &now).unwrap().follow().unwrap();
+        begin(&room, &tensor, &now).unwrap().follow().unwrap();
         assert!(tensor.to_vec::<f32>().unwrap().iter().all(|&value| value == 0.5));
     }
     let short = gpu.backend().locked(numel - 1, DType::F32, Category::Buffers).unwrap();
     let now = Moment::now(&gpu).unwrap().unwrap();
-    let refused = Beside::begin(&tensor, &short, &now).err().unwrap().to_string();
+    let refused = begin(&tensor, &short, &now).err().unwrap().to_string();
     assert!(refused.contains("differ in size"), "{refused}");
-    let refused = Beside::begin(&tensor, &tensor, &now).err().unwrap().to_string();
+    let refused = begin(&tensor, &tensor, &now).err().unwrap().to_string();
     assert!(refused.contains("one must be the host's"), "{refused}");
 }

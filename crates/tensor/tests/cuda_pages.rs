@@ -61,8 +61,8 @@ impl Case {
     }
 
     /// One pass over `(text, from, to)`.
-    fn pass(&self, caches: &[Tensor; 2], pieces: &[(usize, usize, usize)], pages: &Pages) -> Vec<f32> {
-        let device = caches[0].device();
+    fn pass(&self, caches: &mut [Tensor; 2], pieces: &[(usize, usize, usize)], pages: &Pages) -> Vec<f32> {
+        let device = &caches[0].device().clone();
         let mut parts = [vec![], vec![], vec![]];
         for &(text, from, to) in pieces {
             for (all, own) in parts.iter_mut().zip(self.rows(text, from, to)) {
@@ -79,10 +79,7 @@ impl Case {
             tensor(&parts[2], self.kv_heads),
         ];
         let options = self.options(device);
-        ops::attention_paged([&q, &k, &v], [&caches[0], &caches[1]], pages, &options)
-            .unwrap()
-            .to_vec_f32()
-            .unwrap()
+        ops::attention_paged([&q, &k, &v], caches.each_mut(), pages, &options).unwrap().to_vec_f32().unwrap()
     }
 
     fn pages(&self, pieces: &[(usize, usize, usize)], device: &Device) -> Pages {
@@ -123,7 +120,7 @@ fn pages_on_the_device_are_read_as_on_the_host() {
     let Some(device) = device() else { return };
     let host = Device::cpu_with_threads(2);
     for case in cases() {
-        let (caches, expected) = (case.cache(&device), case.cache(&host));
+        let (mut caches, mut expected) = (case.cache(&device), case.cache(&host));
         let (mut done, mut cut) = ([0; TEXTS.len()], Random(3));
         while done != TEXTS {
             let mut pieces = Vec::new();
@@ -139,8 +136,8 @@ fn pages_on_the_device_are_read_as_on_the_host() {
             if pieces.is_empty() {
                 continue;
             }
-            let got = case.pass(&caches, &pieces, &case.pages(&pieces, &device));
-            let want = case.pass(&expected, &pieces, &case.pages(&pieces, &host));
+            let got = case.pass(&mut caches, &pieces, &case.pages(&pieces, &device));
+            let want = case.pass(&mut expected, &pieces, &case.pages(&pieces, &host));
             for (at, (got, want)) in got.iter().zip(&want).enumerate() {
                 let near = (got - want).abs() <= 0.012 + 0.012 * want.abs();
                 assert!(
@@ -157,20 +154,20 @@ fn pages_on_the_device_are_read_as_on_the_host() {
 fn a_single_row_has_the_same_bits_in_company_and_in_a_map_that_is_filled_anew() {
     let Some(device) = device() else { return };
     for case in cases() {
-        let caches = case.cache(&device);
+        let mut caches = case.cache(&device);
         let prompts: Vec<_> = (1..TEXTS.len()).map(|text| (text, 0, TEXTS[text] - 1)).collect();
-        case.pass(&caches, &prompts, &case.pages(&prompts, &device));
+        case.pass(&mut caches, &prompts, &case.pages(&prompts, &device));
         let last: Vec<_> = (1..TEXTS.len()).map(|text| (text, TEXTS[text] - 1, TEXTS[text])).collect();
-        let together = case.pass(&caches, &last, &case.pages(&last, &device));
+        let together = case.pass(&mut caches, &last, &case.pages(&last, &device));
         let width = together.len() / last.len();
         let map = PageMap::for_single_rows(1, case.heads / case.kv_heads, 80, 2048, &device).unwrap();
         let filled = Pages { rows: Arc::new(rows(&last[..1])), map: Some(Arc::new(map)) };
         for (index, piece) in last.iter().enumerate() {
             let own = &together[index * width..(index + 1) * width];
             let pieces = std::slice::from_ref(piece);
-            assert_eq!(case.pass(&caches, pieces, &case.pages(pieces, &device)), own, "text {}", piece.0);
+            assert_eq!(case.pass(&mut caches, pieces, &case.pages(pieces, &device)), own, "text {}", piece.0);
             filled.map.as_ref().unwrap().fill(&rows(pieces)).unwrap();
-            assert_eq!(case.pass(&caches, pieces, &filled), own, "text {} by a filled map", piece.0);
+            assert_eq!(case.pass(&mut caches, pieces, &filled), own, "text {} by a filled map", piece.0);
         }
     }
 }
@@ -179,12 +176,12 @@ fn a_single_row_has_the_same_bits_in_company_and_in_a_map_that_is_filled_anew() 
 fn rows_that_are_nobodys_come_out_as_zeros_and_touch_nothing() {
     let Some(device) = device() else { return };
     let case = cases()[4];
-    let caches = case.cache(&device);
+    let mut caches = case.cache(&device);
     let map = PageMap::for_single_rows(3, case.heads / case.kv_heads, 4, 64, &device).unwrap();
     map.fill(&rows(&[(0, 0, 1)])).unwrap();
     let pages = Pages { rows: Arc::new(rows(&[(0, 0, 1)])), map: Some(Arc::new(map)) };
     // Three rows of which the map knows one.
-    let out = case.pass(&caches, &[(0, 0, 1), (1, 0, 1), (2, 0, 1)], &pages);
+    let out = case.pass(&mut caches, &[(0, 0, 1), (1, 0, 1), (2, 0, 1)], &pages);
     let width = case.heads * case.dim;
     assert!(out[..width].iter().any(|value| *value != 0.0));
     assert!(out[width..].iter().all(|value| *value == 0.0));

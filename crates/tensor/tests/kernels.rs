@@ -63,10 +63,10 @@ fn product(dtype: DType, [m, k, n]: [usize; 3], layout: &str, threads: usize) ->
     let device = Device::cpu_with_threads(threads);
     let a = random(&if layout == "TN" { [k, m] } else { [m, k] }, 1, dtype, &device);
     let b = random(&if layout == "NT" { [n, k] } else { [k, n] }, 2, dtype, &device);
-    let c = Tensor::full([m, n], f32::NAN, dtype, &device).unwrap();
+    let mut c = Tensor::full([m, n], f32::NAN, dtype, &device).unwrap();
     let left = Matrix { transposed: layout == "TN", ..Matrix::whole(&a) };
     let right = Matrix { transposed: layout == "NT", ..Matrix::whole(&b) };
-    device.backend().gemm(&Gemm::plain(m, n, k, left, right, &c)).unwrap();
+    device.backend().gemm(Gemm::plain(m, n, k, left, right, c.out().unwrap())).unwrap();
     let turn = |tensor: &Tensor, turned: bool| {
         let array = array(tensor);
         if turned { reference::transposed(&array) } else { array }
@@ -109,26 +109,26 @@ fn products_accumulate_scale_and_activate() {
         let (a, b) = (random(&[m, k], 1, dtype, &device), random(&[k, n], 2, dtype, &device));
         let bias = random(&[n], 3, dtype, &device);
         let plain = reference::matmul(&array(&a), &array(&b));
-        let sum = random(&[m, n], 4, DType::F32, &device);
+        let mut sum = random(&[m, n], 4, DType::F32, &device);
         let expected = array(&sum).zip(&plain, |c, p| c + 0.5 * p);
-        let gemm = Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), &sum);
-        device.backend().gemm(&Gemm { accumulate: true, alpha: 0.5, ..gemm }).unwrap();
+        let gemm = Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), sum.out().unwrap());
+        device.backend().gemm(Gemm { accumulate: true, alpha: 0.5, ..gemm }).unwrap();
         close(&sum, &expected, 2e-6, &format!("{dtype} accumulated in f32"));
 
-        let (c, before) =
+        let (mut c, mut before) =
             (Tensor::empty([m, n], dtype, &device).unwrap(), Tensor::empty([m, n], dtype, &device).unwrap());
-        let gemm = Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), &c);
+        let gemm = Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), c.out().unwrap());
         let fused = Gemm {
             bias: Some(&bias),
             activation: Some(Activation::Relu),
-            before_activation: Some(&before),
+            before_activation: Some(before.out().unwrap()),
             ..gemm
         };
-        device.backend().gemm(&fused).unwrap();
+        device.backend().gemm(fused).unwrap();
         let biased = plain.zip(&array(&bias), |p, b| p + b);
-        let only_biased = Tensor::empty([m, n], dtype, &device).unwrap();
-        let gemm = Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), &only_biased);
-        device.backend().gemm(&Gemm { bias: Some(&bias), ..gemm }).unwrap();
+        let mut only_biased = Tensor::empty([m, n], dtype, &device).unwrap();
+        let gemm = Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), only_biased.out().unwrap());
+        device.backend().gemm(Gemm { bias: Some(&bias), ..gemm }).unwrap();
         close(&only_biased, &biased, tolerance(dtype), &format!("{dtype} with a bias"));
         close(&before, &biased, tolerance(dtype), &format!("{dtype} before the activation"));
         close(&c, &biased.map(|x| x.max(0.0)), tolerance(dtype), &format!("{dtype} after the activation"));

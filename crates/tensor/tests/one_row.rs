@@ -28,7 +28,7 @@ fn product(
     let a = random(&if layout == "TN" { [k, m] } else { [m, k] }, 1, from, &device);
     let b = random(&if layout == "NT" { [n, k] } else { [k, n] }, 2, from, &device);
     let bias = random(&[n], 3, to, &device);
-    let (c, before) = (
+    let (mut c, mut before) = (
         Tensor::full([m, n], 1.0, to, &device).unwrap(),
         Tensor::full([m, n], f32::NAN, to, &device).unwrap(),
     );
@@ -39,10 +39,10 @@ fn product(
         accumulate: true,
         bias: Some(&bias),
         activation: Some(Activation::Relu),
-        before_activation: Some(&before),
-        ..Gemm::plain(m, n, k, left, right, &c)
+        before_activation: Some(before.out().unwrap()),
+        ..Gemm::plain(m, n, k, left, right, c.out().unwrap())
     };
-    device.backend().gemm(&gemm).unwrap();
+    device.backend().gemm(gemm).unwrap();
     let turn = |tensor: &Tensor, turned: bool| {
         let array = array(tensor);
         if turned { reference::transposed(&array) } else { array }

@@ -1,6 +1,6 @@
 //! f32 products as parts of larger tensors, with everything that can be fused into them, against plain f64 arithmetic.
 
-use ferrospeed_tensor::backend::{Gemm, Matrix};
+use ferrospeed_tensor::backend::{Gemm, Matrix, MatrixOut};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, DType, Device, Tensor};
 
@@ -70,6 +70,12 @@ impl Held {
         }
     }
 
+    fn out(&mut self) -> MatrixOut<'_> {
+        let mut out = MatrixOut::whole(self.tensor.out().unwrap());
+        (out.offset, out.row_stride, out.batch_stride) = (OFFSET, self.row_stride, self.batch_stride);
+        out
+    }
+
     fn index(&self, batch: usize, row: usize, column: usize) -> usize {
         let (line, place) = if self.transposed { (column, row) } else { (row, column) };
         OFFSET + batch * self.batch_stride + line * self.row_stride + place
@@ -78,6 +84,14 @@ impl Held {
     fn at(&self, batch: usize, row: usize, column: usize) -> f64 {
         f64::from(self.values[self.index(batch, row, column)])
     }
+}
+
+/// `c = a·b`.
+fn plain<'a>([m, n, k]: [usize; 3], a: &'a Held, b: &'a Held, c: &'a mut Held) -> Gemm<'a> {
+    let (row_stride, batch_stride) = (c.row_stride, c.batch_stride);
+    let mut gemm = Gemm::plain(m, n, k, a.matrix(), b.matrix(), c.tensor.out().unwrap());
+    (gemm.c.offset, gemm.c.row_stride, gemm.c.batch_stride) = (OFFSET, row_stride, batch_stride);
+    gemm
 }
 
 /// How far a result may be off, as a share of the sum of the sizes of its terms. Adding a thousand random terms one by one in
@@ -108,8 +122,8 @@ fn check(case: Case, threads: usize) -> Vec<Vec<f32>> {
     let device = Device::cpu_with_threads(threads);
     let a = Held::new([m, k], case.transposed[0], batch, 1, &device);
     let b = Held::new([k, n], case.transposed[1], batch, 2, &device);
-    let c = Held::new([m, n], false, batch, 3, &device);
-    let before = Held::new([m, n], false, batch, 4, &device);
+    let mut c = Held::new([m, n], false, batch, 3, &device);
+    let mut before = Held::new([m, n], false, batch, 4, &device);
     let bias = Held::new([1, n], false, 1, 5, &device);
     let bias_values: Vec<f32> = (0..n).map(|column| bias.at(0, 0, column) as f32).collect();
     let bias = Tensor::from_f32(&bias_values, &[n][..], DType::F32, &device).unwrap();
@@ -120,14 +134,14 @@ fn check(case: Case, threads: usize) -> Vec<Vec<f32>> {
         batch,
         a: a.matrix(),
         b: b.matrix(),
-        c: c.matrix(),
+        c: c.out(),
         alpha: case.alpha,
         accumulate: case.accumulate,
         bias: case.bias.then_some(&bias),
         activation: case.activation,
-        before_activation: case.activation.map(|_| &before.tensor),
+        before_activation: case.activation.map(|_| before.tensor.out().unwrap()),
     };
-    device.backend().gemm(&gemm).unwrap();
+    device.backend().gemm(gemm).unwrap();
     let (ours, kept) = (c.tensor.to_vec_f32().unwrap(), before.tensor.to_vec_f32().unwrap());
     // What lies around the result is as it was.
     let (mut expected, mut expected_kept) = (widened(&c.values), widened(&before.values));
@@ -208,10 +222,10 @@ fn views_match_the_reference_in_every_layout_and_touch_nothing_else() {
 fn large_products_are_as_accurate_as_f32() {
     let [m, k, n] = [128, 512, 128];
     let device = Device::cpu_with_threads(1);
-    let [a, b, c] = [([m, k], 1), ([k, n], 2), ([m, n], 3)]
+    let [a, b, mut c] = [([m, k], 1), ([k, n], 2), ([m, n], 3)]
         .map(|(size, stream)| Held::new(size, false, 1, stream, &device));
-    let gemm = Gemm { c: c.matrix(), ..Gemm::plain(m, n, k, a.matrix(), b.matrix(), &c.tensor) };
-    device.backend().gemm(&gemm).unwrap();
+    let gemm = plain([m, n, k], &a, &b, &mut c);
+    device.backend().gemm(gemm).unwrap();
     let ours = c.tensor.to_vec_f32().unwrap();
     let mut squares = 0.0;
     for row in 0..m {
@@ -241,7 +255,7 @@ fn extreme_values_stay_where_they_are() {
             for left in [true, false] {
                 let mut a = Held::new([m, k], transposed[0], 1, 1, &device);
                 let mut b = Held::new([k, n], transposed[1], 1, 2, &device);
-                let c = Held::new([m, n], false, 1, 3, &device);
+                let mut c = Held::new([m, n], false, 1, 3, &device);
                 let held = if left { &mut a } else { &mut b };
                 let place = if left { held.index(0, 77, extreme_k) } else { held.index(0, extreme_k, 77) };
                 held.values[place] = extreme;
@@ -257,8 +271,8 @@ fn extreme_values_stay_where_they_are() {
                 let other = if left { &mut b } else { &mut a };
                 other.tensor =
                     Tensor::from_f32(&other.values, &[other.values.len()][..], DType::F32, &device).unwrap();
-                let gemm = Gemm { c: c.matrix(), ..Gemm::plain(m, n, k, a.matrix(), b.matrix(), &c.tensor) };
-                device.backend().gemm(&gemm).unwrap();
+                let gemm = plain([m, n, k], &a, &b, &mut c);
+                device.backend().gemm(gemm).unwrap();
                 let ours = c.tensor.to_vec_f32().unwrap();
                 for row in 0..m {
                     for column in 0..n {

@@ -25,16 +25,16 @@ fn one_product([m, k, n]: [usize; 3], turned: bool, dtype: DType, threads: usize
     let a = random(&[300, k], 1, dtype, &device);
     let b = random(&if turned { [n, k] } else { [k, n] }, 2, dtype, &device);
     let bias = random(&[n], 3, dtype, &device);
-    let c = Tensor::full([m, n], 1.0, dtype, &device).unwrap();
+    let mut c = Tensor::full([m, n], 1.0, dtype, &device).unwrap();
     let right = Matrix { transposed: turned, ..Matrix::whole(&b) };
     let gemm = Gemm {
         alpha: if fresh { 1.0 } else { 0.5 },
         accumulate: !fresh,
         bias: Some(&bias),
         activation: Some(Activation::Silu),
-        ..Gemm::plain(m, n, k, Matrix::whole(&a), right, &c)
+        ..Gemm::plain(m, n, k, Matrix::whole(&a), right, c.out().unwrap())
     };
-    rows_alone(|| device.backend().gemm(&gemm)).unwrap();
+    rows_alone(|| device.backend().gemm(gemm)).unwrap();
     c.to_vec_f32().unwrap()
 }
 
@@ -101,7 +101,7 @@ impl Bench {
     fn run(&self, cut: &mut Random) -> Vec<Vec<f32>> {
         let dtype = self.texts[0].parts[0].dtype();
         let cache = || Tensor::full([BLOCKS, BLOCK, KV_HEADS, DIM], f32::NAN, dtype, &self.device).unwrap();
-        let caches = [cache(), cache()];
+        let mut caches = [cache(), cache()];
         let mut done = vec![0; self.texts.len()];
         let mut results = vec![Vec::new(); self.texts.len()];
         while done.iter().zip(&self.texts).any(|(&done, text)| done < text.tokens) {
@@ -123,8 +123,7 @@ impl Bench {
             }
             let [q, k, v] = parts.map(|part| ops::concat(&part, 1).unwrap());
             let pages = Pages::new(Arc::new(rows), q.sizes()[2] / KV_HEADS, &self.device).unwrap();
-            let out =
-                ops::attention_paged([&q, &k, &v], [&caches[0], &caches[1]], &pages, &self.options).unwrap();
+            let out = ops::attention_paged([&q, &k, &v], caches.each_mut(), &pages, &self.options).unwrap();
             let out = out.to_vec_f32().unwrap();
             let width = out.len() / q.sizes()[1];
             let mut rest = &out[..];
@@ -180,13 +179,13 @@ fn attention_over_pages_is_attention_and_does_not_depend_on_how_a_pass_is_cut() 
 fn pages_that_do_not_fit_are_refused() {
     let device = Device::cpu();
     let new = |heads| Tensor::zeros([1, 3, heads, DIM], DType::F32, &device).unwrap();
-    let cache = Tensor::zeros([4, BLOCK, KV_HEADS, DIM], DType::F32, &device).unwrap();
+    let mut caches = [(); 2].map(|()| Tensor::zeros([4, BLOCK, KV_HEADS, DIM], DType::F32, &device).unwrap());
     let options = AttentionOptions { causal: true, ..Default::default() };
-    let refused = |first, count, blocks: &[u32], heads, options: &AttentionOptions| {
+    let mut refused = |first, count, blocks: &[u32], heads, options: &AttentionOptions| {
         let rows = PagedRows { sequences: vec![PagedSequence { first, count, blocks: blocks.to_vec() }] };
         let (q, kv) = (new(heads), new(KV_HEADS));
         let pages = Pages::new(Arc::new(rows), 1, &device).unwrap();
-        ops::attention_paged([&q, &kv, &kv], [&cache, &cache], &pages, options).is_err()
+        ops::attention_paged([&q, &kv, &kv], caches.each_mut(), &pages, options).is_err()
     };
     assert!(!refused(0, 3, &[3], 4, &options));
     assert!(refused(0, 2, &[3], 4, &options), "another number of rows");

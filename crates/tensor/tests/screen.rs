@@ -12,9 +12,9 @@ fn normal(count: usize, stream: u32) -> Vec<f32> {
 
 fn whole_product(weight: &Tensor, x: &Tensor) -> Vec<f32> {
     let (rows, width) = (weight.sizes()[0], weight.sizes()[1]);
-    let y = Tensor::empty([1, rows], x.dtype(), x.device()).unwrap();
+    let mut y = Tensor::empty([1, rows], x.dtype(), x.device()).unwrap();
     let (a, b) = (Matrix::whole(x), Matrix::transposed(weight));
-    x.device().backend().gemm(&Gemm::plain(1, rows, width, a, b, &y)).unwrap();
+    x.device().backend().gemm(Gemm::plain(1, rows, width, a, b, y.out().unwrap())).unwrap();
     y.to_vec_f32().unwrap()
 }
 

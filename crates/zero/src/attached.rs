@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ferrospeed_tensor::{ParamStore, RowGradient, Shape, StoreError, Tensor};
+use ferrospeed_tensor::{Lent, ParamStore, RowGradient, Shape, StoreError, Tensor};
 
 use crate::one_bit::Compressing;
 use crate::reducer::{Arrived, Reducer};
@@ -114,19 +114,15 @@ impl ParamStore for Attached {
         let mut state = self.lock_gradients();
         state.reducer.check(index, &gradient)?;
         let synchronize = self.synchronize.load(Ordering::Relaxed);
-        Ok(state.reducer.push(index, Arrived::Whole(gradient), synchronize)?)
+        Ok(state.reducer.push(index, Arrived::of(index, gradient)?, synchronize)?)
     }
 
-    fn lend_place(&self, index: usize) -> Result<Option<Tensor>, StoreError> {
+    fn lend_place(&self, index: usize) -> Result<Option<Lent>, StoreError> {
         // A gradient that waits for the next backward needs memory of its own.
         if !self.synchronize.load(Ordering::Relaxed) {
             return Ok(None);
         }
         Ok(self.lock_gradients().reducer.lend_place(index)?)
-    }
-
-    fn is_lent(&self, index: usize, gradient: &Tensor) -> bool {
-        self.lock().reducer.is_lent(index, gradient)
     }
 
     fn wants_rows(&self, index: usize) -> bool {

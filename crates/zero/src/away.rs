@@ -14,7 +14,7 @@ use std::sync::Arc;
 use ferrospeed_io::Buffer;
 use ferrospeed_optim::{Copy16, Pass, Stretch};
 use ferrospeed_tensor::backend::UpdateOperands;
-use ferrospeed_tensor::{Category, DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Out, Tensor};
 
 use crate::error::Result;
 use crate::home::{Flat, OnDisk, Transfer};
@@ -308,7 +308,8 @@ impl AwayUpdate {
                     _ => target.values.write(in_values, copy)?,
                 },
                 (None, _) if target.master.is_none() => {}
-                (None, Some(place)) => host.backend().cast(&weights, place)?,
+                // SAFETY: the tile's own place in the values, which nobody borrows before their update is done.
+                (None, Some(place)) => host.backend().cast(&weights, unsafe { Out::vouched(place) })?,
                 (None, None) => target.values.write(in_values, &weights)?,
             }
         }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferrospeed_io::{ALIGNMENT, Buffer, Operation, Queue, QueueOptions, SwapFile};
-use ferrospeed_tensor::{Category, DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Out, Tensor};
 
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
@@ -155,7 +155,9 @@ impl Flat {
             Flat::Memory(tensor) => {
                 let target = part(tensor, start, values.numel())?;
                 let device = target.device().clone();
-                Ok(device.backend().cast(&moved_to(values.clone(), &device)?, &target)?)
+                // SAFETY: whoever has a store's flat values replaces them while nobody borrows what they are a part of.
+                let target = unsafe { Out::vouched(&target) };
+                Ok(device.backend().cast(&moved_to(values.clone(), &device)?, target)?)
             }
             Flat::Disk(disk) => {
                 let host = moved_to(values.clone(), &Device::cpu())?;
@@ -195,9 +197,9 @@ impl Coming {
                 let [first, rest] = *both;
                 let (first, rest) = (first.wait(device)?, rest.wait(device)?);
                 let (at, len) = (first.numel(), first.numel() + rest.numel());
-                let whole = Tensor::empty_in([len], first.dtype(), device, Category::Buffers)?;
-                device.backend().cast(&first, &part(&whole, 0, at)?)?;
-                device.backend().cast(&rest, &part(&whole, at, len - at)?)?;
+                let mut whole = Tensor::empty_in([len], first.dtype(), device, Category::Buffers)?;
+                device.backend().cast(&first, whole.out()?.part(0, [at])?.out())?;
+                device.backend().cast(&rest, whole.out()?.part(at, [len - at])?.out())?;
                 Ok(whole)
             }
         }
@@ -209,7 +211,7 @@ pub(crate) fn moved_to(tensor: Tensor, device: &Device) -> Result<Tensor> {
     if tensor.device().backend().is_host() == device.backend().is_host() {
         return Ok(tensor);
     }
-    let copy = Tensor::empty_in(*tensor.shape(), tensor.dtype(), device, Category::Buffers)?;
+    let mut copy = Tensor::empty_in(*tensor.shape(), tensor.dtype(), device, Category::Buffers)?;
     if device.backend().is_host() {
         // SAFETY: the copy was just made, and nobody else knows it.
         let bytes: &mut [u8] =
@@ -218,7 +220,7 @@ pub(crate) fn moved_to(tensor: Tensor, device: &Device) -> Result<Tensor> {
     } else {
         // SAFETY: a whole tensor of the host, which nobody writes while it is read here.
         let bytes = unsafe { std::slice::from_raw_parts(tensor.address().as_ptr(), tensor.size_bytes()) };
-        device.backend().copy_from_host(bytes, &copy)?;
+        device.backend().copy_from_host(bytes, copy.out()?)?;
     }
     Ok(copy)
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_config::{AsyncIo, OptimizerTier, ParameterTier, Stage, Zero};
 use ferrospeed_io::{Buffer, IoSpan, Queue, QueueOptions, Traffic};
-use ferrospeed_tensor::{Category, DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Out, Tensor};
 
 use crate::error::Result;
 use crate::home::{Disk, Flat};
@@ -37,7 +37,8 @@ impl Home {
             Home::Host => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, &Device::cpu(), category)?)),
             Home::Locked(device) => match device.backend().locked(numel, dtype, category) {
                 Ok(tensor) => {
-                    Device::cpu().backend().fill(&tensor, 0.0)?;
+                    // SAFETY: the memory was just taken, and nobody else knows it.
+                    Device::cpu().backend().fill(unsafe { Out::vouched(&tensor) }, 0.0)?;
                     Ok(Flat::Memory(tensor))
                 }
                 Err(why) => {

@@ -15,7 +15,7 @@ use ferrospeed_comm::Group;
 use ferrospeed_config::Stage;
 use ferrospeed_optim::Optimizer;
 use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Ratio, Whole};
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::{Device, Out, Tensor};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
@@ -178,7 +178,9 @@ impl ZeroStore {
         drop(params);
         for share in shares.iter().filter(|share| share.trained) {
             if let Some(master) = &share.master {
-                self.device.backend().cast(master.memory()?, &share.own_values()?)?;
+                let values = share.own_values()?;
+                // SAFETY: as above; nobody borrows a value during a step.
+                self.device.backend().cast(master.memory()?, unsafe { Out::vouched(&values) })?;
             }
         }
         Ok(())

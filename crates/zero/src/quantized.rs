@@ -7,7 +7,7 @@
 
 use ferrospeed_collective::packing::Packing;
 use ferrospeed_tensor::dtype::Float;
-use ferrospeed_tensor::{Category, DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Out, Tensor};
 use half::{bf16, f16};
 
 use crate::error::Result;
@@ -37,7 +37,7 @@ pub(crate) fn dequantize(arrived: &Tensor, share: usize, value: &Tensor) -> Resu
     }
     let landing = Tensor::empty_in(*value.shape(), value.dtype(), &Device::cpu(), Category::Buffers)?;
     on_host(arrived, share, &landing)?;
-    Ok(device.backend().cast(&moved_to(landing, device)?, value)?)
+    Ok(device.backend().cast(&moved_to(landing, device)?, Out::of_device(value)?)?)
 }
 
 fn on_host(arrived: &Tensor, share: usize, value: &Tensor) -> Result<()> {

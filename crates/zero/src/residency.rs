@@ -269,8 +269,8 @@ impl Residency {
         }
         if let Some(group) = self.neighbours.as_ref().filter(|_| sharded.kept_near && whole.near.is_none()) {
             let numel = value.numel() / group.size();
-            let near = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
-            self.device.backend().cast(&part(value, group.rank() * numel, numel)?, &near)?;
+            let mut near = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
+            self.device.backend().cast(&part(value, group.rank() * numel, numel)?, near.out()?)?;
             whole.near = Some(near);
         }
         Ok(())
@@ -376,7 +376,9 @@ impl Residency {
                     // The memory may be what earlier work still uses.
                     let now = Moment::now(&self.device)?;
                     let home = part(home, start, share)?;
-                    let copy = now.as_ref().map(|now| Beside::begin(&home, &value, now));
+                    // SAFETY: the value is new, and whoever reads it waits for the copy first; the home is not written
+                    // while parameters are brought.
+                    let copy = now.as_ref().map(|now| unsafe { Beside::begin(&home, &value, now) });
                     self.whole[param].copying = copy.transpose()?;
                     self.under_way_numel += self.numel(param);
                     value

@@ -229,11 +229,11 @@ fn gemm_cases(dtype: DType, device: &Device, only: &str) -> Result<Vec<Case>> {
                 "NT" => random(&[outputs, inputs], dtype, device)?,
                 _ => random(&[tokens, outputs], dtype, device)?,
             };
-            let result = Tensor::empty([m, n], dtype, device)?;
+            let mut result = Tensor::empty([m, n], dtype, device)?;
             let run = move || {
                 let a = Matrix { transposed: layout == "TN", ..Matrix::whole(&x) };
                 let b = Matrix { transposed: layout == "NT", ..Matrix::whole(&y) };
-                result.device().backend().gemm(&Gemm::plain(m, n, k, a, b, &result))
+                x.device().backend().gemm(Gemm::plain(m, n, k, a, b, result.out()?))
             };
             cases.push(Case { name, flops: 2.0 * (m * n * k) as f64, run: Box::new(run) });
         }

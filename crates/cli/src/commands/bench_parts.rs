@@ -18,9 +18,11 @@ pub(super) fn gemm_peak_flops_per_s(dtype: DType, device: &Device) -> Result<f64
     let mut best: f64 = 0.0;
     for [m, k, n] in [[1024, 768, 3072], [1024, 3072, 768], [2048, 2048, 2048]] {
         let (a, b) = (random(&[m, k], dtype, device)?, random(&[k, n], dtype, device)?);
-        let c = Tensor::empty([m, n], dtype, device)?;
-        let mut run =
-            || c.device().backend().gemm(&Gemm::plain(m, n, k, Matrix::whole(&a), Matrix::whole(&b), &c));
+        let mut c = Tensor::empty([m, n], dtype, device)?;
+        let mut run = || {
+            let (a, b) = (Matrix::whole(&a), Matrix::whole(&b));
+            device.backend().gemm(Gemm::plain(m, n, k, a, b, c.out()?))
+        };
         let (best_s, _) = time(&mut run, BUDGET)?;
         best = best.max(2.0 * (m * n * k) as f64 / best_s);
     }

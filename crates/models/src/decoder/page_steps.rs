@@ -12,7 +12,7 @@ use std::sync::Arc;
 use ferrospeed_nn::{AttentionState, Mode};
 use ferrospeed_tensor::pages::CHUNK;
 use ferrospeed_tensor::{
-    DType, Device, PageMap, PagedRows, Pages, Param, Recording, Tensor, autograd, ops, rows_alone,
+    DType, Device, Out, PageMap, PagedRows, Pages, Param, Recording, Tensor, autograd, ops, rows_alone,
 };
 
 use super::{Decoder, StepTables};
@@ -158,7 +158,8 @@ impl PageStep {
 
     fn fill(&self, ids: &[i64], places: &[usize], rows: &PagedRows, row_offset: usize) -> Result<()> {
         let inputs = inputs(self.rows(), ids, places, row_offset);
-        self.inputs.device().backend().copy_from_host(bytemuck::cast_slice(&inputs), &self.inputs)?;
+        let target = Out::of_device(&self.inputs)?;
+        target.device().backend().copy_from_host(bytemuck::cast_slice(&inputs), target)?;
         Ok(self.map.fill(rows)?)
     }
 
@@ -174,9 +175,9 @@ impl PageStep {
         let logits = autograd::no_grad(|| rows_alone(pass))?;
         let (largest, tokens) = ops::top_k(&logits, 1)?;
         let backend = logits.device().backend();
-        backend.copy(&logits, &self.logits)?;
-        backend.copy(&largest, &self.largest[0])?;
-        Ok(backend.copy(&tokens, &self.largest[1])?)
+        backend.copy(&logits, Out::of_device(&self.logits)?)?;
+        backend.copy(&largest, Out::of_device(&self.largest[0])?)?;
+        Ok(backend.copy(&tokens, Out::of_device(&self.largest[1])?)?)
     }
 }
 

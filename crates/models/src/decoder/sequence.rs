@@ -24,8 +24,8 @@ impl Decoder {
 }
 
 fn counted(targets: &Tensor, ignored: i64) -> Result<Tensor> {
-    let count = Tensor::empty([], DType::I64, targets.device())?;
-    targets.device().backend().count_targets(targets, ignored, &count)?;
+    let mut count = Tensor::empty([], DType::I64, targets.device())?;
+    targets.device().backend().count_targets(targets, ignored, count.out()?)?;
     Ok(ops::cast(&count, DType::F32)?)
 }
 

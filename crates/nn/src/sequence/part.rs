@@ -118,11 +118,20 @@ impl SequencePart {
         };
         self.check("tensor", tokens)?;
         let count = self.count();
-        let taken = Tensor::empty([sequences, count], x.dtype(), x.device())?;
+        let mut taken = Tensor::empty([sequences, count], x.dtype(), x.device())?;
         let mut start = 0;
         for range in self.own() {
             let backend = x.device().backend();
-            backend.copy_blocks(x, range.start, tokens, &taken, start, count, sequences, range.len())?;
+            backend.copy_blocks(
+                x,
+                range.start,
+                tokens,
+                taken.out()?,
+                start,
+                count,
+                sequences,
+                range.len(),
+            )?;
             start += range.len();
         }
         Ok(taken)

@@ -155,7 +155,7 @@ impl Ring {
         let zeros = |sizes: &[usize]| Tensor::zeros(sizes, DType::F32, q.device());
         let with_tokens = |sizes: &[usize], tokens: usize| [&sizes[..1], &[tokens], &sizes[2..]].concat();
         let of_stretch = |tokens: &Range<usize>| zeros(&with_tokens(q.sizes(), tokens.len()));
-        let dqs = of_queries.iter().map(of_stretch).collect::<Result<Vec<Tensor>>>()?;
+        let mut dqs = of_queries.iter().map(of_stretch).collect::<Result<Vec<Tensor>>>()?;
         let douts = of_queries.iter().map(|tokens| ops::narrow(dout, 1, tokens.start, tokens.len()));
         let douts = douts.collect::<Result<Vec<Tensor>>>()?;
         let (mut of_own, mut travelling): (Option<Tensor>, Option<Passing>) = (None, None);
@@ -166,35 +166,35 @@ impl Ring {
                 let sizes = with_tokens(k.sizes(), tokens.len());
                 Ok([zeros(&sizes)?, zeros(&sizes)?])
             };
-            let dkvs = of_keys.iter().map(of_stretch).collect::<Result<Vec<[Tensor; 2]>>>()?;
+            let mut dkvs = of_keys.iter().map(of_stretch).collect::<Result<Vec<[Tensor; 2]>>>()?;
             for Meeting { query, key, options } in self.meetings(owner, q)? {
                 let queries = Stretch { tensor: q, tokens: of_queries[query].clone() };
                 let [k, v] = [&k, &v].map(|tensor| Stretch { tensor, tokens: of_keys[key].clone() });
                 let (whole, dout) = (&parts[query], &douts[query]);
                 let [dq, dk, dv] = ops::attention_part_backward(&queries, [&k, &v], &options, whole, dout)?;
-                backend.add_assign(&dqs[query], &dq)?;
-                backend.add_assign(&dkvs[key][0], &dk)?;
-                backend.add_assign(&dkvs[key][1], &dv)?;
+                backend.add_assign(dqs[query].out()?, &dq)?;
+                backend.add_assign(dkvs[key][0].out()?, &dk)?;
+                backend.add_assign(dkvs[key][1].out()?, &dv)?;
             }
             let half = |half: usize| {
                 let pieces: Vec<Tensor> = dkvs.iter().map(|dkv| dkv[half].clone()).collect();
                 ops::concat(&pieces, 1)
             };
-            let gradient = block_of(&half(0)?, &half(1)?)?;
+            let mut gradient = block_of(&half(0)?, &half(1)?)?;
             if owner == me {
                 of_own = Some(gradient);
                 return Ok(());
             }
             if let Some(before) = travelling.take() {
-                backend.add_assign(&gradient, &before.arrived()?)?;
+                backend.add_assign(gradient.out()?, &before.arrived()?)?;
             }
             travelling = Some(self.pass_on(&gradient, owner, GRADIENT)?);
             Ok(())
         })?;
-        let gradient =
+        let mut gradient =
             of_own.ok_or_else(|| TensorError::argument("ring attention", "no block of its own"))?;
         if let Some(home) = travelling {
-            backend.add_assign(&gradient, &home.arrived()?)?;
+            backend.add_assign(gradient.out()?, &home.arrived()?)?;
         }
         let [dk, dv] = halves(&gradient)?;
         let [dk, dv] = [dk, dv].map(|gradient| ops::cast(&gradient, q.dtype()));

@@ -102,14 +102,14 @@ pub fn linear_cross_entropy(
         let share = mean(&dy, &counted)?;
         let finish = |gradient: &Option<Own>, category| {
             let Some(gradient) = gradient else { return Ok::<_, TensorError>(None) };
-            let gradient = gradient.take()?;
-            let target = match gradient.dtype() == dtype {
-                true => gradient.clone(),
-                false => {
-                    with_category(category, || Tensor::empty(*gradient.shape(), dtype, gradient.device()))?
-                }
-            };
-            gradient.device().backend().scale_by(&gradient, &share, &target)?;
+            let mut gradient = gradient.take()?;
+            let device = gradient.device().clone();
+            if gradient.dtype() == dtype {
+                device.backend().scale_in_place(gradient.out()?, &share)?;
+                return Ok(Some(gradient));
+            }
+            let mut target = with_category(category, || Tensor::empty(*gradient.shape(), dtype, &device))?;
+            device.backend().scale_by(&gradient, &share, target.out()?)?;
             Ok(Some(target))
         };
         Ok(vec![finish(&dx, Category::Activations)?, finish(&dweight, Category::Gradients)?])
@@ -118,8 +118,8 @@ pub fn linear_cross_entropy(
 
 /// The mean over rows that count, summed in f64; zero when none does. Of a gradient, it is each row's share.
 fn mean(values: &Tensor, counted: &Tensor) -> Result<Tensor> {
-    let mean = Tensor::empty([], DType::F32, values.device())?;
-    values.device().backend().mean_loss(values, counted, &mean)?;
+    let mut mean = Tensor::empty([], DType::F32, values.device())?;
+    values.device().backend().mean_loss(values, counted, mean.out()?)?;
     Ok(mean)
 }
 
@@ -144,23 +144,23 @@ impl Work<'_> {
         // Logits and their softmax in f32 are held at once.
         let row_bytes = 2 * self.tokens * DType::F32.size_bytes();
         let chunk = backend.logits_rows(row_bytes).clamp(16, self.rows.max(16));
-        let dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, device)?) } else { None };
-        let dweight = if wants[1] { Some(self.of_targets(x)?) } else { None };
+        let mut dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, device)?) } else { None };
+        let mut dweight = if wants[1] { Some(self.of_targets(x)?) } else { None };
         let mut losses = Vec::new();
         for start in (0..self.rows).step_by(chunk) {
             let count = chunk.min(self.rows - start);
             let x_chunk = x.slice(start * self.width, [count, self.width])?;
             let column = |all: &Tensor| all.slice(start, [count, 1]);
-            let logits = Tensor::empty([count, self.tokens], held, device)?;
+            let mut logits = Tensor::empty([count, self.tokens], held, device)?;
             let w = Matrix { transposed: true, ..Matrix::whole(&table) };
             profile::count_product(1, count, self.tokens, self.width);
-            backend.gemm(&Gemm::plain(
+            backend.gemm(Gemm::plain(
                 count,
                 self.tokens,
                 self.width,
                 Matrix::whole(&x_chunk),
                 w,
-                &logits,
+                logits.out()?,
             ))?;
             let here = self.targets.here.slice(start, [count])?;
             let (is_here, counts) = (column(&self.targets.is_here)?, column(&self.targets.counts)?);
@@ -173,31 +173,31 @@ impl Work<'_> {
             }
             let factor = ops::mul(&ops::exp(&ops::sub(&own, &lse)?)?, &counts)?;
             let softmax = ops::cast(&softmax, dtype)?;
-            if let Some(dx) = &dx {
+            if let Some(dx) = &mut dx {
                 // As little as can be is held at once: each of these is as large as the stream.
                 let scaled = {
-                    let product = Tensor::empty([count, self.width], DType::F32, device)?;
+                    let mut product = Tensor::empty([count, self.width], DType::F32, device)?;
                     let (a, b) = (Matrix::whole(&softmax), Matrix::whole(&table));
                     profile::count_product(1, count, self.width, self.tokens);
-                    backend.gemm(&Gemm::plain(count, self.width, self.tokens, a, b, &product))?;
+                    backend.gemm(Gemm::plain(count, self.width, self.tokens, a, b, product.out()?))?;
                     ops::mul(&product, &factor)?
                 };
                 let taken = {
                     let found = ops::cast(&ops::embedding(&*table, &here)?, DType::F32)?;
                     ops::mul(&found, &is_here)?
                 };
-                let target = dx.slice(start * self.width, [count, self.width])?;
+                let mut target = dx.out()?.part(start * self.width, [count, self.width])?;
                 match dtype {
-                    DType::F32 => backend.binary(Binary::Sub, &scaled, &taken, &target)?,
-                    _ => backend.cast(&ops::sub(&scaled, &taken)?, &target)?,
+                    DType::F32 => backend.binary(Binary::Sub, &scaled, &taken, target.out())?,
+                    _ => backend.cast(&ops::sub(&scaled, &taken)?, target.out())?,
                 }
             }
-            if let Some(dweight) = &dweight {
+            if let Some(dweight) = &mut dweight {
                 let scaled = ops::cast(&ops::mul(&ops::cast(&x_chunk, DType::F32)?, &factor)?, dtype)?;
                 let (a, b) = (Matrix::transposed(&softmax), Matrix::whole(&scaled));
                 profile::count_product(1, self.tokens, self.width, count);
-                let product = Gemm::plain(self.tokens, self.width, count, a, b, dweight);
-                backend.gemm(&Gemm { accumulate: true, ..product })?;
+                let product = Gemm::plain(self.tokens, self.width, count, a, b, dweight.out()?);
+                backend.gemm(Gemm { accumulate: true, ..product })?;
             }
         }
         let losses = ops::reshape(&ops::concat(&losses, 0)?, [self.rows])?;
@@ -208,8 +208,9 @@ impl Work<'_> {
     fn of_targets(&self, x: &Tensor) -> Result<Tensor> {
         let taken = ops::mul(&ops::cast(x, DType::F32)?, &ops::neg(&self.targets.is_here)?)?;
         let shape = [self.tokens, self.width];
-        let dweight = with_category(Category::Gradients, || Tensor::empty(shape, DType::F32, x.device()))?;
-        x.device().backend().embedding_backward(&self.targets.here, &taken, &dweight)?;
+        let mut dweight =
+            with_category(Category::Gradients, || Tensor::empty(shape, DType::F32, x.device()))?;
+        x.device().backend().embedding_backward(&self.targets.here, &taken, dweight.out()?)?;
         Ok(dweight)
     }
 }
@@ -269,9 +270,9 @@ pub fn cross_entropy(
         let Measured { softmax, own, lse, target } = measured;
         let losses = ops::mul(&ops::sub(&lse, &target)?, &targets.counts)?;
         let factor = ops::mul(&ops::exp(&ops::sub(&own, &lse)?)?, &targets.counts)?;
-        let ones = Tensor::empty([rows, tokens], DType::F32, values.device())?;
+        let mut ones = Tensor::empty([rows, tokens], DType::F32, values.device())?;
         let places = ops::reshape(&targets.here, [rows, 1])?;
-        values.device().backend().scatter_add(&targets.is_here, &places, &ones)?;
+        values.device().backend().scatter_add(&targets.is_here, &places, ones.out()?)?;
         Ok((losses, ops::sub(&ops::mul(&softmax, &factor)?, &ones)?))
     })?;
     let loss = mean(&losses, &targets.counted)?;
@@ -281,8 +282,8 @@ pub fn cross_entropy(
     let (dtype, counted) = (logits.dtype(), targets.counted);
     Ok(record("sliced_cross_entropy", &[&logits], loss, move |dy| {
         let share = mean(&dy, &counted)?;
-        let scaled = Tensor::empty(*gradient.shape(), dtype, gradient.device())?;
-        gradient.device().backend().scale_by(&gradient, &share, &scaled)?;
+        let mut scaled = Tensor::empty(*gradient.shape(), dtype, gradient.device())?;
+        gradient.device().backend().scale_by(&gradient, &share, scaled.out()?)?;
         Ok(vec![Some(scaled)])
     }))
 }

@@ -70,8 +70,8 @@ impl Shelf for OnHost {
         let (shape, dtype, device) = (*tensor.shape(), tensor.dtype(), tensor.device().clone());
         let waiting = Waiting { buffer, free: self.free.clone() };
         Ok(Box::new(move || {
-            let again = Tensor::empty(shape, dtype, &device)?;
-            device.backend().copy_from_host(&waiting.buffer, &again)?;
+            let mut again = Tensor::empty(shape, dtype, &device)?;
+            device.backend().copy_from_host(&waiting.buffer, again.out()?)?;
             Ok(again)
         }))
     }

@@ -219,17 +219,17 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 /// Adds two gradients of one value, into the first where nobody else can see it.
-fn accumulate(held: Tensor, more: Tensor) -> Result<Tensor> {
+pub(crate) fn accumulate(mut held: Tensor, mut more: Tensor) -> Result<Tensor> {
     if held.is_unshared() {
-        held.device().backend().add_assign(&held, &more)?;
+        more.device().backend().add_assign(held.out()?, &more)?;
         return Ok(held);
     }
     if more.is_unshared() {
-        held.device().backend().add_assign(&more, &held)?;
+        held.device().backend().add_assign(more.out()?, &held)?;
         return Ok(more);
     }
-    let sum = Tensor::empty(*held.shape(), held.dtype(), held.device())?;
-    held.device().backend().binary(crate::backend::Binary::Add, &held, &more, &sum)?;
+    let mut sum = Tensor::empty(*held.shape(), held.dtype(), held.device())?;
+    held.device().backend().binary(crate::backend::Binary::Add, &held, &more, sum.out()?)?;
     Ok(sum)
 }
 

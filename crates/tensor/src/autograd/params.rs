@@ -34,11 +34,11 @@ impl Sum {
     }
 
     /// The same in memory of its own: a place that the store has lent is lent again before what was put off is computed.
-    fn kept(self, param: &Param) -> Result<Sum> {
+    fn kept(self) -> Result<Sum> {
         match self {
-            Sum::Whole(gradient) if param.is_lent(&gradient) => {
-                let copy = Tensor::empty(*gradient.shape(), gradient.dtype(), gradient.device())?;
-                gradient.device().backend().copy(&gradient, &copy)?;
+            Sum::Whole(gradient) if gradient.ticket().is_some() => {
+                let mut copy = Tensor::empty(*gradient.shape(), gradient.dtype(), gradient.device())?;
+                gradient.device().backend().copy(&gradient, copy.out()?)?;
                 Ok(Sum::Whole(copy))
             }
             sum => Ok(sum),
@@ -50,10 +50,10 @@ impl Pending {
     fn add(&mut self, contribution: Sum) -> Result<()> {
         self.sum = Some(match (self.sum.take(), contribution) {
             (None, contribution) => contribution,
-            (Some(Sum::Whole(sum)), contribution) if sum.is_unshared() || self.param.is_lent(&sum) => {
+            (Some(Sum::Whole(mut sum)), contribution) if sum.is_unshared() => {
                 match contribution {
-                    Sum::Whole(more) => sum.device().backend().add_assign(&sum, &more)?,
-                    Sum::Rows(rows) => rows.add_to(&sum)?,
+                    Sum::Whole(more) => more.device().backend().add_assign(sum.out()?, &more)?,
+                    Sum::Rows(rows) => rows.add_to(sum.out()?)?,
                 }
                 Sum::Whole(sum)
             }
@@ -87,7 +87,7 @@ impl OpenPass {
             return close(self).map(|()| None);
         }
         for pending in self.params.values_mut() {
-            pending.sum = pending.sum.take().map(|sum| sum.kept(&pending.param)).transpose()?;
+            pending.sum = pending.sum.take().map(Sum::kept).transpose()?;
         }
         Ok(Some(self))
     }
@@ -106,7 +106,7 @@ impl OpenPass {
 
     pub(super) fn contribute(&mut self, param: &Param, contribution: Sum) -> Result<()> {
         match self.line(param) {
-            Some(line) => line.push(Event::Contribution(param.clone(), contribution.kept(param)?)),
+            Some(line) => line.push(Event::Contribution(param.clone(), contribution.kept()?)),
             None => self.pending(param)?.add(contribution)?,
         }
         Ok(())

@@ -45,8 +45,8 @@ impl Own {
         let mut held = lock(&self.0);
         let Some(tensor) = held.take() else { return Err(TensorError::GraphFreed { node: "saved value" }) };
         if is_retaining() {
-            let copy = Tensor::empty(*tensor.shape(), tensor.dtype(), tensor.device())?;
-            tensor.device().backend().copy(&tensor, &copy)?;
+            let mut copy = Tensor::empty(*tensor.shape(), tensor.dtype(), tensor.device())?;
+            tensor.device().backend().copy(&tensor, copy.out()?)?;
             *held = Some(tensor);
             return Ok(copy);
         }

@@ -3,6 +3,7 @@
 use crate::backend::Memory;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::pages::PagedSpec;
 use crate::random::RandomKey;
 use crate::tensor::Tensor;
@@ -20,6 +21,22 @@ pub struct Heads<'a> {
     pub token_stride: usize,
     /// Elements between heads.
     pub head_stride: usize,
+}
+
+/// Attention heads that are written, inside a larger tensor.
+#[derive(Debug)]
+pub struct HeadsOut<'a>(Heads<'a>);
+
+impl<'a> HeadsOut<'a> {
+    /// From an element of an output on, with the elements between sequences, tokens and heads.
+    pub fn new(out: Out<'a>, offset: usize, strides: [usize; 3]) -> HeadsOut<'a> {
+        let [batch_stride, token_stride, head_stride] = strides;
+        HeadsOut(Heads { tensor: out.tensor, offset, batch_stride, token_stride, head_stride })
+    }
+
+    pub(crate) fn heads(&self) -> &Heads<'a> {
+        &self.0
+    }
 }
 
 /// One attention call. Shapes: q `[batch, queries, heads, dim]`, k and v `[batch, keys, kv_heads, dim]`.
@@ -89,10 +106,10 @@ pub trait Attention: Memory {
         q: &Heads<'_>,
         k: &Heads<'_>,
         v: &Heads<'_>,
-        out: &Heads<'_>,
-        logsumexp: &Tensor,
+        out: HeadsOut<'_>,
+        logsumexp: Out<'_>,
     ) -> Result<()>;
-    /// Gradients of [`Attention::attention`].
+    /// Gradients of [`Attention::attention`]: of queries, keys and values.
     fn attention_backward(
         &self,
         spec: &AttentionSpec<'_>,
@@ -102,9 +119,7 @@ pub trait Attention: Memory {
         out: &Heads<'_>,
         logsumexp: &Tensor,
         dout: &Heads<'_>,
-        dq: &Heads<'_>,
-        dk: &Heads<'_>,
-        dv: &Heads<'_>,
+        gradients: [HeadsOut<'_>; 3],
     ) -> Result<()>;
     /// Attention of one new token per sequence (`queries` is 1) over all that the caches hold, itself included.
     ///
@@ -114,9 +129,9 @@ pub trait Attention: Memory {
         &self,
         spec: &AttentionSpec<'_>,
         new: [&Heads<'_>; 3],
-        caches: [&Heads<'_>; 2],
+        caches: [HeadsOut<'_>; 2],
         place: &Tensor,
-        out: &Heads<'_>,
+        out: HeadsOut<'_>,
     ) -> Result<()>;
     /// Whether [`Attention::attention_paged`] knows heads of this type and width.
     fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
@@ -127,8 +142,8 @@ pub trait Attention: Memory {
         &self,
         _spec: &PagedSpec<'_>,
         _new: [&Tensor; 3],
-        _caches: [&Tensor; 2],
-        _out: &Tensor,
+        _caches: [Out<'_>; 2],
+        _out: Out<'_>,
     ) -> Result<()> {
         Err(TensorError::argument("attention_paged", "this device has no kernel for it"))
     }
@@ -136,7 +151,7 @@ pub trait Attention: Memory {
     /// `inverse` rotates back, which is the gradient.
     fn rotary(
         &self,
-        heads: &Heads<'_>,
+        heads: HeadsOut<'_>,
         batch: usize,
         tokens: usize,
         head_count: usize,

@@ -4,6 +4,7 @@ use crate::backend::{Device, Mark, Memory};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Category;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// A copy to the host that was begun: call it for the bytes.
@@ -12,7 +13,7 @@ pub type ReadLater<'a> = Box<dyn FnOnce() -> Result<Vec<u8>> + 'a>;
 /// Copies of a device.
 pub trait Copies: Memory {
     /// Copies bytes in; `source` may be reused at once.
-    fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()>;
+    fn copy_from_host(&self, source: &[u8], target: Out<'_>) -> Result<()>;
     /// Copies bytes out, after everything submitted before.
     fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()>;
     /// Begins to copy a small tensor out. What is returned waits for what was submitted before this call, no more.
@@ -27,13 +28,13 @@ pub trait Copies: Memory {
     }
     /// Begins a copy between a tensor of this device and one of [`Copies::locked`], behind what was submitted before a mark;
     /// gives a mark behind the copy. See [`crate::beside::Beside`].
-    fn copy_beside(&self, _source: &Tensor, _target: &Tensor, _after: &Mark) -> Result<Mark> {
+    fn copy_beside(&self, _source: &Tensor, _target: Out<'_>, _after: &Mark) -> Result<Mark> {
         Err(self.left_to_the_host("copy_beside"))
     }
     /// Copies between tensors of this device, same type and size.
-    fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()>;
+    fn copy(&self, source: &Tensor, target: Out<'_>) -> Result<()>;
     /// Sets every element.
-    fn fill(&self, target: &Tensor, value: f32) -> Result<()>;
+    fn fill(&self, target: Out<'_>, value: f32) -> Result<()>;
     /// Converts between types.
-    fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()>;
+    fn cast(&self, source: &Tensor, target: Out<'_>) -> Result<()>;
 }

@@ -1,8 +1,8 @@
 //! What a device must be able to do: one trait for each kind of thing, and [`Backend`] for all of them.
 //!
 //! It is object-safe: the ops above it know one `Device` and never a kernel. A call only *submits* work; results may be read
-//! after [`Work::synchronize`], or through the copies to the host, which wait. Outputs are allocated by the caller and fully
-//! overwritten, unless a method says that it accumulates.
+//! after [`Work::synchronize`], or through the copies to the host, which wait. Outputs are allocated by the caller, who shows
+//! that nobody else sees them ([`Out`](crate::Out)), and fully overwritten, unless a method says that it accumulates.
 
 mod attention;
 mod copies;
@@ -15,12 +15,12 @@ mod sums;
 mod updates;
 mod work;
 
-pub use attention::{Attention, AttentionSpec, Heads, WeightGrid};
+pub use attention::{Attention, AttentionSpec, Heads, HeadsOut, WeightGrid};
 pub use copies::{Copies, ReadLater};
 pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
 pub use memory::{Memory, RawBlock};
 pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
-pub use products::{Gemm, Matrix, PackedLayer, Products, Screen};
+pub use products::{Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
 pub use rows::{Rows, Window2d};
 pub use sums::{CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
 pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates};

@@ -3,6 +3,7 @@
 use crate::backend::{Copies, Products};
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::out::Out;
 use crate::random::{RandomKey, drop_threshold};
 use crate::tensor::Tensor;
 
@@ -99,14 +100,14 @@ pub enum Comparison {
 /// Elementwise work of a device.
 pub trait Pointwise: Copies + Products {
     /// `dx = dy · f'(x)`, `x` the value before the activation.
-    fn activation_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor)
+    fn activation_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: Out<'_>)
     -> Result<()>;
     /// The same where both may be overwritten: `before` becomes `f(before)`, `gradient` is multiplied by `f'(before)`.
     fn activation_backward_in_place(
         &self,
         activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
+        before: Out<'_>,
+        gradient: Out<'_>,
     ) -> Result<()>;
     /// Widest rows of which a perceptron keeps the values after its activation beside those before it, so that backward
     /// need not make them again: memory for time.
@@ -118,28 +119,21 @@ pub trait Pointwise: Copies + Products {
     fn activation_backward_sums(
         &self,
         activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
+        before: Out<'_>,
+        gradient: Out<'_>,
         rebuilds: bool,
-        sums: Option<&Tensor>,
-    ) -> Result<()> {
-        if rebuilds {
-            self.activation_backward_in_place(activation, before, gradient)?;
-        } else {
-            self.activation_backward(activation, before, gradient, gradient)?;
-        }
-        sums.map_or(Ok(()), |sums| self.sum_rows(gradient, sums))
-    }
+        sums: Option<Out<'_>>,
+    ) -> Result<()>;
     /// `y = f(gate) · up`.
-    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()>;
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: Out<'_>) -> Result<()>;
     /// Gradients of [`Pointwise::gated`] where its operands lie: `gate` and `up` become theirs. With `rebuilds`, the gradient
     /// `dy` of the result becomes the result.
     fn gated_backward_in_place(
         &self,
         activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
+        gate: Out<'_>,
+        up: Out<'_>,
+        dy: Out<'_>,
         rebuilds: bool,
     ) -> Result<()>;
     /// Gradients of [`Pointwise::gated`].
@@ -149,37 +143,41 @@ pub trait Pointwise: Copies + Products {
         gate: &Tensor,
         up: &Tensor,
         dy: &Tensor,
-        dgate: &Tensor,
-        dup: &Tensor,
+        dgate: Out<'_>,
+        dup: Out<'_>,
     ) -> Result<()>;
-    /// `target = source · factor`, `factor` one f32, rounded to the target's type; both may be one tensor.
-    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()>;
+    /// `target = target · factor`, `factor` one f32.
+    fn scale_in_place(&self, target: Out<'_>, factor: &Tensor) -> Result<()>;
+    /// `target = source · factor`, `factor` one f32, rounded to the target's type.
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: Out<'_>) -> Result<()>;
     /// Zeroes elements with probability `p`, scales the others by `1/(1-p)`.
-    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()>;
+    fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()>;
     /// The same for rows of a larger tensor: row `i` begins at element `starts[i]` of it. Unless a device has a kernel for it,
     /// the host draws.
-    fn dropout_rows(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+    fn dropout_rows(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
         let width = (x.numel() / starts.len().max(1)) as u64;
         let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
         let factor = |at: u64| if key.word(at) >= threshold { scale } else { 0.0 };
         let factors: Vec<f32> = starts.iter().flat_map(|&start| (start..start + width).map(factor)).collect();
         let factors = Tensor::from_slice(&factors, *x.shape(), x.device())?;
-        let wide = Tensor::empty(*x.shape(), DType::F32, x.device())?;
-        self.cast(x, &wide)?;
-        let product = Tensor::empty(*x.shape(), DType::F32, x.device())?;
-        self.binary(Binary::Mul, &wide, &factors, &product)?;
+        let mut wide = Tensor::empty(*x.shape(), DType::F32, x.device())?;
+        self.cast(x, wide.out()?)?;
+        let mut product = Tensor::empty(*x.shape(), DType::F32, x.device())?;
+        self.binary(Binary::Mul, &wide, &factors, product.out()?)?;
         self.cast(&product, y)
     }
     /// Elementwise.
-    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()>;
+    fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()>;
+    /// Elementwise, over what is there.
+    fn unary_in_place(&self, op: Unary, x: Out<'_>) -> Result<()>;
     /// `dx = dy · f'(x)`.
-    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()>;
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: Out<'_>) -> Result<()>;
     /// Elementwise with broadcasting.
-    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()>;
     /// `target += source`, same shape, rounded once.
-    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()>;
+    fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()>;
     /// Elementwise comparison with broadcasting.
-    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()>;
     /// `y = condition ? a : b` with broadcasting of all three.
-    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()>;
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()>;
 }

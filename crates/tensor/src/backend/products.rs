@@ -2,7 +2,9 @@
 
 use crate::backend::{Activation, GroupedGemm, GroupedOuter, Memory};
 use crate::error::{Result, TensorError};
+use crate::out::{Out, Part};
 use crate::packed::{PackedBits, PackedWeight};
+use crate::shape::Shape;
 use crate::tensor::Tensor;
 
 /// A matrix operand of a product: `tensor` read from `offset` on, row-major with `row_stride`, or transposed.
@@ -32,8 +34,46 @@ impl<'a> Matrix<'a> {
     }
 }
 
+/// Where a product goes: memory from `offset` on, row-major with `row_stride`.
+#[derive(Debug)]
+pub struct MatrixOut<'a> {
+    pub(crate) tensor: &'a Tensor,
+    /// The first element.
+    pub offset: usize,
+    /// Elements between rows.
+    pub row_stride: usize,
+    /// Elements between matrices of a batch.
+    pub batch_stride: usize,
+}
+
+impl<'a> MatrixOut<'a> {
+    /// All of an output as one matrix of its last dimension's width.
+    pub fn whole(out: Out<'a>) -> Self {
+        MatrixOut { tensor: out.tensor, offset: 0, row_stride: out.shape().last(), batch_stride: 0 }
+    }
+
+    /// `count` matrices that follow each other in an output.
+    pub fn each(out: Out<'a>, count: usize) -> Vec<Self> {
+        let size = out.numel() / count.max(1);
+        (0..count)
+            .map(|at| MatrixOut { offset: at * size, ..MatrixOut::whole(Out { tensor: out.tensor }) })
+            .collect()
+    }
+
+    /// As many elements from its first on as a shape has.
+    pub(crate) fn part(self, shape: impl Into<Shape>) -> Result<Part<'a>> {
+        Out { tensor: self.tensor }.part(self.offset, shape)
+    }
+
+    /// The same place for kernels that know which parts they read.
+    pub(crate) fn matrix(&self) -> Matrix<'a> {
+        let MatrixOut { tensor, offset, row_stride, batch_stride } = *self;
+        Matrix { tensor, offset, row_stride, batch_stride, transposed: false }
+    }
+}
+
 /// `c = [c +] a·b`, then `+ bias` along rows, then an activation, then `+ residual`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct Gemm<'a> {
     /// Rows of the result.
     pub m: usize,
@@ -47,8 +87,8 @@ pub struct Gemm<'a> {
     pub a: Matrix<'a>,
     /// The right operand, k×n.
     pub b: Matrix<'a>,
-    /// The result, m×n; never transposed. Its type may be the operands' or f32.
-    pub c: Matrix<'a>,
+    /// The result, m×n. Its type may be the operands' or f32.
+    pub c: MatrixOut<'a>,
     /// Multiplies the product.
     pub alpha: f32,
     /// Whether the product is added to what `c` holds.
@@ -58,12 +98,12 @@ pub struct Gemm<'a> {
     /// Applied after the bias; the value before it goes to `before_activation`.
     pub activation: Option<Activation>,
     /// Where the value before the activation is kept for backward.
-    pub before_activation: Option<&'a Tensor>,
+    pub before_activation: Option<Out<'a>>,
 }
 
 impl<'a> Gemm<'a> {
     /// `c = a·b`, one product with nothing fused; `c` is contiguous.
-    pub fn plain(m: usize, n: usize, k: usize, a: Matrix<'a>, b: Matrix<'a>, c: &'a Tensor) -> Self {
+    pub fn plain(m: usize, n: usize, k: usize, a: Matrix<'a>, b: Matrix<'a>, c: Out<'a>) -> Self {
         Gemm {
             m,
             n,
@@ -71,7 +111,7 @@ impl<'a> Gemm<'a> {
             batch: 1,
             a,
             b,
-            c: Matrix { row_stride: n, ..Matrix::whole(c) },
+            c: MatrixOut { row_stride: n, ..MatrixOut::whole(c) },
             alpha: 1.0,
             accumulate: false,
             bias: None,
@@ -92,20 +132,20 @@ pub trait Screen: Send {
 }
 
 /// A weight of few bits, and where its product goes.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct PackedLayer<'a> {
     /// `[outputs, inputs]`.
     pub weight: &'a PackedWeight,
     /// A value for each output.
     pub bias: Option<&'a Tensor>,
     /// The result.
-    pub y: &'a Tensor,
+    pub y: Out<'a>,
 }
 
 /// Products of a device.
 pub trait Products: Memory {
     /// Matrix product with fused epilogue.
-    fn gemm(&self, gemm: &Gemm<'_>) -> Result<()>;
+    fn gemm(&self, gemm: Gemm<'_>) -> Result<()>;
     /// Whether [`Products::gemm_packed`] takes weights of such bits.
     fn takes_packed(&self, _bits: PackedBits) -> bool {
         false
@@ -114,7 +154,7 @@ pub trait Products: Memory {
     fn gemm_packed(
         &self,
         _x: &Tensor,
-        _layers: &[PackedLayer<'_>],
+        _layers: Vec<PackedLayer<'_>>,
         _activation: Option<Activation>,
     ) -> Result<bool> {
         Ok(false)
@@ -125,10 +165,10 @@ pub trait Products: Memory {
         Ok(None)
     }
     /// Sums a `[rows, columns]` matrix over its rows.
-    fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()>;
+    fn sum_rows(&self, x: &Tensor, target: Out<'_>) -> Result<()>;
     /// Takes rows of `x` apart into up to three: `parts[i]` gets as many columns as it is wide, from left to right. For devices
     /// with [`Products::joined_rows`].
-    fn split_columns(&self, _x: &Tensor, _parts: &[&Tensor]) -> Result<()> {
+    fn split_columns(&self, _x: &Tensor, _parts: Vec<Out<'_>>) -> Result<()> {
         Err(TensorError::argument("split_columns", "this device has no kernel for it"))
     }
     /// How many rows on the left are worth computing products with neighbouring weights as one, and taking its result apart; more
@@ -137,13 +177,13 @@ pub trait Products: Memory {
         None
     }
     /// Several products; a device may compute those with the same few rows on the left at once.
-    fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
-        products.iter().try_for_each(|product| self.gemm(product))
+    fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
+        products.into_iter().try_for_each(|product| self.gemm(product))
     }
     /// Products of groups of rows, each with a matrix of its own.
-    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()>;
+    fn grouped_gemm(&self, grouped: GroupedGemm<'_>) -> Result<()>;
     /// Of each group of rows, the product of one tensor's transposed with another's.
-    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()>;
+    fn grouped_outer(&self, grouped: GroupedOuter<'_>) -> Result<()>;
     /// Of each group of rows that has a place for it, their sum.
-    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()>;
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: Vec<Option<MatrixOut<'_>>>) -> Result<()>;
 }

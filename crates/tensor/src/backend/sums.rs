@@ -3,6 +3,7 @@
 use crate::backend::Memory;
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// Which normalisation.
@@ -37,14 +38,14 @@ pub struct CrossEntropyOptions {
 }
 
 /// Where the gradient of each row's own loss goes: not of their mean, which small types could not hold.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub enum LossGradient<'a> {
     /// It is not wanted.
     Nowhere,
     /// It takes the place of the logits.
     OverLogits,
     /// Into a tensor of their shape, rounded to its type.
-    Into(&'a Tensor),
+    Into(Out<'a>),
 }
 
 impl Default for CrossEntropyOptions {
@@ -61,12 +62,12 @@ pub trait Sums: Memory {
         kind: NormKind,
         eps: f32,
         x: &Tensor,
-        residual: Option<(&Tensor, &Tensor)>,
+        residual: Option<(&Tensor, Out<'_>)>,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
-        y: &Tensor,
-        mean: &Tensor,
-        rstd: &Tensor,
+        y: Out<'_>,
+        mean: Out<'_>,
+        rstd: Out<'_>,
     ) -> Result<()>;
     /// Gradients of [`Sums::norm`]; `dsum` is what reaches the sum by other ways and is added to `dx`.
     fn norm_backward(
@@ -78,9 +79,9 @@ pub trait Sums: Memory {
         rstd: &Tensor,
         dy: &Tensor,
         dsum: Option<&Tensor>,
-        dx: &Tensor,
-        dweight: Option<&Tensor>,
-        dbias: Option<&Tensor>,
+        dx: Out<'_>,
+        dweight: Option<Out<'_>>,
+        dbias: Option<Out<'_>>,
     ) -> Result<()>;
     /// The type in which logits of a model in `dtype` are held.
     fn logits_dtype(&self, _dtype: DType) -> DType {
@@ -97,15 +98,15 @@ pub trait Sums: Memory {
     fn cross_entropy_rows(
         &self,
         options: &CrossEntropyOptions,
-        logits: &Tensor,
+        logits: Out<'_>,
         targets: &Tensor,
-        losses: &Tensor,
+        losses: Out<'_>,
         gradient: LossGradient<'_>,
     ) -> Result<()>;
     /// How many of `targets` differ from `ignore_index`, as one `I64`.
-    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()>;
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()>;
     /// The sum of `losses` in f64 over `counted`, as one f32; zero when none counts.
-    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()>;
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: Out<'_>) -> Result<()>;
     /// Views `x` as `[outer, size, inner]` and reduces `size` away.
     fn reduce(
         &self,
@@ -114,14 +115,14 @@ pub trait Sums: Memory {
         outer: usize,
         size: usize,
         inner: usize,
-        y: &Tensor,
+        y: Out<'_>,
     ) -> Result<()>;
     /// Sums `x` down to `y`'s shape, undoing a broadcast.
-    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()>;
+    fn sum_to(&self, x: &Tensor, y: Out<'_>) -> Result<()>;
     /// Softmax over the last dimension (`log`: its logarithm).
-    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()>;
+    fn softmax(&self, x: &Tensor, y: Out<'_>, log: bool) -> Result<()>;
     /// Gradient of [`Sums::softmax`] from its result.
-    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()>;
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: Out<'_>, log: bool) -> Result<()>;
     /// Running sums along the last dimension (`reverse`: from the end).
-    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()>;
+    fn cumsum(&self, x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()>;
 }

@@ -8,7 +8,7 @@
 
 use std::borrow::Cow;
 
-use crate::backend::{AttentionSpec, Heads, WeightGrid};
+use crate::backend::{AttentionSpec, Heads, HeadsOut, WeightGrid};
 use crate::cpu::gemm::{Operand, small};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
@@ -18,6 +18,7 @@ use crate::cpu::{CpuBackend, float_kernel, layout, read, write};
 use crate::cpu::{amx, attention_amx};
 use crate::dtype::{DType, Float};
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::random::drop_threshold;
 use crate::tensor::Tensor;
 
@@ -38,6 +39,13 @@ fn load_head<T: Float>(heads: &Heads<'_>, batch: usize, head: usize, tokens: usi
         }
     });
     out
+}
+
+impl HeadsOut<'_> {
+    /// All elements of the tensor that the heads are in; tasks write those of their heads.
+    pub(crate) fn elements<T: Float>(&self) -> Shared<T> {
+        Shared::of(&Out { tensor: self.heads().tensor })
+    }
 }
 
 /// Writes one head back. Heads are disjoint, so tasks may do so at once.
@@ -213,18 +221,18 @@ pub(crate) fn forward(
     q: &Heads<'_>,
     k: &Heads<'_>,
     v: &Heads<'_>,
-    out: &Heads<'_>,
-    logsumexp: &Tensor,
+    out: &HeadsOut<'_>,
+    logsumexp: Out<'_>,
 ) -> Result<()> {
     let (queries, dim) = (spec.queries, spec.dim);
     let group = spec.heads / spec.kv_heads;
     #[cfg(target_arch = "x86_64")]
     if on_amx(spec, q) {
-        attention_amx::forward(threads, spec, [q, k, v, out], logsumexp);
+        attention_amx::forward(threads, spec, [q, k, v], out, logsumexp);
         return Ok(());
     }
     float_kernel!("attention", q.tensor.dtype(), T => {
-        let target = Shared::new(write::<T>(out.tensor));
+        let target = out.elements::<T>();
         let logsumexp = Shared::new(write::<f32>(logsumexp));
         threads.run(spec.batch * spec.kv_heads, |task| {
             let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
@@ -244,7 +252,7 @@ pub(crate) fn forward(
                     let block = t0 * dim..t1 * dim;
                     forward_block(&mask, &q_td[block.clone()], &k_ds, &v_sd, t0, &mut score_ts, &mut out_td[block], &mut lse_t[t0..t1]);
                 }
-                store_head::<T>(&out_td, target, out, batch, head, dim);
+                store_head::<T>(&out_td, target, out.heads(), batch, head, dim);
             }
         });
     })
@@ -303,51 +311,47 @@ pub(super) fn step(
     backend: &CpuBackend,
     spec: &AttentionSpec<'_>,
     [q, k, v]: [&Heads<'_>; 3],
-    [keys, values]: [&Heads<'_>; 2],
+    [keys, values]: [HeadsOut<'_>; 2],
     place: &Tensor,
-    out: &Heads<'_>,
+    out: HeadsOut<'_>,
 ) -> Result<()> {
     let place = read::<i64>(place)[0];
     let Some(past) = usize::try_from(place).ok().filter(|&past| past < spec.keys) else {
         let what = format!("token {place} does not fit a cache of {}", spec.keys);
         return Err(TensorError::argument("attention_step", what));
     };
-    for (new, cache) in [(k, keys), (v, values)] {
+    for (new, cache) in [(k, keys.heads()), (v, values.heads())] {
         for sequence in 0..spec.batch {
             let source = new.offset + sequence * new.batch_stride;
             let target = cache.offset + sequence * cache.batch_stride + past * cache.token_stride;
             let (from, to) = (new.head_stride, cache.head_stride);
-            layout::copy_blocks(new.tensor, source, from, cache.tensor, target, to, spec.kv_heads, spec.dim);
+            let out = Out { tensor: cache.tensor };
+            layout::copy_blocks(new.tensor, source, from, out, target, to, spec.kv_heads, spec.dim);
         }
     }
     let device = q.tensor.device();
-    let logsumexp = Tensor::empty([spec.batch, spec.heads, 1], DType::F32, device)?;
+    let mut logsumexp = Tensor::empty([spec.batch, spec.heads, 1], DType::F32, device)?;
     let spec = AttentionSpec { keys: past + 1, ..*spec };
-    forward(&backend.threads, &spec, q, keys, values, out, &logsumexp)
+    forward(&backend.threads, &spec, q, keys.heads(), values.heads(), &out, logsumexp.out()?)
 }
 
 pub(crate) fn backward(
     threads: &Threads,
     spec: &AttentionSpec<'_>,
-    q: &Heads<'_>,
-    k: &Heads<'_>,
-    v: &Heads<'_>,
-    out: &Heads<'_>,
+    [q, k, v, out, dout]: [&Heads<'_>; 5],
     logsumexp: &Tensor,
-    dout: &Heads<'_>,
-    dq: &Heads<'_>,
-    dk: &Heads<'_>,
-    dv: &Heads<'_>,
+    gradients: [HeadsOut<'_>; 3],
 ) -> Result<()> {
     let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
     let group = spec.heads / spec.kv_heads;
     #[cfg(target_arch = "x86_64")]
     if on_amx(spec, q) {
-        attention_amx::backward(threads, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv]);
+        attention_amx::backward(threads, spec, [q, k, v, out, dout], logsumexp, gradients);
         return Ok(());
     }
     float_kernel!("attention_backward", q.tensor.dtype(), T => {
-        let [dq_target, dk_target, dv_target] = [dq, dk, dv].map(|heads| Shared::new(write::<T>(heads.tensor)));
+        let [dq_target, dk_target, dv_target] = gradients.each_ref().map(HeadsOut::elements::<T>);
+        let [dq, dk, dv] = gradients.each_ref().map(HeadsOut::heads);
         let lse = read::<f32>(logsumexp);
         threads.run(spec.batch * spec.kv_heads, |task| {
             let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
@@ -471,7 +475,7 @@ fn backward_block(
 
 pub(crate) fn rotary(
     threads: &Threads,
-    heads: &Heads<'_>,
+    heads: &HeadsOut<'_>,
     batch: usize,
     tokens: usize,
     head_count: usize,
@@ -485,8 +489,9 @@ pub(crate) fn rotary(
     // One table for all sequences, or one per sequence.
     let per_sequence = cos.len() > tokens * pairs;
     let sign = if inverse { -1.0 } else { 1.0 };
+    let (out, heads) = (heads, heads.heads());
     float_kernel!("rotary", heads.tensor.dtype(), T => {
-        let target = Shared::new(write::<T>(heads.tensor));
+        let target = out.elements::<T>();
         threads.run(batch * tokens, |index| vectorized!(|| {
             let (b, token) = (index / tokens, index % tokens);
             let row = if per_sequence { index } else { token };

@@ -10,7 +10,7 @@ use std::cell::RefCell;
 
 use half::bf16;
 
-use crate::backend::{AttentionSpec, Heads};
+use crate::backend::{AttentionSpec, Heads, HeadsOut};
 use crate::cpu::aligned::Aligned;
 use crate::cpu::amx::{BLOCK, DEPTH, Factor, Left, PAIR, Tiles};
 use crate::cpu::attention::Mask;
@@ -20,6 +20,7 @@ use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{max, multiversion, sum_by, vectorized};
 use crate::cpu::{read, write};
 use crate::dtype::Float;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 const BLOCK_T: usize = 64;
@@ -294,12 +295,14 @@ multiversion! {
 pub(crate) fn forward(
     threads: &Threads,
     spec: &AttentionSpec<'_>,
-    [q, k, v, out]: [&Heads<'_>; 4],
-    logsumexp: &Tensor,
+    [q, k, v]: [&Heads<'_>; 3],
+    out: &HeadsOut<'_>,
+    logsumexp: Out<'_>,
 ) {
     let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
     let group = spec.heads / spec.kv_heads;
-    let target = Shared::new(write::<bf16>(out.tensor));
+    let target = out.elements::<bf16>();
+    let out = out.heads();
     let logsumexp = Shared::new(write::<f32>(logsumexp));
     threads.run(spec.batch * spec.kv_heads, |task| {
         let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
@@ -373,13 +376,13 @@ pub(crate) fn backward(
     spec: &AttentionSpec<'_>,
     [q, k, v, out, dout]: [&Heads<'_>; 5],
     logsumexp: &Tensor,
-    [dq, dk, dv]: [&Heads<'_>; 3],
+    gradients: [HeadsOut<'_>; 3],
 ) {
     let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
     let group = spec.heads / spec.kv_heads;
     let width_d = padded(dim);
-    let [dq_target, dk_target, dv_target] =
-        [dq, dk, dv].map(|heads| Shared::new(write::<bf16>(heads.tensor)));
+    let [dq_target, dk_target, dv_target] = gradients.each_ref().map(HeadsOut::elements::<bf16>);
+    let [dq, dk, dv] = gradients.each_ref().map(HeadsOut::heads);
     let lse = read::<f32>(logsumexp);
     threads.run(spec.batch * spec.kv_heads, |task| {
         let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);

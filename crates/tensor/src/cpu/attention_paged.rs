@@ -10,6 +10,7 @@ use crate::cpu::simd::{dot, map_and_sum, max, vectorized};
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::Result;
+use crate::out::Out;
 use crate::pages::{PagedSequence, PagedSpec};
 use crate::tensor::Tensor;
 
@@ -33,7 +34,7 @@ pub(super) fn forward(
     spec: &PagedSpec<'_>,
     q: &Tensor,
     [keys, values]: [&Tensor; 2],
-    out: &Tensor,
+    out: Out<'_>,
 ) -> Result<()> {
     let mut tasks = Vec::new();
     let mut row = 0;

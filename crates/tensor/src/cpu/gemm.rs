@@ -14,10 +14,11 @@ use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{amx, avx512};
-use crate::cpu::{float_kernel, read, rows_alone, widened, write};
+use crate::cpu::{float_kernel, read, rows_alone, widened};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
 use crate::memory::HostPool;
+use crate::out::Out;
 use crate::rows_alone::are_rows_alone;
 
 /// Rows and columns of one task's part of the result.
@@ -217,8 +218,8 @@ fn tiles_keep_rows_alone(gemm: &Gemm<'_>) -> bool {
 /// Where one product of a batch goes.
 pub(super) fn output<C: Element>(gemm: &Gemm<'_>, batch: usize) -> Output<C> {
     Output {
-        c: Shared::new(write::<C>(gemm.c.tensor)),
-        before: gemm.before_activation.map(|before| Shared::new(write::<C>(before))),
+        c: Shared::of(&Out { tensor: gemm.c.tensor }),
+        before: gemm.before_activation.as_ref().map(Shared::of),
         offset: gemm.c.offset + batch * gemm.c.batch_stride,
         row_stride: gemm.c.row_stride,
     }
@@ -240,7 +241,10 @@ fn check(gemm: &Gemm<'_>) -> Result<()> {
             + (columns - 1);
         last < matrix.tensor.numel()
     };
-    if !reach(&gemm.a, gemm.m, gemm.k) || !reach(&gemm.b, gemm.k, gemm.n) || !reach(&gemm.c, gemm.m, gemm.n) {
+    if !reach(&gemm.a, gemm.m, gemm.k)
+        || !reach(&gemm.b, gemm.k, gemm.n)
+        || !reach(&gemm.c.matrix(), gemm.m, gemm.n)
+    {
         return Err(TensorError::argument("gemm", format!("an operand lies outside its tensor: {gemm:?}")));
     }
     Ok(())

@@ -1,16 +1,17 @@
 //! Rows by group: counting sort, moving rows there and back, and products group by group through the product kernels.
 
-use crate::backend::{Gemm, GroupedGemm, GroupedOuter, Matrix, RoutedRows};
+use crate::backend::{Gemm, GroupedGemm, GroupedOuter, Matrix, MatrixOut, RoutedRows};
 use crate::cpu::parallel::{Shared, Threads, row_block};
 use crate::cpu::simd::{self, vectorized};
 use crate::cpu::{float_kernel, gemm, pointwise, read, reduce, write};
 use crate::dtype::{DType, Float};
 use crate::error::{Result, TensorError};
 use crate::memory::HostPool;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// Slots by group, in order within each. A slot whose group is the number of groups goes nowhere.
-pub(crate) fn sort_groups(ids: &Tensor, counts: &Tensor, order: &Tensor, place: &Tensor) -> Result<()> {
+pub(crate) fn sort_groups(ids: &Tensor, counts: Out<'_>, order: Out<'_>, place: Out<'_>) -> Result<()> {
     let groups = counts.numel();
     let ids = crate::cpu::layout::checked_indices("sort_groups", ids, groups + 1)?;
     let (counts, order, place) = (write::<i64>(counts), write::<i64>(order), write::<i64>(place));
@@ -32,7 +33,7 @@ pub(crate) fn sort_groups(ids: &Tensor, counts: &Tensor, order: &Tensor, place: 
 }
 
 /// `y[row] = x[token of row]`, zero where there is none.
-pub(crate) fn spread_rows(threads: &Threads, x: &Tensor, rows: &RoutedRows<'_>, y: &Tensor) -> Result<()> {
+pub(crate) fn spread_rows(threads: &Threads, x: &Tensor, rows: &RoutedRows<'_>, y: Out<'_>) -> Result<()> {
     let (width, chosen) = (y.shape().last(), rows.chosen);
     let order = read::<i64>(rows.order);
     float_kernel!("spread_rows", x.dtype(), T => {
@@ -54,7 +55,7 @@ pub(crate) fn collect_rows(
     x: &Tensor,
     rows: &RoutedRows<'_>,
     weights: Option<&Tensor>,
-    y: &Tensor,
+    y: Out<'_>,
 ) -> Result<()> {
     let (width, chosen) = (y.shape().last(), rows.chosen);
     let (place, weights) = (read::<i64>(rows.place), weights.map(read::<f32>));
@@ -83,8 +84,8 @@ pub(crate) fn collect_rows_backward(
     threads: &Threads,
     [x, weights, dy]: [&Tensor; 3],
     rows: &RoutedRows<'_>,
-    dx: &Tensor,
-    dweights: &Tensor,
+    dx: Out<'_>,
+    dweights: Out<'_>,
 ) -> Result<()> {
     let (width, chosen) = (x.shape().last(), rows.chosen);
     let (order, place) = (read::<i64>(rows.order), read::<i64>(rows.place));
@@ -131,38 +132,37 @@ fn ranges(op: &'static str, counts: &Tensor, rows: usize) -> Result<Vec<std::ops
     found.ok_or_else(|| TensorError::argument(op, format!("the counts are not of {rows} rows")))
 }
 
-pub(crate) fn grouped_gemm(threads: &Threads, pool: &HostPool, grouped: &GroupedGemm<'_>) -> Result<()> {
+pub(crate) fn grouped_gemm(threads: &Threads, pool: &HostPool, mut grouped: GroupedGemm<'_>) -> Result<()> {
     let (rows, k, n) = (grouped.a.shape().rows(), grouped.a.shape().last(), grouped.c.shape().last());
     let ranges = ranges("grouped product", grouped.counts, rows)?;
     for (group, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
         let a = Matrix { offset: range.start * k, ..Matrix::whole(grouped.a) };
         let bias = grouped.bias.get(group).map(|bias| bias.tensor.slice(bias.offset, [n])).transpose()?;
-        let mut product = Gemm::plain(range.len(), n, k, a, grouped.b[group], grouped.c);
+        let mut product = Gemm::plain(range.len(), n, k, a, grouped.b[group], grouped.c.again());
         product.c.offset = range.start * n;
         product.bias = bias.as_ref();
         gemm::gemm(threads, pool, &product)?;
     }
     let end = ranges.last().map_or(0, |range| range.end);
     if end < rows {
-        pointwise::fill(threads, &grouped.c.slice(end * n, [rows - end, n])?, 0.0);
+        pointwise::fill(threads, grouped.c.part(end * n, [rows - end, n])?.out(), 0.0);
     }
     Ok(())
 }
 
-pub(crate) fn grouped_outer(threads: &Threads, pool: &HostPool, grouped: &GroupedOuter<'_>) -> Result<()> {
+pub(crate) fn grouped_outer(threads: &Threads, pool: &HostPool, grouped: GroupedOuter<'_>) -> Result<()> {
     let (rows, m, n) =
         (grouped.left.shape().rows(), grouped.left.shape().last(), grouped.right.shape().last());
     for (range, target) in ranges("grouped product", grouped.counts, rows)?.iter().zip(grouped.c) {
         let Some(target) = target else { continue };
         if range.is_empty() {
-            pointwise::fill(threads, &target.tensor.slice(target.offset, [m, n])?, 0.0);
+            pointwise::fill(threads, target.part([m, n])?.out(), 0.0);
             continue;
         }
         let left = Matrix { offset: range.start * m, ..Matrix::transposed(grouped.left) };
         let right = Matrix { offset: range.start * n, ..Matrix::whole(grouped.right) };
-        let mut product = Gemm::plain(m, n, range.len(), left, right, target.tensor);
-        product.c.offset = target.offset;
-        gemm::gemm(threads, pool, &product)?;
+        let mut target = target.part([m, n])?;
+        gemm::gemm(threads, pool, &Gemm::plain(m, n, range.len(), left, right, target.out()))?;
     }
     Ok(())
 }
@@ -172,17 +172,17 @@ pub(crate) fn grouped_sums(
     threads: &Threads,
     counts: &Tensor,
     x: &Tensor,
-    targets: &[Option<Matrix<'_>>],
+    targets: Vec<Option<MatrixOut<'_>>>,
 ) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     debug_assert_eq!(counts.dtype(), DType::I64);
     for (range, target) in ranges("grouped sum", counts, rows)?.iter().zip(targets) {
         let Some(target) = target else { continue };
-        let target = target.tensor.slice(target.offset, [width])?;
+        let mut target = target.part([width])?;
         match range.is_empty() {
-            true => pointwise::fill(threads, &target, 0.0),
+            true => pointwise::fill(threads, target.out(), 0.0),
             false => {
-                reduce::sum_rows(threads, &x.slice(range.start * width, [range.len(), width])?, &target)?
+                reduce::sum_rows(threads, &x.slice(range.start * width, [range.len(), width])?, target.out())?
             }
         }
     }

@@ -4,6 +4,7 @@ use crate::backend::Window2d;
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -59,7 +60,7 @@ impl Window2d {
     }
 }
 
-pub(crate) fn image_to_columns(x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
+pub(crate) fn image_to_columns(x: &Tensor, window: &Window2d, columns: Out<'_>) -> Result<()> {
     let patch = columns.shape().last();
     float_kernel!("image_to_columns", x.dtype(), T => {
         let (image, columns) = (read::<T>(x), write::<T>(columns));
@@ -69,12 +70,12 @@ pub(crate) fn image_to_columns(x: &Tensor, window: &Window2d, columns: &Tensor) 
     })?
 }
 
-pub(crate) fn columns_to_image(columns: &Tensor, window: &Window2d, x: &Tensor) -> Result<()> {
-    let patch = columns.shape().last();
+pub(crate) fn columns_to_image(columns: &Tensor, window: &Window2d, x: Out<'_>) -> Result<()> {
+    let (patch, shape) = (columns.shape().last(), x.shape());
     float_kernel!("columns_to_image", x.dtype(), T => {
         let (columns, image) = (read::<T>(columns), write::<T>(x));
         let mut sums = vec![0.0f32; image.len()];
-        window.walk(x.shape(), |row, element, place| {
+        window.walk(shape, |row, element, place| {
             if let Some(place) = place {
                 sums[place] += columns[row * patch + element].widen();
             }
@@ -84,7 +85,7 @@ pub(crate) fn columns_to_image(columns: &Tensor, window: &Window2d, x: &Tensor) 
     })?
 }
 
-pub(crate) fn max_pool2d(x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()> {
+pub(crate) fn max_pool2d(x: &Tensor, window: &Window2d, y: Out<'_>, indices: Out<'_>) -> Result<()> {
     let shape = x.shape();
     let (planes, height, width) = (shape[0] * shape[1], shape[2], shape[3]);
     let plane_shape = Shape::new(&[1, 1, height, width]);

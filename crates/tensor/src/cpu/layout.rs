@@ -5,14 +5,15 @@ use crate::cpu::simd::vectorized;
 use crate::cpu::{any_kernel, float_kernel, read, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::tensor::Tensor;
 
-pub(crate) fn permute(x: &Tensor, order: &[usize], y: &Tensor) {
-    fn typed<T: Element>(x: &Tensor, order: &[usize], y: &Tensor) {
+pub(crate) fn permute(x: &Tensor, order: &[usize], y: Out<'_>) {
+    fn typed<T: Element>(x: &Tensor, order: &[usize], y: Out<'_>) {
         let strides = x.shape().strides();
         let strides: Vec<usize> = order.iter().map(|&dim| strides[dim]).collect();
-        let (input, output) = (read::<T>(x), write::<T>(y));
         let shape = y.shape();
+        let (input, output) = (read::<T>(x), write::<T>(y));
         let (rows, width) = (shape.rows(), shape.last());
         let step = strides.last().copied().unwrap_or(1);
         for r in 0..rows {
@@ -37,7 +38,7 @@ pub(crate) fn copy_blocks(
     source: &Tensor,
     source_offset: usize,
     source_stride: usize,
-    target: &Tensor,
+    target: Out<'_>,
     target_offset: usize,
     target_stride: usize,
     rows: usize,
@@ -77,7 +78,7 @@ pub(crate) fn index_select(
     outer: usize,
     size: usize,
     inner: usize,
-    y: &Tensor,
+    y: Out<'_>,
 ) -> Result<()> {
     let indices = checked_indices("index_select", indices, size)?;
     any_kernel!(x.dtype(), T => {
@@ -98,7 +99,7 @@ pub(crate) fn index_add(
     outer: usize,
     size: usize,
     inner: usize,
-    dx: &Tensor,
+    dx: Out<'_>,
 ) -> Result<()> {
     let indices = checked_indices("index_add", indices, size)?;
     float_kernel!("index_add", dy.dtype(), T => {
@@ -118,7 +119,7 @@ pub(crate) fn index_add(
     })
 }
 
-pub(crate) fn gather(x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()> {
+pub(crate) fn gather(x: &Tensor, indices: &Tensor, y: Out<'_>) -> Result<()> {
     let (rows, width, picked) = (x.shape().rows(), x.shape().last(), indices.shape().last());
     let indices = checked_indices("gather", indices, width)?;
     any_kernel!(x.dtype(), T => {
@@ -132,7 +133,7 @@ pub(crate) fn gather(x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn scatter_add(dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()> {
+pub(crate) fn scatter_add(dy: &Tensor, indices: &Tensor, dx: Out<'_>) -> Result<()> {
     let (rows, width, picked) = (dx.shape().rows(), dx.shape().last(), indices.shape().last());
     let indices = checked_indices("scatter_add", indices, width)?;
     float_kernel!("scatter_add", dy.dtype(), T => {
@@ -148,7 +149,7 @@ pub(crate) fn scatter_add(dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<
     })
 }
 
-pub(crate) fn embedding(threads: &Threads, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
+pub(crate) fn embedding(threads: &Threads, table: &Tensor, ids: &Tensor, out: Out<'_>) -> Result<()> {
     let width = table.shape().last();
     let ids = checked_indices("embedding", ids, table.shape()[0])?;
     any_kernel!(table.dtype(), T => {
@@ -171,7 +172,7 @@ pub(crate) fn embedding_backward(
     threads: &Threads,
     ids: &Tensor,
     dout: &Tensor,
-    dtable: &Tensor,
+    mut dtable: Out<'_>,
 ) -> Result<()> {
     let (size, width) = (dtable.shape()[0], dtable.shape().last());
     let ids = checked_indices("embedding_backward", ids, size)?;
@@ -185,7 +186,7 @@ pub(crate) fn embedding_backward(
         }
     }
     float_kernel!("embedding_backward", dout.dtype(), T => {
-        crate::cpu::pointwise::fill(threads, dtable, 0.0);
+        crate::cpu::pointwise::fill(threads, dtable.again(), 0.0);
         let (dout, dtable) = (read::<T>(dout), Shared::new(write::<T>(dtable)));
         threads.blocks(groups.len(), row_block(width), |range| vectorized!(|| {
             let mut sums = vec![0.0f32; width];

@@ -7,14 +7,15 @@ use crate::cpu::simd::{map_and_sum, max, sum_by, vectorized};
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 pub(crate) fn cross_entropy_rows(
     threads: &Threads,
     options: &CrossEntropyOptions,
-    logits: &Tensor,
+    logits: Out<'_>,
     targets: &Tensor,
-    losses: &Tensor,
+    losses: Out<'_>,
     gradient: LossGradient<'_>,
 ) -> Result<()> {
     let classes = logits.shape().last();

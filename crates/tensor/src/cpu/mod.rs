@@ -39,6 +39,7 @@ use crate::backend::*;
 use crate::dtype::{DType, Element};
 use crate::error::{Result, TensorError};
 use crate::memory::{Block, Category, HostPool, MemoryUsage};
+use crate::out::Out;
 use crate::pages::PagedSpec;
 use crate::random::RandomKey;
 use crate::tensor::Tensor;
@@ -112,14 +113,12 @@ pub(crate) fn read<T: Element>(tensor: &Tensor) -> &[T] {
     tensor.host::<T>().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A kernel's output. Ops hand kernels outputs that nobody else sees yet.
+/// A kernel's output.
 ///
 /// # Panics
 /// When the op above let a wrong type through, which is a bug of ours.
-#[expect(clippy::mut_from_ref, reason = "outputs are fresh: the backend's contract")]
-pub(crate) fn write<T: Element>(tensor: &Tensor) -> &mut [T] {
-    // SAFETY: the backend's contract is that outputs are the caller's own and overlap no input.
-    unsafe { tensor.host_mut::<T>() }.unwrap_or_else(|error| panic!("{error}"))
+pub(crate) fn write<T: Element>(out: Out<'_>) -> &mut [T] {
+    out.into_host().unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Threads to use when nobody says: `FERROSPEED_THREADS` or `OMP_NUM_THREADS`, else the cores we may run on.
@@ -182,14 +181,14 @@ impl Work for CpuBackend {
 }
 
 impl Copies for CpuBackend {
-    fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
+    fn copy_from_host(&self, source: &[u8], target: Out<'_>) -> Result<()> {
         if source.len() != target.size_bytes() {
             return Err(TensorError::argument(
                 "copy_from_host",
                 format!("{} bytes do not fill {target:?}", source.len()),
             ));
         }
-        // SAFETY: the target holds exactly these bytes, is a fresh output, and cannot overlap the caller's slice.
+        // SAFETY: the target holds exactly these bytes, and nobody else sees them, so neither does the caller's slice.
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target.address().as_ptr(), source.len()) };
         Ok(())
     }
@@ -206,7 +205,7 @@ impl Copies for CpuBackend {
         };
         Ok(())
     }
-    fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()> {
+    fn copy(&self, source: &Tensor, target: Out<'_>) -> Result<()> {
         if source.dtype() != target.dtype() || source.numel() != target.numel() {
             return Err(TensorError::ShapeMismatch {
                 op: "copy",
@@ -218,24 +217,24 @@ impl Copies for CpuBackend {
         unsafe { std::ptr::copy(source.address().as_ptr(), target.address().as_ptr(), source.size_bytes()) };
         Ok(())
     }
-    fn fill(&self, target: &Tensor, value: f32) -> Result<()> {
+    fn fill(&self, target: Out<'_>, value: f32) -> Result<()> {
         pointwise::fill(&self.threads, target, value);
         Ok(())
     }
-    fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()> {
+    fn cast(&self, source: &Tensor, target: Out<'_>) -> Result<()> {
         pointwise::cast(&self.threads, source, target);
         Ok(())
     }
 }
 
 impl Products for CpuBackend {
-    fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
-        gemm::gemm(&self.threads, &self.pool, gemm)
+    fn gemm(&self, gemm: Gemm<'_>) -> Result<()> {
+        gemm::gemm(&self.threads, &self.pool, &gemm)
     }
     fn screen(&self, weight: &Tensor, examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {
         Ok(Some(Box::new(screen::RowScreen::new(&self.threads, weight, examples)?)))
     }
-    fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
+    fn sum_rows(&self, x: &Tensor, target: Out<'_>) -> Result<()> {
         reduce::sum_rows(&self.threads, x, target)
     }
     fn takes_packed(&self, bits: crate::packed::PackedBits) -> bool {
@@ -244,22 +243,22 @@ impl Products for CpuBackend {
     fn gemm_packed(
         &self,
         x: &Tensor,
-        layers: &[PackedLayer<'_>],
+        layers: Vec<PackedLayer<'_>>,
         activation: Option<Activation>,
     ) -> Result<bool> {
         if layers.iter().any(|layer| !self.takes_packed(layer.weight.bits())) {
             return Ok(false);
         }
-        layers.iter().try_for_each(|layer| packed::product(&self.threads, x, layer, activation))?;
+        layers.into_iter().try_for_each(|layer| packed::product(&self.threads, x, layer, activation))?;
         Ok(true)
     }
-    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
+    fn grouped_gemm(&self, grouped: GroupedGemm<'_>) -> Result<()> {
         grouped::grouped_gemm(&self.threads, &self.pool, grouped)
     }
-    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
+    fn grouped_outer(&self, grouped: GroupedOuter<'_>) -> Result<()> {
         grouped::grouped_outer(&self.threads, &self.pool, grouped)
     }
-    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: Vec<Option<MatrixOut<'_>>>) -> Result<()> {
         grouped::grouped_sums(&self.threads, counts, x, targets)
     }
 }
@@ -271,10 +270,10 @@ impl Attention for CpuBackend {
         q: &Heads<'_>,
         k: &Heads<'_>,
         v: &Heads<'_>,
-        out: &Heads<'_>,
-        logsumexp: &Tensor,
+        out: HeadsOut<'_>,
+        logsumexp: Out<'_>,
     ) -> Result<()> {
-        attention::forward(&self.threads, spec, q, k, v, out, logsumexp)
+        attention::forward(&self.threads, spec, q, k, v, &out, logsumexp)
     }
     fn attention_backward(
         &self,
@@ -285,19 +284,17 @@ impl Attention for CpuBackend {
         out: &Heads<'_>,
         logsumexp: &Tensor,
         dout: &Heads<'_>,
-        dq: &Heads<'_>,
-        dk: &Heads<'_>,
-        dv: &Heads<'_>,
+        gradients: [HeadsOut<'_>; 3],
     ) -> Result<()> {
-        attention::backward(&self.threads, spec, q, k, v, out, logsumexp, dout, dq, dk, dv)
+        attention::backward(&self.threads, spec, [q, k, v, out, dout], logsumexp, gradients)
     }
     fn attention_step(
         &self,
         spec: &AttentionSpec<'_>,
         new: [&Heads<'_>; 3],
-        caches: [&Heads<'_>; 2],
+        caches: [HeadsOut<'_>; 2],
         place: &Tensor,
-        out: &Heads<'_>,
+        out: HeadsOut<'_>,
     ) -> Result<()> {
         attention::step(self, spec, new, caches, place, out)
     }
@@ -308,15 +305,15 @@ impl Attention for CpuBackend {
         &self,
         spec: &PagedSpec<'_>,
         [q, k, v]: [&Tensor; 3],
-        caches: [&Tensor; 2],
-        out: &Tensor,
+        mut caches: [Out<'_>; 2],
+        out: Out<'_>,
     ) -> Result<()> {
-        spec.rows.append([k, v], caches)?;
-        attention_paged::forward(&self.threads, spec, q, caches, out)
+        spec.rows.append([k, v], caches.each_mut().map(Out::again))?;
+        attention_paged::forward(&self.threads, spec, q, caches.map(|cache| cache.tensor), out)
     }
     fn rotary(
         &self,
-        heads: &Heads<'_>,
+        heads: HeadsOut<'_>,
         batch: usize,
         tokens: usize,
         head_count: usize,
@@ -325,18 +322,18 @@ impl Attention for CpuBackend {
         interleaved: bool,
         inverse: bool,
     ) -> Result<()> {
-        attention::rotary(&self.threads, heads, batch, tokens, head_count, cos, sin, interleaved, inverse)
+        attention::rotary(&self.threads, &heads, batch, tokens, head_count, cos, sin, interleaved, inverse)
     }
 }
 
 impl Rows for CpuBackend {
-    fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
+    fn embedding(&self, table: &Tensor, ids: &Tensor, out: Out<'_>) -> Result<()> {
         layout::embedding(&self.threads, table, ids, out)
     }
-    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()> {
+    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: Out<'_>) -> Result<()> {
         layout::embedding_backward(&self.threads, ids, dout, dtable)
     }
-    fn permute(&self, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
+    fn permute(&self, x: &Tensor, order: &[usize], y: Out<'_>) -> Result<()> {
         layout::permute(x, order, y);
         Ok(())
     }
@@ -345,7 +342,7 @@ impl Rows for CpuBackend {
         source: &Tensor,
         source_offset: usize,
         source_stride: usize,
-        target: &Tensor,
+        target: Out<'_>,
         target_offset: usize,
         target_stride: usize,
         rows: usize,
@@ -370,7 +367,7 @@ impl Rows for CpuBackend {
         outer: usize,
         size: usize,
         inner: usize,
-        y: &Tensor,
+        y: Out<'_>,
     ) -> Result<()> {
         layout::index_select(x, indices, outer, size, inner, y)
     }
@@ -381,23 +378,23 @@ impl Rows for CpuBackend {
         outer: usize,
         size: usize,
         inner: usize,
-        dx: &Tensor,
+        dx: Out<'_>,
     ) -> Result<()> {
         layout::index_add(dy, indices, outer, size, inner, dx)
     }
-    fn gather(&self, x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()> {
+    fn gather(&self, x: &Tensor, indices: &Tensor, y: Out<'_>) -> Result<()> {
         layout::gather(x, indices, y)
     }
-    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()> {
+    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: Out<'_>) -> Result<()> {
         layout::scatter_add(dy, indices, dx)
     }
-    fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()> {
+    fn top_k(&self, x: &Tensor, k: usize, values: Out<'_>, indices: Out<'_>) -> Result<()> {
         reduce::top_k(x, k, values, indices)
     }
-    fn sort_groups(&self, ids: &Tensor, counts: &Tensor, order: &Tensor, place: &Tensor) -> Result<()> {
+    fn sort_groups(&self, ids: &Tensor, counts: Out<'_>, order: Out<'_>, place: Out<'_>) -> Result<()> {
         grouped::sort_groups(ids, counts, order, place)
     }
-    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: &Tensor) -> Result<()> {
+    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: Out<'_>) -> Result<()> {
         grouped::spread_rows(&self.threads, x, rows, y)
     }
     fn collect_rows(
@@ -405,7 +402,7 @@ impl Rows for CpuBackend {
         x: &Tensor,
         rows: &RoutedRows<'_>,
         weights: Option<&Tensor>,
-        y: &Tensor,
+        y: Out<'_>,
     ) -> Result<()> {
         grouped::collect_rows(&self.threads, x, rows, weights, y)
     }
@@ -413,18 +410,18 @@ impl Rows for CpuBackend {
         &self,
         inputs: [&Tensor; 3],
         rows: &RoutedRows<'_>,
-        dx: &Tensor,
-        dweights: &Tensor,
+        dx: Out<'_>,
+        dweights: Out<'_>,
     ) -> Result<()> {
         grouped::collect_rows_backward(&self.threads, inputs, rows, dx, dweights)
     }
-    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
+    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: Out<'_>) -> Result<()> {
         image::image_to_columns(x, window, columns)
     }
-    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: &Tensor) -> Result<()> {
+    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: Out<'_>) -> Result<()> {
         image::columns_to_image(columns, window, x)
     }
-    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()> {
+    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: Out<'_>, indices: Out<'_>) -> Result<()> {
         image::max_pool2d(x, window, y, indices)
     }
 }
@@ -435,47 +432,56 @@ impl Pointwise for CpuBackend {
         activation: Activation,
         x: &Tensor,
         dy: &Tensor,
-        dx: &Tensor,
+        dx: Out<'_>,
     ) -> Result<()> {
         pointwise::unary_backward(&self.threads, Unary::Activation(activation), x, dy, dx)
     }
     fn activation_backward_in_place(
         &self,
         activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
+        before: Out<'_>,
+        gradient: Out<'_>,
     ) -> Result<()> {
         pointwise::activation_backward_in_place(&self.threads, activation, before, gradient)
     }
     fn activation_backward_sums(
         &self,
         activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
+        before: Out<'_>,
+        mut gradient: Out<'_>,
         rebuilds: bool,
-        sums: Option<&Tensor>,
+        sums: Option<Out<'_>>,
     ) -> Result<()> {
         // Sums are taken in parts, by the number of rows alone: where those are fewer than threads, one after the other.
         let parts = reduce::partial_blocks(before.shape().rows()).0;
-        if let Some(sums) = sums.filter(|_| rebuilds && parts >= self.threads.count()) {
-            return pointwise::activation_backward_sums(&self.threads, activation, before, gradient, sums);
-        }
+        let sums = match sums {
+            Some(sums) if rebuilds && parts >= self.threads.count() => {
+                return pointwise::activation_backward_sums(
+                    &self.threads,
+                    activation,
+                    before,
+                    gradient,
+                    sums,
+                );
+            }
+            sums => sums,
+        };
         if rebuilds {
-            self.activation_backward_in_place(activation, before, gradient)?;
+            self.activation_backward_in_place(activation, before, gradient.again())?;
         } else {
-            self.activation_backward(activation, before, gradient, gradient)?;
+            pointwise::gradient_in_place(&self.threads, activation, before.tensor, gradient.again())?;
         }
-        sums.map_or(Ok(()), |sums| self.sum_rows(gradient, sums))
+        sums.map_or(Ok(()), |sums| self.sum_rows(gradient.tensor, sums))
     }
-    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: Out<'_>) -> Result<()> {
         pointwise::gated(&self.threads, activation, gate, up, y)
     }
     fn gated_backward_in_place(
         &self,
         activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
+        gate: Out<'_>,
+        up: Out<'_>,
+        dy: Out<'_>,
         rebuilds: bool,
     ) -> Result<()> {
         pointwise::gated_backward_in_place(&self.threads, activation, gate, up, dy, rebuilds)
@@ -486,36 +492,42 @@ impl Pointwise for CpuBackend {
         gate: &Tensor,
         up: &Tensor,
         dy: &Tensor,
-        dgate: &Tensor,
-        dup: &Tensor,
+        dgate: Out<'_>,
+        dup: Out<'_>,
     ) -> Result<()> {
         pointwise::gated_backward(&self.threads, activation, gate, up, dy, dgate, dup)
     }
-    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
+    fn scale_in_place(&self, target: Out<'_>, factor: &Tensor) -> Result<()> {
+        pointwise::scale_in_place(&self.threads, target, read::<f32>(factor)[0])
+    }
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: Out<'_>) -> Result<()> {
         pointwise::scale_by(&self.threads, source, read::<f32>(factor)[0], target)
     }
-    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
+    fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
         pointwise::dropout(&self.threads, x, y, p, key)
     }
-    fn dropout_rows(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+    fn dropout_rows(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
         pointwise::dropout_rows(&self.threads, x, y, p, key, starts)
     }
-    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
+    fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
         pointwise::unary(&self.threads, op, x, y)
     }
-    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+    fn unary_in_place(&self, op: Unary, x: Out<'_>) -> Result<()> {
+        pointwise::unary_in_place(&self.threads, op, x)
+    }
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: Out<'_>) -> Result<()> {
         pointwise::unary_backward(&self.threads, op, x, dy, dx)
     }
-    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
         pointwise::binary(&self.threads, op, a, b, y)
     }
-    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
+    fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()> {
         pointwise::add_assign(&self.threads, target, source)
     }
-    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
         pointwise::compare(&self.threads, op, a, b, y)
     }
-    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
         pointwise::select(condition, a, b, y)
     }
 }
@@ -526,12 +538,12 @@ impl Sums for CpuBackend {
         kind: NormKind,
         eps: f32,
         x: &Tensor,
-        residual: Option<(&Tensor, &Tensor)>,
+        residual: Option<(&Tensor, Out<'_>)>,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
-        y: &Tensor,
-        mean: &Tensor,
-        rstd: &Tensor,
+        y: Out<'_>,
+        mean: Out<'_>,
+        rstd: Out<'_>,
     ) -> Result<()> {
         norm::norm(&self.threads, kind, eps, x, residual, weight, bias, y, mean, rstd)
     }
@@ -544,28 +556,28 @@ impl Sums for CpuBackend {
         rstd: &Tensor,
         dy: &Tensor,
         dsum: Option<&Tensor>,
-        dx: &Tensor,
-        dweight: Option<&Tensor>,
-        dbias: Option<&Tensor>,
+        dx: Out<'_>,
+        dweight: Option<Out<'_>>,
+        dbias: Option<Out<'_>>,
     ) -> Result<()> {
         norm::norm_backward(&self.threads, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
     }
     fn cross_entropy_rows(
         &self,
         options: &CrossEntropyOptions,
-        logits: &Tensor,
+        logits: Out<'_>,
         targets: &Tensor,
-        losses: &Tensor,
+        losses: Out<'_>,
         gradient: LossGradient<'_>,
     ) -> Result<()> {
         loss::cross_entropy_rows(&self.threads, options, logits, targets, losses, gradient)
     }
-    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()> {
         let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();
         write::<i64>(target)[0] = counted as i64;
         Ok(())
     }
-    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: Out<'_>) -> Result<()> {
         let total: f64 = read::<f32>(losses).iter().copied().map(f64::from).sum();
         write::<f32>(target)[0] = (total / read::<i64>(counted)[0].max(1) as f64) as f32;
         Ok(())
@@ -577,20 +589,20 @@ impl Sums for CpuBackend {
         outer: usize,
         size: usize,
         inner: usize,
-        y: &Tensor,
+        y: Out<'_>,
     ) -> Result<()> {
         reduce::reduce(&self.threads, op, x, outer, size, inner, y)
     }
-    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
+    fn sum_to(&self, x: &Tensor, y: Out<'_>) -> Result<()> {
         pointwise::sum_to(x, y)
     }
-    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
+    fn softmax(&self, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
         reduce::softmax(&self.threads, x, y, log)
     }
-    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: Out<'_>, log: bool) -> Result<()> {
         reduce::softmax_backward(&self.threads, y, dy, dx, log)
     }
-    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
+    fn cumsum(&self, x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()> {
         reduce::cumsum(x, y, reverse)
     }
 }

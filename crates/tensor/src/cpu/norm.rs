@@ -10,6 +10,7 @@ use crate::cpu::simd::{dot, sum_by, vectorized};
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::Result;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 #[inline(always)]
@@ -24,12 +25,12 @@ pub(crate) fn norm(
     kind: NormKind,
     eps: f32,
     x: &Tensor,
-    residual: Option<(&Tensor, &Tensor)>,
+    residual: Option<(&Tensor, Out<'_>)>,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    y: &Tensor,
-    mean: &Tensor,
-    rstd: &Tensor,
+    y: Out<'_>,
+    mean: Out<'_>,
+    rstd: Out<'_>,
 ) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     float_kernel!("norm", x.dtype(), T => {
@@ -99,9 +100,9 @@ pub(crate) fn norm_backward(
     rstd: &Tensor,
     dy: &Tensor,
     dsum: Option<&Tensor>,
-    dx: &Tensor,
-    dweight: Option<&Tensor>,
-    dbias: Option<&Tensor>,
+    dx: Out<'_>,
+    dweight: Option<Out<'_>>,
+    dbias: Option<Out<'_>>,
 ) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     float_kernel!("norm_backward", x.dtype(), T => {

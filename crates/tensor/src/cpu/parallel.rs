@@ -6,6 +6,9 @@
 use std::sync::Arc;
 
 use crate::cpu::crew::Crew;
+use crate::cpu::write;
+use crate::dtype::Element;
+use crate::out::Out;
 
 /// How many threads a CPU device uses: the caller's, and those that help it.
 #[derive(Clone)]
@@ -54,6 +57,14 @@ unsafe impl<T: Send> Sync for Shared<T> {}
 impl<T> Shared<T> {
     pub(crate) fn new(slice: &mut [T]) -> Self {
         Shared(slice.as_mut_ptr(), slice.len())
+    }
+
+    /// The elements of an output, which stays where it is while tasks write.
+    pub(crate) fn of(out: &Out<'_>) -> Self
+    where
+        T: Element,
+    {
+        Shared::new(write(Out { tensor: out.tensor }))
     }
 
     /// # Safety

@@ -11,6 +11,7 @@ use crate::cpu::simd::vectorized;
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::random::{RandomKey, drop_threshold};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
@@ -35,6 +36,16 @@ fn map<X: Element, Y: Element>(
     });
 }
 
+/// `x[i] = f(x[i])` over blocks.
+fn map_in_place<T: Element>(threads: &Threads, x: &mut [T], f: impl Fn(T) -> T + Sync + Send + Copy) {
+    let x = Shared::new(x);
+    threads.blocks(x.len(), POINTWISE_BLOCK, |range| {
+        // SAFETY: blocks are disjoint.
+        let x = unsafe { x.range(range) };
+        vectorized!(|| x.iter_mut().for_each(|x| *x = f(*x)));
+    });
+}
+
 /// `y[i] = f(a[i], b[i])` over blocks.
 fn map2<A: Element, B: Element, Y: Element>(
     threads: &Threads,
@@ -56,8 +67,8 @@ fn map2<A: Element, B: Element, Y: Element>(
     });
 }
 
-pub(crate) fn fill(threads: &Threads, target: &Tensor, value: f32) {
-    fn typed<T: Element>(threads: &Threads, target: &Tensor, value: T) {
+pub(crate) fn fill(threads: &Threads, target: Out<'_>, value: f32) {
+    fn typed<T: Element>(threads: &Threads, target: Out<'_>, value: T) {
         let target = Shared::new(write::<T>(target));
         threads.blocks(target.len(), POINTWISE_BLOCK, |range| {
             // SAFETY: blocks are disjoint.
@@ -75,11 +86,11 @@ pub(crate) fn fill(threads: &Threads, target: &Tensor, value: f32) {
     }
 }
 
-pub(crate) fn cast(threads: &Threads, x: &Tensor, y: &Tensor) {
+pub(crate) fn cast(threads: &Threads, x: &Tensor, y: Out<'_>) {
     fn to_float<X: Element>(
         threads: &Threads,
         x: &Tensor,
-        y: &Tensor,
+        y: Out<'_>,
         widen: impl Fn(X) -> f32 + Sync + Send + Copy,
     ) {
         let x = read::<X>(x);
@@ -125,7 +136,7 @@ macro_rules! with_unary {
     };
 }
 
-pub(crate) fn unary(threads: &Threads, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
+pub(crate) fn unary(threads: &Threads, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
     float_kernel!("unary", x.dtype(), T => {
         let (input, output) = (read::<T>(x), write::<T>(y));
         macro_rules! apply { ($f:expr) => {{ let f = $f; map(threads, input, output, move |v: T| T::narrow(f(v.widen()))) }}; }
@@ -133,21 +144,31 @@ pub(crate) fn unary(threads: &Threads, op: Unary, x: &Tensor, y: &Tensor) -> Res
     })
 }
 
-/// `target = source · factor`, rounded once to the target's type; both may be one tensor.
-pub(crate) fn scale_by(threads: &Threads, source: &Tensor, factor: f32, target: &Tensor) -> Result<()> {
-    match (source.address() == target.address(), factor == 1.0) {
-        (true, true) => return Ok(()),
-        (true, false) => return unary(threads, Unary::Affine { scale: factor, shift: 0.0 }, source, target),
-        (false, true) => {
-            cast(threads, source, target);
-            return Ok(());
-        }
-        (false, false) => {}
+pub(crate) fn unary_in_place(threads: &Threads, op: Unary, x: Out<'_>) -> Result<()> {
+    float_kernel!("unary", x.dtype(), T => {
+        let x = write::<T>(x);
+        macro_rules! apply { ($f:expr) => {{ let f = $f; map_in_place(threads, x, move |v: T| T::narrow(f(v.widen()))) }}; }
+        with_unary!(op, apply)
+    })
+}
+
+pub(crate) fn scale_in_place(threads: &Threads, target: Out<'_>, factor: f32) -> Result<()> {
+    match factor == 1.0 {
+        true => Ok(()),
+        false => unary_in_place(threads, Unary::Affine { scale: factor, shift: 0.0 }, target),
+    }
+}
+
+/// `target = source · factor`, rounded once to the target's type.
+pub(crate) fn scale_by(threads: &Threads, source: &Tensor, factor: f32, target: Out<'_>) -> Result<()> {
+    if factor == 1.0 {
+        cast(threads, source, target);
+        return Ok(());
     }
     float_kernel!("scale_by", source.dtype(), S => {
         let source = read::<S>(source);
         float_kernel!("scale_by", target.dtype(), T => {
-            // Zero is added, as where both are one tensor: a negative zero becomes the usual one.
+            // Zero is added, as in place: a negative zero becomes the usual one.
             map(threads, source, write::<T>(target), move |v: S| T::narrow(factor * v.widen() + 0.0))
         })
     })?
@@ -158,7 +179,7 @@ pub(crate) fn unary_backward(
     op: Unary,
     x: &Tensor,
     dy: &Tensor,
-    dx: &Tensor,
+    dx: Out<'_>,
 ) -> Result<()> {
     float_kernel!("unary_backward", x.dtype(), T => {
         let (input, gradient, output) = (read::<T>(x), read::<T>(dy), write::<T>(dx));
@@ -178,12 +199,34 @@ pub(crate) fn unary_backward(
     })
 }
 
+/// `gradient` is multiplied by `f'(before)`.
+pub(crate) fn gradient_in_place(
+    threads: &Threads,
+    activation: Activation,
+    before: &Tensor,
+    gradient: Out<'_>,
+) -> Result<()> {
+    float_kernel!("activation_backward", before.dtype(), T => {
+        let (before, gradient) = (read::<T>(before), Shared::new(write::<T>(gradient)));
+        threads.blocks(before.len(), POINTWISE_BLOCK, |range| {
+            // SAFETY: blocks are disjoint.
+            let gradient = unsafe { gradient.range(range.clone()) };
+            let before = &before[range];
+            vectorized!(|| with_activation!(activation, KIND => {
+                for (gradient, before) in gradient.iter_mut().zip(before) {
+                    *gradient = T::narrow(gradient.widen() * activate_derivative(KIND, before.widen()));
+                }
+            }));
+        });
+    })
+}
+
 /// `before` becomes `f(before)`, `gradient` is multiplied by `f'(before)`, in one pass over both.
 pub(crate) fn activation_backward_in_place(
     threads: &Threads,
     activation: Activation,
-    before: &Tensor,
-    gradient: &Tensor,
+    before: Out<'_>,
+    gradient: Out<'_>,
 ) -> Result<()> {
     float_kernel!("activation_backward", before.dtype(), T => {
         let (before, gradient) = (Shared::new(write::<T>(before)), Shared::new(write::<T>(gradient)));
@@ -199,9 +242,9 @@ pub(crate) fn activation_backward_in_place(
 pub(crate) fn activation_backward_sums(
     threads: &Threads,
     activation: Activation,
-    before: &Tensor,
-    gradient: &Tensor,
-    sums: &Tensor,
+    before: Out<'_>,
+    gradient: Out<'_>,
+    sums: Out<'_>,
 ) -> Result<()> {
     let (rows, width) = (before.shape().rows(), before.shape().last());
     float_kernel!("activation_backward", before.dtype(), T => {
@@ -229,7 +272,7 @@ pub(crate) fn gated(
     activation: Activation,
     gate: &Tensor,
     up: &Tensor,
-    y: &Tensor,
+    y: Out<'_>,
 ) -> Result<()> {
     float_kernel!("gated", gate.dtype(), T => {
         let (gate, up, y) = (read::<T>(gate), read::<T>(up), Shared::new(write::<T>(y)));
@@ -256,8 +299,8 @@ pub(crate) fn gated_backward(
     gate: &Tensor,
     up: &Tensor,
     dy: &Tensor,
-    dgate: &Tensor,
-    dup: &Tensor,
+    dgate: Out<'_>,
+    dup: Out<'_>,
 ) -> Result<()> {
     float_kernel!("gated_backward", gate.dtype(), T => {
         let (gate, up, dy) = (read::<T>(gate), read::<T>(up), read::<T>(dy));
@@ -286,9 +329,9 @@ pub(crate) fn gated_backward(
 pub(crate) fn gated_backward_in_place(
     threads: &Threads,
     activation: Activation,
-    gate: &Tensor,
-    up: &Tensor,
-    dy: &Tensor,
+    gate: Out<'_>,
+    up: Out<'_>,
+    dy: Out<'_>,
     rebuilds: bool,
 ) -> Result<()> {
     float_kernel!("gated_backward_in_place", gate.dtype(), T => {
@@ -316,7 +359,7 @@ pub(crate) fn gated_backward_in_place(
     })
 }
 
-pub(crate) fn add_assign(threads: &Threads, target: &Tensor, source: &Tensor) -> Result<()> {
+pub(crate) fn add_assign(threads: &Threads, target: Out<'_>, source: &Tensor) -> Result<()> {
     if target.shape() != source.shape() {
         return Err(TensorError::ShapeMismatch {
             op: "add_assign",
@@ -342,7 +385,7 @@ pub(crate) fn add_assign(threads: &Threads, target: &Tensor, source: &Tensor) ->
     })?
 }
 
-pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
+pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
     let scale = 1.0 / (1.0 - p);
     let threshold = drop_threshold(p);
     float_kernel!("dropout", x.dtype(), T => {
@@ -368,7 +411,7 @@ pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: &Tensor, p: f32, key: Ra
 pub(crate) fn dropout_rows(
     threads: &Threads,
     x: &Tensor,
-    y: &Tensor,
+    y: Out<'_>,
     p: f32,
     key: RandomKey,
     starts: &[u64],
@@ -433,19 +476,19 @@ fn broadcast2<A: Element, B: Element, Y: Element>(
     threads: &Threads,
     a: &Tensor,
     b: &Tensor,
-    y: &Tensor,
+    y: Out<'_>,
     f: impl Fn(A, B) -> Y + Sync + Send + Copy,
 ) {
+    let shape = y.shape();
     let (left, right, output) = (read::<A>(a), read::<B>(b), write::<Y>(y));
-    if a.shape() == y.shape() && b.shape() == y.shape() {
+    if a.shape() == shape && b.shape() == shape {
         return map2(threads, left, right, output, f);
     }
-    let (a_strides, b_strides) =
-        (broadcast_strides(a.shape(), y.shape()), broadcast_strides(b.shape(), y.shape()));
-    let width = y.shape().last();
+    let (a_strides, b_strides) = (broadcast_strides(a.shape(), shape), broadcast_strides(b.shape(), shape));
+    let width = shape.last();
     let (a_step, b_step) = (last_stride(&a_strides), last_stride(&b_strides));
     vectorized!(|| {
-        broadcast_rows(y.shape(), [&a_strides, &b_strides], |start, [a_start, b_start]| {
+        broadcast_rows(shape, [&a_strides, &b_strides], |start, [a_start, b_start]| {
             for i in 0..width {
                 output[start + i] = f(left[a_start + i * a_step], right[b_start + i * b_step]);
             }
@@ -453,7 +496,7 @@ fn broadcast2<A: Element, B: Element, Y: Element>(
     });
 }
 
-pub(crate) fn binary(threads: &Threads, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+pub(crate) fn binary(threads: &Threads, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
     float_kernel!("binary", a.dtype(), T => {
         macro_rules! apply { ($f:expr) => { broadcast2(threads, a, b, y, |a: T, b: T| { let f: fn(f32, f32) -> f32 = $f; T::narrow(f(a.widen(), b.widen())) }) }; }
         match op {
@@ -467,8 +510,8 @@ pub(crate) fn binary(threads: &Threads, op: Binary, a: &Tensor, b: &Tensor, y: &
     })
 }
 
-pub(crate) fn compare(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-    fn typed<T: Element + PartialOrd>(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) {
+pub(crate) fn compare(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+    fn typed<T: Element + PartialOrd>(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) {
         match op {
             Comparison::Equal => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a == b)),
             Comparison::Less => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a < b)),
@@ -486,7 +529,7 @@ pub(crate) fn compare(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor,
     Ok(())
 }
 
-pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
+pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
     let shape = y.shape();
     let strides = [condition, a, b].map(|operand| broadcast_strides(operand.shape(), shape));
     let [c_step, a_step, b_step] = [0, 1, 2].map(|i| last_stride(&strides[i]));
@@ -503,7 +546,7 @@ pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> 
 }
 
 /// Sums `x` down to `y`'s shape, in row order, in f32.
-pub(crate) fn sum_to(x: &Tensor, y: &Tensor) -> Result<()> {
+pub(crate) fn sum_to(x: &Tensor, y: Out<'_>) -> Result<()> {
     let strides = broadcast_strides(y.shape(), x.shape());
     let step = last_stride(&strides);
     let width = x.shape().last();

@@ -7,6 +7,7 @@ use crate::cpu::simd::{max, sum_by, vectorized};
 use crate::cpu::{float_kernel, read, write};
 use crate::dtype::Float;
 use crate::error::Result;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// How rows are cut for sums over rows: at most 16 parts, by the number of rows alone. (parts, rows per part)
@@ -16,7 +17,7 @@ pub(crate) fn partial_blocks(rows: usize) -> (usize, usize) {
 }
 
 /// Sums `[rows, width]` over rows.
-pub(crate) fn sum_rows(threads: &Threads, x: &Tensor, y: &Tensor) -> Result<()> {
+pub(crate) fn sum_rows(threads: &Threads, x: &Tensor, y: Out<'_>) -> Result<()> {
     let width = y.numel();
     let rows = x.numel().checked_div(width).unwrap_or(0);
     float_kernel!("sum_rows", x.dtype(), T => {
@@ -44,7 +45,7 @@ pub(crate) fn add_row<T: Float>(sums: &mut [f32], row: &[T]) {
 }
 
 /// The sums of all parts, in order, each `y` long.
-pub(crate) fn add_parts(parts: &[f32], y: &Tensor) -> Result<()> {
+pub(crate) fn add_parts(parts: &[f32], y: Out<'_>) -> Result<()> {
     let width = y.numel();
     float_kernel!("sum_rows", y.dtype(), Y => {
         for (i, target) in write::<Y>(y).iter_mut().enumerate() {
@@ -60,7 +61,7 @@ pub(crate) fn reduce(
     outer: usize,
     size: usize,
     inner: usize,
-    y: &Tensor,
+    y: Out<'_>,
 ) -> Result<()> {
     float_kernel!("reduce", x.dtype(), T => {
         let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
@@ -84,7 +85,7 @@ pub(crate) fn reduce(
     })
 }
 
-pub(crate) fn softmax(threads: &Threads, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
+pub(crate) fn softmax(threads: &Threads, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     float_kernel!("softmax", x.dtype(), T => {
         let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
@@ -115,7 +116,7 @@ pub(crate) fn softmax_backward(
     threads: &Threads,
     y: &Tensor,
     dy: &Tensor,
-    dx: &Tensor,
+    dx: Out<'_>,
     log: bool,
 ) -> Result<()> {
     let (rows, width) = (y.shape().rows(), y.shape().last());
@@ -147,7 +148,7 @@ pub(crate) fn softmax_backward(
     })
 }
 
-pub(crate) fn cumsum(x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
+pub(crate) fn cumsum(x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     float_kernel!("cumsum", x.dtype(), T => {
         let (x, y) = (read::<T>(x), write::<T>(y));
@@ -162,7 +163,7 @@ pub(crate) fn cumsum(x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
     })
 }
 
-pub(crate) fn top_k(x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()> {
+pub(crate) fn top_k(x: &Tensor, k: usize, values: Out<'_>, indices: Out<'_>) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     let indices = write::<i64>(indices);
     float_kernel!("top_k", x.dtype(), T => {

@@ -81,7 +81,7 @@ impl RowScreen {
         }
         let empty =
             |shape: [usize; 2], dtype| Tensor::empty_in(shape, dtype, weight.device(), Category::Buffers);
-        let screen = RowScreen {
+        let mut screen = RowScreen {
             threads: threads.clone(),
             rows,
             width,
@@ -91,13 +91,14 @@ impl RowScreen {
             usual: unit_mean(&examples.to_vec_f32()?, width),
             bounds: [vec![0.0; rows], vec![0.0; rows]],
         };
-        float_kernel!("screen", weight.dtype(), T => screen.copy_rows::<T>(weight))?;
+        float_kernel!("screen", weight.dtype(), T => screen.copy_rows::<T>(weight)?)?;
         Ok(screen)
     }
 
-    fn copy_rows<T: Float>(&self, weight: &Tensor) {
+    fn copy_rows<T: Float>(&mut self, weight: &Tensor) -> Result<()> {
         let weight = read::<T>(weight);
-        let (codes, facts) = (Shared::new(write::<u8>(&self.codes)), Shared::new(write::<f32>(&self.facts)));
+        let codes = Shared::new(write::<u8>(self.codes.out()?));
+        let facts = Shared::new(write::<f32>(self.facts.out()?));
         self.threads.blocks(self.rows, BLOCK, |block| {
             let (mut line, mut errors) = (vec![0.0f32; self.width], vec![0.0f32; self.width]);
             for row in block {
@@ -117,6 +118,7 @@ impl RowScreen {
                 }
             }
         });
+        Ok(())
     }
 
     /// Bounds of the products of all rows with `x`; `None` where `x` is too large, too small or no vector of numbers.

@@ -99,9 +99,9 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
     if few_rows(backend, gemm)? {
         return Ok(());
     }
-    let target = match (gemm.activation, gemm.before_activation) {
-        (Some(_), Some(before)) => Matrix { tensor: before, ..gemm.c },
-        _ => gemm.c,
+    let target = match (gemm.activation, &gemm.before_activation) {
+        (Some(_), Some(before)) => Matrix { tensor: before.tensor, ..gemm.c.matrix() },
+        _ => gemm.c.matrix(),
     };
     if gemm.k == 0 {
         return Err(TensorError::argument(OP, "a product over nothing"));
@@ -145,7 +145,7 @@ fn has_few_rows(gemm: &Gemm<'_>) -> bool {
     let packed = gemm.a.row_stride == k
         && gemm.c.row_stride == n
         && gemm.b.row_stride == if gemm.b.transposed { k } else { n };
-    let addresses = [address(&gemm.a), address(&gemm.b), address(&gemm.c)];
+    let addresses = [address(&gemm.a), address(&gemm.b), address(&gemm.c.matrix())];
     let aligned =
         k.is_multiple_of(8) && n.is_multiple_of(8) && addresses.iter().all(|a| a.is_multiple_of(16));
     m <= FEW_ROWS && k > 0 && plain && packed && aligned
@@ -178,7 +178,7 @@ fn few_rows_out_in(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> {
         if let Some(one) = products.get(side) {
             sides.weights[side] = address(&one.b);
             sides.biases[side] = at_option(one.bias);
-            sides.results[side] = address(&one.c);
+            sides.results[side] = address(&one.c.matrix());
             end += one.n as u64;
         }
         sides.ends[side] = end;
@@ -193,7 +193,7 @@ fn few_rows_out_in(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> {
         sides,
         first.k as u64,
         address(&first.a),
-        at_option(first.before_activation),
+        at_option(first.before_activation.as_ref().map(|before| before.tensor)),
         first.activation.map_or(-1, activation_number)
     )
 }
@@ -217,8 +217,9 @@ fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     let defines = [real(OP, dtype)?, ROWS[m - 1], define];
     let kernel = Kernel { source: Source::Product, defines, name: "few_rows_in_out" };
     let activation = gemm.activation.map_or(-1, activation_number);
-    let [a, b, c] = [address(&gemm.a), address(&gemm.b), address(&gemm.c)];
-    let (bias, before) = (at_option(gemm.bias), at_option(gemm.before_activation));
+    let [a, b, c] = [address(&gemm.a), address(&gemm.b), address(&gemm.c.matrix())];
+    let (bias, before) =
+        (at_option(gemm.bias), at_option(gemm.before_activation.as_ref().map(|before| before.tensor)));
     launch!(
         overlapping backend,
         kernel,

@@ -1,7 +1,7 @@
 //! Rows by group: `kernels/grouped.cu`, and their products, `kernels/grouped_product.cu`. The host never learns how many rows
 //! a group has.
 
-use crate::backend::{GroupedGemm, GroupedOuter, Matrix, RoutedRows};
+use crate::backend::{GroupedGemm, GroupedOuter, Matrix, MatrixOut, RoutedRows};
 use crate::cuda::{BLOCK, CudaBackend, Kernel, Scratch, Source, at, at_option, launch, op_number, real};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -275,7 +275,7 @@ pub(super) fn grouped_gemm(backend: &CudaBackend, grouped: &GroupedGemm<'_>) -> 
         return Ok(());
     }
     let dtype = grouped.a.dtype();
-    let addresses = grouped.b.iter().map(address).chain([at(grouped.a), at(grouped.c)]);
+    let addresses = grouped.b.iter().map(address).chain([at(grouped.a), at(grouped.c.tensor)]);
     let on_cores = fits_cores(dtype, [n, k], addresses);
     let tile = if on_cores { 128 } else { 64 };
     let plan = Plan::new(backend, grouped.counts, rows, tile)?;
@@ -285,7 +285,7 @@ pub(super) fn grouped_gemm(backend: &CudaBackend, grouped: &GroupedGemm<'_>) -> 
     for first in (0..groups).step_by(MOST) {
         let b = places(grouped.b[first..].iter().map(address));
         let bias = places(grouped.bias.iter().skip(first).map(address));
-        let (a, c, first) = (at(grouped.a), at(grouped.c), first as u64);
+        let (a, c, first) = (at(grouped.a), at(grouped.c.tensor), first as u64);
         if on_cores {
             let cores = cores(backend);
             let kernel = product(dtype, if transposed { cores.rows_out_in } else { cores.rows_in_out })?;
@@ -328,7 +328,7 @@ pub(super) fn grouped_gemm(backend: &CudaBackend, grouped: &GroupedGemm<'_>) -> 
     }
     let (kernel, block) = (product(dtype, "zero_tail")?, [BLOCK, 1, 1]);
     let (grid, total) = (backend.grid_single(rows * n), rows as u64);
-    launch!(backend, kernel, grid, block, 0, groups as u64, total, width, plan.starts(), at(grouped.c))
+    launch!(backend, kernel, grid, block, 0, groups as u64, total, width, plan.starts(), at(grouped.c.tensor))
 }
 
 pub(super) fn grouped_outer(backend: &CudaBackend, grouped: &GroupedOuter<'_>) -> Result<()> {
@@ -338,7 +338,8 @@ pub(super) fn grouped_outer(backend: &CudaBackend, grouped: &GroupedOuter<'_>) -
         return Ok(());
     }
     let dtype = grouped.left.dtype();
-    let targets = || grouped.c.iter().map(|target| target.as_ref().map_or(0, address));
+    let targets =
+        || grouped.c.iter().map(|target| target.as_ref().map_or(0, |target| address(&target.matrix())));
     let on_cores = fits_cores(dtype, [m, n], targets().chain([at(grouped.left), at(grouped.right)]));
     let tile = if on_cores { 128 } else { 64 };
     let plan = Plan::new(backend, grouped.counts, rows, tile)?;
@@ -373,7 +374,7 @@ pub(super) fn grouped_sums(
     backend: &CudaBackend,
     counts: &Tensor,
     x: &Tensor,
-    targets: &[Option<Matrix<'_>>],
+    targets: &[Option<MatrixOut<'_>>],
 ) -> Result<()> {
     let (rows, width) = (x.shape().rows(), x.shape().last());
     if width == 0 {
@@ -382,7 +383,8 @@ pub(super) fn grouped_sums(
     let plan = Plan::new(backend, counts, rows, 128)?;
     for first in (0..targets.len()).step_by(MOST) {
         let own = &targets[first..targets.len().min(first + MOST)];
-        let at_targets = places(own.iter().map(|target| target.as_ref().map_or(0, address)));
+        let at_targets =
+            places(own.iter().map(|target| target.as_ref().map_or(0, |target| address(&target.matrix()))));
         let grid = [width.div_ceil(BLOCK as usize) as u32, own.len() as u32, 1];
         let kernel = product(x.dtype(), "group_sums")?;
         let (first, width) = (first as u64, width as u64);

@@ -33,6 +33,7 @@ use crate::backend::*;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
+use crate::out::Out;
 use crate::packed::PackedBits;
 use crate::pages::PagedSpec;
 use crate::random::RandomKey;
@@ -340,15 +341,15 @@ impl Copies for CudaBackend {
     fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
         self.locked_tensor(numel, dtype, category)
     }
-    fn copy_beside(&self, source: &Tensor, target: &Tensor, after: &Mark) -> Result<Mark> {
-        self.begin_beside(source, target, after)
+    fn copy_beside(&self, source: &Tensor, target: Out<'_>, after: &Mark) -> Result<Mark> {
+        self.begin_beside(source, target.tensor, after)
     }
-    fn copy_from_host(&self, source: &[u8], target: &Tensor) -> Result<()> {
+    fn copy_from_host(&self, source: &[u8], target: Out<'_>) -> Result<()> {
         if source.len() != target.size_bytes() {
             let what = format!("{} bytes do not fill {target:?}", source.len());
             return Err(TensorError::argument("copy_from_host", what));
         }
-        self.write(source, at(target))
+        self.write(source, at(target.tensor))
     }
     fn copy_to_host(&self, source: &Tensor, target: &mut [u8]) -> Result<()> {
         if target.len() != source.size_bytes() {
@@ -360,7 +361,7 @@ impl Copies for CudaBackend {
     fn read_later<'a>(&'a self, source: &Tensor) -> Result<ReadLater<'a>> {
         Ok(Box::new(self.begin_read(at(source), source.size_bytes())?))
     }
-    fn copy(&self, source: &Tensor, target: &Tensor) -> Result<()> {
+    fn copy(&self, source: &Tensor, target: Out<'_>) -> Result<()> {
         if source.dtype() != target.dtype() || source.numel() != target.numel() {
             return Err(TensorError::ShapeMismatch {
                 op: "copy",
@@ -368,22 +369,23 @@ impl Copies for CudaBackend {
                 right: *target.shape(),
             });
         }
-        self.copy_bytes(at(source), at(target), source.size_bytes())
+        self.copy_bytes(at(source), at(target.tensor), source.size_bytes())
     }
-    fn fill(&self, target: &Tensor, value: f32) -> Result<()> {
-        layout::fill(self, target, value)
+    fn fill(&self, target: Out<'_>, value: f32) -> Result<()> {
+        layout::fill(self, target.tensor, value)
     }
-    fn cast(&self, source: &Tensor, target: &Tensor) -> Result<()> {
-        layout::cast(self, source, target)
+    fn cast(&self, source: &Tensor, target: Out<'_>) -> Result<()> {
+        layout::cast(self, source, target.tensor)
     }
 }
 
 impl Products for CudaBackend {
-    fn gemm(&self, gemm: &Gemm<'_>) -> Result<()> {
-        gemm::gemm(self, gemm)
+    fn gemm(&self, gemm: Gemm<'_>) -> Result<()> {
+        gemm::gemm(self, &gemm)
     }
-    fn split_columns(&self, x: &Tensor, parts: &[&Tensor]) -> Result<()> {
-        layout::split_columns(self, x, parts)
+    fn split_columns(&self, x: &Tensor, parts: Vec<Out<'_>>) -> Result<()> {
+        let parts: Vec<&Tensor> = parts.iter().map(|part| part.tensor).collect();
+        layout::split_columns(self, x, &parts)
     }
     fn joined_rows(&self) -> Option<[usize; 2]> {
         Some([gemm::FEW_ROWS, gemm::JOINED_ROWS])
@@ -394,25 +396,25 @@ impl Products for CudaBackend {
     fn gemm_packed(
         &self,
         x: &Tensor,
-        layers: &[PackedLayer<'_>],
+        layers: Vec<PackedLayer<'_>>,
         activation: Option<Activation>,
     ) -> Result<bool> {
         packed::products(self, x, layers, activation)
     }
-    fn gemms(&self, products: &[Gemm<'_>]) -> Result<()> {
-        gemm::gemms(self, products)
+    fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
+        gemm::gemms(self, &products)
     }
-    fn sum_rows(&self, x: &Tensor, target: &Tensor) -> Result<()> {
-        reduce::sum_rows(self, x, target)
+    fn sum_rows(&self, x: &Tensor, target: Out<'_>) -> Result<()> {
+        reduce::sum_rows(self, x, target.tensor)
     }
-    fn grouped_gemm(&self, grouped: &GroupedGemm<'_>) -> Result<()> {
-        grouped::grouped_gemm(self, grouped)
+    fn grouped_gemm(&self, grouped: GroupedGemm<'_>) -> Result<()> {
+        grouped::grouped_gemm(self, &grouped)
     }
-    fn grouped_outer(&self, grouped: &GroupedOuter<'_>) -> Result<()> {
-        grouped::grouped_outer(self, grouped)
+    fn grouped_outer(&self, grouped: GroupedOuter<'_>) -> Result<()> {
+        grouped::grouped_outer(self, &grouped)
     }
-    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: &[Option<Matrix<'_>>]) -> Result<()> {
-        grouped::grouped_sums(self, counts, x, targets)
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: Vec<Option<MatrixOut<'_>>>) -> Result<()> {
+        grouped::grouped_sums(self, counts, x, &targets)
     }
 }
 
@@ -423,10 +425,10 @@ impl Attention for CudaBackend {
         q: &Heads<'_>,
         k: &Heads<'_>,
         v: &Heads<'_>,
-        out: &Heads<'_>,
-        logsumexp: &Tensor,
+        out: HeadsOut<'_>,
+        logsumexp: Out<'_>,
     ) -> Result<()> {
-        attention::forward(self, spec, q, k, v, out, logsumexp)
+        attention::forward(self, spec, q, k, v, out.heads(), logsumexp.tensor)
     }
     fn attention_backward(
         &self,
@@ -437,21 +439,22 @@ impl Attention for CudaBackend {
         out: &Heads<'_>,
         logsumexp: &Tensor,
         dout: &Heads<'_>,
-        dq: &Heads<'_>,
-        dk: &Heads<'_>,
-        dv: &Heads<'_>,
+        gradients: [HeadsOut<'_>; 3],
     ) -> Result<()> {
-        attention::backward(self, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv])
+        let [dq, dk, dv] = &gradients;
+        let gradients = [dq.heads(), dk.heads(), dv.heads()];
+        attention::backward(self, spec, [q, k, v, out, dout], logsumexp, gradients)
     }
     fn attention_step(
         &self,
         spec: &AttentionSpec<'_>,
         new: [&Heads<'_>; 3],
-        caches: [&Heads<'_>; 2],
+        caches: [HeadsOut<'_>; 2],
         place: &Tensor,
-        out: &Heads<'_>,
+        out: HeadsOut<'_>,
     ) -> Result<()> {
-        attention::step(self, spec, new, caches, place, out)
+        let caches = [caches[0].heads(), caches[1].heads()];
+        attention::step(self, spec, new, caches, place, out.heads())
     }
     fn reads_pages(&self, dtype: DType, dim: usize) -> bool {
         attention_pages::knows(dtype, dim)
@@ -460,14 +463,14 @@ impl Attention for CudaBackend {
         &self,
         spec: &PagedSpec<'_>,
         new: [&Tensor; 3],
-        caches: [&Tensor; 2],
-        out: &Tensor,
+        caches: [Out<'_>; 2],
+        out: Out<'_>,
     ) -> Result<()> {
-        attention_pages::forward(self, spec, new, caches, out)
+        attention_pages::forward(self, spec, new, caches.map(|cache| cache.tensor), out.tensor)
     }
     fn rotary(
         &self,
-        heads: &Heads<'_>,
+        heads: HeadsOut<'_>,
         batch: usize,
         tokens: usize,
         head_count: usize,
@@ -476,32 +479,33 @@ impl Attention for CudaBackend {
         interleaved: bool,
         inverse: bool,
     ) -> Result<()> {
-        attention::rotary(self, heads, batch, tokens, head_count, cos, sin, interleaved, inverse)
+        attention::rotary(self, heads.heads(), batch, tokens, head_count, cos, sin, interleaved, inverse)
     }
 }
 
 impl Rows for CudaBackend {
-    fn embedding(&self, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
-        layout::embedding(self, table, ids, out)
+    fn embedding(&self, table: &Tensor, ids: &Tensor, out: Out<'_>) -> Result<()> {
+        layout::embedding(self, table, ids, out.tensor)
     }
-    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: &Tensor) -> Result<()> {
-        layout::embedding_backward(self, ids, dout, dtable)
+    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: Out<'_>) -> Result<()> {
+        layout::embedding_backward(self, ids, dout, dtable.tensor)
     }
-    fn permute(&self, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
-        layout::permute(self, x, order, y)
+    fn permute(&self, x: &Tensor, order: &[usize], y: Out<'_>) -> Result<()> {
+        layout::permute(self, x, order, y.tensor)
     }
     fn copy_blocks(
         &self,
         source: &Tensor,
         source_offset: usize,
         source_stride: usize,
-        target: &Tensor,
+        target: Out<'_>,
         target_offset: usize,
         target_stride: usize,
         rows: usize,
         width: usize,
     ) -> Result<()> {
-        let (from, to) = ((source, source_offset, source_stride), (target, target_offset, target_stride));
+        let (from, to) =
+            ((source, source_offset, source_stride), (target.tensor, target_offset, target_stride));
         layout::copy_blocks(self, from, to, rows, width)
     }
     fn index_select(
@@ -511,9 +515,9 @@ impl Rows for CudaBackend {
         outer: usize,
         size: usize,
         inner: usize,
-        y: &Tensor,
+        y: Out<'_>,
     ) -> Result<()> {
-        layout::index_select(self, x, indices, outer, size, inner, y)
+        layout::index_select(self, x, indices, outer, size, inner, y.tensor)
     }
     fn index_add(
         &self,
@@ -522,51 +526,51 @@ impl Rows for CudaBackend {
         outer: usize,
         size: usize,
         inner: usize,
-        dx: &Tensor,
+        dx: Out<'_>,
     ) -> Result<()> {
-        layout::index_add(self, dy, indices, outer, size, inner, dx)
+        layout::index_add(self, dy, indices, outer, size, inner, dx.tensor)
     }
-    fn gather(&self, x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()> {
-        layout::gather(self, x, indices, y)
+    fn gather(&self, x: &Tensor, indices: &Tensor, y: Out<'_>) -> Result<()> {
+        layout::gather(self, x, indices, y.tensor)
     }
-    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()> {
-        layout::scatter_add(self, dy, indices, dx)
+    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: Out<'_>) -> Result<()> {
+        layout::scatter_add(self, dy, indices, dx.tensor)
     }
-    fn top_k(&self, x: &Tensor, k: usize, values: &Tensor, indices: &Tensor) -> Result<()> {
-        reduce::top_k(self, x, k, values, indices)
+    fn top_k(&self, x: &Tensor, k: usize, values: Out<'_>, indices: Out<'_>) -> Result<()> {
+        reduce::top_k(self, x, k, values.tensor, indices.tensor)
     }
-    fn sort_groups(&self, ids: &Tensor, counts: &Tensor, order: &Tensor, place: &Tensor) -> Result<()> {
-        grouped::sort_groups(self, ids, counts, order, place)
+    fn sort_groups(&self, ids: &Tensor, counts: Out<'_>, order: Out<'_>, place: Out<'_>) -> Result<()> {
+        grouped::sort_groups(self, ids, counts.tensor, order.tensor, place.tensor)
     }
-    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: &Tensor) -> Result<()> {
-        grouped::spread_rows(self, x, rows, y)
+    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: Out<'_>) -> Result<()> {
+        grouped::spread_rows(self, x, rows, y.tensor)
     }
     fn collect_rows(
         &self,
         x: &Tensor,
         rows: &RoutedRows<'_>,
         weights: Option<&Tensor>,
-        y: &Tensor,
+        y: Out<'_>,
     ) -> Result<()> {
-        grouped::collect_rows(self, x, rows, weights, y)
+        grouped::collect_rows(self, x, rows, weights, y.tensor)
     }
     fn collect_rows_backward(
         &self,
         inputs: [&Tensor; 3],
         rows: &RoutedRows<'_>,
-        dx: &Tensor,
-        dweights: &Tensor,
+        dx: Out<'_>,
+        dweights: Out<'_>,
     ) -> Result<()> {
-        grouped::collect_rows_backward(self, inputs, rows, dx, dweights)
+        grouped::collect_rows_backward(self, inputs, rows, dx.tensor, dweights.tensor)
     }
-    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: &Tensor) -> Result<()> {
-        image::image_to_columns(self, x, window, columns)
+    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: Out<'_>) -> Result<()> {
+        image::image_to_columns(self, x, window, columns.tensor)
     }
-    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: &Tensor) -> Result<()> {
-        image::columns_to_image(self, columns, window, x)
+    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: Out<'_>) -> Result<()> {
+        image::columns_to_image(self, columns, window, x.tensor)
     }
-    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: &Tensor, indices: &Tensor) -> Result<()> {
-        image::max_pool2d(self, x, window, y, indices)
+    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: Out<'_>, indices: Out<'_>) -> Result<()> {
+        image::max_pool2d(self, x, window, y.tensor, indices.tensor)
     }
 }
 
@@ -576,17 +580,17 @@ impl Pointwise for CudaBackend {
         activation: Activation,
         x: &Tensor,
         dy: &Tensor,
-        dx: &Tensor,
+        dx: Out<'_>,
     ) -> Result<()> {
         self.unary_backward(Unary::Activation(activation), x, dy, dx)
     }
     fn activation_backward_in_place(
         &self,
         activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
+        before: Out<'_>,
+        gradient: Out<'_>,
     ) -> Result<()> {
-        elementwise::activation_backward_in_place(self, activation, before, gradient)
+        elementwise::activation_backward_in_place(self, activation, before.tensor, gradient.tensor)
     }
     fn kept_activation_width(&self) -> usize {
         KEPT_ACTIVATION_WIDTH
@@ -594,25 +598,32 @@ impl Pointwise for CudaBackend {
     fn activation_backward_sums(
         &self,
         activation: Activation,
-        before: &Tensor,
-        gradient: &Tensor,
+        before: Out<'_>,
+        gradient: Out<'_>,
         rebuilds: bool,
-        sums: Option<&Tensor>,
+        sums: Option<Out<'_>>,
     ) -> Result<()> {
-        elementwise::activation_backward_sums(self, activation, before, gradient, rebuilds, sums)
+        elementwise::activation_backward_sums(
+            self,
+            activation,
+            before.tensor,
+            gradient.tensor,
+            rebuilds,
+            sums.map(|out| out.tensor),
+        )
     }
-    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::gated(self, activation, gate, up, y)
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::gated(self, activation, gate, up, y.tensor)
     }
     fn gated_backward_in_place(
         &self,
         activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
+        gate: Out<'_>,
+        up: Out<'_>,
+        dy: Out<'_>,
         rebuilds: bool,
     ) -> Result<()> {
-        elementwise::gated_backward_in_place(self, activation, gate, up, dy, rebuilds)
+        elementwise::gated_backward_in_place(self, activation, gate.tensor, up.tensor, dy.tensor, rebuilds)
     }
     fn gated_backward(
         &self,
@@ -620,34 +631,40 @@ impl Pointwise for CudaBackend {
         gate: &Tensor,
         up: &Tensor,
         dy: &Tensor,
-        dgate: &Tensor,
-        dup: &Tensor,
+        dgate: Out<'_>,
+        dup: Out<'_>,
     ) -> Result<()> {
-        elementwise::gated_backward(self, activation, gate, up, dy, dgate, dup)
+        elementwise::gated_backward(self, activation, gate, up, dy, dgate.tensor, dup.tensor)
     }
-    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: &Tensor) -> Result<()> {
-        layout::scale_by(self, source, factor, target)
+    fn scale_in_place(&self, target: Out<'_>, factor: &Tensor) -> Result<()> {
+        layout::scale_by(self, target.tensor, factor, target.tensor)
     }
-    fn dropout(&self, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
-        elementwise::dropout(self, x, y, p, key)
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: Out<'_>) -> Result<()> {
+        layout::scale_by(self, source, factor, target.tensor)
     }
-    fn unary(&self, op: Unary, x: &Tensor, y: &Tensor) -> Result<()> {
-        self.unary_into(op, x, y)
+    fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
+        elementwise::dropout(self, x, y.tensor, p, key)
     }
-    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
-        elementwise::unary_backward(self, op, x, dy, dx)
+    fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
+        self.unary_into(op, x, y.tensor)
     }
-    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::binary(self, op, a, b, y)
+    fn unary_in_place(&self, op: Unary, x: Out<'_>) -> Result<()> {
+        self.unary_into(op, x.tensor, x.tensor)
     }
-    fn add_assign(&self, target: &Tensor, source: &Tensor) -> Result<()> {
-        elementwise::add_assign(self, target, source)
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: Out<'_>) -> Result<()> {
+        elementwise::unary_backward(self, op, x, dy, dx.tensor)
     }
-    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        layout::compare(self, op, a, b, y)
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::binary(self, op, a, b, y.tensor)
     }
-    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::select(self, condition, a, b, y)
+    fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()> {
+        elementwise::add_assign(self, target.tensor, source)
+    }
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        layout::compare(self, op, a, b, y.tensor)
+    }
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::select(self, condition, a, b, y.tensor)
     }
 }
 
@@ -663,14 +680,15 @@ impl Sums for CudaBackend {
         kind: NormKind,
         eps: f32,
         x: &Tensor,
-        residual: Option<(&Tensor, &Tensor)>,
+        residual: Option<(&Tensor, Out<'_>)>,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
-        y: &Tensor,
-        mean: &Tensor,
-        rstd: &Tensor,
+        y: Out<'_>,
+        mean: Out<'_>,
+        rstd: Out<'_>,
     ) -> Result<()> {
-        norm::norm(self, kind, eps, x, residual, weight, bias, y, mean, rstd)
+        let residual = residual.map(|(residual, sum)| (residual, sum.tensor));
+        norm::norm(self, kind, eps, x, residual, weight, bias, y.tensor, mean.tensor, rstd.tensor)
     }
     fn norm_backward(
         &self,
@@ -681,32 +699,44 @@ impl Sums for CudaBackend {
         rstd: &Tensor,
         dy: &Tensor,
         dsum: Option<&Tensor>,
-        dx: &Tensor,
-        dweight: Option<&Tensor>,
-        dbias: Option<&Tensor>,
+        dx: Out<'_>,
+        dweight: Option<Out<'_>>,
+        dbias: Option<Out<'_>>,
     ) -> Result<()> {
-        norm::norm_backward(self, kind, x, weight, mean, rstd, dy, dsum, dx, dweight, dbias)
+        norm::norm_backward(
+            self,
+            kind,
+            x,
+            weight,
+            mean,
+            rstd,
+            dy,
+            dsum,
+            dx.tensor,
+            dweight.map(|out| out.tensor),
+            dbias.map(|out| out.tensor),
+        )
     }
     fn cross_entropy_rows(
         &self,
         options: &CrossEntropyOptions,
-        logits: &Tensor,
+        logits: Out<'_>,
         targets: &Tensor,
-        losses: &Tensor,
+        losses: Out<'_>,
         gradient: LossGradient<'_>,
     ) -> Result<()> {
         let with_gradient = !matches!(gradient, LossGradient::Nowhere);
-        reduce::cross_entropy_rows(self, options, logits, targets, losses, with_gradient)?;
+        reduce::cross_entropy_rows(self, options, logits.tensor, targets, losses.tensor, with_gradient)?;
         match gradient {
-            LossGradient::Into(target) => self.cast(logits, target),
+            LossGradient::Into(target) => self.cast(logits.tensor, target),
             LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
         }
     }
-    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: &Tensor) -> Result<()> {
-        reduce::count_targets(self, targets, ignore_index, target)
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()> {
+        reduce::count_targets(self, targets, ignore_index, target.tensor)
     }
-    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: &Tensor) -> Result<()> {
-        reduce::mean_loss(self, losses, counted, target)
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: Out<'_>) -> Result<()> {
+        reduce::mean_loss(self, losses, counted, target.tensor)
     }
     fn reduce(
         &self,
@@ -715,21 +745,21 @@ impl Sums for CudaBackend {
         outer: usize,
         size: usize,
         inner: usize,
-        y: &Tensor,
+        y: Out<'_>,
     ) -> Result<()> {
-        reduce::reduce(self, op, x, outer, size, inner, y)
+        reduce::reduce(self, op, x, outer, size, inner, y.tensor)
     }
-    fn sum_to(&self, x: &Tensor, y: &Tensor) -> Result<()> {
-        elementwise::sum_to(self, x, y)
+    fn sum_to(&self, x: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::sum_to(self, x, y.tensor)
     }
-    fn softmax(&self, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
-        reduce::softmax(self, x, y, log)
+    fn softmax(&self, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
+        reduce::softmax(self, x, y.tensor, log)
     }
-    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: &Tensor, log: bool) -> Result<()> {
-        reduce::softmax_backward(self, y, dy, dx, log)
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: Out<'_>, log: bool) -> Result<()> {
+        reduce::softmax_backward(self, y, dy, dx.tensor, log)
     }
-    fn cumsum(&self, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
-        reduce::cumsum(self, x, y, reverse)
+    fn cumsum(&self, x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()> {
+        reduce::cumsum(self, x, y.tensor, reverse)
     }
 }
 

@@ -49,7 +49,7 @@ fn define(bits: PackedBits) -> &'static str {
 pub(super) fn products(
     backend: &CudaBackend,
     x: &Tensor,
-    layers: &[PackedLayer<'_>],
+    layers: Vec<PackedLayer<'_>>,
     activation: Option<Activation>,
 ) -> Result<bool> {
     let Some(first) = layers.first() else { return Ok(true) };
@@ -105,7 +105,7 @@ fn few_rows(
             sides.lines[side] = at(lines);
             sides.scales[side] = at(scales);
             sides.biases[side] = at_option(layer.bias);
-            sides.results[side] = at(layer.y);
+            sides.results[side] = at(layer.y.tensor);
             sides.outputs[side] = layer.weight.outputs() as u64;
             end += layer.weight.groups() as u64;
         }

@@ -2,9 +2,10 @@
 
 use crate::autograd::{needs_grad, record};
 pub use crate::backend::WeightGrid;
-use crate::backend::{AttentionSpec, Heads};
+use crate::backend::{AttentionSpec, Heads, HeadsOut};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::out::Out;
 use crate::param::Operand;
 use crate::profile::{self, Pass};
 use crate::random::RandomKey;
@@ -67,6 +68,14 @@ impl Place {
             }
             PackedHeads::PerHead => Place { offset: part * dim, token_stride, head_stride: 3 * dim, tokens },
         }
+    }
+
+    pub(super) fn out<'a>(&self, out: Out<'a>) -> HeadsOut<'a> {
+        HeadsOut::new(
+            out,
+            self.offset,
+            [self.tokens * self.token_stride, self.token_stride, self.head_stride],
+        )
     }
 
     fn of<'a>(&self, tensor: &'a Tensor) -> Heads<'a> {
@@ -188,8 +197,9 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions)
         let inputs = [&*values[0], &*values[1], &*values[2]];
         let [dq, dk, dv] =
             [0, 1, 2].map(|i| Tensor::empty(*inputs[i].shape(), inputs[i].dtype(), inputs[i].device()));
-        let (dq, dk, dv) = (dq?, dk?, dv?);
-        run_backward(&problem, &inputs, &places, &kept, &lse, &dout, ([&dq, &dk, &dv], places))?;
+        let (mut dq, mut dk, mut dv) = (dq?, dk?, dv?);
+        let gradients = [places[0].out(dq.out()?), places[1].out(dk.out()?), places[2].out(dv.out()?)];
+        run_backward(&problem, &inputs, &places, &kept, &lse, &dout, gradients)?;
         Ok(vec![Some(dq), Some(dk), Some(dv)])
     }))
 }
@@ -235,18 +245,13 @@ pub fn attention_packed(
     let (saved, kept) = (qkv.saved(), out.detach());
     Ok(record("attention_packed", &[&qkv], out, move |dout| {
         let value = saved.read()?;
-        let dqkv = Tensor::empty(*value.shape(), value.dtype(), value.device())?;
+        let mut dqkv = Tensor::empty(*value.shape(), value.dtype(), value.device())?;
         let heads_shape = [batch, tokens, heads, dim];
         let (kept, dout) = (kept.view(heads_shape)?, dout.view(heads_shape)?);
-        run_backward(
-            &problem,
-            &[&*value, &*value, &*value],
-            &places,
-            &kept,
-            &lse,
-            &dout,
-            ([&dqkv, &dqkv, &dqkv], places),
-        )?;
+        let whole = dqkv.out()?;
+        // SAFETY: nobody else sees the tensor, and queries, keys and values have no element in common.
+        let gradients = places.map(|place| place.out(unsafe { whole.shared() }));
+        run_backward(&problem, &[&*value, &*value, &*value], &places, &kept, &lse, &dout, gradients)?;
         Ok(vec![Some(dqkv)])
     }))
 }
@@ -260,10 +265,11 @@ pub(super) fn run(
     // The scores, and what they weigh.
     problem.count(2);
     let device = inputs[0].device();
-    let out = Tensor::empty(out_shape, inputs[0].dtype(), device)?;
-    let lse = Tensor::empty([problem.batch, problem.heads, problem.queries], DType::F32, device)?;
+    let mut out = Tensor::empty(out_shape, inputs[0].dtype(), device)?;
+    let mut lse = Tensor::empty([problem.batch, problem.heads, problem.queries], DType::F32, device)?;
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
-    device.backend().attention(&problem.spec(), &q, &k, &v, &Place::whole(&out_shape).of(&out), &lse)?;
+    let target = Place::whole(&out_shape).out(out.out()?);
+    device.backend().attention(&problem.spec(), &q, &k, &v, target, lse.out()?)?;
     Ok((out, lse))
 }
 
@@ -274,14 +280,13 @@ pub(super) fn run_backward(
     out: &Tensor,
     lse: &Tensor,
     dout: &Tensor,
-    (gradients, targets): ([&Tensor; 3], [Place; 3]),
+    gradients: [HeadsOut<'_>; 3],
 ) -> Result<()> {
     // The scores are computed again; then the gradients of weights, values, queries and keys.
     profile::during(Pass::Recomputation, || problem.count(1));
     problem.count(4);
     let whole = Place::whole(out.shape());
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
-    let [dq, dk, dv] = [0, 1, 2].map(|i| targets[i].of(gradients[i]));
     out.device().backend().attention_backward(
         &problem.spec(),
         &q,
@@ -290,9 +295,7 @@ pub(super) fn run_backward(
         &whole.of(out),
         lse,
         &whole.of(dout),
-        &dq,
-        &dk,
-        &dv,
+        gradients,
     )
 }
 
@@ -331,8 +334,8 @@ pub fn attention_packed_cached(
     qkv: &Tensor,
     heads: usize,
     layout: PackedHeads,
-    k_cache: &Tensor,
-    v_cache: &Tensor,
+    k_cache: &mut Tensor,
+    v_cache: &mut Tensor,
     past: usize,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
@@ -356,13 +359,13 @@ pub fn attention_packed_cached(
         PackedHeads::PerHead => (dim, tokens * heads),
     };
     let token = heads * dim;
-    for (part, target) in [(1, k_cache), (2, v_cache)] {
+    for (part, target) in [(1, &mut *k_cache), (2, &mut *v_cache)] {
         for sequence in 0..batch {
             qkv.device().backend().copy_blocks(
                 qkv,
                 sequence * tokens * 3 * token + part * width,
                 3 * width,
-                target,
+                target.out()?,
                 (sequence * capacity + past) * token,
                 width,
                 blocks,
@@ -391,7 +394,7 @@ pub fn attention_packed_cached(
 /// on the tape. No number that the host knows decides what happens here, so a [`crate::Recording`] can hold it.
 pub fn attention_step(
     [q, k, v]: [&Tensor; 3],
-    caches: [&Tensor; 2],
+    caches: [&mut Tensor; 2],
     place: &Tensor,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
@@ -412,7 +415,7 @@ pub fn attention_packed_step(
     qkv: &Tensor,
     heads: usize,
     layout: PackedHeads,
-    caches: [&Tensor; 2],
+    caches: [&mut Tensor; 2],
     place: &Tensor,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
@@ -432,7 +435,7 @@ fn step(
     kv_heads: usize,
     new: [&Tensor; 3],
     places: [Place; 3],
-    [keys, values]: [&Tensor; 2],
+    [keys, values]: [&mut Tensor; 2],
     place: &Tensor,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
@@ -460,16 +463,12 @@ fn step(
     problem.check()?;
     // How many of the places are filled the device alone knows: all of them count.
     problem.count(2);
-    let out = Tensor::empty([batch, 1, heads, dim], keys.dtype(), keys.device())?;
+    let mut out = Tensor::empty([batch, 1, heads, dim], keys.dtype(), keys.device())?;
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(new[i]));
     let cache = Place::whole(keys.shape());
-    out.device().backend().attention_step(
-        &problem.spec(),
-        [&q, &k, &v],
-        [&cache.of(keys), &cache.of(values)],
-        place,
-        &Place::whole(out.shape()).of(&out),
-    )?;
+    let target = Place::whole(&Shape::new(&[batch, 1, heads, dim])).out(out.out()?);
+    let caches = [cache.out(keys.out()?), cache.out(values.out()?)];
+    place.device().backend().attention_step(&problem.spec(), [&q, &k, &v], caches, place, target)?;
     Ok(out)
 }
 
@@ -501,12 +500,14 @@ fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool, inverse: b
     let y = if x.is_unshared() {
         x.detach()
     } else {
-        let copy = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
-        backend.copy(x, &copy)?;
+        let mut copy = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        backend.copy(x, copy.out()?)?;
         copy
     };
     let [batch, tokens, heads] = [x.shape()[0], x.shape()[1], x.shape()[2]];
-    backend.rotary(&Place::whole(x.shape()).of(&y), batch, tokens, heads, cos, sin, interleaved, inverse)?;
+    // SAFETY: it is a fresh copy, or seen by the two handles of this function and its caller, who looks at it no more.
+    let target = Place::whole(x.shape()).out(unsafe { Out::vouched(&y) });
+    backend.rotary(target, batch, tokens, heads, cos, sin, interleaved, inverse)?;
     Ok(y)
 }
 

@@ -16,18 +16,19 @@ const OP: &str = "attention_paged";
 /// Refuses masks and positions of keys: what is in a block is a token, and its place is known.
 pub fn attention_paged(
     [q, k, v]: [&Tensor; 3],
-    caches: [&Tensor; 2],
+    caches: [&mut Tensor; 2],
     pages: &Pages,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    let spec = check([q, k, v], caches, pages, options)?;
+    let [keys, values] = caches;
+    let spec = check([q, k, v], [keys, values], pages, options)?;
     let backend = q.device().backend();
     if !backend.reads_pages(q.dtype(), spec.dim) {
-        pages.rows.append([k, v], caches)?;
-        return gathered(q, caches, &pages.rows, options);
+        pages.rows.append([k, v], [keys.out()?, values.out()?])?;
+        return gathered(q, [keys, values], &pages.rows, options);
     }
-    let out = Tensor::empty(*q.shape(), q.dtype(), q.device())?;
-    backend.attention_paged(&spec, [q, k, v], caches, &out)?;
+    let mut out = Tensor::empty(*q.shape(), q.dtype(), q.device())?;
+    backend.attention_paged(&spec, [q, k, v], [keys.out()?, values.out()?], out.out()?)?;
     Ok(out)
 }
 
@@ -133,16 +134,16 @@ mod tests {
             RandomKey::new(3, stream).fill_normal(0, &mut values);
             Tensor::from_f32(&values, shape, DType::F32, &device).unwrap()
         };
-        let caches = [random(&[9, 16, 2, 8], 1), random(&[9, 16, 2, 8], 2)];
+        let mut caches = [random(&[9, 16, 2, 8], 1), random(&[9, 16, 2, 8], 2)];
         let [q, k, v] = [4, 2, 2].map(|heads| random(&[1, 8, heads, 8], heads as u32 + 10));
         let one = |first, count, blocks: &[u32]| PagedSequence { first, count, blocks: blocks.to_vec() };
         let rows =
             PagedRows { sequences: vec![one(40, 3, &[5, 1, 7]), one(15, 4, &[8, 0]), one(0, 1, &[2])] };
         let options = AttentionOptions { causal: true, window: Some(30), ..Default::default() };
-        let caches = [&caches[0], &caches[1]];
         let pages = Pages::new(Arc::new(rows.clone()), 2, &device).unwrap();
-        let paged = attention_paged([&q, &k, &v], caches, &pages, &options).unwrap().to_vec::<f32>().unwrap();
-        let gathered = gathered(&q, caches, &rows, &options).unwrap().to_vec::<f32>().unwrap();
+        let paged = attention_paged([&q, &k, &v], caches.each_mut(), &pages, &options).unwrap();
+        let paged = paged.to_vec::<f32>().unwrap();
+        let gathered = gathered(&q, caches.each_ref(), &rows, &options).unwrap().to_vec::<f32>().unwrap();
         assert!(paged.iter().zip(&gathered).all(|(a, b)| (a - b).abs() < 1e-5), "{paged:?}\n{gathered:?}");
     }
 }

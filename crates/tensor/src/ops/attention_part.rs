@@ -137,13 +137,11 @@ pub fn attention_part_backward(
     if *whole.out.shape() != q.shape() || *dout.shape() != q.shape() {
         return Err(TensorError::ShapeMismatch { op: OP, left: *whole.out.shape(), right: q.shape() });
     }
-    let gradient = |of: &Stretch<'_>| {
-        let place = Place::whole(&of.shape());
-        Tensor::empty(of.shape(), of.tensor.dtype(), of.tensor.device()).map(|tensor| (tensor, place))
-    };
-    let [(dq, q_place), (dk, k_place), (dv, v_place)] = [gradient(q)?, gradient(k)?, gradient(v)?];
+    let gradient = |of: &Stretch<'_>| Tensor::empty(of.shape(), of.tensor.dtype(), of.tensor.device());
+    let [mut dq, mut dk, mut dv] = [gradient(q)?, gradient(k)?, gradient(v)?];
     let inputs = [q.tensor, k.tensor, v.tensor];
-    let targets = ([&dq, &dk, &dv], [q_place, k_place, v_place]);
+    let [q_place, k_place, v_place] = [q, k, v].map(|of| Place::whole(&of.shape()));
+    let targets = [q_place.out(dq.out()?), k_place.out(dk.out()?), v_place.out(dv.out()?)];
     run_backward(&problem, &inputs, &places, &whole.out, &whole.lse, dout, targets)?;
     Ok([dq, dk, dv])
 }

@@ -5,6 +5,7 @@ use crate::backend::{Activation, Binary, Comparison, Unary};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::{count_activation, expect_float, expect_same_dtype};
+use crate::out::Out;
 use crate::param::Operand;
 use crate::random::RandomKey;
 use crate::shape::Shape;
@@ -14,11 +15,11 @@ fn unary(name: &'static str, op: Unary, x: Operand) -> Result<Tensor> {
     expect_float(name, "the operand", x.dtype())?;
     let y = {
         let x = x.read()?;
-        let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        let mut y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
         if let Unary::Activation(activation) = op {
             count_activation(activation, y.numel());
         }
-        x.device().backend().unary(op, &x, &y)?;
+        x.device().backend().unary(op, &x, y.out()?)?;
         y
     };
     if !needs_grad(&[&x]) {
@@ -27,11 +28,11 @@ fn unary(name: &'static str, op: Unary, x: Operand) -> Result<Tensor> {
     let saved = x.saved();
     Ok(record(name, &[&x], y, move |dy| {
         let x = saved.read()?;
-        let dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        let mut dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
         if let Unary::Activation(activation) = op {
             count_activation(activation, 2 * dx.numel());
         }
-        x.device().backend().unary_backward(op, &x, &dy, &dx)?;
+        x.device().backend().unary_backward(op, &x, &dy, dx.out()?)?;
         Ok(vec![Some(dx)])
     }))
 }
@@ -94,8 +95,8 @@ fn reduced(gradient: Tensor, shape: &Shape) -> Result<Tensor> {
     if gradient.shape() == shape {
         return Ok(gradient);
     }
-    let target = Tensor::empty(*shape, gradient.dtype(), gradient.device())?;
-    gradient.device().backend().sum_to(&gradient, &target)?;
+    let mut target = Tensor::empty(*shape, gradient.dtype(), gradient.device())?;
+    gradient.device().backend().sum_to(&gradient, target.out()?)?;
     Ok(target)
 }
 
@@ -105,8 +106,8 @@ fn binary(name: &'static str, op: Binary, a: Operand, b: Operand) -> Result<Tens
     let shape = Shape::broadcast(name, a.shape(), b.shape())?;
     let y = {
         let (a, b) = (a.read()?, b.read()?);
-        let y = Tensor::empty(shape, a.dtype(), a.device())?;
-        a.device().backend().binary(op, &a, &b, &y)?;
+        let mut y = Tensor::empty(shape, a.dtype(), a.device())?;
+        a.device().backend().binary(op, &a, &b, y.out()?)?;
         y
     };
     if !needs_grad(&[&a, &b]) {
@@ -181,8 +182,8 @@ binary_ops! {
 pub fn compare(op: Comparison, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     expect_same_dtype("compare", "the right operand", b.dtype(), a.dtype())?;
     let shape = Shape::broadcast("compare", a.shape(), b.shape())?;
-    let y = Tensor::empty(shape, DType::Bool, a.device())?;
-    a.device().backend().compare(op, a, b, &y)?;
+    let mut y = Tensor::empty(shape, DType::Bool, a.device())?;
+    a.device().backend().compare(op, a, b, y.out()?)?;
     Ok(y)
 }
 
@@ -203,8 +204,8 @@ pub fn select(condition: &Tensor, a: impl Into<Operand>, b: impl Into<Operand>) 
     let shape = Shape::broadcast(OP, condition.shape(), &Shape::broadcast(OP, a.shape(), b.shape())?)?;
     let y = {
         let (a, b) = (a.read()?, b.read()?);
-        let y = Tensor::empty(shape, a.dtype(), a.device())?;
-        a.device().backend().select(condition, &a, &b, &y)?;
+        let mut y = Tensor::empty(shape, a.dtype(), a.device())?;
+        a.device().backend().select(condition, &a, &b, y.out()?)?;
         y
     };
     if !needs_grad(&[&a, &b]) {
@@ -229,9 +230,9 @@ pub fn gated(activation: Activation, gate: impl Into<Operand>, up: impl Into<Ope
     }
     let y = {
         let (gate, up) = (gate.read()?, up.read()?);
-        let y = Tensor::empty(*gate.shape(), gate.dtype(), gate.device())?;
+        let mut y = Tensor::empty(*gate.shape(), gate.dtype(), gate.device())?;
         count_activation(activation, y.numel());
-        gate.device().backend().gated(activation, &gate, &up, &y)?;
+        gate.device().backend().gated(activation, &gate, &up, y.out()?)?;
         y
     };
     if !needs_grad(&[&gate, &up]) {
@@ -240,10 +241,10 @@ pub fn gated(activation: Activation, gate: impl Into<Operand>, up: impl Into<Ope
     let (saved_gate, saved_up) = (gate.saved(), up.saved());
     Ok(record("gated", &[&gate, &up], y, move |dy| {
         let (gate, up) = (saved_gate.read()?, saved_up.read()?);
-        let dgate = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
-        let dup = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
+        let mut dgate = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
+        let mut dup = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
         count_activation(activation, 2 * dy.numel());
-        dy.device().backend().gated_backward(activation, &gate, &up, &dy, &dgate, &dup)?;
+        dy.device().backend().gated_backward(activation, &gate, &up, &dy, dgate.out()?, dup.out()?)?;
         Ok(vec![Some(dgate), Some(dup)])
     }))
 }
@@ -251,8 +252,8 @@ pub fn gated(activation: Activation, gate: impl Into<Operand>, up: impl Into<Ope
 /// Converts the element type; gradients are converted back.
 pub fn cast(x: impl Into<Operand>, dtype: DType) -> Result<Tensor> {
     fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
-        let y = Tensor::empty(*x.shape(), dtype, x.device())?;
-        x.device().backend().cast(x, &y)?;
+        let mut y = Tensor::empty(*x.shape(), dtype, x.device())?;
+        x.device().backend().cast(x, y.out()?)?;
         Ok(y)
     }
     let x = x.into();
@@ -288,7 +289,7 @@ pub fn dropout_rows(x: impl Into<Operand>, p: f32, starts: Vec<u64>) -> Result<T
 fn dropped(
     x: Operand,
     p: f32,
-    draw: impl Fn(&Tensor, &Tensor, RandomKey) -> Result<()> + Send + 'static,
+    draw: impl Fn(&Tensor, Out<'_>, RandomKey) -> Result<()> + Send + 'static,
 ) -> Result<Tensor> {
     expect_float("dropout", "the operand", x.dtype())?;
     if !(0.0..1.0).contains(&p) {
@@ -301,8 +302,8 @@ fn dropped(
     }
     let key = crate::random::next_key();
     let apply = move |x: &Tensor| -> Result<Tensor> {
-        let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
-        draw(x, &y, key)?;
+        let mut y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        draw(x, y.out()?, key)?;
         Ok(y)
     };
     let y = apply(&*x.read()?)?;

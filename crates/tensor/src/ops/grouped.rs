@@ -4,7 +4,7 @@
 //! groups are filled differently still do the same things together.
 
 use crate::autograd::{Saved, for_later, needs_grad, put_off, record};
-use crate::backend::{Device, GroupedGemm, GroupedOuter, Matrix};
+use crate::backend::{Device, GroupedGemm, GroupedOuter, Matrix, MatrixOut};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::linear::WeightLayout;
@@ -98,15 +98,14 @@ impl GroupWeights {
         self.operands().iter().zip(wanted).map(room).collect()
     }
 
-    fn places<'a>(&self, gradients: &'a [Option<Tensor>]) -> Vec<Option<Matrix<'a>>> {
+    fn places<'a>(&self, gradients: &'a mut [Option<Tensor>]) -> Result<Vec<Option<MatrixOut<'a>>>> {
+        let mut outs = gradients.iter_mut().map(|gradient| gradient.as_mut().map(Tensor::out).transpose());
         match self {
-            GroupWeights::Each(_) => {
-                gradients.iter().map(|gradient| gradient.as_ref().map(Matrix::whole)).collect()
-            }
-            GroupWeights::Stacked(_) => match &gradients[0] {
-                Some(gradient) => self.of_groups(&[gradient], false).into_iter().map(Some).collect(),
-                None => vec![None; self.groups()],
-            },
+            GroupWeights::Each(_) => outs.map(|out| Ok(out?.map(MatrixOut::whole))).collect(),
+            GroupWeights::Stacked(_) => Ok(match outs.next().transpose()?.flatten() {
+                Some(out) => MatrixOut::each(out, self.groups()).into_iter().map(Some).collect(),
+                None => (0..self.groups()).map(|_| None).collect(),
+            }),
         }
     }
 }
@@ -126,7 +125,7 @@ struct Product {
 
 impl Product {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
+        let mut y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
         let (weights, biases) =
             (self.weights.read()?, self.biases.as_ref().map(GroupWeights::read).transpose()?);
         let weights: Vec<&Tensor> = weights.iter().map(|value| &**value).collect();
@@ -137,27 +136,27 @@ impl Product {
             _ => Vec::new(),
         };
         profile::count_product(1, x.shape().rows(), self.outputs, self.inputs);
-        x.device().backend().grouped_gemm(&GroupedGemm {
+        x.device().backend().grouped_gemm(GroupedGemm {
             counts: &self.counts,
             a: x,
             b: &self.weights.of_groups(&weights, self.layout == WeightLayout::OutIn),
             bias: &bias,
-            c: &y,
+            c: y.out()?,
         })?;
         Ok(y)
     }
 
     fn input_gradient(&self, dy: &Tensor, x: &Shape) -> Result<Tensor> {
-        let dx = Tensor::empty(*x, dy.dtype(), dy.device())?;
+        let mut dx = Tensor::empty(*x, dy.dtype(), dy.device())?;
         let weights = self.weights.read()?;
         let weights: Vec<&Tensor> = weights.iter().map(|value| &**value).collect();
         profile::count_product(1, x.rows(), self.inputs, self.outputs);
-        dy.device().backend().grouped_gemm(&GroupedGemm {
+        dy.device().backend().grouped_gemm(GroupedGemm {
             counts: &self.counts,
             a: dy,
             b: &self.weights.of_groups(&weights, self.layout == WeightLayout::InOut),
             bias: &[],
-            c: &dx,
+            c: dx.out()?,
         })?;
         Ok(dx)
     }
@@ -177,25 +176,24 @@ impl Product {
     }
 
     fn weight_gradients_now(&self, x: &Tensor, dy: &Tensor, wanted: &[bool]) -> Result<Vec<Option<Tensor>>> {
-        let gradients = self.weights.gradients(wanted, dy.dtype(), dy.device())?;
+        let mut gradients = self.weights.gradients(wanted, dy.dtype(), dy.device())?;
         let (left, right) = match self.layout {
             WeightLayout::OutIn => (dy, x),
             WeightLayout::InOut => (x, dy),
         };
         if wanted.contains(&true) {
             profile::count_product(1, self.outputs, self.inputs, x.shape().rows());
-            let places = self.weights.places(&gradients);
-            let outer = GroupedOuter { counts: &self.counts, left, right, c: &places };
-            dy.device().backend().grouped_outer(&outer)?;
+            let c = self.weights.places(&mut gradients)?;
+            dy.device().backend().grouped_outer(GroupedOuter { counts: &self.counts, left, right, c })?;
         }
         Ok(gradients)
     }
 
     fn bias_gradients(&self, dy: &Tensor, wanted: &[bool]) -> Result<Vec<Option<Tensor>>> {
         let Some(biases) = &self.biases else { return Ok(Vec::new()) };
-        let gradients = biases.gradients(wanted, dy.dtype(), dy.device())?;
+        let mut gradients = biases.gradients(wanted, dy.dtype(), dy.device())?;
         if wanted.contains(&true) {
-            dy.device().backend().grouped_sums(&self.counts, dy, &biases.places(&gradients))?;
+            dy.device().backend().grouped_sums(&self.counts, dy, biases.places(&mut gradients)?)?;
         }
         Ok(gradients)
     }

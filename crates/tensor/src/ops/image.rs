@@ -13,19 +13,19 @@ use crate::tensor::Tensor;
 fn patches(x: &Tensor, window: Window2d) -> Result<Tensor> {
     let [out_h, out_w] = window.output_size("conv2d", x.shape())?;
     let shape = *x.shape();
-    let columns = Tensor::empty(
+    let mut columns = Tensor::empty(
         [shape[0] * out_h * out_w, shape[1] * window.kernel[0] * window.kernel[1]],
         x.dtype(),
         x.device(),
     )?;
-    x.device().backend().image_to_columns(x, &window, &columns)?;
+    x.device().backend().image_to_columns(x, &window, columns.out()?)?;
     let x = Operand::from(x);
     if !needs_grad(&[&x]) {
         return Ok(columns);
     }
     Ok(record("patches", &[&x], columns, move |dcolumns| {
-        let dx = Tensor::empty(shape, dcolumns.dtype(), dcolumns.device())?;
-        dcolumns.device().backend().columns_to_image(&dcolumns, &window, &dx)?;
+        let mut dx = Tensor::empty(shape, dcolumns.dtype(), dcolumns.device())?;
+        dcolumns.device().backend().columns_to_image(&dcolumns, &window, dx.out()?)?;
         Ok(vec![Some(dx)])
     }))
 }
@@ -64,18 +64,18 @@ pub fn conv2d(
 pub fn max_pool2d(x: &Tensor, window: Window2d) -> Result<Tensor> {
     let [out_h, out_w] = window.output_size("max_pool2d", x.shape())?;
     let shape = *x.shape();
-    let y = Tensor::empty([shape[0], shape[1], out_h, out_w], x.dtype(), x.device())?;
-    let indices = Tensor::empty(*y.shape(), DType::I64, x.device())?;
+    let mut y = Tensor::empty([shape[0], shape[1], out_h, out_w], x.dtype(), x.device())?;
+    let mut indices = Tensor::empty(*y.shape(), DType::I64, x.device())?;
     profile::count(0, x.numel());
-    x.device().backend().max_pool2d(x, &window, &y, &indices)?;
+    x.device().backend().max_pool2d(x, &window, y.out()?, indices.out()?)?;
     let x = Operand::from(x);
     if !needs_grad(&[&x]) {
         return Ok(y);
     }
     Ok(record("max_pool2d", &[&x], y, move |dy| {
-        let dx = Tensor::empty([1, shape.numel()], dy.dtype(), dy.device())?;
+        let mut dx = Tensor::empty([1, shape.numel()], dy.dtype(), dy.device())?;
         let count = dy.numel();
-        dy.device().backend().scatter_add(&dy.view([1, count])?, &indices.view([1, count])?, &dx)?;
+        dy.device().backend().scatter_add(&dy.view([1, count])?, &indices.view([1, count])?, dx.out()?)?;
         Ok(vec![Some(dx.view(shape)?)])
     }))
 }

@@ -26,9 +26,9 @@ fn looked_up(table: &Operand, ids: &Tensor) -> Result<Tensor> {
     sizes.push(table.shape()[1]);
     let out = {
         let table = table.look()?;
-        let out = Tensor::empty(&sizes, table.dtype(), table.device())?;
+        let mut out = Tensor::empty(&sizes, table.dtype(), table.device())?;
         profile::count_bytes(out.size_bytes());
-        table.device().backend().embedding(&table, ids, &out)?;
+        table.device().backend().embedding(&table, ids, out.out()?)?;
         out
     };
     if !needs_grad(&[table]) {
@@ -42,8 +42,8 @@ fn looked_up(table: &Operand, ids: &Tensor) -> Result<Tensor> {
             contribute_rows(param, RowGradient::of_lookup(&ids, &dout, param.shape()[0])?)?;
             return Ok(vec![None]);
         }
-        let dtable = gradient_like(&saved, *saved.shape(), dout.dtype(), dout.device())?;
-        dout.device().backend().embedding_backward(&ids, &dout, &dtable)?;
+        let mut dtable = gradient_like(&saved, *saved.shape(), dout.dtype(), dout.device())?;
+        dout.device().backend().embedding_backward(&ids, &dout, dtable.out()?)?;
         Ok(vec![Some(dtable)])
     }))
 }
@@ -56,9 +56,9 @@ pub fn index_select(x: impl Into<Operand>, dim: usize, indices: &Tensor) -> Resu
     sizes[dim] = indices.numel();
     let y = {
         let x = x.look()?;
-        let y = Tensor::empty(&sizes, x.dtype(), x.device())?;
+        let mut y = Tensor::empty(&sizes, x.dtype(), x.device())?;
         profile::count_bytes(y.size_bytes());
-        x.device().backend().index_select(&x, indices, outer, size, inner, &y)?;
+        x.device().backend().index_select(&x, indices, outer, size, inner, y.out()?)?;
         y
     };
     if !x.dtype().is_float() || !needs_grad(&[&x]) {
@@ -66,8 +66,8 @@ pub fn index_select(x: impl Into<Operand>, dim: usize, indices: &Tensor) -> Resu
     }
     let (shape, indices) = (*x.shape(), indices.detach());
     Ok(record("index_select", &[&x], y, move |dy| {
-        let dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
-        dy.device().backend().index_add(&dy, &indices, outer, size, inner, &dx)?;
+        let mut dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
+        dy.device().backend().index_add(&dy, &indices, outer, size, inner, dx.out()?)?;
         Ok(vec![Some(dx)])
     }))
 }
@@ -83,8 +83,8 @@ pub fn gather(x: impl Into<Operand>, indices: &Tensor) -> Result<Tensor> {
     }
     let y = {
         let x = x.read()?;
-        let y = Tensor::empty(*indices.shape(), x.dtype(), x.device())?;
-        x.device().backend().gather(&x, indices, &y)?;
+        let mut y = Tensor::empty(*indices.shape(), x.dtype(), x.device())?;
+        x.device().backend().gather(&x, indices, y.out()?)?;
         y
     };
     if !x.dtype().is_float() || !needs_grad(&[&x]) {
@@ -92,8 +92,8 @@ pub fn gather(x: impl Into<Operand>, indices: &Tensor) -> Result<Tensor> {
     }
     let (shape, indices) = (*x.shape(), indices.detach());
     Ok(record("gather", &[&x], y, move |dy| {
-        let dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
-        dy.device().backend().scatter_add(&dy, &indices, &dx)?;
+        let mut dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
+        dy.device().backend().scatter_add(&dy, &indices, dx.out()?)?;
         Ok(vec![Some(dx)])
     }))
 }
@@ -105,9 +105,9 @@ pub fn top_k(x: &Tensor, k: usize) -> Result<(Tensor, Tensor)> {
         return Err(TensorError::argument("top_k", format!("{k} of a row of {}", x.shape())));
     }
     let shape = x.shape().with_last(k);
-    let values = Tensor::empty(shape, x.dtype(), x.device())?;
-    let indices = Tensor::empty(shape, DType::I64, x.device())?;
-    x.device().backend().top_k(x, k, &values, &indices)?;
+    let mut values = Tensor::empty(shape, x.dtype(), x.device())?;
+    let mut indices = Tensor::empty(shape, DType::I64, x.device())?;
+    x.device().backend().top_k(x, k, values.out()?, indices.out()?)?;
     // Gathering by the indices found records the gradient.
     let values = if x.requires_grad() { gather(x, &indices)? } else { values };
     Ok((values, indices))

@@ -6,6 +6,7 @@ use crate::autograd::{Own, Saved, for_later, needs_grad, put_off, record};
 use crate::backend::{Activation, Backend, Gemm, Matrix, PackedLayer};
 use crate::error::{Result, TensorError};
 use crate::ops::{count_activation, expect_same_dtype, gradient_like};
+use crate::out::Out;
 use crate::packed::PackedWeight;
 use crate::param::{Operand, Value};
 use crate::profile;
@@ -127,7 +128,7 @@ impl Layer {
         &self,
         x: &Tensor,
         activation: Option<Activation>,
-        before: Option<&Tensor>,
+        before: Option<&mut Tensor>,
     ) -> Result<Tensor> {
         self.as_module(|| self.run(x, activation, before))
     }
@@ -157,22 +158,20 @@ impl Layer {
             let whole = joined_weights(&layers, &weights, rows, backend);
             if let Some(whole) = whole {
                 let (outputs, inputs) = (whole.sizes()[0], whole.sizes()[1]);
-                let y = Tensor::empty(x.shape().with_last(outputs), x.dtype(), x.device())?;
+                let mut y = Tensor::empty(x.shape().with_last(outputs), x.dtype(), x.device())?;
                 let right = WeightLayout::OutIn.forward(&whole);
-                backend.gemm(&Gemm::plain(rows, outputs, inputs, Matrix::whole(x), right, &y))?;
-                let parts: Vec<&Tensor> = results.iter().collect();
-                backend.split_columns(&y, &parts)?;
+                backend.gemm(Gemm::plain(rows, outputs, inputs, Matrix::whole(x), right, y.out()?))?;
+                let parts = results.iter_mut().map(Tensor::out).collect::<Result<Vec<_>>>()?;
+                backend.split_columns(&y, parts)?;
                 return Ok(results.try_into().unwrap_or_else(|_| unreachable!("one result per layer")));
             }
-            let products: Vec<Gemm<'_>> = (0..N)
-                .map(|at| {
-                    let (layer, (weight, bias)) = (layers[at], &values[at]);
-                    let (left, right) = (Matrix::whole(x), layer.layout.forward(weight));
-                    let product = Gemm::plain(rows, layer.outputs, layer.inputs, left, right, &results[at]);
-                    Gemm { bias: bias.as_deref(), ..product }
-                })
-                .collect();
-            backend.gemms(&products)?;
+            let mut products = Vec::with_capacity(N);
+            for ((layer, (weight, bias)), result) in layers.iter().zip(&values).zip(&mut results) {
+                let (left, right) = (Matrix::whole(x), layer.layout.forward(weight));
+                let product = Gemm::plain(rows, layer.outputs, layer.inputs, left, right, result.out()?);
+                products.push(Gemm { bias: bias.as_deref(), ..product });
+            }
+            backend.gemms(products)?;
         }
         Ok(results.try_into().unwrap_or_else(|_| unreachable!("one result per layer")))
     }
@@ -187,62 +186,63 @@ impl Layer {
         if packed.len() != N || packed.iter().any(|weight| !backend.takes_packed(weight.bits())) {
             return Ok(None);
         }
-        let (mut biases, mut results) = (Vec::with_capacity(N), Vec::with_capacity(N));
+        let (mut biases, mut results) = (Vec::with_capacity(N), Vec::<Tensor>::with_capacity(N));
         for layer in layers {
             layer.as_module(|| profile::count_product(1, x.shape().rows(), layer.outputs, layer.inputs));
             biases.push(layer.bias.as_ref().map(Operand::read).transpose()?);
             results.push(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), x.device())?);
         }
-        let products: Vec<PackedLayer<'_>> = (packed.iter().zip(&biases).zip(&results))
-            .map(|((weight, bias), y)| PackedLayer { weight, bias: bias.as_deref(), y })
-            .collect();
-        let done = backend.gemm_packed(x, &products, None)?;
+        let products = (packed.iter().zip(&biases).zip(&mut results))
+            .map(|((weight, bias), y)| Ok(PackedLayer { weight, bias: bias.as_deref(), y: y.out()? }))
+            .collect::<Result<Vec<_>>>()?;
+        let done = backend.gemm_packed(x, products, None)?;
         Ok(if done { results.try_into().ok() } else { None })
     }
 
-    fn run(&self, x: &Tensor, activation: Option<Activation>, before: Option<&Tensor>) -> Result<Tensor> {
-        let y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
+    fn run(&self, x: &Tensor, activation: Option<Activation>, before: Option<&mut Tensor>) -> Result<Tensor> {
+        let mut y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
         let bias: Option<Value> = self.bias.as_ref().map(Operand::read).transpose()?;
         let rows = x.shape().rows();
         profile::count_product(1, rows, self.outputs, self.inputs);
         if let Some(activation) = activation {
             count_activation(activation, y.numel());
         }
-        if let (Some(packed), None) = (self.weight.packed(), before) {
-            let layer = PackedLayer { weight: &packed, bias: bias.as_deref(), y: &y };
-            if x.device().backend().gemm_packed(x, &[layer], activation)? {
+        if let (Some(packed), None) = (self.weight.packed(), &before) {
+            let layer = PackedLayer { weight: &packed, bias: bias.as_deref(), y: y.out()? };
+            if x.device().backend().gemm_packed(x, vec![layer], activation)? {
                 return Ok(y);
             }
         }
         let weight = self.weight.read()?;
-        x.device().backend().gemm(&Gemm {
+        let (left, right) = (Matrix::whole(x), self.layout.forward(&weight));
+        x.device().backend().gemm(Gemm {
             bias: bias.as_deref(),
             activation,
-            before_activation: before,
-            ..Gemm::plain(rows, self.outputs, self.inputs, Matrix::whole(x), self.layout.forward(&weight), &y)
+            before_activation: before.map(Tensor::out).transpose()?,
+            ..Gemm::plain(rows, self.outputs, self.inputs, left, right, y.out()?)
         })?;
         Ok(y)
     }
 
     /// The gradient of the layer's input.
     pub(super) fn input_gradient(&self, dy: &Tensor, x_shape: &Shape) -> Result<Tensor> {
-        let dx = Tensor::empty(*x_shape, dy.dtype(), dy.device())?;
-        self.as_module(|| self.write_input_gradient(dy, &dx, false))?;
+        let mut dx = Tensor::empty(*x_shape, dy.dtype(), dy.device())?;
+        self.as_module(|| self.write_input_gradient(dy, dx.out()?, false))?;
         Ok(dx)
     }
 
     /// Adds the gradient of the layer's input to that of other layers.
-    pub(super) fn add_input_gradient(&self, dy: &Tensor, dx: &Tensor) -> Result<()> {
+    pub(super) fn add_input_gradient(&self, dy: &Tensor, dx: Out<'_>) -> Result<()> {
         self.as_module(|| self.write_input_gradient(dy, dx, true))
     }
 
-    fn write_input_gradient(&self, dy: &Tensor, dx: &Tensor, accumulate: bool) -> Result<()> {
+    fn write_input_gradient(&self, dy: &Tensor, dx: Out<'_>, accumulate: bool) -> Result<()> {
         let weight = self.weight.read()?;
         let rows = dx.shape().rows();
         let (dy_matrix, w) = (Matrix::whole(dy), self.layout.backward(&weight));
         profile::count_product(1, rows, self.inputs, self.outputs);
         let product = Gemm::plain(rows, self.inputs, self.outputs, dy_matrix, w, dx);
-        dy.device().backend().gemm(&Gemm { accumulate, ..product })
+        dy.device().backend().gemm(Gemm { accumulate, ..product })
     }
 
     /// Room for the gradient of the bias, where it is wanted.
@@ -276,9 +276,9 @@ impl Layer {
 
     fn weight_gradients_now(&self, x: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         self.as_module(|| {
-            let dbias = self.bias_gradient_like(dy)?;
-            if let Some(dbias) = &dbias {
-                dy.device().backend().sum_rows(dy, dbias)?;
+            let mut dbias = self.bias_gradient_like(dy)?;
+            if let Some(dbias) = &mut dbias {
+                dy.device().backend().sum_rows(dy, dbias.out()?)?;
             }
             Ok((self.weight_gradient_now(x, dy)?, dbias))
         })
@@ -298,7 +298,7 @@ impl Layer {
         if !self.wanted[0] {
             return Ok(None);
         }
-        let dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
+        let mut dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
         let (left, right, m, n) = match self.layout {
             WeightLayout::OutIn => (dy, x, self.outputs, self.inputs),
             WeightLayout::InOut => (x, dy, self.inputs, self.outputs),
@@ -307,7 +307,7 @@ impl Layer {
         let rows = x.shape().rows();
         self.as_module(|| {
             profile::count_product(1, m, n, rows);
-            dy.device().backend().gemm(&Gemm::plain(m, n, rows, left, right, &dweight))
+            dy.device().backend().gemm(Gemm::plain(m, n, rows, left, right, dweight.out()?))
         })?;
         Ok(Some(dweight))
     }
@@ -341,13 +341,13 @@ fn recorded_linear(x: &Operand, layer: &Layer, activation: Option<Activation>) -
     operands.extend(&layer.bias);
     let recording = needs_grad(&operands);
     let input = x.read()?;
-    let before = match activation {
+    let mut before = match activation {
         Some(_) if recording => {
             Some(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), input.device())?)
         }
         _ => None,
     };
-    let y = layer.forward(&input, activation, before.as_ref())?;
+    let y = layer.forward(&input, activation, before.as_mut())?;
     if !recording {
         return Ok(y);
     }
@@ -368,9 +368,9 @@ fn recorded_linear(x: &Operand, layer: &Layer, activation: Option<Activation>) -
 }
 
 fn activation_gradient(activation: Activation, before: &Tensor, dy: Tensor) -> Result<Tensor> {
-    let dx = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
+    let mut dx = Tensor::empty(*dy.shape(), dy.dtype(), dy.device())?;
     count_activation(activation, 2 * dx.numel());
-    dy.device().backend().activation_backward(activation, before, &dy, &dx)?;
+    dy.device().backend().activation_backward(activation, before, &dy, dx.out()?)?;
     Ok(dx)
 }
 
@@ -395,8 +395,9 @@ pub fn mlp(
     operands.extend(&down.bias);
     let recording = needs_grad(&operands);
     let input = x.read()?;
-    let before = if recording { Some(Tensor::empty(hidden_shape, x.dtype(), input.device())?) } else { None };
-    let hidden = up.forward(&input, Some(activation), before.as_ref())?;
+    let mut before =
+        if recording { Some(Tensor::empty(hidden_shape, x.dtype(), input.device())?) } else { None };
+    let hidden = up.forward(&input, Some(activation), before.as_mut())?;
     let y = down.forward(&hidden, None, None)?;
     let Some(before) = before else { return Ok(y) };
     let is_kept = up.outputs <= input.device().backend().kept_activation_width();
@@ -404,11 +405,11 @@ pub fn mlp(
     let (saved_x, saved_up, saved_down) = (Saved::of(&x), up.saved(), down.saved());
     let before = Own::new(before);
     Ok(record("mlp", &operands, y, move |dy| {
-        let before = before.take()?;
-        let dbefore = saved_down.input_gradient(&dy, before.shape())?;
+        let mut before = before.take()?;
+        let mut dbefore = saved_down.input_gradient(&dy, before.shape())?;
         // Both tensors are this node's own: the gradient goes through `f` where it lies, and `before` becomes the value
         // after `f` where that was not kept.
-        let dup_bias = saved_up.bias_gradient_like(&dbefore)?;
+        let mut dup_bias = saved_up.bias_gradient_like(&dbefore)?;
         saved_up.as_module(|| count_activation(activation, 2 * dbefore.numel()));
         if kept.is_none() {
             let again = || count_activation(activation, before.numel());
@@ -416,10 +417,10 @@ pub fn mlp(
         }
         dy.device().backend().activation_backward_sums(
             activation,
-            &before,
-            &dbefore,
+            before.out()?,
+            dbefore.out()?,
             kept.is_none(),
-            dup_bias.as_ref(),
+            dup_bias.as_mut().map(Tensor::out).transpose()?,
         )?;
         let after = kept.clone().unwrap_or(before);
         let (ddown, ddown_bias) = saved_down.weight_gradients(&after, &dy)?;
@@ -456,8 +457,8 @@ pub fn matmul(a: impl Into<Operand>, b: impl Into<Operand>) -> Result<Tensor> {
     let batch = left.sizes()[..dims - 2].iter().product::<usize>();
     let y = {
         let (a, b) = (a.read()?, b.read()?);
-        let y = Tensor::empty(left.with_last(n), a.dtype(), a.device())?;
-        batched(batch, m, n, k, &a, false, &b, false, &y)?;
+        let mut y = Tensor::empty(left.with_last(n), a.dtype(), a.device())?;
+        batched(batch, m, n, k, &a, false, &b, false, y.out()?)?;
         y
     };
     if !needs_grad(&[&a, &b]) {
@@ -466,10 +467,10 @@ pub fn matmul(a: impl Into<Operand>, b: impl Into<Operand>) -> Result<Tensor> {
     let (saved_a, saved_b) = (a.saved(), b.saved());
     Ok(record("matmul", &[&a, &b], y, move |dy| {
         let (a, b) = (saved_a.read()?, saved_b.read()?);
-        let da = Tensor::empty(*a.shape(), a.dtype(), a.device())?;
-        batched(batch, m, k, n, &dy, false, &b, true, &da)?;
-        let db = Tensor::empty(*b.shape(), b.dtype(), b.device())?;
-        batched(batch, k, n, m, &a, true, &dy, false, &db)?;
+        let mut da = Tensor::empty(*a.shape(), a.dtype(), a.device())?;
+        batched(batch, m, k, n, &dy, false, &b, true, da.out()?)?;
+        let mut db = Tensor::empty(*b.shape(), b.dtype(), b.device())?;
+        batched(batch, k, n, m, &a, true, &dy, false, db.out()?)?;
         Ok(vec![Some(da), Some(db)])
     }))
 }
@@ -483,13 +484,14 @@ fn batched(
     a_transposed: bool,
     b: &Tensor,
     b_transposed: bool,
-    c: &Tensor,
+    c: Out<'_>,
 ) -> Result<()> {
+    let device = c.device();
     let a = Matrix { batch_stride: m * k, transposed: a_transposed, ..Matrix::whole(a) };
     let b = Matrix { batch_stride: k * n, transposed: b_transposed, ..Matrix::whole(b) };
     let mut gemm = Gemm::plain(m, n, k, a, b, c);
     gemm.batch = batch;
     gemm.c.batch_stride = m * n;
     profile::count_product(batch, m, n, k);
-    c.device().backend().gemm(&gemm)
+    device.backend().gemm(gemm)
 }

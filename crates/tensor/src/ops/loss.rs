@@ -14,15 +14,15 @@ use crate::with_category;
 
 /// How many targets count, without waiting for the device.
 fn counted(options: &CrossEntropyOptions, targets: &Tensor) -> Result<Tensor> {
-    let counted = Tensor::empty([], DType::I64, targets.device())?;
-    targets.device().backend().count_targets(targets, options.ignore_index, &counted)?;
+    let mut counted = Tensor::empty([], DType::I64, targets.device())?;
+    targets.device().backend().count_targets(targets, options.ignore_index, counted.out()?)?;
     Ok(counted)
 }
 
 /// The mean over counted rows, summed in f64; zero when none counts. Of a gradient, it is each row's share.
 fn mean_loss(losses: &Tensor, counted: &Tensor) -> Result<Tensor> {
-    let mean = Tensor::empty([], DType::F32, losses.device())?;
-    losses.device().backend().mean_loss(losses, counted, &mean)?;
+    let mut mean = Tensor::empty([], DType::F32, losses.device())?;
+    losses.device().backend().mean_loss(losses, counted, mean.out()?)?;
     Ok(mean)
 }
 
@@ -45,20 +45,20 @@ pub fn cross_entropy(
     let recording = needs_grad(&[&logits]);
     let value = logits.read()?;
     let device = value.device();
-    let work = Tensor::empty([rows, classes], device.backend().logits_dtype(logits.dtype()), device)?;
-    device.backend().cast(&value, &work)?;
-    let losses = Tensor::empty([rows], DType::F32, device)?;
+    let mut work = Tensor::empty([rows, classes], device.backend().logits_dtype(logits.dtype()), device)?;
+    device.backend().cast(&value, work.out()?)?;
+    let mut losses = Tensor::empty([rows], DType::F32, device)?;
     let gradient = if recording { LossGradient::OverLogits } else { LossGradient::Nowhere };
-    device.backend().cross_entropy_rows(&options, &work, targets, &losses, gradient)?;
+    device.backend().cross_entropy_rows(&options, work.out()?, targets, losses.out()?, gradient)?;
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
     }
     let (shape, dtype) = (*logits.shape(), logits.dtype());
     Ok(record("cross_entropy", &[&logits], loss, move |dy| {
-        let dlogits = Tensor::empty(shape, dtype, work.device())?;
+        let mut dlogits = Tensor::empty(shape, dtype, work.device())?;
         let share = mean_loss(&dy, &counted)?;
-        work.device().backend().scale_by(&work.view(shape)?, &share, &dlogits)?;
+        work.device().backend().scale_by(&work.view(shape)?, &share, dlogits.out()?)?;
         Ok(vec![Some(dlogits)])
     }))
 }
@@ -111,14 +111,14 @@ fn recorded_linear_cross_entropy(
     let backend = device.backend();
     let dtype = x.dtype();
     let table = weight.read()?;
-    let losses = Tensor::empty([rows], DType::F32, &device)?;
+    let mut losses = Tensor::empty([rows], DType::F32, &device)?;
     let held = backend.logits_dtype(dtype);
     let most = backend.logits_rows(classes * held.size_bytes()).clamp(16, rows.max(16));
     // Of equal size: a small rest would keep few of the device's units busy.
     let chunk = rows.div_ceil(rows.div_ceil(most).max(1)).next_multiple_of(16).max(16);
-    let dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
+    let mut dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
     // Sums over chunks stay in f32 and are rounded once, in backward.
-    let dweight = if wants[1] {
+    let mut dweight = if wants[1] {
         Some(with_category(Category::Gradients, || Tensor::empty(*weight.shape(), DType::F32, &device))?)
     } else {
         None
@@ -128,36 +128,36 @@ fn recorded_linear_cross_entropy(
     for start in (0..rows).step_by(chunk) {
         let count = chunk.min(rows - start);
         let x_chunk = flat.slice(start * width, [count, width])?;
-        let logits = Tensor::empty([count, classes], held, &device)?;
+        let mut logits = Tensor::empty([count, classes], held, &device)?;
         let w = Matrix { transposed, ..Matrix::whole(&table) };
         profile::count_product(1, count, classes, width);
-        backend.gemm(&Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, &logits))?;
-        let (target_chunk, loss_chunk) =
-            (targets.view([rows])?.slice(start, [count])?, losses.slice(start, [count])?);
-        let loss = |gradient: LossGradient<'_>| {
-            backend.cross_entropy_rows(&options, &logits, &target_chunk, &loss_chunk, gradient)
+        backend.gemm(Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, logits.out()?))?;
+        let target_chunk = targets.view([rows])?.slice(start, [count])?;
+        let mut loss_chunk = losses.out()?.part(start, [count])?;
+        let mut loss = |logits: &mut Tensor, gradient: LossGradient<'_>| {
+            backend.cross_entropy_rows(&options, logits.out()?, &target_chunk, loss_chunk.out(), gradient)
         };
         if !recording {
-            loss(LossGradient::Nowhere)?;
+            loss(&mut logits, LossGradient::Nowhere)?;
             continue;
         }
         let gradient = if held == dtype {
-            loss(LossGradient::OverLogits)?;
+            loss(&mut logits, LossGradient::OverLogits)?;
             logits
         } else {
-            let narrow = Tensor::empty(*logits.shape(), dtype, &device)?;
-            loss(LossGradient::Into(&narrow))?;
+            let mut narrow = Tensor::empty(*logits.shape(), dtype, &device)?;
+            loss(&mut logits, LossGradient::Into(narrow.out()?))?;
             narrow
         };
-        if let Some(dx) = &dx {
-            let target = dx.view([rows, width])?.slice(start * width, [count, width])?;
+        if let Some(dx) = &mut dx {
+            let mut target = dx.out()?.part(start * width, [count, width])?;
             let w = Matrix { transposed: !transposed, ..Matrix::whole(&table) };
             profile::during(Pass::Backward, || {
                 profile::count_product(1, count, width, classes);
-                backend.gemm(&Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, &target))
+                backend.gemm(Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, target.out()))
             })?;
         }
-        if let Some(dweight) = &dweight {
+        if let Some(dweight) = &mut dweight {
             let (left, right, m, n) = match layout {
                 WeightLayout::OutIn => (&gradient, &x_chunk, classes, width),
                 WeightLayout::InOut => (&x_chunk, &gradient, width, classes),
@@ -165,7 +165,7 @@ fn recorded_linear_cross_entropy(
             let (a, b) = (Matrix::transposed(left), Matrix::whole(right));
             profile::during(Pass::Backward, || {
                 profile::count_product(1, m, n, count);
-                backend.gemm(&Gemm { accumulate: start > 0, ..Gemm::plain(m, n, count, a, b, dweight) })
+                backend.gemm(Gemm { accumulate: start > 0, ..Gemm::plain(m, n, count, a, b, dweight.out()?) })
             })?;
         }
     }
@@ -181,15 +181,18 @@ fn recorded_linear_cross_entropy(
         // Nobody else sees these tensors: they are scaled where they lie, or on the way to where they belong.
         let finish = |gradient: &Option<Own>, param: Option<&Operand>, category: Category| {
             let Some(gradient) = gradient else { return Ok(None) };
-            let gradient = gradient.take()?;
-            let (shape, device) = (*gradient.shape(), gradient.device());
+            let mut gradient = gradient.take()?;
+            let (shape, device) = (*gradient.shape(), gradient.device().clone());
             let place = param.map(|param| lent_place(param, shape, dtype)).transpose()?.flatten();
-            let target = match place {
+            let mut target = match place {
                 Some(place) => place,
-                None if gradient.dtype() == dtype => gradient.clone(),
-                None => with_category(category, || Tensor::empty(shape, dtype, device))?,
+                None if gradient.dtype() == dtype => {
+                    device.backend().scale_in_place(gradient.out()?, &share)?;
+                    return Ok(Some(gradient));
+                }
+                None => with_category(category, || Tensor::empty(shape, dtype, &device))?,
             };
-            device.backend().scale_by(&gradient, &share, &target)?;
+            device.backend().scale_by(&gradient, &share, target.out()?)?;
             Ok(Some(target))
         };
         Ok(vec![

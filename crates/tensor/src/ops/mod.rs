@@ -39,6 +39,7 @@ pub use shared_input::{gated_mlp, linears};
 use crate::backend::{Activation, Device, with_category};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::lent::Lent;
 use crate::memory::Category;
 use crate::param::Operand;
 use crate::profile;
@@ -69,7 +70,10 @@ fn count_activation(activation: Activation, elements: usize) {
 /// Memory of a parameter's store for its gradient, where it lends some.
 fn lent_place(operand: &Operand, shape: Shape, dtype: DType) -> Result<Option<Tensor>> {
     let Operand::Param(param) = operand else { return Ok(None) };
-    let place = param.lend_place()?.filter(|place| *place.shape() == shape && place.dtype() == dtype);
+    let place = param
+        .lend_place()?
+        .map(Lent::into_tensor)
+        .filter(|place| *place.shape() == shape && place.dtype() == dtype);
     profile::count_bytes(place.as_ref().map_or(0, Tensor::size_bytes));
     Ok(place)
 }

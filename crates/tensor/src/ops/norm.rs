@@ -123,10 +123,10 @@ fn recorded_norm(
     let input = x.read()?;
     let device = input.device().clone();
     let statistics = || Tensor::empty([shape.rows()], DType::F32, &device);
-    let (mean, rstd) = (statistics()?, statistics()?);
-    let y = Tensor::empty(shape, x.dtype(), &device)?;
+    let (mut mean, mut rstd) = (statistics()?, statistics()?);
+    let mut y = Tensor::empty(shape, x.dtype(), &device)?;
     let residual_value: Option<Value> = residual.as_ref().map(Operand::read).transpose()?;
-    let sum = match residual {
+    let mut sum = match residual {
         Some(_) => Some(Tensor::empty(shape, x.dtype(), &device)?),
         None => None,
     };
@@ -134,7 +134,8 @@ fn recorded_norm(
         let weight: Option<Value> = weight.as_ref().map(Operand::read).transpose()?;
         let bias: Option<Value> = bias.as_ref().map(Operand::read).transpose()?;
         count_norm(kind, weight.is_some(), shape.numel());
-        let pair = residual_value.as_deref().zip(sum.as_ref());
+        let sum = sum.as_mut().map(Tensor::out).transpose()?;
+        let pair = residual_value.as_deref().zip(sum);
         device.backend().norm(
             kind,
             eps,
@@ -142,9 +143,9 @@ fn recorded_norm(
             pair,
             weight.as_deref(),
             bias.as_deref(),
-            &y,
-            &mean,
-            &rstd,
+            y.out()?,
+            mean.out()?,
+            rstd.out()?,
         )?;
     }
     let mut operands = vec![&x];
@@ -168,7 +169,7 @@ fn recorded_norm(
             if gives_sum { (gradients.remove(0), gradients.remove(0)) } else { (None, gradients.remove(0)) };
         let x = saved_x.read()?;
         let mut results = Vec::new();
-        let (dweight, dbias);
+        let (mut dweight, mut dbias) = (None, None);
         let dx = match dy {
             Some(dy) => {
                 let backend = dy.device().backend();
@@ -182,7 +183,7 @@ fn recorded_norm(
                     }
                 };
                 (dweight, dbias) = (like(&saved_weight)?, like(&saved_bias)?);
-                let dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+                let mut dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
                 count_norm(kind, weight.is_some(), 2 * x.numel());
                 backend.norm_backward(
                     kind,
@@ -192,16 +193,13 @@ fn recorded_norm(
                     &rstd,
                     &dy,
                     dsum.as_ref(),
-                    &dx,
-                    dweight.as_ref(),
-                    dbias.as_ref(),
+                    dx.out()?,
+                    dweight.as_mut().map(Tensor::out).transpose()?,
+                    dbias.as_mut().map(Tensor::out).transpose()?,
                 )?;
                 Some(dx)
             }
-            None => {
-                (dweight, dbias) = (None, None);
-                dsum
-            }
+            None => dsum,
         };
         results.push(dx.clone());
         results.extend(has_residual.then_some(dx));
@@ -219,10 +217,21 @@ fn recorded_norm(
             let weight: Option<Value> = weight.as_ref().map(Operand::read).transpose()?;
             let bias: Option<Value> = bias.as_ref().map(Operand::read).transpose()?;
             let like_rows = || Tensor::empty([shape.rows()], DType::F32, x.device());
-            let (y, mean, rstd) = (Tensor::empty(shape, x.dtype(), x.device())?, like_rows()?, like_rows()?);
+            let (mut y, mut mean, mut rstd) =
+                (Tensor::empty(shape, x.dtype(), x.device())?, like_rows()?, like_rows()?);
             let (weight, bias) = (weight.as_deref(), bias.as_deref());
             count_norm(kind, weight.is_some(), x.numel());
-            x.device().backend().norm(kind, eps, &x, None, weight, bias, &y, &mean, &rstd)?;
+            x.device().backend().norm(
+                kind,
+                eps,
+                &x,
+                None,
+                weight,
+                bias,
+                y.out()?,
+                mean.out()?,
+                rstd.out()?,
+            )?;
             Ok(y)
         });
     }

@@ -18,8 +18,8 @@ fn without(shape: &Shape, dim: usize) -> Shape {
 
 fn reduce(op: Reduction, x: &Tensor, dim: usize) -> Result<Tensor> {
     let (outer, size, inner) = around("reduce", x.shape(), dim)?;
-    let y = Tensor::empty(without(x.shape(), dim), x.dtype(), x.device())?;
-    x.device().backend().reduce(op, x, outer, size, inner, &y)?;
+    let mut y = Tensor::empty(without(x.shape(), dim), x.dtype(), x.device())?;
+    x.device().backend().reduce(op, x, outer, size, inner, y.out()?)?;
     Ok(y)
 }
 
@@ -78,9 +78,9 @@ fn any_softmax(name: &'static str, x: Operand, log: bool) -> Result<Tensor> {
     expect_float(name, "the operand", x.dtype())?;
     let y = {
         let x = x.read()?;
-        let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        let mut y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
         profile::count(0, y.numel());
-        x.device().backend().softmax(&x, &y, log)?;
+        x.device().backend().softmax(&x, y.out()?, log)?;
         y
     };
     if !needs_grad(&[&x]) {
@@ -88,9 +88,9 @@ fn any_softmax(name: &'static str, x: Operand, log: bool) -> Result<Tensor> {
     }
     let kept = y.detach();
     Ok(record(name, &[&x], y, move |dy| {
-        let dx = Tensor::empty(*kept.shape(), kept.dtype(), kept.device())?;
+        let mut dx = Tensor::empty(*kept.shape(), kept.dtype(), kept.device())?;
         profile::count(0, 2 * kept.numel());
-        kept.device().backend().softmax_backward(&kept, &dy, &dx, log)?;
+        kept.device().backend().softmax_backward(&kept, &dy, dx.out()?, log)?;
         Ok(vec![Some(dx)])
     }))
 }
@@ -108,8 +108,8 @@ pub fn log_softmax(x: impl Into<Operand>) -> Result<Tensor> {
 /// Running sums along the last dimension.
 pub fn cumsum(x: impl Into<Operand>) -> Result<Tensor> {
     fn run(x: &Tensor, reverse: bool) -> Result<Tensor> {
-        let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
-        x.device().backend().cumsum(x, &y, reverse)?;
+        let mut y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+        x.device().backend().cumsum(x, y.out()?, reverse)?;
         Ok(y)
     }
     let x = x.into();

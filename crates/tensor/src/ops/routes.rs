@@ -52,8 +52,9 @@ impl Routes {
         }
         let device = choices.device();
         let numbers = |count: usize| Tensor::empty([count], DType::I64, device);
-        let (counts, order, place) = (numbers(groups)?, numbers(tokens * chosen)?, numbers(tokens * chosen)?);
-        device.backend().sort_groups(choices, &counts, &order, &place)?;
+        let (mut counts, mut order, mut place) =
+            (numbers(groups)?, numbers(tokens * chosen)?, numbers(tokens * chosen)?);
+        device.backend().sort_groups(choices, counts.out()?, order.out()?, place.out()?)?;
         Ok(Routes { counts, order, place, tokens, chosen })
     }
 
@@ -84,8 +85,8 @@ impl Routes {
         expect_float(OP, "the tokens", x.dtype())?;
         let y = {
             let x = x.read()?;
-            let y = Tensor::empty([self.rows(), width], x.dtype(), x.device())?;
-            x.device().backend().spread_rows(&x, &self.routed(), &y)?;
+            let mut y = Tensor::empty([self.rows(), width], x.dtype(), x.device())?;
+            x.device().backend().spread_rows(&x, &self.routed(), y.out()?)?;
             y
         };
         if !needs_grad(&[&x]) {
@@ -93,8 +94,8 @@ impl Routes {
         }
         let (routes, shape) = (self.clone(), *x.shape());
         Ok(record(OP, &[&x], y, move |dy| {
-            let dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
-            dy.device().backend().collect_rows(&dy, &routes.routed(), None, &dx)?;
+            let mut dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
+            dy.device().backend().collect_rows(&dy, &routes.routed(), None, dx.out()?)?;
             Ok(vec![Some(dx)])
         }))
     }
@@ -112,8 +113,8 @@ impl Routes {
         }
         let y = {
             let (x, weights) = (x.read()?, weights.read()?);
-            let y = Tensor::empty([self.tokens, width], x.dtype(), x.device())?;
-            x.device().backend().collect_rows(&x, &self.routed(), Some(&weights), &y)?;
+            let mut y = Tensor::empty([self.tokens, width], x.dtype(), x.device())?;
+            x.device().backend().collect_rows(&x, &self.routed(), Some(&weights), y.out()?)?;
             y
         };
         if !needs_grad(&[&x, &weights]) {
@@ -122,10 +123,15 @@ impl Routes {
         let (routes, saved, saved_weights) = (self.clone(), Saved::of(&x), weights.saved());
         Ok(record(OP, &[&x, &weights], y, move |dy| {
             let (x, weights) = (saved.read()?, saved_weights.read()?);
-            let dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
-            let dweights = Tensor::empty(*weights.shape(), DType::F32, x.device())?;
+            let mut dx = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
+            let mut dweights = Tensor::empty(*weights.shape(), DType::F32, x.device())?;
             let inputs = [&*x, &*weights, &dy];
-            x.device().backend().collect_rows_backward(inputs, &routes.routed(), &dx, &dweights)?;
+            x.device().backend().collect_rows_backward(
+                inputs,
+                &routes.routed(),
+                dx.out()?,
+                dweights.out()?,
+            )?;
             Ok(vec![Some(dx), Some(dweights)])
         }))
     }

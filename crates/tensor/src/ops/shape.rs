@@ -16,8 +16,8 @@ pub fn reshape(x: impl Into<Operand>, shape: impl Into<Shape>) -> Result<Tensor>
         // A view of a borrowed weight must not outlive the borrow.
         Operand::Param(_) => {
             let value = x.read()?;
-            let copy = Tensor::empty(shape, value.dtype(), value.device())?;
-            value.device().backend().copy(&value.view(shape)?, &copy)?;
+            let mut copy = Tensor::empty(shape, value.dtype(), value.device())?;
+            value.device().backend().copy(&value.view(shape)?, copy.out()?)?;
             copy
         }
     };
@@ -31,8 +31,8 @@ pub fn reshape(x: impl Into<Operand>, shape: impl Into<Shape>) -> Result<Tensor>
 pub fn permute(x: impl Into<Operand>, order: &[usize]) -> Result<Tensor> {
     fn run(x: &Tensor, order: &[usize]) -> Result<Tensor> {
         let sizes: Vec<usize> = order.iter().map(|&dim| x.shape()[dim]).collect();
-        let y = Tensor::empty(&sizes, x.dtype(), x.device())?;
-        x.device().backend().permute(x, order, &y)?;
+        let mut y = Tensor::empty(&sizes, x.dtype(), x.device())?;
+        x.device().backend().permute(x, order, y.out()?)?;
         Ok(y)
     }
     let x = x.into();
@@ -88,9 +88,9 @@ fn with_size(shape: &Shape, dim: usize, size: usize) -> Shape {
 /// Copies `count` entries of dimension `dim` from `start` on.
 fn cut(x: &Tensor, dim: usize, start: usize, count: usize) -> Result<Tensor> {
     let (outer, size, inner) = around("narrow", x.shape(), dim)?;
-    let y = Tensor::empty(with_size(x.shape(), dim, count), x.dtype(), x.device())?;
+    let mut y = Tensor::empty(with_size(x.shape(), dim, count), x.dtype(), x.device())?;
     let width = count * inner;
-    x.device().backend().copy_blocks(x, start * inner, size * inner, &y, 0, width, outer, width)?;
+    x.device().backend().copy_blocks(x, start * inner, size * inner, y.out()?, 0, width, outer, width)?;
     Ok(y)
 }
 
@@ -111,9 +111,18 @@ pub fn narrow(x: impl Into<Operand>, dim: usize, start: usize, count: usize) -> 
     }
     let from = *x.shape();
     Ok(record("narrow", &[&x], y, move |dy| {
-        let dx = Tensor::zeros(from, dy.dtype(), dy.device())?;
+        let mut dx = Tensor::zeros(from, dy.dtype(), dy.device())?;
         let width = count * inner;
-        dy.device().backend().copy_blocks(&dy, 0, width, &dx, start * inner, size * inner, outer, width)?;
+        dy.device().backend().copy_blocks(
+            &dy,
+            0,
+            width,
+            dx.out()?,
+            start * inner,
+            size * inner,
+            outer,
+            width,
+        )?;
         Ok(vec![Some(dx)])
     }))
 }
@@ -153,12 +162,12 @@ pub fn split(x: impl Into<Operand>, dim: usize, sizes: &[usize]) -> Result<Vec<T
 fn join(parts: &[Tensor], dim: usize) -> Result<Tensor> {
     let first = &parts[0];
     let total = parts.iter().map(|part| part.shape()[dim]).sum();
-    let y = Tensor::empty(with_size(first.shape(), dim, total), first.dtype(), first.device())?;
+    let mut y = Tensor::empty(with_size(first.shape(), dim, total), first.dtype(), first.device())?;
     let (outer, _, inner) = around("concat", first.shape(), dim)?;
     let mut start = 0;
     for part in parts {
         let width = part.shape()[dim] * inner;
-        y.device().backend().copy_blocks(part, 0, width, &y, start, total * inner, outer, width)?;
+        part.device().backend().copy_blocks(part, 0, width, y.out()?, start, total * inner, outer, width)?;
         start += width;
     }
     Ok(y)

@@ -45,9 +45,9 @@ pub fn linears<const N: usize>(
             };
             of_weights.push(dweight);
             of_weights.extend(layer.bias.is_some().then_some(dbias));
-            match (&dy, &dx) {
+            match (&dy, &mut dx) {
                 (Some(dy), None) => dx = Some(layer.input_gradient(dy, x.shape())?),
-                (Some(dy), Some(dx)) => layer.add_input_gradient(dy, dx)?,
+                (Some(dy), Some(dx)) => layer.add_input_gradient(dy, dx.out()?)?,
                 (None, _) => {}
             }
         }
@@ -79,10 +79,10 @@ pub fn gated_mlp(
     let recording = needs_grad(&operands);
     let input = x.read()?;
     let [g, u] = Layer::forward_all([&gate, &up], &input)?;
-    let hidden = Tensor::empty(hidden_shape, x.dtype(), input.device())?;
+    let mut hidden = Tensor::empty(hidden_shape, x.dtype(), input.device())?;
     let backend = input.device().backend();
     count_activation(activation, hidden.numel());
-    backend.gated(activation, &g, &u, &hidden)?;
+    backend.gated(activation, &g, &u, hidden.out()?)?;
     let y = down.forward(&hidden, None, None)?;
     if !recording {
         return Ok(y);
@@ -92,23 +92,29 @@ pub fn gated_mlp(
     let [saved_gate, saved_up, saved_down] = [&gate, &up, &down].map(Layer::saved);
     let (g, u) = (Own::new(g), Own::new(u));
     Ok(record(OP, &operands, y, move |dy| {
-        let (g, u) = (g.take()?, u.take()?);
-        let dhidden = saved_down.input_gradient(&dy, g.shape())?;
+        let (mut g, mut u) = (g.take()?, u.take()?);
+        let mut dhidden = saved_down.input_gradient(&dy, g.shape())?;
         // All three are this node's own: gradients take the places of the values, and the gradient of the product, which
         // is done with, that of the product where it was not kept.
         count_activation(activation, 2 * dhidden.numel());
         if kept.is_none() {
             profile::during(profile::Pass::Recomputation, || count_activation(activation, dhidden.numel()));
         }
-        dy.device().backend().gated_backward_in_place(activation, &g, &u, &dhidden, kept.is_none())?;
+        dy.device().backend().gated_backward_in_place(
+            activation,
+            g.out()?,
+            u.out()?,
+            dhidden.out()?,
+            kept.is_none(),
+        )?;
         let hidden = kept.clone().unwrap_or(dhidden);
         let (ddown, ddown_bias) = saved_down.weight_gradients(&hidden, &dy)?;
         drop(hidden);
         let x = saved_x.read()?;
         let (dgate, dgate_bias) = saved_gate.weight_gradients(&x, &g)?;
         let (dup, dup_bias) = saved_up.weight_gradients(&x, &u)?;
-        let dx = saved_gate.input_gradient(&g, x.shape())?;
-        saved_up.add_input_gradient(&u, &dx)?;
+        let mut dx = saved_gate.input_gradient(&g, x.shape())?;
+        saved_up.add_input_gradient(&u, dx.out()?)?;
         let mut gradients = vec![Some(dx)];
         let layers =
             [(&saved_gate, dgate, dgate_bias), (&saved_up, dup, dup_bias), (&saved_down, ddown, ddown_bias)];

@@ -16,6 +16,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::lent::Lent;
 use crate::packed::PackedWeight;
 use crate::profile;
 use crate::random::{RandomKey, stream_of_name};
@@ -76,13 +77,9 @@ pub trait ParamStore: Send + Sync {
     /// Takes the gradient of parameter `index`, complete for this backward.
     fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError>;
     /// Memory that the gradient of parameter `index` may be written to before it is pushed, so that the store need not copy
-    /// it; what it holds before is undefined. Nobody is lent it twice before the push.
-    fn lend_place(&self, _index: usize) -> Result<Option<Tensor>, StoreError> {
+    /// it; what it holds before is undefined.
+    fn lend_place(&self, _index: usize) -> Result<Option<Lent>, StoreError> {
         Ok(None)
-    }
-    /// Whether a gradient of parameter `index` lies in memory that was lent for it and not pushed yet.
-    fn is_lent(&self, _index: usize, _gradient: &Tensor) -> bool {
-        false
     }
     /// The value of parameter `index` in few bits, where it is held so. What [`ParamStore::acquire`] gives is made of it.
     fn packed(&self, _index: usize) -> Option<Arc<PackedWeight>> {
@@ -311,14 +308,9 @@ impl Param {
     }
 
     /// Memory of the store that one gradient may be written to: see [`ParamStore::lend_place`].
-    pub(crate) fn lend_place(&self) -> Result<Option<Tensor>> {
+    pub(crate) fn lend_place(&self) -> Result<Option<Lent>> {
         let attachment = self.attachment()?;
         attachment.store.lend_place(attachment.index).map_err(|source| self.store_error(source))
-    }
-
-    /// Whether a gradient lies in memory that its store has lent: nobody else reads or writes it.
-    pub(crate) fn is_lent(&self, gradient: &Tensor) -> bool {
-        self.0.attachment.get().is_some_and(|attachment| attachment.store.is_lent(attachment.index, gradient))
     }
 
     /// Hands a complete gradient to the store.

@@ -4,11 +4,12 @@
 
 use std::sync::{Arc, Mutex};
 
+use crate::autograd::accumulate;
 use crate::backend::Device;
-use crate::cpu;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Category;
+use crate::out::Out;
 use crate::param::{Param, ParamStore, StoreError};
 use crate::store::ParamSource;
 use crate::tensor::Tensor;
@@ -52,7 +53,8 @@ impl PlainStore {
         let mut start = 0;
         for param in params {
             let value = flat.slice(start, *param.shape())?;
-            load(source, param, &value)?;
+            // SAFETY: the buffer is new, and parameters do not overlap.
+            unsafe { load(source, param, &value)? };
             values.push(value);
             start += param.numel();
         }
@@ -81,22 +83,28 @@ impl PlainStore {
 }
 
 /// Fills `value`: in place where it is f32 on the host, else by parts that are converted on their way.
-fn load(source: &dyn ParamSource, param: &Param, value: &Tensor) -> Result<()> {
+///
+/// # Safety
+/// Nobody else reads or writes `value`.
+unsafe fn load(source: &dyn ParamSource, param: &Param, value: &Tensor) -> Result<()> {
     let (numel, dtype, device) = (param.numel(), value.dtype(), value.device());
     if device.backend().is_host() && dtype == DType::F32 {
-        return source.load(param, 0..numel, cpu::write::<f32>(value));
+        // SAFETY: as the caller says.
+        return source.load(param, 0..numel, unsafe { value.host_mut::<f32>()? });
     }
     let flat = value.view([numel])?;
-    let staged = Tensor::empty([numel.min(CONVERTED_AT_ONCE)], DType::F32, &Device::cpu())?;
+    let mut staged = Tensor::empty([numel.min(CONVERTED_AT_ONCE)], DType::F32, &Device::cpu())?;
     for first in (0..numel).step_by(CONVERTED_AT_ONCE) {
         let count = CONVERTED_AT_ONCE.min(numel - first);
         let target = flat.slice(first, [count])?;
-        let part = &mut cpu::write::<f32>(&staged)[..count];
+        // SAFETY: as the caller says.
+        let target = unsafe { Out::vouched(&target) };
+        let part = &mut staged.out()?.into_host::<f32>()?[..count];
         source.load(param, first..first + count, part)?;
         if device.backend().is_host() {
-            device.backend().cast(&staged.slice(0, [count])?, &target)?;
+            device.backend().cast(&staged.slice(0, [count])?, target)?;
         } else {
-            device.backend().copy(&Tensor::from_f32(part, [count], dtype, device)?, &target)?;
+            device.backend().copy(&Tensor::from_f32(part, [count], dtype, device)?, target)?;
         }
     }
     Ok(())
@@ -111,10 +119,11 @@ impl ParamStore for PlainStore {
 
     fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError> {
         let slot = &mut self.lock()[index];
-        match slot {
-            None => *slot = Some(gradient),
-            Some(held) => held.device().backend().add_assign(held, &gradient)?,
-        }
+        // Whoever has taken the sum so far keeps it as it is.
+        *slot = Some(match slot.take() {
+            None => gradient,
+            Some(held) => accumulate(held, gradient)?,
+        });
         Ok(())
     }
 

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use ferrospeed_tensor::{Category, DType, Tensor};
+use ferrospeed_tensor::{Category, DType, Lent, Out, Tensor};
 
 use super::{Arrived, ReduceOptions, Reducer, Road, Segment};
 use crate::buckets::{Bucket, Kind};
@@ -98,8 +98,8 @@ impl Reducer {
     }
 
     /// Where the gradient of a parameter may be written before it is pushed, so that it need not be copied: its place in
-    /// its bucket, if that is in one stretch, free and of its type. Lent once, until the gradient is pushed.
-    pub(crate) fn lend_place(&mut self, param: usize) -> Result<Option<Tensor>> {
+    /// its bucket, if that is in one stretch, free and of its type. Lent to one at a time.
+    pub(crate) fn lend_place(&mut self, param: usize) -> Result<Option<Lent>> {
         let Some((bucket, seat)) = self.seats[param] else { return Ok(None) };
         let (shape, dtype) = self.shapes[param];
         let sums = self.sums_up();
@@ -110,23 +110,15 @@ impl Reducer {
             self.device.backend().is_host() && dtype == self.options.wire && self.before(bucket) == 1.0;
         let Some(start) = self.buckets[bucket].whole_place(seat) else { return Ok(None) };
         let aligned = (start * dtype.size_bytes()).is_multiple_of(PLACE_ALIGNMENT_BYTES);
-        let taken = self.lent[param] || self.arrived[param].is_some() || self.retired;
+        let taken = self.loans[param].is_out() || self.arrived[param].is_some() || self.retired;
         if !fits || !aligned || taken || self.stay() || !(sums || self.can_place(bucket)?) {
             return Ok(None);
         }
-        self.lent[param] = true;
         let place = if sums { self.sums[bucket].clone() } else { self.buffer(bucket)? };
-        Ok(Some(place.slice(start, shape)?))
-    }
-
-    /// Whether a gradient lies in the place that was lent for it.
-    pub(crate) fn is_lent(&self, param: usize, gradient: &Tensor) -> bool {
-        let place = |(bucket, seat): (usize, usize)| {
-            let start = self.buckets[bucket].whole_place(seat)?;
-            let whole = if self.sums_up() { self.sums[bucket].clone() } else { self.buffer(bucket).ok()? };
-            Some(part(&whole, start, gradient.numel()).ok()?.address())
-        };
-        self.lent[param] && self.seats[param].and_then(place) == Some(gradient.address())
+        // SAFETY: a bucket leaves, and its places are written here, only when nothing of it is lent.
+        let (lent, loan) = unsafe { Lent::new(&place.slice(start, shape)?, param) };
+        self.loans[param] = loan;
+        Ok(Some(lent))
     }
 
     pub(crate) fn buffer(&self, bucket: usize) -> Result<Tensor> {
@@ -163,21 +155,13 @@ impl Reducer {
         let buffer = self.buffer(bucket)?;
         let backend = self.device.backend();
         for place in &self.buckets[bucket].places[seat] {
+            let to = part(&buffer, place.in_bucket, place.len)?;
+            // SAFETY: the buffer is not under way with another bucket, and this place is not lent.
             match &gradient {
-                Some(gradient)
-                    if part(gradient, place.in_param, place.len)?.address()
-                        == part(&buffer, place.in_bucket, place.len)?.address() => {}
-                Some(gradient) => backend.copy_blocks(
-                    gradient,
-                    place.in_param,
-                    place.len,
-                    &buffer,
-                    place.in_bucket,
-                    place.len,
-                    1,
-                    place.len,
-                )?,
-                None => backend.fill(&part(&buffer, place.in_bucket, place.len)?, 0.0)?,
+                Some(gradient) => {
+                    backend.copy(&part(gradient, place.in_param, place.len)?, unsafe { Out::vouched(&to) })?
+                }
+                None => backend.fill(unsafe { Out::vouched(&to) }, 0.0)?,
             }
         }
         Ok(())

@@ -22,7 +22,7 @@ mod sums;
 mod tests;
 
 use ferrospeed_tensor::backend::{Binary, Unary};
-use ferrospeed_tensor::{Category, DType, Device, RowGradient, Shape, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Lent, Loan, Out, Returned, RowGradient, Shape, Tensor};
 
 use crate::buckets::{Bucket, Kind};
 use crate::error::{Result, ZeroError};
@@ -65,19 +65,39 @@ pub(crate) enum Arrived {
     Whole(Tensor),
     /// The rows that are not zero.
     Rows(RowGradient),
+    /// All of it, in the place that was lent for it.
+    Lent(Lent),
     /// It is where it belongs already.
     Placed,
 }
 
 impl Arrived {
+    /// A gradient of parameter `param` as backward hands it over.
+    pub(crate) fn of(param: usize, gradient: Tensor) -> Result<Arrived> {
+        Ok(match gradient.into_returned()? {
+            Returned::Own(gradient) => Arrived::Whole(gradient),
+            Returned::Lent(lent) if lent.param() == param => Arrived::Lent(lent),
+            Returned::Lent(lent) => Arrived::Whole(copied(&lent.into_tensor())?),
+        })
+    }
+
     /// The whole gradient; `None` when it is not here any more.
     pub(crate) fn whole(self) -> Result<Option<Tensor>> {
         Ok(match self {
             Arrived::Whole(gradient) => Some(gradient),
             Arrived::Rows(rows) => Some(rows.to_dense()?),
+            Arrived::Lent(lent) => Some(copied(&lent.into_tensor())?),
             Arrived::Placed => None,
         })
     }
+}
+
+/// The same in memory of its own.
+fn copied(gradient: &Tensor) -> Result<Tensor> {
+    let mut copy =
+        Tensor::empty_in(*gradient.shape(), gradient.dtype(), gradient.device(), Category::Gradients)?;
+    gradient.device().backend().copy(gradient, copy.out()?)?;
+    Ok(copy)
 }
 
 /// A bucket on its way.
@@ -103,8 +123,8 @@ pub(crate) struct Reducer {
     /// Which buffer each bucket uses.
     slots: Vec<usize>,
     pub(crate) arrived: Vec<Option<Arrived>>,
-    /// Parameters whose places in a buffer were lent to backward and have not come back as a gradient.
-    pub(crate) lent: Vec<bool>,
+    /// Of each parameter, its place in a buffer as it was last lent to backward.
+    pub(crate) loans: Vec<Loan>,
     pub(crate) missing: Vec<usize>,
     /// The next bucket to leave.
     next: usize,
@@ -160,7 +180,7 @@ impl Reducer {
             buffers: Vec::new(),
             slots: Vec::new(),
             arrived: shapes.iter().map(|_| None).collect(),
-            lent: vec![false; shapes.len()],
+            loans: vec![Loan::default(); shapes.len()],
             next: 0,
             in_flight: Vec::new(),
             kept: Vec::new(),
@@ -197,18 +217,25 @@ impl Reducer {
             return self.push_to_sum(param, gradient, synchronize);
         }
         let Some((bucket, seat)) = self.seats[param] else { return Ok(()) };
-        self.lent[param] = false;
         let gradient = match self.arrived[param].take() {
             None => gradient,
             Some(held) => Arrived::Whole(self.sum(held, gradient)?),
         };
         if !synchronize {
+            let gradient = match gradient {
+                Arrived::Lent(lent) => Arrived::Whole(copied(&lent.into_tensor())?),
+                gradient => gradient,
+            };
             self.arrived[param] = Some(gradient);
             return Ok(());
         }
         let placed = match gradient {
             Arrived::Whole(gradient) if self.can_place(bucket)? => {
                 self.place(bucket, seat, Some(gradient))?;
+                Arrived::Placed
+            }
+            Arrived::Lent(lent) => {
+                drop(lent);
                 Arrived::Placed
             }
             gradient => gradient,
@@ -251,8 +278,8 @@ impl Reducer {
             let why = "a parameter got a second gradient in one backward";
             return Err(ZeroError::Request(why.into()));
         };
-        let sum = Tensor::empty_in(*held.shape(), held.dtype(), &self.device, Category::Gradients)?;
-        self.device.backend().binary(Binary::Add, &held, &more, &sum)?;
+        let mut sum = Tensor::empty_in(*held.shape(), held.dtype(), &self.device, Category::Gradients)?;
+        self.device.backend().binary(Binary::Add, &held, &more, sum.out()?)?;
         Ok(sum)
     }
 
@@ -265,13 +292,17 @@ impl Reducer {
         }
         self.whole = std::mem::take(&mut self.coming);
         self.next = 0;
-        self.lent.fill(false);
         self.missing = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         self.micro_steps += 1;
         Ok(())
     }
 
     fn launch(&mut self, index: usize) -> Result<()> {
+        if let Some(param) = self.buckets[index].params.iter().find(|&&param| self.loans[param].is_out()) {
+            let why =
+                format!("the gradient of parameter {param} is still being written where it is to be reduced");
+            return Err(ZeroError::Request(why));
+        }
         // The buffer may still be under way with an earlier bucket.
         let slot = self.slots.get(index).copied();
         while self
@@ -315,7 +346,9 @@ impl Reducer {
         }
         let backend = self.device.backend();
         if let Some(after) = self.after(bucket) {
-            backend.unary(Unary::Affine { scale: after, shift: 0.0 }, &own, &own)?;
+            // SAFETY: the exchange that wrote it is over, and nobody else knows this part.
+            let own = unsafe { Out::vouched(&own) };
+            backend.unary_in_place(Unary::Affine { scale: after, shift: 0.0 }, own)?;
         }
         if self.sums_up() {
             return self.land_sum(bucket, &own);
@@ -327,8 +360,10 @@ impl Reducer {
             let to = part(kept, owned.in_part, owned.len)?;
             match self.micro_steps {
                 0 if from.address() == to.address() => {}
-                0 => backend.cast(&from, &to)?,
-                _ => backend.add_assign(&to, &from)?,
+                // SAFETY: what is kept is this reducer's own, and another buffer than the bucket's.
+                0 => backend.cast(&from, unsafe { Out::vouched(&to) })?,
+                // SAFETY: as above.
+                _ => backend.add_assign(unsafe { Out::vouched(&to) }, &from)?,
             }
         }
         Ok(())
@@ -373,7 +408,6 @@ impl Reducer {
             self.missing = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
         }
         self.arrived.iter_mut().for_each(|arrived| *arrived = None);
-        self.lent.fill(false);
         self.summed.fill(false);
         (self.settled, self.is_last) = (false, true);
     }

@@ -65,8 +65,12 @@ impl Reducer {
         let gradient = if before == 1.0 {
             gradient
         } else {
-            let scaled = Tensor::empty(*gradient.shape(), gradient.dtype(), &self.device)?;
-            self.device.backend().unary(Unary::Affine { scale: before, shift: 0.0 }, &gradient, &scaled)?;
+            let mut scaled = Tensor::empty(*gradient.shape(), gradient.dtype(), &self.device)?;
+            self.device.backend().unary(
+                Unary::Affine { scale: before, shift: 0.0 },
+                &gradient,
+                scaled.out()?,
+            )?;
             scaled
         };
         Ok(ops::cast(&gradient, self.options.wire)?)

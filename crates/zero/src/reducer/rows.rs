@@ -4,11 +4,10 @@
 //! the sums are the same to the last bit. Where one rank has a whole gradient (a table that is used in another way as
 //! well), or most rows are touched, the whole table is reduced instead; all ranks see that alike.
 
-use ferrospeed_tensor::{Category, RowGradient, Tensor};
+use ferrospeed_tensor::{Category, Out, RowGradient, Tensor};
 
 use super::{Arrived, Reducer};
 use crate::error::Result;
-use crate::memory::part;
 use ferrospeed_collective::exchange;
 
 /// What a rank says that has a whole gradient.
@@ -40,13 +39,13 @@ impl Reducer {
         if ids.len() * 2 > entries {
             return Ok(false);
         }
-        let shared =
+        let mut shared =
             Tensor::zeros_in([ids.len() * width], self.options.wire, &self.device, Category::Buffers)?;
         if let Some(rows) = &rows {
             let places: Vec<i64> =
                 rows.ids().iter().map(|id| ids.partition_point(|other| other < id) as i64).collect();
             let values = self.prepared(bucket, rows.values().clone())?;
-            self.copy_rows(&values, &shared, &places, width)?;
+            self.copy_rows(&values, shared.out()?, &places, width)?;
         }
         if !ids.is_empty() {
             let road = self.road(bucket);
@@ -54,24 +53,36 @@ impl Reducer {
         }
         self.arrived[param] = None;
         let buffer = self.buffer(bucket)?;
+        // SAFETY: no exchange of this bucket is under way, and of a table in rows no place is lent.
+        let mut target = unsafe { Out::vouched(&buffer) };
         match self.touched[bucket].take() {
-            None => self.device.backend().fill(&buffer, 0.0)?,
+            None => self.device.backend().fill(target.again(), 0.0)?,
             Some(earlier) => {
                 for (_, first, count) in runs(&earlier) {
-                    self.device.backend().fill(&part(&buffer, first * width, count * width)?, 0.0)?;
+                    let mut rows = target.again().part(first * width, [count * width])?;
+                    self.device.backend().fill(rows.out(), 0.0)?;
                 }
             }
         }
-        self.copy_rows(&shared, &buffer, &ids, width)?;
+        self.copy_rows(&shared, target, &ids, width)?;
         self.touched[bucket] = Some(ids);
         Ok(true)
     }
 
     /// Copies rows that lie end to end to the rows `ids` of another tensor.
-    fn copy_rows(&self, from: &Tensor, to: &Tensor, ids: &[i64], width: usize) -> Result<()> {
+    fn copy_rows(&self, from: &Tensor, mut to: Out<'_>, ids: &[i64], width: usize) -> Result<()> {
         for (row, first, count) in runs(ids) {
             let len = count * width;
-            self.device.backend().copy_blocks(from, row * width, len, to, first * width, len, 1, len)?;
+            self.device.backend().copy_blocks(
+                from,
+                row * width,
+                len,
+                to.again(),
+                first * width,
+                len,
+                1,
+                len,
+            )?;
         }
         Ok(())
     }

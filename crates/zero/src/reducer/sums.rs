@@ -5,7 +5,7 @@
 //! through a buffer of that type; what comes back takes their place.
 
 use ferrospeed_tensor::backend::Unary;
-use ferrospeed_tensor::{Tensor, ops};
+use ferrospeed_tensor::{Out, Tensor, ops};
 
 use super::{Arrived, InFlight, Reducer, Segment};
 use crate::buckets::Kind;
@@ -44,16 +44,25 @@ impl Reducer {
     pub(crate) fn push_to_sum(&mut self, param: usize, gradient: Arrived, counts: bool) -> Result<()> {
         self.check_open()?;
         let Some((bucket, seat)) = self.seats[param] else { return Ok(()) };
-        self.lent[param] = false;
-        let Some(gradient) = gradient.whole()? else { return Ok(()) };
+        let gradient = match gradient {
+            // It was written where the sum is; nothing was there before, or it would not have been lent.
+            Arrived::Lent(lent) if !self.summed[param] => {
+                drop(lent);
+                None
+            }
+            gradient => gradient.whole()?,
+        };
         let backend = self.device.backend();
-        for place in &self.buckets[bucket].places[seat] {
-            let from = part(&ops::reshape(&gradient, [gradient.numel()])?, place.in_param, place.len)?;
+        let places = &self.buckets[bucket].places[seat];
+        for (gradient, place) in gradient.iter().flat_map(|all| places.iter().map(move |place| (all, place)))
+        {
+            let from = part(&ops::reshape(gradient, [gradient.numel()])?, place.in_param, place.len)?;
             let to = part(&self.sums[bucket], place.in_bucket, place.len)?;
+            // SAFETY: the sums are this reducer's own, none of them is being exchanged, and this place is not lent.
+            let to = unsafe { Out::vouched(&to) };
             match self.summed[param] {
-                true => backend.add_assign(&to, &from)?,
-                false if from.address() == to.address() => {}
-                false => backend.cast(&from, &to)?,
+                true => backend.add_assign(to, &from)?,
+                false => backend.cast(&from, to)?,
             }
         }
         self.summed[param] = true;
@@ -82,13 +91,17 @@ impl Reducer {
         for (seat, places) in bucket.places.iter().enumerate() {
             if !self.summed[bucket.params[seat]] {
                 for place in places {
-                    backend.fill(&part(sum, place.in_bucket, place.len)?, 0.0)?;
+                    let place = part(sum, place.in_bucket, place.len)?;
+                    // SAFETY: as in `push_to_sum`; `launch` has seen that nothing of the bucket is lent.
+                    backend.fill(unsafe { Out::vouched(&place) }, 0.0)?;
                 }
             }
         }
         let before = self.before(index);
-        let scale =
-            |factor: f32, sum: &Tensor| backend.unary(Unary::Affine { scale: factor, shift: 0.0 }, sum, sum);
+        let scale = |factor: f32, sum: &Tensor| {
+            // SAFETY: as above.
+            backend.unary_in_place(Unary::Affine { scale: factor, shift: 0.0 }, unsafe { Out::vouched(sum) })
+        };
         if before != 1.0 {
             scale(before, sum)?;
         }
@@ -102,7 +115,8 @@ impl Reducer {
             sum.clone()
         } else {
             let buffer = self.buffer(index)?;
-            backend.cast(sum, &buffer)?;
+            // SAFETY: as above; the buffer is not under way with another bucket.
+            backend.cast(sum, unsafe { Out::vouched(&buffer) })?;
             buffer
         };
         let own = part(&data, bucket.own_start, bucket.own_numel())?;
@@ -116,7 +130,8 @@ impl Reducer {
             return Ok(());
         }
         let place = part(&self.sums[bucket], self.buckets[bucket].own_start, own.numel())?;
-        Ok(self.device.backend().cast(own, &place)?)
+        // SAFETY: as in `push_to_sum`.
+        Ok(self.device.backend().cast(own, unsafe { Out::vouched(&place) })?)
     }
 
     /// What this rank owns of the sums.

@@ -30,7 +30,7 @@ const GROUPS: usize = 4;
 pub(super) fn product(
     threads: &Threads,
     x: &Tensor,
-    layer: &PackedLayer<'_>,
+    layer: PackedLayer<'_>,
     activation: Option<Activation>,
 ) -> Result<()> {
     let (weight, y) = (layer.weight, layer.y);
