@@ -115,7 +115,7 @@ fn a_gpu_multiplies_packed_weights_as_the_processor_does_and_few_rows_alike_in_a
             let band = match (bits, dtype) {
                 (PackedBits::Float8, _) => 0.2 * size,
                 // Many rows are not rounded.
-                _ if m > 16 => 2e-2 * size,
+                _ if m > 16 => 4e-2 * size,
                 (_, DType::F32) => 1e-5 * size,
                 _ => 1e-2 * size,
             };

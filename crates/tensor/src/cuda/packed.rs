@@ -3,6 +3,7 @@
 use crate::backend::{Activation, Gemm, Matrix, PackedLayer};
 use crate::cuda::elementwise::activation_number;
 use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, gemm, launch, real};
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Category;
 use crate::packed::{BLOCK, PackedBits, PackedWeight};
@@ -17,6 +18,10 @@ const FLOAT_CAPABILITY: (i32, i32) = (8, 9);
 const CHUNKS: [(usize, &str); 2] = [(8, "CHUNKS=1"), (16, "CHUNKS=2")];
 /// Weights that one launch multiplies the same rows with. Matches `Sides` in the kernel.
 const MOST_SIDES: usize = 3;
+/// Rows that the kernel rounds itself; more are rounded before.
+const ROUNDED_BY_ALL: usize = 2;
+/// Blocks of inputs that are widened at a time. Matches `STRIP` in the kernel.
+const STRIP: usize = 8;
 /// Shared memory that the kernel has beside what it is given.
 const OWN_SHARED_BYTES: usize = 16 << 10;
 
@@ -111,16 +116,37 @@ fn few_rows(
         }
         sides.ends[side] = end;
     }
+    let (blocks, rows) = (inputs / BLOCK, x.numel() / inputs);
+    let bytes = shared_bytes(at_once, inputs);
+    let defines = [real(OP, x.dtype())?, define(layers[0].weight.bits()), chunks];
+    // A row or two are rounded by all blocks of threads for themselves.
+    let prepared = (rows > ROUNDED_BY_ALL)
+        .then(|| Tensor::empty_in([bytes], DType::U8, x.device(), Category::Buffers))
+        .transpose()?;
+    if let Some(prepared) = &prepared {
+        launch!(
+            overlapping backend,
+            Kernel { source: Source::Packed, defines, name: "prepare_rows" },
+            [(rows * blocks * 4).div_ceil(256) as u32, 1, 1],
+            [256, 1, 1],
+            0,
+            blocks as u32,
+            rows as u32,
+            at(x),
+            at(prepared)
+        )?;
+    }
     launch!(
         overlapping backend,
-        Kernel { source: Source::Packed, defines: [real(OP, x.dtype())?, define(layers[0].weight.bits()), chunks], name: "packed_product" },
+        Kernel { source: Source::Packed, defines, name: "packed_product" },
         [end as u32, 1, 1],
         [256, 1, 1],
-        shared_bytes(at_once, inputs) as u32,
+        bytes as u32,
         sides,
-        (inputs / BLOCK) as u32,
-        (x.numel() / inputs) as u32,
+        blocks as u32,
+        rows as u32,
         at(x),
+        at_option(prepared.as_ref()),
         activation.map_or(-1, activation_number)
     )
 }
@@ -130,11 +156,11 @@ fn widened(backend: &CudaBackend, weight: &PackedWeight, x: &Tensor) -> Result<T
     let [lines, scales] = weight.on(x.device())?;
     let (outputs, inputs) = (weight.outputs(), weight.inputs());
     let full = Tensor::empty_in([outputs, inputs], x.dtype(), x.device(), Category::Buffers)?;
-    let warps = weight.groups() * (inputs / BLOCK);
+    let strips = weight.groups() * (inputs / BLOCK).div_ceil(STRIP);
     launch!(
         overlapping backend,
         Kernel { source: Source::Packed, defines: [real(OP, x.dtype())?, define(weight.bits()), "CHUNKS=1"], name: "widen_weight" },
-        [warps.div_ceil(8) as u32, 1, 1],
+        [strips as u32, 1, 1],
         [256, 1, 1],
         0,
         outputs as u64,

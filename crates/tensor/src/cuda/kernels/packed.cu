@@ -26,8 +26,9 @@
 __device__ __forceinline__ u32 row_bytes(u32 blocks) { return blocks * BLOCK + 16; }
 
 // Rows in eight bits, and their scales: four threads per block.
-__device__ __forceinline__ void round_rows(const REAL* x, u32 rows, u32 blocks, u8* values, float* scales) {
-    for (u32 at = threadIdx.x; at < rows * blocks * 4; at += blockDim.x) {
+__device__ __forceinline__ void round_rows(
+    const REAL* x, u32 rows, u32 blocks, u8* values, float* scales, u32 thread, u32 threads) {
+    for (u32 at = thread; at < rows * blocks * 4; at += threads) {
         u32 block = at / 4, row = block / blocks, place = block % blocks, quarter = at & 3;
         // Threads of a warp leave together, since blocks are whole fours.
         u32 active = __activemask();
@@ -65,6 +66,14 @@ __device__ __forceinline__ void round_rows(const REAL* x, u32 rows, u32 blocks, 
         *(uint2*)(values + row * row_bytes(blocks) + place * BLOCK + quarter * 8) = uint2{words[0], words[1]};
         if (quarter == 0) scales[row * blocks + place] = finite ? largest / TOP : __int_as_float(0x7fffffff);
     }
+}
+
+// The same once for all blocks of threads that read them, as these place them.
+extern "C" __global__ void prepare_rows(u32 blocks, u32 rows, const REAL* x, u8* prepared) {
+    let_next_start();
+    wait_for_earlier();
+    float* scales = (float*)(prepared + ROWS * row_bytes(blocks));
+    round_rows(x, rows, blocks, prepared, scales, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
 // What a thread has of a block of the weight: outputs 2·(lane / 4) and the next, inputs 4·(lane % 4) and those 16 further on.
@@ -122,7 +131,7 @@ struct Sides { const u8* lines[3]; const u16* scales[3]; const REAL* bias[3]; RE
 
 // y = f(x·Wᵀ + b): a block of threads per sixteen outputs; its warps share the inputs out among them.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_product(
-    const __grid_constant__ Sides sides, u32 blocks, u32 rows, const REAL* x, int activation) {
+    const __grid_constant__ Sides sides, u32 blocks, u32 rows, const REAL* x, const u8* prepared, int activation) {
     __shared__ float parts[WARPS][ROWS * 16];
     extern __shared__ __align__(16) u8 rounded[];
     u8* values = rounded;
@@ -142,7 +151,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_product(
         if (block < blocks) held[h] = part_of(own_lines, own_scales, block, lane);
     }
     wait_for_earlier();
-    round_rows(x, rows, blocks, values, row_scales);
+    if (prepared) {
+        u32 bytes = ROWS * (row_bytes(blocks) + blocks * 4);
+        #pragma unroll 4
+        for (u32 at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) *(uint4*)(rounded + at) = *(const uint4*)(prepared + at);
+    } else {
+        round_rows(x, rows, blocks, values, row_scales, threadIdx.x, blockDim.x);
+    }
     __syncthreads();
     float sums[CHUNKS][4] = {};
     auto take = [&](const Part& part, u32 block) {
@@ -195,40 +210,44 @@ __device__ __forceinline__ float float8(u32 value) {
     return widen(f16{(u16)halves});
 }
 
-// The weight in full, [outputs, inputs]: a warp per sixteen outputs and block.
+// Blocks of inputs that a block of threads widens at a time.
+#define STRIP 8
+// Words between lines in shared memory: neighbours along the inputs, which neighbouring threads take, then lie in different banks.
+#define LINE_WORDS 17
+
+// The weight in full, [outputs, inputs]: a block of threads per sixteen outputs and STRIP blocks.
 extern "C" __global__ void widen_weight(u64 outputs, u64 blocks, const u8* lines, const u16* scales, REAL* weight) {
-    u64 at = (blockIdx.x * (u64)blockDim.x + threadIdx.x) / 32;
-    int lane = threadIdx.x & 31, four = lane & 3;
+    __shared__ u32 words[STRIP * LINES * LINE_WORDS];
+    __shared__ u16 own_scales[STRIP * 16];
+    u64 strips = (blocks + STRIP - 1) / STRIP, group = blockIdx.x / strips, first = blockIdx.x % strips * STRIP;
+    u32 count = blocks - first < STRIP ? (u32)(blocks - first) : STRIP;
+    const u32* from = (const u32*)(lines + (group * blocks + first) * (LINES * 64));
     let_next_start();
     wait_for_earlier();
-    if (at >= (outputs + 15) / 16 * blocks) return;
-    Part part = part_of(lines, scales, at, lane);
-    u64 row = at / blocks * 16 + (lane >> 2) * 2, column = at % blocks * BLOCK + four * 4;
-    #pragma unroll
-    for (int odd = 0; odd < 2; odd++) {
-        if (row + odd >= outputs) break;
-        u16 bits = (u16)(odd ? part.scales >> 16 : part.scales);
-        float scale = widen(f16{bits});
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
+    for (u32 at = threadIdx.x; at < count * LINES * 16; at += blockDim.x) words[at / 16 * LINE_WORDS + at % 16] = from[at];
+    for (u32 at = threadIdx.x; at < count * 16; at += blockDim.x) own_scales[at] = scales[(group * blocks + first) * 16 + at];
+    __syncthreads();
+    u32 fours = count * (BLOCK / 4);
+    for (u32 at = threadIdx.x; at < 16 * fours; at += blockDim.x) {
+        u32 row = at / fours, four = at % fours, block = four / 8, place = four % 8;
+        if (group * 16 + row >= outputs) break;
+        u32 word = words[(block * LINES + place % LINES) * LINE_WORDS + row];
 #if BITS == 4
-            u32 word = around_zero((odd ? part.both.y : part.both.x) >> (half * 4));
+        word = around_zero(word >> (place / LINES * 4));
 #elif BITS == 8
-            u32 word = (odd ? half ? part.high.y : part.low.y : half ? part.high.x : part.low.x) ^ 0x80808080u;
-#else
-            u32 word = odd ? half ? part.high.y : part.low.y : half ? part.high.x : part.low.x;
+        word ^= 0x80808080u;
 #endif
-            struct alignas(4 * sizeof(REAL)) Four { REAL v[4]; } out;
-            #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                u32 byte = word >> (8 * j) & 0xff;
+        float scale = widen(f16{own_scales[block * 16 + row]});
+        struct alignas(4 * sizeof(REAL)) Four { REAL v[4]; } out;
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 byte = word >> (8 * j) & 0xff;
 #if BITS == 1
-                out.v[j] = narrow<REAL>(scale * float8(byte));
+            out.v[j] = narrow<REAL>(scale * float8(byte));
 #else
-                out.v[j] = narrow<REAL>(scale * float((int)(signed char)byte));
+            out.v[j] = narrow<REAL>(scale * float((int)(signed char)byte));
 #endif
-            }
-            *(Four*)(weight + (row + odd) * (blocks * BLOCK) + column + half * 16) = out;
         }
+        *(Four*)(weight + (group * 16 + row) * (blocks * BLOCK) + first * BLOCK + four * 4) = out;
     }
 }
