@@ -1,31 +1,34 @@
 //! The training loop of one rank.
 
+mod said;
+mod steps;
+
+pub use said::{Observing, ObservingCost, Progress, RunInfo, Summary};
+
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ferrospeed_checkpoint::{CheckpointError, agree};
-use ferrospeed_comm::{ASKED_FOR, ReduceOp, World};
+use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
 use ferrospeed_engine::{
-    Engine, EngineError, Options, Setup, StepReport, activation_shelf, divides_by_measure, initialize_model,
+    Engine, EngineError, Options, Setup, activation_shelf, divides_by_measure, initialize_model,
     initialize_pipeline, machine,
 };
+use ferrospeed_models::Decoder;
 use ferrospeed_models::decoder::{CheckpointTimes, FeedForward};
-use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
-use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_nn::SequenceParallel;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::trace::Activity;
-use ferrospeed_observe::{EvalRecord, StepRecord};
+use ferrospeed_tensor::Device;
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{Device, Tensor};
 use ferrospeed_tune::plan::Processor;
 use serde_json::{Value, json};
 
-use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
+use crate::checkpoint::{Checkpoints, Ending, Resume, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::expected::Expected;
 use crate::export::export;
@@ -38,99 +41,7 @@ use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
 use crate::records::Records;
 use crate::routing;
-use crate::told::{self, Changes, Own};
-
-/// What is known before the first step.
-#[derive(Debug, Clone, PartialEq)]
-pub struct RunInfo {
-    /// Parameters of the model.
-    pub parameters: u64,
-    /// Ranks.
-    pub ranks: usize,
-    /// Steps to take.
-    pub steps: u64,
-    /// ZeRO stage.
-    pub stage: u8,
-    /// The type of weights.
-    pub dtype: String,
-    /// Samples per step over all ranks.
-    pub batch: u64,
-    /// Tokens per sample.
-    pub sequence: u64,
-    /// Sequences to train on.
-    pub train_sequences: u64,
-    /// Sequences to measure on.
-    pub validation_sequences: u64,
-    /// What the configuration warned about.
-    pub warnings: Vec<String>,
-    /// Floating-point operations per second that all ranks together reach in a matrix product, measured at the start.
-    pub peak_flops_per_s: f64,
-    /// Which stage has which layers, where the model is in stages.
-    pub division: Option<String>,
-    /// The checkpoint that it goes on from.
-    pub resumed: Option<Resumed>,
-}
-
-impl RunInfo {
-    /// By name, for people.
-    pub(crate) fn facts(&self) -> Vec<(String, String)> {
-        let facts = [
-            ("parameters", self.parameters.to_string()),
-            ("type", self.dtype.clone()),
-            ("ranks", self.ranks.to_string()),
-            ("ZeRO stage", self.stage.to_string()),
-            ("sequences per step", self.batch.to_string()),
-            ("tokens per sequence", self.sequence.to_string()),
-            ("sequences to train on", self.train_sequences.to_string()),
-            ("sequences to validate on", self.validation_sequences.to_string()),
-            ("measured peak", format!("{:.1} GFLOP/s", self.peak_flops_per_s / 1e9)),
-        ];
-        let division = self.division.iter().map(|division| ("stages", division.clone()));
-        facts.into_iter().chain(division).map(|(name, value)| (name.to_owned(), value)).collect()
-    }
-}
-
-/// How a run ended.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Summary {
-    /// Steps taken.
-    pub steps: u64,
-    /// The last step's loss; none where all steps had been taken before.
-    pub loss: Option<f32>,
-    /// The last validation's loss.
-    pub validation_loss: Option<f32>,
-    /// How much text a token stands for, where a tokenizer made tokens of plain text: losses per byte can be compared
-    /// between tokenizers.
-    pub bytes_per_token: Option<f64>,
-    /// The text the model wrote.
-    pub sample: Option<String>,
-    /// Whether it came to its end.
-    pub ending: Ending,
-    /// The checkpoint that was written last, where the run waited for it.
-    pub checkpoint: Option<PathBuf>,
-    /// Wall-clock seconds.
-    pub seconds: f64,
-    /// Of these, seconds spent on logs, monitors, progress and report.
-    pub observing_seconds: f64,
-    /// With [`Observing::Alternating`].
-    pub observing_cost: Option<ObservingCost>,
-    /// With `comms_logger`: what ranks sent each other, in a table.
-    pub communication: Option<String>,
-}
-
-/// Who is told what happens. Only rank 0 tells.
-pub trait Progress {
-    /// Before the first step.
-    fn started(&mut self, _info: &RunInfo) {}
-    /// After each step.
-    fn step(&mut self, _record: &StepRecord) {}
-    /// After each validation.
-    fn eval(&mut self, _record: &EvalRecord) {}
-    /// After each checkpoint.
-    fn saved(&mut self, _path: &Path) {}
-    /// Something went wrong that does not end the run.
-    fn warning(&mut self, _text: &str) {}
-}
+use crate::told::Changes;
 
 /// One rank's part of a run.
 pub struct Job<'a> {
@@ -156,45 +67,6 @@ pub struct Job<'a> {
     pub is_experiment: bool,
     /// Whether products of this host copy an operand into tiles first, for the plan of its memory.
     pub in_tiles: bool,
-}
-
-/// When steps are logged, monitored and shown.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Observing {
-    /// In every step.
-    #[default]
-    Always,
-    /// In every other block of ten steps, to measure what it costs.
-    Alternating,
-}
-
-impl Observing {
-    fn is_on(self, step: u64) -> bool {
-        self == Observing::Always || ((step - 1) / 10).is_multiple_of(2)
-    }
-}
-
-/// What observing costs: median milliseconds of a step with and without, and of how many.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ObservingCost {
-    /// With.
-    pub with_ms: f64,
-    /// Without.
-    pub without_ms: f64,
-    /// How many steps there were of the rarer kind.
-    pub steps: usize,
-}
-
-impl ObservingCost {
-    /// `None` where there are not both.
-    fn of(mut with_ms: Vec<f64>, mut without_ms: Vec<f64>) -> Option<ObservingCost> {
-        let steps = with_ms.len().min(without_ms.len());
-        let median = |values: &mut Vec<f64>| {
-            values.sort_by(f64::total_cmp);
-            values.get(values.len() / 2).copied()
-        };
-        Some(ObservingCost { with_ms: median(&mut with_ms)?, without_ms: median(&mut without_ms)?, steps })
-    }
 }
 
 struct Run<'a> {
@@ -510,246 +382,4 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
     };
     let multiplied = multiplied - idle;
     6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * sequence as f64
-}
-
-impl Run<'_> {
-    /// Goes on from a checkpoint, if one is asked for and there.
-    fn resume(
-        &mut self,
-        checkpoints: &Checkpoints,
-        resume: &Resume,
-        folder: &RunFolder,
-        progress: &mut dyn Progress,
-    ) -> Result<Option<Resumed>> {
-        let Some((loaded, state)) = checkpoints.load(&mut self.engine, resume, folder, progress)? else {
-            return Ok(None);
-        };
-        let mut changes = loaded.changes;
-        let own = self.state();
-        if let Some(state) = state {
-            self.tokens = state.tokens;
-            for (what, before, now) in [
-                ("sequences to train on", state.train_sequences, own.train_sequences),
-                ("tokens per sequence", state.sequence, own.sequence),
-            ] {
-                if before != now {
-                    changes.push(format!("{what}: {before} -> {now}; the order of samples is another one"));
-                }
-            }
-        }
-        if self.engine.seed() != self.recipe.seed {
-            changes.push(format!("seed: the saved {} is kept, not {}", self.engine.seed(), self.recipe.seed));
-        }
-        self.position.samples = loaded.data_position;
-        self.sampler = Sampler::new(self.sequences.count(Split::Train), self.engine.seed());
-        Ok(Some(Resumed { path: loaded.path, step: self.engine.global_steps(), changes }))
-    }
-
-    /// What a checkpoint holds besides the engine's state.
-    fn state(&self) -> RunState {
-        RunState {
-            tokens: self.tokens,
-            train_sequences: self.sequences.count(Split::Train),
-            sequence: self.recipe.data.sequence,
-            model_config: self.model_config.clone(),
-        }
-    }
-
-    fn info(&self, warnings: Vec<String>, resumed: Option<Resumed>, peak_flops_per_s: f64) -> RunInfo {
-        RunInfo {
-            parameters: self.model.parameters().whole_numel() as u64,
-            ranks: self.engine.world().size(),
-            steps: self.recipe.steps,
-            stage: self.engine.config().zero.stage.number(),
-            dtype: self.engine.store().dtype().to_string(),
-            batch: self.engine.train_batch_size(),
-            sequence: self.recipe.data.sequence,
-            train_sequences: self.sequences.count(Split::Train),
-            validation_sequences: self.sequences.count(Split::Validation),
-            warnings,
-            peak_flops_per_s,
-            division: self.engine.division().map(ToString::to_string),
-            resumed,
-        }
-    }
-
-    /// The first `kept` tokens of some sequences.
-    fn batch(&self, split: Split, indices: impl Iterator<Item = u64>, kept: u64) -> Result<Tensor> {
-        let (length, kept) = (self.recipe.data.sequence as usize, kept as usize);
-        let mut ids = Vec::new();
-        for index in indices {
-            let start = ids.len();
-            ids.resize(start + length, 0);
-            self.sequences.read(split, index, &mut ids[start..])?;
-            ids.truncate(start + kept);
-        }
-        Ok(Tensor::from_slice(&ids, [ids.len() / kept, kept], self.engine.device())?)
-    }
-
-    /// One optimizer step; says whether any rank was asked to stop, and how.
-    fn step(&mut self, step: u64, requests: &StopRequests) -> Result<(StepRecord, Option<Ending>)> {
-        let start = Instant::now();
-        let device = self.engine.device().clone();
-        device.backend().reset_peak_memory();
-        let (size, micro_batches) =
-            (self.engine.train_micro_batch_size_per_gpu(), self.engine.gradient_accumulation_steps());
-        let (lr, loss_scale) =
-            (self.engine.get_lr().first().copied().unwrap_or(0.0), self.engine.loss_scale());
-        let length = self.engine.curriculum_length(self.recipe.data.sequence);
-        let reading = Instant::now();
-        let mut batches = Vec::new();
-        for micro in 0..micro_batches {
-            let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
-            let indices = self.sampler.micro_batch(self.position, micro, rank, ranks, size);
-            batches.push(self.batch(Split::Train, indices, length)?);
-        }
-        self.engine.trace(Activity::Files, "data", reading);
-        let (loss, report) = self.train_on(batches)?;
-        self.tell_checkpoint_times();
-        self.position.samples += self.engine.train_batch_size();
-        let tokens = self.engine.train_batch_size() * length;
-        self.tokens += tokens;
-        let (memory, times) = (device.memory_usage(), self.engine.last_step_times());
-        let own = Own { loss, requests: requests.asked(), times, memory };
-        let told = told::tell(&self.engine.world().group(), own)?;
-        let seconds = start.elapsed().as_secs_f64();
-        let record = StepRecord {
-            step,
-            // Stages have agreed on it, and averaging equal numbers may round.
-            loss: if self.engine.stage().1 > 1 { loss } else { told.loss },
-            lr,
-            grad_norm: match report {
-                StepReport::Applied { grad_norm } => Some(grad_norm),
-                _ => None,
-            },
-            tokens: self.tokens,
-            tokens_per_s: tokens as f64 / seconds,
-            step_ms: seconds * 1e3,
-            forward_ms: times.forward.as_secs_f64() * 1e3,
-            backward_ms: times.backward.as_secs_f64() * 1e3,
-            optimizer_ms: times.step.as_secs_f64() * 1e3,
-            flops_per_s: self.flops_per_token * tokens as f64 / seconds,
-            memory_bytes: told::peaks(&memory),
-            skipped: matches!(report, StepReport::Skipped { .. }),
-            loss_scale,
-            routing: Vec::new(),
-            ranks: told.times,
-            rank_memory_bytes: told.memory,
-            layer_norms: self.engine.layer_norms().to_vec(),
-        };
-        let asked = match told.requests {
-            [_, true] => Some(Ending::Left),
-            [true, false] => Some(Ending::Stopped),
-            [false, false] => None,
-        };
-        Ok((record, asked))
-    }
-
-    /// With `activation_checkpointing.profile`, how long recomputed blocks took in the last step.
-    fn tell_checkpoint_times(&self) {
-        let Some(times) = &self.checkpoint_times else { return };
-        let time = times.take();
-        if self.engine.world().rank() == 0 {
-            let ms = |time: Duration| time.as_secs_f64() * 1e3;
-            let (forward, backward) = (ms(time.forward), ms(time.backward));
-            tracing::info!(
-                target: ASKED_FOR,
-                "time (ms) | checkpointed forward: {forward:.2} | checkpointed backward: {backward:.2} | calls: {}",
-                time.calls
-            );
-        }
-    }
-
-    /// Takes a step on some micro-batches; returns their mean loss, of this rank's or of all, and what became of it.
-    fn train_on(&mut self, batches: Vec<Tensor>) -> Result<(f32, StepReport)> {
-        let model = &self.model;
-        if self.engine.stage().1 > 1 {
-            let labelled = |micro: usize| {
-                Ok::<_, TrainError>((Tokens::new(batches[micro].clone()), batches[micro].clone()))
-            };
-            return self.engine.train_batch(model, labelled);
-        }
-        let (mut sum, mut report) = (0.0, StepReport::Accumulating);
-        for (micro, ids) in batches.iter().enumerate() {
-            if micro == 0 {
-                let loss = |mode| -> Result<Tensor> { Ok(model.loss(&Tokens::new(ids.clone()), ids, mode)?) };
-                self.engine.update_eigenvalues(loss)?;
-            }
-            let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), ids, mode))?;
-            sum += loss.item()?;
-            self.engine.backward(&loss)?;
-            report = self.engine.step()?;
-        }
-        Ok((sum / batches.len() as f32, report))
-    }
-
-    /// The loss of some tokens, without gradients.
-    fn loss_of(&mut self, ids: &Tensor) -> Result<f32> {
-        let model = &self.model;
-        if self.engine.stage().1 > 1 {
-            let labelled = |_| Ok::<_, TrainError>((Tokens::new(ids.clone()), ids.clone()));
-            return Ok(self.engine.eval_losses(model, 1, labelled)?[0]);
-        }
-        Ok(self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), ids, mode))?.item()?)
-    }
-
-    /// The mean loss over validation sequences, which ranks share out.
-    fn evaluate(&mut self, step: u64) -> Result<EvalRecord> {
-        let available = self.sequences.count(Split::Validation);
-        let count = if self.recipe.eval.sequences == 0 {
-            available
-        } else {
-            self.recipe.eval.sequences.min(available)
-        };
-        let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
-        let size = self.engine.train_micro_batch_size_per_gpu();
-        self.engine.eval();
-        // Every rank takes part in every round (stage 3 gathers together); a rank without a sequence of its own
-        // repeats one that does not count.
-        let mut sums = [0.0f64, 0.0];
-        for round in 0..count.div_ceil(ranks * size) {
-            let first = (round * ranks + rank) * size;
-            let own: Vec<u64> = (first..(first + size).min(count)).collect();
-            let counted = own.len() as f64;
-            let indices = if own.is_empty() { vec![0] } else { own };
-            let ids = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
-            sums[0] += f64::from(self.loss_of(&ids)?) * counted;
-            sums[1] += counted;
-        }
-        self.engine.train();
-        self.engine.world().group().all_reduce(&mut sums, ReduceOp::Sum)?;
-        let tokens = count * (self.recipe.data.sequence - 1);
-        Ok(EvalRecord { step, loss: (sums[0] / sums[1].max(1.0)) as f32, tokens })
-    }
-
-    /// Lets the model write. All ranks do, since in stage 3 they hold its weights together.
-    fn sample(&self) -> Result<Option<String>> {
-        let Some(sample) = &self.recipe.sample else { return Ok(None) };
-        if self.recipe.mesh().divides_model() {
-            return Ok(None);
-        }
-        // Data that was tokens from the start has no text to show.
-        let Some(codec) = &self.codec else { return Ok(None) };
-        let prompt: Vec<i64> = codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect();
-        let room = (self.recipe.data.sequence as usize).saturating_sub(prompt.len());
-        let sampling = if sample.temperature == 0.0 {
-            Sampling::Greedy
-        } else {
-            Sampling::Random {
-                temperature: sample.temperature,
-                top_k: Some(50),
-                top_p: None,
-                seed: self.recipe.seed,
-            }
-        };
-        let options = GenerateOptions {
-            max_new_tokens: (sample.tokens as usize).min(room),
-            sampling,
-            end_tokens: codec.end_token().map(i64::from).into_iter().collect(),
-            pad_token: 0,
-        };
-        let device = self.engine.device();
-        let written = generate(&self.model, &[prompt], None, &options, device, &mut |_, _| {})?;
-        Ok(Some(codec.decode(&written[0])?))
-    }
 }

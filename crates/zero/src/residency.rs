@@ -12,21 +12,22 @@
 //! last, each rank keeps a part of what it gathered once, as its neighbours do; until weights change they have it all
 //! among themselves, so that backward's gathers stay within a host (Wang et al.: "ZeRO++", 2023: hpZ).
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::hash::{DefaultHasher, Hash, Hasher};
+mod gather;
+
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
-use ferrospeed_tensor::beside::{Beside, Moment};
+use ferrospeed_tensor::beside::Beside;
 use ferrospeed_tensor::{Category, DType, Device, Shape, Tensor};
 
 use crate::error::Result;
-use crate::home::{Coming, Flat};
+use crate::home::Flat;
 use crate::memory::part;
 use crate::quantized;
 use crate::trace::ReadOrder;
 use crate::updates::Tile;
-use ferrospeed_collective::exchange::{self, Pending};
+use ferrospeed_collective::exchange::Pending;
 
 /// The limits of stage 3: elements, and how many parameters are read from a disk at once.
 #[derive(Debug, Clone, Copy)]
@@ -54,14 +55,6 @@ pub(crate) struct Sharded {
     pub(crate) quantized: bool,
     /// Whether neighbours keep it among themselves once it was gathered.
     pub(crate) kept_near: bool,
-}
-
-/// How a parameter is gathered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
-    AsItIs,
-    Quantized,
-    Near,
 }
 
 #[derive(Default)]
@@ -328,71 +321,6 @@ impl Residency {
         self.gather(&chosen)
     }
 
-    /// One collective for several parameters, or one for each way in which they are spread and travel.
-    fn gather(&mut self, params: &[usize]) -> Result<()> {
-        let mut rest = params;
-        while let Some(&first) = rest.first() {
-            let (group, way) = self.road(first);
-            let alike = |param: &&usize| {
-                let other = self.road(**param);
-                other.0.name() == group.name() && other.1 == way
-            };
-            let (now, later) = rest.split_at(rest.iter().take_while(alike).count());
-            let group = group.clone();
-            self.gather_over(&group, way, now)?;
-            rest = later;
-        }
-        Ok(())
-    }
-
-    /// From whom a parameter comes, and how.
-    fn road(&self, param: usize) -> (&Group, Way) {
-        let sharded = &self.params[param];
-        match (&self.neighbours, &self.whole[param].near) {
-            (Some(group), Some(_)) => (group, Way::Near),
-            _ if sharded.quantized => (&self.flats[sharded.flat].0, Way::Quantized),
-            _ => (&self.flats[sharded.flat].0, Way::AsItIs),
-        }
-    }
-
-    /// Brings parameters that this rank alone has from its host to its device.
-    fn bring(&mut self, params: &[usize]) -> Result<()> {
-        let mut coming: VecDeque<Coming> = VecDeque::new();
-        let mut to_read = params.iter();
-        for &param in params {
-            // While one is handed on, the disk has the next.
-            while !self.limits.beside
-                && coming.len() < self.limits.reads
-                && let Some(&next) = to_read.next()
-            {
-                let sharded = &self.params[next];
-                coming.push_back(self.flats[sharded.flat].1.start_read(sharded.start, sharded.share)?);
-            }
-            let Sharded { flat, start, share, .. } = self.params[param];
-            let flat = &self.flats[flat].1;
-            let value = match flat {
-                Flat::Memory(home) if self.limits.beside => {
-                    let value = Tensor::empty_in([share], self.dtype, &self.device, Category::Parameters)?;
-                    // The memory may be what earlier work still uses.
-                    let now = Moment::now(&self.device)?;
-                    let home = part(home, start, share)?;
-                    // SAFETY: the value is new, and whoever reads it waits for the copy first; the home is not written
-                    // while parameters are brought.
-                    let copy = now.as_ref().map(|now| unsafe { Beside::begin(&home, &value, now) });
-                    self.whole[param].copying = copy.transpose()?;
-                    self.under_way_numel += self.numel(param);
-                    value
-                }
-                _ => match coming.pop_front() {
-                    Some(coming) => coming.wait(&self.device)?,
-                    None => flat.read(start, share, &self.device)?,
-                },
-            };
-            self.is_whole(param, value);
-        }
-        Ok(())
-    }
-
     /// Notes that a parameter is whole, or soon will be.
     fn is_whole(&mut self, param: usize, value: Tensor) {
         self.whole[param].value = Some(value);
@@ -401,62 +329,6 @@ impl Residency {
         }
         self.live_numel += self.numel(param);
         self.peak_live_numel = self.peak_live_numel.max(self.live_numel);
-    }
-
-    fn gather_over(&mut self, group: &Group, way: Way, params: &[usize]) -> Result<()> {
-        // Nobody else has a part of them.
-        if way == Way::AsItIs && group.size() == 1 && !self.device.backend().is_host() {
-            return self.bring(params);
-        }
-        let mut pairs = Vec::with_capacity(params.len());
-        let mut coming: VecDeque<Coming> = VecDeque::new();
-        let mut to_read = params.iter();
-        for &param in params {
-            // While one is handed on, the disk has the next.
-            while way == Way::AsItIs
-                && coming.len() < self.limits.reads
-                && let Some(&next) = to_read.next()
-            {
-                let sharded = &self.params[next];
-                coming.push_back(self.flats[sharded.flat].1.start_read(sharded.start, sharded.share)?);
-            }
-            let sharded = &self.params[param];
-            let numel = sharded.share * self.flats[sharded.flat].0.size();
-            let value = Tensor::empty_in([numel], self.dtype, &self.device, Category::Parameters)?;
-            let flat = &self.flats[sharded.flat].1;
-            match (way, &self.whole[param].near) {
-                (Way::Near, Some(near)) => pairs.push((near.clone(), value.clone())),
-                (Way::Quantized, _) => {
-                    let host = Device::cpu();
-                    let kept = match flat {
-                        Flat::Packed(packed) => packed.message(sharded.start, sharded.share)?,
-                        _ => None,
-                    };
-                    let own = match kept {
-                        Some(message) => message,
-                        None => quantized::quantized(&flat.read(sharded.start, sharded.share, &host)?)?,
-                    };
-                    let bytes = own.numel() * group.size();
-                    let arriving = Tensor::empty_in([bytes], DType::U8, &host, Category::Buffers)?;
-                    self.whole[param].arriving = Some(arriving.clone());
-                    pairs.push((own, arriving));
-                }
-                _ => {
-                    let own = match coming.pop_front() {
-                        Some(coming) => coming.wait(&self.device)?,
-                        None => flat.read(sharded.start, sharded.share, &self.device)?,
-                    };
-                    pairs.push((own, value.clone()));
-                }
-            }
-            self.is_whole(param, value);
-        }
-        let pending = exchange::all_gather(group, &pairs, identity(params))?;
-        for (&param, work) in params.iter().zip(pending) {
-            self.whole[param].work = Some(work);
-            self.under_way_numel += self.numel(param);
-        }
-        Ok(())
     }
 
     pub(crate) fn release(&mut self, param: usize) {
@@ -556,11 +428,4 @@ impl Residency {
     pub(crate) fn peak_live_numel(&self) -> u64 {
         self.peak_live_numel
     }
-}
-
-/// Tells lists of parameters apart: experts are as large as each other, and ranks must not mix them.
-fn identity(params: &[usize]) -> u64 {
-    let mut hash = DefaultHasher::new();
-    params.hash(&mut hash);
-    hash.finish()
 }
