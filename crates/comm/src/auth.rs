@@ -3,7 +3,8 @@
 //! ```text
 //! listener → caller   magic, 32 random bytes
 //! caller → listener   magic, 32 random bytes, claim, HMAC("caller", both random values, claim)
-//! listener → caller   1, HMAC("listener", both random values, claim)      or 0 and why not
+//! listener → caller   1, HMAC("listener", both random values, claim)      or 0 and why not,
+//!                     or 2, HMAC("differs", both random values, claim)    where only one of the two seals
 //! ```
 //!
 //! The key is derived from the token. A claim says who calls whom for what, so a proof is good for one link only; the
@@ -12,6 +13,8 @@
 //! ISO/IEC 9798-4's mutual authentication in three passes, with HMAC-SHA256 (RFC 2104).
 //!
 //! Where the job's connections are sealed ([`sealed`](crate::sealed)) the claim says so, and the handshake of the seal follows.
+//! Two members of which only one seals cannot become a link whatever they wait for: the listener proves that it is one, so
+//! that the caller may give up at once, which it would not do on a stranger's word.
 //!
 //! It refuses to wait: the whole exchange has one deadline, however slowly the bytes come.
 
@@ -30,6 +33,11 @@ const MAGIC: [u8; 8] = *b"FERROCM\x02";
 const NONCE_BYTES: usize = 32;
 const TAG_BYTES: usize = 32;
 const MAX_REASON_BYTES: usize = 255;
+
+/// The first byte of the listener's answer.
+const REFUSED: u8 = 0;
+const ACCEPTED: u8 = 1;
+const SEALS_DIFFER: u8 = 2;
 
 type Tag = [u8; TAG_BYTES];
 
@@ -145,12 +153,6 @@ impl Claim {
     }
 }
 
-/// What a caller hears that is set to seal its connections where the listener is not, and the other way round.
-const DISAGREE_ABOUT_SEALS: [&str; 2] = [
-    "FERROSPEED_COMM_ENCRYPT is set for the rank that calls and not for this one: set it for all ranks or for none",
-    "FERROSPEED_COMM_ENCRYPT is set for this rank and not for the one that calls: set it for all ranks or for none",
-];
-
 /// Why two ends did not become one link.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unproven {
@@ -166,6 +168,19 @@ pub(crate) enum Unproven {
     /// The listener says that it does not take the caller; it has not proven anything itself.
     #[error("it answers: {0}")]
     TurnedAway(String),
+    /// Both are members of the job, and only one of them seals its connections.
+    #[error(
+        "rank {sealing} encrypts its connections and rank {open} does not; set FERROSPEED_COMM_ENCRYPT alike for every rank"
+    )]
+    SealsDiffer { sealing: usize, open: usize },
+}
+
+impl Unproven {
+    fn seals_differ(claim: &Claim, caller_seals: bool) -> Self {
+        let Claim { from_rank, to_rank, .. } = *claim;
+        let (sealing, open) = if caller_seals { (from_rank, to_rank) } else { (to_rank, from_rank) };
+        Unproven::SealsDiffer { sealing, open }
+    }
 }
 
 /// A socket whose reads and writes all end at one deadline.
@@ -213,12 +228,22 @@ pub(crate) fn call(mut stream: Timed<'_>, key: &JobKey, claim: Claim) -> Result<
     let theirs: [u8; NONCE_BYTES] = read_array(&mut stream)?;
     let mut ours = [0u8; NONCE_BYTES];
     fill_random(&mut ours)?;
+    let claimed = claim;
     let claim = claim.to_bytes(key.seals);
     let proof = key.tag(b"caller", &[&theirs, &ours, &claim]);
     stream.write_all(&[&MAGIC[..], &ours, &claim, &proof].concat())?;
     match read_array(&mut stream)? {
-        [1] => {}
-        [0] => {
+        [ACCEPTED] => {}
+        [SEALS_DIFFER] => {
+            let proof = read_array(&mut stream)?;
+            let is_member = key.is_tag(&proof, b"differs", &[&theirs, &ours, &claim]);
+            return Err(if is_member {
+                Unproven::seals_differ(&claimed, key.seals)
+            } else {
+                Unproven::Stranger
+            });
+        }
+        [REFUSED] => {
             let [length] = read_array(&mut stream)?;
             let mut reason = vec![0u8; usize::from(length)];
             stream.read_exact(&mut reason)?;
@@ -257,17 +282,17 @@ pub(crate) fn answer(
         return Err(Unproven::Stranger);
     }
     let (claim, seals) = Claim::from_bytes(&claim_bytes).ok_or(Unproven::Protocol)?;
-    let same_kind = match (seals, key.seals) {
-        (true, false) => Err(DISAGREE_ABOUT_SEALS[0].to_owned()),
-        (false, true) => Err(DISAGREE_ABOUT_SEALS[1].to_owned()),
-        _ => Ok(()),
-    };
-    if let Err(reason) = same_kind.and_then(|()| accepts(&claim)) {
+    if seals != key.seals {
+        let proof = key.tag(b"differs", &[&ours, &theirs, &claim_bytes]);
+        stream.write_all(&[&[SEALS_DIFFER][..], &proof].concat())?;
+        return Err(Unproven::seals_differ(&claim, seals));
+    }
+    if let Err(reason) = accepts(&claim) {
         turn_away(&mut stream, &reason);
         return Err(Unproven::TurnedAway(reason));
     }
     let proof = key.tag(b"listener", &[&ours, &theirs, &claim_bytes]);
-    stream.write_all(&[&[1u8][..], &proof].concat())?;
+    stream.write_all(&[&[ACCEPTED][..], &proof].concat())?;
     let secret = key.tag(b"seal", &[&ours, &theirs, &claim_bytes]);
     let agreement = Agreement { secret: &secret, about: &claim_bytes };
     let seal = key.seals.then(|| Seal::answer(&mut stream, &agreement)).transpose()?;
@@ -277,7 +302,7 @@ pub(crate) fn answer(
 fn turn_away(stream: &mut Timed<'_>, reason: &str) {
     let reason = &reason.as_bytes()[..reason.len().min(MAX_REASON_BYTES)];
     // It is being turned away: whether it hears why is its own affair.
-    let _ = stream.write_all(&[&[0u8, reason.len() as u8][..], reason].concat());
+    let _ = stream.write_all(&[&[REFUSED, reason.len() as u8][..], reason].concat());
 }
 
 #[cfg(test)]

@@ -4,12 +4,12 @@ mod support;
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_testkit::skip::skip;
 use support::hosts::Hosts;
-use support::processes::{Job, role};
+use support::processes::{Ending, Job, finish, role};
 use support::script;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -51,6 +51,24 @@ fn encrypted_hosts_give_the_reference_bits() {
         let mut job = Job::new(layout.len(), "script").with("MASTER_ADDR", "10.231.9.1").with(ENCRYPT, 1);
         job.prefix = layout.iter().map(|host| hosts.enter(*host)).collect();
         job.run(LIMIT);
+    }
+}
+
+#[test]
+fn ranks_that_disagree_about_encryption_are_told_at_once() {
+    // In the second job rank 2 agrees with rank 0, and hears why there is no job.
+    for (encrypting, open, size) in [(0, 1, 2), (1, 0, 3)] {
+        let job = Job::new(size, "script").with("FERROSPEED_COMM_BACKEND", "tcp");
+        let start = |rank| job.clone().with(ENCRYPT, u8::from(rank == encrypting)).start_rank(rank);
+        let begun = Instant::now();
+        let endings = finish((0..size).map(start).collect(), LIMIT);
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        let told = format!(
+            "rank {encrypting} encrypts its connections and rank {open} does not; set FERROSPEED_COMM_ENCRYPT alike"
+        );
+        for (rank, Ending { success, output }) in endings.iter().enumerate() {
+            assert!(!success && output.contains(&told), "rank {rank}: {output}");
+        }
     }
 }
 

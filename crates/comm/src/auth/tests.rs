@@ -52,10 +52,13 @@ fn both_ends_seal_a_connection_or_neither() {
     assert!(called.unwrap().is_some() && answered.unwrap().1.is_some());
     let (called, answered) = meet_with(&open, &open);
     assert!(called.unwrap().is_none() && answered.unwrap().1.is_none());
-    for (calls, listens) in [(&open, &sealed), (&sealed, &open)] {
+    // Rank 1 calls rank 2.
+    for (calls, listens, wanted) in [(&open, &sealed, (2, 1)), (&sealed, &open, (1, 2))] {
         let (called, answered) = meet_with(calls, listens);
-        let is_told = |why: &Unproven| matches!(why, Unproven::TurnedAway(reason) if reason.contains("FERROSPEED_COMM_ENCRYPT is set for"));
-        assert!(called.is_err_and(|why| is_told(&why)) && answered.is_err_and(|why| is_told(&why)));
+        for told in [called.err(), answered.err()] {
+            let Some(Unproven::SealsDiffer { sealing, open }) = told else { panic!("{told:?}") };
+            assert_eq!((sealing, open), wanted);
+        }
     }
     let (called, answered) = meet_with(&sealed, &JobKey::of_token("guess").sealing(true));
     assert!(called.is_err() && matches!(answered, Err(Unproven::Stranger)));
@@ -120,6 +123,19 @@ fn a_listener_cannot_answer_with_the_callers_own_proof() {
         listening.read_exact(&mut said).unwrap();
         let proof = &said[said.len() - TAG_BYTES..];
         listening.write_all(&[&[1u8][..], proof].concat()).unwrap();
+        assert!(matches!(called.join().unwrap(), Err(Unproven::Stranger)));
+    });
+}
+
+#[test]
+fn a_stranger_cannot_make_a_member_give_up() {
+    let key = JobKey::of_token("secret");
+    let (calling, mut listening) = pair();
+    std::thread::scope(|scope| {
+        let called = scope.spawn(|| call(Timed { stream: &calling, deadline: soon() }, &key, CLAIM));
+        listening.write_all(&[&MAGIC[..], &[3; NONCE_BYTES]].concat()).unwrap();
+        listening.read_exact(&mut [0u8; MAGIC.len() + NONCE_BYTES + CLAIM_BYTES + TAG_BYTES]).unwrap();
+        listening.write_all(&[&[SEALS_DIFFER][..], &[0; TAG_BYTES]].concat()).unwrap();
         assert!(matches!(called.join().unwrap(), Err(Unproven::Stranger)));
     });
 }

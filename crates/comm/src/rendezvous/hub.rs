@@ -146,6 +146,8 @@ impl Shared {
         let from = stream.peer_addr().map_or_else(|_| "somewhere".to_owned(), |from| from.to_string());
         let (connection, hello) = match proven {
             Ok(proven) => proven,
+            // A member, and there is no job in which both can be.
+            Err(why @ Unproven::SealsDiffer { .. }) => return self.refuse_all(&why.to_string()),
             Err(why) => return tracing::warn!("rendezvous: refused a connection from {from}: {why}"),
         };
         let rank = match hello.and_then(|hello| self.admit(hello, &connection)) {

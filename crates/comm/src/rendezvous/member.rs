@@ -208,6 +208,9 @@ fn connect(
         let problem = match find() {
             Ok(found) => match call(&found, claim, deadline) {
                 Ok(connection) => return Ok((connection, found.key)),
+                Err(problem @ Unproven::SealsDiffer { .. }) => {
+                    return Err(Error::rendezvous(problem.to_string()));
+                }
                 Err(problem) if is_strange(&problem) => {
                     strange_since.get_or_insert_with(Instant::now);
                     format!("what listens there is not this job's hub: {problem}")
@@ -237,6 +240,7 @@ fn is_strange(problem: &Unproven) -> bool {
     match problem {
         Unproven::Io(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
         Unproven::Protocol | Unproven::Stranger | Unproven::TurnedAway(_) => true,
+        Unproven::SealsDiffer { .. } => false,
     }
 }
 

@@ -111,35 +111,28 @@ impl ConnectOptions {
         })
     }
 
-    /// As [`ConnectOptions::from_env`]; `None` when nothing launched this process.
+    /// As [`ConnectOptions::from_env`]; `None` when nothing launched this process. A variable that makes no sense is an
+    /// error in either case: it would be one in every rank that this process starts.
     pub fn discover() -> Result<Option<Self>> {
         Self::from_lookup(|name| std::env::var(name).ok())
+    }
+
+    /// For what starts ranks: whether they could make sense of what the environment says about how they are to talk.
+    pub fn check_environment() -> Result<()> {
+        Settings::from_lookup(|name| std::env::var(name).ok().filter(|value| !value.is_empty())).map(drop)
     }
 
     /// As [`ConnectOptions::discover`], from any source of variables.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let lookup = |name: &str| lookup(name).filter(|value| !value.is_empty());
+        // Before anything else: what starts ranks learns of a mistake in what it would hand on to them.
+        let settings = Settings::from_lookup(&lookup)?;
         let Some(found) = discover::discover(&lookup)? else { return Ok(None) };
         let mut options = ConnectOptions::of(&found);
-        options.token = token::handed_over_token(lookup)?.unwrap_or_default();
-        if let Some(name) = lookup("FERROSPEED_COMM_BACKEND") {
-            options.backend = name.parse()?;
-        }
-        options.encrypt = match lookup(ENCRYPT).as_deref() {
-            None | Some("0") => false,
-            Some("1") => true,
-            Some(other) => {
-                let problem = format!("{other:?} is neither 1 (sockets are encrypted) nor 0 (they are not)");
-                return Err(Error::Environment { variable: ENCRYPT.into(), problem });
-            }
-        };
-        if let Some(value) = lookup("DEEPSPEED_TIMEOUT") {
-            let minutes: u64 = value.trim().parse().map_err(|_| Error::Environment {
-                variable: "DEEPSPEED_TIMEOUT".into(),
-                problem: format!("{value:?} is not a number of minutes"),
-            })?;
-            options.limits.deadline = Duration::from_secs(minutes.saturating_mul(60));
-        }
+        options.token = token::handed_over_token(&lookup)?.unwrap_or_default();
+        options.backend = settings.backend;
+        options.encrypt = settings.encrypt;
+        options.limits.deadline = settings.deadline.unwrap_or(options.limits.deadline);
         options.limits.trace_folder = lookup("FERROSPEED_TRACE_DIR").map(Into::into);
         options.traces_privately = true;
         options.check()?;
@@ -184,6 +177,37 @@ impl ConnectOptions {
     }
 }
 
+/// What the environment says about how ranks talk, whoever they are.
+struct Settings {
+    backend: Backend,
+    encrypt: bool,
+    deadline: Option<Duration>,
+}
+
+impl Settings {
+    fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let backend =
+            lookup("FERROSPEED_COMM_BACKEND").map_or(Ok(Backend::default()), |name| name.parse())?;
+        let encrypt = match lookup(ENCRYPT).as_deref() {
+            None | Some("0") => false,
+            Some("1") => true,
+            Some(other) => {
+                let problem = format!("{other:?} is neither 1 (sockets are encrypted) nor 0 (they are not)");
+                return Err(Error::Environment { variable: ENCRYPT.into(), problem });
+            }
+        };
+        let minutes = |value: String| {
+            let minutes: u64 = value.trim().parse().map_err(|_| Error::Environment {
+                variable: "DEEPSPEED_TIMEOUT".into(),
+                problem: format!("{value:?} is not a number of minutes"),
+            })?;
+            Ok(Duration::from_secs(minutes.saturating_mul(60)))
+        };
+        let deadline = lookup("DEEPSPEED_TIMEOUT").map(minutes).transpose()?;
+        Ok(Settings { backend, encrypt, deadline })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -221,6 +245,17 @@ mod tests {
         }
         variables.push(("FERROSPEED_JOB_TOKEN", "secret"));
         assert_eq!(from(&variables).unwrap().token, "secret");
+    }
+
+    #[test]
+    fn a_process_that_is_no_rank_hears_of_what_its_ranks_would_refuse() {
+        for (name, value) in
+            [(ENCRYPT, "nonsense"), ("FERROSPEED_COMM_BACKEND", "smoke"), ("DEEPSPEED_TIMEOUT", "soon")]
+        {
+            let alone = ConnectOptions::from_lookup(|asked| (asked == name).then(|| value.to_owned()));
+            let text = alone.unwrap_err().to_string();
+            assert!(text.contains(value), "{text}");
+        }
     }
 
     #[test]

@@ -34,6 +34,7 @@ pub struct Ending {
 }
 
 /// How to start the ranks of a job.
+#[derive(Clone)]
 pub struct Job {
     pub size: usize,
     pub port: u16,

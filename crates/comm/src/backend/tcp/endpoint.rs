@@ -126,6 +126,9 @@ impl Endpoint {
             };
             let problem = match attempt() {
                 Ok(connection) => return Ok(connection),
+                Err(problem @ Unproven::SealsDiffer { .. }) => {
+                    return Err(Error::rendezvous(problem.to_string()));
+                }
                 Err(problem) => problem,
             };
             if left.is_zero() {
