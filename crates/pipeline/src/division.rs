@@ -6,9 +6,9 @@
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
-use crate::error::{PipelineError, Result};
+use crate::error::{PipelineError, Result, did_you_mean, nearest};
 use crate::partition::{LayerSize, Method, part};
-use crate::schedule::{Kind, Schedule};
+use crate::schedule::{Kind, MOST_CHUNKS, Schedule};
 use crate::validate::{Sends, validate};
 
 /// What a configuration says of stages.
@@ -28,14 +28,21 @@ impl Asked<'_> {
     /// The schedule that it names, if a step can follow it.
     pub fn kind(&self) -> Result<Kind> {
         let refuse = |why: String| PipelineError::Key { key: "pipeline.schedule", why };
-        let kind: Kind = self.schedule.parse().map_err(|error: PipelineError| refuse(error.to_string()))?;
-        if matches!(kind, Kind::Inference | Kind::DataParallel) {
-            return Err(refuse(format!(
-                "'{}' does not train a model in stages: use 1f1b, interleaved:CHUNKS, zb-h1 or zb-v",
-                self.schedule
-            )));
+        // Of the schedules that there are, only those that train are offered.
+        let advice = || {
+            let word = self.schedule.split(':').next().unwrap_or_default();
+            let near = nearest(word, &["1f1b", "interleaved", "zb-h1", "zb-v"]);
+            let near = if near == Some("interleaved") { Some("interleaved:CHUNKS") } else { near };
+            let near = did_you_mean(near);
+            format!("{near}use 1f1b, interleaved:CHUNKS (up to {MOST_CHUNKS}), zb-h1 or zb-v")
+        };
+        match self.schedule.parse() {
+            Ok(Kind::Inference | Kind::DataParallel) => {
+                Err(refuse(format!("'{}' does not train a model in stages: {}", self.schedule, advice())))
+            }
+            Ok(kind) => Ok(kind),
+            Err(_) => Err(refuse(format!("schedule '{}' is not known: {}", self.schedule, advice()))),
         }
-        Ok(kind)
     }
 
     /// Whether the first chunk and the last lie on one stage, which then has once what both use.
@@ -167,6 +174,16 @@ mod tests {
             method.starts_with("pipeline.partition: partition method 'alphabet' is not known: use"),
             "{method}"
         );
+        for (given, meant) in
+            [("unifrom", "uniform"), ("Parameter", "parameters"), ("typ:Block", "type:REGEX")]
+        {
+            let method = told(asked(2, given, "1f1b", 8), 6);
+            assert!(method.contains(&format!("did you mean '{meant}'?")), "{method}");
+        }
+        for (given, meant) in [("1f1", "1f1b"), ("zb-h2", "zb-h1"), ("interleave:2", "interleaved:CHUNKS")] {
+            let schedule = told(asked(2, "uniform", given, 8), 6);
+            assert!(schedule.contains(&format!("did you mean '{meant}'?")), "{schedule}");
+        }
         let none = told(asked(2, "type:Cloud", "1f1b", 8), 6);
         assert!(
             none.starts_with("pipeline.partition: ") && none.contains("no layer has such a name"),
@@ -174,6 +191,8 @@ mod tests {
         );
         let schedule = told(asked(2, "uniform", "zigzag", 8), 6);
         assert!(schedule.starts_with("pipeline.schedule: ") && schedule.contains("'zigzag'"), "{schedule}");
+        // What does not train is no advice for who trains.
+        assert!(!schedule.contains("inference") && !schedule.contains("data-parallel"), "{schedule}");
         let idle = told(asked(2, "uniform", "inference", 8), 6);
         assert!(idle.contains("'inference' does not train"), "{idle}");
         let endless = told(asked(2, "uniform", "interleaved:18446744073709551615", 3), 6);

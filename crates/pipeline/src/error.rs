@@ -4,8 +4,13 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PipelineError {
     /// A partition method that does not exist.
-    #[error("partition method '{0}' is not known: use uniform, parameters, type:REGEX, profile or memory")]
-    UnknownMethod(String),
+    #[error("partition method '{method}' is not known: {}use uniform, parameters, type:REGEX, profile or memory", did_you_mean(*nearest))]
+    UnknownMethod {
+        /// What was asked for.
+        method: String,
+        /// What was perhaps meant.
+        nearest: Option<&'static str>,
+    },
     /// A regular expression that cannot be read.
     #[error("partition method 'type:{pattern}': {why}")]
     BadPattern {
@@ -49,6 +54,20 @@ pub enum PipelineError {
     /// What a neighbour said of its tensors makes no sense.
     #[error("the description of tensors at a stage's boundary is not valid: {0}")]
     Boundary(String),
+}
+
+/// The name that is near enough to be meant.
+pub(crate) fn nearest(given: &str, names: &[&'static str]) -> Option<&'static str> {
+    let edits = |name: &&'static str| strsim::osa_distance(&given.to_lowercase(), name);
+    let near = |name: &&&'static str| edits(name) * 5 <= 2 * name.len().max(given.len());
+    // Nobody means one of a few words by a hundred letters.
+    let is_word = given.len() <= 100;
+    names.iter().filter(|_| is_word).filter(near).min_by_key(|name| edits(name)).copied()
+}
+
+/// The beginning of an advice.
+pub(crate) fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest.map_or_else(String::new, |name| format!("did you mean '{name}'? Or "))
 }
 
 /// The result of everything here.

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use regex::Regex;
 
-use crate::error::{PipelineError, Result};
+use crate::error::{PipelineError, Result, nearest};
 
 /// How layers are divided over stages.
 #[derive(Debug, Clone)]
@@ -41,7 +41,14 @@ impl FromStr for Method {
                     PipelineError::BadPattern { pattern: pattern.to_owned(), why: error.to_string() }
                 })
             }
-            _ => Err(PipelineError::UnknownMethod(text.to_owned())),
+            [word, ..] => {
+                let names = ["uniform", "parameters", "type:REGEX", "profile", "memory"];
+                let words = names.map(|name| name.split(':').next().unwrap_or(name));
+                let near = nearest(word, &words)
+                    .and_then(|near| names.into_iter().find(|name| name.starts_with(near)));
+                Err(PipelineError::UnknownMethod { method: text.to_owned(), nearest: near })
+            }
+            [] => Err(PipelineError::UnknownMethod { method: text.to_owned(), nearest: None }),
         }
     }
 }
