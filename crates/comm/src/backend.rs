@@ -100,6 +100,14 @@ impl Membership {
         }
     }
 
+    /// The error of bytes that came from another rank (numbered in the world) other than they were sent. The others hear of
+    /// it too: the job cannot go on.
+    pub(crate) fn announce_damage(&self, from_rank: usize, operation: String) -> Error {
+        let to_rank = self.ranks[self.me];
+        self.state.announce(Announcement::Damaged { from_rank, to_rank, operation: operation.clone() });
+        Error::Damaged { from_rank, to_rank, operation }
+    }
+
     /// As [`mismatch`](Self::mismatch), and tells the ranks that cannot find it out by themselves.
     pub(crate) fn announce_mismatch(&self, first: (usize, String), second: (usize, String)) -> Error {
         self.state.announce(Announcement::Mismatch {

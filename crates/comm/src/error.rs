@@ -94,6 +94,19 @@ pub enum Error {
         /// What it was last known to do.
         last_operation: String,
     },
+    /// Bytes on their way from one rank to another were changed.
+    #[error(
+        "what rank {from_rank} sent did not reach rank {to_rank} as it was, in {operation}: something between them changes \
+         data; look at the network cards, cables and memory of their hosts, and go on from the last checkpoint"
+    )]
+    Damaged {
+        /// Who sent it (numbered in the world).
+        from_rank: usize,
+        /// Who noticed.
+        to_rank: usize,
+        /// The operation and its call site on the rank that noticed.
+        operation: String,
+    },
     /// An earlier operation of this group failed, so the ranks are no longer in step.
     #[error("group {group} cannot be used any more: {first}")]
     GroupFailed {

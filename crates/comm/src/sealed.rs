@@ -224,6 +224,11 @@ impl Connection {
         Connection { stream, seal: seal.map(Box::new) }
     }
 
+    /// Whether what comes is proven to be what was sent.
+    pub(crate) fn is_sealed(&self) -> bool {
+        self.seal.is_some()
+    }
+
     pub(crate) fn stream(&self) -> &TcpStream {
         &self.stream
     }

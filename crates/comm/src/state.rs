@@ -17,6 +17,8 @@ use crate::error::{Error, Loss, Result};
 pub(crate) enum Announcement {
     /// A rank is gone; the job cannot go on.
     RankLost { rank: usize, loss: Loss, last_operation: String },
+    /// What one rank sent another did not arrive as it was.
+    Damaged { from_rank: usize, to_rank: usize, operation: String },
     /// The ranks of one group disagree.
     Mismatch { group_id: u64, group: String, rank_a: usize, call_a: String, rank_b: usize, call_b: String },
 }
@@ -26,6 +28,9 @@ impl Announcement {
         match self {
             Announcement::RankLost { rank, loss, last_operation } => {
                 Error::RankLost { rank, place: state.place(rank), loss, last_operation }
+            }
+            Announcement::Damaged { from_rank, to_rank, operation } => {
+                Error::Damaged { from_rank, to_rank, operation }
             }
             Announcement::Mismatch { group, rank_a, call_a, rank_b, call_b, .. } => {
                 Error::Mismatch { group, rank_a, call_a, rank_b, call_b }

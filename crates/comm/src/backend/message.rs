@@ -79,7 +79,7 @@ const CALL_SITE_BYTES: usize = 200;
 /// A fingerprint and its call site on the wire.
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-struct WireFingerprint {
+pub(crate) struct WireFingerprint {
     group: u64,
     sequence: u64,
     count: u64,

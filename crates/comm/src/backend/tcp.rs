@@ -2,14 +2,16 @@
 //!
 //! Each pair of ranks of a group has a connection of its own per stream, made when it is first needed, so nothing has to
 //! be sorted out by tag and a slow group holds up no other. An exchange writes and reads all its connections at once,
-//! without blocking, and sleeps in `poll` when none of them moves.
+//! without blocking, and sleeps in `poll` when none of them moves. What arrives other than it was sent is an error
+//! ([`traffic`]).
 
 mod endpoint;
+mod traffic;
 
 pub(crate) use endpoint::Endpoint;
 
-use std::collections::{HashMap, VecDeque};
-use std::io::{ErrorKind, Read};
+use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,6 +21,7 @@ use crate::backend::{Membership, Ticket};
 use crate::error::{Error, Loss, Result};
 use crate::sealed::Connection;
 use crate::store::HEALTH_CHECK_INTERVAL;
+use traffic::Traffic;
 
 /// How long to wait for the job's own word on why a connection broke.
 const VERDICT_LIMIT: Duration = Duration::from_secs(4);
@@ -57,68 +60,6 @@ impl TcpLink {
     }
 }
 
-/// What one connection has to do in an exchange.
-struct Traffic {
-    peer: usize,
-    connection: Arc<Connection>,
-    outgoing: VecDeque<Outgoing>,
-    incoming: VecDeque<Incoming>,
-    /// Whether all that was handed to the connection has left it.
-    flushed: bool,
-}
-
-impl Traffic {
-    fn is_done(&self) -> bool {
-        self.outgoing.is_empty() && self.incoming.is_empty() && self.flushed
-    }
-
-    /// Moves what can be moved now; says whether anything moved.
-    ///
-    /// # Safety
-    /// As [`Link::exchange`].
-    unsafe fn advance(&mut self) -> std::io::Result<bool> {
-        let mut moved = false;
-        let mut connection = &*self.connection;
-        while let Some(next) = self.outgoing.front_mut() {
-            // SAFETY: readable by the caller's contract.
-            let bytes = unsafe { std::slice::from_raw_parts(next.start, next.bytes) };
-            match if bytes.is_empty() { Ok(0) } else { connection.offer(bytes) } {
-                Ok(count) => {
-                    next.start = next.start.wrapping_add(count);
-                    next.bytes -= count;
-                    moved = true;
-                }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(error),
-            }
-            if next.bytes == 0 {
-                self.outgoing.pop_front();
-            }
-        }
-        while let Some(next) = self.incoming.front_mut() {
-            // SAFETY: writable, and ours alone, by the caller's contract; sockets only write to it.
-            let bytes = unsafe { std::slice::from_raw_parts_mut(next.start, next.bytes) };
-            match if bytes.is_empty() { Ok(0) } else { connection.read(bytes) } {
-                Ok(0) if next.bytes > 0 => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(count) => {
-                    next.start = next.start.wrapping_add(count);
-                    next.bytes -= count;
-                    moved = true;
-                }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(error),
-            }
-            if next.bytes == 0 {
-                self.incoming.pop_front();
-            }
-        }
-        self.flushed = self.connection.is_flushed()?;
-        Ok(moved)
-    }
-}
-
 impl Link for TcpLink {
     fn name(&self) -> &'static str {
         "tcp"
@@ -137,9 +78,7 @@ impl Link for TcpLink {
         for peer in peers {
             if traffic.iter().all(|known| known.peer != peer) {
                 let connection = self.connection(stream, peer, membership, ticket)?;
-                let outgoing = outgoing.iter().filter(|item| item.peer == peer).copied().collect();
-                let incoming = incoming.iter().filter(|item| item.peer == peer).copied().collect();
-                traffic.push(Traffic { peer, connection, outgoing, incoming, flushed: true });
+                traffic.push(Traffic::new(peer, connection, outgoing, incoming));
             }
         }
         let mut idle_polls = 0;
@@ -150,7 +89,7 @@ impl Link for TcpLink {
                 // SAFETY: the caller's contract.
                 match unsafe { connection.advance() } {
                     Ok(progress) => moved |= progress,
-                    Err(error) => return Err(broken(connection.peer, error, membership)),
+                    Err(error) => return Err(broken(connection.peer, error, membership, ticket)),
                 }
             }
             traffic.retain(|connection| !connection.is_done());
@@ -180,8 +119,8 @@ fn wait_for_movement(traffic: &[Traffic]) {
     let mut watched: Vec<libc::pollfd> = traffic
         .iter()
         .map(|connection| {
-            let writes = if connection.outgoing.is_empty() && connection.flushed { 0 } else { libc::POLLOUT };
-            let reads = if connection.incoming.is_empty() { 0 } else { libc::POLLIN };
+            let writes = if connection.sends() { libc::POLLOUT } else { 0 };
+            let reads = if connection.receives() { libc::POLLIN } else { 0 };
             libc::pollfd {
                 fd: connection.connection.stream().as_raw_fd(),
                 events: writes | reads,
@@ -200,10 +139,10 @@ fn wait_for_movement(traffic: &[Traffic]) {
 }
 
 /// A connection broke: the job usually knows why a moment later, and says it better.
-fn broken(peer: usize, error: std::io::Error, membership: &Membership) -> Error {
+fn broken(peer: usize, error: std::io::Error, membership: &Membership, ticket: &Ticket) -> Error {
     let rank = membership.ranks[peer];
     if error.kind() == ErrorKind::InvalidData {
-        return Error::io(format!("the sealed connection to {}", membership.state.name(rank)), error);
+        return membership.announce_damage(rank, ticket.describe());
     }
     let limit = Instant::now() + VERDICT_LIMIT;
     while Instant::now() < limit {
@@ -215,3 +154,6 @@ fn broken(peer: usize, error: std::io::Error, membership: &Membership) -> Error 
     let last_operation = format!("{} (its connection: {error})", membership.state.last_operation(rank));
     Error::RankLost { rank, place: membership.state.place(rank), loss: Loss::Died, last_operation }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,4 +1,5 @@
-//! The control connection's wire format, once both sides have proven themselves: frames of a length and a JSON body.
+//! The control connection's wire format, once both sides have proven themselves: frames of a length, a checksum and a JSON
+//! body.
 //!
 //! Frames are small and bounded; a peer that announces more, or sends something that is not a frame, is cut off.
 
@@ -60,21 +61,26 @@ pub(crate) enum Frame {
 
 pub(crate) fn write_frame(stream: &mut impl Write, frame: &Frame) -> std::io::Result<()> {
     let body = serde_json::to_vec(frame)?;
-    let mut bytes = Vec::with_capacity(body.len() + 4);
+    let mut bytes = Vec::with_capacity(body.len() + 8);
     bytes.extend((body.len() as u32).to_le_bytes());
+    bytes.extend(crc32fast::hash(&body).to_le_bytes());
     bytes.extend(body);
     stream.write_all(&bytes)
 }
 
 pub(crate) fn read_frame(stream: &mut impl Read) -> std::io::Result<Frame> {
-    let mut length = [0u8; 4];
+    let [mut length, mut checksum] = [[0u8; 4]; 2];
     stream.read_exact(&mut length)?;
+    stream.read_exact(&mut checksum)?;
     let length = u32::from_le_bytes(length);
     if length > MAX_FRAME_BYTES {
         return Err(std::io::Error::new(ErrorKind::InvalidData, format!("a frame of {length} bytes")));
     }
     let mut body = vec![0u8; length as usize];
     stream.read_exact(&mut body)?;
+    if crc32fast::hash(&body) != u32::from_le_bytes(checksum) {
+        return Err(std::io::Error::new(ErrorKind::InvalidData, "a frame that was changed on its way"));
+    }
     serde_json::from_slice(&body).map_err(|error| std::io::Error::new(ErrorKind::InvalidData, error))
 }
 
@@ -115,5 +121,11 @@ mod tests {
         );
         assert!(read_frame(&mut b"GET / HTTP/1.1\r\n".as_slice()).is_err());
         assert!(read_frame(&mut [3, 0, 0, 0, b'{', b'}', b'}'].as_slice()).is_err());
+        // One bit, wherever it is, is noticed: a number in the text would read as another.
+        for bit in 0..wire.len() * 8 {
+            let mut changed = wire.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert!(read_frame(&mut changed.as_slice()).is_err(), "bit {bit}");
+        }
     }
 }
