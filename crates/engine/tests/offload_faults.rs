@@ -4,6 +4,7 @@ mod common;
 #[path = "common/disk.rs"]
 mod disk;
 
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -115,6 +116,54 @@ fn a_disk_that_fails_names_its_tier_stops_training_and_leaves_the_checkpoint() {
             (seen, state(&engine, &parameters))
         });
         assert_eq!(found[0], straight, "{sections:?}");
+    }
+}
+
+/// Turns over a bit at a part of the way through every file without a name that this process has in a folder.
+fn flip_bits(folder: &Path, part: f64) {
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
+        let path = entry.unwrap().path();
+        if std::fs::read_link(&path).is_ok_and(|target| target.starts_with(folder) && target != folder) {
+            let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+            let at = (file.metadata().unwrap().len() as f64 * part) as u64;
+            let mut byte = [0u8];
+            file.read_exact_at(&mut byte, at).unwrap();
+            file.write_all_at(&[byte[0] ^ 0x40], at).unwrap();
+        }
+    }
+}
+
+/// A bit turned over in state that lies on a disk: either it is never read again, or the run ends and says so.
+#[test]
+fn a_bit_turned_over_on_the_disk_never_becomes_part_of_the_model() {
+    for sections in COMBINATIONS {
+        let folder = tempfile::tempdir().unwrap();
+        let swap = folder.path().join("swap");
+        let away = offloaded(configuration("bf16", 1, "AdamW"), sections, &swap);
+        let straight = train(1, away.clone()).remove(0);
+        let mut noticed = 0;
+        for part in 0..10 {
+            let (away, swap) = (away.clone(), swap.clone());
+            let ended = on_ranks(1, move |world| {
+                let (mut engine, model, parameters) = start(world, &away);
+                let mut seen = steps(&mut engine, &model, 0, 2);
+                flip_bits(&swap, f64::from(part) / 10.0 + 0.003);
+                let rest = std::panic::AssertUnwindSafe(|| {
+                    seen.extend(steps(&mut engine, &model, 2, 3));
+                    (seen, state(&engine, &parameters))
+                });
+                std::panic::catch_unwind(rest).map_err(|why| why.downcast_ref::<String>().cloned())
+            });
+            match &ended[0] {
+                Ok(found) => assert!(*found == straight, "{sections:?}, {part}: another result"),
+                Err(why) => {
+                    let why = why.as_ref().unwrap();
+                    assert!(why.contains("are not what was written there"), "{sections:?}: {why}");
+                    noticed += 1;
+                }
+            }
+        }
+        assert!(noticed >= 5, "{sections:?}: {noticed} of 10 were noticed");
     }
 }
 

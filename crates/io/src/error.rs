@@ -19,6 +19,20 @@ pub enum IoError {
         /// What the system said.
         why: std::io::Error,
     },
+    /// What came back is not what was written.
+    #[error(
+        "{length} bytes at {offset} of the swap file in {} are not what was written there: its disk, or what connects it, \
+         changes data; look at it (dmesg, smartctl), and go on from the last checkpoint",
+        folder.display()
+    )]
+    Damaged {
+        /// The folder of the file, which has no name.
+        folder: PathBuf,
+        /// From where.
+        offset: u64,
+        /// How many.
+        length: usize,
+    },
     /// A file that cannot be made.
     #[error("cannot make a swap file of {bytes} bytes in {}: {why}", folder.display())]
     Swap {

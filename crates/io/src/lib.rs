@@ -13,6 +13,7 @@ mod error;
 mod layer;
 mod queue;
 mod spans;
+mod sums;
 mod swap;
 mod threads;
 mod uring;

@@ -72,6 +72,8 @@ pub(crate) struct Request {
     pub(crate) offset: u64,
     pub(crate) address: usize,
     pub(crate) length: usize,
+    /// How many bytes before these have been moved.
+    pub(crate) moved: usize,
     /// Where its end is noted.
     pub(crate) done: Arc<Progress>,
 }
@@ -83,10 +85,35 @@ impl Request {
             offset: self.offset + done as u64,
             address: self.address + done,
             length: self.length - done,
+            moved: self.moved + done,
             ..self.clone()
         }
     }
+
+    /// Says that it has ended, and compares what was read with what was written there. No lock is held meanwhile.
+    pub(crate) fn end(&self, outcome: std::result::Result<(), i32>) {
+        let (offset, length) = (self.offset - self.moved as u64, self.moved + self.length);
+        // SAFETY: the operation that made the request owns the memory until the request has ended, and the disk is done.
+        let bytes = unsafe { std::slice::from_raw_parts((self.address - self.moved) as *const u8, length) };
+        let sums = self.file.sums();
+        let outcome = match (self.way, outcome) {
+            (Way::Write, Ok(())) => {
+                sums.note(offset, bytes);
+                Ok(())
+            }
+            (Way::Write, failed) => {
+                sums.forget(offset, length);
+                failed
+            }
+            (Way::Read, Ok(())) if !sums.agree(offset, bytes) => Err(DAMAGED),
+            (Way::Read, outcome) => outcome,
+        };
+        self.done.end(offset, length, outcome);
+    }
 }
+
+/// The code of a read that gives other bytes than were written. File systems that notice it themselves say the same.
+const DAMAGED: i32 = libc::EBADMSG;
 
 /// How far a transfer is.
 #[derive(Debug, Default)]
@@ -112,11 +139,11 @@ struct Open {
 }
 
 impl Progress {
-    pub(crate) fn end(&self, request: &Request, outcome: std::result::Result<(), i32>) {
+    fn end(&self, offset: u64, length: usize, outcome: std::result::Result<(), i32>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.requests -= 1;
         if let Err(code) = outcome {
-            state.failure.get_or_insert((request.offset, request.length, code));
+            state.failure.get_or_insert((offset, length, code));
         }
         if state.requests == 0 {
             if let Some(Traced { spans, way, bytes, begin }) = &self.traced {
@@ -288,6 +315,7 @@ impl Queue {
             offset: offset + start as u64,
             address: buffer.address().as_ptr() as usize + start,
             length: block.min(length - start),
+            moved: 0,
             done: Arc::clone(&progress),
         });
         match &self.inner.carrier {
@@ -332,6 +360,9 @@ impl Operation {
                 std::mem::forget(buffer);
                 let why = std::io::Error::from_raw_os_error(libc::ETIMEDOUT);
                 (self.offset, self.length, why)
+            }
+            (End::Failed { offset, length, code: DAMAGED }, _) => {
+                return Err(IoError::Damaged { folder: self.file.place().to_path_buf(), offset, length });
             }
             (End::Failed { offset, length, code }, _) => {
                 (offset, length, std::io::Error::from_raw_os_error(code))

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use crate::buffer::ALIGNMENT;
 use crate::error::{IoError, Result};
+use crate::sums::Sums;
 
 /// A file without a name: all its room is taken when it is made, and given back when the last clone goes or the process
 /// ends, however it ends. Clones are the same file.
@@ -23,6 +24,7 @@ struct Inner {
     folder: PathBuf,
     bytes: u64,
     direct: bool,
+    sums: Sums,
 }
 
 impl SwapFile {
@@ -54,7 +56,8 @@ impl SwapFile {
             0 => {}
             code => return Err(fail(std::io::Error::from_raw_os_error(code))),
         }
-        Ok(SwapFile { inner: Arc::new(Inner { file, folder: folder.to_path_buf(), bytes, direct }) })
+        let (folder, sums) = (folder.to_path_buf(), Sums::default());
+        Ok(SwapFile { inner: Arc::new(Inner { file, folder, bytes, direct, sums }) })
     }
 
     /// How large it is.
@@ -75,6 +78,11 @@ impl SwapFile {
     /// Whether transfers go past the page cache.
     pub fn is_direct(&self) -> bool {
         self.inner.direct
+    }
+
+    /// What it should hold.
+    pub(crate) fn sums(&self) -> &Sums {
+        &self.inner.sums
     }
 
     pub(crate) fn file(&self) -> &File {

@@ -27,7 +27,7 @@ impl Threads {
     pub(crate) fn submit(&self, request: Request) {
         if let Err(refused) = self.requests.send(request) {
             let request = refused.0;
-            request.done.end(&request, Err(libc::EIO));
+            request.end(Err(libc::EIO));
         }
     }
 }
@@ -37,7 +37,7 @@ fn work(list: &Mutex<Receiver<Request>>, layer: &dyn Layer) {
         let next = list.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(request) = next else { return };
         let outcome = transfer(&request, layer);
-        request.done.end(&request, outcome);
+        request.end(outcome);
     }
 }
 

@@ -159,6 +159,7 @@ impl Shared {
                 .collect();
             let mut state = self.lock();
             let mut closes = false;
+            let mut ended = Vec::new();
             for (number, result) in results {
                 if number == CLOSE {
                     closes = true;
@@ -168,17 +169,19 @@ impl Shared {
                 let Some(request) = state.under_way[number].take() else { continue };
                 state.free.push(number);
                 match usize::try_from(result) {
-                    Ok(moved) if moved == request.length => request.done.end(&request, Ok(())),
-                    Ok(0) => request.done.end(&request, Err(libc::EIO)),
+                    Ok(moved) if moved == request.length => ended.push((request, Ok(()))),
+                    Ok(0) => ended.push((request, Err(libc::EIO))),
                     // The kernel may stop early; the rest is asked for anew.
                     Ok(moved) => state.waiting.push_front(request.rest(moved)),
                     Err(_) if -result == libc::EINTR || -result == libc::EAGAIN => {
                         state.waiting.push_front(request);
                     }
-                    Err(_) => request.done.end(&request, Err(-result)),
+                    Err(_) => ended.push((request, Err(-result))),
                 }
             }
             self.push_waiting(&mut state);
+            drop(state);
+            ended.into_iter().for_each(|(request, outcome)| request.end(outcome));
             // Operations hold the queue, so nothing is under way when it closes.
             if closes {
                 return;
@@ -191,7 +194,7 @@ impl Shared {
     fn give_up(&self, state: &mut MutexGuard<'_, State>) {
         state.is_broken = true;
         for request in std::mem::take(&mut state.waiting) {
-            request.done.end(&request, Err(libc::EIO));
+            request.end(Err(libc::EIO));
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Disks that fail, limits that are too low, and kernels that permit less: an error with its place, and nobody waits.
 
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -84,6 +85,52 @@ fn cut_short(folder: &std::path::Path) {
     };
     let cut = open.filter(of_folder).map(|path| File::options().write(true).open(path).unwrap().set_len(0));
     assert!(cut.map(Result::unwrap).count() > 0);
+}
+
+/// Turns over a bit of this process's files without a name in a folder.
+fn flip(folder: &std::path::Path, bit: u64) {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
+    for path in open {
+        if std::fs::read_link(&path).is_ok_and(|target| target.starts_with(folder) && target != folder) {
+            let file = File::options().read(true).write(true).open(path).unwrap();
+            let mut byte = [0u8];
+            file.read_exact_at(&mut byte, bit / 8).unwrap();
+            byte[0] ^= 1 << (bit % 8);
+            file.write_all_at(&byte, bit / 8).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_bit_that_turns_over_on_the_disk_is_noticed_when_it_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let (bytes, offset) = (10 * ALIGNMENT, 2 * ALIGNMENT as u64);
+    let options = QueueOptions { block_bytes: 4 * ALIGNMENT, ..QueueOptions::default() };
+    let pieces = || Queue::over(Arc::new(Failing { left: AtomicUsize::new(usize::MAX), code: 0 }), options);
+    for queue in [Queue::new(options), Queue::new(QueueOptions { uring: false, ..options }), pieces()] {
+        let file = SwapFile::create(folder.path(), 16 * ALIGNMENT as u64).unwrap();
+        let write = |value: u8| {
+            let mut buffer = Buffer::new(bytes);
+            buffer.bytes_mut().fill(value);
+            queue.write(&file, offset, buffer, bytes).unwrap().wait().unwrap();
+        };
+        let read = || queue.read(&file, offset, Buffer::new(bytes), bytes).unwrap().wait();
+        write(7);
+        for byte in [0, 5 * ALIGNMENT, bytes - 1] {
+            let bit = 8 * (offset + byte as u64) + 5;
+            flip(folder.path(), bit);
+            let error = read().map(drop).unwrap_err();
+            let IoError::Damaged { folder: named, offset: at, length } = &error else { panic!("{error}") };
+            let place = offset + byte as u64;
+            assert!(named == folder.path() && (*at..*at + *length as u64).contains(&place), "{error}");
+            flip(folder.path(), bit);
+            assert!(read().unwrap().bytes().iter().all(|byte| *byte == 7));
+        }
+        // What is written over a damaged place is what counts.
+        flip(folder.path(), 8 * offset);
+        write(9);
+        assert!(read().unwrap().bytes().iter().all(|byte| *byte == 9));
+    }
 }
 
 /// A disk that answers when told.
