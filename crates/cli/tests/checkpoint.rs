@@ -215,6 +215,26 @@ fn diff_counts_what_differs() {
 }
 
 #[test]
+fn diff_tells_trouble_from_a_difference() {
+    let folder = tempfile::tempdir().unwrap();
+    let two = trained().join("global_step2");
+    for file in std::fs::read_dir(&two).unwrap().map(|entry| entry.unwrap().path()) {
+        std::fs::copy(&file, folder.path().join(file.file_name().unwrap())).unwrap();
+    }
+    let damaged = text(folder.path());
+    assert_eq!(checkpoint(&["diff", text(&two), damaged]).status.code(), Some(0));
+    let shards = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    let largest = shards.max_by_key(|path| path.metadata().unwrap().len()).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&largest).unwrap();
+    file.set_len(largest.metadata().unwrap().len() / 2).unwrap();
+    for other in [damaged, "no/such/checkpoint"] {
+        let output = checkpoint(&["diff", text(&two), other]);
+        assert_eq!(output.status.code(), Some(2), "{other}: {}", stderr(&output));
+        assert!(!stderr(&output).is_empty() && stdout(&output).is_empty());
+    }
+}
+
+#[test]
 fn golden_checkpoints_of_deepspeed_go_through_every_command() {
     let runs = golden().entries("checkpoint/runs", "").into_iter().filter(|case| case.join("ckpt").is_dir());
     golden().each_path("checkpoint/runs", runs, 17, |case| {

@@ -407,6 +407,13 @@ fn the_fastest_layout_that_fits_is_named_with_what_it_sends() {
     for what in ["fit, ", "tokens/s", "a rank sends per step: "] {
         assert!(text.contains(what), "{what}: {text}");
     }
+    assert!(text.contains(", wire 200.0GB/s"), "{text}");
+    // One rank sends nothing, and nothing is said about it.
+    let alone = ["plan", &config, "--model", &model, "-w", "1", "--search"];
+    let roomy = ["--device_gib", "800", "--host_gib", "900", "--nvme_gib", "0"];
+    let output = ferrospeed(&[&alone[..], &roomy, &rates[..4]].concat());
+    let text = stdout(&output);
+    assert!(text.contains("by rates of one rank: ") && !text.contains("wire"), "{text}{}", stderr(&output));
     // What is too small says how much is missing, and a machine that is only described must be described.
     let small = ["--device_gib", "4", "--host_gib", "4", "--nvme_gib", "0"];
     let output = ferrospeed(&[&asked[..], &small, &rates].concat());

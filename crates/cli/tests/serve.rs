@@ -189,6 +189,20 @@ fn a_talk_goes_on_line_by_line() {
 }
 
 #[test]
+fn an_answer_of_no_tokens_is_empty() {
+    let (_folder, model) = model();
+    let mut child = command(&["chat", &model, "--temperature", "0", "--tokens", "0"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
+    let mut said = String::new();
+    child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!((Running(child).wait(), said.as_str()), (0, "\n"));
+}
+
+#[test]
 fn a_line_that_is_no_text_or_too_long_is_told_and_the_talk_goes_on() {
     let (_folder, model) = model();
     let mut child = command(&["chat", &model, "--temperature", "0", "--tokens", "5"])

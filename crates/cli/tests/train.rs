@@ -215,9 +215,38 @@ fn everything_wrong_with_a_recipe_is_said_before_a_rank_starts() {
         assert!(message.contains(part), "'{part}' is not in:\n{message}");
     }
     assert!(!place.path().join("runs").exists(), "nothing was started");
+    let output =
+        place.ferrospeed(&["train", "recipe.toml", "--set", "gradient_norms_every=9000000000000000000"]);
+    assert_eq!(output.status.code(), Some(2));
+    let message = text(&output.stderr);
+    assert!(message.contains("gradient_norms_every: 9000000000000000000 is more steps than"), "{message}");
+    let output =
+        place.ferrospeed(&["train", "recipe.toml", "--set", "gradient_norms_every=1000000000000000000000"]);
+    assert_eq!(output.status.code(), Some(2));
+    let message = text(&output.stderr);
+    assert!(
+        message.contains("gradient_norms_every: must be a whole number")
+            && message.contains("more than can be counted"),
+        "{message}"
+    );
     let output = place.ferrospeed(&["train", "recipe.toml", "--set", "model.layer=3"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("layer"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_variable_that_no_rank_could_read_is_told_once_before_any_starts() {
+    let place = Workplace::new();
+    for words in [&["train", "recipe.toml"][..], &["launch", "-n", "2", "--", "true"]] {
+        let mut command = support::binary();
+        command.args(words).current_dir(place.path()).env("FERROSPEED_COMM_ENCRYPT", "nonsense");
+        let output = support::output_of(&mut command);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {said}");
+        let told = "FERROSPEED_COMM_ENCRYPT: \"nonsense\" is neither 1 (sockets are encrypted) nor 0";
+        assert_eq!(said.matches(told).count(), 1, "{words:?}: {said}");
+        assert!(!place.path().join("runs").exists(), "{words:?} started something");
+    }
 }
 
 /// A decoder without tied weights gives the same bits in stages: see the engine's tests for those that have some.
@@ -270,7 +299,10 @@ fn a_pipeline_trains_saves_goes_on_and_exports_as_one_rank_does() {
 
     for (more, told) in [
         (&["--pp", "2", "-n", "3"][..], "2 stages need a multiple of 2 ranks, and there are 3; start 4"),
-        (&["--pp", "2", "--pp_schedule", "zigzag"], "'zigzag' is not one of 1f1b"),
+        (
+            &["--pp", "2", "--pp_schedule", "zigzag"],
+            "schedule 'zigzag' is not known: use 1f1b, interleaved:CHUNKS",
+        ),
         (&["--pp", "6"], "pipeline.stages: stage 5 of 6 gets none of 5 layers: use fewer stages"),
         (
             &["--pp", "2", "--set", "pipeline.partition=alphabet"],

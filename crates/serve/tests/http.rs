@@ -169,6 +169,14 @@ fn embeddings_have_length_one_and_do_not_depend_on_company() {
     );
     let packed = server.post("/v1/embeddings", &json!({"input": "b", "encoding_format": "base64"})).json();
     assert_eq!(packed["data"][0]["embedding"].as_str().unwrap().len(), (32usize * 4).div_ceil(3) * 4);
+    for (input, length) in [("x".repeat(5000), "has 5000 tokens"), ("x".repeat(500_000), "has 500000 bytes")]
+    {
+        let error = server.post("/v1/embeddings", &json!({"input": input})).json()["error"].clone();
+        let message = error["message"].as_str().unwrap();
+        assert!(message.starts_with("input: ") && message.contains(length), "{message}");
+        assert!(message.contains("1024 are the most") || message.contains("1024 tokens can be"), "{message}");
+        assert_eq!(error["code"], "context_length_exceeded");
+    }
     server.wait_for("cache_blocks_held", 0);
 }
 

@@ -106,6 +106,10 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, 
             prompt.len()
         ));
     }
+    if args.tokens == 0 {
+        write_out("\n");
+        return Ok(String::new());
+    }
     let sampling = SamplingOptions {
         temperature: args.temperature,
         top_p: args.top_p.unwrap_or(1.0),
@@ -114,7 +118,7 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, 
     };
     let work = Work::Generate {
         answers: vec![sampling],
-        max_tokens: Some(args.tokens.clamp(1, room)),
+        max_tokens: Some(args.tokens.min(room)),
         stops: Vec::new(),
         stop_tokens: facts.end_tokens.clone(),
     };

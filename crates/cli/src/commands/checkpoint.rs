@@ -132,7 +132,7 @@ enum Action {
         #[arg(long, value_enum, default_value = "files")]
         names: Names,
     },
-    /// Compare two checkpoints tensor by tensor; exit code 1 when they differ
+    /// Compare two checkpoints tensor by tensor; exit code 0 when they are the same, 1 when they differ, 2 on trouble
     Diff {
         /// One checkpoint's own folder
         first: PathBuf,
@@ -207,7 +207,10 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Action::ToUniversal { which, output, names } => {
             export_universal(&open(which)?, output, names.spelling())?;
         }
-        Action::Diff { first, second } => return diff(first, second),
+        // As diff(1): what could not be compared does not differ.
+        Action::Diff { first, second } => {
+            return diff(first, second).map_err(|failure| Failure::Usage(failure.to_string()));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

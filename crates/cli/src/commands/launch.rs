@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use ferrospeed_comm::ConnectOptions;
 use ferrospeed_launch::options::{DEFAULT_HOSTFILE, DEFAULT_MAX_RESTARTS};
 use ferrospeed_launch::plan::{Action, LaunchPlan, Surroundings, plan};
 use ferrospeed_launch::run::{RunOptions, run_backend, run_node};
@@ -237,6 +238,7 @@ impl LaunchArgs {
 }
 
 pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
+    ConnectOptions::check_environment().map_err(|error| Failure::Usage(error.to_string()))?;
     let options = args.to_options()?;
     let contact = if args.dry_run { Contact::Never } else { Contact::Allowed };
     let this_host = ThisHost::new(contact)?;

@@ -189,13 +189,14 @@ fn as_text(answer: &Answer, rates: &Rates, subject: &Subject) -> String {
     // Writing to a string does not fail.
     let _ = writeln!(
         text,
-        "by rates of one rank: {}FLOP/s, memory {}B/s, wire {}B/s{}",
+        "by rates of one rank: {}FLOP/s, memory {}B/s{}{}",
         count(rates.flops_per_s),
         count(rates.memory_bytes_per_s),
+        // Between ranks of which there is one, nothing is sent.
         if rates.wire_bytes_per_s.is_finite() {
-            count(rates.wire_bytes_per_s)
+            format!(", wire {}B/s", count(rates.wire_bytes_per_s))
         } else {
-            "no limit, ".to_owned()
+            String::new()
         },
         rates.link_bytes_per_s.map_or_else(String::new, |link| format!(", between hosts {}B/s", count(link)))
     );

@@ -64,7 +64,10 @@ pub(super) fn prompts(app: &App, fields: &mut Fields, name: &str) -> Result<Vec<
     let encode = |text: &str| -> Result<Vec<i64>, Fault> {
         // A token is at least one character of a longest text many times over: what is longer cannot fit.
         if text.len() / 64 > facts.longest {
-            return Err(Fault::field(name, format!("is longer than the model's {} tokens", facts.longest)));
+            let (bytes, most) = (text.len(), facts.longest);
+            let fault =
+                Fault::field(name, format!("has {bytes} bytes, which are more than {most} tokens can be"));
+            return Err(Fault { code: Some("context_length_exceeded"), ..fault });
         }
         let ids = facts.codec.encode_prompt(text).map_err(|error| Fault::field(name, error.to_string()))?;
         Ok(ids.into_iter().map(i64::from).collect())

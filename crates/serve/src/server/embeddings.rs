@@ -33,6 +33,11 @@ async fn embed(app: &App, mut fields: Fields) -> Result<Value, Fault> {
         return Err(Fault::no_model(&asked, &facts.name));
     }
     let inputs = prompts(app, &mut fields, "input")?;
+    let most = app.engine.limits().sequence_tokens;
+    if let Some(long) = inputs.iter().map(Vec::len).find(|tokens| *tokens > most) {
+        let fault = Fault::field("input", format!("has {long} tokens, and {most} are the most; shorten it"));
+        return Err(Fault { code: Some("context_length_exceeded"), ..fault });
+    }
     let as_base64 = match fields.text("encoding_format")?.as_deref() {
         None | Some("float") => false,
         Some("base64") => true,

@@ -39,6 +39,13 @@ impl Recipe {
         );
         self.mesh().problems(self.ranks as usize, &mut refuse);
         refuse(
+            self.gradient_norms_every > MAX_STEPS,
+            format!(
+                "gradient_norms_every: {} is more steps than a run may have; at most {MAX_STEPS}, or leave it out",
+                self.gradient_norms_every
+            ),
+        );
+        refuse(
             self.gradient_norms_every > 0 && self.stages().get() > 1,
             "gradient_norms_every: ranks of a model in stages hold different layers; leave out one of the two".into(),
         );

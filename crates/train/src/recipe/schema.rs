@@ -202,6 +202,9 @@ fn name_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "nothing",
         Value::Bool(_) => "true or false",
+        Value::Number(number) if number.as_f64().is_some_and(|size| size.abs() >= u64::MAX as f64) => {
+            "more than can be counted"
+        }
         Value::Number(number) if number.is_f64() => "a number with a fraction",
         Value::Number(_) => "a whole number",
         Value::String(_) => "a text",
