@@ -3,10 +3,10 @@
 mod support;
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use support::{binary, in_path, output_of, stderr, stdout, take_signals, wait_until};
+use support::{binary, finish, in_path, output_of, stderr, stdout, take_signals, wait_until};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ferrospeed");
 const STEPS: usize = 5;
@@ -102,6 +102,95 @@ fn a_mistake_in_the_recipe_is_said_once_under_mpirun() {
     assert!(!output.status.success());
     let said = stderr(&output);
     assert_eq!(said.matches("gone.txt does not exist").count(), 1, "{said}");
+}
+
+/// The steps that the log of `folder/run` has.
+fn logged(folder: &Path) -> usize {
+    std::fs::read_to_string(folder.join("run/log.jsonl")).unwrap().lines().count()
+}
+
+/// Ranks that `start` starts replace an earlier run together, and give it back where they take no step.
+fn expect_replacement(start: impl Fn() -> Command, folder: &Path) {
+    let run = |more: &[&str]| {
+        let mut command = start();
+        output_of(command.args(more).current_dir(folder).env("HOME", folder))
+    };
+    let said = |output: &Output| format!("{}\n{}", stdout(output), stderr(output));
+    let first = run(&[]);
+    assert!(first.status.success(), "{}", said(&first));
+    // Without a word nothing is replaced.
+    let refused = run(&["--set", "steps=2"]);
+    assert!(
+        !refused.status.success() && said(&refused).matches("--overwrite").count() == 1,
+        "{}",
+        said(&refused)
+    );
+    assert_eq!(logged(folder), STEPS);
+    // No rank gets as far as a step, and the old run is where it was.
+    let failed = run(&["--set", "steps=2", "--overwrite", "--device", "cuda:999"]);
+    assert!(!failed.status.success(), "{}", said(&failed));
+    assert!(said(&failed).contains("the earlier run is as it was"), "{}", said(&failed));
+    assert_eq!(logged(folder), STEPS);
+    let replaced = run(&["--set", "steps=2", "--overwrite"]);
+    assert!(replaced.status.success(), "{}", said(&replaced));
+    assert_eq!(
+        (said(&replaced).matches("finished 2 steps").count(), logged(folder)),
+        (1, 2),
+        "{}",
+        said(&replaced)
+    );
+    assert!(!folder.join("run/.replaced").exists() && !folder.join("run/.moving").exists());
+    std::fs::remove_dir_all(folder.join("run")).unwrap();
+}
+
+#[test]
+fn one_rank_of_mpirun_replaces_an_earlier_run_and_the_others_wait() {
+    let Some(_alone) = openmpi() else { return };
+    let folder = workplace();
+    let start = || {
+        let mut command = mpirun("2");
+        command.args(TRAIN);
+        command
+    };
+    expect_replacement(start, folder.path());
+}
+
+const TOO_LARGE: [&str; 6] =
+    ["--set", "model.layers=1000", "--set", "model.width=65536", "--set", "model.heads=64"];
+
+#[test]
+fn memory_is_counted_before_ranks_of_mpirun_begin() {
+    let Some(_alone) = openmpi() else { return };
+    let folder = workplace();
+    let output = output_of(mpirun("2").args(TRAIN).args(TOO_LARGE).current_dir(&folder));
+    let said = stderr(&output);
+    assert!(!output.status.success());
+    assert_eq!(said.matches("this run does not fit: 2 rank(s) need").count(), 1, "{said}");
+    assert!(!folder.path().join("run/logs").exists());
+}
+
+/// Ranks with the variables that torchrun gives them.
+#[test]
+fn memory_is_counted_by_one_rank_of_a_host_and_the_others_hear_of_it() {
+    let folder = workplace();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let start = |rank: &str| {
+        let mut command = binary();
+        command.args(&TRAIN[1..]).args(TOO_LARGE).current_dir(&folder);
+        let place = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1")];
+        command.envs(place).env("MASTER_PORT", &port).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let ranks = ["0", "1", "2"].map(start);
+    let said = ranks.map(|rank| {
+        let output = finish(rank);
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        stderr(&output)
+    });
+    assert!(said[0].contains("this run does not fit: 3 rank(s) need"), "{}", said[0]);
+    for other in &said[1..] {
+        assert_eq!(other.trim(), "error: the run does not start: rank 0 says why");
+    }
 }
 
 #[test]
@@ -207,6 +296,12 @@ fn ranks_of_srun_are_one_job_and_a_batch_script_is_none() {
     expect_one_job(slurm.with_configuration(&mut command), folder.path(), 2);
     let mut command = behind_launch("slurm", "--overcommit");
     expect_one_job(slurm.with_configuration(&mut command), folder.path(), 2);
+    let start = || {
+        let mut command = Command::new("srun");
+        slurm.with_configuration(command.args(["--overcommit", "-n", "2"]).args(TRAIN));
+        command
+    };
+    expect_replacement(start, folder.path());
     let mut command = Command::new("sbatch");
     command.args(["--wait", "--overcommit", "-n", "2", "-o", "said", "--wrap"]).arg(TRAIN.join(" "));
     let output = output_of(slurm.with_configuration(&mut command).current_dir(&folder));

@@ -245,6 +245,44 @@ fn a_run_that_cannot_fit_is_refused_with_the_numbers_before_a_rank_starts() {
     }
 }
 
+/// A disk of 64 KiB, which only the run sees.
+fn on_a_small_disk(place: &Place, more: &str) -> Option<Output> {
+    let disk = place.path().join("disk");
+    std::fs::create_dir_all(&disk).unwrap();
+    let script = format!(
+        "mount -t tmpfs -o size=64k small {disk} || exit 99\n\
+         exec {} train recipe.toml -n 2 --set zero_optimization.stage=3 --set optimizer.type=AdamW \
+         --set 'zero_optimization.offload_optimizer={{\"device\":\"nvme\",\"nvme_path\":\"{disk}/swap\"}}' {more}",
+        env!("CARGO_BIN_EXE_ferrospeed"),
+        disk = disk.display(),
+    );
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", &script]).current_dir(place.path());
+    let output = support::output_of(&mut command);
+    let refused = output.status.code() == Some(99) || stderr(&output).contains("unshare failed");
+    (!refused).then_some(output)
+}
+
+#[test]
+fn a_run_that_its_disk_cannot_hold_is_refused_before_a_rank_starts() {
+    let place = Place::new();
+    let Some(output) = on_a_small_disk(&place, "") else {
+        return ferrospeed_testkit::skip::skip("no mounts of our own");
+    };
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    for part in ["does not fit: 2 rank(s) need ", "disk/swap, and 64.00 KiB are free", "nvme_path", "--force"]
+    {
+        assert!(said.contains(part), "'{part}' is not in: {said}");
+    }
+    assert!(!place.path().join("runs/limits/logs").exists(), "no rank was started");
+    // Who insists hears of it from the ranks.
+    let output = on_a_small_disk(&place, "--force").unwrap();
+    let said = stderr(&output);
+    assert!(!output.status.success() && place.path().join("runs/limits/logs").exists(), "{said}");
+    assert!(!said.contains("does not fit") && said.contains("bytes free, and"), "{said}");
+}
+
 #[test]
 fn chats_are_told_apart_from_texts_in_another_field() {
     let place = Place::new();

@@ -44,6 +44,7 @@ mod take_token;
 mod trace;
 mod train;
 mod train_memory;
+mod train_start;
 mod watch;
 
 use std::process::ExitCode;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
+use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
 use ferrospeed_pipeline::division::Division;
 use ferrospeed_tune::crossing::{Crossings, Hosts, crossings};
@@ -17,8 +17,8 @@ use serde_json::{Value, json};
 use super::config::InputArgs;
 use super::model::ModelArgs;
 use super::plan_asked::Asked;
-use super::plan_search;
 use super::rates::RateArgs;
+use super::{plan_search, train_memory};
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 
@@ -241,8 +241,8 @@ pub(super) fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<C
     let nvme_bytes = match args.nvme_bytes {
         Some(bytes) => bytes,
         None => {
-            let folder =
-                args.nvme_path.clone().or_else(|| offload_folder(config)).unwrap_or_else(|| ".".into());
+            let named = || train_memory::offload_folders(config).into_iter().next();
+            let folder = args.nvme_path.clone().or_else(named).unwrap_or_else(|| ".".into());
             probe::free_disk_bytes(&folder).map_err(|why| {
                 Failure::Usage(format!("{}: {why}; name another folder with --nvme_path", folder.display()))
             })?
@@ -250,17 +250,6 @@ pub(super) fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<C
     };
     let ranks_per_host = args.ranks_per_host.map_or(ranks, NonZeroU64::get).min(ranks);
     Ok(Capacity { device_bytes, host_bytes, nvme_bytes, ranks_per_host })
-}
-
-/// The folder that the configuration offloads to.
-fn offload_folder(config: &Config) -> Option<PathBuf> {
-    if let OptimizerTier::Nvme { buffers, .. } = &config.zero.offload_optimizer.tier {
-        return Some(buffers.path.clone());
-    }
-    match &config.zero.offload_param.tier {
-        ParameterTier::Nvme { buffers, .. } => Some(buffers.path.clone()),
-        ParameterTier::Device | ParameterTier::Host(_) => None,
-    }
 }
 
 fn as_text(planned: &Plan, capacity: &Capacity, shortfalls: &[Shortfall], paint: Paint) -> String {

@@ -9,17 +9,15 @@ use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
-    Ending, Job, Observing, Preparing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError,
-    report_failure,
+    Ending, Job, Observing, Recipe, Resume, RunFolder, StopRequests, Summary, report_failure,
 };
-use serde_json::Value;
 
 use super::autotune::{self, Autotuning};
 use super::device::DeviceChoice;
-use super::{place, train_memory};
+use super::{place, train_start};
 use crate::failure::Failure;
-use crate::progress::{TERMINAL, TrainProgress, WarningWriter, grouped};
-use crate::terminal::{Paint, print_error, print_note, print_output, stdout_can_be_redrawn};
+use crate::progress::{TERMINAL, TrainProgress, WarningWriter};
+use crate::terminal::{Paint, print_error, stdout_can_be_redrawn};
 
 /// Arguments of `train`.
 #[derive(Debug, Args)]
@@ -50,13 +48,13 @@ pub(crate) struct TrainArgs {
     sp_method: Option<String>,
     /// Where the run's files go [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
-    out: Option<PathBuf>,
+    pub(super) out: Option<PathBuf>,
     /// Go on from a checkpoint: auto (the newest of this run, or from the start where there is none), its name, or a folder
     #[arg(long, value_name = "auto|TAG|DIR", num_args = 0..=1, default_missing_value = "auto")]
-    resume: Option<String>,
+    pub(super) resume: Option<String>,
     /// Remove what an earlier run has left in the folder, and start anew
     #[arg(long, conflicts_with = "resume")]
-    overwrite: bool,
+    pub(super) overwrite: bool,
     /// Leave every other ten steps unlogged and unshown, and say what logs, monitors and progress cost
     #[arg(long = "measure_observing", alias = "measure-observing")]
     measure_observing: bool,
@@ -65,7 +63,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
     /// Start even if the plan says that memory will not do
     #[arg(long)]
-    force: bool,
+    pub(super) force: bool,
     /// Write a timeline of all ranks, for Perfetto or Chrome [default: the recipe's]
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -83,9 +81,6 @@ pub(crate) struct TrainArgs {
 /// Ranks may need this long to finish their step and save after a signal.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(600);
 
-/// More processes than this are a slip of the finger.
-const MAX_RANKS_OF_HOST: u32 = 1024;
-
 /// Tells ranks that this program started them, has looked at the recipe, and holds the lock of the run's folder.
 const LOOKED_AHEAD: &str = "FERROSPEED_TRAIN_LOOKED_AHEAD";
 
@@ -99,140 +94,40 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     if let Some(mode) = args.autotuning {
         return autotune::run(args, mode);
     }
-    let recipe = args.load_recipe()?;
+    let mut recipe = args.load_recipe()?;
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
-    let folder = if place.is_some() { folder } else { own_folder(args, folder)? };
-    let mut lock = None;
-    if place.is_none() {
-        // A recipe that cannot be run leaves no folder behind.
-        let model = look_ahead(args, &recipe, &folder)?;
-        if recipe.ranks > MAX_RANKS_OF_HOST {
-            let why = format!(
-                "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
-                recipe.ranks
-            );
-            return Err(Failure::Usage(why));
-        }
-        if !args.force {
-            train_memory::check(&recipe, &model, args.device)?;
-        }
-        lock = Some(folder.lock().map_err(failure)?);
-        if args.overwrite {
-            keep_own_model(&recipe, &folder)?;
-            folder.set_aside().map_err(failure)?;
-        }
+    let Some(place) = place else {
+        let (folder, _lock) = train_start::begin(args, &recipe, folder)?;
+        let name = recipe.name.clone();
+        let outcome = match recipe.ranks {
+            1 => {
+                start_log(0);
+                run_rank(args, recipe, &folder, World::solo())
+            }
+            _ => start_ranks(args, &recipe, &folder),
+        };
+        return train_start::conclude(&folder, &name, outcome);
+    };
+    start_log(place.rank);
+    let world = join(&mut recipe, place)?;
+    if std::env::var_os(LOOKED_AHEAD).is_some() {
+        return run_rank(args, recipe, &folder, world);
     }
+    let lock = train_start::begin_together(args, &recipe, &folder, &world)?;
     let name = recipe.name.clone();
-    let outcome = if place.is_some() || recipe.ranks == 1 {
-        run_rank(args, recipe, &folder, place)
-    } else {
-        start_ranks(args, &recipe, &folder)
-    };
-    // Who started the ranks writes down that they failed: they may not have lived to do so.
-    if let (Some(_), Err(failure)) = (&lock, &outcome) {
-        report_failure(&folder, &name, &failure.to_string());
-    }
-    if lock.is_some() {
-        settle(&folder);
-    }
-    outcome
+    let outcome = run_rank(args, recipe, &folder, world);
+    // Who holds the folder writes down how the run ended.
+    if lock.is_some() { train_start::conclude(&folder, &name, outcome) } else { outcome }
 }
 
-/// A run cannot replace the model that it starts from.
-fn keep_own_model(recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
-    let Some(path) = &recipe.model.path else { return Ok(()) };
-    let inside = |folder: &Path| {
-        let (path, folder) = (path.canonicalize(), folder.canonicalize());
-        matches!((path, folder), (Ok(path), Ok(folder)) if path.starts_with(&folder))
-    };
-    if inside(&folder.model()) || inside(&folder.checkpoints()) {
-        let why = format!(
-            "model.path: {} lies in the folder that --overwrite replaces; choose another --out",
-            path.display()
-        );
-        return Err(Failure::Usage(why));
-    }
-    Ok(())
-}
-
-/// Gives the earlier run back where this one has failed before its first step.
-fn settle(folder: &RunFolder) {
-    let waits = folder.is_being_replaced();
-    match folder.settle() {
-        Ok(()) if waits => {
-            print_note(&format!(
-                "{}: no step was taken, and the earlier run is as it was",
-                folder.path().display()
-            ));
-        }
-        Ok(()) => {}
-        Err(error) => print_note(&format!("the earlier run could not be put back: {error}")),
-    }
-}
-
-/// The folder the run may use: a new run does not write over an old one's log and weights.
-fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure> {
-    if folder.is_being_replaced() {
-        // A run that was to replace another was killed.
-        let _lock = folder.lock().map_err(failure)?;
-        settle(&folder);
-    }
-    if args.resume.is_some() || args.overwrite || !folder.holds_run() {
-        return Ok(folder);
-    }
-    if args.out.is_some() {
-        return Err(failure(TrainError::Used { dir: folder.path().to_path_buf() }));
-    }
-    let free = folder.or_next_free();
-    print_note(&format!(
-        "{} holds an earlier run: this one goes to {} (--resume goes on with the earlier one, --overwrite replaces it)",
-        folder.path().display(),
-        free.path().display()
-    ));
-    Ok(free)
-}
-
-/// Ranks look again; a mistake is said once, before any of them begins, and text becomes tokens once.
-fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<Value, Failure> {
-    let model =
-        ferrospeed_train::check(recipe, &args.recipe, folder, &mut tell_preparing()).map_err(failure)?;
-    if args.overwrite {
-        return Ok(model);
-    }
-    let start = args.resume().find(folder).map_err(failure)?;
-    if args.resume.is_some() && start.candidates.is_empty() {
-        // A run that has ended cannot be made again from what it left.
-        if folder.holds_weights() {
-            let why = "holds a run that has ended and no checkpoint to go on from";
-            return Err(Failure::Run(format!(
-                "{} {why}; give another --out, or --overwrite to replace it (its weights can be trained further: model.path)",
-                folder.path().display()
-            )));
-        }
-        let folder = folder.checkpoints();
-        print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
-    }
-    Ok(model)
-}
-
-/// A line whenever another tenth of a text that is not small became tokens.
-fn tell_preparing() -> impl FnMut(Preparing) {
-    const WORTH_TELLING_BYTES: u64 = 32 << 20;
-    let mut told = 0;
-    move |now| {
-        let tenths = now.bytes * 10 / now.total_bytes.max(1);
-        if now.total_bytes >= WORTH_TELLING_BYTES && tenths > told {
-            told = tenths;
-            let _ = print_output(&format!(
-                "text to tokens: {} %, {} of {} MiB, {} tokens",
-                tenths * 10,
-                now.bytes >> 20,
-                now.total_bytes >> 20,
-                grouped(now.tokens)
-            ));
-        }
-    }
+/// Takes this rank's place in its job.
+fn join(recipe: &mut Recipe, mut place: ConnectOptions) -> Result<World, Failure> {
+    recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
+    place.config_hash = recipe
+        .config()
+        .map_or_else(|_| String::new(), |(config, _)| format!("{:016x}", config.canonical_hash()));
+    World::connect(place).map_err(|error| Failure::Run(error.to_string()))
 }
 
 impl TrainArgs {
@@ -288,17 +183,8 @@ impl TrainArgs {
         [self.pp, self.tp, self.sp].into_iter().flatten().fold(1, u32::saturating_mul)
     }
 
-    fn resume(&self) -> Resume {
+    pub(super) fn resume(&self) -> Resume {
         self.resume.as_deref().map_or(Resume::No, Resume::parse)
-    }
-}
-
-fn failure(error: TrainError) -> Failure {
-    match error {
-        TrainError::Recipe { .. } | TrainError::Occupied { .. } | TrainError::Used { .. } => {
-            Failure::Usage(error.to_string())
-        }
-        other => Failure::Run(other.to_string()),
     }
 }
 
@@ -343,15 +229,10 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     Ok(ExitCode::from(outcome.exit_code()))
 }
 
-fn run_rank(
-    args: &TrainArgs,
-    mut recipe: Recipe,
-    folder: &RunFolder,
-    place: Option<ConnectOptions>,
-) -> Result<ExitCode, Failure> {
-    // What concerns the whole job every rank would say; one is enough.
+/// What concerns the whole job every rank would say; one is enough.
+fn start_log(rank: usize) {
     let asked_for = format!("warn,{}=info", ferrospeed_comm::ASKED_FOR);
-    let level = if place.as_ref().is_some_and(|place| place.rank != 0) { "error" } else { &asked_for };
+    let level = if rank == 0 { &asked_for } else { "error" };
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| level.into()),
@@ -359,12 +240,10 @@ fn run_rank(
         .with_ansi(Paint::for_stderr().is_on())
         .with_writer(WarningWriter { only_block: stdout_can_be_redrawn() })
         .try_init();
+}
+
+fn run_rank(args: &TrainArgs, recipe: Recipe, folder: &RunFolder, world: World) -> Result<ExitCode, Failure> {
     let requests = watch_signals()?;
-    let folder_is_held = place.is_none() || std::env::var_os(LOOKED_AHEAD).is_some();
-    let world = match place {
-        Some(place) => join(args, &mut recipe, folder, place)?,
-        None => World::solo(),
-    };
     let every = recipe.config().ok().and_then(|(config, _)| config.steps_per_print).unwrap_or(10).max(1);
     let rank = world.rank();
     let mut progress = TrainProgress::new(&recipe.name, recipe.steps, every);
@@ -374,14 +253,14 @@ fn run_rank(
         world: world.clone(),
         device: args.device.open()?,
         folder,
-        folder_is_held,
+        folder_is_held: true,
         resume: args.resume(),
         requests,
         observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
         is_experiment: args.experiment,
         in_tiles: super::doctor::multiplies_in_tiles(),
     };
-    let summary = ferrospeed_train::run(&job, &mut progress).map_err(failure)?;
+    let summary = ferrospeed_train::run(&job, &mut progress).map_err(train_start::failure)?;
     if rank == 0 {
         progress.conclude(&conclusion(&recipe, &summary, folder));
     }
@@ -394,33 +273,6 @@ fn run_rank(
         Ending::Stopped => ExitCode::from(EXIT_INTERRUPTED),
         Ending::Left => ExitCode::from(EXIT_SAVED),
     })
-}
-
-/// Takes this rank's place in its job. Where another launcher started the ranks, nobody has looked at the recipe yet:
-/// rank 0 does, while the others wait.
-fn join(
-    args: &TrainArgs,
-    recipe: &mut Recipe,
-    folder: &RunFolder,
-    mut place: ConnectOptions,
-) -> Result<World, Failure> {
-    let failed = |error: ferrospeed_comm::Error| Failure::Run(error.to_string());
-    recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
-    place.config_hash = recipe
-        .config()
-        .map_or_else(|_| String::new(), |(config, _)| format!("{:016x}", config.canonical_hash()));
-    let world = World::connect(place).map_err(failed)?;
-    if std::env::var_os(LOOKED_AHEAD).is_none() {
-        if world.rank() == 0 {
-            look_ahead(args, recipe, folder)?;
-            if args.overwrite {
-                let _lock = folder.lock().map_err(failure)?;
-                folder.set_aside().map_err(failure)?;
-            }
-        }
-        world.group().barrier().map_err(failed)?;
-    }
-    Ok(world)
 }
 
 /// SIGINT asks for the end of the step, a second one ends at once. SIGTERM and SIGUSR2 ask to save and leave, however

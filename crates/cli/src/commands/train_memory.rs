@@ -1,22 +1,26 @@
-//! Whether a run fits this host, before any of its ranks starts: the kernel ends a rank that runs out of memory without a
-//! word, and takes bystanders with it.
+//! Whether a run fits this host, before any of its ranks begins: the kernel ends a rank that runs out of memory without a
+//! word, and takes bystanders with it; a disk that runs full ends a run in the middle of a step.
 //!
 //! The estimate is that of `ferrospeed plan`. A model whose shape it does not know, or a host that does not say what it
 //! has, is not judged.
 
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
 use ferrospeed_launch::probe;
 use ferrospeed_tensor::cuda;
 use ferrospeed_train::Recipe;
 use ferrospeed_tune::model::{Model, from_hugging_face};
-use ferrospeed_tune::plan::{Capacity, Processor, Request, human, plan};
+use ferrospeed_tune::plan::{Capacity, Processor, Request, Tier, human, plan};
 use ferrospeed_tune::stages::{divide, plan_in_stages};
 use serde_json::Value;
 
 use super::device::DeviceChoice;
 use crate::failure::Failure;
 
-/// Refuses a run whose ranks, all on this host, need more memory than there is.
-pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Result<(), Failure> {
+/// Refuses a run of which `ranks` are on this host and need more memory, or more of its disks, than there is.
+pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks: u64) -> Result<(), Failure> {
     let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
     let mesh = recipe.mesh();
     // What cannot be divided was told before.
@@ -29,8 +33,7 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Res
     };
     let model = model.in_slices(mesh.tensor.get() as u64).with_experts_over(mesh.expert.get() as u64);
     let Some(model) = model else { return Ok(()) };
-    let ranks = u64::from(recipe.ranks);
-    let Some(capacity) = capacity(ranks, device) else { return Ok(()) };
+    let Some(capacity) = capacity(ranks, device, &config) else { return Ok(()) };
     let request = Request {
         model: &Model::Transformer(model),
         config: &config,
@@ -46,19 +49,28 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice) -> Res
         Some(division) => plan_in_stages(&request, division).unwrap_or_else(|_| plan(&request)),
         None => plan(&request),
     };
-    match planned.shortfalls(&capacity).first() {
-        None => Ok(()),
-        Some(short) => Err(Failure::Run(format!(
-            "this run does not fit: {} rank(s) need {} of {} memory, and there is {}\n{planned}use more ranks or a higher ZeRO stage, a smaller micro-batch or model.activation_checkpointing; --force starts it anyway",
-            ranks,
-            human(short.needed_bytes),
-            short.tier,
-            human(short.available_bytes),
-        ))),
-    }
+    let shortfalls = planned.shortfalls(&capacity);
+    let Some(short) = shortfalls.first() else { return Ok(()) };
+    let (needed, available) = (human(short.needed_bytes), human(short.available_bytes));
+    let (what, advice) = match short.tier {
+        Tier::Nvme => {
+            let folders: Vec<String> =
+                offload_folders(&config).iter().map(|folder| folder.display().to_string()).collect();
+            let what = format!("{needed} on the disk of {}, and {available} are free", folders.join(" and "));
+            (what, "make room there, name another disk as nvme_path, or use more hosts")
+        }
+        Tier::Device | Tier::Host => (
+            format!("{needed} of {} memory, and there is {available}", short.tier),
+            "use more ranks or a higher ZeRO stage, a smaller micro-batch or model.activation_checkpointing",
+        ),
+    };
+    Err(Failure::Run(format!(
+        "this run does not fit: {ranks} rank(s) need {what}\n{planned}{advice}; --force starts it anyway"
+    )))
 }
 
-pub(super) fn capacity(ranks: u64, device: DeviceChoice) -> Option<Capacity> {
+/// What this host has for so many ranks.
+pub(super) fn capacity(ranks: u64, device: DeviceChoice, config: &Config) -> Option<Capacity> {
     let devices = if device == DeviceChoice::Cpu { 0 } else { cuda::device_count() as u64 };
     let device_bytes = match devices {
         0 => None,
@@ -66,5 +78,39 @@ pub(super) fn capacity(ranks: u64, device: DeviceChoice) -> Option<Capacity> {
         count => Some(probe::cuda_driver().ok()?.device_bytes? / ranks.div_ceil(count).max(1)),
     };
     let host_bytes = super::doctor::available_memory_bytes()?;
-    Some(Capacity { device_bytes, host_bytes, nvme_bytes: u64::MAX, ranks_per_host: ranks })
+    // A disk that does not say is not judged.
+    let nvme_bytes = free_disk_bytes(&offload_folders(config)).unwrap_or(u64::MAX);
+    Some(Capacity { device_bytes, host_bytes, nvme_bytes, ranks_per_host: ranks })
+}
+
+/// The folders that the configuration offloads to.
+pub(super) fn offload_folders(config: &Config) -> Vec<PathBuf> {
+    let optimizer = match &config.zero.offload_optimizer.tier {
+        OptimizerTier::Nvme { buffers, .. } => Some(&buffers.path),
+        _ => None,
+    };
+    let parameters = match &config.zero.offload_param.tier {
+        ParameterTier::Nvme { buffers, .. } => Some(&buffers.path),
+        ParameterTier::Device | ParameterTier::Host(_) => None,
+    };
+    let mut folders: Vec<PathBuf> = optimizer.into_iter().chain(parameters).cloned().collect();
+    folders.dedup();
+    folders
+}
+
+/// What is free on the disks of some folders, each disk counted once; `None` without any, or where one does not say.
+fn free_disk_bytes(folders: &[PathBuf]) -> Option<u64> {
+    // A folder that is made later lies on the disk of the one that it is made in.
+    let existing = |folder: &PathBuf| folder.ancestors().find(|part| part.exists()).map(Path::to_path_buf);
+    let mut seen = Vec::new();
+    let mut free = None;
+    for folder in folders {
+        let folder = existing(folder).unwrap_or_else(|| ".".into());
+        let disk = folder.metadata().ok()?.dev();
+        if !seen.contains(&disk) {
+            seen.push(disk);
+            free = Some(free.unwrap_or(0u64).saturating_add(probe::free_disk_bytes(&folder).ok()?));
+        }
+    }
+    free
 }

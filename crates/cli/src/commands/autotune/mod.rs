@@ -125,7 +125,8 @@ impl<'a> Search<'a> {
             .map_err(|error| usage(error.to_string()))?;
         let model =
             from_hugging_face(&model_config).map_err(|error| usage(format!("autotuning: {error}")))?;
-        let capacity = train_memory::capacity(u64::from(recipe.ranks), args.device())
+        let (config, _) = recipe.config().map_err(|error| usage(error.to_string()))?;
+        let capacity = train_memory::capacity(u64::from(recipe.ranks), args.device(), &config)
             .ok_or_else(|| usage("autotuning: this host does not say how much memory it has".into()))?;
         Ok(Search { args, recipe, space, settings, model, model_config, capacity })
     }

@@ -1,0 +1,226 @@
+//! What happens before a rank computes, once for the whole run: the recipe is looked at, memory is counted, and the folder is
+//! taken and cleared.
+//!
+//! `ferrospeed train` does it and then starts its ranks. Where `mpirun`, `srun` or another launcher started them, rank 0 does
+//! it, the first rank of every host counts that host's memory, and nobody goes on before all have heard that all is well. Who
+//! took the folder keeps it until the run has ended, and gives an earlier run back where this one took no step.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use ferrospeed_comm::World;
+use ferrospeed_train::{FolderLock, Preparing, Recipe, RunFolder, TrainError, report_failure};
+use serde_json::Value;
+
+use super::train::TrainArgs;
+use super::train_memory;
+use crate::failure::Failure;
+use crate::progress::grouped;
+use crate::terminal::{print_note, print_output};
+
+/// More processes than this are a slip of the finger.
+const MAX_RANKS_OF_HOST: u32 = 1024;
+
+/// For ranks that this process will start, or be: gives the folder of the run and the right to it.
+pub(super) fn begin(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    folder: RunFolder,
+) -> Result<(RunFolder, FolderLock), Failure> {
+    let folder = own_folder(args, folder)?;
+    // A recipe that cannot be run leaves no folder behind.
+    let model = look_ahead(args, recipe, &folder)?;
+    if recipe.ranks > MAX_RANKS_OF_HOST {
+        let why = format!(
+            "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
+            recipe.ranks
+        );
+        return Err(Failure::Usage(why));
+    }
+    if !args.force {
+        train_memory::check(recipe, &model, args.device(), u64::from(recipe.ranks))?;
+    }
+    let lock = take(args, recipe, &folder)?;
+    Ok((folder, lock))
+}
+
+/// For ranks that another launcher started; all of them call it. Rank 0 gets the right to the folder.
+pub(super) fn begin_together(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    folder: &RunFolder,
+    world: &World,
+) -> Result<Option<FolderLock>, Failure> {
+    let leads = world.rank() == 0;
+    let looked = if leads { look_at_folder(args, recipe, folder) } else { Ok(()) };
+    all_well(world, looked)?;
+    let fits = match world.local_rank() {
+        0 if !args.force => fits_here(args, recipe, world),
+        _ => Ok(()),
+    };
+    all_well(world, fits)?;
+    let taken = if leads { take(args, recipe, folder).map(Some) } else { Ok(None) };
+    all_well(world, taken)
+}
+
+/// What the folder holds, and the recipe.
+fn look_at_folder(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
+    recover(folder)?;
+    if args.resume.is_none() && !args.overwrite && folder.holds_run() {
+        return Err(failure(TrainError::Used { dir: folder.path().to_path_buf() }));
+    }
+    look_ahead(args, recipe, folder).map(drop)
+}
+
+fn fits_here(args: &TrainArgs, recipe: &Recipe, world: &World) -> Result<(), Failure> {
+    let model = ferrospeed_train::model_config(recipe, args.recipe()).map_err(failure)?;
+    let here = world.hosts().iter().find(|ranks| ranks.contains(&world.rank())).map_or(1, Vec::len);
+    train_memory::check(recipe, &model, args.device(), here as u64)
+}
+
+/// Goes on where all ranks do. One that cannot says why; the others say who that is.
+fn all_well<T>(world: &World, own: Result<T, Failure>) -> Result<T, Failure> {
+    let mut verdicts = vec![0u8; world.size()];
+    let gathered = world.group().all_gather(&[u8::from(own.is_err())], &mut verdicts);
+    let value = own?;
+    gathered.map_err(|error| Failure::Run(error.to_string()))?;
+    match verdicts.iter().position(|verdict| *verdict != 0) {
+        None => Ok(value),
+        Some(rank) => Err(Failure::Run(format!("the run does not start: rank {rank} says why"))),
+    }
+}
+
+/// Takes the folder, and puts away what an earlier run has left where this one is to replace it.
+fn take(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<FolderLock, Failure> {
+    let lock = folder.lock().map_err(failure)?;
+    if args.overwrite {
+        keep_own_model(recipe, folder)?;
+        folder.set_aside().map_err(failure)?;
+    }
+    Ok(lock)
+}
+
+/// After the ranks have ended, by who holds the folder: writes down a failure, for those who watch the run.
+pub(super) fn conclude(
+    folder: &RunFolder,
+    name: &str,
+    outcome: Result<ExitCode, Failure>,
+) -> Result<ExitCode, Failure> {
+    // Ranks may not have lived to do so.
+    if let Err(failure) = &outcome {
+        report_failure(folder, name, &failure.to_string());
+    }
+    settle(folder);
+    outcome
+}
+
+/// A run cannot replace the model that it starts from.
+fn keep_own_model(recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
+    let Some(path) = &recipe.model.path else { return Ok(()) };
+    let inside = |folder: &Path| {
+        let (path, folder) = (path.canonicalize(), folder.canonicalize());
+        matches!((path, folder), (Ok(path), Ok(folder)) if path.starts_with(&folder))
+    };
+    if inside(&folder.model()) || inside(&folder.checkpoints()) {
+        let why = format!(
+            "model.path: {} lies in the folder that --overwrite replaces; choose another --out",
+            path.display()
+        );
+        return Err(Failure::Usage(why));
+    }
+    Ok(())
+}
+
+/// Gives the earlier run back where this one has failed before its first step.
+fn settle(folder: &RunFolder) {
+    let waits = folder.is_being_replaced();
+    match folder.settle() {
+        Ok(()) if waits => {
+            print_note(&format!(
+                "{}: no step was taken, and the earlier run is as it was",
+                folder.path().display()
+            ));
+        }
+        Ok(()) => {}
+        Err(error) => print_note(&format!("the earlier run could not be put back: {error}")),
+    }
+}
+
+/// Where a run that was to replace another was killed.
+fn recover(folder: &RunFolder) -> Result<(), Failure> {
+    if folder.is_being_replaced() {
+        let _lock = folder.lock().map_err(failure)?;
+        settle(folder);
+    }
+    Ok(())
+}
+
+/// The folder the run may use: a new run does not write over an old one's log and weights.
+fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure> {
+    recover(&folder)?;
+    if args.resume.is_some() || args.overwrite || !folder.holds_run() {
+        return Ok(folder);
+    }
+    if args.out.is_some() {
+        return Err(failure(TrainError::Used { dir: folder.path().to_path_buf() }));
+    }
+    let free = folder.or_next_free();
+    print_note(&format!(
+        "{} holds an earlier run: this one goes to {} (--resume goes on with the earlier one, --overwrite replaces it)",
+        folder.path().display(),
+        free.path().display()
+    ));
+    Ok(free)
+}
+
+/// Ranks look again; a mistake is said once, before any of them begins, and text becomes tokens once.
+fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<Value, Failure> {
+    let model =
+        ferrospeed_train::check(recipe, args.recipe(), folder, &mut tell_preparing()).map_err(failure)?;
+    if args.overwrite {
+        return Ok(model);
+    }
+    let start = args.resume().find(folder).map_err(failure)?;
+    if args.resume.is_some() && start.candidates.is_empty() {
+        // A run that has ended cannot be made again from what it left.
+        if folder.holds_weights() {
+            let why = "holds a run that has ended and no checkpoint to go on from";
+            return Err(Failure::Run(format!(
+                "{} {why}; give another --out, or --overwrite to replace it (its weights can be trained further: model.path)",
+                folder.path().display()
+            )));
+        }
+        let folder = folder.checkpoints();
+        print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
+    }
+    Ok(model)
+}
+
+/// A line whenever another tenth of a text that is not small became tokens.
+fn tell_preparing() -> impl FnMut(Preparing) {
+    const WORTH_TELLING_BYTES: u64 = 32 << 20;
+    let mut told = 0;
+    move |now| {
+        let tenths = now.bytes * 10 / now.total_bytes.max(1);
+        if now.total_bytes >= WORTH_TELLING_BYTES && tenths > told {
+            told = tenths;
+            let _ = print_output(&format!(
+                "text to tokens: {} %, {} of {} MiB, {} tokens",
+                tenths * 10,
+                now.bytes >> 20,
+                now.total_bytes >> 20,
+                grouped(now.tokens)
+            ));
+        }
+    }
+}
+
+/// A mistake of the user, or a run that failed.
+pub(super) fn failure(error: TrainError) -> Failure {
+    match error {
+        TrainError::Recipe { .. } | TrainError::Occupied { .. } | TrainError::Used { .. } => {
+            Failure::Usage(error.to_string())
+        }
+        other => Failure::Run(other.to_string()),
+    }
+}
