@@ -188,7 +188,7 @@ impl Checkpoint {
 
     /// Reads stretches of tensors, in their own types; `take` gets the elements of each in order, in parts, with the
     /// stretch's index. The next blocks come while `take` works, across tensors.
-    fn stream(
+    pub(crate) fn stream(
         &self,
         wanted: &[Wanted<'_>],
         take: &mut dyn FnMut(usize, &mut [u8]) -> Result<()>,

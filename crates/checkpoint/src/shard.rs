@@ -45,7 +45,10 @@ impl PieceSpec {
 
     /// Its name in the rank's file.
     fn name_in_file(&self) -> String {
-        format!("{}/{}@{}", self.kind, self.name, self.start)
+        // Several parts of a tensor may lie in one file, and each starts with its first element.
+        let part = self.part.as_ref().and_then(|part| part.ranges.first());
+        let part = part.map_or(String::new(), |[start, _]| format!("@{start}"));
+        format!("{}/{}{part}@{}", self.kind, self.name, self.start)
     }
 }
 

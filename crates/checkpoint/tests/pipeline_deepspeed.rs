@@ -7,7 +7,7 @@ mod recorded;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::deepspeed::{PipelineFiles, export_pipeline};
-use ferrospeed_checkpoint::pt::PtFile;
+use ferrospeed_checkpoint::pt::{PtFile, write_pt};
 use recorded::{all, assert_made_the_last_step, try_imported};
 use serde_json::Value;
 
@@ -25,10 +25,14 @@ fn expected(fixture: &Path) -> Value {
 
 /// A copy of the recording, to be spoilt.
 fn copied(to: &Path) {
+    copied_from(&recorded(), to);
+}
+
+fn copied_from(from: &Path, to: &Path) {
     let folder = to.join("global_step3");
     std::fs::create_dir_all(&folder).unwrap();
-    std::fs::copy(recorded().join("latest"), to.join("latest")).unwrap();
-    for entry in std::fs::read_dir(recorded().join("global_step3")).unwrap() {
+    std::fs::copy(from.join("latest"), to.join("latest")).unwrap();
+    for entry in std::fs::read_dir(from.join("global_step3")).unwrap() {
         let entry = entry.unwrap();
         std::fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
     }
@@ -75,7 +79,12 @@ fn states_without_zero_are_those_of_the_layers_in_their_order() {
     // Written without ZeRO, for the same stages and for others, they are read as they were.
     for boundaries in [&[0, 3, 6][..], &[0, 1, 3, 6]] {
         let out = folder.path().join(format!("out-{}", boundaries.len()));
-        export_pipeline(&checkpoint, &out, PipelineFiles { boundaries, ranks: 2, zero_stage: 0 }).unwrap();
+        export_pipeline(
+            &checkpoint,
+            &out,
+            PipelineFiles { boundaries, ranks: 2, slices: 1, tied: &[], zero_stage: 0 },
+        )
+        .unwrap();
         let names = std::fs::read_dir(out.join("imported")).unwrap();
         let names: Vec<String> =
             names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -113,7 +122,7 @@ fn stages_are_written_as_deepspeed_names_them_and_read_back() {
     let checkpoint = try_imported(&recorded(), &folder.path().join("ours")).unwrap();
     for (ranks, boundaries) in [(1, vec![0, 3, 6]), (2, vec![0, 1, 3, 4]), (3, vec![0, 4])] {
         let out = folder.path().join(format!("out-{ranks}"));
-        let written = PipelineFiles { boundaries: &boundaries, ranks, zero_stage: 1 };
+        let written = PipelineFiles { boundaries: &boundaries, ranks, slices: 1, tied: &[], zero_stage: 1 };
         export_pipeline(&checkpoint, &out, written).unwrap();
         let files = out.join("imported");
         let mut names: Vec<String> = std::fs::read_dir(&files)
@@ -143,12 +152,111 @@ fn stages_are_written_as_deepspeed_names_them_and_read_back() {
 }
 
 #[test]
+fn slices_of_layers_are_read_as_one_model_and_written_for_any_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let sliced = fixture("pipeline-slices");
+    let checkpoint = try_imported(&sliced, &folder.path().join("ours")).unwrap();
+    let expected = expected(&sliced);
+    let tensors = expected["tensors"].as_object().unwrap();
+    // Four layers, and the one that both ends use.
+    assert_eq!(tensors.len(), 2 * 5);
+    for (name, weights) in tensors {
+        let name = name.replace("tied_modules.ends.", "0.");
+        assert!(assert_made_the_last_step(&checkpoint, &name, weights, 3) > 0, "{name}");
+    }
+    let manifest = checkpoint.manifest();
+    assert_eq!(manifest.tensors.len(), 3 * 10, "weights and two states, each once");
+    assert_eq!(manifest.training.groups[0].params.len(), 10);
+    let aliases: Vec<_> =
+        manifest.aliases.iter().map(|(alias, name)| (alias.as_str(), name.as_str())).collect();
+    assert_eq!(aliases, [("5.bias", "0.bias"), ("5.weight", "0.weight")]);
+    for (slices, boundaries, zero_stage) in [(2, &[0, 3, 6][..], 1), (3, &[0, 1, 5, 6], 1), (1, &[0, 6], 1)] {
+        let out = folder.path().join(format!("out-{slices}"));
+        let files = PipelineFiles { boundaries, ranks: 2, slices, tied: &[], zero_stage };
+        export_pipeline(&checkpoint, &out, files).unwrap();
+        let own = out.join("imported");
+        for slice in 0..slices {
+            let of = if slices > 1 { format!("model_{slice:02}-") } else { String::new() };
+            // Both tied layers have a file, with the same weights.
+            let layer = |layer: u64| {
+                PtFile::open(&own.join(format!("layer_{layer:02}-{of}model_states.pt"))).unwrap()
+            };
+            let weights = |file: &PtFile| {
+                let tensor = file.value().get("weight").unwrap().as_tensor().unwrap().clone();
+                (tensor.shape.clone(), file.read_f32(&tensor, 0..tensor.numel()).unwrap())
+            };
+            assert_eq!(weights(&layer(0)), weights(&layer(5)));
+            assert_eq!(weights(&layer(1)).0, [6 / slices, 4]);
+            assert_eq!(weights(&layer(2)).0, [4, 6 / slices]);
+        }
+        // Stages that use the tied module list it before their own layers.
+        let last = (boundaries.len() as u64 - 1) * slices - 1;
+        let module = PtFile::open(&own.join(format!("mp_rank_{last:02}_model_states.pt"))).unwrap();
+        assert_eq!(module.value().get("mp_world_size").unwrap().as_u64(), Some(last + 1));
+        let group = &module.value().get("param_shapes").unwrap().items().unwrap()[0];
+        assert_eq!(group.pairs().unwrap()[0].0.as_str(), Some("tied_modules.0.weight"));
+        let back = try_imported(&out, &folder.path().join(format!("back-{slices}"))).unwrap();
+        assert_eq!(all(&back), all(&checkpoint), "{slices} slices");
+        assert_eq!(back.manifest().aliases, manifest.aliases);
+    }
+}
+
+#[test]
+fn slices_that_nobody_explains_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    copied_from(&fixture("pipeline-slices"), folder.path());
+    for rank in 0..4 {
+        let path = folder.path().join(format!("global_step3/mp_rank_{rank:02}_model_states.pt"));
+        let kept = PtFile::open(&path).unwrap().value().pairs().unwrap().to_vec();
+        let kept: Vec<_> =
+            kept.into_iter().filter(|(key, _)| key.as_str() != Some("universal_checkpoint_info")).collect();
+        write_pt(&path, &ferrospeed_checkpoint::pt::Value::Dict(kept), &[], &mut |_, _, _| Ok(())).unwrap();
+    }
+    let error = try_imported(folder.path(), &folder.path().join("to")).err().unwrap();
+    assert!(error.contains("weight' differs between 2 slices, and nothing says how it is cut"), "{error}");
+    // A slice without its files is missed before anything is put together.
+    for layer in 0..6 {
+        let name = format!("global_step3/layer_{layer:02}-model_00-model_states.pt");
+        std::fs::remove_file(folder.path().join(name)).unwrap();
+    }
+    let error = try_imported(folder.path(), &folder.path().join("again")).err().unwrap();
+    assert!(error.contains("some are missing"), "{error}");
+}
+
+#[test]
+fn layers_that_are_said_to_be_tied_have_a_file_each() {
+    let folder = tempfile::tempdir().unwrap();
+    // The recording's last layer uses the first one's weight by a function, and has no file: the files do not tell.
+    let checkpoint = try_imported(&recorded(), &folder.path().join("ours")).unwrap();
+    assert!(checkpoint.manifest().aliases.is_empty());
+    let written = |tied: &[Vec<u64>]| {
+        let out = folder.path().join("out");
+        let _ = std::fs::remove_dir_all(&out);
+        let files = PipelineFiles { boundaries: &[0, 3, 6], ranks: 1, slices: 1, tied, zero_stage: 1 };
+        export_pipeline(&checkpoint, &out, files).map(|()| out.join("imported"))
+    };
+    assert!(!written(&[]).unwrap().join("layer_05-model_states.pt").exists());
+    let out = written(&[vec![0, 5]]).unwrap();
+    assert!(out.join("layer_05-model_states.pt").exists());
+    for stage in 0..2 {
+        let module = PtFile::open(&out.join(format!("mp_rank_{stage:02}_model_states.pt"))).unwrap();
+        let group = &module.value().get("param_shapes").unwrap().items().unwrap()[0];
+        assert_eq!(group.pairs().unwrap()[0].0.as_str(), Some("tied_modules.0.weight"), "stage {stage}");
+    }
+    assert!(written(&[vec![1, 5]]).unwrap_err().to_string().contains("the first of them has no parameters"));
+    // Without a cut layer there is nothing to go by.
+    let files = PipelineFiles { boundaries: &[0, 6], ranks: 1, slices: 2, tied: &[], zero_stage: 1 };
+    let error = export_pipeline(&checkpoint, &folder.path().join("cut"), files).unwrap_err().to_string();
+    assert!(error.contains("nothing says how layers are cut into 2 slices"), "{error}");
+}
+
+#[test]
 fn what_is_no_list_of_layers_is_not_written_as_a_pipeline() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = try_imported(&recorded(), &folder.path().join("ours")).unwrap();
     let refused_in = |ranks, boundaries: &[u64], zero_stage| {
         let out = folder.path().join("out");
-        let files = PipelineFiles { boundaries, ranks, zero_stage };
+        let files = PipelineFiles { boundaries, ranks, slices: 1, tied: &[], zero_stage };
         let error = export_pipeline(&checkpoint, &out, files).unwrap_err().to_string();
         assert!(!out.join("imported").exists());
         error

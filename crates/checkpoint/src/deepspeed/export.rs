@@ -6,19 +6,20 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::experts::{EXPERTS, Mixtures};
-use super::pipeline::layer_of;
+use super::slices::INFORMATION;
 use crate::deepspeed::spelling::{Spelling, Whole, respelled, spelled};
 use crate::error::{CheckpointError, Result};
-use crate::load::Checkpoint;
+use crate::load::{Checkpoint, Wanted};
 use crate::manifest::{Dtype, GroupState, Kind, TensorEntry};
 use crate::pt::{TensorTable, Value, write_pt};
 
 /// How to export.
 #[derive(Debug, Clone, Copy)]
 pub struct ExportOptions {
-    /// The ZeRO stage of the files: 1, 2 or 3.
+    /// The ZeRO stage of the files: 1, 2 or 3; 0 for a mixture of experts in f32.
     pub stage: u8,
     /// For how many ranks.
     pub ranks: u64,
@@ -31,9 +32,18 @@ pub struct ExportOptions {
 /// The version whose files these are.
 pub(crate) const VERSION: &str = "0.14.1";
 
+/// A part of a tensor, shared by all stretches of it.
+pub(crate) type Cut = Arc<crate::part::Part>;
+
 /// Where the elements of an array come from: stretches of our tensors, and zeros that pad.
 pub(crate) enum Part<'c> {
-    Of { entry: &'c TensorEntry, start: u64, len: u64 },
+    /// Elements of a tensor, or of a part of it.
+    Of {
+        entry: &'c TensorEntry,
+        of: Option<Cut>,
+        start: u64,
+        len: u64,
+    },
     Zeros(u64),
     Number(f32),
 }
@@ -83,14 +93,21 @@ fn append(
             out.resize(out.len() + ((range.end - range.start) * target.size_bytes()) as usize, 0)
         }
         Part::Number(value) => out.extend_from_slice(&value.to_le_bytes()),
-        Part::Of { entry, start, .. } if entry.dtype == target => {
-            checkpoint.read_bytes(entry, start + range.start..start + range.end, out)?;
-        }
-        Part::Of { entry, start, .. } => {
-            let mut values = vec![0.0; (range.end - range.start) as usize];
-            checkpoint.read_f32(entry, start + range.start..start + range.end, &mut values)?;
-            target.append_f32(&values, out).ok_or_else(|| {
-                CheckpointError::file(checkpoint.path(), format!("'{}' cannot become {target:?}", entry.name))
+        Part::Of { entry, of, start, .. } => {
+            let part = of.as_deref().cloned();
+            let elements = start + range.start..start + range.end;
+            let wanted = [Wanted { part, ..Wanted::of(entry, elements) }];
+            if entry.dtype == target {
+                return checkpoint.stream(&wanted, &mut |_, bytes| {
+                    out.extend_from_slice(bytes);
+                    Ok(())
+                });
+            }
+            checkpoint.each_f32(&wanted, &mut |_, values| {
+                target.append_f32(values, out).ok_or_else(|| {
+                    let why = format!("'{}' cannot become {target:?}", entry.name);
+                    CheckpointError::file(checkpoint.path(), why)
+                })
             })?;
         }
     }
@@ -99,17 +116,18 @@ fn append(
 
 /// Writes the files of a checkpoint into the folder `dir`, under its own tag, and `latest` beside.
 pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOptions) -> Result<()> {
-    if !(1..=3).contains(&options.stage) || options.ranks == 0 {
+    let mixtures = Mixtures::of(checkpoint, options)?;
+    let of_zero = (1..=3).contains(&options.stage);
+    let is_plain =
+        options.stage == 0 && !mixtures.layers.is_empty() && checkpoint.manifest().origin.dtype == Dtype::F32;
+    if !(of_zero || is_plain) || options.ranks == 0 {
         let why = format!(
-            "stage {} on {} ranks cannot be exported: stages are 1, 2, 3",
+            "stage {} on {} ranks cannot be exported: stages are 1, 2, 3, and 0 for mixtures of experts in f32",
             options.stage, options.ranks
         );
         return Err(CheckpointError::Request(why));
     }
-    exported(checkpoint, dir, |folder| {
-        let mixtures = Mixtures::of(checkpoint, options)?;
-        Exporter::new(checkpoint, options, mixtures)?.write(folder)
-    })
+    exported(checkpoint, dir, |folder| Exporter::new(checkpoint, options, mixtures)?.write(folder))
 }
 
 /// Lets `write` fill the folder of a checkpoint, under its own tag, and writes `latest` beside.
@@ -158,8 +176,16 @@ pub(crate) struct Exporter<'c> {
     groups: Vec<Group<'c>>,
     state_names: Vec<String>,
     mixtures: Mixtures,
-    /// How many stages there are, where this is one of a pipeline's.
-    stages: Option<u64>,
+    /// Where this is a part of a pipeline.
+    pipeline: Option<Divided>,
+}
+
+/// What a part of a pipeline says of the whole.
+struct Divided {
+    /// How many ranks have different parts.
+    ranks: u64,
+    /// `universal_checkpoint_info`.
+    information: Option<Value>,
 }
 
 impl<'c> Exporter<'c> {
@@ -205,37 +231,52 @@ impl<'c> Exporter<'c> {
         let tensors = spelled(checkpoint, &manifest.tensors, options.spelling)?;
         let keys = tensors.iter().map(|tensor| (tensor.kind.clone(), tensor.name.clone()));
         let index = keys.zip(0..).collect();
-        Ok(Exporter { checkpoint, options, tensors, index, groups, state_names, mixtures, stages: None })
+        Ok(Exporter { checkpoint, options, tensors, index, groups, state_names, mixtures, pipeline: None })
     }
 
-    /// What one of `stages` stages of a pipeline has of it: parameters that are its own. Their weights lie in files of layers.
-    pub(super) fn of_stage(mut self, is_own: impl Fn(&str) -> bool, stages: u64) -> Exporter<'c> {
-        self.tensors.retain(|tensor| is_own(&tensor.name));
-        self.groups.iter_mut().for_each(|group| group.params.retain(|param| is_own(&param.name)));
+    /// The same of other tensors: what `change` makes of each, where it makes anything; those with the lesser number come first.
+    pub(super) fn changed(mut self, change: impl Fn(Whole<'c>) -> Option<(u8, Whole<'c>)>) -> Exporter<'c> {
+        let all = |tensors: Vec<Whole<'c>>| {
+            let mut kept: Vec<_> = tensors.into_iter().filter_map(&change).collect();
+            kept.sort_by_key(|(number, _)| *number);
+            kept.into_iter().map(|(_, tensor)| tensor).collect::<Vec<_>>()
+        };
+        self.tensors = all(self.tensors);
+        self.groups.iter_mut().for_each(|group| group.params = all(std::mem::take(&mut group.params)));
         let keys = self.tensors.iter().map(|tensor| (tensor.kind.clone(), tensor.name.clone()));
         self.index = keys.zip(0..).collect();
-        self.stages = Some(stages);
         self
     }
 
-    /// The weights of a pipeline's layer; no file where it has none.
-    pub(super) fn write_layer(&self, folder: &Path, layer: u64) -> Result<()> {
+    /// As one of `ranks` ranks that have different parts of a pipeline, whose weights lie in files of layers. `information` says
+    /// how slices make wholes, where there are any.
+    pub(super) fn of_pipeline(mut self, ranks: u64, information: Option<Value>) -> Exporter<'c> {
+        self.pipeline = Some(Divided { ranks, information });
+        self
+    }
+
+    /// Weights under other names in a file: those that `name` gives one; no file where there are none.
+    pub(super) fn write_weights(
+        &self,
+        path: &Path,
+        name: impl Fn(&Whole<'c>) -> Option<String>,
+    ) -> Result<()> {
         let mut arrays = Arrays::default();
         let mut pairs = Vec::new();
-        for entry in self.tensors.iter().filter(|entry| layer_of(&entry.name) == Some(layer)) {
+        for entry in &self.tensors {
             let dtype = match entry.kind {
                 Kind::Master | Kind::Weight => self.checkpoint.manifest().origin.dtype,
                 Kind::Buffer => entry.dtype,
                 Kind::State(_) => continue,
             };
-            let rest = entry.name.split_once('.').map_or("", |(_, rest)| rest);
-            pairs.push((Value::str(rest), arrays.add(dtype, &entry.shape, entry.all())));
+            if let Some(name) = name(entry) {
+                pairs.push((Value::str(&name), arrays.add(dtype, &entry.shape, entry.all())));
+            }
         }
         if pairs.is_empty() {
             return Ok(());
         }
-        let path = folder.join(format!("layer_{layer:02}-model_states.pt"));
-        arrays.write(self.checkpoint, &path, &Value::OrderedDict(pairs))
+        arrays.write(self.checkpoint, path, &Value::OrderedDict(pairs))
     }
 
     fn write(&self, folder: &Path) -> Result<()> {
@@ -276,7 +317,7 @@ impl<'c> Exporter<'c> {
         Ok(())
     }
 
-    /// A file per expert, and the empty optimizer files that DeepSpeed has beside them.
+    /// A file per expert, and the optimizer files that DeepSpeed has beside them, which are empty with ZeRO.
     fn write_experts(&self, folder: &Path) -> Result<()> {
         let manifest = self.checkpoint.manifest();
         for (layer, mixture) in self.mixtures.layers.iter().enumerate() {
@@ -299,10 +340,15 @@ impl<'c> Exporter<'c> {
             }
         }
         let ranks = if self.mixtures.layers.is_empty() { 0 } else { self.options.expert_ranks };
-        for rank in 0..ranks {
-            let value = Value::dict([("optimizer", Value::None)]);
-            let name = format!("expp_rank_{rank}_mp_rank_00_optim_states.pt");
-            Arrays::default().write(self.checkpoint, &folder.join(name), &value)?;
+        for place in 0..ranks {
+            let mut arrays = Arrays::default();
+            let holds = |rank: &u64| self.mixtures.order.place(*rank, self.options.ranks, ranks).0 == place;
+            let states = match (0..self.options.ranks).find(holds) {
+                Some(rank) if self.options.stage == 0 => self.whole_states(rank, &mut arrays)?,
+                _ => Value::None,
+            };
+            let name = format!("expp_rank_{place}_mp_rank_00_optim_states.pt");
+            arrays.write(self.checkpoint, &folder.join(name), &Value::dict([("optimizer", states)]))?;
         }
         Ok(())
     }
@@ -345,7 +391,7 @@ impl<'c> Exporter<'c> {
         let manifest = self.checkpoint.manifest();
         let mut module = Vec::new();
         let has_weights =
-            |entry: &&Whole<'c>| self.stages.is_none() && self.mixtures.expert(&entry.name).is_none();
+            |entry: &&Whole<'c>| self.pipeline.is_none() && self.mixtures.expert(&entry.name).is_none();
         for entry in self.tensors.iter().filter(has_weights) {
             let weight = match entry.kind {
                 Kind::Buffer => arrays.add(entry.dtype, &entry.shape, entry.all()),
@@ -389,11 +435,13 @@ impl<'c> Exporter<'c> {
         let scheduler = training.scheduler.as_ref().map_or(Value::None, Value::from_json);
         let buffers = self.of_kind(Kind::Buffer).map(|entry| Value::str(&entry.name)).collect();
         let with_zero = self.options.stage > 0;
+        // Those of a mixture lie in files of their own.
+        let holds_states = !with_zero && self.mixtures.layers.is_empty();
         let groups = self.groups.iter().map(|group| shapes(&self.shared(group, rank).2)).collect();
         let mut pairs = vec![
-            ("module", if self.stages.is_some() { Value::None } else { Value::OrderedDict(module) }),
+            ("module", if self.pipeline.is_some() { Value::None } else { Value::OrderedDict(module) }),
             ("buffer_names", Value::List(buffers)),
-            ("optimizer", if with_zero { Value::None } else { self.whole_states(arrays)? }),
+            ("optimizer", if holds_states { self.whole_states(rank, arrays)? } else { Value::None }),
             ("param_shapes", if with_zero { Value::List(groups) } else { Value::None }),
             ("frozen_param_shapes", if frozen_is_listed { shapes(&frozen) } else { Value::None }),
             ("shared_params", Value::Dict(aliases)),
@@ -406,7 +454,7 @@ impl<'c> Exporter<'c> {
             ("global_steps", integer(training.global_steps)),
             ("global_samples", integer(training.global_samples)),
             ("dp_world_size", integer(self.options.ranks)),
-            ("mp_world_size", integer(self.stages.unwrap_or(1))),
+            ("mp_world_size", integer(self.pipeline.as_ref().map_or(1, |pipeline| pipeline.ranks))),
             ("ds_config", self.config()),
             ("ds_version", Value::str(VERSION)),
         ];
@@ -414,8 +462,12 @@ impl<'c> Exporter<'c> {
             let counts = self.mixtures.layers.iter().map(|layer| integer(layer.experts)).collect();
             pairs.push(("num_experts", Value::List(counts)));
         }
+        let information = self.pipeline.as_ref().and_then(|pipeline| pipeline.information.clone());
+        let told = information.is_some();
+        pairs.extend(information.map(|information| (INFORMATION, information)));
         if let Some(client) = manifest.client_state.as_object() {
-            pairs.extend(client.iter().map(|(key, value)| (key.as_str(), Value::from_json(value))));
+            let client = client.iter().filter(|(key, _)| !(told && *key == INFORMATION));
+            pairs.extend(client.map(|(key, value)| (key.as_str(), Value::from_json(value))));
         }
         Ok(Value::dict(pairs))
     }
@@ -466,11 +518,11 @@ impl<'c> Exporter<'c> {
     }
 
     /// torch's form of an optimizer's state without ZeRO: every parameter has a number.
-    fn whole_states(&self, arrays: &mut Arrays<'c>) -> Result<Value> {
+    fn whole_states(&self, rank: u64, arrays: &mut Arrays<'c>) -> Result<Value> {
         let (mut states, mut steps, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
         for group in &self.groups {
             let first = states.len();
-            for param in &group.params {
+            for param in self.shared(group, rank).2 {
                 let mut own = Vec::new();
                 for name in &self.state_names {
                     for state in self.states(name, &[param])? {

@@ -88,7 +88,7 @@ impl Foreign {
             entries.push(FileEntry { name, bytes, crc32: 0 });
         }
         let mut open: Vec<Option<PtFile>> = self.files.iter().map(|_| None).collect();
-        let mut tensors = Vec::with_capacity(self.tensors.len());
+        let mut tensors: Vec<TensorEntry> = Vec::with_capacity(self.tensors.len());
         for Tensor { spec, stretches } in &self.tensors {
             let mut start = 0;
             let mut pieces = Vec::with_capacity(stretches.len());
@@ -98,9 +98,16 @@ impl Foreign {
                     closed => closed.insert(PtFile::open_with(&self.files[stretch.file], self.unknown)?),
                 };
                 let offset = file.start_of(&stretch.tensor)? + stretch.start * spec.dtype.size_bytes();
-                let (part, crc32) = (None, Vec::new());
+                let (part, crc32) = (spec.part.clone(), Vec::new());
                 pieces.push(Piece { file: stretch.file, offset, part, start, len: stretch.len, crc32 });
                 start += stretch.len;
+            }
+            // Slices of one tensor follow one another.
+            if let Some(last) =
+                tensors.last_mut().filter(|last| (&last.name, &last.kind) == (&spec.name, &spec.kind))
+            {
+                last.pieces.append(&mut pieces);
+                continue;
             }
             tensors.push(TensorEntry {
                 name: spec.name.clone(),

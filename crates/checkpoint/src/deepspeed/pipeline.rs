@@ -3,27 +3,23 @@
 //!
 //! Read, the stages become one model: a parameter of layer 3 is `3.weight`. A tied module is listed by its key
 //! (`tied_modules.embed.weight`) on every stage that uses it; it is called after the first layer whose file has its values.
-//! Written, a model whose names begin with the numbers of layers is cut into stages again; others have no such layout.
 //! States that were written without ZeRO lie in the module files, by number: a stage's parameters are counted as its layers'
 //! files have them. Where that does not come out even (tied modules are counted elsewhere), states are left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::export::{ExportOptions, Exporter, exported};
 use super::foreign::Tensor;
 use super::fp32::stage_of;
 use super::import::{counter, fill_groups, with_zero};
 use super::source::{DeepSpeedFiles, names_in, whole};
-use super::spelling::Spelling;
 use crate::error::{CheckpointError, Result};
-use crate::load::Checkpoint;
-use crate::manifest::{Dtype, GroupState, Kind, TrainingState};
+use crate::manifest::{GroupState, Kind, TrainingState};
 use crate::pt::{Unknown, Value};
 use crate::shard::PieceSpec;
 
 /// What stands before the key of a tied module.
-const TIED: &str = "tied_modules.";
+pub(super) const TIED: &str = "tied_modules.";
 
 /// What all stages' optimizer files hold.
 pub(super) struct PipelineStates {
@@ -47,8 +43,9 @@ pub(super) fn states(
     layers: &DeepSpeedFiles,
     weights: &[Tensor],
     training: &TrainingState,
+    is_own: &dyn Fn(&str) -> bool,
 ) -> Result<Option<PipelineStates>> {
-    let names = names_in(path)?;
+    let names: Vec<String> = names_in(path)?.into_iter().filter(|name| is_own(name)).collect();
     let rank_of = |name: &str| {
         name.strip_prefix("mp_rank_")
             .and_then(|rest| rest.strip_suffix("_model_states.pt"))
@@ -94,7 +91,12 @@ pub(super) fn numbered(
     let buffers = |file: &usize| files.files[*file].value().get("buffer_names").and_then(Value::items);
     let buffers: BTreeSet<&str> =
         modules.iter().filter_map(buffers).flatten().filter_map(Value::as_str).collect();
-    let mut params = weights.iter().filter(|weight| !buffers.contains(weight.spec.name.as_str()));
+    let params: Vec<&Tensor> =
+        weights.iter().filter(|weight| !buffers.contains(weight.spec.name.as_str())).collect();
+    if shares_a_layer(files, &params)? {
+        return Ok(None);
+    }
+    let mut params = params.into_iter();
     let (mut tensors, mut steps) = (Vec::new(), 0);
     for &file in modules {
         let Some(optimizer) = files.files[file].value().get("optimizer") else { return Ok(None) };
@@ -123,6 +125,29 @@ pub(super) fn numbered(
         }
     }
     Ok((params.next().is_none() && !tensors.is_empty()).then_some((tensors, steps)))
+}
+
+/// Whether a layer has the parameters of one before it: modules that are tied, which stages count before their own.
+fn shares_a_layer(files: &DeepSpeedFiles, params: &[&Tensor]) -> Result<bool> {
+    let rest = |param: &Tensor| param.spec.name.split_once('.').map(|(_, rest)| rest.to_owned());
+    let layers: Vec<&[&Tensor]> =
+        params.chunk_by(|one, other| layer_of(&one.spec.name) == layer_of(&other.spec.name)).collect();
+    let is_same = |one: &Tensor, other: &Tensor| -> Result<bool> {
+        let alike = rest(one) == rest(other) && one.spec.shape == other.spec.shape;
+        Ok(alike && files.read_f32(&one.stretches)? == files.read_f32(&other.stretches)?)
+    };
+    for (at, layer) in layers.iter().enumerate() {
+        for before in &layers[..at] {
+            let mut same = layer.len() == before.len();
+            for (one, other) in layer.iter().zip(*before) {
+                same = same && is_same(one, other)?;
+            }
+            if same {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
 }
 
 impl PipelineStates {
@@ -215,61 +240,6 @@ impl PipelineStates {
         self.groups.iter_mut().flat_map(|group| &mut group.params).for_each(rename);
         Ok(())
     }
-}
-
-/// A pipeline whose files are written.
-#[derive(Debug, Clone, Copy)]
-pub struct PipelineFiles<'a> {
-    /// Stage `s` has the layers from `boundaries[s]` up to `boundaries[s + 1]`. A parameter's name begins with its layer's
-    /// number.
-    pub boundaries: &'a [u64],
-    /// Data-parallel ranks of a stage.
-    pub ranks: u64,
-    /// The ZeRO stage: 1, or 0, which DeepSpeed writes so for f32 alone.
-    pub zero_stage: u8,
-}
-
-/// Writes a checkpoint as DeepSpeed writes that of a pipeline.
-pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles<'_>) -> Result<()> {
-    let PipelineFiles { boundaries, ranks, zero_stage } = files;
-    let refuse = |why: String| Err(CheckpointError::Request(why));
-    let rises = boundaries.windows(2).all(|pair| pair[0] < pair[1]);
-    if ranks == 0 || boundaries.len() < 2 || boundaries[0] != 0 || !rises {
-        return refuse(format!(
-            "boundaries {boundaries:?} on {ranks} ranks make no pipeline: they begin with 0 and rise"
-        ));
-    }
-    if zero_stage > 1 {
-        return refuse(format!("ZeRO stage {zero_stage} cannot be combined with pipelines; write 1 or 0"));
-    }
-    if zero_stage == 0 && checkpoint.manifest().origin.dtype != Dtype::F32 {
-        return refuse(
-            "DeepSpeed keeps 16-bit weights without ZeRO in another way, which is not written; use stage 1"
-                .into(),
-        );
-    }
-    let end = boundaries[boundaries.len() - 1];
-    let all = &checkpoint.manifest().tensors;
-    if let Some(entry) = all.iter().find(|entry| layer_of(&entry.name).is_none_or(|layer| layer >= end)) {
-        return refuse(format!(
-            "'{}' is in none of {end} layers: DeepSpeed's pipelines are lists of layers, whose numbers begin the names",
-            entry.name
-        ));
-    }
-    let options = ExportOptions { stage: zero_stage, ranks, expert_ranks: 1, spelling: Spelling::Files };
-    exported(checkpoint, dir, |folder| {
-        let whole = Exporter::new(checkpoint, options, Default::default())?;
-        for layer in 0..end {
-            whole.write_layer(folder, layer)?;
-        }
-        for (stage, ends) in boundaries.windows(2).enumerate() {
-            let is_own = |name: &str| layer_of(name).is_some_and(|layer| (ends[0]..ends[1]).contains(&layer));
-            let own = Exporter::new(checkpoint, options, Default::default())?
-                .of_stage(is_own, boundaries.len() as u64 - 1);
-            own.write_ranks(folder, stage)?;
-        }
-        Ok(())
-    })
 }
 
 /// The layer that a name begins with.

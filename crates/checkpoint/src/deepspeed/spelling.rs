@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use crate::deepspeed::export::Part;
+use crate::deepspeed::export::{Cut, Part};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
 use crate::manifest::{Dtype, Kind, Manifest, Piece, TensorEntry};
@@ -58,12 +58,26 @@ pub(crate) struct Whole<'c> {
     pub(crate) shape: Vec<u64>,
     pub(crate) dtype: Dtype,
     parts: Vec<&'c TensorEntry>,
+    /// Of which part of one of ours it is; of all where there is none.
+    of: Option<Cut>,
 }
 
 impl<'c> Whole<'c> {
     fn one(name: String, entry: &'c TensorEntry) -> Whole<'c> {
         let (kind, shape, dtype) = (entry.kind.clone(), entry.shape.clone(), entry.dtype);
-        Whole { name, kind, shape, dtype, parts: vec![entry] }
+        Whole { name, kind, shape, dtype, parts: vec![entry], of: None }
+    }
+
+    /// The same under another name.
+    pub(crate) fn called(self, name: String) -> Whole<'c> {
+        Whole { name, ..self }
+    }
+
+    /// A part of it, as a tensor of its own.
+    pub(crate) fn in_part(mut self, part: Cut) -> Whole<'c> {
+        self.shape[part.dim] = part.ranges.iter().map(|[start, end]| end - start).sum();
+        self.of = Some(part);
+        self
     }
 
     pub(crate) fn numel(&self) -> u64 {
@@ -78,11 +92,12 @@ impl<'c> Whole<'c> {
     pub(crate) fn cut(&self, start: u64, len: u64) -> Vec<Part<'c>> {
         let (mut cut, mut at, end) = (Vec::new(), 0, start + len);
         for entry in &self.parts {
-            let (from, to) = (start.max(at), end.min(at + entry.numel()));
+            let numel = if self.of.is_some() { self.numel() } else { entry.numel() };
+            let (from, to) = (start.max(at), end.min(at + numel));
             if from < to {
-                cut.push(Part::Of { entry, start: from - at, len: to - from });
+                cut.push(Part::Of { entry, of: self.of.clone(), start: from - at, len: to - from });
             }
-            at += entry.numel();
+            at += numel;
         }
         let missing = end - end.min(at.max(start));
         if missing > 0 {

@@ -2,7 +2,7 @@
 //!
 //! Weights are imported, and counters and schedule with them, and under ZeRO 1 and 2 the optimizer states too (`experts`,
 //! `pipeline`); those of a pipeline also without ZeRO, where no module is tied. Without these a checkpoint loads with `load_module_only`, or without optimizer states. Layers cut over
-//! tensor-parallel ranks, and experts that are numbered without their layer, are refused by name.
+//! tensor-parallel ranks are put together (`slices`); experts that are numbered without their layer are refused by name.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::foreign::{Tensor, Understood};
 use super::fp32::stage_of;
 use super::import::{contents, fill_groups};
 use super::source::{DeepSpeedFiles, names_in, whole};
-use super::{experts, pipeline};
+use super::{experts, pipeline, slices};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{Dtype, GroupState, Kind};
 use crate::pt::{Unknown, Value};
@@ -31,34 +31,34 @@ enum Held {
     Expert,
 }
 
-/// What a file holds, or why such files are not read.
-fn held(name: &str) -> Result<Option<Held>, &'static str> {
+/// What a file holds and its rank: among the slices of a layer or an expert, or among all that have different parts of the
+/// model. Or why such files are not read.
+fn held(name: &str) -> Result<Option<(Held, u64)>, &'static str> {
     let Some(stem) = name.strip_suffix(ENDING) else { return Ok(None) };
+    let number = |text: &str| text.trim_end_matches(['_', '-']).parse::<u64>().ok();
     if let Some(rest) = stem.strip_prefix("layer_") {
         if let Some((layer, rank)) = rest.split_once('-') {
             let Ok(layer) = layer.parse() else { return Ok(None) };
-            let whole = rank.is_empty();
-            return if whole {
-                Ok(Some(Held::Layer(layer)))
-            } else {
-                Err("layers cut over tensor-parallel ranks")
-            };
+            let slice = if rank.is_empty() { Some(0) } else { rank.strip_prefix("model_").and_then(number) };
+            let slice = slice.ok_or("layers cut along another axis than 'model'")?;
+            return Ok(Some((Held::Layer(layer), slice)));
         }
-        if let Some((_, rank)) =
-            rest.split_once("_mp_rank_").filter(|(expert, _)| expert.contains("_expert_"))
+        if let Some((expert, rank)) = rest.split_once("_mp_rank_")
+            && expert.contains("_expert_")
         {
-            let first = rank.trim_end_matches('_') == "00";
-            return if first {
-                Ok(Some(Held::Expert))
-            } else {
-                Err("experts cut over tensor-parallel ranks")
-            };
+            return Ok(number(rank).map(|slice| (Held::Expert, slice)));
         }
     }
     if stem.starts_with("expert_") {
         return Err("experts that are numbered without their layer, as old versions wrote them");
     }
-    Ok(stem.starts_with("mp_rank_").then_some(Held::Module))
+    Ok(stem.strip_prefix("mp_rank_").and_then(number).map(|rank| (Held::Module, rank)))
+}
+
+/// The rank at the end of the name of a module's or a rank's own file.
+pub(super) fn rank_in(name: &str) -> Option<u64> {
+    let (_, rest) = name.rsplit_once("mp_rank_")?;
+    rest.split_once('_')?.0.parse().ok()
 }
 
 /// Understands a checkpoint of a pipeline or a mixture of experts; `None` when it is neither.
@@ -66,23 +66,50 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
     let mut parts = Vec::new();
     for name in names_in(path)? {
         match held(&name) {
-            Ok(held) => parts.extend(held.map(|held| (name, held))),
+            Ok(held) => parts.extend(held.map(|(held, rank)| (name, held, rank))),
             Err(what) => {
                 let why = format!("holds {what}; these are not imported");
                 return Err(CheckpointError::file(&path.join(&name), why));
             }
         }
     }
-    if parts.iter().all(|(_, held)| *held == Held::Module) {
+    let slices: BTreeSet<u64> =
+        parts.iter().filter(|(_, held, _)| *held != Held::Module).map(|(.., slice)| *slice).collect();
+    let count = slices.len() as u64;
+    if count == 0 {
         return Ok(None);
     }
-    let is_mixture = parts.iter().any(|(_, held)| *held == Held::Expert);
-    let names: Vec<&String> = parts.iter().map(|(name, _)| name).collect();
+    if !slices.iter().copied().eq(0..count) {
+        let why = format!("holds the slices {slices:?} of its layers: some are missing");
+        return Err(CheckpointError::file(path, why));
+    }
+    let understood = (0..count).map(|slice| {
+        // Ranks count slices first, and then stages.
+        let own = parts.iter().filter(|(.., rank)| rank % count == slice);
+        let own: Vec<(&String, &Held)> = own.map(|(name, held, _)| (name, held)).collect();
+        of_slice(path, unknown, &own, &|name| rank_in(name).is_some_and(|rank| rank % count == slice))
+    });
+    slices::join(path, unknown, understood.collect::<Result<_>>()?).map(Some)
+}
+
+/// What the files of one slice hold, of which `is_own` are a rank's own.
+fn of_slice(
+    path: &Path,
+    unknown: Unknown,
+    parts: &[(&String, &Held)],
+    is_own: &dyn Fn(&str) -> bool,
+) -> Result<Understood> {
+    let is_mixture = parts.iter().any(|(_, held)| **held == Held::Expert);
+    let names: Vec<&String> = parts.iter().map(|(name, _)| *name).collect();
     let all = names_in(path)?;
-    let of_zero = |name: &&String| name.contains("zero_pp_rank_") && name.ends_with("optim_states.pt");
-    let optimizers: Vec<&String> = all.iter().filter(|_| is_mixture).filter(of_zero).collect();
+    let of_zero =
+        |name: &&String| name.contains("zero_pp_rank_") && name.ends_with("optim_states.pt") && is_own(name);
+    let mut optimizers: Vec<&String> = all.iter().filter(|_| is_mixture).filter(of_zero).collect();
+    if is_mixture && optimizers.is_empty() {
+        optimizers.extend(all.iter().filter(|name| name.starts_with("expp_rank_") && is_own(name)));
+    }
     let files = DeepSpeedFiles::open_named(path, &names, &optimizers, unknown)?;
-    let module = parts.iter().position(|(_, held)| *held == Held::Module);
+    let module = parts.iter().position(|(_, held)| **held == Held::Module);
     let module = module.ok_or_else(|| CheckpointError::file(path, "holds no mp_rank_00_model_states.pt"))?;
 
     let mut found = Vec::new();
@@ -109,14 +136,15 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
         }
     }
     if !is_mixture {
-        let modules = (0..parts.len()).filter(|file| parts[*file].1 == Held::Module).collect::<Vec<_>>();
-        return Ok(Some(of_pipeline(path, unknown, &files, &modules, found)?));
+        let modules = (0..parts.len()).filter(|file| *parts[*file].1 == Held::Module).collect::<Vec<_>>();
+        return of_pipeline(path, unknown, &files, &modules, found, is_own);
     }
     let states = experts::states(&files, &found)?;
     let (mut stage, mut optimizer) = (0, None);
     if states.is_some() {
         optimizer = files.optimizers().first().and_then(|file| file.value().get("optimizer_state_dict"));
-        stage = files.optimizer(0, "zero_stage").ok().and_then(stage_of).unwrap_or(1);
+        let of_zero = files.optimizer(0, "zero_stage").ok().and_then(stage_of);
+        stage = of_zero.unwrap_or(u64::from(optimizer.is_some()));
     }
     let steps = states.as_ref().map_or(0, |states| states.steps);
     let mut contents = contents(files.files[module].value(), optimizer, steps, stage as u8);
@@ -124,7 +152,7 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Option<Underst
         Some(states) => put_in(&mut contents, &mut found, states.tensors, states.groups),
         None => without_states(&mut contents, &found, path),
     }
-    Ok(Some((contents, found, files.paths())))
+    Ok((contents, found, files.paths()))
 }
 
 fn of_pipeline(
@@ -133,11 +161,12 @@ fn of_pipeline(
     files: &DeepSpeedFiles,
     modules: &[usize],
     mut found: Vec<Tensor>,
+    is_own: &dyn Fn(&str) -> bool,
 ) -> Result<Understood> {
     let module = files.files[modules[0]].value();
     let plain = contents(module, None, 0, 0);
     let mut paths = files.paths();
-    let Some(mut states) = pipeline::states(path, unknown, files, &found, &plain.training)? else {
+    let Some(mut states) = pipeline::states(path, unknown, files, &found, &plain.training, is_own)? else {
         let Some((states, steps)) = pipeline::numbered(files, modules, &found)? else {
             let mut contents = plain;
             without_states(&mut contents, &found, path);

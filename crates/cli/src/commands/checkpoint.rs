@@ -118,6 +118,13 @@ enum Action {
         /// layers: where stages begin, and behind the last layer; 0,3,6 makes two stages of three layers
         #[arg(long, value_name = "LAYERS", value_delimiter = ',', conflicts_with = "expert_ranks")]
         pipeline: Vec<u64>,
+        /// For how many slices of each layer of a pipeline, cut as the checkpoint was saved or imported
+        #[arg(long = "tp", value_name = "SLICES", default_value_t = 1, requires = "pipeline",
+              value_parser = clap::value_parser!(u64).range(1..=1 << 10))]
+        slices: u64,
+        /// Layers of a pipeline that share the parameters of the first of them, where the checkpoint does not know: 0,5
+        #[arg(long, value_name = "LAYERS", requires = "pipeline")]
+        tied: Vec<TiedLayers>,
         /// By which names parameters are called; transformers 5 has others in memory than in files (GPT-NeoX's head, experts)
         #[arg(long, value_enum, default_value = "files")]
         names: Names,
@@ -139,6 +146,18 @@ enum Action {
         /// The other's
         second: PathBuf,
     },
+}
+
+/// Numbers of layers, in one word.
+#[derive(Debug, Clone)]
+struct TiedLayers(Vec<u64>);
+
+impl std::str::FromStr for TiedLayers {
+    type Err = std::num::ParseIntError;
+
+    fn from_str(text: &str) -> Result<TiedLayers, Self::Err> {
+        text.split(',').map(str::parse).collect::<Result<_, _>>().map(TiedLayers)
+    }
 }
 
 /// The names in DeepSpeed's files.
@@ -191,8 +210,18 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Action::ImportDeepspeed { which, output, allow_unknown_objects } => {
             import(which, output, unknown(*allow_unknown_objects))?;
         }
-        Action::ExportDeepspeed { which, output, stage, ranks, pipeline, .. } if !pipeline.is_empty() => {
-            let files = PipelineFiles { boundaries: pipeline, ranks: *ranks, zero_stage: stage.unwrap_or(1) };
+        Action::ExportDeepspeed { which, output, stage, ranks, pipeline, slices, tied, .. }
+            if !pipeline.is_empty() =>
+        {
+            let tied = tied.iter().map(|layers| layers.0.clone()).collect::<Vec<_>>();
+            let zero_stage = stage.unwrap_or(1);
+            let files = PipelineFiles {
+                boundaries: pipeline,
+                ranks: *ranks,
+                slices: *slices,
+                tied: &tied,
+                zero_stage,
+            };
             export_pipeline(&open(which)?, output, files)?;
         }
         Action::ExportDeepspeed { which, output, stage, ranks, expert_ranks, names, .. } => {

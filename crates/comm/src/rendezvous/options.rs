@@ -126,10 +126,10 @@ impl ConnectOptions {
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let lookup = |name: &str| lookup(name).filter(|value| !value.is_empty());
         // Before anything else: what starts ranks learns of a mistake in what it would hand on to them.
-        let settings = Settings::from_lookup(&lookup)?;
+        let settings = Settings::from_lookup(lookup)?;
         let Some(found) = discover::discover(&lookup)? else { return Ok(None) };
         let mut options = ConnectOptions::of(&found);
-        options.token = token::handed_over_token(&lookup)?.unwrap_or_default();
+        options.token = token::handed_over_token(lookup)?.unwrap_or_default();
         options.backend = settings.backend;
         options.encrypt = settings.encrypt;
         options.limits.deadline = settings.deadline.unwrap_or(options.limits.deadline);

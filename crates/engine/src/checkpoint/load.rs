@@ -162,6 +162,13 @@ impl Engine {
         for param in self.store.params() {
             let name =
                 options.custom_load_fn.map_or(Some(param.name().to_owned()), |find| find(param.name()));
+            // Another program may have kept a tied parameter at one of its other places alone.
+            let tied = || self.aliases.iter().filter(|(_, tied)| tied.as_str() == param.name());
+            let found = |name: &str| checkpoint.weights(name).is_some();
+            let name = name.map(|name| match tied().map(|(alias, _)| alias).find(|alias| found(alias)) {
+                Some(alias) if !found(&name) => alias.clone(),
+                _ => name,
+            });
             let entry = name.as_deref().and_then(|name| checkpoint.weights(name));
             let shape: Vec<u64> = param.whole_shape().sizes().iter().map(|size| *size as u64).collect();
             match entry {

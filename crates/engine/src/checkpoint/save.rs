@@ -139,7 +139,14 @@ impl Engine {
                 (Format::Universal, _) => export_universal(&checkpoint, dir, options.spelling)?,
                 (_, Some(boundaries)) => {
                     let ranks = self.data_parallel_size as u64;
-                    let files = PipelineFiles { boundaries: &boundaries, ranks, zero_stage: stage };
+                    let slices = self.slices.as_ref().map_or(1, Group::size) as u64;
+                    let files = PipelineFiles {
+                        boundaries: &boundaries,
+                        ranks,
+                        slices,
+                        tied: &[],
+                        zero_stage: stage,
+                    };
                     export_pipeline(&checkpoint, dir, files)?;
                     dir.join(&checkpoint.manifest().tag)
                 }

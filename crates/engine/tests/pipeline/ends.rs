@@ -1,5 +1,10 @@
 //! What pipelines do besides training: skip, save, refuse, die and divide.
 
+use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
+use ferrospeed_comm::{Mesh, ProcessTopology};
+use ferrospeed_nn::tensor_parallel::{Between, Cut, Slices};
+use ferrospeed_tensor::WeightLayout;
+
 use super::*;
 
 #[test]
@@ -98,6 +103,64 @@ fn a_list_of_layers_is_saved_in_the_layout_of_deepspeeds_pipelines_and_goes_on()
     for stages in [2, 4] {
         let found = run(stages, 2, true);
         assert!(found.iter().all(|found| *found == expected[0]), "{stages} stages");
+    }
+}
+
+#[test]
+fn a_list_of_layers_in_slices_is_saved_so_for_deepspeed_and_goes_on_in_any() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().to_path_buf();
+    let value = Arc::new(configuration(1, "fp32", 4));
+    let run = |tensor: usize, resume: bool| {
+        let (value, dir) = (value.clone(), dir.clone());
+        on_ranks(2 * tensor, move |world| {
+            let sizes = [(PIPE, 2), (DATA, 1), (MODEL, tensor)];
+            let mesh = Mesh::new(world.clone(), ProcessTopology::new(sizes).unwrap()).unwrap();
+            let slices = Slices::over(&mesh.tensor().unwrap(), Between::AllTokens);
+            let init = Init::root().over(Some(&slices));
+            let linear = |init: &Init, inputs, outputs| {
+                Linear::normal(init, inputs, outputs, true, WeightLayout::OutIn, 0.3)
+            };
+            let mut layers = Sequential::new(&init);
+            for _ in 0..2 {
+                layers = layers
+                    .add(|init| linear(&init.cut(Cut::Outputs { sections: 1, units: 12 }), 6, 12))
+                    .add(|_| Activation::Tanh)
+                    .add(|init| linear(&init.cut(Cut::Inputs { units: 12 }), 12, 6));
+            }
+            let loss: fn(&Tensor, &Tensor) -> Result<Tensor, TensorError> = mean_square;
+            let model = Model::Mlp(Trained { layers, loss }, Box::new(init.parameters()));
+            let mut options = Options::default();
+            options.spread_over(&mesh).unwrap();
+            let setup = Setup::new(config(&value, 1), world, device(1));
+            let mut engine =
+                initialize_pipeline(&setup, 2.try_into().unwrap(), &model, model.parameters(), options)
+                    .unwrap();
+            if resume {
+                engine.load_checkpoint(&dir, &LoadOptions::default()).unwrap();
+            } else {
+                train(&mut engine, &model, 0..2);
+                let options = SaveOptions { format: Format::DeepSpeed, ..Default::default() };
+                engine.save_checkpoint(&dir, &options).unwrap();
+            }
+            let saved = bits(&weights(&engine, &model));
+            train(&mut engine, &model, 2..3);
+            (saved, bits(&weights(&engine, &model)))
+        })
+    };
+    let expected = run(2, false);
+    let saved = dir.join(std::fs::read_to_string(dir.join("latest")).unwrap().trim());
+    for name in [
+        "layer_00-model_00-model_states.pt",
+        "layer_05-model_01-model_states.pt",
+        "mp_rank_03_model_states.pt",
+        "zero_pp_rank_0_mp_rank_03_optim_states.pt",
+    ] {
+        assert!(saved.join(name).is_file(), "{name}");
+    }
+    assert!(run(2, true).iter().all(|found| *found == expected[0]), "the same mesh gives the same bits");
+    for tensor in [1, 3] {
+        assert!(run(tensor, true).iter().all(|found| found.0 == expected[0].0), "{tensor} slices");
     }
 }
 
