@@ -13,7 +13,11 @@ use recorded::{all, assert_made_the_last_step, try_imported};
 use serde_json::Value;
 
 fn recorded() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/moe-zero1")
+    fixture("moe-zero1")
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
 fn imported(from: &Path, to: &Path) -> Checkpoint {
@@ -80,4 +84,31 @@ fn experts_are_written_as_deepspeed_names_them_and_read_back() {
     assert!(refused(2, 3, 2).contains("experts on 2 ranks need a multiple of as many"));
     assert!(refused(2, 3, 3).contains("cannot be shared by 3 ranks alike"));
     assert!(refused(3, 4, 2).contains("no mixtures of experts in stage 3"));
+}
+
+/// What 0.14.1 wrote: without ZeRO, where each expert group's rank has a file of numbered states, and with ZeRO 2, whose files
+/// name some of the experts alone. Both are read by the order in which the model lists its parameters.
+#[test]
+fn states_that_are_not_named_are_those_of_the_model_in_its_order() {
+    for (name, stage) in [("moe-0141-zero0", 0), ("moe-0141-zero2", 2)] {
+        let recorded = fixture(name);
+        let (first, out, again) =
+            (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let checkpoint = imported(&recorded, first.path());
+        let expected: Value =
+            serde_json::from_slice(&std::fs::read(recorded.join("expected.json")).unwrap()).unwrap();
+        let tensors = expected["tensors"].as_object().unwrap();
+        // In, two gates and out, and four experts of two layers in each of two mixtures.
+        assert_eq!(tensors.len(), 6 + 2 * 4 * 4);
+        let moved =
+            tensors.iter().map(|(name, weights)| assert_made_the_last_step(&checkpoint, name, weights, 2));
+        assert!(moved.sum::<usize>() > 80, "{name}");
+        let manifest = checkpoint.manifest();
+        assert_eq!(manifest.origin.stage, stage);
+        assert_eq!((manifest.training.optimizer_steps, manifest.training.groups.len()), (2, 1));
+        assert_eq!(manifest.training.groups[0].params.len(), tensors.len());
+        let options = ExportOptions { stage, ranks: 4, expert_ranks: 2, spelling: Spelling::Files };
+        export_deepspeed(&checkpoint, out.path(), options).unwrap();
+        assert_eq!(all(&imported(out.path(), again.path())), all(&checkpoint), "{name}");
+    }
 }

@@ -2,17 +2,18 @@
 //!
 //! Each rank's optimizer file holds its part of every parameter group: of dense ones among all ranks, of groups marked `moe`
 //! among the ranks that hold the same experts. Which parameters lie in a part, and in which order, its slice mappings say;
-//! experts have the number there that they have on their rank. Where mappings lack parameters (version 0.14 leaves out routers and
-//! experts), without ZeRO and in stage 3 (which DeepSpeed does not have for experts) nothing says where a state lies, and there
-//! are none.
+//! experts have the number there that they have on their rank. Where mappings lack parameters (version 0.14 cuts experts' among
+//! too many ranks) they lie as the model lists them: layer by layer, expert by expert, as in their files. Without ZeRO the
+//! states are in files of the expert groups' ranks (`expp_rank_…`), by number in the same order. What does not come out even with
+//! the weights has no states, and so has stage 3, which DeepSpeed does not have for experts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::export::ExportOptions;
 use super::foreign::Tensor;
 use super::fp32::{Placed, flat_groups};
-use super::import::{counter_of_steps, states_by_name, states_of};
-use super::source::{DeepSpeedFiles, Stretch};
+use super::import::{counter, counter_of_steps, states_by_name, states_of};
+use super::source::{DeepSpeedFiles, Stretch, whole};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
 use crate::manifest::{Dtype, GroupState, Kind};
@@ -140,7 +141,7 @@ pub(super) struct MixtureStates {
 pub(super) fn states(files: &DeepSpeedFiles, weights: &[Tensor]) -> Result<Option<MixtureStates>> {
     let ranks = files.optimizers().len();
     if ranks == 0 || files.optimizer(0, "param_slice_mappings").is_err() {
-        return Ok(None);
+        return numbered(files, weights);
     }
     let shapes: BTreeMap<&str, (usize, &[u64])> = weights
         .iter()
@@ -155,14 +156,18 @@ pub(super) fn states(files: &DeepSpeedFiles, weights: &[Tensor]) -> Result<Optio
     let mut found =
         MixtureStates { tensors: Vec::new(), groups: Vec::new(), steps: counter_of_steps(&states) };
     let options = files.optimizer(0, "base_optimizer_state")?.get("param_groups").and_then(Value::items);
+    let mut order = ListOrder::new(weights);
     for (group, options) in options.unwrap_or_default().iter().enumerate() {
         let mut members = Vec::new();
         for sharers in sharers(files, group, options, ranks)? {
-            let listed = listed(files, group, &sharers, &shapes)?;
-            let named: u64 = listed.iter().map(|(_, shape)| shape.iter().product::<u64>()).sum();
+            let mut listed = listed(files, group, &sharers, &shapes)?;
+            let named: u64 = listed.iter().map(numel).sum();
             let held = sharers.ranks.iter().filter_map(|&rank| masters[rank].get(group));
-            if named != held.map(|stretch| stretch.len).sum::<u64>() {
-                return Ok(None);
+            let held: u64 = held.map(|stretch| stretch.len).sum();
+            let next = order.next(sharers.expert_rank, held);
+            if named != held {
+                let Some(next) = next else { return Ok(None) };
+                listed = next;
             }
             let place = |parts: &[Vec<Stretch>]| -> Result<Vec<Placed>> {
                 let own: Option<Vec<Vec<Stretch>>> =
@@ -196,6 +201,112 @@ pub(super) fn states(files: &DeepSpeedFiles, weights: &[Tensor]) -> Result<Optio
         join_group(&mut found.groups, options, members);
     }
     Ok(Some(found))
+}
+
+/// A parameter's name and whole shape.
+type Named = (String, Vec<u64>);
+
+fn numel((_, shape): &Named) -> u64 {
+    shape.iter().product()
+}
+
+/// Parameters as a model lists them: groups hold one stretch of this list after the other, dense ones and those of each place
+/// among experts by themselves.
+struct ListOrder<'w> {
+    weights: &'w [Tensor],
+    /// How many have been given out, by place.
+    given: BTreeMap<Option<usize>, usize>,
+}
+
+impl<'w> ListOrder<'w> {
+    fn new(weights: &'w [Tensor]) -> ListOrder<'w> {
+        ListOrder { weights, given: BTreeMap::new() }
+    }
+
+    /// All that a place has.
+    fn all(&self, place: Option<(usize, usize)>) -> Vec<Named> {
+        let named = |tensor: &Tensor| (tensor.spec.name.clone(), tensor.spec.shape.clone());
+        let parts = |tensor: &'w Tensor| parted(&tensor.spec.name);
+        let experts = |layer: &str| {
+            let own = self.weights.iter().filter_map(parts).filter(|(path, ..)| *path == layer);
+            own.map(|(_, id, _)| id).max().map_or(0, |last| last.saturating_add(1))
+        };
+        let is_own = |tensor: &&'w Tensor| match (parts(tensor), place) {
+            (None, None) => true,
+            (Some((layer, id, _)), Some((place, ranks))) => {
+                id / (experts(layer) / ranks as u64).max(1) == place as u64
+            }
+            _ => false,
+        };
+        self.weights.iter().filter(is_own).map(named).collect()
+    }
+
+    /// The next parameters of a place that have so many elements; `None` where none end there.
+    fn next(&mut self, place: Option<(usize, usize)>, elements: u64) -> Option<Vec<Named>> {
+        let all = self.all(place);
+        let given = self.given.entry(place.map(|(place, _)| place)).or_default();
+        let (mut listed, mut left) = (Vec::new(), elements);
+        for named in all.into_iter().skip(*given) {
+            if left == 0 {
+                break;
+            }
+            left = left.checked_sub(numel(&named))?;
+            listed.push(named);
+        }
+        *given += listed.len();
+        (left == 0).then_some(listed)
+    }
+}
+
+/// The states in the files of the ranks of an expert group, without ZeRO: every file has those of the dense parameters, and of
+/// its own experts.
+fn numbered(files: &DeepSpeedFiles, weights: &[Tensor]) -> Result<Option<MixtureStates>> {
+    let ranks = files.optimizers().len();
+    let by_name: BTreeMap<&str, &Tensor> =
+        weights.iter().map(|tensor| (tensor.spec.name.as_str(), tensor)).collect();
+    let mut found = MixtureStates { tensors: Vec::new(), groups: Vec::new(), steps: 0 };
+    let order = ListOrder::new(weights);
+    for place in 0..ranks {
+        let file = files.model_files + place;
+        let Some(optimizer) = files.files[file].value().get("optimizer") else { return Ok(None) };
+        let state = optimizer.get("state").and_then(Value::pairs).unwrap_or_default();
+        let mut lists = [order.all(None).into_iter(), order.all(Some((place, ranks))).into_iter()];
+        let groups = optimizer.get("param_groups").and_then(Value::items).unwrap_or_default();
+        for options in groups {
+            let of_experts = options.get("moe") == Some(&Value::Bool(true));
+            let mut members = Vec::new();
+            for number in options.get("params").and_then(Value::items).unwrap_or_default() {
+                let entry = state.iter().find(|(known, _)| known.as_u64() == number.as_u64());
+                let entry = entry.and_then(|(_, entry)| entry.pairs());
+                let next = lists[usize::from(of_experts)].next();
+                let (Some((name, shape)), Some(entry)) = (next, entry) else { return Ok(None) };
+                // Dense parameters have the same states in every file.
+                if of_experts || place == 0 {
+                    let weight = by_name[name.as_str()];
+                    let spec = PieceSpec { kind: Kind::Master, ..weight.spec.clone() };
+                    found.tensors.push(Tensor { spec, stretches: weight.stretches.clone() });
+                    for (state, value) in entry {
+                        match (state.as_str(), value.as_tensor()) {
+                            (Some("step"), _) => found.steps = counter(files, file, value).unwrap_or(0),
+                            (Some(_), Some(tensor)) if tensor.shape != shape => return Ok(None),
+                            (Some(state), Some(tensor)) => {
+                                let kind = Kind::State(state.to_owned());
+                                let spec = PieceSpec { kind, dtype: tensor.dtype, ..weight.spec.clone() };
+                                found.tensors.push(Tensor { spec, stretches: vec![whole(file, tensor)] });
+                            }
+                            _ => {}
+                        }
+                    }
+                    members.push(name);
+                }
+            }
+            join_group(&mut found.groups, options, members);
+        }
+        if lists.iter().any(|list| list.len() > 0) {
+            return Ok(None);
+        }
+    }
+    Ok((!found.tensors.is_empty()).then_some(found))
 }
 
 /// Ranks that share a group's state among themselves, and the place among experts that they have.
