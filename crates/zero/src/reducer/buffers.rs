@@ -157,11 +157,10 @@ impl Reducer {
         for place in &self.buckets[bucket].places[seat] {
             let to = part(&buffer, place.in_bucket, place.len)?;
             // SAFETY: the buffer is not under way with another bucket, and this place is not lent.
+            let to = unsafe { Out::vouched(&to) };
             match &gradient {
-                Some(gradient) => {
-                    backend.copy(&part(gradient, place.in_param, place.len)?, unsafe { Out::vouched(&to) })?
-                }
-                None => backend.fill(unsafe { Out::vouched(&to) }, 0.0)?,
+                Some(gradient) => backend.copy(&part(gradient, place.in_param, place.len)?, to)?,
+                None => backend.fill(to, 0.0)?,
             }
         }
         Ok(())
