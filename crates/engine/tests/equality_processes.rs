@@ -42,7 +42,7 @@ fn combinations() -> Vec<Combination> {
     (0..FAMILIES.len() * MESHES.len())
         .map(|at| {
             let (family, mesh) = (at / MESHES.len(), at % MESHES.len());
-            [family, mesh, (family + mesh) % PRECISIONS.len(), (at + family / 2) % ACCUMULATIONS.len()]
+            [family, mesh, (family + mesh) % PRECISIONS.len(), (family / 2 + mesh) % ACCUMULATIONS.len()]
         })
         .collect()
 }

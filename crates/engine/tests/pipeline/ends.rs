@@ -3,7 +3,7 @@
 use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
 use ferrospeed_comm::{Mesh, ProcessTopology};
 use ferrospeed_nn::tensor_parallel::{Between, Cut, Slices};
-use ferrospeed_tensor::WeightLayout;
+use ferrospeed_tensor::ops::WeightLayout;
 
 use super::*;
 
