@@ -17,7 +17,7 @@ use common::{Batch, Model, config, on_ranks};
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
 use ferrospeed_tensor::cpu::simd::{Level, level, wants_tiles};
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::{Device, Tensor, cuda};
 use ferrospeed_testkit::skip::skip;
 use ferrospeed_zero::Sharding;
 use ferrospeed_zero::access::Which;
@@ -93,13 +93,20 @@ impl Outcome {
     }
 }
 
-fn train(world: World, shard: usize, stage: u8, precision: &str, micro_steps: usize) -> Outcome {
+fn train(
+    world: World,
+    device: Device,
+    shard: usize,
+    stage: u8,
+    precision: &str,
+    micro_steps: usize,
+) -> Outcome {
     let description =
         json!({"kind": "lm", "vocab": VOCABULARY, "dm": 128, "nh": 2, "nl": 1, "tmax": TOKENS + 1});
     let (model, parameters) = Model::build(&description);
     let (rank, sharding) = (world.rank(), Sharding::in_shards_of(&world, shard).unwrap());
     let value = configuration(stage, precision, micro_steps);
-    let setup = Setup::new(config(&value, world.size()), world, Device::cpu_with_threads(1));
+    let setup = Setup::new(config(&value, world.size()), world, device);
     let options = Options { sharding: Some(sharding), ..Default::default() };
     let mut engine = initialize_model(&setup, &parameters, options).unwrap();
     let mut seen = Vec::new();
@@ -126,6 +133,13 @@ fn train(world: World, shard: usize, stage: u8, precision: &str, micro_steps: us
 #[test]
 fn rank_process() {
     let Some(role) = role() else { return };
+    if let Some(stage) = role.strip_prefix("gpu-") {
+        let world = World::connect(ConnectOptions::from_env().unwrap()).unwrap();
+        let device = Device::cuda(world.rank() % cuda::device_count()).unwrap();
+        let outcome = train(world.clone(), device, 2, stage.parse().unwrap(), "bf16", 2);
+        let by = world.group().on_devices().unwrap().map_or("host", |group| group.backend());
+        return println!("outcome {:x} by {by}", outcome.fingerprint());
+    }
     let numbers: Vec<usize> = role.split('-').map(|number| number.parse().unwrap()).collect();
     let &[family, mesh, precision, accumulation, ref stages @ ..] = &numbers[..] else { panic!("{role}") };
     let most = match FAMILIES[family] {
@@ -136,7 +150,9 @@ fn rank_process() {
     assert!(level() <= most && wants_tiles() == (FAMILIES[family] == "amx"), "{:?}", level());
     let world = World::connect(ConnectOptions::from_env().unwrap()).unwrap();
     let (shard, micro_steps) = (MESHES[mesh][1], ACCUMULATIONS[accumulation]);
-    let run = |stage: usize| train(world.clone(), shard, stage as u8, PRECISIONS[precision], micro_steps);
+    let device = || Device::cpu_with_threads(1);
+    let run =
+        |stage: usize| train(world.clone(), device(), shard, stage as u8, PRECISIONS[precision], micro_steps);
     let first = run(stages[0]);
     for &stage in &stages[1..] {
         assert!(run(stage) == first, "stage {stage} differs from stage {}", stages[0]);
@@ -155,12 +171,40 @@ fn job(combination: &Combination, stages: &[usize]) -> Vec<String> {
     let numbers: Vec<String> = combination.iter().chain(stages).map(usize::to_string).collect();
     let job = Job::new(MESHES[combination[1]][0], &numbers.join("-"))
         .with("FERROSPEED_CPU_KERNELS", FAMILIES[combination[0]]);
+    outcomes(job, &name(combination))
+}
+
+fn outcomes(job: Job, name: &str) -> Vec<String> {
     let told = |(rank, ending): (usize, Ending)| {
-        assert!(ending.success, "{}: rank {rank} failed:\n{}", name(combination), ending.output);
+        assert!(ending.success, "{name}: rank {rank} failed:\n{}", ending.output);
         let line = ending.output.lines().find_map(|line| line.split("outcome ").nth(1));
         line.unwrap_or_else(|| panic!("rank {rank} told nothing:\n{}", ending.output)).to_owned()
     };
     finish(job.start(), LIMIT).into_iter().enumerate().map(told).collect()
+}
+
+/// Two values have one sum, in whatever order: so NCCL's bits are ours.
+#[test]
+fn gpus_that_nccl_connects_give_the_bits_of_those_that_exchange_through_the_host() {
+    let may_share = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|value| value == "1");
+    if cuda::device_count() == 0 {
+        return skip("no CUDA device");
+    }
+    if cuda::device_count() == 1 && !may_share {
+        return skip("one GPU, and NCCL is not told to let ranks share it (NCCL_MULTI_RANK_GPU_ENABLE=1)");
+    }
+    for stage in 0..=3 {
+        let on = |backend: &str| {
+            let job = Job::new(2, &format!("gpu-{stage}")).with("FERROSPEED_COMM_BACKEND", backend);
+            outcomes(job, &format!("stage {stage} by {backend}"))
+        };
+        let host = on("local");
+        let by_host: Vec<String> =
+            host.iter().map(|outcome| outcome.replace(" by host", " by nccl")).collect();
+        assert_ne!(host, by_host, "the host was asked for by name");
+        assert_eq!(on("nccl"), by_host, "stage {stage}");
+        assert_eq!(on("auto"), by_host, "stage {stage}: NCCL is the choice of itself");
+    }
 }
 
 #[test]
@@ -175,7 +219,8 @@ fn processes_give_the_bits_of_threads() {
     let named = std::env::var("FERROSPEED_CPU_KERNELS").unwrap_or_default();
     let family = FAMILIES.iter().position(|family| *family == named).unwrap_or(0);
     let combination = [family, 2, 1, 1];
-    let threads = on_ranks(4, |world| train(world, 2, 2, PRECISIONS[1], ACCUMULATIONS[1]));
+    let threads =
+        on_ranks(4, |world| train(world, Device::cpu_with_threads(1), 2, 2, PRECISIONS[1], ACCUMULATIONS[1]));
     let threads: Vec<String> = threads.iter().map(|outcome| format!("{:x}", outcome.fingerprint())).collect();
     assert_eq!(job(&combination, &[2]), threads);
 }
