@@ -104,7 +104,8 @@ pub enum Update {
     },
 }
 
-/// What [`Updates::update`] reads and writes: flat tensors of one length.
+/// What [`Updates::update`] reads and writes: flat tensors of one length, in memory that is not the host's, so that no
+/// reference of the program leads there (see [`Out::of_device`](crate::Out::of_device)).
 #[derive(Debug, Clone)]
 pub struct UpdateOperands {
     /// f32 master weights.
