@@ -61,6 +61,8 @@ pub struct StepWork {
     pub disk_bytes: f64,
     /// Tokens of a micro-batch: few of them leave cores idle.
     pub tokens: f64,
+    /// How often it waits for other ranks, about.
+    pub exchanges: f64,
 }
 
 /// What one rank can do, measured or given.
@@ -103,6 +105,8 @@ pub enum Limit {
 pub struct StepTime {
     /// Operations.
     pub compute_s: f64,
+    /// Of that, what is lost to micro-batches too small to keep all cores busy.
+    pub idle_s: f64,
     /// Forward, backward and update through memory.
     pub memory_s: f64,
     /// Of that, the update.
@@ -140,14 +144,16 @@ impl StepTime {
 impl StepWork {
     /// How long it takes.
     pub fn time(&self, rates: &Rates) -> StepTime {
-        let efficiency = self.tokens / (self.tokens + rates.half_speed_tokens);
+        let busy_s = self.flops / rates.flops_per_s;
+        let idle_s = busy_s * rates.half_speed_tokens / self.tokens.max(1.0);
         let wire = |sent: &Sent| {
             let far = rates.link_bytes_per_s.filter(|_| sent.span > rates.ranks_per_host);
             sent.bytes / far.unwrap_or(rates.wire_bytes_per_s)
         };
         let update_s = self.update_bytes / rates.memory_bytes_per_s;
         StepTime {
-            compute_s: self.flops / (rates.flops_per_s * efficiency),
+            compute_s: busy_s + idle_s,
+            idle_s,
             memory_s: self.pass_bytes / rates.memory_bytes_per_s + update_s,
             update_s,
             wire_s: self.sent.iter().map(wire).sum(),
@@ -182,6 +188,7 @@ pub fn step_work(request: &Request<'_>) -> StepWork {
         host_bytes,
         disk_bytes,
         tokens: step.tokens(),
+        exchanges: step.exchanges(),
     }
 }
 
@@ -370,6 +377,23 @@ impl Step<'_> {
         ]
         .map(|(reason, bytes, span)| Sent { reason, bytes: bytes * micro_batches, span })
         .into()
+    }
+
+    /// Collectives of a step: of state, a few in stages that have whole weights and some per layer in stage 3; four per layer
+    /// between slices, eight between parts of sequences, four between experts.
+    fn exchanges(&self) -> f64 {
+        let layers = self.shape().map_or(1.0, |shape| shape.layers as f64);
+        let micro_batches = self.micro_batches();
+        let of_state = match self.config().zero.stage {
+            _ if self.ranks() <= 1.0 => 0.0,
+            Stage::Off | Stage::OptimizerStates => 2.0,
+            Stage::Gradients => 1.0 + micro_batches,
+            Stage::Parameters => 3.0 * layers * micro_batches,
+        };
+        let per_layer =
+            [(self.slices() > 1, 4.0), (self.request.sequence_ranks > 1, 8.0), (self.experts().1 > 1.0, 4.0)];
+        let of_layers = per_layer.iter().filter(|(is_cut, _)| *is_cut).map(|(_, count)| count * layers);
+        of_state + of_layers.sum::<f64>() * micro_batches
     }
 
     /// Bytes between a GPU and its host, and between the host and the disk.

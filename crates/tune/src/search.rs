@@ -11,6 +11,7 @@ use crate::cost::{Rates, StepTime, StepWork, step_work};
 use crate::layout::{Layout, Space};
 use crate::model::{Model, Transformer};
 use crate::plan::{Capacity, Plan, Processor, Request, Shortfall, Tier, plan};
+use crate::tuning::machine::Parts;
 use crate::tuning::planned::Candidate;
 
 /// What is asked.
@@ -60,8 +61,19 @@ pub struct Found {
 impl Found {
     /// As the autotuner takes it.
     pub fn candidate(&self) -> Candidate {
-        let bytes = self.plan.total(Tier::Device).saturating_add(self.plan.total(Tier::Host));
-        Candidate { layout: self.layout, expected: self.samples_per_s, bytes }
+        let bytes = [Tier::Device, Tier::Host].map(|tier| self.plan.total(tier));
+        let StepTime { compute_s, idle_s, memory_s, update_s, wire_s, offload_s } = self.time;
+        let parts = Parts {
+            compute_s: compute_s - idle_s,
+            idle_s,
+            passes_s: memory_s - update_s,
+            update_s,
+            wire_s,
+            offload_s,
+            exchanges: self.work.exchanges,
+        };
+        let (expected, samples) = (self.samples_per_s, self.samples as f64);
+        Candidate { layout: self.layout, expected, bytes, parts, samples }
     }
 
     /// The share by which the tier that is shortest is too small; 0 where all fits.

@@ -6,6 +6,7 @@
 
 mod boosting;
 pub mod deepspeed;
+pub mod machine;
 mod memory;
 pub mod naming;
 pub mod planned;
