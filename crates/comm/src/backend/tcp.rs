@@ -78,7 +78,8 @@ impl Link for TcpLink {
         for peer in peers {
             if traffic.iter().all(|known| known.peer != peer) {
                 let connection = self.connection(stream, peer, membership, ticket)?;
-                traffic.push(Traffic::new(peer, connection, outgoing, incoming));
+                let place = (peer, membership.is_far[peer]);
+                traffic.push(Traffic::new(place, connection, outgoing, incoming));
             }
         }
         let mut idle_polls = 0;
