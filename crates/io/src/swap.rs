@@ -80,6 +80,11 @@ impl SwapFile {
         self.inner.direct
     }
 
+    /// Whatever a stretch holds is right from here on, until it is written again: for who replaces it because it is lost.
+    pub fn expect_anything(&self, offset: u64, length: usize) {
+        self.inner.sums.forget(offset, length);
+    }
+
     /// What it should hold.
     pub(crate) fn sums(&self) -> &Sums {
         &self.inner.sums

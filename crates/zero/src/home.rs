@@ -309,6 +309,8 @@ impl OnDisk {
     fn write(&self, start: usize, values: &Tensor) -> Result<()> {
         let range = start..start + values.numel();
         let (offset, bytes, skip) = self.pages(&range);
+        // A checkpoint is loaded over state that a failing disk has lost, page by page.
+        self.file.expect_anything(offset, bytes);
         // What shares the first and the last page stays as it is.
         let mut buffer = self.read_pages(offset, bytes, Buffer::new(bytes))?.wait()?;
         let backend = values.device().backend();
