@@ -26,6 +26,7 @@ use ferrospeed_tensor::Param;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 use crate::experts;
+use crate::profiler::StepProfiler;
 use crate::setup::{Options, Setup, initialize_part};
 pub use follow::StageTimes;
 pub use measure::measure_layers;
@@ -114,6 +115,9 @@ pub fn initialize_pipeline<M: Stages>(
     let Some(gradients) = stage_group(&mesh, &Vec::from_iter(0..stages.get()), "gradients")? else {
         return refuse("this rank has none of the stages".into());
     };
+    if pipe.ranks().contains(&0) {
+        engine.profiler = StepProfiler::of_stage(&setup.config);
+    }
     let placement = division.stage_of_chunk.clone();
     let mut messenger = Messenger::new([pipe.clone(), gradients], placement);
     if let (true, Some(slices)) = (model.carries_alike(), &engine.slices) {

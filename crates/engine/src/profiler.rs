@@ -1,11 +1,15 @@
 //! The `flops_profiler` section: one micro-batch of one step is counted, and rank 0 reports it when the step is done.
 //!
+//! Of a model in stages, the stages through which rank 0's first micro-batch goes count what each does for it, between what
+//! they do for others, and rank 0 reports them all: the sum, and the modules of each.
+//!
 //! Steps are numbered as `global_steps` is: from 0. Nothing here changes a number of the run, and a report that cannot be
 //! written is a warning.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use ferrospeed_checkpoint::agree;
 use ferrospeed_comm::World;
 use ferrospeed_config::{Config, FlopsProfiler};
 use ferrospeed_observe::flops::{Phases, Ranks, ReportOptions, Summary, report, write_report};
@@ -30,6 +34,8 @@ enum Progress {
     Forward(Profile, Duration),
     /// And backward.
     Whole(Profile, Duration, Duration),
+    /// It went through some of this stage's chunks, forward and backward.
+    Stage(Profile, Duration, Duration),
     /// It was reported.
     Reported(Box<ModelProfile>),
 }
@@ -39,12 +45,19 @@ enum Progress {
 pub(crate) struct StepProfiler {
     config: FlopsProfiler,
     progress: Progress,
+    /// Operations that a stage did again for backward, and those of gradients that the loss takes meanwhile.
+    again_flops: [u64; 2],
 }
 
 impl StepProfiler {
     pub(crate) fn of_run(config: &Config, world: &World) -> Option<StepProfiler> {
-        let config = config.flops_profiler.clone().filter(|_| world.rank() == 0)?;
-        Some(StepProfiler { config, progress: Progress::Waiting })
+        if world.rank() == 0 { StepProfiler::of_stage(config) } else { None }
+    }
+
+    /// On a rank whose stage works on what rank 0 begins with.
+    pub(crate) fn of_stage(config: &Config) -> Option<StepProfiler> {
+        let config = config.flops_profiler.clone()?;
+        Some(StepProfiler { config, progress: Progress::Waiting, again_flops: [0; 2] })
     }
 
     fn wants(&self, phase: Phase, step: u64) -> bool {
@@ -67,7 +80,64 @@ impl StepProfiler {
     }
 }
 
+/// What one stage counted: its report, parameters, MACs and operations of forward, and operations of backward and of what was
+/// computed again.
+type StageReport = (String, [u64; 5]);
+
 impl Engine {
+    /// As [`Engine::profiled`], for a part of what a stage does for a micro-batch of the step.
+    pub(crate) fn profiled_in_stage<R>(
+        &mut self,
+        phase: Phase,
+        micro: usize,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> R {
+        if !self.counts_in_stage(micro) {
+            return work(self);
+        }
+        let (start, device) = (Instant::now(), self.device().clone());
+        let (result, counted) = profile::collect(&device, || work(self));
+        let spent = start.elapsed();
+        if let Some(profiler) = &mut self.profiler {
+            let before = std::mem::replace(&mut profiler.progress, Progress::Waiting);
+            let (mut profile, mut forward, mut backward) = match before {
+                Progress::Stage(profile, forward, backward) => (profile, forward, backward),
+                _ => Default::default(),
+            };
+            profile.merge(counted);
+            match phase {
+                Phase::Forward => forward += spent,
+                Phase::Backward => backward += spent,
+            }
+            profiler.progress = Progress::Stage(profile, forward, backward);
+        }
+        result
+    }
+
+    fn counts_in_stage(&self, micro: usize) -> bool {
+        let step = self.global_steps;
+        let is_due = self.profiler.as_ref().is_some_and(|profiler| {
+            let is_open = matches!(profiler.progress, Progress::Waiting | Progress::Stage(..));
+            is_open && micro == 0 && step == profiler.config.profile_step
+        });
+        is_due && !self.is_evaluating()
+    }
+
+    /// Runs what a stage computes again for backward, and counts it apart from what it computed first.
+    pub(crate) fn recomputed_in_stage<R>(&mut self, micro: usize, work: impl FnOnce(&mut Engine) -> R) -> R {
+        if !self.counts_in_stage(micro) {
+            return work(self);
+        }
+        let device = self.device().clone();
+        let (result, counted) = profile::collect(&device, || work(self));
+        if let Some(profiler) = &mut self.profiler {
+            let total = counted.total();
+            profiler.again_flops[0] += total.forward.flops + total.recomputation.flops;
+            profiler.again_flops[1] += total.backward.flops;
+        }
+        result
+    }
+
     /// Runs a phase of a micro-batch, and counts what it does where its step is to be profiled.
     pub(crate) fn profiled<R>(&mut self, phase: Phase, work: impl FnOnce(&Engine) -> R) -> R {
         let step = self.global_steps;
@@ -88,15 +158,19 @@ impl Engine {
     pub(crate) fn report_profile(&mut self) {
         let Some(profiler) = &mut self.profiler else { return };
         let (profile, forward, backward) = match &mut profiler.progress {
-            Progress::Whole(profile, forward, backward) => (std::mem::take(profile), *forward, *backward),
+            Progress::Whole(profile, forward, backward) | Progress::Stage(profile, forward, backward) => {
+                (std::mem::take(profile), *forward, *backward)
+            }
             _ => return,
         };
         let config = profiler.config.clone();
         let model = ModelProfile::new(profile, self.store.params(), &self.aliases);
         let text = self.profile_text(&config, &model, forward, backward);
+        let text = self.with_other_stages(text, &model);
         if let Some(profiler) = &mut self.profiler {
             profiler.progress = Progress::Reported(Box::new(model));
         }
+        let Some(text) = text else { return };
         let Some(file) = config.output_file.as_deref().filter(|file| !file.is_empty()) else {
             tracing::info!("{text}");
             return;
@@ -104,6 +178,37 @@ impl Engine {
         if let Err(error) = write_report(Path::new(file), &text) {
             tracing::warn!("flops_profiler.output_file: {error}; the report follows here instead\n{text}");
         }
+    }
+
+    /// The text on rank 0, with what the other stages say; nothing on theirs.
+    fn with_other_stages(&self, text: String, model: &ModelProfile) -> Option<String> {
+        let Some(pipeline) = &self.pipeline else { return Some(text) };
+        let total = model.total();
+        let [recomputed, taken] = self.profiler.as_ref().map_or([0; 2], |profiler| profiler.again_flops);
+        let again = [total.backward.flops + taken, total.recomputation.flops + recomputed];
+        let own = (text, [model.params(), model.macs(), model.flops(), again[0], again[1]]);
+        let stages: Vec<StageReport> = match agree(&pipeline.stages, Ok(own)) {
+            Ok(stages) => stages,
+            Err(error) => {
+                tracing::warn!("flops_profiler: the stages could not tell what they counted: {error}");
+                return None;
+            }
+        };
+        if self.world.rank() != 0 {
+            return None;
+        }
+        let [params, macs, flops, backward, again] =
+            [0, 1, 2, 3, 4].map(|which| stages.iter().map(|(_, counts)| counts[which]).sum::<u64>());
+        let mut text = format!(
+            "{} stages, of which each counted what it did for one micro-batch. Together:\n\
+             params (tied ones on each stage that has them): {params}\n\
+             fwd MACs: {macs}\nfwd flops: {flops}\nbwd flops: {backward}\nrecomputed flops: {again}\n",
+            stages.len(),
+        );
+        for (stage, (said, _)) in stages.iter().enumerate() {
+            text.push_str(&format!("\nstage {stage} of {}\n{}\n", stages.len(), said));
+        }
+        Some(text)
     }
 
     fn profile_text(
@@ -141,7 +246,7 @@ impl Engine {
     }
 
     /// What the `flops_profiler` counted, on rank 0, once its step is over: also what backward did and what it recomputed,
-    /// of which the report only says a multiple of forward.
+    /// of which the report only says a multiple of forward. Of a model in stages, what this rank's stage did.
     pub fn model_profile(&self) -> Option<&ModelProfile> {
         match &self.profiler.as_ref()?.progress {
             Progress::Reported(model) => Some(model),

@@ -4,9 +4,10 @@ mod common;
 
 use common::{config, device, on_ranks};
 use ferrospeed_comm::World;
-use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
-use ferrospeed_nn::{Init, Linear, Mode, Sequential};
-use ferrospeed_tensor::{Activation, DType, Tensor, ops};
+use ferrospeed_engine::{Engine, EngineError, Options, Setup, initialize_model, initialize_pipeline};
+use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
+use ferrospeed_nn::{Init, Linear, Mode, Sequential, Stages};
+use ferrospeed_tensor::{Activation, DType, Tensor, TensorError, ops};
 use serde_json::{Value, json};
 
 const ROWS: usize = 4;
@@ -151,4 +152,85 @@ fn bytes_are_those_of_operands_and_results() {
         // Gradients of the output, the input, the weight and the bias; the input and the weight are read once more.
         assert_eq!(backward, bytes(y + x + weight + bias + x + weight));
     });
+}
+
+fn llama() -> Decoder {
+    let config = json!({
+        "model_type": "llama", "vocab_size": 17, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 6,
+        "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 8, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+    });
+    match ModelConfig::from_value(&config, WindowRule::default()) {
+        Ok(ModelConfig::Decoder(config)) => Decoder::new(*config),
+        other => panic!("no decoder: {other:?}"),
+    }
+}
+
+fn tokens(engine: &Engine) -> (Tokens, Tensor) {
+    let ids = Tensor::from_slice(&[3i64; ROWS * 7], [ROWS, 7], engine.device()).unwrap();
+    (Tokens::new(ids.clone()), ids)
+}
+
+/// What a report says behind some words.
+fn said(text: &str, what: &str) -> u64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(what));
+    line.and_then(|count| count.trim().parse().ok()).unwrap_or_else(|| panic!("no {what} in\n{text}"))
+}
+
+#[test]
+fn stages_count_their_own_modules_and_rank_0_the_whole_model() {
+    let profiler = |file: &std::path::Path| json!({"enabled": true, "profile_step": 1, "output_file": file});
+    let folder = tempfile::tempdir().unwrap();
+    let value = configuration(profiler(&folder.path().join("whole.txt")));
+    let whole = on_ranks(1, move |world| {
+        let model = llama();
+        let setup = Setup::new(config(&value, 1), world, device(1));
+        let mut engine = initialize_model(&setup, model.parameters(), Options::default()).unwrap();
+        for _ in 0..4 {
+            let (batch, layers) = (tokens(&engine), 0..model.layers().len());
+            let whole =
+                |mode| Ok::<_, TensorError>(model.forward_range(layers, &batch, vec![], mode)?.remove(0));
+            let loss = engine.forward(whole).unwrap();
+            engine.backward(&loss).unwrap();
+            engine.step().unwrap();
+        }
+        engine.model_profile().unwrap().clone()
+    });
+    let whole = &whole[0];
+    for (schedule, recomputes) in [("1f1b", 0), ("zb-h1", 0), ("interleaved:2", 0), ("1f1b", 1)] {
+        let file = folder.path().join(format!("{schedule}-{recomputes}.txt"));
+        let mut value = configuration(profiler(&file));
+        value["pipeline"] = json!({"schedule": schedule, "activation_checkpoint_interval": recomputes});
+        let stages = on_ranks(4, move |world| {
+            let model = llama();
+            let setup = Setup::new(config(&value, 2), world, device(1));
+            let stages = 2.try_into().unwrap();
+            let mut engine =
+                initialize_pipeline(&setup, stages, &model, model.parameters(), Options::default()).unwrap();
+            for _ in 0..3 {
+                let batches = [tokens(&engine), tokens(&engine)];
+                let mut batches = batches.into_iter();
+                let next = |_| Ok::<_, EngineError>(batches.next().unwrap());
+                engine.train_batch(&model, next).unwrap();
+            }
+            engine.model_profile().cloned()
+        });
+        // The stages that work on rank 0's data: ranks of a stage are neighbours.
+        let has_profile: Vec<bool> = stages.iter().map(Option::is_some).collect();
+        assert_eq!(has_profile, [true, false, true, false], "{schedule}");
+        let text = std::fs::read_to_string(&file).unwrap();
+        assert_eq!(said(&text, "params (tied ones on each stage that has them):"), whole.params(), "{text}");
+        assert_eq!(said(&text, "fwd MACs:"), whole.macs(), "{schedule}");
+        assert_eq!(said(&text, "fwd flops:"), whole.flops(), "{schedule}");
+        assert_eq!(said(&text, "bwd flops:"), whole.total().backward.flops, "{schedule}");
+        let again = said(&text, "recomputed flops:") - whole.total().recomputation.flops;
+        assert_eq!(again > 0, recomputes > 0, "{schedule}: {again}");
+        let own = [0, 2].map(|rank: usize| stages[rank].as_ref().unwrap());
+        assert_eq!(own[0].flops() + own[1].flops(), whole.flops(), "{schedule}");
+        let [first, second] = text.split("\nstage 1 of 2\n").collect::<Vec<_>>()[..] else {
+            panic!("{text}")
+        };
+        assert!(first.contains("\nstage 0 of 2\n") && first.contains("embed_tokens"), "{first}");
+        assert!(second.contains("lm_head") && !second.contains("embed_tokens"), "{second}");
+    }
 }

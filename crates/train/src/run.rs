@@ -144,11 +144,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
 
     if let Some(profiler) = &engine.config().flops_profiler {
-        if recipe.stages().get() > 1 {
-            all_warnings.push(
-                "flops_profiler: a model in stages is not profiled, for its micro-batches run into each other; profile it with one stage, or look at --trace".to_owned(),
-            );
-        } else if profiler.profile_step > recipe.steps {
+        if profiler.profile_step > recipe.steps {
             all_warnings.push(format!(
                 "flops_profiler.profile_step: step {} is never taken, the run has {}; nothing is profiled",
                 profiler.profile_step, recipe.steps

@@ -19,6 +19,7 @@ use super::Pipeline;
 use super::messages::Received;
 use crate::engine::{BackwardOptions, Engine};
 use crate::error::{EngineError, Result};
+use crate::profiler::Phase;
 
 /// When a stage computed what in a batch, and what it held.
 #[derive(Debug, Clone, Default)]
@@ -145,19 +146,25 @@ impl Engine {
                         underway.asked += 1;
                     }
                     start = begun.elapsed();
-                    self.forward_chunk(pipeline, schedule, model, asked, item, &mut underway)?;
+                    self.profiled_in_stage(Phase::Forward, item.micro, |engine| {
+                        engine.forward_chunk(pipeline, schedule, model, asked, item, &mut underway)
+                    })?;
                     if last_own == Some(item.chunk) && !recomputes {
                         underway.batches.remove(&item.micro);
                     }
                 }
                 Instruction::Backward(_) | Instruction::BackwardInput(_) => {
-                    self.backward_chunk(schedule, model, instruction, item, &mut underway)?;
+                    self.profiled_in_stage(Phase::Backward, item.micro, |engine| {
+                        engine.backward_chunk(schedule, model, instruction, item, &mut underway)
+                    })?;
                     if first_own == Some(item.chunk) {
                         underway.batches.remove(&item.micro);
                     }
                 }
                 Instruction::BackwardWeight(_) => {
-                    self.backward_weights(item, &mut underway)?;
+                    self.profiled_in_stage(Phase::Backward, item.micro, |engine| {
+                        engine.backward_weights(item, &mut underway)
+                    })?;
                 }
                 _ => self.exchange(pipeline, instruction, item, &mut underway)?,
             }
@@ -303,7 +310,9 @@ impl Engine {
                     let batch = batch.ok_or_else(|| bug("a micro-batch is gone before it was recomputed"))?;
                     random::set_state(random);
                     let run = |mode: Mode| model.forward_range(layers, batch, inputs.clone(), mode);
-                    self.run_from_here::<_, TensorError>(run)?
+                    self.recomputed_in_stage(item.micro, |engine| {
+                        engine.run_from_here::<_, TensorError>(run)
+                    })?
                 }
             };
             left.extend(self.backward_segment(&outputs, gradients, in_halves, item.micro)?);
