@@ -113,9 +113,25 @@ pub fn all_to_all_parts(x: &Tensor, cut: &Parts, joined: &Parts, group: &Group) 
 
 /// Rank `r` gets `send[r]` rows of this rank's tensor `[rows, …]`, and this rank `receive[r]` rows of rank `r`'s, in order.
 pub fn all_to_all_rows(x: &Tensor, send: &[usize], receive: &[usize], group: &Group) -> Result<Tensor> {
-    let y = rows_exchanged(x, send, receive, group)?;
+    Ok(all_to_all_rows_beside(x, send, receive, group, || Ok(()))?.0)
+}
+
+/// The same, with other work done while the rows are on their way: forward alone, and before anything that follows. Whatever
+/// `beside` exchanges, all ranks must exchange likewise.
+pub fn all_to_all_rows_beside<T>(
+    x: &Tensor,
+    send: &[usize],
+    receive: &[usize],
+    group: &Group,
+    beside: impl FnOnce() -> ferrospeed_tensor::Result<T>,
+) -> Result<(Tensor, T)> {
+    let (pending, y) = rows_leaving(x, send, receive, group)?;
+    let made = beside();
+    // What travels is waited for in any case: it reads and writes these tensors.
+    pending.wait()?;
     let (send, receive, group) = (send.to_vec(), receive.to_vec(), group.clone());
-    recorded("all_to_all_rows", x, y, move |dy| rows_exchanged(dy, &receive, &send, &group))
+    let y = recorded("all_to_all_rows", x, y, move |dy| rows_exchanged(dy, &receive, &send, &group))?;
+    Ok((y, made?))
 }
 
 /// The root's tensor, on every rank.
@@ -259,6 +275,18 @@ fn parts_exchanged(x: &Tensor, cut: &Parts, joined: &Parts, group: &Group) -> Re
 }
 
 fn rows_exchanged(x: &Tensor, send: &[usize], receive: &[usize], group: &Group) -> Result<Tensor> {
+    let (pending, y) = rows_leaving(x, send, receive, group)?;
+    pending.wait()?;
+    Ok(y)
+}
+
+/// Rows on their way, and where they arrive.
+fn rows_leaving(
+    x: &Tensor,
+    send: &[usize],
+    receive: &[usize],
+    group: &Group,
+) -> Result<(exchange::Pending, Tensor)> {
     let rows = x.sizes().first().copied().unwrap_or(0);
     if send.len() != group.size() || receive.len() != group.size() || send.iter().sum::<usize>() != rows {
         let why = format!("{} cannot be sent as {send:?} rows to {} ranks", x.shape(), group.size());
@@ -270,6 +298,6 @@ fn rows_exchanged(x: &Tensor, send: &[usize], receive: &[usize], group: &Group) 
     sizes[0] = receive.iter().sum();
     let y = Tensor::empty(&sizes, x.dtype(), x.device())?;
     let elements = |counts: &[usize]| -> Vec<usize> { counts.iter().map(|count| count * width).collect() };
-    exchange::all_to_all(group, &x.detach(), &y, &elements(send), &elements(receive))?.wait()?;
-    Ok(y)
+    let pending = exchange::all_to_all(group, &x.detach(), &y, &elements(send), &elements(receive))?;
+    Ok((pending, y))
 }

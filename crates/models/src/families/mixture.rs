@@ -139,16 +139,17 @@ impl Mixture {
 
     /// The mixture of `x [.., width]`, and the router's logits `[tokens, experts]` in f32.
     pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<(Tensor, Tensor)> {
-        let mixed = self.moe.forward(x, mode)?;
+        let (mixed, shared) = self.moe.forward_beside(x, mode, || {
+            let Some((expert, gate)) = &self.shared else { return Ok(None) };
+            let share = ops::activate(&gate.forward(x)?, Activation::Sigmoid)?;
+            Ok(Some(ops::mul(&expert.forward(x)?, &share)?))
+        })?;
         // A decoding step that a device records must leave no tensor behind.
         if mode == Mode::Train {
             *self.routing.lock().unwrap_or_else(PoisonError::into_inner) = Some(mixed.routing);
         }
-        let output = match &self.shared {
-            Some((expert, gate)) => {
-                let share = ops::activate(&gate.forward(x)?, Activation::Sigmoid)?;
-                ops::add(&mixed.output, &ops::mul(&expert.forward(x)?, &share)?)?
-            }
+        let output = match shared {
+            Some(shared) => ops::add(&mixed.output, &shared)?,
             None => mixed.output,
         };
         Ok((output, mixed.logits))

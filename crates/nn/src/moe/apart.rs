@@ -5,7 +5,7 @@
 //! without rows, take part in every exchange like all others, so no choice of a router can make ranks wait for ever.
 //! (Lepikhin et al.: "GShard", 2020.)
 
-use ferrospeed_collective::ops::all_to_all_rows;
+use ferrospeed_collective::ops::{all_to_all_rows, all_to_all_rows_beside};
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::ops::{self, Routes};
 use ferrospeed_tensor::{DType, Result, Tensor, TensorError};
@@ -30,13 +30,14 @@ pub(super) fn check_division(count: usize, ranks: usize) -> Result<()> {
 }
 
 /// As [`Experts::forward`], where the experts of `counts` are spread over the ranks of a group and `experts` are this rank's.
-pub(super) fn forward(
+/// While rows are on their way to them, `beside` does what needs none of it.
+pub(super) fn forward<T>(
     experts: &Experts,
     group: &Group,
-    rows: &Tensor,
-    counts: &Tensor,
+    (rows, counts): (&Tensor, &Tensor),
     mode: Mode,
-) -> Result<Tensor> {
+    beside: impl FnOnce() -> Result<T>,
+) -> Result<(Tensor, T)> {
     let (total, width, device) = (rows.sizes()[0], rows.shape().last(), rows.device());
     let counts = counts.to_vec::<i64>()?;
     let own = counts.len() / group.size();
@@ -51,8 +52,10 @@ pub(super) fn forward(
     if leaving > total {
         return Err(TensorError::argument("moe", format!("{leaving} rows are counted where {total} are")));
     }
-    let here = all_to_all_rows(&ops::narrow(rows, 0, 0, leaving)?, &send, &receive, group)
-        .map_err(TensorError::from)?;
+    let leave = ops::narrow(rows, 0, 0, leaving)?;
+    let (here, made_beside) =
+        all_to_all_rows_beside(&leave, &send, &receive, group, beside).map_err(TensorError::from)?;
+    drop(leave);
     // One row more, which no expert gets, so that there is always one.
     let none = |count: usize| Tensor::zeros([count, width], rows.dtype(), device);
     let here = ops::concat(&[here, none(1)?], 0)?;
@@ -68,10 +71,11 @@ pub(super) fn forward(
     let ones = Tensor::full([choices.len(), 1], 1.0, DType::F32, device)?;
     let made = ops::narrow(&routes.collect(&made, &ones)?, 0, 0, choices.len() - 1)?;
     let back = all_to_all_rows(&made, &receive, &send, group).map_err(TensorError::from)?;
-    match total - leaving {
-        0 => Ok(back),
-        rest => ops::concat(&[back, none(rest)?], 0),
-    }
+    let back = match total - leaving {
+        0 => back,
+        rest => ops::concat(&[back, none(rest)?], 0)?,
+    };
+    Ok((back, made_beside))
 }
 
 fn failed(error: ferrospeed_comm::Error) -> TensorError {
