@@ -211,13 +211,13 @@ fn round(values: &mut [f32], scale: f32, message: &mut Vec<u8>) {
 #[inline(always)]
 fn round_eights(eights: &mut [[f32; PER_BYTE]], scale: f32, signs: &mut [u8]) {
     for (eight, byte) in eights.iter_mut().zip(signs) {
-        let mut bits = [0u8; PER_BYTE];
-        for ((value, bit), place) in eight.iter_mut().zip(&mut bits).zip(PLACES) {
-            let positive = *value >= 0.0;
-            *bit = if positive { place } else { 0 };
-            *value -= if positive { scale } else { -scale };
+        // Comparisons first, by themselves: so they become one mask of the vector.
+        let mut mask = 0u8;
+        for (index, value) in eight.iter().enumerate() {
+            mask |= u8::from(*value >= 0.0) << index;
         }
-        *byte = bits.into_iter().fold(0, |byte, bit| byte | bit);
+        eight.iter_mut().for_each(|value| *value -= if *value >= 0.0 { scale } else { -scale });
+        *byte = mask.reverse_bits();
     }
 }
 
