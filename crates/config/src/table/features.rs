@@ -23,13 +23,15 @@ pub(super) const AMP: &[Key] = &[
 pub(super) const ACTIVATION_CHECKPOINTING: &[Key] = &[
     key("partition_activations", Kind::Bool, "false", "Split kept activations over tensor-parallel ranks.")
         .done(),
-    key("number_checkpoints", POSITIVE_COUNT, "null", "Checkpointed calls per forward pass."),
+    key("number_checkpoints", POSITIVE_COUNT, "null", "Kept inputs of one shape for which there is room.")
+        .done(),
     key(
         "contiguous_memory_optimization",
         Kind::Bool,
         "false",
-        "Keep activations in one buffer; needs `partition_activations`.",
-    ),
+        "No more kept inputs than `number_checkpoints`; needs `partition_activations`.",
+    )
+    .done(),
     key("synchronize_checkpoint_boundary", Kind::Bool, "false", "Wait for the device at each checkpoint.")
         .done(),
     key("profile", Kind::Bool, "false", "Time blocks that are recomputed, forward and backward.").done(),
