@@ -146,7 +146,6 @@ fn a_refused_run_leaves_the_one_that_it_would_replace() {
         ),
         (&["--sp", "2"], &[third, sharded], "mics_shard_size: on a mesh"),
         (&["--tp", "2"], &["optimizer.type=OneBitAdam"], "optimizer.type: a 1-bit optimizer"),
-        (&["--tp", "2"], &["optimizer.type=Lamb"], "optimizer.type: LAMB"),
         (&["--tp", "2"], &["eigenvalue.enabled=true"], "eigenvalue: measures"),
     ];
     for (flags, settings, expected) in cases {

@@ -186,7 +186,7 @@ pub(crate) fn initialize_part(
         let why = "on a mesh, state is spread over all ranks that hold the same slices; remove it".to_owned();
         return Err(EngineError::Unsupported { key: "zero_optimization.mics_shard_size", why });
     }
-    let sharding = match (options.sharding, config.zero.mics_shard_size) {
+    let mut sharding = match (options.sharding, config.zero.mics_shard_size) {
         (Some(given), _) => given,
         (None, Some(size)) if config.zero.stage == Stage::Parameters => {
             Sharding::in_shards_of(&setup.world, usize::try_from(size).unwrap_or(usize::MAX))?
@@ -215,6 +215,11 @@ pub(crate) fn initialize_part(
     }
     if let Some(mesh) = &mesh {
         options.elsewhere.extend(slices::elsewhere(mesh, &parameters, &sharding, &options.elsewhere)?);
+        let group = mesh.tensor()?;
+        sharding = sharding.sliced_over(&group);
+        for way in &mut options.elsewhere {
+            way.sharding = way.sharding.clone().sliced_over(&group);
+        }
     }
     let data_parallel_size = options.data_parallel_size.unwrap_or(setup.world.size());
     let asked = config.section("sequence_parallel_size").and_then(serde_json::Value::as_u64).unwrap_or(1);

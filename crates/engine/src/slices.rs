@@ -33,8 +33,9 @@ pub(crate) fn check(config: &Config, optimizer: Option<&Optimizer>, mesh: Option
         return Ok(());
     }
     let refuse = |key, why: &str| Err(EngineError::Unsupported { key, why: why.to_owned() });
-    if matches!(optimizer, Some(Optimizer::Lamb(_) | Optimizer::OneBit(_))) {
-        let why = "it scales by norms of whole parameters or averages over all ranks, and ranks hold slices; use AdamW, Adam, Lion, Adagrad or SGD";
+    if matches!(optimizer, Some(Optimizer::OneBit(_))) {
+        let why =
+            "it averages over all ranks, and ranks hold slices; use AdamW, Adam, Lamb, Lion, Adagrad or SGD";
         return refuse("optimizer.type", why);
     }
     if config.section("eigenvalue").is_some_and(|section| section["enabled"] == true) {

@@ -29,6 +29,8 @@ pub struct Sharding {
     /// Whether this rank's copy is the one that norms count and checkpoints take: `false` where a rank of another
     /// sharding holds the same values.
     pub counted: bool,
+    /// The ranks that hold slices of the same parameters: norms of whole parameters are summed over them.
+    pub slices: Option<Group>,
     /// The ranks that reach each other's gradients in place.
     reach: Group,
 }
@@ -41,6 +43,7 @@ impl Sharding {
             replicas: None,
             divisor: group.size(),
             counted: true,
+            slices: None,
             reach: group.clone(),
         }
     }
@@ -64,6 +67,7 @@ impl Sharding {
             replicas: Some(mesh.group(REPLICA)?),
             divisor: ranks,
             counted: true,
+            slices: None,
             reach: world.group(),
         })
     }
@@ -97,6 +101,11 @@ impl Sharding {
     /// Leaves it to another rank to count these values and to save them.
     pub fn uncounted(self) -> Sharding {
         Sharding { counted: false, ..self }
+    }
+
+    /// Parameters that are slices are parts of wholes that these ranks hold together.
+    pub fn sliced_over(self, slices: &Group) -> Sharding {
+        Sharding { slices: Some(slices.clone()), ..self }
     }
 
     /// This rank's number among those that bring gradients of their own.

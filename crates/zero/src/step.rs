@@ -6,7 +6,7 @@ use ferrospeed_comm::{Group, ReduceOp};
 use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
 use ferrospeed_optim::{Copy16, Gradient, Optimizer, Pass, Stretch, lamb};
 use ferrospeed_tensor::backend::{Clipping, Update, UpdateOperands};
-use ferrospeed_tensor::{Category, DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Slice, Tensor};
 
 use crate::attached::State;
 use crate::away::AwayUpdate;
@@ -430,7 +430,7 @@ impl ZeroStore {
             }
         }
         let others = (share.layout.ranks > 1).then_some(&share.sharding.shard);
-        if let Some(group) = others {
+        for group in others.into_iter().chain(&share.sharding.slices) {
             group.all_reduce(&mut largest, ReduceOp::Max)?;
         }
         let mut words = vec![0i64; count * WORDS];
@@ -441,6 +441,17 @@ impl ZeroStore {
             }
         }
         if let Some(group) = others {
+            group.all_reduce(&mut words, ReduceOp::Sum)?;
+        }
+        if let Some(group) = &share.sharding.slices {
+            for (index, words) in words.chunks_mut(WORDS).enumerate() {
+                let param = &self.params[share.params[index / parts.len()]];
+                // What several ranks hold alike is counted by the first of them: a slice by neighbours, the rest by all.
+                let holders = param.slice().map_or(group.size(), Slice::holders);
+                if !group.rank().is_multiple_of(holders) {
+                    words.fill(0);
+                }
+            }
             group.all_reduce(&mut words, ReduceOp::Sum)?;
         }
         let norm = |index: usize| {

@@ -42,6 +42,32 @@ fn accumulated_micro_batches_and_offloaded_state_are_those_of_the_whole() {
     }
 }
 
+/// LAMB scales each step by norms of whole parameters: of slices they are summed over the ranks that hold them, and what several
+/// ranks hold alike (norms' weights; with four slices, key-value heads that neighbours share) counts once.
+#[test]
+fn lamb_on_slices_scales_by_norms_of_wholes() {
+    let lamb = |value: &mut Value| {
+        value["optimizer"] =
+            json!({"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.01}});
+        value["zero_allow_untested_optimizer"] = true.into();
+    };
+    for model in families().into_iter().take(2) {
+        for (ranks, tensor, stage) in [(2, 2, 0), (4, 4, 1), (4, 2, 1), (4, 2, 3)] {
+            let whole = train_by(ranks / tensor, 1, &model, changed(stage, ranks / tensor, lamb));
+            let found = train_by(ranks, tensor, &model, changed(stage, ranks / tensor, lamb));
+            for (rank, outcome) in found.iter().enumerate() {
+                let wanted = &whole[rank / tensor];
+                let what = format!("{}, {tensor} slices, stage {stage}", model["model_type"]);
+                assert_near(&outcome.losses, &wanted.losses, &what);
+                assert_near(&outcome.norms, &wanted.norms, &what);
+                for ((name, values), (_, reference)) in outcome.weights.iter().zip(&wanted.weights) {
+                    assert_near(values, reference, &format!("{name} ({what})"));
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn many_steps_with_dropout_and_clipping_stay_together() {
     let models = families();
@@ -155,8 +181,10 @@ fn refusal(change: fn(&mut Value), spread: bool) -> String {
 
 #[test]
 fn what_does_not_work_on_slices_is_refused() {
-    let lamb = refusal(|value| value["optimizer"] = json!({"type": "Lamb", "params": {"lr": 0.01}}), true);
-    assert!(lamb.contains("norms of whole parameters"), "{lamb}");
+    let one_bit = |value: &mut Value| {
+        value["optimizer"] = json!({"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 2}});
+    };
+    assert!(refusal(one_bit, true).contains("it averages over all ranks, and ranks hold slices"));
     let more = refusal(|value| value["tensor_parallel"] = json!({"autotp_size": 4}), true);
     assert!(more.contains("asks for 4 slices of each layer, and there are 2"), "{more}");
     let unspread = refusal(|value| value["tensor_parallel"] = json!({"autotp_size": 2}), false);

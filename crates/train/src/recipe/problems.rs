@@ -132,7 +132,6 @@ impl Recipe {
         let in_shards = in_stage_3 && zero.mics_shard_size.is_some();
         let copied = in_stage_3 && zero.hpz_partition_size > 1 && zero.hpz_partition_size < ranks;
         let one_bit = matches!(config.optimizer, Some(Optimizer::OneBit(_)));
-        let lamb = matches!(config.optimizer, Some(Optimizer::Lamb(_)));
         let eigenvalue = config.section("eigenvalue").is_some_and(|section| section["enabled"] == true);
         let scheduled = self.ds_config["pipeline"]["schedule"].is_string();
         let rules = [
@@ -151,10 +150,6 @@ impl Recipe {
             (
                 one_bit && (pipe || tensor || expert),
                 "optimizer.type: a 1-bit optimizer needs the same whole model on all ranks; remove pipeline stages, tensor slices and spread experts, or use AdamW",
-            ),
-            (
-                lamb && tensor,
-                "optimizer.type: LAMB scales by norms of whole parameters, and ranks hold slices; use AdamW, Adam, Lion, Adagrad or SGD",
             ),
             (
                 eigenvalue && (tensor || expert),
