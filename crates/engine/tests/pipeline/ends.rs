@@ -2,6 +2,7 @@
 
 use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
 use ferrospeed_comm::{Mesh, ProcessTopology};
+use ferrospeed_nn::Module;
 use ferrospeed_nn::tensor_parallel::{Between, Cut, Slices};
 use ferrospeed_tensor::ops::WeightLayout;
 
@@ -106,6 +107,15 @@ fn a_list_of_layers_is_saved_in_the_layout_of_deepspeeds_pipelines_and_goes_on()
     }
 }
 
+/// A layer that is cut by outputs: its input's gradient is the sum of the slices'.
+struct Entered(Slices, Linear);
+
+impl Module for Entered {
+    fn forward(&self, x: &Tensor, _: Mode) -> Result<Tensor, TensorError> {
+        self.1.forward(&self.0.enter(x)?)
+    }
+}
+
 #[test]
 fn a_list_of_layers_in_slices_is_saved_so_for_deepspeed_and_goes_on_in_any() {
     let folder = tempfile::tempdir().unwrap();
@@ -124,7 +134,10 @@ fn a_list_of_layers_in_slices_is_saved_so_for_deepspeed_and_goes_on_in_any() {
             let mut layers = Sequential::new(&init);
             for _ in 0..2 {
                 layers = layers
-                    .add(|init| linear(&init.cut(Cut::Outputs { sections: 1, units: 12 }), 6, 12))
+                    .add(|init| {
+                        let cut = Cut::Outputs { sections: 1, units: 12 };
+                        Entered(slices.clone(), linear(&init.cut(cut), 6, 12))
+                    })
                     .add(|_| Activation::Tanh)
                     .add(|init| linear(&init.cut(Cut::Inputs { units: 12 }), 12, 6));
             }
