@@ -64,13 +64,13 @@ fn mixed(world: World, ended: Option<Arc<Mutex<Vec<u64>>>>) -> [Vec<u32>; 2] {
     let x = Tensor::from_slice(&values, [TOKENS, WIDTH], &device).unwrap().tracked();
     let mut output = moe.forward(&x, Mode::Train).unwrap().output;
     if let Some((layer, coefficient)) = behind {
-        let shares = ops::softmax(&coefficient.forward(&x).unwrap()).unwrap();
+        let shares = ops::softmax(coefficient.forward(&x).unwrap()).unwrap();
         let dense = layer.forward(&x).unwrap();
         let shared =
-            |made: &Tensor, index| ops::mul(made, &ops::narrow(&shares, 1, index, 1).unwrap()).unwrap();
-        output = ops::add(&shared(&output, 0), &shared(&dense, 1)).unwrap();
+            |made: &Tensor, index| ops::mul(made, ops::narrow(&shares, 1, index, 1).unwrap()).unwrap();
+        output = ops::add(shared(&output, 0), shared(&dense, 1)).unwrap();
     }
-    autograd::backward(&ops::mean(&ops::square(&output).unwrap()).unwrap()).unwrap();
+    autograd::backward(&ops::mean(ops::square(&output).unwrap()).unwrap()).unwrap();
     [output, x.grad().unwrap()].map(|t| t.to_vec::<f32>().unwrap().iter().map(|v| v.to_bits()).collect())
 }
 
