@@ -133,7 +133,7 @@ fn a_refused_run_leaves_the_one_that_it_would_replace() {
     place.train_well(&[]);
     let before = losses(&place.run_folder("small"));
     let (third, sharded) = ("zero_optimization.stage=3", "zero_optimization.mics_shard_size=2");
-    let cases: [(&[&str], &[&str], &str); 6] = [
+    let cases: [(&[&str], &[&str], &str); 5] = [
         (
             &[],
             &[third, "zero_optimization.zero_hpz_partition_size=3"],

@@ -143,13 +143,13 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         );
     }
 
-    if let Some(profiler) = &engine.config().flops_profiler {
-        if profiler.profile_step > recipe.steps {
-            all_warnings.push(format!(
-                "flops_profiler.profile_step: step {} is never taken, the run has {}; nothing is profiled",
-                profiler.profile_step, recipe.steps
-            ));
-        }
+    if let Some(profiler) = &engine.config().flops_profiler
+        && profiler.profile_step > recipe.steps
+    {
+        all_warnings.push(format!(
+            "flops_profiler.profile_step: step {} is never taken, the run has {}; nothing is profiled",
+            profiler.profile_step, recipe.steps
+        ));
     }
 
     let mut run = Run {
