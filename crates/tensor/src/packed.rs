@@ -429,7 +429,7 @@ mod tests {
         let mut values = vec![0.0f32; 96 * 5];
         RandomKey::new(1, 1).fill_normal(0, &mut values);
         values[32..64].fill(0.0);
-        for (bits, steps) in [(PackedBits::Eight, 127.0), (PackedBits::Four, 8.0), (PackedBits::Float8, 16.0)]
+        for (bits, steps) in [(PackedBits::Eight, 127.0), (PackedBits::Four, 8.0), (PackedBits::Float8, 14.0)]
         {
             let weight = packed(bits, &values, 96);
             let again = unpacked(&weight);
