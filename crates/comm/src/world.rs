@@ -17,6 +17,7 @@ use crate::backend::message::{Link, MessageCarrier};
 use crate::backend::nccl::{self, DeviceStream, NcclCarrier};
 use crate::backend::tcp::{Endpoint, TcpLink};
 use crate::backend::{Carrier, Membership};
+use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::logger::CommLog;
@@ -33,6 +34,8 @@ pub const DEFAULT_STAGING_BYTES: usize = 8 << 20;
 /// How long an operation waits for its peers by default: `DEEPSPEED_TIMEOUT`'s default of 30 minutes.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
 
+/// How long GPUs have to find each other by NCCL.
+const LONGEST_CONNECTING: Duration = Duration::from_secs(120);
 /// Marks the number of the group through which the ranks of another agree on what their GPUs do.
 const DEVICE_GROUP_BIT: u64 = 1 << 30;
 /// Marks the number of a group's part on one host.
@@ -436,18 +439,39 @@ impl WorldInner {
     /// A group's ranks over the memory of their GPUs; `None` where NCCL does not connect them. All of them must call it.
     pub(crate) fn connect_devices(self: &Arc<Self>, group: &Membership) -> Result<Option<Group>> {
         let Some(stream) = self.device.get() else { return Ok(None) };
-        let deadline = Instant::now() + self.limits.deadline;
+        let deadline = Instant::now() + self.limits.deadline.min(LONGEST_CONNECTING);
         let name = format!("{} on GPUs", group.group_name);
         let host = self.membership(DEVICE_GROUP_BIT | group.group_id, name, &group.ranks, group.me);
         let host = self.connect_members(host)?;
         let mut id = [0u8; nccl::ID_BYTES];
-        if host.rank() == 0 {
-            id = nccl::new_id()?;
-        }
+        // Without a name nobody can join; all find out below.
+        let named = if host.rank() == 0 { nccl::new_id().map(|made| id = made) } else { Ok(()) };
         host.broadcast(&mut id, 0)?;
         let membership = host.membership();
-        let carrier = NcclCarrier::connect(membership.clone(), host.carrier(), *stream, id, deadline)?;
-        Ok(Some(Group::new(Arc::clone(self), membership, Arc::new(carrier))))
+        let joined = named
+            .and_then(|()| NcclCarrier::connect(membership.clone(), host.carrier(), *stream, id, deadline));
+        // One that could not join keeps all others from it.
+        let mut failed = [u8::from(joined.is_err())];
+        host.all_reduce(&mut failed, ReduceOp::Max)?;
+        match joined {
+            Ok(carrier) if failed == [0] => {
+                Ok(Some(Group::new(Arc::clone(self), membership, Arc::new(carrier))))
+            }
+            Err(error) if self.backend == Backend::Nccl => Err(error),
+            Ok(_) if self.backend == Backend::Nccl => {
+                let problem = "another rank could not join the communicator".to_owned();
+                Err(Error::Backend { backend: "nccl", problem })
+            }
+            joined => {
+                if let Err(error) = joined {
+                    let rank = self.rank;
+                    tracing::warn!(
+                        "rank {rank}: {error}; the GPUs' memory is exchanged through the host's (set FERROSPEED_COMM_BACKEND=nccl to make this an error)"
+                    );
+                }
+                Ok(None)
+            }
+        }
     }
 
     fn connect_members(self: &Arc<Self>, membership: Membership) -> Result<Group> {

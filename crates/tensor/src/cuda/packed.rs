@@ -20,8 +20,6 @@ const CHUNKS: [(usize, &str); 2] = [(8, "CHUNKS=1"), (16, "CHUNKS=2")];
 const MOST_SIDES: usize = 3;
 /// Rows that the kernel rounds itself; more are rounded before.
 const ROUNDED_BY_ALL: usize = 2;
-/// Blocks of inputs that are widened at a time. Matches `STRIP` in the kernel.
-const STRIP: usize = 8;
 /// Shared memory that the kernel has beside what it is given.
 const OWN_SHARED_BYTES: usize = 16 << 10;
 
@@ -156,11 +154,11 @@ fn widened(backend: &CudaBackend, weight: &PackedWeight, x: &Tensor) -> Result<T
     let [lines, scales] = weight.on(x.device())?;
     let (outputs, inputs) = (weight.outputs(), weight.inputs());
     let full = Tensor::empty_in([outputs, inputs], x.dtype(), x.device(), Category::Buffers)?;
-    let strips = weight.groups() * (inputs / BLOCK).div_ceil(STRIP);
+    let warps = weight.groups() * (inputs / BLOCK);
     launch!(
         overlapping backend,
         Kernel { source: Source::Packed, defines: [real(OP, x.dtype())?, define(weight.bits()), "CHUNKS=1"], name: "widen_weight" },
-        [strips as u32, 1, 1],
+        [warps.div_ceil(8) as u32, 1, 1],
         [256, 1, 1],
         0,
         outputs as u64,

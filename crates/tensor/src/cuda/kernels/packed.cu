@@ -210,44 +210,40 @@ __device__ __forceinline__ float float8(u32 value) {
     return widen(f16{(u16)halves});
 }
 
-// Blocks of inputs that a block of threads widens at a time.
-#define STRIP 8
-// Words between lines in shared memory: neighbours along the inputs, which neighbouring threads take, then lie in different banks.
-#define LINE_WORDS 17
-
-// The weight in full, [outputs, inputs]: a block of threads per sixteen outputs and STRIP blocks.
+// The weight in full, [outputs, inputs]: a warp per sixteen outputs and block.
 extern "C" __global__ void widen_weight(u64 outputs, u64 blocks, const u8* lines, const u16* scales, REAL* weight) {
-    __shared__ u32 words[STRIP * LINES * LINE_WORDS];
-    __shared__ u16 own_scales[STRIP * 16];
-    u64 strips = (blocks + STRIP - 1) / STRIP, group = blockIdx.x / strips, first = blockIdx.x % strips * STRIP;
-    u32 count = blocks - first < STRIP ? (u32)(blocks - first) : STRIP;
-    const u32* from = (const u32*)(lines + (group * blocks + first) * (LINES * 64));
+    u64 at = (blockIdx.x * (u64)blockDim.x + threadIdx.x) / 32;
+    int lane = threadIdx.x & 31, four = lane & 3;
     let_next_start();
     wait_for_earlier();
-    for (u32 at = threadIdx.x; at < count * LINES * 16; at += blockDim.x) words[at / 16 * LINE_WORDS + at % 16] = from[at];
-    for (u32 at = threadIdx.x; at < count * 16; at += blockDim.x) own_scales[at] = scales[(group * blocks + first) * 16 + at];
-    __syncthreads();
-    u32 fours = count * (BLOCK / 4);
-    for (u32 at = threadIdx.x; at < 16 * fours; at += blockDim.x) {
-        u32 row = at / fours, four = at % fours, block = four / 8, place = four % 8;
-        if (group * 16 + row >= outputs) break;
-        u32 word = words[(block * LINES + place % LINES) * LINE_WORDS + row];
-#if BITS == 4
-        word = around_zero(word >> (place / LINES * 4));
-#elif BITS == 8
-        word ^= 0x80808080u;
-#endif
-        float scale = widen(f16{own_scales[block * 16 + row]});
-        struct alignas(4 * sizeof(REAL)) Four { REAL v[4]; } out;
+    if (at >= (outputs + 15) / 16 * blocks) return;
+    Part part = part_of(lines, scales, at, lane);
+    u64 row = at / blocks * 16 + (lane >> 2) * 2, column = at % blocks * BLOCK + four * 4;
+    #pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+        if (row + odd >= outputs) break;
+        u16 bits = (u16)(odd ? part.scales >> 16 : part.scales);
+        float scale = widen(f16{bits});
         #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            u32 byte = word >> (8 * j) & 0xff;
-#if BITS == 1
-            out.v[j] = narrow<REAL>(scale * float8(byte));
+        for (int half = 0; half < 2; half++) {
+#if BITS == 4
+            u32 word = around_zero((odd ? part.both.y : part.both.x) >> (half * 4));
+#elif BITS == 8
+            u32 word = (odd ? half ? part.high.y : part.low.y : half ? part.high.x : part.low.x) ^ 0x80808080u;
 #else
-            out.v[j] = narrow<REAL>(scale * float((int)(signed char)byte));
+            u32 word = odd ? half ? part.high.y : part.low.y : half ? part.high.x : part.low.x;
 #endif
+            struct alignas(4 * sizeof(REAL)) Four { REAL v[4]; } out;
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u32 byte = word >> (8 * j) & 0xff;
+#if BITS == 1
+                out.v[j] = narrow<REAL>(scale * float8(byte));
+#else
+                out.v[j] = narrow<REAL>(scale * float((int)(signed char)byte));
+#endif
+            }
+            *(Four*)(weight + (row + odd) * (blocks * BLOCK) + column + half * 16) = out;
         }
-        *(Four*)(weight + (group * 16 + row) * (blocks * BLOCK) + first * BLOCK + four * 4) = out;
     }
 }
