@@ -148,6 +148,10 @@ fn weights_leave_as_fp32_and_as_a_model_directory() {
     // The tied head is there under both its names in a state dictionary, and under one in a model directory.
     assert!(weights.contains_key("lm_head.weight"));
     assert_eq!(index["weight_map"].as_object().unwrap().len(), weights.len() - 1);
+    // What is there stays as it is.
+    let refused = checkpoint(&["export-hf", text(trained()), text(&model), "--max-shard-bytes", "50000"]);
+    assert!(stderr(&refused).contains("is already there"), "{}", stderr(&refused));
+    assert!(!model.join("model.safetensors.index.json").exists());
     for folder in [&model, &shards] {
         let words = ["generate", "--model", text(folder), "--prompt", "ab", "--tokens", "4"];
         let output = ferrospeed(&words);
@@ -168,6 +172,8 @@ fn a_checkpoint_goes_to_deepspeed_and_comes_back_the_same() {
         assert_eq!(tensors_of(&fp32), tensors_of(&again), "stage {stage}");
         good(&["import-deepspeed", text(&theirs), text(&ours)]);
         same(&trained().join("global_step4"), &ours.join("global_step4"));
+        let refused = stderr(&checkpoint(&["import-deepspeed", text(&theirs), text(&ours)]));
+        assert!(refused.contains("would be replaced"), "{refused}");
     }
     let (universal, ours) = (out.path().join("uni"), out.path().join("back"));
     good(&["to-universal", text(trained()), text(&universal)]);

@@ -223,8 +223,9 @@ impl Engine {
             step: config.profile_step,
             ranks: Some(Ranks {
                 world_size: ranks,
-                data_parallel_size: ranks,
-                model_parallel_size: 1,
+                data_parallel_size: self.data_parallel_size as u64,
+                // All that have a sample in common: slices, stages and parts of its sequence.
+                model_parallel_size: ranks / (self.data_parallel_size as u64).max(1),
                 micro_batch: self.train_micro_batch_size_per_gpu(),
                 expert_tensor_parallelism: None,
             }),

@@ -450,7 +450,26 @@ fn write_safetensors(
     write(&tensors, &mut read).map_err(|error| Failure::Run(error.to_string()))
 }
 
+/// Writes a model's directory where there is none, whole or not at all.
 fn export_hf(which: &Which, output: &Path, dtype: WeightType, max_shard_bytes: usize) -> Result<(), Failure> {
+    if std::fs::read_dir(output).is_ok_and(|mut entries| entries.next().is_some()) || output.is_file() {
+        let why = "is already there, and its files would stay beside the new ones; name a new directory";
+        return Err(Failure::Usage(format!("{} {why}", output.display())));
+    }
+    let written = write_model(which, output, dtype, max_shard_bytes);
+    if written.is_err() {
+        // It was empty, or not there: nothing but what is incomplete goes.
+        let _ = std::fs::remove_dir_all(output);
+    }
+    written
+}
+
+fn write_model(
+    which: &Which,
+    output: &Path,
+    dtype: WeightType,
+    max_shard_bytes: usize,
+) -> Result<(), Failure> {
     let weights = Weights::open(which, false, Unknown::Refuse)?;
     let wanted = match dtype {
         WeightType::F32 => Dtype::F32,
@@ -484,6 +503,11 @@ fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure>
     let tag = tag.ok_or_else(|| {
         Failure::Usage(format!("{}: there is no 'latest'; give --tag", which.dir.display()))
     })?;
+    let taken = output.join(&tag);
+    if taken.exists() {
+        let why = "is already there, and would be replaced; import into another folder, or remove it first";
+        return Err(Failure::Usage(format!("{} {why}", taken.display())));
+    }
     let target =
         Target { dir: output, tag: &tag, update_latest: true, retention: Retention::default(), fs: &Disk };
     let universal = which.dir.join(&tag);

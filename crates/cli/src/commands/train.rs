@@ -111,6 +111,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     };
     start_log(place.rank);
     let world = join(&mut recipe, place)?;
+    train_start::same_on_all(&world, &recipe, &folder)?;
     if std::env::var_os(LOOKED_AHEAD).is_some() {
         return run_rank(args, recipe, &folder, world);
     }

@@ -8,7 +8,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use ferrospeed_comm::World;
+use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_train::{FolderLock, Preparing, Recipe, RunFolder, TrainError, report_failure};
 use serde_json::Value;
 
@@ -222,5 +222,64 @@ pub(super) fn failure(error: TrainError) -> Failure {
             Failure::Usage(error.to_string())
         }
         other => Failure::Run(other.to_string()),
+    }
+}
+
+/// Refuses to train where a rank was given another recipe or folder than rank 0; that rank says what differs.
+pub(super) fn same_on_all(world: &World, recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
+    let failed = |error: ferrospeed_comm::Error| Failure::Run(error.to_string());
+    let mut own = serde_json::to_value(recipe).unwrap_or_default();
+    if let Some(recipe) = own.as_object_mut() {
+        // What ranks make of it was compared when they met.
+        recipe.remove("ds_config");
+        recipe.insert("--out".to_owned(), folder.path().display().to_string().into());
+    }
+    let mut theirs = own.to_string().into_bytes();
+    let mut length = [theirs.len() as i64];
+    world.group().broadcast(&mut length, 0).map_err(failed)?;
+    theirs.resize(usize::try_from(length[0]).unwrap_or(0), 0);
+    world.group().broadcast(&mut theirs, 0).map_err(failed)?;
+    let theirs: Value = serde_json::from_slice(&theirs).unwrap_or_default();
+    let difference = first_difference("", &own, &theirs);
+    let mut differs = [u8::from(difference.is_some())];
+    world.group().all_reduce(&mut differs, ReduceOp::Max).map_err(failed)?;
+    match difference {
+        Some((key, [here, there])) => Err(Failure::Usage(format!(
+            "rank {} and rank 0 were given different runs: {key} is {here} here and {there} there; give all ranks the same recipe and options",
+            world.rank()
+        ))),
+        None if differs == [1] => Err(Failure::Usage(
+            "a rank was given another recipe or other options than rank 0; it says which".to_owned(),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// The first key whose values differ, and both.
+fn first_difference(at: &str, one: &Value, other: &Value) -> Option<(String, [String; 2])> {
+    let (Some(ones), Some(others)) = (one.as_object(), other.as_object()) else {
+        return (one != other).then(|| (at.to_owned(), [one.to_string(), other.to_string()]));
+    };
+    let null = Value::Null;
+    ones.keys().chain(others.keys()).find_map(|key| {
+        let below = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
+        first_difference(&below, ones.get(key).unwrap_or(&null), others.get(key).unwrap_or(&null))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_rank_with_another_recipe_is_told_the_key_that_differs() {
+        let recipe = |sequence: u64| json!({"steps": 3, "data": {"text": ["a"], "sequence": sequence}});
+        assert_eq!(first_difference("", &recipe(8), &recipe(8)), None);
+        let told = first_difference("", &recipe(8), &recipe(32)).unwrap();
+        assert_eq!(told, ("data.sequence".to_owned(), ["8".to_owned(), "32".to_owned()]));
+        let (key, values) = first_difference("", &recipe(8), &json!({"steps": 3, "save": {}})).unwrap();
+        assert_eq!((key.as_str(), values[1].as_str()), ("data", "null"));
     }
 }
