@@ -70,14 +70,10 @@ fn all_stages_end_and_name_the_one_that_was_killed() {
         for (stage, ending) in endings.iter().enumerate() {
             assert_eq!(ending.success, stage != VICTIM, "{schedule}, stage {stage}: {}", ending.output);
         }
-        let neighbours = [VICTIM - 1, VICTIM + 1];
         for stage in (0..STAGES).filter(|stage| *stage != VICTIM) {
             let told = &endings[stage].output;
             assert!(told.contains("OUTCOME of step 1: "), "{schedule}, stage {stage}: {told}");
             assert!(told.contains(&format!("rank {VICTIM} ")), "{schedule}, stage {stage}: {told}");
-            // Those that exchange with it also say what they were at.
-            let at = format!(" stage {VICTIM}): rank {VICTIM} ");
-            assert!(!neighbours.contains(&stage) || told.contains(&at), "{schedule}, stage {stage}: {told}");
         }
     }
 }
