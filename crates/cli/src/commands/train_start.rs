@@ -8,7 +8,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use ferrospeed_comm::{ReduceOp, World};
+use ferrospeed_comm::World;
 use ferrospeed_train::{FolderLock, Preparing, Recipe, RunFolder, TrainError, report_failure};
 use serde_json::Value;
 
@@ -240,19 +240,14 @@ pub(super) fn same_on_all(world: &World, recipe: &Recipe, folder: &RunFolder) ->
     theirs.resize(usize::try_from(length[0]).unwrap_or(0), 0);
     world.group().broadcast(&mut theirs, 0).map_err(failed)?;
     let theirs: Value = serde_json::from_slice(&theirs).unwrap_or_default();
-    let difference = first_difference("", &own, &theirs);
-    let mut differs = [u8::from(difference.is_some())];
-    world.group().all_reduce(&mut differs, ReduceOp::Max).map_err(failed)?;
-    match difference {
+    let same = match first_difference("", &own, &theirs) {
+        None => Ok(()),
         Some((key, [here, there])) => Err(Failure::Usage(format!(
             "rank {} and rank 0 were given different runs: {key} is {here} here and {there} there; give all ranks the same recipe and options",
             world.rank()
         ))),
-        None if differs == [1] => Err(Failure::Usage(
-            "a rank was given another recipe or other options than rank 0; it says which".to_owned(),
-        )),
-        None => Ok(()),
-    }
+    };
+    all_well(world, same)
 }
 
 /// The first key whose values differ, and both.
