@@ -24,6 +24,10 @@ const RECIPE: &str = r#"
     [eval]
     every = 3
     [save]
+    [sample]
+    prompt = "the "
+    tokens = 16
+    temperature = 0.0
     [ds_config]
     train_batch_size = 8
     gradient_clipping = 1.0
@@ -84,6 +88,13 @@ fn assert_near(found: &Path, wanted: &Path) {
     }
 }
 
+/// What the trained model wrote.
+fn sample(run: &Path) -> String {
+    let text = std::fs::read_to_string(run.join("sample.txt")).unwrap();
+    assert!(text.starts_with("the ") && text.len() > 8, "{text:?}");
+    text
+}
+
 #[test]
 fn slices_train_save_go_on_and_export_as_the_whole_does() {
     let place = Workplace::new();
@@ -94,7 +105,10 @@ fn slices_train_save_go_on_and_export_as_the_whole_does() {
         ("by-tokens", &["--tp", "2", "--set", "tensor_parallel.sequence_parallel=true"]),
         ("by-section", &["--set", "tensor_parallel.autotp_size=2", "--set", "ranks=2"]),
     ] {
-        assert_near(&place.train(name, more), &whole);
+        let run = place.train(name, more);
+        assert_near(&run, &whole);
+        // All ranks write the text together.
+        assert_eq!(sample(&run), sample(&whole), "{name}");
     }
 
     // Half of it in slices, the rest whole; and the other way round.

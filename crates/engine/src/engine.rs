@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ferrospeed_comm::{Group, ReduceOp, World};
-use ferrospeed_config::Config;
+use ferrospeed_config::{Config, Stage};
 use ferrospeed_nn::layer_drop::with_layer_drop;
 use ferrospeed_nn::{LayerState, Mode};
 use ferrospeed_observe::trace::{Activity, Timeline};
@@ -491,6 +491,22 @@ impl Engine {
     /// The store with the model's state.
     pub fn store(&self) -> &Arc<ZeroStore> {
         &self.store
+    }
+
+    /// Whether this rank trains one stage of a model.
+    pub fn is_pipeline(&self) -> bool {
+        self.pipeline.is_some()
+    }
+
+    /// The ranks that hold slices of the same layers as this one.
+    pub fn slices(&self) -> Option<&Group> {
+        self.slices.as_ref()
+    }
+
+    /// Whether a forward of this rank waits for those of others: they hold parts of what it reads.
+    pub fn passes_meet(&self) -> bool {
+        let apart = self.slices.is_some() || self.expert_ranks > 1;
+        self.world.size() > 1 && (apart || self.config.zero.stage == Stage::Parameters)
     }
 
     /// Where this rank computes.

@@ -1,23 +1,13 @@
 //! The live page in a real browser: headless Chromium runs its script, draws its charts and takes its picture.
 //!
-//! Where there is no Chromium (`FERROSPEED_CHROMIUM` names one; otherwise `chromium` or `google-chrome` of the `PATH`)
-//! the tests are skipped. With `FERROSPEED_SCREENSHOTS=DIR` the pictures stay there to be looked at.
+//! Where there is no Chromium the tests are skipped. With `FERROSPEED_SCREENSHOTS=DIR` the pictures stay there to be looked at.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use ferrospeed_observe::watch::Server;
+use ferrospeed_testkit::browser::chromium;
 use ferrospeed_testkit::skip::skip;
-
-fn chromium() -> Option<PathBuf> {
-    if let Some(named) = std::env::var_os("FERROSPEED_CHROMIUM") {
-        return Some(named.into());
-    }
-    let path = std::env::var_os("PATH")?;
-    let names = ["chromium", "chromium-browser", "google-chrome"];
-    let found = std::env::split_paths(&path).flat_map(|dir| names.map(|name| dir.join(name)));
-    found.into_iter().find(|program| program.is_file())
-}
 
 /// Serves these runs until the test's process ends.
 fn serve(folders: &[PathBuf]) -> String {

@@ -8,8 +8,8 @@ use ferrospeed_data::Codec;
 
 use crate::detokenize::{Detokenizer, StopStrings};
 use crate::metrics::Metrics;
-use crate::model::{Said, Wish};
 use crate::request::{Event, Events, Finish, Request, Work};
+use crate::runner::{Said, Wish};
 use crate::sampling::{Choice, SamplingOptions, choose};
 
 /// An answer, or an embedding, that the engine works on.

@@ -13,7 +13,8 @@ use ferrospeed_tensor::{Device, PagedRows, PagedSequence};
 use crate::core::pool::{BLOCK_TOKENS, BlockId, BlockPool};
 use crate::core::schedule::SequenceId;
 use crate::error::{Result, ServeError};
-use crate::model::{ModelFacts, OpenOptions, Runner, open};
+use crate::model::{ModelFacts, OpenOptions, open};
+use crate::runner::Runner;
 
 /// Rows of a pass, at most.
 const PASS_ROWS: usize = 512;

@@ -16,8 +16,9 @@ use crate::answer::{Answer, Progress};
 use crate::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
 use crate::draft::Draft;
 use crate::metrics::Metrics;
-use crate::model::{ModelFacts, Runner, Said, Wish};
+use crate::model::ModelFacts;
 use crate::request::{Event, Events, Request, Trouble, Work};
+use crate::runner::{Runner, Said, Wish};
 use crate::speculate::Speculation;
 
 /// How long an idle engine sleeps before it looks whether it should stop.

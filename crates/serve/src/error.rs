@@ -33,6 +33,12 @@ pub enum ServeError {
     /// Few bits were asked for, and no weight can have them.
     #[error("{} has no weight that could be packed: the inputs of its layers are no multiple of 32", .0.display())]
     NothingToPack(PathBuf),
+    /// Weights of few bits that should wait elsewhere.
+    #[error("{}: weights of few bits stay on the device that computes; serve them without --weights-in, or in 16 bits", .0.display())]
+    PackedAway(PathBuf),
+    /// Weights that cannot wait where they should.
+    #[error("weights away from the device: {0}")]
+    Away(String),
     /// A draft model that knows other tokens.
     #[error("{} has a vocabulary of {draft} tokens and the model one of {model}: it guesses tokens of another language; take one with the same tokenizer", path.display())]
     OtherVocabulary {

@@ -1,8 +1,8 @@
 //! The inference engine and its server.
 //!
-//! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie), [`model`] (a pass),
-//! [`engine`] (the thread that owns both), [`sampling`], [`speculate`], [`draft`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
-//! endpoints), [`inference`] (DeepSpeed's `init_inference`).
+//! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie), [`runner`] (a pass),
+//! [`model`] (what it runs on, [`weights_home`]: weights that wait elsewhere), [`engine`] (the thread that owns both), [`sampling`], [`speculate`], [`draft`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
+//! endpoints), [`inference`] (DeepSpeed's `init_inference`), [`hybrid`] (what trains also generates).
 
 mod answer;
 pub mod core;
@@ -10,15 +10,18 @@ pub mod detokenize;
 pub mod draft;
 pub mod engine;
 pub mod error;
+pub mod hybrid;
 pub mod inference;
 pub mod metrics;
 pub mod model;
 pub mod request;
+pub mod runner;
 pub mod sampling;
 pub mod server;
 pub mod speculate;
 pub mod template;
 pub mod together;
+pub mod weights_home;
 
 pub use engine::Engine;
 pub use error::{Result, ServeError};

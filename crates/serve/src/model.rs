@@ -7,18 +7,17 @@ use ferrospeed_comm::Group;
 use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::dtype_of_name;
 use ferrospeed_models::weights::WeightFiles;
-use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, PageSteps, TextFiles};
-use ferrospeed_nn::AttentionState;
+use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, TextFiles};
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_tensor::store::{PackedStore, PlainStore};
-use ferrospeed_tensor::{DType, Device, PackedBits, PagedRows, PagedSequence, Param, Tensor, ops};
+use ferrospeed_tensor::{DType, Device, PackedBits, Param};
+use ferrospeed_zero::ZeroStore;
 
 use crate::core::pool::BLOCK_TOKENS;
-use crate::core::schedule::{Scheduler, Share};
 use crate::error::{Result, ServeError};
-use crate::sampling::likeliest;
+use crate::runner::Runner;
 use crate::template::ChatTemplate;
-use crate::together::{Lead, Pass};
+use crate::weights_home::{WeightsHome, attach_away};
 
 /// What is known of a model besides its weights: shared by everyone who talks to clients.
 #[derive(Debug)]
@@ -37,17 +36,6 @@ pub struct ModelFacts {
     pub longest: usize,
 }
 
-/// Weights and cache: what passes run on.
-pub struct Runner {
-    model: Decoder,
-    state: AttentionState,
-    device: Device,
-    /// For passes in which every text gets one token, where the device gains by it.
-    steps: Option<PageSteps>,
-    /// Where the model is in slices and this rank the first.
-    lead: Option<Lead>,
-}
-
 /// How to open a model.
 #[derive(Debug, Clone)]
 pub struct OpenOptions {
@@ -63,6 +51,23 @@ pub struct OpenOptions {
     pub name: Option<String>,
     /// The ranks that hold the model in slices, all of which open it; the first one serves.
     pub slices: Option<Group>,
+    /// Where the weights wait until a pass needs them.
+    pub home: WeightsHome,
+}
+
+impl Default for OpenOptions {
+    /// As the files say, on the device, with a cache of a GiB.
+    fn default() -> OpenOptions {
+        OpenOptions {
+            dtype: None,
+            packed: None,
+            cache_bytes: 1 << 30,
+            running: 64,
+            name: None,
+            slices: None,
+            home: WeightsHome::Device,
+        }
+    }
 }
 
 /// Text to tokens and back, as a model's files say.
@@ -99,7 +104,7 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
     };
     files.weights().check(model.parameters().as_slice())?;
     let dtype = options.dtype.as_deref().and_then(dtype_of_name).unwrap_or(files.dtype());
-    attach(&model, path, dtype, device, files.weights(), options.packed)?;
+    let store = attach(&model, path, dtype, device, files.weights(), options)?;
     let block_bytes = (model.page_bytes_per_token() * BLOCK_TOKENS) as u64;
     let useful = model.longest_paged().div_ceil(BLOCK_TOKENS).saturating_mul(options.running.max(1));
     let blocks = (options.cache_bytes / block_bytes.max(1)).min(useful as u64);
@@ -126,21 +131,21 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
         longest: model.longest_paged(),
         codec,
     };
-    let state = model.new_pages(blocks as usize, BLOCK_TOKENS, device)?;
-    let steps = PageSteps::new(&model, BLOCK_TOKENS, &state)?;
-    let lead = options.slices.as_ref().filter(|group| group.rank() == 0 && group.size() > 1).map(Lead::new);
-    Ok((Arc::new(facts), Runner { model, state, device: device.clone(), steps, lead }, blocks))
+    let runner = Runner::new(Arc::new(model), blocks, device, store)?.led(options.slices.as_ref());
+    Ok((Arc::new(facts), runner, blocks))
 }
 
-/// Reads the weights; those that the files hold in few bits stay so, others are packed where it is asked for.
+/// Reads the weights; those that the files hold in few bits stay so, others are packed where it is asked for. Gives the store
+/// of weights that come and go.
 fn attach(
     model: &Decoder,
     directory: &Path,
     dtype: DType,
     device: &Device,
     weights: &WeightFiles,
-    asked: Option<PackedBits>,
-) -> Result<()> {
+    options: &OpenOptions,
+) -> Result<Option<Arc<ZeroStore>>> {
+    let asked = options.packed;
     let params = model.parameters().as_slice();
     // Tables, which files may hold in few bits too, are looked up whole; a GPU multiplies all experts at once, by whole weights.
     let is_whole = |param: &Param| !device.backend().is_host() && param.name().contains(".experts.");
@@ -148,175 +153,20 @@ fn attach(
         let bits = asked.or_else(|| weights.packed(param)).filter(|_| !is_whole(param))?;
         model.packing(param, bits)
     };
+    let is_packed = params.iter().any(|param| packing_of(param).is_some());
+    if options.home.is_away(device) {
+        if is_packed {
+            return Err(ServeError::PackedAway(directory.to_path_buf()));
+        }
+        return Ok(Some(attach_away(model, dtype, device, weights, &options.home)?));
+    }
     // Parameters hold their store.
-    if params.iter().any(|param| packing_of(param).is_some()) {
+    if is_packed {
         PackedStore::attach(params, dtype, device, weights, packing_of)?;
     } else if asked.is_some() {
         return Err(ServeError::NothingToPack(directory.to_path_buf()));
     } else {
         PlainStore::attach(params, dtype, device, weights)?;
     }
-    Ok(())
-}
-
-/// What is wanted of a share whose next token can be chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wish {
-    /// The logits behind its last token and behind each guess.
-    Logits,
-    /// As much of them as says which token is the likeliest.
-    Likeliest,
-    /// The last hidden state.
-    Hidden,
-}
-
-/// What a pass says of the tokens that may follow one.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Said {
-    /// The logits of all tokens.
-    Logits(Vec<f32>),
-    /// The likeliest token.
-    Likeliest(i64),
-}
-
-/// What a pass says of the sequences whose next token can be chosen, in the order of their shares.
-#[derive(Debug, Default)]
-pub struct PassResult {
-    /// For every share that asked for tokens what may follow, and once more behind each of its guesses.
-    pub next: Vec<Said>,
-    /// The last hidden state for every share that asked for that.
-    pub hidden: Vec<Vec<f32>>,
-}
-
-impl Runner {
-    /// Computes a plan. `wish` says of a share that chooses what it wants.
-    pub fn pass(
-        &mut self,
-        scheduler: &Scheduler,
-        shares: &[Share],
-        wish: impl Fn(&Share) -> Wish,
-    ) -> Result<PassResult> {
-        let (mut rows, mut ids) = (PagedRows::default(), Vec::new());
-        let (mut of_logits, mut of_hidden) = (Vec::new(), Vec::new());
-        for share in shares {
-            let Some(sequence) = scheduler.sequence(share.id) else { continue };
-            ids.extend_from_slice(&sequence.tokens()[share.first..share.first + share.count - share.guessed]);
-            ids.extend_from_slice(&sequence.guesses()[..share.guessed]);
-            let blocks = sequence.blocks().iter().map(|block| block.0).collect();
-            rows.sequences.push(PagedSequence { first: share.first, count: share.count, blocks });
-            if share.chooses {
-                let last = ids.len() as i64 - 1;
-                match wish(share) {
-                    Wish::Hidden => of_hidden.push(last - share.guessed as i64),
-                    Wish::Logits | Wish::Likeliest => of_logits.extend(last - share.guessed as i64..=last),
-                }
-            }
-        }
-        let rows = Arc::new(rows);
-        if of_logits.len() == ids.len()
-            && let Some(next) = self.step(&ids, &rows, shares, wish)?
-        {
-            return Ok(PassResult { next, hidden: Vec::new() });
-        }
-        let (hidden, logits) = self.compute(&Pass { ids, rows, of_logits })?;
-        let mut result = PassResult::default();
-        if let Some(logits) = logits {
-            result.next = lines(&logits)?.into_iter().map(Said::Logits).collect();
-        }
-        if !of_hidden.is_empty() {
-            result.hidden = lines(&self.rows(&hidden, &of_hidden)?)?;
-        }
-        Ok(result)
-    }
-
-    /// Hidden states of all rows, and the logits that are wanted. With slices, all ranks compute it together.
-    pub(crate) fn compute(&mut self, pass: &Pass) -> Result<(Tensor, Option<Tensor>)> {
-        let Pass { ids, rows, of_logits } = pass;
-        if let Some(lead) = &mut self.lead {
-            // What the model refuses the others need not hear of.
-            self.model.check_pages(ids, rows)?;
-            lead.pass(pass)?;
-        }
-        let computed = self.compute_here(ids, rows, of_logits);
-        if let (Err(_), Some(lead)) = (&computed, &mut self.lead) {
-            lead.lose();
-        }
-        computed
-    }
-
-    fn compute_here(
-        &mut self,
-        ids: &[i64],
-        rows: &Arc<PagedRows>,
-        of_logits: &[i64],
-    ) -> Result<(Tensor, Option<Tensor>)> {
-        let hidden = self.hidden(ids, rows)?;
-        let logits = match of_logits.is_empty() {
-            true => None,
-            false => Some(self.model.page_logits(&self.rows(&hidden, of_logits)?)?),
-        };
-        Ok((hidden, logits))
-    }
-
-    /// Whether the ranks that hold the model have lost each other.
-    pub fn is_lost(&self) -> bool {
-        self.lead.as_ref().is_some_and(Lead::is_lost)
-    }
-
-    /// To be called now and then where there is nothing to compute.
-    pub fn stay(&mut self) -> Result<()> {
-        self.lead.as_mut().map_or(Ok(()), Lead::stay)
-    }
-
-    /// A pass in which every text gets one token, where the device has a short way for that.
-    fn step(
-        &mut self,
-        ids: &[i64],
-        rows: &Arc<PagedRows>,
-        shares: &[Share],
-        wish: impl Fn(&Share) -> Wish,
-    ) -> Result<Option<Vec<Said>>> {
-        let Some(steps) = &mut self.steps else { return Ok(None) };
-        let Some(next) = steps.run(&self.model, ids, rows, &mut self.state)? else { return Ok(None) };
-        // A logit that is no number says that there is none: all of them are looked at then.
-        let needs_all =
-            |row: &usize| wish(&shares[*row]) == Wish::Logits || !next.likeliest[*row].1.is_finite();
-        let whole: Vec<i64> = (0..ids.len()).filter(needs_all).map(|row| row as i64).collect();
-        let mut said: Vec<Said> = next.likeliest.iter().map(|(token, _)| Said::Likeliest(*token)).collect();
-        if !whole.is_empty() {
-            for (row, logits) in whole.iter().zip(lines(&next.logits(&whole)?)?) {
-                said[*row as usize] = Said::Logits(logits);
-            }
-        }
-        Ok(Some(said))
-    }
-
-    /// The likeliest token behind each of the rows `of`.
-    pub(crate) fn likeliest(&mut self, ids: &[i64], rows: &Arc<PagedRows>, of: &[i64]) -> Result<Vec<i64>> {
-        if let Some(steps) = &mut self.steps
-            && of.len() == ids.len()
-            && let Some(next) = steps.run(&self.model, ids, rows, &mut self.state)?
-        {
-            return Ok(next.likeliest.iter().map(|(token, _)| *token).collect());
-        }
-        let pass = Pass { ids: ids.to_vec(), rows: Arc::clone(rows), of_logits: of.to_vec() };
-        let Some(logits) = self.compute(&pass)?.1 else { return Ok(Vec::new()) };
-        Ok(lines(&logits)?.iter().map(|row| likeliest(row) as i64).collect())
-    }
-
-    fn hidden(&mut self, ids: &[i64], rows: &Arc<PagedRows>) -> Result<Tensor> {
-        Ok(match &self.steps {
-            Some(steps) => steps.hidden(&self.model, ids, rows, &mut self.state)?,
-            None => self.model.run_pages(ids, rows, &mut self.state)?,
-        })
-    }
-
-    fn rows(&self, hidden: &Tensor, rows: &[i64]) -> Result<Tensor> {
-        Ok(ops::index_select(hidden, 0, &Tensor::from_slice(rows, [rows.len()], &self.device)?)?)
-    }
-}
-
-fn lines(tensor: &Tensor) -> Result<Vec<Vec<f32>>> {
-    let width = tensor.shape().last().max(1);
-    Ok(ops::cast(tensor, DType::F32)?.to_vec::<f32>()?.chunks(width).map(<[f32]>::to_vec).collect())
+    Ok(None)
 }

@@ -11,7 +11,7 @@ use ferrospeed_comm::Group;
 use ferrospeed_tensor::{PagedRows, PagedSequence};
 
 use crate::error::{Result, ServeError};
-use crate::model::Runner;
+use crate::runner::Runner;
 
 /// How long the first rank is silent at most. Far below any deadline of a collective.
 const LONGEST_SILENCE: Duration = Duration::from_secs(5);

@@ -192,12 +192,10 @@ fn weights_of_few_bits_are_served_and_their_answers_do_not_depend_on_company() {
     for (bits, folder) in cases {
         let start = |limits: Limits, folder: &tempfile::TempDir| {
             let options = OpenOptions {
-                dtype: None,
                 packed: Some(bits),
                 cache_bytes: 1 << 20,
                 running: 16,
-                name: None,
-                slices: None,
+                ..OpenOptions::default()
             };
             let (facts, runner, blocks) =
                 open(&folder.path().join("tiny"), &options, &Device::cpu()).unwrap();
@@ -224,14 +222,7 @@ fn a_smaller_models_guesses_change_no_token_and_a_good_ones_spare_passes() {
                 None => Engine::start(facts, runner, blocks, LIMITS),
                 Some(draft) => {
                     let (path, device) = (draft.path().join("tiny"), Device::cpu());
-                    let options = OpenOptions {
-                        dtype: None,
-                        packed: None,
-                        cache_bytes: 1,
-                        running: 1000,
-                        name: None,
-                        slices: None,
-                    };
+                    let options = OpenOptions { cache_bytes: 1, running: 1000, ..OpenOptions::default() };
                     let Err(ServeError::CacheTooSmall { block_bytes, .. }) =
                         Draft::open(&path, &options, &device, &facts, 4)
                     else {
@@ -284,8 +275,7 @@ fn a_draft_of_another_vocabulary_is_refused() {
     )
     .unwrap();
     let (facts, ..) = opened(&folder, 8);
-    let options =
-        OpenOptions { dtype: None, packed: None, cache_bytes: 1 << 20, running: 4, name: None, slices: None };
+    let options = OpenOptions { cache_bytes: 1 << 20, running: 4, ..OpenOptions::default() };
     let refused = Draft::open(&other.path().join("tiny"), &options, &Device::cpu(), &facts, 4);
     let why = refused.err().expect("it knows other tokens").to_string();
     assert!(why.contains("vocabulary of 128") && why.contains("256"), "{why}");
@@ -338,12 +328,10 @@ fn a_model_in_slices_writes_what_the_whole_one_writes() {
                 std::thread::spawn(move || {
                     let group = world.group().clone();
                     let options = OpenOptions {
-                        dtype: None,
-                        packed: None,
                         cache_bytes: 1 << 20,
                         running: 16,
-                        name: None,
                         slices: Some(group.clone()),
+                        ..OpenOptions::default()
                     };
                     let device = Device::cpu_with_threads(1);
                     let (facts, runner, blocks) = open(&path, &options, &device).unwrap();

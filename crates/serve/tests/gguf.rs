@@ -46,11 +46,9 @@ fn texts_have_the_tokens_of_the_tokenizer_that_the_file_was_made_from() {
 fn a_file_is_served_with_its_template_and_writes_what_transformers_writes() {
     let options = OpenOptions {
         dtype: Some("float32".into()),
-        packed: None,
         cache_bytes: 1 << 20,
         running: 4,
-        name: None,
-        slices: None,
+        ..OpenOptions::default()
     };
     let (facts, runner, blocks) = open(&folder().join("llama.gguf"), &options, &Device::cpu()).unwrap();
     assert_eq!((facts.name.as_str(), &facts.end_tokens[..]), ("llama", &[2, 2][..]));

@@ -24,6 +24,9 @@ pub enum TrainError {
     /// The model could not be built, read or written.
     #[error(transparent)]
     Model(#[from] ferrospeed_models::ModelError),
+    /// The trained model could not write.
+    #[error("sample: {0}")]
+    Sample(#[from] ferrospeed_serve::inference::InferenceError),
     /// The data could not be read.
     #[error(transparent)]
     Data(#[from] ferrospeed_data::DataError),

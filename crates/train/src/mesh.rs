@@ -30,11 +30,6 @@ impl MeshSizes {
         [self.pipe, self.sequence, self.tensor].iter().fold(1, |ranks, size| ranks.saturating_mul(size.get()))
     }
 
-    /// Whether ranks hold different parts of the model.
-    pub(crate) fn divides_model(self) -> bool {
-        [self.pipe, self.tensor, self.expert].iter().any(|size| size.get() > 1)
-    }
-
     /// Lays a world out.
     pub(crate) fn over(self, world: &World) -> Result<Mesh> {
         let data = world.size() / self.ranks_of_a_sample();

@@ -72,7 +72,7 @@ pub struct Job<'a> {
 struct Run<'a> {
     recipe: &'a Recipe,
     engine: Engine,
-    model: Decoder,
+    model: Arc<Decoder>,
     /// Its Hugging Face `config.json`.
     model_config: Value,
     sequences: Sequences,
@@ -137,9 +137,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
         stages => initialize_pipeline(&setup, stages, &model, model.parameters(), options)?,
     };
-    if recipe.sample.is_some() && recipe.mesh().divides_model() {
+    if recipe.sample.is_some() && engine.is_pipeline() {
         all_warnings.push(
-            "sample: no rank holds all of a model in stages or slices, or with experts on several ranks, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
+            "sample: no rank holds all of a model in stages, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
         );
     }
 
@@ -157,7 +157,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         flops_per_token: flops_per_token(&model, recipe.data.sequence),
         recipe,
         engine,
-        model,
+        model: Arc::new(model),
         model_config,
         sequences,
         codec,

@@ -79,6 +79,8 @@ pub enum Pass {
     Train,
     /// Forward alone.
     Evaluate,
+    /// The next tokens of texts, whose keys and values are kept.
+    Generate,
 }
 
 enum Order {

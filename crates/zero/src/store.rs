@@ -287,12 +287,12 @@ impl ZeroStore {
 
     /// Tells the store that a pass begins, so that stage 3 can follow the right order of reads.
     pub fn begin_pass(&self, pass: Pass) {
-        if pass == Pass::Evaluate {
+        if pass != Pass::Train {
             // It may be one of many, which are better off gathering ahead.
             self.attached.updates.wait_for_end();
         }
         if let Some(residency) = &mut self.attached.lock().residency {
-            residency.fetches_ahead |= pass == Pass::Evaluate;
+            residency.fetches_ahead |= pass != Pass::Train;
             residency.begin(pass);
         }
     }

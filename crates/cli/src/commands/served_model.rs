@@ -8,9 +8,11 @@ use ferrospeed_comm::Group;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::draft::Draft;
 use ferrospeed_serve::engine::Engine;
-use ferrospeed_serve::model::{self, ModelFacts, OpenOptions, Runner, open};
+use ferrospeed_serve::model::{self, ModelFacts, OpenOptions, open};
+use ferrospeed_serve::runner::Runner;
 use ferrospeed_serve::speculate::Speculation;
 use ferrospeed_serve::together;
+use ferrospeed_serve::weights_home::WeightsHome;
 use ferrospeed_tensor::{Device, PackedBits};
 
 use super::device::DeviceChoice;
@@ -28,6 +30,10 @@ pub(crate) struct ServedModel {
     /// Hold the weights of linear layers in fewer bits; fp8 needs a GPU that multiplies such [default: as the files do]
     #[arg(long, value_name = "BITS", value_parser = ["int8", "int4", "fp8"])]
     quantize: Option<String>,
+    /// Where weights wait until a pass needs them: `host` (a GPU's), or a directory on a fast disk, for models that are larger than
+    /// memory [default: where they are used]
+    #[arg(long, value_name = "PLACE")]
+    weights_in: Option<PathBuf>,
     /// Guess tokens ahead, so that a pass may settle several: `lookup` takes what followed earlier in the text, `draft` asks
     /// --draft-model. Answers stay the same
     #[arg(long, value_name = "HOW", value_parser = ["lookup", "draft"], requires_if("draft", "draft_model"))]
@@ -75,6 +81,7 @@ impl ServedModel {
             (self.dtype.is_some(), "--dtype"),
             (self.quantize.is_some(), "--quantize"),
             (self.speculate.is_some(), "--speculate"),
+            (self.weights_in.is_some(), "--weights-in"),
             (self.max_length.is_some(), "--max-length"),
         ];
         given.into_iter().find(|(given, _)| *given).map(|(_, name)| name)
@@ -112,6 +119,11 @@ impl ServedModel {
             running: self.max_running,
             name: name.map(str::to_owned),
             slices: slices.cloned(),
+            home: match &self.weights_in {
+                None => WeightsHome::Device,
+                Some(place) if place.as_os_str() == "host" => WeightsHome::host(),
+                Some(directory) => WeightsHome::disk(directory),
+            },
         }
     }
 
@@ -139,7 +151,13 @@ impl ServedModel {
             (Some("draft"), Some(path)) => {
                 let draft = Draft::open(
                     path,
-                    &OpenOptions { packed: None, name: None, slices: None, ..options },
+                    &OpenOptions {
+                        packed: None,
+                        name: None,
+                        slices: None,
+                        home: WeightsHome::Device,
+                        ..options
+                    },
                     &device,
                     &facts,
                     tokens,

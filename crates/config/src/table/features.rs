@@ -264,13 +264,18 @@ pub(super) const AIO: &[Key] = &[
 
 /// `hybrid_engine`.
 pub(super) const HYBRID_ENGINE: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn it on."),
-    key("max_out_tokens", POSITIVE_COUNT, "512", "Longest generated text."),
-    key("inference_tp_size", POSITIVE_COUNT, "1", "Tensor-parallel size while generating."),
-    key("release_inference_cache", Kind::Bool, "false", "Free the cache after generating."),
-    key("pin_parameters", Kind::Bool, "true", "Page-lock offloaded parameters."),
-    key("tp_gather_partition_size", POSITIVE_COUNT, "8", "Layers gathered at once."),
-    key("enable_cuda_graph", Kind::Bool, "false", "Replay the steps of generation as graphs."),
+    key("enabled", Kind::Bool, "false", "Turn it on: the model in training generates (`serve::hybrid`).")
+        .done(),
+    key("max_out_tokens", POSITIVE_COUNT, "512", "Tokens of a prompt and its continuation, at most.").done(),
+    key("inference_tp_size", POSITIVE_COUNT, "1", "Tensor-parallel size while generating.")
+        .inert("generation uses the slices that training has"),
+    key("release_inference_cache", Kind::Bool, "false", "Free the cache after generating.").done(),
+    key("pin_parameters", Kind::Bool, "true", "Page-lock offloaded parameters.")
+        .inert("`offload_param.pin_memory` says so"),
+    key("tp_gather_partition_size", POSITIVE_COUNT, "8", "Layers gathered at once.")
+        .inert("`stage3_prefetch_bucket_size` says how much is gathered ahead"),
+    key("enable_cuda_graph", Kind::Bool, "false", "Replay the steps of generation as graphs.")
+        .inert("they are recorded wherever weights stay in their place"),
 ];
 
 /// `nebula`.

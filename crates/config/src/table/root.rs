@@ -246,7 +246,8 @@ pub const ROOT: &[Key] = &[
         Kind::Section(HYBRID_ENGINE, Form::Schema),
         "{}",
         "Switch one model between training and generation.",
-    ),
+    )
+    .done(),
     key(
         "weight_quantization",
         Kind::Section(WEIGHT_QUANTIZATION, Form::Schema),

@@ -92,7 +92,7 @@ impl Decoder {
         let count = ids.len();
         let ids = Tensor::from_slice(ids, [1, count], &device)?;
         let pass = || self.run_at(&ids, &places, Some(state), Mode::Evaluate, None);
-        let (hidden, _) = autograd::no_grad(|| rows_alone(pass))?;
+        let (hidden, _) = autograd::no_grad(|| rows_alone(|| tensor_parallel::with_all_tokens(pass)))?;
         Ok(hidden.view([count, self.config.embedding_width])?)
     }
 

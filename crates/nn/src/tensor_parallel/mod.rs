@@ -22,6 +22,8 @@ pub(crate) use loss::expect_entries;
 pub use loss::{cross_entropy, linear_cross_entropy};
 
 use ferrospeed_collective::ops;
+use std::cell::Cell;
+
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError, ops as plain, random};
 
@@ -41,6 +43,23 @@ pub enum Between {
 pub struct Slices {
     group: Group,
     between: Between,
+}
+
+thread_local! {
+    static ALL_TOKENS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a forward whose tokens no number of ranks need divide, such as the next token of one text: all ranks have all of them,
+/// whatever they have in training.
+pub fn with_all_tokens<R>(work: impl FnOnce() -> R) -> R {
+    struct Before(bool);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            ALL_TOKENS.set(self.0);
+        }
+    }
+    let _before = Before(ALL_TOKENS.replace(true));
+    work()
 }
 
 /// The dim of tokens between the cuts: `[batch, tokens, width]`.
@@ -63,15 +82,15 @@ impl Slices {
         &self.group
     }
 
-    /// What they have between the cuts.
+    /// What they have between the cuts: what they were made with, or all tokens [where each row counts](with_all_tokens).
     pub fn between(&self) -> Between {
-        self.between
+        if ALL_TOKENS.get() { Between::AllTokens } else { self.between }
     }
 
     /// From what ranks have between the cuts to the input of layers whose outputs are cut, once for all that read it.
     /// Backward, the ranks' gradients are summed.
     pub fn enter(&self, x: &Tensor) -> Result<Tensor> {
-        match self.between {
+        match self.between() {
             Between::AllTokens => Ok(ops::enter(x, &self.group)?),
             Between::OwnTokens => Ok(ops::all_gather(x, TOKENS, &self.group)?),
         }
@@ -79,7 +98,7 @@ impl Slices {
 
     /// From a summand on each rank to what they have between the cuts.
     pub fn leave(&self, x: &Tensor) -> Result<Tensor> {
-        match self.between {
+        match self.between() {
             Between::AllTokens => Ok(ops::leave(x, &self.group)?),
             Between::OwnTokens => {
                 self.check_tokens(x)?;
@@ -90,7 +109,7 @@ impl Slices {
 
     /// Of something that all ranks have of every token, and that has no gradient, what is for this rank's tokens.
     pub fn own_tokens(&self, x: &Tensor) -> Result<Tensor> {
-        if self.between == Between::AllTokens {
+        if self.between() == Between::AllTokens {
             return Ok(x.clone());
         }
         self.check_tokens(x)?;
@@ -112,13 +131,13 @@ impl Slices {
     /// Runs what each rank computes for its own tokens with random numbers that are its own; what all compute alike, as it
     /// is.
     pub fn between_cuts<R>(&self, work: impl FnOnce() -> R) -> R {
-        if self.between == Between::OwnTokens { self.own_numbers(work) } else { work() }
+        if self.between() == Between::OwnTokens { self.own_numbers(work) } else { work() }
     }
 
     /// Runs what each rank computes for its own heads with random numbers that are its own. Between the cuts they are already
     /// where each has tokens of its own.
     pub(crate) fn within_cuts<R>(&self, work: impl FnOnce() -> R) -> R {
-        if self.between == Between::AllTokens { self.own_numbers(work) } else { work() }
+        if self.between() == Between::AllTokens { self.own_numbers(work) } else { work() }
     }
 
     fn own_numbers<R>(&self, work: impl FnOnce() -> R) -> R {

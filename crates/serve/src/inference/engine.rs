@@ -19,6 +19,7 @@ use crate::model::{OpenOptions, open};
 use crate::request::{Event, Request, Work};
 use crate::sampling::SamplingOptions;
 use crate::together;
+use crate::weights_home::WeightsHome;
 
 /// Sequences that a call of [`InferenceEngine::generate`] works on at once.
 const RUNNING: usize = 64;
@@ -28,12 +29,11 @@ const PASS_TOKENS: usize = 512;
 const CALL_TIME: Duration = Duration::from_secs(24 * 3600);
 
 /// Settings that change nothing here, and why.
-const WITHOUT_EFFECT: [(&str, &str); 11] = [
+const WITHOUT_EFFECT: [(&str, &str); 10] = [
     ("replace_with_kernel_inject", "the engine's own kernels are always used"),
     ("enable_cuda_graph", "a GPU records passes wherever it can"),
     ("use_triton", "there is no Triton here"),
     ("triton_autotune", "there is no Triton here"),
-    ("zero", "weights are held whole; shard them with ZeRO-3 in the training engine"),
     ("triangular_masking", "a decoder's tokens never see what follows"),
     ("quant", "weights keep the type that dtype names"),
     ("set_empty_params", "weights are read once, into their place"),
@@ -122,6 +122,7 @@ pub fn init_inference_on(
         running: 1,
         name: None,
         slices: slices.clone(),
+        home: WeightsHome::of_section(&config.values()["zero"]),
     };
     // Room for as many sequences of the longest length as run at once, which is what DeepSpeed's workspace holds.
     let most = config.max_out_tokens();
@@ -144,6 +145,10 @@ pub fn init_inference_on(
         if config.given().contains(&key) {
             warnings.push(format!("{key} has no effect: {why}"));
         }
+    }
+    if config.given().contains(&"zero") && !options.home.is_away(device) {
+        let why = "weights are where they are used; stage 3 with offload_param to the host of a GPU, or to nvme, keeps them elsewhere";
+        warnings.push(format!("zero has no effect: {why}"));
     }
     Ok(InferenceEngine { seat, ranks, config, warnings })
 }

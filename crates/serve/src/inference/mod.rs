@@ -77,6 +77,14 @@ pub enum InferenceError {
         /// What may be.
         most: usize,
     },
+    /// A prompt that the model cannot read.
+    #[error("prompt {number} {why}")]
+    Prompt {
+        /// Its place in the call, from 0.
+        number: usize,
+        /// Why.
+        why: String,
+    },
     /// Times that nobody asked for.
     #[error("model profiling is not enabled")]
     NotProfiling,

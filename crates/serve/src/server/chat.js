@@ -48,7 +48,8 @@ const ask = async (text) => {
   busy(true);
   try {
     const temperature = Number(element("temperature").value);
-    const body = JSON.stringify({ messages: talk, stream: true, temperature });
+    const max_tokens = Math.max(1, Math.floor(Number(element("tokens").value)) || 512);
+    const body = JSON.stringify({ messages: talk, stream: true, temperature, max_tokens });
     const reply = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body, signal: asking.signal });
     if (!reply.ok) throw new Error((await reply.json()).error.message);
     await read(reply.body, (event) => {

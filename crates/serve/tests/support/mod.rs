@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use ferrospeed_models::directory::{WriteOptions, create};
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::engine::Engine;
-use ferrospeed_serve::model::{ModelFacts, OpenOptions, Runner, open};
+use ferrospeed_serve::model::{ModelFacts, OpenOptions, open};
+use ferrospeed_serve::runner::Runner;
 use ferrospeed_serve::server::{Server, ServerOptions};
 use ferrospeed_tensor::Device;
 use serde_json::{Value, json};
@@ -63,14 +64,7 @@ pub(crate) fn opened(folder: &TempDir, blocks: u64) -> (Arc<ModelFacts>, Runner,
 }
 
 pub(crate) fn opened_on(folder: &TempDir, blocks: u64, device: &Device) -> (Arc<ModelFacts>, Runner, u32) {
-    let options = OpenOptions {
-        dtype: None,
-        packed: None,
-        cache_bytes: u64::MAX,
-        running: 1,
-        name: None,
-        slices: None,
-    };
+    let options = OpenOptions { cache_bytes: u64::MAX, running: 1, ..OpenOptions::default() };
     let path = folder.path().join("tiny");
     // A cache of so many blocks: what one takes is told when it does not fit.
     let probe = open(&path, &OpenOptions { cache_bytes: 1, ..options.clone() }, device);

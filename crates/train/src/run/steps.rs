@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 use ferrospeed_comm::{ASKED_FOR, ReduceOp};
 use ferrospeed_data::{Sampler, Split};
 use ferrospeed_engine::StepReport;
-use ferrospeed_models::Tokens;
-use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
+use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_observe::trace::Activity;
 use ferrospeed_observe::{EvalRecord, StepRecord};
+use ferrospeed_serve::hybrid::{HybridEngine, HybridOptions};
+use ferrospeed_serve::inference::engine::GenerateCall;
+use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::Tensor;
 
 use super::{Progress, Run, RunInfo};
@@ -181,7 +183,7 @@ impl Run<'_> {
 
     /// Takes a step on some micro-batches; returns their mean loss, of this rank's or of all, and what became of it.
     fn train_on(&mut self, batches: Vec<Tensor>) -> Result<(f32, StepReport)> {
-        let model = &self.model;
+        let model: &Decoder = &self.model;
         if self.engine.stage().1 > 1 {
             let labelled = |micro: usize| {
                 Ok::<_, TrainError>((Tokens::new(batches[micro].clone()), batches[micro].clone()))
@@ -204,7 +206,7 @@ impl Run<'_> {
 
     /// The loss of some tokens, without gradients.
     fn loss_of(&mut self, ids: &Tensor) -> Result<f32> {
-        let model = &self.model;
+        let model: &Decoder = &self.model;
         if self.engine.stage().1 > 1 {
             let labelled = |_| Ok::<_, TrainError>((Tokens::new(ids.clone()), ids.clone()));
             return Ok(self.engine.eval_losses(model, 1, labelled)?[0]);
@@ -241,34 +243,34 @@ impl Run<'_> {
         Ok(EvalRecord { step, loss: (sums[0] / sums[1].max(1.0)) as f32, tokens })
     }
 
-    /// Lets the model write. All ranks do, since in stage 3 they hold its weights together.
+    /// Lets the model write, on the weights as they are. All ranks do, since they may hold them together.
     pub(super) fn sample(&self) -> Result<Option<String>> {
         let Some(sample) = &self.recipe.sample else { return Ok(None) };
-        if self.recipe.mesh().divides_model() {
+        if self.engine.is_pipeline() {
             return Ok(None);
         }
         // Data that was tokens from the start has no text to show.
         let Some(codec) = &self.codec else { return Ok(None) };
         let prompt: Vec<i64> = codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect();
-        let room = (self.recipe.data.sequence as usize).saturating_sub(prompt.len());
-        let sampling = if sample.temperature == 0.0 {
-            Sampling::Greedy
-        } else {
-            Sampling::Random {
+        let longest = self.model.longest_paged().min(self.recipe.data.sequence as usize);
+        let call = GenerateCall {
+            max_new_tokens: (sample.tokens as usize).min(longest.saturating_sub(prompt.len())),
+            sampling: SamplingOptions {
                 temperature: sample.temperature,
                 top_k: Some(50),
-                top_p: None,
                 seed: self.recipe.seed,
-            }
-        };
-        let options = GenerateOptions {
-            max_new_tokens: (sample.tokens as usize).min(room),
-            sampling,
+                ..SamplingOptions::default()
+            },
             end_tokens: codec.end_token().map(i64::from).into_iter().collect(),
-            pad_token: 0,
+            ..GenerateCall::default()
         };
-        let device = self.engine.device();
-        let written = generate(&self.model, &[prompt], None, &options, device, &mut |_, _| {})?;
+        // A prompt that fills a sequence is shown as it is.
+        if call.max_new_tokens == 0 {
+            return Ok(Some(codec.decode(&prompt)?));
+        }
+        let options = HybridOptions { max_out_tokens: longest, release_inference_cache: true };
+        let mut hybrid = HybridEngine::with(&self.engine, self.model.clone(), options)?;
+        let written = hybrid.generate(&[prompt], &call)?;
         Ok(Some(codec.decode(&written[0])?))
     }
 }
