@@ -42,18 +42,7 @@ impl ModelFiles {
             return Err(ModelError::file(path, "does not exist"));
         }
         if !gguf::is_gguf(path) {
-            // What the directory says it is comes first: a model that we do not know needs no weights to be refused.
-            let config = read_json(&path.join("config.json"))?;
-            ModelConfig::from_value(&config, WindowRule::default())?;
-            let weights = WeightFiles::open_directory(path)?;
-            let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());
-            return Ok(ModelFiles {
-                path: path.to_path_buf(),
-                config,
-                weights,
-                dtype: stored.unwrap_or(DType::F32),
-                text: TextFiles::In(path.to_path_buf()),
-            });
+            return ModelFiles::in_directory(path, || WeightFiles::open_directory(path));
         }
         let opened = gguf::open(path)?;
         let beside = path.with_file_name("tokenizer.json");
@@ -73,6 +62,26 @@ impl ModelFiles {
             weights: opened.weights,
             dtype: opened.dtype,
             text: TextFiles::Held { tokenizer, config: opened.tokenizer_config },
+        })
+    }
+
+    /// Opens a Hugging Face directory whose weights are in these files.
+    pub fn open_with_weights(directory: &Path, weights: &[PathBuf]) -> Result<ModelFiles> {
+        ModelFiles::in_directory(directory, || WeightFiles::open(weights))
+    }
+
+    fn in_directory(path: &Path, weights: impl FnOnce() -> Result<WeightFiles>) -> Result<ModelFiles> {
+        // What the directory says it is comes first: a model that we do not know needs no weights to be refused.
+        let config = read_json(&path.join("config.json"))?;
+        ModelConfig::from_value(&config, WindowRule::default())?;
+        let weights = weights()?;
+        let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());
+        Ok(ModelFiles {
+            path: path.to_path_buf(),
+            config,
+            weights,
+            dtype: stored.unwrap_or(DType::F32),
+            text: TextFiles::In(path.to_path_buf()),
         })
     }
 

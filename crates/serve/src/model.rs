@@ -1,6 +1,6 @@
 //! A model that is ready to serve: weights in memory, tokenizer, chat template, cache.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
@@ -51,6 +51,8 @@ pub struct OpenOptions {
     pub name: Option<String>,
     /// The ranks that hold the model in slices, all of which open it; the first one serves.
     pub slices: Option<Group>,
+    /// The files with its weights, where those are not in the directory.
+    pub weights: Option<Vec<PathBuf>>,
     /// Where the weights wait until a pass needs them.
     pub home: WeightsHome,
 }
@@ -65,6 +67,7 @@ impl Default for OpenOptions {
             running: 64,
             name: None,
             slices: None,
+            weights: None,
             home: WeightsHome::Device,
         }
     }
@@ -93,7 +96,10 @@ pub fn check(path: &Path, slices: usize) -> Result<()> {
 
 /// Opens the model in a Hugging Face directory or a GGUF file; also says how many blocks its cache has.
 pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<ModelFacts>, Runner, u32)> {
-    let files = ModelFiles::open(path)?;
+    let files = match &options.weights {
+        Some(weights) => ModelFiles::open_with_weights(path, weights)?,
+        None => ModelFiles::open(path)?,
+    };
     let ModelConfig::Decoder(config) = files.model()? else {
         return Err(ServeError::NoDecoder(path.to_path_buf()));
     };

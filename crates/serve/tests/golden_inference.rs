@@ -245,8 +245,15 @@ fn what_is_not_built_is_refused_and_what_has_no_effect_is_named() {
         (json!({"tp": {"tp_size": 2}}), "tensor_parallel.tp_size"),
         (json!({"mp_size": 2}), "tensor_parallel.tp_size"),
         (json!({"moe": {"ep_size": 2}}), "moe.ep_size"),
-        (json!({"checkpoint": "x.json"}), "checkpoint"),
-        (json!({"save_mp_checkpoint_path": "x"}), "save_mp_checkpoint_path"),
+        (
+            json!({"checkpoint": {"type": "Megatron", "checkpoints": [], "version": 1}}),
+            "a Megatron checkpoint",
+        ),
+        (
+            json!({"checkpoint": {"type": "ds_model", "version": 1, "checkpoints": {"tp": ["a"]}}}),
+            "a checkpoint in slices",
+        ),
+        (json!({"checkpoint": {}, "save_mp_checkpoint_path": "x"}), "save_mp_checkpoint_path"),
         (json!({"args": {"x": 1}}), "config"),
     ] {
         let error = start(config.clone()).unwrap_err();
@@ -261,6 +268,46 @@ fn what_is_not_built_is_refused_and_what_has_no_effect_is_named() {
         engine.warnings()
     );
     assert!(merged(&json!(1), &Map::new()).is_err());
+}
+
+#[test]
+fn weights_are_read_from_where_a_description_says_and_written_so_that_one_can() {
+    let folder = support::model(&support::families()[0]);
+    let (directory, saved) = (folder.path().join("tiny"), folder.path().join("saved"));
+    let call = GenerateCall { max_new_tokens: 12, ..GenerateCall::default() };
+    let prompts = [vec![1, 2, 3], vec![9]];
+    let written = |directory: &std::path::Path, more: Value| {
+        let mut config = json!({"dtype": "fp32"});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let engine = init_inference(directory, &config, &Map::new(), &Device::cpu())?;
+        engine.generate(&prompts, &call)
+    };
+    let expected = written(&directory, json!({"save_mp_checkpoint_path": saved})).unwrap();
+    // A directory with all but the weights, and the description beside them; as a path, and as an object with a base of its own.
+    let bare = folder.path().join("bare");
+    std::fs::create_dir(&bare).unwrap();
+    std::fs::copy(directory.join("config.json"), bare.join("config.json")).unwrap();
+    let path = saved.join("ds_inference_config.json");
+    assert_eq!(written(&bare, json!({"checkpoint": path})).unwrap(), expected);
+    let mut description: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    description.as_object_mut().unwrap().shift_remove("base_dir");
+    assert_eq!(written(&bare, json!({"checkpoint": description, "base_dir": saved})).unwrap(), expected);
+    // What is wrong with it is told, and nothing that is there is written over.
+    for (change, told) in [
+        (json!({"type": "other"}), "checkpoint type is not supported"),
+        (json!({"checkpoints": ["none.bin"]}), "none.bin"),
+        (json!({"checkpoints": []}), "no list of files"),
+        (json!({"mesh": 1}), "mesh: is not known"),
+    ] {
+        let mut description = description.clone();
+        description.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        let error =
+            written(&bare, json!({"checkpoint": description, "base_dir": saved})).unwrap_err().to_string();
+        assert!(error.contains(told), "{change}: {error}");
+    }
+    let missing = written(&bare, json!({"checkpoint": {"type": "ds_model", "version": 1}})).unwrap_err();
+    assert!(missing.to_string().contains("checkpoints: is missing"), "{missing}");
+    assert!(written(&directory, json!({"save_mp_checkpoint_path": saved})).is_err());
 }
 
 /// The blocks of families that are not loaded here, as transformers 4.40 declares them: linears, and `ln` for layer norms.

@@ -113,7 +113,7 @@ impl PtFile {
     }
 
     /// Where in the file a tensor's elements begin, which lie end to end there. One whose elements lie otherwise is refused.
-    pub(crate) fn start_of(&self, tensor: &StoredTensor) -> Result<u64> {
+    pub fn start_of(&self, tensor: &StoredTensor) -> Result<u64> {
         let size = tensor.dtype.size_bytes();
         let entry = self.entry_of(tensor)?;
         let end = tensor.offset.checked_add(tensor.numel()).and_then(|end| end.checked_mul(size));

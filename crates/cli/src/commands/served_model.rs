@@ -119,6 +119,7 @@ impl ServedModel {
             running: self.max_running,
             name: name.map(str::to_owned),
             slices: slices.cloned(),
+            weights: None,
             home: match &self.weights_in {
                 None => WeightsHome::Device,
                 Some(place) if place.as_os_str() == "host" => WeightsHome::host(),

@@ -1,4 +1,5 @@
-//! Weights in safetensors files, single or sharded, read and written as a stream; those of GGUF files are read likewise.
+//! Weights in safetensors files, single or sharded, read and written as a stream; those of torch's own and of GGUF files are read
+//! likewise.
 
 mod blocks;
 mod check;
@@ -7,6 +8,7 @@ mod packed;
 mod read;
 mod rows;
 mod stacked;
+mod torch;
 mod write;
 
 pub use blocks::BlockForm;

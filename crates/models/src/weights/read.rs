@@ -18,6 +18,7 @@ use crate::weights::dtype_from_file;
 use crate::weights::file::WeightFile;
 use crate::weights::rows::RowOrder;
 use crate::weights::stacked::{InStack, in_memory};
+use crate::weights::torch;
 
 /// Where one tensor lies.
 #[derive(Debug, Clone)]
@@ -63,20 +64,20 @@ pub struct WeightFiles {
 impl WeightFiles {
     /// Whether a directory holds weights that [`WeightFiles::open_directory`] would open.
     pub fn are_in(directory: &Path) -> bool {
-        let [single, index] = names_in(directory);
-        single.is_file() || index.is_file()
+        main_file(directory).is_some()
     }
 
-    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names; where neither is there, torch's
+    /// `pytorch_model.bin`, or the shards that its index names.
     pub fn open_directory(directory: &Path) -> Result<WeightFiles> {
-        let [single, index] = names_in(directory);
-        if single.is_file() {
-            return WeightFiles::open(&[single]);
-        }
-        if !index.is_file() {
-            let why = "holds neither model.safetensors nor model.safetensors.index.json; convert other formats to safetensors first";
+        let Some(main) = main_file(directory) else {
+            let why = format!("holds no weights: none of {} is there", MAIN_FILES.join(", "));
             return Err(ModelError::file(directory, why));
+        };
+        if main.extension() != Some(OsStr::new("json")) {
+            return WeightFiles::open(&[main]);
         }
+        let index = main;
         let parsed = read_json(&index)?;
         let Some(map) = parsed["weight_map"].as_object() else {
             return Err(ModelError::file(&index, "has no object 'weight_map'"));
@@ -131,7 +132,12 @@ impl WeightFiles {
     }
 
     fn add(&mut self, path: &Path) -> Result<()> {
+        if torch::is_torch(path) {
+            let (file, placed) = torch::open(path)?;
+            return self.add_placed(path, file, placed);
+        }
         let (file, metadata) = WeightFile::open(path)?;
+        let mut placed = Vec::new();
         for (name, info) in metadata.tensors() {
             let Some(dtype) = dtype_from_file(info.dtype) else {
                 let why = format!("'{name}' has the type {:?}, which is not supported", info.dtype);
@@ -141,10 +147,20 @@ impl WeightFiles {
                 return Err(ModelError::file(path, format!("'{name}' has {} dimensions", info.shape.len())));
             }
             let bytes = info.data_offsets.0..info.data_offsets.1;
-            let (shape, file) = (info.shape.clone(), self.files.len());
-            let stored = StoredTensor { dtype, shape, file, bytes, rows: RowOrder::Same };
+            let shape = info.shape.clone();
+            placed.push((name.clone(), Placed { dtype, shape, bytes, rows: RowOrder::Same }));
+        }
+        self.add_placed(path, file, placed)
+    }
+
+    fn add_placed(&mut self, path: &Path, file: WeightFile, placed: Vec<(String, Placed)>) -> Result<()> {
+        for (name, Placed { dtype, shape, bytes, rows }) in placed {
+            let stored = StoredTensor { dtype, shape, file: self.files.len(), bytes, rows };
             if let Some(other) = self.tensors.insert(name.clone(), stored) {
-                let first = self.files[other.file].path.display();
+                let first = match self.files.get(other.file) {
+                    Some(file) => file.path.display(),
+                    None => path.display(),
+                };
                 return Err(ModelError::file(path, format!("'{name}' is already in {first}")));
             }
         }
@@ -246,8 +262,16 @@ pub(super) struct Found<'a> {
     pub(super) whole: &'a StoredTensor,
 }
 
-fn names_in(directory: &Path) -> [PathBuf; 2] {
-    ["model.safetensors", "model.safetensors.index.json"].map(|name| directory.join(name))
+/// What a directory's weights begin with, the preferred first.
+const MAIN_FILES: [&str; 4] = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+];
+
+fn main_file(directory: &Path) -> Option<PathBuf> {
+    MAIN_FILES.iter().map(|name| directory.join(name)).find(|path| path.is_file())
 }
 
 impl ParamSource for WeightFiles {

@@ -9,6 +9,7 @@ use ferrospeed_models::{ModelConfig, WindowRule};
 use ferrospeed_tensor::{Device, PackedBits};
 use serde_json::{Map, Value};
 
+use super::checkpoint;
 use super::config::{InferenceConfig, InferenceDtype};
 use super::merge::merged;
 use super::{InferenceError, Result};
@@ -122,8 +123,17 @@ pub fn init_inference_on(
         running: 1,
         name: None,
         slices: slices.clone(),
+        weights: match &config.values()["checkpoint"] {
+            Value::Null => None,
+            described => {
+                Some(checkpoint::files(described, config.values()["base_dir"].as_str().unwrap_or_default())?)
+            }
+        },
         home: WeightsHome::of_section(&config.values()["zero"]),
     };
+    if let (Some(target), 0) = (config.values()["save_mp_checkpoint_path"].as_str(), world.rank()) {
+        checkpoint::save(directory, Path::new(target), dtype, world.size())?;
+    }
     // Room for as many sequences of the longest length as run at once, which is what DeepSpeed's workspace holds.
     let most = config.max_out_tokens();
     let options = OpenOptions { running: sequences_worth(most, directory)?, ..options };
@@ -178,14 +188,16 @@ fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<(&'static str, O
     if values["moe"]["ep_size"].as_i64() != Some(1) {
         return refuse("moe.ep_size", "experts lie on one device; leave it at 1");
     }
-    for (key, why) in [
-        ("checkpoint", "weights are those of the model's directory"),
-        ("save_mp_checkpoint_path", "convert the directory with `ferrospeed model convert`"),
-        ("config", "the model's own config.json counts; change it there"),
-    ] {
+    for (key, why) in [("config", "the model's own config.json counts; change it there")] {
         if !values[key].is_null() {
             return refuse(key, why);
         }
+    }
+    if !values["checkpoint"].is_null() && !values["save_mp_checkpoint_path"].is_null() {
+        return refuse(
+            "save_mp_checkpoint_path",
+            "with checkpoint there is nothing to write: its files are read as they are",
+        );
     }
     match config.dtype() {
         InferenceDtype::Fp16 => Ok(("float16", None)),
