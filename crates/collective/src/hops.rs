@@ -13,8 +13,9 @@
 use std::sync::Arc;
 
 use ferrospeed_comm::{DType as CommType, Group, ReduceOp, Region, Work};
+use ferrospeed_tensor::backend::Runs;
 use ferrospeed_tensor::dtype::{Element, Float};
-use ferrospeed_tensor::{DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Device, Out, Tensor};
 use half::{bf16, f16};
 
 use crate::error::Result;
@@ -143,6 +144,9 @@ fn typed<T: Float + Element + ferrospeed_comm::Element>(
     let host = if device.backend().is_host() { device.clone() } else { Device::cpu() };
     let sent = if device.backend().is_host() {
         packed(hops, parcels, &host, data.host::<T>()?)
+    } else if let Some(packed) = packed_there(hops, parcels, data)? {
+        // What leaves the device is what travels.
+        Room::filled_from(&packed)?.1
     } else {
         let (_, copy) = Room::awaiting(data)?;
         // SAFETY: nobody else has this room.
@@ -164,12 +168,63 @@ fn typed<T: Float + Element + ferrospeed_comm::Element>(
             parcels.unpack_sum(&host, own, &received, factor, unsafe { result.host_mut::<T>()? });
             return Ok(());
         }
+        if unpacked_there(&parcels, own, bytes, hosts, factor, &result)? {
+            return Ok(());
+        }
         let (room, landing) = Room::awaiting(&result)?;
         // SAFETY: nobody else has this room.
         parcels.unpack_sum(&host, own, &received, factor, unsafe { landing.as_mut_slice::<T>() });
         room.land(&result)
     };
     Ok(Pending::finished_by(work, finish))
+}
+
+/// The order in which parcels are sent: by place and then by host.
+fn order(hops: &Hops) -> impl Iterator<Item = usize> {
+    (0..hops.places()).flat_map(move |place| (0..hops.hosts()).map(move |host| hops.rank(host, place)))
+}
+
+/// All parcels, in the order in which they are sent, packed by the device that has the values; `None` where it cannot.
+fn packed_there(hops: &Hops, parcels: &Parcels, data: &Tensor) -> Result<Option<Tensor>> {
+    let ranks = hops.places() * hops.hosts();
+    let (backend, bytes) =
+        (data.device().backend(), (0..ranks).map(|rank| parcels.bytes(rank)).sum::<usize>());
+    let packed = Tensor::empty_in([bytes], DType::U8, data.device(), Category::Buffers)?;
+    let mut out = 0;
+    for rank in order(hops) {
+        let mut start: usize = (0..rank).map(|earlier| parcels.numel(earlier)).sum();
+        for run in &parcels.0[rank] {
+            let values = data.slice(start, [run.numel])?;
+            if !backend.pack_run(run.packing.form(), &values, Out::of_device(&packed)?, out)? {
+                return Ok(None);
+            }
+            (start, out) = (start + run.numel, out + run.packing.bytes(run.numel));
+        }
+    }
+    Ok(Some(packed))
+}
+
+/// `result` becomes the sum of what arrived for a rank, times `factor`, by the device that has it; `false` where it cannot.
+fn unpacked_there(
+    parcels: &Parcels,
+    rank: usize,
+    arrived: &[u8],
+    sources: usize,
+    factor: f32,
+    result: &Tensor,
+) -> Result<bool> {
+    let bytes = Tensor::from_slice(arrived, [arrived.len()], result.device())?;
+    let (mut start, mut first) = (0, 0);
+    for run in &parcels.0[rank] {
+        let runs = Runs { bytes: &bytes, first, stride: parcels.bytes(rank), count: sources };
+        let place = result.slice(start, [run.numel])?;
+        let backend = result.device().backend();
+        if !backend.unpack_sum(run.packing.form(), runs, factor, Out::of_device(&place)?)? {
+            return Ok(false);
+        }
+        (start, first) = (start + run.numel, first + run.packing.bytes(run.numel));
+    }
+    Ok(true)
 }
 
 fn piece(bytes: &[u8], index: usize, len: usize) -> &[u8] {
@@ -188,8 +243,7 @@ fn packed<T: Float>(hops: &Hops, parcels: &Parcels, device: &Device, values: &[T
     }
     // SAFETY: the region was just made and nobody else knows it.
     let mut rest = unsafe { sent.as_mut_slice::<u8>() };
-    for rank in (0..hops.places()).flat_map(|place| (0..hops.hosts()).map(move |host| hops.rank(host, place)))
-    {
+    for rank in order(hops) {
         let (parcel, later) = rest.split_at_mut(parcels.bytes(rank));
         parcels.pack(device, rank, &values[starts[rank]..starts[rank] + parcels.numel(rank)], parcel);
         rest = later;

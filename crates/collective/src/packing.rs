@@ -6,6 +6,7 @@
 //! held what is no number is nothing but NaN in them.
 
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::backend::RunForm;
 use ferrospeed_tensor::cpu::quantize::{Bits, Format, Quantized};
 use ferrospeed_tensor::dtype::Float;
 
@@ -33,6 +34,14 @@ impl Packing {
             Packing::Exact => None,
             Packing::Eight => Some((Format { bits: Bits::Eight, symmetric: true }, LARGEST_GROUP)),
             Packing::Four => Some((Format { bits: Bits::Four, symmetric: true }, 512)),
+        }
+    }
+
+    /// The same for the kernels of a device.
+    pub const fn form(self) -> RunForm {
+        match self.integers() {
+            None => RunForm::Exact,
+            Some((Format { bits, .. }, group)) => RunForm::Turned { bits, group },
         }
     }
 

@@ -1,5 +1,5 @@
 //! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
-//! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, the
+//! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, packing for the wire in `bench_wire.rs`, the
 //! optimizer's pass over memory in `bench_optimizer.rs`, pipelines in `bench_pipeline.rs`, looking at steps in `bench_profile.rs`, disks in `bench_io.rs`, serving in
 //! `bench_serve.rs`.
 //!
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::{
     bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_io, bench_model, bench_optimizer,
-    bench_pipeline, bench_profile, bench_serve, place,
+    bench_pipeline, bench_profile, bench_serve, bench_wire, place,
 };
 use crate::failure::Failure;
 
@@ -50,6 +50,8 @@ enum What {
     Profile(bench_profile::ProfileBenchArgs),
     /// Collectives between ranks
     Comm(Box<bench_comm::CommArgs>),
+    /// Values packed for the wire and back, beside what the memory gives
+    Wire(bench_wire::WireBenchArgs),
     /// Serving: tokens per second, and how long clients wait
     Serve(Box<bench_serve::ServeBenchArgs>),
     /// A disk's reads and writes, and an optimizer step whose states are there
@@ -111,6 +113,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         What::Pipeline(args) => return bench_pipeline::run(args),
         What::Profile(args) => return bench_profile::run(args),
         What::Comm(args) => return bench_comm::run(args),
+        What::Wire(args) => return bench_wire::run(args),
         What::Serve(args) => return bench_serve::run(args),
         What::Io(args) => return bench_io::run(args),
         What::Checkpoint(args) => {

@@ -15,6 +15,7 @@ mod bench_parts;
 mod bench_pipeline;
 mod bench_profile;
 mod bench_serve;
+mod bench_wire;
 mod chat;
 mod checkpoint;
 mod completions;

@@ -7,6 +7,7 @@
 mod attention;
 mod copies;
 mod grouped;
+mod integers;
 mod memory;
 mod pointwise;
 mod products;
@@ -18,6 +19,7 @@ mod work;
 pub use attention::{Attention, AttentionSpec, Heads, HeadsOut, WeightGrid};
 pub use copies::{Copies, ReadLater};
 pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
+pub use integers::{Integers, RunForm, Runs};
 pub use memory::{Memory, RawBlock};
 pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
 pub use products::{Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
@@ -34,9 +36,12 @@ use crate::error::Result;
 use crate::memory::{Category, MemoryUsage};
 
 /// A device: memory and kernels.
-pub trait Backend: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates {}
+pub trait Backend:
+    Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers
+{
+}
 
-impl<T: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates> Backend for T {}
+impl<T: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers> Backend for T {}
 
 /// A handle to a backend; cheap to clone, equal when it is the same object.
 #[derive(Clone)]

@@ -608,3 +608,5 @@ impl Sums for CpuBackend {
 }
 
 impl Updates for CpuBackend {}
+
+impl Integers for CpuBackend {}

@@ -17,6 +17,7 @@ mod gemm;
 mod graph;
 mod grouped;
 mod image;
+mod integers;
 mod layout;
 mod memory;
 mod norm;

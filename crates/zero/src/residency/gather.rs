@@ -10,7 +10,7 @@ use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use super::{Residency, Sharded};
 use crate::error::Result;
-use crate::home::{Coming, Flat};
+use crate::home::{Coming, Flat, moved_to};
 use crate::memory::part;
 use crate::quantized;
 
@@ -112,6 +112,9 @@ impl Residency {
             return self.bring(params);
         }
         let mut pairs = Vec::with_capacity(params.len());
+        // What waits on the host is packed there: less goes to the device.
+        let is_here = |param: &usize| self.flats[self.params[*param].flat].1.is_here(&self.device);
+        let packer = if params.iter().all(is_here) { self.device.clone() } else { Device::cpu() };
         let mut reads = ReadAhead::new(params, self.limits.reads);
         for &param in params {
             let sharded = &self.params[param];
@@ -121,17 +124,16 @@ impl Residency {
             match (way, &self.whole[param].near) {
                 (Way::Near, Some(near)) => pairs.push((near.clone(), value.clone())),
                 (Way::Quantized, _) => {
-                    let host = Device::cpu();
                     let kept = match flat {
                         Flat::Packed(packed) => packed.message(sharded.start, sharded.share)?,
                         _ => None,
                     };
                     let own = match kept {
-                        Some(message) => message,
-                        None => quantized::quantized(&flat.read(sharded.start, sharded.share, &host)?)?,
+                        Some(message) => moved_to(message, &packer)?,
+                        None => quantized::quantized(&flat.read(sharded.start, sharded.share, &packer)?)?,
                     };
                     let bytes = own.numel() * group.size();
-                    let arriving = Tensor::empty_in([bytes], DType::U8, &host, Category::Buffers)?;
+                    let arriving = Tensor::empty_in([bytes], DType::U8, &packer, Category::Buffers)?;
                     self.whole[param].arriving = Some(arriving.clone());
                     pairs.push((own, arriving));
                 }
