@@ -2,12 +2,13 @@
 //!
 //! Each parameter's update is scaled by ‖weights‖ / ‖update‖. A parameter may be spread over ranks, so a step is two
 //! passes with the exchange of norms between them: [`Lamb::direction`] leaves the update in a buffer, the caller
-//! finds both norms of each whole parameter (see [`crate::norm`]), [`Lamb::apply`] moves the weights.
+//! finds both norms of each whole parameter (see [`crate::norm`]), [`Lamb::apply`] moves the weights. Who has no room for
+//! the updates of all weights finds those of some again with [`Lamb::direction_again`].
 
 use ferrospeed_tensor::backend::Update;
 
 use crate::GroupOptions;
-use crate::stretch::Rule;
+use crate::stretch::{Rule, Stretch, run};
 
 /// LAMB's fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,9 +39,30 @@ impl Rule<3> for Direction {
     fn update(&self, weight: f32, gradient: f32, [m, v, direction]: &mut [f32; 3]) -> f32 {
         *m = self.betas[0] * *m + self.rest[0] * gradient;
         *v = self.betas[1] * *v + self.rest[1] * gradient * gradient;
-        let denominator = if self.eps_inside { (*v + self.eps).sqrt() } else { v.sqrt() + self.eps };
-        *direction = *m / denominator + self.decay * weight;
+        *direction = direction_of(weight, *m, *v, self.eps, self.eps_inside, self.decay);
         weight
+    }
+}
+
+/// The update of a weight, before it is scaled.
+#[inline(always)]
+fn direction_of(weight: f32, m: f32, v: f32, eps: f32, eps_inside: bool, decay: f32) -> f32 {
+    let denominator = if eps_inside { (v + eps).sqrt() } else { v.sqrt() + eps };
+    m / denominator + decay * weight
+}
+
+/// What [`Direction`] left, from the moments that it left. What a stretch calls its gradient are the weights here, and its
+/// weights are where the direction goes.
+struct Again {
+    eps: f32,
+    eps_inside: bool,
+    decay: f32,
+}
+
+impl Rule<2> for Again {
+    #[inline(always)]
+    fn update(&self, _: f32, weight: f32, [m, v]: &mut [f32; 2]) -> f32 {
+        direction_of(weight, *m, *v, self.eps, self.eps_inside, self.decay)
     }
 }
 
@@ -69,6 +91,13 @@ impl Lamb {
         }
     }
 
+    /// Finds what the first pass has found, when it has left the moments and the weights are as they were: the stretch's
+    /// gradient are the weights, with a factor of one, and its weights become the direction.
+    pub fn direction_again(&self, options: &GroupOptions, stretch: &mut Stretch<'_>) {
+        let decay = options.weight_decay as f32;
+        run(stretch, &Again { eps: self.eps as f32, eps_inside: self.eps_inside_sqrt, decay });
+    }
+
     /// The ratio for a parameter with these norms.
     pub fn coefficient(&self, weight_norm: f64, update_norm: f64) -> f64 {
         if weight_norm == 0.0 || update_norm == 0.0 {
@@ -87,5 +116,48 @@ impl Lamb {
             1.0
         };
         Update::LambApply { step_size: (options.lr * correction * coefficient) as f32 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrospeed_tensor::Device;
+
+    use super::*;
+    use crate::{Copy16, Gradient};
+
+    #[test]
+    fn a_direction_is_found_again_to_the_bit() {
+        let device = Device::cpu_with_threads(1);
+        for eps_inside_sqrt in [false, true] {
+            let lamb =
+                Lamb { eps: 1e-8, eps_inside_sqrt, bias_correction: true, max_coeff: 10.0, min_coeff: 0.01 };
+            let options = GroupOptions { lr: 0.1, weight_decay: 0.01, betas: [0.9, 0.999] };
+            let number = |i: usize| ((i * 7919 % 1013) as f32 - 506.0) / 37.0;
+            let mut weights: Vec<f32> = (0..1000).map(number).collect();
+            let gradient: Vec<f32> = (0..1000).map(|i| number(i + 77) / 3.0).collect();
+            let (mut m, mut v) = (vec![0.0; 1000], vec![0.0; 1000]);
+            let (mut first, mut again) = (vec![0.0; 1000], vec![0.0; 1000]);
+            Stretch {
+                weights: &mut weights,
+                gradient: Gradient::F32(&gradient),
+                gradient_factor: 0.7,
+                states: vec![&mut m, &mut v, &mut first],
+                copy: Copy16::None,
+                device: &device,
+            }
+            .apply(&lamb.direction(&options));
+            let mut stretch = Stretch {
+                weights: &mut again,
+                gradient: Gradient::F32(&weights),
+                gradient_factor: 1.0,
+                states: vec![&mut m, &mut v],
+                copy: Copy16::None,
+                device: &device,
+            };
+            lamb.direction_again(&options, &mut stretch);
+            assert!(first.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits()));
+            assert!(first.iter().any(|value| *value != 0.0));
+        }
     }
 }

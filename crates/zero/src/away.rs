@@ -3,18 +3,20 @@
 //!
 //! It goes tile by tile, on the host. While one tile is updated the next ones are read and the last ones written, through
 //! as many buffers as the configuration grants, and a GPU's gradients come and new weights leave (see [`crate::landing`]). A tile's update is the same pass over the same elements as it would be
-//! elsewhere, so the bits are the same too. An update holds handles of all it works on and nothing of the store, so it can
+//! elsewhere, so the bits are the same too (`tile`). LAMB walks over the tiles twice before, for its norms (`lamb`). An update holds handles of all it works on and nothing of the store, so it can
 //! run beside the next forward (see [`crate::updates`]).
 //! (Ren et al.: "ZeRO-Offload", 2021; Rajbhandari et al.: "ZeRO-Infinity", 2021.)
 
+mod lamb;
+mod tile;
+
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 
 use ferrospeed_io::Buffer;
-use ferrospeed_optim::{Copy16, Pass, Stretch};
-use ferrospeed_tensor::backend::UpdateOperands;
-use ferrospeed_tensor::{Category, DType, Device, Out, Tensor};
+use ferrospeed_optim::lamb::Lamb;
+use ferrospeed_optim::{GroupOptions, Pass};
+use ferrospeed_tensor::{DType, Device, Tensor};
 
 use crate::error::Result;
 use crate::home::{Flat, OnDisk, Transfer};
@@ -22,7 +24,6 @@ use crate::homes::Homes;
 use crate::landing::{Landing, Way};
 use crate::memory::part;
 use crate::reducer::Segment;
-use crate::step::gradient_of;
 use crate::store::{Share, ZeroStore};
 use crate::updates::{Running, Tile};
 
@@ -59,7 +60,46 @@ struct Target {
     states: Vec<Flat>,
     moved: usize,
     segments: Vec<Segment>,
-    pass: Pass,
+    rule: Rule,
+}
+
+/// What an update does to the elements of a share.
+pub(crate) enum Rule {
+    /// One pass over each.
+    Pass(Pass),
+    /// LAMB, whose last pass differs from parameter to parameter: by stretch of the part.
+    Lamb { lamb: Lamb, options: GroupOptions, applied: Vec<(Range<usize>, Pass)> },
+}
+
+/// What a walk over tiles is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Visit {
+    /// To find LAMB's moments.
+    Moments,
+    /// To look at weights and states.
+    Look,
+    /// To update the weights.
+    Update,
+}
+
+impl Visit {
+    /// Whether a walk needs the gradient.
+    fn wants_gradient(self, target: &Target) -> bool {
+        match self {
+            Visit::Moments => true,
+            Visit::Look => false,
+            Visit::Update => matches!(target.rule, Rule::Pass(_)),
+        }
+    }
+
+    /// Whether a walk changes a column: one of the states, or of the others.
+    fn changes(self, target: &Target, is_state: bool) -> bool {
+        match self {
+            Visit::Moments => is_state,
+            Visit::Look => false,
+            Visit::Update => matches!(target.rule, Rule::Pass(_)) || !is_state,
+        }
+    }
 }
 
 /// The update of all shares whose states are elsewhere.
@@ -89,15 +129,23 @@ impl AwayUpdate {
         }
     }
 
-    /// To be called when everything is added and the gradients are there.
-    pub(crate) fn prepare(&mut self) -> Result<()> {
-        self.way = Way::open(&self.device, self.homes.rooms(), self.tile)?;
-        Ok(())
+    /// What gradients are multiplied by.
+    pub(crate) fn factor(&self) -> f32 {
+        self.factor
     }
 
-    /// Adds what is elsewhere of a share.
-    pub(crate) fn add(&mut self, index: usize, share: &Share, segments: &[&Segment], pass: Pass) {
+    /// Adds what is elsewhere of a share, whose gradients are there.
+    pub(crate) fn add(
+        &mut self,
+        index: usize,
+        share: &Share,
+        segments: &[&Segment],
+        rule: Rule,
+    ) -> Result<()> {
         (self.tile, self.tile_buffers) = (share.tile, share.tile_buffers);
+        if self.way.is_none() {
+            self.way = Way::open(&self.device, self.homes.rooms(), self.tile)?;
+        }
         self.targets.push(Target {
             share: index,
             values: share.values.clone(),
@@ -106,8 +154,9 @@ impl AwayUpdate {
             states: share.states.clone(),
             moved: share.moved,
             segments: segments.iter().map(|&segment| segment.clone()).collect(),
-            pass,
+            rule,
         });
+        Ok(())
     }
 
     /// Whether there is nothing to do.
@@ -117,19 +166,33 @@ impl AwayUpdate {
 
     /// Its tiles, those that are read first before the others; `first_read` is where a stretch is read first.
     pub(crate) fn tiles(&self, first_read: impl Fn(&Tile) -> usize) -> Vec<Tile> {
-        let mut tiles = Vec::new();
-        for target in &self.targets {
-            for start in (0..target.moved).step_by(self.tile) {
-                let range = start..(start + self.tile).min(target.moved);
-                tiles.push(Tile { share: target.share, range });
-            }
-        }
+        let mut tiles: Vec<Tile> = self.targets.iter().flat_map(|target| self.tiles_of(target)).collect();
         tiles.sort_by_cached_key(first_read);
         tiles
     }
 
+    fn tiles_of<'a>(&self, target: &'a Target) -> impl Iterator<Item = Tile> + use<'a> {
+        let numel = self.tile;
+        let tile = move |start: usize| start..(start + numel).min(target.moved);
+        (0..target.moved).step_by(numel).map(move |start| Tile { share: target.share, range: tile(start) })
+    }
+
     /// Updates tiles in their order, and says of each when it can be read.
     pub(crate) fn run(&self, tiles: &[Tile], running: &Running) -> Result<()> {
+        self.walk(tiles, Visit::Update, Some(running), |target, tile, columns, gradient| {
+            self.update_tile(target, tile, columns, gradient)
+        })
+    }
+
+    /// Brings tiles to `work` in their order, and what it changed back. What `work` returns is on its way to where kernels
+    /// read it.
+    fn walk(
+        &self,
+        tiles: &[Tile],
+        visit: Visit,
+        running: Option<&Running>,
+        mut work: impl FnMut(&Target, &Range<usize>, &[Column<'_>], Option<&Landing>) -> Result<Option<Landing>>,
+    ) -> Result<()> {
         let mut spare: Vec<Buffer> = Vec::new();
         let mut coming: VecDeque<Coming<'_>> = VecDeque::new();
         let mut leaving: VecDeque<Leaving<'_>> = VecDeque::new();
@@ -137,7 +200,7 @@ impl AwayUpdate {
         for (index, tile) in tiles.iter().enumerate() {
             // One buffer is worked on; of the others, half may be read ahead.
             while asked < tiles.len() && asked <= index + self.tile_buffers.saturating_sub(1) / 2 {
-                coming.push_back(self.begin(&tiles[asked], &mut spare)?);
+                coming.push_back(self.begin(&tiles[asked], visit, &mut spare)?);
                 asked += 1;
             }
             let Some(Coming { columns, mut gradient }) = coming.pop_front() else { break };
@@ -149,15 +212,21 @@ impl AwayUpdate {
                 });
             }
             gradient.as_mut().map_or(Ok(()), Landing::wait)?;
-            let values = self.update_tile(self.target(tile), &tile.range, &here, gradient.as_ref())?;
+            let target = self.target(tile);
+            let values = work(target, &tile.range, &here, gradient.as_ref())?;
+            let first_state = usize::from(target.master.is_some());
+            let states = first_state..first_state + target.states.len();
             let mut writes = Vec::new();
-            for column in here {
-                if let Column::Disk(disk, range, buffer) = column {
+            for (index, column) in here.into_iter().enumerate() {
+                let Column::Disk(disk, range, buffer) = column else { continue };
+                if visit.changes(target, states.contains(&index)) {
                     writes.push(disk.start_write_tile(range, buffer)?);
+                } else {
+                    spare.push(buffer);
                 }
             }
-            if values.is_none() && self.values_on_disk(self.target(tile), &tile.range).is_none() {
-                running.done(tile);
+            if values.is_none() && self.values_on_disk(target, &tile.range).is_none() {
+                running.inspect(|running| running.done(tile));
             }
             leaving.push_back(Leaving { tile, writes, values });
             while leaving.len() > self.tile_buffers.saturating_sub(1).div_ceil(2).max(1) {
@@ -197,7 +266,7 @@ impl AwayUpdate {
     }
 
     /// Asks for a tile.
-    fn begin<'a>(&'a self, tile: &Tile, spare: &mut Vec<Buffer>) -> Result<Coming<'a>> {
+    fn begin<'a>(&'a self, tile: &Tile, visit: Visit, spare: &mut Vec<Buffer>) -> Result<Coming<'a>> {
         let target = self.target(tile);
         let bytes = self.tile * DType::F32.size_bytes();
         let mut read = |disk: &'a OnDisk, range: Range<usize>| -> Result<Asked<'a>> {
@@ -211,10 +280,11 @@ impl AwayUpdate {
                 here => Asked::Here(part(here.memory()?, tile.range.start, tile.range.len())?),
             });
         }
-        if let Some((disk, range)) = self.values_on_disk(target, &tile.range) {
+        if let (Visit::Update, Some((disk, range))) = (visit, self.values_on_disk(target, &tile.range)) {
             columns.push(read(disk, range)?);
         }
-        Ok(Coming { columns, gradient: self.fetch(target, &tile.range)? })
+        let gradient = visit.wants_gradient(target).then(|| self.fetch(target, &tile.range)).transpose()?;
+        Ok(Coming { columns, gradient: gradient.flatten() })
     }
 
     /// Begins to bring a tile's gradient from the device.
@@ -222,173 +292,27 @@ impl AwayUpdate {
         let (Some(way), Some(first)) = (&self.way, target.segments.first()) else { return Ok(None) };
         let mut landing = way.room(first.values.dtype())?;
         for segment in &target.segments {
-            let Some((start, len)) = common(tile, segment) else { continue };
+            let Some((start, len)) = segment.within(tile) else { continue };
             let source = part(&segment.values, start - segment.in_part, len)?;
             let place = part(landing.room(), start - tile.start, len)?;
             way.begin(&mut landing, &source, &place)?;
         }
         Ok(Some(landing))
     }
-
-    /// Room for a tile of 16-bit weights that kernels of another device read.
-    fn outgoing(&self, target: &Target) -> Result<Option<Landing>> {
-        match (&self.way, &target.values) {
-            (Some(way), Flat::Memory(values)) if !values.device().backend().is_host() => {
-                Ok((self.dtype != DType::F32).then(|| way.room(self.dtype)).transpose()?)
-            }
-            _ => Ok(None),
-        }
-    }
-
-    /// Updates a tile. What is returned is on its way to where kernels read it.
-    fn update_tile(
-        &self,
-        target: &Target,
-        tile: &Range<usize>,
-        columns: &[Column<'_>],
-        landed: Option<&Landing>,
-    ) -> Result<Option<Landing>> {
-        let host = Device::cpu();
-        let worker = if self.device.backend().is_host() { &self.device } else { &host };
-        let wide = usize::from(target.master.is_some()) + target.states.len();
-        let tensors: Vec<Tensor> =
-            columns.iter().take(wide).map(|column| column.tensor(tile.len(), DType::F32)).collect();
-        let on_disk = columns.get(wide).map(|column| column.tensor(tile.len(), self.dtype));
-        let mut outgoing = self.outgoing(target)?;
-        for segment in &target.segments {
-            let Some((start, len)) = common(tile, segment) else { continue };
-            let in_values = target.own_start + start;
-            let gradient = match landed {
-                Some(landed) => part(landed.room(), start - tile.start, len)?,
-                None => part(&segment.values, start - segment.in_part, len)?,
-            };
-            let mut cut: Vec<Tensor> = Vec::with_capacity(tensors.len());
-            for tensor in &tensors {
-                cut.push(part(tensor, start - tile.start, len)?);
-            }
-            let weights = match target.master {
-                Some(_) => cut.remove(0),
-                None => target.values.read(in_values, len, &host)?,
-            };
-            // Where kernels read weights in the host's memory, or a buffer goes to where they are, they are written there.
-            let place = match &on_disk {
-                Some(values) => Some(part(values, start - tile.start, len)?),
-                None if target.values.is_here(&host) => Some(target.values.read(in_values, len, &host)?),
-                None => None,
-            };
-            let copy = match (self.dtype, &place, &outgoing) {
-                (DType::F32, ..) => None,
-                (_, Some(place), _) => Some(place.clone()),
-                (_, None, Some(outgoing)) => Some(part(outgoing.room(), start - tile.start, len)?),
-                (_, None, None) => Some(Tensor::empty_in([len], self.dtype, &host, Category::Buffers)?),
-            };
-            // SAFETY: the tile's columns are this call's own; what kernels read nobody else writes, and whoever reads it waits
-            // until the tile is done; segments are disjoint.
-            unsafe {
-                let mut stretch = Stretch {
-                    weights: weights.host_mut()?,
-                    gradient: gradient_of(&gradient)?,
-                    gradient_factor: self.factor,
-                    states: cut.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
-                    copy: match &copy {
-                        Some(copy) if self.dtype == DType::BF16 => Copy16::Bf16(copy.host_mut()?),
-                        Some(copy) => Copy16::F16(copy.host_mut()?),
-                        None => Copy16::None,
-                    },
-                    device: worker,
-                };
-                stretch.pass(&target.pass);
-            }
-            match (&copy, &place) {
-                (Some(_), Some(_)) => {}
-                (Some(copy), None) => match (&self.way, &mut outgoing) {
-                    (Some(way), Some(outgoing)) => {
-                        way.begin(outgoing, copy, &part(target.values.memory()?, in_values, len)?)?;
-                    }
-                    _ => target.values.write(in_values, copy)?,
-                },
-                (None, _) if target.master.is_none() => {}
-                // SAFETY: the tile's own place in the values, which nobody borrows before their update is done.
-                (None, Some(place)) => host.backend().cast(&weights, unsafe { Out::vouched(place) })?,
-                (None, None) => target.values.write(in_values, &weights)?,
-            }
-        }
-        Ok(outgoing)
-    }
-}
-
-/// What a tile has of a segment: where it starts in the part, and its length.
-fn common(tile: &Range<usize>, segment: &Segment) -> Option<(usize, usize)> {
-    let start = tile.start.max(segment.in_part);
-    let end = tile.end.min(segment.in_part + segment.values.numel());
-    (start < end).then(|| (start, end - start))
-}
-
-impl ZeroStore {
-    /// Updates what stays with the device of a share whose other states are elsewhere (twin-flow).
-    pub(crate) fn update_kept(
-        &self,
-        share: &Share,
-        segments: &[&Segment],
-        factor: f32,
-        pass: &Pass,
-    ) -> Result<()> {
-        for segment in segments {
-            let start = share.moved.max(segment.in_part);
-            let end = segment.in_part + segment.values.numel();
-            if start >= end {
-                continue;
-            }
-            let (len, in_values) = (end - start, share.own_start + start);
-            let cut = |flat: &Flat| part(flat.rest().memory()?, start - share.moved, len);
-            let in_place = share.values.is_here(&self.device);
-            let weights = match &share.master {
-                Some(master) => cut(master)?,
-                None => share.values.read(in_values, len, &self.device)?,
-            };
-            let copy = match (self.dtype != DType::F32, in_place) {
-                (false, _) => None,
-                (true, true) => Some(share.values.read(in_values, len, &self.device)?),
-                (true, false) => Some(Tensor::empty_in([len], self.dtype, &self.device, Category::Buffers)?),
-            };
-            let operands = UpdateOperands {
-                weights: weights.clone(),
-                gradient: part(&segment.values, start - segment.in_part, len)?,
-                states: share.states.iter().map(cut).collect::<Result<_>>()?,
-                copy: copy.clone(),
-            };
-            self.apply(&[operands], factor, pass)?;
-            match &copy {
-                Some(copy) if !in_place => share.values.write(in_values, copy)?,
-                None if share.master.is_some() => share.values.write(in_values, &weights)?,
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Column<'_> {
-    fn tensor(&self, len: usize, dtype: DType) -> Tensor {
-        match self {
-            Column::Memory(tensor) => tensor.clone(),
-            // SAFETY: the buffer holds a whole tile, outlives the update, and is used by nobody else meanwhile.
-            Column::Disk(_, _, buffer) => unsafe {
-                let (device, owner) = (Device::cpu(), Arc::new(()));
-                Tensor::from_external(buffer.address(), [len], dtype, &device, Category::Buffers, owner)
-            },
-        }
-    }
 }
 
 /// Waits for the earliest tile that is on its way back.
-fn end(leaving: &mut VecDeque<Leaving<'_>>, spare: &mut Vec<Buffer>, running: &Running) -> Result<()> {
+fn end(
+    leaving: &mut VecDeque<Leaving<'_>>,
+    spare: &mut Vec<Buffer>,
+    running: Option<&Running>,
+) -> Result<()> {
     let Some(Leaving { tile, writes, mut values }) = leaving.pop_front() else { return Ok(()) };
     for write in writes {
         spare.push(write.wait()?);
     }
     values.as_mut().map_or(Ok(()), Landing::wait)?;
-    running.done(tile);
+    running.inspect(|running| running.done(tile));
     Ok(())
 }
 

@@ -17,6 +17,7 @@ mod fill;
 mod hold;
 mod home;
 mod homes;
+mod lamb;
 mod landing;
 mod layer_norms;
 mod memory;
@@ -32,6 +33,7 @@ mod snapshot;
 mod step;
 mod store;
 mod trace;
+mod update;
 mod updates;
 
 pub use error::{Result, ZeroError};

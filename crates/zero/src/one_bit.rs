@@ -150,7 +150,7 @@ impl ZeroStore {
         }
         let mut tensors = Vec::new();
         for (index, share) in shares.iter().enumerate().filter(|(_, share)| share.trained) {
-            let (master, states) = (share.own_master()?, share.in_memory()?);
+            let (master, states) = (share.own_master()?, share.kept_states()?);
             for in_group in 0..share.params.len() {
                 let Some(fragment) = share.layout.fragment(in_group, 0) else { continue };
                 let cut = |flat: &Tensor| part(flat, fragment.in_part, fragment.len);

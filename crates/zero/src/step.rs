@@ -3,13 +3,13 @@
 //! Look for what is no number, agree on it; take the norm, agree on it; clip; update; bring every rank the new values.
 
 use ferrospeed_comm::{Group, ReduceOp};
-use ferrospeed_optim::norm::{Magnitude, SquareSum, WORDS};
-use ferrospeed_optim::{Copy16, Gradient, Optimizer, Pass, Stretch, lamb};
-use ferrospeed_tensor::backend::{Clipping, Update, UpdateOperands};
-use ferrospeed_tensor::{Category, DType, Device, Slice, Tensor};
+use ferrospeed_optim::norm::{Magnitude, SquareSum};
+use ferrospeed_optim::{Gradient, Optimizer};
+use ferrospeed_tensor::backend::Clipping;
+use ferrospeed_tensor::{DType, Device, Tensor};
 
 use crate::attached::State;
-use crate::away::AwayUpdate;
+use crate::away::{AwayUpdate, Rule};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::reducer::Segment;
@@ -61,7 +61,7 @@ pub(crate) fn gradient_of(tensor: &Tensor) -> Result<Gradient<'_>> {
 }
 
 /// The largest magnitude in some tensors of a device, wherever it is.
-fn magnitude_of(device: &Device, pieces: &[&Tensor]) -> Result<Magnitude> {
+pub(crate) fn magnitude_of(device: &Device, pieces: &[&Tensor]) -> Result<Magnitude> {
     if !device.backend().is_host() {
         return Ok(Magnitude::from_value(device.backend().largest_magnitude(pieces)?));
     }
@@ -152,14 +152,12 @@ impl ZeroStore {
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             match optimizer {
-                Optimizer::Lamb(lamb) => self.lamb_step(lamb, share, &own, factor)?,
+                Optimizer::Lamb(lamb) => self.lamb_step(lamb, index, share, &own, &mut away)?,
                 optimizer => {
                     let pass = optimizer.pass(&share.options, share.steps);
+                    self.update(share, &share.kept_states()?, &own, factor, &pass)?;
                     if share.is_away {
-                        self.update_kept(share, &own, factor, &pass)?;
-                        away.add(index, share, &own, pass);
-                    } else {
-                        self.update(share, &share.in_memory()?, &own, factor, &pass)?;
+                        away.add(index, share, &own, Rule::Pass(pass))?;
                     }
                 }
             }
@@ -168,11 +166,10 @@ impl ZeroStore {
     }
 
     /// Begins what is to be done elsewhere. The next forward runs beside it, unless new values go to all ranks at once.
-    fn start(&self, state: &mut State, mut away: AwayUpdate) -> Result<()> {
+    fn start(&self, state: &mut State, away: AwayUpdate) -> Result<()> {
         if away.is_empty() {
             return Ok(());
         }
-        away.prepare()?;
         // Below stage 3 nobody records the order of reads; models are built in the order in which they are read.
         let in_order = || (0..self.params.len()).collect();
         let first_reads = state.residency.as_ref().map_or_else(in_order, Residency::first_reads);
@@ -229,7 +226,7 @@ impl ZeroStore {
         for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             let update = optimizer.update(&share.options, share.steps + 1);
-            updates.push((update, self.operands(share, &share.in_memory()?, &own, true)?));
+            updates.push((update, self.operands(share, &share.kept_states()?, &own, true)?));
         }
         let gradients = values_of(segments);
         let measured = self.device.backend().clipped_updates(options.clipping(), &gradients, &updates)?;
@@ -322,145 +319,6 @@ impl ZeroStore {
         self.world.group().broadcast(&mut sent, rank)?;
         let length = sent.iter().position(|&byte| byte == 0).unwrap_or(LONGEST_NAME);
         Ok((String::from_utf8_lossy(&sent[..length]).into_owned(), rank))
-    }
-
-    /// What an update of some segments of a group reads and writes.
-    fn operands(
-        &self,
-        share: &Share,
-        states: &[Tensor],
-        segments: &[&Segment],
-        changes_weights: bool,
-    ) -> Result<Vec<UpdateOperands>> {
-        let copied = share.master.is_some() && changes_weights;
-        let master = share.own_master()?;
-        let copy = copied.then(|| share.own_values()).transpose()?;
-        let mut pieces = Vec::with_capacity(segments.len());
-        for segment in segments {
-            let cut = |flat: &Tensor| part(flat, segment.in_part, segment.values.numel());
-            pieces.push(UpdateOperands {
-                weights: cut(&master)?,
-                gradient: segment.values.clone(),
-                states: states.iter().map(cut).collect::<Result<_>>()?,
-                copy: copy.as_ref().map(cut).transpose()?,
-            });
-        }
-        Ok(pieces)
-    }
-
-    /// Updates the weights of some segments of a group.
-    fn update(
-        &self,
-        share: &Share,
-        states: &[Tensor],
-        segments: &[&Segment],
-        gradient_factor: f32,
-        pass: &Pass,
-    ) -> Result<()> {
-        // The first pass of LAMB leaves weights and their copy alone.
-        let changes_weights = !matches!(pass, Pass::Kernel(Update::LambDirection { .. }));
-        let pieces = self.operands(share, states, segments, changes_weights)?;
-        self.apply(&pieces, gradient_factor, pass)
-    }
-
-    /// One pass over some operands, where kernels work.
-    pub(crate) fn apply(&self, pieces: &[UpdateOperands], gradient_factor: f32, pass: &Pass) -> Result<()> {
-        if !self.device.backend().is_host() {
-            let Pass::Kernel(update) = pass else {
-                let name = self.optimizer.as_ref().map_or("none", Optimizer::name);
-                return Err(ZeroError::Request(format!("the optimizer {name} runs on the host only")));
-            };
-            return Ok(self.device.backend().update(update, gradient_factor, pieces)?);
-        }
-        for piece in pieces {
-            // SAFETY: master, states and values are this store's own, the lock on its state is held, no collective over
-            // them is in flight, and segments are disjoint.
-            unsafe {
-                let mut stretch = Stretch {
-                    weights: piece.weights.host_mut()?,
-                    gradient: gradient_of(&piece.gradient)?,
-                    gradient_factor,
-                    states: piece.states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
-                    copy: match &piece.copy {
-                        Some(copy) if self.dtype == DType::BF16 => Copy16::Bf16(copy.host_mut()?),
-                        Some(copy) => Copy16::F16(copy.host_mut()?),
-                        None => Copy16::None,
-                    },
-                    device: &self.device,
-                };
-                stretch.pass(pass);
-            }
-        }
-        Ok(())
-    }
-
-    /// LAMB: moments and directions first, then the norms of whole parameters, then the weights.
-    fn lamb_step(&self, lamb: &lamb::Lamb, share: &Share, segments: &[&Segment], factor: f32) -> Result<()> {
-        let numel = share.layout.part_numel;
-        let directions = Tensor::zeros_in([numel], DType::F32, &self.device, Category::Buffers)?;
-        // The third state of the first pass is where the direction goes.
-        let mut states = share.in_memory()?;
-        states.push(directions.clone());
-        self.update(share, &states, segments, factor, &lamb.direction(&share.options).into())?;
-        let own_rank = owner_in(share);
-        let master = share.own_master()?;
-        let norms = self.param_norms(share, own_rank, &[&master, &directions])?;
-        for (in_group, norm) in norms.iter().enumerate() {
-            let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
-            let values = part(&directions, fragment.in_part, fragment.len)?;
-            let segment = Segment { group: 0, in_part: fragment.in_part, values };
-            let coefficient = lamb.coefficient(norm[0], norm[1]);
-            let update = lamb.apply(&share.options, share.steps, coefficient);
-            self.update(share, &[], &[&segment], 1.0, &update.into())?;
-        }
-        Ok(())
-    }
-
-    /// The norm of each whole parameter of a group in each of several flat parts.
-    fn param_norms(&self, share: &Share, own_rank: usize, parts: &[&Tensor]) -> Result<Vec<Vec<f64>>> {
-        let count = share.params.len() * parts.len();
-        let fragment_of = |index: usize| -> Result<Option<Tensor>> {
-            let fragment = share.layout.fragment(index / parts.len(), own_rank);
-            fragment.map(|f| part(parts[index % parts.len()], f.in_part, f.len)).transpose()
-        };
-        let mut largest = vec![0.0f32; count];
-        for (index, largest) in largest.iter_mut().enumerate() {
-            if let Some(values) = fragment_of(index)? {
-                *largest = magnitude_of(&self.device, &[&values])?.value();
-            }
-        }
-        let others = (share.layout.ranks > 1).then_some(&share.sharding.shard);
-        for group in others.into_iter().chain(&share.sharding.slices) {
-            group.all_reduce(&mut largest, ReduceOp::Max)?;
-        }
-        let mut words = vec![0i64; count * WORDS];
-        for (index, words) in words.chunks_mut(WORDS).enumerate() {
-            if let Some(values) = fragment_of(index)? {
-                let whole = Magnitude::from_value(largest[index]);
-                words.copy_from_slice(&squares_of(&self.device, &[&values], whole)?.to_words());
-            }
-        }
-        if let Some(group) = others {
-            group.all_reduce(&mut words, ReduceOp::Sum)?;
-        }
-        if let Some(group) = &share.sharding.slices {
-            for (index, words) in words.chunks_mut(WORDS).enumerate() {
-                let param = &self.params[share.params[index / parts.len()]];
-                // What several ranks hold alike is counted by the first of them: a slice by neighbours, the rest by all.
-                let holders = param.slice().map_or(group.size(), Slice::holders);
-                if !group.rank().is_multiple_of(holders) {
-                    words.fill(0);
-                }
-            }
-            group.all_reduce(&mut words, ReduceOp::Sum)?;
-        }
-        let norm = |index: usize| {
-            let words = std::array::from_fn(|word| words[index * WORDS + word]);
-            SquareSum::from_words(words).norm(Magnitude::from_value(largest[index]))
-        };
-        Ok((0..share.params.len())
-            .map(|p| (0..parts.len()).map(|t| norm(p * parts.len() + t)).collect())
-            .collect())
     }
 
     /// Brings every rank the new values: below stage 3 they are gathered, in stage 3 old copies are dropped.

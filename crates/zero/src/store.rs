@@ -190,12 +190,6 @@ impl ZeroStore {
         for (index, param) in params.iter().enumerate() {
             param.attach(attached.clone(), index, options.dtype)?;
         }
-        let lamb = matches!(options.optimizer, Some(Optimizer::Lamb(_)));
-        if let Some(share) = attached.lock().shares.iter().find(|share| share.is_away && lamb) {
-            let name = share.params.first().map_or("", |&param| params[param].name());
-            let why = "Lamb scales by the norms of whole parameters and does not work on state that is offloaded; use AdamW, Adam, Lion, Adagrad or SGD, or remove offload_optimizer and offload_param".to_owned();
-            return Err(ZeroError::Parameter { name: name.into(), why });
-        }
         let split = (stage != Stage::Off).then(|| sharding.shard.clone());
         let store = Arc::new(ZeroStore {
             world: world.clone(),

@@ -21,6 +21,8 @@ mod sums;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use ferrospeed_tensor::backend::{Binary, Unary};
 use ferrospeed_tensor::{Category, DType, Device, Lent, Loan, Out, Returned, RowGradient, Shape, Tensor};
 
@@ -57,6 +59,15 @@ pub(crate) struct Segment {
     pub(crate) group: usize,
     pub(crate) in_part: usize,
     pub(crate) values: Tensor,
+}
+
+impl Segment {
+    /// What a stretch of the part has of it: where that starts in the part, and its length.
+    pub(crate) fn within(&self, stretch: &Range<usize>) -> Option<(usize, usize)> {
+        let start = stretch.start.max(self.in_part);
+        let end = stretch.end.min(self.in_part + self.values.numel());
+        (start < end).then(|| (start, end - start))
+    }
 }
 
 /// A gradient on its way into its bucket.

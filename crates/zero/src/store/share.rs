@@ -1,5 +1,7 @@
 //! This rank's share of some parameters: how it is laid out, where it lies, and how it is made.
 
+use std::ops::Range;
+
 use ferrospeed_collective::hops::Run;
 use ferrospeed_collective::packing::Packing;
 use ferrospeed_config::{Stage, Zero};
@@ -54,9 +56,25 @@ impl Share {
         part(self.values.memory()?, self.own_start, self.layout.part_numel)
     }
 
-    /// The optimizer's states, where they are in memory.
-    pub(crate) fn in_memory(&self) -> Result<Vec<Tensor>> {
-        self.states.iter().map(|state| state.memory().cloned()).collect()
+    /// What of this rank's part is updated where kernels work.
+    pub(crate) fn kept(&self) -> Range<usize> {
+        if self.is_away { self.moved..self.layout.part_numel } else { 0..self.layout.part_numel }
+    }
+
+    /// The optimizer's states of that.
+    pub(crate) fn kept_states(&self) -> Result<Vec<Tensor>> {
+        if self.kept().is_empty() {
+            return Ok(Vec::new());
+        }
+        self.states.iter().map(|state| state.rest().memory().cloned()).collect()
+    }
+
+    /// Its f32 weights, from an element of the part on.
+    pub(crate) fn kept_weights(&self, start: usize, len: usize, device: &Device) -> Result<Tensor> {
+        match &self.master {
+            Some(master) => part(master.rest().memory()?, start - self.kept().start, len),
+            None => self.values.read(self.own_start + start, len, device),
+        }
     }
 
     /// Where this rank's f32 weights are, and from where on.
