@@ -23,6 +23,7 @@ use crate::home::{Flat, OnDisk, Transfer};
 use crate::homes::Homes;
 use crate::landing::{Landing, Way};
 use crate::memory::part;
+use crate::publish::Publishing;
 use crate::reducer::Segment;
 use crate::store::{Share, ZeroStore};
 use crate::updates::{Running, Tile};
@@ -49,6 +50,8 @@ struct Leaving<'a> {
     tile: &'a Tile,
     writes: Vec<Transfer>,
     values: Option<Landing>,
+    /// Whether it can be read already.
+    is_done: bool,
 }
 
 /// What is updated of a share, and by what.
@@ -59,6 +62,7 @@ struct Target {
     master: Option<Flat>,
     states: Vec<Flat>,
     moved: usize,
+    part_numel: usize,
     segments: Vec<Segment>,
     rule: Rule,
 }
@@ -113,6 +117,7 @@ pub(crate) struct AwayUpdate {
     dtype: DType,
     homes: Homes,
     way: Option<Way>,
+    publishing: Option<Publishing>,
 }
 
 impl AwayUpdate {
@@ -126,6 +131,7 @@ impl AwayUpdate {
             dtype: store.dtype,
             homes: store.homes().clone(),
             way: None,
+            publishing: store.publishing.clone(),
         }
     }
 
@@ -153,6 +159,7 @@ impl AwayUpdate {
             master: share.master.clone(),
             states: share.states.clone(),
             moved: share.moved,
+            part_numel: share.layout.part_numel,
             segments: segments.iter().map(|&segment| segment.clone()).collect(),
             rule,
         });
@@ -225,18 +232,45 @@ impl AwayUpdate {
                     spare.push(buffer);
                 }
             }
-            if values.is_none() && self.values_on_disk(target, &tile.range).is_none() {
-                running.inspect(|running| running.done(tile));
+            let is_done = values.is_none() && self.values_on_disk(target, &tile.range).is_none();
+            if is_done {
+                self.done(tile, running)?;
             }
-            leaving.push_back(Leaving { tile, writes, values });
+            leaving.push_back(Leaving { tile, writes, values, is_done });
             while leaving.len() > self.tile_buffers.saturating_sub(1).div_ceil(2).max(1) {
-                end(&mut leaving, &mut spare, running)?;
+                self.end(&mut leaving, &mut spare, running)?;
             }
         }
         while !leaving.is_empty() {
-            end(&mut leaving, &mut spare, running)?;
+            self.end(&mut leaving, &mut spare, running)?;
         }
         self.homes.keep_buffers(spare);
+        Ok(())
+    }
+
+    /// Waits for the earliest tile that is on its way back.
+    fn end(
+        &self,
+        leaving: &mut VecDeque<Leaving<'_>>,
+        spare: &mut Vec<Buffer>,
+        running: Option<&Running>,
+    ) -> Result<()> {
+        let Some(Leaving { tile, writes, mut values, is_done }) = leaving.pop_front() else { return Ok(()) };
+        for write in writes {
+            spare.push(write.wait()?);
+        }
+        values.as_mut().map_or(Ok(()), Landing::wait)?;
+        if is_done { Ok(()) } else { self.done(tile, running) }
+    }
+
+    /// Brings a tile that is updated to the ranks that read it, and says that it can be read.
+    fn done(&self, tile: &Tile, running: Option<&Running>) -> Result<()> {
+        let Some(running) = running else { return Ok(()) };
+        let target = self.target(tile);
+        if let Some(publishing) = &self.publishing {
+            publishing.send(target.values.memory()?, target.part_numel, &tile.range)?;
+        }
+        running.done(tile);
         Ok(())
     }
 
@@ -299,21 +333,6 @@ impl AwayUpdate {
         }
         Ok(Some(landing))
     }
-}
-
-/// Waits for the earliest tile that is on its way back.
-fn end(
-    leaving: &mut VecDeque<Leaving<'_>>,
-    spare: &mut Vec<Buffer>,
-    running: Option<&Running>,
-) -> Result<()> {
-    let Some(Leaving { tile, writes, mut values }) = leaving.pop_front() else { return Ok(()) };
-    for write in writes {
-        spare.push(write.wait()?);
-    }
-    values.as_mut().map_or(Ok(()), Landing::wait)?;
-    running.inspect(|running| running.done(tile));
-    Ok(())
 }
 
 #[cfg(test)]

@@ -51,13 +51,16 @@ impl Layer for Gated {
 }
 
 fn store(homes: Homes, params: &[Param]) -> Arc<ZeroStore> {
+    store_in(3, &World::solo(), homes, params)
+}
+
+fn store_in(stage: u64, world: &World, homes: Homes, params: &[Param]) -> Arc<ZeroStore> {
     let json = serde_json::json!({
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "sub_group_size": 1, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "sub_group_size": 1, "stage3_param_persistence_threshold": 0},
     });
-    let ranks = std::num::NonZeroU64::MIN;
+    let ranks = std::num::NonZeroU64::new(world.size() as u64).unwrap();
     let config = Config::from_value("test", &json).unwrap().resolve(ranks, &AutoValues::new()).unwrap().0;
-    let world = World::solo();
     let options = GroupOptions { lr: 0.01, weight_decay: 0.01, betas: [0.9, 0.999] };
     let groups = [ParamGroup { params: params.to_vec(), options }];
     let adam = Adam { eps: 1e-8, bias_correction: true, decoupled: true };
@@ -70,7 +73,7 @@ fn store(homes: Homes, params: &[Param]) -> Arc<ZeroStore> {
         predivide: 1.0,
         prescale: false,
         sparse_gradients: false,
-        sharding: Sharding::over_world(&world),
+        sharding: Sharding::over_world(world),
         elsewhere: &[],
         agreement: None,
         reduces_each_micro_batch: true,
@@ -79,7 +82,7 @@ fn store(homes: Homes, params: &[Param]) -> Arc<ZeroStore> {
         homes,
     };
     let device = Device::cpu_with_threads(1);
-    ZeroStore::attach(&world, &device, params, &groups, &options, &FromInitializers { seed: 7 }).unwrap()
+    ZeroStore::attach(world, &device, params, &groups, &options, &FromInitializers { seed: 7 }).unwrap()
 }
 
 fn params() -> Vec<Param> {
@@ -93,7 +96,8 @@ fn step(store: &ZeroStore, params: &[Param]) {
     params.iter().rev().for_each(|param| drop(param.read().unwrap()));
     store.begin_backward(true).unwrap();
     for (index, param) in params.iter().enumerate() {
-        let gradient = Tensor::full([NUMEL], 0.25 + index as f32, DType::BF16, store.device()).unwrap();
+        let value = 0.25 + (index + store.world().rank()) as f32;
+        let gradient = Tensor::full([NUMEL], value, DType::BF16, store.device()).unwrap();
         param.push_grad(gradient).unwrap();
     }
     store.finish_backward().unwrap();
@@ -147,6 +151,59 @@ fn step_while_closed(store: &Arc<ZeroStore>, params: &[Param], gate: &Gated, exp
     gate.set_closed(false);
     assert_eq!(reads.recv_timeout(Duration::from_secs(60)).unwrap(), expected[0]);
     reader.join().unwrap();
+}
+
+/// What each of two ranks gives, as threads.
+fn on_two_ranks<R: Send + 'static>(work: impl Fn(World) -> R + Send + Sync + 'static) -> Vec<R> {
+    let work = Arc::new(work);
+    let start = |world: World| {
+        let work = Arc::clone(&work);
+        std::thread::spawn(move || work(world))
+    };
+    let threads: Vec<_> = World::threads(2).into_iter().map(start).collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+#[test]
+fn below_stage_3_ranks_read_the_tiles_that_all_have_updated_while_others_wait_for_their_disks() {
+    for stage in [1, 2] {
+        let expected = on_two_ranks(move |world| {
+            let params = params();
+            let store = store_in(stage, &world, Homes::default(), &params);
+            step(&store, &params);
+            step(&store, &params);
+            params.iter().map(value).collect::<Vec<_>>()
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().to_path_buf();
+        let told = expected.clone();
+        let found = on_two_ranks(move |world| {
+            let gate = Arc::new(Gated::default());
+            let options =
+                QueueOptions { threads: 32, deadline: Duration::from_secs(60), ..QueueOptions::default() };
+            let disk = Disk::over(Queue::over(gate.clone(), options), &path);
+            let params = params();
+            let store = store_in(stage, &world, Homes::on(disk, 1), &params);
+            step(&store, &params);
+            store.settle("test").unwrap();
+            gate.set_closed(true);
+            step(&store, &params);
+            store.begin_pass(Pass::Train);
+            // The first tile of both ranks' parts is there, the last one of neither.
+            let expected = &told[world.rank()];
+            assert_eq!(value(&params[0]), expected[0]);
+            assert_eq!(value(&params[PARAMS / 2]), expected[PARAMS / 2]);
+            let (read, reads) = channel();
+            let last = params[PARAMS - 1].clone();
+            let reader = std::thread::spawn(move || read.send(value(&last)).unwrap());
+            assert_eq!(reads.recv_timeout(Duration::from_millis(200)), Err(RecvTimeoutError::Timeout));
+            gate.set_closed(false);
+            assert_eq!(reads.recv_timeout(Duration::from_secs(60)).unwrap(), expected[PARAMS - 1]);
+            reader.join().unwrap();
+            params.iter().map(value).collect::<Vec<_>>()
+        });
+        assert_eq!(found, expected, "stage {stage}");
+    }
 }
 
 #[test]

@@ -24,6 +24,7 @@ mod memory;
 mod one_bit;
 mod packed;
 pub mod partition;
+mod publish;
 mod quantized;
 mod quantized_gradients;
 mod reducer;

@@ -36,10 +36,15 @@ pub(crate) fn common(
     category: Category,
 ) -> Result<Tensor> {
     let bytes = numel * dtype.size_bytes();
-    if group.size() == 1 || !group.is_on_one_host() || !device.backend().is_host() {
+    if !is_common(group, device) {
         return reachable(group, numel, dtype, device, category);
     }
     Ok(mapped(group.allocate_shared(bytes.max(1))?, numel, dtype, device, category))
+}
+
+/// Whether what [`common`] gives exists once for all ranks.
+pub(crate) fn is_common(group: &Group, device: &Device) -> bool {
+    group.size() > 1 && group.is_on_one_host() && device.backend().is_host()
 }
 
 /// A tensor over registered memory of its size.

@@ -12,10 +12,10 @@ use crate::attached::State;
 use crate::away::{AwayUpdate, Rule};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
+use crate::publish::is_published;
 use crate::reducer::Segment;
 use crate::residency::Residency;
-use crate::store::{Share, ZeroStore, owner_in};
-use ferrospeed_collective::exchange;
+use crate::store::{ZeroStore, owner_in};
 
 /// What a step is told.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -80,11 +80,6 @@ pub(crate) fn squares_of(device: &Device, pieces: &[&Tensor], whole: Magnitude) 
     })
 }
 
-/// Whether ranks below stage 3 send each other what a step made of a share.
-fn is_published(share: &Share) -> bool {
-    share.trained && share.layout.part_numel > 0 && share.layout.ranks > 1
-}
-
 fn values_of(segments: &[Segment]) -> Vec<&Tensor> {
     segments.iter().map(|segment| &segment.values).collect()
 }
@@ -133,10 +128,12 @@ impl ZeroStore {
             return Ok(StepOutcome::Applied { norm });
         }
         let away = self.update_all(&state, &segments, optimizer, factor)?;
-        self.start(&mut state, away)?;
+        let publishes = self.start(&mut state, away)?;
         drop(segments);
         state.reducer.clear();
-        self.publish(&mut state)?;
+        if !publishes {
+            self.publish(&mut state)?;
+        }
         Ok(StepOutcome::Applied { norm })
     }
 
@@ -166,18 +163,20 @@ impl ZeroStore {
     }
 
     /// Begins what is to be done elsewhere. The next forward runs beside it, unless new values go to all ranks at once.
-    fn start(&self, state: &mut State, away: AwayUpdate) -> Result<()> {
+    /// Returns whether they go there tile by tile.
+    fn start(&self, state: &mut State, away: AwayUpdate) -> Result<bool> {
         if away.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         // Below stage 3 nobody records the order of reads; models are built in the order in which they are read.
         let in_order = || (0..self.params.len()).collect();
         let first_reads = state.residency.as_ref().map_or_else(in_order, Residency::first_reads);
         let tiles = away.tiles(|tile| {
             let share = &state.shares[tile.share];
+            // Whoever owns it: all ranks have the same order.
             let members = share.params.iter().enumerate().filter(|(in_group, _)| {
-                let fragment = share.layout.fragment(*in_group, owner_in(share));
-                fragment.is_some_and(|f| f.in_part < tile.range.end && tile.range.start < f.in_part + f.len)
+                let mut fragments = share.layout.fragments[*in_group].iter();
+                fragments.any(|f| f.in_part < tile.range.end && tile.range.start < f.in_part + f.len)
             });
             members.filter_map(|(_, param)| first_reads.get(*param)).min().copied().unwrap_or(usize::MAX)
         });
@@ -188,16 +187,17 @@ impl ZeroStore {
             drop(away);
             running.end(outcome);
         };
-        if state.shares.iter().any(is_published) && state.residency.is_none() {
+        let published = state.residency.is_none() && state.shares.iter().any(is_published);
+        if published && self.publishing.is_none() {
             work();
-            return self.settle("step");
+            return self.settle("step").map(|()| false);
         }
         if let Some(residency) = &mut state.residency {
             residency.fetches_ahead = false;
         }
         let thread = std::thread::Builder::new().name("update".to_owned());
         match thread.spawn(work) {
-            Ok(_) => Ok(()),
+            Ok(_) => Ok(published),
             Err(error) => {
                 Err(ZeroError::Request(format!("no thread for the update of offloaded state: {error}")))
             }
@@ -319,21 +319,5 @@ impl ZeroStore {
         self.world.group().broadcast(&mut sent, rank)?;
         let length = sent.iter().position(|&byte| byte == 0).unwrap_or(LONGEST_NAME);
         Ok((String::from_utf8_lossy(&sent[..length]).into_owned(), rank))
-    }
-
-    /// Brings every rank the new values: below stage 3 they are gathered, in stage 3 old copies are dropped.
-    pub(crate) fn publish(&self, state: &mut State) -> Result<()> {
-        if let Some(residency) = &mut state.residency {
-            return residency.clear();
-        }
-        let mut pending = Vec::new();
-        for (group, share) in state.shares.iter().enumerate() {
-            if !is_published(share) {
-                continue;
-            }
-            let pair = (share.own_values()?, share.values.memory()?.clone());
-            pending.extend(exchange::all_gather(&share.sharding.shard, &[pair], group as u64)?);
-        }
-        Ok(pending.into_iter().try_for_each(exchange::Pending::wait)?)
     }
 }

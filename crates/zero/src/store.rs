@@ -34,6 +34,7 @@ use crate::home::Flat;
 use crate::homes::Homes;
 use crate::one_bit::Compressing;
 use crate::partition::Layout;
+use crate::publish::Publishing;
 use crate::quantized_gradients;
 use crate::reducer::{Reducer, Road};
 use crate::residency::{Pass, Residency};
@@ -66,6 +67,8 @@ pub struct ZeroStore {
     /// What the parameters hold as well.
     attached: Arc<Attached>,
     homes: Homes,
+    /// How new values reach all ranks beside the next forward.
+    pub(crate) publishing: Option<Publishing>,
     /// Whether what kernels read may be less exact than what ranks keep.
     pub(crate) gathers_quantized: bool,
     /// Who copies weights and states, which therefore must not change.
@@ -182,6 +185,8 @@ impl ZeroStore {
             None
         };
 
+        let below = stage != Stage::Parameters;
+        let publishing = below.then(|| Publishing::open(world, sharding, &shares, device)).transpose()?;
         let shapes = params.iter().map(|param| *param.shape()).collect();
         let mut state = State { shares, reducer, residency, compressing };
         state.expect_step();
@@ -205,6 +210,7 @@ impl ZeroStore {
             indices,
             attached,
             homes: options.homes.clone(),
+            publishing: publishing.flatten(),
             gathers_quantized: stage == Stage::Parameters && options.zero.quantized_weights,
             holds: Holds::default(),
         });

@@ -4,7 +4,7 @@ use ferrospeed_comm::World;
 use ferrospeed_tensor::{Device, Param};
 
 use super::share::{is_packed, stays_whole};
-use super::{Share, StoreOptions, owner_in};
+use super::{Share, StoreOptions};
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::homes::Home;
@@ -20,13 +20,12 @@ pub(super) fn awaited(state: &State, positions: &[(usize, usize)]) -> Vec<Vec<Ti
     if let Some(residency) = &state.residency {
         return (0..positions.len()).map(|param| residency.stretches(param)).collect();
     }
-    let own = |&(group, in_group): &(usize, usize)| {
-        let share = &state.shares[group];
-        let fragment = share.layout.fragment(in_group, owner_in(share));
+    // Whoever owns it: a tile is done when all ranks have it.
+    let of_all = |&(group, in_group): &(usize, usize)| {
         let stretch = |f: &Fragment| Tile { share: group, range: f.in_part..f.in_part + f.len };
-        fragment.map(stretch).into_iter().collect()
+        state.shares[group].layout.fragments[in_group].iter().map(stretch).collect()
     };
-    positions.iter().map(own).collect()
+    positions.iter().map(of_all).collect()
 }
 
 pub(super) fn residency(
