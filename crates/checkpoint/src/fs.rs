@@ -6,6 +6,8 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
+use ferrospeed_io::{Queue, QueueOptions};
+
 /// Every operation by which a save changes the disk.
 pub trait FileSystem: Send + Sync {
     /// Makes a folder and those above it.
@@ -14,6 +16,10 @@ pub trait FileSystem: Send + Sync {
     fn create_file(&self, path: &Path) -> std::io::Result<File>;
     /// Appends to a file.
     fn write(&self, file: &mut File, bytes: &[u8]) -> std::io::Result<()>;
+    /// What writes the pages of a large file, beside the caller.
+    fn queue(&self) -> Queue {
+        Queue::new(QueueOptions::default())
+    }
     /// Brings a file's content to the disk.
     fn sync_file(&self, file: &File) -> std::io::Result<()>;
     /// Brings a folder's entries to the disk.

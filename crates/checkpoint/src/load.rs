@@ -3,13 +3,13 @@
 //! There is no conversion between layouts: a rank asks for the elements it owns now, wherever they were written.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crc32fast::Hasher;
+use ferrospeed_io::{OpenFile, Queue, QueueOptions};
 
 use crate::deepspeed::Foreign;
 use crate::disk::{self, Stretch, Window};
@@ -27,8 +27,8 @@ pub(crate) const FOREIGN: &str = "DeepSpeed";
 /// A file, opened at most once in each way.
 #[derive(Default)]
 struct Opened {
-    direct: OnceLock<File>,
-    cached: OnceLock<File>,
+    direct: OnceLock<OpenFile>,
+    cached: OnceLock<OpenFile>,
 }
 
 /// Who reads a stretch.
@@ -85,6 +85,7 @@ pub struct Checkpoint {
     manifest: Manifest,
     index: HashMap<Kind, HashMap<String, usize>>,
     files: Vec<Opened>,
+    queue: OnceLock<Queue>,
 }
 
 /// What [`Checkpoint::verify`] looked at.
@@ -132,7 +133,7 @@ impl Checkpoint {
             index.entry(tensor.kind.clone()).or_default().insert(tensor.name.clone(), at);
         }
         let files = manifest.files.iter().map(|_| Opened::default()).collect();
-        Checkpoint { path, manifest, index, files }
+        Checkpoint { path, manifest, index, files, queue: OnceLock::new() }
     }
 
     /// Whether another program wrote it: its blocks have no checksums.
@@ -175,7 +176,7 @@ impl Checkpoint {
     }
 
     /// A file, opened as it is best read.
-    fn file(&self, index: usize, readers: Readers) -> Result<&File> {
+    fn file(&self, index: usize, readers: Readers) -> Result<&OpenFile> {
         let direct = readers == Readers::This && self.manifest.files[index].bytes >= DIRECT_FROM_BYTES;
         let place = if direct { &self.files[index].direct } else { &self.files[index].cached };
         if let Some(file) = place.get() {
@@ -203,6 +204,7 @@ impl Checkpoint {
             gathering.entry(block.known_by.wanted).or_insert_with(begin).left += 1;
         }
         disk::read(
+            self.queue.get_or_init(|| Queue::new(QueueOptions::default())),
             &Window::gather(blocks),
             &|stretch| self.file(stretch.file, wanted[stretch.known_by.wanted].readers),
             &|stretch, error| {
@@ -396,7 +398,7 @@ impl Checkpoint {
         let mut read_until = |at: u64, end: u64, crc: &mut Hasher| {
             for start in (at..end).step_by(BLOCK_BYTES as usize) {
                 between.resize((end - start).min(BLOCK_BYTES) as usize, 0);
-                file.read_exact_at(&mut between, start).map_err(CheckpointError::io("read", &path))?;
+                file.file().read_exact_at(&mut between, start).map_err(CheckpointError::io("read", &path))?;
                 crc.update(&between);
             }
             Ok::<(), CheckpointError>(())

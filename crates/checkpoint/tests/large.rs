@@ -4,22 +4,41 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ferrospeed_checkpoint::{
-    Checkpoint, CheckpointError, Contents, Disk, Dtype, FileSystem, Kind, Origin, PieceSpec, Readers,
+    Checkpoint, CheckpointError, Contents, Disk, Dtype, FileSystem, Kind, Origin, PieceSpec, Readers, Result,
     Retention, Target, TrainingState, Wanted, save,
 };
 use ferrospeed_comm::World;
+use ferrospeed_io::{Layer, Queue, QueueOptions, System};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
-/// A disk that takes nothing past the cache, as some file systems do; it says so only when it is written to.
-#[derive(Default)]
-struct CachedOnly {
-    refused: AtomicBool,
+/// A disk with a fault.
+enum Faulty {
+    /// It takes nothing past the cache, as some file systems do, and says so only when it is written to.
+    CachedOnly { refused: AtomicBool },
+    /// It is full after so many bytes of large files.
+    Full { left: Arc<AtomicU64> },
 }
 
-impl FileSystem for CachedOnly {
+/// The way to a disk that is full at some point.
+struct UntilFull(Arc<AtomicU64>);
+
+impl Layer for UntilFull {
+    fn read_at(&self, file: &File, bytes: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        System.read_at(file, bytes, offset)
+    }
+    fn write_at(&self, file: &File, bytes: &[u8], offset: u64) -> std::io::Result<usize> {
+        let take = |left: u64| left.checked_sub(bytes.len() as u64);
+        match self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take) {
+            Ok(_) => System.write_at(file, bytes, offset),
+            Err(_) => Err(nix::errno::Errno::ENOSPC.into()),
+        }
+    }
+}
+
+impl FileSystem for Faulty {
     fn create_folder(&self, path: &Path) -> std::io::Result<()> {
         Disk.create_folder(path)
     }
@@ -28,13 +47,17 @@ impl FileSystem for CachedOnly {
     }
     fn write(&self, file: &mut File, bytes: &[u8]) -> std::io::Result<()> {
         let flags = OFlag::from_bits_truncate(fcntl(&*file, FcntlArg::F_GETFL)?);
-        if flags.contains(OFlag::O_DIRECT) {
-            // Half of it arrives, as a short write would have it.
-            Disk.write(file, &bytes[..bytes.len() / 8192 * 4096])?;
-            self.refused.store(true, Ordering::SeqCst);
+        if let (Faulty::CachedOnly { refused }, true) = (self, flags.contains(OFlag::O_DIRECT)) {
+            refused.store(true, Ordering::SeqCst);
             return Err(std::io::ErrorKind::InvalidInput.into());
         }
         Disk.write(file, bytes)
+    }
+    fn queue(&self) -> Queue {
+        match self {
+            Faulty::CachedOnly { .. } => Disk.queue(),
+            Faulty::Full { left } => Queue::over(Arc::new(UntilFull(left.clone())), QueueOptions::default()),
+        }
     }
     fn sync_file(&self, file: &File) -> std::io::Result<()> {
         Disk.sync_file(file)
@@ -72,6 +95,11 @@ fn byte(tensor: usize, at: u64) -> u8 {
 }
 
 fn save_all(dir: &Path, fs: Arc<dyn FileSystem>) {
+    try_to_save(dir, fs).into_iter().for_each(|outcome| outcome.unwrap());
+}
+
+/// What came of it on each rank.
+fn try_to_save(dir: &Path, fs: Arc<dyn FileSystem>) -> Vec<Result<()>> {
     let threads: Vec<_> = World::threads(2)
         .into_iter()
         .map(|world| {
@@ -104,7 +132,7 @@ fn save_all(dir: &Path, fs: Arc<dyn FileSystem>) {
             })
         })
         .collect();
-    threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
 fn check_all(dir: &Path) {
@@ -133,13 +161,26 @@ fn what_is_written_past_the_cache_reads_back_whole_and_in_part() {
 #[test]
 fn a_disk_that_takes_nothing_past_the_cache_is_written_through_it() {
     let dir = tempfile::tempdir().unwrap();
-    let fs = Arc::new(CachedOnly::default());
+    let fs = Arc::new(Faulty::CachedOnly { refused: AtomicBool::new(false) });
     save_all(dir.path(), Arc::clone(&fs) as Arc<dyn FileSystem>);
     check_all(dir.path());
+    let Faulty::CachedOnly { refused } = &*fs else { return };
     // In a folder in memory nothing is ever tried past the cache.
     let memory =
         nix::sys::statfs::statfs(dir.path()).unwrap().filesystem_type() == nix::sys::statfs::TMPFS_MAGIC;
-    assert!(fs.refused.load(Ordering::SeqCst) || memory);
+    assert!(refused.load(Ordering::SeqCst) || memory);
+}
+
+#[test]
+fn a_disk_that_is_full_far_into_a_large_file_is_told_with_the_file_and_leaves_the_old_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    save_all(dir.path(), Arc::new(Disk));
+    let left = Arc::new(AtomicU64::new(20 << 20));
+    let outcomes = try_to_save(dir.path(), Arc::new(Faulty::Full { left }));
+    let errors: Vec<String> = outcomes.into_iter().map(|outcome| outcome.unwrap_err().to_string()).collect();
+    let tells = |error: &String| error.contains("No space left") && error.contains(".safetensors");
+    assert!(errors.iter().any(tells), "{errors:?}");
+    check_all(dir.path());
 }
 
 #[test]

@@ -4,16 +4,29 @@ use std::alloc::{Layout, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Once;
 
+use crate::error::{IoError, Result};
+
 /// Where buffers begin, and what lengths and places in files are multiples of, for transfers past the page cache.
 pub const ALIGNMENT: usize = 4096;
 
-/// Zeroed memory at a multiple of [`ALIGNMENT`], whose length is one too. It comes from the system and goes back to it, so
-/// that tiles which many threads have had in turn leave no holes in their heaps.
+/// Memory at a multiple of [`ALIGNMENT`], whose length is one too. It comes zeroed from the system and goes back to it, so
+/// that tiles which many threads have had in turn leave no holes in their heaps, or it is the caller's.
 pub struct Buffer {
     address: NonNull<u8>,
     bytes: usize,
-    is_locked: bool,
+    owner: Owner,
 }
+
+/// Whose memory it is.
+enum Owner {
+    /// Mapped for the buffer: so many bytes from there on.
+    Mapped { from: NonNull<u8>, bytes: usize, is_locked: bool },
+    /// The caller's.
+    Given(Vec<u8>),
+}
+
+/// What huge pages are aligned to.
+const HUGE_PAGE: usize = 2 << 20;
 
 /// That memory cannot be locked is said once, whatever number of buffers there is.
 static SAID: Once = Once::new();
@@ -24,25 +37,61 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// At least this many bytes.
+    /// At least this many bytes. Large ones lie in huge pages where the system has them: a transfer is then a handful of
+    /// contiguous stretches for the disk instead of one per page, which are pinned and listed one by one.
     pub fn new(bytes: usize) -> Buffer {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
+        let is_large = bytes >= HUGE_PAGE;
+        let mapped = if is_large { bytes + HUGE_PAGE - ALIGNMENT } else { bytes };
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: new memory at a place that the system chooses.
-        let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0) };
-        match NonNull::new(address.cast()).filter(|_| address != libc::MAP_FAILED) {
-            Some(address) => Buffer { address, bytes, is_locked: false },
-            None => handle_alloc_error(Buffer::layout(bytes)),
+        let from = unsafe { libc::mmap(std::ptr::null_mut(), mapped, access, kind, -1, 0) };
+        let Some(from) = NonNull::new(from.cast::<u8>()).filter(|_| from != libc::MAP_FAILED) else {
+            handle_alloc_error(Buffer::layout(mapped))
+        };
+        let owner = Owner::Mapped { from, bytes: mapped, is_locked: false };
+        if !is_large {
+            return Buffer { address: from, bytes, owner };
+        }
+        // SAFETY: the mapping has room for the buffer from the first huge page on, which begins at most this far in.
+        let address = unsafe { from.add(from.align_offset(HUGE_PAGE)) };
+        // SAFETY: advice on memory that was just mapped. Where the system has no huge pages, small ones do.
+        unsafe { libc::madvise(address.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+        Buffer { address, bytes, owner }
+    }
+
+    /// Memory of the caller's from a byte on that is at a multiple of [`ALIGNMENT`], in whole pages.
+    /// [`Buffer::into_given`] gives it back.
+    pub fn given(mut memory: Vec<u8>, start: usize) -> Result<Buffer> {
+        let bytes = memory.len().saturating_sub(start) / ALIGNMENT * ALIGNMENT;
+        let address = memory.as_mut_ptr().wrapping_add(start);
+        match NonNull::new(address).filter(|_| (address as usize).is_multiple_of(ALIGNMENT) && bytes > 0) {
+            Some(address) => Ok(Buffer { address, bytes, owner: Owner::Given(memory) }),
+            None => {
+                let why = format!("a buffer needs whole pages from a multiple of {ALIGNMENT} on");
+                Err(IoError::Request(why))
+            }
         }
     }
 
-    /// The same, and the system keeps it in memory for good (page-locked). Where it refuses, that is said once, and the
-    /// buffer is an ordinary one.
+    /// What [`Buffer::given`] was given; `None` of another buffer.
+    pub fn into_given(mut self) -> Option<Vec<u8>> {
+        match &mut self.owner {
+            Owner::Given(memory) => Some(std::mem::take(memory)),
+            Owner::Mapped { .. } => None,
+        }
+    }
+
+    /// The same as a new one, and the system keeps it in memory for good (page-locked). Where it refuses, that is said once,
+    /// and the buffer is an ordinary one.
     pub fn locked(bytes: usize) -> Buffer {
         let mut buffer = Buffer::new(bytes);
         // SAFETY: a call on memory that it owns.
-        buffer.is_locked = unsafe { libc::mlock(buffer.address.as_ptr().cast(), buffer.bytes) } == 0;
-        if !buffer.is_locked {
+        let locks = unsafe { libc::mlock(buffer.address.as_ptr().cast(), buffer.bytes) } == 0;
+        if let Owner::Mapped { is_locked, .. } = &mut buffer.owner {
+            *is_locked = locks;
+        }
+        if !locks {
             let why = std::io::Error::last_os_error();
             SAID.call_once(|| {
                 tracing::warn!(
@@ -55,7 +104,7 @@ impl Buffer {
 
     /// Whether the system keeps it in memory.
     pub fn is_locked(&self) -> bool {
-        self.is_locked
+        matches!(self.owner, Owner::Mapped { is_locked: true, .. })
     }
 
     fn layout(bytes: usize) -> Layout {
@@ -92,8 +141,10 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: mapped with this length; the lock goes with it.
-        unsafe { libc::munmap(self.address.as_ptr().cast(), self.bytes) };
+        if let Owner::Mapped { from, bytes, .. } = &self.owner {
+            // SAFETY: mapped with this length; the lock goes with it.
+            unsafe { libc::munmap(from.as_ptr().cast(), *bytes) };
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A [`Queue`] moves [`Buffer`]s to and from places in files while its caller computes: by `io_uring` where the kernel
 //! permits it, by threads elsewhere ([`Queue::why_threads`] says why). An operation takes its buffer and gives it back when
-//! it is waited for, so nobody can touch memory that the disk is using. A [`SwapFile`] is room on a disk for state that
+//! it is waited for, so nobody can touch memory that the disk is using. An [`OpenFile`] is any file; a [`SwapFile`] is room on a disk for state that
 //! does not fit memory; it has no name, so nothing of it stays, however the process ends.
 //!
 //! It knows files and bytes, and nothing of tensors.
@@ -10,6 +10,7 @@
 pub mod bench;
 mod buffer;
 mod error;
+mod file;
 mod layer;
 mod queue;
 mod spans;
@@ -20,6 +21,7 @@ mod uring;
 
 pub use buffer::{ALIGNMENT, Buffer};
 pub use error::{IoError, Result};
+pub use file::{OpenFile, refuses_direct};
 pub use layer::{Layer, System};
 pub use queue::{Operation, Queue, QueueOptions, Traffic};
 pub use spans::IoSpan;

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use crate::buffer::{ALIGNMENT, Buffer};
 use crate::error::{IoError, Result};
+use crate::file::OpenFile;
 use crate::layer::{Layer, System};
 use crate::spans::{IoSpan, Spans};
-use crate::swap::SwapFile;
 use crate::threads::Threads;
 use crate::uring::Ring;
 
@@ -68,7 +68,7 @@ pub(crate) enum Way {
 pub(crate) struct Request {
     pub(crate) way: Way,
     /// Kept open until the request ends.
-    pub(crate) file: SwapFile,
+    pub(crate) file: OpenFile,
     pub(crate) offset: u64,
     pub(crate) address: usize,
     pub(crate) length: usize,
@@ -95,20 +95,25 @@ impl Request {
         let (offset, length) = (self.offset - self.moved as u64, self.moved + self.length);
         // SAFETY: the operation that made the request owns the memory until the request has ended, and the disk is done.
         let bytes = unsafe { std::slice::from_raw_parts((self.address - self.moved) as *const u8, length) };
-        let sums = self.file.sums();
-        let outcome = match (self.way, outcome) {
-            (Way::Write, Ok(())) => {
+        let outcome = match (self.file.sums(), self.way, outcome) {
+            (Some(sums), Way::Write, Ok(())) => {
                 sums.note(offset, bytes);
                 Ok(())
             }
-            (Way::Write, failed) => {
+            (Some(sums), Way::Write, failed) => {
                 sums.forget(offset, length);
                 failed
             }
-            (Way::Read, Ok(())) if !sums.agree(offset, bytes) => Err(DAMAGED),
-            (Way::Read, outcome) => outcome,
+            (Some(sums), Way::Read, Ok(())) if !sums.agree(offset, bytes) => Err(DAMAGED),
+            (_, _, outcome) => outcome,
         };
         self.done.end(offset, length, outcome);
+    }
+
+    /// Whether it is through when so many bytes were moved: of a file's last page, no more than there are.
+    pub(crate) fn is_through(&self, moved: usize) -> bool {
+        let at_end = moved > 0 && self.offset + moved as u64 >= self.file.len();
+        moved == self.length || self.way == Way::Read && at_end
     }
 }
 
@@ -270,13 +275,13 @@ impl Queue {
     }
 
     /// Begins to fill a buffer's first `length` bytes from a place in a file.
-    pub fn read(&self, file: &SwapFile, offset: u64, buffer: Buffer, length: usize) -> Result<Operation> {
+    pub fn read(&self, file: &OpenFile, offset: u64, buffer: Buffer, length: usize) -> Result<Operation> {
         self.inner.read.fetch_add(length as u64, Ordering::Relaxed);
         self.start(Way::Read, file, offset, buffer, length)
     }
 
     /// Begins to write a buffer's first `length` bytes to a place in a file.
-    pub fn write(&self, file: &SwapFile, offset: u64, buffer: Buffer, length: usize) -> Result<Operation> {
+    pub fn write(&self, file: &OpenFile, offset: u64, buffer: Buffer, length: usize) -> Result<Operation> {
         self.inner.written.fetch_add(length as u64, Ordering::Relaxed);
         self.start(Way::Write, file, offset, buffer, length)
     }
@@ -284,14 +289,14 @@ impl Queue {
     fn start(
         &self,
         way: Way,
-        file: &SwapFile,
+        file: &OpenFile,
         offset: u64,
         buffer: Buffer,
         length: usize,
     ) -> Result<Operation> {
         let length = length.next_multiple_of(ALIGNMENT);
         let fits =
-            length <= buffer.len() && offset.checked_add(length as u64).is_some_and(|end| end <= file.len());
+            length <= buffer.len() && offset.checked_add(length as u64).is_some_and(|end| end <= file.room());
         if !fits || !offset.is_multiple_of(ALIGNMENT as u64) {
             return Err(IoError::Request(format!(
                 "{length} bytes at {offset} do not fit a buffer of {} and a file of {}, or do not begin at a multiple of {ALIGNMENT}",
@@ -341,7 +346,7 @@ pub struct Operation {
     way: Way,
     offset: u64,
     length: usize,
-    file: SwapFile,
+    file: OpenFile,
     queue: Queue,
 }
 

@@ -4,27 +4,26 @@ use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 
 use crate::buffer::ALIGNMENT;
 use crate::error::{IoError, Result};
+use crate::file::OpenFile;
 use crate::sums::Sums;
 
 /// A file without a name: all its room is taken when it is made, and given back when the last clone goes or the process
 /// ends, however it ends. Clones are the same file.
 #[derive(Clone, Debug)]
 pub struct SwapFile {
-    inner: Arc<Inner>,
+    open: OpenFile,
 }
 
-#[derive(Debug)]
-struct Inner {
-    file: File,
-    folder: PathBuf,
-    bytes: u64,
-    direct: bool,
-    sums: Sums,
+impl std::ops::Deref for SwapFile {
+    type Target = OpenFile;
+
+    fn deref(&self) -> &OpenFile {
+        &self.open
+    }
 }
 
 impl SwapFile {
@@ -56,42 +55,14 @@ impl SwapFile {
             0 => {}
             code => return Err(fail(std::io::Error::from_raw_os_error(code))),
         }
-        let (folder, sums) = (folder.to_path_buf(), Sums::default());
-        Ok(SwapFile { inner: Arc::new(Inner { file, folder, bytes, direct, sums }) })
-    }
-
-    /// How large it is.
-    pub fn len(&self) -> u64 {
-        self.inner.bytes
-    }
-
-    /// Whether it has no room.
-    pub fn is_empty(&self) -> bool {
-        self.inner.bytes == 0
-    }
-
-    /// The folder whose disk it is on.
-    pub fn place(&self) -> &Path {
-        &self.inner.folder
-    }
-
-    /// Whether transfers go past the page cache.
-    pub fn is_direct(&self) -> bool {
-        self.inner.direct
+        Ok(SwapFile { open: OpenFile::of(file, folder, bytes, direct, Some(Sums::default())) })
     }
 
     /// Whatever a stretch holds is right from here on, until it is written again: for who replaces it because it is lost.
     pub fn expect_anything(&self, offset: u64, length: usize) {
-        self.inner.sums.forget(offset, length);
-    }
-
-    /// What it should hold.
-    pub(crate) fn sums(&self) -> &Sums {
-        &self.inner.sums
-    }
-
-    pub(crate) fn file(&self) -> &File {
-        &self.inner.file
+        if let Some(sums) = self.open.sums() {
+            sums.forget(offset, length);
+        }
     }
 }
 

@@ -44,7 +44,7 @@ fn work(list: &Mutex<Receiver<Request>>, layer: &dyn Layer) {
 /// Moves all bytes of a request.
 pub(crate) fn transfer(request: &Request, layer: &dyn Layer) -> Result<(), i32> {
     let mut done = 0;
-    while done < request.length {
+    while !request.is_through(done) {
         let Request { address, length, offset, .. } = request.rest(done);
         // SAFETY: the operation that made the request owns the memory, and gives it to nobody else until the request ends.
         let moved = unsafe {

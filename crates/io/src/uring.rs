@@ -128,7 +128,9 @@ impl Shared {
                     .offset(request.offset)
                     .build(),
             };
-            if !self.push(state, &entry.user_data(number as u64)) {
+            // Through the page cache the kernel would copy before it comes back.
+            let kind = if request.file.is_direct() { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
+            if !self.push(state, &entry.flags(kind).user_data(number as u64)) {
                 // The kernel has not looked at what was put in yet.
                 state.free.push(number);
                 state.waiting.push_front(request);
@@ -169,7 +171,7 @@ impl Shared {
                 let Some(request) = state.under_way[number].take() else { continue };
                 state.free.push(number);
                 match usize::try_from(result) {
-                    Ok(moved) if moved == request.length => ended.push((request, Ok(()))),
+                    Ok(moved) if request.is_through(moved) => ended.push((request, Ok(()))),
                     Ok(0) => ended.push((request, Err(libc::EIO))),
                     // The kernel may stop early; the rest is asked for anew.
                     Ok(moved) => state.waiting.push_front(request.rest(moved)),

@@ -1,6 +1,6 @@
 //! Transfers through both carriers: what is written is read, in any order, and failures say where.
 
-use ferrospeed_io::{ALIGNMENT, Buffer, IoError, Queue, QueueOptions, SwapFile};
+use ferrospeed_io::{ALIGNMENT, Buffer, IoError, OpenFile, Queue, QueueOptions, SwapFile};
 
 fn queues() -> [Queue; 3] {
     let options =
@@ -113,5 +113,67 @@ fn transfers_are_noted_one_by_one_while_somebody_wants_to_know() {
         assert!(spans.iter().all(|span| begin <= span.begin && span.begin <= span.end));
         assert!(spans[0].end <= spans[1].begin);
         assert!(queue.take_spans().is_empty());
+    }
+}
+
+/// Memory at a multiple of a page, filled with a pattern, and where that begins.
+fn given(pages: usize) -> (Vec<u8>, usize) {
+    let mut memory: Vec<u8> = Vec::with_capacity((pages + 1) * ALIGNMENT);
+    let start = memory.as_ptr().align_offset(ALIGNMENT);
+    memory.resize(start, 0);
+    memory.extend((0..pages * ALIGNMENT).map(|at| (at * 31 >> 4) as u8));
+    (memory, start)
+}
+
+#[test]
+fn an_ordinary_file_is_written_from_memory_of_the_callers_and_read_to_its_last_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    for uring in [true, false] {
+        let queue = Queue::new(QueueOptions { uring, block_bytes: 2 * ALIGNMENT, ..QueueOptions::default() });
+        for direct in [true, false] {
+            let path = folder.path().join(format!("{uring} {direct}"));
+            let file = std::fs::File::create_new(&path).unwrap();
+            let open = OpenFile::to_write(file.try_clone().unwrap(), &path);
+            assert!(!open.is_direct());
+            assert!(!direct || !open.set_direct(true) || open.is_direct());
+            let (memory, start) = given(5);
+            let expected = memory.clone();
+            let buffer = Buffer::given(memory, start).unwrap();
+            let written = queue.write(&open, 0, buffer, 5 * ALIGNMENT).unwrap().wait().unwrap();
+            assert_eq!(written.into_given().unwrap(), expected);
+            // The last page of what is read is not full.
+            file.set_len(5 * ALIGNMENT as u64 - 100).unwrap();
+            let flags = std::os::unix::fs::OpenOptionsExt::custom_flags;
+            let mut options = std::fs::OpenOptions::new();
+            let options = flags(options.read(true), if open.is_direct() { libc::O_DIRECT } else { 0 });
+            let open = OpenFile::to_read(options.open(&path).unwrap(), &path).unwrap();
+            assert_eq!(open.len(), 5 * ALIGNMENT as u64 - 100);
+            let read = queue.read(&open, ALIGNMENT as u64, Buffer::new(8 * ALIGNMENT), 4 * ALIGNMENT - 100);
+            let read = read.unwrap().wait().unwrap();
+            assert_eq!(
+                read.bytes()[..4 * ALIGNMENT - 100],
+                expected[start + ALIGNMENT..][..4 * ALIGNMENT - 100]
+            );
+            let beyond = queue.read(&open, 5 * ALIGNMENT as u64, Buffer::new(ALIGNMENT), ALIGNMENT);
+            assert!(matches!(beyond, Err(IoError::Request(_))));
+        }
+    }
+}
+
+#[test]
+fn memory_that_no_disk_can_use_is_refused() {
+    let (memory, start) = given(2);
+    assert!(matches!(Buffer::given(memory.clone(), start + 1), Err(IoError::Request(_))));
+    assert!(matches!(Buffer::given(Vec::new(), 0), Err(IoError::Request(_))));
+    assert!(Buffer::new(3 << 20).into_given().is_none());
+}
+
+#[test]
+fn large_buffers_begin_at_huge_pages() {
+    for bytes in [2 << 20, (5 << 20) + 1] {
+        let mut buffer = Buffer::new(bytes);
+        assert!((buffer.address().as_ptr() as usize).is_multiple_of(2 << 20) && buffer.len() >= bytes);
+        assert!(buffer.bytes().iter().all(|byte| *byte == 0));
+        buffer.bytes_mut().fill(7);
     }
 }

@@ -1,19 +1,15 @@
-//! Stretches of files, read by threads ahead of the caller.
+//! Stretches of files, read ahead of the caller.
 //!
-//! [`READERS`] transfers are under way at a time, so that the disk has the next one while an answer is being delivered.
-//! They land in huge pages where the system has them: a transfer of 8 MiB is then a handful of contiguous stretches for
-//! the disk instead of 2048 single pages, which are pinned and listed one by one.
+//! [`AHEAD`] transfers are under way at a time, so that the disk has the next ones while an answer is being delivered.
 
-use std::fs::{File, OpenOptions};
-use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::collections::VecDeque;
+use std::fs::OpenOptions;
 use std::path::Path;
-use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 
-use memmap2::{Advice, MmapMut};
+use ferrospeed_io::{Buffer, IoError, OpenFile, Operation, Queue, refuses_direct};
 use nix::fcntl::OFlag;
 
-use super::{BUFFER_BYTES, PAGE, refuses_direct, set_direct};
+use super::{BUFFER_BYTES, PAGE, cause};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::BLOCK_BYTES;
 
@@ -36,12 +32,8 @@ pub(crate) struct Window<T> {
 
 /// Bytes between two stretches that are rather read than jumped over.
 const GAP_BYTES: u64 = 64 << 10;
-/// Transfers that are under way at a time.
-const READERS: usize = 2;
-/// How many buffers a reader has: one is on its way, one waits or is taken apart.
-const BUFFERS_PER_READER: usize = 2;
-/// What huge pages are aligned to.
-const HUGE_PAGE: usize = 2 << 20;
+/// Windows that are under way at a time, beside the one that is taken apart.
+const AHEAD: usize = 3;
 
 impl<T> Window<T> {
     /// Puts stretches together that follow one another in a file, in the order in which they are wanted.
@@ -73,126 +65,85 @@ impl<T> Window<T> {
 }
 
 /// Opens a file to be read past the cache, or through it where the file system cannot do otherwise.
-pub(crate) fn open(path: &Path, direct: bool) -> std::io::Result<File> {
+pub(crate) fn open(path: &Path, direct: bool) -> std::io::Result<OpenFile> {
     let mut options = OpenOptions::new();
     options.read(true);
     if direct {
         match ferrospeed_files::open_with(path, &options, OFlag::O_DIRECT.bits()) {
             Err(error) if refuses_direct(&error) => {}
-            outcome => return outcome,
+            outcome => return OpenFile::to_read(outcome?, path),
         }
     }
-    ferrospeed_files::open_with(path, &options, 0)
+    OpenFile::to_read(ferrospeed_files::open_with(path, &options, 0)?, path)
 }
 
-/// Memory that windows are read into: fresh from the system, and untouched until something lands in it.
-struct Landing {
-    memory: MmapMut,
-    start: usize,
+/// A window on its way.
+struct Coming<'f> {
+    file: &'f OpenFile,
+    /// From which page on, and how many bytes.
+    origin: u64,
+    bytes: usize,
+    /// Whether it goes past the cache.
+    is_direct: bool,
+    operation: Operation,
 }
 
-impl Landing {
-    fn new() -> std::io::Result<Landing> {
-        let memory = MmapMut::map_anon(BUFFER_BYTES + HUGE_PAGE)?;
-        // Where the system has none, small pages do.
-        let _ = memory.advise(Advice::HugePage);
-        let start = memory.as_ptr().align_offset(HUGE_PAGE).min(HUGE_PAGE);
-        Ok(Landing { memory, start })
+impl<'f> Coming<'f> {
+    fn ask(
+        queue: &Queue,
+        file: &'f OpenFile,
+        (origin, bytes): (u64, usize),
+        buffer: Buffer,
+    ) -> std::result::Result<Coming<'f>, IoError> {
+        let is_direct = file.is_direct();
+        let operation = queue.read(file, origin, buffer, bytes)?;
+        Ok(Coming { file, origin, bytes, is_direct, operation })
     }
 
-    fn part_mut(&mut self, part: Range<usize>) -> &mut [u8] {
-        &mut self.memory[self.start + part.start..self.start + part.end]
+    fn wait(self, queue: &Queue) -> std::io::Result<Buffer> {
+        let Coming { file, origin, bytes, is_direct, operation } = self;
+        match operation.wait().map_err(cause) {
+            // Others may be under way that are refused as well, and ask once more as this one does.
+            Err(error) if refuses_direct(&error) && is_direct => {
+                file.set_direct(false);
+                let again = Coming::ask(queue, file, (origin, bytes), Buffer::new(BUFFER_BYTES));
+                again.and_then(|coming| coming.operation.wait()).map_err(cause)
+            }
+            outcome => outcome,
+        }
     }
 }
 
 /// Reads windows and gives `take` every stretch of them, in order.
-pub(crate) fn read<'f, T: Send + Sync>(
+pub(crate) fn read<'f, T>(
+    queue: &Queue,
     windows: &[Window<T>],
-    file: &(dyn Fn(&Stretch<T>) -> Result<&'f File> + Sync),
-    failed: &(dyn Fn(&Stretch<T>, std::io::Error) -> CheckpointError + Sync),
+    file: &dyn Fn(&Stretch<T>) -> Result<&'f OpenFile>,
+    failed: &dyn Fn(&Stretch<T>, std::io::Error) -> CheckpointError,
     take: &mut dyn FnMut(&Stretch<T>, &mut [u8]) -> Result<()>,
 ) -> Result<()> {
-    let prepare = |window: &Window<T>| Landing::new().map_err(|error| failed(&window.stretches[0], error));
-    let fetch = |window: &Window<T>, landing: &mut Landing| -> Result<()> {
-        let first = &window.stretches[0];
-        let file = file(first)?;
-        let skipped = (window.start() % PAGE as u64) as usize;
-        let wanted = skipped + (window.end() - window.start()) as usize;
-        let outcome = fill(file, window.start() - skipped as u64, wanted, landing);
-        outcome.map_err(|error| failed(first, error))
-    };
-    let mut hand_out = |window: &Window<T>, landing: &mut Landing| -> Result<()> {
-        let origin = window.start() - window.start() % PAGE as u64;
-        window.stretches.iter().try_for_each(|stretch| {
+    let mut coming: VecDeque<Coming<'f>> = VecDeque::new();
+    let mut spare: Vec<Buffer> = Vec::new();
+    let mut to_ask = windows.iter();
+    for window in windows {
+        while coming.len() <= AHEAD
+            && let Some(next) = to_ask.next()
+        {
+            let first = &next.stretches[0];
+            let origin = next.start() / PAGE as u64 * PAGE as u64;
+            let buffer = spare.pop().unwrap_or_else(|| Buffer::new(BUFFER_BYTES));
+            let wanted = (origin, (next.end() - origin) as usize);
+            let asked = Coming::ask(queue, file(first)?, wanted, buffer);
+            coming.push_back(asked.map_err(|error| failed(first, cause(error)))?);
+        }
+        let Some(next) = coming.pop_front() else { break };
+        let origin = next.origin;
+        let mut buffer = next.wait(queue).map_err(|error| failed(&window.stretches[0], error))?;
+        for stretch in &window.stretches {
             let from = (stretch.start - origin) as usize;
-            take(stretch, landing.part_mut(from..from + stretch.bytes as usize))
-        })
-    };
-    // One transfer has nothing to overlap with.
-    if let [only] = windows {
-        let mut landing = prepare(only)?;
-        fetch(only, &mut landing)?;
-        return hand_out(only, &mut landing);
-    }
-    let read_every_nth = |first: usize, ready: SyncSender<Result<Landing>>, empty: Receiver<Landing>| {
-        for (turn, window) in windows.iter().skip(first).step_by(READERS).enumerate() {
-            let landing = match empty.try_recv() {
-                Ok(landing) => Ok(landing),
-                Err(_) if turn < BUFFERS_PER_READER => prepare(window),
-                // Nobody takes any more when this fails: the caller has failed.
-                Err(_) => match empty.recv() {
-                    Ok(landing) => Ok(landing),
-                    Err(_) => return,
-                },
-            };
-            let outcome = landing.and_then(|mut landing| fetch(window, &mut landing).map(|()| landing));
-            let ends = outcome.is_err();
-            if ready.send(outcome).is_err() || ends {
-                return;
-            }
+            take(stretch, &mut buffer.bytes_mut()[from..from + stretch.bytes as usize])?;
         }
-    };
-    std::thread::scope(|scope| {
-        let readers: Vec<_> = (0..READERS.min(windows.len()))
-            .map(|first| {
-                let (ready, to_take) = sync_channel(1);
-                let (taken, empty) = channel();
-                let read_every_nth = &read_every_nth;
-                scope.spawn(move || read_every_nth(first, ready, empty));
-                (to_take, taken)
-            })
-            .collect();
-        // What `readers` holds goes before the threads are waited for, so that none of them waits for the caller.
-        windows.iter().enumerate().try_for_each(move |(index, window)| {
-            let (to_take, taken) = &readers[index % READERS];
-            let gone = || CheckpointError::Request("a thread that reads the files has ended".into());
-            let mut landing = to_take.recv().map_err(|_| gone())??;
-            hand_out(window, &mut landing)?;
-            // The reader may be through.
-            let _ = taken.send(landing);
-            Ok(())
-        })
-    })
-}
-
-/// Fills memory from a file, from the start of a page on.
-fn fill(file: &File, start: u64, wanted: usize, landing: &mut Landing) -> std::io::Result<()> {
-    let mut done = 0;
-    while done < wanted {
-        // Whole pages, though the file may end in the last.
-        let into = landing.part_mut(done..wanted.next_multiple_of(PAGE));
-        match file.read_at(into, start + done as u64) {
-            Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
-            Ok(bytes) => done += bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) if refuses_direct(&error) && is_direct(file) => drop(set_direct(file, false)),
-            Err(error) => return Err(error),
-        }
+        spare.push(buffer);
     }
     Ok(())
-}
-
-fn is_direct(file: &File) -> bool {
-    let flags = nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_GETFL);
-    flags.is_ok_and(|bits| OFlag::from_bits_truncate(bits).contains(OFlag::O_DIRECT))
 }
