@@ -121,7 +121,7 @@ fn given(pages: usize) -> (Vec<u8>, usize) {
     let mut memory: Vec<u8> = Vec::with_capacity((pages + 1) * ALIGNMENT);
     let start = memory.as_ptr().align_offset(ALIGNMENT);
     memory.resize(start, 0);
-    memory.extend((0..pages * ALIGNMENT).map(|at| (at * 31 >> 4) as u8));
+    memory.extend((0..pages * ALIGNMENT).map(|at| ((at * 31) >> 4) as u8));
     (memory, start)
 }
 

@@ -64,8 +64,8 @@ impl Publishing {
         let pending = exchange::all_gather(&self.group, &[pair], tile.start as u64)?;
         pending.into_iter().try_for_each(exchange::Pending::wait)?;
         for rank in (0..ranks).filter(|rank| *rank != own) {
-            // SAFETY: a tile of values that are being updated, which nobody reads before it is done.
             let to = place(rank)?;
+            // SAFETY: a tile of values that are being updated, which nobody reads before it is done.
             let to = unsafe { Out::vouched(&to) };
             values.device().backend().copy(&part(&all, rank * len, len)?, to)?;
         }
