@@ -99,6 +99,9 @@ pub enum CheckpointError {
         /// Why not.
         why: &'static str,
     },
+    /// What was asked of an export cannot be written, or not to where it was asked.
+    #[error("{0}")]
+    Export(String),
     /// A caller asked for something that makes no sense.
     #[error("{0}")]
     Request(String),

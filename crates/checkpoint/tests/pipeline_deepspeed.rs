@@ -170,8 +170,11 @@ fn slices_of_layers_are_read_as_one_model_and_written_for_any_number() {
     let aliases: Vec<_> =
         manifest.aliases.iter().map(|(alias, name)| (alias.as_str(), name.as_str())).collect();
     assert_eq!(aliases, [("5.bias", "0.bias"), ("5.weight", "0.weight")]);
-    for (slices, boundaries, zero_stage) in [(2, &[0, 3, 6][..], 1), (3, &[0, 1, 5, 6], 1), (1, &[0, 6], 1)] {
-        let out = folder.path().join(format!("out-{slices}"));
+    let divisions: [(u64, &[u64]); 4] =
+        [(2, &[0, 3, 6]), (3, &[0, 1, 5, 6]), (1, &[0, 6]), (1, &[0, 2, 4, 6])];
+    for ((slices, boundaries), zero_stage) in divisions.into_iter().flat_map(|of| [(of, 0), (of, 1)]) {
+        let case = format!("{slices}-{}-{zero_stage}", boundaries.len());
+        let out = folder.path().join(format!("out-{case}"));
         let files = PipelineFiles { boundaries, ranks: 2, slices, tied: &[], zero_stage };
         export_pipeline(&checkpoint, &out, files).unwrap();
         let own = out.join("imported");
@@ -193,11 +196,18 @@ fn slices_of_layers_are_read_as_one_model_and_written_for_any_number() {
         let last = (boundaries.len() as u64 - 1) * slices - 1;
         let module = PtFile::open(&own.join(format!("mp_rank_{last:02}_model_states.pt"))).unwrap();
         assert_eq!(module.value().get("mp_world_size").unwrap().as_u64(), Some(last + 1));
-        let group = &module.value().get("param_shapes").unwrap().items().unwrap()[0];
-        assert_eq!(group.pairs().unwrap()[0].0.as_str(), Some("tied_modules.0.weight"));
-        let back = try_imported(&out, &folder.path().join(format!("back-{slices}"))).unwrap();
-        assert_eq!(all(&back), all(&checkpoint), "{slices} slices");
-        assert_eq!(back.manifest().aliases, manifest.aliases);
+        if zero_stage > 0 {
+            let group = &module.value().get("param_shapes").unwrap().items().unwrap()[0];
+            assert_eq!(group.pairs().unwrap()[0].0.as_str(), Some("tied_modules.0.weight"));
+        }
+        let back = try_imported(&out, &folder.path().join(format!("back-{case}"))).unwrap();
+        assert_eq!(all(&back), all(&checkpoint), "{case}");
+        assert_eq!(back.manifest().aliases, manifest.aliases, "{case}");
+        let (told, expected) = (&back.manifest().training, &manifest.training);
+        assert_eq!(
+            (told.optimizer_steps, told.groups[0].lr),
+            (expected.optimizer_steps, expected.groups[0].lr)
+        );
     }
 }
 
@@ -243,7 +253,19 @@ fn layers_that_are_said_to_be_tied_have_a_file_each() {
         let group = &module.value().get("param_shapes").unwrap().items().unwrap()[0];
         assert_eq!(group.pairs().unwrap()[0].0.as_str(), Some("tied_modules.0.weight"), "stage {stage}");
     }
-    assert!(written(&[vec![1, 5]]).unwrap_err().to_string().contains("the first of them has no parameters"));
+    for (tied, why) in [
+        (vec![vec![1, 5]], "the first of them has no parameters"),
+        (vec![vec![]], "none is named"),
+        (vec![vec![0]], "name at least two"),
+        (vec![vec![0, 6]], "there is no layer 6; the pipeline ends with 5"),
+        (vec![vec![0, 5, 5]], "layer 5 is named twice"),
+        (vec![vec![0, 4], vec![0, 5]], "layer 0 is named twice"),
+        (vec![vec![2, 3]], "the checkpoint has a '3."),
+    ] {
+        let error = written(&tied).unwrap_err().to_string();
+        assert!(error.contains("cannot be tied") && error.contains(why), "{tied:?}: {error}");
+        assert!(!folder.path().join("out/imported").exists(), "{tied:?}");
+    }
     // Without a cut layer there is nothing to go by.
     let files = PipelineFiles { boundaries: &[0, 6], ranks: 1, slices: 2, tied: &[], zero_stage: 1 };
     let error = export_pipeline(&checkpoint, &folder.path().join("cut"), files).unwrap_err().to_string();

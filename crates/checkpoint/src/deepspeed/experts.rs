@@ -92,7 +92,7 @@ impl Mixtures {
             .map(|(path, numbers)| Mixture { path: path.to_owned(), experts: numbers.len() as u64 })
             .collect();
         let (ranks, spread) = (options.ranks, options.expert_ranks);
-        let refuse = |why: String| Err(CheckpointError::Request(why));
+        let refuse = |why: String| Err(CheckpointError::Export(why));
         if spread == 0 || !ranks.is_multiple_of(spread) {
             return refuse(format!(
                 "experts on {spread} ranks need a multiple of as many, and there are {ranks}"

@@ -125,7 +125,7 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
             "stage {} on {} ranks cannot be exported: stages are 1, 2, 3, and 0 for mixtures of experts in f32",
             options.stage, options.ranks
         );
-        return Err(CheckpointError::Request(why));
+        return Err(CheckpointError::Export(why));
     }
     exported(checkpoint, dir, |folder| Exporter::new(checkpoint, options, mixtures)?.write(folder))
 }
@@ -140,7 +140,8 @@ pub(super) fn exported(
     crate::directory::check_tag(tag)?;
     let folder = dir.join(tag);
     if folder.exists() {
-        return Err(CheckpointError::file(&folder, "exists already; export into another folder"));
+        let why = format!("{} exists already; export into another folder", folder.display());
+        return Err(CheckpointError::Export(why));
     }
     let is_new = !dir.exists();
     let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
@@ -235,7 +236,7 @@ impl<'c> Exporter<'c> {
     }
 
     /// The same of other tensors: what `change` makes of each, where it makes anything; those with the lesser number come first.
-    pub(super) fn changed(mut self, change: impl Fn(Whole<'c>) -> Option<(u8, Whole<'c>)>) -> Exporter<'c> {
+    pub(super) fn changed(mut self, change: impl Fn(Whole<'c>) -> Option<(u64, Whole<'c>)>) -> Exporter<'c> {
         let all = |tensors: Vec<Whole<'c>>| {
             let mut kept: Vec<_> = tensors.into_iter().filter_map(&change).collect();
             kept.sort_by_key(|(number, _)| *number);

@@ -9,6 +9,7 @@ pub mod export;
 mod foreign;
 pub mod fp32;
 pub mod import;
+mod numbered;
 mod pipeline;
 mod pipeline_files;
 mod slices;

@@ -3,20 +3,18 @@
 //!
 //! Read, the stages become one model: a parameter of layer 3 is `3.weight`. A tied module is listed by its key
 //! (`tied_modules.embed.weight`) on every stage that uses it; it is called after the first layer whose file has its values.
-//! States that were written without ZeRO lie in the module files, by number: a stage's parameters are counted as its layers'
-//! files have them. Where that does not come out even (tied modules are counted elsewhere), states are left.
+//! States that were written without ZeRO are found by `numbered`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::foreign::Tensor;
 use super::fp32::stage_of;
-use super::import::{counter, fill_groups, with_zero};
-use super::source::{DeepSpeedFiles, names_in, whole};
+use super::import::{fill_groups, with_zero};
+use super::source::{DeepSpeedFiles, names_in};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{GroupState, Kind, TrainingState};
 use crate::pt::{Unknown, Value};
-use crate::shard::PieceSpec;
 
 /// What stands before the key of a tied module.
 pub(super) const TIED: &str = "tied_modules.";
@@ -79,75 +77,6 @@ pub(super) fn states(
     }
     found.name_tied(path, unknown, layers, weights)?;
     Ok(Some(found))
-}
-
-/// f32 weights and states without ZeRO, and how many steps the optimizer made, where every parameter of the layers' files has
-/// its states in one of the `modules`, stage by stage.
-pub(super) fn numbered(
-    files: &DeepSpeedFiles,
-    modules: &[usize],
-    weights: &[Tensor],
-) -> Result<Option<(Vec<Tensor>, u64)>> {
-    let buffers = |file: &usize| files.files[*file].value().get("buffer_names").and_then(Value::items);
-    let buffers: BTreeSet<&str> =
-        modules.iter().filter_map(buffers).flatten().filter_map(Value::as_str).collect();
-    let params: Vec<&Tensor> =
-        weights.iter().filter(|weight| !buffers.contains(weight.spec.name.as_str())).collect();
-    if shares_a_layer(files, &params)? {
-        return Ok(None);
-    }
-    let mut params = params.into_iter();
-    let (mut tensors, mut steps) = (Vec::new(), 0);
-    for &file in modules {
-        let Some(optimizer) = files.files[file].value().get("optimizer") else { return Ok(None) };
-        let groups = optimizer.get("param_groups").and_then(Value::items).unwrap_or_default();
-        let [group] = groups else { return Ok(None) };
-        let state = optimizer.get("state").and_then(Value::pairs).unwrap_or_default();
-        for id in group.get("params").and_then(Value::items).unwrap_or_default() {
-            let entry = state.iter().find(|(known, _)| known.as_u64() == id.as_u64()).map(|(_, entry)| entry);
-            let (Some(param), Some(entry)) = (params.next(), entry.and_then(Value::pairs)) else {
-                return Ok(None);
-            };
-            let spec = |kind| PieceSpec { kind, place: tensors.len() as u64, ..param.spec.clone() };
-            let mut own = vec![Tensor { spec: spec(Kind::Master), stretches: param.stretches.clone() }];
-            for (name, value) in entry {
-                match (name.as_str(), value.as_tensor()) {
-                    (Some("step"), _) => steps = counter(files, file, value).unwrap_or(0),
-                    (Some(_), Some(tensor)) if tensor.shape != param.spec.shape => return Ok(None),
-                    (Some(name), Some(tensor)) => {
-                        let spec = PieceSpec { dtype: tensor.dtype, ..spec(Kind::State(name.to_owned())) };
-                        own.push(Tensor { spec, stretches: vec![whole(file, tensor)] });
-                    }
-                    _ => {}
-                }
-            }
-            tensors.extend(own);
-        }
-    }
-    Ok((params.next().is_none() && !tensors.is_empty()).then_some((tensors, steps)))
-}
-
-/// Whether a layer has the parameters of one before it: modules that are tied, which stages count before their own.
-fn shares_a_layer(files: &DeepSpeedFiles, params: &[&Tensor]) -> Result<bool> {
-    let rest = |param: &Tensor| param.spec.name.split_once('.').map(|(_, rest)| rest.to_owned());
-    let layers: Vec<&[&Tensor]> =
-        params.chunk_by(|one, other| layer_of(&one.spec.name) == layer_of(&other.spec.name)).collect();
-    let is_same = |one: &Tensor, other: &Tensor| -> Result<bool> {
-        let alike = rest(one) == rest(other) && one.spec.shape == other.spec.shape;
-        Ok(alike && files.read_f32(&one.stretches)? == files.read_f32(&other.stretches)?)
-    };
-    for (at, layer) in layers.iter().enumerate() {
-        for before in &layers[..at] {
-            let mut same = layer.len() == before.len();
-            for (one, other) in layer.iter().zip(*before) {
-                same = same && is_same(one, other)?;
-            }
-            if same {
-                return Ok(true);
-            }
-        }
-    }
-    Ok(false)
 }
 
 impl PipelineStates {

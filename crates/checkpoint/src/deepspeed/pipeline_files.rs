@@ -2,8 +2,8 @@
 //! and slice a module file beside the optimizer files of its data-parallel ranks.
 //!
 //! A model whose names begin with the numbers of layers is cut into stages; others have no such layout. A weight that several
-//! layers share is in the file of each of them, and every stage that uses it has its states, before those of its own layers:
-//! DeepSpeed keeps tied modules so.
+//! layers share is in the file of each of them, and every stage that uses it has its states, before those of its own layers and
+//! in the order in which its layers use them: DeepSpeed keeps tied modules so.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -59,11 +59,11 @@ pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles
                     let Some(users) = users.get(&tensor.name) else {
                         return layer_of(&tensor.name)
                             .is_some_and(is_here)
-                            .then(|| (1, slices.cut(tensor, slice)));
+                            .then(|| (end, slices.cut(tensor, slice)));
                     };
                     let name = format!("{TIED}{}", tensor.name);
-                    let is_used = users.iter().copied().any(is_here);
-                    is_used.then(|| (0, slices.cut(tensor, slice).called(name)))
+                    let first_use = users.iter().copied().find(|layer| is_here(*layer))?;
+                    Some((first_use, slices.cut(tensor, slice).called(name)))
                 });
                 let information = slices.information(checkpoint);
                 own.of_pipeline(stages * count, information)
@@ -77,7 +77,7 @@ pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles
 impl PipelineFiles<'_> {
     fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
         let PipelineFiles { boundaries, ranks, slices, tied, zero_stage } = *self;
-        let refuse = |why: String| Err(CheckpointError::Request(why));
+        let refuse = |why: String| Err(CheckpointError::Export(why));
         let rises = boundaries.windows(2).all(|pair| pair[0] < pair[1]);
         if ranks == 0 || slices == 0 || boundaries.len() < 2 || boundaries[0] != 0 || !rises {
             return refuse(format!(
@@ -103,13 +103,30 @@ impl PipelineFiles<'_> {
                 entry.name
             ));
         }
-        let has = |layer: u64| all.iter().any(|entry| layer_of(&entry.name) == Some(layer));
-        match tied.iter().find(|layers| !layers.first().is_some_and(|first| has(*first))) {
-            Some(layers) => {
-                refuse(format!("layers {layers:?} share nothing: the first of them has no parameters"))
+        let mut tied_before = BTreeSet::new();
+        for layers in tied {
+            let first_of = |layer: u64| {
+                all.iter().find(|entry| layer_of(&entry.name) == Some(layer)).map(|entry| entry.name.as_str())
+            };
+            let shared = |why: String| refuse(format!("layers {layers:?} cannot be tied: {why}"));
+            let [first, others @ ..] = layers.as_slice() else { return shared("none is named".into()) };
+            if others.is_empty() {
+                return shared("a layer shares with another; name at least two".into());
             }
-            None => Ok(()),
+            if let Some(beyond) = layers.iter().find(|layer| **layer >= end) {
+                return shared(format!("there is no layer {beyond}; the pipeline ends with {}", end - 1));
+            }
+            if let Some(again) = layers.iter().find(|layer| !tied_before.insert(**layer)) {
+                return shared(format!("layer {again} is named twice; a layer is in one group, once"));
+            }
+            if first_of(*first).is_none() {
+                return shared("the first of them has no parameters to share".into());
+            }
+            if let Some(own) = others.iter().find_map(|layer| first_of(*layer)) {
+                return shared(format!("the checkpoint has a '{own}', which is not the first layer's"));
+            }
         }
+        Ok(())
     }
 
     /// The layers that use a parameter, where these are several.

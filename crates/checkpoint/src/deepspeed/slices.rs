@@ -241,7 +241,7 @@ impl Slices {
     pub(super) fn of(checkpoint: &Checkpoint, count: u64) -> Result<Slices> {
         let mut parts = HashMap::new();
         for entry in checkpoint.manifest().tensors.iter().filter(|_| count > 1) {
-            if let Some(cut) = recut(entry, count).map_err(CheckpointError::Request)? {
+            if let Some(cut) = recut(entry, count).map_err(CheckpointError::Export)? {
                 parts.insert(entry.name.clone(), cut);
             }
         }
@@ -249,7 +249,7 @@ impl Slices {
             let why = format!(
                 "nothing says how layers are cut into {count} slices: the checkpoint was saved without any"
             );
-            return Err(CheckpointError::Request(why));
+            return Err(CheckpointError::Export(why));
         }
         Ok(Slices { parts, count })
     }

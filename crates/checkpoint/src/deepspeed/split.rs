@@ -1,7 +1,7 @@
 //! Pipelines and mixtures of experts: weights that lie in a file per layer, or per expert.
 //!
 //! Weights are imported, and counters and schedule with them, and under ZeRO 1 and 2 the optimizer states too (`experts`,
-//! `pipeline`); those of a pipeline also without ZeRO, where no module is tied. Without these a checkpoint loads with `load_module_only`, or without optimizer states. Layers cut over
+//! `pipeline`); those of a pipeline also without ZeRO (`numbered`). Without these a checkpoint loads with `load_module_only`, or without optimizer states. Layers cut over
 //! tensor-parallel ranks are put together (`slices`); experts that are numbered without their layer are refused by name.
 
 use std::collections::BTreeSet;
@@ -10,6 +10,7 @@ use std::path::Path;
 use super::foreign::{Tensor, Understood};
 use super::fp32::stage_of;
 use super::import::{contents, fill_groups};
+use super::numbered::numbered;
 use super::source::{DeepSpeedFiles, names_in, whole};
 use super::{experts, pipeline, slices};
 use crate::error::{CheckpointError, Result};
@@ -167,25 +168,32 @@ fn of_pipeline(
     let plain = contents(module, None, 0, 0);
     let mut paths = files.paths();
     let Some(mut states) = pipeline::states(path, unknown, files, &found, &plain.training, is_own)? else {
-        let Some((states, steps)) = pipeline::numbered(files, modules, &found)? else {
+        let Some(states) = numbered(files, modules, &found, &plain.aliases)? else {
             let mut contents = plain;
+            found.retain(|tensor| !contents.aliases.contains_key(&tensor.spec.name));
             without_states(&mut contents, &found, path);
             return Ok((contents, found, paths));
         };
-        let mut contents = contents(module, None, steps, 0);
-        let trained: Vec<_> =
-            states.iter().map(|tensor| &tensor.spec).filter(|spec| spec.kind == Kind::Master).collect();
+        let mut contents = contents(module, None, states.steps, 0);
+        contents.aliases.extend(states.aliases);
+        found.retain(|tensor| !contents.aliases.contains_key(&tensor.spec.name));
+        let trained: Vec<_> = states
+            .tensors
+            .iter()
+            .map(|tensor| &tensor.spec)
+            .filter(|spec| spec.kind == Kind::Master)
+            .collect();
         fill_groups(&mut contents.training, module, None, &trained);
         let groups = std::mem::take(&mut contents.training.groups);
-        put_in(&mut contents, &mut found, states, groups);
+        put_in(&mut contents, &mut found, states.tensors, groups);
         return Ok((contents, found, paths));
     };
     let mut contents = contents(module, states.optimizer.as_ref(), states.steps, states.zero_stage as u8);
     let stretches = states.tensors.iter_mut().flat_map(|tensor| &mut tensor.stretches);
     stretches.for_each(|stretch| stretch.file += paths.len());
     paths.append(&mut states.files);
-    found.retain(|tensor| !states.aliases.contains_key(&tensor.spec.name));
     contents.aliases.append(&mut states.aliases);
+    found.retain(|tensor| !contents.aliases.contains_key(&tensor.spec.name));
     put_in(&mut contents, &mut found, states.tensors, states.groups);
     Ok((contents, found, paths))
 }
