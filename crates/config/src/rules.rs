@@ -2,6 +2,10 @@
 //!
 //! Each rule looks at the configuration with all defaults filled in, and names the option to change.
 
+use std::num::NonZeroUsize;
+
+use ferrospeed_pipeline::PipelineError;
+use ferrospeed_pipeline::division::Asked;
 use serde_json::{Map, Value};
 
 use crate::auto::lookup;
@@ -28,7 +32,9 @@ pub(crate) fn check(full: &Map<String, Value>, places: &Places) -> Report {
     rules.scheduler();
     rules.zero();
     rules.offload();
-    rules.pipeline_and_activations();
+    rules.pipeline();
+    rules.spread();
+    rules.activations();
     rules.gradient_accumulation_type();
     rules.elasticity();
     rules.data();
@@ -74,8 +80,8 @@ impl Rules<'_> {
         if fp16 && bf16 {
             self.conflict("bf16.enabled", "fp16 and bf16 are both enabled", "keep one of them");
         }
-        if self.flag("amp.enabled") && (fp16 || bf16 || self.stage() > 0) {
-            let why = "amp cannot be combined with fp16, bf16 or ZeRO";
+        if self.flag("amp.enabled") {
+            let why = "mixed precision by apex does not exist here";
             self.unsupported("amp.enabled", why, "remove `amp`; `fp16` and `bf16` replace it");
         }
         let half_masters = fp16 && self.flag("fp16.fp16_master_weights_and_grads");
@@ -116,6 +122,12 @@ impl Rules<'_> {
                 why,
                 "add \"zero_allow_untested_optimizer\": true to run it all the same",
             );
+        }
+        if name == "Lamb" && self.is_on_a_disk() {
+            let why =
+                "Lamb scales by the norms of whole parameters and does not work on state that is on a disk";
+            let help = "use AdamW, Adam, Lion, Adagrad or SGD, or another device than \"nvme\"";
+            self.unsupported("optimizer.type", why, help);
         }
         if name.ends_with("amb") && self.flag("fp16.enabled") && self.number("fp16.loss_scale") != 0.0 {
             let why = format!("{name} needs adaptive loss scaling");
@@ -242,12 +254,58 @@ impl Rules<'_> {
         }
     }
 
-    fn pipeline_and_activations(&mut self) {
+    /// Whether stage 3, which alone does so, keeps weights or states on a disk.
+    fn is_on_a_disk(&self) -> bool {
+        let device = |section: &str| self.text(&format!("zero_optimization.{section}.device"));
+        self.stage() == 3 && ["offload_param", "offload_optimizer"].map(device).contains(&Some("nvme"))
+    }
+
+    fn pipeline(&mut self) {
         let stage = self.stage();
         if self.number("pipeline.stages") > 1.0 && stage >= 2 {
             let why = format!("ZeRO stage {stage} cannot be combined with pipeline parallelism");
             self.unsupported("zero_optimization.stage", why, "write \"stage\": 1 or 0");
         }
+        let asked = Asked {
+            stages: NonZeroUsize::MIN,
+            partition: self.text("pipeline.partition").unwrap_or("best"),
+            schedule: self.text("pipeline.schedule").unwrap_or("1f1b"),
+            micro_batches: 1,
+        };
+        for error in [asked.kind().err(), asked.method().err()].into_iter().flatten() {
+            let PipelineError::Key { key, why } = error else { continue };
+            self.report.push(self.places.error(Code::NotAChoice, key, why, ""));
+        }
+    }
+
+    /// What does not run where ranks hold different parts of the model, or of a sequence.
+    fn spread(&mut self) {
+        let spread = |key: &str| self.number(key) > 1.0;
+        let [pipe, sequence, tensor, expert] = [
+            "pipeline.stages",
+            "sequence_parallel_size",
+            "tensor_parallel.autotp_size",
+            "expert_parallel.autoep_size",
+        ]
+        .map(spread);
+        let in_shards = self.stage() == 3 && self.number("zero_optimization.mics_shard_size") > 0.0;
+        if in_shards && (sequence || tensor || expert) {
+            let why = "on a mesh, state is spread over all ranks that hold the same slices";
+            self.unsupported("zero_optimization.mics_shard_size", why, "remove it");
+        }
+        let one_bit = self.text("optimizer.type").is_some_and(|name| ONE_BIT.contains(&name));
+        if one_bit && (pipe || tensor || expert) {
+            let why = "a 1-bit optimizer needs the same whole model on all ranks";
+            let help = "remove pipeline stages, tensor slices and spread experts, or use AdamW";
+            self.unsupported("optimizer.type", why, help);
+        }
+        if self.flag("eigenvalue.enabled") && (tensor || expert) {
+            let why = "measures whole blocks, and ranks hold parts of them";
+            self.unsupported("eigenvalue.enabled", why, "remove it");
+        }
+    }
+
+    fn activations(&mut self) {
         if self.flag("activation_checkpointing.contiguous_memory_optimization") {
             let path = "activation_checkpointing.contiguous_memory_optimization";
             if !self.flag("activation_checkpointing.partition_activations") {

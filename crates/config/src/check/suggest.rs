@@ -26,13 +26,24 @@ pub(crate) fn nearest<'a>(given: &str, names: impl Iterator<Item = &'a str>) -> 
 pub(crate) fn for_unknown_key(given: &str, siblings: &[Key]) -> String {
     let names = siblings.iter().filter(|key| key.deprecated.is_none());
     let names = names.flat_map(|key| std::iter::once(key.name).chain(key.aliases.iter().copied()));
-    if let Some(name) = nearest(given, names) {
+    if let Some(name) = nearest(given, names.clone()).or_else(|| fuller(given, names)) {
         return format!("did you mean `{name}`?");
     }
     if let Some(path) = find_elsewhere(given, ROOT) {
         return format!("`{given}` belongs in `{path}`");
     }
     "remove it; a key that starts with `_` is kept as a comment".to_owned()
+}
+
+/// The permitted name to which words were added (`partition_method`), or of which words were left out.
+fn fuller<'a>(given: &str, mut names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let has_all = |long: &str, short: &str| {
+        let mut words = long.split('_');
+        short.split('_').all(|word| words.any(|known| known.eq_ignore_ascii_case(word)))
+    };
+    // Short words stand in many names by chance.
+    let telling = |name: &str| name.len() >= 6;
+    names.find(|name| telling(name) && telling(given) && (has_all(given, name) || has_all(name, given)))
 }
 
 /// The section that has a key of exactly this name. Names that many sections have say nothing.

@@ -82,8 +82,11 @@ impl Walker<'_> {
             return None;
         };
         if variant.status == Status::NotYet {
-            let why = format!("\"{}\" is accepted, but not implemented yet", variant.tag);
-            self.warning(Code::NotActedOn, node.offset, path, why, "a run with it stops at its start".into());
+            let why = format!("\"{}\" does not run here", variant.tag);
+            let runs = variants.iter().filter(|variant| variant.status == Status::Implemented);
+            let runs = coerce::list_of(runs.map(|variant| variant.tag.to_owned()));
+            let help = format!("write one of {runs}, or leave it out and give the engine one of your own");
+            self.error(Code::UnsupportedCombination, node.offset, path, why, help);
         }
         Some(Value::String(variant.tag.to_owned()))
     }
