@@ -121,6 +121,21 @@ fn a_trained_run_leaves_the_report_of_its_step_in_its_folder() {
     let macs = 32 * (12 * 32 * 32 + 2 * 16 * 32) + 32 * 32 * 256;
     let line = format!("fwd MACs per GPU: {:>54}{:.2} KMACs", "", f64::from(macs) / 1e3);
     assert!(text.lines().any(|found| found == line), "{line:?} in {text}");
+    // Slices: what a rank has, and the whole, of which norms and positions are on both ranks.
+    let sliced = folder.path().join("sliced");
+    let words = ["train", "recipe.toml", "--tp", "2", "--out", sliced.to_str().unwrap()];
+    let output = support::output_of(support::binary().args(words).current_dir(folder.path()));
+    assert!(output.status.success(), "{}{}", stdout(&output), stderr(&output));
+    let of_slice = std::fs::read_to_string(sliced.join("profile.txt")).unwrap();
+    let said = |text: &str, label: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(label));
+        line.unwrap_or_else(|| panic!("no {label:?} in {text}")).trim().to_owned()
+    };
+    let of_model = "params of model = params per GPU * mp_size:";
+    assert_eq!(said(&text, of_model), said(&text, "params per GPU:"));
+    assert_eq!(said(&of_slice, of_model), said(&text, of_model));
+    assert_ne!(said(&of_slice, "params per GPU:"), said(&text, "params per GPU:"));
+    assert_eq!(said(&of_slice, "model parallel size:"), "2");
     let report = std::fs::read_to_string(out.join("report.html")).unwrap();
     assert!(report.contains("What holds modules back") && report.contains("transformer.h.*.mlp"), "{report}");
 }

@@ -80,8 +80,8 @@ impl StepProfiler {
     }
 }
 
-/// What one stage counted: its report, parameters, MACs and operations of forward, and operations of backward and of what was
-/// computed again.
+/// What one stage counted: its report, and of all its ranks together the parameters, MACs and operations of forward, and
+/// operations of backward and of what was computed again.
 type StageReport = (String, [u64; 5]);
 
 impl Engine {
@@ -186,7 +186,9 @@ impl Engine {
         let total = model.total();
         let [recomputed, taken] = self.profiler.as_ref().map_or([0; 2], |profiler| profiler.again_flops);
         let again = [total.backward.flops + taken, total.recomputation.flops + recomputed];
-        let own = (text, [model.params(), model.macs(), model.flops(), again[0], again[1]]);
+        let of_all =
+            [model.macs(), model.flops(), again[0], again[1]].map(|count| count * self.ranks_of_a_stage());
+        let own = (text, [self.whole_params(), of_all[0], of_all[1], of_all[2], of_all[3]]);
         let stages: Vec<StageReport> = match agree(&pipeline.stages, Ok(own)) {
             Ok(stages) => stages,
             Err(error) => {
@@ -202,13 +204,30 @@ impl Engine {
         let mut text = format!(
             "{} stages, of which each counted what it did for one micro-batch. Together:\n\
              params (tied ones on each stage that has them): {params}\n\
-             fwd MACs: {macs}\nfwd flops: {flops}\nbwd flops: {backward}\nrecomputed flops: {again}\n",
+             fwd MACs: {macs}\nfwd flops: {flops}\nbwd flops: {backward}\n",
             stages.len(),
         );
+        if again > 0 {
+            text.push_str(&format!(
+                "flops of what forward did not keep (attention's scores, activations, checkpointed layers): {again}\n"
+            ));
+        }
         for (stage, (said, _)) in stages.iter().enumerate() {
             text.push_str(&format!("\nstage {stage} of {}\n{}\n", stages.len(), said));
         }
         Some(text)
+    }
+
+    /// Ranks that have a sample in common on this one's stage: those with other slices of its layers, or other parts of the
+    /// sample's sequence.
+    fn ranks_of_a_stage(&self) -> u64 {
+        let stages = self.pipeline.as_ref().map_or(1, |pipeline| pipeline.stages.size());
+        (self.world.size() / (self.data_parallel_size * stages).max(1)).max(1) as u64
+    }
+
+    /// Parameters of the wholes that this rank has slices of.
+    fn whole_params(&self) -> u64 {
+        self.store.params().iter().map(|param| param.whole_shape().numel() as u64).sum()
     }
 
     fn profile_text(
@@ -224,12 +243,12 @@ impl Engine {
             ranks: Some(Ranks {
                 world_size: ranks,
                 data_parallel_size: self.data_parallel_size as u64,
-                // All that have a sample in common: slices, stages and parts of its sequence.
-                model_parallel_size: ranks / (self.data_parallel_size as u64).max(1),
+                model_parallel_size: self.ranks_of_a_stage(),
                 micro_batch: self.train_micro_batch_size_per_gpu(),
                 expert_tensor_parallelism: None,
             }),
-            model_params: model.params(),
+            // What ranks hold alike, such as norms, counts once: a product would not.
+            model_params: self.whole_params(),
             experts: None,
             forward_s: forward.as_secs_f64(),
             phases: Some(Phases {
