@@ -241,6 +241,7 @@ fn a_plan_of_a_recipe_is_that_of_its_model_ranks_and_mesh() {
         [ds_config]
         train_micro_batch_size_per_gpu = 2
         sequence_parallel_size = 2
+        optimizer = { type = "Adam" }
         zero_optimization = { stage = 2 }
     "#;
     let folder = tempfile::tempdir().unwrap();
@@ -249,7 +250,7 @@ fn a_plan_of_a_recipe_is_that_of_its_model_ranks_and_mesh() {
     let of_recipe = planned(&[path.to_str().unwrap(), "--host_gib", "100"]);
     assert_eq!(of_recipe["capacity"]["ranks_per_host"], 4);
     let (model_folder, config) = config_file(
-        "{\"train_micro_batch_size_per_gpu\": 2, \"zero_optimization\": {\"stage\": 2}, \"sequence_parallel_size\": 2}",
+        "{\"train_micro_batch_size_per_gpu\": 2, \"optimizer\": {\"type\": \"Adam\"}, \"zero_optimization\": {\"stage\": 2}, \"sequence_parallel_size\": 2}",
     );
     let model = "{\"model_type\": \"gpt2\", \"n_embd\": 64, \"n_layer\": 2, \"n_head\": 4, \"vocab_size\": 256, \"n_positions\": 128}";
     std::fs::write(model_folder.path().join("config.json"), model).unwrap();
@@ -422,4 +423,193 @@ fn the_fastest_layout_that_fits_is_named_with_what_it_sends() {
     let output = ferrospeed(&[&asked[..], &machine].concat());
     assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));
     assert!(stderr(&output).contains("--flops RATE"), "{}", stderr(&output));
+    for rate in ["0", "-1", "inf", "nan", "1e300", "1e-300"] {
+        let output = ferrospeed(&[&asked[..], &machine, &["--flops", rate]].concat());
+        assert_eq!(output.status.code(), Some(2), "{rate}: {}", stdout(&output));
+        assert!(stderr(&output).contains("no machine has such a rate"), "{rate}: {}", stderr(&output));
+    }
+}
+
+/// A recipe and a ds_config with the same mistake are refused by whoever reads them, before anything begins.
+#[test]
+fn what_a_run_would_refuse_is_refused_by_check_and_plan_in_the_same_words() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let model = r#"{"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 16, "vocab_size": 50}"#;
+    std::fs::write(at("config.json"), model).unwrap();
+    let recipe = r#"
+        name = "refused"
+        steps = 1
+        ranks = 2
+        [model]
+        preset = "gpt2"
+        layers = 2
+        width = 32
+        heads = 2
+        activation_checkpointing = true
+        [data]
+        synthetic = 1000
+        sequence = 16
+        [ds_config]
+        train_batch_size = 2
+        optimizer = { type = "Adam" }
+    "#;
+    std::fs::write(at("recipe.toml"), recipe).unwrap();
+    let good = r#"{"train_batch_size": 2, "optimizer": {"type": "Adam"}}"#;
+    std::fs::write(at("ds_config.json"), good).unwrap();
+    let nvme = |section: &str| {
+        format!(r#"zero_optimization={{"stage": 3, "{section}": {{"device": "nvme", "nvme_path": "/tmp"}}}}"#)
+    };
+    let untested = "zero_allow_untested_optimizer=true";
+    let cases = [
+        (
+            vec!["pipeline.schedule=\"zb-h2\"".to_owned(), "pipeline.stages=2".to_owned()],
+            "did you mean 'zb-h1'?",
+        ),
+        (
+            vec!["pipeline.partition=\"parameter\"".to_owned(), "pipeline.stages=2".to_owned()],
+            "did you mean 'parameters'?",
+        ),
+        (
+            vec!["optimizer.type=\"Lamb\"".to_owned(), nvme("offload_optimizer"), untested.to_owned()],
+            "norms of whole parameters",
+        ),
+        (vec!["optimizer.type=\"Muon\"".to_owned()], "\"Muon\" does not run here"),
+        (
+            vec!["optimizer.type=\"OneBitAdam\"".to_owned(), "tensor_parallel.autotp_size=2".to_owned()],
+            "same whole model",
+        ),
+        (
+            vec!["eigenvalue.enabled=true".to_owned(), "tensor_parallel.autotp_size=2".to_owned()],
+            "measures whole blocks",
+        ),
+        (vec!["amp.enabled=true".to_owned()], "apex does not exist here"),
+    ];
+    for (overrides, why) in &cases {
+        let set: Vec<&str> = overrides.iter().flat_map(|one| ["--set", one.as_str()]).collect();
+        let (ds_config, recipe, model) = (at("ds_config.json"), at("recipe.toml"), at("config.json"));
+        let out = at("out");
+        for words in [
+            &["config", "check", &ds_config][..],
+            &["plan", &ds_config, "--model", &model],
+            &["config", "check", &recipe],
+            &["plan", &recipe],
+            &["train", &recipe, "--out", &out],
+        ] {
+            let output = ferrospeed(&[words, &set].concat());
+            assert_eq!(output.status.code(), Some(2), "{words:?} {overrides:?}: {}", stdout(&output));
+            assert!(stderr(&output).contains(why), "{words:?} {overrides:?}: {}", stderr(&output));
+        }
+        assert!(!folder.path().join("out/logs").exists(), "a rank began: {overrides:?}");
+    }
+    let method = ["--set", "pipeline={\"partition_method\": \"uniform\"}"];
+    let output = ferrospeed(&[&["config", "check", &at("ds_config.json")][..], &method].concat());
+    assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));
+    assert!(stderr(&output).contains("did you mean `partition`?"), "{}", stderr(&output));
+    // What the rest of a recipe gets wrong, `config check` says too.
+    for (set, why) in [
+        (
+            "comms_logger={\"enabled\": true, \"prof_all\": false, \"prof_ops\": [\"all_reduse\"]}",
+            "'all_reduse' is no operation",
+        ),
+        ("steps=0", "steps: must be at least 1"),
+        ("model.layers=0", "model.layers"),
+    ] {
+        for words in [&["config", "check"][..], &["plan"], &["train"]] {
+            let output = ferrospeed(&[words, &[&at("recipe.toml"), "--set", set]].concat());
+            assert_eq!(output.status.code(), Some(2), "{words:?} {set}: {}", stdout(&output));
+            assert!(stderr(&output).contains(why), "{words:?} {set}: {}", stderr(&output));
+        }
+    }
+    let output = ferrospeed(&["config", "check", &at("recipe.toml"), "--set", "pipeline.stages=2"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+}
+
+#[test]
+fn too_few_slots_for_checkpoints_are_told_with_the_number_before_a_rank_begins() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let recipe = r#"
+        name = "slots"
+        steps = 1
+        [model]
+        preset = "gpt2"
+        layers = 4
+        width = 32
+        heads = 2
+        vocabulary = 64
+        activation_checkpointing = true
+        [data]
+        synthetic = 1000
+        sequence = 16
+        [ds_config]
+        train_batch_size = 4
+        train_micro_batch_size_per_gpu = 1
+        optimizer = { type = "Adam" }
+        [ds_config.activation_checkpointing]
+        partition_activations = true
+        contiguous_memory_optimization = true
+        number_checkpoints = 3
+    "#;
+    std::fs::write(at("recipe.toml"), recipe).unwrap();
+    let (recipe, out) = (at("recipe.toml"), at("out"));
+    let uniform = ["--set", "pipeline.partition=\"uniform\""];
+    // Four micro-batches: the first of two stages has two of them under way, each with the inputs of its blocks.
+    let in_stages = [&["--pp", "2"][..], &uniform].concat();
+    for (more, needed) in [(&[][..], 4), (&in_stages, 4)] {
+        let slots = format!("activation_checkpointing.number_checkpoints={needed}");
+        for words in [&["plan", &recipe][..], &["train", &recipe, "--out", &out, "--device", "cpu"]] {
+            let output = ferrospeed(&[words, more].concat());
+            assert_eq!(output.status.code(), Some(2), "{words:?} {more:?}: {}", stdout(&output));
+            assert!(stderr(&output).contains(&format!("write {needed}")), "{words:?}: {}", stderr(&output));
+            assert!(!folder.path().join("out/logs").exists());
+        }
+        // With the number that was told it runs, and with one less it would not.
+        let output = ferrospeed(
+            &[
+                &["train", &recipe, "--out", &out, "--overwrite", "--set", &slots, "--device", "cpu"][..],
+                more,
+            ]
+            .concat(),
+        );
+        assert_eq!(output.status.code(), Some(0), "{more:?}: {}", stderr(&output));
+        std::fs::remove_dir_all(&out).unwrap();
+    }
+}
+
+#[test]
+fn a_file_in_the_place_of_a_disks_folder_is_told_before_a_rank_begins() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    std::fs::write(at("taken"), "").unwrap();
+    let recipe = format!(
+        r#"
+        name = "taken"
+        steps = 1
+        [model]
+        preset = "gpt2"
+        layers = 1
+        width = 32
+        heads = 2
+        [data]
+        synthetic = 1000
+        sequence = 16
+        [ds_config]
+        train_batch_size = 1
+        optimizer = {{ type = "Adam" }}
+        zero_optimization = {{ stage = 3, offload_optimizer = {{ device = "nvme", nvme_path = "{}" }} }}
+        "#,
+        at("taken/below")
+    );
+    std::fs::write(at("recipe.toml"), recipe).unwrap();
+    let (recipe, out) = (at("recipe.toml"), at("out"));
+    for words in [&["plan", &recipe][..], &["train", &recipe, "--out", &out]] {
+        let output = ferrospeed(words);
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {}", stdout(&output));
+        assert!(
+            stderr(&output).contains(&format!("nvme_path: {} is no folder", at("taken"))),
+            "{}",
+            stderr(&output)
+        );
+    }
 }

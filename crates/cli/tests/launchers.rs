@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use support::{binary, finish, in_path, output_of, stderr, stdout, take_signals, wait_until};
+use support::{binary, finish, in_path, is_running, output_of, stderr, stdout, take_signals, wait_until};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ferrospeed");
 const STEPS: usize = 5;
@@ -191,6 +191,111 @@ fn memory_is_counted_by_one_rank_of_a_host_and_the_others_hear_of_it() {
     for other in &said[1..] {
         assert_eq!(other.trim(), "error: the run does not start: rank 0 says why");
     }
+}
+
+/// A rank of a job of two, as MPI's variables call it.
+fn rank_of_two(rank: &str, folder: &Path, port: &str) -> Command {
+    let mut command = binary();
+    command.args(&TRAIN[1..]).current_dir(folder).stdin(Stdio::null());
+    let place = [("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")];
+    command.envs(place).envs([("OMPI_COMM_WORLD_LOCAL_RANK", rank), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]);
+    command.env("MASTER_PORT", port);
+    command
+}
+
+fn free_port() -> String {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_while_the_others_wait() {
+    let folder = workplace();
+    for (here, waits_for) in
+        [("0", "waiting for rank 1 of 2 since "), ("1", "rank 1 looks for rank 0 at 127.0.0.1:")]
+    {
+        let said = folder.path().join(format!("said-{here}"));
+        let file = std::fs::File::create(&said).unwrap();
+        let mut rank = rank_of_two(here, folder.path(), &free_port())
+            .env("DEEPSPEED_TIMEOUT", "1")
+            .stdout(Stdio::null())
+            .stderr(file)
+            .spawn()
+            .unwrap();
+        wait_until("a word about the rank that is missing", || {
+            std::fs::read_to_string(&said).unwrap().contains(waits_for)
+        });
+        rank.kill().unwrap();
+        rank.wait().unwrap();
+    }
+}
+
+#[test]
+fn another_number_of_ranks_than_the_launcher_started_is_refused() {
+    let folder = workplace();
+    let output = output_of(rank_of_two("0", folder.path(), &free_port()).args(["-n", "3"]));
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    assert!(stderr(&output).contains("-n 3: a launcher has started 2 rank(s)"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_rank_with_another_ds_config_is_told_which_key_differs() {
+    let folder = workplace();
+    let port = free_port();
+    let start = |rank: &str, more: &[&str]| {
+        let mut command = rank_of_two(rank, folder.path(), &port);
+        command.args(more).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let ranks = [start("0", &[]), start("1", &["--set", "zero_optimization.stage=1"])];
+    let said = ranks.map(|rank| {
+        let output = finish(rank);
+        assert!(!output.status.success());
+        stderr(&output)
+    });
+    assert!(said[1].contains("ds_config.zero_optimization.stage is 1 here and 2 there"), "{said:?}");
+}
+
+#[test]
+fn ranks_leave_when_who_started_them_is_killed() {
+    let folder = workplace();
+    // More steps than it will make.
+    let recipe = std::fs::read_to_string(folder.path().join("recipe.toml")).unwrap();
+    let recipe = recipe.replace(&format!("steps = {STEPS}"), "steps = 1000000");
+    std::fs::write(folder.path().join("recipe.toml"), recipe + "\n[save]\n").unwrap();
+    let port = free_port();
+    // A shell stands for mpirun: it starts ranks and waits for them.
+    let script = format!(
+        "for rank in 0 1; do OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_RANK=$rank {} > out-$rank 2> err-$rank & \
+         echo $! > pid-$rank; done; wait",
+        TRAIN.join(" ")
+    );
+    let mut starter = Command::new("sh");
+    take_signals(&mut starter).args(["-c", &script]).current_dir(&folder);
+    starter.envs([("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]);
+    starter.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)]).stdin(Stdio::null());
+    let mut starter = starter.spawn().unwrap();
+    let log = folder.path().join("run/log.jsonl");
+    wait_until("a step", || std::fs::read_to_string(&log).is_ok_and(|log| log.lines().count() > 0));
+    let pids = [0, 1].map(|rank| {
+        std::fs::read_to_string(folder.path().join(format!("pid-{rank}"))).unwrap().trim().to_owned()
+    });
+    starter.kill().unwrap();
+    starter.wait().unwrap();
+    wait_until("the ranks to leave", || !pids.iter().any(|pid| is_running(pid)));
+    let said = std::fs::read_to_string(folder.path().join("err-0")).unwrap();
+    assert!(said.contains("which started this rank, is gone") && said.contains("--resume"), "{said}");
+    let saved = std::fs::read_dir(folder.path().join("run/checkpoints")).unwrap().count();
+    assert!(saved > 0, "nothing was saved");
+}
+
+#[test]
+fn what_mpirun_passes_on_is_lines_and_no_drawing() {
+    let Some(_alone) = openmpi() else { return };
+    let folder = workplace();
+    let output = output_of(mpirun("2").args(TRAIN).env("TERM", "xterm").current_dir(&folder));
+    let said = stdout(&output) + &stderr(&output);
+    assert!(output.status.success(), "{said}");
+    assert!(!said.contains("\u{1b}["), "{said:?}");
+    assert!(said.lines().filter(|line| line.contains("loss")).count() >= STEPS, "{said}");
 }
 
 #[test]

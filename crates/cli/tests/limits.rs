@@ -32,6 +32,7 @@ synthetic = 1000
 sequence = 16
 [ds_config]
 train_micro_batch_size_per_gpu = 1
+optimizer = { type = "Adam" }
 "#;
 
 struct Place(TempDir);
@@ -192,6 +193,8 @@ fn numbers_that_generation_cannot_use_are_refused_with_those_it_can() {
         ("--top-p", "NaN", "above 0 and at most 1"),
         ("--temperature", "-1", "0 (always the likeliest token) or more"),
         ("--temperature", "inf", "0 (always the likeliest token) or more"),
+        ("--tokens", "18446744073709551615", "not in"),
+        ("--tokens", "16777217", "not in"),
     ] {
         let output = place.ferrospeed(&["generate", "--model", ".", "--prompt", "x", option, value]);
         assert_eq!(output.status.code(), Some(2));

@@ -144,9 +144,9 @@ fn a_refused_run_leaves_the_one_that_it_would_replace() {
             &[third, sharded, "zero_optimization.zero_hpz_partition_size=2"],
             "zero_hpz_partition_size: keeps",
         ),
-        (&["--sp", "2"], &[third, sharded], "mics_shard_size: on a mesh"),
-        (&["--tp", "2"], &["optimizer.type=OneBitAdam"], "optimizer.type: a 1-bit optimizer"),
-        (&["--tp", "2"], &["eigenvalue.enabled=true"], "eigenvalue: measures"),
+        (&["--sp", "2"], &[third, sharded], "on a mesh, state is spread over all ranks"),
+        (&["--tp", "2"], &["optimizer.type=OneBitAdam"], "a 1-bit optimizer needs the same whole model"),
+        (&["--tp", "2"], &["eigenvalue.enabled=true"], "measures whole blocks"),
     ];
     for (flags, settings, expected) in cases {
         let mut arguments = vec!["-n", "4", "--overwrite"];

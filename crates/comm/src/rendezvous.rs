@@ -3,12 +3,13 @@
 //! Rank 0 keeps a small hub at `MASTER_ADDR:MASTER_PORT` (`hub`); every rank, rank 0 included, joins it (`member`).
 //! Both prove that they know the job's token (`auth`); then the rank presents its number, the world size,
 //! the version of its binary and the hash of its configuration. A stranger (wrong token, garbage) is turned away and the
-//! job goes on waiting; a member that disagrees about the job ends it for all, with the reason on both sides; ranks still
-//! missing at the deadline are named.
+//! job goes on waiting; a member that disagrees about the job ends it for all, with the reason on both sides; missing ranks
+//! are named now and then (`absent`), and at the deadline.
 //!
 //! The connection stays open. It carries the key-value store through which groups are set up, a heartbeat in both
 //! directions that notices a stopped rank, and announcements of failures. No bulk data passes through it.
 
+mod absent;
 pub(crate) mod frame;
 mod hub;
 mod meeting;

@@ -7,16 +7,22 @@ use ferrospeed_config::Config;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 
+/// The operations that `comms_logger.prof_ops` names.
+pub fn logged_operations(config: &Config) -> Result<Vec<Kind>> {
+    let named = config.comms_logger.iter().flat_map(|section| &section.prof_ops);
+    let kind = |name: &String| {
+        kind_named(name).ok_or_else(|| EngineError::Argument {
+            what: "comms_logger.prof_ops",
+            why: format!("'{name}' is no operation; there are {}", Kind::ALL.map(Kind::name).join(", ")),
+        })
+    };
+    named.map(kind).collect()
+}
+
 /// Begins to count what the configuration asks for.
 pub(crate) fn start(config: &Config, world: &World) -> Result<()> {
     let Some(section) = &config.comms_logger else { return Ok(()) };
-    let mut named = Vec::new();
-    for name in &section.prof_ops {
-        named.push(kind_named(name).ok_or_else(|| EngineError::Argument {
-            what: "comms_logger.prof_ops",
-            why: format!("'{name}' is no operation; there are {}", Kind::ALL.map(Kind::name).join(", ")),
-        })?);
-    }
+    let named = logged_operations(config)?;
     world.log().start_with(LogOptions {
         only: (!section.prof_all).then_some(named),
         verbose: section.verbose,

@@ -61,6 +61,7 @@
 //!
 //! [ds_config]              # or ds_config = "ds_config.json"
 //! train_micro_batch_size_per_gpu = 8
+//! optimizer = { type = "AdamW" }
 //! ```
 //!
 //! Paths are relative to the folder the command is run in. Everything that is wrong is reported together, before any

@@ -5,6 +5,8 @@
 //! and its result until the gradient of that has come. Where the gradients of weights are put off, their operands wait. A
 //! weight that two stages use is on both. Divided is what the model is before layers are cut into slices.
 
+mod slots;
+
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 
@@ -19,6 +21,7 @@ use crate::estimate::ModelSize;
 use crate::model::{Model, Transformer};
 use crate::plan::{Plan, Processor, Request, StagedBytes, Tier, human};
 use crate::planner::plan_part;
+pub use slots::too_few_slots;
 
 /// Of a gradient, a master weight and two states in f32.
 const STATE_BYTES: f64 = 16.0;

@@ -68,8 +68,14 @@ pub(super) struct InputArgs {
 struct Input {
     read: Unresolved,
     auto: AutoValues,
-    /// The ranks of a recipe.
-    ranks: Option<NonZeroU64>,
+    recipe: Option<Recipe>,
+}
+
+impl Input {
+    /// The data-parallel ranks of a recipe.
+    fn ranks(&self) -> Option<NonZeroU64> {
+        self.recipe.as_ref().map(Recipe::data_ranks)
+    }
 }
 
 impl InputArgs {
@@ -86,14 +92,14 @@ impl InputArgs {
     /// Reads a configuration, or the recipe that holds one.
     fn open(&self) -> Result<Input, Failed> {
         let Some(path) = self.recipe() else {
-            return Ok(Input { read: self.read()?, auto: self.auto_values(), ranks: None });
+            return Ok(Input { read: self.read()?, auto: self.auto_values(), recipe: None });
         };
         let recipe = Recipe::load(path, &self.overrides).map_err(Failed::Recipe)?;
         let (read, auto, contradictions) = recipe.unresolved()?;
         if !contradictions.is_empty() {
             return Err(Failed::Recipe(TrainError::Recipe { path: path.into(), problems: contradictions }));
         }
-        Ok(Input { read, auto, ranks: NonZeroU64::new(recipe.ranks.into()) })
+        Ok(Input { read, auto, recipe: Some(recipe) })
     }
 
     /// Reads the configuration and applies the overrides.
@@ -154,11 +160,17 @@ fn print(text: &str) -> Result<ExitCode, Failure> {
 }
 
 fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
-    let examined = args.input.open().and_then(|Input { read, auto, ranks }| {
-        Ok(match args.world_size.or(ranks) {
-            Some(ranks) => read.resolve(ranks, &auto)?.1,
-            None => read.report(),
-        })
+    let examined = args.input.open().and_then(|input| {
+        let report = match args.world_size.or(input.ranks()) {
+            Some(ranks) => input.read.resolve(ranks, &input.auto)?.1,
+            None => input.read.report(),
+        };
+        // What `plan` and `train` would say of the rest of a recipe.
+        let problems = input.recipe.as_ref().map(Recipe::problems).unwrap_or_default();
+        match args.input.recipe().filter(|_| !problems.is_empty()) {
+            Some(path) => Err(Failed::Recipe(TrainError::Recipe { path: path.into(), problems })),
+            None => Ok(report),
+        }
     });
     let report = match examined {
         Ok(report) | Err(Failed::Config(ConfigError::Invalid(report))) => report,
@@ -180,8 +192,9 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
 }
 
 fn show(args: &ShowArgs) -> Result<ExitCode, Failure> {
-    let Input { read, auto, ranks } = args.input.open()?;
-    let ranks = args.world_size.or(ranks).unwrap_or(NonZeroU64::MIN);
+    let input = args.input.open()?;
+    let ranks = args.world_size.or(input.ranks()).unwrap_or(NonZeroU64::MIN);
+    let Input { read, auto, .. } = input;
     let (config, report) = read.resolve(ranks, &auto).map_err(refusal)?;
     print_findings(&report);
     for filled in read.filled(&auto) {

@@ -15,6 +15,9 @@ use super::device::DeviceChoice;
 use crate::failure::Failure;
 use crate::terminal::{Paint, print_note, visible};
 
+/// More than any model was made for, and few enough to be counted and held.
+const MAX_TOKENS: u64 = 1 << 24;
+
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
@@ -25,8 +28,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     prompt: String,
     /// How many tokens to write
-    #[arg(long, default_value_t = 100)]
-    tokens: usize,
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(0..=MAX_TOKENS))]
+    tokens: u64,
     /// How freely to draw; 0 always takes the likeliest token
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true, value_parser = parse_temperature)]
     temperature: f32,
@@ -97,7 +100,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
             seed: args.seed,
         }
     };
-    let tokens = room_for(&model, prompt.len(), args.tokens)?;
+    let tokens = room_for(&model, prompt.len(), args.tokens as usize)?;
     let end_tokens = files.end_tokens().map_err(usage)?.into_iter().chain(codec.end_token().map(i64::from));
     let options =
         GenerateOptions { max_new_tokens: tokens, sampling, end_tokens: end_tokens.collect(), pad_token: 0 };

@@ -41,6 +41,7 @@ mod rank_env;
 mod rates;
 mod serve;
 mod served_model;
+mod starter;
 mod take_token;
 mod trace;
 mod train;

@@ -11,7 +11,7 @@ use ferrospeed_pipeline::division::Division;
 use ferrospeed_tune::crossing::{Crossings, Hosts, crossings};
 use ferrospeed_tune::model::Model;
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Request, Shortfall, human, plan};
-use ferrospeed_tune::stages::{divide, plan_in_stages};
+use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
 use serde_json::{Value, json};
 
 use super::config::InputArgs;
@@ -64,13 +64,13 @@ pub(crate) struct PlanArgs {
     #[arg(long = "keep_attention_matrix", alias = "keep-attention-matrix")]
     keep_attention_matrix: bool,
     /// Memory of one device in GiB, in place of this machine's
-    #[arg(long = "device_gib", alias = "device-gib", value_name = "GIB", value_parser = parse_gib)]
+    #[arg(long = "device_gib", alias = "device-gib", value_name = "GIB", allow_negative_numbers = true, value_parser = parse_gib)]
     device_bytes: Option<u64>,
     /// Memory of one host in GiB, in place of this machine's
-    #[arg(long = "host_gib", alias = "host-gib", value_name = "GIB", value_parser = parse_gib)]
+    #[arg(long = "host_gib", alias = "host-gib", value_name = "GIB", allow_negative_numbers = true, value_parser = parse_gib)]
     host_bytes: Option<u64>,
     /// Free space of one host's disk in GiB, in place of this machine's
-    #[arg(long = "nvme_gib", alias = "nvme-gib", value_name = "GIB", value_parser = parse_gib)]
+    #[arg(long = "nvme_gib", alias = "nvme-gib", value_name = "GIB", allow_negative_numbers = true, value_parser = parse_gib)]
     nvme_bytes: Option<u64>,
     /// The folder whose disk is offloaded to, in place of the configuration's
     #[arg(long = "nvme_path", alias = "nvme-path", value_name = "FOLDER")]
@@ -111,8 +111,14 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     }
     let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes } =
         Asked::read(args)?;
+    train_memory::check_offload_folders(&config)?;
     let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);
     let division = staged(&model, &config, stages, sequence_length)?;
+    if let (Model::Transformer(whole), true) = (&model, recomputes)
+        && let Some(why) = too_few_slots(whole, &config, division.as_ref())
+    {
+        return Err(Failure::Usage(why));
+    }
     let model = spread(model, sliced, shared.experts, zero_ranks)?;
     let ranks = zero_ranks.saturating_mul(sliced).saturating_mul(stages.get() as u64);
     let capacity = capacity(args, &config, ranks)?;

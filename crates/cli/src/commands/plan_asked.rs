@@ -45,36 +45,29 @@ impl Asked {
     fn of_config(args: &PlanArgs) -> Result<Asked, Failure> {
         let model = args.model.read()?;
         let data_ranks = args.world_size.unwrap_or(NonZeroU64::MIN);
-        let read = args.input.read().map_err(refusal)?;
+        let read = args.input.read().and_then(|read| read.with_overrides(&sizes(args))).map_err(refusal)?;
         let auto = match (&model, args.input.auto_values()) {
             (Model::Transformer(transformer), _) => AutoValues::new().with_hidden_size(transformer.hidden),
             (Model::Counts(_), given) => given,
         };
-        let (mut config, report) = read.resolve(data_ranks, &auto).map_err(refusal)?;
+        let (config, report) = read.resolve(data_ranks, &auto).map_err(refusal)?;
         print_findings(&report);
         let longest = match &model {
             Model::Transformer(transformer) => transformer.max_positions,
             Model::Counts(_) => DEFAULT_SEQUENCE_LENGTH,
         };
-        if let Some(schedule) = &args.pp_schedule {
-            config.pipeline.schedule.clone_from(schedule);
-        }
         let stages = match config.pipeline.stages {
             PipelineStages::Fixed(stages) => stages,
             PipelineStages::Auto => 1,
         };
-        let stages = usize::try_from(args.pp.map_or(stages, NonZeroU64::get)).ok();
+        let stages = usize::try_from(stages).ok();
         Ok(Asked {
             data_ranks,
             stages: stages.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN),
-            sliced: args
-                .tp
-                .map_or_else(|| size_of(&config, "tensor_parallel", "autotp_size"), NonZeroU64::get),
+            sliced: size_of(&config, "tensor_parallel", "autotp_size"),
             shared: Shared {
-                experts: args
-                    .ep
-                    .map_or_else(|| size_of(&config, "expert_parallel", "autoep_size"), NonZeroU64::get),
-                sequence: args.sp.map_or_else(|| sequence_ranks(&config), NonZeroU64::get),
+                experts: size_of(&config, "expert_parallel", "autoep_size"),
+                sequence: sequence_ranks(&config),
             },
             sequence_length: args.sequence_length.map_or(longest, NonZeroU64::get),
             recomputes: args.checkpoint_activations,
@@ -85,15 +78,8 @@ impl Asked {
 
     /// As `ferrospeed train` would run it, with what the other arguments change.
     fn of_recipe(args: &PlanArgs, path: &Path) -> Result<Asked, Failure> {
-        let sizes = [
-            ("pipeline.stages", args.pp),
-            ("tensor_parallel.autotp_size", args.tp),
-            ("expert_parallel.autoep_size", args.ep),
-            ("sequence_parallel_size", args.sp),
-        ];
         let mut overrides = args.input.overrides().to_vec();
-        overrides.extend(sizes.iter().filter_map(|(key, size)| Some(format!("{key}={}", (*size)?))));
-        overrides.extend(args.pp_schedule.iter().map(|name| format!("pipeline.schedule={name}")));
+        overrides.extend(sizes(args));
         let usage = |error: TrainError| Failure::Usage(error.to_string());
         let mut recipe = Recipe::load(path, &overrides).map_err(usage)?;
         let mesh = recipe.mesh();
@@ -126,6 +112,19 @@ impl Asked {
             recomputes: args.checkpoint_activations || recipe.model.activation_checkpointing,
         })
     }
+}
+
+/// What options of the command say of the mesh, as assignments of the configuration's keys.
+fn sizes(args: &PlanArgs) -> Vec<String> {
+    let sizes = [
+        ("pipeline.stages", args.pp),
+        ("tensor_parallel.autotp_size", args.tp),
+        ("expert_parallel.autoep_size", args.ep),
+        ("sequence_parallel_size", args.sp),
+    ];
+    let schedule = args.pp_schedule.iter().map(|name| format!("pipeline.schedule={name}"));
+    let sizes = sizes.iter().filter_map(|(key, size)| Some(format!("{key}={}", (*size)?)));
+    sizes.chain(schedule).collect()
 }
 
 /// A number of ranks that the configuration asks for.

@@ -22,22 +22,22 @@ const HALF_SPEED_TOKENS_GPU: f64 = 4096.0;
 #[derive(Debug, Args, Clone, Copy, Default)]
 pub(crate) struct RateArgs {
     /// What one rank computes, in 10¹² floating-point operations per second; measured here when absent
-    #[arg(long, value_name = "TFLOPS", value_parser = parse_rate)]
+    #[arg(long, value_name = "TFLOPS", allow_negative_numbers = true, value_parser = parse_rate)]
     flops: Option<f64>,
     /// What one rank moves between memory and cores, in GB/s; measured here when absent
-    #[arg(long = "memory_rate", alias = "memory-rate", value_name = "GB/S", value_parser = parse_rate)]
+    #[arg(long = "memory_rate", alias = "memory-rate", value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
     memory_rate: Option<f64>,
     /// What one rank sends to others of its host, in GB/s; between ranks without GPUs measured here when absent
-    #[arg(long = "wire_rate", alias = "wire-rate", value_name = "GB/S", value_parser = parse_rate)]
+    #[arg(long = "wire_rate", alias = "wire-rate", value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
     wire_rate: Option<f64>,
     /// What one rank sends to other hosts, in GB/s, while all of its host send [default: as within]
-    #[arg(long = "link_rate", alias = "link-rate", value_name = "GB/S", value_parser = parse_rate)]
+    #[arg(long = "link_rate", alias = "link-rate", value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
     link_rate: Option<f64>,
     /// What goes between a GPU and its host, in GB/s [default: 20]
-    #[arg(long = "host_rate", alias = "host-rate", value_name = "GB/S", value_parser = parse_rate)]
+    #[arg(long = "host_rate", alias = "host-rate", value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
     host_rate: Option<f64>,
     /// What a host's disk reads or writes, in GB/s [default: 1]
-    #[arg(long = "disk_rate", alias = "disk-rate", value_name = "GB/S", value_parser = parse_rate)]
+    #[arg(long = "disk_rate", alias = "disk-rate", value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
     disk_rate: Option<f64>,
 }
 
@@ -51,7 +51,12 @@ impl RateArgs {
 
 fn parse_rate(text: &str) -> Result<f64, String> {
     let rate: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
-    if rate.is_finite() && rate > 0.0 { Ok(rate) } else { Err("must be more than 0".to_owned()) }
+    match (1e-6..=1e9).contains(&rate) {
+        true => Ok(rate),
+        false => {
+            Err("no machine has such a rate: must be at least 0.000001 and at most 1000000000".to_owned())
+        }
+    }
 }
 
 /// Whose rates are asked for.

@@ -14,6 +14,7 @@ use ferrospeed_train::{
 
 use super::autotune::{self, Autotuning};
 use super::device::DeviceChoice;
+use super::starter::Starter;
 use super::{place, train_start};
 use crate::failure::Failure;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter};
@@ -94,6 +95,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     if let Some(mode) = args.autotuning {
         return autotune::run(args, mode);
     }
+    let starter = Starter::of_this_process();
     let mut recipe = args.load_recipe()?;
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
@@ -102,32 +104,49 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         let name = recipe.name.clone();
         let outcome = match recipe.ranks {
             1 => {
-                start_log(0);
-                run_rank(args, recipe, &folder, World::solo())
+                start_log(0, Standing::Alone);
+                run_rank(args, recipe, &folder, World::solo(), Standing::Alone)
             }
             _ => start_ranks(args, &recipe, &folder),
         };
         return train_start::conclude(&folder, &name, outcome);
     };
-    start_log(place.rank);
+    if let Some(asked) = args.ranks.filter(|asked| *asked as usize != place.world_size) {
+        return Err(Failure::Usage(format!(
+            "-n {asked}: a launcher has started {} rank(s), and it decides how many there are; tell it to start {asked}, or leave -n out",
+            place.world_size
+        )));
+    }
+    start_log(place.rank, Standing::Among(starter));
     let world = join(&mut recipe, place)?;
     train_start::same_on_all(&world, &recipe, &folder)?;
     if std::env::var_os(LOOKED_AHEAD).is_some() {
-        return run_rank(args, recipe, &folder, world);
+        return run_rank(args, recipe, &folder, world, Standing::Among(starter));
     }
     let lock = train_start::begin_together(args, &recipe, &folder, &world)?;
     let name = recipe.name.clone();
-    let outcome = run_rank(args, recipe, &folder, world);
+    let outcome = run_rank(args, recipe, &folder, world, Standing::Among(starter));
     // Who holds the folder writes down how the run ended.
     if lock.is_some() { train_start::conclude(&folder, &name, outcome) } else { outcome }
 }
 
+/// Whether this process is the whole run, or one rank of it.
+#[derive(Debug, Clone, Copy)]
+enum Standing {
+    Alone,
+    Among(Starter),
+}
+
+impl Standing {
+    /// A rank's output goes through its launcher, which may show it a terminal that nobody looks at.
+    fn draws_on_stdout(self) -> bool {
+        matches!(self, Standing::Alone) && stdout_can_be_redrawn()
+    }
+}
+
 /// Takes this rank's place in its job.
-fn join(recipe: &mut Recipe, mut place: ConnectOptions) -> Result<World, Failure> {
+fn join(recipe: &mut Recipe, place: ConnectOptions) -> Result<World, Failure> {
     recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
-    place.config_hash = recipe
-        .config()
-        .map_or_else(|_| String::new(), |(config, _)| format!("{:016x}", config.canonical_hash()));
     World::connect(place).map_err(|error| Failure::Run(error.to_string()))
 }
 
@@ -230,24 +249,33 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     Ok(ExitCode::from(outcome.exit_code()))
 }
 
-/// What concerns the whole job every rank would say; one is enough.
-fn start_log(rank: usize) {
+/// What concerns the whole job every rank would say; one is enough. Of a rank 0 that does not come, the others tell.
+fn start_log(rank: usize, standing: Standing) {
     let asked_for = format!("warn,{}=info", ferrospeed_comm::ASKED_FOR);
-    let level = if rank == 0 { &asked_for } else { "error" };
+    let level = if rank == 0 { &asked_for } else { "error,ferrospeed_comm::rendezvous=warn" };
     let _ = tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| level.into()),
         )
         .with_ansi(Paint::for_stderr().is_on())
-        .with_writer(WarningWriter { only_block: stdout_can_be_redrawn() })
+        .with_writer(WarningWriter { only_block: standing.draws_on_stdout() })
         .try_init();
 }
 
-fn run_rank(args: &TrainArgs, recipe: Recipe, folder: &RunFolder, world: World) -> Result<ExitCode, Failure> {
+fn run_rank(
+    args: &TrainArgs,
+    recipe: Recipe,
+    folder: &RunFolder,
+    world: World,
+    standing: Standing,
+) -> Result<ExitCode, Failure> {
     let requests = watch_signals()?;
+    if let Standing::Among(starter) = standing {
+        starter.watch(&requests.leave)?;
+    }
     let every = recipe.config().ok().and_then(|(config, _)| config.steps_per_print).unwrap_or(10).max(1);
     let rank = world.rank();
-    let mut progress = TrainProgress::new(&recipe.name, recipe.steps, every);
+    let mut progress = TrainProgress::new(&recipe.name, recipe.steps, every, standing.draws_on_stdout());
     let job = Job {
         recipe: &recipe,
         path: &args.recipe,
@@ -305,7 +333,11 @@ fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder) -> String 
         format!(", validation loss {loss:.4}{}", per_byte(loss).unwrap_or_default())
     });
     let Some(loss) = summary.loss else {
-        text.push_str(&format!("\nall {} steps were taken before: nothing is left to do\n", summary.steps));
+        text.push_str(&format!(
+            "\nall {} steps were taken before: nothing is left to do; --set steps=N, with a larger N, goes on\nweights  {}\n",
+            summary.steps,
+            folder.model().display()
+        ));
         return text;
     };
     text.push_str(&format!(

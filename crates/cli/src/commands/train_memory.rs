@@ -1,4 +1,4 @@
-//! Whether a run fits this host, before any of its ranks begins: the kernel ends a rank that runs out of memory without a
+//! Whether a run fits this host and itself, before any of its ranks begins: the kernel ends a rank that runs out of memory without a
 //! word, and takes bystanders with it; a disk that runs full ends a run in the middle of a step.
 //!
 //! The estimate is that of `ferrospeed plan`. A model whose shape it does not know, or a host that does not say what it
@@ -13,7 +13,7 @@ use ferrospeed_tensor::cuda;
 use ferrospeed_train::Recipe;
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Capacity, Processor, Request, Tier, human, plan};
-use ferrospeed_tune::stages::{divide, plan_in_stages};
+use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
 use serde_json::Value;
 
 use super::device::DeviceChoice;
@@ -69,6 +69,22 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks:
     )))
 }
 
+/// Refuses a run whose blocks find fewer slots for their inputs than they need; it would end in its first step.
+pub(super) fn check_slots(recipe: &Recipe, model: &Value) -> Result<(), Failure> {
+    let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
+    if !recipe.model.activation_checkpointing {
+        return Ok(());
+    }
+    let division = match recipe.stages().get() {
+        1 => None,
+        _ => match divide(&model, &config, recipe.stages(), recipe.data.sequence) {
+            Ok(division) => Some(division),
+            Err(_) => return Ok(()),
+        },
+    };
+    too_few_slots(&model, &config, division.as_ref()).map_or(Ok(()), |why| Err(Failure::Usage(why)))
+}
+
 /// What this host has for so many ranks.
 pub(super) fn capacity(ranks: u64, device: DeviceChoice, config: &Config) -> Option<Capacity> {
     let devices = if device == DeviceChoice::Cpu { 0 } else { cuda::device_count() as u64 };
@@ -96,6 +112,17 @@ pub(super) fn offload_folders(config: &Config) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = optimizer.into_iter().chain(parameters).cloned().collect();
     folders.dedup();
     folders
+}
+
+/// Refuses to offload to what is no folder, and cannot become one.
+pub(super) fn check_offload_folders(config: &Config) -> Result<(), Failure> {
+    let is_in_the_way = |folder: &PathBuf| {
+        let existing = folder.ancestors().find(|part| part.exists())?;
+        (!existing.is_dir()).then(|| existing.display().to_string())
+    };
+    let Some(file) = offload_folders(config).iter().find_map(is_in_the_way) else { return Ok(()) };
+    let why = format!("nvme_path: {file} is no folder; name one, on the disk that is to hold the state");
+    Err(Failure::Usage(why))
 }
 
 /// What is free on the disks of some folders, each disk counted once; `None` without any, or where one does not say.

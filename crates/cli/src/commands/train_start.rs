@@ -177,6 +177,10 @@ fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure>
 fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<Value, Failure> {
     let model =
         ferrospeed_train::check(recipe, args.recipe(), folder, &mut tell_preparing()).map_err(failure)?;
+    train_memory::check_slots(recipe, &model)?;
+    if let Ok((config, _)) = recipe.config() {
+        train_memory::check_offload_folders(&config)?;
+    }
     if args.overwrite {
         return Ok(model);
     }
@@ -229,10 +233,12 @@ pub(super) fn failure(error: TrainError) -> Failure {
 pub(super) fn same_on_all(world: &World, recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
     let failed = |error: ferrospeed_comm::Error| Failure::Run(error.to_string());
     let mut own = serde_json::to_value(recipe).unwrap_or_default();
-    if let Some(recipe) = own.as_object_mut() {
-        // What ranks make of it was compared when they met.
-        recipe.remove("ds_config");
-        recipe.insert("--out".to_owned(), folder.path().display().to_string().into());
+    if let Some(own) = own.as_object_mut() {
+        // What ranks make of it counts, not how it is written. One that cannot be used is told of later.
+        if let Ok((config, _)) = recipe.config() {
+            own.insert("ds_config".to_owned(), config.to_json());
+        }
+        own.insert("--out".to_owned(), folder.path().display().to_string().into());
     }
     let mut theirs = own.to_string().into_bytes();
     let mut length = [theirs.len() as i64];
@@ -253,7 +259,9 @@ pub(super) fn same_on_all(world: &World, recipe: &Recipe, folder: &RunFolder) ->
 /// The first key whose values differ, and both.
 fn first_difference(at: &str, one: &Value, other: &Value) -> Option<(String, [String; 2])> {
     let (Some(ones), Some(others)) = (one.as_object(), other.as_object()) else {
-        return (one != other).then(|| (at.to_owned(), [one.to_string(), other.to_string()]));
+        // 1 and 1.0 say the same.
+        let is_same = one == other || one.as_f64().is_some_and(|one| other.as_f64() == Some(one));
+        return (!is_same).then(|| (at.to_owned(), [one.to_string(), other.to_string()]));
     };
     let null = Value::Null;
     ones.keys().chain(others.keys()).find_map(|key| {

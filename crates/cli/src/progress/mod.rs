@@ -1,7 +1,7 @@
 //! What a person sees of a run while it goes.
 //!
-//! On a terminal, one block that is drawn over ([`block`]); elsewhere a line every `steps_per_print` ([`lines`]). Where
-//! a launcher stands between rank 0 and the terminal, it names the terminal in [`TERMINAL`] and hides the ranks' output:
+//! On a terminal, one block that is drawn over ([`block`]); elsewhere a line every `steps_per_print` ([`lines`]). Where our
+//! launcher stands between rank 0 and the terminal, it names the terminal in [`TERMINAL`] and hides the ranks' output:
 //! rank 0 writes its lines to its log, and the block to the terminal.
 
 mod block;
@@ -41,9 +41,10 @@ pub(crate) struct TrainProgress {
 }
 
 impl TrainProgress {
-    /// For `steps` steps of a run called `name`, with a line every `every` where lines are written.
-    pub(crate) fn new(name: &str, steps: u64, every: u64) -> TrainProgress {
-        let own = if stdout_can_be_redrawn() { Some(Screen::on_stdout()) } else { None };
+    /// For `steps` steps of a run called `name`, with a line every `every` where lines are written: on standard output,
+    /// unless that is drawn on.
+    pub(crate) fn new(name: &str, steps: u64, every: u64, draws_on_stdout: bool) -> TrainProgress {
+        let own = if draws_on_stdout { Some(Screen::on_stdout()) } else { None };
         let lines = if own.is_some() { None } else { Some(Lines::new(steps, every)) };
         let named = || std::env::var_os(TERMINAL).and_then(|path| Screen::open(Path::new(&path)));
         let screen = own.or_else(named);

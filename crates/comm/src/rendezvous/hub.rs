@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::absent::{self, Patience};
 use super::frame::{Frame, Hello, Welcome, read_frame, write_frame};
 use super::meeting::Meeting;
 use super::{BEAT_INTERVAL, ConnectOptions, LAST_OPERATION_KEY, SILENCE_LIMIT, port};
@@ -30,6 +31,9 @@ pub(super) struct Hub {
 struct Shared {
     expected: Hello,
     deadline: Instant,
+    local_world_size: Option<usize>,
+    /// Where ranks are told to come to.
+    place: String,
     key: JobKey,
     /// A random name for what this job keeps on disk.
     job_name: String,
@@ -89,6 +93,8 @@ impl Hub {
         let shared = Arc::new(Shared {
             expected: super::member::hello(options),
             deadline,
+            local_world_size: options.local_world_size,
+            place: format!("{}:{}", options.master_addr, options.master_port),
             key,
             job_name: private::random_hex::<8>().map_err(failed)?,
             meeting,
@@ -278,6 +284,12 @@ impl Shared {
         }
     }
 
+    /// Who has not come.
+    fn missing(&self, state: &State) -> String {
+        let came_from = state.members.iter().map(|(rank, member)| (*rank, member.from.ip())).collect();
+        absent::describe(self.expected.world_size, self.local_world_size, &came_from)
+    }
+
     /// Tells everybody that a rank left in good order.
     fn announce_left(&self, rank: usize) {
         let mut state = self.lock();
@@ -312,8 +324,9 @@ impl Shared {
         }
     }
 
-    /// Sends heartbeats, notices silent ranks, and gives up on missing ones at the deadline.
+    /// Sends heartbeats, notices silent ranks, tells of missing ones and gives up on them at the deadline.
     fn watch(&self) {
+        let mut patience = Patience::until(self.deadline);
         loop {
             let asleep = Instant::now();
             std::thread::sleep(BEAT_INTERVAL);
@@ -322,16 +335,21 @@ impl Shared {
                 // This process was stopped for a while: what it did not hear meanwhile says nothing about the members.
                 state.members.values_mut().for_each(|member| member.last_heard = Instant::now());
             }
-            if !state.welcomed && state.refusal.is_none() && Instant::now() >= self.deadline {
-                let size = self.expected.world_size;
-                let missing: Vec<String> = (0..size)
-                    .filter(|rank| !state.members.contains_key(rank))
-                    .map(|rank| rank.to_string())
-                    .collect();
-                let reason = format!("gave up waiting for rank {} of {size}", missing.join(", "));
-                drop(state);
-                self.refuse_all(&reason);
-                continue;
+            if !state.welcomed && state.refusal.is_none() {
+                let missing = self.missing(&state);
+                if Instant::now() >= self.deadline {
+                    drop(state);
+                    self.refuse_all(&format!("gave up waiting for {missing}"));
+                    continue;
+                }
+                if let Some(waited) = patience.runs_out() {
+                    tracing::warn!(
+                        "rendezvous: waiting for {missing} since {} s; gives up in {} s. Was it started, and can it reach {}?",
+                        waited.as_secs(),
+                        self.deadline.saturating_duration_since(Instant::now()).as_secs(),
+                        self.place
+                    );
+                }
             }
             let last_operation = state.members.get(&0).map(|member| member.last_operation.clone());
             state.broadcast(&Frame::Beat(last_operation));

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::absent::Patience;
 use super::frame::{Frame, Hello, Welcome, read_frame, write_frame};
 use super::hub::spawn;
 use super::meeting::{self, MeetingPoint};
@@ -203,6 +204,7 @@ fn connect(
     };
     let claim = Claim { purpose: Purpose::Control, group: 0, from_rank: options.rank, to_rank: 0 };
     let mut strange_since = None;
+    let mut patience = Patience::until(deadline);
     let mut pause = PAUSES.0;
     loop {
         let problem = match find() {
@@ -224,8 +226,16 @@ fn connect(
         };
         let is_over = |since: Instant| since.elapsed() > STRANGE_LIMIT;
         let left = deadline.saturating_duration_since(Instant::now());
+        let (host, port) = (&options.master_addr, options.master_port);
+        if let Some(waited) = patience.runs_out().filter(|_| !left.is_zero()) {
+            tracing::warn!(
+                "rendezvous: rank {} looks for rank 0 at {host}:{port} since {} s, and gives up in {} s: {problem}",
+                options.rank,
+                waited.as_secs(),
+                left.as_secs()
+            );
+        }
         if left.is_zero() || strange_since.is_some_and(is_over) {
-            let (host, port) = (&options.master_addr, options.master_port);
             let problem = format!("rank {} cannot reach rank 0 at {host}:{port}: {problem}", options.rank);
             return Err(Error::rendezvous(problem));
         }

@@ -1,6 +1,7 @@
 //! What is wrong with a recipe by itself, before any file it names is opened.
 
-use ferrospeed_config::{BatchSizes, Config, Optimizer, Stage};
+use ferrospeed_config::{BatchSizes, Config, Stage};
+use ferrospeed_engine::logged_operations;
 
 use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
 
@@ -81,6 +82,10 @@ impl Recipe {
                 problems.extend(self.batch_problems(&config.batch));
                 problems.extend(self.shard_problems(&config));
                 problems.extend(self.spread_problems(&config));
+                problems.extend(logged_operations(&config).err().map(|error| error.to_string()));
+                if config.optimizer.is_none() {
+                    problems.push("optimizer: nothing trains without one; add it to the ds_config".into());
+                }
             }
             Err(error) => problems.push(error.to_string().replace('\n', "\n  ")),
         }
@@ -122,17 +127,14 @@ impl Recipe {
         sizes.into_iter().filter_map(misfit).collect()
     }
 
-    /// What does not run where ranks hold different parts of the model or of its state. The engine refuses it too, but then
-    /// ranks have begun, and an old run may be gone.
+    /// What does not run where ranks hold different parts of the model or of its state, and the configuration alone does not
+    /// tell. The engine refuses it too, but then ranks have begun, and an old run may be gone.
     fn spread_problems(&self, config: &Config) -> Vec<String> {
         let (mesh, zero, ranks) = (self.mesh(), &config.zero, u64::from(self.ranks));
-        let [pipe, sequence, tensor, expert] =
-            [mesh.pipe, mesh.sequence, mesh.tensor, mesh.expert].map(|size| size.get() > 1);
+        let [pipe, tensor] = [mesh.pipe, mesh.tensor].map(|size| size.get() > 1);
         let in_stage_3 = zero.stage == Stage::Parameters;
         let in_shards = in_stage_3 && zero.mics_shard_size.is_some();
         let copied = in_stage_3 && zero.hpz_partition_size > 1 && zero.hpz_partition_size < ranks;
-        let one_bit = matches!(config.optimizer, Some(Optimizer::OneBit(_)));
-        let eigenvalue = config.section("eigenvalue").is_some_and(|section| section["enabled"] == true);
         let scheduled = self.ds_config["pipeline"]["schedule"].is_string();
         let rules = [
             (
@@ -140,20 +142,8 @@ impl Recipe {
                 "pipeline.schedule: the model is in one piece; give it stages (--pp, pipeline.stages), or leave the schedule out",
             ),
             (
-                in_shards && (sequence || tensor || expert),
-                "zero_optimization.mics_shard_size: on a mesh, state is spread over all ranks that hold the same slices; remove it",
-            ),
-            (
                 copied && (in_shards || pipe || tensor),
                 "zero_optimization.zero_hpz_partition_size: keeps a second copy of what is spread over all ranks; remove it, or mics_shard_size, pipeline stages and tensor slices",
-            ),
-            (
-                one_bit && (pipe || tensor || expert),
-                "optimizer.type: a 1-bit optimizer needs the same whole model on all ranks; remove pipeline stages, tensor slices and spread experts, or use AdamW",
-            ),
-            (
-                eigenvalue && (tensor || expert),
-                "eigenvalue: measures whole blocks, and ranks hold parts of them; remove it",
             ),
         ];
         rules.into_iter().filter(|(is_so, _)| *is_so).map(|(_, why)| why.to_owned()).collect()

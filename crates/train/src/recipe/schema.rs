@@ -63,7 +63,11 @@ const RECIPE: &[Key] = &[
     key("eval", Kind::Table(&[key("every", Kind::Count), key("sequences", Kind::Count)])),
     key("save", Kind::Table(SAVE)),
     key("sample", Kind::Table(SAMPLE)),
-    required("ds_config", Kind::DsConfig, || json!({ "train_micro_batch_size_per_gpu": 1 })),
+    required(
+        "ds_config",
+        Kind::DsConfig,
+        || json!({ "train_micro_batch_size_per_gpu": 1, "optimizer": { "type": "Adam" } }),
+    ),
 ];
 
 const MODEL: &[Key] = &[
