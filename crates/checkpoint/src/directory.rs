@@ -173,8 +173,12 @@ pub fn resolve_universal(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     )))
 }
 
-/// The folder of a checkpoint: of this tag, or where none is given the one that `latest` names, or the newest.
+/// The folder of a checkpoint: of this tag, or where none is given the one that `latest` names, or the newest; or `dir`, if
+/// that is a checkpoint itself.
 pub fn resolve(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    if tag.is_none() && dir.join(MANIFEST_FILE).is_file() {
+        return Ok(dir.to_path_buf());
+    }
     if let Some(tag) = tag {
         check_tag(tag)?;
         let path = dir.join(tag);

@@ -66,6 +66,17 @@ fn looking_at_a_step_is_measured_beside_not_looking() {
 }
 
 #[test]
+fn a_width_that_the_model_cannot_have_is_refused() {
+    for bench in ["profile", "engine"] {
+        for width in ["65", "0", "-64"] {
+            let output = ferrospeed(&["bench", bench, &format!("--width={width}")]);
+            assert_eq!(output.status.code(), Some(2), "{bench} {width}: {}", stdout(&output));
+            assert!(stderr(&output).contains("multiple of 64"), "{bench} {width}: {}", stderr(&output));
+        }
+    }
+}
+
+#[test]
 fn bubbles_of_schedules_are_measured_beside_their_formulas() {
     let small = ["--stages", "2", "--micro_batches", "4", "--part_ms", "2", "--repeats", "1"];
     let output = ferrospeed(&[&["bench", "pipeline", "--json"][..], &small].concat());

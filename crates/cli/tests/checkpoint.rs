@@ -85,7 +85,7 @@ fn copy_of(folder: &Path) -> tempfile::TempDir {
 fn inspect_says_what_is_there() {
     let said = good(&["inspect", text(trained()), "--tensors"]);
     for part in
-        ["global_step4", "2 ranks, ZeRO stage 2, BF16", "adam", "4 (0 skipped)", "state.exp_avg", "pieces"]
+        ["global_step4", "2 ranks, ZeRO stage 2, BF16", "AdamW", "4 (0 skipped)", "state.exp_avg", "pieces"]
     {
         assert!(said.contains(part), "'{part}' is not in:\n{said}");
     }
@@ -166,7 +166,10 @@ fn a_checkpoint_goes_to_deepspeed_and_comes_back_the_same() {
     for (stage, ranks) in [("1", "2"), ("2", "3"), ("3", "2")] {
         let (theirs, ours) = (out.path().join(format!("ds{stage}")), out.path().join(format!("back{stage}")));
         good(&["export-deepspeed", text(trained()), text(&theirs), "--stage", stage, "--ranks", ranks]);
-        let (fp32, again) = (out.path().join("a.safetensors"), out.path().join("b.safetensors"));
+        let (fp32, again) = (
+            out.path().join(format!("a{stage}.safetensors")),
+            out.path().join(format!("b{stage}.safetensors")),
+        );
         good(&["to-fp32", text(trained()), text(&fp32)]);
         good(&["to-fp32", text(&theirs), text(&again)]);
         assert_eq!(tensors_of(&fp32), tensors_of(&again), "stage {stage}");
@@ -192,8 +195,35 @@ fn an_export_that_is_refused_leaves_no_folder_behind() {
     let theirs = out.path().join("ds");
     let refused =
         checkpoint(&["export-deepspeed", text(trained()), text(&theirs), "--ranks", "4", "--ep", "3"]);
-    assert!(!refused.status.success(), "{}", stdout(&refused));
+    assert_eq!(refused.status.code(), Some(2), "{}", stdout(&refused));
     assert!(!theirs.exists(), "{}", stderr(&refused));
+    // A run of 16-bit weights that is no list of layers.
+    for more in [&["--pipeline", "0,3"][..], &["--pipeline", "3,0"], &["--stage", "0"]] {
+        let refused = checkpoint(&[&["export-deepspeed", text(trained()), text(&theirs)], more].concat());
+        assert_eq!(refused.status.code(), Some(2), "{more:?}: {}", stderr(&refused));
+        assert!(!theirs.exists(), "{}", stderr(&refused));
+    }
+}
+
+#[test]
+fn a_checkpoint_is_found_by_its_own_folder_and_by_the_one_that_holds_it() {
+    let own = trained().join("global_step4");
+    assert!(good(&["verify", text(&own)]).contains("global_step4: whole"));
+    assert!(good(&["inspect", text(&own)]).contains("global_step4"));
+    assert_eq!(good(&["diff", text(&own), text(trained())]).trim(), "the same");
+}
+
+#[test]
+fn a_file_of_weights_is_replaced_only_where_that_is_said() {
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("weights.safetensors");
+    std::fs::write(&file, "mine").unwrap();
+    let refused = checkpoint(&["to-fp32", text(trained()), text(&file)]);
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("--overwrite"), "{}", stderr(&refused));
+    assert_eq!(std::fs::read(&file).unwrap(), b"mine");
+    good(&["to-fp32", text(trained()), text(&file), "--overwrite"]);
+    assert!(tensors::read(&file).len() > 5);
 }
 
 fn tensors_of(path: &Path) -> Vec<(String, Vec<f32>)> {
@@ -254,7 +284,7 @@ fn golden_checkpoints_of_deepspeed_go_through_every_command() {
         if recorded.is_file() {
             good(&["to-fp32", text(&dir), text(&extracted)]);
             assert_eq!(tensors_of(&extracted), tensors_of(&recorded), "{}", case.display());
-            good(&["to-fp32", text(&ours), text(&extracted)]);
+            good(&["to-fp32", text(&ours), text(&extracted), "--overwrite"]);
             assert_eq!(tensors_of(&extracted), tensors_of(&recorded), "{}: imported", case.display());
             // A tied weight is in a model directory once.
             good(&["export-hf", text(&ours), text(&out.path().join("hf")), "--dtype", "f32"]);

@@ -171,6 +171,29 @@ fn convert_rounds_to_nearest_and_says_so_in_the_config() {
 }
 
 #[test]
+fn packed_weights_are_called_by_their_bits_and_become_whole_where_a_type_is_asked_for() {
+    let (folder, place) = tiny();
+    std::fs::remove_dir_all(&place).unwrap();
+    model(&["init", text(&place), "--preset", "llama", "--layers", "1", "--width", "64", "--sequence", "32"]);
+    for bits in ["int8", "int4", "fp8"] {
+        let at = |name: &str| folder.path().join(format!("{bits}-{name}"));
+        let [packed, copied, whole] = ["packed", "copied", "whole"].map(at);
+        model(&["convert", text(&place), text(&packed), "--quantize", bits]);
+        let said = model(&["inspect", text(&packed)]);
+        assert!(said.contains(&format!(" of {bits}")) && !said.contains("uint8"), "{said}");
+        // Without a type it is copied as it is.
+        model(&["convert", text(&packed), text(&copied)]);
+        assert_eq!(tensors_of(&copied), tensors_of(&packed));
+        model(&["convert", text(&packed), text(&whole), "--dtype", "bfloat16"]);
+        let names = |tensors: &[(String, Value, Value, Vec<u8>)]| {
+            tensors.iter().map(|(name, ..)| name.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&tensors_of(&whole)), names(&tensors_of(&place)), "{bits}");
+        assert!(tensors_of(&whole).iter().all(|(_, dtype, ..)| dtype == "BF16"), "{bits}");
+    }
+}
+
+#[test]
 fn a_value_that_the_new_type_cannot_hold_is_named_and_nothing_is_left() {
     let (folder, place) = tiny();
     let file = place.join("model.safetensors");

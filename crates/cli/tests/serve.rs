@@ -203,7 +203,7 @@ fn an_answer_of_no_tokens_is_empty() {
 }
 
 #[test]
-fn a_line_that_is_no_text_or_too_long_is_told_and_the_talk_goes_on() {
+fn a_line_that_is_no_text_or_too_long_is_told_the_talk_goes_on_and_scripts_see_it_by_the_code() {
     let (_folder, model) = model();
     let mut child = command(&["chat", &model, "--temperature", "0", "--tokens", "5"])
         .stdin(Stdio::piped())
@@ -217,7 +217,7 @@ fn a_line_that_is_no_text_or_too_long_is_told_and_the_talk_goes_on() {
     let (mut said, mut told) = (String::new(), String::new());
     child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
     child.stderr.take().unwrap().read_to_string(&mut told).unwrap();
-    assert_eq!(Running(child).wait(), 0);
+    assert_eq!(Running(child).wait(), 1);
     assert!(said.len() >= 6 && said.lines().count() == 1, "one answer: {said:?}");
     assert!(told.contains("no UTF-8") && told.contains("begin a new talk"), "{told}");
 }

@@ -15,7 +15,7 @@ use crate::decoder::name_of_dtype;
 use crate::error::{ModelError, Result};
 use crate::model_files::{ModelFiles, TextFiles};
 use crate::pack::write_parameters;
-use crate::weights::{TensorToWrite, Written, write_counted};
+use crate::weights::{BlockForm, TensorToWrite, Written, write_counted};
 
 /// Shards are split at this size unless asked otherwise, as Hugging Face does.
 pub const DEFAULT_SHARD_BYTES: usize = 5_000_000_000;
@@ -82,13 +82,15 @@ impl Default for WriteOptions {
 }
 
 /// Copies the model in `source`, a directory or a GGUF file, to the new directory `target`, with another element type or other
-/// shards. Files that are no weights, such as the tokenizer, come along. Of a GGUF file all weights are written whole.
+/// shards. Files that are no weights, such as the tokenizer, come along. Of a GGUF file all weights are written whole, and so are
+/// packed ones where another type is asked for.
 ///
 /// The weights must be those of the model that `config.json` describes. A value that the new type cannot hold is an
 /// error: it would silently become infinite.
 pub fn convert(source: &Path, target: &Path, options: &WriteOptions) -> Result<Written> {
     let files = ModelFiles::open(source)?;
-    if matches!(files.text(), TextFiles::Held { .. }) {
+    let is_packed = files.weights().tensors().keys().any(|name| BlockForm::of_tensor(name).is_some());
+    if matches!(files.text(), TextFiles::Held { .. }) || (is_packed && options.dtype.is_some()) {
         let dtype = options.dtype.or(Some(files.dtype()));
         return write_parameters(&files, target, None, &WriteOptions { dtype, ..*options });
     }

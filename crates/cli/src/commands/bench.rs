@@ -191,6 +191,13 @@ pub(super) fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<T
     Tensor::from_f32(&values, shape, dtype, device)
 }
 
+/// A width of GPT-2's shape, whose heads have 64 each.
+pub(super) fn parse_width(text: &str) -> Result<u64, String> {
+    let width =
+        text.parse().ok().filter(|width: &u64| (1..=1 << 20).contains(width) && width.is_multiple_of(64));
+    width.ok_or_else(|| "must be a multiple of 64: heads of this model have that many".to_owned())
+}
+
 pub(super) fn ids(count: usize, limit: usize, device: &Device) -> Result<Tensor> {
     let values: Vec<i64> = (0..count).map(|i| ((i * 7919 + 13) % limit) as i64).collect();
     Tensor::from_slice(&values, [count], device)

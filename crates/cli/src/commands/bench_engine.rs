@@ -62,7 +62,7 @@ struct ModelSize {
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..))]
     layers: u64,
     /// Width of the model: a multiple of 64
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 512, value_parser = super::bench::parse_width)]
     width: u64,
     /// Tokens that the model knows
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(1..))]

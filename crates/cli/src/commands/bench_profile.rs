@@ -17,7 +17,7 @@ use ferrospeed_models::{Decoder, ModelConfig, ModelError, Tokens, WindowRule};
 use ferrospeed_tensor::{Device, Tensor, profile};
 use serde_json::{Value, json};
 
-use super::bench::ids;
+use super::bench::{ids, parse_width};
 use super::bench_engine;
 use crate::failure::Failure;
 use crate::terminal;
@@ -36,7 +36,7 @@ pub(super) struct ProfileBenchArgs {
     #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u64).range(1..))]
     layers: u64,
     /// Width of the model: a multiple of 64
-    #[arg(long, default_value_t = 768, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 768, value_parser = parse_width)]
     width: u64,
     /// Tokens that the model knows
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(1..))]

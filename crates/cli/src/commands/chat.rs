@@ -49,6 +49,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     talk.extend(args.system.as_deref().map(|text| message("system", text)));
     let asks = std::io::stdin().is_terminal();
+    let mut unanswered = false;
     let mut input = std::io::stdin().lock();
     loop {
         if asks {
@@ -61,6 +62,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
             Some(Ok(line)) => line,
             Some(Err(why)) => {
                 print_error(&why);
+                unanswered = true;
                 continue;
             }
         };
@@ -74,10 +76,12 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
                 // What could not be answered is no part of the talk.
                 talk.pop();
                 print_error(&why);
+                unanswered = true;
             }
         }
     }
-    Ok(ExitCode::SUCCESS)
+    // A person has seen it, and said something else; a script looks at the code.
+    Ok(if unanswered && !asks { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// What is said next, or why it cannot be part of the talk; `None` at the end.

@@ -30,7 +30,7 @@ pub(crate) struct CheckpointArgs {
 /// Which checkpoint of a folder.
 #[derive(Debug, Args)]
 struct Which {
-    /// The folder that holds checkpoints
+    /// The folder that holds checkpoints, or one checkpoint's own
     #[arg(value_name = "DIR")]
     dir: PathBuf,
     /// The checkpoint's name; without, the one that `latest` names, or the newest
@@ -69,6 +69,9 @@ enum Action {
         which: Which,
         /// A safetensors file if it is called so, else a torch file
         output: PathBuf,
+        /// Replace the file, if it is there
+        #[arg(long)]
+        overwrite: bool,
         /// Leave out parameters that are not trained
         #[arg(long, alias = "exclude_frozen_parameters")]
         exclude_frozen_parameters: bool,
@@ -141,7 +144,7 @@ enum Action {
     },
     /// Compare two checkpoints tensor by tensor; exit code 0 when they are the same, 1 when they differ, 2 on trouble
     Diff {
-        /// One checkpoint's own folder
+        /// One checkpoint's own folder, or one that holds checkpoints, of which the one that `latest` names is taken
         first: PathBuf,
         /// The other's
         second: PathBuf,
@@ -181,7 +184,7 @@ impl Names {
 impl From<CheckpointError> for Failure {
     fn from(error: CheckpointError) -> Failure {
         match error {
-            CheckpointError::NotFound { .. } | CheckpointError::Tag { .. } => {
+            CheckpointError::NotFound { .. } | CheckpointError::Tag { .. } | CheckpointError::Export(_) => {
                 Failure::Usage(error.to_string())
             }
             other => Failure::Run(other.to_string()),
@@ -201,7 +204,11 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
                 verified.tensors, verified.files, verified.bytes
             ))?;
         }
-        Action::ToFp32 { which, output, exclude_frozen_parameters, allow_unknown_objects } => {
+        Action::ToFp32 { which, output, overwrite, exclude_frozen_parameters, allow_unknown_objects } => {
+            if output.exists() && !overwrite {
+                let why = "is already there; --overwrite replaces it";
+                return Err(Failure::Usage(format!("{} {why}", output.display())));
+            }
             to_fp32(which, output, *exclude_frozen_parameters, unknown(*allow_unknown_objects))?;
         }
         Action::ExportHf { which, output, dtype, max_shard_bytes } => {
@@ -289,7 +296,9 @@ fn summary(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
     line("parameters", params.to_string());
     line("bytes", format!("{bytes} in {} files", manifest.files.len()));
     line("written by", format!("{} ranks, ZeRO stage {}, {:?}", origin.ranks, origin.stage, origin.dtype));
-    line("optimizer", origin.optimizer.clone().unwrap_or_else(|| "none".into()));
+    // AdamW and Adam are one rule, which the origin names; the configuration has the user's word.
+    let optimizer = manifest.config["optimizer"]["type"].as_str().or(origin.optimizer.as_deref());
+    line("optimizer", optimizer.unwrap_or("none").to_owned());
     line("steps", format!("{} ({} skipped)", training.global_steps, training.skipped_steps));
     line("samples", training.global_samples.to_string());
     line("learning rates", format!("{rates:?}"));
@@ -521,7 +530,8 @@ fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure>
 }
 
 fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
-    let (first, second) = (Checkpoint::open(first)?, Checkpoint::open(second)?);
+    let (first, second) =
+        (Checkpoint::open(&resolve(first, None)?)?, Checkpoint::open(&resolve(second, None)?)?);
     let mut text = String::new();
     let mut note = |line: String| {
         text.push_str(&line);

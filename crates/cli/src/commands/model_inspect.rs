@@ -9,8 +9,9 @@ use clap::Args;
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_models::decoder::name_of_dtype;
 use ferrospeed_models::roles::Role;
-use ferrospeed_models::weights::WeightFiles;
+use ferrospeed_models::weights::{BlockForm, WeightFiles};
 use ferrospeed_models::{ModelConfig, WindowRule};
+use ferrospeed_tensor::DType;
 use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
 use ferrospeed_tune::plan::{Activations, Processor, Purpose, Request, human, plan};
 use ferrospeed_tune::serve::{Serving, serving};
@@ -88,8 +89,11 @@ fn inspect(args: &InspectArgs) -> Result<Report, Failure> {
         let weights = WeightFiles::open_directory(&args.directory).map_err(refusal)?;
         weights.check(parameters.as_slice()).map_err(refusal)?;
         let mut bytes = BTreeMap::new();
-        for tensor in weights.tensors().values() {
-            *bytes.entry(name_of_dtype(tensor.dtype)).or_insert(0) += tensor.size_bytes() as u64;
+        for (name, tensor) in weights.tensors() {
+            // Blocks of few bits lie in the files as bytes.
+            let packed = BlockForm::of_tensor(name).filter(|_| tensor.dtype == DType::U8);
+            let kind = packed.map_or(name_of_dtype(tensor.dtype), BlockForm::name);
+            *bytes.entry(kind).or_insert(0) += tensor.size_bytes() as u64;
         }
         Some(Stored { files: weights.paths().count(), tensors: weights.tensors().len(), bytes })
     } else {

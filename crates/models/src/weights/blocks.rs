@@ -26,6 +26,21 @@ impl BlockForm {
     pub(super) const ALL: [BlockForm; 5] =
         [BlockForm::Q8_0, BlockForm::Q4_0, BlockForm::Q4K, BlockForm::Q6K, BlockForm::Float8];
 
+    /// The form of a stored tensor, where its name says one.
+    pub fn of_tensor(name: &str) -> Option<BlockForm> {
+        BlockForm::ALL.into_iter().find(|form| name.ends_with(form.suffix()))
+    }
+
+    /// The name of the form.
+    pub fn name(self) -> &'static str {
+        match self {
+            BlockForm::Q8_0 => PackedBits::Eight.name(),
+            BlockForm::Q4_0 => PackedBits::Four.name(),
+            BlockForm::Float8 => PackedBits::Float8.name(),
+            BlockForm::Q4K | BlockForm::Q6K => &self.suffix()[1..],
+        }
+    }
+
     /// What stands behind the name of a tensor of this form.
     pub(crate) fn suffix(self) -> &'static str {
         match self {
