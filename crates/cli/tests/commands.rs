@@ -521,6 +521,11 @@ fn what_a_run_would_refuse_is_refused_by_check_and_plan_in_the_same_words() {
             assert!(stderr(&output).contains(why), "{words:?} {set}: {}", stderr(&output));
         }
     }
+    let output = ferrospeed(&["config", "check", &at("recipe.toml"), "--set", "steps=0", "--json"]);
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    let document: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!((&document["ok"], &document["errors"]), (&false.into(), &1.into()), "{document}");
+    assert!(document["findings"][0]["why"].as_str().unwrap().starts_with("steps: "), "{document}");
     let output = ferrospeed(&["config", "check", &at("recipe.toml"), "--set", "pipeline.stages=2"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
 }

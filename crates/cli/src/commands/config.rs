@@ -166,24 +166,31 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
             None => input.read.report(),
         };
         // What `plan` and `train` would say of the rest of a recipe.
-        let problems = input.recipe.as_ref().map(Recipe::problems).unwrap_or_default();
-        match args.input.recipe().filter(|_| !problems.is_empty()) {
-            Some(path) => Err(Failed::Recipe(TrainError::Recipe { path: path.into(), problems })),
-            None => Ok(report),
-        }
+        let problems = input.recipe.map(|mut recipe| {
+            let ranks = args
+                .world_size
+                .map(|ranks| ranks.get().saturating_mul(recipe.mesh().ranks_of_a_sample() as u64));
+            recipe.ranks = ranks.map_or(recipe.ranks, |ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
+            recipe.problems()
+        });
+        Ok((report, problems.unwrap_or_default()))
     });
-    let report = match examined {
-        Ok(report) | Err(Failed::Config(ConfigError::Invalid(report))) => report,
+    let (report, problems) = match examined {
+        Ok(found) => found,
+        Err(Failed::Config(ConfigError::Invalid(report))) => (report, Vec::new()),
         Err(failed) => return Err(failed.into()),
     };
-    let (errors, warnings) = (report.errors().count(), report.warnings().count());
+    let (errors, warnings) = (report.errors().count() + problems.len(), report.warnings().count());
     if args.json {
-        let findings: Vec<Value> = report.all().iter().map(as_json).collect();
+        let of_recipe = |why: &String| json!({"severity": "error", "code": "Recipe", "file": args.input.file, "why": why});
+        let findings: Vec<Value> =
+            report.all().iter().map(as_json).chain(problems.iter().map(of_recipe)).collect();
         let document =
             json!({"ok": errors == 0, "errors": errors, "warnings": warnings, "findings": findings});
         terminal::print_output(&serde_json::to_string_pretty(&document).unwrap_or_default())?;
     } else {
         print_findings(&report);
+        problems.iter().for_each(|why| terminal::print_error(&format!("{}: {why}", args.input.file)));
         let verdict = if errors == 0 { "can be used" } else { "cannot be used" };
         let line = format!("{}: {verdict}: {errors} error(s), {warnings} warning(s)", args.input.file);
         terminal::print_output(&line)?;
