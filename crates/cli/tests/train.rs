@@ -306,7 +306,7 @@ fn a_pipeline_trains_saves_goes_on_and_exports_as_one_rank_does() {
         (&["--pp", "6"], "pipeline.stages: stage 5 of 6 gets none of 5 layers: use fewer stages"),
         (
             &["--pp", "2", "--set", "pipeline.partition=alphabet"],
-            "pipeline.partition: partition method 'alphabet' is not known: use",
+            "`pipeline.partition`: partition method 'alphabet' is not known: use",
         ),
         (
             &["--pp", "2", "--set", "pipeline.partition=type:Cloud"],
