@@ -123,12 +123,6 @@ impl Rules<'_> {
                 "add \"zero_allow_untested_optimizer\": true to run it all the same",
             );
         }
-        if name == "Lamb" && self.is_on_a_disk() {
-            let why =
-                "Lamb scales by the norms of whole parameters and does not work on state that is on a disk";
-            let help = "use AdamW, Adam, Lion, Adagrad or SGD, or another device than \"nvme\"";
-            self.unsupported("optimizer.type", why, help);
-        }
         if name.ends_with("amb") && self.flag("fp16.enabled") && self.number("fp16.loss_scale") != 0.0 {
             let why = format!("{name} needs adaptive loss scaling");
             self.unsupported("fp16.loss_scale", why, "write \"loss_scale\": 0");
@@ -252,12 +246,6 @@ impl Rules<'_> {
             let why = format!("a ratio below 1 works in stage 3 only, and the stage is {stage}");
             self.unsupported(ratio_path, why, "write \"stage\": 3, or remove it");
         }
-    }
-
-    /// Whether stage 3, which alone does so, keeps weights or states on a disk.
-    fn is_on_a_disk(&self) -> bool {
-        let device = |section: &str| self.text(&format!("zero_optimization.{section}.device"));
-        self.stage() == 3 && ["offload_param", "offload_optimizer"].map(device).contains(&Some("nvme"))
     }
 
     fn pipeline(&mut self) {

@@ -125,10 +125,6 @@ pub(crate) fn initialize_part(
 ) -> Result<Engine> {
     agree(setup)?;
     let config = &setup.config;
-    if config.section("amp").is_some_and(|amp| amp["enabled"] == true) {
-        let why = "mixed precision by apex does not exist here; enable bf16 or fp16 instead".to_owned();
-        return Err(EngineError::Unsupported { key: "amp", why });
-    }
     let optimizer = match (options.optimizer, &config.optimizer) {
         (Some(given), _) => Some(given),
         (None, Some(configured)) => match Optimizer::from_config(configured) {
