@@ -16,6 +16,8 @@
 //! summing it would count it once per rank. Four more operations are for the borders of such regions, as Shoeybi et al.,
 //! "Megatron-LM" (2019), section 3, has them: [`enter`] and [`leave`], [`split`] and [`join`].
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use ferrospeed_comm::{Group, ReduceOp};
 use ferrospeed_tensor::autograd::{needs_grad, no_grad, record};
 use ferrospeed_tensor::{Operand, Tensor, TensorError, ops as plain};
@@ -116,8 +118,9 @@ pub fn all_to_all_rows(x: &Tensor, send: &[usize], receive: &[usize], group: &Gr
     Ok(all_to_all_rows_beside(x, send, receive, group, || Ok(()))?.0)
 }
 
-/// The same, with other work done while the rows are on their way: forward alone, and before anything that follows. Whatever
-/// `beside` exchanges, all ranks must exchange likewise.
+/// The same, with other work done while the rows are on their way, before anything that follows; in backward what that work
+/// has recorded is walked while the rows' gradients are on their way back. Whatever `beside` exchanges, all ranks must
+/// exchange likewise.
 pub fn all_to_all_rows_beside<T>(
     x: &Tensor,
     send: &[usize],
@@ -125,12 +128,26 @@ pub fn all_to_all_rows_beside<T>(
     group: &Group,
     beside: impl FnOnce() -> ferrospeed_tensor::Result<T>,
 ) -> Result<(Tensor, T)> {
+    // Backward walks from the youngest node to the oldest: what is recorded last sends gradients off, and what is recorded
+    // first waits for them. Nobody looks at them in between, since nothing else knows this `x`.
+    let under_way = Arc::new(Mutex::new(None::<exchange::Pending>));
+    let awaited = under_way.clone();
+    let x = &recorded("all_to_all_rows (arriving)", x, x.detach(), move |dx| {
+        if let Some(pending) = awaited.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            pending.wait()?;
+        }
+        Ok(dx.clone())
+    })?;
     let (pending, y) = rows_leaving(x, send, receive, group)?;
     let made = beside();
     // What travels is waited for in any case: it reads and writes these tensors.
     pending.wait()?;
     let (send, receive, group) = (send.to_vec(), receive.to_vec(), group.clone());
-    let y = recorded("all_to_all_rows", x, y, move |dy| rows_exchanged(dy, &receive, &send, &group))?;
+    let y = recorded("all_to_all_rows", x, y, move |dy| {
+        let (pending, dx) = rows_leaving(dy, &receive, &send, &group)?;
+        *under_way.lock().unwrap_or_else(PoisonError::into_inner) = Some(pending);
+        Ok(dx)
+    })?;
     Ok((y, made?))
 }
 
@@ -271,12 +288,6 @@ fn parts_exchanged(x: &Tensor, cut: &Parts, joined: &Parts, group: &Group) -> Re
         device.backend().copy_blocks(&arrived, from, width, y.out()?, to, stride, outer, width)?;
         (from, to) = (from + outer * width, to + width);
     }
-    Ok(y)
-}
-
-fn rows_exchanged(x: &Tensor, send: &[usize], receive: &[usize], group: &Group) -> Result<Tensor> {
-    let (pending, y) = rows_leaving(x, send, receive, group)?;
-    pending.wait()?;
     Ok(y)
 }
 

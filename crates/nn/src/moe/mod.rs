@@ -194,7 +194,7 @@ impl Moe {
     }
 
     /// The mixture of `x`, and what `beside` makes, such as a shared expert's part: where experts are on several ranks it is
-    /// computed while tokens are on their way to them.
+    /// computed while tokens are on their way to them, and its gradients while the tokens' are on their way back.
     pub fn forward_beside<T>(
         &self,
         x: &Tensor,
@@ -203,6 +203,13 @@ impl Moe {
     ) -> Result<(Mixed, T)> {
         let draws = self.gate.draws(x.shape().rows(), mode);
         self.mixed(x, mode, None, &draws, beside)
+    }
+
+    /// Shares of the mixture and of the layer that every token passes, and what that makes.
+    fn dense(&self, x: &Tensor, mode: Mode) -> Result<Option<(Tensor, Tensor)>> {
+        let Some(beside) = &self.beside else { return Ok(None) };
+        let shares = ops::softmax(&beside.coefficient.forward(x)?)?;
+        Ok(Some((shares, beside.mlp.forward(x, mode)?)))
     }
 
     fn mixed<T>(
@@ -214,42 +221,26 @@ impl Moe {
         beside: impl FnOnce() -> Result<T>,
     ) -> Result<(Mixed, T)> {
         self.check()?;
-        profile::scope_at(&self.path, "Moe", || self.mixed_here(x, mode, used, draws, beside))
-    }
-
-    /// Shares of the mixture and of the layer that every token passes, and what that makes.
-    fn dense(&self, x: &Tensor, mode: Mode) -> Result<Option<(Tensor, Tensor)>> {
-        let Some(beside) = &self.beside else { return Ok(None) };
-        let shares = ops::softmax(&beside.coefficient.forward(x)?)?;
-        Ok(Some((shares, beside.mlp.forward(x, mode)?)))
-    }
-
-    fn mixed_here<T>(
-        &self,
-        x: &Tensor,
-        mode: Mode,
-        used: Option<&[bool]>,
-        draws: &GateDraws,
-        beside: impl FnOnce() -> Result<T>,
-    ) -> Result<(Mixed, T)> {
-        let flat = ops::reshape(x, [x.shape().rows(), x.shape().last()])?;
-        let choice = self.gate.choose(&flat, mode, used, draws)?;
-        let routes = Routes::new(&choice.experts, self.gate.config().experts)?;
-        let (sorted, counts) = (routes.spread(&flat)?, routes.counts());
-        let all_beside = || Ok((self.dense(x, mode)?, beside()?));
-        let (rows, (dense, made_beside)) = match &self.group {
-            Some(group) => apart::forward(&self.experts, group, (&sorted, counts), mode, all_beside)?,
-            None => (self.experts.forward(&sorted, counts, mode)?, all_beside()?),
-        };
-        let mut output = ops::reshape(&routes.collect(&rows, &choice.weights)?, *x.shape())?;
-        if let Some((shares, dense)) = dense {
-            let dim = x.shape().dims() - 1;
-            let share = |index| ops::narrow(&shares, dim, index, 1);
-            output = ops::add(&ops::mul(&output, &share(0)?)?, &ops::mul(&dense, &share(1)?)?)?;
-        }
-        let routing = choice.routing(&routes);
-        let balanced = choice.balanced.unwrap_or_else(|| routes.counts().clone());
-        let (logits, probabilities) = (choice.logits, choice.probabilities);
-        Ok((Mixed { output, logits, routing, probabilities, balanced }, made_beside))
+        profile::scope_at(&self.path, "Moe", || {
+            let flat = ops::reshape(x, [x.shape().rows(), x.shape().last()])?;
+            let choice = self.gate.choose(&flat, mode, used, draws)?;
+            let routes = Routes::new(&choice.experts, self.gate.config().experts)?;
+            let (sorted, counts) = (routes.spread(&flat)?, routes.counts());
+            let all_beside = || Ok((self.dense(x, mode)?, beside()?));
+            let (rows, (dense, made_beside)) = match &self.group {
+                Some(group) => apart::forward(&self.experts, group, (&sorted, counts), mode, all_beside)?,
+                None => (self.experts.forward(&sorted, counts, mode)?, all_beside()?),
+            };
+            let mut output = ops::reshape(&routes.collect(&rows, &choice.weights)?, *x.shape())?;
+            if let Some((shares, dense)) = dense {
+                let dim = x.shape().dims() - 1;
+                let share = |index| ops::narrow(&shares, dim, index, 1);
+                output = ops::add(&ops::mul(&output, &share(0)?)?, &ops::mul(&dense, &share(1)?)?)?;
+            }
+            let routing = choice.routing(&routes);
+            let balanced = choice.balanced.unwrap_or_else(|| routes.counts().clone());
+            let (logits, probabilities) = (choice.logits, choice.probabilities);
+            Ok((Mixed { output, logits, routing, probabilities, balanced }, made_beside))
+        })
     }
 }
