@@ -1,8 +1,11 @@
 //! Normalisation layers.
 
-use ferrospeed_tensor::{Initializer, Operand, Param, Result, Tensor, ops};
+use ferrospeed_collective::ops::all_reduce;
+use ferrospeed_comm::Group;
+use ferrospeed_tensor::{DType, Initializer, Operand, Param, Result, Slice, Tensor, ops};
 
 use crate::init::Init;
+use crate::tensor_parallel::Cut;
 
 /// Layer norm with weight and bias.
 #[derive(Debug, Clone)]
@@ -43,26 +46,57 @@ impl LayerNorm {
 pub struct RmsNorm {
     weight: Param,
     eps: f32,
+    /// The ranks that have stretches of what is normalised together.
+    across: Option<Group>,
 }
 
 impl RmsNorm {
-    /// Over a last dimension of `width`.
+    /// Over a last dimension of `width`; where a layer's outputs are cut so, each rank has its stretch of that dimension.
     pub fn new(init: &Init, width: usize, eps: f32) -> RmsNorm {
-        RmsNorm { weight: init.param("weight", [width], Initializer::Constant(1.0)), eps }
+        let ones = Initializer::Constant(1.0);
+        match init.slicing() {
+            Some((slices, Cut::Outputs { sections, units })) => {
+                let weight = init.param_part("weight", [width], (0, sections, units), slices, ones);
+                RmsNorm { weight, eps, across: Some(slices.group().clone()) }
+            }
+            _ => RmsNorm { weight: init.param("weight", [width], ones), eps, across: None },
+        }
     }
 
-    /// Of the dimension it is over.
+    /// Of the dimension it is over; where that is cut, of this rank's stretch.
     pub fn width(&self) -> usize {
         self.weight.numel()
     }
 
     /// The normalised input.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::rms_norm(x, Some(Operand::from(&self.weight)), self.eps)
+        match &self.across {
+            Some(group) => self.forward_across(x, group),
+            None => ops::rms_norm(x, Some(Operand::from(&self.weight)), self.eps),
+        }
+    }
+
+    /// Ranks sum the squares of their stretches, one number per row. Each uses the sum for its own stretch alone, so in backward
+    /// their gradients of it are summed.
+    fn forward_across(&self, x: &Tensor, group: &Group) -> Result<Tensor> {
+        let dim = x.shape().dims() - 1;
+        let wide = ops::cast(x, DType::F32)?;
+        // What several ranks hold alike each of them brings.
+        let brought = self.weight.whole_shape().numel() * self.weight.slice().map_or(1, Slice::holders);
+        let own = ops::affine(&ops::sum_dim(&ops::square(&wide)?, dim)?, 1.0 / brought as f32, 0.0)?;
+        let mut rows = x.sizes().to_vec();
+        rows[dim] = 1;
+        let squares = ops::reshape(&all_reduce(&own, group)?, &rows)?;
+        let normed = ops::div(&wide, &ops::sqrt(&ops::affine(&squares, 1.0, self.eps)?)?)?;
+        ops::mul(&ops::cast(&normed, x.dtype())?, &self.weight)
     }
 
     /// `(x + residual, norm(x + residual))`; without a residual, `x` and its norm.
     pub fn forward_add(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
+        if self.across.is_some() {
+            let sum = residual.map_or_else(|| Ok(x.clone()), |residual| ops::add(x, residual))?;
+            return Ok((sum.clone(), self.forward(&sum)?));
+        }
         ops::add_rms_norm(x, residual.map(Operand::from), Some(Operand::from(&self.weight)), self.eps)
     }
 }

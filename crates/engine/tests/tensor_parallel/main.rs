@@ -61,6 +61,7 @@ fn families() -> Vec<Value> {
         sized("mixtral", 2, json!({"num_local_experts": 3, "num_experts_per_tok": 2})),
         sized("qwen2_moe", 2, experts(json!({"shared_expert_intermediate_size": 20}))),
         sized("qwen3_moe", 2, experts(json!({"head_dim": 6}))),
+        sized("olmoe", 2, json!({"num_experts": 3, "num_experts_per_tok": 2})),
         json!({
             "model_type": "opt", "vocab_size": 19, "hidden_size": 16, "word_embed_proj_dim": 12, "ffn_dim": 24,
             "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8, "dropout": 0.0,

@@ -114,10 +114,11 @@ impl Block {
             else {
                 return attention;
             };
-            let widths = if *per_head { [config.head_dim; 2] } else { [query_width, kv_width] };
-            let [query, key] =
-                [0, 1].map(|i| RmsNorm::new(&init.at(norms[i]).cut(Cut::Shared), widths[i], eps));
-            attention.with_head_norms(query, key)
+            let norm = |name: &str, count: usize| match per_head {
+                true => RmsNorm::new(&init.at(name).cut(Cut::Shared), config.head_dim, eps),
+                false => RmsNorm::new(&init.at(name).cut(heads(count)), count * config.head_dim, eps),
+            };
+            attention.with_head_norms(norm(norms[0], config.heads), norm(norms[1], config.kv_heads))
         };
         let feed_forward = || match &config.feed_forward {
             FeedForward::Plain { names: [up, down] } => FeedForwardLayer::Plain(Mlp::new(

@@ -253,10 +253,6 @@ impl DecoderConfig {
             let why = "the loss that balances experts needs the routes of all tokens, and each rank has its own; set output_router_logits to false, or keep all tokens on every rank";
             return refuse("output_router_logits", why.into());
         }
-        if ranks > 1 && matches!(self.names.qkv, QkvNames::Normed { per_head: false, .. }) {
-            let why = "queries and keys are normalised over all heads, of which no rank has all; train it without tensor parallelism";
-            return refuse("tensor parallelism", why.into());
-        }
         Ok(())
     }
 
