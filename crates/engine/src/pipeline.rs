@@ -112,7 +112,7 @@ pub fn initialize_pipeline<M: Stages>(
     let pipe = mesh.pipe()?;
     let of_experts = engine.parts.take();
     engine.parts = Some(spread.parts(parameters, &pipe, of_experts));
-    let Some(gradients) = stage_group(&mesh, &Vec::from_iter(0..stages.get()), "gradients")? else {
+    let Some(gradients) = stage_group(&mesh, &[PIPE], &Vec::from_iter(0..stages.get()), "gradients")? else {
         return refuse("this rank has none of the stages".into());
     };
     if pipe.ranks().contains(&0) {

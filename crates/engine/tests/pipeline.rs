@@ -23,7 +23,8 @@ use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::{Carried, Dropout, Init, Linear, Mode, Parameters, Sequential, Stages, Trained};
 use ferrospeed_pipeline::schedule::Schedule;
 use ferrospeed_pipeline::validate::{Sends, validate};
-use ferrospeed_tensor::{Activation, Device, Tensor, TensorError, autograd, ops};
+use ferrospeed_tensor::{Activation, Category, Device, Tensor, TensorError, autograd, ops};
+use ferrospeed_zero::access::Which as Access;
 use models::*;
 use serde_json::{Value, json};
 
@@ -69,41 +70,16 @@ fn layers_that_are_computed_again_give_the_same_bits() {
     }
 }
 
-/// A model that writes down which of its layers ran, and whether anything was recorded.
-struct Noting(Model, std::sync::Mutex<Vec<(std::ops::Range<usize>, bool)>>);
-
-impl Stages for Noting {
-    type Batch = Batch;
-
-    fn layers(&self) -> Vec<ferrospeed_nn::Layer> {
-        self.0.layers()
-    }
-
-    fn forward_range(
-        &self,
-        range: std::ops::Range<usize>,
-        batch: &Batch,
-        carried: Carried,
-        mode: Mode,
-    ) -> Result<Carried, TensorError> {
-        self.1.lock().unwrap().push((range.clone(), autograd::is_recording()));
-        self.0.forward_range(range, batch, carried, mode)
-    }
-}
-
 #[test]
 fn an_interval_keeps_nothing_but_inputs_until_backward() {
     let mut value = configuration(0, "fp32", 1);
     value["pipeline"] = json!({"partition": "uniform", "activation_checkpoint_interval": 3});
     let ran = on_ranks(2, move |world| {
-        let model = Noting(build(Which::Llama), Default::default());
-        let setup = Setup::new(config(&value, 1), world, device(1));
-        let parameters = model.0.parameters();
-        let stages = 2.try_into().unwrap();
-        let mut engine = initialize_pipeline(&setup, stages, &model, parameters, Options::default()).unwrap();
-        let mut batch = Some(model.0.batch(&engine, 0));
+        let model = build(Which::Llama);
+        let mut engine = start(world, &value, &model, 2);
+        let mut batch = Some(model.batch(&engine, 0));
         engine.train_batch(&model, |_| Ok::<_, EngineError>(batch.take().unwrap())).unwrap();
-        model.1.into_inner().unwrap()
+        model.ran.into_inner().unwrap()
     });
     assert_eq!(ran[0], [(0..3, false), (3..4, false), (3..4, true), (0..3, true)]);
     assert_eq!(ran[1], [(4..7, false), (7..8, false), (7..8, true), (4..7, true)]);
@@ -149,20 +125,37 @@ fn tied_weights_train_as_one() {
 }
 
 fn tied_weights_of_a_model_train_as_one(which: Which) {
-    for (zero, schedule) in [(0, "1f1b"), (1, "1f1b"), (1, "interleaved:2"), (1, "zb-h1"), (0, "zb-v")] {
+    let ways = [
+        (0, "1f1b", "AdamW"),
+        (0, "1f1b", "Lamb"),
+        (1, "1f1b", "Lamb"),
+        (1, "1f1b", "AdamW"),
+        (1, "interleaved:2", "AdamW"),
+        (1, "zb-h1", "AdamW"),
+        (0, "zb-v", "AdamW"),
+    ];
+    for (zero, schedule, optimizer) in ways {
+        let with_optimizer = |value: &mut Arc<Value>| {
+            Arc::make_mut(value)["optimizer"]["type"] = json!(optimizer);
+            Arc::make_mut(value)["zero_allow_untested_optimizer"] = json!(true);
+        };
         for (stages, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
             // The small BERT has layers for four chunks alone.
             if which == Which::Bert && stages == 4 && schedule != "1f1b" && schedule != "zb-h1" {
                 continue;
             }
-            let expected = whole(which, data, &Arc::new(configuration(zero, "fp32", 4)));
-            let value = scheduled(schedule, zero, "fp32", 4);
+            let [mut plain, mut value] =
+                [Arc::new(configuration(zero, "fp32", 4)), scheduled(schedule, zero, "fp32", 4)];
+            [&mut plain, &mut value].into_iter().for_each(with_optimizer);
+            let expected = whole(which, data, &plain);
             for found in in_stages(which, stages, data, &value) {
                 let close = |what: &str, found: &[f32], expected: &[f32]| {
                     assert_eq!(found.len(), expected.len());
                     for (found, expected) in found.iter().zip(expected) {
                         let off = (found - expected).abs() / expected.abs().max(1.0);
-                        let case = format!("{which:?} {what} {schedule} ZeRO {zero} pp {stages} dp {data}");
+                        let case = format!(
+                            "{which:?} {what} {optimizer} {schedule} ZeRO {zero} pp {stages} dp {data}"
+                        );
                         assert!(off <= TIED_TOLERANCE, "{case}: {found} and not {expected}");
                     }
                 };
@@ -226,16 +219,88 @@ fn both_copies_of_a_tied_weight_stay_equal() {
 }
 
 #[test]
-fn a_tied_weight_counts_once_where_one_stage_has_both_ends() {
-    let mut value = configuration(0, "fp32", 4);
-    // With as large a share of its parameters in the table as the smallest GPT-2 has.
+fn stages_divide_the_states_of_a_tied_weight() {
+    for (zero, data) in [(0, 1), (0, 2), (1, 1), (1, 2)] {
+        let value = Arc::new(configuration(zero, "bf16", 2));
+        let parts = on_ranks(2 * data, move |world| {
+            let model = build(Which::Gpt2Tied);
+            let mut engine = start(world, &value, &model, 2);
+            train(&mut engine, &model, 0..2);
+            let tied = &model.parameters().as_slice()[0];
+            let held = |which| engine.store().local(tied, which).unwrap().1.len();
+            let whole = engine.store().full(tied, Access::State("exp_avg")).unwrap();
+            (held(Access::State("exp_avg")), held(Access::Weight), bits(&whole))
+        });
+        // In stage 0 the data-parallel ranks of a stage have all that the stage has.
+        let shared_by = if zero == 0 { 2 } else { 2 * data };
+        let numel = parts[0].2.len();
+        for (states, masters, whole) in &parts {
+            // Parts are alike and even, so the last is shorter.
+            let off = states.abs_diff(numel / shared_by);
+            assert!(off <= shared_by, "{states} of {numel}, ZeRO {zero} dp {data}");
+            assert_eq!(states, masters, "ZeRO {zero} dp {data}");
+            assert!(*whole == parts[0].2, "ZeRO {zero} dp {data}");
+        }
+    }
+}
+
+#[test]
+fn zero_0_and_1_give_a_tied_model_the_same_bits() {
+    for (precision, data) in [("fp32", 1), ("fp32", 2), ("bf16", 2)] {
+        let [off, on] = [0, 1]
+            .map(|zero| in_stages(Which::Gpt2Tied, 2, data, &Arc::new(configuration(zero, precision, 2))));
+        for (off, on) in off.iter().zip(&on) {
+            assert_eq!(bits(&off.losses), bits(&on.losses), "{precision} dp {data}");
+            assert_eq!(bits(&off.norms), bits(&on.norms), "{precision} dp {data}");
+            assert_eq!(bits(&off.weights), bits(&on.weights), "{precision} dp {data}");
+        }
+    }
+}
+
+/// A GPT-2 with as large a share of its parameters in the table as the smallest has.
+fn small_gpt2() -> Decoder {
     let model = json!({
         "model_type": "gpt2", "vocab_size": 840, "n_embd": 12, "n_layer": 12, "n_head": 3, "n_positions": 8,
     });
-    let Ok(ModelConfig::Decoder(model)) = ModelConfig::from_value(&model, WindowRule::default()) else {
-        panic!("a decoder")
+    match ModelConfig::from_value(&model, WindowRule::default()) {
+        Ok(ModelConfig::Decoder(config)) => Decoder::new(*config),
+        other => panic!("no decoder: {other:?}"),
+    }
+}
+
+#[test]
+fn two_stages_have_six_tenths_of_the_state_of_a_rank_that_has_all() {
+    let held = |stages: usize| {
+        let value = Arc::new(configuration(0, "bf16", 8));
+        let held = on_ranks(2, move |world| {
+            let (model, device) = (Model::from(Family::Decoder(Box::new(small_gpt2()))), device(1));
+            let mut engine = match stages {
+                1 => {
+                    let setup = Setup::new(config(&value, world.size()), world, device.clone());
+                    initialize_model(&setup, model.parameters(), Options::default()).unwrap()
+                }
+                _ => {
+                    let setup = Setup::new(config(&value, 1), world, device.clone());
+                    let stages = stages.try_into().unwrap();
+                    initialize_pipeline(&setup, stages, &model, model.parameters(), Options::default())
+                        .unwrap()
+                }
+            };
+            train(&mut engine, &model, 0..1);
+            let usage = device.memory_usage();
+            let kinds = [Category::Parameters, Category::Gradients, Category::Optimizer];
+            kinds.map(|kind| usage.current(kind)).iter().sum::<usize>()
+        });
+        *held.iter().max().unwrap() as f64
     };
-    let tied = Decoder::new(*model);
+    let share = held(2) / held(1);
+    assert!(share <= 0.6, "{share}");
+}
+
+#[test]
+fn a_tied_weight_counts_once_where_one_stage_has_both_ends() {
+    let mut value = configuration(0, "fp32", 4);
+    let tied = small_gpt2();
     let most = |value: &Value| {
         let division = divide(&config(value, 1), 2.try_into().unwrap(), &tied, None).unwrap();
         let layers = tied.layers();
@@ -276,9 +341,9 @@ fn recomputed_blocks_put_their_weights_off_too() {
     let run = |in_stages: bool| {
         let value = if in_stages { scheduled("zb-h1", 0, "fp32", 4) } else { Arc::new(plain.clone()) };
         on_ranks(if in_stages { 2 } else { 1 }, move |world| {
-            let Model::Decoder(mut decoder) = build(Which::Llama) else { panic!("a decoder") };
+            let Family::Decoder(mut decoder) = build(Which::Llama).family else { panic!("a decoder") };
             decoder.set_activation_checkpointing(true);
-            let model = Model::Decoder(decoder);
+            let model = Model::from(Family::Decoder(decoder));
             if in_stages {
                 let mut engine = start(world, &value, &model, 2);
                 return outcome(&mut engine, &model);

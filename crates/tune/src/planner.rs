@@ -68,6 +68,16 @@ impl Planner<'_> {
         self.all_params().div_ceil(self.sharers())
     }
 
+    /// The parameters whose states a rank keeps: of a tied weight each of the two stages that have it updates one half.
+    fn updated_params(&self) -> u64 {
+        let (all, sharers) = match self.stage() {
+            Stage::Off => (self.params(), 1),
+            _ => (self.all_params(), self.sharers()),
+        };
+        let tied = self.staged.map_or(0, |staged| staged.tied_params);
+        all.saturating_sub(tied).div_ceil(sharers).saturating_add(tied.div_ceil(2 * sharers))
+    }
+
     /// The ranks among which state is shared out.
     fn sharers(&self) -> u64 {
         let ranks = self.request.data_parallel_size.max(1);
@@ -242,7 +252,7 @@ impl Planner<'_> {
         let states = config.optimizer.as_ref().and_then(|optimizer| optimizer.states_per_parameter());
         let assumed = if states.is_none() { " (two, as Adam has)" } else { "" };
         let states = states.unwrap_or(2);
-        let count = if self.stage() == Stage::Off { self.params() } else { self.share() };
+        let count = self.updated_params();
         let (home, values, moved) = (self.home_of_states(), self.parameters_by_tier(), self.moved(count));
         let is_away = values.iter().any(|(tier, _)| *tier != Tier::Device);
         let updates_elsewhere = self.request.processor == Processor::Gpu && home != Tier::Device && moved > 0;

@@ -3,7 +3,7 @@
 //! A stage has the state of its own layers, and activations of as many micro-batches as its schedule has under way there: its
 //! instructions are followed one by one, and what lies there is counted at each. A chunk of layers holds what its layers save,
 //! and its result until the gradient of that has come. Where the gradients of weights are put off, their operands wait. A
-//! weight that two stages use is on both. Divided is what the model is before layers are cut into slices.
+//! weight that two stages use is on both, and each keeps half of its states. Divided is what the model is before layers are cut into slices.
 
 mod slots;
 

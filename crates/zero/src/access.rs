@@ -88,10 +88,10 @@ impl ZeroStore {
         let group = {
             let state = self.lock();
             let share = &state.shares[self.places()[self.index_of(param)?].0];
-            if share.layout.ranks == 1 {
-                return Ok(own);
+            match share.owners() {
+                Some(owners) => owners.clone(),
+                None => return Ok(own),
             }
-            share.sharding.shard.clone()
         };
         // Fragments in order of rank are the parameter in order of elements.
         let mut counts = vec![0i64; group.size()];
@@ -133,10 +133,8 @@ impl ZeroStore {
         }
         changed.sort_unstable();
         changed.dedup();
-        for share in changed.into_iter().map(|share| &state.shares[share]) {
-            if share.layout.ranks > 1 {
-                share.sharding.shard.barrier()?;
-            }
+        for owners in changed.into_iter().filter_map(|share| state.shares[share].owners()) {
+            owners.barrier()?;
         }
         for (param, value) in values {
             self.set_own(&state, param, Which::Weight, value)?;

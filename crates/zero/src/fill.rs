@@ -20,7 +20,7 @@ const LOADED_AT_ONCE: usize = 256 << 10;
 
 /// Loads the first values of a group. All ranks call it together.
 pub(crate) fn fill(share: &Share, params: &[Param], stage: Stage, source: &dyn ParamSource) -> Result<()> {
-    let among = &share.sharding.shard;
+    let among = share.owners().unwrap_or(&share.sharding.shard);
     let rank = among.rank();
     let whole = share.layout.part_numel * share.layout.ranks;
     // What this rank loads, in elements of the flat values; in stage 3 each rank has flat values of its own.

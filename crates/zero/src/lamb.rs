@@ -148,7 +148,7 @@ impl ZeroStore {
 
     /// The largest magnitudes on any rank.
     fn exchange_magnitudes(&self, share: &Share, norms: &mut Norms) -> Result<()> {
-        let others = (share.layout.ranks > 1).then_some(&share.sharding.shard);
+        let others = share.owners();
         for group in others.into_iter().chain(&share.sharding.slices) {
             group.all_reduce(&mut norms.largest, ReduceOp::Max)?;
         }
@@ -159,8 +159,8 @@ impl ZeroStore {
     /// The sums of all ranks.
     fn exchange_squares(&self, share: &Share, norms: &mut Norms) -> Result<()> {
         let mut words: Vec<i64> = norms.squares.iter().flat_map(|sum| sum.to_words()).collect();
-        if share.layout.ranks > 1 {
-            share.sharding.shard.all_reduce(&mut words, ReduceOp::Sum)?;
+        if let Some(group) = share.owners() {
+            group.all_reduce(&mut words, ReduceOp::Sum)?;
         }
         if let Some(group) = &share.sharding.slices {
             for (index, words) in words.chunks_mut(WORDS * MEASURED).enumerate() {

@@ -37,12 +37,7 @@ pub struct Layout {
 const FLAT_ALIGNMENT: usize = 2;
 
 impl Layout {
-    /// Everything on every rank, as one part. (Stage 0.)
-    pub fn whole(numels: &[usize]) -> Layout {
-        Layout::flat(numels, 1, false)
-    }
-
-    /// All parameters end to end, cut into equal parts. (Stages 1 and 2.)
+    /// All parameters end to end, cut into equal parts. (Stages 1 and 2; with one rank, stage 0.)
     ///
     /// `round_robin` deals parameters out like cards first, so that ranks own alternate ones.
     pub fn flat(numels: &[usize], ranks: usize, round_robin: bool) -> Layout {

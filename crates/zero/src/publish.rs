@@ -16,9 +16,9 @@ use crate::memory::{is_common, part};
 use crate::sharding::Sharding;
 use crate::store::{Share, ZeroStore};
 
-/// Whether ranks below stage 3 send each other what a step made of a share.
-pub(crate) fn is_published(share: &Share) -> bool {
-    share.trained && share.layout.part_numel > 0 && share.layout.ranks > 1
+/// The ranks that below stage 3 send each other what a step made of a share.
+pub(crate) fn published_among(share: &Share) -> Option<&Group> {
+    share.owners().filter(|_| share.trained && share.layout.part_numel > 0)
 }
 
 /// How tiles reach all ranks while they run a forward.
@@ -38,7 +38,7 @@ impl Publishing {
         shares: &[Share],
         device: &Device,
     ) -> Result<Option<Publishing>> {
-        let mut published = shares.iter().filter(|share| is_published(share)).peekable();
+        let mut published = shares.iter().filter(|share| published_among(share).is_some()).peekable();
         let fits = |share: &Share| {
             let over_all = share.sharding.shard.name() == sharding.shard.name();
             over_all && share.is_away && share.kept().is_empty()
@@ -81,11 +81,9 @@ impl ZeroStore {
         }
         let mut pending = Vec::new();
         for (group, share) in state.shares.iter().enumerate() {
-            if !is_published(share) {
-                continue;
-            }
+            let Some(owners) = published_among(share) else { continue };
             let pair = (share.own_values()?, share.values.memory()?.clone());
-            pending.extend(exchange::all_gather(&share.sharding.shard, &[pair], group as u64)?);
+            pending.extend(exchange::all_gather(owners, &[pair], group as u64)?);
         }
         Ok(pending.into_iter().try_for_each(exchange::Pending::wait)?)
     }

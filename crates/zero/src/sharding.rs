@@ -6,10 +6,12 @@
 //! the shard alone. (Zhang et al.: "MiCS: near-linear scaling for training gigantic model on public cloud", 2022.)
 //!
 //! A store can hold parameters that are spread in several ways: experts over the ranks that have the same ones, slices of
-//! tensors over the ranks that have the same slice, a weight that two stages of a pipeline use over both.
+//! tensors over the ranks that have the same slice, a weight that two stages of a pipeline use over both: they divide the
+//! optimizer's states for it even in stage 0, where everything else is whole on every rank.
 
 use ferrospeed_collective::exchange::Levels;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
+use ferrospeed_config::Stage;
 use ferrospeed_tensor::Param;
 
 use crate::error::{Result, ZeroError};
@@ -33,6 +35,28 @@ pub struct Sharding {
     pub slices: Option<Group>,
     /// The ranks that reach each other's gradients in place.
     reach: Group,
+    /// Who divides it where nothing else is divided.
+    tie: Option<Tie>,
+}
+
+/// Ranks that use a weight in several stages.
+#[derive(Debug, Clone)]
+struct Tie {
+    /// One of each stage: they own parts of its states.
+    stages: Group,
+    /// Those of this rank's stage: they own the same part.
+    peers: Group,
+}
+
+/// Who owns what of a share.
+#[derive(Debug, Clone)]
+pub(crate) struct Ownership {
+    /// The ranks that own a part each; `None` where every rank owns everything.
+    pub(crate) owners: Option<Group>,
+    /// This rank's number among those that own the same.
+    pub(crate) holder: usize,
+    /// How many there are.
+    pub(crate) holders: usize,
 }
 
 impl Sharding {
@@ -45,6 +69,7 @@ impl Sharding {
             counted: true,
             slices: None,
             reach: group.clone(),
+            tie: None,
         }
     }
 
@@ -69,6 +94,7 @@ impl Sharding {
             counted: true,
             slices: None,
             reach: world.group(),
+            tie: None,
         })
     }
 
@@ -93,7 +119,14 @@ impl Sharding {
         Sharding { divisor, ..self }
     }
 
-    /// Sums gradients over these ranks as well, without dividing more: those of stages that use the same weight.
+    /// Over the ranks of all stages that use the same weights, of which `stages` has one each: gradients are summed over all
+    /// of them without dividing more, and each stage owns a part of the optimizer's states whatever the ZeRO stage.
+    pub fn tied_over(self, all: &Group, stages: &Group) -> Sharding {
+        let tie = Some(Tie { stages: stages.clone(), peers: self.shard.clone() });
+        Sharding { shard: all.clone(), reach: all.clone(), tie, ..self }
+    }
+
+    /// Sums gradients over these ranks as well, without dividing more: those that hold the same slice.
     pub fn tied_to(self, users: &Group) -> Sharding {
         Sharding { replicas: Some(users.clone()), ..self }
     }
@@ -116,6 +149,18 @@ impl Sharding {
     /// The ranks of a reduction.
     pub(crate) fn levels(&self) -> Levels<'_> {
         Levels { first: &self.shard, second: self.replicas.as_ref() }
+    }
+
+    /// Who owns what of a share that is spread so.
+    pub(crate) fn ownership(&self, stage: Stage, trained: bool) -> Ownership {
+        let is_cut = stage == Stage::Parameters || trained && stage > Stage::Off;
+        let (owners, holder, holders) = match &self.tie {
+            _ if is_cut => (Some(&self.shard), self.copy(), self.copies()),
+            Some(tie) if trained => (Some(&tie.stages), tie.peers.rank(), tie.peers.size()),
+            _ => (None, self.rank(), self.ranks()),
+        };
+        // One owner of everything is none.
+        Ownership { owners: owners.filter(|group| group.size() > 1).cloned(), holder, holders }
     }
 
     /// How many ranks bring gradients of their own.

@@ -128,7 +128,8 @@ impl ZeroStore {
         let mut pieces = self.pieces_of(&state);
         // The ranks that hold the same pieces all find the same writer of each parameter: the one with the least to write
         // so far.
-        let mut load: Vec<Vec<usize>> = state.shares.iter().map(|share| vec![0; share.holders().1]).collect();
+        let mut load: Vec<Vec<usize>> =
+            state.shares.iter().map(|share| vec![0; share.ownership.holders]).collect();
         let mut writer = vec![0; self.params.len()];
         for piece in pieces.iter().filter(|piece| piece.value == Saved::Weight) {
             let load = &mut load[self.places()[piece.param].0];
@@ -138,7 +139,7 @@ impl ZeroStore {
         }
         pieces.retain(|piece| {
             let share = &state.shares[self.places()[piece.param].0];
-            share.sharding.counted && share.holders().0 == writer[piece.param]
+            share.sharding.counted && share.ownership.holder == writer[piece.param]
         });
         pieces
     }

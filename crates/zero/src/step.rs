@@ -12,7 +12,7 @@ use crate::attached::State;
 use crate::away::{AwayUpdate, Rule};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
-use crate::publish::is_published;
+use crate::publish::published_among;
 use crate::reducer::Segment;
 use crate::residency::Residency;
 use crate::store::{ZeroStore, owner_in};
@@ -187,7 +187,8 @@ impl ZeroStore {
             drop(away);
             running.end(outcome);
         };
-        let published = state.residency.is_none() && state.shares.iter().any(is_published);
+        let published =
+            state.residency.is_none() && state.shares.iter().any(|share| published_among(share).is_some());
         if published && self.publishing.is_none() {
             work();
             return self.settle("step").map(|()| false);

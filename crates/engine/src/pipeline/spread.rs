@@ -1,13 +1,13 @@
 //! Over which ranks the parameters of a model in stages are spread.
 //!
 //! A stage's ranks share its state as they would share a whole model's. What several stages use (tied weights) each of them
-//! holds: their gradients are summed, and the first speaks for it. Where layers are in slices too, a stage ties its slice to
-//! the same slice of the others.
+//! holds: their gradients are summed, and each updates a part of it. Where layers are in slices too, a stage ties its slice
+//! to the same slice of the others.
 
 use std::collections::{BTreeMap, HashMap};
 
-use ferrospeed_comm::topology::{MODEL, PIPE};
-use ferrospeed_comm::{Group, Mesh};
+use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
+use ferrospeed_comm::{Group, Mesh, SEQUENCE};
 use ferrospeed_nn::{Layer, Parameters};
 use ferrospeed_pipeline::division::Division;
 use ferrospeed_tensor::{Param, Slice};
@@ -85,8 +85,10 @@ impl Spread {
             common.cloned().map_or_else(|| Ok(Sharding::over(&mesh.data()?)), Ok::<_, EngineError>)?;
         let mut ties = Vec::new();
         for ((stages, is_whole), params) in ways {
-            let Some(group) = stage_group(mesh, stages, "tied")? else { continue };
-            let sharding = common.clone().tied_to(&group);
+            let pipeline = stage_group(mesh, &[PIPE], stages, "tied")?;
+            let all = stage_group(mesh, &[PIPE, DATA, SEQUENCE], stages, "all tied")?;
+            let (Some(pipeline), Some(all)) = (pipeline, all) else { continue };
+            let sharding = common.clone().tied_over(&all, &pipeline);
             // All slices' ranks hold it alike, and one of them speaks for it.
             let is_told = is_whole && mesh.coordinate(MODEL) > 0;
             ties.push(Elsewhere { params, sharding: if is_told { sharding.uncounted() } else { sharding } });
@@ -105,11 +107,14 @@ impl Spread {
     }
 }
 
-/// A new group of this rank's pipeline among some stages; `None` on other stages. Collective over the world.
-pub(super) fn stage_group(mesh: &Mesh, stages: &[usize], name: &str) -> Result<Option<Group>> {
+/// A new group of the ranks of some stages that differ from this one on these axes alone; `None` on other stages. Collective
+/// over the world.
+pub(super) fn stage_group(mesh: &Mesh, axes: &[&str], stages: &[usize], name: &str) -> Result<Option<Group>> {
     let mut own = None;
-    for pipeline in mesh.topology().axis_comm_lists(PIPE) {
-        let ranks: Vec<usize> = stages.iter().filter_map(|stage| pipeline.get(*stage).copied()).collect();
+    let is_of_them =
+        |rank: &usize| mesh.topology().coordinate(*rank, PIPE).is_ok_and(|stage| stages.contains(&stage));
+    for mut ranks in mesh.topology().comm_lists(axes) {
+        ranks.retain(is_of_them);
         let group = mesh.world().named_group(&ranks, Some(&format!("{name} {ranks:?}")))?;
         own = own.or(group);
     }

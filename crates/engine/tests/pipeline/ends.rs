@@ -1,5 +1,7 @@
 //! What pipelines do besides training: skip, save, refuse, die and divide.
 
+use std::path::Path;
+
 use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
 use ferrospeed_comm::{Mesh, ProcessTopology};
 use ferrospeed_nn::Module;
@@ -70,6 +72,22 @@ fn a_checkpoint_goes_on_with_any_number_of_stages() {
     }
 }
 
+/// The first two steps: taken and saved in DeepSpeed's layout, or loaded.
+fn begin(engine: &mut Engine, model: &Model, dir: &Path, resume: bool) {
+    if resume {
+        engine.load_checkpoint(dir, &LoadOptions::default()).unwrap();
+    } else {
+        train(engine, model, 0..2);
+        let options = SaveOptions { format: Format::DeepSpeed, ..Default::default() };
+        engine.save_checkpoint(dir, &options).unwrap();
+    }
+}
+
+fn expect_files(dir: &Path, names: &[&str]) {
+    let saved = dir.join(std::fs::read_to_string(dir.join("latest")).unwrap().trim());
+    names.iter().for_each(|name| assert!(saved.join(name).is_file(), "{name}"));
+}
+
 #[test]
 fn a_list_of_layers_is_saved_in_the_layout_of_deepspeeds_pipelines_and_goes_on() {
     let folder = tempfile::tempdir().unwrap();
@@ -80,27 +98,21 @@ fn a_list_of_layers_is_saved_in_the_layout_of_deepspeeds_pipelines_and_goes_on()
         on_ranks(stages * data, move |world| {
             let model = build(Which::Mlp);
             let mut engine = start(world, &value, &model, stages);
-            if resume {
-                engine.load_checkpoint(&dir, &LoadOptions::default()).unwrap();
-            } else {
-                train(&mut engine, &model, 0..2);
-                let options = SaveOptions { format: Format::DeepSpeed, ..Default::default() };
-                engine.save_checkpoint(&dir, &options).unwrap();
-            }
+            begin(&mut engine, &model, &dir, resume);
             train(&mut engine, &model, 2..3);
             bits(&weights(&engine, &model))
         })
     };
     let expected = run(2, 2, false);
-    let saved = dir.join(std::fs::read_to_string(dir.join("latest")).unwrap().trim());
-    for name in [
-        "layer_00-model_states.pt",
-        "layer_09-model_states.pt",
-        "mp_rank_01_model_states.pt",
-        "zero_pp_rank_1_mp_rank_01_optim_states.pt",
-    ] {
-        assert!(saved.join(name).is_file(), "{name}");
-    }
+    expect_files(
+        &dir,
+        &[
+            "layer_00-model_states.pt",
+            "layer_09-model_states.pt",
+            "mp_rank_01_model_states.pt",
+            "zero_pp_rank_1_mp_rank_01_optim_states.pt",
+        ],
+    );
     for stages in [2, 4] {
         let found = run(stages, 2, true);
         assert!(found.iter().all(|found| *found == expected[0]), "{stages} stages");
@@ -142,35 +154,29 @@ fn a_list_of_layers_in_slices_is_saved_so_for_deepspeed_and_goes_on_in_any() {
                     .add(|init| linear(&init.cut(Cut::Inputs { units: 12 }), 12, 6));
             }
             let loss: fn(&Tensor, &Tensor) -> Result<Tensor, TensorError> = mean_square;
-            let model = Model::Mlp(Trained { layers, loss }, Box::new(init.parameters()));
+            let model = Model::from(Family::Mlp(Trained { layers, loss }, Box::new(init.parameters())));
             let mut options = Options::default();
             options.spread_over(&mesh).unwrap();
             let setup = Setup::new(config(&value, 1), world, device(1));
             let mut engine =
                 initialize_pipeline(&setup, 2.try_into().unwrap(), &model, model.parameters(), options)
                     .unwrap();
-            if resume {
-                engine.load_checkpoint(&dir, &LoadOptions::default()).unwrap();
-            } else {
-                train(&mut engine, &model, 0..2);
-                let options = SaveOptions { format: Format::DeepSpeed, ..Default::default() };
-                engine.save_checkpoint(&dir, &options).unwrap();
-            }
+            begin(&mut engine, &model, &dir, resume);
             let saved = bits(&weights(&engine, &model));
             train(&mut engine, &model, 2..3);
             (saved, bits(&weights(&engine, &model)))
         })
     };
     let expected = run(2, false);
-    let saved = dir.join(std::fs::read_to_string(dir.join("latest")).unwrap().trim());
-    for name in [
-        "layer_00-model_00-model_states.pt",
-        "layer_05-model_01-model_states.pt",
-        "mp_rank_03_model_states.pt",
-        "zero_pp_rank_0_mp_rank_03_optim_states.pt",
-    ] {
-        assert!(saved.join(name).is_file(), "{name}");
-    }
+    expect_files(
+        &dir,
+        &[
+            "layer_00-model_00-model_states.pt",
+            "layer_05-model_01-model_states.pt",
+            "mp_rank_03_model_states.pt",
+            "zero_pp_rank_0_mp_rank_03_optim_states.pt",
+        ],
+    );
     assert!(run(2, true).iter().all(|found| *found == expected[0]), "the same mesh gives the same bits");
     for tensor in [1, 3] {
         assert!(run(tensor, true).iter().all(|found| found.0 == expected[0].0), "{tensor} slices");

@@ -11,11 +11,23 @@ pub(crate) enum Which {
     Bert,
 }
 
-/// Any model of these tests, with its micro-batches.
-pub(crate) enum Model {
+/// Any model of these tests.
+pub(crate) enum Family {
     Mlp(Trained<fn(&Tensor, &Tensor) -> Result<Tensor, TensorError>>, Box<Parameters>),
     Decoder(Box<Decoder>),
     Bert(Box<Bert>),
+}
+
+/// One of them, with its micro-batches, that writes down which of its layers ran and whether anything was recorded.
+pub(crate) struct Model {
+    pub(crate) family: Family,
+    pub(crate) ran: std::sync::Mutex<Vec<(std::ops::Range<usize>, bool)>>,
+}
+
+impl From<Family> for Model {
+    fn from(family: Family) -> Model {
+        Model { family, ran: Default::default() }
+    }
 }
 
 pub(crate) enum Batch {
@@ -36,10 +48,10 @@ pub(crate) fn mean_square(y: &Tensor, target: &Tensor) -> Result<Tensor, TensorE
 
 pub(crate) fn build(which: Which) -> Model {
     let decoder = |value: Value| match ModelConfig::from_value(&value, WindowRule::default()) {
-        Ok(ModelConfig::Decoder(config)) => Model::Decoder(Box::new(Decoder::new(*config))),
+        Ok(ModelConfig::Decoder(config)) => Family::Decoder(Box::new(Decoder::new(*config))),
         other => panic!("no decoder: {other:?}"),
     };
-    match which {
+    let family = match which {
         Which::Mlp => {
             let init = Init::root();
             let mut layers = Sequential::new(&init);
@@ -49,7 +61,7 @@ pub(crate) fn build(which: Which) -> Model {
                     .add(|_| Activation::Tanh)
                     .add(|_| Dropout { probability: 0.2 });
             }
-            Model::Mlp(Trained { layers, loss: mean_square }, Box::new(init.parameters()))
+            Family::Mlp(Trained { layers, loss: mean_square }, Box::new(init.parameters()))
         }
         Which::Gpt2Tied => decoder(json!({
             "model_type": "gpt2", "vocab_size": 17, "n_embd": 12, "n_layer": 6, "n_head": 3, "n_positions": 8,
@@ -68,7 +80,7 @@ pub(crate) fn build(which: Which) -> Model {
             }),
             WindowRule::default(),
         ) {
-            Ok(ModelConfig::Bert(config)) => Model::Bert(Box::new(Bert::new(config))),
+            Ok(ModelConfig::Bert(config)) => Family::Bert(Box::new(Bert::new(config))),
             other => panic!("no BERT: {other:?}"),
         },
         Which::Mixtral => decoder(json!({
@@ -77,22 +89,23 @@ pub(crate) fn build(which: Which) -> Model {
             "hidden_act": "silu", "rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2,
             "output_router_logits": true, "router_aux_loss_coef": 0.02, "tie_word_embeddings": false,
         })),
-    }
+    };
+    family.into()
 }
 
 impl Model {
     pub(crate) fn parameters(&self) -> &Parameters {
-        match self {
-            Model::Mlp(_, parameters) => parameters,
-            Model::Decoder(decoder) => decoder.parameters(),
-            Model::Bert(bert) => bert.parameters(),
+        match &self.family {
+            Family::Mlp(_, parameters) => parameters,
+            Family::Decoder(decoder) => decoder.parameters(),
+            Family::Bert(bert) => bert.parameters(),
         }
     }
 
     pub(crate) fn batch(&self, engine: &Engine, number: usize) -> Batch {
         let (device, seed) = (engine.device(), number * 5 + engine.data_rank() * 11);
-        match self {
-            Model::Mlp(..) => {
+        match &self.family {
+            Family::Mlp(..) => {
                 let values = |shift: usize| -> Tensor {
                     let values: Vec<f32> =
                         (0..12).map(|i| ((i * 7 + seed + shift) % 13) as f32 / 6.0 - 1.0).collect();
@@ -101,8 +114,8 @@ impl Model {
                 };
                 Batch::Pair((values(0), values(3)))
             }
-            Model::Decoder(_) => Batch::Labelled(labelled(device, seed)),
-            Model::Bert(_) => {
+            Family::Decoder(_) => Batch::Labelled(labelled(device, seed)),
+            Family::Bert(_) => {
                 let ids: Vec<i64> = (0..14).map(|i| ((i * 7 + seed + i * i) % 17) as i64).collect();
                 let labels: Vec<i64> =
                     ids.iter().enumerate().map(|(i, id)| if i % 3 == 0 { *id } else { -100 }).collect();
@@ -123,10 +136,10 @@ impl Stages for Model {
     type Batch = Batch;
 
     fn layers(&self) -> Vec<ferrospeed_nn::Layer> {
-        match self {
-            Model::Mlp(model, _) => model.layers(),
-            Model::Decoder(model) => model.layers(),
-            Model::Bert(model) => model.layers(),
+        match &self.family {
+            Family::Mlp(model, _) => model.layers(),
+            Family::Decoder(model) => model.layers(),
+            Family::Bert(model) => model.layers(),
         }
     }
 
@@ -152,6 +165,11 @@ impl Stages for Model {
 }
 
 impl Model {
+    /// The loss, through all layers.
+    pub(crate) fn loss(&self, batch: &Batch, mode: Mode) -> Result<Tensor, TensorError> {
+        Ok(self.forward_range(0..self.layers().len(), batch, Carried::new(), mode)?.swap_remove(0))
+    }
+
     /// Some layers of whichever model it is, to its loss or to what it says.
     pub(crate) fn run(
         &self,
@@ -174,12 +192,13 @@ impl Model {
                 false => model.output_range(range, batch, carried, mode),
             }
         }
-        match (self, batch) {
-            (Model::Mlp(model, _), Batch::Pair(batch)) => of(model, to_loss, range, batch, carried, mode),
-            (Model::Decoder(model), Batch::Labelled(batch)) => {
+        self.ran.lock().unwrap().push((range.clone(), autograd::is_recording()));
+        match (&self.family, batch) {
+            (Family::Mlp(model, _), Batch::Pair(batch)) => of(model, to_loss, range, batch, carried, mode),
+            (Family::Decoder(model), Batch::Labelled(batch)) => {
                 of(&**model, to_loss, range, batch, carried, mode)
             }
-            (Model::Bert(model), Batch::Bert(batch)) => of(&**model, to_loss, range, batch, carried, mode),
+            (Family::Bert(model), Batch::Bert(batch)) => of(&**model, to_loss, range, batch, carried, mode),
             _ => panic!("another model's batch"),
         }
     }
@@ -240,13 +259,7 @@ pub(crate) fn train(
             let (mut sum, mut last) = (0.0, StepReport::Accumulating);
             for micro in 0..micro_batches {
                 let batch = model.batch(engine, step * micro_batches + micro);
-                let layers = model.layers().len();
-                let loss = engine
-                    .forward(|mode| {
-                        let mut carried = model.forward_range(0..layers, &batch, Carried::new(), mode)?;
-                        Ok::<_, TensorError>(carried.swap_remove(0))
-                    })
-                    .unwrap();
+                let loss = engine.forward(|mode| model.loss(&batch, mode)).unwrap();
                 sum += loss.item().unwrap();
                 engine.backward(&loss).unwrap();
                 last = engine.step().unwrap();
@@ -278,13 +291,7 @@ pub(crate) fn outcome(engine: &mut Engine, model: &Model) -> Outcome {
     } else {
         let batch = model.batch(engine, 99);
         engine.eval();
-        let layers = model.layers().len();
-        let loss = engine
-            .forward(|mode| {
-                let mut carried = model.forward_range(0..layers, &batch, Carried::new(), mode)?;
-                Ok::<_, TensorError>(carried.swap_remove(0))
-            })
-            .unwrap();
+        let loss = engine.forward(|mode| model.loss(&batch, mode)).unwrap();
         engine.train();
         let mut mean = [loss.item().unwrap()];
         engine.world().group().all_reduce(&mut mean, ReduceOp::Avg).unwrap();

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use ferrospeed_collective::hops::Run;
 use ferrospeed_collective::packing::Packing;
+use ferrospeed_comm::Group;
 use ferrospeed_config::{Stage, Zero};
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::store::ParamSource;
@@ -17,7 +18,7 @@ use crate::homes::Home;
 use crate::memory::{common, part, reachable};
 use crate::packed::Packed;
 use crate::partition::{Layout, persistent};
-use crate::sharding::Sharding;
+use crate::sharding::{Ownership, Sharding};
 
 /// Parameters of one group that are spread in one way: this rank's share of them.
 pub(crate) struct Share {
@@ -25,6 +26,8 @@ pub(crate) struct Share {
     pub(crate) group: usize,
     pub(crate) options: GroupOptions,
     pub(crate) sharding: Sharding,
+    /// Who owns which part.
+    pub(crate) ownership: Ownership,
     /// Whether norms count this rank's part.
     pub(crate) counted: bool,
     /// Indices among all parameters, in the order of the layout's indices.
@@ -85,13 +88,9 @@ impl Share {
         }
     }
 
-    /// This rank's number among those that hold the same part, and how many there are.
-    pub(crate) fn holders(&self) -> (usize, usize) {
-        let sharding = &self.sharding;
-        if self.layout.ranks > 1 {
-            return (sharding.copy(), sharding.copies());
-        }
-        (sharding.copy() * sharding.shard.size() + sharding.shard.rank(), sharding.ranks())
+    /// The ranks that own a part each; `None` where every rank owns everything.
+    pub(crate) fn owners(&self) -> Option<&Group> {
+        self.ownership.owners.as_ref()
     }
 
     /// This rank's f32 weights.
@@ -105,7 +104,7 @@ impl Share {
 
 /// Which part of a share this rank owns.
 pub(crate) fn owner_in(share: &Share) -> usize {
-    if share.layout.ranks > 1 { share.sharding.shard.rank() } else { 0 }
+    share.owners().map_or(0, Group::rank)
 }
 
 pub(super) fn build_share(
@@ -120,24 +119,25 @@ pub(super) fn build_share(
     source: &dyn ParamSource,
 ) -> Result<Share> {
     let stage = options.zero.stage;
-    let (ranks, rank) = (sharding.shard.size(), sharding.shard.rank());
+    let ownership = sharding.ownership(stage, trained);
+    let (ranks, rank) = ownership.owners.as_ref().map_or((1, 0), |owners| (owners.size(), owners.rank()));
     let numels: Vec<usize> = list.iter().map(|&param| params[param].numel()).collect();
     let layout = match stage {
         Stage::Parameters => Layout::per_parameter(&numels, ranks),
-        Stage::Off => Layout::whole(&numels),
-        _ if trained => Layout::flat(&numels, ranks, options.zero.round_robin_gradients),
-        _ => Layout::whole(&numels),
+        _ => Layout::flat(&numels, ranks, options.zero.round_robin_gradients),
     };
     let (values_numel, own_start) = match stage {
         Stage::Parameters => (layout.part_numel, 0),
-        _ => (layout.part_numel * layout.ranks, if layout.ranks > 1 { rank * layout.part_numel } else { 0 }),
+        _ => (layout.part_numel * layout.ranks, rank * layout.part_numel),
     };
-    // In stages 1 and 2 all ranks of a shard read the same weights and each updates its own part of them.
-    let has_common = layout.ranks > 1 && stage != Stage::Parameters;
-    let place = if has_common { common } else { reachable };
+    // Below stage 3 all owners read the same weights and each updates its own part of them.
+    let (place, among): (fn(&Group, _, _, &_, _) -> _, _) = match &ownership.owners {
+        Some(owners) if stage != Stage::Parameters => (common, owners),
+        _ => (reachable, &sharding.shard),
+    };
     let homes = &options.homes;
     let (dtype, category) = (options.dtype, Category::Parameters);
-    let near = |numel| Ok(Flat::Memory(place(&sharding.shard, numel, dtype, device, category)?));
+    let near = |numel| Ok(Flat::Memory(place(among, numel, dtype, device, category)?));
     let values = match homes.values() {
         Some(home @ Home::Disk(_)) => {
             let in_host = homes.host_numel(values_numel);
@@ -177,11 +177,12 @@ pub(super) fn build_share(
     let states = names.iter().map(|_| state()).collect::<Result<Vec<_>>>()?;
     let is_away = !values.is_here(device) || master.iter().chain(&states).any(|flat| !flat.is_here(device));
     // With several kinds of shares in one norm, one holder of each part counts it.
-    let first = sharding.copy() == 0 && (layout.ranks > 1 || sharding.shard.rank() == 0);
+    let first = ownership.holder == 0;
     let mut share = Share {
         group,
         counted: options.agreement.is_none() || (sharding.counted && first),
         sharding: sharding.clone(),
+        ownership,
         options: group_options,
         params: list,
         layout,
