@@ -112,3 +112,28 @@ fn states_that_are_not_named_are_those_of_the_model_in_its_order() {
         assert_eq!(all(&imported(out.path(), again.path())), all(&checkpoint), "{name}");
     }
 }
+
+/// Two ranks had half of each mixture's experts. A rank that has all of them has them as the model lists them, which is not the
+/// one rank's and then the other's.
+#[test]
+fn experts_that_were_on_two_ranks_lie_in_the_models_order_on_one() {
+    let (first, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let checkpoint = imported(&fixture("moe-0141-zero2"), first.path());
+    let options = ExportOptions { stage: 2, ranks: 1, expert_ranks: 1, spelling: Spelling::Files };
+    export_deepspeed(&checkpoint, out.path(), options).unwrap();
+    let file = out.path().join("imported/zero_pp_rank_0_mp_rank_00_optim_states.pt");
+    let file = PtFile::open(&file).unwrap();
+    let groups = file.value().get("optimizer_state_dict").unwrap().get("param_slice_mappings").unwrap();
+    let experts = groups.items().unwrap()[1].pairs().unwrap();
+    let experts: Vec<(&str, u32)> = experts
+        .iter()
+        .map(|(name, _)| {
+            let (mixture, expert) = name.as_str().unwrap().split_once(".deepspeed_experts.").unwrap();
+            (mixture, expert.split('.').next().unwrap().parse().unwrap())
+        })
+        .collect();
+    assert_eq!(experts.len(), 2 * 4 * 4);
+    let mut in_order = experts.clone();
+    in_order.sort_unstable();
+    assert_eq!(experts, in_order);
+}

@@ -208,8 +208,10 @@ impl<'c> Exporter<'c> {
                 })
             };
             let params: Vec<&TensorEntry> = state.params.iter().map(find).collect::<Result<_>>()?;
-            let (experts, dense): (Vec<_>, Vec<_>) =
+            let (mut experts, dense): (Vec<_>, Vec<_>) =
                 params.into_iter().partition(|entry| mixtures.expert(&entry.name).is_some());
+            // As the model lists them: what was imported lists those of one rank behind those of the other.
+            experts.sort_by_key(|entry| mixtures.expert(&entry.name).map(|(layer, id, _)| (layer, id)));
             // Experts come behind all others, as DeepSpeed splits groups; none is empty but one that was given so.
             if !dense.is_empty() || experts.is_empty() {
                 let params = spelled(checkpoint, dense, options.spelling)?;
