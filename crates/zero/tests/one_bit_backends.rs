@@ -71,8 +71,8 @@ fn trained_by(world: &World, optimizer: &Value, dtype: DType) -> Vec<u32> {
             let seed = step * 31 + world.rank() * 17 + at * 5;
             let target: Vec<f32> = (0..param.numel()).map(|i| ((i * 7 + seed) as f32 * 0.37).sin()).collect();
             let target = Tensor::from_slice(&target, *param.shape(), &device).unwrap();
-            let apart = ops::sub(param, &ops::cast(&target, dtype).unwrap()).unwrap();
-            autograd::backward(&ops::mean(&ops::square(&apart).unwrap()).unwrap()).unwrap();
+            let apart = ops::sub(param, ops::cast(&target, dtype).unwrap()).unwrap();
+            autograd::backward(&ops::mean(ops::square(&apart).unwrap()).unwrap()).unwrap();
         }
         store.finish_backward().unwrap();
         let outcome = store.step(StepOptions { loss_scale: 1.0, clip: None }).unwrap();
