@@ -12,7 +12,7 @@ mod models;
 
 use std::sync::Arc;
 
-use common::{config, device, on_ranks};
+use common::{config, device, on_ranks, try_config};
 use ferrospeed_comm::{ReduceOp, World};
 use ferrospeed_engine::{
     Engine, EngineError, Format, LoadOptions, Options, SaveOptions, Setup, StepReport, divide,

@@ -55,6 +55,11 @@ fn what_is_no_weight_is_refused_by_name() {
         refusal("crosswise.bin")
     );
     assert!(refusal("no-tensor.bin").contains("'step' is"), "{}", refusal("no-tensor.bin"));
+    // What torch would turn over when it reads it, and weights of which there are two.
+    assert!(refusal("negated.bin").contains("negated"), "{}", refusal("negated.bin"));
+    for name in ["twice.bin", "beside.bin"] {
+        assert!(refusal(name).contains("several places"), "{}", refusal(name));
+    }
     // Of a file that is cut anywhere nothing is read, and what its bytes are changed to does no harm.
     let whole = std::fs::read(folder().join("gpt2/pytorch_model.bin")).unwrap();
     let place = tempfile::tempdir().unwrap();

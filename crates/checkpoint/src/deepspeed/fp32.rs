@@ -123,6 +123,12 @@ fn extract(files: &DeepSpeedFiles, exclude_frozen: bool) -> Result<Vec<Fp32Tenso
             "is not a ZeRO checkpoint: it says no stage (BF16 and MoE optimizers do not); import it instead",
         )
     })?;
+    let names = std::fs::read_dir(&files.path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let is_of_layer = |name: &str| name.starts_with("layer_") && name.contains("-model_");
+    if names.into_iter().any(|name| is_of_layer(&name.to_string_lossy())) {
+        let why = "is a pipeline's, each of whose stages has optimizer files of its own: make a checkpoint of ours of it with `ferrospeed checkpoint import-deepspeed`, and extract the weights of that";
+        return Err(CheckpointError::file(&files.path, why));
+    }
     let ranks = files.optimizer(0, "partition_count").ok().and_then(partitions);
     let ranks = ranks.ok_or_else(|| files.fail(files.model_files, "says no partition_count"))?;
     if ranks != optimizers.len() as u64 {

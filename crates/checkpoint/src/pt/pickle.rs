@@ -439,6 +439,15 @@ impl Machine<'_> {
         let &[storage, offset, shape, stride, requires_grad, ..] = args else {
             return Err(format!("a tensor is made from {} values", args.len()));
         };
+        // Behind the hooks stands what else is to be done to the values: torch negates, or conjugates, when they are read.
+        if let Some(&more) = args.get(6)
+            && let Node::Dict(pairs) | Node::Ordered(pairs) = &self.nodes[more]
+            && pairs.iter().any(|(_, value)| !matches!(self.nodes[*value], Node::Plain(Value::Bool(false))))
+        {
+            return Err(
+                "a tensor is stored negated or conjugated; save a copy of it (`tensor.resolve_neg()`)".into(),
+            );
+        }
         let Node::Storage { dtype, key, numel } = &self.nodes[storage] else {
             return Err("a tensor has no storage".into());
         };

@@ -133,6 +133,15 @@ impl ServedModel {
         options: &OpenOptions,
         device: &Device,
     ) -> Result<(Arc<ModelFacts>, Runner, u32), Failure> {
+        // A slip of the pen must not become a folder.
+        if let Some(place) =
+            self.weights_in.as_ref().filter(|place| place.as_os_str() != "host" && !place.is_dir())
+        {
+            return Err(Failure::Usage(format!(
+                "--weights-in {}: is neither `host` nor a directory that is there",
+                place.display()
+            )));
+        }
         open(&self.model, options, device).map_err(|error| Failure::Usage(error.to_string()))
     }
 

@@ -175,9 +175,14 @@ pub(crate) fn on_worlds<R: Send + 'static>(
 
 /// A resolved configuration for this many ranks.
 pub(crate) fn config(value: &Value, ranks: usize) -> Config {
-    let unresolved = Config::from_value("test", value).unwrap_or_else(|error| panic!("{error}"));
+    try_config(value, ranks).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The same, or why there is none.
+pub(crate) fn try_config(value: &Value, ranks: usize) -> Result<Config, String> {
+    let unresolved = Config::from_value("test", value).map_err(|error| error.to_string())?;
     let ranks = std::num::NonZeroU64::new(ranks as u64).unwrap();
-    unresolved.resolve(ranks, &AutoValues::new()).unwrap_or_else(|error| panic!("{error}")).0
+    Ok(unresolved.resolve(ranks, &AutoValues::new()).map_err(|error| error.to_string())?.0)
 }
 
 /// A device of one's own: the CPU, or the first GPU with `FERROSPEED_TEST_DEVICE=cuda` in the environment.

@@ -188,7 +188,12 @@ fn what_makes_no_pipeline_is_refused_with_the_reason() {
     let told = on_ranks(2, |world| {
         let model = build(Which::Llama);
         let try_with = |value: &Value, stages: usize| {
-            let setup = Setup::new(config(value, 1), world.clone(), device(1));
+            // Some of it no configuration may say.
+            let config = match try_config(value, 1) {
+                Ok(config) => config,
+                Err(refusal) => return refusal,
+            };
+            let setup = Setup::new(config, world.clone(), device(1));
             let made = initialize_pipeline(
                 &setup,
                 stages.try_into().unwrap(),

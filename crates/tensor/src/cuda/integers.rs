@@ -8,31 +8,28 @@ use crate::error::{Result, TensorError};
 use crate::out::Out;
 use crate::tensor::Tensor;
 
-/// Values that a thread takes.
-const PER_THREAD: usize = 8;
-const THREADS: usize = 256;
+/// Values that a warp takes at a time, eight by each of its threads.
+const PER_WARP: usize = 256;
+const THREADS: u32 = 256;
 
-/// What a form is compiled with, values of a group, and threads and blocks for so many values; `None` where the kernel does not
-/// take it.
-fn shape(
-    backend: &CudaBackend,
-    form: RunForm,
-    numel: usize,
-) -> Option<(&'static str, u64, [u32; 3], [u32; 3])> {
-    let most = backend.driver.multiprocessors as usize * 64;
-    match form {
-        RunForm::Exact => {
-            let blocks = numel.div_ceil(THREADS).clamp(1, most) as u32;
-            Some(("BITS=32", 1, [blocks, 1, 1], [THREADS as u32, 1, 1]))
-        }
-        RunForm::Turned { bits, group } => {
-            let threads = group / PER_THREAD;
-            let fits = group.is_multiple_of(PER_THREAD * 32) && threads <= 1024;
-            let define = if bits == Bits::Four { "BITS=4" } else { "BITS=8" };
-            let blocks = numel.div_ceil(group).clamp(1, most) as u32;
-            fits.then_some((define, group as u64, [blocks, 1, 1], [threads as u32, 1, 1]))
-        }
-    }
+/// What a form is compiled with, and values of a group; `None` where the kernels do not take it.
+fn compiled(form: RunForm) -> Option<([&'static str; 2], usize)> {
+    let RunForm::Turned { bits, group } = form else { return Some((["BITS=32", ""], PER_WARP)) };
+    let packs = match group / PER_WARP {
+        _ if !group.is_multiple_of(PER_WARP) => return None,
+        1 => "PACKS=1",
+        2 => "PACKS=2",
+        4 => "PACKS=4",
+        8 => "PACKS=8",
+        _ => return None,
+    };
+    Some(([if bits == Bits::Four { "BITS=4" } else { "BITS=8" }, packs], group))
+}
+
+/// Blocks of threads for so many values, a warp to each group.
+fn grid(backend: &CudaBackend, numel: usize, group: usize) -> [u32; 3] {
+    let wanted = numel.div_ceil(group).div_ceil(THREADS as usize / 32).max(1);
+    [wanted.min(backend.driver.multiprocessors as usize * 64) as u32, 1, 1]
 }
 
 fn expect_bytes(bytes: &Tensor) -> Result<()> {
@@ -46,19 +43,19 @@ impl Integers for CudaBackend {
     fn pack_run(&self, form: RunForm, values: &Tensor, out: Out<'_>, start: usize) -> Result<bool> {
         expect_bytes(out.tensor)?;
         let numel = values.numel();
-        let Some((define, group, grid, block)) = shape(self, form, numel) else { return Ok(false) };
+        let Some(([bits, packs], group)) = compiled(form) else { return Ok(false) };
         if numel == 0 {
             return Ok(true);
         }
-        let defines = [real("pack_run", values.dtype())?, define, ""];
+        let defines = [real("pack_run", values.dtype())?, bits, packs];
         launch!(
             self,
             Kernel { source: Source::Integers, defines, name: "pack_run" },
-            grid,
-            block,
+            grid(self, numel, group),
+            [THREADS, 1, 1],
             0,
             numel as u64,
-            group,
+            group as u64,
             at(values),
             at(out.tensor) + start as u64
         )?;
@@ -68,19 +65,19 @@ impl Integers for CudaBackend {
     fn unpack_sum(&self, form: RunForm, runs: Runs<'_>, factor: f32, out: Out<'_>) -> Result<bool> {
         expect_bytes(runs.bytes)?;
         let numel = out.tensor.numel();
-        let Some((define, group, grid, block)) = shape(self, form, numel) else { return Ok(false) };
+        let Some(([bits, packs], group)) = compiled(form) else { return Ok(false) };
         if numel == 0 {
             return Ok(true);
         }
-        let defines = [real("unpack_sum", out.tensor.dtype())?, define, ""];
+        let defines = [real("unpack_sum", out.tensor.dtype())?, bits, packs];
         launch!(
             self,
             Kernel { source: Source::Integers, defines, name: "unpack_sum" },
-            grid,
-            block,
+            grid(self, numel, group),
+            [THREADS, 1, 1],
             0,
             numel as u64,
-            group,
+            group as u64,
             at(runs.bytes) + runs.first as u64,
             runs.stride as u64,
             runs.count as u32,
