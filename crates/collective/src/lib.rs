@@ -2,7 +2,7 @@
 //!
 //! [`exchange`] moves tensors, wherever their memory is, and returns at once; [`ops`] are collectives that autograd knows:
 //! each has its transpose as its backward; [`hops`] reduces in integers of four bits, as [`packing`] lays them out; [`one_bit`] averages at one bit per value; [`shelf`] spreads what waits
-//! for backward; [`bench`] measures packing. Groups are handed in; nothing here knows of parameters or of the world.
+//! for backward; [`mod@bench`] measures packing. Groups are handed in; nothing here knows of parameters or of the world.
 //!
 //! ```
 //! use ferrospeed_collective::ops;
