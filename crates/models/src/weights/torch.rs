@@ -32,9 +32,15 @@ pub(super) fn open(path: &Path) -> Result<(WeightFile, Vec<(String, Placed)>)> {
         ModelError::file(path, text.strip_prefix(&own).unwrap_or(&text))
     };
     let file = PtFile::open(path).map_err(|error| told(&error))?;
-    let inside =
-        INSIDE.iter().filter_map(|name| file.value().get(name)).find(|value| value.pairs().is_some());
-    let pairs = inside.unwrap_or(file.value()).pairs();
+    let dictionary = |name: &&str| file.value().get(name).filter(|value| value.pairs().is_some());
+    let inside: Vec<_> = INSIDE.iter().filter_map(dictionary).collect();
+    let own = file.value().pairs().unwrap_or_default();
+    let value = match inside[..] {
+        [] => file.value(),
+        [only] if own.iter().all(|(_, value)| value.as_tensor().is_none()) => only,
+        _ => return Err(refuse("holds weights in several places; save one dictionary of tensors".into())),
+    };
+    let pairs = value.pairs();
     let pairs =
         pairs.ok_or_else(|| refuse(format!("holds {} and no weights by name", file.value().kind())))?;
     let mut placed = Vec::with_capacity(pairs.len());
