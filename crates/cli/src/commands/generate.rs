@@ -21,7 +21,7 @@ const MAX_TOKENS: u64 = 1 << 24;
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// The model: a directory with config.json and safetensors weights, or a GGUF file
+    /// The model: a directory with config.json and weights, or a GGUF file
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// The text to continue

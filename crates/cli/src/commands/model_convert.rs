@@ -14,7 +14,7 @@ use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct ConvertArgs {
-    /// The model: a directory with config.json and safetensors weights, or a GGUF file
+    /// The model: a directory with config.json and weights, or a GGUF file
     #[arg(value_name = "DIR")]
     source: PathBuf,
     /// The new directory

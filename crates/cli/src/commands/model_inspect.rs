@@ -24,7 +24,7 @@ use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct InspectArgs {
-    /// The model: a directory with config.json and, if there are any, safetensors weights
+    /// The model: a directory with config.json and, if there are any, weights
     #[arg(value_name = "DIR")]
     directory: PathBuf,
     /// Sequences at a time, for the memory to train and to serve

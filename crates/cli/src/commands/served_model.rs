@@ -21,7 +21,7 @@ use crate::failure::Failure;
 /// The model, where it computes, and what bounds the work.
 #[derive(Debug, Args)]
 pub(crate) struct ServedModel {
-    /// The model: a directory with config.json and safetensors weights, or a GGUF file (`bench serve` also takes http://…)
+    /// The model: a directory with config.json and weights, or a GGUF file (`bench serve` also takes http://…)
     #[arg(value_name = "DIR")]
     model: PathBuf,
     /// The type to compute in [default: the model's own]

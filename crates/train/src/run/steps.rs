@@ -252,7 +252,10 @@ impl Run<'_> {
         // Data that was tokens from the start has no text to show.
         let Some(codec) = &self.codec else { return Ok(None) };
         let prompt: Vec<i64> = codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect();
-        let longest = self.model.longest_paged().min(self.recipe.data.sequence as usize);
+        // What the configuration grants generation counts here too.
+        let granted =
+            self.engine.config().hybrid_engine.as_ref().map_or(u64::MAX, |section| section.max_out_tokens);
+        let longest = self.model.longest_paged().min(self.recipe.data.sequence.min(granted) as usize);
         let call = GenerateCall {
             max_new_tokens: (sample.tokens as usize).min(longest.saturating_sub(prompt.len())),
             sampling: SamplingOptions {

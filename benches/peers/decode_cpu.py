@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """llama.cpp on the CPU beside `ferrospeed bench serve`, with the same weights, in turns.
 
-    python3 llama_cpp.py DIR [--ferrospeed PATH] [--threads 2] [--rounds 3] [--types int8,int4,f16]
+    python3 decode_cpu.py DIR [--ferrospeed PATH] [--threads 2] [--rounds 3] [--types int8,int4,f16]
 
-DIR is a LLaMA of `ferrospeed model init` in float16 (see below); ours computes in bfloat16. Wants `llama-cpp-python` (built from source for this processor), `gguf`,
+DIR is a LLaMA of `ferrospeed model init` in float16 (see below); ours computes in bfloat16. Wants `llama-cpp-python` (built from source on this machine: one that was built on another may end by an illegal instruction), `gguf`,
 `numpy` and `safetensors`. Per type of weights and side: tokens/s of decoding one text, of decoding eight at once, and of reading a prompt of
 512 tokens; the best of the rounds. llama.cpp's `print_system_info` is printed, which says what it was built for.
 
@@ -25,6 +25,13 @@ from safetensors import safe_open
 PROMPT, NEW, BATCH = 512, 64, 8
 # Our name of a type, llama.cpp's.
 TYPES = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "f16": None}
+
+
+def write_tokenizer(directory):
+    """A word per token, since `bench serve` wants a tokenizer and `model init` writes none."""
+    tokens = json.loads((directory / "config.json").read_text())["vocab_size"]
+    model = {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(tokens)}, "unk_token": "t0"}
+    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
 
 
 def turned(weight, heads):
@@ -149,6 +156,8 @@ def main():
     print(llama_cpp.llama_print_system_info().decode())
     quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
     llama_cpp.llama_log_set(quiet, None)
+    if not (arguments.directory / "tokenizer.json").exists():
+        write_tokenizer(arguments.directory)
     base = arguments.directory / "f16.gguf"
     if not base.exists():
         write_gguf(arguments.directory, base)
