@@ -6,8 +6,10 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// How long nothing is said; then twice as long, and so on.
+/// How long nothing is said; then twice as long, and so on,
 const FIRST_WORD: Duration = Duration::from_secs(10);
+/// but never longer than this: whoever watches should not take it for a hang.
+const LONGEST_SILENCE: Duration = Duration::from_secs(60);
 
 /// When to say something.
 pub(super) struct Patience {
@@ -29,7 +31,7 @@ impl Patience {
         if waited < self.next {
             return None;
         }
-        self.next = waited * 2;
+        self.next = waited + waited.min(LONGEST_SILENCE);
         Some(waited)
     }
 }
@@ -95,5 +97,9 @@ mod tests {
         assert!(patience.runs_out().is_some_and(|waited| waited.as_secs() >= 11));
         assert_eq!(patience.runs_out(), None);
         assert!(patience.next >= Duration::from_secs(22));
+        // A minute of silence is the most.
+        patience.since = now.checked_sub(Duration::from_secs(500)).unwrap();
+        assert!(patience.runs_out().is_some());
+        assert!(patience.next < Duration::from_secs(570));
     }
 }
