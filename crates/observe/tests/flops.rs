@@ -336,6 +336,25 @@ fn golden_report_of_a_run_has_the_recorded_lines() {
 }
 
 #[test]
+fn samples_that_ranks_share_are_counted_once() {
+    let model = Module { class: "Root".into(), ..Module::default() };
+    let ranks = Ranks {
+        world_size: 8,
+        data_parallel_size: 2,
+        model_parallel_size: 4,
+        micro_batch: 3,
+        expert_tensor_parallelism: None,
+    };
+    let phases = Some(Phases { backward_s: 0.25, step_s: 0.25, recompute_fwd_factor: 0.0 });
+    let summary =
+        Summary { step: 1, ranks: Some(ranks), model_params: 0, experts: None, forward_s: 0.5, phases };
+    let printed =
+        report(&summary, &model, &ReportOptions { module_depth: -1, top_modules: 1, detailed: false });
+    let line = printed.lines().find(|line| line.starts_with("samples/second")).unwrap();
+    assert!(line.trim_end().ends_with(" 6.0"), "{line}");
+}
+
+#[test]
 fn a_depth_beyond_the_model_ends_with_the_model() {
     let leaf = Module { name: "a".into(), class: "Leaf".into(), ..Module::default() };
     let model = Module { class: "Root".into(), children: vec![leaf], ..Module::default() };

@@ -165,7 +165,8 @@ fn lines(summary: &Summary, model: &Module) -> Vec<(String, String)> {
     line("iter latency: ", style.duration(all_s));
     let label = format!("FLOPS per GPU = {all} * fwd flops per GPU / iter latency: ");
     line(&label, speed((backward + 1.0) * flops, all_s));
-    let samples = (ranks.micro_batch * ranks.world_size) as f64;
+    // Ranks that hold slices or stages of one model share its samples.
+    let samples = (ranks.micro_batch * ranks.data_parallel_size) as f64;
     let per_second = if all_s > 0.0 { rounded(samples / all_s, 2) } else { 0.0 };
     line("samples/second: ", format!("{per_second:?}"));
     lines
