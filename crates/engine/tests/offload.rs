@@ -75,6 +75,49 @@ fn state_in_host_memory_gives_the_same_bits_in_every_stage_and_wherever_weights_
 }
 
 #[test]
+fn gradients_that_leave_while_backward_goes_on_give_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    for (ranks, micro_steps, precision) in [(1, 1, "bf16"), (1, 3, "bf16"), (2, 1, "fp32"), (2, 2, "bf16")] {
+        for optimizer in ["AdamW", "Lamb"] {
+            for stage in [1, 2, 3] {
+                let mut plain = in_memory(configuration(precision, micro_steps, optimizer));
+                plain["zero_optimization"]["stage"] = json!(stage);
+                let reference = train(ranks, plain.clone());
+                // Only stage 3 has states on a disk.
+                for tier in if stage == 3 { &["cpu", "nvme"][..] } else { &["cpu"] } {
+                    let mut leaving = plain.clone();
+                    leaving["zero_optimization"]["offload_optimizer"] =
+                        json!({"device": tier, "nvme_path": folder.path(), "pin_memory": true});
+                    let what = format!(
+                        "{optimizer}, {ranks} ranks, {micro_steps} micro-batches, stage {stage}, {tier}"
+                    );
+                    assert_eq!(train(ranks, leaving), reference, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_device_holds_no_gradients_that_have_left() {
+    if device(1).backend().is_host() {
+        return ferrospeed_testkit::skip::skip("no CUDA device");
+    }
+    let gradients = |pinned: bool, micro_steps: usize| {
+        let mut value = in_memory(configuration("bf16", micro_steps, "AdamW"));
+        value["zero_optimization"]["offload_optimizer"]["pin_memory"] = json!(pinned);
+        on_ranks(1, move |world| {
+            let (mut engine, model, _) = start(world, &value);
+            steps(&mut engine, &model, 0, 1);
+            engine.device().memory_usage().current(Category::Gradients)
+        })
+        .remove(0)
+    };
+    assert!(gradients(false, 2) > 0, "sums that stay are on the device");
+    assert_eq!(gradients(true, 2), 0);
+}
+
+#[test]
 fn every_optimizer_works_on_a_disk() {
     let folder = tempfile::tempdir().unwrap();
     for optimizer in ["Adam", "SGD", "Adagrad", "Lion", "Lamb"] {

@@ -2,7 +2,7 @@
 //!
 //! Without a device each test says so and passes: there is nothing to compare.
 
-use ferrospeed_tensor::backend::{Clipping, Comparison, Update, UpdateOperands};
+use ferrospeed_tensor::backend::{Clipping, Comparison, Update, UpdateOperands, sum_of_words};
 use ferrospeed_tensor::beside::{Beside, Moment};
 use ferrospeed_tensor::ops::{
     self, AttentionOptions, CrossEntropyOptions, GroupWeights, PackedHeads, Routes, WeightLayout,
@@ -657,6 +657,16 @@ fn optimizer_steps_and_exact_norms() {
     let square = |&v: &f32| (f64::from(v) * f64::from(v) * grid).round_ties_even() as i64;
     let sum: i128 = rounded.iter().map(|v| i128::from(square(v))).sum();
     assert_eq!(gpu.backend().sum_of_squares(&gradients, grid).unwrap(), sum);
+    // Piece by piece, on two grids at once.
+    let mut measures = Tensor::zeros([5], DType::I64, &gpu).unwrap();
+    for piece in &gradients {
+        gpu.backend().measure_more(&[piece], &[grid, grid / 16.0], measures.out().unwrap()).unwrap();
+    }
+    let words: Vec<u64> = measures.to_vec::<i64>().unwrap().into_iter().map(i64::cast_unsigned).collect();
+    assert_eq!(f32::from_bits(words[0] as u32), largest);
+    assert_eq!(sum_of_words([words[1], words[2]]), sum);
+    let coarse = gpu.backend().sum_of_squares(&gradients, grid / 16.0).unwrap();
+    assert_eq!(sum_of_words([words[3], words[4]]), coarse);
     let bad = Tensor::from_slice(&[1.0f32, f32::NAN, 2.0], [3], &gpu).unwrap();
     assert!(!gpu.backend().largest_magnitude(&[&bad]).unwrap().is_finite());
 }

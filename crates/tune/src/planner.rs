@@ -9,6 +9,8 @@ use crate::stages::Staged;
 
 /// The most elements that an update from a disk takes at a time.
 const LARGEST_TILE: u64 = 4 << 20;
+/// The most bytes of gradients that are on their way from a GPU to its host.
+const GRADIENTS_UNDER_WAY: u64 = 512 << 20;
 /// What a common disk may be written in its life.
 const DISK_LIFE_BYTES: u64 = 600_000_000_000_000;
 /// Where values are in two places, the first part has a multiple of so many elements.
@@ -192,6 +194,15 @@ impl Planner<'_> {
         alone && !self.accumulates() && self.wire_width() == self.kept_width()
     }
 
+    /// Whether gradients go to the host while backward goes on, which updates all of them.
+    fn gradients_leave(&self) -> bool {
+        let count = self.updated_params();
+        self.request.processor == Processor::Gpu
+            && self.request.config.zero.offload_optimizer.tier.is_pinned()
+            && self.moved(count) == count
+            && (self.gradients_stay() || self.stage() >= Stage::Gradients)
+    }
+
     fn gradients(&mut self) {
         let (stage, purpose) = (self.stage(), Purpose::Gradients);
         let (wire, kept) = (self.wire_width(), self.kept_width());
@@ -202,7 +213,13 @@ impl Planner<'_> {
         } else {
             format!("{held} × {kept} bytes")
         };
-        self.add(purpose, Tier::Device, held.saturating_mul(kept), why);
+        let bytes = held.saturating_mul(kept);
+        if self.gradients_leave() {
+            self.add(purpose, Tier::Host, bytes, why);
+            self.add(purpose, Tier::Device, bytes.min(GRADIENTS_UNDER_WAY), "on their way to the host");
+        } else {
+            self.add(purpose, Tier::Device, bytes, why);
+        }
         if self.gradients_stay() || stage < Stage::Gradients && wire == kept {
             return;
         }
@@ -360,6 +377,8 @@ impl Planner<'_> {
         if self.gradients_stay() {
             let [gradients, of_layer] =
                 [self.params(), shape.layer_params].map(|count| count.saturating_mul(self.kept_width()));
+            let gradients =
+                if self.gradients_leave() { gradients.min(GRADIENTS_UNDER_WAY) } else { gradients };
             let most = peak.max(passing.end(&bytes, gradients, of_layer));
             self.in_turn_bytes = peak.max(counted).saturating_add(gradients).saturating_sub(most);
         }

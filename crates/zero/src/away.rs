@@ -321,9 +321,11 @@ impl AwayUpdate {
         Ok(Coming { columns, gradient: gradient.flatten() })
     }
 
-    /// Begins to bring a tile's gradient from the device.
+    /// Begins to bring a tile's gradient from the device, where it is still there.
     fn fetch(&self, target: &Target, tile: &Range<usize>) -> Result<Option<Landing>> {
-        let (Some(way), Some(first)) = (&self.way, target.segments.first()) else { return Ok(None) };
+        let is_far = |segment: &&Segment| !segment.values.device().backend().is_host();
+        let first = target.segments.first().filter(is_far);
+        let (Some(way), Some(first)) = (&self.way, first) else { return Ok(None) };
         let mut landing = way.room(first.values.dtype())?;
         for segment in &target.segments {
             let Some((start, len)) = segment.within(tile) else { continue };

@@ -68,6 +68,8 @@ pub struct Homes {
     locked: Option<Arc<Mutex<Vec<Buffer>>>>,
     /// Room for what goes between a GPU and its host.
     rooms: Rooms,
+    /// Whether gradients go to the host while backward goes on.
+    gradients_leave: bool,
 }
 
 impl Default for Homes {
@@ -81,6 +83,7 @@ impl Default for Homes {
             reads: 1,
             locked: None,
             rooms: Rooms::default(),
+            gradients_leave: false,
         }
     }
 }
@@ -105,6 +108,7 @@ impl Homes {
                 Some(Home::Disk(Disk::new("offload_optimizer", &buffers.path, queue)))
             }
         };
+        homes.gradients_leave = zero.offload_optimizer.tier.is_pinned();
         // Only stage 3 brings kernels what they read when they need it.
         homes.values = match &zero.offload_param.tier {
             _ if zero.stage != Stage::Parameters => None,
@@ -144,6 +148,11 @@ impl Homes {
         let update = |left| Some(left - taken(left) as u64);
         let left = self.left_in_host.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
         left.map_or(0, taken)
+    }
+
+    /// Whether gradients go to the host while backward goes on, where it updates all of them.
+    pub(crate) fn gradients_leave(&self) -> bool {
+        self.gradients_leave
     }
 
     pub(crate) fn rooms(&self) -> &Rooms {

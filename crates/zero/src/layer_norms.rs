@@ -27,7 +27,7 @@ impl ZeroStore {
         state.reducer.settle()?;
         let segments = state.reducer.segments()?;
         let deciding = self.deciding(&state);
-        let magnitude = self.global_magnitude(&segments, deciding.as_ref())?;
+        let magnitude = self.global_magnitude(&segments, None, deciding.as_ref())?;
         if !magnitude.is_finite() {
             return Ok(Vec::new());
         }
@@ -48,7 +48,7 @@ impl ZeroStore {
         let mut words = Vec::with_capacity(names.len() * WORDS);
         for pieces in &pieces {
             let pieces: Vec<&Tensor> = pieces.iter().collect();
-            words.extend(squares_of(&self.device, &pieces, magnitude)?.to_words());
+            words.extend(squares_of(self.place_of(&segments), &pieces, magnitude)?.to_words());
         }
         if let Some(group) = &deciding {
             group.all_reduce(&mut words, ReduceOp::Sum)?;

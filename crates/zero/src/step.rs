@@ -13,7 +13,7 @@ use crate::away::{AwayUpdate, Rule};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::publish::published_among;
-use crate::reducer::Segment;
+use crate::reducer::{Measured, Segment};
 use crate::residency::Residency;
 use crate::store::{ZeroStore, owner_in};
 
@@ -110,13 +110,20 @@ impl ZeroStore {
         // Where ranks hold different parts they agree here, when all are done with forward and backward: from now on
         // nobody reads weights, which the ranks of a host may have in common, until all have the new ones.
         let deciding = self.deciding(&state);
-        let magnitude = self.global_magnitude(&segments, deciding.as_ref())?;
+        let measured = state.reducer.measured()?;
+        let magnitude = self.global_magnitude(&segments, measured.as_ref(), deciding.as_ref())?;
         if !magnitude.is_finite() {
             let (param, rank) = self.first_bad(&state, &segments)?;
             state.reducer.clear();
             return Ok(StepOutcome::Skipped { param, rank });
         }
-        let scaled_norm = self.global_norm(&state, &segments, magnitude, deciding.as_ref())?;
+        let counts = |group: usize| state.shares[group].counted;
+        let squares = match measured.and_then(|measured| measured.squares(magnitude, counts)) {
+            Some(squares) => squares,
+            None => self.squares(&state, &segments, magnitude)?,
+        };
+        let scaled_norm = self.global_norm(&state, squares, magnitude, deciding.as_ref())?;
+        state.reducer.expect(magnitude);
         let (norm, factor) = (scaled_norm / options.loss_scale, options.clipping().factor(scaled_norm));
         self.holds.wait_for_none();
         state.shares.iter_mut().for_each(|share| share.steps += 1);
@@ -247,12 +254,25 @@ impl ZeroStore {
         self.attached().lock().reducer.clear();
     }
 
+    /// Where gradients are: with the device, or with its host where they have left it.
+    pub(crate) fn place_of<'a>(&'a self, segments: &'a [Segment]) -> &'a Device {
+        let is_host = |segment: &&Segment| segment.values.device().backend().is_host();
+        match segments.first().filter(is_host) {
+            Some(segment) if !self.device.backend().is_host() => segment.values.device(),
+            _ => &self.device,
+        }
+    }
+
     pub(crate) fn global_magnitude(
         &self,
         segments: &[Segment],
+        measured: Option<&Measured>,
         deciding: Option<&Group>,
     ) -> Result<Magnitude> {
-        let mut magnitude = magnitude_of(&self.device, &values_of(segments))?;
+        let mut magnitude = match measured {
+            Some(measured) => measured.largest(),
+            None => magnitude_of(self.place_of(segments), &values_of(segments))?,
+        };
         if let Some(group) = deciding {
             let mut value = [magnitude.value()];
             group.all_reduce(&mut value, ReduceOp::Max)?;
@@ -261,18 +281,22 @@ impl ZeroStore {
         Ok(magnitude)
     }
 
+    /// The sum of squares of this rank's gradients that count.
+    fn squares(&self, state: &State, segments: &[Segment], magnitude: Magnitude) -> Result<SquareSum> {
+        let counted = segments.iter().filter(|segment| state.shares[segment.group].counted);
+        let counted: Vec<&Tensor> = counted.map(|segment| &segment.values).collect();
+        squares_of(self.place_of(segments), &counted, magnitude)
+    }
+
     /// Every element of the model counts once, whatever ranks hold it. Where each rank has gradients of its own it is the
     /// root of the mean of their squares.
     fn global_norm(
         &self,
         state: &State,
-        segments: &[Segment],
+        mut sum: SquareSum,
         magnitude: Magnitude,
         deciding: Option<&Group>,
     ) -> Result<f64> {
-        let counted = segments.iter().filter(|segment| state.shares[segment.group].counted);
-        let counted: Vec<&Tensor> = counted.map(|segment| &segment.values).collect();
-        let mut sum = squares_of(&self.device, &counted, magnitude)?;
         if let Some(group) = deciding {
             let mut words = sum.to_words();
             group.all_reduce(&mut words, ReduceOp::Sum)?;
@@ -296,7 +320,7 @@ impl ZeroStore {
                     continue;
                 }
                 let values = part(&segment.values, start - segment.in_part, end - start)?;
-                if !magnitude_of(&self.device, &[&values])?.is_finite() {
+                if !magnitude_of(self.place_of(segments), &[&values])?.is_finite() {
                     found = param as i64;
                 }
             }

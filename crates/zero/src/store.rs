@@ -178,7 +178,8 @@ impl ZeroStore {
         let way = |share: &Share| share.params.first().and_then(|&param| ways[spreads[param]].clone());
         let roads: Vec<Road> =
             trained.iter().map(|share| road(options, &share.sharding, way(share))).collect();
-        let reducer = Reducer::new(roads, reduce_options(options), plan, &part_numels, shapes, device)?;
+        let reducer =
+            Reducer::new(roads, reduce_options(options, &trained), plan, &part_numels, shapes, device)?;
         let residency = if stage == Stage::Parameters {
             Some(residency(world, device, params, &positions, &shares, &leaves, options)?)
         } else {

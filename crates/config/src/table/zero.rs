@@ -30,7 +30,7 @@ const OFFLOAD_OPTIMIZER: &[Key] = &[
         "pin_memory",
         Kind::Bool,
         "false",
-        "With `nvme`, keep the buffers between steps and page-lock them; copies to and from a GPU always go through such.",
+        "Gradients leave a GPU for page-locked memory while backward goes on; with `nvme`, its buffers are page-locked and kept between steps.",
     )
     .done(),
     key("pipeline_read", Kind::Bool, "false", "Read the next states while these are updated.")

@@ -151,6 +151,17 @@ pub enum OptimizerTier {
     },
 }
 
+impl OptimizerTier {
+    /// Whether the host's side of it is page-locked; gradients then leave a GPU while backward goes on.
+    pub fn is_pinned(&self) -> bool {
+        match self {
+            OptimizerTier::Device => false,
+            OptimizerTier::Host(buffers) => buffers.pinned,
+            OptimizerTier::Nvme { buffers, .. } => buffers.pinned,
+        }
+    }
+}
+
 /// Where parameters live in stage 3.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterOffload {

@@ -25,7 +25,7 @@ pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
 pub use products::{Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
 pub use rows::{Rows, Window2d};
 pub use sums::{CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
-pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates};
+pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates, sum_of_words};
 pub use work::{Mark, Work};
 
 use std::cell::Cell;

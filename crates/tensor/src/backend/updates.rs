@@ -2,6 +2,7 @@
 
 use crate::backend::Memory;
 use crate::error::Result;
+use crate::out::Out;
 use crate::tensor::Tensor;
 
 /// How gradients are clipped: they are divided by `loss_scale`, and by as much as their norm exceeds `limit`.
@@ -29,6 +30,11 @@ pub struct Measured {
     pub largest: f32,
     /// The sum of squares on the grid of that magnitude: the power of two that brings its square to between 2⁵⁰ and 2⁵².
     pub squares: i128,
+}
+
+/// A sum of which a device keeps the low 32 bits of each number and the others apart.
+pub fn sum_of_words([low, high]: [u64; 2]) -> i128 {
+    (i128::from(high) << 32) + i128::from(low)
 }
 
 /// What an optimizer does to each element; the numbers of one step.
@@ -131,6 +137,11 @@ pub trait Updates: Memory {
     }
     /// The sum of `x²·grid`, each rounded to the nearest integer first, so that the sum has no order. Waits.
     fn sum_of_squares(&self, _pieces: &[&Tensor], _grid: f64) -> Result<i128> {
+        Err(self.left_to_the_host("gradient norm"))
+    }
+    /// Adds tensors of one type to what `measures` tells of others: the largest magnitude of all, as bits, then of each grid
+    /// the sum that [`sum_of_squares`](Updates::sum_of_squares) gives, in two words (see [`sum_of_words`]). Does not wait.
+    fn measure_more(&self, _pieces: &[&Tensor], _grids: &[f64], _measures: Out<'_>) -> Result<()> {
         Err(self.left_to_the_host("gradient norm"))
     }
     /// Measures `gradients`, of one type, and does `updates` with them clipped, without the host in between. Where a gradient

@@ -15,6 +15,7 @@ mod attention_amx;
 mod attention_paged;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod broadcast;
 mod crew;
 mod gemm;
 mod grouped;
@@ -519,16 +520,16 @@ impl Pointwise for CpuBackend {
         pointwise::unary_backward(&self.threads, op, x, dy, dx)
     }
     fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-        pointwise::binary(&self.threads, op, a, b, y)
+        broadcast::binary(&self.threads, op, a, b, y)
     }
     fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()> {
         pointwise::add_assign(&self.threads, target, source)
     }
     fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-        pointwise::compare(&self.threads, op, a, b, y)
+        broadcast::compare(&self.threads, op, a, b, y)
     }
     fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-        pointwise::select(condition, a, b, y)
+        broadcast::select(condition, a, b, y)
     }
 }
 
@@ -594,7 +595,7 @@ impl Sums for CpuBackend {
         reduce::reduce(&self.threads, op, x, outer, size, inner, y)
     }
     fn sum_to(&self, x: &Tensor, y: Out<'_>) -> Result<()> {
-        pointwise::sum_to(x, y)
+        broadcast::sum_to(x, y)
     }
     fn softmax(&self, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
         reduce::softmax(&self.threads, x, y, log)

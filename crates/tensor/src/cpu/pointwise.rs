@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::backend::{Activation, Binary, Comparison, Unary};
+use crate::backend::{Activation, Unary};
 use crate::cpu::activation::{self, AT_ONCE};
 use crate::cpu::math::{activate, activate_derivative, exp, with_activation};
 use crate::cpu::parallel::{POINTWISE_BLOCK, Shared, Threads};
@@ -13,7 +13,6 @@ use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
 use crate::out::Out;
 use crate::random::{RandomKey, drop_threshold};
-use crate::shape::Shape;
 use crate::tensor::Tensor;
 
 /// `y[i] = f(x[i])` over blocks.
@@ -47,7 +46,7 @@ fn map_in_place<T: Element>(threads: &Threads, x: &mut [T], f: impl Fn(T) -> T +
 }
 
 /// `y[i] = f(a[i], b[i])` over blocks.
-fn map2<A: Element, B: Element, Y: Element>(
+pub(super) fn map2<A: Element, B: Element, Y: Element>(
     threads: &Threads,
     a: &[A],
     b: &[B],
@@ -433,143 +432,5 @@ pub(crate) fn dropout_rows(
                 *y = T::narrow(if words[lane] >= threshold { x.widen() * scale } else { 0.0 });
             }
         });
-    })
-}
-
-/// Element strides of `from` seen as `to`: 0 along broadcast dimensions.
-fn broadcast_strides(from: &Shape, to: &Shape) -> Vec<usize> {
-    let missing = to.dims() - from.dims();
-    let own = from.strides();
-    (0..to.dims())
-        .map(|dim| if dim < missing || from[dim - missing] == 1 { 0 } else { own[dim - missing] })
-        .collect()
-}
-
-/// Walks the rows (last dimension) of a broadcast: `row(output start, a start, b start, …)`.
-fn broadcast_rows<const N: usize>(
-    shape: &Shape,
-    strides: [&[usize]; N],
-    mut row: impl FnMut(usize, [usize; N]),
-) {
-    let dims = shape.dims();
-    let width = shape.last();
-    let rows = shape.rows();
-    for index in 0..rows {
-        let mut rest = index;
-        let mut starts = [0; N];
-        for dim in (0..dims.saturating_sub(1)).rev() {
-            let position = rest % shape[dim];
-            rest /= shape[dim];
-            for (start, stride) in starts.iter_mut().zip(&strides) {
-                *start += position * stride[dim];
-            }
-        }
-        row(index * width, starts);
-    }
-}
-
-fn last_stride(strides: &[usize]) -> usize {
-    strides.last().copied().unwrap_or(0)
-}
-
-fn broadcast2<A: Element, B: Element, Y: Element>(
-    threads: &Threads,
-    a: &Tensor,
-    b: &Tensor,
-    y: Out<'_>,
-    f: impl Fn(A, B) -> Y + Sync + Send + Copy,
-) {
-    let shape = y.shape();
-    let (left, right, output) = (read::<A>(a), read::<B>(b), write::<Y>(y));
-    if a.shape() == shape && b.shape() == shape {
-        return map2(threads, left, right, output, f);
-    }
-    let (a_strides, b_strides) = (broadcast_strides(a.shape(), shape), broadcast_strides(b.shape(), shape));
-    let width = shape.last();
-    let (a_step, b_step) = (last_stride(&a_strides), last_stride(&b_strides));
-    vectorized!(|| {
-        broadcast_rows(shape, [&a_strides, &b_strides], |start, [a_start, b_start]| {
-            for i in 0..width {
-                output[start + i] = f(left[a_start + i * a_step], right[b_start + i * b_step]);
-            }
-        });
-    });
-}
-
-pub(crate) fn binary(threads: &Threads, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-    float_kernel!("binary", a.dtype(), T => {
-        macro_rules! apply { ($f:expr) => { broadcast2(threads, a, b, y, |a: T, b: T| { let f: fn(f32, f32) -> f32 = $f; T::narrow(f(a.widen(), b.widen())) }) }; }
-        match op {
-            Binary::Add => apply!(|a, b| a + b),
-            Binary::Sub => apply!(|a, b| a - b),
-            Binary::Mul => apply!(|a, b| a * b),
-            Binary::Div => apply!(|a, b| a / b),
-            Binary::Max => apply!(|a, b| if a > b { a } else { b }),
-            Binary::Min => apply!(|a, b| if a < b { a } else { b }),
-        }
-    })
-}
-
-pub(crate) fn compare(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-    fn typed<T: Element + PartialOrd>(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) {
-        match op {
-            Comparison::Equal => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a == b)),
-            Comparison::Less => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a < b)),
-            Comparison::LessEqual => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a <= b)),
-        }
-    }
-    match a.dtype() {
-        DType::F32 => typed::<f32>(threads, op, a, b, y),
-        DType::BF16 => typed::<bf16>(threads, op, a, b, y),
-        DType::F16 => typed::<f16>(threads, op, a, b, y),
-        DType::I64 => typed::<i64>(threads, op, a, b, y),
-        DType::I32 => typed::<i32>(threads, op, a, b, y),
-        DType::U8 | DType::Bool => typed::<u8>(threads, op, a, b, y),
-    }
-    Ok(())
-}
-
-pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-    let shape = y.shape();
-    let strides = [condition, a, b].map(|operand| broadcast_strides(operand.shape(), shape));
-    let [c_step, a_step, b_step] = [0, 1, 2].map(|i| last_stride(&strides[i]));
-    let width = shape.last();
-    float_kernel!("select", a.dtype(), T => {
-        let (c, left, right, output) = (read::<u8>(condition), read::<T>(a), read::<T>(b), write::<T>(y));
-        broadcast_rows(shape, [&strides[0], &strides[1], &strides[2]], |start, [c_start, a_start, b_start]| {
-            for i in 0..width {
-                output[start + i] =
-                    if c[c_start + i * c_step] != 0 { left[a_start + i * a_step] } else { right[b_start + i * b_step] };
-            }
-        });
-    })
-}
-
-/// Sums `x` down to `y`'s shape, in row order, in f32.
-pub(crate) fn sum_to(x: &Tensor, y: Out<'_>) -> Result<()> {
-    let strides = broadcast_strides(y.shape(), x.shape());
-    let step = last_stride(&strides);
-    let width = x.shape().last();
-    float_kernel!("sum_to", x.dtype(), T => {
-        let (input, output) = (read::<T>(x), write::<T>(y));
-        let mut sums = vec![0.0f32; output.len()];
-        vectorized!(|| {
-            broadcast_rows(x.shape(), [&strides], |start, [y_start]| {
-                if step == 0 {
-                    let mut sum = 0.0;
-                    for i in 0..width {
-                        sum += input[start + i].widen();
-                    }
-                    sums[y_start] += sum;
-                } else {
-                    for i in 0..width {
-                        sums[y_start + i] += input[start + i].widen();
-                    }
-                }
-            });
-        });
-        for (output, sum) in output.iter_mut().zip(sums) {
-            *output = T::narrow(sum);
-        }
     })
 }

@@ -774,6 +774,9 @@ impl Updates for CudaBackend {
     fn sum_of_squares(&self, pieces: &[&Tensor], grid: f64) -> Result<i128> {
         optimizer::sum_of_squares(self, pieces, grid)
     }
+    fn measure_more(&self, pieces: &[&Tensor], grids: &[f64], measures: Out<'_>) -> Result<()> {
+        optimizer::measure_more(self, pieces, grids, measures.tensor)
+    }
     fn clipped_updates(
         &self,
         clipping: Clipping,

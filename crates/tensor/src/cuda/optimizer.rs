@@ -1,9 +1,9 @@
 //! Optimizer steps and exact norms: `kernels/optimizer.cu`.
 
-use crate::backend::{Clipping, Measured, Update, UpdateOperands};
+use crate::backend::{Clipping, Measured, Update, UpdateOperands, sum_of_words};
 use crate::cuda::{BLOCK, CudaBackend, Kernel, Scratch, Source, at, at_option, launch, real};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Result, TensorError};
 use crate::tensor::Tensor;
 
 /// Matches `Update` in the kernels, which say what each letter is.
@@ -156,7 +156,7 @@ pub(super) fn clipped_updates(
         submit(backend, update, 0.0, verdict.address(), pieces)?;
     }
     let known: Verdict = bytemuck::pod_read_unaligned(&reading()?);
-    Ok(Measured { largest: f32::from_bits(known.largest), squares: joined(known.parts) })
+    Ok(Measured { largest: f32::from_bits(known.largest), squares: sum_of_words(known.parts) })
 }
 
 /// Submits an optimizer step, with the factor of a [`Verdict`] on the device where there is one.
@@ -207,14 +207,14 @@ fn measure(pieces: &[&Tensor], name: &'static str) -> Result<Kernel> {
     Ok(Kernel { source: Source::Optimizer, defines, name })
 }
 
-/// Submits the search for the largest magnitude; `largest` is zero before.
+/// Submits the search for the largest magnitude, which is at `largest` if it is larger than what was there.
 fn measure_largest(backend: &CudaBackend, pieces: &[&Tensor], table: &Table<'_>, largest: u64) -> Result<()> {
     let kernel = measure(pieces, "largest_magnitude")?;
     let (memory, grid) = (table.memory.address(), table.grid(backend));
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, memory, table.number, table.chunks, largest)
 }
 
-/// Submits the sum of squares on a grid, or on that of the magnitude at `largest`; `parts` are zero before.
+/// Submits the sum of squares on a grid, or on that of the magnitude at `largest`; it is added to `parts`.
 fn measure_squares(
     backend: &CudaBackend,
     pieces: &[&Tensor],
@@ -240,10 +240,6 @@ fn measure_squares(
     )
 }
 
-fn joined(parts: [u64; 2]) -> i128 {
-    (i128::from(parts[1]) << 32) + i128::from(parts[0])
-}
-
 pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Result<f32> {
     let result = backend.scratch(4)?;
     backend.zero_bytes(result.address(), 4)?;
@@ -259,5 +255,22 @@ pub(super) fn sum_of_squares(backend: &CudaBackend, pieces: &[&Tensor], grid: f6
     measure_squares(backend, pieces, &Table::of_gradients(backend, pieces)?, grid, 0, result.address())?;
     let mut parts = [0u64; 2];
     backend.read(result.address(), bytemuck::cast_slice_mut(&mut parts))?;
-    Ok(joined(parts))
+    Ok(sum_of_words(parts))
+}
+
+pub(super) fn measure_more(
+    backend: &CudaBackend,
+    pieces: &[&Tensor],
+    grids: &[f64],
+    measures: &Tensor,
+) -> Result<()> {
+    if measures.dtype() != DType::I64 || measures.numel() != 1 + 2 * grids.len() {
+        return Err(TensorError::argument("measure_more", format!("{measures:?} for {} grids", grids.len())));
+    }
+    let table = Table::of_gradients(backend, pieces)?;
+    measure_largest(backend, pieces, &table, at(measures))?;
+    for (index, &grid) in grids.iter().enumerate() {
+        measure_squares(backend, pieces, &table, grid, 0, at(measures) + 8 + 16 * index as u64)?;
+    }
+    Ok(())
 }

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use ferrospeed_tensor::{Category, DType, Lent, Out, Tensor};
 
+use super::leaving::Leaving;
 use super::{Arrived, ReduceOptions, Reducer, Road, Segment};
 use crate::buckets::{Bucket, Kind};
 use crate::error::{Result, ZeroError};
@@ -21,6 +22,7 @@ impl Reducer {
     /// Memory for the buckets, and for what is kept beside them, where they are used again or hold another type.
     pub(super) fn allocate(&mut self) -> Result<()> {
         if self.stay() {
+            self.leaving = self.leave()?;
             return Ok(());
         }
         let options = &self.options;
@@ -69,6 +71,11 @@ impl Reducer {
         if self.sums_up() || (options.keep_buffers && !options.accumulates && options.wire == options.kept) {
             return Ok(());
         }
+        self.leaving = self.leave()?;
+        if self.leaving.is_some() {
+            return Ok(());
+        }
+        let options = &self.options;
         // Peers write there what they reduce of this rank's part.
         let keep = |(&numel, road): (&usize, &Road)| match options.wire == options.kept && !options.whole {
             true => reachable(road.sharding.reach(), numel, options.kept, &self.device, Category::Gradients),
@@ -76,6 +83,12 @@ impl Reducer {
         };
         self.kept = self.part_numels.iter().zip(&self.roads).map(keep).collect::<Result<_>>()?;
         Ok(())
+    }
+
+    /// Room on the host for what this rank keeps, where it goes there.
+    fn leave(&self) -> Result<Option<Leaving>> {
+        let open = || Leaving::open(&self.device, &self.part_numels, self.options.kept);
+        if self.options.leaves { open() } else { Ok(None) }
     }
 
     /// Whether every bucket has a buffer of its own.
@@ -93,7 +106,7 @@ impl Reducer {
             return Err(ZeroError::Request(why.into()));
         }
         self.options = ReduceOptions { accumulates: true, kept, ..self.options };
-        (self.buffers, self.kept, self.sums) = (Vec::new(), Vec::new(), Vec::new());
+        (self.buffers, self.kept, self.sums, self.leaving) = (Vec::new(), Vec::new(), Vec::new(), None);
         self.allocate()
     }
 
@@ -175,7 +188,10 @@ impl Reducer {
                 None => Tensor::zeros_in([place.len], self.options.wire, &self.device, Category::Gradients)?,
             };
             let in_part = bucket.in_part(place.in_bucket);
-            self.coming.push(Segment { group: bucket.group, in_part, values });
+            match &mut self.leaving {
+                Some(leaving) => leaving.give(bucket.group, in_part, values)?,
+                None => self.coming.push(Segment { group: bucket.group, in_part, values }),
+            }
         }
         Ok(())
     }

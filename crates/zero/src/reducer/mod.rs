@@ -12,9 +12,11 @@
 //! gradients take the room that activations leave.
 //!
 //! `buffers` is the memory of all this, `road` what happens between ranks, `sums` the micro-batches of stages 0 and 1,
-//! `rows` the tables.
+//! `rows` the tables, `leaving` what goes to the host while backward goes on.
 
 mod buffers;
+mod leaving;
+mod measures;
 mod road;
 mod rows;
 mod sums;
@@ -23,15 +25,18 @@ mod tests;
 
 use std::ops::Range;
 
+use ferrospeed_optim::norm::Magnitude;
 use ferrospeed_tensor::backend::{Binary, Unary};
 use ferrospeed_tensor::{Category, DType, Device, Lent, Loan, Out, Returned, RowGradient, Shape, Tensor};
 
-use crate::buckets::{Bucket, Kind};
+use crate::buckets::{Bucket, Kind, Owned};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::quantized_gradients::parcels;
 use ferrospeed_collective::exchange::Pending;
 use ferrospeed_collective::hops::Parcels;
+use leaving::Leaving;
+pub(crate) use measures::Measured;
 pub(crate) use road::Road;
 
 /// How gradients are averaged and kept.
@@ -51,6 +56,8 @@ pub(crate) struct ReduceOptions {
     pub(crate) accumulates: bool,
     /// Whether each of them is reduced before that, where one reduction of the sum would do.
     pub(crate) each_micro_batch: bool,
+    /// Whether what is kept is in the host's memory, where a device is no host.
+    pub(crate) leaves: bool,
 }
 
 /// A reduced gradient: elements `in_part..` of a group's part.
@@ -142,6 +149,8 @@ pub(crate) struct Reducer {
     in_flight: Vec<InFlight>,
     /// What this rank keeps, by group; empty where the buffers themselves are kept.
     kept: Vec<Tensor>,
+    /// The same where it leaves the device.
+    leaving: Option<Leaving>,
     /// Where one reduction ends an accumulation: the sums of this rank's micro-batches, by bucket, and what they become.
     pub(crate) sums: Vec<Tensor>,
     /// Which parameters have brought something to them.
@@ -195,6 +204,7 @@ impl Reducer {
             next: 0,
             in_flight: Vec::new(),
             kept: Vec::new(),
+            leaving: None,
             sums: Vec::new(),
             summed: vec![false; shapes.len()],
             settled: false,
@@ -301,6 +311,7 @@ impl Reducer {
             true => {}
             false => self.launch_rest()?,
         }
+        self.leaving.as_mut().map_or(Ok(()), Leaving::end)?;
         self.whole = std::mem::take(&mut self.coming);
         self.next = 0;
         self.missing = self.buckets.iter().map(|bucket| bucket.params.len()).collect();
@@ -365,9 +376,15 @@ impl Reducer {
             return self.land_sum(bucket, &own);
         }
         let bucket = &self.buckets[bucket];
+        let from = |owned: &Owned| part(&own, owned.in_bucket - bucket.own_start, owned.len);
+        if let Some(leaving) = &mut self.leaving {
+            let is_first = self.micro_steps == 0;
+            let send = |owned: &Owned| leaving.send(bucket.group, owned.in_part, &from(owned)?, is_first);
+            return bucket.owned.iter().try_for_each(send);
+        }
         let Some(kept) = self.kept.get(bucket.group) else { return Ok(()) };
         for owned in &bucket.owned {
-            let from = part(&own, owned.in_bucket - bucket.own_start, owned.len)?;
+            let from = from(owned)?;
             let to = part(kept, owned.in_part, owned.len)?;
             match self.micro_steps {
                 0 if from.address() == to.address() => {}
@@ -382,6 +399,9 @@ impl Reducer {
 
     /// The reduced gradients of the micro-batches so far.
     pub(crate) fn segments(&self) -> Result<Vec<Segment>> {
+        if let Some(leaving) = &self.leaving {
+            return leaving.segments();
+        }
         if self.stay() {
             return Ok(self.whole.clone());
         }
@@ -402,6 +422,18 @@ impl Reducer {
             }
         }
         Ok(segments)
+    }
+
+    /// What the device knows of gradients that have left it.
+    pub(crate) fn measured(&self) -> Result<Option<Measured>> {
+        self.leaving.as_ref().map(|leaving| leaving.measures.take()).transpose()
+    }
+
+    /// Notes the largest magnitude of a step: the next one's is likely to be close.
+    pub(crate) fn expect(&mut self, magnitude: Magnitude) {
+        if let Some(leaving) = &mut self.leaving {
+            leaving.measures.expect(magnitude);
+        }
     }
 
     /// Whether a micro-batch has been reduced since the last step.
@@ -429,7 +461,7 @@ impl Reducer {
         self.clear();
         self.in_flight = Vec::new();
         self.buffers = Vec::new();
-        (self.kept, self.sums) = (Vec::new(), Vec::new());
+        (self.kept, self.sums, self.leaving) = (Vec::new(), Vec::new(), None);
     }
 
     /// Checks a gradient's shape before it is taken.

@@ -18,6 +18,7 @@ fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
         kept: DType::F32,
         accumulates,
         each_micro_batch: true,
+        leaves: false,
     };
     let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
     let numel = layout.part_numel;

@@ -9,6 +9,7 @@ use ferrospeed_tensor::{DType, Param};
 use crate::homes::Homes;
 use crate::reducer::{ReduceOptions, Road};
 use crate::sharding::{Elsewhere, Sharding};
+use crate::store::Share;
 
 /// Parameters that share optimizer options.
 #[derive(Debug, Clone)]
@@ -54,8 +55,10 @@ pub struct StoreOptions<'a> {
     pub homes: Homes,
 }
 
-pub(super) fn reduce_options(options: &StoreOptions<'_>) -> ReduceOptions {
+/// `trained`: the shares whose gradients are reduced.
+pub(super) fn reduce_options(options: &StoreOptions<'_>, trained: &[&Share]) -> ReduceOptions {
     let stage = options.zero.stage;
+    let is_moved = |share: &&Share| share.is_away && share.kept().is_empty();
     ReduceOptions {
         whole: stage == Stage::Off,
         keep_buffers: stage <= Stage::OptimizerStates,
@@ -64,6 +67,7 @@ pub(super) fn reduce_options(options: &StoreOptions<'_>) -> ReduceOptions {
         kept: options.kept,
         accumulates: options.accumulates,
         each_micro_batch: options.reduces_each_micro_batch,
+        leaves: options.homes.gradients_leave() && trained.iter().all(is_moved),
     }
 }
 
