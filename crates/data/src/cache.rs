@@ -1,8 +1,8 @@
 //! Texts are turned into a token file once, beside the run; every rank, and every later run of the same data, reads
 //! that.
 //!
-//! A cache of the name `tokens-KEY` is two files: `.bin`, the tokens, and `.json`, what they were made from, which is
-//! written last and so vouches for the first. The key covers the texts' paths, lengths and times, the tokenizer and
+//! A cache of the name `tokens-KEY` is three files: `.bin`, the tokens, `.ends`, where documents end in them, and `.json`, what
+//! they were made from, which is written last and so vouches for the others. The key covers the texts' paths, lengths and times, the tokenizer and
 //! the separator: when any of them changes, another file is made. Ranks that start together find one builder: it
 //! holds a lock, which the system takes back if it dies.
 
@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::TokenStream;
 use crate::codec::Codec;
 use crate::documents::{Documents, Piece};
+use crate::ends::{Ends, EndsWriter};
 use crate::error::{DataError, Result};
 use crate::sampler::mix;
 use crate::token_file::{TokenFile, TokenType};
@@ -68,13 +69,14 @@ struct Manifest {
     made_from: Recipe,
     token_type: TokenType,
     tokens: u64,
+    documents: u64,
     vocabulary: u64,
 }
 
 impl Recipe {
     pub(crate) fn new(what: String, files: &[PathBuf], codec: &Codec) -> Result<Recipe> {
         Ok(Recipe {
-            version: 2,
+            version: 3,
             what,
             files: files.iter().map(|file| FileStamp::of(file)).collect::<Result<_>>()?,
             tokenizer: codec.path().map(FileStamp::of).transpose()?,
@@ -131,8 +133,9 @@ fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<Cached
     {
         return Ok(None);
     }
+    let Some(ends) = Ends::open(&tokens.with_extension("ends"), found.documents)? else { return Ok(None) };
     let file = TokenFile::open(tokens, found.token_type)?;
-    Ok(Some(CachedTokens { file, vocabulary: found.vocabulary }))
+    Ok(Some(CachedTokens { file, ends, vocabulary: found.vocabulary }))
 }
 
 fn make(
@@ -144,12 +147,20 @@ fn make(
     tell: &mut dyn FnMut(Preparing),
 ) -> Result<()> {
     let partial = tokens.with_extension(format!("{}.partial", std::process::id()));
-    let made = write_tokens(&partial, &recipe, codec, documents, tell);
-    let finished = made.and_then(|count| {
+    let (ends, partial_ends) = (tokens.with_extension("ends"), partial.with_extension("ends.partial"));
+    let made = write_tokens([&partial, &partial_ends], &recipe, codec, documents, tell);
+    let finished = made.and_then(|[tokens_made, documents_made]| {
         let token_type = TokenType::for_vocabulary(codec.vocabulary());
         std::fs::rename(&partial, tokens).map_err(DataError::io(tokens))?;
+        std::fs::rename(&partial_ends, &ends).map_err(DataError::io(&ends))?;
         let vocabulary = codec.vocabulary();
-        let about = Manifest { made_from: recipe, token_type, tokens: count, vocabulary };
+        let about = Manifest {
+            made_from: recipe,
+            token_type,
+            tokens: tokens_made,
+            documents: documents_made,
+            vocabulary,
+        };
         let text =
             serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
         let beside = manifest.with_extension(format!("{}.partial", std::process::id()));
@@ -159,22 +170,23 @@ fn make(
     if finished.is_err() {
         // Best effort: what failed is what is reported.
         let _ = std::fs::remove_file(&partial);
+        let _ = std::fs::remove_file(&partial_ends);
     }
     finished
 }
 
-/// Writes the tokens of all documents, a separator after each, and says how many there are.
+/// Writes the tokens of all documents, a separator after each, and where they end; says how many there are of both.
 fn write_tokens(
-    path: &Path,
+    [path, ends]: [&Path; 2],
     recipe: &Recipe,
     codec: &Codec,
     documents: &mut dyn Documents,
     tell: &mut dyn FnMut(Preparing),
-) -> Result<u64> {
+) -> Result<[u64; 2]> {
     let file = File::create(path).map_err(DataError::io(path))?;
     let bytes_per_token = TokenType::for_vocabulary(codec.vocabulary()).bytes() as usize;
     let out = BufWriter::with_capacity(1 << 20, file);
-    let mut writer = Writer { path, out, bytes_per_token, tokens: 0 };
+    let mut writer = Writer { path, out, bytes_per_token, tokens: 0, ends: EndsWriter::create(ends)? };
     let mut batch = Batch::default();
     loop {
         let mut text = Vec::new();
@@ -201,7 +213,7 @@ fn write_tokens(
     }
     let file = writer.out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
     file.sync_all().map_err(DataError::io(path))?;
-    Ok(writer.tokens)
+    Ok([writer.tokens, writer.ends.finish()?])
 }
 
 struct Writer<'a> {
@@ -209,6 +221,7 @@ struct Writer<'a> {
     out: BufWriter<File>,
     bytes_per_token: usize,
     tokens: u64,
+    ends: EndsWriter,
 }
 
 impl Writer<'_> {
@@ -264,6 +277,7 @@ impl Batch {
             writer.write(ids)?;
             if ends {
                 writer.write(separator)?;
+                writer.ends.write(writer.tokens)?;
             }
         }
         Ok(())
@@ -274,6 +288,7 @@ impl Batch {
 #[derive(Debug)]
 pub(crate) struct CachedTokens {
     file: TokenFile,
+    ends: Ends,
     vocabulary: u64,
 }
 
@@ -292,5 +307,10 @@ impl TokenStream for CachedTokens {
 
     fn place(&self, token: u64) -> String {
         self.file.place(token)
+    }
+
+    fn beginnings(&self, start: u64, count: u64) -> Result<Option<Vec<u64>>> {
+        // No document begins where the last one ends.
+        self.ends.within(start, count.min(self.len().saturating_sub(start))).map(Some)
     }
 }

@@ -53,6 +53,11 @@ pub enum DataError {
         /// The length of a sequence.
         sequence: u64,
     },
+    /// Documents are to be kept apart, and nobody knows where they end.
+    #[error(
+        "where documents end is not known: token files do not say it; name the token behind each (data.end_token), or a data.tokenizer that has one"
+    )]
+    NoBorders,
     /// Tokens were asked for that do not exist.
     #[error("tokens {start}..{end} lie outside a stream of {len}")]
     OutOfRange {

@@ -29,6 +29,7 @@
 mod cache;
 mod codec;
 mod documents;
+mod ends;
 mod error;
 mod files;
 mod megatron;
@@ -67,4 +68,9 @@ pub trait TokenStream: Send + Sync {
 
     /// Where token `token` lies, for messages.
     fn place(&self, token: u64) -> String;
+
+    /// Where documents begin behind token `start` and before `start + count`; `None` where the stream does not know.
+    fn beginnings(&self, _start: u64, _count: u64) -> Result<Option<Vec<u64>>> {
+        Ok(None)
+    }
 }

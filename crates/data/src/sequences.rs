@@ -1,6 +1,8 @@
 //! A stream packed into equal sequences, some of them kept for validation.
 //!
-//! Documents follow one another without padding; a sequence may begin inside one. What is kept is spread evenly over the stream, so that both splits hold a bit of everything.
+//! Documents follow one another without padding; a sequence may begin inside one. Where they are to be kept apart, a sequence
+//! says which of its tokens are whose. What is kept is spread evenly over the stream, so that both splits hold a bit of
+//! everything.
 
 use std::sync::Arc;
 
@@ -27,6 +29,17 @@ pub struct Sequences {
     validation: u64,
     /// Ids must be below this.
     vocabulary: u64,
+    /// How documents are told apart, where they are.
+    borders: Option<Borders>,
+}
+
+/// How documents are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Borders {
+    /// The stream knows where each begins.
+    Known,
+    /// One ends with each such token.
+    Behind(i64),
 }
 
 /// So many tokens of a stream are looked at by [`Sequences::check`], spread over it.
@@ -43,7 +56,8 @@ impl Sequences {
             return Err(DataError::TooLittle { tokens: stream.len(), wanted, sequence: length });
         }
         let (train, validation) = (total - kept, kept);
-        Ok(Sequences { stream, apart: None, length, train, validation, vocabulary: u64::MAX })
+        let vocabulary = u64::MAX;
+        Ok(Sequences { stream, apart: None, length, train, validation, vocabulary, borders: None })
     }
 
     /// Cuts two streams into sequences of `length` tokens: one to train on, one to validate on.
@@ -65,7 +79,20 @@ impl Sequences {
             train: trained,
             validation: validated,
             vocabulary: u64::MAX,
+            borders: None,
         })
+    }
+
+    /// Tells documents apart from now on: where streams know their borders by those, else behind each `end_token`.
+    pub fn by_documents(mut self, end_token: Option<i64>) -> Result<Sequences> {
+        let knows = |stream: &Arc<dyn TokenStream>| Ok(stream.beginnings(0, 0)?.is_some());
+        let all_know = knows(&self.stream)? && self.apart.as_ref().map_or(Ok(true), knows)?;
+        self.borders = match (all_know, end_token) {
+            (true, _) => Some(Borders::Known),
+            (false, Some(token)) => Some(Borders::Behind(token)),
+            (false, None) => return Err(DataError::NoBorders),
+        };
+        Ok(self)
     }
 
     /// Refuses every token that is not below `vocabulary` from now on.
@@ -111,10 +138,36 @@ impl Sequences {
 
     /// Writes sequence `index` of a split to `out`.
     pub fn read(&self, split: Split, index: u64, out: &mut [i64]) -> Result<()> {
+        let (stream, start) = self.find(split, index);
+        self.read_from(stream, start, out)
+    }
+
+    /// The cumulative lengths of the documents in sequence `index` of a split, of which these are the first tokens: 0, and
+    /// where each ends. One that begins before the sequence or ends behind it counts with what is here. `None` where
+    /// documents are not told apart.
+    pub fn documents(&self, split: Split, index: u64, tokens: &[i64]) -> Result<Option<Vec<usize>>> {
+        let (stream, start) = self.find(split, index);
+        let inner: Vec<usize> = match self.borders {
+            None => return Ok(None),
+            Some(Borders::Known) => {
+                let known = stream.beginnings(start, tokens.len() as u64)?.ok_or(DataError::NoBorders)?;
+                known.into_iter().map(|token| (token - start) as usize).collect()
+            }
+            Some(Borders::Behind(end)) => {
+                let before_last = &tokens[..tokens.len().saturating_sub(1)];
+                let ends = before_last.iter().enumerate().filter(|(_, token)| **token == end);
+                ends.map(|(place, _)| place + 1).collect()
+            }
+        };
+        Ok(Some([&[0], &inner[..], &[tokens.len()]].concat()))
+    }
+
+    /// Where a sequence begins.
+    fn find(&self, split: Split, index: u64) -> (&Arc<dyn TokenStream>, u64) {
         match (&self.apart, split) {
-            (Some(validation), Split::Validation) => self.read_from(validation, index * self.length, out),
-            (Some(_), Split::Train) => self.read_from(&self.stream, index * self.length, out),
-            (None, _) => self.read_from(&self.stream, self.place(split, index) * self.length, out),
+            (Some(validation), Split::Validation) => (validation, index * self.length),
+            (Some(_), Split::Train) => (&self.stream, index * self.length),
+            (None, _) => (&self.stream, self.place(split, index) * self.length),
         }
     }
 
@@ -190,6 +243,29 @@ mod tests {
         assert_eq!(out, [6, 7]);
         sequences.read(Split::Validation, 1, &mut out).unwrap();
         assert_eq!(out, [102, 103]);
+    }
+
+    #[test]
+    fn documents_are_told_apart_by_their_stream_or_by_their_end_token() {
+        let made_up = Arc::new(crate::Synthetic::new(1000, 50, 1));
+        let sequences = Sequences::split(made_up, 50, 0.0).unwrap();
+        assert_eq!(sequences.documents(Split::Train, 0, &[0; 50]).unwrap(), None);
+        let sequences = sequences.by_documents(None).unwrap();
+        let of =
+            |index, count: usize| sequences.documents(Split::Train, index, &vec![0; count]).unwrap().unwrap();
+        assert_eq!((of(0, 50), of(1, 50)), (vec![0, 32, 50], vec![0, 14, 46, 50]));
+        assert_eq!((of(1, 20), of(0, 32)), (vec![0, 14, 20], vec![0, 32]));
+        let text = || Arc::new(ByteText::from_bytes(b"ab.c.....def".to_vec()));
+        let sequences = Sequences::split(text(), 6, 0.0).unwrap();
+        let error = sequences.clone().by_documents(None).err().unwrap().to_string();
+        assert!(error.contains("data.end_token"), "{error}");
+        let sequences = sequences.by_documents(Some(i64::from(b'.'))).unwrap();
+        let of = |index| {
+            let mut tokens = [0; 6];
+            sequences.read(Split::Train, index, &mut tokens).unwrap();
+            sequences.documents(Split::Train, index, &tokens).unwrap().unwrap()
+        };
+        assert_eq!((of(0), of(1)), (vec![0, 3, 5, 6], vec![0, 1, 2, 3, 6]));
     }
 
     #[test]

@@ -54,6 +54,12 @@ impl TokenStream for Synthetic {
     fn place(&self, token: u64) -> String {
         format!("synthetic data: token {token}")
     }
+
+    /// A stretch is a document.
+    fn beginnings(&self, start: u64, count: u64) -> Result<Option<Vec<u64>>> {
+        let end = start.saturating_add(count).min(self.tokens);
+        Ok(Some((start / STRETCH + 1..end.div_ceil(STRETCH)).map(|stretch| stretch * STRETCH).collect()))
+    }
 }
 
 #[cfg(test)]

@@ -53,6 +53,36 @@ fn json_lines_read_back_exactly() {
 }
 
 #[test]
+fn texts_know_where_their_documents_begin() {
+    let texts = expected();
+    let texts = texts["texts"].as_array().unwrap().iter().map(|text| text.as_str().unwrap().len() as u64);
+    let mut ends: Vec<u64> = Vec::new();
+    for length in texts.filter(|&length| length > 0) {
+        ends.push(ends.last().unwrap_or(&0) + length + 1);
+    }
+    for source in [json_lines(golden("texts.jsonl")), parquet(golden("texts-snappy.parquet"))] {
+        let cache = tempfile::tempdir().unwrap();
+        // Made, and found again.
+        for _ in 0..2 {
+            let stream = source.open(&Codec::Bytes, cache.path(), &mut |_| {}).unwrap();
+            let inner = &ends[..ends.len() - 1];
+            assert_eq!(stream.beginnings(0, stream.len()).unwrap().unwrap(), inner);
+            let behind: Vec<u64> = inner.iter().copied().filter(|&end| end > ends[0]).collect();
+            assert_eq!(stream.beginnings(ends[0], stream.len()).unwrap().unwrap(), behind);
+        }
+        // A cache that has lost them is made anew.
+        for file in std::fs::read_dir(cache.path()).unwrap() {
+            let path = file.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "ends") {
+                std::fs::write(path, b"cut off").unwrap();
+            }
+        }
+        let stream = source.open(&Codec::Bytes, cache.path(), &mut |_| {}).unwrap();
+        assert_eq!(stream.beginnings(0, stream.len()).unwrap().unwrap().len(), ends.len() - 1);
+    }
+}
+
+#[test]
 fn parquet_reads_back_exactly_in_every_codec_and_encoding() {
     for codec in ["snappy", "gzip", "lz4", "brotli", "zstd", "none"] {
         let source = parquet(golden(&format!("texts-{codec}.parquet")));

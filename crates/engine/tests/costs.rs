@@ -69,6 +69,7 @@ impl Case {
             sequence_ranks: self.sequence as u64,
             sequence_length: TOKENS as u64,
             checkpoint_activations: self.recompute,
+            mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
             in_tiles: false,

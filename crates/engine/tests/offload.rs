@@ -324,6 +324,7 @@ fn the_plan_counts_each_tier_as_training_fills_it() {
                 data_parallel_size: 1,
                 sequence_length: 7,
                 checkpoint_activations: false,
+                mlp_chunk: None,
                 keeps_attention_matrix: false,
                 processor,
                 sequence_ranks: 1,

@@ -98,6 +98,7 @@ impl Case {
             sequence_ranks: self.sequence as u64,
             sequence_length: self.tokens as u64,
             checkpoint_activations: self.checkpointing,
+            mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
             in_tiles: has_tiles(),

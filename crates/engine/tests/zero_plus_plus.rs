@@ -281,6 +281,7 @@ fn a_plan_predicts_what_a_host_sends_within_a_tenth() {
             sequence_ranks: 1,
             sequence_length: 7,
             checkpoint_activations: false,
+            mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
             in_tiles: false,

@@ -6,6 +6,8 @@
 mod block;
 mod checkpoint_times;
 mod config;
+mod labels;
+mod mlp_chunks;
 mod page_steps;
 mod pages;
 mod places;
@@ -29,12 +31,15 @@ use ferrospeed_tensor::{DType, Device, Param, Tensor, profile};
 
 use crate::error::{ModelError, Result};
 use block::{Block, Stream, checkpointed};
+use labels::next_labels;
+use places::longest;
 
 pub use block::RouterLogits;
 pub use checkpoint_times::{CheckpointTime, CheckpointTimes};
 pub use config::{
     Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual, dtype_of_name, name_of_dtype,
 };
+pub use mlp_chunks::MlpChunks;
 pub use page_steps::{NextTokens, PageSteps};
 pub use places::alibi_slopes;
 pub(crate) use places::{Places, StepTables};
@@ -49,12 +54,16 @@ pub struct Tokens {
     pub mask: Option<Vec<Vec<u8>>>,
     /// Per sequence, the positions; `None`: as the family counts them.
     pub positions: Option<Vec<Vec<usize>>>,
+    /// Per sequence, the cumulative lengths of the documents that share it: `0`, then where each ends, the last with the
+    /// sequence. A token sees its own document alone, positions start anew with each, and the first token of a document is
+    /// predicted by nobody. `None`: each sequence is one text.
+    pub documents: Option<Vec<Vec<usize>>>,
 }
 
 impl Tokens {
     /// Tokens that are all real.
     pub fn new(ids: Tensor) -> Tokens {
-        Tokens { ids, mask: None, positions: None }
+        Tokens { ids, mask: None, positions: None, documents: None }
     }
 }
 
@@ -87,6 +96,8 @@ pub struct Decoder {
     checkpoint_times: Option<Arc<CheckpointTimes>>,
     /// The ranks that share sequences with this one.
     sequence: Option<SequenceParallel>,
+    /// How many tokens feed-forward layers take at a time.
+    mlp_chunks: MlpChunks,
 }
 
 impl Decoder {
@@ -182,6 +193,7 @@ impl Decoder {
             checkpointing: None,
             checkpoint_times: None,
             sequence: None,
+            mlp_chunks: MlpChunks::default(),
         }
     }
 
@@ -205,7 +217,8 @@ impl Decoder {
         self.head.dtype()
     }
 
-    /// Recompute blocks in backward: less memory, a third more arithmetic, the same bits.
+    /// Recompute blocks in backward: less memory, a third more arithmetic, the same bits but where [`MlpChunks::Automatic`]
+    /// cuts long inputs.
     pub fn set_activation_checkpointing(&mut self, on: bool) {
         self.checkpointing = if on { Some(Arc::new(InPlace)) } else { None };
     }
@@ -213,6 +226,11 @@ impl Decoder {
     /// The same with the blocks' inputs on a shelf until then.
     pub fn checkpoint_activations_on(&mut self, shelf: Arc<dyn Shelf>) {
         self.checkpointing = Some(shelf);
+    }
+
+    /// How many tokens feed-forward layers take at a time; mixtures of experts take all.
+    pub fn set_mlp_chunks(&mut self, chunks: MlpChunks) {
+        self.mlp_chunks = chunks;
     }
 
     /// Times blocks that are recomputed, forward and backward; the device is waited for at each.
@@ -257,17 +275,21 @@ impl Decoder {
                 format!("ids of shape {} are not [batch, tokens]", tokens.ids.shape()),
             ));
         };
-        self.check_length(past + count)?;
         let device = tokens.ids.device();
+        let documents = self.documents(tokens, state.is_some())?;
+        // Only within a document do positions go on.
+        self.check_length(documents.as_ref().map_or(past + count, longest))?;
         let part = match (&self.sequence, state) {
             (Some(sequence), None) => Some(sequence.divide(count)?),
             _ => None,
         };
-        let mut positions = self.positions(tokens, batch, count, past)?;
+        let mut positions = self.positions(tokens, documents.as_ref(), [batch, count], past)?;
         if let Some(part) = &part {
             positions = positions.iter().map(|row| part.take_row(row)).collect::<Result<_, _>>()?;
         }
-        let mut visibility = self.visibility(tokens, &positions, batch, past + count, device)?;
+        let keys = past + count;
+        let length = documents.as_ref().map_or(keys, longest);
+        let mut visibility = self.visibility(tokens, &positions, [batch, keys], length, device)?;
         let rows = match &self.learned_positions {
             Some(_) => {
                 let rows: Vec<i64> = positions.iter().flatten().map(|&row| row as i64).collect();
@@ -276,7 +298,7 @@ impl Decoder {
             }
             None => None,
         };
-        visibility.sequence = part;
+        (visibility.sequence, visibility.documents) = (part, documents);
         Ok(Places { rows, visibility })
     }
 
@@ -331,6 +353,7 @@ impl Decoder {
         routers: &mut RouterLogits,
     ) -> Result<Stream> {
         let visibility = &places.visibility;
+        let tokens = stream.stream.shape().rows();
         let mut caches = state.map(|state| state.layers.iter_mut());
         let dropping = layer_drop().filter(|_| mode == Mode::Train);
         for (index, block) in self.blocks.iter().enumerate().take(range.end).skip(range.start) {
@@ -347,14 +370,17 @@ impl Decoder {
                 stream = Stream { stream: before.clone(), pending: None };
             }
             stream = match &self.checkpointing {
-                Some(shelf) if cache.is_none() && autograd::is_recording() => match &self.checkpoint_times {
-                    Some(times) => {
-                        let timed = times.around(&**shelf, stream.stream.device())?;
-                        checkpointed(&timed, block, stream, visibility, mode, routers)?
+                Some(shelf) if cache.is_none() && autograd::is_recording() => {
+                    let chunk = self.mlp_chunks.of_checkpointed(tokens);
+                    match &self.checkpoint_times {
+                        Some(times) => {
+                            let timed = times.around(&**shelf, stream.stream.device())?;
+                            checkpointed(&timed, block, stream, visibility, chunk, mode, routers)?
+                        }
+                        None => checkpointed(&**shelf, block, stream, visibility, chunk, mode, routers)?,
                     }
-                    None => checkpointed(&**shelf, block, stream, visibility, mode, routers)?,
-                },
-                _ => block.forward(stream, visibility, cache, mode, routers)?,
+                }
+                _ => block.forward(stream, visibility, cache, self.mlp_chunks.of(tokens), mode, routers)?,
             };
             if let (Some(drop), Some(before)) = (rescaling, &before) {
                 let value = drop.rescaled(before, &stream.value()?, index, self.blocks.len())?;
@@ -411,7 +437,7 @@ impl Decoder {
         tokens: &Tokens,
         labels: &Tensor,
     ) -> Result<Tensor> {
-        let loss = self.next_token_loss(hidden, labels)?;
+        let loss = self.document_loss(hidden, labels, tokens.documents.as_deref())?;
         match &self.config.feed_forward {
             FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0 => {
                 let balance = match self.shared(labels)? {
@@ -429,9 +455,19 @@ impl Decoder {
     /// The loss from a hidden state. The last token predicts nothing, so its row does not count. Labels are those of whole
     /// sequences, whichever part of them the hidden state has.
     pub fn next_token_loss(&self, hidden: &Tensor, labels: &Tensor) -> Result<Tensor> {
+        self.document_loss(hidden, labels, None)
+    }
+
+    /// The same where documents share sequences: the last token of each predicts nothing.
+    fn document_loss(
+        &self,
+        hidden: &Tensor,
+        labels: &Tensor,
+        documents: Option<&[Vec<usize>]>,
+    ) -> Result<Tensor> {
         let options = CrossEntropyOptions::default();
         let ignored = options.ignore_index;
-        let targets = next_labels(labels, ignored)?;
+        let targets = next_labels(labels, ignored, documents)?;
         let part = self.shared(labels)?;
         let own = part.as_ref().map(|part| part.take(&targets)).transpose()?;
         let own = own.as_ref().unwrap_or(&targets);
@@ -455,16 +491,4 @@ impl Decoder {
         let sizes = || format!("in_features={inputs}, out_features={outputs}, bias=False");
         profile::scope_of_tied(self.config.names.head, "Linear", sizes, work)
     }
-}
-
-/// What each token of `labels [sequences, tokens]` should predict; the last one nothing.
-fn next_labels(labels: &Tensor, ignored: i64) -> Result<Tensor> {
-    let tokens = labels.shape().last();
-    let sequences = labels.numel() / tokens.max(1);
-    let mut targets = Tensor::full([sequences, tokens], ignored as f32, DType::I64, labels.device())?;
-    if tokens > 1 {
-        let backend = labels.device().backend();
-        backend.copy_blocks(labels, 1, tokens, targets.out()?, 0, tokens, sequences, tokens - 1)?;
-    }
-    Ok(targets)
 }

@@ -96,7 +96,7 @@ pub(crate) fn generate_with(
                     let width = input.len() / batch;
                     let ids = Tensor::from_slice(&input, [batch, width], device)?;
                     let positions = mask.as_ref().map(|mask| positions_of(mask, width));
-                    let tokens = Tokens { ids, mask: mask.clone(), positions };
+                    let tokens = Tokens { mask: mask.clone(), positions, ..Tokens::new(ids) };
                     let hidden = model.hidden(&tokens, Some(&mut state), Mode::Evaluate)?;
                     if let Some(stepper) = stepper
                         && shortlist_from.is_some_and(|least| options.max_new_tokens > least)

@@ -1,7 +1,7 @@
 //! Multi-head attention: projections, rotary, masks, grouped heads, and a key/value cache for decoding.
 
 use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads};
-use ferrospeed_tensor::{DType, Device, Pages, Result, Tensor, TensorError, profile};
+use ferrospeed_tensor::{DType, Device, Documents, Pages, Result, Tensor, TensorError, profile};
 
 use crate::Mode;
 use crate::linear::Linear;
@@ -64,6 +64,8 @@ pub struct Visibility {
     /// Which part of its sequences a pass has, where other ranks have the others; masks and positions of keys are those of
     /// whole sequences then.
     pub sequence: Option<SequencePart>,
+    /// Documents that share the sequences: tokens see those of their own alone. They are those of whole sequences.
+    pub documents: Option<Documents>,
 }
 
 impl Visibility {
@@ -245,11 +247,17 @@ impl MultiHeadAttention {
             alibi_slopes: self.own_slopes(visibility.alibi_slopes.as_ref())?,
             alibi_positions: visibility.alibi_positions.clone(),
             dropout: if mode == Mode::Train { self.config.dropout } else { 0.0 },
+            documents: visibility.documents.clone(),
             ..Default::default()
         };
         let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
         if let (Some(_), Some(_)) = (&visibility.sequence, &cache) {
             let what = "a cache holds whole sequences, and this pass has a part of each".to_owned();
+            return Err(TensorError::BadArgument { op: "key/value cache", what });
+        }
+        if let (Some(_), Some(_)) = (&visibility.documents, &cache) {
+            let what =
+                "a cache holds one text for each sequence, and this pass has several documents".to_owned();
             return Err(TensorError::BadArgument { op: "key/value cache", what });
         }
         if let (HeadProjections::Packed(qkv, layout), None, None, None) =

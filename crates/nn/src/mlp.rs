@@ -1,6 +1,7 @@
 //! The feed-forward halves of transformer blocks.
 
-use ferrospeed_tensor::{Activation, Result, Tensor, ops, profile};
+use ferrospeed_tensor::ops::{self, MlpWeights};
+use ferrospeed_tensor::{Activation, Result, Tensor, profile};
 
 use crate::linear::Linear;
 use crate::tensor_parallel::enter;
@@ -30,10 +31,21 @@ impl Mlp {
 
     /// One node on the tape, and where its inside is cut over ranks, one at either end.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_in_chunks(x, None)
+    }
+
+    /// The same over at most so many rows at a time, whose inside is computed again in backward.
+    pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("Mlp", [self.up.weight(), self.down.weight()], || {
             let x = enter(x, self.down.summed_over())?;
-            let (up, down) = (self.up.operands(), self.down.operands());
-            self.down.finish(ops::mlp(&x, up, down, self.up.layout(), self.activation)?)
+            let (up, down, layout) = (self.up.operands(), self.down.operands(), self.up.layout());
+            self.down.finish(match chunk {
+                None => ops::mlp(&x, up, down, layout, self.activation)?,
+                Some(chunk) => {
+                    let weights = MlpWeights { gate: None, up, down };
+                    ops::mlp_in_chunks(&x, weights, layout, self.activation, chunk)?
+                }
+            })
         })
     }
 }
@@ -64,10 +76,21 @@ impl GatedMlp {
 
     /// The gated product, projected down: one node on the tape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_in_chunks(x, None)
+    }
+
+    /// The same over at most so many rows at a time, whose inside is computed again in backward.
+    pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("GatedMlp", [&self.gate, &self.up, &self.down].map(Linear::weight), || {
             let x = enter(x, self.down.summed_over())?;
-            let layers = self.layers().map(Linear::operands);
-            self.down.finish(ops::gated_mlp(&x, layers, self.gate.layout(), self.activation)?)
+            let (layers, layout) = (self.layers().map(Linear::operands), self.gate.layout());
+            self.down.finish(match (chunk, layers) {
+                (None, layers) => ops::gated_mlp(&x, layers, layout, self.activation)?,
+                (Some(chunk), [gate, up, down]) => {
+                    let weights = MlpWeights { gate: Some(gate), up, down };
+                    ops::mlp_in_chunks(&x, weights, layout, self.activation, chunk)?
+                }
+            })
         })
     }
 }

@@ -136,15 +136,21 @@ impl Rotary {
     /// The table for these positions: one row of positions per sequence, or one for all.
     pub fn table(&self, positions: &[Vec<usize>], length: usize, device: &Device) -> Result<RotaryTable> {
         let (frequencies, amplitude) = (self.frequencies(length), self.amplitude());
-        let tokens = positions.first().map_or(0, Vec::len);
-        let angles: Vec<f64> = positions
-            .iter()
-            .flatten()
-            .flat_map(|&position| frequencies.iter().map(move |frequency| position as f64 * frequency))
-            .collect();
-        let shape = [positions.len(), tokens, frequencies.len()];
+        let (tokens, pairs) = (positions.first().map_or(0, Vec::len), frequencies.len());
+        let shape = [positions.len(), tokens, pairs];
+        let all = || positions.iter().flatten().copied();
+        let row = |position: usize, f: fn(f64) -> f64| {
+            frequencies.iter().map(move |frequency| (amplitude * f(position as f64 * frequency)) as f32)
+        };
+        // Many tokens stand at the same few positions where documents share rows: those are computed once.
+        let distinct = all().max().map_or(0, |last| last + 1);
         let tensor = |f: fn(f64) -> f64| {
-            let values: Vec<f32> = angles.iter().map(|&angle| (amplitude * f(angle)) as f32).collect();
+            let values: Vec<f32> = if distinct < positions.len() * tokens {
+                let once: Vec<f32> = (0..distinct).flat_map(|position| row(position, f)).collect();
+                all().flat_map(|position| &once[position * pairs..(position + 1) * pairs]).copied().collect()
+            } else {
+                all().flat_map(|position| row(position, f)).collect()
+            };
             Tensor::from_slice(&values, shape, device)
         };
         Ok(RotaryTable { cos: tensor(f64::cos)?, sin: tensor(f64::sin)?, interleaved: self.interleaved })

@@ -24,6 +24,7 @@ pub mod backend;
 pub mod beside;
 pub mod cpu;
 pub mod cuda;
+pub mod documents;
 pub mod dtype;
 pub mod error;
 pub mod lent;
@@ -43,6 +44,7 @@ pub mod store;
 pub mod tensor;
 
 pub use backend::{Activation, Device, NormKind, Window2d, with_category};
+pub use documents::Documents;
 pub use dtype::DType;
 pub use error::{Result, TensorError};
 pub use lent::{Lent, Loan, Returned};

@@ -5,13 +5,13 @@
 use ferrospeed_tensor::backend::{Clipping, Comparison, Update, UpdateOperands, sum_of_words};
 use ferrospeed_tensor::beside::{Beside, Moment};
 use ferrospeed_tensor::ops::{
-    self, AttentionOptions, CrossEntropyOptions, GroupWeights, PackedHeads, Routes, WeightLayout,
+    self, AttentionOptions, CrossEntropyOptions, GroupWeights, MlpWeights, PackedHeads, Routes, WeightLayout,
 };
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{
-    Activation, Category, DType, Device, Initializer, Operand, Out, Param, Result, Tensor, TensorError,
-    Window2d, autograd, cuda, rows_alone,
+    Activation, Category, DType, Device, Documents, Initializer, Operand, Out, Param, Result, Tensor,
+    TensorError, Window2d, autograd, cuda, rows_alone,
 };
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -394,6 +394,62 @@ fn attention_in_every_variant() {
             let table = |i: &Inputs<'_>, stream| i.constant(&normal(&[1, 6, 8], stream), &[1, 6, 8]);
             Ok(vec![ops::rotary(i.input(&[2, 6, 3, 20]), &table(i, 50), &table(i, 51), interleaved)?])
         });
+    }
+}
+
+/// Documents in rows: by kernels that look at borders, and in 16 bits, where little has to be filled up, as batches of whole
+/// sequences.
+#[test]
+fn attention_within_documents() {
+    for borders in
+        [vec![vec![0, 3, 4, 140, 300], vec![0, 300]], vec![vec![0, 150, 222, 300], vec![0, 1, 2, 300]]]
+    {
+        for (causal, window) in [(true, None), (true, Some(40)), (false, None)] {
+            let options = |i: &Inputs<'_>| AttentionOptions {
+                causal,
+                window,
+                documents: Some(Documents::new(borders.clone(), i.device).unwrap()),
+                ..AttentionOptions::default()
+            };
+            compare("attention within documents", &|i| {
+                let (q, k, v) =
+                    (i.input(&[2, 300, 4, 64]), i.input(&[2, 300, 2, 64]), i.input(&[2, 300, 2, 64]));
+                Ok(vec![ops::attention(&q, &k, &v, &options(i))?])
+            });
+            compare("packed attention within documents", &|i| {
+                let qkv = i.input(&[2, 300, 3 * 2 * 40]);
+                Ok(vec![ops::attention_packed(&qkv, 2, PackedHeads::Thirds, &options(i))?])
+            });
+            compare("attention within documents with slopes", &|i| {
+                let slopes = Some(i.constant(&[0.5f32, 0.25], &[2]));
+                let options = AttentionOptions { alibi_slopes: slopes, dropout: 0.3, ..options(i) };
+                let (q, k, v) =
+                    (i.input(&[2, 300, 2, 24]), i.input(&[2, 300, 1, 24]), i.input(&[2, 300, 1, 24]));
+                Ok(vec![ops::attention(&q, &k, &v, &options)?])
+            });
+        }
+    }
+}
+
+#[test]
+fn perceptrons_in_chunks() {
+    for chunk in [1, 16, 40, 64] {
+        for (gated, layout) in
+            [(false, WeightLayout::InOut), (true, WeightLayout::OutIn), (true, WeightLayout::InOut)]
+        {
+            compare("mlp_in_chunks", &|i| {
+                let x = i.input(&[2, 30, 24]);
+                let mut layer = |inputs: usize, outputs: usize| {
+                    let shape =
+                        if layout == WeightLayout::OutIn { [outputs, inputs] } else { [inputs, outputs] };
+                    let weight = Operand::from(&i.input_by(&shape, |value| 0.2 * value));
+                    (weight, Some(Operand::from(&i.input(&[outputs]))))
+                };
+                let gate = gated.then(|| layer(24, 40));
+                let weights = MlpWeights { gate, up: layer(24, 40), down: layer(40, 24) };
+                Ok(vec![ops::mlp_in_chunks(&x, weights, layout, Activation::Silu, chunk)?])
+            });
+        }
     }
 }
 

@@ -41,6 +41,7 @@ impl Expected {
             sequence_ranks,
             sequence_length: recipe.data.sequence,
             checkpoint_activations: recipe.model.activation_checkpointing,
+            mlp_chunk: recipe.model.mlp_chunk,
             keeps_attention_matrix: false,
             processor,
             in_tiles,

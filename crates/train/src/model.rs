@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
 use ferrospeed_data::Codec;
-use ferrospeed_models::decoder::{FeedForward, Spread};
+use ferrospeed_models::decoder::{FeedForward, MlpChunks, Spread};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
@@ -37,6 +37,15 @@ impl ModelRecipe {
         let known = self.preset.as_ref().is_none_or(|preset| Preset::of_name(preset).is_ok());
         let given = [self.preset.is_some(), self.path.is_some(), self.config.is_some()];
         known && given.iter().filter(|&&given| given).count() == 1
+    }
+
+    /// How many tokens feed-forward layers take at a time.
+    pub fn mlp_chunks(&self) -> MlpChunks {
+        match self.mlp_chunk {
+            None => MlpChunks::Automatic,
+            Some(0) => MlpChunks::Whole,
+            Some(tokens) => MlpChunks::Tokens(usize::try_from(tokens).unwrap_or(usize::MAX)),
+        }
     }
 
     /// The folder that `path` or `config` lies in, where a tokenizer may lie too.
@@ -160,6 +169,7 @@ impl ModelPlan {
             }
         };
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
+        decoder.set_mlp_chunks(recipe.model.mlp_chunks());
         problems.extend(cannot_be_staged(recipe, &decoder));
         let weights = recipe.model.path.as_ref().and_then(|folder| {
             let opened = WeightFiles::open_directory(folder)
@@ -233,6 +243,11 @@ impl ModelPlan {
             return Vec::new();
         }
         let mut problems = Vec::new();
+        if recipe.data.documents_are_apart() && recipe.sequence_method() == SequenceMethod::Ring {
+            problems.push(
+                "data.documents: ranks of a ring attend over parts of sequences, in which documents are not told apart; use sequence_parallel_method \"ulysses\"".to_owned(),
+            );
+        }
         let pieces =
             ranks.saturating_mul(if recipe.sequence_method() == SequenceMethod::Ring { 2 } else { 1 });
         if tokens < pieces {

@@ -130,6 +130,8 @@ fn open(
     tell: &mut dyn FnMut(Preparing),
 ) -> Result<Opened, ferrospeed_data::DataError> {
     let data = &recipe.data;
+    let named = data.end_token.map(|token| token as i64);
+    let end_token = named.or_else(|| codec.and_then(Codec::end_token).map(i64::from));
     let codec = codec.unwrap_or(&Codec::Bytes);
     let train = source.open(codec, cache, tell)?;
     let is_words =
@@ -150,6 +152,10 @@ fn open(
         (None, ValidationRecipe::Files(_)) => Sequences::split(train, data.sequence, 0.0)?,
     };
     let sequences = vocabulary.map_or(sequences.clone(), |vocabulary| sequences.within(vocabulary));
+    let sequences = match data.documents_are_apart() {
+        true => sequences.by_documents(end_token)?,
+        false => sequences,
+    };
     let largest = sequences.check()?;
     Ok(Opened { sequences, largest, bytes_per_token })
 }

@@ -13,6 +13,8 @@
 //! layers = 4
 //! width = 256
 //! heads = 4
+//! activation_checkpointing = true       # blocks are computed again in backward instead of kept
+//! mlp_chunk = 8192                      # tokens that feed-forward layers take at a time; 0: all; default: by their number
 //!
 //! [data]                   # exactly one kind of data:
 //! text = ["README.md", "crates"]        # files, or folders with…
@@ -27,6 +29,8 @@
 //! # synthetic = 1000000                 # so many made-up tokens
 //! tokenizer = "tokenizer.json"          # or "bytes"; default: the model's own, or bytes
 //! sequence = 256                        # tokens per sequence
+//! documents = "apart"                   # tokens see their own document alone; default: "together"
+//! # end_token = 50256                   # of tokens and megatron: the token that a document ends with
 //! validation = 0.05                     # a share, or files of the same kind: ["val.bin"]
 //!
 //! [training]               # fills the "auto"s of a ds_config; keys and defaults of Hugging Face's training arguments
@@ -163,6 +167,10 @@ pub struct ModelRecipe {
     /// Recompute blocks in backward instead of keeping them.
     #[serde(default)]
     pub activation_checkpointing: bool,
+    /// How many tokens feed-forward layers take at a time; 0: all. Default: some of very long inputs, where blocks are
+    /// recomputed anyway.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mlp_chunk: Option<u64>,
 }
 
 /// What it is trained on: exactly one kind of data, and how it is cut.
@@ -207,9 +215,22 @@ pub struct DataRecipe {
     pub cache: Option<PathBuf>,
     /// Tokens per sequence.
     pub sequence: u64,
+    /// Whether tokens of a sequence see all documents before them (`together`, the default) or their own alone (`apart`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub documents: Option<String>,
+    /// The token that documents of `tokens` and `megatron` end with; default: the tokenizer's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub end_token: Option<u64>,
     /// What is only measured.
     #[serde(default)]
     pub validation: ValidationRecipe,
+}
+
+impl DataRecipe {
+    /// Whether tokens see their own document alone.
+    pub fn documents_are_apart(&self) -> bool {
+        self.documents.as_deref() == Some("apart")
+    }
 }
 
 /// What is only measured.

@@ -75,6 +75,31 @@ fn a_good_recipe_has_no_problem() {
 }
 
 #[test]
+fn documents_are_together_or_apart_and_end_where_data_says() {
+    let place = Place::new();
+    assert_says(&place.problems(GOOD, &["data.documents=apart"]), &[]);
+    assert_says(&place.problems(GOOD, &["data.documents=together", "model.mlp_chunk=8"]), &[]);
+    assert_says(
+        &place.problems(GOOD, &["data.documents=both"]),
+        &["data.documents: 'both' is not known; use together or apart"],
+    );
+    assert_says(
+        &place.problems(GOOD, &["data.documents=apart", "data.end_token=10"]),
+        &["data.end_token: belongs to tokens and megatron; data.text knows where documents end"],
+    );
+    let numbers: Vec<u8> = (0..100u16).flat_map(|n| (n % 7 + 3).to_le_bytes()).collect();
+    std::fs::write(place.path("tokens.bin"), numbers).unwrap();
+    let tokens = GOOD.replace("text = [\"PLACE/text.txt\"]", "tokens = [\"PLACE/tokens.bin\"]");
+    let tokens = tokens.replace("heads = 1", "heads = 1\n    vocabulary = 256");
+    assert_says(
+        &place.problems(&tokens, &["data.end_token=5"]),
+        &["data.end_token: belongs to data.documents = \"apart\""],
+    );
+    assert_says(&place.problems(&tokens, &["data.documents=apart"]), &["where documents end is not known"]);
+    assert_says(&place.problems(&tokens, &["data.documents=apart", "data.end_token=5"]), &[]);
+}
+
+#[test]
 fn a_misspelt_override_is_told_the_key_it_was_meant_for() {
     let place = Place::new();
     assert_says(&place.problems(GOOD, &["stpes=3"]), &["--set stpes=3: 'stpes' is a key neither of recipes"]);

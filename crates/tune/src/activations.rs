@@ -12,7 +12,8 @@
 //!
 //! plus, on a GPU, the inner values after the activation, or the product, where rows are short enough; less the two normed values where `h`
 //! is wide enough that backward norms again; and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout
-//! saves nothing: its mask is drawn again.
+//! saves nothing: its mask is drawn again. A feed-forward layer that takes its tokens in chunks saves none of its inner values;
+//! backward makes those of one chunk again.
 //! The loss never holds all logits: it works on chunks of rows, and leaves the gradient of its input. Backward frees
 //! each operation's part as it passes, so the peak is reached either inside the loss or in the feed-forward half of the
 //! last layer, whichever needs more beyond what all layers keep.
@@ -37,10 +38,24 @@ const SPLIT_LEAST: u64 = 128;
 const SPLIT_DEPTH: u64 = 1024;
 const SPLIT_ELEMENTS: u64 = 1 << 20;
 const SPLIT_ROWS: u64 = 1024;
+/// Where recomputed layers have so many tokens or more, feed-forward layers take them in chunks of so many.
+const LONG_TOKENS: u64 = 65_536;
+const CHUNK_TOKENS: u64 = 8192;
 /// Means, deviations, log-sums, losses.
 const F32_BYTES: u64 = 4;
 /// Token ids and targets.
 const ID_BYTES: u64 = 8;
+
+/// Tokens that feed-forward layers take at a time, where that is not all; `asked` as [`crate::plan::Request::mlp_chunk`].
+pub(crate) fn mlp_chunk(asked: Option<u64>, shape: &Transformer, tokens: u64, again: bool) -> Option<u64> {
+    let chunk = match asked {
+        None if again && tokens >= LONG_TOKENS => CHUNK_TOKENS,
+        None | Some(0) => return None,
+        Some(chunk) => chunk,
+    };
+    // Experts take all.
+    (tokens > chunk && shape.experts_per_token == 1).then_some(chunk)
+}
 
 /// Activations of one micro-batch, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,19 +76,22 @@ pub(crate) struct ActivationBytes {
 }
 
 impl ActivationBytes {
-    /// `tokens` of sequences of `sequence_length`, elements of `width` bytes.
+    /// `tokens` of sequences of `sequence_length`, elements of `width` bytes; feed-forward layers take `chunk` of the tokens
+    /// at a time, or all.
     pub(crate) fn of(
         shape: &Transformer,
         width: u64,
         tokens: u64,
         sequence_length: u64,
         keeps_attention_matrix: bool,
+        chunk: Option<u64>,
         processor: Processor,
     ) -> ActivationBytes {
         let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
         let inner = shape.intermediate * shape.experts_per_token;
         let is_kept = processor == Processor::Gpu && shape.intermediate <= KEPT_ACTIVATION_WIDTH;
         let feed_forward = match (shape.gated, shape.experts_per_token) {
+            _ if chunk.is_some() => 0,
             (false, _) => inner * if is_kept { 2 } else { 1 },
             (true, 1) => inner * if is_kept { 3 } else { 2 },
             // Tokens are copied to their experts, and each expert's result is kept for the weighted sum.
@@ -91,14 +109,23 @@ impl ActivationBytes {
         let around_the_loss =
             bytes(3 * shape.hidden).saturating_add(tokens.saturating_mul(3 * F32_BYTES + 2 * ID_BYTES));
         let logits = logits(shape, width, tokens, processor);
+        // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the activation in
+        // place, as those of gate and up take their places; experts' do not. In chunks, what is not saved comes to that.
+        let backward = match chunk {
+            None => bytes(2 * shape.hidden + if shape.experts_per_token > 1 { 2 * inner } else { inner }),
+            Some(chunk) => {
+                let of_chunk = (inner * if shape.gated { 3 } else { 2 }).saturating_mul(width * chunk);
+                // So little that the gradients of attention may be more, when those of the feed-forward half are done.
+                let of_attention = bytes((2 * query + 2 * key).saturating_sub(shape.hidden));
+                bytes(2 * shape.hidden).saturating_add(of_chunk).max(of_attention)
+            }
+        };
         ActivationBytes {
             layer_input: bytes(shape.hidden),
             layer: bytes(elements).saturating_add(statistics.saturating_mul(tokens)),
             loss: around_the_loss.saturating_add(logits),
             logits,
-            // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the
-            // activation in place, as those of gate and up take their places; experts' do not.
-            backward: bytes(2 * shape.hidden + if shape.experts_per_token > 1 { 2 * inner } else { inner }),
+            backward,
             put_off: bytes(4 * shape.hidden + 2 * query + 2 * key + inner * if shape.gated { 3 } else { 2 }),
         }
     }
@@ -137,11 +164,12 @@ pub(crate) struct PassingBytes {
 }
 
 impl PassingBytes {
-    /// `in_tiles` says that products copy an operand first.
+    /// `in_tiles` says that products copy an operand first; feed-forward layers take `chunk` of the tokens at a time, or all.
     pub(crate) fn of(
         shape: &Transformer,
         width: u64,
         tokens: u64,
+        chunk: Option<u64>,
         processor: Processor,
         in_tiles: bool,
     ) -> PassingBytes {
@@ -156,12 +184,27 @@ impl PassingBytes {
             (true, _) => narrow_tiles(lines, other, depth),
         };
         let logits_tiles = tiles(shape.vocab, shape.hidden, rows);
-        let layer_tiles = tiles(widest, shape.hidden, tokens);
+        let attention = (query + 2 * key).max(shape.hidden);
+        let layer_tiles = match chunk {
+            None => tiles(widest, shape.hidden, tokens),
+            Some(chunk) => {
+                tiles(attention, shape.hidden, tokens).max(tiles(shape.intermediate, shape.hidden, chunk))
+            }
+        };
+        // Chunks add to the gradients of all weights of a feed-forward layer, in f32.
+        let weight_gradients = match chunk {
+            None => shape.hidden.saturating_mul(widest * width),
+            Some(_) => {
+                let layers = if shape.gated { 3 } else { 2 };
+                let rounded = if width == F32_BYTES { 0 } else { width };
+                shape.hidden.saturating_mul(shape.intermediate).saturating_mul(layers * F32_BYTES + rounded)
+            }
+        };
         let waiting = if shape.tied_head { given } else { 0 };
         PassingBytes {
             at_loss: if shape.keeps_logits { layer_tiles } else { summed.saturating_add(logits_tiles) },
             after_loss: if width == F32_BYTES { summed } else { summed.saturating_add(given) },
-            in_backward: shape.hidden.saturating_mul(widest * width).saturating_add(layer_tiles),
+            in_backward: weight_gradients.saturating_add(layer_tiles),
             layer_tiles,
             waiting,
             table: given,
@@ -229,6 +272,30 @@ fn loss_rows(shape: &Transformer, width: u64, tokens: u64, processor: Processor)
 
 #[cfg(test)]
 mod tests {
+    use ferrospeed_models::decoder::MlpChunks;
+
+    #[test]
+    fn chunks_are_those_of_the_models() {
+        let config = serde_json::json!({
+            "model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "max_position_embeddings": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        });
+        let shape = crate::model::from_hugging_face(&config).unwrap();
+        for tokens in [1u64, 100, 101, 8192, 65_535, 65_536, 1 << 20] {
+            for (asked, chunks) in [
+                (None, MlpChunks::Automatic),
+                (Some(0), MlpChunks::Whole),
+                (Some(100), MlpChunks::Tokens(100)),
+            ] {
+                let count = tokens as usize;
+                for (again, expected) in [(false, chunks.of(count)), (true, chunks.of_checkpointed(count))] {
+                    let planned = super::mlp_chunk(asked, &shape, tokens, again);
+                    assert_eq!(planned, expected.map(|chunk| chunk as u64), "{asked:?} {tokens} {again}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn the_widths_are_the_tensor_cores() {
         assert_eq!(super::REBUILT_WIDTH as usize, ferrospeed_tensor::ops::REBUILT_WIDTH);

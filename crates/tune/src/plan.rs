@@ -54,6 +54,9 @@ pub struct Request<'a> {
     pub sequence_length: u64,
     /// Recompute each layer in the backward pass.
     pub checkpoint_activations: bool,
+    /// Tokens that feed-forward layers take at a time, the rest of which is computed again in backward; 0: all. `None`: some of
+    /// very long inputs, where layers are recomputed.
+    pub mlp_chunk: Option<u64>,
     /// Whether attention keeps its matrix of weights; fused attention does not.
     pub keeps_attention_matrix: bool,
     /// What ranks compute on.

@@ -2,7 +2,7 @@
 
 use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage};
 
-use crate::activations::{ActivationBytes, PassingBytes};
+use crate::activations::{ActivationBytes, PassingBytes, mlp_chunk};
 use crate::model::Model;
 use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier, human};
 use crate::stages::Staged;
@@ -335,21 +335,30 @@ impl Planner<'_> {
         let config = self.request.config;
         let length = self.request.sequence_length.div_ceil(self.request.sequence_ranks.max(1));
         let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(length);
-        let bytes = ActivationBytes::of(
-            shape,
-            self.width(),
-            tokens,
-            self.request.sequence_length,
-            self.request.keeps_attention_matrix,
-            self.request.processor,
-        );
         let again = self.request.checkpoint_activations;
+        let mlp_chunk = |again: bool| mlp_chunk(self.request.mlp_chunk, shape, tokens, again);
+        let bytes_of = |again: bool| {
+            ActivationBytes::of(
+                shape,
+                self.width(),
+                tokens,
+                self.request.sequence_length,
+                self.request.keeps_attention_matrix,
+                mlp_chunk(again),
+                self.request.processor,
+            )
+        };
+        let bytes = bytes_of(again);
         let in_tiles = self.request.in_tiles
             && self.request.processor == Processor::Cpu
             && config.precision.data_type() != DataType::Fp16;
-        let passing = PassingBytes::of(shape, self.width(), tokens, self.request.processor, in_tiles);
+        let passing_of = |again: bool| {
+            PassingBytes::of(shape, self.width(), tokens, mlp_chunk(again), self.request.processor, in_tiles)
+        };
+        let passing = passing_of(again);
         if let Some(staged) = self.staged {
-            let [kept, checkpointed] = [false, true].map(|again| staged.peak(&bytes, &passing, again));
+            let [kept, checkpointed] =
+                [false, true].map(|again| staged.peak(&bytes_of(again), &passing_of(again), again));
             let held = if again { checkpointed } else { kept };
             self.add(Purpose::Activations, Tier::Device, held.activations, staged.why(tokens));
             let why = "gradients on their way, the head's in f32, and operands in tiles";
@@ -359,7 +368,8 @@ impl Planner<'_> {
                 checkpointed_bytes: checkpointed.activations,
             });
         }
-        let (kept, checkpointed) = (bytes.kept(shape.layers), bytes.checkpointed(shape.layers));
+        let (kept, checkpointed) =
+            (bytes_of(false).kept(shape.layers), bytes_of(true).checkpointed(shape.layers));
         let on_host = again
             && config.activation_checkpointing.cpu_checkpointing
             && self.request.processor == Processor::Gpu;

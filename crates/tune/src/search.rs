@@ -146,6 +146,7 @@ fn look_at(
         sequence_ranks: layout.sequence,
         sequence_length: question.sequence_length,
         checkpoint_activations: layout.recompute,
+        mlp_chunk: None,
         keeps_attention_matrix: false,
         processor: question.processor,
         in_tiles: question.in_tiles,

@@ -42,7 +42,7 @@ pub fn divide(
     };
     let (width, ends) = (config.precision.data_type().bytes(), Ends::of(whole));
     let tokens = config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(sequence_length);
-    let bytes = ActivationBytes::of(whole, width, tokens, sequence_length, false, Processor::Cpu);
+    let bytes = ActivationBytes::of(whole, width, tokens, sequence_length, false, None, Processor::Cpu);
     // Nobody has measured anything yet: time goes with the weights that tokens are multiplied with.
     let layer = |class: &str, parameters: u64, multiplied: u64, activation_bytes: u64| LayerSize {
         class: class.to_owned(),

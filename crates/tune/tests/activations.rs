@@ -1,6 +1,7 @@
 //! The formulas against the allocator: what a training step and a generating model really hold at most.
 
 use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_models::decoder::MlpChunks;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
@@ -33,7 +34,13 @@ fn config_of(preset: Preset, [layers, width, vocabulary, _, sequence]: [u64; 5])
     config
 }
 
-fn planned(config: &Value, dtype: DType, batch: u64, sequence_length: u64) -> Activations {
+fn planned(
+    config: &Value,
+    dtype: DType,
+    batch: u64,
+    sequence_length: u64,
+    mlp_chunk: Option<u64>,
+) -> Activations {
     let mut run = json!({"train_micro_batch_size_per_gpu": batch});
     if dtype == DType::BF16 {
         run["bf16"] = json!({"enabled": true});
@@ -49,6 +56,7 @@ fn planned(config: &Value, dtype: DType, batch: u64, sequence_length: u64) -> Ac
         sequence_ranks: 1,
         sequence_length,
         checkpoint_activations: false,
+        mlp_chunk,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
         in_tiles: false,
@@ -69,10 +77,18 @@ fn ids(batch: u64, tokens: u64, device: &Device) -> Tensor {
 }
 
 /// The most activations that the second of two steps held.
-fn measured(config: &Value, dtype: DType, batch: u64, tokens: u64, checkpointed: bool) -> usize {
+fn measured(
+    config: &Value,
+    dtype: DType,
+    batch: u64,
+    tokens: u64,
+    checkpointed: bool,
+    chunks: MlpChunks,
+) -> usize {
     let device = Device::cpu_with_threads(1);
     let mut model = decoder(config);
     model.set_activation_checkpointing(checkpointed);
+    model.set_mlp_chunks(chunks);
     let params = model.parameters().as_slice();
     let store = PlainStore::attach(params, dtype, &device, &FromInitializers { seed: 1 }).unwrap();
     for _ in 0..2 {
@@ -101,11 +117,39 @@ fn activations_match_the_allocator_within_ten_percent() {
             for dtype in [DType::F32, DType::BF16] {
                 let config = config_of(preset, size);
                 let [_, _, _, batch, tokens] = size;
-                let Activations { kept_bytes, checkpointed_bytes } = planned(&config, dtype, batch, tokens);
+                let Activations { kept_bytes, checkpointed_bytes } =
+                    planned(&config, dtype, batch, tokens, None);
                 let what = format!("{} {size:?} {dtype}", preset.name());
-                assert_within(&what, kept_bytes, measured(&config, dtype, batch, tokens, false), 0.1);
+                let measured = |again| measured(&config, dtype, batch, tokens, again, MlpChunks::Automatic);
+                assert_within(&what, kept_bytes, measured(false), 0.1);
                 let what = format!("{what} checkpointed");
-                assert_within(&what, checkpointed_bytes, measured(&config, dtype, batch, tokens, true), 0.1);
+                assert_within(&what, checkpointed_bytes, measured(true), 0.1);
+            }
+        }
+    }
+}
+
+#[test]
+fn feed_forward_layers_in_chunks_hold_what_is_planned() {
+    for preset in Preset::ALL {
+        // Few logits, so that the peak is inside a layer.
+        for size in [[4, 192, 512, 2, 256], [2, 256, 512, 1, 1024]] {
+            for dtype in [DType::F32, DType::BF16] {
+                let config = config_of(preset, size);
+                let [_, _, _, batch, tokens] = size;
+                let chunk = 50;
+                let whole = planned(&config, dtype, batch, tokens, Some(0));
+                let planned = planned(&config, dtype, batch, tokens, Some(chunk));
+                assert!(
+                    planned.checkpointed_bytes < whole.checkpointed_bytes * 9 / 10,
+                    "{planned:?}, {whole:?}"
+                );
+                let chunks = MlpChunks::Tokens(chunk as usize);
+                let measured = |again| measured(&config, dtype, batch, tokens, again, chunks);
+                let what = format!("{} {size:?} {dtype} in chunks of {chunk}", preset.name());
+                assert_within(&what, planned.kept_bytes, measured(false), 0.1);
+                let what = format!("{what} checkpointed");
+                assert_within(&what, planned.checkpointed_bytes, measured(true), 0.1);
             }
         }
     }

@@ -93,6 +93,7 @@ fn ranks_keep_as_many_bytes_of_activations_as_planned() {
             sequence_ranks: 1,
             sequence_length: tokens as u64,
             checkpoint_activations: false,
+            mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
             in_tiles: false,

@@ -140,6 +140,7 @@ fn training(
         sequence_ranks: 1,
         sequence_length: sequence,
         checkpoint_activations: false,
+        mlp_chunk: None,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
         in_tiles: false,

@@ -109,7 +109,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.rates.is_given() {
         return Err(Failure::Usage("rates are for --search".to_owned()));
     }
-    let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes } =
+    let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes, mlp_chunk } =
         Asked::read(args)?;
     train_memory::check_offload_folders(&config)?;
     let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);
@@ -129,6 +129,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         sequence_ranks: shared.sequence,
         sequence_length,
         checkpoint_activations: recomputes,
+        mlp_chunk,
         keeps_attention_matrix: args.keep_attention_matrix,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
         in_tiles: super::doctor::multiplies_in_tiles(),

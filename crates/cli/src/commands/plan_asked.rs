@@ -26,6 +26,7 @@ pub(super) struct Asked {
     pub(super) shared: Shared,
     pub(super) sequence_length: u64,
     pub(super) recomputes: bool,
+    pub(super) mlp_chunk: Option<u64>,
 }
 
 /// How many ranks share what.
@@ -71,6 +72,7 @@ impl Asked {
             },
             sequence_length: args.sequence_length.map_or(longest, NonZeroU64::get),
             recomputes: args.checkpoint_activations,
+            mlp_chunk: None,
             model,
             config,
         })
@@ -110,6 +112,7 @@ impl Asked {
             shared: Shared { experts: mesh.expert.get() as u64, sequence: mesh.sequence.get() as u64 },
             sequence_length: args.sequence_length.map_or(recipe.data.sequence, NonZeroU64::get),
             recomputes: args.checkpoint_activations || recipe.model.activation_checkpointing,
+            mlp_chunk: recipe.model.mlp_chunk,
         })
     }
 }

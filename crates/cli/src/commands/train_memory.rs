@@ -41,6 +41,7 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks:
         sequence_ranks: mesh.sequence.get() as u64,
         sequence_length: recipe.data.sequence,
         checkpoint_activations: recipe.model.activation_checkpointing,
+        mlp_chunk: recipe.model.mlp_chunk,
         keeps_attention_matrix: false,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
         in_tiles: super::doctor::multiplies_in_tiles(),

@@ -176,15 +176,19 @@ impl Block {
         }
     }
 
+    /// `mlp_chunk`: how many tokens the feed-forward layer takes at a time, where that is not all.
     pub(super) fn forward(
         &self,
         x: Stream,
         visibility: &Visibility,
         cache: Option<&mut KeyValueCache>,
+        mlp_chunk: Option<usize>,
         mode: Mode,
         routers: &mut RouterLogits,
     ) -> Result<Stream> {
-        profile::scope_at(&self.path, "Block", || self.compute(x, visibility, cache, mode, routers))
+        profile::scope_at(&self.path, "Block", || {
+            self.compute(x, visibility, cache, mlp_chunk, mode, routers)
+        })
     }
 
     fn compute(
@@ -192,6 +196,7 @@ impl Block {
         x: Stream,
         visibility: &Visibility,
         cache: Option<&mut KeyValueCache>,
+        mlp_chunk: Option<usize>,
         mode: Mode,
         routers: &mut RouterLogits,
     ) -> Result<Stream> {
@@ -201,8 +206,8 @@ impl Block {
         };
         let mut feed = |x: &Tensor| -> Result<Tensor> {
             let y = match &self.feed_forward {
-                FeedForwardLayer::Plain(mlp) => mlp.forward(x)?,
-                FeedForwardLayer::Gated(mlp) => mlp.forward(x)?,
+                FeedForwardLayer::Plain(mlp) => mlp.forward_in_chunks(x, mlp_chunk)?,
+                FeedForwardLayer::Gated(mlp) => mlp.forward_in_chunks(x, mlp_chunk)?,
                 FeedForwardLayer::Mixture(mixture) => {
                     let (y, logits) = mixture.forward(x, mode)?;
                     routers.push(logits);
@@ -247,6 +252,7 @@ pub(super) fn checkpointed(
     block: &Block,
     stream: Stream,
     visibility: &Visibility,
+    mlp_chunk: Option<usize>,
     mode: Mode,
     routers: &mut RouterLogits,
 ) -> Result<Stream> {
@@ -255,8 +261,9 @@ pub(super) fn checkpointed(
     let mut outputs = autograd::checkpoint_on(shelf, &[stream.value()?], move |inputs| {
         let mut routers = RouterLogits::new();
         let stream = Stream { stream: inputs[0].clone(), pending: None };
-        let stream =
-            block.forward(stream, &visibility, None, mode, &mut routers).map_err(into_tensor_error)?;
+        let stream = block
+            .forward(stream, &visibility, None, mlp_chunk, mode, &mut routers)
+            .map_err(into_tensor_error)?;
         let mut outputs = vec![stream.value().map_err(into_tensor_error)?];
         outputs.extend(routers);
         Ok(outputs)

@@ -1,7 +1,7 @@
 //! Where tokens stand: positions, masks, rotary tables and ALiBi slopes of a pass.
 
 use ferrospeed_nn::{Rotary, RotaryScaling, RotaryTable, Visibility};
-use ferrospeed_tensor::{Device, Pages, Tensor};
+use ferrospeed_tensor::{Device, Documents, Pages, Tensor};
 
 use super::config::Positions;
 use super::{Decoder, Tokens};
@@ -40,12 +40,34 @@ impl Decoder {
         Ok(())
     }
 
+    /// The documents that share the sequences.
+    pub(super) fn documents(&self, tokens: &Tokens, is_cached: bool) -> Result<Option<Documents>> {
+        let Some(borders) = &tokens.documents else { return Ok(None) };
+        let refuse = |why: &str| Err(ModelError::config("documents", why));
+        if is_cached {
+            return refuse("a cache holds one text for each sequence; run documents without it");
+        }
+        if tokens.mask.is_some() {
+            return refuse("they fill their sequences, so nothing is masked; leave out the mask");
+        }
+        let documents = Documents::new(borders.clone(), tokens.ids.device())?;
+        if [documents.rows(), documents.tokens()] != tokens.ids.sizes() {
+            let (rows, length) = (documents.rows(), documents.tokens());
+            let why = format!(
+                "their lengths are those of {rows} sequences of {length} tokens; the ids are {}",
+                tokens.ids.shape()
+            );
+            return refuse(&why);
+        }
+        Ok(Some(documents))
+    }
+
     /// One row of positions per sequence, or one for all; rows of the table where positions are learned.
     pub(super) fn positions(
         &self,
         tokens: &Tokens,
-        batch: usize,
-        count: usize,
+        documents: Option<&Documents>,
+        [batch, count]: [usize; 2],
         past: usize,
     ) -> Result<Vec<Vec<usize>>> {
         let fits = |rows: &[Vec<u8>]| rows.len() == batch && rows.iter().all(|row| row.len() == past + count);
@@ -71,7 +93,11 @@ impl Decoder {
             };
             return Ok(mask.iter().map(place).collect());
         }
-        let positions = tokens.positions.clone().unwrap_or_else(|| vec![(past..past + count).collect()]);
+        let positions = match (&tokens.positions, documents) {
+            (Some(positions), _) => positions.clone(),
+            (None, Some(documents)) => documents.positions(),
+            (None, None) => vec![(past..past + count).collect()],
+        };
         Ok(positions
             .into_iter()
             .map(|row| row.into_iter().map(|position| position + offset).collect())
@@ -82,8 +108,8 @@ impl Decoder {
         &self,
         tokens: &Tokens,
         positions: &[Vec<usize>],
-        batch: usize,
-        keys: usize,
+        [batch, keys]: [usize; 2],
+        length: usize,
         device: &Device,
     ) -> Result<Visibility> {
         let key_mask = match &tokens.mask {
@@ -93,7 +119,7 @@ impl Decoder {
         let mut visibility = Visibility { key_mask, ..Default::default() };
         match self.config.positions {
             Positions::Learned { .. } => {}
-            Positions::Rotary(rotary) => visibility.rotary = Some(rotary.table(positions, keys, device)?),
+            Positions::Rotary(rotary) => visibility.rotary = Some(rotary.table(positions, length, device)?),
             Positions::Alibi => {
                 visibility.alibi_slopes = Some(self.slopes(device)?);
                 if let Some(mask) = &tokens.mask {
@@ -112,6 +138,15 @@ impl Decoder {
         }
         Ok(visibility)
     }
+}
+
+/// The tokens of the longest document.
+pub(super) fn longest(documents: &Documents) -> usize {
+    (0..documents.rows())
+        .flat_map(|row| documents.of_row(row))
+        .map(|document| document.len())
+        .max()
+        .unwrap_or(0)
 }
 
 /// What a pass knows of where its tokens stand.

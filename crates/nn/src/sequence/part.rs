@@ -161,6 +161,10 @@ impl SequencePart {
         }
         match self.parallel.method {
             SequenceMethod::Ulysses => ulysses::attention(self, qkv, &options),
+            SequenceMethod::Ring if options.documents.is_some() => {
+                let why = "documents apart need ranks that attend over whole sequences; share them by Ulysses, not as a ring";
+                Err(TensorError::argument("sequence parallel", why))
+            }
             SequenceMethod::Ring => ring::attention(self, qkv, &options),
         }
     }

@@ -1,6 +1,7 @@
 //! Attention over a tensor's own keys, a cache's, and pages, and the positions of heads.
 
 use crate::backend::Memory;
+use crate::documents::Documents;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::out::Out;
@@ -39,6 +40,13 @@ impl<'a> HeadsOut<'a> {
     }
 }
 
+impl<'a> Heads<'a> {
+    /// The same from a token on.
+    pub(crate) fn from_token(&self, first: usize) -> Heads<'a> {
+        Heads { offset: self.offset + first * self.token_stride, ..*self }
+    }
+}
+
 /// One attention call. Shapes: q `[batch, queries, heads, dim]`, k and v `[batch, keys, kv_heads, dim]`.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionSpec<'a> {
@@ -72,6 +80,8 @@ pub struct AttentionSpec<'a> {
     pub dropout: Option<(f32, RandomKey)>,
     /// Where these weights are among those that were drawn for together; `None`: they are all of them.
     pub weights: Option<WeightGrid>,
+    /// Who sees whom ends at the borders of these; queries are the tokens of their keys then.
+    pub documents: Option<&'a Documents>,
 }
 
 /// Some of the weights `[batch, heads, queries, keys]` of an attention of which other ranks compute the rest: whether one is
@@ -121,6 +131,10 @@ pub trait Attention: Memory {
         dout: &Heads<'_>,
         gradients: [HeadsOut<'_>; 3],
     ) -> Result<()>;
+    /// Whether causal attention over whole sequences is so much faster than within documents that these are worth copying.
+    fn prefers_whole_sequences(&self, _dtype: DType, _dim: usize) -> bool {
+        false
+    }
     /// Attention of one new token per sequence (`queries` is 1) over all that the caches hold, itself included.
     ///
     /// `new` are its query, key and value; the latter two are appended to `caches` behind the first `place` tokens, an

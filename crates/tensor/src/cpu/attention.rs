@@ -2,13 +2,15 @@
 //!
 //! Forward keeps a running maximum and sum per query row over blocks of keys; backward rebuilds each block of
 //! probabilities from the saved log-sum-exp. (Dao, Fu, Ermon, Rudra, Ré: "FlashAttention", 2022.) One task is one
-//! key/value head of one sequence, so gradients of shared heads add up in a fixed order.
+//! key/value head of one sequence, or of one document where several lie in a sequence, so gradients of shared heads add up
+//! in a fixed order, and a document has the bits that it has alone.
 //!
 //! Legend: t queries, s keys, d channels; `score_ts` is a block of at most `BLOCK_T × BLOCK_S`.
 
 use std::borrow::Cow;
 
-use crate::backend::{AttentionSpec, Heads, HeadsOut, WeightGrid};
+use crate::backend::{AttentionSpec, Heads, HeadsOut};
+use crate::cpu::attention_mask::{Mask, Part};
 use crate::cpu::gemm::{Operand, small};
 use crate::cpu::math::exp;
 use crate::cpu::parallel::{Shared, Threads};
@@ -19,7 +21,6 @@ use crate::cpu::{amx, attention_amx};
 use crate::dtype::{DType, Float};
 use crate::error::{Result, TensorError};
 use crate::out::Out;
-use crate::random::drop_threshold;
 use crate::tensor::Tensor;
 
 const BLOCK_T: usize = 64;
@@ -117,98 +118,6 @@ impl<'a> Turned<'a> {
     }
 }
 
-/// What changes scores besides the product: masks, windows and ALiBi, for one sequence and head.
-pub(crate) struct Mask<'a> {
-    spec: &'a AttentionSpec<'a>,
-    key_allowed: Option<&'a [u8]>,
-    /// `slope · position` per key.
-    alibi_s: Option<Vec<f32>>,
-    head: usize,
-    batch: usize,
-}
-
-impl<'a> Mask<'a> {
-    pub(crate) fn new(spec: &'a AttentionSpec<'a>, batch: usize, head: usize) -> Mask<'a> {
-        let keys = spec.keys;
-        let key_allowed = spec.key_mask.map(|mask| &read::<u8>(mask)[batch * keys..(batch + 1) * keys]);
-        let alibi_s = spec.alibi_slopes.map(|slopes| {
-            let slope = read::<f32>(slopes)[head];
-            match spec.alibi_positions {
-                Some(positions) => read::<f32>(positions)[batch * keys..(batch + 1) * keys]
-                    .iter()
-                    .map(|p| slope * p)
-                    .collect(),
-                None => (0..keys).map(|key| slope * key as f32).collect(),
-            }
-        });
-        Mask { spec, key_allowed, alibi_s, head, batch }
-    }
-
-    /// What multiplies the products.
-    pub(crate) fn scale(&self) -> f32 {
-        self.spec.scale
-    }
-
-    pub(crate) fn has_dropout(&self) -> bool {
-        self.spec.dropout.is_some()
-    }
-
-    /// The keys that any query of `t0..t1` may see.
-    pub(crate) fn visible(&self, t0: usize, t1: usize) -> std::ops::Range<usize> {
-        let spec = self.spec;
-        let shift = spec.shift();
-        let end =
-            if spec.causal { (t1 as isize + shift).clamp(0, spec.keys as isize) as usize } else { spec.keys };
-        let start = match spec.window {
-            Some(window) => (t0 as isize + shift + 1 - window as isize).clamp(0, end as isize) as usize,
-            None => 0,
-        };
-        start..end
-    }
-
-    /// Turns raw products into scores; hidden keys become minus infinity.
-    #[inline(always)]
-    pub(crate) fn apply(&self, score_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
-        let spec = self.spec;
-        let shift = spec.shift();
-        for (t, row) in score_ts.chunks_mut(width).enumerate() {
-            if let Some(alibi_s) = &self.alibi_s {
-                row.iter_mut().zip(&alibi_s[s0..]).for_each(|(score, bias)| *score += bias);
-            }
-            if let Some(allowed) = self.key_allowed {
-                row.iter_mut().zip(&allowed[s0..]).for_each(|(score, &allowed)| {
-                    *score = if allowed != 0 { *score } else { f32::NEG_INFINITY }
-                });
-            }
-            let position = (t0 + t) as isize + shift;
-            if spec.causal && (s0 + width) as isize > position + 1 {
-                let visible = (position + 1 - s0 as isize).clamp(0, width as isize) as usize;
-                row[visible..].fill(f32::NEG_INFINITY);
-            }
-            if let Some(window) = spec.window {
-                let hidden = (position + 1 - window as isize - s0 as isize).clamp(0, width as isize) as usize;
-                row[..hidden].fill(f32::NEG_INFINITY);
-            }
-        }
-    }
-
-    /// Multiplies a block by its dropout mask.
-    #[inline(always)]
-    pub(crate) fn dropout(&self, block_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
-        let Some((p, key)) = self.spec.dropout else { return };
-        let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
-        let WeightGrid { whole: [heads, queries, keys], first: [head0, query0, key0] } =
-            self.spec.weight_grid();
-        let head_row = (self.batch * heads + head0 + self.head) * queries + query0;
-        for (t, row) in block_ts.chunks_mut(width).enumerate() {
-            let first = ((head_row + t0 + t) * keys + key0 + s0) as u64;
-            for (s, value) in row.iter_mut().enumerate() {
-                *value = if key.word(first + s as u64) >= threshold { *value * scale } else { 0.0 };
-            }
-        }
-    }
-}
-
 /// Whether the tile registers take this one. A single query (decoding) is bound by memory and fills no tile.
 #[cfg(target_arch = "x86_64")]
 fn on_amx(spec: &AttentionSpec<'_>, q: &Heads<'_>) -> bool {
@@ -218,44 +127,54 @@ fn on_amx(spec: &AttentionSpec<'_>, q: &Heads<'_>) -> bool {
 pub(crate) fn forward(
     threads: &Threads,
     spec: &AttentionSpec<'_>,
-    q: &Heads<'_>,
-    k: &Heads<'_>,
-    v: &Heads<'_>,
+    inputs: [&Heads<'_>; 3],
     out: &HeadsOut<'_>,
     logsumexp: Out<'_>,
 ) -> Result<()> {
-    let (queries, dim) = (spec.queries, spec.dim);
-    let group = spec.heads / spec.kv_heads;
-    #[cfg(target_arch = "x86_64")]
-    if on_amx(spec, q) {
-        attention_amx::forward(threads, spec, [q, k, v], out, logsumexp);
-        return Ok(());
-    }
-    float_kernel!("attention", q.tensor.dtype(), T => {
-        let target = out.elements::<T>();
+    let parts = Part::all(spec);
+    float_kernel!("attention", inputs[0].tensor.dtype(), T => {
         let logsumexp = Shared::new(write::<f32>(logsumexp));
-        threads.run(spec.batch * spec.kv_heads, |task| {
-            let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
-            let k_sd = load_head::<T>(k, batch, kv_head, spec.keys, dim);
-            let v_sd = load_head::<T>(v, batch, kv_head, spec.keys, dim);
-            let k_ds = Turned::new(&k_sd, dim, queries);
-            let mut score_ts = vec![0.0f32; BLOCK_T * BLOCK_S];
-            for head in kv_head * group..(kv_head + 1) * group {
-                let q_td = load_head::<T>(q, batch, head, queries, dim);
-                let mut out_td = vec![0.0f32; queries * dim];
-                let row0 = (batch * spec.heads + head) * queries;
-                // SAFETY: each (batch, head) is written by one task.
-                let lse_t = unsafe { logsumexp.range(row0..row0 + queries) };
-                let mask = Mask::new(spec, batch, head);
-                for t0 in (0..queries).step_by(BLOCK_T) {
-                    let t1 = (t0 + BLOCK_T).min(queries);
-                    let block = t0 * dim..t1 * dim;
-                    forward_block(&mask, &q_td[block.clone()], &k_ds, &v_sd, t0, &mut score_ts, &mut out_td[block], &mut lse_t[t0..t1]);
-                }
-                store_head::<T>(&out_td, target, out.heads(), batch, head, dim);
+        threads.run(parts.len() * spec.kv_heads, |task| {
+            let (part, kv_head) = (&parts[task / spec.kv_heads], task % spec.kv_heads);
+            #[cfg(target_arch = "x86_64")]
+            if on_amx(&part.spec, inputs[0]) {
+                return attention_amx::forward(part, kv_head, inputs, out, logsumexp);
             }
+            forward_heads::<T>(part, kv_head, inputs, out, logsumexp);
         });
     })
+}
+
+/// All query heads of one key head.
+fn forward_heads<T: Float>(
+    part: &Part<'_>,
+    kv_head: usize,
+    inputs: [&Heads<'_>; 3],
+    out: &HeadsOut<'_>,
+    logsumexp: Shared<f32>,
+) {
+    let (spec, batch) = (&part.spec, part.batch);
+    let (queries, dim, group) = (spec.queries, spec.dim, spec.heads / spec.kv_heads);
+    let [q, k, v] = inputs.map(|heads| part.of(heads));
+    let (target, out) = (out.elements::<T>(), part.of(out.heads()));
+    let k_sd = load_head::<T>(&k, batch, kv_head, spec.keys, dim);
+    let v_sd = load_head::<T>(&v, batch, kv_head, spec.keys, dim);
+    let k_ds = Turned::new(&k_sd, dim, queries);
+    let mut score_ts = vec![0.0f32; BLOCK_T * BLOCK_S];
+    for head in kv_head * group..(kv_head + 1) * group {
+        let q_td = load_head::<T>(&q, batch, head, queries, dim);
+        let mut out_td = vec![0.0f32; queries * dim];
+        // SAFETY: each (part, head) is written by one task.
+        let lse_t = unsafe { logsumexp.range(part.rows(head)) };
+        let mask = Mask::new(part, head);
+        for t0 in (0..queries).step_by(BLOCK_T) {
+            let t1 = (t0 + BLOCK_T).min(queries);
+            let (block, lse_t) = (t0 * dim..t1 * dim, &mut lse_t[t0..t1]);
+            let (q_td, out_td) = (&q_td[block.clone()], &mut out_td[block]);
+            forward_block(&mask, q_td, &k_ds, &v_sd, t0, &mut score_ts, out_td, lse_t);
+        }
+        store_head::<T>(&out_td, target, &out, batch, head, dim);
+    }
 }
 
 /// All keys for one block of queries.
@@ -332,55 +251,76 @@ pub(super) fn step(
     let device = q.tensor.device();
     let mut logsumexp = Tensor::empty([spec.batch, spec.heads, 1], DType::F32, device)?;
     let spec = AttentionSpec { keys: past + 1, ..*spec };
-    forward(&backend.threads, &spec, q, keys.heads(), values.heads(), &out, logsumexp.out()?)
+    forward(&backend.threads, &spec, [q, keys.heads(), values.heads()], &out, logsumexp.out()?)
 }
 
 pub(crate) fn backward(
     threads: &Threads,
     spec: &AttentionSpec<'_>,
-    [q, k, v, out, dout]: [&Heads<'_>; 5],
+    inputs: [&Heads<'_>; 5],
     logsumexp: &Tensor,
     gradients: [HeadsOut<'_>; 3],
 ) -> Result<()> {
-    let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
-    let group = spec.heads / spec.kv_heads;
-    #[cfg(target_arch = "x86_64")]
-    if on_amx(spec, q) {
-        attention_amx::backward(threads, spec, [q, k, v, out, dout], logsumexp, gradients);
-        return Ok(());
-    }
-    float_kernel!("attention_backward", q.tensor.dtype(), T => {
-        let [dq_target, dk_target, dv_target] = gradients.each_ref().map(HeadsOut::elements::<T>);
-        let [dq, dk, dv] = gradients.each_ref().map(HeadsOut::heads);
+    let parts = Part::all(spec);
+    float_kernel!("attention_backward", inputs[0].tensor.dtype(), T => {
         let lse = read::<f32>(logsumexp);
-        threads.run(spec.batch * spec.kv_heads, |task| {
-            let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
-            let k_sd = load_head::<T>(k, batch, kv_head, keys, dim);
-            let v_sd = load_head::<T>(v, batch, kv_head, keys, dim);
-            let (mut dk_sd, mut dv_sd) = (vec![0.0f32; keys * dim], vec![0.0f32; keys * dim]);
-            let (k_ds, v_ds) = (Turned::new(&k_sd, dim, queries), Turned::new(&v_sd, dim, queries));
-            let mut scratch = BackwardScratch::default();
-            for head in kv_head * group..(kv_head + 1) * group {
-                let q_td = load_head::<T>(q, batch, head, queries, dim);
-                let out_td = load_head::<T>(out, batch, head, queries, dim);
-                let dout_td = load_head::<T>(dout, batch, head, queries, dim);
-                let mut dq_td = vec![0.0f32; queries * dim];
-                let row0 = (batch * spec.heads + head) * queries;
-                let mask = Mask::new(spec, batch, head);
-                for t0 in (0..queries).step_by(BLOCK_T) {
-                    let t1 = (t0 + BLOCK_T).min(queries);
-                    let block = t0 * dim..t1 * dim;
-                    backward_block(
-                        &mask, &q_td[block.clone()], &k_sd, &k_ds, &v_ds, &out_td[block.clone()], &dout_td[block.clone()],
-                        &lse[row0 + t0..row0 + t1], t0, &mut scratch, &mut dq_td[block], &mut dk_sd, &mut dv_sd,
-                    );
-                }
-                store_head::<T>(&dq_td, dq_target, dq, batch, head, dim);
+        threads.run(parts.len() * spec.kv_heads, |task| {
+            let (part, kv_head) = (&parts[task / spec.kv_heads], task % spec.kv_heads);
+            #[cfg(target_arch = "x86_64")]
+            if on_amx(&part.spec, inputs[0]) {
+                return attention_amx::backward(part, kv_head, inputs, lse, &gradients);
             }
-            store_head::<T>(&dk_sd, dk_target, dk, batch, kv_head, dim);
-            store_head::<T>(&dv_sd, dv_target, dv, batch, kv_head, dim);
+            backward_heads::<T>(part, kv_head, inputs, lse, &gradients);
         });
     })
+}
+
+/// The gradients of one key head and of all query heads that share it.
+fn backward_heads<T: Float>(
+    part: &Part<'_>,
+    kv_head: usize,
+    inputs: [&Heads<'_>; 5],
+    lse: &[f32],
+    gradients: &[HeadsOut<'_>; 3],
+) {
+    let (spec, batch) = (&part.spec, part.batch);
+    let (queries, keys, dim, group) = (spec.queries, spec.keys, spec.dim, spec.heads / spec.kv_heads);
+    let [q, k, v, out, dout] = inputs.map(|heads| part.of(heads));
+    let [dq_target, dk_target, dv_target] = gradients.each_ref().map(HeadsOut::elements::<T>);
+    let [dq, dk, dv] = gradients.each_ref().map(|gradient| part.of(gradient.heads()));
+    let k_sd = load_head::<T>(&k, batch, kv_head, keys, dim);
+    let v_sd = load_head::<T>(&v, batch, kv_head, keys, dim);
+    let (mut dk_sd, mut dv_sd) = (vec![0.0f32; keys * dim], vec![0.0f32; keys * dim]);
+    let (k_ds, v_ds) = (Turned::new(&k_sd, dim, queries), Turned::new(&v_sd, dim, queries));
+    let mut scratch = BackwardScratch::default();
+    for head in kv_head * group..(kv_head + 1) * group {
+        let [q_td, out_td, dout_td] =
+            [&q, &out, &dout].map(|heads| load_head::<T>(heads, batch, head, queries, dim));
+        let mut dq_td = vec![0.0f32; queries * dim];
+        let (mask, lse_t) = (Mask::new(part, head), &lse[part.rows(head)]);
+        for t0 in (0..queries).step_by(BLOCK_T) {
+            let t1 = (t0 + BLOCK_T).min(queries);
+            let block = t0 * dim..t1 * dim;
+            backward_block(
+                &mask,
+                &q_td[block.clone()],
+                &k_sd,
+                &k_ds,
+                &v_ds,
+                &out_td[block.clone()],
+                &dout_td[block.clone()],
+                &lse_t[t0..t1],
+                t0,
+                &mut scratch,
+                &mut dq_td[block],
+                &mut dk_sd,
+                &mut dv_sd,
+            );
+        }
+        store_head::<T>(&dq_td, dq_target, &dq, batch, head, dim);
+    }
+    store_head::<T>(&dk_sd, dk_target, &dk, batch, kv_head, dim);
+    store_head::<T>(&dv_sd, dv_target, &dv, batch, kv_head, dim);
 }
 
 struct BackwardScratch {

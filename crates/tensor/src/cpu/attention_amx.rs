@@ -10,18 +10,16 @@ use std::cell::RefCell;
 
 use half::bf16;
 
-use crate::backend::{AttentionSpec, Heads, HeadsOut};
+use crate::backend::{Heads, HeadsOut};
 use crate::cpu::aligned::Aligned;
 use crate::cpu::amx::{BLOCK, DEPTH, Factor, Left, PAIR, Tiles};
-use crate::cpu::attention::Mask;
+use crate::cpu::attention_mask::{Mask, Part};
 use crate::cpu::gemm::Operand;
 use crate::cpu::math::fused_exp as exp;
-use crate::cpu::parallel::{Shared, Threads};
+use crate::cpu::parallel::Shared;
+use crate::cpu::read;
 use crate::cpu::simd::{max, multiversion, sum_by, vectorized};
-use crate::cpu::{read, write};
 use crate::dtype::Float;
-use crate::out::Out;
-use crate::tensor::Tensor;
 
 const BLOCK_T: usize = 64;
 const BLOCK_S: usize = 256;
@@ -292,72 +290,61 @@ multiversion! {
     }
 }
 
+/// All query heads of one key head.
 pub(crate) fn forward(
-    threads: &Threads,
-    spec: &AttentionSpec<'_>,
-    [q, k, v]: [&Heads<'_>; 3],
+    part: &Part<'_>,
+    kv_head: usize,
+    inputs: [&Heads<'_>; 3],
     out: &HeadsOut<'_>,
-    logsumexp: Out<'_>,
+    logsumexp: Shared<f32>,
 ) {
+    let (spec, batch) = (&part.spec, part.batch);
     let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
     let group = spec.heads / spec.kv_heads;
-    let target = out.elements::<bf16>();
-    let out = out.heads();
-    let logsumexp = Shared::new(write::<f32>(logsumexp));
-    threads.run(spec.batch * spec.kv_heads, |task| {
-        let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
-        WORKSPACE.with_borrow_mut(|workspace| {
-            let Workspace { k_ds, v_sd, q_left, left, prob_ts, rounded_ts, sum_td, .. } = workspace;
-            k_ds.pack(&turned(&head(k, batch, kv_head)), dim, keys);
-            v_sd.pack(&head(v, batch, kv_head), keys, dim);
-            let width_d = padded(dim);
-            let score_ts = prob_ts.at_least(BLOCK_T * BLOCK_S);
-            let rounded_ts = rounded_ts.at_least(BLOCK_T * BLOCK_S);
-            let tiles = Tiles::configure();
-            for head_index in kv_head * group..(kv_head + 1) * group {
-                let mask = Mask::new(spec, batch, head_index);
-                let q_td = head(q, batch, head_index);
-                for t0 in (0..queries).step_by(BLOCK_T) {
-                    let height = BLOCK_T.min(queries - t0);
-                    q_left.pack(&from_row(&q_td, t0), height, dim);
-                    let out_td = cleared(sum_td, BLOCK_T * width_d);
-                    let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
-                    for_key_blocks(&mask, t0, height, |s0, width| {
-                        let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
-                        multiply(
-                            &tiles,
-                            q_left,
-                            k_ds,
-                            columns.clone(),
-                            0..k_ds.steps,
-                            score_ts,
-                            BLOCK_S,
-                            false,
-                        );
-                        let span = padded(width);
-                        let place = Place { t0, s0, height, width };
-                        let running =
-                            Running { out_td, width_d, largest_t: &mut largest_t, total_t: &mut total_t };
-                        probabilities(&mask, place, score_ts, rounded_ts, running);
-                        left.pack(
-                            &Operand { elements: rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
-                            height,
-                            span,
-                        );
-                        multiply(&tiles, left, v_sd, 0..v_sd.columns, columns, out_td, width_d, true);
-                    });
-                    let row0 = (batch * spec.heads + head_index) * queries + t0;
-                    // SAFETY: each (batch, head) is written by one task.
-                    let lse_t = unsafe { logsumexp.range(row0..row0 + height) };
-                    for t in 0..height {
-                        lse_t[t] = largest_t[t] + total_t[t].ln();
-                    }
-                    // Rows that see no key (padding) give zeros.
-                    let inverse = |t: usize| if total_t[t] > 0.0 { 1.0 / total_t[t] } else { 0.0 };
-                    store_head(out_td, width_d, target, out, [batch, head_index], t0, height, dim, inverse);
+    let [q, k, v] = &inputs.map(|heads| part.of(heads));
+    let (target, out) = (out.elements::<bf16>(), &part.of(out.heads()));
+    WORKSPACE.with_borrow_mut(|workspace| {
+        let Workspace { k_ds, v_sd, q_left, left, prob_ts, rounded_ts, sum_td, .. } = workspace;
+        k_ds.pack(&turned(&head(k, batch, kv_head)), dim, keys);
+        v_sd.pack(&head(v, batch, kv_head), keys, dim);
+        let width_d = padded(dim);
+        let score_ts = prob_ts.at_least(BLOCK_T * BLOCK_S);
+        let rounded_ts = rounded_ts.at_least(BLOCK_T * BLOCK_S);
+        let tiles = Tiles::configure();
+        for head_index in kv_head * group..(kv_head + 1) * group {
+            let mask = Mask::new(part, head_index);
+            let q_td = head(q, batch, head_index);
+            for t0 in (0..queries).step_by(BLOCK_T) {
+                let height = BLOCK_T.min(queries - t0);
+                q_left.pack(&from_row(&q_td, t0), height, dim);
+                let out_td = cleared(sum_td, BLOCK_T * width_d);
+                let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
+                for_key_blocks(&mask, t0, height, |s0, width| {
+                    let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
+                    multiply(&tiles, q_left, k_ds, columns.clone(), 0..k_ds.steps, score_ts, BLOCK_S, false);
+                    let span = padded(width);
+                    let place = Place { t0, s0, height, width };
+                    let running =
+                        Running { out_td, width_d, largest_t: &mut largest_t, total_t: &mut total_t };
+                    probabilities(&mask, place, score_ts, rounded_ts, running);
+                    left.pack(
+                        &Operand { elements: rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
+                        height,
+                        span,
+                    );
+                    multiply(&tiles, left, v_sd, 0..v_sd.columns, columns, out_td, width_d, true);
+                });
+                let row0 = part.rows(head_index).start + t0;
+                // SAFETY: each (part, head) is written by one task.
+                let lse_t = unsafe { logsumexp.range(row0..row0 + height) };
+                for t in 0..height {
+                    lse_t[t] = largest_t[t] + total_t[t].ln();
                 }
+                // Rows that see no key (padding) give zeros.
+                let inverse = |t: usize| if total_t[t] > 0.0 { 1.0 / total_t[t] } else { 0.0 };
+                store_head(out_td, width_d, target, out, [batch, head_index], t0, height, dim, inverse);
             }
-        });
+        }
     });
 }
 
@@ -371,131 +358,113 @@ fn for_key_blocks(mask: &Mask<'_>, t0: usize, height: usize, mut block: impl FnM
     }
 }
 
+/// The gradients of one key head and of all query heads that share it.
 pub(crate) fn backward(
-    threads: &Threads,
-    spec: &AttentionSpec<'_>,
-    [q, k, v, out, dout]: [&Heads<'_>; 5],
-    logsumexp: &Tensor,
-    gradients: [HeadsOut<'_>; 3],
+    part: &Part<'_>,
+    kv_head: usize,
+    inputs: [&Heads<'_>; 5],
+    lse: &[f32],
+    gradients: &[HeadsOut<'_>; 3],
 ) {
+    let (spec, batch) = (&part.spec, part.batch);
     let (queries, keys, dim) = (spec.queries, spec.keys, spec.dim);
     let group = spec.heads / spec.kv_heads;
     let width_d = padded(dim);
     let [dq_target, dk_target, dv_target] = gradients.each_ref().map(HeadsOut::elements::<bf16>);
-    let [dq, dk, dv] = gradients.each_ref().map(HeadsOut::heads);
-    let lse = read::<f32>(logsumexp);
-    threads.run(spec.batch * spec.kv_heads, |task| {
-        let (batch, kv_head) = (task / spec.kv_heads, task % spec.kv_heads);
-        WORKSPACE.with_borrow_mut(|workspace| {
-            let Workspace {
-                k_ds,
-                v_ds,
-                k_sd,
-                q_td: q_right,
-                dout_td: dout_right,
-                q_left,
-                dout_left,
-                left,
-                ..
-            } = workspace;
-            let (k_rows, v_rows) = (head(k, batch, kv_head), head(v, batch, kv_head));
-            k_ds.pack(&turned(&k_rows), dim, keys);
-            v_ds.pack(&turned(&v_rows), dim, keys);
-            k_sd.pack(&k_rows, keys, dim);
-            let [dk_sd, dv_sd] = [&mut workspace.dk_sd, &mut workspace.dv_sd]
-                .map(|sums| cleared(sums, padded(keys) * width_d));
-            let [prob_ts, dprob_ts, dropped_ts] =
-                [&mut workspace.prob_ts, &mut workspace.dprob_ts, &mut workspace.dropped_ts]
-                    .map(|block| block.at_least(BLOCK_T * BLOCK_S));
-            let rounded_ts = workspace.rounded_ts.at_least(BLOCK_T * BLOCK_S);
-            let tiles = Tiles::configure();
-            for head_index in kv_head * group..(kv_head + 1) * group {
-                let mask = Mask::new(spec, batch, head_index);
-                let [q_td, out_td, dout_td] = [q, out, dout].map(|heads| head(heads, batch, head_index));
-                for t0 in (0..queries).step_by(BLOCK_T) {
-                    let height = BLOCK_T.min(queries - t0);
-                    let row0 = (batch * spec.heads + head_index) * queries + t0;
-                    let (q_rows, dout_rows) = (from_row(&q_td, t0), from_row(&dout_td, t0));
-                    q_left.pack(&q_rows, height, dim);
-                    dout_left.pack(&dout_rows, height, dim);
-                    q_right.pack(&q_rows, height, dim);
-                    dout_right.pack(&dout_rows, height, dim);
-                    let dq_td = cleared(&mut workspace.sum_td, BLOCK_T * width_d);
-                    let mut delta_t = [0.0f32; BLOCK_T];
-                    vectorized!(|| {
-                        let mut wide = vec![0.0f32; dim];
-                        for t in 0..height {
-                            let out_row = &out_td.elements[out_td.index(t0 + t, 0)..][..dim];
-                            let dout_row = &dout_rows.elements[t * dout_rows.row_stride..][..dim];
-                            wide.iter_mut().zip(out_row).for_each(|(wide, out)| *wide = out.widen());
-                            delta_t[t] = sum_by(&wide, |i, out| out * dout_row[i].widen());
-                        }
-                    });
-                    for_key_blocks(&mask, t0, height, |s0, width| {
-                        let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
-                        let span = padded(width);
-                        let steps = 0..k_ds.steps;
-                        multiply(
-                            &tiles,
-                            q_left,
-                            k_ds,
-                            columns.clone(),
-                            steps.clone(),
-                            prob_ts,
-                            BLOCK_S,
-                            false,
-                        );
-                        multiply(&tiles, dout_left, v_ds, columns.clone(), steps, dprob_ts, BLOCK_S, false);
-                        let place = Place { t0, s0, height, width };
-                        let lse_t = &lse[row0..row0 + height];
-                        weights_again(&mask, place, lse_t, prob_ts, dprob_ts, dropped_ts, rounded_ts);
-                        let keys_range = s0 * width_d..(s0 + span) * width_d;
-                        left.pack(
-                            &Operand { elements: rounded_ts, row_stride: 1, column_stride: BLOCK_S },
-                            span,
-                            height,
-                        );
-                        let all = 0..dout_right.columns;
-                        let steps = 0..dout_right.steps;
-                        multiply(
-                            &tiles,
-                            left,
-                            dout_right,
-                            all.clone(),
-                            steps.clone(),
-                            &mut dv_sd[keys_range.clone()],
-                            width_d,
-                            true,
-                        );
-                        score_gradients(place, &delta_t, prob_ts, dprob_ts, rounded_ts);
-                        left.pack(
-                            &Operand { elements: rounded_ts, row_stride: 1, column_stride: BLOCK_S },
-                            span,
-                            height,
-                        );
-                        multiply(
-                            &tiles,
-                            left,
-                            q_right,
-                            all.clone(),
-                            steps,
-                            &mut dk_sd[keys_range],
-                            width_d,
-                            true,
-                        );
-                        left.pack(
-                            &Operand { elements: rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
-                            height,
-                            span,
-                        );
-                        multiply(&tiles, left, k_sd, all, columns, dq_td, width_d, true);
-                    });
-                    let scale = |_| spec.scale;
-                    store_head(dq_td, width_d, dq_target, dq, [batch, head_index], t0, height, dim, scale);
-                }
+    let [dq, dk, dv] = &gradients.each_ref().map(|gradient| part.of(gradient.heads()));
+    let [q, k, v, out, dout] = &inputs.map(|heads| part.of(heads));
+    WORKSPACE.with_borrow_mut(|workspace| {
+        let Workspace {
+            k_ds, v_ds, k_sd, q_td: q_right, dout_td: dout_right, q_left, dout_left, left, ..
+        } = workspace;
+        let (k_rows, v_rows) = (head(k, batch, kv_head), head(v, batch, kv_head));
+        k_ds.pack(&turned(&k_rows), dim, keys);
+        v_ds.pack(&turned(&v_rows), dim, keys);
+        k_sd.pack(&k_rows, keys, dim);
+        let [dk_sd, dv_sd] =
+            [&mut workspace.dk_sd, &mut workspace.dv_sd].map(|sums| cleared(sums, padded(keys) * width_d));
+        let [prob_ts, dprob_ts, dropped_ts] =
+            [&mut workspace.prob_ts, &mut workspace.dprob_ts, &mut workspace.dropped_ts]
+                .map(|block| block.at_least(BLOCK_T * BLOCK_S));
+        let rounded_ts = workspace.rounded_ts.at_least(BLOCK_T * BLOCK_S);
+        let tiles = Tiles::configure();
+        for head_index in kv_head * group..(kv_head + 1) * group {
+            let mask = Mask::new(part, head_index);
+            let [q_td, out_td, dout_td] = [q, out, dout].map(|heads| head(heads, batch, head_index));
+            for t0 in (0..queries).step_by(BLOCK_T) {
+                let height = BLOCK_T.min(queries - t0);
+                let row0 = part.rows(head_index).start + t0;
+                let (q_rows, dout_rows) = (from_row(&q_td, t0), from_row(&dout_td, t0));
+                q_left.pack(&q_rows, height, dim);
+                dout_left.pack(&dout_rows, height, dim);
+                q_right.pack(&q_rows, height, dim);
+                dout_right.pack(&dout_rows, height, dim);
+                let dq_td = cleared(&mut workspace.sum_td, BLOCK_T * width_d);
+                let mut delta_t = [0.0f32; BLOCK_T];
+                vectorized!(|| {
+                    let mut wide = vec![0.0f32; dim];
+                    for t in 0..height {
+                        let out_row = &out_td.elements[out_td.index(t0 + t, 0)..][..dim];
+                        let dout_row = &dout_rows.elements[t * dout_rows.row_stride..][..dim];
+                        wide.iter_mut().zip(out_row).for_each(|(wide, out)| *wide = out.widen());
+                        delta_t[t] = sum_by(&wide, |i, out| out * dout_row[i].widen());
+                    }
+                });
+                for_key_blocks(&mask, t0, height, |s0, width| {
+                    let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
+                    let span = padded(width);
+                    let steps = 0..k_ds.steps;
+                    multiply(&tiles, q_left, k_ds, columns.clone(), steps.clone(), prob_ts, BLOCK_S, false);
+                    multiply(&tiles, dout_left, v_ds, columns.clone(), steps, dprob_ts, BLOCK_S, false);
+                    let place = Place { t0, s0, height, width };
+                    let lse_t = &lse[row0..row0 + height];
+                    weights_again(&mask, place, lse_t, prob_ts, dprob_ts, dropped_ts, rounded_ts);
+                    let keys_range = s0 * width_d..(s0 + span) * width_d;
+                    left.pack(
+                        &Operand { elements: rounded_ts, row_stride: 1, column_stride: BLOCK_S },
+                        span,
+                        height,
+                    );
+                    let all = 0..dout_right.columns;
+                    let steps = 0..dout_right.steps;
+                    multiply(
+                        &tiles,
+                        left,
+                        dout_right,
+                        all.clone(),
+                        steps.clone(),
+                        &mut dv_sd[keys_range.clone()],
+                        width_d,
+                        true,
+                    );
+                    score_gradients(place, &delta_t, prob_ts, dprob_ts, rounded_ts);
+                    left.pack(
+                        &Operand { elements: rounded_ts, row_stride: 1, column_stride: BLOCK_S },
+                        span,
+                        height,
+                    );
+                    multiply(
+                        &tiles,
+                        left,
+                        q_right,
+                        all.clone(),
+                        steps,
+                        &mut dk_sd[keys_range],
+                        width_d,
+                        true,
+                    );
+                    left.pack(
+                        &Operand { elements: rounded_ts, row_stride: BLOCK_S, column_stride: 1 },
+                        height,
+                        span,
+                    );
+                    multiply(&tiles, left, k_sd, all, columns, dq_td, width_d, true);
+                });
+                let scale = |_| spec.scale;
+                store_head(dq_td, width_d, dq_target, dq, [batch, head_index], t0, height, dim, scale);
             }
-            store_head(dk_sd, width_d, dk_target, dk, [batch, kv_head], 0, keys, dim, |_| spec.scale);
-            store_head(dv_sd, width_d, dv_target, dv, [batch, kv_head], 0, keys, dim, |_| 1.0);
-        });
+        }
+        store_head(dk_sd, width_d, dk_target, dk, [batch, kv_head], 0, keys, dim, |_| spec.scale);
+        store_head(dv_sd, width_d, dv_target, dv, [batch, kv_head], 0, keys, dim, |_| 1.0);
     });
 }

@@ -12,6 +12,7 @@ mod amx;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod attention_amx;
+mod attention_mask;
 mod attention_paged;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -274,7 +275,7 @@ impl Attention for CpuBackend {
         out: HeadsOut<'_>,
         logsumexp: Out<'_>,
     ) -> Result<()> {
-        attention::forward(&self.threads, spec, q, k, v, &out, logsumexp)
+        attention::forward(&self.threads, spec, [q, k, v], &out, logsumexp)
     }
     fn attention_backward(
         &self,

@@ -3,6 +3,7 @@
 use crate::backend::{AttentionSpec, Heads};
 use crate::cuda::elementwise::DeviceKey;
 use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real};
+use crate::documents::Documents;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::random::{RandomKey, drop_threshold};
@@ -53,6 +54,7 @@ struct DeviceSpec {
     key: DeviceKey,
     dropout: i32,
     unused: i32,
+    documents: u64,
 }
 
 fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
@@ -67,6 +69,11 @@ fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
     }
     if spec.dropout.is_some() && spec.weights.is_some() {
         let what = "dropout of attention weights of which other ranks compute a part runs on the CPU only; set it to 0";
+        return Err(TensorError::argument("attention", what));
+    }
+    if spec.documents.is_some_and(|documents| documents.table().is_none()) {
+        let what =
+            "the borders of documents are in the host's memory; describe them for the device of the tensors";
         return Err(TensorError::argument("attention", what));
     }
     let (p, key) = spec.dropout.unwrap_or((0.0, RandomKey::new(0, 0)));
@@ -84,6 +91,7 @@ fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
         key: key.into(),
         dropout: spec.dropout.is_some().into(),
         unused: 0,
+        documents: at_option(spec.documents.and_then(Documents::table)),
     })
 }
 

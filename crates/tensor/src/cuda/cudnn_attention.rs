@@ -44,15 +44,16 @@ impl Plans {
 
     /// Whether the library covers a case.
     fn cover(&self, spec: &AttentionSpec<'_>, heads: &[&Heads<'_>]) -> bool {
-        let plain = spec.key_mask.is_none() && spec.alibi_slopes.is_none() && spec.dropout.is_none();
+        let plain = spec.key_mask.is_none()
+            && spec.alibi_slopes.is_none()
+            && spec.dropout.is_none()
+            && spec.documents.is_none();
         let window = window(spec).is_none() || spec.causal;
-        let shaped = spec.dim.is_multiple_of(8)
-            && spec.dim <= 128
-            && spec.queries >= 64
+        let shaped = spec.queries >= 64
             && spec.keys >= 64
             && (!spec.causal || (spec.queries == spec.keys && spec.shift() == 0));
         let laid_out = heads.iter().all(|heads| {
-            matches!(heads.tensor.dtype(), DType::BF16 | DType::F16)
+            fits(heads.tensor.dtype(), spec.dim)
                 && start(heads).is_multiple_of(16)
                 && strides(heads).iter().all(|stride| stride.is_multiple_of(8))
         });
@@ -63,6 +64,17 @@ impl Plans {
     fn version(&self) -> usize {
         self.handle.as_ref().map_or(0, Handle::version)
     }
+}
+
+/// Heads of such a type and width.
+fn fits(dtype: DType, dim: usize) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16) && dim.is_multiple_of(8) && dim <= 128
+}
+
+/// Whether the library is there and has kernels for such heads.
+pub(super) fn knows(backend: &CudaBackend, dtype: DType, dim: usize) -> bool {
+    let plans = backend.attention.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    plans.handle.is_some() && fits(dtype, dim)
 }
 
 /// How many last keys a query sees, where that is not all of them.

@@ -446,6 +446,9 @@ impl Attention for CudaBackend {
         let gradients = [dq.heads(), dk.heads(), dv.heads()];
         attention::backward(self, spec, [q, k, v, out, dout], logsumexp, gradients)
     }
+    fn prefers_whole_sequences(&self, dtype: DType, dim: usize) -> bool {
+        cudnn_attention::knows(self, dtype, dim)
+    }
     fn attention_step(
         &self,
         spec: &AttentionSpec<'_>,

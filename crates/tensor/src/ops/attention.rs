@@ -1,10 +1,12 @@
-//! Attention over separate or packed heads, rotary embedding, and decoding from a cache.
+//! Attention over separate or packed heads, and rotary embedding.
 
 use crate::autograd::{needs_grad, record};
 pub use crate::backend::WeightGrid;
 use crate::backend::{AttentionSpec, Heads, HeadsOut};
+use crate::documents::Documents;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::ops::attention_documents;
 use crate::out::Out;
 use crate::param::Operand;
 use crate::profile::{self, Pass};
@@ -35,6 +37,9 @@ pub struct AttentionOptions {
     pub dropout_key: Option<RandomKey>,
     /// Where these weights are among those that are drawn for together; `None`: they are all of them.
     pub weights: Option<WeightGrid>,
+    /// Tokens see those of their own document alone; the queries are the tokens of the keys then. ALiBi counts from where a
+    /// document begins.
+    pub documents: Option<Documents>,
 }
 
 /// Where queries, keys and values lie inside one packed projection `[batch, tokens, width]`.
@@ -60,7 +65,7 @@ impl Place {
         Place { offset: 0, token_stride: heads * dim, head_stride: dim, tokens }
     }
 
-    fn packed(layout: PackedHeads, part: usize, tokens: usize, heads: usize, dim: usize) -> Place {
+    pub(super) fn packed(layout: PackedHeads, part: usize, tokens: usize, heads: usize, dim: usize) -> Place {
         let token_stride = 3 * heads * dim;
         match layout {
             PackedHeads::Thirds => {
@@ -78,7 +83,7 @@ impl Place {
         )
     }
 
-    fn of<'a>(&self, tensor: &'a Tensor) -> Heads<'a> {
+    pub(super) fn of<'a>(&self, tensor: &'a Tensor) -> Heads<'a> {
         Heads {
             tensor,
             offset: self.offset,
@@ -102,7 +107,7 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    fn spec(&self) -> AttentionSpec<'_> {
+    pub(super) fn spec(&self) -> AttentionSpec<'_> {
         AttentionSpec {
             batch: self.batch,
             queries: self.queries,
@@ -119,12 +124,23 @@ impl Problem {
             alibi_positions: self.options.alibi_positions.as_ref(),
             dropout: self.dropout,
             weights: self.options.weights,
+            documents: self.options.documents.as_ref(),
         }
     }
 
     /// Counts so many products of the size of the scores.
-    fn count(&self, products: usize) {
-        profile::count_product(products * self.batch * self.heads, self.queries, self.keys, self.dim);
+    pub(super) fn count(&self, products: usize) {
+        let Some(documents) = &self.options.documents else {
+            return profile::count_product(
+                products * self.batch * self.heads,
+                self.queries,
+                self.keys,
+                self.dim,
+            );
+        };
+        for document in (0..documents.rows()).flat_map(|row| documents.of_row(row)) {
+            profile::count_product(products * self.heads, document.len(), document.len(), self.dim);
+        }
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -150,7 +166,14 @@ impl Problem {
         {
             return fail(format!("key_mask is {}, expected bool or u8", mask.dtype()));
         }
-        Ok(())
+        let Some(documents) = &self.options.documents else { return Ok(()) };
+        if self.queries != self.keys || self.options.first_query.is_some_and(|first| first != 0) {
+            return fail(format!(
+                "{} queries over {} keys: documents are of queries that are the tokens of their keys",
+                self.queries, self.keys
+            ));
+        }
+        documents.expect("attention", self.batch, self.queries)
     }
 }
 
@@ -184,6 +207,9 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions)
         options: options.clone(),
     };
     problem.check()?;
+    if let Some(batches) = attention_documents::batches(&problem, q) {
+        return attention_documents::attention([q, k, v], &problem, batches);
+    }
     let [q, k, v] = [q, k, v].map(Operand::from);
     let places = [&q, &k, &v].map(|operand| Place::whole(operand.shape()));
     let (out, lse) = run(&problem, &[&*q.read()?, &*k.read()?, &*v.read()?], &places, *q.shape())?;
@@ -232,6 +258,11 @@ pub fn attention_packed(
         options: options.clone(),
     };
     problem.check()?;
+    if let Some(batches) = attention_documents::batches(&problem, qkv) {
+        let [q, k, v] = split_heads(qkv, heads, layout)?;
+        let out = attention_documents::attention([&q, &k, &v], &problem, batches)?;
+        return crate::ops::reshape(&out, [batch, tokens, heads * dim]);
+    }
     let places = [0, 1, 2].map(|part| Place::packed(layout, part, tokens, heads, dim));
     let qkv = Operand::from(qkv);
     let (out, lse) = {
@@ -297,179 +328,6 @@ pub(super) fn run_backward(
         &whole.of(dout),
         gradients,
     )
-}
-
-/// Attention of new tokens over the first `keys` tokens of caches `[batch, capacity, kv_heads, dim]`; not recorded.
-pub fn attention_cached(
-    q: &Tensor,
-    k_cache: &Tensor,
-    v_cache: &Tensor,
-    keys: usize,
-    options: &AttentionOptions,
-) -> Result<Tensor> {
-    expect_heads("q", q.shape())?;
-    expect_heads("the cache", k_cache.shape())?;
-    let cache = *k_cache.shape();
-    if keys > cache[1] || cache != *v_cache.shape() || q.shape()[3] != cache[3] || q.shape()[0] != cache[0] {
-        return Err(TensorError::ShapeMismatch { op: "attention_cached", left: *q.shape(), right: cache });
-    }
-    let problem = Problem {
-        batch: cache[0],
-        queries: q.shape()[1],
-        keys,
-        heads: q.shape()[2],
-        kv_heads: cache[2],
-        dim: cache[3],
-        dropout: None,
-        options: options.clone(),
-    };
-    problem.check()?;
-    let places = [Place::whole(q.shape()), Place::whole(&cache), Place::whole(&cache)];
-    Ok(run(&problem, &[q, k_cache, v_cache], &places, *q.shape())?.0)
-}
-
-/// The same with the new tokens' queries, keys and values in one packed projection: the keys and values are appended to
-/// the caches behind their first `past` tokens.
-pub fn attention_packed_cached(
-    qkv: &Tensor,
-    heads: usize,
-    layout: PackedHeads,
-    k_cache: &mut Tensor,
-    v_cache: &mut Tensor,
-    past: usize,
-    options: &AttentionOptions,
-) -> Result<Tensor> {
-    const OP: &str = "attention_packed_cached";
-    expect_heads("the cache", k_cache.shape())?;
-    let (shape, cache) = (*qkv.shape(), *k_cache.shape());
-    let (capacity, dim) = (cache[1], cache[3]);
-    let fits = shape.dims() == 3
-        && shape[0] == cache[0]
-        && shape.last() == 3 * heads * dim
-        && cache[2] == heads
-        && cache == *v_cache.shape()
-        && past + shape[1] <= capacity;
-    if !fits {
-        return Err(TensorError::ShapeMismatch { op: OP, left: shape, right: cache });
-    }
-    let (batch, tokens) = (shape[0], shape[1]);
-    // A block is what lies together: a token's heads, or one head.
-    let (width, blocks) = match layout {
-        PackedHeads::Thirds => (heads * dim, tokens),
-        PackedHeads::PerHead => (dim, tokens * heads),
-    };
-    let token = heads * dim;
-    for (part, target) in [(1, &mut *k_cache), (2, &mut *v_cache)] {
-        for sequence in 0..batch {
-            qkv.device().backend().copy_blocks(
-                qkv,
-                sequence * tokens * 3 * token + part * width,
-                3 * width,
-                target.out()?,
-                (sequence * capacity + past) * token,
-                width,
-                blocks,
-                width,
-            )?;
-        }
-    }
-    let problem = Problem {
-        batch,
-        queries: tokens,
-        keys: past + tokens,
-        heads,
-        kv_heads: heads,
-        dim,
-        dropout: None,
-        options: options.clone(),
-    };
-    problem.check()?;
-    let places = [Place::packed(layout, 0, tokens, heads, dim), Place::whole(&cache), Place::whole(&cache)];
-    let out = run(&problem, &[qkv, k_cache, v_cache], &places, Shape::new(&[batch, tokens, heads, dim]))?.0;
-    out.view([batch, tokens, token])
-}
-
-/// Attention of one new token per sequence over all that the caches `[batch, capacity, kv_heads, dim]` hold, itself
-/// included: `q`, `k` and `v [batch, 1, …, dim]` join the caches at `place`, an `I64` in the device's memory. Not recorded
-/// on the tape. No number that the host knows decides what happens here, so a [`crate::Recording`] can hold it.
-pub fn attention_step(
-    [q, k, v]: [&Tensor; 3],
-    caches: [&mut Tensor; 2],
-    place: &Tensor,
-    options: &AttentionOptions,
-) -> Result<Tensor> {
-    for (what, tensor) in [("q", q), ("k", k), ("v", v)] {
-        expect_heads(what, tensor.shape())?;
-    }
-    let places = [q, k, v].map(|tensor| Place::whole(tensor.shape()));
-    let fits =
-        k.shape() == v.shape() && q.shape()[1] == 1 && k.shape()[1] == 1 && q.shape()[3] == k.shape()[3];
-    if !fits {
-        return Err(TensorError::ShapeMismatch { op: STEP, left: *q.shape(), right: *k.shape() });
-    }
-    step(q.shape()[2], k.shape()[2], [q, k, v], places, caches, place, options)
-}
-
-/// The same with query, key and value in one packed projection `[batch, 1, 3·heads·dim]`; the result is `[batch, 1, heads·dim]`.
-pub fn attention_packed_step(
-    qkv: &Tensor,
-    heads: usize,
-    layout: PackedHeads,
-    caches: [&mut Tensor; 2],
-    place: &Tensor,
-    options: &AttentionOptions,
-) -> Result<Tensor> {
-    let shape = *qkv.shape();
-    if shape.dims() != 3 || shape[1] != 1 || heads == 0 || !shape.last().is_multiple_of(3 * heads) {
-        return Err(TensorError::shape(STEP, "qkv", shape, format!("[batch, 1, 3·{heads}·dim]")));
-    }
-    let dim = shape.last() / (3 * heads);
-    let places = [0, 1, 2].map(|part| Place::packed(layout, part, 1, heads, dim));
-    step(heads, heads, [qkv; 3], places, caches, place, options)?.view([shape[0], 1, heads * dim])
-}
-
-const STEP: &str = "attention_step";
-
-fn step(
-    heads: usize,
-    kv_heads: usize,
-    new: [&Tensor; 3],
-    places: [Place; 3],
-    [keys, values]: [&mut Tensor; 2],
-    place: &Tensor,
-    options: &AttentionOptions,
-) -> Result<Tensor> {
-    expect_heads("the cache", keys.shape())?;
-    let (batch, dim) = (new[0].shape()[0], keys.shape()[3]);
-    let width = new[0].numel() / batch.max(1);
-    let fits = keys.shape() == values.shape()
-        && keys.shape()[0] == batch
-        && keys.shape()[2] == kv_heads
-        && (width == heads * dim || width == 3 * heads * dim)
-        && keys.dtype() == new[0].dtype();
-    if !fits {
-        return Err(TensorError::ShapeMismatch { op: STEP, left: *new[0].shape(), right: *keys.shape() });
-    }
-    if place.dtype() != DType::I64 || place.numel() != 1 {
-        let what = format!("the place is {} {}, expected one i64", place.dtype(), place.shape());
-        return Err(TensorError::argument(STEP, what));
-    }
-    let options = AttentionOptions { dropout: 0.0, ..options.clone() };
-    if options.key_mask.is_some() || options.alibi_positions.is_some() {
-        return Err(TensorError::argument(STEP, "a mask or positions of keys cannot grow with the cache"));
-    }
-    let capacity = keys.shape()[1];
-    let problem = Problem { batch, queries: 1, keys: capacity, heads, kv_heads, dim, dropout: None, options };
-    problem.check()?;
-    // How many of the places are filled the device alone knows: all of them count.
-    problem.count(2);
-    let mut out = Tensor::empty([batch, 1, heads, dim], keys.dtype(), keys.device())?;
-    let [q, k, v] = [0, 1, 2].map(|i| places[i].of(new[i]));
-    let cache = Place::whole(keys.shape());
-    let target = Place::whole(&Shape::new(&[batch, 1, heads, dim])).out(out.out()?);
-    let caches = [cache.out(keys.out()?), cache.out(values.out()?)];
-    place.device().backend().attention_step(&problem.spec(), [&q, &k, &v], caches, place, target)?;
-    Ok(out)
 }
 
 /// Rotates the first channels of each head of `x [batch, tokens, heads, dim]` by tables `[batch or 1, tokens, pairs]`.

@@ -3,7 +3,8 @@
 //! A device without a kernel for it brings the blocks of one sequence after the other together and attends over those.
 
 use crate::error::{Result, TensorError};
-use crate::ops::attention::{AttentionOptions, attention_cached};
+use crate::ops::attention::AttentionOptions;
+use crate::ops::attention_cached::attention_cached;
 use crate::ops::{concat, index_select, reshape};
 use crate::pages::{PagedRows, PagedSpec, Pages};
 use crate::tensor::Tensor;
@@ -56,7 +57,8 @@ fn check<'a>(
     if !fits {
         return Err(TensorError::ShapeMismatch { op: OP, left: *q.shape(), right: *keys.shape() });
     }
-    if options.key_mask.is_some() || options.alibi_positions.is_some() || !options.causal {
+    let is_masked = options.key_mask.is_some() || options.documents.is_some();
+    if is_masked || options.alibi_positions.is_some() || !options.causal {
         return fail("every row sees its sequence up to itself; there is no mask beside that".into());
     }
     if let Some(slopes) = &options.alibi_slopes

@@ -98,6 +98,9 @@ fn problem(
         let why = "backward and other parts must drop the same weights: give dropout_key and weights";
         return Err(TensorError::argument(OP, why));
     }
+    if options.documents.is_some() {
+        return Err(TensorError::argument(OP, "documents are known of whole sequences, not of parts"));
+    }
     let problem = Problem {
         batch: of_q[0],
         queries: of_q[1],

@@ -65,13 +65,13 @@ fn joined_weights(
 /// One weighted layer: what forward and backward of ops with weights share.
 #[derive(Clone)]
 pub(super) struct Layer {
-    weight: Operand,
+    pub(super) weight: Operand,
     pub(super) bias: Option<Operand>,
     layout: WeightLayout,
     inputs: usize,
     pub(super) outputs: usize,
     /// Whether weight and bias want gradients. Asked before they are saved: a saved tensor has lost its history.
-    wanted: [bool; 2],
+    pub(super) wanted: [bool; 2],
 }
 
 impl Layer {
@@ -201,6 +201,22 @@ impl Layer {
 
     fn run(&self, x: &Tensor, activation: Option<Activation>, before: Option<&mut Tensor>) -> Result<Tensor> {
         let mut y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
+        self.write(x, activation, before, y.out()?)?;
+        Ok(y)
+    }
+
+    /// The result for rows `x` of a larger input, in its place.
+    pub(super) fn forward_into(&self, x: &Tensor, y: Out<'_>) -> Result<()> {
+        self.as_module(|| self.write(x, None, None, y))
+    }
+
+    fn write(
+        &self,
+        x: &Tensor,
+        activation: Option<Activation>,
+        before: Option<&mut Tensor>,
+        mut y: Out<'_>,
+    ) -> Result<()> {
         let bias: Option<Value> = self.bias.as_ref().map(Operand::read).transpose()?;
         let rows = x.shape().rows();
         profile::count_product(1, rows, self.outputs, self.inputs);
@@ -208,9 +224,9 @@ impl Layer {
             count_activation(activation, y.numel());
         }
         if let (Some(packed), None) = (self.weight.packed(), &before) {
-            let layer = PackedLayer { weight: &packed, bias: bias.as_deref(), y: y.out()? };
+            let layer = PackedLayer { weight: &packed, bias: bias.as_deref(), y: y.again() };
             if x.device().backend().gemm_packed(x, vec![layer], activation)? {
-                return Ok(y);
+                return Ok(());
             }
         }
         let weight = self.weight.read()?;
@@ -219,9 +235,8 @@ impl Layer {
             bias: bias.as_deref(),
             activation,
             before_activation: before.map(Tensor::out).transpose()?,
-            ..Gemm::plain(rows, self.outputs, self.inputs, left, right, y.out()?)
-        })?;
-        Ok(y)
+            ..Gemm::plain(rows, self.outputs, self.inputs, left, right, y)
+        })
     }
 
     /// The gradient of the layer's input.
@@ -236,7 +251,7 @@ impl Layer {
         self.as_module(|| self.write_input_gradient(dy, dx, true))
     }
 
-    fn write_input_gradient(&self, dy: &Tensor, dx: Out<'_>, accumulate: bool) -> Result<()> {
+    pub(super) fn write_input_gradient(&self, dy: &Tensor, dx: Out<'_>, accumulate: bool) -> Result<()> {
         let weight = self.weight.read()?;
         let rows = dx.shape().rows();
         let (dy_matrix, w) = (Matrix::whole(dy), self.layout.backward(&weight));
@@ -299,6 +314,18 @@ impl Layer {
             return Ok(None);
         }
         let mut dweight = gradient_like(&self.weight, *self.weight.shape(), dy.dtype(), dy.device())?;
+        self.write_weight_gradient(x, dy, dweight.out()?, false)?;
+        Ok(Some(dweight))
+    }
+
+    /// The gradient of the weight in its place, or added to what is there.
+    pub(super) fn write_weight_gradient(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        dweight: Out<'_>,
+        accumulate: bool,
+    ) -> Result<()> {
         let (left, right, m, n) = match self.layout {
             WeightLayout::OutIn => (dy, x, self.outputs, self.inputs),
             WeightLayout::InOut => (x, dy, self.inputs, self.outputs),
@@ -307,9 +334,9 @@ impl Layer {
         let rows = x.shape().rows();
         self.as_module(|| {
             profile::count_product(1, m, n, rows);
-            dy.device().backend().gemm(Gemm::plain(m, n, rows, left, right, dweight.out()?))
-        })?;
-        Ok(Some(dweight))
+            let product = Gemm::plain(m, n, rows, left, right, dweight);
+            dy.device().backend().gemm(Gemm { accumulate, ..product })
+        })
     }
 }
 
@@ -434,64 +461,4 @@ pub fn mlp(
         gradients.extend(saved_down.bias.is_some().then_some(ddown_bias));
         Ok(gradients)
     }))
-}
-
-/// Matrix product of the last two dimensions; the dimensions before are equal, or absent on the right.
-pub fn matmul(a: impl Into<Operand>, b: impl Into<Operand>) -> Result<Tensor> {
-    let (a, b) = (a.into(), b.into());
-    let (left, right) = (*a.shape(), *b.shape());
-    let mismatch = || TensorError::ShapeMismatch { op: "matmul", left, right };
-    expect_same_dtype("matmul", "the right operand", b.dtype(), a.dtype())?;
-    crate::ops::expect_float("matmul", "the operands", a.dtype())?;
-    if left.dims() < 2 || right.dims() < 2 || left.last() != right[right.dims() - 2] {
-        return Err(mismatch());
-    }
-    if right.dims() == 2 {
-        return linear(a, b, None, WeightLayout::InOut);
-    }
-    let dims = left.dims();
-    if dims != right.dims() || left.sizes()[..dims - 2] != right.sizes()[..dims - 2] {
-        return Err(mismatch());
-    }
-    let (m, k, n) = (left[dims - 2], left.last(), right.last());
-    let batch = left.sizes()[..dims - 2].iter().product::<usize>();
-    let y = {
-        let (a, b) = (a.read()?, b.read()?);
-        let mut y = Tensor::empty(left.with_last(n), a.dtype(), a.device())?;
-        batched(batch, m, n, k, &a, false, &b, false, y.out()?)?;
-        y
-    };
-    if !needs_grad(&[&a, &b]) {
-        return Ok(y);
-    }
-    let (saved_a, saved_b) = (a.saved(), b.saved());
-    Ok(record("matmul", &[&a, &b], y, move |dy| {
-        let (a, b) = (saved_a.read()?, saved_b.read()?);
-        let mut da = Tensor::empty(*a.shape(), a.dtype(), a.device())?;
-        batched(batch, m, k, n, &dy, false, &b, true, da.out()?)?;
-        let mut db = Tensor::empty(*b.shape(), b.dtype(), b.device())?;
-        batched(batch, k, n, m, &a, true, &dy, false, db.out()?)?;
-        Ok(vec![Some(da), Some(db)])
-    }))
-}
-
-fn batched(
-    batch: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: &Tensor,
-    a_transposed: bool,
-    b: &Tensor,
-    b_transposed: bool,
-    c: Out<'_>,
-) -> Result<()> {
-    let device = c.device();
-    let a = Matrix { batch_stride: m * k, transposed: a_transposed, ..Matrix::whole(a) };
-    let b = Matrix { batch_stride: k * n, transposed: b_transposed, ..Matrix::whole(b) };
-    let mut gemm = Gemm::plain(m, n, k, a, b, c);
-    gemm.batch = batch;
-    gemm.c.batch_stride = m * n;
-    profile::count_product(batch, m, n, k);
-    device.backend().gemm(gemm)
 }

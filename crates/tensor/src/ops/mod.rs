@@ -4,6 +4,8 @@
 //! is wanted, records how to go back. Saved values are handles ([`Operand::saved`]), never borrowed weights.
 
 mod attention;
+mod attention_cached;
+mod attention_documents;
 mod attention_paged;
 mod attention_part;
 mod elementwise;
@@ -12,6 +14,8 @@ mod image;
 mod index;
 mod linear;
 mod loss;
+mod matmul;
+mod mlp_chunks;
 mod norm;
 mod reduce;
 mod routes;
@@ -19,8 +23,10 @@ mod shape;
 mod shared_input;
 
 pub use attention::{
-    AttentionOptions, PackedHeads, WeightGrid, attention, attention_cached, attention_packed,
-    attention_packed_cached, attention_packed_step, attention_step, rotary, split_heads,
+    AttentionOptions, PackedHeads, WeightGrid, attention, attention_packed, rotary, split_heads,
+};
+pub use attention_cached::{
+    attention_cached, attention_packed_cached, attention_packed_step, attention_step,
 };
 pub use attention_paged::attention_paged;
 pub use attention_part::{AttentionPart, Stretch, attention_part, attention_part_backward};
@@ -28,8 +34,10 @@ pub use elementwise::*;
 pub use grouped::{GroupWeights, grouped_linear};
 pub use image::{avg_pool2d, conv2d, max_pool2d};
 pub use index::{embedding, gather, index_select, one_hot, top_k};
-pub use linear::{WeightLayout, linear, linear_activation, matmul, mlp};
+pub use linear::{WeightLayout, linear, linear_activation, mlp};
 pub use loss::{CrossEntropyOptions, cross_entropy, linear_cross_entropy};
+pub use matmul::matmul;
+pub use mlp_chunks::{MlpWeights, mlp_in_chunks};
 pub use norm::{REBUILT_WIDTH, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 pub use reduce::{cumsum, log_softmax, max, mean, mean_dim, min, softmax, sum, sum_dim};
 pub use routes::Routes;

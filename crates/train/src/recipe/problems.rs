@@ -221,6 +221,22 @@ impl DataRecipe {
             let known = ["u16", "u32"].contains(&kind.as_str());
             refuse(!known, format!("data.token_type: '{kind}' is not known; use u16 or u32"));
         }
+        if let Some(documents) = &self.documents {
+            let known = ["together", "apart"].contains(&documents.as_str());
+            refuse(!known, format!("data.documents: '{documents}' is not known; use together or apart"));
+        }
+        let is_tokens = ["tokens", "megatron"].iter().any(|name| given.contains(name));
+        refuse(
+            self.end_token.is_some() && !given.is_empty() && !is_tokens,
+            format!(
+                "data.end_token: belongs to tokens and megatron; data.{} knows where documents end",
+                given.join("")
+            ),
+        );
+        refuse(
+            self.end_token.is_some() && !self.documents_are_apart(),
+            "data.end_token: belongs to data.documents = \"apart\"".into(),
+        );
         match &self.validation {
             ValidationRecipe::Share(share) => refuse(
                 !(0.0..1.0).contains(share),

@@ -80,6 +80,7 @@ const MODEL: &[Key] = &[
     key("vocabulary", Kind::Count),
     key("dropout", Kind::Number),
     key("activation_checkpointing", Kind::Bool),
+    key("mlp_chunk", Kind::Count),
 ];
 
 const DATA: &[Key] = &[
@@ -96,6 +97,8 @@ const DATA: &[Key] = &[
     key("tokenizer", Kind::Text),
     key("cache", Kind::Text),
     required("sequence", Kind::Count, || json!(2)),
+    key("documents", Kind::Text),
+    key("end_token", Kind::Count),
     key("validation", Kind::NumberOrTexts),
 ];
 

@@ -91,16 +91,19 @@ impl Run<'_> {
         split: Split,
         indices: impl Iterator<Item = u64>,
         kept: u64,
-    ) -> Result<Tensor> {
+    ) -> Result<Tokens> {
         let (length, kept) = (self.recipe.data.sequence as usize, kept as usize);
-        let mut ids = Vec::new();
+        let (mut ids, mut documents) = (Vec::new(), Vec::new());
         for index in indices {
             let start = ids.len();
             ids.resize(start + length, 0);
             self.sequences.read(split, index, &mut ids[start..])?;
             ids.truncate(start + kept);
+            documents.extend(self.sequences.documents(split, index, &ids[start..])?);
         }
-        Ok(Tensor::from_slice(&ids, [ids.len() / kept, kept], self.engine.device())?)
+        let documents = Some(documents).filter(|documents| !documents.is_empty());
+        let ids = Tensor::from_slice(&ids, [ids.len() / kept, kept], self.engine.device())?;
+        Ok(Tokens { documents, ..Tokens::new(ids) })
     }
 
     /// One optimizer step; says whether any rank was asked to stop, and how.
@@ -182,21 +185,20 @@ impl Run<'_> {
     }
 
     /// Takes a step on some micro-batches; returns their mean loss, of this rank's or of all, and what became of it.
-    fn train_on(&mut self, batches: Vec<Tensor>) -> Result<(f32, StepReport)> {
+    fn train_on(&mut self, batches: Vec<Tokens>) -> Result<(f32, StepReport)> {
         let model: &Decoder = &self.model;
         if self.engine.stage().1 > 1 {
-            let labelled = |micro: usize| {
-                Ok::<_, TrainError>((Tokens::new(batches[micro].clone()), batches[micro].clone()))
-            };
+            let labelled =
+                |micro: usize| Ok::<_, TrainError>((batches[micro].clone(), batches[micro].ids.clone()));
             return self.engine.train_batch(model, labelled);
         }
         let (mut sum, mut report) = (0.0, StepReport::Accumulating);
-        for (micro, ids) in batches.iter().enumerate() {
+        for (micro, tokens) in batches.iter().enumerate() {
             if micro == 0 {
-                let loss = |mode| -> Result<Tensor> { Ok(model.loss(&Tokens::new(ids.clone()), ids, mode)?) };
+                let loss = |mode| -> Result<Tensor> { Ok(model.loss(tokens, &tokens.ids, mode)?) };
                 self.engine.update_eigenvalues(loss)?;
             }
-            let loss = self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), ids, mode))?;
+            let loss = self.engine.forward(|mode| model.loss(tokens, &tokens.ids, mode))?;
             sum += loss.item()?;
             self.engine.backward(&loss)?;
             report = self.engine.step()?;
@@ -205,16 +207,16 @@ impl Run<'_> {
     }
 
     /// The loss of some tokens, without gradients.
-    fn loss_of(&mut self, ids: &Tensor) -> Result<f32> {
+    fn loss_of(&mut self, tokens: &Tokens) -> Result<f32> {
         let model: &Decoder = &self.model;
         if self.engine.stage().1 > 1 {
-            let labelled = |_| Ok::<_, TrainError>((Tokens::new(ids.clone()), ids.clone()));
+            let labelled = |_| Ok::<_, TrainError>((tokens.clone(), tokens.ids.clone()));
             return Ok(self.engine.eval_losses(model, 1, labelled)?[0]);
         }
-        Ok(self.engine.forward(|mode| model.loss(&Tokens::new(ids.clone()), ids, mode))?.item()?)
+        Ok(self.engine.forward(|mode| model.loss(tokens, &tokens.ids, mode))?.item()?)
     }
 
-    /// The mean loss over validation sequences, which ranks share out.
+    /// The mean loss over the tokens of validation sequences that are predicted. Ranks share the sequences out.
     pub(super) fn evaluate(&mut self, step: u64) -> Result<EvalRecord> {
         let available = self.sequences.count(Split::Validation);
         let count = if self.recipe.eval.sequences == 0 {
@@ -231,15 +233,18 @@ impl Run<'_> {
         for round in 0..count.div_ceil(ranks * size) {
             let first = (round * ranks + rank) * size;
             let own: Vec<u64> = (first..(first + size).min(count)).collect();
-            let counted = own.len() as f64;
-            let indices = if own.is_empty() { vec![0] } else { own };
-            let ids = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
-            sums[0] += f64::from(self.loss_of(&ids)?) * counted;
+            let counts = !own.is_empty();
+            let indices = if counts { own } else { vec![0] };
+            let tokens = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
+            let counted = if counts { predicted(&tokens) as f64 } else { 0.0 };
+            sums[0] += f64::from(self.loss_of(&tokens)?) * counted;
             sums[1] += counted;
         }
         self.engine.train();
         self.engine.world().group().all_reduce(&mut sums, ReduceOp::Sum)?;
-        let tokens = count * (self.recipe.data.sequence - 1);
+        // Ranks that share samples have each counted them.
+        let alike = (self.engine.world().size() as u64 / ranks).max(1);
+        let tokens = sums[1] as u64 / alike;
         Ok(EvalRecord { step, loss: (sums[0] / sums[1].max(1.0)) as f32, tokens })
     }
 
@@ -276,4 +281,13 @@ impl Run<'_> {
         let written = hybrid.generate(&[prompt], &call)?;
         Ok(Some(codec.decode(&written[0])?))
     }
+}
+
+/// How many tokens are predicted: all but the first of each sequence or document.
+fn predicted(tokens: &Tokens) -> usize {
+    let texts = match &tokens.documents {
+        Some(documents) => documents.iter().map(|borders| borders.len() - 1).sum(),
+        None => tokens.ids.sizes()[0],
+    };
+    tokens.ids.numel() - texts
 }

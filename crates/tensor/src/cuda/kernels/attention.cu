@@ -1,4 +1,5 @@
-// Attention for every case: any element type, head width up to 256, masks, windows, ALiBi, dropout, shared key heads.
+// Attention for every case: any element type, head width up to 256, masks, windows, documents, ALiBi, dropout, shared key
+// heads.
 //
 // One block per query (forward, dq) or per key (dk, dv); its warps share the other side's tokens and join at the end in
 // a fixed order. The tensor-core path for the usual cases is elsewhere; this one is the reference on the device.
@@ -23,6 +24,7 @@ struct Spec {
     RandomKey key;
     int dropout;
     int unused;
+    const i64* documents;  // [batch, tokens, 2]: where each token's document begins and ends; the queries are the keys
 };
 
 __device__ __forceinline__ void load_row(float* out, const REAL* row, u64 dim, int lane) {
@@ -43,7 +45,10 @@ __device__ __forceinline__ bool visible(const Spec& p, u64 b, u64 t, u64 s) {
 }
 __device__ __forceinline__ float score(const Spec& p, u64 b, u64 h, u64 s, float product) {
     float v = product * p.scale;
-    if (p.slopes) v += p.slopes[h] * (p.positions ? p.positions[b * p.keys + s] : float(s));
+    if (p.slopes) {
+        u64 at = b * p.keys + s, first = p.documents ? p.documents[2 * at] : 0;
+        v += p.slopes[h] * (p.positions ? p.positions[at] : float(s - first));
+    }
     return v;
 }
 // What a probability is multiplied by.
@@ -52,12 +57,20 @@ __device__ __forceinline__ float kept(const Spec& p, u64 b, u64 h, u64 t, u64 s)
     u64 at = ((b * p.heads + h) * p.queries + t) * p.keys + s;
     return random_word(p.key, at) >= p.drop_threshold ? p.keep_scale : 0.0f;
 }
-__device__ __forceinline__ void key_range(const Spec& p, u64 t, u64& first, u64& last) {
+// What of `first..last` lies in the document of a token.
+__device__ __forceinline__ void within_document(const Spec& p, u64 b, u64 token, i64& first, i64& last) {
+    if (!p.documents) return;
+    const i64* document = p.documents + 2 * (b * p.keys + token);
+    first = first < document[0] ? document[0] : first;
+    last = last > document[1] ? document[1] : last;
+}
+__device__ __forceinline__ void key_range(const Spec& p, u64 b, u64 t, u64& first, u64& last) {
     i64 position = i64(t) + i64(p.keys) - i64(p.queries);
     i64 end = p.causal ? position + 1 : i64(p.keys);
     end = end < 0 ? 0 : end > i64(p.keys) ? i64(p.keys) : end;
     i64 start = p.window ? position + 1 - p.window : 0;
     start = start < 0 ? 0 : start > end ? end : start;
+    within_document(p, b, t, start, end);
     first = start;
     last = end;
 }
@@ -69,7 +82,7 @@ __device__ __forceinline__ void attend(const Spec& p, u64 b, u64 h, u64 t, const
     u64 kv = h / (p.heads / p.kv_heads), first, last;
     float row[LANES], sum[LANES] = {};
     load_row(row, q + b * qs.batch + t * qs.token + h * qs.head, p.dim, lane);
-    key_range(p, t, first, last);
+    key_range(p, b, t, first, last);
     float largest = -INFINITY, total = 0.0f;
     const REAL *keys = k + b * ks.batch + kv * ks.head, *values = v + b * vs.batch + kv * vs.head;
     for (u64 s = first + warp * AHEAD; s < last; s += warps * AHEAD) {
@@ -185,7 +198,7 @@ extern "C" __global__ void attention_dq(Spec p, const REAL* q, Heads qs, const R
     load_row(row, q + b * qs.batch + t * qs.token + h * qs.head, p.dim, lane);
     load_row(grad, dout + b * ds.batch + t * ds.token + h * ds.head, p.dim, lane);
     float own_lse = lse[blockIdx.x], own_delta = delta[blockIdx.x];
-    key_range(p, t, first, last);
+    key_range(p, b, t, first, last);
     for (u64 s = first + warp; s < last && own_lse > -INFINITY; s += warps) {
         if (!visible(p, b, t, s)) continue;
         load_row(key, k + b * ks.batch + s * ks.token + kv * ks.head, p.dim, lane);
@@ -211,6 +224,7 @@ extern "C" __global__ void attention_dkv(Spec p, const REAL* q, Heads qs, const 
     i64 first = p.causal ? i64(s) - shift : 0, last = p.window ? i64(s) - shift + p.window : i64(p.queries);
     first = first < 0 ? 0 : first;
     last = last > i64(p.queries) ? i64(p.queries) : last;
+    within_document(p, b, s, first, last);
     for (u64 h = kv * group; h < (kv + 1) * group; h++) {
         for (i64 t = first + warp; t < last; t += warps) {
             if (!visible(p, b, t, s)) continue;

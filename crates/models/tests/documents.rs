@@ -1,0 +1,212 @@
+//! Documents that share sequences: a model sees each as if it stood alone, in every family; and perceptrons in chunks.
+
+use ferrospeed_models::decoder::MlpChunks;
+use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
+use ferrospeed_nn::Mode;
+use ferrospeed_tensor::store::{FromInitializers, PlainStore};
+use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
+use serde_json::{Value, json};
+
+/// Learned positions; rotary with grouped heads; a window; ALiBi; rotary of packed heads; learned positions with an offset.
+fn families() -> Vec<Value> {
+    let llama = json!({
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+    });
+    let mut mistral = llama.clone();
+    (mistral["model_type"], mistral["sliding_window"]) = ("mistral".into(), 5.into());
+    vec![
+        json!({
+            "model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+            "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+        }),
+        llama,
+        mistral,
+        json!({
+            "model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4,
+            "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        }),
+        json!({
+            "model_type": "gpt_neox", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "rotary_pct": 0.5,
+            "hidden_act": "gelu", "layer_norm_eps": 1e-5, "use_parallel_residual": true,
+            "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        }),
+        json!({
+            "model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0,
+            "attention_dropout": 0.0, "activation_function": "relu", "do_layer_norm_before": true,
+        }),
+    ]
+}
+
+fn decoder(config: &Value) -> Decoder {
+    match ModelConfig::from_value(config, WindowRule::default()).unwrap() {
+        ModelConfig::Decoder(config) => Decoder::new(*config),
+        ModelConfig::Bert(_) => panic!("a decoder"),
+    }
+}
+
+const BORDERS: [&[usize]; 2] = [&[0, 1, 9, 20, 48], &[0, 30, 48]];
+const TOKENS: usize = 48;
+
+fn id(row: usize, token: usize) -> i64 {
+    ((row * 31 + token * 7 + token * token) % 64) as i64
+}
+
+fn batch(device: &Device) -> Tokens {
+    let ids: Vec<i64> = (0..2 * TOKENS).map(|at| id(at / TOKENS, at % TOKENS)).collect();
+    let ids = Tensor::from_slice(&ids, [2, TOKENS], device).unwrap();
+    Tokens { documents: Some(BORDERS.map(<[usize]>::to_vec).to_vec()), ..Tokens::new(ids) }
+}
+
+/// Each document as a batch of its own.
+fn documents(device: &Device) -> Vec<Tokens> {
+    let of_row = |(row, borders): (usize, &&'static [usize])| {
+        let of_document = move |pair: &[usize]| {
+            let ids: Vec<i64> = (pair[0]..pair[1]).map(|token| id(row, token)).collect();
+            Tokens::new(Tensor::from_slice(&ids, [1, ids.len()], device).unwrap())
+        };
+        borders.windows(2).map(of_document).collect::<Vec<_>>()
+    };
+    BORDERS.iter().enumerate().flat_map(of_row).collect()
+}
+
+fn assert_near(what: &str, ours: &[f32], truth: &[f32], tolerance: f32) {
+    assert_eq!(ours.len(), truth.len(), "{what}");
+    // The gradients of some biases are zero but for rounding.
+    let most = truth.iter().fold(1e-6f32, |most, value| most.max(value.abs()));
+    for (index, (a, b)) in ours.iter().zip(truth).enumerate() {
+        assert!((a - b).abs() <= tolerance * most, "{what}: element {index} is {a}, alone {b}");
+    }
+}
+
+#[test]
+fn a_document_is_computed_as_if_it_stood_alone() {
+    let device = Device::cpu_with_threads(2);
+    for config in families() {
+        let what = config["model_type"].as_str().unwrap();
+        let model = decoder(&config);
+        let params = model.parameters().as_slice();
+        let store = PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
+        let tokens = batch(&device);
+        let hidden = model.hidden(&tokens, None, Mode::Train).unwrap().to_vec_f32().unwrap();
+        let alone: Vec<f32> = documents(&device)
+            .iter()
+            .flat_map(|tokens| model.hidden(tokens, None, Mode::Train).unwrap().to_vec_f32().unwrap())
+            .collect();
+        assert_near(&format!("{what}: hidden states"), &hidden, &alone, 1e-5);
+        // Only inside documents is anything predicted.
+        let loss = model.loss(&tokens, &tokens.ids, Mode::Train).unwrap();
+        autograd::backward(&loss).unwrap();
+        let together = gradients(&store.take_gradients());
+        let (mut sum, mut count) = (0.0, 0.0);
+        let mut summed = vec![Vec::new(); together.len()];
+        for tokens in documents(&device).iter().filter(|tokens| tokens.ids.numel() > 1) {
+            let predicted = tokens.ids.numel() as f32 - 1.0;
+            let loss = model.loss(tokens, &tokens.ids, Mode::Train).unwrap();
+            (sum, count) = (sum + loss.item().unwrap() * predicted, count + predicted);
+            autograd::backward(&loss).unwrap();
+            for (sum, gradient) in summed.iter_mut().zip(gradients(&store.take_gradients())) {
+                sum.resize(gradient.len(), 0.0);
+                sum.iter_mut()
+                    .zip(gradient)
+                    .for_each(|(sum, value): (&mut f32, f32)| *sum += value * predicted);
+            }
+        }
+        assert_near(&format!("{what}: loss"), &[loss.item().unwrap()], &[sum / count], 1e-5);
+        for (index, (together, summed)) in together.iter().zip(&summed).enumerate() {
+            let mean: Vec<f32> = summed.iter().map(|value| value / count).collect();
+            assert_near(&format!("{what}: gradient {index}"), together, &mean, 2e-4);
+        }
+    }
+}
+
+fn gradients(all: &[Option<Tensor>]) -> Vec<Vec<f32>> {
+    all.iter().map(|gradient| gradient.as_ref().map_or(Vec::new(), |g| g.to_vec_f32().unwrap())).collect()
+}
+
+#[test]
+fn borders_do_not_show_where_there_are_none() {
+    let device = Device::cpu_with_threads(2);
+    for config in families() {
+        let model = decoder(&config);
+        let params = model.parameters().as_slice();
+        let _store = PlainStore::attach(params, DType::BF16, &device, &FromInitializers { seed: 1 }).unwrap();
+        let tokens = batch(&device);
+        let whole = Tokens { documents: Some(vec![vec![0, TOKENS]; 2]), ..tokens.clone() };
+        let loss = |tokens: &Tokens| model.loss(tokens, &tokens.ids, Mode::Train).unwrap().item().unwrap();
+        assert_eq!(loss(&whole), loss(&Tokens::new(tokens.ids.clone())), "{}", config["model_type"]);
+        assert_ne!(loss(&whole), loss(&tokens));
+    }
+}
+
+#[test]
+fn positions_end_with_documents_and_not_with_the_row() {
+    let device = Device::cpu();
+    let mut config = families().swap_remove(0);
+    config["n_positions"] = 30.into();
+    let model = decoder(&config);
+    let params = model.parameters().as_slice();
+    let _store = PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
+    let tokens = batch(&device);
+    assert!(model.hidden(&tokens, None, Mode::Evaluate).is_ok());
+    let error = model.hidden(&Tokens::new(tokens.ids.clone()), None, Mode::Evaluate).unwrap_err().to_string();
+    assert!(error.contains("48 tokens is longer than the model's 30"), "{error}");
+}
+
+#[test]
+fn borders_that_are_none_are_refused() {
+    let device = Device::cpu();
+    let model = decoder(&families()[1]);
+    let params = model.parameters().as_slice();
+    let _store = PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
+    let tokens = batch(&device);
+    let refused = |tokens: Tokens| model.loss(&tokens, &tokens.ids, Mode::Train).unwrap_err().to_string();
+    let with = |documents: Vec<Vec<usize>>| Tokens { documents: Some(documents), ..tokens.clone() };
+    for (tokens, expected) in [
+        (with(vec![vec![0, 48]]), "1 sequences of 48 tokens; the ids are [2, 48]"),
+        (with(vec![vec![0, 50]; 2]), "2 sequences of 50 tokens"),
+        (with(vec![vec![0, 20, 10, 48], vec![0, 48]]), "row 0: 10 is not above 20"),
+        (with(vec![vec![0, 48], vec![3, 48]]), "row 1: [3, 48] do not begin with 0"),
+        (Tokens { mask: Some(vec![vec![1; 48]; 2]), ..tokens.clone() }, "leave out the mask"),
+    ] {
+        let error = refused(tokens);
+        assert!(error.contains(expected), "{error}");
+    }
+    let mut state = model.new_state(2, 64, &device).unwrap();
+    let error = model.hidden(&tokens, Some(&mut state), Mode::Evaluate).unwrap_err().to_string();
+    assert!(error.contains("a cache holds one text"), "{error}");
+}
+
+#[test]
+fn perceptrons_in_chunks_change_memory_and_no_result() {
+    for config in [&families()[0], &families()[1]] {
+        let device = Device::cpu_with_threads(1);
+        let ids: Vec<i64> = (0..64 * 60).map(|at| at % 61).collect();
+        let ids = Tensor::from_slice(&ids, [64, 60], &device).unwrap();
+        let run = |chunks: MlpChunks, checkpointed: bool| {
+            let mut model = decoder(config);
+            model.set_activation_checkpointing(checkpointed);
+            model.set_mlp_chunks(chunks);
+            let params = model.parameters().as_slice();
+            let store =
+                PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
+            device.backend().reset_peak_memory();
+            let loss = model.loss(&Tokens::new(ids.clone()), &ids, Mode::Train).unwrap();
+            autograd::backward(&loss).unwrap();
+            let peak = device.memory_usage().peak(Category::Activations);
+            (loss.item().unwrap(), gradients(&store.take_gradients()), peak)
+        };
+        for checkpointed in [false, true] {
+            let (loss, gradients, peak) = run(MlpChunks::Automatic, checkpointed);
+            let (chunked, near, less) = run(MlpChunks::Tokens(500), checkpointed);
+            assert_eq!(loss, chunked);
+            for (index, (ours, truth)) in near.iter().zip(&gradients).enumerate() {
+                assert_near(&format!("gradient {index}"), ours, truth, 1e-5);
+            }
+            assert!(less < peak, "{less} and {peak}");
+        }
+    }
+}
