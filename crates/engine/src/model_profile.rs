@@ -120,6 +120,7 @@ impl ModelProfile {
             step,
             ranks: None,
             model_params: self.params(),
+            flops_of_stages: None,
             experts: None,
             forward_s: self.model.seconds,
             phases: None,

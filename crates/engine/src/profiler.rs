@@ -6,6 +6,7 @@
 //! Steps are numbered as `global_steps` is: from 0. Nothing here changes a number of the run, and a report that cannot be
 //! written is a warning.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use ferrospeed_comm::World;
 use ferrospeed_config::{Config, FlopsProfiler};
 use ferrospeed_observe::flops::{Phases, Ranks, ReportOptions, Summary, report, write_report};
 use ferrospeed_tensor::profile::{self, Profile};
+use serde::{Deserialize, Serialize};
 
 use crate::engine::Engine;
 use crate::model_profile::ModelProfile;
@@ -80,9 +82,52 @@ impl StepProfiler {
     }
 }
 
-/// What one stage counted: its report, and of all its ranks together the parameters, MACs and operations of forward, and
-/// operations of backward and of what was computed again.
-type StageReport = (String, [u64; 5]);
+/// What all ranks of one stage counted together; operations of forward but for the last two.
+#[derive(Debug, Serialize, Deserialize)]
+struct StageCounts {
+    /// By name: what stages tie, several of them have.
+    params: BTreeMap<String, u64>,
+    macs: u64,
+    flops: u64,
+    backward_flops: u64,
+    again_flops: u64,
+}
+
+/// The same of all stages, a tied parameter once.
+struct ModelCounts {
+    stages: Vec<StageCounts>,
+}
+
+impl ModelCounts {
+    fn sum(&self, count: impl Fn(&StageCounts) -> u64) -> u64 {
+        self.stages.iter().map(count).sum()
+    }
+
+    fn params(&self) -> u64 {
+        let all: BTreeMap<&String, &u64> = self.stages.iter().flat_map(|stage| &stage.params).collect();
+        all.into_values().sum()
+    }
+
+    /// What a report of all stages begins with.
+    fn heading(&self) -> String {
+        let mut text = format!(
+            "{} stages, of which each counted what it did for one micro-batch. Together:\n\
+             params: {}\nfwd MACs: {}\nfwd flops: {}\nbwd flops: {}\n",
+            self.stages.len(),
+            self.params(),
+            self.sum(|stage| stage.macs),
+            self.sum(|stage| stage.flops),
+            self.sum(|stage| stage.backward_flops),
+        );
+        let again = self.sum(|stage| stage.again_flops);
+        if again > 0 {
+            text.push_str(&format!(
+                "flops of what forward did not keep (attention's scores, activations, checkpointed layers): {again}\n"
+            ));
+        }
+        text
+    }
+}
 
 impl Engine {
     /// As [`Engine::profiled`], for a part of what a stage does for a micro-batch of the step.
@@ -165,8 +210,10 @@ impl Engine {
         };
         let config = profiler.config.clone();
         let model = ModelProfile::new(profile, self.store.params(), &self.aliases);
-        let text = self.profile_text(&config, &model, forward, backward);
-        let text = self.with_other_stages(text, &model);
+        let text = self.whole_text(&config, &model, forward, backward).unwrap_or_else(|error| {
+            tracing::warn!("flops_profiler: the stages could not tell what they counted: {error}");
+            None
+        });
         if let Some(profiler) = &mut self.profiler {
             profiler.progress = Progress::Reported(Box::new(model));
         }
@@ -181,41 +228,43 @@ impl Engine {
     }
 
     /// The text on rank 0, with what the other stages say; nothing on theirs.
-    fn with_other_stages(&self, text: String, model: &ModelProfile) -> Option<String> {
-        let Some(pipeline) = &self.pipeline else { return Some(text) };
+    fn whole_text(
+        &self,
+        config: &FlopsProfiler,
+        model: &ModelProfile,
+        forward: Duration,
+        backward: Duration,
+    ) -> ferrospeed_checkpoint::Result<Option<String>> {
+        let Some(pipeline) = &self.pipeline else {
+            return Ok(Some(self.profile_text(config, model, forward, backward, None)));
+        };
+        let counts = ModelCounts { stages: agree(&pipeline.stages, Ok(self.stage_counts(model)))? };
+        let own = self.profile_text(config, model, forward, backward, Some(&counts));
+        let said: Vec<String> = agree(&pipeline.stages, Ok(own))?;
+        if self.world.rank() != 0 {
+            return Ok(None);
+        }
+        let mut text = counts.heading();
+        for (stage, said_there) in said.iter().enumerate() {
+            text.push_str(&format!("\nstage {stage} of {}\n{said_there}\n", said.len()));
+        }
+        Ok(Some(text))
+    }
+
+    fn stage_counts(&self, model: &ModelProfile) -> StageCounts {
         let total = model.total();
         let [recomputed, taken] = self.profiler.as_ref().map_or([0; 2], |profiler| profiler.again_flops);
-        let again = [total.backward.flops + taken, total.recomputation.flops + recomputed];
-        let of_all =
-            [model.macs(), model.flops(), again[0], again[1]].map(|count| count * self.ranks_of_a_stage());
-        let own = (text, [self.whole_params(), of_all[0], of_all[1], of_all[2], of_all[3]]);
-        let stages: Vec<StageReport> = match agree(&pipeline.stages, Ok(own)) {
-            Ok(stages) => stages,
-            Err(error) => {
-                tracing::warn!("flops_profiler: the stages could not tell what they counted: {error}");
-                return None;
-            }
-        };
-        if self.world.rank() != 0 {
-            return None;
+        let of_all = |count: u64| count * self.ranks_of_a_stage();
+        let params = self.store.params().iter();
+        StageCounts {
+            params: params
+                .map(|param| (param.name().to_owned(), param.whole_shape().numel() as u64))
+                .collect(),
+            macs: of_all(model.macs()),
+            flops: of_all(model.flops()),
+            backward_flops: of_all(total.backward.flops + taken),
+            again_flops: of_all(total.recomputation.flops + recomputed),
         }
-        let [params, macs, flops, backward, again] =
-            [0, 1, 2, 3, 4].map(|which| stages.iter().map(|(_, counts)| counts[which]).sum::<u64>());
-        let mut text = format!(
-            "{} stages, of which each counted what it did for one micro-batch. Together:\n\
-             params (tied ones on each stage that has them): {params}\n\
-             fwd MACs: {macs}\nfwd flops: {flops}\nbwd flops: {backward}\n",
-            stages.len(),
-        );
-        if again > 0 {
-            text.push_str(&format!(
-                "flops of what forward did not keep (attention's scores, activations, checkpointed layers): {again}\n"
-            ));
-        }
-        for (stage, (said, _)) in stages.iter().enumerate() {
-            text.push_str(&format!("\nstage {stage} of {}\n{}\n", stages.len(), said));
-        }
-        Some(text)
     }
 
     /// Ranks that have a sample in common on this one's stage: those with other slices of its layers, or other parts of the
@@ -236,6 +285,7 @@ impl Engine {
         model: &ModelProfile,
         forward: Duration,
         backward: Duration,
+        stages: Option<&ModelCounts>,
     ) -> String {
         let ranks = self.world.size() as u64;
         let summary = Summary {
@@ -248,7 +298,8 @@ impl Engine {
                 expert_tensor_parallelism: None,
             }),
             // What ranks hold alike, such as norms, counts once: a product would not.
-            model_params: self.whole_params(),
+            model_params: stages.map_or_else(|| self.whole_params(), ModelCounts::params),
+            flops_of_stages: stages.map(|counts| counts.sum(|stage| stage.flops)),
             experts: None,
             forward_s: forward.as_secs_f64(),
             phases: Some(Phases {

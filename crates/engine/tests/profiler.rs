@@ -2,11 +2,16 @@
 
 mod common;
 
+use std::path::Path;
+
 use common::{config, device, on_ranks};
 use ferrospeed_comm::World;
-use ferrospeed_engine::{Engine, EngineError, Options, Setup, initialize_model, initialize_pipeline};
+use ferrospeed_engine::{
+    Engine, EngineError, ModelProfile, Options, Setup, initialize_model, initialize_pipeline,
+};
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::{Init, Linear, Mode, Sequential, Stages};
+use ferrospeed_observe::flops::format::NumberStyle;
 use ferrospeed_tensor::{Activation, DType, Tensor, TensorError, ops};
 use serde_json::{Value, json};
 
@@ -154,11 +159,11 @@ fn bytes_are_those_of_operands_and_results() {
     });
 }
 
-fn llama() -> Decoder {
+fn llama(tied: bool) -> Decoder {
     let config = json!({
         "model_type": "llama", "vocab_size": 17, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 6,
         "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 8, "hidden_act": "silu",
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": tied,
     });
     match ModelConfig::from_value(&config, WindowRule::default()) {
         Ok(ModelConfig::Decoder(config)) => Decoder::new(*config),
@@ -177,13 +182,11 @@ fn said(text: &str, what: &str) -> u64 {
     line.and_then(|count| count.trim().parse().ok()).unwrap_or_else(|| panic!("no {what} in\n{text}"))
 }
 
-#[test]
-fn stages_count_their_own_modules_and_rank_0_the_whole_model() {
-    let profiler = |file: &std::path::Path| json!({"enabled": true, "profile_step": 1, "output_file": file});
-    let folder = tempfile::tempdir().unwrap();
-    let value = configuration(profiler(&folder.path().join("whole.txt")));
-    let whole = on_ranks(1, move |world| {
-        let model = llama();
+/// What one rank that has the whole model counts.
+fn counted_whole(folder: &Path, tied: bool) -> ModelProfile {
+    let value = configuration(profiler(&folder.join("whole.txt")));
+    let mut profiles = on_ranks(1, move |world| {
+        let model = llama(tied);
         let setup = Setup::new(config(&value, 1), world, device(1));
         let mut engine = initialize_model(&setup, model.parameters(), Options::default()).unwrap();
         for _ in 0..4 {
@@ -196,33 +199,66 @@ fn stages_count_their_own_modules_and_rank_0_the_whole_model() {
         }
         engine.model_profile().unwrap().clone()
     });
-    let whole = &whole[0];
-    for (schedule, recomputes) in [("1f1b", 0), ("zb-h1", 0), ("interleaved:2", 0), ("1f1b", 1)] {
-        let file = folder.path().join(format!("{schedule}-{recomputes}.txt"));
+    profiles.remove(0)
+}
+
+fn profiler(file: &Path) -> Value {
+    json!({"enabled": true, "profile_step": 1, "output_file": file})
+}
+
+/// What the ranks of two stages count, two each.
+fn counted_in_stages(value: Value, tied: bool) -> Vec<Option<ModelProfile>> {
+    on_ranks(4, move |world| {
+        let model = llama(tied);
+        let setup = Setup::new(config(&value, 2), world, device(1));
+        let stages = 2.try_into().unwrap();
+        let mut engine =
+            initialize_pipeline(&setup, stages, &model, model.parameters(), Options::default()).unwrap();
+        for _ in 0..3 {
+            let batches = [tokens(&engine), tokens(&engine)];
+            let mut batches = batches.into_iter();
+            let next = |_| Ok::<_, EngineError>(batches.next().unwrap());
+            engine.train_batch(&model, next).unwrap();
+        }
+        engine.model_profile().cloned()
+    })
+}
+
+#[test]
+fn stages_count_their_own_modules_and_rank_0_the_whole_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let wholes = [false, true].map(|tied| counted_whole(folder.path(), tied));
+    let cases = [
+        ("1f1b", 0, false),
+        ("zb-h1", 0, false),
+        ("interleaved:2", 0, false),
+        ("1f1b", 1, false),
+        ("1f1b", 0, true),
+    ];
+    for (schedule, recomputes, tied) in cases {
+        let whole = &wholes[usize::from(tied)];
+        let file = folder.path().join(format!("{schedule}-{recomputes}-{tied}.txt"));
         let mut value = configuration(profiler(&file));
         value["pipeline"] = json!({"schedule": schedule, "activation_checkpoint_interval": recomputes});
-        let stages = on_ranks(4, move |world| {
-            let model = llama();
-            let setup = Setup::new(config(&value, 2), world, device(1));
-            let stages = 2.try_into().unwrap();
-            let mut engine =
-                initialize_pipeline(&setup, stages, &model, model.parameters(), Options::default()).unwrap();
-            for _ in 0..3 {
-                let batches = [tokens(&engine), tokens(&engine)];
-                let mut batches = batches.into_iter();
-                let next = |_| Ok::<_, EngineError>(batches.next().unwrap());
-                engine.train_batch(&model, next).unwrap();
-            }
-            engine.model_profile().cloned()
-        });
+        let stages = counted_in_stages(value, tied);
         // The stages that work on rank 0's data: ranks of a stage are neighbours.
         let has_profile: Vec<bool> = stages.iter().map(Option::is_some).collect();
         assert_eq!(has_profile, [true, false, true, false], "{schedule}");
         let text = std::fs::read_to_string(&file).unwrap();
-        assert_eq!(said(&text, "params (tied ones on each stage that has them):"), whole.params(), "{text}");
+        assert_eq!(said(&text, "params:"), whole.params(), "what is tied counts once: {text}");
         assert_eq!(said(&text, "fwd MACs:"), whole.macs(), "{schedule}");
         assert_eq!(said(&text, "fwd flops:"), whole.flops(), "{schedule}");
         assert_eq!(said(&text, "bwd flops:"), whole.total().backward.flops, "{schedule}");
+        // Each stage's part tells the whole model's sums too, and not its own under their name.
+        let style = NumberStyle::default();
+        for (what, count) in [
+            ("params of model, all stages:", style.params(whole.params() as f64)),
+            ("fwd flops of model, all stages:", style.number(whole.flops() as f64)),
+        ] {
+            let told: Vec<&str> =
+                text.lines().filter_map(|line| line.strip_prefix(what)).map(str::trim).collect();
+            assert_eq!(told, [&count, &count], "{what} {text}");
+        }
         // Attention's backward computes its scores again, whatever is checkpointed.
         let again =
             "flops of what forward did not keep (attention's scores, activations, checkpointed layers):";
@@ -234,6 +270,6 @@ fn stages_count_their_own_modules_and_rank_0_the_whole_model() {
             panic!("{text}")
         };
         assert!(first.contains("\nstage 0 of 2\n") && first.contains("embed_tokens"), "{first}");
-        assert!(second.contains("lm_head") && !second.contains("embed_tokens"), "{second}");
+        assert!(second.contains("lm_head") && (tied || !second.contains("embed_tokens")), "{second}");
     }
 }

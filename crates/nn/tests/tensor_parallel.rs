@@ -10,7 +10,7 @@ use ferrospeed_nn::{
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, ParamSource, PlainStore};
-use ferrospeed_tensor::{DType, Device, Param, Result, Tensor, autograd};
+use ferrospeed_tensor::{DType, Device, Param, Result, Tensor, autograd, profile};
 
 /// Runs `work` on every rank of a group of threads.
 fn on_ranks<R: Send + 'static>(
@@ -62,6 +62,21 @@ fn loss(group: Option<&Group>, dtype: DType, scale: f32, counts: bool) -> (f32, 
     autograd::backward(&loss).unwrap();
     let dx = x.grad().unwrap().to_vec_f32().unwrap();
     (loss.item().unwrap(), dx, store.gradient(0).unwrap().to_vec_f32().unwrap())
+}
+
+#[test]
+fn the_loss_in_slices_counts_what_the_whole_one_does() {
+    let counted = |group: Option<&Group>| {
+        let device = Device::cpu_with_threads(1);
+        let total = profile::collect(&device, || loss(group, DType::F32, 1.0, true)).1.total();
+        [total.forward, total.backward, total.recomputation].map(|work| [work.macs, work.flops])
+    };
+    let whole = counted(None);
+    assert_eq!(whole[0][0], (40 * WIDTH * TOKENS) as u64);
+    let parts = on_ranks(2, move |group| counted(Some(group)));
+    let sum = [0, 1, 2]
+        .map(|pass: usize| [0, 1].map(|what: usize| parts.iter().map(|part| part[pass][what]).sum::<u64>()));
+    assert_eq!(sum, whole);
 }
 
 #[test]

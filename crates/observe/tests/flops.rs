@@ -214,6 +214,7 @@ fn golden_reports_are_printed_to_the_letter() {
             ranks: None,
             // A model without an engine has none for DeepSpeed.
             model_params: 0,
+            flops_of_stages: None,
             experts: None,
             forward_s: model.seconds,
             phases: None,
@@ -309,6 +310,7 @@ fn golden_report_of_a_run_has_the_recorded_lines() {
             expert_tensor_parallelism: None,
         }),
         model_params: 676,
+        flops_of_stages: None,
         experts: None,
         forward_s: 0.007,
         phases: Some(Phases { backward_s: 0.014, step_s: 0.0006, recompute_fwd_factor: 1.0 }),
@@ -346,8 +348,15 @@ fn samples_that_ranks_share_are_counted_once() {
         expert_tensor_parallelism: None,
     };
     let phases = Some(Phases { backward_s: 0.25, step_s: 0.25, recompute_fwd_factor: 0.0 });
-    let summary =
-        Summary { step: 1, ranks: Some(ranks), model_params: 0, experts: None, forward_s: 0.5, phases };
+    let summary = Summary {
+        step: 1,
+        ranks: Some(ranks),
+        model_params: 0,
+        flops_of_stages: None,
+        experts: None,
+        forward_s: 0.5,
+        phases,
+    };
     let printed =
         report(&summary, &model, &ReportOptions { module_depth: -1, top_modules: 1, detailed: false });
     let line = printed.lines().find(|line| line.starts_with("samples/second")).unwrap();
@@ -358,8 +367,15 @@ fn samples_that_ranks_share_are_counted_once() {
 fn a_depth_beyond_the_model_ends_with_the_model() {
     let leaf = Module { name: "a".into(), class: "Leaf".into(), ..Module::default() };
     let model = Module { class: "Root".into(), children: vec![leaf], ..Module::default() };
-    let summary =
-        Summary { step: 1, ranks: None, model_params: 0, experts: None, forward_s: 0.0, phases: None };
+    let summary = Summary {
+        step: 1,
+        ranks: None,
+        model_params: 0,
+        flops_of_stages: None,
+        experts: None,
+        forward_s: 0.0,
+        phases: None,
+    };
     let depths = |module_depth| {
         let options = ReportOptions { module_depth, top_modules: 1, detailed: false };
         report(&summary, &model, &options).lines().filter(|line| line.starts_with("depth ")).count()

@@ -221,6 +221,11 @@ pub(crate) fn during<R>(pass: Pass, work: impl FnOnce() -> R) -> R {
     work()
 }
 
+/// Counts what `work` does as backward's: of an op that takes its gradients in forward.
+pub fn taking_gradients<R>(work: impl FnOnce() -> R) -> R {
+    during(Pass::Backward, work)
+}
+
 /// Where ops now belong; `None` where nobody counts.
 pub(crate) fn current() -> Option<Place> {
     with(|collector| collector.stack.last().expect("the root is never popped").clone())

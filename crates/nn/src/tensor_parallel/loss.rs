@@ -171,34 +171,37 @@ impl Work<'_> {
             if !wants[0] && !wants[1] {
                 continue;
             }
-            let factor = ops::mul(&ops::exp(&ops::sub(&own, &lse)?)?, &counts)?;
-            let softmax = ops::cast(&softmax, dtype)?;
-            if let Some(dx) = &mut dx {
-                // As little as can be is held at once: each of these is as large as the stream.
-                let scaled = {
-                    let mut product = Tensor::empty([count, self.width], DType::F32, device)?;
-                    let (a, b) = (Matrix::whole(&softmax), Matrix::whole(&table));
-                    profile::count_product(1, count, self.width, self.tokens);
-                    backend.gemm(Gemm::plain(count, self.width, self.tokens, a, b, product.out()?))?;
-                    ops::mul(&product, &factor)?
-                };
-                let taken = {
-                    let found = ops::cast(&ops::embedding(&*table, &here)?, DType::F32)?;
-                    ops::mul(&found, &is_here)?
-                };
-                let mut target = dx.out()?.part(start * self.width, [count, self.width])?;
-                match dtype {
-                    DType::F32 => backend.binary(Binary::Sub, &scaled, &taken, target.out())?,
-                    _ => backend.cast(&ops::sub(&scaled, &taken)?, target.out())?,
+            profile::taking_gradients(|| -> Result<()> {
+                let factor = ops::mul(&ops::exp(&ops::sub(&own, &lse)?)?, &counts)?;
+                let softmax = ops::cast(&softmax, dtype)?;
+                if let Some(dx) = &mut dx {
+                    // As little as can be is held at once: each of these is as large as the stream.
+                    let scaled = {
+                        let mut product = Tensor::empty([count, self.width], DType::F32, device)?;
+                        let (a, b) = (Matrix::whole(&softmax), Matrix::whole(&table));
+                        profile::count_product(1, count, self.width, self.tokens);
+                        backend.gemm(Gemm::plain(count, self.width, self.tokens, a, b, product.out()?))?;
+                        ops::mul(&product, &factor)?
+                    };
+                    let taken = {
+                        let found = ops::cast(&ops::embedding(&*table, &here)?, DType::F32)?;
+                        ops::mul(&found, &is_here)?
+                    };
+                    let mut target = dx.out()?.part(start * self.width, [count, self.width])?;
+                    match dtype {
+                        DType::F32 => backend.binary(Binary::Sub, &scaled, &taken, target.out())?,
+                        _ => backend.cast(&ops::sub(&scaled, &taken)?, target.out())?,
+                    }
                 }
-            }
-            if let Some(dweight) = &mut dweight {
-                let scaled = ops::cast(&ops::mul(&ops::cast(&x_chunk, DType::F32)?, &factor)?, dtype)?;
-                let (a, b) = (Matrix::transposed(&softmax), Matrix::whole(&scaled));
-                profile::count_product(1, self.tokens, self.width, count);
-                let product = Gemm::plain(self.tokens, self.width, count, a, b, dweight.out()?);
-                backend.gemm(Gemm { accumulate: true, ..product })?;
-            }
+                if let Some(dweight) = &mut dweight {
+                    let scaled = ops::cast(&ops::mul(&ops::cast(&x_chunk, DType::F32)?, &factor)?, dtype)?;
+                    let (a, b) = (Matrix::transposed(&softmax), Matrix::whole(&scaled));
+                    profile::count_product(1, self.tokens, self.width, count);
+                    let product = Gemm::plain(self.tokens, self.width, count, a, b, dweight.out()?);
+                    backend.gemm(Gemm { accumulate: true, ..product })?;
+                }
+                Ok(())
+            })?;
         }
         let losses = ops::reshape(&ops::concat(&losses, 0)?, [self.rows])?;
         Ok((losses, dx, dweight))
@@ -228,7 +231,9 @@ struct Measured {
 
 fn measure(logits: &Tensor, here: &Tensor, is_here: &Tensor, group: &Group) -> Result<Measured> {
     let rows = logits.shape().rows();
-    let softmax = ops::softmax(logits)?;
+    // Losses count no operations, so neither does this part of one.
+    let mut softmax = Tensor::empty(*logits.shape(), DType::F32, logits.device())?;
+    logits.device().backend().softmax(logits, softmax.out()?, false)?;
     // The largest logit less the logarithm of its probability is that of the sum of exponentials.
     let largest = ops::reshape(&ops::max(logits, 1)?, [rows, 1])?;
     let share = ops::reshape(&ops::max(&softmax, 1)?, [rows, 1])?;

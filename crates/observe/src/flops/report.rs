@@ -54,6 +54,8 @@ pub struct Summary {
     pub ranks: Option<Ranks>,
     /// Parameters of the model without its experts.
     pub model_params: u64,
+    /// Operations of forward in all stages of a model that is cut into such.
+    pub flops_of_stages: Option<u64>,
     /// Its experts.
     pub experts: Option<Experts>,
     /// Time of forward.
@@ -144,11 +146,20 @@ fn lines(summary: &Summary, model: &Module) -> Vec<(String, String)> {
             line("   non-expert params of model: ", params(summary.model_params));
             line("   expert params of model: ", params(experts.model_params));
         }
+        None if summary.flops_of_stages.is_some() => {
+            line("params of model, all stages: ", params(summary.model_params));
+        }
         None => line("params of model = params per GPU * mp_size: ", params(summary.model_params)),
     }
     line("fwd MACs per GPU: ", style.macs(model.macs as f64));
     line("fwd flops per GPU: ", style.number(flops));
-    line("fwd flops of model = fwd flops per GPU * mp_size: ", style.number(flops * model_parallel as f64));
+    match summary.flops_of_stages {
+        Some(flops) => line("fwd flops of model, all stages: ", style.number(flops as f64)),
+        None => line(
+            "fwd flops of model = fwd flops per GPU * mp_size: ",
+            style.number(flops * model_parallel as f64),
+        ),
+    }
     line("fwd latency: ", style.duration(summary.forward_s));
     line("fwd FLOPS per GPU = fwd flops per GPU / fwd latency: ", speed(flops, summary.forward_s));
     let (Some(phases), Some(ranks)) = (&summary.phases, &summary.ranks) else { return lines };

@@ -8,7 +8,7 @@ use crate::error::{Result, TensorError};
 use crate::memory::Category;
 use crate::ops::{WeightLayout, lent_place};
 use crate::param::Operand;
-use crate::profile::{self, Pass};
+use crate::profile;
 use crate::tensor::Tensor;
 use crate::with_category;
 
@@ -152,7 +152,7 @@ fn recorded_linear_cross_entropy(
         if let Some(dx) = &mut dx {
             let mut target = dx.out()?.part(start * width, [count, width])?;
             let w = Matrix { transposed: !transposed, ..Matrix::whole(&table) };
-            profile::during(Pass::Backward, || {
+            profile::taking_gradients(|| {
                 profile::count_product(1, count, width, classes);
                 backend.gemm(Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, target.out()))
             })?;
@@ -163,7 +163,7 @@ fn recorded_linear_cross_entropy(
                 WeightLayout::InOut => (&x_chunk, &gradient, width, classes),
             };
             let (a, b) = (Matrix::transposed(left), Matrix::whole(right));
-            profile::during(Pass::Backward, || {
+            profile::taking_gradients(|| {
                 profile::count_product(1, m, n, count);
                 backend.gemm(Gemm { accumulate: start > 0, ..Gemm::plain(m, n, count, a, b, dweight.out()?) })
             })?;
