@@ -14,6 +14,14 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
+    /// The failure whose exit code this is.
+    pub(crate) fn with_code(code: u8, text: String) -> Failure {
+        match code {
+            2 => Failure::Usage(text),
+            _ => Failure::Run(text),
+        }
+    }
+
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Failure::Usage(_) => 2,

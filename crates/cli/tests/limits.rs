@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
-use support::stderr;
+use support::{small_recipe, stderr};
 use tempfile::TempDir;
 
 /// Far above what a refusal takes on a busy machine, far below for ever.
@@ -19,28 +19,17 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// What no refusal needs: whoever reads a device whole meets this bound.
 const MAX_ADDRESS_SPACE_BYTES: u64 = 16 << 30;
 
-const RECIPE: &str = r#"
-name = "limits"
-steps = 1
-[model]
-preset = "gpt2"
-layers = 1
-width = 32
-heads = 2
-[data]
-synthetic = 1000
-sequence = 16
-[ds_config]
-train_micro_batch_size_per_gpu = 1
-optimizer = { type = "Adam" }
-"#;
+fn recipe() -> String {
+    let own = "name = 'limits'\nsteps = 1\nmodel.layers = 1\ndata.synthetic = 1000\ndata.sequence = 16";
+    small_recipe(own, "train_micro_batch_size_per_gpu = 1\noptimizer = { type = 'Adam' }")
+}
 
 struct Place(TempDir);
 
 impl Place {
     fn new() -> Place {
         let place = Place(tempfile::tempdir().unwrap());
-        std::fs::write(place.path().join("recipe.toml"), RECIPE).unwrap();
+        std::fs::write(place.path().join("recipe.toml"), recipe()).unwrap();
         mkfifo(&place.path().join("pipe"), Mode::S_IRWXU).unwrap();
         mkfifo(&place.path().join("pipe.toml"), Mode::S_IRWXU).unwrap();
         place
@@ -88,15 +77,15 @@ fn pipes_and_devices_are_refused_wherever_a_file_is_named() {
     mkfifo(&place.path().join("saved/step1/manifest.json"), Mode::S_IRWXU).unwrap();
     for name in ["pipe", "/dev/zero"] {
         for kind in ["text", "jsonl", "parquet", "tokens"] {
-            let recipe = RECIPE.replace("synthetic = 1000", &format!("{kind} = [\"{name}\"]"));
-            let recipe = recipe.replace("heads = 2", "heads = 2\nvocabulary = 256");
+            let recipe = recipe().replace("synthetic = 1000", &format!("{kind} = [\"{name}\"]"));
+            let recipe = recipe.replace("model.heads", "model.vocabulary = 256\nmodel.heads");
             std::fs::write(place.path().join("data.toml"), recipe).unwrap();
             let said = place.refusal(&["train", "data.toml"]);
             let named = said.contains("plain file") || said.contains("is neither a file nor a folder");
             assert!(named, "{kind} = {name}: {said}");
         }
         let tokenizer = format!("data.tokenizer={name}");
-        let text = RECIPE.replace("synthetic = 1000", "text = [\"recipe.toml\"]");
+        let text = recipe().replace("synthetic = 1000", "text = [\"recipe.toml\"]");
         std::fs::write(place.path().join("text.toml"), text).unwrap();
         let said = place.refusal(&["train", "text.toml", "--set", &tokenizer]);
         assert!(said.contains("plain file"), "tokenizer {name}: {said}");
@@ -290,7 +279,7 @@ fn a_run_that_its_disk_cannot_hold_is_refused_before_a_rank_starts() {
 fn chats_are_told_apart_from_texts_in_another_field() {
     let place = Place::new();
     std::fs::write(place.path().join("chat.jsonl"), "{\"messages\": [{\"role\": \"user\"}]}\n").unwrap();
-    let recipe = RECIPE.replace("synthetic = 1000", "jsonl = [\"chat.jsonl\"]");
+    let recipe = recipe().replace("synthetic = 1000", "jsonl = [\"chat.jsonl\"]");
     std::fs::write(place.path().join("chat.toml"), recipe).unwrap();
     let said = place.refusal(&["train", "chat.toml"]);
     assert!(said.contains("is a chat") && !said.contains("set data.field"), "{said}");

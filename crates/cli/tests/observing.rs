@@ -6,30 +6,27 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::Value;
-use support::{binary, output_of, stderr, stdout};
+use support::{binary, output_of, small_recipe, stderr, stdout};
 
 /// A folder with a text and a recipe, to which a test adds keys of the ds_config.
 fn workplace() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let text = "the quick brown fox jumps over the lazy dog; a stitch in time saves nine.\n".repeat(200);
     std::fs::write(folder.path().join("text.txt"), text).unwrap();
-    let recipe = r#"
+    let recipe = small_recipe(
+        r#"
         name = "small"
         steps = 6
         ranks = 2
-        [model]
-        preset = "gpt2"
-        layers = 1
-        width = 32
-        heads = 2
-        [data]
-        text = ["text.txt"]
-        sequence = 32
-        [ds_config]
+        model.layers = 1
+        data = { text = ["text.txt"], sequence = 32 }
+        "#,
+        r#"
         train_micro_batch_size_per_gpu = 2
         steps_per_print = 2
         optimizer = { type = "AdamW", params = { lr = 3e-3 } }
-    "#;
+        "#,
+    );
     std::fs::write(folder.path().join("recipe.toml"), recipe).unwrap();
     folder
 }

@@ -9,27 +9,24 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
-use support::{may_mount, stderr, stdout, wait_until};
+use support::{may_mount, small_recipe, stderr, stdout, wait_until};
 
-const RECIPE: &str = r#"
-    name = "small"
-    steps = 6
-    [model]
-    preset = "gpt2"
-    layers = 1
-    width = 32
-    heads = 2
-    [data]
-    text = ["text.txt"]
-    sequence = 16
-    [save]
-    every = 2
-    background = false
-    [ds_config]
-    train_micro_batch_size_per_gpu = 2
-    steps_per_print = 1000000
-    optimizer = { type = "AdamW", params = { lr = 3e-3 } }
-"#;
+fn recipe() -> String {
+    small_recipe(
+        r#"
+        name = "small"
+        steps = 6
+        model.layers = 1
+        data = { text = ["text.txt"], sequence = 16 }
+        save = { every = 2, background = false }
+        "#,
+        r#"
+        train_micro_batch_size_per_gpu = 2
+        steps_per_print = 1000000
+        optimizer = { type = "AdamW", params = { lr = 3e-3 } }
+        "#,
+    )
+}
 
 struct Workplace(tempfile::TempDir);
 
@@ -38,7 +35,7 @@ impl Workplace {
         let folder = tempfile::tempdir().unwrap();
         let text: String = (0..4000u32).map(|n| char::from(b'a' + (n * n % 89 % 26) as u8)).collect();
         std::fs::write(folder.path().join("text.txt"), text).unwrap();
-        std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
+        std::fs::write(folder.path().join("recipe.toml"), recipe()).unwrap();
         Workplace(folder)
     }
 
@@ -232,9 +229,10 @@ fn a_run_does_not_replace_the_model_that_it_starts_from() {
     let place = Workplace::new();
     place.train_well(&[]);
     let run = place.run_folder("small");
-    let (head, rest) = RECIPE.split_once("[model]").unwrap();
-    let (_, rest) = rest.split_once("[data]").unwrap();
-    let recipe = format!("{head}[model]\npath = {:?}\n[data]{rest}", run.join("model"));
+    let (own, rest): (Vec<String>, Vec<String>) =
+        recipe().lines().map(str::to_owned).partition(|line| line.trim_start().starts_with("model."));
+    assert_eq!(own.len(), 4, "{own:?}");
+    let recipe = format!("model.path = {:?}\n{}", run.join("model"), rest.join("\n"));
     std::fs::write(place.0.path().join("recipe.toml"), recipe).unwrap();
     let output = place.train(&["--overwrite", "--out", run.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));

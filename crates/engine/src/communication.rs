@@ -9,14 +9,18 @@ use crate::error::{EngineError, Result};
 
 /// The operations that `comms_logger.prof_ops` names.
 pub fn logged_operations(config: &Config) -> Result<Vec<Kind>> {
-    let named = config.comms_logger.iter().flat_map(|section| &section.prof_ops);
+    config.comms_logger.as_ref().map_or(Ok(Vec::new()), |section| operations_named(&section.prof_ops))
+}
+
+/// The operations of these names, ours or DeepSpeed's.
+pub fn operations_named(names: &[String]) -> Result<Vec<Kind>> {
     let kind = |name: &String| {
         kind_named(name).ok_or_else(|| EngineError::Argument {
             what: "comms_logger.prof_ops",
             why: format!("'{name}' is no operation; there are {}", Kind::ALL.map(Kind::name).join(", ")),
         })
     };
-    named.map(kind).collect()
+    names.iter().map(kind).collect()
 }
 
 /// Begins to count what the configuration asks for.

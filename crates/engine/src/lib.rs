@@ -52,7 +52,7 @@ mod timers;
 
 pub use activations::activation_shelf;
 pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions, Spelling};
-pub use communication::logged_operations;
+pub use communication::{logged_operations, operations_named};
 pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use failure::Failure;

@@ -29,6 +29,9 @@ use serde_json::json;
 
 use crate::error::{Result, TrainError};
 
+/// Who holds a lock on it has the folder.
+const LOCK_FILE: &str = ".ferrospeed.lock";
+
 /// Where a run keeps its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunFolder(PathBuf);
@@ -215,7 +218,7 @@ impl RunFolder {
     /// Takes the folder for one run.
     pub fn lock(&self) -> Result<FolderLock> {
         std::fs::create_dir_all(&self.0).map_err(TrainError::io(&self.0))?;
-        let path = self.0.join(".ferrospeed.lock");
+        let path = self.0.join(LOCK_FILE);
         let mut options = File::options();
         options.create(true).truncate(false).read(true).write(true);
         let mut file = ferrospeed_files::open_with(&path, &options, 0).map_err(TrainError::io(&path))?;
@@ -238,6 +241,18 @@ impl RunFolder {
         let written = file.set_len(0).and_then(|()| file.rewind());
         let _ = written.and_then(|()| write!(file, "process {}", std::process::id()));
         Ok(FolderLock { _file: file })
+    }
+
+    /// Removes the folder where nothing is in it but the lock.
+    pub fn remove_if_empty(&self, lock: FolderLock) {
+        let is_lock = |entry: std::io::Result<std::fs::DirEntry>| {
+            entry.is_ok_and(|entry| entry.file_name() == LOCK_FILE)
+        };
+        if std::fs::read_dir(&self.0).is_ok_and(|mut entries| entries.all(is_lock)) {
+            let _ = std::fs::remove_file(self.0.join(LOCK_FILE));
+            let _ = std::fs::remove_dir(&self.0);
+        }
+        drop(lock);
     }
 
     /// Writes down why a run failed, for those who watch it.

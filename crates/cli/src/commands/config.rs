@@ -6,9 +6,11 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
+use ferrospeed_engine::operations_named;
 use ferrospeed_train::{Recipe, TrainError};
 use serde_json::{Value, json};
 
+use super::offload_folders;
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 
@@ -165,15 +167,19 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
             Some(ranks) => input.read.resolve(ranks, &input.auto)?.1,
             None => input.read.report(),
         };
-        // What `plan` and `train` would say of the rest of a recipe.
-        let problems = input.recipe.map(|mut recipe| {
-            let ranks = args
-                .world_size
-                .map(|ranks| ranks.get().saturating_mul(recipe.mesh().ranks_of_a_sample() as u64));
-            recipe.ranks = ranks.map_or(recipe.ranks, |ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
-            recipe.problems()
-        });
-        Ok((report, problems.unwrap_or_default()))
+        // What `plan` and `train` would say beyond the rules of a configuration.
+        let mut problems = offload_folders::problems(input.read.source());
+        match input.recipe {
+            Some(mut recipe) => {
+                let ranks = args
+                    .world_size
+                    .map(|ranks| ranks.get().saturating_mul(recipe.mesh().ranks_of_a_sample() as u64));
+                recipe.ranks = ranks.map_or(recipe.ranks, |ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
+                problems.extend(recipe.problems());
+            }
+            None => problems.extend(unknown_operation(input.read.source())),
+        }
+        Ok((report, problems))
     });
     let (report, problems) = match examined {
         Ok(found) => found,
@@ -196,6 +202,14 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
         terminal::print_output(&line)?;
     }
     Ok(ExitCode::from(if errors == 0 { 0 } else { 2 }))
+}
+
+/// What an engine would say of the operations that `comms_logger` is to count.
+fn unknown_operation(source: &Value) -> Option<String> {
+    let section = &source["comms_logger"];
+    let names = section["prof_ops"].as_array().filter(|_| section["enabled"] == true)?;
+    let names: Vec<String> = names.iter().filter_map(|name| name.as_str().map(str::to_owned)).collect();
+    operations_named(&names).err().map(|error| error.to_string())
 }
 
 fn show(args: &ShowArgs) -> Result<ExitCode, Failure> {

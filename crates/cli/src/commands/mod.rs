@@ -31,6 +31,7 @@ mod model_directory;
 mod model_init;
 mod model_inspect;
 mod node_launch;
+mod offload_folders;
 mod place;
 mod plan;
 mod plan_asked;

@@ -16,9 +16,10 @@ use serde_json::{Value, json};
 
 use super::config::InputArgs;
 use super::model::ModelArgs;
+use super::offload_folders::{check_offload_folders, offload_folders};
 use super::plan_asked::Asked;
+use super::plan_search;
 use super::rates::RateArgs;
-use super::{plan_search, train_memory};
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 
@@ -111,7 +112,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     }
     let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes, mlp_chunk } =
         Asked::read(args)?;
-    train_memory::check_offload_folders(&config)?;
+    check_offload_folders(&config)?;
     let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);
     let division = staged(&model, &config, stages, sequence_length)?;
     if let (Model::Transformer(whole), true) = (&model, recomputes)
@@ -248,7 +249,7 @@ pub(super) fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<C
     let nvme_bytes = match args.nvme_bytes {
         Some(bytes) => bytes,
         None => {
-            let named = || train_memory::offload_folders(config).into_iter().next();
+            let named = || offload_folders(config).into_iter().next();
             let folder = args.nvme_path.clone().or_else(named).unwrap_or_else(|| ".".into());
             probe::free_disk_bytes(&folder).map_err(|why| {
                 Failure::Usage(format!("{}: {why}; name another folder with --nvme_path", folder.display()))

@@ -4,6 +4,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
 
 use ferrospeed_config::{AutoValues, Config, PipelineStages};
+use ferrospeed_engine::logged_operations;
 use ferrospeed_train::{Recipe, TrainError};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
@@ -53,6 +54,7 @@ impl Asked {
         };
         let (config, report) = read.resolve(data_ranks, &auto).map_err(refusal)?;
         print_findings(&report);
+        logged_operations(&config).map_err(|error| Failure::Usage(error.to_string()))?;
         let longest = match &model {
             Model::Transformer(transformer) => transformer.max_positions,
             Model::Counts(_) => DEFAULT_SEQUENCE_LENGTH,
@@ -85,10 +87,10 @@ impl Asked {
         let usage = |error: TrainError| Failure::Usage(error.to_string());
         let mut recipe = Recipe::load(path, &overrides).map_err(usage)?;
         let mesh = recipe.mesh();
-        let of_a_sample = mesh.ranks_of_a_sample() as u64;
+        // As `train` has it: options of the command bring the ranks that they need, a recipe says how many there are.
         let ranks = args.world_size.map_or_else(
-            || u64::from(recipe.ranks).max(of_a_sample),
-            |ranks| ranks.get().saturating_mul(of_a_sample),
+            || u64::from(recipe.ranks).max(asked_of_a_sample(args)),
+            |ranks| ranks.get().saturating_mul(mesh.ranks_of_a_sample() as u64),
         );
         recipe.ranks = u32::try_from(ranks)
             .map_err(|_| Failure::Usage(format!("--world_size: {ranks} ranks are too many")))?;
@@ -115,6 +117,11 @@ impl Asked {
             mlp_chunk: recipe.model.mlp_chunk,
         })
     }
+}
+
+/// How many ranks the axes need that options of the command ask for.
+fn asked_of_a_sample(args: &PlanArgs) -> u64 {
+    [args.pp, args.tp, args.sp].into_iter().flatten().fold(1, |ranks, size| ranks.saturating_mul(size.get()))
 }
 
 /// What options of the command say of the mesh, as assignments of the configuration's keys.

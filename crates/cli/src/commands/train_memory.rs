@@ -7,7 +7,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
+use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
 use ferrospeed_tensor::cuda;
 use ferrospeed_train::Recipe;
@@ -17,6 +17,7 @@ use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
 use serde_json::Value;
 
 use super::device::DeviceChoice;
+use super::offload_folders::offload_folders;
 use crate::failure::Failure;
 
 /// Refuses a run of which `ranks` are on this host and need more memory, or more of its disks, than there is.
@@ -98,32 +99,6 @@ pub(super) fn capacity(ranks: u64, device: DeviceChoice, config: &Config) -> Opt
     // A disk that does not say is not judged.
     let nvme_bytes = free_disk_bytes(&offload_folders(config)).unwrap_or(u64::MAX);
     Some(Capacity { device_bytes, host_bytes, nvme_bytes, ranks_per_host: ranks })
-}
-
-/// The folders that the configuration offloads to.
-pub(super) fn offload_folders(config: &Config) -> Vec<PathBuf> {
-    let optimizer = match &config.zero.offload_optimizer.tier {
-        OptimizerTier::Nvme { buffers, .. } => Some(&buffers.path),
-        _ => None,
-    };
-    let parameters = match &config.zero.offload_param.tier {
-        ParameterTier::Nvme { buffers, .. } => Some(&buffers.path),
-        ParameterTier::Device | ParameterTier::Host(_) => None,
-    };
-    let mut folders: Vec<PathBuf> = optimizer.into_iter().chain(parameters).cloned().collect();
-    folders.dedup();
-    folders
-}
-
-/// Refuses to offload to what is no folder, and cannot become one.
-pub(super) fn check_offload_folders(config: &Config) -> Result<(), Failure> {
-    let is_in_the_way = |folder: &PathBuf| {
-        let existing = folder.ancestors().find(|part| part.exists())?;
-        (!existing.is_dir()).then(|| existing.display().to_string())
-    };
-    let Some(file) = offload_folders(config).iter().find_map(is_in_the_way) else { return Ok(()) };
-    let why = format!("nvme_path: {file} is no folder; name one, on the disk that is to hold the state");
-    Err(Failure::Usage(why))
 }
 
 /// What is free on the disks of some folders, each disk counted once; `None` without any, or where one does not say.

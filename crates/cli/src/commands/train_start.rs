@@ -12,6 +12,7 @@ use ferrospeed_comm::World;
 use ferrospeed_train::{FolderLock, Preparing, Recipe, RunFolder, TrainError, report_failure};
 use serde_json::Value;
 
+use super::offload_folders::{check_folders_to_make, check_offload_folders};
 use super::train::TrainArgs;
 use super::train_memory;
 use crate::failure::Failure;
@@ -28,8 +29,14 @@ pub(super) fn begin(
     folder: RunFolder,
 ) -> Result<(RunFolder, FolderLock), Failure> {
     let folder = own_folder(args, folder)?;
-    // A recipe that cannot be run leaves no folder behind.
-    let model = look_ahead(args, recipe, &folder)?;
+    // A run that cannot be leaves no folder behind.
+    let before = Before::of(&folder);
+    let begun = look_and_take(args, recipe, &folder);
+    begun.map_err(|failure| before.restored(&folder, failure)).map(|lock| (folder, lock))
+}
+
+fn look_and_take(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<FolderLock, Failure> {
+    let model = look_ahead(args, recipe, folder)?;
     if recipe.ranks > MAX_RANKS_OF_HOST {
         let why = format!(
             "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
@@ -40,12 +47,53 @@ pub(super) fn begin(
     if !args.force {
         train_memory::check(recipe, &model, args.device(), u64::from(recipe.ranks))?;
     }
-    let lock = take(args, recipe, &folder)?;
-    Ok((folder, lock))
+    take(args, recipe, folder)
+}
+
+/// What of a folder was there before a run began to look at its data.
+struct Before {
+    folder: bool,
+    data: bool,
+}
+
+impl Before {
+    fn of(folder: &RunFolder) -> Before {
+        Before { folder: folder.path().exists(), data: folder.data().exists() }
+    }
+
+    /// Takes away what was made for a run that was refused, unless another run has the folder by now.
+    fn restored(&self, folder: &RunFolder, failure: Failure) -> Failure {
+        if self.data || !folder.data().exists() {
+            return failure;
+        }
+        if let Ok(lock) = folder.lock() {
+            // The refusal is what is reported.
+            let _ = std::fs::remove_dir_all(folder.data());
+            if !self.folder {
+                folder.remove_if_empty(lock);
+            }
+        }
+        failure
+    }
 }
 
 /// For ranks that another launcher started; all of them call it. Rank 0 gets the right to the folder.
 pub(super) fn begin_together(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    folder: &RunFolder,
+    world: &World,
+) -> Result<Option<FolderLock>, Failure> {
+    let leads = world.rank() == 0;
+    let before = leads.then(|| Before::of(folder));
+    let begun = look_together(args, recipe, folder, world);
+    begun.map_err(|failure| match &before {
+        Some(before) => before.restored(folder, failure),
+        None => failure,
+    })
+}
+
+fn look_together(
     args: &TrainArgs,
     recipe: &Recipe,
     folder: &RunFolder,
@@ -81,13 +129,13 @@ fn fits_here(args: &TrainArgs, recipe: &Recipe, world: &World) -> Result<(), Fai
 /// Goes on where all ranks do. One that cannot says why; the others say who that is.
 fn all_well<T>(world: &World, own: Result<T, Failure>) -> Result<T, Failure> {
     let mut verdicts = vec![0u8; world.size()];
-    let gathered = world.group().all_gather(&[u8::from(own.is_err())], &mut verdicts);
+    let verdict = own.as_ref().err().map_or(0, Failure::exit_code);
+    let gathered = world.group().all_gather(&[verdict], &mut verdicts);
     let value = own?;
     gathered.map_err(|error| Failure::Run(error.to_string()))?;
-    match verdicts.iter().position(|verdict| *verdict != 0) {
-        None => Ok(value),
-        Some(rank) => Err(Failure::Run(format!("the run does not start: rank {rank} says why"))),
-    }
+    let Some(rank) = verdicts.iter().position(|verdict| *verdict != 0) else { return Ok(value) };
+    // A launcher gives the code of whichever rank ends first, so all have the same.
+    Err(Failure::with_code(verdicts[rank], format!("the run does not start: rank {rank} says why")))
 }
 
 /// Takes the folder, and puts away what an earlier run has left where this one is to replace it.
@@ -148,6 +196,10 @@ fn settle(folder: &RunFolder) {
 
 /// Where a run that was to replace another was killed.
 fn recover(folder: &RunFolder) -> Result<(), Failure> {
+    if folder.path().exists() && !folder.path().is_dir() {
+        let why = "is no folder, and a run needs one for its files; choose another --out";
+        return Err(Failure::Usage(format!("{} {why}", folder.path().display())));
+    }
     if folder.is_being_replaced() {
         let _lock = folder.lock().map_err(failure)?;
         settle(folder);
@@ -179,7 +231,8 @@ fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<V
         ferrospeed_train::check(recipe, args.recipe(), folder, &mut tell_preparing()).map_err(failure)?;
     train_memory::check_slots(recipe, &model)?;
     if let Ok((config, _)) = recipe.config() {
-        train_memory::check_offload_folders(&config)?;
+        check_offload_folders(&config)?;
+        check_folders_to_make(&config)?;
     }
     if args.overwrite {
         return Ok(model);

@@ -12,7 +12,7 @@ use crate::terminal::print_output;
 /// Arguments of `watch`.
 #[derive(Debug, Args)]
 pub(crate) struct WatchArgs {
-    /// Runs' folders, or folders that hold them; a run may still be to come
+    /// Runs' folders, or folders that hold them, where runs may still be to come
     #[arg(value_name = "RUN_DIR", default_value = "runs")]
     folders: Vec<PathBuf>,
     /// The port on this machine; 0 takes one that is free
@@ -21,6 +21,13 @@ pub(crate) struct WatchArgs {
 }
 
 pub(crate) fn run(args: &WatchArgs) -> Result<ExitCode, Failure> {
+    if let Some(missing) = args.folders.iter().find(|folder| !folder.is_dir()) {
+        let what = if missing.exists() { "is no folder" } else { "is not there" };
+        return Err(Failure::Usage(format!(
+            "{} {what}; name the folder of a run, or one that holds runs or will (`train` makes `runs`, or what --out says)",
+            missing.display()
+        )));
+    }
     let server = Server::bind(&args.folders, args.port).map_err(|error| {
         Failure::Run(format!(
             "cannot listen on port {}: {error}; try another --port, or 0 for any",

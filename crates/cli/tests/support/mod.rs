@@ -112,6 +112,11 @@ impl Drop for Started {
     }
 }
 
+/// A recipe of a small GPT-2. `own` begins with keys of recipes, `model.layers` among them, and may end with tables.
+pub(crate) fn small_recipe(own: &str, ds_config: &str) -> String {
+    format!("model.preset = 'gpt2'\nmodel.width = 32\nmodel.heads = 2\n{own}\n[ds_config]\n{ds_config}\n")
+}
+
 pub(crate) fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
