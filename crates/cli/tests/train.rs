@@ -130,6 +130,27 @@ fn a_run_leaves_its_log_its_configuration_and_weights_that_generate() {
 }
 
 #[test]
+fn a_sample_that_will_be_shorter_than_was_asked_for_is_told_with_the_reason() {
+    let place = Workplace::new();
+    let said = |name: &str, sample: &str, more: &[&str]| {
+        let sample = format!("sample={sample}");
+        let words = ["train", "recipe.toml", "--out", name, "-n", "1", "--set", "steps=1", "--set", &sample];
+        let output = place.ferrospeed(&[&words, more].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout) + &text(&output.stderr)
+    };
+    let long = said("long", r#"{"prompt": "the ", "tokens": 500}"#, &[]);
+    let why = "a prompt of 4 tokens and its answer have at most 64 together (data.sequence)";
+    let line = format!("sample: 500 tokens are asked for and 60 will be written: {why}");
+    assert_eq!(long.matches(&line).count(), 1, "{long}");
+    let granted = ["--set", "hybrid_engine={\"enabled\": true, \"max_out_tokens\": 10}"];
+    let short = said("short", r#"{"prompt": "the quick brown fox", "tokens": 5}"#, &granted);
+    assert!(short.contains("5 tokens are asked for and none will be written: a prompt of 19"), "{short}");
+    assert!(short.contains("at most 10 together (hybrid_engine.max_out_tokens)"), "{short}");
+    assert!(!said("fits", r#"{"prompt": "the ", "tokens": 5}"#, &[]).contains("are asked for"));
+}
+
+#[test]
 fn stages_write_the_same_log_to_the_last_digit() {
     let place = Workplace::new();
     let reference = losses(&place.train("stage0", &["--set", "zero_optimization.stage=0"]));

@@ -187,6 +187,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         run.engine.watch_gradients(recipe.gradient_norms_every)?;
     }
     let peak = peak::measure(&run.engine)?;
+    all_warnings.extend(run.shortened_sample()?.filter(|_| !job.is_experiment));
     let info = run.info(all_warnings, resumed, peak.flops_per_s);
     if let Some(records) = &records {
         let processor = match run.engine.device().backend().is_host() {

@@ -248,19 +248,63 @@ impl Run<'_> {
         Ok(EvalRecord { step, loss: (sums[0] / sums[1].max(1.0)) as f32, tokens })
     }
 
-    /// Lets the model write, on the weights as they are. All ranks do, since they may hold them together.
-    pub(super) fn sample(&self) -> Result<Option<String>> {
-        let Some(sample) = &self.recipe.sample else { return Ok(None) };
-        if self.engine.is_pipeline() {
-            return Ok(None);
-        }
-        // Data that was tokens from the start has no text to show.
-        let Some(codec) = &self.codec else { return Ok(None) };
-        let prompt: Vec<i64> = codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect();
+    /// How many tokens a sample and its prompt may have, and what allows no more.
+    fn longest_sample(&self) -> (usize, &'static str) {
         // What the configuration grants generation counts here too.
         let granted =
             self.engine.config().hybrid_engine.as_ref().map_or(u64::MAX, |section| section.max_out_tokens);
-        let longest = self.model.longest_paged().min(self.recipe.data.sequence.min(granted) as usize);
+        let limits = [
+            (self.recipe.data.sequence, "data.sequence"),
+            (granted, "hybrid_engine.max_out_tokens"),
+            (self.model.longest_paged() as u64, "what the model can hold"),
+        ];
+        let [first, others @ ..] = limits;
+        let least =
+            others.into_iter().fold(first, |least, limit| if limit.0 < least.0 { limit } else { least });
+        (usize::try_from(least.0).unwrap_or(usize::MAX), least.1)
+    }
+
+    /// The prompt of the sample in tokens, where there is one to write.
+    fn sample_prompt(&self) -> Result<Option<Vec<i64>>> {
+        // Data that was tokens from the start has no text to show.
+        let (Some(sample), Some(codec), false) =
+            (&self.recipe.sample, &self.codec, self.engine.is_pipeline())
+        else {
+            return Ok(None);
+        };
+        Ok(Some(codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect()))
+    }
+
+    /// What to say of a sample that will be shorter than was asked for.
+    pub(super) fn shortened_sample(&self) -> Result<Option<String>> {
+        let (Some(sample), Some(prompt)) = (&self.recipe.sample, self.sample_prompt()?) else {
+            return Ok(None);
+        };
+        let ((longest, why), prompt) = (self.longest_sample(), prompt.len());
+        let kept = longest.saturating_sub(prompt) as u64;
+        let rest =
+            format!("a prompt of {prompt} tokens and its answer have at most {longest} together ({why})");
+        Ok(match kept {
+            _ if kept >= sample.tokens => None,
+            0 => Some(format!(
+                "sample: {} tokens are asked for and none will be written: {rest}",
+                sample.tokens
+            )),
+            _ => Some(format!(
+                "sample: {} tokens are asked for and {kept} will be written: {rest}",
+                sample.tokens
+            )),
+        })
+    }
+
+    /// Lets the model write, on the weights as they are. All ranks do, since they may hold them together.
+    pub(super) fn sample(&self) -> Result<Option<String>> {
+        let (Some(sample), Some(codec), Some(prompt)) =
+            (&self.recipe.sample, &self.codec, self.sample_prompt()?)
+        else {
+            return Ok(None);
+        };
+        let (longest, _) = self.longest_sample();
         let call = GenerateCall {
             max_new_tokens: (sample.tokens as usize).min(longest.saturating_sub(prompt.len())),
             sampling: SamplingOptions {
