@@ -146,7 +146,8 @@ fn make(
     documents: &mut dyn Documents,
     tell: &mut dyn FnMut(Preparing),
 ) -> Result<()> {
-    let partial = tokens.with_extension(format!("{}.partial", std::process::id()));
+    let ending = format!("{}.partial", std::process::id());
+    let (partial, beside) = (tokens.with_extension(&ending), manifest.with_extension(&ending));
     let (ends, partial_ends) = (tokens.with_extension("ends"), partial.with_extension("ends.partial"));
     let made = write_tokens([&partial, &partial_ends], &recipe, codec, documents, tell);
     let finished = made.and_then(|[tokens_made, documents_made]| {
@@ -163,14 +164,14 @@ fn make(
         };
         let text =
             serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
-        let beside = manifest.with_extension(format!("{}.partial", std::process::id()));
         std::fs::write(&beside, text).map_err(DataError::io(&beside))?;
         std::fs::rename(&beside, manifest).map_err(DataError::io(manifest))
     });
     if finished.is_err() {
         // Best effort: what failed is what is reported.
-        let _ = std::fs::remove_file(&partial);
-        let _ = std::fs::remove_file(&partial_ends);
+        for left in [&partial, &partial_ends, &beside] {
+            let _ = std::fs::remove_file(left);
+        }
     }
     finished
 }

@@ -158,8 +158,11 @@ fn keep_steps(path: &Path, last: u64) -> Result<()> {
         }
     }
     let beside = path.with_extension("jsonl.partial");
-    std::fs::write(&beside, kept).map_err(TrainError::io(&beside))?;
-    std::fs::rename(&beside, path).map_err(TrainError::io(path))
+    let written = std::fs::write(&beside, kept).and_then(|()| std::fs::rename(&beside, path));
+    written.map_err(|error| {
+        let _ = std::fs::remove_file(&beside);
+        TrainError::io(path)(error)
+    })
 }
 
 #[cfg(test)]

@@ -9,8 +9,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::experts::{EXPERTS, Mixtures};
+use super::exported::exported;
 use super::slices::INFORMATION;
 use crate::deepspeed::spelling::{Spelling, Whole, respelled, spelled};
+use crate::directory::LATEST_FILE;
 use crate::error::{CheckpointError, Result};
 use crate::load::{Checkpoint, Wanted};
 use crate::manifest::{Dtype, GroupState, Kind, TensorEntry};
@@ -127,36 +129,8 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
         );
         return Err(CheckpointError::Export(why));
     }
-    exported(checkpoint, dir, |folder| Exporter::new(checkpoint, options, mixtures)?.write(folder))
-}
-
-/// Lets `write` fill the folder of a checkpoint, under its own tag, and writes `latest` beside.
-pub(super) fn exported(
-    checkpoint: &Checkpoint,
-    dir: &Path,
-    write: impl FnOnce(&Path) -> Result<()>,
-) -> Result<()> {
-    let tag = &checkpoint.manifest().tag;
-    crate::directory::check_tag(tag)?;
-    let folder = dir.join(tag);
-    if folder.exists() {
-        let why = format!("{} exists already; export into another folder", folder.display());
-        return Err(CheckpointError::Export(why));
-    }
-    let is_new = !dir.exists();
-    let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
-    std::fs::create_dir_all(&partial).map_err(CheckpointError::io("create", &partial))?;
-    if let Err(error) = write(&partial) {
-        // The error of the export is the one to report.
-        let _ = std::fs::remove_dir_all(&partial);
-        if is_new {
-            let _ = std::fs::remove_dir(dir);
-        }
-        return Err(error);
-    }
-    std::fs::rename(&partial, &folder).map_err(CheckpointError::io("rename", &partial))?;
-    let latest = dir.join(crate::directory::LATEST_FILE);
-    std::fs::write(&latest, tag).map_err(CheckpointError::io("write", &latest))
+    let write = |folder: &Path| Exporter::new(checkpoint, options, mixtures)?.write(folder);
+    exported(dir, &checkpoint.manifest().tag, LATEST_FILE, write).map(drop)
 }
 
 /// A group's trained parameters with their states.

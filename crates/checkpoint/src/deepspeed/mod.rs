@@ -6,6 +6,7 @@
 
 mod experts;
 pub mod export;
+mod exported;
 mod foreign;
 pub mod fp32;
 pub mod import;

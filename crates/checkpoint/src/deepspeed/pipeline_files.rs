@@ -8,10 +8,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use super::export::{ExportOptions, Exporter, exported};
+use super::export::{ExportOptions, Exporter};
+use super::exported::exported;
 use super::pipeline::{TIED, layer_of};
 use super::slices::Slices;
 use super::spelling::Spelling;
+use crate::directory::LATEST_FILE;
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
 use crate::manifest::Dtype;
@@ -41,7 +43,7 @@ pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles
     let (stages, end) = (boundaries.len() as u64 - 1, boundaries[boundaries.len() - 1]);
     let options = ExportOptions { stage: zero_stage, ranks, expert_ranks: 1, spelling: Spelling::Files };
     let everything = || Exporter::new(checkpoint, options, Default::default());
-    exported(checkpoint, dir, |folder| {
+    let written = |folder: &Path| {
         for slice in 0..count {
             let whole = everything()?.changed(|tensor| Some((0, slices.cut(tensor, slice))));
             let of = if count > 1 { format!("model_{slice:02}-") } else { String::new() };
@@ -71,7 +73,8 @@ pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles
             }
         }
         Ok(())
-    })
+    };
+    exported(dir, &checkpoint.manifest().tag, LATEST_FILE, written).map(drop)
 }
 
 impl PipelineFiles<'_> {

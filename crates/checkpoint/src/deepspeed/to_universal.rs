@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::deepspeed::experts::Mixtures;
 use crate::deepspeed::export::{Arrays, ExportOptions, Exporter, VERSION};
+use crate::deepspeed::exported::exported;
 use crate::deepspeed::spelling::Spelling;
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
@@ -16,21 +17,8 @@ use crate::pt::Value;
 /// Writes `TAG_universal` into the folder `dir`, and `latest_universal` beside. Returns the new folder.
 pub fn export_universal(checkpoint: &Checkpoint, dir: &Path, spelling: Spelling) -> Result<PathBuf> {
     let tag = format!("{}_universal", checkpoint.manifest().tag);
-    crate::directory::check_tag(&tag)?;
-    let folder = dir.join(&tag);
-    if folder.exists() {
-        return Err(CheckpointError::file(&folder, "exists already; export into another folder"));
-    }
-    let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
-    if let Err(error) = write(checkpoint, &partial, spelling) {
-        // The error of the export is the one to report.
-        let _ = std::fs::remove_dir_all(&partial);
-        return Err(error);
-    }
-    std::fs::rename(&partial, &folder).map_err(CheckpointError::io("rename", &partial))?;
-    let latest = dir.join(crate::directory::LATEST_UNIVERSAL_FILE);
-    std::fs::write(&latest, &tag).map_err(CheckpointError::io("write", &latest))?;
-    Ok(folder)
+    let hint = crate::directory::LATEST_UNIVERSAL_FILE;
+    exported(dir, &tag, hint, |folder| write(checkpoint, folder, spelling))
 }
 
 fn write(checkpoint: &Checkpoint, folder: &Path, spelling: Spelling) -> Result<()> {

@@ -72,20 +72,37 @@ struct ZipWriter {
 }
 
 /// Writes a file that torch reads. `bytes(storage, elements, out)` appends the content of each storage, in order.
-/// The file has its name only once it is complete.
-pub fn write_pt(
-    path: &Path,
-    value: &Value,
-    storages: &[StorageToWrite],
-    bytes: &mut dyn FnMut(usize, Range<u64>, &mut Vec<u8>) -> Result<()>,
-) -> Result<()> {
+/// The file has its name only once it is complete; of one that fails nothing stays.
+pub fn write_pt(path: &Path, value: &Value, storages: &[StorageToWrite], bytes: Bytes<'_>) -> Result<()> {
     let folder = path.file_stem().map_or("archive".into(), |stem| stem.to_string_lossy());
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(".partial");
     let partial = path.with_file_name(name);
     let file = File::create(&partial).map_err(CheckpointError::io("create", &partial))?;
-    let out = BufWriter::with_capacity(1 << 20, file);
-    let mut zip = ZipWriter { path: partial.clone(), out, at: 0, entries: Vec::new() };
+    let zip = ZipWriter {
+        path: partial.clone(),
+        out: BufWriter::with_capacity(1 << 20, file),
+        at: 0,
+        entries: Vec::new(),
+    };
+    let written = write_entries(zip, &folder, value, storages, bytes)
+        .and_then(|()| std::fs::rename(&partial, path).map_err(CheckpointError::io("rename", &partial)));
+    if written.is_err() {
+        // What failed is what is reported.
+        let _ = std::fs::remove_file(&partial);
+    }
+    written
+}
+
+type Bytes<'a> = &'a mut dyn FnMut(usize, Range<u64>, &mut Vec<u8>) -> Result<()>;
+
+fn write_entries(
+    mut zip: ZipWriter,
+    folder: &str,
+    value: &Value,
+    storages: &[StorageToWrite],
+    bytes: Bytes<'_>,
+) -> Result<()> {
     let pickle = pickle_write::write(value)?;
     zip.entry(format!("{folder}/data.pkl"), &mut |put| put(&pickle))?;
     zip.entry(format!("{folder}/byteorder"), &mut |put| put(b"little"))?;
@@ -110,8 +127,7 @@ pub fn write_pt(
         })?;
     }
     zip.entry(format!("{folder}/version"), &mut |put| put(b"3\n"))?;
-    zip.finish()?;
-    std::fs::rename(&partial, path).map_err(CheckpointError::io("rename", &partial))
+    zip.finish()
 }
 
 type Put<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;

@@ -59,12 +59,30 @@ pub fn write_file(
     header.resize(header.len().next_multiple_of(8), b' ');
 
     let partial = path.with_extension("safetensors.partial");
-    let failed = |error| ModelError::Io { path: partial.clone(), source: error };
-    let mut file = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(failed)?);
+    let file = File::create(&partial).map_err(ModelError::io(&partial))?;
+    let written = write_content(&partial, file, &header, &order, bytes)
+        .and_then(|()| std::fs::rename(&partial, path).map_err(ModelError::io(path)));
+    if written.is_err() {
+        // What failed is what is reported.
+        let _ = std::fs::remove_file(&partial);
+    }
+    written
+}
+
+/// Fills a new file.
+fn write_content(
+    path: &Path,
+    file: File,
+    header: &[u8],
+    tensors: &[&TensorToWrite],
+    bytes: &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>>,
+) -> Result<()> {
+    let failed = |error| ModelError::io(path)(error);
+    let mut file = BufWriter::with_capacity(1 << 20, file);
     let mut write = |content: &[u8]| file.write_all(content).map_err(failed);
     write(&(header.len() as u64).to_le_bytes())?;
-    write(&header)?;
-    for tensor in order {
+    write(header)?;
+    for tensor in tensors {
         let content = bytes(tensor)?;
         if content.len() != tensor.size_bytes() {
             let why =
@@ -74,9 +92,7 @@ pub fn write_file(
         write(&content)?;
     }
     let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
-    file.sync_all().map_err(failed)?;
-    drop(file);
-    std::fs::rename(&partial, path).map_err(ModelError::io(path))
+    file.sync_all().map_err(failed)
 }
 
 /// Writes a model's weights into a directory: one file, or shards of at most `max_shard_bytes` with an index.
