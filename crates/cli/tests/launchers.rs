@@ -285,6 +285,60 @@ fn ranks_leave_when_who_started_them_is_killed() {
     assert!(said.contains("which started this rank, is gone") && said.contains("--resume"), "{said}");
     let saved = std::fs::read_dir(folder.path().join("run/checkpoints")).unwrap().count();
     assert!(saved > 0, "nothing was saved");
+    // Who reads the run's folder and not the ranks' output learns it too.
+    let outcome = std::fs::read_to_string(folder.path().join("run/outcome.json")).unwrap();
+    assert!(
+        outcome.contains("\"failed\"") && outcome.contains("is gone: the run saves and ends"),
+        "{outcome}"
+    );
+    let report = std::fs::read_to_string(folder.path().join("run/report.html")).unwrap();
+    assert!(report.contains("is gone: the run saves and ends"), "the report does not say why");
+}
+
+#[test]
+fn ranks_that_a_signal_ends_while_they_meet_leave_no_file_behind() {
+    let folder = workplace();
+    let (port, temporary) = (free_port(), folder.path().join("tmp"));
+    std::fs::create_dir(&temporary).unwrap();
+    let left = || -> Vec<String> {
+        let own = std::fs::read_dir(&temporary).unwrap().map(|entry| entry.unwrap().path());
+        let inside = own.flat_map(|own| std::fs::read_dir(own).unwrap());
+        let names = inside.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.starts_with("meeting-")).collect()
+    };
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        // Rank 1 never comes.
+        let mut command = rank_of_two("0", folder.path(), &port);
+        take_signals(&mut command)
+            .env("TMPDIR", &temporary)
+            .env("DEEPSPEED_TIMEOUT", "1")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let mut rank = command.spawn().unwrap();
+        wait_until("rank 0 to wait for others", || !left().is_empty());
+        // SAFETY: the process is a child of this one that nobody has waited for.
+        assert_eq!(unsafe { libc::kill(rank.id() as i32, signal) }, 0);
+        let status = support::wait_for(&mut rank);
+        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(signal));
+        assert_eq!(left(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_folder_that_is_taken_is_bad_input_to_every_rank() {
+    let folder = workplace();
+    let run = folder.path().join("run");
+    std::fs::create_dir(&run).unwrap();
+    std::fs::write(run.join("log.jsonl"), "{}\n").unwrap();
+    let port = free_port();
+    let start = |rank: &str| {
+        let mut command = rank_of_two(rank, folder.path(), &port);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for rank in ["0", "1"].map(start) {
+        let output = finish(rank);
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    }
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub use lane::{Work, wait_all};
 pub use mesh::{ExpertMembership, Mesh, SEQUENCE};
 pub use op::Kind;
 pub use region::Region;
-pub use rendezvous::{Backend, ConnectOptions};
+pub use rendezvous::{Backend, ConnectOptions, leave_meetings};
 pub use segment::Registered;
 pub use topology::{PipelineGrid, ProcessTopology};
 pub use world::{DEFAULT_DEADLINE, DEFAULT_STAGING_BYTES, Limits, World};

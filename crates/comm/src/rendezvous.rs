@@ -18,6 +18,7 @@ mod options;
 mod port;
 mod token;
 
+pub use meeting::leave_meetings;
 pub use options::{Backend, ConnectOptions};
 pub use token::handed_over_token;
 

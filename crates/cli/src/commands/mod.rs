@@ -48,6 +48,7 @@ mod trace;
 mod train;
 mod train_memory;
 mod train_start;
+mod waiting;
 mod watch;
 
 use std::process::ExitCode;

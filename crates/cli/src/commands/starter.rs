@@ -26,6 +26,11 @@ impl Starter {
         Starter(is_of_mpi.then(parent_id))
     }
 
+    /// Why the run ends, where the starter is gone. Its output may be gone too: whoever holds the run's folder writes it there.
+    pub(super) fn is_gone(self) -> Option<String> {
+        self.0.filter(|starter| parent_id() != *starter).map(gone)
+    }
+
     /// From now on sets `leave`, once, when the starter is gone.
     pub(super) fn watch(self, leave: &Arc<AtomicBool>) -> Result<(), Failure> {
         let Starter(Some(starter)) = self else { return Ok(()) };
@@ -35,13 +40,15 @@ impl Starter {
                 std::thread::sleep(LOOK_EVERY);
             }
             leave.store(true, Ordering::SeqCst);
-            print_error(&format!(
-                "process {starter}, which started this rank, is gone: the run saves and ends; --resume goes on"
-            ));
+            print_error(&gone(starter));
         };
         let spawned = std::thread::Builder::new().name("starter".into()).spawn(watching);
         spawned
             .map(drop)
             .map_err(|error| Failure::Run(format!("cannot watch for the end of the launcher: {error}")))
     }
+}
+
+fn gone(starter: u32) -> String {
+    format!("process {starter}, which started this rank, is gone: the run saves and ends; --resume goes on")
 }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use ferrospeed_comm::{ConnectOptions, World};
+use ferrospeed_comm::World;
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
@@ -15,6 +15,7 @@ use ferrospeed_train::{
 use super::autotune::{self, Autotuning};
 use super::device::DeviceChoice;
 use super::starter::Starter;
+use super::waiting::Waiting;
 use super::{place, train_start};
 use crate::failure::Failure;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter};
@@ -105,7 +106,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         let outcome = match recipe.ranks {
             1 => {
                 start_log(0, Standing::Alone);
-                run_rank(args, recipe, &folder, World::solo(), Standing::Alone)
+                run_rank(args, recipe, &folder, World::solo(), watch_signals()?, Standing::Alone)
             }
             _ => start_ranks(args, &recipe, &folder),
         };
@@ -118,16 +119,27 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         )));
     }
     start_log(place.rank, Standing::Among(starter));
-    let world = join(&mut recipe, place)?;
+    recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
+    let requests = watch_signals()?;
+    let waiting = Waiting::until_signals(&requests)?;
+    let world = World::connect(place).map_err(|error| Failure::Run(error.to_string()))?;
     train_start::same_on_all(&world, &recipe, &folder)?;
     if std::env::var_os(LOOKED_AHEAD).is_some() {
-        return run_rank(args, recipe, &folder, world, Standing::Among(starter));
+        drop(waiting);
+        return run_rank(args, recipe, &folder, world, requests, Standing::Among(starter));
     }
     let lock = train_start::begin_together(args, &recipe, &folder, &world)?;
+    drop(waiting);
     let name = recipe.name.clone();
-    let outcome = run_rank(args, recipe, &folder, world, Standing::Among(starter));
+    let outcome = run_rank(args, recipe, &folder, world, requests, Standing::Among(starter));
     // Who holds the folder writes down how the run ended.
-    if lock.is_some() { train_start::conclude(&folder, &name, outcome) } else { outcome }
+    if lock.is_none() {
+        return outcome;
+    }
+    if let (Ok(_), Some(why)) = (&outcome, starter.is_gone()) {
+        report_failure(&folder, &name, &why);
+    }
+    train_start::conclude(&folder, &name, outcome)
 }
 
 /// Whether this process is the whole run, or one rank of it.
@@ -142,12 +154,6 @@ impl Standing {
     fn draws_on_stdout(self) -> bool {
         matches!(self, Standing::Alone) && stdout_can_be_redrawn()
     }
-}
-
-/// Takes this rank's place in its job.
-fn join(recipe: &mut Recipe, place: ConnectOptions) -> Result<World, Failure> {
-    recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
-    World::connect(place).map_err(|error| Failure::Run(error.to_string()))
 }
 
 impl TrainArgs {
@@ -267,9 +273,9 @@ fn run_rank(
     recipe: Recipe,
     folder: &RunFolder,
     world: World,
+    requests: StopRequests,
     standing: Standing,
 ) -> Result<ExitCode, Failure> {
-    let requests = watch_signals()?;
     if let Standing::Among(starter) = standing {
         starter.watch(&requests.leave)?;
     }

@@ -3,7 +3,8 @@
 //! Rank 0 writes the port that it really got, since the wanted one may be taken, and where the launcher handed over no
 //! token a secret of its own making. The file's name comes from the token, or from what the launcher calls the job, and
 //! from the wanted port, so two jobs may name the same one. As long as rank 0 lives it holds a lock on the file: a file
-//! without it was left by a job that was killed, and is passed over or taken over. When all ranks have met, the file goes.
+//! without it was left by a job that was killed, and is passed over or taken over; the next meeting of any job removes it. When all ranks
+//! have met, the file goes. A process that a signal ends before that calls [`leave_meetings`] first.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
@@ -11,7 +12,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::ConnectOptions;
 use crate::auth::JobKey;
@@ -20,6 +22,23 @@ use crate::private;
 
 /// What stands in the file where the ranks have a token of their own.
 const NO_SECRET: &str = "-";
+
+/// Between its opening and its locking a file looks as if nobody held it: only older ones are removed.
+const ABANDONED: Duration = Duration::from_secs(60);
+
+/// The files of this process.
+static OWN: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Removes the files at which this process waits for others, for one that ends without unwinding.
+pub fn leave_meetings() {
+    for path in lock(&OWN).drain(..) {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Rank 0's file.
 pub(super) struct Meeting {
@@ -65,13 +84,16 @@ impl Meeting {
         let text = format!("{port} {secret}\n");
         file.set_len(0).and_then(|()| file.write_all(text.as_bytes())).map_err(failed)?;
         let key = key_of(options, &secret);
+        lock(&OWN).push(path.clone());
+        remove_abandoned(&path);
         Ok((Meeting { path, file: Mutex::new(Some(file)) }, key))
     }
 
     /// Nobody needs the file any more.
     pub(super) fn end(&self) {
-        let held = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        let held = lock(&self.file).take();
         if held.is_some() {
+            lock(&OWN).retain(|own| *own != self.path);
             // Whoever cleared the temporary files did the same.
             let _ = std::fs::remove_file(&self.path);
         }
@@ -132,6 +154,25 @@ fn claim(path: &Path) -> std::io::Result<Option<File>> {
     }
 }
 
+/// Removes what killed jobs have left beside `own`. What cannot be removed is left to the next.
+fn remove_abandoned(own: &Path) {
+    let Some(entries) = own.parent().and_then(|folder| std::fs::read_dir(folder).ok()) else { return };
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let is_meeting =
+            path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"meeting-"));
+        let is_old = || {
+            let written = std::fs::symlink_metadata(&path).and_then(|found| found.modified());
+            written.ok().and_then(|time| time.elapsed().ok()).is_some_and(|age| age > ABANDONED)
+        };
+        if is_meeting && path != own && is_old()
+            // It stays locked until it is gone.
+            && let Ok(Some(_file)) = claim(&path)
+        {
+            let _ = std::fs::remove_file(&path);
+        }
+    }
+}
+
 /// Whether somebody else holds the lock.
 fn is_held(file: &File) -> std::io::Result<bool> {
     Ok(lock_command(file, libc::F_OFD_GETLK)?.l_type != libc::F_UNLCK as libc::c_short)
@@ -172,6 +213,23 @@ mod tests {
         assert!(taken.contains("another job of yours without a token meets at port 1"), "{taken}");
         meeting.end();
         assert!(find(&options).is_err() && !meeting.path.exists());
+    }
+
+    #[test]
+    fn what_killed_jobs_left_goes_with_the_next_meeting_and_what_others_hold_stays() {
+        let old = std::time::SystemTime::now() - 2 * ABANDONED;
+        let [left, new, held, next] = [(); 4].map(|()| options(&private::random_hex::<8>().unwrap()));
+        let [left, new, held_path] = [&left, &new, &held].map(|options| path_of(options).unwrap());
+        for path in [&left, &new] {
+            private::write(path, b"99 -\n").unwrap();
+        }
+        let (_held, _) = Meeting::call(&held, 5).unwrap();
+        for path in [&left, &held_path] {
+            File::options().write(true).open(path).unwrap().set_modified(old).unwrap();
+        }
+        let (_meeting, _) = Meeting::call(&next, 7).unwrap();
+        assert!(!left.exists() && new.exists() && held_path.exists());
+        std::fs::remove_file(&new).unwrap();
     }
 
     #[test]
