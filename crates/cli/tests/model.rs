@@ -172,11 +172,16 @@ fn convert_rounds_to_nearest_and_says_so_in_the_config() {
 
 #[test]
 fn packed_weights_are_called_by_their_bits_and_become_whole_where_a_type_is_asked_for() {
-    let (folder, place) = tiny();
-    std::fs::remove_dir_all(&place).unwrap();
-    model(&["init", text(&place), "--preset", "llama", "--layers", "1", "--width", "64", "--sequence", "32"]);
-    for bits in ["int8", "int4", "fp8"] {
-        let at = |name: &str| folder.path().join(format!("{bits}-{name}"));
+    let folder = tempfile::tempdir().unwrap();
+    let families =
+        ["llama", "gpt2"].into_iter().flat_map(|family| ["int8", "int4", "fp8"].map(|bits| (family, bits)));
+    for (family, bits) in families {
+        let place = folder.path().join(family);
+        if !place.exists() {
+            let sizes = ["--layers", "1", "--width", "64", "--sequence", "32"];
+            model(&[&["init", text(&place), "--preset", family][..], &sizes].concat());
+        }
+        let at = |name: &str| folder.path().join(format!("{family}-{bits}-{name}"));
         let [packed, copied, whole] = ["packed", "copied", "whole"].map(at);
         model(&["convert", text(&place), text(&packed), "--quantize", bits]);
         let said = model(&["inspect", text(&packed)]);
@@ -188,8 +193,8 @@ fn packed_weights_are_called_by_their_bits_and_become_whole_where_a_type_is_aske
         let names = |tensors: &[(String, Value, Value, Vec<u8>)]| {
             tensors.iter().map(|(name, ..)| name.clone()).collect::<Vec<_>>()
         };
-        assert_eq!(names(&tensors_of(&whole)), names(&tensors_of(&place)), "{bits}");
-        assert!(tensors_of(&whole).iter().all(|(_, dtype, ..)| dtype == "BF16"), "{bits}");
+        assert_eq!(names(&tensors_of(&whole)), names(&tensors_of(&place)), "{family} {bits}");
+        assert!(tensors_of(&whole).iter().all(|(_, dtype, ..)| dtype == "BF16"), "{family} {bits}");
     }
 }
 

@@ -1,12 +1,11 @@
 //! A model directory whose linear layers have weights of 8 or 4 bits.
 //!
-//! The form is our own: `config.json` and everything else stays as it is, a packed weight stands under its name with `.q8_0` or
-//! `.q4_0` behind. Embeddings, norms, biases and routers stay whole. Made for `serve`; it can be read wherever a model can.
+//! The form is our own: `config.json` and everything else stays as it is, a packed weight stands under its name with `.q8_0`,
+//! `.q4_0` or `.f8_e4m3` behind, and `.turned` before that where the family has weights as `[inputs, outputs]`. Embeddings, norms, biases and routers stay whole. Made for `serve`; it can be read wherever a model can.
 
 use std::path::Path;
 
-use ferrospeed_tensor::ops::WeightLayout;
-use ferrospeed_tensor::packed::{PackedBits, PackedWeight, Packing};
+use ferrospeed_tensor::packed::{PackedBits, PackedWeight};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param};
 
@@ -15,7 +14,7 @@ use crate::decoder::Decoder;
 use crate::directory::{NewDirectory, WriteOptions, encode, set_dtype, write_config};
 use crate::error::{ModelError, Result};
 use crate::model_files::ModelFiles;
-use crate::weights::{BlockForm, TensorToWrite, Written, packed_name, packed_shape, write_counted};
+use crate::weights::{TensorToWrite, Written, packed_name, packed_shape, write_counted};
 
 /// Copies the model in `source`, a directory or a GGUF file, to the new directory `target` with weights of so many bits. What stays whole gets the type that
 /// `options` names, or keeps its own.
@@ -40,13 +39,11 @@ pub(crate) fn write_parameters(
     let mut planned: Vec<(TensorToWrite, &Param)> = Vec::new();
     for param in params {
         let (name, shape) = (param.name(), param.shape().sizes());
-        // Files have weights as `[outputs, inputs]` alone.
         let packing = bits.and_then(|bits| model.packing(param, bits));
-        let packed =
-            packing.filter(|packing| packing.layout == WeightLayout::OutIn).map(|packing| packing.bits);
-        let packed = packed.and_then(|bits| Some((bits, packed_shape(shape, BlockForm::of_bits(bits))?)));
-        let tensor = match packed {
-            Some((bits, shape)) => TensorToWrite { name: packed_name(name, bits), shape, dtype: DType::U8 },
+        let tensor = match packing.and_then(|packing| Some((packing, packed_shape(shape, packing)?))) {
+            Some((packing, shape)) => {
+                TensorToWrite { name: packed_name(name, packing), shape, dtype: DType::U8 }
+            }
             None => {
                 let dtype = options.dtype.or_else(|| weights.dtype_of(param)).unwrap_or(files.dtype());
                 TensorToWrite { name: name.to_owned(), shape: shape.to_vec(), dtype }
@@ -55,7 +52,7 @@ pub(crate) fn write_parameters(
         planned.push((tensor, param));
     }
     if bits.is_some() && !planned.iter().any(|(tensor, _)| tensor.dtype == DType::U8) {
-        let why = "has no weight that can be stored packed: its layers hold them as [inputs, outputs], or their inputs are no multiple of 32";
+        let why = "has no weight that can be stored packed: the inputs of its layers are no multiple of 32";
         return Err(ModelError::file(files.path(), why));
     }
     planned.sort_by(|a, b| a.0.name.cmp(&b.0.name));
@@ -70,8 +67,7 @@ pub(crate) fn write_parameters(
     let written = write_counted(new.path(), &tensors, options.max_shard_bytes, &mut |tensor| {
         let place = planned.binary_search_by(|(other, _)| other.name.cmp(&tensor.name));
         let param = planned[place.expect("every tensor to write was planned")].1;
-        if let (DType::U8, Some(bits)) = (tensor.dtype, bits) {
-            let packing = Packing { bits, layout: WeightLayout::OutIn };
+        if let (DType::U8, Some(packing)) = (tensor.dtype, bits.and_then(|bits| model.packing(param, bits))) {
             return Ok(PackedWeight::load(param, packing, weights)?.to_file_bytes());
         }
         let mut values = vec![0.0; param.numel()];

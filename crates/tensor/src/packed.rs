@@ -165,11 +165,11 @@ impl PackedWeight {
         let &[outputs, inputs] = param.shape().sizes() else {
             return Err(TensorError::shape("packed weight", "the weight", *param.shape(), "two dimensions"));
         };
+        if let Some(weight) = source.load_packed(param, packing)? {
+            return Ok(weight);
+        }
         if packing.layout == WeightLayout::InOut {
             return PackedWeight::load_turned(param, bits, [outputs, inputs], source);
-        }
-        if let Some(weight) = source.load_packed(param, bits)? {
-            return Ok(weight);
         }
         let mut weight = PackedWeight::new(bits, outputs, inputs)?;
         let rows = (ROUNDED_AT_ONCE / inputs).clamp(1, outputs.max(1));

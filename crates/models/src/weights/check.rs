@@ -26,12 +26,12 @@ impl WeightFiles {
         let place = |stored: &StoredTensor| (stored.file, stored.bytes.start, stored.bytes.end);
         for param in params {
             let name = param.name();
-            if let (None, Some((stored, form))) = (self.find(name), self.find_packed(name)) {
-                *used.entry(place(stored)).or_default() += stored.size_bytes();
-                if !WeightFiles::is_packed_of(stored, form, param.whole_shape().sizes()) {
+            if let (None, Some(packed)) = (self.find(name), self.find_packed(name)) {
+                *used.entry(place(packed.stored)).or_default() += packed.stored.size_bytes();
+                if !packed.is_of(param.whole_shape().sizes()) {
                     lines.push(format!(
                         "  wrong shape {name} is packed {:?}, expected {}",
-                        stored.shape,
+                        packed.stored.shape,
                         param.whole_shape()
                     ));
                 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_tensor::dtype::Float;
-use ferrospeed_tensor::packed::{PackedBits, PackedWeight};
+use ferrospeed_tensor::packed::{PackedWeight, Packing};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param, TensorError};
 use half::{bf16, f16};
@@ -278,9 +278,9 @@ impl ParamSource for WeightFiles {
     fn load_packed(
         &self,
         param: &Param,
-        bits: PackedBits,
+        packing: Packing,
     ) -> ferrospeed_tensor::Result<Option<PackedWeight>> {
-        self.as_packed(param, bits).map_err(|error| TensorError::BadArgument {
+        self.as_packed(param, packing).map_err(|error| TensorError::BadArgument {
             op: "load weights",
             what: format!("'{}' {error}", param.name()),
         })
@@ -291,16 +291,15 @@ impl ParamSource for WeightFiles {
             op: "load weights",
             what: format!("'{}' {why}", param.name()),
         };
-        if let (None, Some((stored, form))) = (self.find(param.name()), self.find_packed(param.name())) {
-            if !WeightFiles::is_packed_of(stored, form, param.whole_shape().sizes()) {
+        if let (None, Some(packed)) = (self.find(param.name()), self.find_packed(param.name())) {
+            if !packed.is_of(param.whole_shape().sizes()) {
                 return Err(fail(format!(
                     "is {:?} in the files, which is no packed {}",
-                    stored.shape,
+                    packed.stored.shape,
                     param.whole_shape()
                 )));
             }
-            let read = |run, out: &mut [f32]| self.packed_floats(stored, form, run, out);
-            return param.each_run(range, out, read).map_err(|error| fail(error.to_string()));
+            return self.packed_floats(packed, param, range, out).map_err(|error| fail(error.to_string()));
         }
         let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
         let stored = &*found.own;

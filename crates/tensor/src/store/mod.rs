@@ -12,7 +12,7 @@ pub use poison::PoisonStore;
 use std::ops::Range;
 
 use crate::error::Result;
-use crate::packed::{PackedBits, PackedWeight};
+use crate::packed::{PackedWeight, Packing};
 use crate::param::Param;
 
 /// Where the first values of parameters come from: their initialisers, a model file, a checkpoint.
@@ -21,7 +21,7 @@ pub trait ParamSource {
     fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> Result<()>;
 
     /// `param` in so many bits, where the source holds it in those very bits: nothing is rounded anew.
-    fn load_packed(&self, _param: &Param, _bits: PackedBits) -> Result<Option<PackedWeight>> {
+    fn load_packed(&self, _param: &Param, _packing: Packing) -> Result<Option<PackedWeight>> {
         Ok(None)
     }
 }
