@@ -13,12 +13,17 @@ use tempfile::TempDir;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn model() -> (TempDir, String) {
+    model_of(json!({"model_type": "llama"}))
+}
+
+fn model_of(family: Value) -> (TempDir, String) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tiny");
-    let config = json!({
-        "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    let mut config = json!({
+        "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 4096, "initializer_range": 0.3,
     });
+    config.as_object_mut().unwrap().extend(family.as_object().unwrap().clone());
     create(&path, &config, 3, &WriteOptions::default()).unwrap();
     let name = path.to_str().unwrap().to_owned();
     (folder, name)
@@ -101,18 +106,51 @@ fn a_server_says_where_it_is_answers_as_generate_does_and_ends_when_told_to() {
     assert_eq!(server.wait(), 0);
 }
 
+/// What a server goes on with.
+fn continuation(address: &str) -> Value {
+    let body = json!({"prompt": "to be", "max_tokens": 20, "temperature": 0}).to_string();
+    let reply = ask(address, "POST", "/v1/completions", &body);
+    serde_json::from_str::<Value>(&reply).unwrap()["choices"][0]["text"].clone()
+}
+
+#[test]
+fn a_mixture_is_served_by_processes_that_each_have_some_of_its_experts() {
+    let mixture = json!({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2});
+    let (_folder, model) = model_of(mixture);
+    let (_whole, address) = serve(&["serve", &model, "--port", "0"]);
+    let expected = continuation(&address);
+    let (mut server, address) = serve(&["serve", &model, "--port", "0", "--ep", "2"]);
+    assert_eq!(continuation(&address), expected);
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(server.0.id() as i32),
+        nix::sys::signal::Signal::SIGTERM,
+    )
+    .unwrap();
+    assert_eq!(server.wait(), 0, "told to stop, all ranks end well");
+    let (_both, address) = serve(&["serve", &model, "--port", "0", "--ep", "2", "--tp", "2"]);
+    assert_eq!(continuation(&address), expected);
+
+    // What cannot be is told once, before any rank starts.
+    let (_folder, dense) = self::model();
+    for (model, more, told) in [
+        (&model, vec!["--ep", "3"], "4 experts cannot be shared by 3 ranks"),
+        (&dense, vec!["--ep", "2"], "a llama has no experts"),
+        (&model, vec!["--ep", "2", "--tp", "4"], "do not go together"),
+    ] {
+        let refused = command(&[&["serve", model, "--port", "0"][..], &more].concat()).output().unwrap();
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(2) && said.matches("error").count() == 1, "{said}");
+        assert!(said.contains(told), "{said}");
+    }
+}
+
 #[test]
 fn a_model_in_slices_is_served_by_processes_that_end_together() {
     let (_folder, model) = model();
-    let body = json!({"prompt": "to be", "max_tokens": 20, "temperature": 0}).to_string();
-    let text = |address: &str| -> Value {
-        let reply = ask(address, "POST", "/v1/completions", &body);
-        serde_json::from_str::<Value>(&reply).unwrap()["choices"][0]["text"].clone()
-    };
     let (_whole, address) = serve(&["serve", &model, "--port", "0"]);
-    let expected = text(&address);
+    let expected = continuation(&address);
     let (mut server, address) = serve(&["serve", &model, "--port", "0", "--tp", "2"]);
-    assert_eq!(text(&address), expected);
+    assert_eq!(continuation(&address), expected);
     let signal = |pid: i32, signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
     signal(server.0.id() as i32, nix::sys::signal::Signal::SIGTERM);
     assert_eq!(server.wait(), 0, "told to stop, all ranks end well");

@@ -134,7 +134,7 @@ impl Case {
         }
         if self.expert > 1 {
             let groups = mesh.expert(self.expert, ExpertOrder::ExpertBeforeData).unwrap();
-            spread.experts = Some(groups.expert.clone());
+            spread.experts = Some((&groups.expert).into());
             options.spread_experts(&mesh, groups).unwrap();
         }
         let ModelConfig::Decoder(parsed) =

@@ -115,7 +115,7 @@ impl Run {
         }
         if axes.expert > 1 {
             let groups = mesh.expert(axes.expert, ExpertOrder::ExpertBeforeData).unwrap();
-            spread.experts = Some(groups.expert.clone());
+            spread.experts = Some((&groups.expert).into());
             options.spread_experts(&mesh, groups).unwrap();
         }
         let ModelConfig::Decoder(parsed) = ModelConfig::from_value(model, WindowRule::default()).unwrap()

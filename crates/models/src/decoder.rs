@@ -17,9 +17,8 @@ mod stages;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
-use ferrospeed_nn::moe::Routing;
+use ferrospeed_nn::moe::{ExpertRanks, Routing};
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices};
 use ferrospeed_nn::{
     AttentionState, Embedding, Init, KeyValueCache, Linear, Mode, Norm, Parameters, SequenceParallel,
@@ -72,8 +71,8 @@ impl Tokens {
 pub struct Spread {
     /// Those that hold slices of its layers.
     pub slices: Option<Slices>,
-    /// Those that hold different experts.
-    pub experts: Option<Group>,
+    /// Those that hold different experts. Where these have the same tokens, they may be those of the slices.
+    pub experts: Option<ExpertRanks>,
 }
 
 /// A causal language model.
@@ -112,19 +111,19 @@ impl Decoder {
         Decoder::spread(config, &Spread { slices: Some(slices.into()), experts: None })
     }
 
-    /// The same with slices or experts on several ranks. Where experts are, all ranks run every forward together, each on
-    /// tokens of its own.
+    /// The same with slices or experts on several ranks. Where experts are, all ranks run every forward together, on the
+    /// tokens that [`ExpertRanks`] says.
     pub fn spread(config: DecoderConfig, spread: &Spread) -> Result<Decoder> {
         if let Some(slices) = &spread.slices {
             config.check_slices(slices.group().size(), slices.between())?;
         }
-        config.check_experts(spread.experts.as_ref().map_or(1, Group::size))?;
+        config.check_experts(spread.experts.as_ref().map_or(1, |ranks| ranks.group.size()))?;
         Ok(Decoder::build(config, spread))
     }
 
     fn build(config: DecoderConfig, spread: &Spread) -> Decoder {
         let slices = spread.slices.as_ref();
-        let experts = spread.experts.as_ref().filter(|group| group.size() > 1);
+        let experts = spread.experts.as_ref().filter(|ranks| ranks.group.size() > 1);
         let init = Init::root().over(slices);
         let names = &config.names;
         let embedding = Embedding::new(

@@ -57,6 +57,16 @@ pub enum ServeError {
         /// Why.
         why: String,
     },
+    /// Slices and experts on different numbers of ranks.
+    #[error(
+        "{slices} slices and experts on {experts} ranks do not go together: the same ranks hold both; make one of the numbers 1, or both the same"
+    )]
+    Division {
+        /// Slices of each layer.
+        slices: usize,
+        /// Ranks over which experts are spread.
+        experts: usize,
+    },
     /// The ranks that hold a model together.
     #[error("the ranks that serve together: {0}")]
     Together(String),

@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use ferrospeed_comm::Group;
 use ferrospeed_data::Codec;
-use ferrospeed_models::decoder::dtype_of_name;
+use ferrospeed_models::decoder::{Spread, dtype_of_name};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, TextFiles};
+use ferrospeed_nn::Parameters;
+use ferrospeed_nn::moe::{ExpertRanks, RankTokens};
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_tensor::store::{PackedStore, PlainStore};
 use ferrospeed_tensor::{DType, Device, PackedBits, Param};
@@ -36,6 +38,41 @@ pub struct ModelFacts {
     pub longest: usize,
 }
 
+/// How the ranks of a group hold one model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Division {
+    /// Each has slices of all layers.
+    Slices,
+    /// Each has some of a mixture's experts, and all of the rest.
+    Experts,
+    /// Each has some of a mixture's experts, and slices of the rest.
+    SlicesAndExperts,
+}
+
+impl Division {
+    /// That of `--tp` and `--ep`, `tensor_parallel.tp_size` and `moe.ep_size`, with the number of ranks that they need. `None`
+    /// for one rank. Sizes that differ are refused: slices of experts on fewer ranks than there are slices are not built.
+    pub fn of(slices: usize, experts: usize) -> Result<Option<(Division, usize)>> {
+        match (slices, experts) {
+            (1, 1) => Ok(None),
+            (slices, 1) => Ok(Some((Division::Slices, slices))),
+            (1, experts) => Ok(Some((Division::Experts, experts))),
+            (slices, experts) if slices == experts => Ok(Some((Division::SlicesAndExperts, slices))),
+            (slices, experts) => Err(ServeError::Division { slices, experts }),
+        }
+    }
+
+    /// What the ranks of a group hold by it.
+    fn spread(self, group: &Group) -> Spread {
+        let has_slices = self != Division::Experts;
+        let experts = ExpertRanks { group: group.clone(), tokens: RankTokens::Same };
+        Spread {
+            slices: has_slices.then(|| group.into()),
+            experts: (self != Division::Slices).then_some(experts),
+        }
+    }
+}
+
 /// How to open a model.
 #[derive(Debug, Clone)]
 pub struct OpenOptions {
@@ -49,8 +86,8 @@ pub struct OpenOptions {
     pub running: usize,
     /// What clients call it; the directory's name when absent.
     pub name: Option<String>,
-    /// The ranks that hold the model in slices, all of which open it; the first one serves.
-    pub slices: Option<Group>,
+    /// The ranks that hold the model together, all of which open it, and how; the first one serves.
+    pub ranks: Option<(Group, Division)>,
     /// The files with its weights, where those are not in the directory.
     pub weights: Option<Vec<PathBuf>>,
     /// Where the weights wait until a pass needs them.
@@ -66,7 +103,7 @@ impl Default for OpenOptions {
             cache_bytes: 1 << 30,
             running: 64,
             name: None,
-            slices: None,
+            ranks: None,
             weights: None,
             home: WeightsHome::Device,
         }
@@ -84,13 +121,18 @@ pub fn codec_of(files: &ModelFiles, vocabulary: usize) -> Result<Codec> {
 }
 
 /// Refuses what [`open`] would refuse on each of so many ranks, without reading a weight.
-pub fn check(path: &Path, slices: usize) -> Result<()> {
+pub fn check(path: &Path, division: Division, ranks: usize) -> Result<()> {
     let files = ModelFiles::open(path)?;
     let ModelConfig::Decoder(config) = files.model()? else {
         return Err(ServeError::NoDecoder(path.to_path_buf()));
     };
     codec_of(&files, config.vocab)?;
-    config.check_slices(slices, Between::AllTokens)?;
+    if division != Division::Experts {
+        config.check_slices(ranks, Between::AllTokens)?;
+    }
+    if division != Division::Slices {
+        config.check_experts(ranks)?;
+    }
     Ok(files.weights().check(Decoder::new(*config).parameters().as_slice())?)
 }
 
@@ -104,8 +146,8 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
         return Err(ServeError::NoDecoder(path.to_path_buf()));
     };
     let codec = codec_of(&files, config.vocab)?;
-    let model = match &options.slices {
-        Some(group) => Decoder::in_slices(*config, group)?,
+    let model = match &options.ranks {
+        Some((group, division)) => Decoder::spread(*config, &division.spread(group))?,
         None => Decoder::new(*config),
     };
     files.weights().check(model.parameters().as_slice())?;
@@ -137,7 +179,8 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
         longest: model.longest_paged(),
         codec,
     };
-    let runner = Runner::new(Arc::new(model), blocks, device, store)?.led(options.slices.as_ref());
+    let ranks = options.ranks.as_ref().map(|(group, _)| group);
+    let runner = Runner::new(Arc::new(model), blocks, device, store)?.led(ranks);
     Ok((Arc::new(facts), runner, blocks))
 }
 
@@ -152,7 +195,11 @@ fn attach(
     options: &OpenOptions,
 ) -> Result<Option<Arc<ZeroStore>>> {
     let asked = options.packed;
-    let params = model.parameters().as_slice();
+    let rank = options.ranks.as_ref().map_or(0, |(group, _)| group.rank());
+    let all = model.parameters();
+    let is_own = |param: &&Param| all.holder(param).is_none_or(|holder| holder.rank == rank);
+    let own: Parameters = all.as_slice().iter().filter(is_own).cloned().collect();
+    let params = own.as_slice();
     // Tables, which files may hold in few bits too, are looked up whole; a GPU multiplies all experts at once, by whole weights.
     let is_whole = |param: &Param| !device.backend().is_host() && param.name().contains(".experts.");
     let packing_of = |param: &Param| {
@@ -164,7 +211,7 @@ fn attach(
         if is_packed {
             return Err(ServeError::PackedAway(directory.to_path_buf()));
         }
-        return Ok(Some(attach_away(model, dtype, device, weights, &options.home)?));
+        return Ok(Some(attach_away(&own, dtype, device, weights, &options.home)?));
     }
     // Parameters hold their store.
     if is_packed {

@@ -21,7 +21,7 @@ pub struct Runner {
     device: Device,
     /// For passes in which every text gets one token, where the device gains by it.
     steps: Option<PageSteps>,
-    /// Where the model is in slices and this rank the first.
+    /// Where several ranks hold the model and this is the first.
     lead: Option<Lead>,
     /// Where weights come and go with a pass or change between two: it is told when one begins.
     store: Option<Arc<ZeroStore>>,
@@ -83,9 +83,9 @@ impl Runner {
         Ok(Runner { steps: None, spare: Some(blocks), ..runner })
     }
 
-    /// The same where ranks hold the model in slices: the first of them tells the others what to compute.
-    pub(crate) fn led(self, slices: Option<&Group>) -> Runner {
-        let lead = slices.filter(|group| group.rank() == 0 && group.size() > 1).map(Lead::new);
+    /// The same where ranks hold the model together: the first of them tells the others what to compute.
+    pub(crate) fn led(self, ranks: Option<&Group>) -> Runner {
+        let lead = ranks.filter(|group| group.rank() == 0 && group.size() > 1).map(Lead::new);
         Runner { lead, ..self }
     }
 
@@ -144,7 +144,7 @@ impl Runner {
         Ok(result)
     }
 
-    /// Hidden states of all rows, and the logits that are wanted. With slices, all ranks compute it together.
+    /// Hidden states of all rows, and the logits that are wanted. Ranks that hold the model together compute it together.
     pub(crate) fn compute(&mut self, pass: &Pass) -> Result<(Tensor, Option<Tensor>)> {
         let Pass { ids, rows, of_logits } = pass;
         if let Some(lead) = &mut self.lead {

@@ -1,4 +1,4 @@
-//! A model in slices on several ranks: the first one serves, the others compute what it tells them.
+//! A model that several ranks hold, in slices or with experts apart: the first one serves, the others compute what it tells them.
 //!
 //! Before a pass the first rank tells the others its tokens, where they stand and whose logits are wanted; then all compute, and
 //! their collectives meet. A rank that serves nobody for a while says so, so that waiting is not taken for a hang. Whoever is

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use ferrospeed_comm::World;
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Options, Setup, initialize_model};
-use ferrospeed_models::Decoder;
 use ferrospeed_models::weights::WeightFiles;
+use ferrospeed_nn::Parameters;
 use ferrospeed_tensor::{DType, Device};
 use ferrospeed_zero::ZeroStore;
 use serde_json::{Value, json};
@@ -64,7 +64,7 @@ impl WeightsHome {
 
 /// Reads the weights to where they wait.
 pub(crate) fn attach_away(
-    model: &Decoder,
+    parameters: &Parameters,
     dtype: DType,
     device: &Device,
     weights: &WeightFiles,
@@ -83,6 +83,6 @@ pub(crate) fn attach_away(
         config.resolve(1.try_into().map_err(|e| failed(&e))?, &AutoValues::new()).map_err(|e| failed(&e))?;
     let setup = Setup::new(config, World::solo(), device.clone());
     let options = Options { source: Some(weights), ..Options::default() };
-    let engine = initialize_model(&setup, model.parameters(), options).map_err(|error| failed(&error))?;
+    let engine = initialize_model(&setup, parameters, options).map_err(|error| failed(&error))?;
     Ok(engine.store().clone())
 }

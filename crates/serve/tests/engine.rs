@@ -2,21 +2,28 @@
 
 mod support;
 
+use std::path::Path;
 use std::time::Instant;
 
+use ferrospeed_comm::World;
 use ferrospeed_models::directory::{WriteOptions, create};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
+use ferrospeed_models::pack::pack;
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
 use ferrospeed_serve::core::schedule::{Limits, Refusal};
 use ferrospeed_serve::draft::Draft;
-use ferrospeed_serve::model::OpenOptions;
+use ferrospeed_serve::model::{Division, OpenOptions, open};
 use ferrospeed_serve::request::{Event, Finish, Request, Trouble, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::speculate::Speculation;
+use ferrospeed_serve::together::follow;
+use ferrospeed_serve::weights_home::WeightsHome;
 use ferrospeed_serve::{Engine, ServeError};
+use ferrospeed_tensor::memory::Category;
 use ferrospeed_tensor::store::PlainStore;
-use ferrospeed_tensor::{DType, Device};
+use ferrospeed_tensor::{DType, Device, PackedBits};
+use serde_json::json;
 use support::{LIMITS, PATIENCE, device, engine, families, model, opened, opened_on};
 
 const NEW_TOKENS: usize = 24;
@@ -182,28 +189,25 @@ fn troubles_are_told_by_name() {
 
 #[test]
 fn weights_of_few_bits_are_served_and_their_answers_do_not_depend_on_company() {
-    use ferrospeed_serve::model::{OpenOptions, open};
-    use ferrospeed_tensor::PackedBits;
     // LLaMA, and GPT-2, whose weights lie as `[inputs, outputs]`.
     let folders = [0, 1].map(|family| model(&families()[family]));
     let cases = [PackedBits::Eight, PackedBits::Four]
         .into_iter()
         .flat_map(|bits| folders.iter().map(move |folder| (bits, folder)));
     for (bits, folder) in cases {
-        let start = |limits: Limits, folder: &tempfile::TempDir| {
-            let options = OpenOptions {
-                packed: Some(bits),
-                cache_bytes: 1 << 20,
-                running: 16,
-                ..OpenOptions::default()
-            };
-            let (facts, runner, blocks) =
-                open(&folder.path().join("tiny"), &options, &Device::cpu()).unwrap();
+        let start = |limits: Limits, path: &Path, packed: Option<PackedBits>| {
+            let options = OpenOptions { packed, cache_bytes: 1 << 20, running: 16, ..OpenOptions::default() };
+            let (facts, runner, blocks) = open(path, &options, &Device::cpu()).unwrap();
             Engine::start(facts, runner, blocks, limits).unwrap()
         };
-        let alone = serve_all(&start(Limits { running: 1, pass_tokens: 512, ..LIMITS }, folder));
-        let together = serve_all(&start(Limits { pass_tokens: 9, ..LIMITS }, folder));
+        let whole = folder.path().join("tiny");
+        let alone = serve_all(&start(Limits { running: 1, pass_tokens: 512, ..LIMITS }, &whole, Some(bits)));
+        let together = serve_all(&start(Limits { pass_tokens: 9, ..LIMITS }, &whole, Some(bits)));
         assert_eq!(alone, together, "{bits:?}");
+        // A directory that was packed before says the same.
+        let packed = folder.path().join(bits.name());
+        pack(&whole, &packed, bits, &WriteOptions::default()).unwrap();
+        assert_eq!(serve_all(&start(LIMITS, &packed, None)), alone, "{bits:?}, from packed files");
     }
 }
 
@@ -312,45 +316,93 @@ fn an_answer_has_the_same_tokens_whether_all_logits_are_asked_for_or_the_likelie
     }
 }
 
+/// What ranks that hold a model together answer, and how many bytes of parameters each has.
+fn served_by(
+    path: &Path,
+    ranks: usize,
+    division: Division,
+    home: &WeightsHome,
+) -> (Vec<Vec<i64>>, Vec<usize>) {
+    let rank = |world: World| {
+        let (path, home) = (path.to_path_buf(), home.clone());
+        std::thread::spawn(move || {
+            let group = world.group();
+            let options = OpenOptions {
+                cache_bytes: 1 << 20,
+                running: 16,
+                ranks: Some((group.clone(), division)),
+                home,
+                ..OpenOptions::default()
+            };
+            let device = Device::cpu_with_threads(1);
+            let (facts, runner, blocks) = open(&path, &options, &device).unwrap();
+            let bytes = device.memory_usage().current(Category::Parameters);
+            if group.rank() > 0 {
+                follow(&group, runner).unwrap();
+                return (Vec::new(), bytes);
+            }
+            let engine = Engine::start(facts, runner, blocks, LIMITS).unwrap();
+            let found = serve_all(&engine);
+            // A prompt that the model refuses is no business of the other ranks.
+            let refused: Vec<Event> = engine.ask(request(&[999], vec![greedy()], 1)).collect();
+            assert!(matches!(&refused[..], [Event::Trouble(_)]), "{refused:?}");
+            assert_eq!(serve_all(&engine), found, "and once more, from the cache");
+            (found, bytes)
+        })
+    };
+    let threads: Vec<_> = World::threads(ranks).into_iter().map(rank).collect();
+    let (mut found, bytes): (Vec<_>, Vec<_>) =
+        threads.into_iter().map(|thread| thread.join().unwrap()).unzip();
+    (found.swap_remove(0), bytes)
+}
+
 #[test]
 fn a_model_in_slices_writes_what_the_whole_one_writes() {
-    use ferrospeed_comm::World;
-    use ferrospeed_serve::model::open;
-    use ferrospeed_serve::together::follow;
     for config in families() {
         let folder = model(&config);
         let expected = serve_all(&engine(&folder, 200, LIMITS));
         // Two ranks; and four, of which two share each key-value head of those families that have two.
         for ranks in [2, 4] {
             let path = folder.path().join("tiny");
-            let rank = |world: World| {
-                let path = path.clone();
-                std::thread::spawn(move || {
-                    let group = world.group().clone();
-                    let options = OpenOptions {
-                        cache_bytes: 1 << 20,
-                        running: 16,
-                        slices: Some(group.clone()),
-                        ..OpenOptions::default()
-                    };
-                    let device = Device::cpu_with_threads(1);
-                    let (facts, runner, blocks) = open(&path, &options, &device).unwrap();
-                    if group.rank() > 0 {
-                        follow(&group, runner).unwrap();
-                        return Vec::new();
-                    }
-                    let engine = Engine::start(facts, runner, blocks, LIMITS).unwrap();
-                    let found = serve_all(&engine);
-                    // A prompt that the model refuses is no business of the other ranks.
-                    let refused: Vec<Event> = engine.ask(request(&[999], vec![greedy()], 1)).collect();
-                    assert!(matches!(&refused[..], [Event::Trouble(_)]), "{refused:?}");
-                    assert_eq!(serve_all(&engine), found, "and once more, from the cache");
-                    found
-                })
-            };
-            let threads: Vec<_> = World::threads(ranks).into_iter().map(rank).collect();
-            let found: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
-            assert_eq!(found[0], expected, "{} on {ranks} ranks", config["model_type"]);
+            let (found, _) = served_by(&path, ranks, Division::Slices, &WeightsHome::Device);
+            assert_eq!(found, expected, "{} on {ranks} ranks", config["model_type"]);
         }
+    }
+}
+
+/// Mixtures of four experts: one without and one with an expert that every token passes.
+fn mixtures() -> [serde_json::Value; 2] {
+    let mixtral = families().remove(3);
+    let mut qwen = mixtral.clone();
+    let more = json!({
+        "model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": true,
+        "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1,
+    });
+    qwen.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    qwen.as_object_mut().unwrap().shift_remove("num_local_experts");
+    [mixtral, qwen]
+}
+
+#[test]
+fn a_mixture_with_experts_apart_writes_what_the_whole_one_writes_and_no_rank_holds_all_experts() {
+    for config in mixtures() {
+        let folder = model(&config);
+        let path = folder.path().join("tiny");
+        let expected = serve_all(&engine(&folder, 200, LIMITS));
+        let held = |division, ranks| {
+            let (found, bytes) = served_by(&path, ranks, division, &WeightsHome::Device);
+            assert_eq!(found, expected, "{} on {ranks} ranks, {division:?}", config["model_type"]);
+            bytes
+        };
+        let inner = config.get("moe_intermediate_size").or(config.get("intermediate_size")).unwrap();
+        let expert_bytes = 2 * 3 * 32 * inner.as_u64().unwrap() as usize * 4;
+        let (two, four) = (held(Division::Experts, 2), held(Division::Experts, 4));
+        // Of four experts a rank has two, or one.
+        assert_eq!((two[0] - four[0], two[1]), (expert_bytes, two[0]), "{}", config["model_type"]);
+        // And of the other layers a half.
+        let sliced = held(Division::SlicesAndExperts, 2);
+        assert!(sliced[0] < two[0] && sliced[0] > 2 * expert_bytes, "{sliced:?} {two:?}");
+        let disk = WeightsHome::disk(folder.path());
+        assert_eq!(served_by(&path, 2, Division::Experts, &disk).0, expected, "with weights on a disk");
     }
 }

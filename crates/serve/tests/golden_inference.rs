@@ -132,8 +132,8 @@ fn golden_ways_of_calling_init_inference() {
                     assert_eq!(&engine.config().values()[key], value, "{key}");
                 }
             }
-            if let Some(size) = case["tp_size"].as_i64() {
-                assert_eq!(engine.config().tensor_parallel_size(), size);
+            if let Some(size) = case["tp_size"].as_u64() {
+                assert_eq!(engine.config().tensor_parallel_size().unwrap(), size as usize);
             }
         });
     }
@@ -208,13 +208,23 @@ fn golden_calls_of_the_engine() {
 }
 
 #[test]
-fn a_model_in_slices_gives_every_rank_the_texts_of_the_whole_one_and_its_failures() {
-    for config in support::families() {
+fn a_model_on_two_ranks_gives_each_the_texts_of_the_whole_one_and_its_failures() {
+    let of_families = support::families().into_iter().map(|config| (config, json!({"tp": {"tp_size": 2}})));
+    let mixture = support::families().remove(3);
+    let apart = [
+        json!({"moe": {"ep_size": 2}}),
+        json!({"ep_size": 2, "tp": {"tp_size": 2}}),
+        json!({"moe": {"ep_size": 8, "enabled": false}, "tp": {"tp_size": 2}}),
+    ];
+    for (config, held) in of_families.chain(apart.map(|held| (mixture.clone(), held))) {
         let folder = support::model(&config);
         let prompts = vec![vec![3, 1, 4, 1, 5], vec![9, 2, 6]];
         let call = GenerateCall { max_new_tokens: 6, ..GenerateCall::default() };
         let on = |world: World| {
-            let arguments = json!({"dtype": "fp32", "tp": {"tp_size": world.size()}});
+            let mut arguments = json!({"dtype": "fp32"});
+            if world.size() > 1 {
+                arguments.as_object_mut().unwrap().extend(held.as_object().unwrap().clone());
+            }
             let device = Device::cpu_with_threads(1);
             let engine =
                 init_inference_on(&world, &folder.path().join("tiny"), &arguments, &Map::new(), &device);
@@ -231,7 +241,7 @@ fn a_model_in_slices_gives_every_rank_the_texts_of_the_whole_one_and_its_failure
             let ranks: Vec<_> =
                 World::threads(2).into_iter().map(|world| scope.spawn(move || on(world))).collect();
             for rank in ranks {
-                assert_eq!(rank.join().unwrap(), whole, "{}", config["model_type"]);
+                assert_eq!(rank.join().unwrap(), whole, "{} {held}", config["model_type"]);
             }
         });
     }
@@ -245,6 +255,7 @@ fn what_is_not_built_is_refused_and_what_has_no_effect_is_named() {
         (json!({"tp": {"tp_size": 2}}), "tensor_parallel.tp_size"),
         (json!({"mp_size": 2}), "tensor_parallel.tp_size"),
         (json!({"moe": {"ep_size": 2}}), "moe.ep_size"),
+        (json!({"moe": {"ep_size": 2, "enabled": true}, "tp": {"tp_size": 2}}), "tensor_parallel.tp_size"),
         (
             json!({"checkpoint": {"type": "Megatron", "checkpoints": [], "version": 1}}),
             "a Megatron checkpoint",
@@ -268,6 +279,21 @@ fn what_is_not_built_is_refused_and_what_has_no_effect_is_named() {
         engine.warnings()
     );
     assert!(merged(&json!(1), &Map::new()).is_err());
+    for (config, told) in [
+        (
+            json!({"tp": {"tp_size": 4}, "moe": {"ep_size": 2}}),
+            "4 slices and experts on 2 ranks do not go together",
+        ),
+        (json!({"moe": {"ep_size": 0}}), "moe -> ep_size: 0 is no number of ranks"),
+    ] {
+        assert!(start(config.clone()).unwrap_err().to_string().contains(told), "{config}");
+    }
+    let engine = start(json!({"moe": {"num_experts": [4], "type": "residual"}})).unwrap();
+    for key in ["moe.moe_experts", "moe.type"] {
+        let is_told =
+            engine.warnings().iter().any(|warning| warning.starts_with(&format!("{key} has no effect")));
+        assert!(is_told, "{key}: {:?}", engine.warnings());
+    }
 }
 
 #[test]

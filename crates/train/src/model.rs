@@ -8,6 +8,7 @@ use ferrospeed_models::decoder::{FeedForward, MlpChunks, Spread};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
+use ferrospeed_nn::moe::ExpertRanks;
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{SequenceMethod, Stages};
 use ferrospeed_pipeline::partition::Measured;
@@ -64,7 +65,7 @@ fn spread(recipe: &Recipe, mesh: Option<&Mesh>) -> Result<Spread> {
     };
     let experts = match sizes.expert.get() {
         1 => None,
-        ranks => Some(mesh.expert(ranks, recipe.expert_order())?.expert),
+        ranks => Some(ExpertRanks::from(&mesh.expert(ranks, recipe.expert_order())?.expert)),
     };
     Ok(Spread { slices, experts })
 }

@@ -11,6 +11,7 @@ use ferrospeed_comm::World;
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_serve::Engine;
+use ferrospeed_serve::model::Division;
 use ferrospeed_serve::server::{self, ServerOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
@@ -27,6 +28,10 @@ pub(crate) struct ServeArgs {
     /// Hold the model in so many slices, each by a process of its own (and on a GPU of its own, where there are such)
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     tp: u32,
+    /// Hold the experts of a mixture apart in so many processes, each with some of them; the other layers are in slices with --tp,
+    /// which must be the same number, else whole in each
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ep: u32,
     /// The address to listen on; loopback is reached from this machine alone
     #[arg(long, default_value = "127.0.0.1")]
     host: IpAddr,
@@ -63,17 +68,19 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, Failure> {
     if args.api_key.iter().any(|key| key.trim().is_empty()) {
         return Err(Failure::Usage("--api-key must not be empty".into()));
     }
-    if args.tp == 1 {
+    let division = Division::of(args.tp as usize, args.ep as usize);
+    let Some((division, ranks)) = division.map_err(|error| Failure::Usage(error.to_string()))? else {
         return serve(args, args.model.start(args.name.as_deref())?);
-    }
-    let Some(place) = place::of_this_process()? else { return start_ranks(args) };
+    };
+    let Some(place) = place::of_this_process()? else { return start_ranks(args, division, ranks) };
     let world = World::connect(place).map_err(|error| Failure::Run(error.to_string()))?;
-    if world.size() != args.tp as usize {
-        let ranks = world.size();
-        return Err(Failure::Usage(format!("--tp {} needs as many ranks; there are {ranks}", args.tp)));
+    if world.size() != ranks {
+        let found = world.size();
+        let option = if args.tp > 1 { "--tp" } else { "--ep" };
+        return Err(Failure::Usage(format!("{option} {ranks} needs as many ranks; there are {found}")));
     }
     if world.rank() == 0 {
-        return serve(args, args.model.start_in(args.name.as_deref(), Some(&world.group()))?);
+        return serve(args, args.model.start_in(args.name.as_deref(), Some((world.group(), division)))?);
     }
     // The first rank decides when it is over.
     let heard = Arc::new(AtomicBool::new(false));
@@ -81,13 +88,13 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, Failure> {
         signal_hook::flag::register(signal, heard.clone())
             .map_err(|error| Failure::Run(format!("cannot watch for signals: {error}")))?;
     }
-    args.model.follow(&world.group())?;
+    args.model.follow(&world.group(), division)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Starts this program again, once for each slice.
-fn start_ranks(args: &ServeArgs) -> Result<ExitCode, Failure> {
-    args.model.check(args.tp)?;
+/// Starts this program again, once for each rank.
+fn start_ranks(args: &ServeArgs, division: Division, ranks: usize) -> Result<ExitCode, Failure> {
+    args.model.check(division, ranks)?;
     let program = std::env::current_exe()
         .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
     let mut words = Vec::new();
@@ -95,7 +102,7 @@ fn start_ranks(args: &ServeArgs) -> Result<ExitCode, Failure> {
         let word = word.into_string();
         words.push(word.map_err(|word| Failure::Usage(format!("{} is not UTF-8", word.display())))?);
     }
-    let mut job = LocalJob::new(program.display().to_string(), words, args.tp);
+    let mut job = LocalJob::new(program.display().to_string(), words, args.tp.max(args.ep));
     job.output = OutputMode::Plain;
     job.interrupt_grace = Duration::from_secs(args.grace_s.saturating_add(10));
     job.share_cores();

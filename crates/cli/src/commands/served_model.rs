@@ -8,7 +8,7 @@ use ferrospeed_comm::Group;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::draft::Draft;
 use ferrospeed_serve::engine::Engine;
-use ferrospeed_serve::model::{self, ModelFacts, OpenOptions, open};
+use ferrospeed_serve::model::{self, Division, ModelFacts, OpenOptions, open};
 use ferrospeed_serve::runner::Runner;
 use ferrospeed_serve::speculate::Speculation;
 use ferrospeed_serve::together;
@@ -101,24 +101,25 @@ impl ServedModel {
     }
 
     /// Refuses a model that so many ranks could not hold, before any of them starts.
-    pub(crate) fn check(&self, slices: u32) -> Result<(), Failure> {
-        model::check(&self.model, slices as usize).map_err(|error| Failure::Usage(error.to_string()))
+    pub(crate) fn check(&self, division: Division, ranks: usize) -> Result<(), Failure> {
+        model::check(&self.model, division, ranks).map_err(|error| Failure::Usage(error.to_string()))
     }
 
     /// Computes what the first rank of a group, which serves the same model, tells this one, until it ends.
-    pub(crate) fn follow(&self, group: &Group) -> Result<(), Failure> {
-        let (_, runner, _) = self.open(&self.options(None, Some(group)), &self.device.open()?)?;
+    pub(crate) fn follow(&self, group: &Group, division: Division) -> Result<(), Failure> {
+        let options = self.options(None, Some((group.clone(), division)));
+        let (_, runner, _) = self.open(&options, &self.device.open()?)?;
         together::follow(group, runner).map_err(|error| Failure::Run(error.to_string()))
     }
 
-    fn options(&self, name: Option<&str>, slices: Option<&Group>) -> OpenOptions {
+    fn options(&self, name: Option<&str>, ranks: Option<(Group, Division)>) -> OpenOptions {
         OpenOptions {
             dtype: self.dtype.clone(),
             packed: self.quantize.as_deref().and_then(PackedBits::by_name),
             cache_bytes: self.cache_mib.saturating_mul(1 << 20),
             running: self.max_running,
             name: name.map(str::to_owned),
-            slices: slices.cloned(),
+            ranks,
             weights: None,
             home: match &self.weights_in {
                 None => WeightsHome::Device,
@@ -145,10 +146,14 @@ impl ServedModel {
         open(&self.model, options, device).map_err(|error| Failure::Usage(error.to_string()))
     }
 
-    /// Opens it; the ranks of the group hold it in slices, and this one is the first.
-    pub(crate) fn start_in(&self, name: Option<&str>, slices: Option<&Group>) -> Result<Engine, Failure> {
+    /// Opens it; the ranks of the group hold it together, and this one is the first.
+    pub(crate) fn start_in(
+        &self,
+        name: Option<&str>,
+        ranks: Option<(Group, Division)>,
+    ) -> Result<Engine, Failure> {
         let device = self.device.open()?;
-        let options = self.options(name, slices);
+        let options = self.options(name, ranks);
         let (facts, runner, blocks) = self.open(&options, &device)?;
         let limits = Limits {
             pass_tokens: self.pass_tokens,
@@ -164,7 +169,7 @@ impl ServedModel {
                     &OpenOptions {
                         packed: None,
                         name: None,
-                        slices: None,
+                        ranks: None,
                         home: WeightsHome::Device,
                         ..options
                     },

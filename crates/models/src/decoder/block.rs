@@ -1,7 +1,6 @@
 //! One block of a decoder: attention and feed-forward around the residual stream.
 
-use ferrospeed_comm::Group;
-use ferrospeed_nn::moe::Routing;
+use ferrospeed_nn::moe::{ExpertRanks, Routing};
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{
     AttentionConfig, GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention,
@@ -63,7 +62,12 @@ impl Stream {
 pub type RouterLogits = Vec<Tensor>;
 
 impl Block {
-    pub(super) fn new(init: &Init, config: &DecoderConfig, layer: usize, experts: Option<&Group>) -> Block {
+    pub(super) fn new(
+        init: &Init,
+        config: &DecoderConfig,
+        layer: usize,
+        experts: Option<&ExpertRanks>,
+    ) -> Block {
         let names = &config.names;
         let linear = |name: &str, cut, inputs, outputs, bias, std| {
             Linear::normal(&init.at(name).cut(cut), inputs, outputs, bias, config.layout, std)

@@ -64,6 +64,7 @@ impl PageSteps {
     pub fn new(model: &Decoder, block_tokens: usize, state: &AttentionState) -> Result<Option<PageSteps>> {
         let device = model.device_of(state)?;
         let backend = device.backend();
+        // What other ranks hold, slices or experts, has no value that stays here.
         let can = !backend.is_host()
             && model.slices.is_none()
             && backend.reads_pages(model.dtype(), model.config.head_dim)

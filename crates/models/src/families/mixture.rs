@@ -3,8 +3,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferrospeed_comm::Group;
-use ferrospeed_nn::moe::{Routing, balance_loss};
+use ferrospeed_nn::moe::{ExpertRanks, RankTokens, Routing, balance_loss};
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{Experts, GatedMlp, Init, Linear, Mode, Moe, MoeConfig};
 use ferrospeed_tensor::ops::{self, Routes, WeightLayout};
@@ -77,14 +76,14 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// Builds router and experts; where the experts are spread over a group, this rank computes with its own.
+    /// Builds router and experts; where the experts are spread over ranks, this one computes with its own.
     pub fn new(
         init: &Init,
         config: &MixtureConfig,
         width: usize,
         activation: Activation,
         std: f32,
-        group: Option<&Group>,
+        ranks: Option<&ExpertRanks>,
     ) -> Mixture {
         let at = init.at(config.names.place);
         let linear = |init: &Init, inputs, outputs| {
@@ -92,7 +91,11 @@ impl Mixture {
         };
         let make_router = || linear(&at.at("gate"), width, config.experts);
         // A rank's tokens choose which experts it reads; all of them are gathered, whatever was chosen.
-        let experts = at.at("experts").as_unit();
+        let mut experts = at.at("experts").as_unit();
+        // Ranks that have the same tokens and slices of the other layers hold whole experts.
+        if ranks.is_some_and(|ranks| ranks.tokens == RankTokens::Same) {
+            experts = experts.over(None);
+        }
         let gated = |at: &Init, inner: usize| {
             let [gate, up, down] = config.names.expert;
             // Ranks that have tokens of their own send them to whole experts.
@@ -114,8 +117,10 @@ impl Mixture {
             };
             GatedMlp::new(gate, up, down, activation)
         };
-        let make_experts =
-            || Experts::spread(&experts, config.experts, group, |at, _| gated(at, config.inner_width));
+        let make_experts = || {
+            let group = ranks.map(|ranks| &ranks.group);
+            Experts::spread(&experts, config.experts, group, |at, _| gated(at, config.inner_width))
+        };
         let (router, experts) = match config.names.declared {
             DeclaredMixture::RouterLast => {
                 let experts = make_experts();
@@ -131,7 +136,7 @@ impl Mixture {
             ..MoeConfig::dropless(width, config.experts, config.chosen)
         };
         Mixture {
-            moe: Arc::new(Moe::from_parts(&at, numbers, router, experts, group)),
+            moe: Arc::new(Moe::from_parts(&at, numbers, router, experts, ranks)),
             shared,
             routing: Arc::default(),
         }

@@ -36,6 +36,7 @@ mod losses;
 mod param_groups;
 mod statistics;
 
+pub use apart::{ExpertRanks, RankTokens};
 pub use config::{BalancedOver, Capacity, GateNoise, MoeConfig};
 pub use experts::{Expert, Experts};
 pub use gate::{BalancingBias, GateDraws};
@@ -91,7 +92,7 @@ pub struct Moe {
     /// All experts, or this rank's.
     experts: Experts,
     /// The ranks over which they are spread.
-    group: Option<Group>,
+    ranks: Option<ExpertRanks>,
     beside: Option<Beside>,
     path: String,
 }
@@ -134,24 +135,24 @@ impl Moe {
         // A rank's tokens choose which experts it needs; all of them come and go together, whatever was chosen.
         let place = at.at("experts.deepspeed_experts").as_unit();
         let experts = Experts::spread(&place, config.experts, group, expert);
-        let moe = Moe::from_parts(init, config, router, experts, group);
+        let moe = Moe::from_parts(init, config, router, experts, group.map(ExpertRanks::from).as_ref());
         moe.check()?;
         Ok(moe)
     }
 
-    /// From a router `[experts, width]` and experts that have their names already; where a group is given, this rank's of
+    /// From a router `[experts, width]` and experts that have their names already; where ranks are given, this rank's of
     /// them ([`Experts::spread`]). Numbers that make no sense are refused by `forward`.
     pub fn from_parts(
         init: &Init,
         config: MoeConfig,
         router: Linear,
         experts: Experts,
-        group: Option<&Group>,
+        ranks: Option<&ExpertRanks>,
     ) -> Moe {
         Moe {
             gate: Gate::new(init, config, router),
             experts,
-            group: group.cloned(),
+            ranks: ranks.cloned(),
             beside: None,
             path: init.path().to_owned(),
         }
@@ -159,7 +160,7 @@ impl Moe {
 
     fn check(&self) -> Result<()> {
         self.gate.config().validate()?;
-        let ranks = self.group.as_ref().map_or(1, Group::size);
+        let ranks = self.ranks.as_ref().map_or(1, |ranks| ranks.group.size());
         apart::check_division(self.gate.config().experts, ranks)?;
         self.experts.expect(self.gate.config().experts / ranks)
     }
@@ -227,9 +228,15 @@ impl Moe {
             let routes = Routes::new(&choice.experts, self.gate.config().experts)?;
             let (sorted, counts) = (routes.spread(&flat)?, routes.counts());
             let all_beside = || Ok((self.dense(x, mode)?, beside()?));
-            let (rows, (dense, made_beside)) = match &self.group {
-                Some(group) => apart::forward(&self.experts, group, (&sorted, counts), mode, all_beside)?,
+            let sent = (&sorted, counts);
+            let (rows, (dense, made_beside)) = match &self.ranks {
                 None => (self.experts.forward(&sorted, counts, mode)?, all_beside()?),
+                Some(ExpertRanks { group, tokens: RankTokens::Own }) => {
+                    apart::forward(&self.experts, group, sent, mode, all_beside)?
+                }
+                Some(ExpertRanks { group, tokens: RankTokens::Same }) => {
+                    (apart::forward_same(&self.experts, group, sent, mode)?, all_beside()?)
+                }
             };
             let mut output = ops::reshape(&routes.collect(&rows, &choice.weights)?, *x.shape())?;
             if let Some((shares, dense)) = dense {

@@ -2,7 +2,7 @@
 //!
 //! Stricter than DeepSpeed where its leniency is a trap: lengths are positive and in order, `moe: true` means what it says.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::fields::{FIELDS, read};
 use super::{InferenceError, Result};
@@ -103,8 +103,32 @@ impl InferenceConfig {
     }
 
     /// Ranks that share each layer.
-    pub fn tensor_parallel_size(&self) -> i64 {
-        self.values["tensor_parallel"]["tp_size"].as_i64().unwrap_or(1)
+    pub fn tensor_parallel_size(&self) -> Result<usize> {
+        self.ranks("tensor_parallel", "tp_size")
+    }
+
+    /// Ranks over which experts are spread.
+    pub fn expert_parallel_size(&self) -> Result<usize> {
+        if self.values["moe"]["enabled"] == false { Ok(1) } else { self.ranks("moe", "ep_size") }
+    }
+
+    fn ranks(&self, section: &str, key: &str) -> Result<usize> {
+        let given = self.values[section][key].as_i64().unwrap_or(1);
+        let ranks = usize::try_from(given).ok().filter(|&ranks| ranks >= 1);
+        ranks.ok_or_else(|| InferenceError::Setting {
+            path: vec![section.to_owned(), key.to_owned()],
+            why: format!("{given} is no number of ranks; give 1 or more"),
+        })
+    }
+
+    /// Which settings of mixtures change nothing: what a model has, its own files say.
+    pub(super) fn mixture_warnings(&self) -> Vec<String> {
+        let moe = &self.values["moe"];
+        let given =
+            [("moe.moe_experts", moe["moe_experts"] != json!([1])), ("moe.type", moe["type"] != "standard")];
+        let told =
+            |(key, _)| format!("{key} has no effect: the model's own config.json says what mixtures it has");
+        given.into_iter().filter(|(_, given)| *given).map(told).collect()
     }
 }
 

@@ -16,7 +16,7 @@ use super::{InferenceError, Result};
 use crate::ServeError;
 use crate::core::schedule::Limits;
 use crate::engine::Engine;
-use crate::model::{OpenOptions, open};
+use crate::model::{Division, OpenOptions, open};
 use crate::request::{Event, Request, Work};
 use crate::sampling::SamplingOptions;
 use crate::together;
@@ -47,7 +47,7 @@ const WITHOUT_EFFECT: [(&str, &str); 10] = [
 #[derive(Debug)]
 pub struct InferenceEngine {
     seat: Seat,
-    /// All ranks, where the model lies in slices: through it they get the texts.
+    /// All ranks, where they hold the model together: through it they get the texts.
     ranks: Option<Group>,
     config: InferenceConfig,
     warnings: Vec<String>,
@@ -58,7 +58,7 @@ pub struct InferenceEngine {
 enum Seat {
     /// It takes the prompts.
     First(Engine),
-    /// It computes its slices of what the first one tells, on a thread of their own.
+    /// It computes its part of what the first one tells, on a thread of its own.
     Other(Option<JoinHandle<crate::error::Result<()>>>),
 }
 
@@ -97,8 +97,9 @@ pub fn init_inference(
     init_inference_on(&World::solo(), directory, config, arguments, device)
 }
 
-/// The same on the ranks of a job, `tensor_parallel.tp_size` of them, each of which holds slices of the model. Each calls this and
-/// then every method, and each gets the texts; the prompts are the first one's.
+/// The same on the ranks of a job: `tensor_parallel.tp_size` of them, each of which holds slices of the model, or `moe.ep_size`,
+/// each of which holds some of its experts. Each calls this and then every method, and each gets the texts; the prompts are the
+/// first one's.
 pub fn init_inference_on(
     world: &World,
     directory: &Path,
@@ -108,13 +109,11 @@ pub fn init_inference_on(
 ) -> Result<InferenceEngine> {
     let config = InferenceConfig::new(&merged(config, arguments)?)?;
     let (dtype, packed) = refuse_what_is_not_built(&config)?;
-    if config.tensor_parallel_size() != world.size() as i64 {
-        let (asked, ranks) = (config.tensor_parallel_size(), world.size());
-        let why =
-            format!("it is {asked} and the job has {ranks} ranks: start as many ranks as there are slices");
-        return Err(InferenceError::NotBuilt { what: "tensor_parallel.tp_size".into(), why });
-    }
-    let slices = (world.size() > 1).then(|| every_rank(world, "slices")).transpose()?;
+    let division = division(&config, world.size())?;
+    let ranks = match division {
+        Some(division) => Some((every_rank(world, "passes")?, division)),
+        None => None,
+    };
     check_policy(&config, directory)?;
     let options = OpenOptions {
         dtype: Some(dtype.to_owned()),
@@ -122,7 +121,7 @@ pub fn init_inference_on(
         cache_bytes: u64::MAX,
         running: 1,
         name: None,
-        slices: slices.clone(),
+        ranks: ranks.clone(),
         weights: match &config.values()["checkpoint"] {
             Value::Null => None,
             described => {
@@ -141,10 +140,10 @@ pub fn init_inference_on(
     let limits =
         Limits { pass_tokens: PASS_TOKENS, running: RUNNING, waiting: 1 << 16, sequence_tokens: most };
     let failed = |error| ServeError::Io { what: "cannot start the engine's thread".into(), error };
-    let seat = match slices.filter(|group| group.rank() > 0) {
+    let seat = match ranks.map(|(group, _)| group).filter(|group| group.rank() > 0) {
         None => Seat::First(Engine::start(facts, runner, blocks, limits).map_err(failed)?),
         Some(group) => {
-            let following = std::thread::Builder::new().name("slices".into());
+            let following = std::thread::Builder::new().name("passes".into());
             let following = following.spawn(move || together::follow(&group, runner)).map_err(failed)?;
             Seat::Other(Some(following))
         }
@@ -156,11 +155,25 @@ pub fn init_inference_on(
             warnings.push(format!("{key} has no effect: {why}"));
         }
     }
+    warnings.extend(config.mixture_warnings());
     if config.given().contains(&"zero") && !options.home.is_away(device) {
         let why = "weights are where they are used; stage 3 with offload_param to the host of a GPU, or to nvme, keeps them elsewhere";
         warnings.push(format!("zero has no effect: {why}"));
     }
     Ok(InferenceEngine { seat, ranks, config, warnings })
+}
+
+/// How the ranks of the job hold the model; `None` where there is one.
+fn division(config: &InferenceConfig, ranks: usize) -> Result<Option<Division>> {
+    let (slices, experts) = (config.tensor_parallel_size()?, config.expert_parallel_size()?);
+    let division = Division::of(slices, experts)?;
+    let needed = division.map_or(1, |(_, needed)| needed);
+    if needed == ranks {
+        return Ok(division.map(|(division, _)| division));
+    }
+    let what = if slices > 1 || experts == 1 { "tensor_parallel.tp_size" } else { "moe.ep_size" };
+    let why = format!("it is {needed} and the job has {ranks} ranks: start as many ranks as it says");
+    Err(InferenceError::NotBuilt { what: what.into(), why })
 }
 
 /// A group of all ranks for one purpose.
@@ -185,9 +198,6 @@ fn sequences_worth(most: usize, directory: &Path) -> Result<usize> {
 fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<(&'static str, Option<PackedBits>)> {
     let refuse = |what: &str, why: &str| Err(InferenceError::NotBuilt { what: what.into(), why: why.into() });
     let values = config.values();
-    if values["moe"]["ep_size"].as_i64() != Some(1) {
-        return refuse("moe.ep_size", "experts lie on one device; leave it at 1");
-    }
     for (key, why) in [("config", "the model's own config.json counts; change it there")] {
         if !values[key].is_null() {
             return refuse(key, why);
