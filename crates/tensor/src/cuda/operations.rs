@@ -1,0 +1,413 @@
+//! Which file has which operation of the backend: one list, by the traits of [`crate::backend`].
+
+use super::*;
+
+impl Products for CudaBackend {
+    fn gemm(&self, gemm: Gemm<'_>) -> Result<()> {
+        gemm::gemm(self, &gemm)
+    }
+    fn split_columns(&self, x: &Tensor, parts: Vec<Out<'_>>) -> Result<()> {
+        let parts: Vec<&Tensor> = parts.iter().map(|part| part.tensor).collect();
+        layout::split_columns(self, x, &parts)
+    }
+    fn joined_rows(&self) -> Option<[usize; 2]> {
+        Some([gemm::FEW_ROWS, gemm::JOINED_ROWS])
+    }
+    fn takes_packed(&self, bits: PackedBits) -> bool {
+        packed::takes(self, bits)
+    }
+    fn gemm_packed(
+        &self,
+        x: &Tensor,
+        layers: Vec<PackedLayer<'_>>,
+        activation: Option<Activation>,
+    ) -> Result<bool> {
+        packed::products(self, x, layers, activation)
+    }
+    fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
+        gemm::gemms(self, &products)
+    }
+    fn sum_rows(&self, x: &Tensor, target: Out<'_>) -> Result<()> {
+        reduce::sum_rows(self, x, target.tensor)
+    }
+    fn grouped_gemm(&self, grouped: GroupedGemm<'_>) -> Result<()> {
+        grouped::grouped_gemm(self, &grouped)
+    }
+    fn grouped_outer(&self, grouped: GroupedOuter<'_>) -> Result<()> {
+        grouped::grouped_outer(self, &grouped)
+    }
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: Vec<Option<MatrixOut<'_>>>) -> Result<()> {
+        grouped::grouped_sums(self, counts, x, &targets)
+    }
+}
+
+impl Attention for CudaBackend {
+    fn attention(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: HeadsOut<'_>,
+        logsumexp: Out<'_>,
+    ) -> Result<()> {
+        attention::forward(self, spec, q, k, v, out.heads(), logsumexp.tensor)
+    }
+    fn attention_backward(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+        dout: &Heads<'_>,
+        gradients: [HeadsOut<'_>; 3],
+    ) -> Result<()> {
+        let [dq, dk, dv] = &gradients;
+        let gradients = [dq.heads(), dk.heads(), dv.heads()];
+        attention::backward(self, spec, [q, k, v, out, dout], logsumexp, gradients)
+    }
+    fn prefers_whole_sequences(&self, dtype: DType, dim: usize) -> bool {
+        cudnn_attention::knows(self, dtype, dim)
+    }
+    fn attention_step(
+        &self,
+        spec: &AttentionSpec<'_>,
+        new: [&Heads<'_>; 3],
+        caches: [HeadsOut<'_>; 2],
+        place: &Tensor,
+        out: HeadsOut<'_>,
+    ) -> Result<()> {
+        let caches = [caches[0].heads(), caches[1].heads()];
+        attention::step(self, spec, new, caches, place, out.heads())
+    }
+    fn reads_pages(&self, dtype: DType, dim: usize) -> bool {
+        attention_pages::knows(dtype, dim)
+    }
+    fn attention_paged(
+        &self,
+        spec: &PagedSpec<'_>,
+        new: [&Tensor; 3],
+        caches: [Out<'_>; 2],
+        out: Out<'_>,
+    ) -> Result<()> {
+        attention_pages::forward(self, spec, new, caches.map(|cache| cache.tensor), out.tensor)
+    }
+    fn rotary(
+        &self,
+        heads: HeadsOut<'_>,
+        batch: usize,
+        tokens: usize,
+        head_count: usize,
+        cos: &Tensor,
+        sin: &Tensor,
+        interleaved: bool,
+        inverse: bool,
+    ) -> Result<()> {
+        attention::rotary(self, heads.heads(), batch, tokens, head_count, cos, sin, interleaved, inverse)
+    }
+}
+
+impl Rows for CudaBackend {
+    fn embedding(&self, table: &Tensor, ids: &Tensor, out: Out<'_>) -> Result<()> {
+        layout::embedding(self, table, ids, out.tensor)
+    }
+    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: Out<'_>) -> Result<()> {
+        layout::embedding_backward(self, ids, dout, dtable.tensor)
+    }
+    fn permute(&self, x: &Tensor, order: &[usize], y: Out<'_>) -> Result<()> {
+        layout::permute(self, x, order, y.tensor)
+    }
+    fn copy_blocks(
+        &self,
+        source: &Tensor,
+        source_offset: usize,
+        source_stride: usize,
+        target: Out<'_>,
+        target_offset: usize,
+        target_stride: usize,
+        rows: usize,
+        width: usize,
+    ) -> Result<()> {
+        let (from, to) =
+            ((source, source_offset, source_stride), (target.tensor, target_offset, target_stride));
+        layout::copy_blocks(self, from, to, rows, width)
+    }
+    fn index_select(
+        &self,
+        x: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: Out<'_>,
+    ) -> Result<()> {
+        layout::index_select(self, x, indices, outer, size, inner, y.tensor)
+    }
+    fn index_add(
+        &self,
+        dy: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        dx: Out<'_>,
+    ) -> Result<()> {
+        layout::index_add(self, dy, indices, outer, size, inner, dx.tensor)
+    }
+    fn gather(&self, x: &Tensor, indices: &Tensor, y: Out<'_>) -> Result<()> {
+        layout::gather(self, x, indices, y.tensor)
+    }
+    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: Out<'_>) -> Result<()> {
+        layout::scatter_add(self, dy, indices, dx.tensor)
+    }
+    fn top_k(&self, x: &Tensor, k: usize, values: Out<'_>, indices: Out<'_>) -> Result<()> {
+        reduce::top_k(self, x, k, values.tensor, indices.tensor)
+    }
+    fn sort_groups(&self, ids: &Tensor, counts: Out<'_>, order: Out<'_>, place: Out<'_>) -> Result<()> {
+        grouped::sort_groups(self, ids, counts.tensor, order.tensor, place.tensor)
+    }
+    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: Out<'_>) -> Result<()> {
+        grouped::spread_rows(self, x, rows, y.tensor)
+    }
+    fn collect_rows(
+        &self,
+        x: &Tensor,
+        rows: &RoutedRows<'_>,
+        weights: Option<&Tensor>,
+        y: Out<'_>,
+    ) -> Result<()> {
+        grouped::collect_rows(self, x, rows, weights, y.tensor)
+    }
+    fn collect_rows_backward(
+        &self,
+        inputs: [&Tensor; 3],
+        rows: &RoutedRows<'_>,
+        dx: Out<'_>,
+        dweights: Out<'_>,
+    ) -> Result<()> {
+        grouped::collect_rows_backward(self, inputs, rows, dx.tensor, dweights.tensor)
+    }
+    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: Out<'_>) -> Result<()> {
+        image::image_to_columns(self, x, window, columns.tensor)
+    }
+    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: Out<'_>) -> Result<()> {
+        image::columns_to_image(self, columns, window, x.tensor)
+    }
+    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: Out<'_>, indices: Out<'_>) -> Result<()> {
+        image::max_pool2d(self, x, window, y.tensor, indices.tensor)
+    }
+}
+
+impl Pointwise for CudaBackend {
+    fn activation_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: Out<'_>,
+    ) -> Result<()> {
+        self.unary_backward(Unary::Activation(activation), x, dy, dx)
+    }
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: Out<'_>,
+        gradient: Out<'_>,
+    ) -> Result<()> {
+        elementwise::activation_backward_in_place(self, activation, before.tensor, gradient.tensor)
+    }
+    fn kept_activation_width(&self) -> usize {
+        KEPT_ACTIVATION_WIDTH
+    }
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: Out<'_>,
+        gradient: Out<'_>,
+        rebuilds: bool,
+        sums: Option<Out<'_>>,
+    ) -> Result<()> {
+        elementwise::activation_backward_sums(
+            self,
+            activation,
+            before.tensor,
+            gradient.tensor,
+            rebuilds,
+            sums.map(|out| out.tensor),
+        )
+    }
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::gated(self, activation, gate, up, y.tensor)
+    }
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: Out<'_>,
+        up: Out<'_>,
+        dy: Out<'_>,
+        rebuilds: bool,
+    ) -> Result<()> {
+        elementwise::gated_backward_in_place(self, activation, gate.tensor, up.tensor, dy.tensor, rebuilds)
+    }
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: Out<'_>,
+        dup: Out<'_>,
+    ) -> Result<()> {
+        elementwise::gated_backward(self, activation, gate, up, dy, dgate.tensor, dup.tensor)
+    }
+    fn scale_in_place(&self, target: Out<'_>, factor: &Tensor) -> Result<()> {
+        layout::scale_by(self, target.tensor, factor, target.tensor)
+    }
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: Out<'_>) -> Result<()> {
+        layout::scale_by(self, source, factor, target.tensor)
+    }
+    fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
+        elementwise::dropout(self, x, y.tensor, p, key)
+    }
+    fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
+        self.unary_into(op, x, y.tensor)
+    }
+    fn unary_in_place(&self, op: Unary, x: Out<'_>) -> Result<()> {
+        self.unary_into(op, x.tensor, x.tensor)
+    }
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: Out<'_>) -> Result<()> {
+        elementwise::unary_backward(self, op, x, dy, dx.tensor)
+    }
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::binary(self, op, a, b, y.tensor)
+    }
+    fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()> {
+        elementwise::add_assign(self, target.tensor, source)
+    }
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        layout::compare(self, op, a, b, y.tensor)
+    }
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::select(self, condition, a, b, y.tensor)
+    }
+}
+
+impl Sums for CudaBackend {
+    fn logits_dtype(&self, dtype: DType) -> DType {
+        dtype
+    }
+    fn logits_rows(&self, row_bytes: usize) -> usize {
+        (768 << 20) / row_bytes.max(1)
+    }
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: &Tensor,
+        residual: Option<(&Tensor, Out<'_>)>,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        y: Out<'_>,
+        mean: Out<'_>,
+        rstd: Out<'_>,
+    ) -> Result<()> {
+        let residual = residual.map(|(residual, sum)| (residual, sum.tensor));
+        norm::norm(self, kind, eps, x, residual, weight, bias, y.tensor, mean.tensor, rstd.tensor)
+    }
+    fn norm_backward(
+        &self,
+        kind: NormKind,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        mean: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        dx: Out<'_>,
+        dweight: Option<Out<'_>>,
+        dbias: Option<Out<'_>>,
+    ) -> Result<()> {
+        norm::norm_backward(
+            self,
+            kind,
+            x,
+            weight,
+            mean,
+            rstd,
+            dy,
+            dsum,
+            dx.tensor,
+            dweight.map(|out| out.tensor),
+            dbias.map(|out| out.tensor),
+        )
+    }
+    fn cross_entropy_rows(
+        &self,
+        options: &CrossEntropyOptions,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let with_gradient = !matches!(gradient, LossGradient::Nowhere);
+        reduce::cross_entropy_rows(self, options, logits.tensor, targets, losses.tensor, with_gradient)?;
+        match gradient {
+            LossGradient::Into(target) => self.cast(logits.tensor, target),
+            LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
+        }
+    }
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()> {
+        reduce::count_targets(self, targets, ignore_index, target.tensor)
+    }
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: Out<'_>) -> Result<()> {
+        reduce::mean_loss(self, losses, counted, target.tensor)
+    }
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: Out<'_>,
+    ) -> Result<()> {
+        reduce::reduce(self, op, x, outer, size, inner, y.tensor)
+    }
+    fn sum_to(&self, x: &Tensor, y: Out<'_>) -> Result<()> {
+        elementwise::sum_to(self, x, y.tensor)
+    }
+    fn softmax(&self, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
+        reduce::softmax(self, x, y.tensor, log)
+    }
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: Out<'_>, log: bool) -> Result<()> {
+        reduce::softmax_backward(self, y, dy, dx.tensor, log)
+    }
+    fn cumsum(&self, x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()> {
+        reduce::cumsum(self, x, y.tensor, reverse)
+    }
+}
+
+impl Updates for CudaBackend {
+    fn update(&self, update: &Update, gradient_factor: f32, pieces: &[UpdateOperands]) -> Result<()> {
+        optimizer::update(self, update, gradient_factor, pieces)
+    }
+    fn largest_magnitude(&self, pieces: &[&Tensor]) -> Result<f32> {
+        optimizer::largest_magnitude(self, pieces)
+    }
+    fn sum_of_squares(&self, pieces: &[&Tensor], grid: f64) -> Result<i128> {
+        optimizer::sum_of_squares(self, pieces, grid)
+    }
+    fn measure_more(&self, pieces: &[&Tensor], grids: &[f64], measures: Out<'_>) -> Result<()> {
+        optimizer::measure_more(self, pieces, grids, measures.tensor)
+    }
+    fn clipped_updates(
+        &self,
+        clipping: Clipping,
+        gradients: &[&Tensor],
+        updates: &[(Update, Vec<UpdateOperands>)],
+    ) -> Result<Option<Measured>> {
+        optimizer::clipped_updates(self, clipping, gradients, updates).map(Some)
+    }
+}
