@@ -95,6 +95,23 @@ fn states_without_zero_are_those_of_the_layers_in_their_order() {
 }
 
 #[test]
+fn states_without_zero_of_a_module_that_another_stage_calls_are_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let tied = fixture("pipeline-tied");
+    let checkpoint = try_imported(&tied, folder.path()).unwrap();
+    let expected = expected(&tied);
+    let tensors = expected["tensors"].as_object().unwrap();
+    assert_eq!(tensors.len(), 5);
+    for (name, weights) in tensors {
+        let name = name.replace("tied_modules.ends.", "0.");
+        assert!(assert_made_the_last_step(&checkpoint, &name, weights, 3) > 0, "{name}");
+    }
+    let manifest = checkpoint.manifest();
+    assert_eq!((manifest.training.optimizer_steps, manifest.training.groups[0].params.len()), (3, 5));
+    assert_eq!(manifest.tensors.len(), 3 * 5, "weights and two states, each once");
+}
+
+#[test]
 fn a_stage_without_its_optimizer_files_is_named() {
     let folder = tempfile::tempdir().unwrap();
     copied(folder.path());

@@ -2,10 +2,12 @@
 //!
 //! Which parameter a number means follows from the order in which a stage has its parameters: first the modules that layers
 //! share, in the order in which the stage's layers use them, then those of its own layers. Which layers a stage has, no file
-//! says: the division is taken for which all shapes fit and all stages have the same states of what they share. Where there
-//! is none, states are left.
+//! says: the division is taken for which all shapes fit and all stages have the same states of what they share. A layer that uses
+//! another's module by a function of its own has no file, but its stage has the states of that module: whether one does, is
+//! tried. Where there is no division, states are left.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use super::foreign::Tensor;
 use super::import::counter;
@@ -46,13 +48,17 @@ pub(super) fn numbered(
     };
     let params: Vec<&Tensor> = weights.iter().filter(is_param).collect();
     let shared = if listed.is_empty() { shared_layers(files, &params)? } else { listed.clone() };
+    let layers = layers_of(&params);
+    let called = || std::iter::once(None).chain((0..layers.len()).map(Some));
     // Layers may have the same values by chance.
     for aliases in [shared, BTreeMap::new()] {
-        let model = Model { layers: layers_of(&params), aliases };
-        if let Some(stages) = model.divided(&stages)
-            && let Some(found) = model.states(files, &stages)?
-        {
-            return Ok(Some(found));
+        for called in called() {
+            let model = Model { layers: layers.clone(), aliases: aliases.clone(), called };
+            if let Some(stages) = model.divided(&stages)
+                && let Some(found) = model.states(files, &stages)?
+            {
+                return Ok(Some(found));
+            }
         }
     }
     Ok(None)
@@ -91,21 +97,30 @@ type Placed<'a, 'f> = (&'a Stage<'f>, Vec<&'a Tensor>);
 struct Model<'a> {
     layers: Vec<Vec<&'a Tensor>>,
     aliases: BTreeMap<String, String>,
+    /// A layer whose module others use by a function of their own (`forward_fn`): they have no file.
+    called: Option<usize>,
 }
 
 impl<'a> Model<'a> {
-    /// The parameters of a stage that has these layers, in the order of their numbers.
-    fn order(&self, layers: std::ops::Range<usize>) -> Vec<&'a Tensor> {
+    /// The parameters of a stage that has these layers, in the order of their numbers; with those of the layer that is called from
+    /// elsewhere, where it is said that this stage does.
+    fn order(&self, layers: Range<usize>, calls: bool) -> Vec<&'a Tensor> {
         let (mut shared, mut own): (Vec<&Tensor>, Vec<&Tensor>) = (Vec::new(), Vec::new());
-        for param in self.layers[layers].iter().flatten() {
+        for (index, param) in
+            layers.flat_map(|index| self.layers[index].iter().map(move |param| (index, param)))
+        {
             let name = &param.spec.name;
             let first = self.aliases.get(name).unwrap_or(name);
-            if !self.aliases.values().any(|shared| shared == first) {
+            let is_shared = self.called == Some(index) || self.aliases.values().any(|shared| shared == first);
+            if !is_shared {
                 own.push(param);
             } else if !shared.iter().any(|known| known.spec.name == *first) {
                 let all = self.layers.iter().flatten();
                 shared.push(all.into_iter().find(|param| param.spec.name == *first).unwrap_or(param));
             }
+        }
+        if let Some(called) = self.called.filter(|_| calls) {
+            shared.extend(&self.layers[called]);
         }
         shared.append(&mut own);
         shared
@@ -136,9 +151,11 @@ impl<'a> Model<'a> {
         if hopeless.contains(&(found.len(), start)) {
             return false;
         }
-        for end in start..=self.layers.len() {
-            let params = self.order(start..end);
-            if params.len() > stage.states.len() {
+        let elsewhere = |end: usize| self.called.is_some_and(|called| !(start..end).contains(&called));
+        let ends = (start..=self.layers.len()).flat_map(|end| [(end, false), (end, true)]);
+        for (end, calls) in ends.filter(|&(end, calls)| !calls || elsewhere(end)) {
+            let params = self.order(start..end, calls);
+            if params.len() > stage.states.len() && !calls {
                 break;
             }
             let fits = |(param, state): (&&Tensor, &&[(Value, Value)])| {
