@@ -341,6 +341,30 @@ fn what_does_not_fit_the_model_is_listed_as_one_table() {
 }
 
 #[test]
+fn a_stored_head_that_the_configuration_ties_to_the_embedding_is_told_where_it_is_another() {
+    let (_folder, place) = tiny();
+    let file = place.join("model.safetensors");
+    let (mut header, mut data) = parts_of(&file);
+    let embedding = header["transformer.wte.weight"].clone();
+    let place_of = |end: usize| embedding["data_offsets"][end].as_u64().unwrap() as usize;
+    let (start, end) = (data.len(), data.len() + place_of(1) - place_of(0));
+    data.extend_from_within(place_of(0)..place_of(1));
+    let mut head = embedding.clone();
+    head["data_offsets"] = json!([start, end]);
+    header["lm_head.weight"] = head;
+    write_parts(&file, &header, &data);
+    // A copy of the embedding says nothing new.
+    let said = || stderr(&ferrospeed(&["model", "inspect", text(&place)]));
+    assert_eq!(said(), "");
+    let last = data.len() - 1;
+    data[last] ^= 0x40;
+    write_parts(&file, &header, &data);
+    let said = said();
+    assert!(said.contains("'lm_head.weight' is in the files and is not the embedding"), "{said}");
+    assert_eq!(said.trim().lines().count(), 1, "{said}");
+}
+
+#[test]
 fn an_index_that_lies_is_refused() {
     let (folder, place) = tiny();
     let sharded = folder.path().join("sharded");

@@ -101,7 +101,7 @@ impl PtFile {
     }
 
     /// The array that a tensor is a view of.
-    fn entry_of(&self, tensor: &StoredTensor) -> Result<&Entry> {
+    pub fn entry_of(&self, tensor: &StoredTensor) -> Result<&Entry> {
         let name = format!("{}data/{}", self.folder, tensor.storage);
         let fail = |why: String| CheckpointError::file(self.path(), why);
         let entry = self.zip.entry(&name).ok_or_else(|| fail(format!("has no entry '{name}'")))?;

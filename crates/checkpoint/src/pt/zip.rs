@@ -21,6 +21,9 @@ const END_64: u32 = 0x0606_4b50;
 const END_64_LOCATOR: u32 = 0x0706_4b50;
 const CENTRAL: u32 = 0x0201_4b50;
 const LOCAL: u32 = 0x0403_4b50;
+/// How files of torch before 1.6 begin: a pickle of their magic number.
+const LEGACY: [u8; 15] =
+    [0x80, 2, 0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.'];
 
 /// One stored entry.
 #[derive(Debug, Clone)]
@@ -31,7 +34,7 @@ pub struct Entry {
     pub start: u64,
     /// How many there are.
     pub bytes: u64,
-    /// Their CRC-32.
+    /// Their CRC-32; 0 where torch was told to take none (`set_crc32_options`).
     pub crc32: u32,
 }
 
@@ -82,7 +85,14 @@ impl ZipFile {
 
     fn find_directory(&self, length: u64) -> Result<Directory> {
         let not_zip = || {
-            self.fail("is not a complete zip file (its end is missing): not written by torch, or cut short")
+            match self.read_at(0, length.min(LEGACY.len() as u64)) {
+            Ok(begin) if begin == LEGACY => self.fail(
+                "is in the format of torch before 1.6: load it with torch and save it anew (torch.save), or as safetensors",
+            ),
+            _ => self.fail(
+                "is not a complete zip file (its end is missing): not written by torch, or cut short",
+            ),
+        }
         };
         let tail_bytes = length.min(22 + 65_535);
         let tail = self.read_at(length - tail_bytes, tail_bytes)?;
@@ -243,8 +253,11 @@ impl ZipFile {
         self.file.read_exact_at(buffer, entry.start + from).map_err(CheckpointError::io("read", &self.path))
     }
 
-    /// Compares an entry's checksum.
+    /// Compares an entry's checksum, where it has one.
     pub fn check(&self, entry: &Entry) -> Result<()> {
+        if entry.crc32 == 0 {
+            return Ok(());
+        }
         let mut buffer = vec![0; entry.bytes.min(1 << 20) as usize];
         let mut crc = Hasher::new();
         let mut at = 0;

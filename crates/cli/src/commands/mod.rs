@@ -114,6 +114,10 @@ enum Command {
 
 /// Runs the command that was asked for.
 pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
+    // Ranks, and who starts them, have logs of their own.
+    if !matches!(cli.command, Command::Train(_) | Command::Launch(_) | Command::NodeLaunch(_)) {
+        crate::progress::show_warnings();
+    }
     match cli.command {
         Command::Train(args) => train::run(&args),
         Command::Watch(args) => watch::run(&args),

@@ -15,7 +15,7 @@ use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_train::{Progress, RunInfo};
 
 pub(crate) use lines::grouped;
-pub(crate) use warnings::WarningWriter;
+pub(crate) use warnings::{WarningWriter, show_warnings};
 
 use crate::terminal::{Paint, print_output, stdout_can_be_redrawn, visible};
 use block::Block;

@@ -17,6 +17,9 @@ const TIED_HEADS: [&str; 3] =
 /// Heads of BERT's pre-training that files hold although the model they are for has them no more.
 const LEFT_OVER_HEADS: [&str; 2] = ["bert.pooler.", "cls.seq_relationship."];
 
+/// Elements that are compared at a time.
+const COMPARED: usize = 1 << 20;
+
 impl WeightFiles {
     /// Checks that every parameter is here with its shape, and that nothing else is; lists all that is wrong.
     pub fn check(&self, params: &[Param]) -> Result<()> {
@@ -70,6 +73,52 @@ impl WeightFiles {
                 lines.push(format!("  unknown     {name} {:?}", stored.shape));
             }
         }
-        if lines.is_empty() { Ok(()) } else { Err(ModelError::Weights { table: lines.join("\n") }) }
+        if !lines.is_empty() {
+            return Err(ModelError::Weights { table: lines.join("\n") });
+        }
+        if let Some(head) = self.ignored_head(params)? {
+            tracing::warn!(
+                "'{head}' is in the files and is not the embedding, to which config.json ties it: the embedding is used, as transformers does; set tie_word_embeddings to false to use '{head}'"
+            );
+        }
+        Ok(())
+    }
+
+    /// A head that lies in the files, with other values than the embedding that the model has in its place.
+    pub fn ignored_head(&self, params: &[Param]) -> Result<Option<&'static str>> {
+        for head in TIED_HEADS {
+            let Some(stored) = self.tensors().get(head).filter(|stored| stored.dtype.is_float()) else {
+                continue;
+            };
+            let found = params.iter().filter_map(|param| self.find(param.name()));
+            let alike = found.filter(|found| found.own.shape == stored.shape && found.own.dtype.is_float());
+            let alike: Vec<StoredTensor> = alike.map(|found| found.own.into_owned()).collect();
+            let mut is_one = alike.is_empty();
+            for own in &alike {
+                is_one = is_one || self.are_same(own, stored)?;
+            }
+            if !is_one {
+                return Ok(Some(head));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether two tensors of floats have the same values; read a stretch at a time, up to the first that differs.
+    fn are_same(&self, one: &StoredTensor, other: &StoredTensor) -> Result<bool> {
+        let is_at = |stored: &StoredTensor| (stored.file, stored.bytes.clone());
+        if is_at(one) == is_at(other) {
+            return Ok(true);
+        }
+        for start in (0..one.numel()).step_by(COMPARED) {
+            let stretch = start..(start + COMPARED).min(one.numel());
+            let (mut here, mut there) = (vec![0.0; stretch.len()], vec![0.0; stretch.len()]);
+            self.floats(one, stretch.clone(), &mut here)?;
+            self.floats(other, stretch, &mut there)?;
+            if here.iter().zip(&there).any(|(here, there)| here.to_bits() != there.to_bits()) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }

@@ -5,14 +5,17 @@
 //! and a file that shrinks while it is read gives an error instead of a signal.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crc32fast::Hasher;
 use ferrospeed_tensor::Device;
 use safetensors::tensor::Metadata;
 
 use crate::error::{ModelError, Result};
+use crate::weights::checksums::Checksums;
 
 /// Longer headers are refused, as the format's own library does.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -27,12 +30,18 @@ pub(crate) struct WeightFile {
     pub(super) path: PathBuf,
     file: File,
     data_start: u64,
+    checksums: Checksums,
 }
 
 impl WeightFile {
     /// A file whose header somebody else has read and found sound.
     pub(crate) fn of_data(path: &Path, file: File, data_start: u64) -> WeightFile {
-        WeightFile { path: path.to_path_buf(), file, data_start }
+        WeightFile { path: path.to_path_buf(), file, data_start, checksums: Checksums::default() }
+    }
+
+    /// The same file, with what parts of it should give.
+    pub(super) fn checked_by(self, checksums: Checksums) -> WeightFile {
+        WeightFile { checksums, ..self }
     }
 
     /// Opens a file: every tensor its header names lies inside it, and no two overlap.
@@ -71,11 +80,12 @@ impl WeightFile {
                 "{what}: its header describes {expected_bytes} bytes, the file has {file_bytes}"
             )));
         }
-        Ok((WeightFile { path: path.to_path_buf(), file, data_start: 8 + header_bytes }, metadata))
+        Ok((WeightFile::of_data(path, file, 8 + header_bytes), metadata))
     }
 
     /// Reads bytes of the data part.
     pub(crate) fn read(&self, start: usize, out: &mut [u8]) -> Result<()> {
+        self.make_sure_of(start)?;
         self.in_shares(out, |first, share| self.read_here(start + first, share))
     }
 
@@ -86,6 +96,7 @@ impl WeightFile {
         out: &mut [f32],
         widen: impl Fn([u8; 2]) -> f32 + Sync,
     ) -> Result<()> {
+        self.make_sure_of(start)?;
         self.in_shares(out, |first, share| {
             let mut staging = vec![0; STAGING_BYTES.min(2 * share.len())];
             let mut position = start + 2 * first;
@@ -101,6 +112,30 @@ impl WeightFile {
         })
     }
 
+    /// Compares the checksum of what lies around a place of the data part, the first time that something of it is read.
+    fn make_sure_of(&self, start: usize) -> Result<()> {
+        let checked = self.checksums.check(self.data_start + start as u64, |part| self.crc32(part))?;
+        checked.map_err(|why| ModelError::file(&self.path, why))
+    }
+
+    /// The checksum of a stretch of the file, whose parts are read with all threads.
+    fn crc32(&self, stretch: Range<u64>) -> Result<u32> {
+        let share = STAGING_BYTES as u64;
+        let starts = (stretch.start..stretch.end).step_by(STAGING_BYTES);
+        let mut parts: Vec<Hasher> = starts.map(|_| Hasher::new()).collect();
+        // An element is a share, so that each is one thread's.
+        self.in_shares_of(1, &mut parts, |first, part| {
+            let begin = stretch.start + first as u64 * share;
+            let mut bytes = vec![0; (stretch.end - begin).min(share) as usize];
+            self.file.read_exact_at(&mut bytes, begin)?;
+            part.iter_mut().for_each(|hasher| hasher.update(&bytes));
+            Ok(())
+        })?;
+        let mut whole = Hasher::new();
+        parts.iter().for_each(|part| whole.combine(part));
+        Ok(whole.finalize())
+    }
+
     fn read_here(&self, start: usize, out: &mut [u8]) -> std::io::Result<()> {
         self.file.read_exact_at(out, self.data_start + start as u64)
     }
@@ -112,7 +147,16 @@ impl WeightFile {
         out: &mut [T],
         fill: impl Fn(usize, &mut [T]) -> std::io::Result<()> + Sync,
     ) -> Result<()> {
-        let length = SHARE_BYTES / size_of::<T>();
+        self.in_shares_of(SHARE_BYTES / size_of::<T>(), out, fill)
+    }
+
+    /// The same in shares of so many elements.
+    fn in_shares_of<T: Send>(
+        &self,
+        length: usize,
+        out: &mut [T],
+        fill: impl Fn(usize, &mut [T]) -> std::io::Result<()> + Sync,
+    ) -> Result<()> {
         let first_error = Mutex::new(None);
         let shares: Vec<Mutex<&mut [T]>> = out.chunks_mut(length).map(Mutex::new).collect();
         let fill = |share: usize| {

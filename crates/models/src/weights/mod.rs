@@ -3,6 +3,7 @@
 
 mod blocks;
 mod check;
+mod checksums;
 mod file;
 mod packed;
 mod read;

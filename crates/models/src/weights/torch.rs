@@ -2,7 +2,8 @@
 //!
 //! The tensors' places in the file are taken, so that they are read on demand as those of safetensors are. A dictionary may be
 //! the file itself, or what it holds under `module`, `model` or `state_dict`, as checkpoints of training do. A tensor whose elements do
-//! not lie end to end is refused, and so is anything that is no tensor.
+//! not lie end to end is refused, and so is anything that is no tensor. An array's checksum is compared before the first of its elements is
+//! used.
 
 use std::path::Path;
 
@@ -12,6 +13,7 @@ use ferrospeed_tensor::DType;
 use ferrospeed_tensor::shape::MAX_DIMS;
 
 use crate::error::{ModelError, Result};
+use crate::weights::checksums::Checksums;
 use crate::weights::file::WeightFile;
 use crate::weights::read::Placed;
 use crate::weights::rows::RowOrder;
@@ -44,6 +46,7 @@ pub(super) fn open(path: &Path) -> Result<(WeightFile, Vec<(String, Placed)>)> {
     let pairs =
         pairs.ok_or_else(|| refuse(format!("holds {} and no weights by name", file.value().kind())))?;
     let mut placed = Vec::with_capacity(pairs.len());
+    let mut arrays = Vec::with_capacity(pairs.len());
     for (name, value) in pairs {
         let name =
             name.as_str().ok_or_else(|| refuse("names a tensor by something else than text".into()))?;
@@ -62,6 +65,7 @@ pub(super) fn open(path: &Path) -> Result<(WeightFile, Vec<(String, Placed)>)> {
             )));
         }
         let start = file.start_of(tensor).map_err(|error| told(&error))?;
+        arrays.push(file.entry_of(tensor).map_err(|error| told(&error))?.clone());
         let size = tensor.numel() * tensor.dtype.size_bytes();
         let numbers = (usize::try_from(start), usize::try_from(size));
         let (Ok(start), Ok(size)) = numbers else { return Err(refuse(format!("'{name}' is too large"))) };
@@ -72,7 +76,8 @@ pub(super) fn open(path: &Path) -> Result<(WeightFile, Vec<(String, Placed)>)> {
         ));
     }
     let data = ferrospeed_files::open(path).map_err(ModelError::io(path))?;
-    Ok((WeightFile::of_data(path, data, 0), placed))
+    let data = WeightFile::of_data(path, data, 0).checked_by(Checksums::of_entries(arrays));
+    Ok((data, placed))
 }
 
 fn dtype_of(dtype: Dtype) -> Option<DType> {
