@@ -176,6 +176,7 @@ pub fn resolve_universal(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
 /// The folder of a checkpoint: of this tag, or where none is given the one that `latest` names, or the newest; or `dir`, if
 /// that is a checkpoint itself.
 pub fn resolve(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    expect_folder(dir)?;
     if tag.is_none() && dir.join(MANIFEST_FILE).is_file() {
         return Ok(dir.to_path_buf());
     }
@@ -215,6 +216,17 @@ pub fn resolve(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
         None => tracing::warn!("there is no readable 'latest'; '{}' is the newest checkpoint", newest.tag),
     }
     Ok(newest.path)
+}
+
+/// An error where there is no folder to look into.
+pub(crate) fn expect_folder(dir: &Path) -> Result<()> {
+    let why = match std::fs::metadata(dir) {
+        Ok(found) if found.is_dir() => return Ok(()),
+        Ok(_) => "is no folder; name one that holds checkpoints, or a checkpoint's own".to_owned(),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => "is not there".to_owned(),
+        Err(error) => return Err(CheckpointError::io("look at", dir)(error)),
+    };
+    Err(CheckpointError::NotFound { dir: dir.to_path_buf(), why })
 }
 
 fn what_is_there(dir: &Path) -> Result<String> {

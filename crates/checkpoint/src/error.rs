@@ -63,13 +63,13 @@ pub enum CheckpointError {
     },
     /// The disk cannot hold the checkpoint.
     #[error(
-        "{}: the checkpoint needs {needed_bytes} bytes, {available_bytes} are free; free some space or keep fewer checkpoints",
-        dir.display()
+        "{}: the checkpoint has {needed_bytes} bytes and needs {} KiB beside them, {available_bytes} bytes are free; free some space or keep fewer checkpoints",
+        dir.display(), crate::save::SPARE_BYTES >> 10
     )]
     NoSpace {
         /// The folder.
         dir: PathBuf,
-        /// What all ranks write, with some room to spare.
+        /// What all ranks write.
         needed_bytes: u64,
         /// What the file system has left.
         available_bytes: u64,

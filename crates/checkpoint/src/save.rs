@@ -20,7 +20,7 @@ use crate::manifest::{FORMAT, Kind, MANIFEST_FILE, Manifest, Origin, TensorEntry
 use crate::shard::{self, PieceBytes, PieceSpec, Written};
 
 /// Room that a save leaves on the disk besides its own files: the manifest and the file system's own tables.
-const SPARE_BYTES: u64 = 1 << 20;
+pub(crate) const SPARE_BYTES: u64 = 1 << 20;
 
 /// What is saved besides tensors. Only rank 0's is written.
 #[derive(Debug, Clone)]
@@ -165,11 +165,11 @@ fn prepare(target: &Target<'_>, tag: &str, total_bytes: u64, lock: &mut Option<L
         let why = format!("exists and has no {MANIFEST_FILE}: it will not be replaced; choose another tag");
         return Err(CheckpointError::file(&existing, why));
     }
-    let needed_bytes = total_bytes + SPARE_BYTES;
     let available_bytes =
         fs.available_bytes(dir).map_err(CheckpointError::io("ask for free space of", dir))?;
-    if available_bytes < needed_bytes {
-        return Err(CheckpointError::NoSpace { dir: dir.to_path_buf(), needed_bytes, available_bytes });
+    if available_bytes < total_bytes.saturating_add(SPARE_BYTES) {
+        let (dir, needed_bytes) = (dir.to_path_buf(), total_bytes);
+        return Err(CheckpointError::NoSpace { dir, needed_bytes, available_bytes });
     }
     let name = format!(".{tag}.partial-{}", nonce());
     let partial = dir.join(&name);

@@ -281,7 +281,15 @@ fn what_cannot_be_saved_is_refused_before_a_byte_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let full = Failing { available: 100, ..Failing::new(usize::MAX, Mode::Error) };
     let error = save_one(dir.path(), "t", 1, Arc::new(full)).unwrap_err();
-    assert!(matches!(error, CheckpointError::NoSpace { available_bytes: 100, .. }), "{error}");
+    let CheckpointError::NoSpace { needed_bytes, available_bytes: 100, .. } = error else {
+        panic!("{error}")
+    };
+    // What is written, and what is left free beside it, are told apart.
+    assert!(needed_bytes > 0 && needed_bytes < 1 << 20, "{needed_bytes}");
+    assert!(
+        error.to_string().contains("bytes and needs 1024 KiB beside them, 100 bytes are free"),
+        "{error}"
+    );
     for tag in ["", ".hidden", "a/b", "..", "latest"] {
         let error = save_one(dir.path(), tag, 1, Arc::new(Disk)).unwrap_err();
         assert!(matches!(error, CheckpointError::Tag { .. }), "{error}");

@@ -260,7 +260,7 @@ fn layers_that_are_said_to_be_tied_have_a_file_each() {
         let out = folder.path().join("out");
         let _ = std::fs::remove_dir_all(&out);
         let files = PipelineFiles { boundaries: &[0, 3, 6], ranks: 1, slices: 1, tied, zero_stage: 1 };
-        export_pipeline(&checkpoint, &out, files).map(|()| out.join("imported"))
+        export_pipeline(&checkpoint, &out, files).map(|_| out.join("imported"))
     };
     assert!(!written(&[]).unwrap().join("layer_05-model_states.pt").exists());
     let out = written(&[vec![0, 5]]).unwrap();
@@ -307,4 +307,12 @@ fn what_is_no_list_of_layers_is_not_written_as_a_pipeline() {
         assert!(refused(1, boundaries).contains("make no pipeline"));
     }
     assert!(refused(0, &[0, 4]).contains("make no pipeline"));
+    // Its last layer with parameters is 3, and few have none behind it.
+    let beyond = refused(1, &[0, 2, 99]);
+    assert!(beyond.contains("end with 99") && beyond.contains("is 3: end with 4"), "{beyond}");
+    for (boundaries, bare) in [(&[0, 4], 0), (&[0, 6], 2)] {
+        let out = folder.path().join(format!("out-{bare}"));
+        let files = PipelineFiles { boundaries, ranks: 1, slices: 1, tied: &[], zero_stage: 1 };
+        assert_eq!(export_pipeline(&checkpoint, &out, files).unwrap(), bare);
+    }
 }

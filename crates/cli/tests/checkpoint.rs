@@ -226,6 +226,74 @@ fn a_file_of_weights_is_replaced_only_where_that_is_said() {
     assert!(tensors::read(&file).len() > 5);
 }
 
+#[test]
+fn what_is_no_checkpoint_or_no_name_for_one_is_bad_input() {
+    let out = tempfile::tempdir().unwrap();
+    let at = |name: &str| out.path().join(name).display().to_string();
+    std::fs::create_dir_all(at("other/step")).unwrap();
+    std::fs::write(at("file"), "").unwrap();
+    let (trained, gone, file, other, new) = (text(trained()), at("gone"), at("file"), at("other"), at("new"));
+    let foo = at("w.foo");
+    for (words, why) in [
+        (&["verify", &gone][..], "is not there"),
+        (&["inspect", &file], "is no folder"),
+        (&["to-fp32", &gone, &at("w.pt")], "is not there"),
+        (&["import-deepspeed", &gone, &new, "--tag", "step"], "is not there"),
+        (&["import-deepspeed", &other, &new, "--tag", "step"], "it is no DeepSpeed checkpoint"),
+        (&["to-fp32", trained, &foo], "Call it .safetensors, or .bin, .pt or .pth"),
+        (&["to-fp32", trained, &at("w")], "Call it .safetensors, or .bin, .pt or .pth"),
+        (
+            &["export-deepspeed", trained, &new, "--pipeline", "0,3", "--tied", "0,a"],
+            "'a' is no layer's number; write them as 0,5",
+        ),
+    ] {
+        let refused = checkpoint(words);
+        assert_eq!(refused.status.code(), Some(2), "{words:?}: {}", stderr(&refused));
+        assert!(stderr(&refused).contains(why), "{words:?}: {}", stderr(&refused));
+    }
+    let mut left: Vec<_> =
+        std::fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["file", "other"]);
+}
+
+#[test]
+fn a_disk_that_is_full_keeps_no_part_of_a_file() {
+    if !support::may_mount() {
+        return;
+    }
+    let out = tempfile::tempdir().unwrap();
+    let place = out.path().display();
+    for (command, name) in [("to-fp32", "w.pt"), ("to-fp32", "w.safetensors"), ("export-hf", "model")] {
+        let script = format!(
+            "mount -t tmpfs -o size=64k tmpfs {place} && {} checkpoint {command} {} {place}/{name}; echo \"code $?\"; ls -A {place}",
+            env!("CARGO_BIN_EXE_ferrospeed"),
+            text(trained())
+        );
+        let output =
+            support::output_of(std::process::Command::new("unshare").args(["-rm", "sh", "-c", &script]));
+        assert_eq!(stdout(&output).trim(), "code 1", "{name}: {}", stderr(&output));
+        assert!(stderr(&output).contains("No space left"), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_model_directory_has_the_type_that_was_trained_in_unless_another_is_asked_for() {
+    let out = tempfile::tempdir().unwrap();
+    for (more, kind) in [(&[][..], "BF16"), (&["--dtype", "f32"], "F32"), (&["--dtype", "f16"], "F16")] {
+        let model = out.path().join(kind);
+        let said = good(&[&["export-hf", text(trained()), text(&model)], more].concat());
+        assert!(said.contains(&format!("weights in {kind}")), "{said}");
+        let bytes = std::fs::read(model.join("model.safetensors")).unwrap();
+        assert!(String::from_utf8_lossy(&bytes[..2000]).contains(&format!("\"dtype\":\"{kind}\"")), "{kind}");
+    }
+    // A checkpoint of f32 weights stays in f32.
+    let (theirs, ours) = (out.path().join("theirs"), out.path().join("ours"));
+    good(&["export-deepspeed", text(trained()), text(&theirs)]);
+    let said = good(&["export-hf", text(&theirs), text(&ours)]);
+    assert!(said.contains("weights in F32") && said.contains("--dtype"), "{said}");
+}
+
 fn tensors_of(path: &Path) -> Vec<(String, Vec<f32>)> {
     let of = |(name, tensor): (&String, &Recorded)| (name.clone(), tensor.floats().to_vec());
     tensors::read(path).iter().map(of).collect()

@@ -287,6 +287,8 @@ fn what_cannot_be_served_is_said_before_anything_listens() {
         (vec!["serve", &model, "--api-key", ""], "--api-key"),
         (vec!["serve", &model, "--cache-mib", "0"], "--cache-mib"),
         (vec!["serve", &model, "--host", "nobody"], "--host"),
+        (vec!["serve", &model, "--weights-in", "/dev/null"], "--weights-in: /dev/null is neither"),
+        (vec!["bench", "serve", &model, "--prompt-tokens", "4090"], "make texts of 4154 tokens"),
     ] {
         let output = command(&arguments).output().unwrap();
         let told = String::from_utf8_lossy(&output.stderr).into_owned();

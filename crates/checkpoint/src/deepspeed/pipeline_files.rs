@@ -34,8 +34,8 @@ pub struct PipelineFiles<'a> {
     pub zero_stage: u8,
 }
 
-/// Writes a checkpoint as DeepSpeed writes that of a pipeline.
-pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles<'_>) -> Result<()> {
+/// Writes a checkpoint as DeepSpeed writes that of a pipeline. Returns how many layers without parameters are at its end.
+pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles<'_>) -> Result<u64> {
     files.check(checkpoint)?;
     let PipelineFiles { boundaries, ranks, slices: count, zero_stage, .. } = files;
     let users = files.users(checkpoint);
@@ -74,8 +74,12 @@ pub fn export_pipeline(checkpoint: &Checkpoint, dir: &Path, files: PipelineFiles
         }
         Ok(())
     };
-    exported(dir, &checkpoint.manifest().tag, LATEST_FILE, written).map(drop)
+    exported(dir, &checkpoint.manifest().tag, LATEST_FILE, written)?;
+    Ok(end.saturating_sub(files.layers_with_parameters(checkpoint)))
 }
+
+/// Layers without parameters that may follow the last one with some: activations, a softmax. More are a slip of the finger.
+const MOST_AT_THE_END: u64 = 8;
 
 impl PipelineFiles<'_> {
     fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
@@ -106,6 +110,13 @@ impl PipelineFiles<'_> {
                 entry.name
             ));
         }
+        let known = self.layers_with_parameters(checkpoint);
+        if end > known + MOST_AT_THE_END {
+            return refuse(format!(
+                "boundaries {boundaries:?} end with {end}, and the checkpoint's last layer with parameters is {}: end with {known}, or with at most {MOST_AT_THE_END} more for layers without parameters",
+                known.saturating_sub(1)
+            ));
+        }
         let mut tied_before = BTreeSet::new();
         for layers in tied {
             let first_of = |layer: u64| {
@@ -130,6 +141,13 @@ impl PipelineFiles<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Behind the last layer that has or shares a parameter.
+    fn layers_with_parameters(&self, checkpoint: &Checkpoint) -> u64 {
+        let own = checkpoint.manifest().tensors.iter().filter_map(|entry| layer_of(&entry.name));
+        let shared = self.users(checkpoint).into_values().flatten();
+        own.chain(shared).max().map_or(0, |last| last.saturating_add(1))
     }
 
     /// The layers that use a parameter, where these are several.

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 
-use crate::directory::check_tag;
+use crate::directory::{check_tag, expect_folder};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::Dtype;
 use crate::pt::{PtFile, StoredTensor, Unknown, Value};
@@ -55,6 +55,7 @@ pub(crate) fn natural(a: &str, b: &str) -> Ordering {
 
 /// The folder of a checkpoint: of this tag, or the one that `latest` names.
 pub fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    expect_folder(dir)?;
     let tag = match tag {
         Some(tag) => tag.to_owned(),
         None => crate::directory::latest(dir).ok_or_else(|| CheckpointError::NotFound {
@@ -88,10 +89,10 @@ impl DeepSpeedFiles {
         let ending = |suffix: &str| names.iter().filter(|name| name.ends_with(suffix)).collect::<Vec<_>>();
         let (models, optimizers) = (ending("_model_states.pt"), ending("optim_states.pt"));
         if models.is_empty() {
-            return Err(CheckpointError::file(
-                path,
-                "holds no *_model_states.pt: it is no DeepSpeed checkpoint",
-            ));
+            return Err(CheckpointError::NotFound {
+                dir: path.to_path_buf(),
+                why: "holds no *_model_states.pt: it is no DeepSpeed checkpoint".to_owned(),
+            });
         }
         DeepSpeedFiles::open_named(path, &models, &optimizers, unknown)
     }

@@ -7,6 +7,9 @@
 use crate::manifest::Dtype;
 use crate::pt::value::{StoredTensor, Value};
 
+/// How the refusal of such a name ends.
+pub const NOT_ALLOWED: &str = "is not allowed; nothing was executed";
+
 /// What happens to names that mean nothing here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Unknown {
@@ -328,9 +331,7 @@ impl Machine<'_> {
         if known || self.unknown == Unknown::Keep {
             return Ok(());
         }
-        Err(format!(
-            "the name '{module} {name}' is not allowed; nothing was executed (unknown objects can be kept as inert data on request)"
-        ))
+        Err(format!("the name '{module} {name}' {NOT_ALLOWED}"))
     }
 
     fn global(&self, node: usize) -> Option<(&str, &str)> {

@@ -76,7 +76,18 @@ enum Asked {
 
 impl Asked {
     fn new(args: &ServeBenchArgs) -> Result<Asked, Failure> {
-        let Some(url) = args.model.url() else { return Ok(Asked::Own(args.model.start(None)?)) };
+        let Some(url) = args.model.url() else {
+            let engine = args.model.start(None)?;
+            let (asked, most) =
+                (u64::from(args.prompt_tokens) + u64::from(args.new_tokens), engine.limits().sequence_tokens);
+            if asked > most as u64 {
+                return Err(Failure::Usage(format!(
+                    "--prompt-tokens {} and --new-tokens {} make texts of {asked} tokens, and the model and its cache allow {most}",
+                    args.prompt_tokens, args.new_tokens
+                )));
+            }
+            return Ok(Asked::Own(engine));
+        };
         if let Some(option) = args.model.engine_option() {
             return Err(Failure::Usage(format!("{option} is the server's own; start it so")));
         }

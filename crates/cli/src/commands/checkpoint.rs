@@ -6,18 +6,15 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
 use ferrospeed_checkpoint::deepspeed::{
-    ExportOptions, Fp32Weights, PipelineFiles, Spelling, export_deepspeed, export_pipeline, export_universal,
+    ExportOptions, PipelineFiles, Spelling, export_deepspeed, export_pipeline, export_universal,
     import_deepspeed, import_universal, is_universal,
 };
-use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
-use ferrospeed_checkpoint::{
-    Checkpoint, CheckpointError, Disk, Dtype, Kind, Manifest, Retention, Target, TensorEntry, resolve,
-};
-use ferrospeed_models::ModelError;
-use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_files, set_dtype, write_config};
-use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
-use ferrospeed_tensor::DType;
+use ferrospeed_checkpoint::pt::Unknown;
+use ferrospeed_checkpoint::pt::pickle::NOT_ALLOWED;
+use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Disk, Kind, Manifest, Retention, Target, resolve};
 
+use super::checkpoint_diff;
+use super::checkpoint_weights::{Weights, export_hf, to_fp32};
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -29,17 +26,17 @@ pub(crate) struct CheckpointArgs {
 
 /// Which checkpoint of a folder.
 #[derive(Debug, Args)]
-struct Which {
+pub(super) struct Which {
     /// The folder that holds checkpoints, or one checkpoint's own
     #[arg(value_name = "DIR")]
-    dir: PathBuf,
+    pub(super) dir: PathBuf,
     /// The checkpoint's name; without, the one that `latest` names, or the newest
     #[arg(long, short)]
-    tag: Option<String>,
+    pub(super) tag: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum WeightType {
+pub(super) enum WeightType {
     F32,
     Bf16,
     F16,
@@ -67,7 +64,7 @@ enum Action {
     ToFp32 {
         #[command(flatten)]
         which: Which,
-        /// A safetensors file if it is called so, else a torch file
+        /// The file: .safetensors, or .bin, .pt or .pth for one of torch
         output: PathBuf,
         /// Replace the file, if it is there
         #[arg(long)]
@@ -85,9 +82,9 @@ enum Action {
         which: Which,
         /// The model directory
         output: PathBuf,
-        /// The type of the weights
-        #[arg(long, value_enum, default_value = "bf16")]
-        dtype: WeightType,
+        /// The type of the weights [default: the one that was trained in; of DeepSpeed's files f32]
+        #[arg(long, value_enum)]
+        dtype: Option<WeightType>,
         /// The largest file
         #[arg(long, value_name = "BYTES", default_value_t = 5_000_000_000)]
         max_shard_bytes: usize,
@@ -156,10 +153,13 @@ enum Action {
 struct TiedLayers(Vec<u64>);
 
 impl std::str::FromStr for TiedLayers {
-    type Err = std::num::ParseIntError;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<TiedLayers, Self::Err> {
-        text.split(',').map(str::parse).collect::<Result<_, _>>().map(TiedLayers)
+    fn from_str(text: &str) -> Result<TiedLayers, String> {
+        let number = |word: &str| {
+            word.trim().parse().map_err(|_| format!("'{word}' is no layer's number; write them as 0,5"))
+        };
+        text.split(',').map(number).collect::<Result<_, _>>().map(TiedLayers)
     }
 }
 
@@ -209,7 +209,9 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
                 let why = "is already there; --overwrite replaces it";
                 return Err(Failure::Usage(format!("{} {why}", output.display())));
             }
-            to_fp32(which, output, *exclude_frozen_parameters, unknown(*allow_unknown_objects))?;
+            let unknown = unknown(*allow_unknown_objects);
+            let weights = Weights::open(which, *exclude_frozen_parameters, unknown).map_err(may_be_kept)?;
+            to_fp32(&weights, output)?;
         }
         Action::ExportHf { which, output, dtype, max_shard_bytes } => {
             export_hf(which, output, *dtype, *max_shard_bytes)?;
@@ -229,7 +231,12 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
                 tied: &tied,
                 zero_stage,
             };
-            export_pipeline(&open(which)?, output, files)?;
+            let bare = export_pipeline(&open(which)?, output, files)?;
+            if bare > 0 {
+                terminal::print_note(&format!(
+                    "--pipeline: the last {bare} layer(s) have no parameters in this checkpoint, and so no files"
+                ));
+            }
         }
         Action::ExportDeepspeed { which, output, stage, ranks, expert_ranks, names, .. } => {
             let options = ExportOptions {
@@ -245,17 +252,29 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         }
         // As diff(1): what could not be compared does not differ.
         Action::Diff { first, second } => {
-            return diff(first, second).map_err(|failure| Failure::Usage(failure.to_string()));
+            return checkpoint_diff::diff(first, second)
+                .map_err(|failure| Failure::Usage(failure.to_string()));
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where a name in a torch file was refused, says how it is not, in a command that has the option.
+fn may_be_kept(error: CheckpointError) -> Failure {
+    let is_name = error.to_string().contains(NOT_ALLOWED);
+    match (error.into(), is_name) {
+        (Failure::Run(why), true) => {
+            Failure::Run(format!("{why}; --allow-unknown-objects keeps such objects as inert data"))
+        }
+        (failure, _) => failure,
+    }
 }
 
 fn unknown(allowed: bool) -> Unknown {
     if allowed { Unknown::Keep } else { Unknown::Refuse }
 }
 
-fn open(which: &Which) -> Result<Checkpoint, CheckpointError> {
+pub(super) fn open(which: &Which) -> Result<Checkpoint, CheckpointError> {
     Checkpoint::open(&resolve(&which.dir, which.tag.as_deref())?)
 }
 
@@ -306,204 +325,6 @@ fn summary(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
     text
 }
 
-/// Weights of either kind of checkpoint, one tensor at a time.
-enum Weights {
-    Ours(Box<Checkpoint>, bool),
-    DeepSpeed(Fp32Weights),
-}
-
-/// A tensor's name, shape and stored type.
-type Listed = (String, Vec<u64>, Dtype);
-
-impl Weights {
-    fn open(which: &Which, exclude_frozen: bool, unknown: Unknown) -> Result<Weights, CheckpointError> {
-        match open(which) {
-            Ok(checkpoint) => Ok(Weights::Ours(Box::new(checkpoint), exclude_frozen)),
-            Err(CheckpointError::NotFound { .. }) => Ok(Weights::DeepSpeed(Fp32Weights::open(
-                &which.dir,
-                which.tag.as_deref(),
-                exclude_frozen,
-                unknown,
-            )?)),
-            Err(other) => Err(other),
-        }
-    }
-
-    /// Every tensor; tied ones under all of their names, or under one.
-    fn list(&self, with_aliases: bool) -> Vec<Listed> {
-        match self {
-            Weights::Ours(checkpoint, exclude_frozen) => {
-                let tensors = checkpoint.manifest().tensors.iter().filter(|tensor| match tensor.kind {
-                    Kind::Master | Kind::Buffer => true,
-                    Kind::Weight => !exclude_frozen,
-                    Kind::State(_) => false,
-                });
-                let listed =
-                    |name: &String, tensor: &TensorEntry| (name.clone(), tensor.shape.clone(), tensor.dtype);
-                let aliases = checkpoint.manifest().aliases.keys().filter(|_| with_aliases);
-                let aliases = aliases.filter_map(|alias| Some(listed(alias, checkpoint.weights(alias)?)));
-                tensors.map(|tensor| listed(&tensor.name, tensor)).chain(aliases).collect()
-            }
-            Weights::DeepSpeed(weights) => {
-                let tensors = weights.tensors().iter();
-                let tensors = tensors.filter(|tensor| with_aliases || tensor.alias_of.is_none());
-                tensors.map(|tensor| (tensor.name.clone(), tensor.shape.clone(), tensor.dtype)).collect()
-            }
-        }
-    }
-
-    /// A tensor's bytes as stored.
-    fn read(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
-        let absent = || CheckpointError::Request(format!("'{name}' is not in the checkpoint"));
-        match self {
-            Weights::Ours(checkpoint, _) => {
-                let entry = checkpoint.weights(name).or_else(|| checkpoint.entry(&Kind::Buffer, name));
-                let entry = entry.ok_or_else(absent)?;
-                let mut bytes = Vec::new();
-                checkpoint.read_bytes(entry, 0..entry.numel(), &mut bytes)?;
-                Ok(bytes)
-            }
-            Weights::DeepSpeed(weights) => {
-                weights.read(weights.tensors().iter().find(|tensor| tensor.name == name).ok_or_else(absent)?)
-            }
-        }
-    }
-
-    /// A tensor of floats in another type; others as stored.
-    fn read_as(&self, (name, _, stored): &Listed, wanted: Dtype) -> Result<Vec<u8>, CheckpointError> {
-        let bytes = self.read(name)?;
-        if *stored == wanted || !stored.is_float() {
-            return Ok(bytes);
-        }
-        let mut values = vec![0.0; bytes.len() / stored.size_bytes() as usize];
-        let mut out = Vec::with_capacity(values.len() * wanted.size_bytes() as usize);
-        let converted =
-            stored.to_f32(&bytes, &mut values).and_then(|()| wanted.append_f32(&values, &mut out));
-        converted.ok_or_else(|| CheckpointError::Request(format!("'{name}' cannot become {wanted:?}")))?;
-        Ok(out)
-    }
-}
-
-/// Our tensor type for a stored one; `None` for those that model files do not use.
-fn tensor_type(dtype: Dtype) -> Option<DType> {
-    Some(match dtype {
-        Dtype::F32 | Dtype::F64 => DType::F32,
-        Dtype::BF16 => DType::BF16,
-        Dtype::F16 => DType::F16,
-        Dtype::I64 => DType::I64,
-        Dtype::I32 => DType::I32,
-        Dtype::U8 => DType::U8,
-        Dtype::BOOL => DType::Bool,
-        Dtype::I16 | Dtype::I8 => return None,
-    })
-}
-
-fn to_fp32(which: &Which, output: &Path, exclude_frozen: bool, unknown: Unknown) -> Result<(), Failure> {
-    let weights = Weights::open(which, exclude_frozen, unknown)?;
-    if output.extension().is_some_and(|extension| extension == "safetensors") {
-        return write_safetensors(&weights, true, Dtype::F32, |tensors, bytes| {
-            write_file(output, tensors, bytes)
-        });
-    }
-    let listed = weights.list(true);
-    let mut table = TensorTable::default();
-    let wanted = |stored: Dtype| if stored.is_float() { Dtype::F32 } else { stored };
-    let pairs =
-        listed.iter().map(|(name, shape, stored)| (Value::str(name), table.tensor(wanted(*stored), shape)));
-    let value = Value::OrderedDict(pairs.collect());
-    let mut open: Option<(usize, Vec<u8>)> = None;
-    write_pt(output, &value, &table.storages, &mut |storage, range, out| {
-        let bytes = match open.take() {
-            Some((at, bytes)) if at == storage => bytes,
-            _ => weights.read_as(&listed[storage], Dtype::F32)?,
-        };
-        let size = wanted(listed[storage].2).size_bytes();
-        out.extend_from_slice(&bytes[(range.start * size) as usize..(range.end * size) as usize]);
-        open = Some((storage, bytes));
-        Ok(())
-    })?;
-    Ok(())
-}
-
-/// Lists all weights and hands them to a writer, one at a time.
-fn write_safetensors(
-    weights: &Weights,
-    with_aliases: bool,
-    wanted: Dtype,
-    write: impl FnOnce(
-        &[TensorToWrite],
-        &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>, ModelError>,
-    ) -> Result<(), ModelError>,
-) -> Result<(), Failure> {
-    let listed = weights.list(with_aliases);
-    let mut tensors = Vec::with_capacity(listed.len());
-    for (name, shape, stored) in &listed {
-        let dtype = tensor_type(if stored.is_float() { wanted } else { *stored });
-        let dtype = dtype.ok_or_else(|| {
-            Failure::Run(format!("'{name}' is {stored:?}, which safetensors models do not use"))
-        })?;
-        tensors.push(TensorToWrite {
-            name: name.clone(),
-            shape: shape.iter().map(|size| *size as usize).collect(),
-            dtype,
-        });
-    }
-    let mut read = |tensor: &TensorToWrite| {
-        let listed = listed.iter().find(|(name, ..)| *name == tensor.name);
-        let bytes = listed.map_or(Ok(Vec::new()), |listed| weights.read_as(listed, wanted));
-        bytes.map_err(|error| ModelError::BadFile {
-            path: PathBuf::from(&tensor.name),
-            why: error.to_string(),
-        })
-    };
-    write(&tensors, &mut read).map_err(|error| Failure::Run(error.to_string()))
-}
-
-/// Writes a model's directory where there is none, whole or not at all.
-fn export_hf(which: &Which, output: &Path, dtype: WeightType, max_shard_bytes: usize) -> Result<(), Failure> {
-    if std::fs::read_dir(output).is_ok_and(|mut entries| entries.next().is_some()) || output.is_file() {
-        let why = "is already there, and its files would stay beside the new ones; name a new directory";
-        return Err(Failure::Usage(format!("{} {why}", output.display())));
-    }
-    let written = write_model(which, output, dtype, max_shard_bytes);
-    if written.is_err() {
-        // It was empty, or not there: nothing but what is incomplete goes.
-        let _ = std::fs::remove_dir_all(output);
-    }
-    written
-}
-
-fn write_model(
-    which: &Which,
-    output: &Path,
-    dtype: WeightType,
-    max_shard_bytes: usize,
-) -> Result<(), Failure> {
-    let weights = Weights::open(which, false, Unknown::Refuse)?;
-    let wanted = match dtype {
-        WeightType::F32 => Dtype::F32,
-        WeightType::Bf16 => Dtype::BF16,
-        WeightType::F16 => Dtype::F16,
-    };
-    write_safetensors(&weights, false, wanted, |tensors, bytes| {
-        write_directory(output, tensors, max_shard_bytes, bytes)
-    })?;
-    let Weights::Ours(checkpoint, _) = &weights else { return Ok(()) };
-    // A run of a recipe knows what its model is.
-    let Some(config) = checkpoint.manifest().client_state.get("model_config") else { return Ok(()) };
-    let mut config = config.clone();
-    if let Some(dtype) = tensor_type(wanted) {
-        set_dtype(&mut config, dtype);
-    }
-    let failed = |error: ModelError| Failure::Run(error.to_string());
-    write_config(output, &config).map_err(failed)?;
-    // The tokenizer lies where the run will export its own model.
-    let run = which.dir.canonicalize().ok().and_then(|dir| Some(dir.parent()?.join("model")));
-    let Some(model) = run else { return Ok(()) };
-    copy_files(&model, output, &TOKENIZER_FILES).map_err(failed)?;
-    copy_files(&model, output, &GENERATION_FILES).map_err(failed)
-}
-
 fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure> {
     let hint = |name: &str| {
         ferrospeed_files::read_text(which.dir.join(name), 4096).ok().map(|text| text.trim().to_owned())
@@ -521,91 +342,11 @@ fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure>
         Target { dir: output, tag: &tag, update_latest: true, retention: Retention::default(), fs: &Disk };
     let universal = which.dir.join(&tag);
     let path = if is_universal(&universal) {
-        import_universal(&universal, unknown, &target)?
+        import_universal(&universal, unknown, &target)
     } else {
-        import_deepspeed(&which.dir, Some(&tag), unknown, &target)?
+        import_deepspeed(&which.dir, Some(&tag), unknown, &target)
     };
+    let path = path.map_err(may_be_kept)?;
     terminal::print_output(&format!("{}\n", path.display()))?;
     Ok(())
-}
-
-fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
-    let (first, second) =
-        (Checkpoint::open(&resolve(first, None)?)?, Checkpoint::open(&resolve(second, None)?)?);
-    let mut text = String::new();
-    let mut note = |line: String| {
-        text.push_str(&line);
-        text.push('\n');
-    };
-    for tensor in &first.manifest().tensors {
-        let what = format!("{} ({})", tensor.name, tensor.kind);
-        let Some(other) = second.entry(&tensor.kind, &tensor.name) else {
-            note(format!("only in the first   {what}"));
-            continue;
-        };
-        if (&tensor.shape, tensor.dtype) != (&other.shape, other.dtype) {
-            note(format!(
-                "{what}: {:?} {:?} and {:?} {:?}",
-                tensor.dtype, tensor.shape, other.dtype, other.shape
-            ));
-            continue;
-        }
-        let differing = count_differences(&first, tensor, &second, other)?;
-        if differing > 0 {
-            note(format!("{what}: {differing} of {} elements differ", tensor.numel()));
-        }
-    }
-    for tensor in &second.manifest().tensors {
-        if first.entry(&tensor.kind, &tensor.name).is_none() {
-            note(format!("only in the second  {} ({})", tensor.name, tensor.kind));
-        }
-    }
-    let [one, other] = [&first, &second].map(|checkpoint| serde_json::json!(checkpoint.manifest().training));
-    differences("", &one, &other, &mut note);
-    let same = text.is_empty();
-    terminal::print_output(if same { "the same\n" } else { &text })?;
-    Ok(if same { ExitCode::SUCCESS } else { ExitCode::from(1) })
-}
-
-/// Notes the counters, and the parts of schedule, loss scale and groups, that differ.
-fn differences(at: &str, one: &serde_json::Value, other: &serde_json::Value, note: &mut impl FnMut(String)) {
-    use serde_json::Value::{Array, Null, Object};
-    let below = |name: &str| if at.is_empty() { name.to_owned() } else { format!("{at}.{name}") };
-    match (one, other) {
-        (Object(ones), Object(others)) => {
-            let only_there = others.keys().filter(|key| !ones.contains_key(*key));
-            for key in ones.keys().chain(only_there) {
-                let value = |of: &serde_json::Map<_, _>| of.get(key).cloned().unwrap_or(Null);
-                differences(&below(key), &value(ones), &value(others), note);
-            }
-        }
-        (Array(ones), Array(others)) if ones.len() == others.len() => {
-            let pairs = ones.iter().zip(others).enumerate();
-            pairs.for_each(|(at, (one, other))| differences(&below(&at.to_string()), one, other, note));
-        }
-        _ if one != other => note(format!("{at}: {one} and {other}")),
-        _ => {}
-    }
-}
-
-/// Elements that differ, read a stretch at a time.
-fn count_differences(
-    first: &Checkpoint,
-    one: &TensorEntry,
-    second: &Checkpoint,
-    other: &TensorEntry,
-) -> Result<u64, CheckpointError> {
-    const STEP: u64 = 1 << 20;
-    let size = one.dtype.size_bytes() as usize;
-    let mut differing = 0;
-    let mut at = 0;
-    while at < one.numel() {
-        let end = (at + STEP).min(one.numel());
-        let (mut a, mut b) = (Vec::new(), Vec::new());
-        first.read_bytes(one, at..end, &mut a)?;
-        second.read_bytes(other, at..end, &mut b)?;
-        differing += a.chunks_exact(size).zip(b.chunks_exact(size)).filter(|(a, b)| a != b).count() as u64;
-        at = end;
-    }
-    Ok(differing)
 }

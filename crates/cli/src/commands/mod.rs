@@ -18,6 +18,8 @@ mod bench_serve;
 mod bench_wire;
 mod chat;
 mod checkpoint;
+mod checkpoint_diff;
+mod checkpoint_weights;
 mod completions;
 mod config;
 mod device;

@@ -16,6 +16,7 @@ use ferrospeed_serve::weights_home::WeightsHome;
 use ferrospeed_tensor::{Device, PackedBits};
 
 use super::device::DeviceChoice;
+use super::offload_folders::unusable;
 use crate::failure::Failure;
 
 /// The model, where it computes, and what bounds the work.
@@ -134,14 +135,13 @@ impl ServedModel {
         options: &OpenOptions,
         device: &Device,
     ) -> Result<(Arc<ModelFacts>, Runner, u32), Failure> {
-        // A slip of the pen must not become a folder.
-        if let Some(place) =
-            self.weights_in.as_ref().filter(|place| place.as_os_str() != "host" && !place.is_dir())
-        {
-            return Err(Failure::Usage(format!(
-                "--weights-in {}: is neither `host` nor a directory that is there",
-                place.display()
-            )));
+        if let Some(place) = self.weights_in.as_ref().filter(|place| place.as_os_str() != "host") {
+            // A slip of the pen must not become a folder.
+            let why = match place.is_dir() {
+                true => unusable(place),
+                false => Some(format!("{} is neither `host` nor a directory that is there", place.display())),
+            };
+            why.map_or(Ok(()), |why| Err(Failure::Usage(format!("--weights-in: {why}"))))?;
         }
         open(&self.model, options, device).map_err(|error| Failure::Usage(error.to_string()))
     }
