@@ -53,6 +53,17 @@ fn a_run_with_comms_logger_ends_with_what_ranks_sent_each_other() {
 }
 
 #[test]
+fn a_trace_that_cannot_be_written_costs_the_trace_and_not_the_weights() {
+    let folder = workplace();
+    // Full from the first byte on.
+    let words = ["train", "recipe.toml", "--device", "cpu", "--trace", "/dev/full"];
+    let output = output_of(binary().args(words).current_dir(folder.path()));
+    assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+    assert!(stderr(&output).contains("its trace is missing: /dev/full"), "{}", stderr(&output));
+    assert!(folder.path().join("runs/small/model/model.safetensors").is_file());
+}
+
+#[test]
 fn a_trace_has_every_rank_on_one_clock_and_slices_that_nest() {
     let folder = workplace();
     let output = output_of(

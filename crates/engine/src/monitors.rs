@@ -14,7 +14,7 @@ use ferrospeed_observe::monitor::{
 };
 
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::timers::StepTimes;
 
 /// Where W&B keeps the runs of a folder unless it is told otherwise.
@@ -40,15 +40,18 @@ impl Monitoring {
         let mut monitors = Monitors::default();
         if world.rank() == 0 {
             if let Some(board) = &configured.tensorboard {
-                monitors.add(TensorBoard::create(Path::new(&board.output_path), &board.job_name)?);
+                let made = TensorBoard::create(Path::new(&board.output_path), &board.job_name);
+                monitors.add(made.map_err(cannot_write("tensorboard.output_path"))?);
             }
             if let Some(csv) = &configured.csv_monitor {
-                monitors.add(CsvMonitor::create(Path::new(&csv.output_path), &csv.job_name)?);
+                let made = CsvMonitor::create(Path::new(&csv.output_path), &csv.job_name);
+                monitors.add(made.map_err(cannot_write("csv_monitor.output_path"))?);
             }
             if let Some(wandb) = &configured.wandb {
                 let (project, group, team) = (wandb.project.clone(), wandb.group.clone(), wandb.team.clone());
                 let folder = wandb.dir.as_deref().unwrap_or(WANDB_FOLDER);
-                monitors.add(WandbOffline::create(Path::new(folder), &WandbRun { project, group, team })?);
+                let made = WandbOffline::create(Path::new(folder), &WandbRun { project, group, team });
+                monitors.add(made.map_err(cannot_write("wandb.dir"))?);
             }
         }
         Ok(Monitoring { monitors, has_any, is_on: true, spent: Duration::ZERO })
@@ -66,6 +69,11 @@ impl Monitoring {
         }
         self.spent += start.elapsed();
     }
+}
+
+/// Names the key that says where a monitor writes.
+fn cannot_write(what: &'static str) -> impl FnOnce(ObserveError) -> EngineError {
+    move |error| EngineError::Argument { what, why: error.to_string() }
 }
 
 impl Engine {

@@ -95,6 +95,16 @@ fn an_operation_that_is_none_is_refused_with_those_there_are() {
     assert!(text.contains("comms_logger.prof_ops") && text.contains("all_reduce"), "{text}");
 }
 
+#[test]
+fn a_place_where_no_curve_can_be_written_is_told_by_its_key() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    for section in ["tensorboard", "csv_monitor"] {
+        let monitor = json!({"enabled": true, "output_path": file.path(), "job_name": "job"});
+        let error = start(World::solo(), &configuration(json!({section: monitor}))).err().unwrap();
+        assert!(error.to_string().starts_with(&format!("{section}.output_path: ")), "{error}");
+    }
+}
+
 /// What is logged while `work` runs on this thread.
 fn logged(work: impl FnOnce()) -> String {
     let text = Arc::new(Mutex::new(Vec::new()));

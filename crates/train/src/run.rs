@@ -300,13 +300,16 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         summary.communication = Some(run.engine.communication_summary(true)?);
     }
     if let (Some(path), Some(document)) = (&recipe.trace, run.engine.finish_trace()?) {
-        std::fs::write(path, document).map_err(TrainError::io(path))?;
+        // The weights are still to be exported.
+        let written = std::fs::write(path, document).map_err(TrainError::io(path));
+        unsaved = unsaved.or(written.err().map(|error| format!("its trace is missing: {error}")));
     }
     if summary.ending != Ending::Left && !job.is_experiment {
         export(&run.engine, &run.model, &run.model_config, &folder.model())?;
         summary.sample = run.sample()?;
         if let (0, Some(sample)) = (rank, &summary.sample) {
-            std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()))?;
+            let written = std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()));
+            unsaved = unsaved.or(written.err().map(|error| format!("its sample is missing: {error}")));
         }
     }
     if job.observing == Observing::Alternating {
