@@ -242,10 +242,14 @@ fn what_is_no_checkpoint_or_no_name_for_one_is_bad_input() {
         (&["import-deepspeed", &other, &new, "--tag", "step"], "it is no DeepSpeed checkpoint"),
         (&["to-fp32", trained, &foo], "Call it .safetensors, or .bin, .pt or .pth"),
         (&["to-fp32", trained, &at("w")], "Call it .safetensors, or .bin, .pt or .pth"),
+        (&["to-fp32", trained, &at("gone/w.pt")], "there is no folder"),
+        (&["to-fp32", trained, &other, "--overwrite"], "is a folder; name a file"),
+        (&["export-hf", trained, &new, "--max-shard-bytes", "0"], "--max-shard-bytes"),
         (
             &["export-deepspeed", trained, &new, "--pipeline", "0,3", "--tied", "0,a"],
             "'a' is no layer's number; write them as 0,5",
         ),
+        (&["export-deepspeed", trained, &new, "--pipeline", "0,b"], "'b' is no layer's number"),
     ] {
         let refused = checkpoint(words);
         assert_eq!(refused.status.code(), Some(2), "{words:?}: {}", stderr(&refused));

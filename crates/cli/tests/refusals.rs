@@ -253,9 +253,15 @@ fn a_refused_run_leaves_no_folder_and_of_an_earlier_one_nothing_is_lost() {
         )
     };
     // Text is looked at, and then a key is wrong, ranks are too many, or there is nothing to go on from.
-    for more in [&["--set", "optimizer.type=Muon"][..], &["-n", "2000"], &["--resume", &at("nowhere")]] {
+    for more in [
+        &["--set", "optimizer.type=Muon"][..],
+        &["-n", "2000"],
+        &["--resume", &at("nowhere")],
+        &["--resume", "step9"],
+        &["--trace", &at("gone/trace.json")],
+    ] {
         let output = train(more);
-        assert!(!output.status.success(), "{more:?}");
+        assert_eq!(output.status.code(), Some(2), "{more:?}: {}", stderr(&output));
         assert!(!folder.path().join("out").exists(), "{more:?}: {}", stderr(&output));
     }
     std::fs::write(at("out"), "mine").unwrap();

@@ -1,6 +1,7 @@
 //! `ferrospeed checkpoint`: look at checkpoints, check them, and carry them to and from DeepSpeed and Hugging Face.
 
 use std::fmt::Write;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -15,6 +16,7 @@ use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Disk, Kind, Manifest, R
 
 use super::checkpoint_diff;
 use super::checkpoint_weights::{Weights, export_hf, to_fp32};
+use super::output_file::check_place;
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -86,8 +88,8 @@ enum Action {
         #[arg(long, value_enum)]
         dtype: Option<WeightType>,
         /// The largest file
-        #[arg(long, value_name = "BYTES", default_value_t = 5_000_000_000)]
-        max_shard_bytes: usize,
+        #[arg(long, value_name = "BYTES", default_value = "5000000000")]
+        max_shard_bytes: NonZeroUsize,
     },
     /// Make a checkpoint of ours from one of DeepSpeed (ZeRO 0 to 3, BF16, or universal)
     ImportDeepspeed {
@@ -116,7 +118,7 @@ enum Action {
         expert_ranks: u64,
         /// Write the files of a pipeline (--ranks for each stage) for a model whose names begin with the numbers of its
         /// layers: where stages begin, and behind the last layer; 0,3,6 makes two stages of three layers
-        #[arg(long, value_name = "LAYERS", value_delimiter = ',', conflicts_with = "expert_ranks")]
+        #[arg(long, value_name = "LAYERS", value_delimiter = ',', value_parser = layer_number, conflicts_with = "expert_ranks")]
         pipeline: Vec<u64>,
         /// For how many slices of each layer of a pipeline, cut as the checkpoint was saved or imported
         #[arg(long = "tp", value_name = "SLICES", default_value_t = 1, requires = "pipeline",
@@ -156,11 +158,12 @@ impl std::str::FromStr for TiedLayers {
     type Err = String;
 
     fn from_str(text: &str) -> Result<TiedLayers, String> {
-        let number = |word: &str| {
-            word.trim().parse().map_err(|_| format!("'{word}' is no layer's number; write them as 0,5"))
-        };
-        text.split(',').map(number).collect::<Result<_, _>>().map(TiedLayers)
+        text.split(',').map(layer_number).collect::<Result<_, _>>().map(TiedLayers)
     }
+}
+
+fn layer_number(word: &str) -> Result<u64, String> {
+    word.trim().parse().map_err(|_| format!("'{word}' is no layer's number; write them as 0,5"))
 }
 
 /// The names in DeepSpeed's files.
@@ -209,12 +212,13 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
                 let why = "is already there; --overwrite replaces it";
                 return Err(Failure::Usage(format!("{} {why}", output.display())));
             }
+            check_place(output)?;
             let unknown = unknown(*allow_unknown_objects);
             let weights = Weights::open(which, *exclude_frozen_parameters, unknown).map_err(may_be_kept)?;
             to_fp32(&weights, output)?;
         }
         Action::ExportHf { which, output, dtype, max_shard_bytes } => {
-            export_hf(which, output, *dtype, *max_shard_bytes)?;
+            export_hf(which, output, *dtype, max_shard_bytes.get())?;
         }
         Action::ImportDeepspeed { which, output, allow_unknown_objects } => {
             import(which, output, unknown(*allow_unknown_objects))?;

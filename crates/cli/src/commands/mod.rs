@@ -34,6 +34,7 @@ mod model_init;
 mod model_inspect;
 mod node_launch;
 mod offload_folders;
+mod output_file;
 mod place;
 mod plan;
 mod plan_asked;

@@ -13,6 +13,7 @@ use ferrospeed_train::{FolderLock, Preparing, Recipe, RunFolder, TrainError, rep
 use serde_json::Value;
 
 use super::offload_folders::{check_folders_to_make, check_offload_folders};
+use super::output_file::check_place;
 use super::train::TrainArgs;
 use super::train_memory;
 use crate::failure::Failure;
@@ -230,6 +231,7 @@ fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<V
     let model =
         ferrospeed_train::check(recipe, args.recipe(), folder, &mut tell_preparing()).map_err(failure)?;
     train_memory::check_slots(recipe, &model)?;
+    recipe.trace.as_deref().map_or(Ok(()), check_place)?;
     if let Ok((config, _)) = recipe.config() {
         check_offload_folders(&config)?;
         check_folders_to_make(&config)?;
@@ -278,6 +280,7 @@ pub(super) fn failure(error: TrainError) -> Failure {
         TrainError::Recipe { .. } | TrainError::Occupied { .. } | TrainError::Used { .. } => {
             Failure::Usage(error.to_string())
         }
+        TrainError::Checkpoint(error) => error.into(),
         other => Failure::Run(other.to_string()),
     }
 }
