@@ -42,7 +42,7 @@ impl<'a> HeadsOut<'a> {
 
 impl<'a> Heads<'a> {
     /// The same from a token on.
-    pub(crate) fn from_token(&self, first: usize) -> Heads<'a> {
+    pub(crate) fn starting_at(&self, first: usize) -> Heads<'a> {
         Heads { offset: self.offset + first * self.token_stride, ..*self }
     }
 }

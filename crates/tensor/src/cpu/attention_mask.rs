@@ -40,7 +40,7 @@ impl<'a> Part<'a> {
 
     /// The heads of its tokens.
     pub(crate) fn of<'h>(&self, heads: &Heads<'h>) -> Heads<'h> {
-        heads.from_token(self.first)
+        heads.starting_at(self.first)
     }
 
     /// Its rows of a head in `[batch, heads, queries]`.

@@ -197,7 +197,8 @@ mod tests {
                 false => ops::attention(q, k, v, &options),
             };
             let out = out.unwrap();
-            backward(&ops::sum(&ops::mul(&out, &random(4, 3).detach()).unwrap()).unwrap()).unwrap();
+            let weighted = ops::mul(&out, random(4, 3).detach()).unwrap();
+            backward(&ops::sum(weighted).unwrap()).unwrap();
             let mut all = vec![out.to_vec_f32().unwrap()];
             all.extend(qkv.iter().map(|x| x.grad().unwrap().to_vec_f32().unwrap()));
             all
