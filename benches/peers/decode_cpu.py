@@ -3,8 +3,9 @@
 
     python3 decode_cpu.py DIR [--ferrospeed PATH] [--threads 2] [--rounds 3] [--types int8,int4,f16]
 
-DIR is a LLaMA of `ferrospeed model init` in float16 (see below); ours computes in bfloat16. Wants `llama-cpp-python` (built from source on this machine: one that was built on another may end by an illegal instruction), `gguf`,
-`numpy` and `safetensors`. Per type of weights and side: tokens/s of decoding one text, of decoding eight at once, and of reading a prompt of
+DIR is a LLaMA of `ferrospeed model init` in float16 (see below); ours computes in bfloat16. Wants `llama-cpp-python` (built from source on this machine: one that was built on another may end by an illegal instruction; GCC 12
+takes away what ggml writes into a tile configuration, which ends it at its first product in AMX: build with CXXFLAGS=-fno-tree-dse), `gguf`,
+`numpy` and `safetensors`. Leave the machine alone meanwhile: threads of either side that wait for a core stand for seconds. Per type of weights and side: tokens/s of decoding one text, of decoding eight at once, and of reading a prompt of
 512 tokens; the best of the rounds. llama.cpp's `print_system_info` is printed, which says what it was built for.
 
     ferrospeed model init --preset llama --layers 22 --width 2048 --heads 32 --vocabulary 32000 --dtype float16 DIR
@@ -153,6 +154,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--types", default="int8,int4,f16")
     arguments = parser.parse_args()
+    llama_cpp.llama_backend_init()
     print(llama_cpp.llama_print_system_info().decode())
     quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
     llama_cpp.llama_log_set(quiet, None)

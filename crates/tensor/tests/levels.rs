@@ -1,11 +1,14 @@
-//! The same bits with portable, AVX2 and AVX-512 kernels, for the ops whose arithmetic is defined to agree (all but
-//! matrix products; see docs/kernels.md). The level is chosen once per process, so each level gets a process.
+//! The same bits with portable, AVX2 and AVX-512 kernels and with tiles, for the ops whose arithmetic is defined to agree (all
+//! but matrix products of floats; see docs/kernels.md). The level is chosen once per process, so each level gets a process.
 
 use std::process::Command;
 
-use ferrospeed_tensor::ops::{self, CrossEntropyOptions};
+use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
-use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, autograd};
+use ferrospeed_tensor::store::{FromInitializers, PackedStore};
+use ferrospeed_tensor::{
+    Activation, DType, Device, Initializer, PackedBits, Packing, Param, Result, Tensor, autograd,
+};
 
 fn random_tensor(shape: &[usize], stream: u32, dtype: DType, device: &Device) -> Result<Tensor> {
     let mut values = vec![0.0f32; shape.iter().product()];
@@ -55,6 +58,17 @@ fn fingerprint() -> Result<u64> {
             }
         }
     }
+    // Products with weights of few bits, of which tiles take many rows.
+    for (bits, rows) in
+        [PackedBits::Eight, PackedBits::Four].into_iter().flat_map(|bits| [1, 8, 45].map(|rows| (bits, rows)))
+    {
+        let weight = Param::new("w", [70, 192], Initializer::Normal { mean: 0.0, std: 0.2 });
+        let packing = Packing { bits, layout: WeightLayout::OutIn };
+        let params = std::slice::from_ref(&weight);
+        PackedStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }, |_| Some(packing))?;
+        let x = random_tensor(&[rows, 192], 5, DType::F32, &device)?;
+        mix(&autograd::no_grad(|| ops::linear(&x, &weight, None, WeightLayout::OutIn))?)?;
+    }
     Ok(hash)
 }
 
@@ -79,4 +93,5 @@ fn every_instruction_set_gives_the_same_bits() {
     let portable = of_level("portable");
     assert_eq!(portable, of_level("avx2"));
     assert_eq!(portable, of_level("avx512"));
+    assert_eq!(portable, of_level("the best there is"));
 }

@@ -50,7 +50,7 @@ fn a_product_with_packed_weights_is_the_one_with_what_they_stand_for() {
         .into_iter()
         .flat_map(|bits| [DType::F32, DType::BF16, DType::F16].map(|dtype| (bits, dtype)))
     {
-        for [m, n, k] in [[1, 70, 96], [5, 33, 64], [40, 1, 32], [3, 200, 320]] {
+        for [m, n, k] in [[1, 70, 96], [5, 33, 64], [40, 1, 32], [3, 200, 320], [49, 33, 128]] {
             let device = Device::cpu_with_threads(2);
             let params = layer(n, k, bits, dtype, &device);
             let x = random(&[m, k], dtype, &device);
@@ -144,16 +144,22 @@ fn floats_of_eight_bits_are_refused_where_nothing_multiplies_them() {
 
 #[test]
 fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
-    for bits in [PackedBits::Eight, PackedBits::Four] {
+    // Of odd numbers of blocks, and of even ones, of which tiles multiply many rows.
+    for (bits, inputs) in [PackedBits::Eight, PackedBits::Four]
+        .into_iter()
+        .flat_map(|bits| [160, 192].map(|inputs| (bits, inputs)))
+    {
         let result = |rows: usize, threads: usize| {
             let device = Device::cpu_with_threads(threads);
-            let params = layer(100, 160, bits, DType::BF16, &device);
-            let x = random(&[50, 160], DType::BF16, &device);
+            let params = layer(100, inputs, bits, DType::BF16, &device);
+            let x = random(&[50, inputs], DType::BF16, &device);
             product(&ops::narrow(&x, 0, 0, rows).unwrap(), &params)
         };
         let all = result(50, 1);
-        for (rows, threads) in [(1, 1), (2, 2), (7, 1), (33, 2), (50, 3)] {
-            assert_eq!(result(rows, threads), all[..rows * 100], "{bits:?}: {rows} rows, {threads} threads");
+        for (rows, threads) in [(1, 1), (2, 2), (7, 1), (12, 1), (16, 2), (24, 1), (26, 2), (33, 2), (50, 3)]
+        {
+            let what = format!("{bits:?} by {inputs}: {rows} rows, {threads} threads");
+            assert_eq!(result(rows, threads), all[..rows * 100], "{what}");
         }
     }
 }

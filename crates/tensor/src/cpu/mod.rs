@@ -5,7 +5,7 @@
 
 mod activation;
 pub mod ahead;
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "tiles and wide registers use the rest"))]
 mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod amx;

@@ -6,8 +6,9 @@
 //! four tiles.
 //!
 //! Reading order: this file (the registers), `pack` (bringing operands into tiles), `split` (the same for f32, which becomes
-//! three pieces), `product` (blocking), `few_rows` (products that are bound by reading weights).
+//! three pieces), `product` (blocking), `few_rows` (products that are bound by reading weights), `bytes` (whole numbers).
 
+pub(crate) mod bytes;
 pub(crate) mod few_rows;
 mod pack;
 mod product;

@@ -8,13 +8,13 @@ use crate::packed::{BLOCK, GROUP, LINE, PackedBits};
 /// Rows that share a line, at most.
 const MOST_ROWS: usize = 2;
 
-/// All rows by sixteen columns; `out` has [`GROUP`] values for each row.
+/// Rows from `start`, the first of a tile, on by sixteen columns; `out` has [`GROUP`] values for each row.
 ///
 /// # Safety
 /// The processor has AVX2.
-pub(super) unsafe fn multiply(weights: &GroupWeights<'_>, rows: &Rows, out: &mut [f32]) {
+pub(super) unsafe fn multiply(weights: &GroupWeights<'_>, rows: &Rows, start: usize, out: &mut [f32]) {
     for (index, out) in out.chunks_mut(MOST_ROWS * GROUP).enumerate() {
-        let first = index * MOST_ROWS;
+        let first = start + index * MOST_ROWS;
         // SAFETY: passed on to the caller.
         unsafe {
             match (out.len() / GROUP, weights.bits) {

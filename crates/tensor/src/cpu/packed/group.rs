@@ -7,6 +7,7 @@
 
 use half::f16;
 
+use crate::cpu::aligned::Aligned;
 use crate::packed::{BLOCK, GROUP, LINE, PackedBits};
 
 /// Rows that lie together.
@@ -47,7 +48,7 @@ pub(super) struct Rows {
     pub(super) count: usize,
     pub(super) blocks: usize,
     /// `[tile][block][row][32]`.
-    pub(super) values: Vec<i8>,
+    pub(super) values: Aligned<i8>,
     /// `[tile][block][row]`.
     pub(super) scales: Vec<f32>,
     /// What the values of a block add up to, times what stands for a weight of zero, taken from nothing: `[tile][block][row]`.
@@ -57,7 +58,9 @@ pub(super) struct Rows {
 impl Rows {
     pub(super) fn new(count: usize, blocks: usize) -> Rows {
         let all = count.next_multiple_of(TILE_ROWS) * blocks;
-        Rows { count, blocks, values: vec![0; all * BLOCK], scales: vec![0.0; all], offsets: vec![0; all] }
+        let mut values = Aligned::default();
+        values.resize(all * BLOCK);
+        Rows { count, blocks, values, scales: vec![0.0; all], offsets: vec![0; all] }
     }
 
     /// The place of a row's block among scales and offsets.

@@ -2,11 +2,13 @@
 //!
 //! Rows are rounded to eight bits, each block of 32 with a scale of its own, so that a block's products are whole numbers, which
 //! processors multiply by the dozen. Sixteen columns go on together; what they compute, and that it is the same bits with every
-//! kernel and in any company, is in `group.rs`.
+//! kernel and in any company, is in `group.rs`. Many rows go through tiles, where there are such.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 mod group;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
@@ -41,10 +43,13 @@ pub(super) fn product(
         let rows = rounded(threads, read::<T>(x), weight);
         let output = Output { c: Shared::new(write::<T>(y)), before: None, offset: 0, row_stride: n };
         threads.blocks(weight.groups(), GROUPS, |groups| {
-            let mut sums = vec![0.0f32; rows.count * GROUP];
-            for group in groups {
+            let mut sums = vec![0.0f32; groups.len() * rows.count * GROUP];
+            let weights = groups.clone().map(|group| {
                 let (lines, scales) = weight.group(group);
-                multiply(&GroupWeights { bits: weight.bits(), lines, scales }, &rows, &mut sums);
+                GroupWeights { bits: weight.bits(), lines, scales }
+            });
+            multiply(&weights.collect::<Vec<_>>(), &rows, &mut sums);
+            for (group, sums) in groups.zip(sums.chunks_mut((rows.count * GROUP).max(1))) {
                 let columns = group * GROUP..((group + 1) * GROUP).min(n);
                 for (row, sums) in sums.chunks_mut(GROUP).enumerate() {
                     // SAFETY: these columns belong to this task alone.
@@ -90,21 +95,53 @@ fn rounded<T: Float>(threads: &Threads, x: &[T], weight: &PackedWeight) -> Rows 
     rows
 }
 
-/// All rows by sixteen columns.
-fn multiply(weights: &GroupWeights<'_>, rows: &Rows, out: &mut [f32]) {
+/// All rows by the columns of some groups; `out` has, for each group, [`GROUP`] values for each row.
+fn multiply(groups: &[GroupWeights<'_>], rows: &Rows, out: &mut [f32]) {
+    let of_group = rows.count * GROUP;
+    if of_group == 0 {
+        return;
+    }
+    let first = in_tiles(groups, rows, out);
+    if first < rows.count {
+        for (weights, out) in groups.iter().zip(out.chunks_mut(of_group)) {
+            multiply_from(first, weights, rows, &mut out[first * GROUP..]);
+        }
+    }
+}
+
+/// Multiplies the rows that tiles are good for, and says how many these are: the first ones.
+fn in_tiles(groups: &[GroupWeights<'_>], rows: &Rows, out: &mut [f32]) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let taken = tiles::taken(rows);
+        let mut room = tiles::Room::default();
+        if taken > 0 {
+            for (groups, out) in groups.chunks(2).zip(out.chunks_mut(2 * rows.count * GROUP)) {
+                // SAFETY: the processor was found to have what it needs.
+                unsafe { tiles::multiply(groups, rows, taken, &mut room, out) };
+            }
+        }
+        taken
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    0
+}
+
+/// Rows from `first` on by sixteen columns.
+fn multiply_from(first: usize, weights: &GroupWeights<'_>, rows: &Rows, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     match level() {
         Level::Avx512 if is_x86_feature_detected!("avx512vnni") => {
             // SAFETY: the processor was found to have it.
-            return unsafe { vnni::multiply(weights, rows, out) };
+            return unsafe { vnni::multiply(weights, rows, first, out) };
         }
         Level::Avx512 | Level::Avx2 => {
             // SAFETY: as above.
-            return unsafe { avx2::multiply(weights, rows, out) };
+            return unsafe { avx2::multiply(weights, rows, first, out) };
         }
         Level::Portable => {}
     }
     for (row, out) in out.as_chunks_mut::<GROUP>().0.iter_mut().enumerate() {
-        group::plain(weights, rows, row, out);
+        group::plain(weights, rows, first + row, out);
     }
 }

@@ -10,11 +10,11 @@ const MOST_ROWS: usize = 8;
 /// How far ahead weights are asked for.
 const AHEAD_BYTES: usize = 3072;
 
-/// All rows by sixteen columns; `out` has [`GROUP`] values for each row.
+/// Rows from `start`, the first of a tile, on by sixteen columns; `out` has [`GROUP`] values for each row.
 ///
 /// # Safety
 /// The processor has AVX-512 (F, BW, VL) and VNNI.
-pub(super) unsafe fn multiply(weights: &GroupWeights<'_>, rows: &Rows, out: &mut [f32]) {
+pub(super) unsafe fn multiply(weights: &GroupWeights<'_>, rows: &Rows, start: usize, out: &mut [f32]) {
     type Kernel = unsafe fn(&GroupWeights<'_>, &Rows, usize, &mut [f32]);
     macro_rules! kernels {
         ($four:literal) => {
@@ -34,7 +34,7 @@ pub(super) unsafe fn multiply(weights: &GroupWeights<'_>, rows: &Rows, out: &mut
     let kernels = &KERNELS[usize::from(weights.bits == PackedBits::Four)];
     for (index, out) in out.chunks_mut(MOST_ROWS * GROUP).enumerate() {
         // SAFETY: passed on to the caller.
-        unsafe { kernels[out.len() / GROUP - 1](weights, rows, index * MOST_ROWS, out) };
+        unsafe { kernels[out.len() / GROUP - 1](weights, rows, start + index * MOST_ROWS, out) };
     }
 }
 
