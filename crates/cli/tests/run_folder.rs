@@ -2,14 +2,13 @@
 
 mod support;
 
-use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
-use support::{may_mount, small_recipe, stderr, stdout, wait_until};
+use support::{binary, finish, may_mount, output_of, small_recipe, stderr, stdout, wait_until};
 
 fn recipe() -> String {
     small_recipe(
@@ -44,13 +43,13 @@ impl Workplace {
     }
 
     fn command(&self, more: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrospeed"));
+        let mut command = binary();
         command.args(["train", "recipe.toml"]).args(more).current_dir(self.0.path()).stdin(Stdio::null());
         command
     }
 
     fn train(&self, more: &[&str]) -> Output {
-        self.command(more).output().unwrap()
+        output_of(&mut self.command(more))
     }
 
     fn train_well(&self, more: &[&str]) -> Output {
@@ -195,7 +194,7 @@ fn a_run_that_is_stopped_at_once_gives_back_the_one_that_it_would_replace() {
         // A signal may come before it is listened to, or after the first step: then it is tried again, a little later.
         let given_back = (0..40).any(|attempt| {
             let mut endless = place.command(&["--overwrite", "-n", ranks, "--set", "steps=1000000"]);
-            let mut endless = endless.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+            let endless = endless.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
             wait_until("the earlier run to be put aside", || {
                 run.join(".replaced").exists()
                     || run.join("log.jsonl").metadata().is_ok_and(|log| log.len() > 0)
@@ -203,9 +202,8 @@ fn a_run_that_is_stopped_at_once_gives_back_the_one_that_it_would_replace() {
             std::thread::sleep(Duration::from_millis(4 * attempt));
             // SAFETY: the process is ours and was not waited for.
             unsafe { libc::kill(endless.id() as i32, signal) };
-            let mut said = String::new();
-            endless.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-            let ended = endless.wait().unwrap();
+            let ended = finish(endless);
+            let (said, ended) = (stderr(&ended), ended.status);
             if ended.signal().is_some() {
                 place.train_well(&["--resume"]);
                 assert_eq!(losses(&run), before, "what a killed run had put aside comes back");
@@ -261,11 +259,9 @@ fn a_resume_passes_over_damaged_checkpoints_and_says_which() {
     let manifest = checkpoints.join("global_step6/manifest.json");
     let text = std::fs::read_to_string(&manifest).unwrap();
     std::fs::write(&manifest, text.replace("\"global_steps\": 6", "\"global_steps\": 5")).unwrap();
-    let verified = Command::new(env!("CARGO_BIN_EXE_ferrospeed"))
-        .args(["checkpoint", "verify", "--tag", "global_step6"])
-        .arg(&checkpoints)
-        .output()
-        .unwrap();
+    let mut verify = binary();
+    verify.args(["checkpoint", "verify", "--tag", "global_step6"]).arg(&checkpoints);
+    let verified = output_of(&mut verify);
     assert!(!verified.status.success());
     assert!(stderr(&verified).contains("was changed after it was written"), "{}", stderr(&verified));
 

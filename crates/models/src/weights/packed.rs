@@ -147,11 +147,12 @@ impl WeightFiles {
             return Ok(());
         }
         let outputs = packed.stored.shape[0];
-        let mut inputs = usize::MAX..0;
+        let (mut first, mut end) = (usize::MAX, 0);
         param.each_run(range.clone(), out, |run, _| {
-            inputs = inputs.start.min(run.start / outputs)..inputs.end.max(run.end.div_ceil(outputs));
+            (first, end) = (first.min(run.start / outputs), end.max(run.end.div_ceil(outputs)));
             Ok::<_, ModelError>(())
         })?;
+        let inputs = first..end;
         let mut turned = vec![0.0; inputs.len() * outputs];
         let mut row = vec![0.0; inputs.len()];
         for output in 0..outputs {
