@@ -287,3 +287,33 @@ fn a_folder_that_is_not_there_is_not_watched() {
         assert!(stderr(&output).contains(why), "{}", stderr(&output));
     }
 }
+
+/// A pipe would be waited for: at the end of a run, before its weights are written.
+#[test]
+fn a_pipe_is_no_place_for_what_a_command_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (pipe, out) = (at("pipe"), at("out"));
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let model = r#"{"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 16, "vocab_size": 50}"#;
+    std::fs::write(at("config.json"), model).unwrap();
+    let recipe = small_recipe(
+        "name = 'piped'\nsteps = 1\nmodel.layers = 2\ndata = { synthetic = 1000, sequence = 16 }",
+        "train_batch_size = 2\noptimizer = { type = 'Adam' }",
+    );
+    std::fs::write(at("recipe.toml"), recipe).unwrap();
+    let (recipe, config) = (at("recipe.toml"), at("config.json"));
+    for words in
+        [vec!["train", &recipe, "--out", &out, "--trace", &pipe], vec!["profile", &config, "--output", &pipe]]
+    {
+        let output = ferrospeed(&words);
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains("is a pipe, socket or device; name a file"), "{}", stderr(&output));
+    }
+    // A report that cannot be written is told instead.
+    let profiler =
+        format!(r#"flops_profiler={{"enabled": true, "profile_step": 1, "output_file": "{pipe}"}}"#);
+    let output = ferrospeed(&["train", &recipe, "--out", &out, "--set", &profiler]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("is no plain file but a pipe"), "{}", stderr(&output));
+}

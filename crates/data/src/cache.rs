@@ -3,11 +3,11 @@
 //!
 //! A cache of the name `tokens-KEY` is three files: `.bin`, the tokens, `.ends`, where documents end in them, and `.json`, what
 //! they were made from, which is written last and so vouches for the others. The key covers the texts' paths, lengths and times, the tokenizer and
-//! the separator: when any of them changes, another file is made. Ranks that start together find one builder: it
-//! holds a lock, which the system takes back if it dies.
+//! the separator: when any of them changes, another file is made, and so when the files are not what was written. Ranks that start together
+//! find one builder: it holds a lock, which the system takes back if it dies.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -71,12 +71,14 @@ struct Manifest {
     tokens: u64,
     documents: u64,
     vocabulary: u64,
+    /// Of both files, where they are not too large to be read at every start.
+    checksum: Option<u32>,
 }
 
 impl Recipe {
     pub(crate) fn new(what: String, files: &[PathBuf], codec: &Codec) -> Result<Recipe> {
         Ok(Recipe {
-            version: 3,
+            version: 4,
             what,
             files: files.iter().map(|file| FileStamp::of(file)).collect::<Result<_>>()?,
             tokenizer: codec.path().map(FileStamp::of).transpose()?,
@@ -120,6 +122,8 @@ pub(crate) fn open_or_make(
         .ok_or_else(|| DataError::bad_file(&manifest, "is not what was just written to it"))
 }
 
+/// Tokens and ends of so many bytes are compared with their checksum whenever they are opened.
+const CHECKED_BYTES: u64 = 1 << 30;
 /// A manifest names the files it was made from.
 const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
@@ -133,9 +137,33 @@ fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<Cached
     {
         return Ok(None);
     }
-    let Some(ends) = Ends::open(&tokens.with_extension("ends"), found.documents)? else { return Ok(None) };
+    let ends = tokens.with_extension("ends");
+    if found.checksum.is_some() && checksum([tokens, &ends]).ok().flatten() != found.checksum {
+        return Ok(None);
+    }
+    let Some(ends) = Ends::open(&ends, found.documents)? else { return Ok(None) };
     let file = TokenFile::open(tokens, found.token_type)?;
     Ok(Some(CachedTokens { file, ends, vocabulary: found.vocabulary }))
+}
+
+/// The checksum of a cache's files; `None` where they are too large to be read at every start.
+fn checksum(files: [&Path; 2]) -> Result<Option<u32>> {
+    let mut sum = crc32fast::Hasher::new();
+    let mut left = CHECKED_BYTES;
+    let mut block = vec![0; 1 << 20];
+    for path in files {
+        let mut file = ferrospeed_files::open(path).map_err(DataError::io(path))?;
+        loop {
+            let count = file.read(&mut block).map_err(DataError::io(path))?;
+            if count == 0 {
+                break;
+            }
+            let Some(rest) = left.checked_sub(count as u64) else { return Ok(None) };
+            left = rest;
+            sum.update(&block[..count]);
+        }
+    }
+    Ok(Some(sum.finalize()))
 }
 
 fn make(
@@ -152,6 +180,7 @@ fn make(
     let made = write_tokens([&partial, &partial_ends], &recipe, codec, documents, tell);
     let finished = made.and_then(|[tokens_made, documents_made]| {
         let token_type = TokenType::for_vocabulary(codec.vocabulary());
+        let checksum = checksum([&partial, &partial_ends])?;
         std::fs::rename(&partial, tokens).map_err(DataError::io(tokens))?;
         std::fs::rename(&partial_ends, &ends).map_err(DataError::io(&ends))?;
         let vocabulary = codec.vocabulary();
@@ -161,6 +190,7 @@ fn make(
             tokens: tokens_made,
             documents: documents_made,
             vocabulary,
+            checksum,
         };
         let text =
             serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;

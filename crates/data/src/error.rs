@@ -58,6 +58,24 @@ pub enum DataError {
         "where documents end is not known: token files do not say it; name the token behind each (data.end_token), or a data.tokenizer that has one"
     )]
     NoBorders,
+    /// The token that documents end with is none of the model's.
+    #[error(
+        "data.end_token: {token} is no token of a vocabulary of {vocabulary}; name the one that documents end with"
+    )]
+    NoSuchEnd {
+        /// The token.
+        token: i64,
+        /// What the model has.
+        vocabulary: u64,
+    },
+    /// No token of the data has one before it in its document.
+    #[error(
+        "data.documents: every document {what} has one token, and nothing predicts the first of a document; is data.end_token the one that documents end with?"
+    )]
+    NothingToPredict {
+        /// Of what.
+        what: &'static str,
+    },
     /// Tokens were asked for that do not exist.
     #[error("tokens {start}..{end} lie outside a stream of {len}")]
     OutOfRange {

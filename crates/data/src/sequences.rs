@@ -44,6 +44,8 @@ enum Borders {
 
 /// So many tokens of a stream are looked at by [`Sequences::check`], spread over it.
 const CHECKED_TOKENS: u64 = 16 << 20;
+/// Sequences of which documents are looked at.
+const CHECKED_SEQUENCES: u64 = 64;
 const CHECKED_BLOCK: u64 = 16 << 10;
 
 impl Sequences {
@@ -120,7 +122,31 @@ impl Sequences {
                 largest = largest.max(block[..count].iter().max().copied());
             }
         }
+        self.check_documents(Split::Train, "to train on")?;
+        self.check_documents(Split::Validation, "to validate on")?;
         Ok(largest)
+    }
+
+    /// Refuses data whose documents, in some sequences spread evenly over a split, have a token each.
+    fn check_documents(&self, split: Split, what: &'static str) -> Result<()> {
+        if let Some(Borders::Behind(token)) = self.borders
+            && !u64::try_from(token).is_ok_and(|token| token < self.vocabulary)
+        {
+            return Err(DataError::NoSuchEnd { token, vocabulary: self.vocabulary });
+        }
+        let count = self.count(split);
+        if self.borders.is_none() || count == 0 {
+            return Ok(());
+        }
+        let mut tokens = vec![0; self.length as usize];
+        for index in (0..count).step_by(count.div_ceil(CHECKED_SEQUENCES) as usize) {
+            self.read(split, index, &mut tokens)?;
+            let ends = self.documents(split, index, &tokens)?.unwrap_or_default();
+            if ends.windows(2).any(|pair| pair[1] - pair[0] > 1) {
+                return Ok(());
+            }
+        }
+        Err(DataError::NothingToPredict { what })
     }
 
     /// How many sequences a split has.
@@ -266,6 +292,26 @@ mod tests {
             sequences.documents(Split::Train, index, &tokens).unwrap().unwrap()
         };
         assert_eq!((of(0), of(1)), (vec![0, 3, 5, 6], vec![0, 1, 2, 3, 6]));
+    }
+
+    #[test]
+    fn documents_of_which_nothing_can_be_learnt_are_refused() {
+        let text = |bytes: &[u8]| Arc::new(ByteText::from_bytes(bytes.to_vec()));
+        let ended =
+            |sequences: Sequences, end: u8| sequences.by_documents(Some(i64::from(end))).unwrap().check();
+        let sequences = |bytes| Sequences::split(text(bytes), 4, 0.0).unwrap();
+        assert!(
+            ended(sequences(b"aaaaaaaaaaab"), b'a')
+                .is_err_and(|error| error.to_string().contains("to train on"))
+        );
+        assert!(ended(sequences(b"aaaaaaaaaaab"), b'.').is_ok());
+        let apart = Sequences::apart(text(b"abcdefgh"), text(b"aaaa"), 4).unwrap();
+        assert!(ended(apart, b'a').is_err_and(|error| error.to_string().contains("to validate on")));
+        let narrow = sequences(b"abababababab").within(100);
+        assert!(
+            ended(narrow, 120)
+                .is_err_and(|error| error.to_string().contains("no token of a vocabulary of 100"))
+        );
     }
 
     #[test]

@@ -79,6 +79,18 @@ fn texts_know_where_their_documents_begin() {
         }
         let stream = source.open(&Codec::Bytes, cache.path(), &mut |_| {}).unwrap();
         assert_eq!(stream.beginnings(0, stream.len()).unwrap().unwrap().len(), ends.len() - 1);
+        // And so is one of which a bit has turned over.
+        let tokens = all(&*stream);
+        for extension in ["bin", "ends"] {
+            let mut files = std::fs::read_dir(cache.path()).unwrap().map(|file| file.unwrap().path());
+            let path = files.find(|path| path.extension().is_some_and(|found| found == extension)).unwrap();
+            let mut bytes = std::fs::read(&path).unwrap();
+            bytes[0] ^= 1;
+            std::fs::write(&path, bytes).unwrap();
+            let stream = source.open(&Codec::Bytes, cache.path(), &mut |_| {}).unwrap();
+            assert_eq!(all(&*stream), tokens);
+            assert_eq!(stream.beginnings(0, stream.len()).unwrap().unwrap(), ends[..ends.len() - 1]);
+        }
     }
 }
 

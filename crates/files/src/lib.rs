@@ -1,7 +1,7 @@
-//! Reads files that somebody named: plain files only, and never more than it was told.
+//! Reads and writes files that somebody named: plain files only, and never more than it was told.
 //!
 //! A name in a recipe, a configuration or a command line may be anything: a named pipe waits for whoever is at its other
-//! end, a device never ends, and a file that is read whole may be larger than memory. Here none of them is read. Links are
+//! end, a device never ends, and a file that is read whole may be larger than memory. Here none of them is read or written. Links are
 //! followed. What is found is checked on the opened file, not on its name, so that nothing can be put there in between;
 //! and it is opened without waiting.
 //!
@@ -16,7 +16,7 @@
 //! ```
 
 use std::fs::{File, FileType, OpenOptions};
-use std::io::{Error, ErrorKind, Read, Result};
+use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
@@ -70,6 +70,14 @@ pub fn read_text(path: impl AsRef<Path>, max_bytes: u64) -> Result<String> {
         let place = error.utf8_error().valid_up_to();
         Error::new(ErrorKind::InvalidData, format!("is not UTF-8 text: see byte {place}"))
     })
+}
+
+/// Writes a plain file, in place of what it held.
+pub fn write(path: impl AsRef<Path>, bytes: impl AsRef<[u8]>) -> Result<()> {
+    // It is cut only when it is known to be one.
+    let mut file = open_with(path, OpenOptions::new().write(true).create(true).truncate(false), 0)?;
+    file.set_len(0)?;
+    file.write_all(bytes.as_ref())
 }
 
 fn name_of(kind: FileType) -> &'static str {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
-use ferrospeed_files::{open, open_with, read, read_text};
+use ferrospeed_files::{open, open_with, read, read_text, write};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -33,8 +33,16 @@ fn pipes_devices_and_sockets_are_refused_at_once_also_through_links() {
         let message = in_time(move || read(path, 1 << 20)).unwrap_err().to_string();
         assert!(message.starts_with("is no plain file but "), "{message}");
     }
-    let written = in_time(move || open_with(pipe, OpenOptions::new().append(true), 0));
+    let there = pipe.clone();
+    let written = in_time(move || open_with(there, OpenOptions::new().append(true), 0));
     assert!(written.unwrap_err().to_string().starts_with("is no plain file but "));
+    let written = in_time(move || write(pipe, "text"));
+    assert!(written.unwrap_err().to_string().starts_with("is no plain file but "));
+    let file = folder.path().join("file");
+    for text in ["long before", "short"] {
+        write(&file, text).unwrap();
+        assert_eq!(read_text(&file, 100).unwrap(), text);
+    }
 }
 
 #[test]

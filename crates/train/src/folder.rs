@@ -258,7 +258,7 @@ impl RunFolder {
     /// Writes down why a run failed, for those who watch it.
     pub fn note_failure(&self, why: &str) {
         let text = format!("{:#}\n", json!({ "state": "failed", "why": why }));
-        if let Err(error) = std::fs::write(self.outcome(), text) {
+        if let Err(error) = ferrospeed_files::write(self.outcome(), text) {
             tracing::warn!("{}: {error}", self.outcome().display());
         }
     }

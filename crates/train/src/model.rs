@@ -244,11 +244,6 @@ impl ModelPlan {
             return Vec::new();
         }
         let mut problems = Vec::new();
-        if recipe.data.documents_are_apart() && recipe.sequence_method() == SequenceMethod::Ring {
-            problems.push(
-                "data.documents: ranks of a ring attend over parts of sequences, in which documents are not told apart; use sequence_parallel_method \"ulysses\"".to_owned(),
-            );
-        }
         let pieces =
             ranks.saturating_mul(if recipe.sequence_method() == SequenceMethod::Ring { 2 } else { 1 });
         if tokens < pieces {

@@ -42,7 +42,7 @@ impl Records {
         let facts: serde_json::Map<String, Value> =
             info.facts().into_iter().map(|(name, value)| (name, value.into())).collect();
         let about = json!({ "steps": info.steps, "facts": facts, "recipe": recipe, "expected": expected });
-        std::fs::write(&path, format!("{about:#}\n")).map_err(TrainError::io(&path))
+        ferrospeed_files::write(&path, format!("{about:#}\n")).map_err(TrainError::io(&path))
     }
 
     /// Brings the logs to the disk, so that none is behind the checkpoint that is written next.
@@ -72,7 +72,7 @@ impl Records {
     pub(crate) fn roofline(&self, roofline: &Roofline) {
         let path = self.folder.roofline();
         let written = serde_json::to_vec(roofline).map_err(std::io::Error::from);
-        if let Err(error) = written.and_then(|text| std::fs::write(&path, text)) {
+        if let Err(error) = written.and_then(|text| ferrospeed_files::write(&path, text)) {
             tracing::warn!("{}: {error}; the report will lack the roofline", path.display());
         }
     }
@@ -122,7 +122,7 @@ fn write_report(
         documents: &documents,
         roofline: roofline.as_ref(),
     });
-    std::fs::write(folder.report(), page).map_err(TrainError::io(folder.report()))
+    ferrospeed_files::write(folder.report(), page).map_err(TrainError::io(folder.report()))
 }
 
 /// The report of a run that failed, from what it had written, and the note that it did. Whoever started the run calls it.
@@ -158,7 +158,7 @@ fn keep_steps(path: &Path, last: u64) -> Result<()> {
         }
     }
     let beside = path.with_extension("jsonl.partial");
-    let written = std::fs::write(&beside, kept).and_then(|()| std::fs::rename(&beside, path));
+    let written = ferrospeed_files::write(&beside, kept).and_then(|()| std::fs::rename(&beside, path));
     written.map_err(|error| {
         let _ = std::fs::remove_file(&beside);
         TrainError::io(path)(error)

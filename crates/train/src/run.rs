@@ -301,14 +301,15 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     if let (Some(path), Some(document)) = (&recipe.trace, run.engine.finish_trace()?) {
         // The weights are still to be exported.
-        let written = std::fs::write(path, document).map_err(TrainError::io(path));
+        let written = ferrospeed_files::write(path, document).map_err(TrainError::io(path));
         unsaved = unsaved.or(written.err().map(|error| format!("its trace is missing: {error}")));
     }
     if summary.ending != Ending::Left && !job.is_experiment {
         export(&run.engine, &run.model, &run.model_config, &folder.model())?;
         summary.sample = run.sample()?;
         if let (0, Some(sample)) = (rank, &summary.sample) {
-            let written = std::fs::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()));
+            let written =
+                ferrospeed_files::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()));
             unsaved = unsaved.or(written.err().map(|error| format!("its sample is missing: {error}")));
         }
     }
@@ -359,7 +360,7 @@ fn take_folder(job: &Job<'_>) -> Result<Option<FolderLock>> {
 fn write_config(recipe: &Recipe, engine: &Engine, folder: &RunFolder) -> Result<()> {
     let write = |name: &str, text: String| {
         let path = folder.config().join(name);
-        std::fs::write(&path, text).map_err(TrainError::io(&path))
+        ferrospeed_files::write(&path, text).map_err(TrainError::io(&path))
     };
     let recipe = recipe.to_toml().unwrap_or_else(|error| format!("# cannot be written as TOML: {error}\n"));
     write("recipe.toml", recipe)?;

@@ -60,7 +60,7 @@ pub(crate) fn run(args: &PlanPipelineArgs) -> Result<ExitCode, Failure> {
     terminal::print_output(&text(args, kind, &simulation, unit, columns))?;
     if let Some(path) = &args.svg {
         let title = format!("{kind}: {} stages, {} micro-batches", args.stages, args.micro_batches);
-        std::fs::write(path, draw::svg(&simulation, unit, &title))
+        ferrospeed_files::write(path, draw::svg(&simulation, unit, &title))
             .map_err(|error| Failure::Run(format!("{}: {error}", path.display())))?;
     }
     Ok(ExitCode::SUCCESS)

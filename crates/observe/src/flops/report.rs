@@ -119,7 +119,7 @@ pub fn write_report(path: &Path, report: &str) -> Result<()> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         std::fs::create_dir_all(folder).map_err(ObserveError::io(folder))?;
     }
-    std::fs::write(path, report).map_err(ObserveError::io(path))
+    ferrospeed_files::write(path, report).map_err(ObserveError::io(path))
 }
 
 fn lines(summary: &Summary, model: &Module) -> Vec<(String, String)> {

@@ -2,6 +2,7 @@
 
 use ferrospeed_config::{BatchSizes, Config, Stage};
 use ferrospeed_engine::logged_operations;
+use ferrospeed_nn::SequenceMethod;
 
 use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
 
@@ -135,11 +136,16 @@ impl Recipe {
         let in_stage_3 = zero.stage == Stage::Parameters;
         let in_shards = in_stage_3 && zero.mics_shard_size.is_some();
         let copied = in_stage_3 && zero.hpz_partition_size > 1 && zero.hpz_partition_size < ranks;
+        let in_ring = mesh.sequence.get() > 1 && self.sequence_method() == SequenceMethod::Ring;
         let scheduled = self.ds_config["pipeline"]["schedule"].is_string();
         let rules = [
             (
                 scheduled && !pipe,
                 "pipeline.schedule: the model is in one piece; give it stages (--pp, pipeline.stages), or leave the schedule out",
+            ),
+            (
+                in_ring && self.data.documents_are_apart(),
+                "data.documents: ranks of a ring attend over parts of sequences, in which documents are not told apart; use sequence_parallel_method \"ulysses\"",
             ),
             (
                 copied && (in_shards || pipe || tensor),
@@ -276,6 +282,8 @@ impl ModelRecipe {
             let sensible = value.is_none_or(|value| (1..=most).contains(&value));
             refuse(!sensible, format!("model.{key}: must be in 1..={most}"));
         }
+        let chunk = self.mlp_chunk.unwrap_or(0);
+        refuse(chunk > MAX_SIZE, format!("model.mlp_chunk: {chunk} is too many tokens; at most {MAX_SIZE}"));
         let share = self.dropout.is_none_or(|dropout| (0.0..1.0).contains(&dropout));
         refuse(!share, "model.dropout: must be in 0..1".into());
     }
