@@ -83,7 +83,7 @@ pub enum Error {
         missing: Vec<String>,
     },
     /// A rank is gone.
-    #[error("rank {rank}{place} {loss}; its last operation: {last_operation}")]
+    #[error("rank {rank}{place} {loss}; the last operation that it told of: {last_operation}")]
     RankLost {
         /// The rank (numbered in the world).
         rank: usize,

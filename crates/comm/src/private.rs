@@ -22,7 +22,11 @@ pub fn make_folder(path: &Path) -> Result<()> {
     match DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(error),
+        Err(error) => {
+            let shown = path.display();
+            let why = format!("cannot make the folder {shown}: {error}; set TMPDIR to a folder of your own");
+            return Err(Error::new(error.kind(), why));
+        }
     }
     let found = std::fs::symlink_metadata(path)?;
     let refuse = |why: String| {
