@@ -202,7 +202,11 @@ fn the_loss_of_rank_0_tells_what_it_did_last() {
     let mut ranks = job.start();
     let struck = ranks.remove(0);
     let survivors = finish(ranks, LIMIT);
-    expect(&survivors, None, &["OUTCOME: rank 0 died; the last operation that it told of: ", "all_reduce(sum, f32, "]);
+    expect(
+        &survivors,
+        None,
+        &["OUTCOME: rank 0 died; the last operation that it told of: ", "all_reduce(sum, f32, "],
+    );
     let nothing = "the last operation that it told of: none yet";
     assert!(survivors.iter().all(|ending| !ending.output.contains(nothing)));
     drop(struck);
