@@ -4,17 +4,25 @@ use std::path::Path;
 
 use crate::failure::Failure;
 
+/// Refuses what is there and no file.
+pub(super) fn check_kind(output: &Path) -> Result<(), Failure> {
+    let shown = output.display();
+    match () {
+        () if output.is_dir() => Err(Failure::Usage(format!("{shown} is a folder; name a file"))),
+        () if output.exists() && !output.is_file() => {
+            Err(Failure::Usage(format!("{shown} is a pipe, socket or device; name a file")))
+        }
+        () => Ok(()),
+    }
+}
+
 /// Refuses a place where no file can be.
 pub(super) fn check_place(output: &Path) -> Result<(), Failure> {
+    check_kind(output)?;
     let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let why = if output.is_dir() {
-        format!("{} is a folder; name a file", output.display())
-    } else if output.exists() && !output.is_file() {
-        format!("{} is a pipe, socket or device; name a file", output.display())
-    } else if !folder.is_dir() {
-        format!("{}: there is no folder {}; make it first", output.display(), folder.display())
-    } else {
+    if folder.is_dir() {
         return Ok(());
-    };
-    Err(Failure::Usage(why))
+    }
+    let (output, folder) = (output.display(), folder.display());
+    Err(Failure::Usage(format!("{output}: there is no folder {folder}; make it first")))
 }

@@ -14,7 +14,7 @@ use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{DType, Device, Tensor, autograd};
 
 use super::model::read_config;
-use super::output_file::check_place;
+use super::output_file::check_kind;
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -58,7 +58,7 @@ pub(crate) struct ProfileArgs {
 pub(crate) fn run(args: &ProfileArgs) -> Result<ExitCode, Failure> {
     let (path, json) = read_config(&args.model)?;
     let refuse = |error: ModelError| Failure::Usage(format!("{}: {error}", path.display()));
-    args.output.as_deref().map_or(Ok(()), check_place)?;
+    args.output.as_deref().map_or(Ok(()), check_kind)?;
     let config = match ModelConfig::from_value(&json, WindowRule::default()).map_err(refuse)? {
         ModelConfig::Decoder(config) => *config,
         ModelConfig::Bert(_) => {
