@@ -7,8 +7,8 @@ const CHUNK_TOKENS: usize = 8192;
 const LONG_TOKENS: usize = 65_536;
 
 /// What feed-forward layers take at a time. In chunks, their inner values are computed again in backward, and take memory for
-/// one chunk instead of all tokens. Each token's values have the same bits either way; gradients of weights are sums over
-/// tokens, which chunks add up in their order, in f32.
+/// one chunk instead of all tokens. Each token's values have the same bits either way, but for chunks of a single token, whose
+/// products are another kernel's; gradients of weights are sums over tokens, which chunks add up in their order, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MlpChunks {
     /// Chunks of 8,192 tokens where blocks are computed again in backward anyway and the input has 65,536 tokens or more;
