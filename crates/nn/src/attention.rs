@@ -1,11 +1,11 @@
 //! Multi-head attention: projections, rotary, masks, grouped heads, and a key/value cache for decoding.
 
-use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads};
+use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads, WeightLayout};
 use ferrospeed_tensor::{DType, Device, Documents, Pages, Result, Tensor, TensorError, profile};
 
 use crate::Mode;
 use crate::linear::Linear;
-use crate::norm::RmsNorm;
+use crate::norm::{Norm, RmsNorm};
 use crate::rotary::RotaryTable;
 use crate::sequence::SequencePart;
 use crate::tensor_parallel::enter;
@@ -132,6 +132,21 @@ impl KeyValueCache {
         }
         let what = format!("{} tokens do not fit a cache of {capacity}", self.filled + tokens);
         Err(TensorError::BadArgument { op: "key/value cache", what })
+    }
+
+    /// Appends the keys and values of rows whose blocks lie here, and attends over those.
+    fn attend_paged(
+        &mut self,
+        [q, k, v]: [Tensor; 3],
+        pages: &Pages,
+        rotary: Option<&RotaryTable>,
+        options: &AttentionOptions,
+    ) -> Result<Tensor> {
+        let caches = [&mut self.keys, &mut self.values];
+        match rotary {
+            Some(table) => ops::attention_paged_turned([q, k, v], caches, pages, &table.turn(), options),
+            None => ops::attention_paged([&q, &k, &v], caches, pages, options),
+        }
     }
 
     fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
@@ -291,14 +306,15 @@ impl MultiHeadAttention {
             return self.output.forward(&mixed);
         }
         let [q, k, v] = self.project(x, batch, tokens)?;
+        if let (Some(cache), Some(pages)) = (&mut cache, &visibility.pages) {
+            let mixed = cache.attend_paged([q, k, v], pages, visibility.rotary.as_ref(), &options)?;
+            return self.output.forward(&ops::reshape(&mixed, [batch, tokens, self.width()])?);
+        }
         let (q, k) = match &visibility.rotary {
             Some(table) => (table.rotate(q)?, table.rotate(k)?),
             None => (q, k),
         };
         let mixed = match (cache, &visibility.place) {
-            (Some(cache), _) if let Some(pages) = &visibility.pages => {
-                ops::attention_paged([&q, &k, &v], [&mut cache.keys, &mut cache.values], pages, &options)?
-            }
             (Some(cache), Some(place)) => {
                 ops::attention_step([&q, &k, &v], [&mut cache.keys, &mut cache.values], place, &options)?
             }
@@ -311,8 +327,55 @@ impl MultiHeadAttention {
                 None => ops::attention(&q, &k, &v, &options)?,
             },
         };
-        let width = self.config.heads * self.config.head_dim;
-        self.output.forward(&ops::reshape(&mixed, [batch, tokens, width])?)
+        self.output.forward(&ops::reshape(&mixed, [batch, tokens, self.width()])?)
+    }
+
+    /// Channels of all heads.
+    fn width(&self) -> usize {
+        self.config.heads * self.config.head_dim
+    }
+
+    /// `x + forward(norm(x))` for few rows `[1, rows, width]` over pages, where the device has kernels for that and nothing is
+    /// recorded; `None` where not.
+    pub fn forward_onto(
+        &self,
+        x: &Tensor,
+        norm: &Norm,
+        visibility: &Visibility,
+        cache: &mut KeyValueCache,
+    ) -> Result<Option<Tensor>> {
+        let HeadProjections::Separate { query, key, value } = &self.projections else { return Ok(None) };
+        let Some(pages) = &visibility.pages else { return Ok(None) };
+        let plain = query.layout() == WeightLayout::OutIn
+            && self.output.summed_over().is_none()
+            && self.head_norms.is_none();
+        let Some(norm) = norm.of_few_rows().filter(|_| plain) else { return Ok(None) };
+        let layers = [query, key, value].map(Linear::operands);
+        let Some(projected) = ops::normed_linears(x, norm, layers)? else { return Ok(None) };
+        let [q, k, v] = self.heads(projected)?;
+        let options = AttentionOptions {
+            scale: Some(self.config.scale),
+            causal: self.config.causal,
+            window: self.config.window,
+            alibi_slopes: visibility.alibi_slopes.clone(),
+            ..Default::default()
+        };
+        let mixed = cache.attend_paged([q, k, v], pages, visibility.rotary.as_ref(), &options)?;
+        let mixed = ops::reshape(&mixed, x.shape().with_last(self.width()))?;
+        match ops::linear_onto(&mixed, self.output.operands(), x)? {
+            Some(y) => Ok(Some(y)),
+            None => Ok(Some(ops::add(&self.output.forward(&mixed)?, x)?)),
+        }
+    }
+
+    /// Queries, keys and values `[batch, tokens, …]` as heads.
+    fn heads(&self, [query, key, value]: [Tensor; 3]) -> Result<[Tensor; 3]> {
+        let AttentionConfig { heads, kv_heads, head_dim, .. } = self.config;
+        let split = |x: &Tensor, count: usize| {
+            let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
+            ops::reshape(x, [batch, tokens, count, head_dim])
+        };
+        Ok([split(&query, heads)?, split(&key, kv_heads)?, split(&value, kv_heads)?])
     }
 
     /// The ALiBi slopes of this rank's heads.
@@ -337,6 +400,9 @@ impl MultiHeadAttention {
                     self.head_norms.as_ref().map_or([None, None], |[query, key]| [Some(query), Some(key)]);
                 let layers = [query, key, value].map(Linear::operands);
                 let [query, key, value] = ops::linears(x, layers, query.layout())?;
+                if self.head_norms.is_none() {
+                    return self.heads([query, key, value]);
+                }
                 let heads = |mut flat: Tensor, count: usize, norm: Option<&RmsNorm>| {
                     let per_head = norm.filter(|norm| norm.width() == dim);
                     if let (Some(norm), None) = (norm, per_head) {

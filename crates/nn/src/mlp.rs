@@ -1,9 +1,10 @@
 //! The feed-forward halves of transformer blocks.
 
-use ferrospeed_tensor::ops::{self, MlpWeights};
+use ferrospeed_tensor::ops::{self, MlpWeights, WeightLayout};
 use ferrospeed_tensor::{Activation, Result, Tensor, profile};
 
 use crate::linear::Linear;
+use crate::norm::Norm;
 use crate::tensor_parallel::enter;
 
 /// `down(f(up(x)))`.
@@ -77,6 +78,18 @@ impl GatedMlp {
     /// The gated product, projected down: one node on the tape.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_in_chunks(x, None)
+    }
+
+    /// `x + forward(norm(x))` for few rows, where the device has kernels for that and nothing is recorded; `None` where not.
+    pub fn forward_onto(&self, x: &Tensor, norm: &Norm) -> Result<Option<Tensor>> {
+        let plain = self.gate.layout() == WeightLayout::OutIn && self.down.summed_over().is_none();
+        let Some(norm) = norm.of_few_rows().filter(|_| plain) else { return Ok(None) };
+        let [gate, up, down] = self.layers().map(Linear::operands);
+        let Some(hidden) = ops::normed_gate(x, norm, [gate, up], self.activation)? else { return Ok(None) };
+        match ops::linear_onto(&hidden, down, x)? {
+            Some(y) => Ok(Some(y)),
+            None => Ok(Some(ops::add(&self.down.forward(&hidden)?, x)?)),
+        }
     }
 
     /// The same over at most so many rows at a time, whose inside is computed again in backward.

@@ -63,6 +63,11 @@ impl RmsNorm {
         }
     }
 
+    /// Gain and what is added to the mean square, for ops that normalise on their way; `None` where ranks do it together.
+    pub(crate) fn operands(&self) -> Option<(Operand, f32)> {
+        self.across.is_none().then(|| (Operand::from(&self.weight), self.eps))
+    }
+
     /// Of the dimension it is over; where that is cut, of this rank's stretch.
     pub fn width(&self) -> usize {
         self.weight.numel()
@@ -133,6 +138,14 @@ impl Norm {
         match config {
             NormConfig::Layer { eps, affine } => Norm::Layer(LayerNorm::new(init, width, eps, affine)),
             NormConfig::Rms { eps } => Norm::Rms(RmsNorm::new(init, width, eps)),
+        }
+    }
+
+    /// What [`ops::normed_linears`] and its kin take, where it is such a norm.
+    pub(crate) fn of_few_rows(&self) -> Option<(Operand, f32)> {
+        match self {
+            Norm::Rms(norm) => norm.operands(),
+            Norm::Layer(_) => None,
         }
     }
 

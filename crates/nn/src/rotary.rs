@@ -1,5 +1,6 @@
 //! Rotary position embedding: frequencies, their scaling variants, and the tables that kernels read.
 
+use ferrospeed_tensor::ops::Turn;
 use ferrospeed_tensor::{Device, Result, Tensor};
 
 /// How frequencies are stretched for sequences longer than the model was trained on.
@@ -162,6 +163,11 @@ impl RotaryTable {
     pub fn at(&self, place: &Tensor) -> Result<RotaryTable> {
         let row = |table: &Tensor| ferrospeed_tensor::ops::index_select(table, 1, place);
         Ok(RotaryTable { cos: row(&self.cos)?, sin: row(&self.sin)?, interleaved: self.interleaved })
+    }
+
+    /// For ops that turn on their way.
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        Turn { cos: &self.cos, sin: &self.sin, interleaved: self.interleaved }
     }
 
     /// Turns `x [batch, tokens, heads, dim]`, where it lies if nobody else sees it.

@@ -15,7 +15,18 @@ use crate::tensor::Tensor;
 /// Rows times heads that a device's kernel computes together.
 const TILE: usize = 16;
 /// Keys after which a device spreads the work on one row over several blocks of threads.
-pub const CHUNK: usize = 256;
+pub const CHUNK: usize = 128;
+/// Up to how many tokens of a text its keys are spread in chunks of which size. Matches the kernel.
+const CHUNKS: [(usize, usize); 3] = [(4096, CHUNK), (32768, 256), (usize::MAX, 1024)];
+
+/// The most chunks of keys that a row has which sees at most so many tokens.
+pub(crate) fn most_chunks(longest: usize) -> usize {
+    // A longer text has larger chunks, and may have fewer of them.
+    CHUNKS.iter().map(|&(up_to, size)| longest.min(up_to).div_ceil(size)).max().unwrap_or(1).max(1)
+}
+
+/// What a tile is told by: its first row, how many tokens it has, the place of the first and the number of its table.
+pub(crate) const TILE_NUMBERS: usize = 4;
 
 /// Tokens of one sequence that a pass computes, and where its keys and values lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,7 +114,7 @@ impl Pages {
 /// one after the other; there are enough of them.
 #[derive(Debug)]
 pub struct PageMap {
-    /// Of i32: a place for every row, a table for every row, two numbers for every tile, the tables.
+    /// Of i32: a place for every row, a table for every row, [`TILE_NUMBERS`] for every tile, the tables.
     values: Tensor,
     rows: usize,
     tables: usize,
@@ -141,12 +152,12 @@ impl PageMap {
         Ok(PageMap { values: Tensor::from_slice(&values, [values.len()], device)?, ..map })
     }
 
-    /// For passes of up to `rows` rows, each the only one of its sequence, which has up to `blocks` blocks and of which it sees up
-    /// to `longest` tokens.
+    /// For passes of up to `rows` rows, each the only one of its sequence, of which it sees up to `longest` tokens, in blocks of
+    /// `block_tokens`.
     pub fn for_single_rows(
         rows: usize,
         group: usize,
-        blocks: usize,
+        block_tokens: usize,
         longest: usize,
         device: &Device,
     ) -> Result<PageMap> {
@@ -157,7 +168,7 @@ impl PageMap {
             tables: rows,
             group,
             tiles,
-            width: blocks,
+            width: longest.div_ceil(block_tokens.max(1)),
             longest,
         };
         let size = map.size();
@@ -167,10 +178,7 @@ impl PageMap {
     /// Makes it that of another pass. Rows that the pass does not have are nobody's.
     pub fn fill(&self, rows: &PagedRows) -> Result<()> {
         let fits = rows.sequences.len() <= self.tables
-            && rows
-                .sequences
-                .iter()
-                .all(|one| one.count == 1 && one.first < self.longest && one.blocks.len() <= self.width);
+            && rows.sequences.iter().all(|one| one.count == 1 && one.first < self.longest);
         if !fits {
             return Err(TensorError::argument(
                 "attention_paged",
@@ -195,7 +203,7 @@ impl PageMap {
     }
 
     fn size(&self) -> usize {
-        2 * self.rows + 2 * (self.tiles[0] + self.tiles[1]) + self.tables * self.width
+        2 * self.rows + TILE_NUMBERS * (self.tiles[0] + self.tiles[1]) + self.tables * self.width
     }
 
     fn numbers(&self, rows: &PagedRows) -> Result<Vec<i32>> {
@@ -210,19 +218,23 @@ impl PageMap {
         for (number, one) in rows.sequences.iter().enumerate() {
             let kind = usize::from(one.count > each);
             for start in (0..one.count).step_by(each) {
-                tiles[kind].extend([small(places.len() + start)?, small(each.min(one.count - start))?]);
+                let tile = [places.len() + start, each.min(one.count - start), one.first + start, number];
+                for value in tile {
+                    tiles[kind].push(small(value)?);
+                }
             }
             for place in one.first..one.first + one.count {
                 places.push(small(place)?);
                 table_of.push(small(number)?);
             }
-            for &block in &one.blocks {
+            // Of blocks that a text has beyond those it fills, this pass knows nothing.
+            for &block in one.blocks.iter().take(self.width) {
                 tables.push(small(block as usize)?);
             }
             tables.resize((number + 1) * self.width, 0);
         }
         for row in places.len()..self.rows {
-            tiles[0].extend([small(row)?, 1]);
+            tiles[0].extend([small(row)?, 1, -1, 0]);
             places.push(-1);
             table_of.push(0);
         }
@@ -237,8 +249,8 @@ impl PageMap {
     /// Places, tables of rows, tiles of the first and second kind, and tables, as offsets in [`PageMap::values`].
     pub(crate) fn parts(&self) -> [usize; 5] {
         let tiles = 2 * self.rows;
-        let others = tiles + 2 * self.tiles[0];
-        [0, self.rows, tiles, others, others + 2 * self.tiles[1]]
+        let others = tiles + TILE_NUMBERS * self.tiles[0];
+        [0, self.rows, tiles, others, others + TILE_NUMBERS * self.tiles[1]]
     }
 
     pub(crate) fn values(&self) -> &Tensor {
@@ -285,6 +297,8 @@ pub struct PagedSpec<'a> {
     pub window: Option<usize>,
     /// ALiBi: `[heads]` slopes; `slope · key place` is added to the scores.
     pub alibi_slopes: Option<&'a Tensor>,
+    /// Cosines and sines `[1, rows, dim / 2]` by which queries and keys are still to be turned.
+    pub turn: Option<[&'a Tensor; 2]>,
     /// The rows.
     pub rows: &'a PagedRows,
     /// Where they lie, on a device that is not the host.

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use ferrospeed_tensor::ops::{self, AttentionOptions};
+use ferrospeed_tensor::ops::{self, AttentionOptions, Turn};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{DType, Device, PageMap, PagedRows, PagedSequence, Pages, Tensor, cuda};
 use ferrospeed_testkit::property::Random;
@@ -30,6 +30,8 @@ struct Case {
     dtype: DType,
     window: Option<usize>,
     alibi: bool,
+    /// Whether queries and keys are turned by their places.
+    turned: bool,
 }
 
 impl Case {
@@ -79,7 +81,24 @@ impl Case {
             tensor(&parts[2], self.kv_heads),
         ];
         let options = self.options(device);
-        ops::attention_paged([&q, &k, &v], caches.each_mut(), pages, &options).unwrap().to_vec_f32().unwrap()
+        let out = match self.turned {
+            false => ops::attention_paged([&q, &k, &v], caches.each_mut(), pages, &options),
+            true => {
+                let places: Vec<usize> = pieces.iter().flat_map(|&(_, from, to)| from..to).collect();
+                let [cos, sin] = [f32::cos, f32::sin].map(|of| self.angles(&places, of, device));
+                let turn = Turn { cos: &cos, sin: &sin, interleaved: false };
+                ops::attention_paged_turned([q, k, v], caches.each_mut(), pages, &turn, &options)
+            }
+        };
+        out.unwrap().to_vec_f32().unwrap()
+    }
+
+    fn angles(&self, places: &[usize], of: fn(f32) -> f32, device: &Device) -> Tensor {
+        let pairs = self.dim / 2;
+        let angle = |place: usize, pair: usize| place as f32 * 100f32.powf(-(pair as f32) / pairs as f32);
+        let values: Vec<f32> =
+            places.iter().flat_map(|&place| (0..pairs).map(move |pair| of(angle(place, pair)))).collect();
+        Tensor::from_slice(&values, [1, places.len(), pairs], device).unwrap()
     }
 
     fn pages(&self, pieces: &[(usize, usize, usize)], device: &Device) -> Pages {
@@ -108,7 +127,7 @@ fn cases() -> Vec<Case> {
             for (dtype, window, alibi) in
                 [(DType::BF16, None, false), (DType::F16, Some(30), false), (DType::BF16, Some(300), true)]
             {
-                cases.push(Case { heads, kv_heads, dim, dtype, window, alibi });
+                cases.push(Case { heads, kv_heads, dim, dtype, window, alibi, turned: !alibi });
             }
         }
     }
@@ -160,7 +179,7 @@ fn a_single_row_has_the_same_bits_in_company_and_in_a_map_that_is_filled_anew() 
         let last: Vec<_> = (1..TEXTS.len()).map(|text| (text, TEXTS[text] - 1, TEXTS[text])).collect();
         let together = case.pass(&mut caches, &last, &case.pages(&last, &device));
         let width = together.len() / last.len();
-        let map = PageMap::for_single_rows(1, case.heads / case.kv_heads, 80, 2048, &device).unwrap();
+        let map = PageMap::for_single_rows(1, case.heads / case.kv_heads, BLOCK, 2048, &device).unwrap();
         let filled = Pages { rows: Arc::new(rows(&last[..1])), map: Some(Arc::new(map)) };
         for (index, piece) in last.iter().enumerate() {
             let own = &together[index * width..(index + 1) * width];
@@ -177,7 +196,7 @@ fn rows_that_are_nobodys_come_out_as_zeros_and_touch_nothing() {
     let Some(device) = device() else { return };
     let case = cases()[4];
     let mut caches = case.cache(&device);
-    let map = PageMap::for_single_rows(3, case.heads / case.kv_heads, 4, 64, &device).unwrap();
+    let map = PageMap::for_single_rows(3, case.heads / case.kv_heads, BLOCK, 64, &device).unwrap();
     map.fill(&rows(&[(0, 0, 1)])).unwrap();
     let pages = Pages { rows: Arc::new(rows(&[(0, 0, 1)])), map: Some(Arc::new(map)) };
     // Three rows of which the map knows one.
@@ -189,4 +208,47 @@ fn rows_that_are_nobodys_come_out_as_zeros_and_touch_nothing() {
     assert_eq!(written, case.kv_heads * case.dim);
     let wrong = pages.map.as_ref().unwrap().fill(&rows(&[(3, 100, 101)]));
     assert!(wrong.unwrap_err().to_string().contains("none that its map was made for"));
+}
+
+#[test]
+fn keys_of_long_texts_are_spread_in_larger_chunks_and_joined() {
+    let Some(device) = device() else { return };
+    let host = Device::cpu_with_threads(2);
+    let case = Case {
+        heads: 8,
+        kv_heads: 2,
+        dim: 64,
+        dtype: DType::BF16,
+        window: None,
+        alibi: false,
+        turned: false,
+    };
+    let most = 40_000usize.div_ceil(BLOCK);
+    let shape = [most, BLOCK, case.kv_heads, case.dim];
+    let mut values = vec![0.0f32; shape.iter().product()];
+    RandomKey::new(9, 1).fill_normal(0, &mut values);
+    let cache =
+        |device: &Device| [(); 2].map(|()| Tensor::from_f32(&values, shape, case.dtype, device).unwrap());
+    let (mut caches, mut expected) = (cache(&device), cache(&host));
+    for place in [126usize, 127, 128, 4095, 4096, 4100, 32_767, 32_768, 39_999] {
+        let blocks = (0..most as u32).rev().take((place + 1).div_ceil(BLOCK)).collect();
+        let rows = PagedRows { sequences: vec![PagedSequence { first: place, count: 1, blocks }] };
+        let pass = |caches: &mut [Tensor; 2], device: &Device| {
+            let [q, k, v] = case.rows(3, 5, 6);
+            let tensor = |values: &[f32], heads| {
+                Tensor::from_f32(values, [1, 1, heads, case.dim], case.dtype, device).unwrap()
+            };
+            let [q, k, v] = [tensor(&q, case.heads), tensor(&k, case.kv_heads), tensor(&v, case.kv_heads)];
+            let pages = Pages::new(Arc::new(rows.clone()), case.heads / case.kv_heads, device).unwrap();
+            let options = case.options(device);
+            let out = ops::attention_paged([&q, &k, &v], caches.each_mut(), &pages, &options).unwrap();
+            out.to_vec_f32().unwrap()
+        };
+        let (got, want) = (pass(&mut caches, &device), pass(&mut expected, &host));
+        // Twice: what finds the last block of threads is as it was.
+        assert_eq!(got, pass(&mut caches, &device), "at {place}");
+        for (got, want) in got.iter().zip(&want) {
+            assert!((got - want).abs() <= 0.004 + 0.012 * want.abs(), "at {place}: {got} for {want}");
+        }
+    }
 }

@@ -199,12 +199,12 @@ impl Block {
         &self,
         x: Stream,
         visibility: &Visibility,
-        cache: Option<&mut KeyValueCache>,
+        mut cache: Option<&mut KeyValueCache>,
         mlp_chunk: Option<usize>,
         mode: Mode,
         routers: &mut RouterLogits,
     ) -> Result<Stream> {
-        let attend = |x: &Tensor| -> Result<Tensor> {
+        let attend = |x: &Tensor, cache: Option<&mut KeyValueCache>| -> Result<Tensor> {
             let attended = self.attention.forward(x, visibility, cache, mode)?;
             Ok(visibility.dropout(mode, &attended, self.residual_dropout)?)
         };
@@ -222,30 +222,64 @@ impl Block {
         };
         match self.residual {
             Residual::PreNorm => {
-                let (stream, normed) = x.normed(&self.norm1)?;
-                let attended = attend(&normed)?;
-                let (stream, normed) = self.norm2.forward_add(&attended, Some(&stream))?;
+                let x = match self.attended_few_rows(&x, visibility, cache.as_deref_mut(), mode)? {
+                    Some(stream) => Stream { stream, pending: None },
+                    None => {
+                        let (stream, normed) = x.normed(&self.norm1)?;
+                        Stream { stream, pending: Some(attend(&normed, cache)?) }
+                    }
+                };
+                if let Some(stream) = self.fed_few_rows(&x, mode)? {
+                    return Ok(Stream { stream, pending: None });
+                }
+                let (stream, normed) = x.normed(&self.norm2)?;
                 Ok(Stream { stream, pending: Some(feed(&normed)?) })
             }
             Residual::PreNormResidual => {
                 let (_, normed) = x.normed(&self.norm1)?;
-                let stream = ops::add(&attend(&normed)?, &normed)?;
+                let stream = ops::add(&attend(&normed, cache)?, &normed)?;
                 let normed = self.norm2.forward(&stream)?;
                 let fed = feed(&normed)?;
                 Ok(Stream { stream: normed, pending: Some(fed) })
             }
             Residual::PostNorm => {
                 let value = x.value()?;
-                let (_, normed) = self.norm1.forward_add(&attend(&value)?, Some(&value))?;
+                let (_, normed) = self.norm1.forward_add(&attend(&value, cache)?, Some(&value))?;
                 let (_, stream) = self.norm2.forward_add(&feed(&normed)?, Some(&normed))?;
                 Ok(Stream { stream, pending: None })
             }
             Residual::Parallel => {
                 let (stream, normed) = x.normed(&self.norm1)?;
-                let attended = attend(&normed)?;
+                let attended = attend(&normed, cache)?;
                 let fed = feed(&self.norm2.forward(&stream)?)?;
                 Ok(Stream { stream, pending: Some(ops::add(&fed, &attended)?) })
             }
+        }
+    }
+
+    /// The stream behind attention, where a device computes few rows of a pass over pages by kernels that do more than one layer.
+    fn attended_few_rows(
+        &self,
+        x: &Stream,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        mode: Mode,
+    ) -> Result<Option<Tensor>> {
+        match (x, cache) {
+            (Stream { stream, pending: None }, Some(cache)) if mode == Mode::Evaluate => {
+                Ok(self.attention.forward_onto(stream, &self.norm1, visibility, cache)?)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The stream behind the feed-forward layer, likewise.
+    fn fed_few_rows(&self, x: &Stream, mode: Mode) -> Result<Option<Tensor>> {
+        match (x, &self.feed_forward) {
+            (Stream { stream, pending: None }, FeedForwardLayer::Gated(mlp)) if mode == Mode::Evaluate => {
+                Ok(mlp.forward_onto(stream, &self.norm2)?)
+            }
+            _ => Ok(None),
         }
     }
 }

@@ -26,8 +26,8 @@ const MOST_ROWS: usize = 256;
 pub struct PageSteps {
     tables: StepTables,
     device: Device,
-    /// Blocks that a sequence can have.
-    blocks: usize,
+    /// Tokens of a block of the cache.
+    block_tokens: usize,
     /// By sequences, and tokens that each can see.
     steps: HashMap<[usize; 2], PageStep>,
 }
@@ -53,7 +53,7 @@ struct PageStep {
     inputs: Tensor,
     /// `[rows, vocabulary]`.
     logits: Tensor,
-    /// `[rows, 1]` each: the largest logit and its token.
+    /// `[rows, 1]` each: the largest logit, as f32, and its token.
     largest: [Tensor; 2],
     recording: Option<Recording>,
     passes: usize,
@@ -74,8 +74,7 @@ impl PageSteps {
         }
         let longest = model.longest_paged();
         let Some(tables) = model.step_tables(longest, &device)? else { return Ok(None) };
-        let blocks = longest.div_ceil(block_tokens);
-        Ok(Some(PageSteps { tables, device, blocks, steps: HashMap::new() }))
+        Ok(Some(PageSteps { tables, device, block_tokens, steps: HashMap::new() }))
     }
 
     /// The hidden states of any pass, as [`Decoder::run_pages`] gives them.
@@ -116,7 +115,7 @@ impl PageSteps {
         model.check_rows(ids, &places, longest)?;
         let size = [ids.len().next_power_of_two(), longest.next_power_of_two().max(CHUNK)];
         if !self.steps.contains_key(&size) {
-            self.steps.insert(size, PageStep::new(model, size, self.blocks, &self.device)?);
+            self.steps.insert(size, PageStep::new(model, size, self.block_tokens, &self.device)?);
         }
         let Some(step) = self.steps.get_mut(&size) else { return Ok(None) };
         step.fill(ids, &places, rows, self.tables.row_offset)?;
@@ -129,23 +128,34 @@ impl PageSteps {
             Some(recording) => recording.replay()?,
             None => step.work(model, &self.tables, rows, state)?,
         }
-        let largest = ops::cast(&step.largest[0], DType::F32)?.to_vec::<f32>()?;
-        let tokens = step.largest[1].to_vec::<i64>()?;
-        let likeliest = tokens.into_iter().zip(largest).take(ids.len()).collect();
+        // Both reads are under way before either is waited for.
+        let backend = self.device.backend();
+        let [largest, tokens] =
+            [backend.read_later(&step.largest[0])?, backend.read_later(&step.largest[1])?];
+        let (largest, tokens) = (largest()?, tokens()?);
+        let numbers = bytemuck::cast_slice::<u8, [u8; 8]>(&tokens).iter().copied().map(i64::from_ne_bytes);
+        let logits = bytemuck::cast_slice::<u8, [u8; 4]>(&largest).iter().copied().map(f32::from_ne_bytes);
+        let likeliest = numbers.zip(logits).take(ids.len()).collect();
         Ok(Some(NextTokens { likeliest, logits: &step.logits }))
     }
 }
 
 impl PageStep {
-    fn new(model: &Decoder, [rows, longest]: [usize; 2], blocks: usize, device: &Device) -> Result<PageStep> {
+    fn new(
+        model: &Decoder,
+        [rows, longest]: [usize; 2],
+        block_tokens: usize,
+        device: &Device,
+    ) -> Result<PageStep> {
         let config = model.config();
-        let map = PageMap::for_single_rows(rows, config.heads / config.kv_heads, blocks, longest, device)?;
+        let map =
+            PageMap::for_single_rows(rows, config.heads / config.kv_heads, block_tokens, longest, device)?;
         Ok(PageStep {
             map: Arc::new(map),
             inputs: Tensor::zeros([3 * rows], DType::I64, device)?,
             logits: Tensor::zeros([rows, config.vocab], model.dtype(), device)?,
             largest: [
-                Tensor::zeros([rows, 1], model.dtype(), device)?,
+                Tensor::zeros([rows, 1], DType::F32, device)?,
                 Tensor::zeros([rows, 1], DType::I64, device)?,
             ],
             recording: None,
@@ -177,7 +187,7 @@ impl PageStep {
         let (largest, tokens) = ops::top_k(&logits, 1)?;
         let backend = logits.device().backend();
         backend.copy(&logits, Out::of_device(&self.logits)?)?;
-        backend.copy(&largest, Out::of_device(&self.largest[0])?)?;
+        backend.cast(&largest, Out::of_device(&self.largest[0])?)?;
         Ok(backend.copy(&tokens, Out::of_device(&self.largest[1])?)?)
     }
 }

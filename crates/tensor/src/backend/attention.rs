@@ -151,6 +151,10 @@ pub trait Attention: Memory {
     fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
         false
     }
+    /// Whether [`Attention::attention_paged`] turns queries and keys on its way.
+    fn turns_pages(&self) -> bool {
+        false
+    }
     /// Appends keys and values of the rows to a cache in blocks, and attends over it. `new` are queries, keys and values.
     fn attention_paged(
         &self,

@@ -1,6 +1,7 @@
 //! Matrix products, alone, side by side and by group of rows.
 
 use crate::backend::{Activation, GroupedGemm, GroupedOuter, Memory};
+use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::out::{Out, Part};
 use crate::packed::{PackedBits, PackedWeight};
@@ -142,6 +143,25 @@ pub struct PackedLayer<'a> {
     pub y: Out<'a>,
 }
 
+/// A product of few rows, with what stands before and behind it in a block of a model.
+#[derive(Debug)]
+pub struct FewRows<'a> {
+    /// `[rows, inputs]`.
+    pub x: &'a Tensor,
+    /// The gain `[inputs]` of a root-mean-square norm of `x` that comes first, and what is added to the mean square.
+    pub norm: Option<(&'a Tensor, f32)>,
+    /// Weights `[outputs, inputs]`, each with perhaps a bias.
+    pub layers: Vec<(&'a Tensor, Option<&'a Tensor>)>,
+    /// Applied to the results; of a gated pair, to that of the first, the gate.
+    pub activation: Option<Activation>,
+    /// Whether there are two layers with one result, their product.
+    pub is_gated: bool,
+    /// What the only result is added to.
+    pub residual: Option<&'a Tensor>,
+    /// Where the results go.
+    pub results: Vec<Out<'a>>,
+}
+
 /// Products of a device.
 pub trait Products: Memory {
     /// Matrix product with fused epilogue.
@@ -179,6 +199,14 @@ pub trait Products: Memory {
     /// Several products; a device may compute those with the same few rows on the left at once.
     fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
         products.into_iter().try_for_each(|product| self.gemm(product))
+    }
+    /// The most rows that [`Products::few_rows`] may take of a type, with a norm or without.
+    fn most_few_rows(&self, _dtype: DType, _normed: bool) -> usize {
+        0
+    }
+    /// Products of few rows as one kernel. `false`: the device has none for it, and nothing was done.
+    fn few_rows(&self, _step: FewRows<'_>) -> Result<bool> {
+        Ok(false)
     }
     /// Products of groups of rows, each with a matrix of its own.
     fn grouped_gemm(&self, grouped: GroupedGemm<'_>) -> Result<()>;

@@ -3,12 +3,17 @@
 use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, at_option, launch, real};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
-use crate::pages::{CHUNK, PagedSpec};
+use crate::pages::{PagedSpec, TILE_NUMBERS, most_chunks};
 use crate::tensor::Tensor;
 
 const OP: &str = "attention_paged";
 /// Warps of a block. Matches the kernels.
 const WARPS: usize = 4;
+/// Zeros on the device by which blocks of threads find out who is the last of some: so many tiles times key heads are worked on
+/// by one launch.
+pub(super) const ARRIVALS: usize = 1 << 16;
+/// Blocks of threads that a multiprocessor has room for.
+const BLOCKS_AT_ONCE: usize = 4;
 /// Keys that a warp takes at once: blocks of the cache hold a multiple.
 const STEP: usize = 16;
 
@@ -18,8 +23,9 @@ const STEP: usize = 16;
 struct DeviceSpec {
     heads: u64,
     kv_heads: u64,
-    block_tokens: u64,
     width: u64,
+    block_tokens: u32,
+    unused: u32,
     part_heads: u32,
     parts: u32,
     scale: f32,
@@ -29,6 +35,8 @@ struct DeviceSpec {
     table_of: u64,
     tables: u64,
     tiles: u64,
+    cos: u64,
+    sin: u64,
 }
 
 pub(super) fn knows(dtype: DType, dim: usize) -> bool {
@@ -62,8 +70,9 @@ pub(super) fn forward(
     let device = DeviceSpec {
         heads: spec.heads as u64,
         kv_heads: spec.kv_heads as u64,
-        block_tokens: spec.block_tokens as u64,
         width: map.width() as u64,
+        block_tokens: spec.block_tokens as u32,
+        unused: 0,
         part_heads: part_heads as u32,
         parts: parts as u32,
         scale: spec.scale,
@@ -73,30 +82,32 @@ pub(super) fn forward(
         table_of,
         tables,
         tiles: spread,
+        cos: at_option(spec.turn.map(|[cos, _]| cos)),
+        sin: at_option(spec.turn.map(|[_, sin]| sin)),
     };
     let kernel = |name| kernel(q.dtype(), spec.dim, name);
-    let eights = map.rows() * spec.kv_heads * spec.dim / 8;
-    launch!(
-        overlapping backend,
-        kernel("append_pages")?,
-        backend.grid_single(eights),
-        [BLOCK, 1, 1],
-        0,
-        device,
-        eights as u64,
-        at(k),
-        at(v),
-        at(keys),
-        at(values)
-    )?;
     let [spread_tiles, whole_tiles] = map.tiles();
-    let (threads, across) = ([32 * WARPS as u32, 1, 1], (spec.kv_heads * parts) as u32);
+    let (threads, across) = ([32 * WARPS as u32, 1, 1], spec.kv_heads * parts);
     if whole_tiles > 0 {
+        let eights = map.rows() * spec.kv_heads * spec.dim / 8;
+        launch!(
+            overlapping backend,
+            kernel("append_pages")?,
+            backend.grid_single(eights),
+            [BLOCK, 1, 1],
+            0,
+            device,
+            eights as u64,
+            at(k),
+            at(v),
+            at(keys),
+            at(values)
+        )?;
         let device = DeviceSpec { tiles: whole, ..device };
         launch!(
             backend,
             kernel("attend_whole")?,
-            [whole_tiles.div_ceil(WARPS) as u32, across, 1],
+            [whole_tiles.div_ceil(WARPS) as u32, across as u32, 1],
             threads,
             0,
             device,
@@ -107,37 +118,35 @@ pub(super) fn forward(
             at(out)
         )?;
     }
-    if spread_tiles == 0 {
-        return Ok(());
+    // Where no kernel before has appended keys, those that attend do.
+    let [new_keys, new_values] = if whole_tiles > 0 { [0, 0] } else { [at(k), at(v)] };
+    let chunks = most_chunks(map.longest());
+    let at_once = (ARRIVALS / across).min(spread_tiles);
+    // Blocks of a tile: as many as there are places for on the device, each of which takes every so-manieth chunk.
+    let places = BLOCKS_AT_ONCE * backend.driver.multiprocessors as usize;
+    let blocks = places.div_ceil((at_once * across).max(1)).min(chunks);
+    // A chunk leaves 16 rows of sums, with their total and largest score.
+    let left = backend.scratch(at_once * across * chunks * 16 * (spec.dim + 2) * 4)?;
+    for first in (0..spread_tiles).step_by(at_once.max(1)) {
+        let device =
+            DeviceSpec { tiles: spread + (TILE_NUMBERS * first * DType::I32.size_bytes()) as u64, ..device };
+        launch!(
+            overlapping backend,
+            kernel("attend_chunks")?,
+            [blocks as u32, across as u32, at_once.min(spread_tiles - first) as u32],
+            threads,
+            0,
+            device,
+            at(q),
+            new_keys,
+            new_values,
+            at(keys),
+            at(values),
+            at(out),
+            chunks as u64,
+            left.address(),
+            backend.arrivals
+        )?;
     }
-    let chunks = map.longest().div_ceil(CHUNK).max(1);
-    // A block leaves 16 rows of sums, with their total and largest score.
-    let left = backend.scratch(spread_tiles * across as usize * chunks * 16 * (spec.dim + 2) * 4)?;
-    launch!(
-        overlapping backend,
-        kernel("attend_chunks")?,
-        [chunks as u32, across, spread_tiles as u32],
-        threads,
-        0,
-        device,
-        at(q),
-        at(keys),
-        at(values),
-        at(out),
-        left.address()
-    )?;
-    if chunks == 1 {
-        return Ok(());
-    }
-    launch!(
-        overlapping backend,
-        kernel("join_chunks")?,
-        [spread_tiles as u32, across, 1],
-        threads,
-        0,
-        device,
-        chunks as u64,
-        left.address(),
-        at(out)
-    )
+    Ok(())
 }

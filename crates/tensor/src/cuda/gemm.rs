@@ -13,7 +13,7 @@ use cudarc::cublaslt::{result as lt, sys};
 use crate::backend::{Gemm, Matrix, Unary};
 use crate::cuda::driver::failed;
 use crate::cuda::elementwise::activation_number;
-use crate::cuda::{CudaBackend, Kernel, Source, at_option, launch, real};
+use crate::cuda::{CudaBackend, Kernel, Source, at_option, few_rows, launch, real};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 
@@ -96,7 +96,7 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
         return Ok(());
     }
     backend.driver.bind()?;
-    if few_rows(backend, gemm)? {
+    if by_own_kernel(backend, gemm)? {
         return Ok(());
     }
     let target = match (gemm.activation, &gemm.before_activation) {
@@ -113,8 +113,8 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The most rows on the left that our own kernels take: with more, products are no longer bound by reading the weight.
-pub(crate) const FEW_ROWS: usize = 4;
+/// The most rows on the left that our own kernels of any type take; of 16 bits, see [`few_rows`].
+const FEW_ROWS: usize = 4;
 /// The most rows for which a product takes so little time that one instead of several is worth a pass over its result.
 pub(crate) const JOINED_ROWS: usize = 256;
 
@@ -148,7 +148,33 @@ fn has_few_rows(gemm: &Gemm<'_>) -> bool {
     let addresses = [address(&gemm.a), address(&gemm.b), address(&gemm.c.matrix())];
     let aligned =
         k.is_multiple_of(8) && n.is_multiple_of(8) && addresses.iter().all(|a| a.is_multiple_of(16));
-    m <= FEW_ROWS && k > 0 && plain && packed && aligned
+    m <= few_rows::MOST_ROWS && k > 0 && plain && packed && aligned
+}
+
+fn side(gemm: &Gemm<'_>) -> few_rows::Side {
+    let (weight, result) = (address(&gemm.b), address(&gemm.c.matrix()));
+    few_rows::Side { weight, bias: at_option(gemm.bias), result, outputs: gemm.n }
+}
+
+/// Products of the same few rows of 16-bit values with weights `[outputs, inputs]`, which have a kernel of their own.
+fn of_halves<'a>(
+    backend: &CudaBackend,
+    first: &Gemm<'_>,
+    sides: &'a [few_rows::Side],
+) -> Option<few_rows::Product<'a>> {
+    let product = few_rows::Product {
+        dtype: first.a.tensor.dtype(),
+        rows: first.m,
+        inputs: first.k,
+        x: address(&first.a),
+        norm: None,
+        sides,
+        activation: first.activation,
+        gated: false,
+        residual: 0,
+    };
+    let fits = first.b.transposed && first.before_activation.is_none();
+    (fits && few_rows::takes(backend, &product)).then_some(product)
 }
 
 pub(crate) fn gemms(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> {
@@ -162,9 +188,11 @@ pub(crate) fn gemms(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> 
                 && one.activation.is_none()
                 && one.before_activation.is_none()
         });
+    let sides: Vec<few_rows::Side> = products.iter().map(side).collect();
     match together {
-        true => few_rows_out_in(backend, products),
-        false => products.iter().try_for_each(|product| gemm(backend, product)),
+        true if let Some(product) = of_halves(backend, first, &sides) => few_rows::run(backend, &product),
+        true if first.m <= FEW_ROWS => few_rows_out_in(backend, products),
+        _ => products.iter().try_for_each(|product| gemm(backend, product)),
     }
 }
 
@@ -199,8 +227,15 @@ fn few_rows_out_in(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> {
 }
 
 /// Decoding: few rows times a weight. `false` when the product is of another kind.
-fn few_rows(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
+fn by_own_kernel(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bool> {
     if !has_few_rows(gemm) {
+        return Ok(false);
+    }
+    let sides = [side(gemm)];
+    if let Some(product) = of_halves(backend, gemm, &sides) {
+        return few_rows::run(backend, &product).map(|()| true);
+    }
+    if gemm.m > FEW_ROWS {
         return Ok(false);
     }
     if gemm.b.transposed {

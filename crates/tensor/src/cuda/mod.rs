@@ -13,6 +13,7 @@ mod cudnn;
 mod cudnn_attention;
 mod driver;
 mod elementwise;
+mod few_rows;
 mod gemm;
 mod graph;
 mod grouped;
@@ -65,6 +66,8 @@ pub struct CudaBackend {
     pool: DevicePool,
     /// A [`Fault`] on the device.
     fault: u64,
+    /// Zeros on the device, which kernels leave as zeros: see [`attention_pages`].
+    arrivals: u64,
     driver: Driver,
 }
 
@@ -144,18 +147,32 @@ impl CudaBackend {
     pub fn open(ordinal: usize) -> Result<CudaBackend> {
         let driver = Driver::open(ordinal)?;
         let pool = DevicePool::new(&driver)?;
-        // SAFETY: a plain allocation of the fault's size, zeroed at once; given back when the backend is dropped.
-        let fault = unsafe {
-            let fault = cu::malloc_sync(size_of::<Fault>()).during("open a CUDA device")?;
-            cu::memset_d8_sync(fault, 0, size_of::<Fault>()).during("open a CUDA device")?;
-            fault
+        let zeros = |bytes: usize| {
+            // SAFETY: a plain allocation, zeroed at once; given back when the backend is dropped.
+            unsafe {
+                cu::malloc_sync(bytes).and_then(|zeros| cu::memset_d8_sync(zeros, 0, bytes).map(|()| zeros))
+            }
+            .during("open a CUDA device")
         };
+        let (fault, arrivals) =
+            (zeros(size_of::<Fault>())?, zeros(attention_pages::ARRIVALS * size_of::<u32>())?);
         let products = gemm::Products::new()?;
         let attention = Mutex::new(cudnn_attention::Plans::open(&driver));
         let graphs = graph::Graphs::new();
         let (kernels, transfers) = (Kernels::new(), transfer::Transfers::default());
         let beside = beside::Streams::default();
-        Ok(CudaBackend { products, attention, graphs, kernels, transfers, beside, pool, fault, driver })
+        Ok(CudaBackend {
+            products,
+            attention,
+            graphs,
+            kernels,
+            transfers,
+            beside,
+            pool,
+            fault,
+            arrivals,
+            driver,
+        })
     }
 
     /// A grid of [`BLOCK`] threads each for `count` elements, eight to a thread, bounded by what the GPU runs at once.
@@ -251,10 +268,11 @@ impl Drop for CudaBackend {
         self.transfers.close();
         self.beside.close();
         if self.driver.synchronize().is_ok() {
-            // SAFETY: both were allocated when the device was opened, and no kernel is left that could use them. What
+            // SAFETY: they were allocated when the device was opened, and no kernel is left that could use them. What
             // fails here fails because the process is ending.
             unsafe {
                 let _ = cu::free_sync(self.fault);
+                let _ = cu::free_sync(self.arrivals);
                 let _ = cu::free_sync(self.products.workspace());
             }
         }

@@ -11,7 +11,13 @@ impl Products for CudaBackend {
         layout::split_columns(self, x, &parts)
     }
     fn joined_rows(&self) -> Option<[usize; 2]> {
-        Some([gemm::FEW_ROWS, gemm::JOINED_ROWS])
+        Some([few_rows::MOST_ROWS, gemm::JOINED_ROWS])
+    }
+    fn most_few_rows(&self, dtype: DType, normed: bool) -> usize {
+        few_rows::most_rows(self, dtype, normed)
+    }
+    fn few_rows(&self, step: FewRows<'_>) -> Result<bool> {
+        few_rows::few_rows(self, &step)
     }
     fn takes_packed(&self, bits: PackedBits) -> bool {
         packed::takes(self, bits)
@@ -84,6 +90,9 @@ impl Attention for CudaBackend {
     }
     fn reads_pages(&self, dtype: DType, dim: usize) -> bool {
         attention_pages::knows(dtype, dim)
+    }
+    fn turns_pages(&self) -> bool {
+        true
     }
     fn attention_paged(
         &self,

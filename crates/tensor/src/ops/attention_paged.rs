@@ -2,10 +2,11 @@
 //!
 //! A device without a kernel for it brings the blocks of one sequence after the other together and attends over those.
 
+use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::ops::attention::AttentionOptions;
 use crate::ops::attention_cached::attention_cached;
-use crate::ops::{concat, index_select, reshape};
+use crate::ops::{concat, index_select, reshape, rotary};
 use crate::pages::{PagedRows, PagedSpec, Pages};
 use crate::tensor::Tensor;
 
@@ -16,13 +17,55 @@ const OP: &str = "attention_paged";
 ///
 /// Refuses masks and positions of keys: what is in a block is a token, and its place is known.
 pub fn attention_paged(
-    [q, k, v]: [&Tensor; 3],
+    new: [&Tensor; 3],
     caches: [&mut Tensor; 2],
     pages: &Pages,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    let [keys, values] = caches;
-    let spec = check([q, k, v], [keys, values], pages, options)?;
+    attend(new, caches, pages, None, options)
+}
+
+/// Angles by which the queries and keys of rows are turned, as [`rotary`] does it.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn<'a> {
+    /// Cosines `[1, rows, pairs]`.
+    pub cos: &'a Tensor,
+    /// Sines.
+    pub sin: &'a Tensor,
+    /// Whether pairs are neighbours rather than halves.
+    pub interleaved: bool,
+}
+
+/// [`attention_paged`] of queries and keys that are turned first, in the same pass where the device can.
+pub fn attention_paged_turned(
+    [q, k, v]: [Tensor; 3],
+    caches: [&mut Tensor; 2],
+    pages: &Pages,
+    turn: &Turn<'_>,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let backend = q.device().backend();
+    let &[_, rows, _, dim] = q.sizes() else {
+        return Err(TensorError::shape(OP, "the queries", *q.shape(), "[1, rows, heads, channels]"));
+    };
+    let fits = |table: &Tensor| table.dtype() == DType::F32 && table.sizes() == [1, rows, dim / 2];
+    let is_whole = !turn.interleaved && fits(turn.cos) && fits(turn.sin);
+    if !backend.turns_pages() || !backend.reads_pages(q.dtype(), dim) || !is_whole {
+        let [q, k] = [q, k].map(|x| rotary(x, turn.cos, turn.sin, turn.interleaved));
+        return attention_paged([&q?, &k?, &v], caches, pages, options);
+    }
+    attend([&q, &k, &v], caches, pages, Some([turn.cos, turn.sin]), options)
+}
+
+/// Both, with kernels of the device where it has them.
+fn attend(
+    [q, k, v]: [&Tensor; 3],
+    [keys, values]: [&mut Tensor; 2],
+    pages: &Pages,
+    turn: Option<[&Tensor; 2]>,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let spec = PagedSpec { turn, ..check([q, k, v], [keys, values], pages, options)? };
     let backend = q.device().backend();
     if !backend.reads_pages(q.dtype(), spec.dim) {
         pages.rows.append([k, v], [keys.out()?, values.out()?])?;
@@ -87,6 +130,7 @@ fn check<'a>(
         scale: options.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt()),
         window: options.window,
         alibi_slopes: options.alibi_slopes.as_ref(),
+        turn: None,
         rows,
         map: pages.map.as_deref(),
     })
@@ -124,7 +168,6 @@ mod tests {
     use std::sync::Arc;
 
     use crate::backend::Device;
-    use crate::dtype::DType;
     use crate::pages::PagedSequence;
     use crate::random::RandomKey;
 

@@ -124,6 +124,17 @@ impl Layer {
         profile::in_module_of(Some(&self.weight), "Linear", sizes, work)
     }
 
+    /// Counts the product of so many rows, for whoever does.
+    pub(super) fn count(&self, rows: usize) {
+        self.as_module(|| profile::count_product(1, rows, self.outputs, self.inputs));
+    }
+
+    /// Weight and bias.
+    pub(super) fn read(&self) -> Result<(Value, Option<Value>)> {
+        let bias = self.bias.as_ref().map(Operand::read).transpose()?;
+        Ok((self.weight.read()?, bias))
+    }
+
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -149,9 +160,8 @@ impl Layer {
             let rows = x.shape().rows();
             let mut values = Vec::with_capacity(N);
             for layer in layers {
-                layer.as_module(|| profile::count_product(1, rows, layer.outputs, layer.inputs));
-                let bias: Option<Value> = layer.bias.as_ref().map(Operand::read).transpose()?;
-                values.push((layer.weight.read()?, bias));
+                layer.count(rows);
+                values.push(layer.read()?);
                 results.push(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), x.device())?);
             }
             let weights: Vec<&Tensor> = values.iter().map(|(weight, _)| &**weight).collect();
@@ -188,7 +198,7 @@ impl Layer {
         }
         let (mut biases, mut results) = (Vec::with_capacity(N), Vec::<Tensor>::with_capacity(N));
         for layer in layers {
-            layer.as_module(|| profile::count_product(1, x.shape().rows(), layer.outputs, layer.inputs));
+            layer.count(x.shape().rows());
             biases.push(layer.bias.as_ref().map(Operand::read).transpose()?);
             results.push(Tensor::empty(x.shape().with_last(layer.outputs), x.dtype(), x.device())?);
         }

@@ -9,6 +9,7 @@ mod attention_documents;
 mod attention_paged;
 mod attention_part;
 mod elementwise;
+mod few_rows;
 mod grouped;
 mod image;
 mod index;
@@ -28,9 +29,10 @@ pub use attention::{
 pub use attention_cached::{
     attention_cached, attention_packed_cached, attention_packed_step, attention_step,
 };
-pub use attention_paged::attention_paged;
+pub use attention_paged::{Turn, attention_paged, attention_paged_turned};
 pub use attention_part::{AttentionPart, Stretch, attention_part, attention_part_backward};
 pub use elementwise::*;
+pub use few_rows::{linear_onto, normed_gate, normed_linears};
 pub use grouped::{GroupWeights, grouped_linear};
 pub use image::{avg_pool2d, conv2d, max_pool2d};
 pub use index::{embedding, gather, index_select, one_hot, top_k};
