@@ -69,7 +69,7 @@ fn compare(inputs: usize, outputs: usize, rows: usize, dtype: DType, device: &De
         ops::linear(x, operand(&layers[side][0][1]), bias, WeightLayout::OutIn).unwrap()
     };
     let onto = ops::linear_onto(&x, there(0), &residual).unwrap().expect("a kernel for it");
-    expect_near(&what, &onto, &ops::add(&here(&host_x, 0), &host_residual).unwrap(), dtype);
+    expect_near(&what, &onto, &ops::add(here(&host_x, 0), &host_residual).unwrap(), dtype);
     // The same weight through the plain product.
     let plain = ops::linear(&x, there(0).0, there(0).1, WeightLayout::OutIn).unwrap();
     expect_near(&what, &plain, &here(&host_x, 0), dtype);
@@ -84,8 +84,8 @@ fn compare(inputs: usize, outputs: usize, rows: usize, dtype: DType, device: &De
         expect_near(&format!("{what}, side {side}"), got, &here(&host_normed, side), dtype);
     }
     let gated = ops::normed_gate(&x, norm(), [there(0), there(1)], Activation::Silu).unwrap();
-    let gate = ops::activate(&here(&host_normed, 0), Activation::Silu).unwrap();
-    let want = ops::mul(&gate, &here(&host_normed, 1)).unwrap();
+    let gate = ops::activate(here(&host_normed, 0), Activation::Silu).unwrap();
+    let want = ops::mul(&gate, here(&host_normed, 1)).unwrap();
     expect_near(&format!("{what}, gated"), &gated.expect("a kernel for it"), &want, dtype);
 }
 
