@@ -93,5 +93,6 @@ fn every_instruction_set_gives_the_same_bits() {
     let portable = of_level("portable");
     assert_eq!(portable, of_level("avx2"));
     assert_eq!(portable, of_level("avx512"));
+    assert_eq!(portable, of_level("avx512_bf16"));
     assert_eq!(portable, of_level("the best there is"));
 }

@@ -1,5 +1,5 @@
 //! Matrix products: bf16 on AMX where the processor has it; f32 on AMX too, in three pieces, where the product is large; else
-//! with AVX-512, where 16-bit values are widened while they are packed; else by the `gemm` crate, which gets them from
+//! with AVX-512, where 16-bit values are widened while they are packed, or bf16 multiplied in pairs; else by the `gemm` crate, which gets them from
 //! `widened.rs`; a single row by `one_row.rs`, and rows that must not know of each other by `rows_alone.rs`, where they do
 //! not go through tiles of bf16, which keep rows apart anyway.
 //!
@@ -192,12 +192,16 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
             amx::products::<bf16, C, _, _, _, _>(threads, pool, &problem)?;
         }
         #[cfg(target_arch = "x86_64")]
+        DType::BF16 if avx512::has_pairs() => {
+            avx512::products_16_bit::<avx512::Pairs, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+        }
+        #[cfg(target_arch = "x86_64")]
         DType::BF16 if avx512::available() => {
-            avx512::products_16_bit::<bf16, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+            avx512::products_16_bit::<avx512::Wide<bf16>, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
         }
         #[cfg(target_arch = "x86_64")]
         DType::F16 if avx512::available() => {
-            avx512::products_16_bit::<f16, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+            avx512::products_16_bit::<avx512::Wide<f16>, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
         }
         DType::BF16 => widened::products::<bf16, C>(threads, pool, gemm, &epilogue)?,
         _ => widened::products::<f16, C>(threads, pool, gemm, &epilogue)?,
@@ -354,7 +358,15 @@ fn part_split(
         epilogue: &epilogue,
         output,
         instead: |product, rows, columns| {
-            avx512::multiply(&a(product), &b(product), rows, columns, k, &epilogue, &output(product));
+            avx512::multiply::<avx512::Wide<f32>>(
+                &a(product),
+                &b(product),
+                rows,
+                columns,
+                k,
+                &epilogue,
+                &output(product),
+            );
         },
     };
     amx::products::<f32, f32, _, _, _, _>(threads, pool, &problem)
@@ -456,7 +468,7 @@ fn into_slice(
         let b = Operand { elements: &b.elements[first_b..], ..*b };
         let epilogue = Epilogue { alpha, accumulate, bias: None, activation: None };
         let output = Output { c: Shared::new(target), before: None, offset: 0, row_stride: width };
-        return avx512::multiply(&a, &b, 0..rows.len(), 0..width, k, &epilogue, &output);
+        return avx512::multiply::<avx512::Wide<f32>>(&a, &b, 0..rows.len(), 0..width, k, &epilogue, &output);
     }
     // SAFETY: as was asserted.
     unsafe { library(a, b, rows, columns, k, alpha, target.as_mut_ptr(), width, accumulate) };

@@ -24,10 +24,16 @@ fn wanted() -> Option<String> {
 
 /// Whether tiles (AMX) may be used where they are: `FERROSPEED_CPU_KERNELS` names no family below them.
 pub fn wants_tiles() -> bool {
-    !matches!(wanted().as_deref(), Some("portable" | "avx2" | "avx512"))
+    !matches!(wanted().as_deref(), Some("portable" | "avx2" | "avx512" | "avx512_bf16"))
 }
 
-/// The best level of this machine, or the lower one that `FERROSPEED_CPU_KERNELS` (portable, avx2, avx512) names.
+/// Whether instructions for pairs of bf16 may be used where they are.
+pub fn wants_pairs() -> bool {
+    static WANTED: OnceLock<bool> = OnceLock::new();
+    *WANTED.get_or_init(|| !matches!(wanted().as_deref(), Some("portable" | "avx2" | "avx512")))
+}
+
+/// The best level of this machine, or the lower one that `FERROSPEED_CPU_KERNELS` (portable, avx2, avx512, avx512_bf16) names.
 pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {

@@ -1,4 +1,5 @@
-//! Matrix products with AVX-512, in f32; 16-bit operands are widened while they are packed.
+//! Matrix products with AVX-512, in f32; 16-bit operands are widened while they are packed, or, of bf16 where the processor has
+//! an instruction for that, packed in pairs along `k`, which are multiplied at once.
 //!
 //! A block of sums, 14 rows by two registers of 16 columns, stays in 28 of the 32 registers while `k` goes by. Each
 //! step of `k` loads two registers of the right operand and multiplies them by 14 values of the left one, each spread
@@ -20,10 +21,12 @@ mod transpose;
 
 use std::arch::x86_64::*;
 
+pub(crate) use lanes::{Pairs, Wide};
 pub(crate) use product::{multiply, products, products_16_bit};
 pub(crate) use transpose::transposed;
 
-use crate::cpu::simd::{Level, level};
+use crate::cpu::simd::{Level, level, wants_pairs};
+use lanes::Words;
 
 /// Values of a register.
 pub(crate) const LANES: usize = 16;
@@ -34,7 +37,7 @@ const BLOCK_REGISTERS: usize = 2;
 /// Columns of a block of sums, at most.
 const BLOCK_COLUMNS: usize = BLOCK_REGISTERS * LANES;
 
-/// `k` between two requests for memory that is wanted later: more at once would wait for each other.
+/// Words of `k` between two requests for memory that is wanted later: more at once would wait for each other.
 const PART: usize = 16;
 /// Steps of `k` that the right operand is asked for ahead, in which it comes from the second-level cache.
 const RIGHT_AHEAD: usize = 8;
@@ -44,6 +47,11 @@ pub(crate) fn available() -> bool {
     level() == Level::Avx512
 }
 
+/// Whether bf16 is multiplied in pairs.
+pub(crate) fn has_pairs() -> bool {
+    available() && wants_pairs() && is_x86_feature_detected!("avx512bf16")
+}
+
 /// The first `count` lanes of a register.
 fn first_lanes(count: usize) -> __mmask16 {
     if count >= LANES { !0 } else { (1 << count) - 1 }
@@ -51,9 +59,9 @@ fn first_lanes(count: usize) -> __mmask16 {
 
 /// One block of sums: what is multiplied, and where the result goes.
 struct Block {
-    /// `depth` times one value for each row.
+    /// `depth` times one word for each row.
     left: *const f32,
-    /// `depth` times one register, or two, of columns, this far apart.
+    /// `depth` times one register of words, or two, of columns, this far apart.
     right: *const f32,
     right_stride: usize,
     depth: usize,
@@ -73,18 +81,41 @@ impl Block {
     /// `target = [target +] alpha · left · right`.
     ///
     /// # Safety
-    /// The processor has AVX-512. The operands are as deep as they say, and the target's rows and columns belong to the
+    /// The processor has AVX-512, and what the words need. The operands are as deep as they say, and the target's rows and columns belong to the
     /// caller. There are 1 to [`BLOCK_ROWS`] rows and 1 to [`BLOCK_COLUMNS`] columns.
-    unsafe fn multiply(&self) {
+    unsafe fn multiply<W: Words>(&self) {
         type Kernel = unsafe fn(&Block);
         macro_rules! kernels {
-            ($($rows:literal)*) => { [$([block::<$rows, 1> as Kernel, block::<$rows, 2> as Kernel]),*] };
+            ($of:ident: $($rows:literal)*) => { [$([$of::<W, $rows, 1> as Kernel, $of::<W, $rows, 2> as Kernel]),*] };
         }
-        const KERNELS: [[Kernel; BLOCK_REGISTERS]; BLOCK_ROWS] = kernels!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
-        let kernel = KERNELS[self.rows - 1][(self.columns - 1) / LANES];
+        // Compiled for what their words need: what is not inlined into a kernel would be called for every step.
+        let kernels: [[Kernel; BLOCK_REGISTERS]; BLOCK_ROWS] = match W::VALUES {
+            1 => kernels!(block_of_values: 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
+            _ => kernels!(block_of_pairs: 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
+        };
         // SAFETY: passed on to the caller.
-        unsafe { kernel(self) }
+        unsafe { kernels[self.rows - 1][(self.columns - 1) / LANES](self) }
     }
+}
+
+/// [`block`] of words that are one value.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f")]
+unsafe fn block_of_values<W: Words, const ROWS: usize, const REGISTERS: usize>(of: &Block) {
+    // SAFETY: passed on to the caller.
+    unsafe { block::<W, ROWS, REGISTERS>(of) }
+}
+
+/// [`block`] of words that are pairs.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn block_of_pairs<W: Words, const ROWS: usize, const REGISTERS: usize>(of: &Block) {
+    // SAFETY: passed on to the caller.
+    unsafe { block::<W, ROWS, REGISTERS>(of) }
 }
 
 /// [`Block::multiply`] for a block of this size. The last register of columns may stand for fewer.
@@ -92,7 +123,8 @@ impl Block {
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx512f")]
-unsafe fn block<const ROWS: usize, const REGISTERS: usize>(block: &Block) {
+#[inline]
+unsafe fn block<W: Words, const ROWS: usize, const REGISTERS: usize>(block: &Block) {
     let (mut left, mut right, mut ahead) = (block.left, block.right, block.ahead);
     let mut sums = [[_mm512_setzero_ps(); REGISTERS]; ROWS];
     let place =
@@ -120,7 +152,7 @@ unsafe fn block<const ROWS: usize, const REGISTERS: usize>(block: &Block) {
                 for (row, sums) in sums.iter_mut().enumerate() {
                     let factor = _mm512_set1_ps(*left.add(row));
                     for (sum, line) in sums.iter_mut().zip(line) {
-                        *sum = _mm512_fmadd_ps(factor, line, *sum);
+                        *sum = W::add(*sum, factor, line);
                     }
                 }
                 left = left.add(ROWS);

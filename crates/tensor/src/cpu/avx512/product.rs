@@ -9,8 +9,8 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::finish::finish;
-use super::lanes::Lanes;
-use super::pack::{SLACK, pack_left, pack_right};
+use super::lanes::{Lanes, Wide, Words};
+use super::pack::{SLACK, pack_left, pack_right, words};
 use super::{BLOCK_COLUMNS, BLOCK_ROWS, Block, LANES, PART, dots};
 use crate::backend::Gemm;
 use crate::cpu::aligned::Aligned;
@@ -19,7 +19,7 @@ use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 use crate::dtype::{DType, Float};
 
-/// `k` of a slice, at most: 14 rows of it take half of the first-level cache.
+/// Words along `k` of a slice, at most: 14 rows of it take half of the first-level cache.
 const SLICE: usize = 384;
 /// Rows of a panel, at most: each packs the right operand anew.
 const PANEL_ROWS: usize = 1024;
@@ -45,7 +45,7 @@ thread_local! {
 }
 
 /// Computes a batch of products of 16-bit operands.
-pub(crate) fn products_16_bit<T: Lanes, C: Float>(
+pub(crate) fn products_16_bit<W: Words, C: Float>(
     threads: &Threads,
     gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
@@ -53,14 +53,14 @@ pub(crate) fn products_16_bit<T: Lanes, C: Float>(
 ) {
     let plain = Epilogue { alpha: 1.0, accumulate: false, bias: None, activation: None };
     panels(threads, gemm, |product, rows, columns| {
-        let (a, b) = (Operand::<T>::new(&gemm.a, product), Operand::<T>::new(&gemm.b, product));
+        let (a, b) = (Operand::<W::Element>::new(&gemm.a, product), Operand::new(&gemm.b, product));
         let a = Operand { elements: a.elements.get(a.index(rows.start, 0)..).unwrap_or_default(), ..a };
         let b = Operand { elements: b.elements.get(b.index(0, columns.start)..).unwrap_or_default(), ..b };
         SUMS.with_borrow_mut(|sums| {
             let (height, width) = (rows.len(), columns.len());
             let sums = sums.at_least(height * width);
             let panel = Output { c: Shared::new(sums), before: None, offset: 0, row_stride: width };
-            multiply(&a, &b, 0..height, 0..width, gemm.k, &plain, &panel);
+            multiply::<W>(&a, &b, 0..height, 0..width, gemm.k, &plain, &panel);
             let output = output(product);
             vectorized!(|| {
                 for (row, sums) in rows.zip(sums.chunks_mut(width)) {
@@ -82,7 +82,7 @@ pub(crate) fn products(
 ) {
     panels(threads, gemm, |product, rows, columns| {
         let (a, b) = (Operand::<f32>::new(&gemm.a, product), Operand::new(&gemm.b, product));
-        multiply(&a, &b, rows, columns, gemm.k, epilogue, &output(product));
+        multiply::<Wide<f32>>(&a, &b, rows, columns, gemm.k, epilogue, &output(product));
     });
 }
 
@@ -121,9 +121,9 @@ fn panel(m: usize, n: usize, batch: usize, threads: usize) -> [usize; 2] {
 }
 
 /// Computes some rows and columns of a product on this thread. They belong to the caller.
-pub(crate) fn multiply<T: Lanes>(
-    a: &Operand<'_, T>,
-    b: &Operand<'_, T>,
+pub(crate) fn multiply<W: Words>(
+    a: &Operand<'_, W::Element>,
+    b: &Operand<'_, W::Element>,
     rows: Range<usize>,
     columns: Range<usize>,
     k: usize,
@@ -139,22 +139,23 @@ pub(crate) fn multiply<T: Lanes>(
     assert!(output.reaches(rows.end, columns.end));
     assert!(k == 0 || b.index(k - 1, columns.end - 1) < b.elements.len());
     // Equal slices: a thin last one would pay for its sums with little work.
-    let slices = k.div_ceil(SLICE).max(1);
-    let depth = k.div_ceil(slices);
+    let slices = k.div_ceil(SLICE * W::VALUES).max(1);
+    let step = k.div_ceil(slices).next_multiple_of(W::VALUES);
     let finishes = epilogue.finishes(output);
     let packed_from = packed_from(b, rows.len(), &columns);
     WORKSPACE.with_borrow_mut(|workspace| {
+        let depth = words::<W>(0, step);
         let right = workspace.right.at_least(depth * (columns.end - packed_from).next_multiple_of(LANES));
         let left = workspace.left.at_least(depth * BLOCK_ROWS + SLACK);
         for slice in 0..slices {
-            let span = [slice * depth, ((slice + 1) * depth).min(k)];
-            let depth = span[1] - span[0];
+            let span = [(slice * step).min(k), ((slice + 1) * step).min(k)];
+            let depth = words::<W>(span[0], span[1]);
             if packed_from < columns.end {
-                pack_right(b, span, [packed_from, columns.end], right);
+                pack_right::<W>(b, span, [packed_from, columns.end], right);
             }
             for row in rows.clone().step_by(BLOCK_ROWS) {
                 let height = BLOCK_ROWS.min(rows.end - row);
-                pack_left(a, span, row, height, left);
+                pack_left::<W>(a, span, row, height, left);
                 let after = (row + BLOCK_ROWS).min(rows.end);
                 let next = after..(after + BLOCK_ROWS).min(rows.end);
                 for (index, column) in columns.clone().step_by(BLOCK_COLUMNS).enumerate() {
@@ -187,7 +188,7 @@ pub(crate) fn multiply<T: Lanes>(
                     // SAFETY: both operands were packed for this slice; the target lies inside the result, as was
                     // asserted, and belongs to the caller; these kernels are only used where AVX-512 is.
                     unsafe {
-                        block.multiply();
+                        block.multiply::<W>();
                         if finishes && slice + 1 == slices {
                             finish(epilogue, output, row..row + height, column..column + width);
                         }
