@@ -25,7 +25,7 @@ use processes::{Ending, Job, finish, role};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(240);
-const FAMILIES: [&str; 4] = ["amx", "avx512", "avx2", "portable"];
+const FAMILIES: [&str; 5] = ["amx", "avx512_bf16", "avx512", "avx2", "portable"];
 /// Ranks, and how many of them share one copy of the state.
 const MESHES: [[usize; 2]; 3] = [[2, 2], [4, 4], [4, 2]];
 const PRECISIONS: [&str; 3] = ["fp32", "bf16", "fp16"];

@@ -111,7 +111,7 @@ fn a_document_in_a_row_has_the_bits_it_has_alone() {
 /// The level is chosen once per process.
 #[test]
 fn every_kernel_family_stops_at_borders() {
-    for level in ["portable", "avx2", "avx512"] {
+    for level in ["portable", "avx2", "avx512", "avx512_bf16"] {
         let output = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "a_document_in_a_row_has_the_bits_it_has_alone"])
             .env("FERROSPEED_CPU_KERNELS", level)
