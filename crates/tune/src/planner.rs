@@ -1,6 +1,6 @@
 //! The arithmetic of a plan: one method per purpose.
 
-use ferrospeed_config::{DataType, OptimizerTier, ParameterTier, Precision, Stage};
+use ferrospeed_config::{DataType, GRADIENT_BYTES_UNDER_WAY, OptimizerTier, ParameterTier, Precision, Stage};
 
 use crate::activations::{ActivationBytes, PassingBytes, mlp_chunk};
 use crate::model::Model;
@@ -9,8 +9,6 @@ use crate::stages::Staged;
 
 /// The most elements that an update from a disk takes at a time.
 const LARGEST_TILE: u64 = 4 << 20;
-/// The most bytes of gradients that are on their way from a GPU to its host.
-const GRADIENTS_UNDER_WAY: u64 = 512 << 20;
 /// What a common disk may be written in its life.
 const DISK_LIFE_BYTES: u64 = 600_000_000_000_000;
 /// Where values are in two places, the first part has a multiple of so many elements.
@@ -216,7 +214,7 @@ impl Planner<'_> {
         let bytes = held.saturating_mul(kept);
         if self.gradients_leave() {
             self.add(purpose, Tier::Host, bytes, why);
-            self.add(purpose, Tier::Device, bytes.min(GRADIENTS_UNDER_WAY), "on their way to the host");
+            self.add(purpose, Tier::Device, bytes.min(GRADIENT_BYTES_UNDER_WAY), "on their way to the host");
         } else {
             self.add(purpose, Tier::Device, bytes, why);
         }
@@ -388,7 +386,7 @@ impl Planner<'_> {
             let [gradients, of_layer] =
                 [self.params(), shape.layer_params].map(|count| count.saturating_mul(self.kept_width()));
             let gradients =
-                if self.gradients_leave() { gradients.min(GRADIENTS_UNDER_WAY) } else { gradients };
+                if self.gradients_leave() { gradients.min(GRADIENT_BYTES_UNDER_WAY) } else { gradients };
             let most = peak.max(passing.end(&bytes, gradients, of_layer));
             self.in_turn_bytes = peak.max(counted).saturating_add(gradients).saturating_sub(most);
         }

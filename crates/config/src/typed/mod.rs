@@ -24,7 +24,8 @@ pub use torch::{
     TorchSchedule,
 };
 pub use zero::{
-    HostBuffers, NvmeBuffers, OptimizerOffload, OptimizerTier, ParameterOffload, ParameterTier, Stage, Zero,
+    GRADIENT_BYTES_UNDER_WAY, HostBuffers, NvmeBuffers, OptimizerOffload, OptimizerTier, ParameterOffload,
+    ParameterTier, Stage, Zero,
 };
 
 use serde::de::DeserializeOwned;

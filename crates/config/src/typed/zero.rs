@@ -27,6 +27,9 @@ impl Stage {
     }
 }
 
+/// The most bytes of gradients that may be on their way from a GPU to its host; then backward waits for the oldest.
+pub const GRADIENT_BYTES_UNDER_WAY: u64 = 512 << 20;
+
 /// `zero_optimization`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Zero {

@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 
+use ferrospeed_config::GRADIENT_BYTES_UNDER_WAY;
 use ferrospeed_tensor::beside::{Beside, Moment};
 use ferrospeed_tensor::{Category, DType, Device, Out, Tensor, TensorError};
 
@@ -14,9 +15,6 @@ use super::Segment;
 use super::measures::Measures;
 use crate::error::Result;
 use crate::memory::part;
-
-/// Bytes of gradients that may be under way before backward's kernels wait for the oldest.
-const MOST_UNDER_WAY: usize = 512 << 20;
 
 /// Gradients on the host, and those on their way there.
 pub(super) struct Leaving {
@@ -82,7 +80,7 @@ impl Leaving {
         let copy = unsafe { Beside::begin(parcel, place, &self.moment()?) }?;
         self.bytes += parcel.size_bytes();
         self.under_way.push_back((copy, parcel.size_bytes()));
-        while self.bytes > MOST_UNDER_WAY
+        while self.bytes as u64 > GRADIENT_BYTES_UNDER_WAY
             && let Some((oldest, bytes)) = self.under_way.pop_front()
         {
             oldest.follow()?;
