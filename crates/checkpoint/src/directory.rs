@@ -246,7 +246,7 @@ pub(crate) struct Lock {
 impl Lock {
     pub(crate) fn take(dir: &Path) -> Result<Lock> {
         let path = dir.join(LOCK_FILE);
-        let file = File::options().create(true).append(true).open(&path);
+        let file = ferrospeed_files::open_with(&path, File::options().create(true).append(true), 0);
         let file = file.map_err(CheckpointError::io("create", &path))?;
         match file.try_lock() {
             Ok(()) => {}

@@ -111,15 +111,31 @@ pub(crate) fn open_or_make(
         return Ok(found);
     }
     let lock = folder.join(format!("{name}.lock"));
-    let lock = File::create(&lock).map_err(DataError::io(&lock))?;
+    let options = File::options().create(true).truncate(false).write(true).clone();
+    let lock = ferrospeed_files::open_with(&lock, &options, 0).map_err(DataError::io(&lock))?;
     // Where files cannot be locked, two builders write the same tokens to files of their own; the later name wins.
-    let _ = lock.lock();
+    let is_alone = lock.lock().is_ok();
     if let Some(found) = open(&tokens, &manifest, &recipe)? {
         return Ok(found);
+    }
+    if is_alone {
+        remove_unfinished(folder, &name);
     }
     make(&tokens, &manifest, recipe.clone(), codec, documents, tell)?;
     open(&tokens, &manifest, &recipe)?
         .ok_or_else(|| DataError::bad_file(&manifest, "is not what was just written to it"))
+}
+
+/// Removes what builders of the same tokens left that were killed. Needs their lock; what cannot be removed stays.
+fn remove_unfinished(folder: &Path, name: &str) {
+    let is_unfinished = |file: &str| {
+        file.strip_prefix(name).is_some_and(|rest| rest.starts_with('.') && rest.ends_with(".partial"))
+    };
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(is_unfinished) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// Tokens and ends of so many bytes are compared with their checksum whenever they are opened.

@@ -191,6 +191,29 @@ fn text_becomes_tokens_once_and_again_when_it_changes() {
 }
 
 #[test]
+fn what_a_killed_builder_left_goes_with_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));
+    std::fs::write(&file, "some text").unwrap();
+    let source = Source::Text { paths: vec![file], extensions: Vec::new() };
+    let made = || {
+        source.open(&Codec::Bytes, &cache, &mut |_| {}).unwrap();
+        let names = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let names = made();
+    let tokens = names.iter().find(|name| name.ends_with(".bin")).unwrap();
+    std::fs::remove_file(cache.join(tokens)).unwrap();
+    let stem = tokens.trim_end_matches(".bin");
+    for left in ["99999.partial", "99999.ends.partial"] {
+        std::fs::write(cache.join(format!("{stem}.{left}")), "half").unwrap();
+    }
+    assert_eq!(made(), names);
+}
+
+#[test]
 fn ranks_that_start_together_make_one_token_file() {
     let folder = tempfile::tempdir().unwrap();
     let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));

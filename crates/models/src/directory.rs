@@ -195,16 +195,25 @@ pub fn set_dtype(config: &mut Value, dtype: DType) {
     }
 }
 
-/// Copies those of the files `names` that `source` has; none onto itself.
+/// Copies those of the files `names` that `source` has; none onto itself. The folder is made where there is something to copy.
 pub fn copy_files(source: &Path, target: &Path, names: &[&str]) -> Result<()> {
     let same = |a: &Path, b: &Path| matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b);
     for name in names {
         let (from, to) = (source.join(name), target.join(name));
         if from.is_file() && !same(&from, &to) {
-            std::fs::copy(&from, &to).map_err(ModelError::io(&to))?;
+            std::fs::create_dir_all(target).map_err(ModelError::io(target))?;
+            copy_file(&from, &to)?;
         }
     }
     Ok(())
+}
+
+/// Copies a plain file, in place of another.
+pub fn copy_file(from: &Path, to: &Path) -> Result<()> {
+    let options = File::options().create(true).truncate(true).write(true).clone();
+    let mut source = ferrospeed_files::open(from).map_err(ModelError::io(from))?;
+    let mut target = ferrospeed_files::open_with(to, &options, 0).map_err(ModelError::io(to))?;
+    std::io::copy(&mut source, &mut target).map(drop).map_err(ModelError::io(to))
 }
 
 /// Writes `config.json`.
@@ -213,7 +222,7 @@ pub fn write_config(directory: &Path, config: &Value) -> Result<()> {
 }
 
 pub(crate) fn write_json(path: &Path, value: &Value) -> Result<()> {
-    std::fs::write(path, format!("{value:#}\n")).map_err(ModelError::io(path))
+    ferrospeed_files::write(path, format!("{value:#}\n")).map_err(ModelError::io(path))
 }
 
 /// Copies the plain files of a model directory that are neither weights nor `config.json`.
@@ -234,7 +243,7 @@ pub(crate) fn copy_companions(source: &Path, target: &Path) -> Result<()> {
         let Some(name) = path.file_name() else { continue };
         let text = name.to_string_lossy();
         if path.is_file() && text != "config.json" && !WEIGHTS.iter().any(|ending| text.ends_with(ending)) {
-            std::fs::copy(&path, target.join(name)).map_err(ModelError::io(&path))?;
+            copy_file(&path, &target.join(name))?;
         }
     }
     Ok(())

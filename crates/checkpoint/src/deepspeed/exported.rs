@@ -32,6 +32,6 @@ pub(super) fn exported(
         return Err(error);
     }
     let hint = dir.join(hint);
-    std::fs::write(&hint, tag).map_err(CheckpointError::io("write", &hint))?;
+    ferrospeed_files::write(&hint, tag).map_err(CheckpointError::io("write", &hint))?;
     Ok(folder)
 }

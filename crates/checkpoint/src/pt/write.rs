@@ -78,7 +78,9 @@ pub fn write_pt(path: &Path, value: &Value, storages: &[StorageToWrite], bytes: 
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(".partial");
     let partial = path.with_file_name(name);
-    let file = File::create(&partial).map_err(CheckpointError::io("create", &partial))?;
+    let options = File::options().create(true).truncate(true).write(true).clone();
+    let file = ferrospeed_files::open_with(&partial, &options, 0)
+        .map_err(CheckpointError::io("create", &partial))?;
     let zip = ZipWriter {
         path: partial.clone(),
         out: BufWriter::with_capacity(1 << 20, file),

@@ -59,7 +59,8 @@ pub fn write_file(
     header.resize(header.len().next_multiple_of(8), b' ');
 
     let partial = path.with_extension("safetensors.partial");
-    let file = File::create(&partial).map_err(ModelError::io(&partial))?;
+    let options = File::options().create(true).truncate(true).write(true).clone();
+    let file = ferrospeed_files::open_with(&partial, &options, 0).map_err(ModelError::io(&partial))?;
     let written = write_content(&partial, file, &header, &order, bytes)
         .and_then(|()| std::fs::rename(&partial, path).map_err(ModelError::io(path)));
     if written.is_err() {
@@ -140,6 +141,6 @@ pub(crate) fn write_counted(
     let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
     let path = directory.join("model.safetensors.index.json");
     let text = serde_json::to_string_pretty(&index).map_err(|error| ModelError::file(&path, error))?;
-    std::fs::write(&path, text + "\n").map_err(ModelError::io(&path))?;
+    ferrospeed_files::write(&path, text + "\n").map_err(ModelError::io(&path))?;
     Ok(written)
 }
