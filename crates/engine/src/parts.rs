@@ -22,6 +22,8 @@ pub(crate) struct Parts {
     names: Vec<String>,
     /// Names of the trained ones by group of options.
     groups: Vec<Vec<String>>,
+    /// How many numbers all parameters have, those in slices as the wholes that they are of.
+    pub(crate) numel: u64,
 }
 
 /// A parameter that not every rank holds.
@@ -42,6 +44,7 @@ impl Parts {
             holders: holders.into_iter().map(|(id, held)| (id, vec![held])).collect(),
             names: parameters.names().into_iter().map(str::to_owned).collect(),
             groups: groups.iter().map(|group| trained(group)).collect(),
+            numel: parameters.whole_numel() as u64,
         }
     }
 

@@ -6,7 +6,6 @@
 //! Steps are numbered as `global_steps` is: from 0. Nothing here changes a number of the run, and a report that cannot be
 //! written is a warning.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -85,15 +84,13 @@ impl StepProfiler {
 /// What all ranks of one stage counted together; operations of forward but for the last two.
 #[derive(Debug, Serialize, Deserialize)]
 struct StageCounts {
-    /// By name: what stages tie, several of them have.
-    params: BTreeMap<String, u64>,
     macs: u64,
     flops: u64,
     backward_flops: u64,
     again_flops: u64,
 }
 
-/// The same of all stages, a tied parameter once.
+/// The same of all stages.
 struct ModelCounts {
     stages: Vec<StageCounts>,
 }
@@ -103,18 +100,12 @@ impl ModelCounts {
         self.stages.iter().map(count).sum()
     }
 
-    fn params(&self) -> u64 {
-        let all: BTreeMap<&String, &u64> = self.stages.iter().flat_map(|stage| &stage.params).collect();
-        all.into_values().sum()
-    }
-
-    /// What a report of all stages begins with.
-    fn heading(&self) -> String {
+    /// What a report of all stages of a model with so many parameters begins with.
+    fn heading(&self, params: u64) -> String {
         let mut text = format!(
             "{} stages, of which each counted what it did for one micro-batch. Together:\n\
-             params: {}\nfwd MACs: {}\nfwd flops: {}\nbwd flops: {}\n",
+             params: {params}\nfwd MACs: {}\nfwd flops: {}\nbwd flops: {}\n",
             self.stages.len(),
-            self.params(),
             self.sum(|stage| stage.macs),
             self.sum(|stage| stage.flops),
             self.sum(|stage| stage.backward_flops),
@@ -244,7 +235,7 @@ impl Engine {
         if self.world.rank() != 0 {
             return Ok(None);
         }
-        let mut text = counts.heading();
+        let mut text = counts.heading(self.whole_params());
         for (stage, said_there) in said.iter().enumerate() {
             text.push_str(&format!("\nstage {stage} of {}\n{said_there}\n", said.len()));
         }
@@ -255,11 +246,7 @@ impl Engine {
         let total = model.total();
         let [recomputed, taken] = self.profiler.as_ref().map_or([0; 2], |profiler| profiler.again_flops);
         let of_all = |count: u64| count * self.ranks_of_a_stage();
-        let params = self.store.params().iter();
         StageCounts {
-            params: params
-                .map(|param| (param.name().to_owned(), param.whole_shape().numel() as u64))
-                .collect(),
             macs: of_all(model.macs()),
             flops: of_all(model.flops()),
             backward_flops: of_all(total.backward.flops + taken),
@@ -274,9 +261,10 @@ impl Engine {
         (self.world.size() / (self.data_parallel_size * stages).max(1)).max(1) as u64
     }
 
-    /// Parameters of the wholes that this rank has slices of.
+    /// Parameters of the whole model, of which this rank may have slices, a stage, or some of the experts.
     fn whole_params(&self) -> u64 {
-        self.store.params().iter().map(|param| param.whole_shape().numel() as u64).sum()
+        let own = || self.store.params().iter().map(|param| param.whole_shape().numel() as u64).sum();
+        self.parts.as_ref().map_or_else(own, |parts| parts.numel)
     }
 
     fn profile_text(
@@ -298,7 +286,7 @@ impl Engine {
                 expert_tensor_parallelism: None,
             }),
             // What ranks hold alike, such as norms, counts once: a product would not.
-            model_params: stages.map_or_else(|| self.whole_params(), ModelCounts::params),
+            model_params: self.whole_params(),
             flops_of_stages: stages.map(|counts| counts.sum(|stage| stage.flops)),
             experts: None,
             forward_s: forward.as_secs_f64(),
