@@ -139,3 +139,44 @@ fn what_cannot_be_told_apart_is_said_before_a_rank_starts() {
         assert!(!out.join("log.jsonl").exists(), "{more:?} was run");
     }
 }
+
+/// Sequences of end tokens alone are documents of one token each, in which nothing is predicted.
+#[test]
+fn micro_batches_with_nothing_to_predict_are_no_part_of_a_loss() {
+    let place = Workplace::new();
+    let tokens = |sequences: &[&[u16]]| -> Vec<u8> {
+        let length = 48;
+        let ids = sequences.iter().flat_map(|pattern| pattern.iter().cycle().take(length));
+        ids.flat_map(|id| id.to_le_bytes()).collect()
+    };
+    let (text, ends): (&[u16], &[u16]) = (&[5, 9, 7, 3], &[10]);
+    place.write("full.bin", &tokens(&[text, text]));
+    place.write("half.bin", &tokens(&[text, ends]));
+    place.write("rare.bin", &tokens(&[text, ends, ends, ends]));
+    let recipe = |file: &str| {
+        let recipe = RECIPE.replace("jsonl = [\"documents.jsonl\"]", &format!("tokens = [\"{file}\"]"));
+        let recipe = recipe.replace("validation = 0.1", "end_token = 10").replace("steps = 5", "steps = 2");
+        recipe.replace("train_batch_size = 4", "train_batch_size = 2").replace("lr = 3e-3", "lr = 0.0")
+    };
+    for file in ["full.bin", "half.bin", "rare.bin"] {
+        place.write(&file.replace("bin", "toml"), recipe(file).as_bytes());
+    }
+    let full = place.train("full.toml", "full", &[]);
+    // Two micro-batches of one rank, one each of two ranks, and two that pass through stages.
+    let alone = ("alone", &[][..]);
+    let apart = ("ranks", &["-n", "2", "--set", "gradient_accumulation_steps=1"][..]);
+    let staged = ("stages", &["--pp", "2"][..]);
+    for (run, more) in [alone, apart, staged] {
+        assert_near(&place.train("half.toml", &format!("half-{run}"), more), &full, run);
+        // Of two steps, each with two sequences, one has nothing to predict.
+        let (out, output) = place.ferrospeed("rare.toml", &format!("rare-{run}"), more);
+        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        assert!(output.status.success() && said.contains("loss none, nothing to predict"), "{run}: {said}");
+        let log = std::fs::read_to_string(out.join("log.jsonl")).unwrap();
+        let records: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let absent = |record: &&Value| record["loss"].is_null() && record["no_targets"] == true;
+        assert_eq!(records.iter().filter(absent).count(), 1, "{run}: {log}");
+        let told = records.iter().find_map(|record| record["loss"].as_f64()).unwrap();
+        assert_near(&[told], &full[..1], run);
+    }
+}

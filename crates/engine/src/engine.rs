@@ -61,11 +61,14 @@ pub struct BackwardOptions {
     /// Whether the graph stays for another backward of the same micro-batch, whose gradients are added to these. The last
     /// one does without, and averages the sum over ranks where stage and accumulation have it so.
     pub retain_graph: bool,
+    /// Whether the loss counts in the mean of its step, for monitors and schedules: not where a micro-batch has nothing to
+    /// predict.
+    pub counts_in_mean: bool,
 }
 
 impl Default for BackwardOptions {
     fn default() -> Self {
-        BackwardOptions { scale_wrt_gas: true, retain_graph: false }
+        BackwardOptions { scale_wrt_gas: true, retain_graph: false, counts_in_mean: true }
     }
 }
 
@@ -326,7 +329,9 @@ impl Engine {
         self.trace(Activity::Compute, "backward", start);
         self.log_memory("Engine after backward");
         self.bad_loss |= !loss.is_finite();
-        self.losses = (self.losses.0 + f64::from(loss), self.losses.1 + 1);
+        if options.counts_in_mean {
+            self.losses = (self.losses.0 + f64::from(loss), self.losses.1 + 1);
+        }
         Ok((loss * scaled, passed))
     }
 

@@ -78,11 +78,13 @@ impl Engine {
         if !is_followed && !self.monitoring.is_due() {
             return Ok(None);
         }
-        let mut mean = [self.losses.0 / self.losses.1.max(1) as f64];
-        self.world.group().all_reduce(&mut mean, ReduceOp::Avg)?;
-        if is_followed {
-            self.observe_metric(mean[0]);
+        let mut sums = [self.losses.0, self.losses.1 as f64];
+        self.world.group().all_reduce(&mut sums, ReduceOp::Sum)?;
+        let [sum, count] = sums;
+        let mean = (count > 0.0).then(|| sum / count);
+        if let (true, Some(mean)) = (is_followed, mean) {
+            self.observe_metric(mean);
         }
-        Ok(Some(mean[0]))
+        Ok(mean)
     }
 }

@@ -53,6 +53,11 @@ pub trait Stages: Send + Sync {
         Err(TensorError::argument("inference", "this model gives its loss and nothing else".to_owned()))
     }
 
+    /// Whether a micro-batch has anything to predict; the loss of one that has not does not count in the mean of a step.
+    fn has_targets(&self, _batch: &Self::Batch) -> bool {
+        true
+    }
+
     /// Whether ranks that hold slices of its layers carry the same values from one to the next, so that each need send but a
     /// share of them.
     fn carries_alike(&self) -> bool {

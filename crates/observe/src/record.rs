@@ -11,9 +11,12 @@ use serde::{Deserialize, Deserializer, Serialize};
 pub struct StepRecord {
     /// Which step, from 1.
     pub step: u64,
-    /// The mean loss over ranks and micro-batches.
+    /// The mean loss over the micro-batches of all ranks that have something to predict; not a number where none has.
     #[serde(deserialize_with = "null_as_nan")]
     pub loss: f32,
+    /// Whether no micro-batch had anything to predict, so that there is no loss.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_targets: bool,
     /// The learning rate of the first group in this step.
     #[serde(deserialize_with = "null_as_nan")]
     pub lr: f64,
@@ -60,6 +63,13 @@ pub struct StepRecord {
     pub layer_norms: Vec<(String, f64)>,
 }
 
+impl StepRecord {
+    /// The loss, of a step that has one.
+    pub fn measured_loss(&self) -> Option<f32> {
+        (!self.no_targets).then_some(self.loss)
+    }
+}
+
 /// What one rank did in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct RankTimes {
@@ -102,6 +112,7 @@ mod tests {
         let record = StepRecord {
             step: 1,
             loss: f32::NAN,
+            no_targets: true,
             lr: f64::NAN,
             grad_norm: Some(f64::NAN),
             tokens: 0,
@@ -123,7 +134,7 @@ mod tests {
         assert!(
             read.loss.is_nan() && read.lr.is_nan() && read.flops_per_s.is_nan() && read.loss_scale.is_nan()
         );
-        assert_eq!(read.grad_norm, None);
+        assert_eq!((read.grad_norm, read.measured_loss()), (None, None));
         assert_eq!(read.optimizer_ms.to_bits(), record.optimizer_ms.to_bits());
     }
 

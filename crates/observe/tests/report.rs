@@ -8,6 +8,7 @@ fn step(step: u64) -> StepRecord {
     StepRecord {
         step,
         loss: 5.0 / (step as f32).sqrt() + 1.0,
+        no_targets: false,
         lr: 3e-4,
         grad_norm: Some(0.7),
         tokens: step * 1024,

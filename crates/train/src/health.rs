@@ -18,9 +18,10 @@ impl Health {
 
     /// Looks at a step; an error when there were too many bad ones.
     pub(crate) fn judge(&mut self, record: &StepRecord) -> Result<()> {
-        if record.loss.is_finite() {
+        let Some(loss) = record.measured_loss() else { return Ok(()) };
+        if loss.is_finite() {
             self.bad_in_a_row = 0;
-            self.last_good = Some((record.step, record.loss));
+            self.last_good = Some((record.step, loss));
             return Ok(());
         }
         self.bad_in_a_row += 1;
@@ -58,6 +59,8 @@ mod tests {
         let error = health.finish().unwrap_err().to_string();
         assert!(error.contains("the last 1 steps") && error.contains("1.5000 at step 4"), "{error}");
         health.judge(&record(6, f32::NAN)).unwrap();
-        health.judge(&record(7, f32::NAN)).unwrap_err();
+        // Where nothing is predicted, nothing has gone wrong.
+        health.judge(&StepRecord { no_targets: true, ..record(7, f32::NAN) }).unwrap();
+        health.judge(&record(8, f32::NAN)).unwrap_err();
     }
 }

@@ -205,6 +205,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     let mut summary = Summary {
         steps: done.unwrap_or(0),
+        new_steps: 0,
         loss: None,
         validation_loss: None,
         bytes_per_token,
@@ -237,7 +238,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             routing::monitor(&mut run.engine, &record.routing);
             record.rank_memory_bytes = changes.of(std::mem::take(&mut record.rank_memory_bytes));
         }
-        (summary.steps, summary.loss) = (step, Some(record.loss));
+        (summary.steps, summary.new_steps) = (step, summary.new_steps + 1);
+        summary.loss = record.measured_loss().or(summary.loss);
         let verdict = health.judge(&record);
         if let Some(records) = records.as_mut().filter(|_| observed) {
             let begin = Instant::now();
@@ -253,8 +255,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         let last = step == recipe.steps || asked.is_some();
         let due = recipe.eval.every > 0 && step.is_multiple_of(recipe.eval.every);
         let at_end = last && summary.ending != Ending::Left && !job.is_experiment;
-        if (due || at_end) && run.sequences.count(Split::Validation) > 0 {
-            let record = run.evaluate(step)?;
+        if (due || at_end)
+            && run.sequences.count(Split::Validation) > 0
+            && let Some(record) = run.evaluate(step)?
+        {
             summary.validation_loss = Some(record.loss);
             if due {
                 run.engine.observe_metric(f64::from(record.loss));

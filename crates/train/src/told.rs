@@ -13,15 +13,18 @@ use ferrospeed_tensor::memory::MemoryUsage;
 
 use crate::error::Result;
 
-/// The loss, two requests, four times, and bytes by category and together.
-const NUMBERS: usize = 3 + 4 + Category::ALL.len() + 1;
+/// The loss and its weight, two requests, four times, and bytes by category and together.
+const NUMBERS: usize = 4 + 4 + Category::ALL.len() + 1;
 /// Memory of ranks is told again where it is another by more than this share.
 const CHANGED_SHARE: f64 = 0.01;
 
 /// What one rank says.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Own {
+    /// Of its micro-batches that have something to predict.
     pub(crate) loss: f32,
+    /// How many of all its micro-batches those are.
+    pub(crate) share: f32,
     /// Whether to finish early, and whether to leave at once.
     pub(crate) requests: [bool; 2],
     pub(crate) times: StepTimes,
@@ -31,8 +34,8 @@ pub(crate) struct Own {
 /// What all ranks said.
 #[derive(Debug, Clone)]
 pub(crate) struct Told {
-    /// The mean, added up in the order of ranks.
-    pub(crate) loss: f32,
+    /// The mean over micro-batches that have something to predict, added up in the order of ranks; none where none has.
+    pub(crate) loss: Option<f32>,
     /// Whether any rank asked for it.
     pub(crate) requests: [bool; 2],
     /// In the order of ranks; none where there is one.
@@ -57,8 +60,9 @@ fn by_name(categories: [u64; Category::ALL.len()], total: u64) -> RankMemory {
 /// All ranks call it together.
 pub(crate) fn tell(group: &Group, own: Own) -> Result<Told> {
     let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
-    let Own { loss, requests: [finish, leave], times, memory } = own;
-    let mut numbers = vec![f64::from(loss), f64::from(u8::from(finish)), f64::from(u8::from(leave))];
+    let Own { loss, share, requests: [finish, leave], times, memory } = own;
+    let mut numbers =
+        vec![loss.into(), share.into(), f64::from(u8::from(finish)), f64::from(u8::from(leave))];
     numbers.extend([times.forward, times.backward_inner, times.backward_allreduce, times.step].map(ms));
     // Whole numbers up to 2⁵³ are themselves.
     numbers.extend(Category::ALL.map(|category| memory.peak(category) as f64));
@@ -70,20 +74,22 @@ pub(crate) fn tell(group: &Group, own: Own) -> Result<Told> {
 
 fn of_ranks(all: &[f64]) -> Told {
     let ranks: Vec<&[f64]> = all.chunks_exact(NUMBERS).collect();
-    let sum = ranks.iter().map(|rank| rank[0] as f32).reduce(|sum, loss| sum + loss).unwrap_or(f32::NAN);
+    // Where every micro-batch counts, shares are 1 and leave the bits of losses as they are.
+    let weighted = ranks.iter().map(|rank| [rank[0] as f32 * rank[1] as f32, rank[1] as f32]);
+    let [sum, shares] = weighted.fold([0.0; 2], |sums, rank| [sums[0] + rank[0], sums[1] + rank[1]]);
     let times = |rank: &&[f64]| RankTimes {
-        forward_ms: rank[3],
-        backward_ms: rank[4],
-        wait_ms: rank[5],
-        optimizer_ms: rank[6],
+        forward_ms: rank[4],
+        backward_ms: rank[5],
+        wait_ms: rank[6],
+        optimizer_ms: rank[7],
     };
     let memory = |rank: &&[f64]| {
-        by_name(std::array::from_fn(|category| rank[7 + category] as u64), rank[NUMBERS - 1] as u64)
+        by_name(std::array::from_fn(|category| rank[8 + category] as u64), rank[NUMBERS - 1] as u64)
     };
     let several = if ranks.len() > 1 { &ranks[..] } else { &[] };
     Told {
-        loss: sum / ranks.len() as f32,
-        requests: [1, 2].map(|place| ranks.iter().any(|rank| rank[place] > 0.0)),
+        loss: (shares > 0.0).then(|| sum / shares),
+        requests: [2, 3].map(|place| ranks.iter().any(|rank| rank[place] > 0.0)),
         times: several.iter().map(times).collect(),
         memory: several.iter().map(memory).collect(),
     }
@@ -119,7 +125,7 @@ mod tests {
     use super::*;
 
     fn said(loss: f64, leave: f64, wait: f64) -> Vec<f64> {
-        let mut numbers = vec![loss, 0.0, leave, 1.0, 2.0, wait, 4.0];
+        let mut numbers = vec![loss, 1.0, 0.0, leave, 1.0, 2.0, wait, 4.0];
         numbers.extend([10.0, 20.0, 30.0, 40.0, 50.0, 120.0]);
         numbers
     }
@@ -127,11 +133,24 @@ mod tests {
     #[test]
     fn a_step_is_told_once_for_all_who_want_to_know() {
         let told = of_ranks(&[said(1.5, 0.0, 0.0), said(2.0, 1.0, 3.0)].concat());
-        assert_eq!((told.loss, told.requests), (1.75, [false, true]));
+        assert_eq!((told.loss, told.requests), (Some(1.75), [false, true]));
         assert_eq!(told.times[1].wait_ms, 3.0);
         assert_eq!((told.memory[0]["parameters"], told.memory[0]["total"]), (10, 120));
         let alone = of_ranks(&said(f64::NAN, 0.0, 0.0));
-        assert!(alone.loss.is_nan() && alone.times.is_empty() && alone.memory.is_empty());
+        assert!(alone.loss.is_some_and(f32::is_nan) && alone.times.is_empty() && alone.memory.is_empty());
+    }
+
+    #[test]
+    fn micro_batches_without_anything_to_predict_do_not_count_in_the_mean() {
+        let sharing = |loss: f64, share: f64| {
+            let mut numbers = said(loss, 0.0, 0.0);
+            numbers[1] = share;
+            numbers
+        };
+        // A rank with both of its micro-batches, one with half of them, and one with none.
+        let told = of_ranks(&[sharing(3.0, 1.0), sharing(6.0, 0.5), sharing(0.0, 0.0)].concat());
+        assert_eq!(told.loss, Some(4.0));
+        assert_eq!(of_ranks(&[sharing(0.0, 0.0), sharing(0.0, 0.0)].concat()).loss, None);
     }
 
     #[test]

@@ -338,16 +338,18 @@ fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder) -> String 
     let validation = summary.validation_loss.map_or(String::new(), |loss| {
         format!(", validation loss {loss:.4}{}", per_byte(loss).unwrap_or_default())
     });
-    let Some(loss) = summary.loss else {
+    if summary.new_steps == 0 {
         text.push_str(&format!(
             "\nall {} steps were taken before: nothing is left to do; --set steps=N, with a larger N, goes on\nweights  {}\n",
             summary.steps,
             folder.model().display()
         ));
         return text;
-    };
+    }
+    let loss =
+        summary.loss.map_or("none, nothing was to be predicted".to_owned(), |loss| format!("{loss:.4}"));
     text.push_str(&format!(
-        "\n{how} {} steps in {:.1} s: loss {loss:.4}{validation}; logs, progress and report took {:.2} % of it\nreport   {}\nlog      {}\n",
+        "\n{how} {} steps in {:.1} s: loss {loss}{validation}; logs, progress and report took {:.2} % of it\nreport   {}\nlog      {}\n",
         summary.steps,
         summary.seconds,
         100.0 * summary.observing_seconds / summary.seconds.max(f64::MIN_POSITIVE),

@@ -62,12 +62,16 @@ impl Block {
 
     /// Says whether it was the last one.
     pub(super) fn step(&mut self, record: &StepRecord) -> bool {
-        if self.last_count == 0 || self.last_count == self.merged {
-            self.losses.push(record.loss);
-            self.last_count = 1;
-        } else if let Some(last) = self.losses.last_mut() {
-            self.last_count += 1;
-            *last += (record.loss - *last) / self.last_count as f32;
+        match (record.measured_loss(), self.losses.last_mut()) {
+            (Some(loss), Some(last)) if (1..self.merged).contains(&self.last_count) => {
+                self.last_count += 1;
+                *last += (loss - *last) / self.last_count as f32;
+            }
+            (Some(loss), _) => {
+                self.losses.push(loss);
+                self.last_count = 1;
+            }
+            (None, _) => {}
         }
         if self.losses.len() > MOST_LOSSES {
             self.losses = self.losses.chunks(2).map(mean).collect();
@@ -149,7 +153,8 @@ impl Block {
     }
 
     fn loss(&self, last: &StepRecord, width: usize) -> Line {
-        let mut line = Line::default().add("loss ").paint(Colour::Bold, &format!("{:.4}", last.loss));
+        let shown = last.measured_loss().map_or("none".to_owned(), |loss| format!("{loss:.4}"));
+        let mut line = Line::default().add("loss ").paint(Colour::Bold, &shown);
         if let Some(validation) = self.validation {
             line = line.add(&format!("  validation {validation:.4}"));
         }
@@ -306,6 +311,7 @@ mod tests {
         StepRecord {
             step,
             loss,
+            no_targets: false,
             lr: 1.5e-3,
             grad_norm: Some(0.5),
             tokens: step * 100,

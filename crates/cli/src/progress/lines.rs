@@ -65,11 +65,12 @@ impl Progress for Lines {
         let norm = record.grad_norm.map_or("skipped".to_owned(), |norm| format!("{norm:.3}"));
         let left = (self.steps - record.step) as f64 * record.step_ms / 1e3;
         let memory = record.memory_bytes.get("total").copied().unwrap_or(0) as f64 / f64::from(1 << 20);
+        let loss =
+            record.measured_loss().map_or("none, nothing to predict".to_owned(), |loss| format!("{loss:.4}"));
         let text = format!(
-            "step {:>5}/{}  loss {:.4}  lr {:.2e}  norm {norm}  {:.0} tokens/s  {:.1} GFLOP/s ({:.0} % of peak)  {memory:.0} MiB  {left:.0} s left",
+            "step {:>5}/{}  loss {loss}  lr {:.2e}  norm {norm}  {:.0} tokens/s  {:.1} GFLOP/s ({:.0} % of peak)  {memory:.0} MiB  {left:.0} s left",
             record.step,
             self.steps,
-            record.loss,
             record.lr,
             record.tokens_per_s,
             record.flops_per_s / 1e9,

@@ -15,13 +15,13 @@ type MakeSchedule = fn(Kind, usize, usize) -> Result<Schedule, PipelineError>;
 
 impl Engine {
     /// One step: as many micro-batches as a step accumulates go through all stages and back, and the weights are updated.
-    /// Returns the mean loss over micro-batches and ranks, which is the same on all, and what became of the step. All
-    /// ranks call it together; `batch` is asked for each micro-batch of this rank's data once, in order, on every stage
+    /// Returns the mean loss over ranks and over micro-batches that have something to predict ([`Stages::has_targets`]; 0
+    /// where none has), which is the same on all, and what became of the step. All ranks call it together; `batch` is asked for each micro-batch of this rank's data once, in order, on every stage
     /// alike.
     pub fn train_batch<M: Stages, E: From<EngineError>>(
         &mut self,
         model: &M,
-        batch: impl FnMut(usize) -> Result<M::Batch, E>,
+        mut batch: impl FnMut(usize) -> Result<M::Batch, E>,
     ) -> Result<(f32, StepReport), E> {
         self.check_whole("train_batch")?;
         self.train();
@@ -30,13 +30,20 @@ impl Engine {
         self.throughput.begin();
         let schedule: MakeSchedule =
             |kind, stages, micro| Ok(Schedule::new(kind, stages, micro)?.sending_at_once());
-        let losses = self.run_batch(schedule, model, Asked::Loss, micro_batches, batch)?.losses;
-        let loss = self.mean_loss(&losses)?;
+        let mut counts = Vec::with_capacity(micro_batches);
+        let noting = |micro: usize| {
+            let batch = batch(micro)?;
+            counts.push(model.has_targets(&batch));
+            Ok::<_, E>(batch)
+        };
+        let losses = self.run_batch(schedule, model, Asked::Loss, micro_batches, noting)?.losses;
+        let loss = self.mean_loss(&losses, &counts)?;
         // A schedule that follows the loss follows that of all ranks.
-        self.losses = (f64::from(loss) * micro_batches as f64, micro_batches as u64);
+        self.losses =
+            loss.map_or((0.0, 0), |loss| (f64::from(loss) * micro_batches as f64, micro_batches as u64));
         self.micro_steps = first + micro_batches as u64 - 1;
         let report = self.end_micro_batch()?;
-        Ok((loss, report))
+        Ok((loss.unwrap_or(0.0), report))
     }
 
     /// The mean loss of some micro-batches over them and over ranks, without gradients, on every rank. All ranks call it
@@ -48,7 +55,8 @@ impl Engine {
         batch: impl FnMut(usize) -> Result<M::Batch, E>,
     ) -> Result<f32, E> {
         let losses = self.eval_losses(model, micro_batches, batch)?;
-        Ok(self.mean_loss(&losses)?)
+        let counts = vec![true; losses.len()];
+        Ok(self.mean_loss(&losses, &counts)?.unwrap_or(0.0))
     }
 
     /// The loss of each micro-batch of this rank's data, known on all of its stages. All ranks call it together.
@@ -96,11 +104,17 @@ impl Engine {
         self.pipeline.as_ref().map(|pipeline| &pipeline.times)
     }
 
-    /// The mean over micro-batches and over the ranks that see different data.
-    fn mean_loss(&self, losses: &[f32]) -> Result<f32> {
-        let mut mean = [losses.iter().sum::<f32>() / losses.len().max(1) as f32];
-        self.store.sharding().shard.all_reduce(&mut mean, ReduceOp::Avg)?;
-        Ok(mean[0])
+    /// The mean over the micro-batches that count, of all ranks that see different data; none where none counts.
+    fn mean_loss(&self, losses: &[f32], counts: &[bool]) -> Result<Option<f32>> {
+        let counted: Vec<f32> =
+            losses.iter().zip(counts).filter(|(_, counts)| **counts).map(|(loss, _)| *loss).collect();
+        let share = counted.len() as f32 / losses.len().max(1) as f32;
+        let mean = counted.iter().sum::<f32>() / counted.len().max(1) as f32;
+        // Where every micro-batch counts, shares are 1 and leave the bits of losses as they are.
+        let mut weighted = [mean * share, share];
+        self.store.sharding().shard.all_reduce(&mut weighted, ReduceOp::Avg)?;
+        let [sum, share] = weighted;
+        Ok((share > 0.0).then(|| sum / share))
     }
 
     /// Follows the schedule that `make` gives.

@@ -2,7 +2,19 @@
 
 use ferrospeed_tensor::{DType, Tensor, ops};
 
+use super::Tokens;
 use crate::error::{ModelError, Result};
+
+impl Tokens {
+    /// How many of them are predicted: all but the first of each sequence or document. Labels may leave out more.
+    pub fn predicted(&self) -> usize {
+        let texts: usize = match &self.documents {
+            Some(documents) => documents.iter().map(|borders| borders.len().saturating_sub(1)).sum(),
+            None => self.ids.sizes().first().copied().unwrap_or(0),
+        };
+        self.ids.numel().saturating_sub(texts)
+    }
+}
 
 /// What each token of `labels [sequences, tokens]` should predict: the next one, and the last of a sequence, or of each of
 /// the documents in it, nothing.

@@ -117,6 +117,10 @@ impl Stages for Decoder {
         self.run_range(range, tokens, carried, mode, logits).map_err(into_tensor_error)
     }
 
+    fn has_targets(&self, (tokens, _): &Labelled) -> bool {
+        tokens.predicted() > 0
+    }
+
     fn carries_alike(&self) -> bool {
         self.slices.as_ref().is_some_and(|slices| slices.between() == Between::AllTokens)
     }

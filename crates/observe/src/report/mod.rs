@@ -118,7 +118,7 @@ fn push_charts(page: &mut String, steps: &[&StepRecord], evals: &[&EvalRecord]) 
         evals.iter().map(|record| (record.step as f64, record.loss.into())).collect();
     let dotted = validation.len() <= 100;
     let validation = Line { name: "validation", points: validation, dotted };
-    let losses = [line("training", |record| Some(record.loss.into())), validation];
+    let losses = [line("training", |record| record.measured_loss().map(f64::from)), validation];
     page.push_str(&chart::lines(&heading("Loss", Unit::Plain), &losses, &skipped, false));
     let others: [(_, _, _, Value); 3] = [
         ("Learning rate", Unit::Plain, "learning rate", |record| Some(record.lr)),

@@ -19,8 +19,15 @@ pub(crate) fn tiles(steps: &[&StepRecord], evals: &[&EvalRecord]) -> Vec<Tile> {
         let skipped = steps.iter().filter(|record| record.skipped).count();
         let remark = if skipped == 0 { String::new() } else { format!("{skipped} skipped") };
         tiles.push(tile("Steps", last.step.to_string(), remark));
-        let first = format!("from {}", Unit::Plain.show(steps[0].loss.into()));
-        tiles.push(tile("Training loss", Unit::Plain.show(last.loss.into()), first));
+    }
+    let mut losses = steps.iter().filter_map(|record| record.measured_loss());
+    if let Some(first) = losses.next() {
+        let remark = format!("from {}", Unit::Plain.show(first.into()));
+        tiles.push(tile(
+            "Training loss",
+            Unit::Plain.show(losses.next_back().unwrap_or(first).into()),
+            remark,
+        ));
     }
     if let Some(last) = evals.last() {
         let best =

@@ -99,7 +99,7 @@ impl WatchedRun {
             "eta_s": eta_s(&steps, about["steps"].as_u64(), state),
             "tiles": tiles,
             "curves": {
-                "loss": curve(&steps, |record| Some(record.loss.into())),
+                "loss": curve(&steps, |record| record.measured_loss().map(f64::from)),
                 "validation": points(evals.iter().map(|record| (record.step as f64, f64::from(record.loss))).collect()),
                 "lr": curve(&steps, |record| Some(record.lr)),
                 "tokens_per_s": curve(&steps, |record| Some(record.tokens_per_s)),

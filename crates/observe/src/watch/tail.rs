@@ -43,7 +43,8 @@ fn jumps(loss: f32, other: f32) -> bool {
 
 impl Logged for StepRecord {
     fn stands_out_from(&self, other: &StepRecord) -> bool {
-        self.skipped || jumps(self.loss, other.loss)
+        let jumped = |loss| other.measured_loss().is_none_or(|other| jumps(loss, other));
+        self.skipped || self.measured_loss().is_some_and(jumped)
     }
 
     fn inherit(&mut self, left_out: StepRecord) {

@@ -61,7 +61,9 @@ impl RunInfo {
 pub struct Summary {
     /// Steps taken.
     pub steps: u64,
-    /// The last step's loss; none where all steps had been taken before.
+    /// Of these, those that were taken now; all may have been taken before.
+    pub new_steps: u64,
+    /// The loss of the last new step that has one.
     pub loss: Option<f32>,
     /// The last validation's loss.
     pub validation_loss: Option<f32>,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use ferrospeed_comm::{ASKED_FOR, ReduceOp};
 use ferrospeed_data::{Sampler, Split};
-use ferrospeed_engine::StepReport;
+use ferrospeed_engine::{BackwardOptions, StepReport};
 use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_observe::trace::Activity;
 use ferrospeed_observe::{EvalRecord, StepRecord};
@@ -128,19 +128,21 @@ impl Run<'_> {
             batches.push(self.batch(Split::Train, indices, length)?);
         }
         self.engine.trace(Activity::Files, "data", reading);
+        let share = share_with_targets(&batches);
         let (loss, report) = self.train_on(batches)?;
         self.tell_checkpoint_times();
         self.position.samples += self.engine.train_batch_size();
         let tokens = self.engine.train_batch_size() * length;
         self.tokens += tokens;
         let (memory, times) = (device.memory_usage(), self.engine.last_step_times());
-        let own = Own { loss, requests: requests.asked(), times, memory };
+        let own = Own { loss, share, requests: requests.asked(), times, memory };
         let told = told::tell(&self.engine.world().group(), own)?;
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {
             step,
             // Stages have agreed on it, and averaging equal numbers may round.
-            loss: if self.engine.stage().1 > 1 { loss } else { told.loss },
+            loss: told.loss.map_or(f32::NAN, |told| if self.engine.stage().1 > 1 { loss } else { told }),
+            no_targets: told.loss.is_none(),
             lr,
             grad_norm: match report {
                 StepReport::Applied { grad_norm } => Some(grad_norm),
@@ -184,7 +186,8 @@ impl Run<'_> {
         }
     }
 
-    /// Takes a step on some micro-batches; returns their mean loss, of this rank's or of all, and what became of it.
+    /// Takes a step on some micro-batches; returns the mean loss of those that have something to predict, of this rank's or of
+    /// all (0 where none has), and what became of it.
     fn train_on(&mut self, batches: Vec<Tokens>) -> Result<(f32, StepReport)> {
         let model: &Decoder = &self.model;
         if self.engine.stage().1 > 1 {
@@ -192,18 +195,22 @@ impl Run<'_> {
                 |micro: usize| Ok::<_, TrainError>((batches[micro].clone(), batches[micro].ids.clone()));
             return self.engine.train_batch(model, labelled);
         }
-        let (mut sum, mut report) = (0.0, StepReport::Accumulating);
+        let (mut sum, mut counted, mut report) = (0.0, 0u32, StepReport::Accumulating);
         for (micro, tokens) in batches.iter().enumerate() {
             if micro == 0 {
                 let loss = |mode| -> Result<Tensor> { Ok(model.loss(tokens, &tokens.ids, mode)?) };
                 self.engine.update_eigenvalues(loss)?;
             }
             let loss = self.engine.forward(|mode| model.loss(tokens, &tokens.ids, mode))?;
-            sum += loss.item()?;
-            self.engine.backward(&loss)?;
+            let counts_in_mean = tokens.predicted() > 0;
+            if counts_in_mean {
+                sum += loss.item()?;
+                counted += 1;
+            }
+            self.engine.backward_with(&loss, BackwardOptions { counts_in_mean, ..Default::default() })?;
             report = self.engine.step()?;
         }
-        Ok((sum / batches.len() as f32, report))
+        Ok((sum / counted.max(1) as f32, report))
     }
 
     /// The loss of some tokens, without gradients.
@@ -216,8 +223,8 @@ impl Run<'_> {
         Ok(self.engine.forward(|mode| model.loss(tokens, &tokens.ids, mode))?.item()?)
     }
 
-    /// The mean loss over the tokens of validation sequences that are predicted. Ranks share the sequences out.
-    pub(super) fn evaluate(&mut self, step: u64) -> Result<EvalRecord> {
+    /// The mean loss over the tokens of validation sequences that are predicted, if any are. Ranks share the sequences out.
+    pub(super) fn evaluate(&mut self, step: u64) -> Result<Option<EvalRecord>> {
         let available = self.sequences.count(Split::Validation);
         let count = if self.recipe.eval.sequences == 0 {
             available
@@ -236,7 +243,7 @@ impl Run<'_> {
             let counts = !own.is_empty();
             let indices = if counts { own } else { vec![0] };
             let tokens = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
-            let counted = if counts { predicted(&tokens) as f64 } else { 0.0 };
+            let counted = if counts { tokens.predicted() as f64 } else { 0.0 };
             sums[0] += f64::from(self.loss_of(&tokens)?) * counted;
             sums[1] += counted;
         }
@@ -245,7 +252,7 @@ impl Run<'_> {
         // Ranks that share samples have each counted them.
         let alike = (self.engine.world().size() as u64 / ranks).max(1);
         let tokens = sums[1] as u64 / alike;
-        Ok(EvalRecord { step, loss: (sums[0] / sums[1].max(1.0)) as f32, tokens })
+        Ok((tokens > 0).then(|| EvalRecord { step, loss: (sums[0] / sums[1]) as f32, tokens }))
     }
 
     /// How many tokens a sample and its prompt may have, and what allows no more.
@@ -327,11 +334,7 @@ impl Run<'_> {
     }
 }
 
-/// How many tokens are predicted: all but the first of each sequence or document.
-fn predicted(tokens: &Tokens) -> usize {
-    let texts = match &tokens.documents {
-        Some(documents) => documents.iter().map(|borders| borders.len() - 1).sum(),
-        None => tokens.ids.sizes()[0],
-    };
-    tokens.ids.numel() - texts
+/// How many of some micro-batches have something to predict, of all.
+fn share_with_targets(batches: &[Tokens]) -> f32 {
+    batches.iter().filter(|tokens| tokens.predicted() > 0).count() as f32 / batches.len().max(1) as f32
 }
