@@ -11,14 +11,17 @@ pub(crate) enum Failure {
     Usage(String),
     /// The command was right but could not be carried out: exit code 1.
     Run(String),
+    /// The command ended as it was told to, before it had done anything: an exit code of its own.
+    Stopped(u8, String),
 }
 
 impl Failure {
     /// The failure whose exit code this is.
     pub(crate) fn with_code(code: u8, text: String) -> Failure {
         match code {
+            1 => Failure::Run(text),
             2 => Failure::Usage(text),
-            _ => Failure::Run(text),
+            code => Failure::Stopped(code, text),
         }
     }
 
@@ -26,6 +29,7 @@ impl Failure {
         match self {
             Failure::Usage(_) => 2,
             Failure::Run(_) => 1,
+            Failure::Stopped(code, _) => *code,
         }
     }
 }
@@ -33,7 +37,7 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Failure::Usage(text) | Failure::Run(text) => out.write_str(text),
+            Failure::Usage(text) | Failure::Run(text) | Failure::Stopped(_, text) => out.write_str(text),
         }
     }
 }

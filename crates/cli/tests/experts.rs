@@ -268,7 +268,9 @@ fn a_plan_counts_the_experts_of_a_rank() {
         (planned(&[&[&run[..]], &stage[..]].concat()), planned(&[&[&spread[..]], &stage[..]].concat()));
     assert_eq!(bytes(&whole, 0), bytes(&spread, 0));
     let refused = support::stderr(&output(&[&run, "--ep", "3"]));
-    assert!(refused.contains("experts on 3 ranks need a multiple of as many"), "{refused}");
+    assert!(refused.contains("8 experts cannot be shared by 3 ranks alike"), "{refused}");
+    let refused = support::stderr(&output(&[&run, "--ep", "8"]));
+    assert!(refused.contains("experts on 8 ranks need a multiple of as many"), "{refused}");
 }
 
 #[test]
@@ -293,4 +295,22 @@ fn what_cannot_be_spread_is_told_before_any_rank_starts() {
     });
     std::fs::write(place.0.path().join("config.json"), dense.to_string()).unwrap();
     refused(&["--ep", "2"], "a llama has no experts to spread over 2 ranks");
+}
+
+/// A run of one step has no step 1, which is the default: its only one is profiled.
+#[test]
+fn a_profile_counts_all_experts_wherever_they_are() {
+    let place = Workplace::new("mixtral");
+    let params = |name: &str, more: &[&str]| -> String {
+        let more = [&["--set", "steps=1", "--set", "flops_profiler.enabled=true"][..], more].concat();
+        let report = std::fs::read_to_string(place.train(name, &more).join("profile.txt")).unwrap();
+        let line = report.lines().find(|line| line.starts_with("params of model")).unwrap_or_default();
+        line.rsplit(':').next().unwrap_or_default().trim().to_owned()
+    };
+    let whole = params("whole", &["-n", "2"]);
+    // Two tables of 256 × 32, and two layers of which the experts are 8 × 3 × 32 × 48.
+    assert_eq!(whole, "96.93 K");
+    assert_eq!(params("spread", &["-n", "2", "--ep", "2"]), whole);
+    let stages = ["-n", "4", "--ep", "2", "--pp", "2", "--set", "zero_optimization.stage=1"];
+    assert_eq!(params("staged", &stages), whole);
 }

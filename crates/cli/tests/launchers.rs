@@ -306,7 +306,10 @@ fn ranks_that_a_signal_ends_while_they_meet_leave_no_file_behind() {
         let names = inside.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         names.filter(|name| name.starts_with("meeting-")).collect()
     };
-    for signal in [libc::SIGTERM, libc::SIGINT] {
+    // Ranks of our own launcher, which knows what the codes mean, give that of a run that has stopped.
+    for (signal, code) in
+        [(libc::SIGTERM, None), (libc::SIGINT, None), (libc::SIGTERM, Some(75)), (libc::SIGINT, Some(130))]
+    {
         // Rank 1 never comes.
         let mut command = rank_of_two("0", folder.path(), &port);
         take_signals(&mut command)
@@ -314,12 +317,18 @@ fn ranks_that_a_signal_ends_while_they_meet_leave_no_file_behind() {
             .env("DEEPSPEED_TIMEOUT", "1")
             .stdout(Stdio::null())
             .stderr(Stdio::null());
+        if code.is_some() {
+            command.env("FERROSPEED_TRAIN_LOOKED_AHEAD", "1");
+        }
         let mut rank = command.spawn().unwrap();
         wait_until("rank 0 to wait for others", || !left().is_empty());
         // SAFETY: the process is a child of this one that nobody has waited for.
         assert_eq!(unsafe { libc::kill(rank.id() as i32, signal) }, 0);
         let status = support::wait_for(&mut rank);
-        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(signal));
+        match code {
+            Some(code) => assert_eq!(status.code(), Some(code)),
+            None => assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(signal)),
+        }
         assert_eq!(left(), Vec::<String>::new());
     }
 }

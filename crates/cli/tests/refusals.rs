@@ -210,9 +210,16 @@ fn a_disk_that_cannot_be_written_to_is_told_before_a_rank_begins() {
         assert!(!folder.path().join("out").exists());
     }
     // A folder that is not there may be on the machine that the configuration is for.
-    std::fs::write(at("recipe.toml"), offloading(folder.path(), Path::new("/proc/nowhere/disk"))).unwrap();
-    let output = ferrospeed(&["config", "check", &at("recipe.toml")]);
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    for words in ["config check", "plan"] {
+        let script = format!(
+            "mount -t tmpfs -o ro tmpfs {} && exec {} {words} {}",
+            at("disk"),
+            env!("CARGO_BIN_EXE_ferrospeed"),
+            at("recipe.toml")
+        );
+        let output = output_of(Command::new("unshare").args(["-rm", "sh", "-c", &script]));
+        assert!(!stderr(&output).contains("disk/new"), "{words}: {}", stderr(&output));
+    }
 }
 
 #[test]

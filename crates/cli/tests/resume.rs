@@ -264,3 +264,24 @@ fn a_signal_saves_at_the_end_of_the_step_and_gives_its_own_code() {
         }
     }
 }
+
+/// Ranks that have not met yet have lost nothing: whoever requeues on the code of a saved run may do so here.
+#[test]
+fn a_signal_while_ranks_meet_gives_the_code_of_a_run_that_goes_on() {
+    let place = Workplace::new();
+    place.train("stopped", &["--set", "steps=1"]);
+    let logs = place.run("stopped").join("logs");
+    let count = || std::fs::read_dir(&logs).map_or(0, |entries| entries.count());
+    for (delay_ms, name, code) in [(0, "TERM", 75), (10, "INT", 130), (20, "TERM", 75), (40, "TERM", 75)] {
+        let before = count();
+        let child = place.start("stopped", &["--resume"]);
+        wait_until("ranks", || count() > before);
+        // Wherever it falls, the end is the same.
+        std::thread::sleep(std::time::Duration::from_millis(delay_ms));
+        signal(&child.id().to_string(), name);
+        let output = support::finish(child);
+        let said = format!("{delay_ms} ms, {name}:\n{}\n{}", stdout(&output), stderr(&output));
+        assert_eq!(output.status.code(), Some(code), "{said}");
+        assert!(!stderr(&output).contains("before they had saved"), "{said}");
+    }
+}

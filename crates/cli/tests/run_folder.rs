@@ -213,7 +213,8 @@ fn a_run_that_is_stopped_at_once_gives_back_the_one_that_it_would_replace() {
                 place.train_well(&["--overwrite"]);
                 return false;
             }
-            assert!(!ended.success(), "{said}");
+            assert_eq!(ended.code(), Some(if signal == libc::SIGINT { 130 } else { 75 }), "{said}");
+            assert_eq!(said.matches("told to stop before").count(), 1, "{said}");
             assert_eq!(losses(&run), before, "{said}");
             assert!(run.join("model/model.safetensors").exists() && !run.join(".replaced").exists());
             true
@@ -355,5 +356,76 @@ fn a_log_that_is_no_plain_file_is_refused_at_once() {
         assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
         assert!(stderr(&output).contains("is no plain file"), "{}", stderr(&output));
         std::fs::remove_file(out.join("eval.jsonl")).unwrap();
+    }
+}
+
+#[test]
+fn a_run_has_no_folder_among_the_files_of_another() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    for inside in ["runs/small/checkpoints", "runs/small/model/deeper", "runs/small/checkpoints/step2/x"] {
+        for more in [&[][..], &["--resume"], &["--overwrite"]] {
+            let refused = place.train(&[&["--out", inside], more].concat());
+            assert_eq!(refused.status.code(), Some(2), "{inside}: {}", stderr(&refused));
+            let why = "lies among the files of the run in";
+            assert!(stderr(&refused).contains(why), "{inside}: {}", stderr(&refused));
+        }
+    }
+    place.train_well(&["--out", "runs/small/another"]);
+    place.train_well(&["--overwrite"]);
+    assert!(
+        place.run_folder("small/another/log.jsonl").exists(),
+        "what is beside a run's files is not its own"
+    );
+}
+
+#[test]
+fn a_run_that_has_no_weights_yet_has_no_folder_for_them() {
+    let place = Workplace::new();
+    let run = place.run_folder("small");
+    let stopped = place.command(&["--set", "steps=1000000"]).stdout(Stdio::null()).spawn().unwrap();
+    wait_until("a step", || run.join("log.jsonl").metadata().is_ok_and(|log| log.len() > 0));
+    // SAFETY: the process is ours and was not waited for.
+    unsafe { libc::kill(stopped.id() as i32, libc::SIGTERM) };
+    assert_eq!(finish(stopped).status.code(), Some(75));
+    assert!(run.join("checkpoints").is_dir() && !run.join("model").exists());
+    place.train_well(&["--resume"]);
+    assert!(run.join("model/model.safetensors").exists());
+}
+
+/// A pipe without another end would be waited for.
+#[test]
+fn pipes_in_the_place_of_a_runs_files_keep_nobody_waiting() {
+    fn files_of(folder: &Path) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        entries.flat_map(|path| if path.is_dir() { files_of(&path) } else { vec![path] }).collect()
+    }
+    let place = Workplace::new();
+    let sample = ["--set", "sample={\"prompt\": \"a\", \"tokens\": 4}"];
+    place.train_well(&sample);
+    let run = place.run_folder("small");
+    let aside = place.0.path().join("aside");
+    let copy = |from: &Path, to: &Path| {
+        let _ = std::fs::remove_dir_all(to);
+        assert!(Command::new("cp").arg("-a").args([from, to]).status().unwrap().success());
+    };
+    copy(&run, &aside);
+    let mut refused = Vec::new();
+    for file in files_of(&run) {
+        std::fs::remove_file(&file).unwrap();
+        assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
+        // It comes to an end, or the test is over.
+        let output = place.train(&[&["--resume", "--set", "steps=8"][..], &sample].concat());
+        let name = file.strip_prefix(&run).unwrap().display().to_string();
+        if !output.status.success() {
+            let said = stderr(&output);
+            let file_name = file.file_name().unwrap().to_str().unwrap();
+            assert!(said.contains(file_name) && said.contains("pipe"), "{name}: {said}");
+            refused.push(name);
+        }
+        copy(&aside, &run);
+    }
+    for needed in ["config/run.json", "log.jsonl", "config/recipe.toml", ".ferrospeed.lock"] {
+        assert!(refused.iter().any(|name| name == needed), "{needed} was written to: {refused:?}");
     }
 }

@@ -165,3 +165,28 @@ fn another_writer_in_the_folder_is_refused_and_named() {
     assert!(stderr(&second).contains("another job is writing a checkpoint here"), "{}", stderr(&second));
     assert_eq!(names(&place.checkpoints()), before);
 }
+
+#[test]
+fn what_does_not_fit_on_a_disk_leaves_nothing_there() {
+    let place = Workplace::new();
+    assert!(place.ferrospeed(&["train", "recipe.toml"]).status.success());
+    let exported = place.ferrospeed(&["checkpoint", "export-deepspeed", "runs/small/checkpoints", "theirs"]);
+    assert!(exported.status.success(), "{}", stderr(&exported));
+    std::fs::create_dir(place.0.path().join("disk")).unwrap();
+    let script = r#"
+        mount -t tmpfs -o size=64k tmpfs disk
+        dd if=/dev/zero of=disk/other bs=4k count=15 2> /dev/null
+        echo kept > disk/kept
+        for output in disk/ours disk/deep/er/ours; do
+            ! "$FERROSPEED" checkpoint import-deepspeed theirs "$output" || exit 9
+        done
+        for output in disk/profile.txt disk/kept; do
+            ! "$FERROSPEED" profile runs/small/model --detailed --output "$output" || exit 9
+        done
+        ls -A disk
+        cat disk/kept
+    "#;
+    let Some(output) = place.with_mounts(script) else { return };
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(stdout(&output), "kept\nother\nkept\n", "{}", stderr(&output));
+}

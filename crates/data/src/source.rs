@@ -92,8 +92,8 @@ impl Source {
         other
     }
 
-    /// The named files and folders that do not exist.
-    pub fn missing(&self) -> Vec<PathBuf> {
+    /// What is named and is neither a file nor a folder, one line each.
+    pub fn unusable(&self) -> Vec<String> {
         let named = match self {
             Source::Text { paths, .. }
             | Source::JsonLines { paths, .. }
@@ -106,7 +106,15 @@ impl Source {
                 .collect(),
             Source::Synthetic { .. } => Vec::new(),
         };
-        named.into_iter().filter(|path| !path.exists()).collect()
+        let problem = |path: PathBuf| match path.metadata() {
+            Ok(found) if found.is_file() || found.is_dir() => None,
+            Ok(_) => Some(format!("{} is no plain file but a pipe, socket or device", path.display())),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                Some(format!("{} does not exist", path.display()))
+            }
+            Err(error) => Some(format!("{}: {error}", path.display())),
+        };
+        named.into_iter().filter_map(problem).collect()
     }
 
     /// Bytes of text that opening it reads, the first time; 0 where there is no text.

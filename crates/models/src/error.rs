@@ -31,6 +31,12 @@ pub enum ModelError {
         /// What is wrong and what would be right.
         why: String,
     },
+    /// Ranks cannot share the model as was asked.
+    #[error("{why}")]
+    Division {
+        /// What cannot be divided by how many, and what can.
+        why: String,
+    },
     /// Fields of `config.json` that this model type is not known to have.
     #[error(
         "config.json: not known for this model type: {}. The model may compute something else because of them, so it is not \

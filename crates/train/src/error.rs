@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::checkpoint::Ending;
+
 /// What can go wrong between a recipe and its run.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
@@ -50,7 +52,7 @@ pub enum TrainError {
     },
     /// A run that was to replace another was told to stop before it had begun.
     #[error("told to stop before its first step was done; nothing was trained")]
-    StoppedAtOnce,
+    StoppedAtOnce(Ending),
     /// Another run writes into the folder now.
     #[error(
         "{}: another run is writing here ({holder} holds .ferrospeed.lock); wait for it, or choose another --out",

@@ -129,6 +129,25 @@ impl RunFolder {
         self.log().exists() || has_entries(&self.model()) || has_entries(&self.checkpoints())
     }
 
+    /// The run in whose own files this folder lies, if it does: what that run removes or replaces would be another's.
+    pub fn enclosing_run(&self) -> Option<RunFolder> {
+        let inside = std::path::absolute(&self.0).ok()?;
+        // Links on the way are followed as far as folders are there.
+        let existing = inside.ancestors().find(|part| part.exists())?;
+        let inside = existing.canonicalize().ok()?.join(inside.strip_prefix(existing).ok()?);
+        let of_run = |part: &Path| {
+            let run = RunFolder::at(part.parent()?);
+            // A folder of checkpoints has such a lock too.
+            let begun = run.log().exists() || run.about().exists() || run.is_being_replaced();
+            let own = || {
+                let kept = [run.data(), run.replaced(), run.moving()];
+                run.left_by_run().into_iter().chain(kept).any(|own| own == part)
+            };
+            (begun && own()).then_some(run)
+        };
+        inside.ancestors().find_map(of_run)
+    }
+
     /// This folder, or the first of `NAME-2`, `NAME-3` … that holds no run.
     pub fn or_next_free(&self) -> RunFolder {
         let numbered = |number: u32| {
@@ -141,13 +160,14 @@ impl RunFolder {
     }
 
     /// What a run leaves here; texts that became tokens are not among it.
-    fn left_by_run(&self) -> [PathBuf; 12] {
+    fn left_by_run(&self) -> [PathBuf; 13] {
         [
             self.log(),
             self.eval(),
             self.sample(),
             self.report(),
             self.profile(),
+            self.roofline(),
             self.outcome(),
             self.config(),
             self.checkpoints(),
@@ -263,9 +283,9 @@ impl RunFolder {
         }
     }
 
-    /// Makes the folders.
+    /// Makes the folders that every run fills.
     pub fn create(&self) -> Result<()> {
-        for folder in [self.config(), self.model(), self.logs()] {
+        for folder in [self.config(), self.logs()] {
             std::fs::create_dir_all(&folder).map_err(TrainError::io(&folder))?;
         }
         Ok(())
@@ -330,12 +350,32 @@ mod tests {
     }
 
     #[test]
+    fn what_lies_among_a_runs_own_files_is_told() {
+        let place = tempfile::tempdir().unwrap();
+        let run = RunFolder::at(place.path().join("run"));
+        let at = |name: &str| RunFolder::at(run.path().join(name));
+        assert_eq!(at("checkpoints").enclosing_run(), None, "there is no run yet");
+        run.create().unwrap();
+        std::fs::write(run.about(), "{}").unwrap();
+        for inside in ["checkpoints", "model", "data/deep/er", ".replaced/x", "logs"] {
+            assert!(
+                at(inside).enclosing_run().is_some_and(|found| found.path().ends_with("run")),
+                "{inside}"
+            );
+        }
+        for beside in ["", "another", "another/model", "../checkpoints"] {
+            assert_eq!(at(beside).enclosing_run(), None, "{beside}");
+        }
+    }
+
+    #[test]
     fn a_replaced_run_comes_back_unless_the_other_has_taken_a_step() {
         let place = tempfile::tempdir().unwrap();
         let folder = RunFolder::at(place.path().join("run"));
         let old = |text: &str| {
             folder.create().unwrap();
             std::fs::create_dir_all(folder.data()).unwrap();
+            std::fs::create_dir_all(folder.model()).unwrap();
             std::fs::write(folder.log(), text).unwrap();
             std::fs::write(folder.model().join("weights"), text).unwrap();
         };

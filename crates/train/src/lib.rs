@@ -26,7 +26,7 @@ pub use expected::Expected;
 pub use ferrospeed_data::Preparing;
 pub use folder::{FolderLock, RunFolder};
 pub use mesh::MeshSizes;
-pub use prepare::{check, model_config};
+pub use prepare::{check, model_config, problems};
 pub use recipe::Recipe;
 pub use records::report_failure;
 pub use run::{Job, Observing, ObservingCost, Progress, RunInfo, Summary, run};

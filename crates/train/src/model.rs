@@ -125,9 +125,9 @@ impl ModelPlan {
         }
     }
 
-    /// Its Hugging Face `config.json`.
-    pub(crate) fn into_json(self) -> Value {
-        self.json
+    /// How many tokens it knows.
+    pub(crate) fn vocabulary(&self) -> u64 {
+        self.config.vocab as u64
     }
 
     /// The channels of its residual stream.
@@ -141,20 +141,20 @@ impl ModelPlan {
         dtype.map(str::to_owned)
     }
 
-    /// Builds the model, in slices where the mesh has ranks for them, and checks that it fits the data; every problem is a
-    /// line. Says the model's vocabulary too.
+    /// Builds the model, in slices where the mesh has ranks for them, and checks that it fits the data, and weights that it is
+    /// to start from where they are opened; every problem is a line.
     pub(crate) fn build(
         self,
         recipe: &Recipe,
         codec: Option<&Codec>,
         mesh: Option<&Mesh>,
-    ) -> (Result<BuiltModel, Vec<String>>, u64) {
-        let vocabulary = self.config.vocab as u64;
+        opens_weights: bool,
+    ) -> Result<BuiltModel, Vec<String>> {
         let mut problems = self.misfits(recipe, codec);
         let undivided = self.cannot_be_spread(recipe);
         if !undivided.is_empty() {
             problems.extend(undivided);
-            return (Err(problems), vocabulary);
+            return Err(problems);
         }
         let mut json = self.json;
         if recipe.model.preset.is_some() {
@@ -166,24 +166,23 @@ impl ModelPlan {
             Ok(decoder) => decoder,
             Err(error) => {
                 problems.push(format!("model: {error}"));
-                return (Err(problems), vocabulary);
+                return Err(problems);
             }
         };
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
         decoder.set_mlp_chunks(recipe.model.mlp_chunks());
         problems.extend(cannot_be_staged(recipe, &decoder));
-        let weights = recipe.model.path.as_ref().and_then(|folder| {
+        let weights = recipe.model.path.as_ref().filter(|_| opens_weights).and_then(|folder| {
             let opened = WeightFiles::open_directory(folder)
                 .and_then(|weights| weights.check(decoder.parameters().as_slice()).map(|_| weights));
             opened.map_err(|error| problems.push(format!("model.path: {error}"))).ok()
         });
-        let built = BuiltModel { decoder, config: json, weights };
-        (if problems.is_empty() { Ok(built) } else { Err(problems) }, vocabulary)
+        if problems.is_empty() { Ok(BuiltModel { decoder, config: json, weights }) } else { Err(problems) }
     }
 
     fn misfits(&self, recipe: &Recipe, codec: Option<&Codec>) -> Vec<String> {
         let mut problems = Vec::new();
-        let vocabulary = self.config.vocab as u64;
+        let vocabulary = self.vocabulary();
         if let Some(codec) = codec.filter(|codec| codec.vocabulary() > vocabulary) {
             let whose = codec.path().map_or("bytes".into(), |path| path.display().to_string());
             problems.push(format!(
@@ -216,6 +215,12 @@ impl ModelPlan {
                 recipe.data.sequence, self.config.max_tokens
             ));
         }
+        let chunk = recipe.model.mlp_chunk.unwrap_or(0);
+        if chunk > 0 && matches!(self.config.feed_forward, FeedForward::Mixture(_)) {
+            problems.push(format!(
+                "model.mlp_chunk: experts take all tokens that are routed to them, not {chunk} at a time; leave it out for a mixture of experts"
+            ));
+        }
         problems.extend(self.cannot_share_sequences(recipe));
         problems
     }
@@ -227,8 +232,8 @@ impl ModelPlan {
         let mut told = |key: &str, checked: Result<(), ModelError>| {
             problems.extend(checked.err().map(|error| format!("{key}: {error}")));
         };
-        told("tensor_parallel.autotp_size", self.config.check_slices(sizes.tensor.get(), between));
-        told("expert_parallel.autoep_size", self.config.check_experts(sizes.expert.get()));
+        told("tensor_parallel.autotp_size (--tp)", self.config.check_slices(sizes.tensor.get(), between));
+        told("expert_parallel.autoep_size (--ep)", self.config.check_experts(sizes.expert.get()));
         if sizes.expert.get() > 1 && sizes.tensor.get() > 1 && between == Between::OwnTokens {
             problems.push(
                 "tensor_parallel.sequence_parallel: ranks with tokens of their own hold whole experts, which expert_parallel.autoep_size spreads; leave out one of the two".to_owned(),

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
 use ferrospeed_data::{Codec, Preparing, Sequences, Source, TokenType};
-use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_files};
+use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_file, copy_files};
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
@@ -42,21 +42,73 @@ pub fn check(
     prepare(recipe, path, folder, None, tell).map(|prepared| prepared.model.config)
 }
 
-/// The `config.json` of a recipe's model, without a look at its data: only its tokenizer is read.
+/// The `config.json` of a recipe's model, or all that is wrong with the recipe apart from files of data and weights, which may
+/// be on another machine.
 pub fn model_config(recipe: &Recipe, path: &Path) -> Result<Value> {
-    let mut problems = recipe.problems();
-    let source = recipe.data.source(recipe);
-    let codec = codec(recipe, source.as_ref()).map_err(|problem| problems.push(problem)).unwrap_or(None);
-    let plan = match recipe.model.is_clear() {
-        true => ModelPlan::read(recipe, codec.as_ref().map(Codec::vocabulary)),
-        false => Err(Vec::new()),
-    };
-    match plan {
-        Ok(plan) if problems.is_empty() => Ok(plan.into_json()),
-        other => {
-            problems.extend(other.err().into_iter().flatten());
-            Err(TrainError::Recipe { path: path.to_path_buf(), problems })
+    match Looked::at(recipe, None, Extent::Shape) {
+        Looked { problems, model: Some(model), .. } if problems.is_empty() => Ok(model.config),
+        Looked { problems, .. } => Err(TrainError::Recipe { path: path.to_path_buf(), problems }),
+    }
+}
+
+/// All that [`check`] would find wrong before it reads any data, and the model's `config.json` where there is one.
+pub fn problems(recipe: &Recipe) -> (Vec<String>, Option<Value>) {
+    let Looked { problems, model, .. } = Looked::at(recipe, None, Extent::Files);
+    (problems, model.map(|model| model.config))
+}
+
+/// How much of a recipe is looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    /// The recipe, its model's configuration and its tokenizer.
+    Shape,
+    /// Also whether there are weights that fit the model, and data.
+    Files,
+}
+
+/// What there is to see before data is read. Every command that judges a recipe looks here, so that all say the same.
+struct Looked {
+    source: Option<Source>,
+    validation: Option<Source>,
+    codec: Option<Codec>,
+    model: Option<BuiltModel>,
+    /// Ids of tokens must be below it.
+    vocabulary: Option<u64>,
+    /// Whether files of data cannot be used.
+    lacks_data: bool,
+    problems: Vec<String>,
+}
+
+impl Looked {
+    fn at(recipe: &Recipe, mesh: Option<&Mesh>, extent: Extent) -> Looked {
+        let mut problems = recipe.problems();
+        let source = recipe.data.source(recipe);
+        let codec = codec(recipe, source.as_ref()).map_err(|problem| problems.push(problem)).unwrap_or(None);
+        let is_tokens = source.as_ref().is_some_and(|source| !source.is_text());
+        if recipe.sample.is_some() && codec.is_none() && is_tokens {
+            problems.push("sample: tokens are no text; name data.tokenizer, or take [sample] away".into());
         }
+        let plan = match recipe.model.is_clear() {
+            true => ModelPlan::read(recipe, codec.as_ref().map(Codec::vocabulary)),
+            false => Err(Vec::new()),
+        };
+        let plan = plan.map_err(|found| problems.extend(found)).ok();
+        let vocabulary = plan.as_ref().map(ModelPlan::vocabulary).filter(|_| !recipe.vocabulary_is_unknown());
+        let built = plan.map(|plan| plan.build(recipe, codec.as_ref(), mesh, extent == Extent::Files));
+        let model = built.and_then(|built| built.map_err(|found| problems.extend(found)).ok());
+        let validation = match &recipe.data.validation {
+            ValidationRecipe::Files(files) => source.as_ref().map(|source| source.with_paths(files.clone())),
+            ValidationRecipe::Share(_) => None,
+        };
+        let unusable: Vec<String> = match extent {
+            Extent::Shape => Vec::new(),
+            Extent::Files => {
+                [&source, &validation].into_iter().flatten().flat_map(Source::unusable).collect()
+            }
+        };
+        let lacks_data = !unusable.is_empty();
+        problems.extend(unusable.into_iter().map(|problem| format!("data: {problem}")));
+        Looked { source, validation, codec, model, vocabulary, lacks_data, problems }
     }
 }
 
@@ -68,31 +120,9 @@ pub(crate) fn prepare(
     mesh: Option<&Mesh>,
     tell: &mut dyn FnMut(Preparing),
 ) -> Result<Prepared> {
-    let mut problems = recipe.problems();
-    let mut keep = |outcome: Result<(), Vec<String>>| problems.extend(outcome.err().into_iter().flatten());
-    let source = recipe.data.source(recipe);
-    let codec = codec(recipe, source.as_ref()).map_err(|problem| keep(Err(vec![problem]))).unwrap_or(None);
-    if recipe.sample.is_some() && codec.is_none() && source.as_ref().is_some_and(|source| !source.is_text()) {
-        let problem = "sample: tokens are no text; name data.tokenizer, or take [sample] away";
-        keep(Err(vec![problem.into()]));
-    }
-    let vocabulary = codec.as_ref().map(Codec::vocabulary);
-    let plan = match recipe.model.is_clear() {
-        true => ModelPlan::read(recipe, vocabulary).map_err(|problems| keep(Err(problems))).ok(),
-        false => None,
-    };
-    let model = plan.map(|plan| plan.build(recipe, codec.as_ref(), mesh));
-    let vocabulary =
-        model.as_ref().map(|(_, vocabulary)| *vocabulary).filter(|_| !recipe.vocabulary_is_unknown());
-    let model = model.and_then(|(model, _)| model.map_err(|problems| keep(Err(problems))).ok());
-    let validation = match &recipe.data.validation {
-        ValidationRecipe::Files(files) => source.as_ref().map(|source| source.with_paths(files.clone())),
-        ValidationRecipe::Share(_) => None,
-    };
-    let missing: Vec<PathBuf> =
-        [&source, &validation].into_iter().flatten().flat_map(Source::missing).collect();
-    problems.extend(missing.iter().map(|path| format!("data: {} does not exist", path.display())));
-    let sequences = source.filter(|_| missing.is_empty()).and_then(|source| {
+    let Looked { source, validation, codec, model, vocabulary, lacks_data, mut problems } =
+        Looked::at(recipe, mesh, Extent::Files);
+    let sequences = source.filter(|_| !lacks_data).and_then(|source| {
         let known = codec.is_some() || !source.is_text();
         let quick = source.text_bytes().is_ok_and(|bytes| bytes <= QUICK_TEXT_BYTES);
         if !known || !(problems.is_empty() || quick) {
@@ -251,7 +281,8 @@ pub(crate) fn copy_companions(recipe: &Recipe, codec: Option<&Codec>, model: &Pa
         copy_files(folder, model, &GENERATION_FILES)?;
         if tokenizer.is_file() && !tokenizer.ends_with("tokenizer.json") {
             let to = model.join("tokenizer.json");
-            std::fs::copy(tokenizer, &to).map_err(TrainError::io(&to))?;
+            std::fs::create_dir_all(model).map_err(TrainError::io(model))?;
+            copy_file(tokenizer, &to)?;
         }
     }
     Ok(own.map_or(Ok(()), |folder| copy_files(&folder, model, &GENERATION_FILES))?)

@@ -118,6 +118,15 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     if let Some(profiler) = &mut setup.config.flops_profiler {
         // Among the lines of a terminal a report of a thousand lines would be lost.
         profiler.output_file.get_or_insert_with(|| folder.profile().display().to_string());
+        // Steps are numbered from 0 there, and a run of one step has no step 1, the default.
+        let last = recipe.steps - 1;
+        if profiler.profile_step > last {
+            all_warnings.push(format!(
+                "flops_profiler.profile_step: there is no step {} (from 0) in a run of {}; its last is profiled",
+                profiler.profile_step, recipe.steps
+            ));
+            profiler.profile_step = last;
+        }
     }
     if let Some(wandb) = &mut setup.config.monitors.wandb {
         wandb.dir.get_or_insert_with(|| folder.wandb().display().to_string());
@@ -141,15 +150,6 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         all_warnings.push(
             "sample: no rank holds all of a model in stages, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
         );
-    }
-
-    if let Some(profiler) = &engine.config().flops_profiler
-        && profiler.profile_step > recipe.steps
-    {
-        all_warnings.push(format!(
-            "flops_profiler.profile_step: step {} is never taken, the run has {}; nothing is profiled",
-            profiler.profile_step, recipe.steps
-        ));
     }
 
     let mut run = Run {
@@ -230,8 +230,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         let observed = job.observing.is_on(step);
         run.engine.set_monitoring(observed);
         let (mut record, asked) = run.step(step, &job.requests)?;
-        if std::mem::take(&mut replaces) && asked.is_some() && step < recipe.steps {
-            return Err(TrainError::StoppedAtOnce);
+        if let (true, Some(ending)) = (std::mem::take(&mut replaces) && step < recipe.steps, asked) {
+            return Err(TrainError::StoppedAtOnce(ending));
         }
         if observed {
             record.routing = routing::over_ranks(&run.model, &run.engine, recipe.mesh().tensor.get())?;
@@ -325,9 +325,16 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     summary.observing_seconds += run.engine.time_monitoring().as_secs_f64();
     if let Some(records) = records {
         // What the machine can do is measured once, and is no share of what each step costs.
-        if let Some(profile) = run.engine.model_profile() {
-            let peak = machine::measure_peak(run.engine.device(), run.engine.store().dtype())?;
-            records.roofline(&profile.roofline(peak));
+        match (run.engine.model_profile(), &run.engine.config().flops_profiler) {
+            (Some(profile), _) => {
+                let peak = machine::measure_peak(run.engine.device(), run.engine.store().dtype())?;
+                records.roofline(&profile.roofline(peak));
+            }
+            (None, Some(profiler)) if summary.new_steps > 0 => progress.warning(&format!(
+                "flops_profiler: step {} (from 0) is not among those of this run, so nothing was profiled",
+                profiler.profile_step
+            )),
+            (None, _) => {}
         }
         let begin = Instant::now();
         let broken = records.broken.clone().map(|why| format!("its log is not complete: {why}"));

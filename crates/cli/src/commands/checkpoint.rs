@@ -10,6 +10,7 @@ use ferrospeed_checkpoint::deepspeed::{
     ExportOptions, PipelineFiles, Spelling, export_deepspeed, export_pipeline, export_universal,
     import_deepspeed, import_universal, is_universal,
 };
+use ferrospeed_checkpoint::directory::LOCK_FILE;
 use ferrospeed_checkpoint::pt::Unknown;
 use ferrospeed_checkpoint::pt::pickle::NOT_ALLOWED;
 use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Disk, Kind, Manifest, Retention, Target, resolve};
@@ -17,6 +18,7 @@ use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Disk, Kind, Manifest, R
 use super::checkpoint_diff;
 use super::checkpoint_weights::{Weights, export_hf, to_fp32};
 use super::output_file::check_place;
+use super::writable::{absent, impossible, remove_empty};
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -195,7 +197,24 @@ impl From<CheckpointError> for Failure {
     }
 }
 
+impl Action {
+    /// Where it writes, if it does.
+    fn output(&self) -> Option<&Path> {
+        match self {
+            Action::ToFp32 { output, .. }
+            | Action::ExportHf { output, .. }
+            | Action::ImportDeepspeed { output, .. }
+            | Action::ExportDeepspeed { output, .. }
+            | Action::ToUniversal { output, .. } => Some(output),
+            Action::Inspect { .. } | Action::Verify { .. } | Action::Diff { .. } => None,
+        }
+    }
+}
+
 pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
+    if let Some(why) = args.action.output().and_then(impossible) {
+        return Err(Failure::Usage(why));
+    }
     match &args.action {
         Action::Inspect { which, json, tensors } => inspect(which, *json, *tensors)?,
         Action::Verify { which } => {
@@ -344,13 +363,21 @@ fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure>
     }
     let target =
         Target { dir: output, tag: &tag, update_latest: true, retention: Retention::default(), fs: &Disk };
+    let made = absent(output);
     let universal = which.dir.join(&tag);
     let path = if is_universal(&universal) {
         import_universal(&universal, unknown, &target)
     } else {
         import_deepspeed(&which.dir, Some(&tag), unknown, &target)
     };
-    let path = path.map_err(may_be_kept)?;
+    let path = path.map_err(|error| {
+        // What was made for nothing goes again, but for folders that were there.
+        if !made.is_empty() {
+            let _ = std::fs::remove_file(output.join(LOCK_FILE));
+            remove_empty(&made);
+        }
+        may_be_kept(error)
+    })?;
     terminal::print_output(&format!("{}\n", path.display()))?;
     Ok(())
 }

@@ -11,6 +11,7 @@ use ferrospeed_train::{Recipe, TrainError};
 use serde_json::{Value, json};
 
 use super::offload_folders;
+use super::train_start::check_besides_data;
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 
@@ -168,17 +169,22 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
             None => input.read.report(),
         };
         // What `plan` and `train` would say beyond the rules of a configuration.
-        let mut problems = offload_folders::problems(input.read.source());
-        match input.recipe {
+        let problems = match input.recipe {
             Some(mut recipe) => {
                 let ranks = args
                     .world_size
                     .map(|ranks| ranks.get().saturating_mul(recipe.mesh().ranks_of_a_sample() as u64));
                 recipe.ranks = ranks.map_or(recipe.ranks, |ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
-                problems.extend(recipe.problems());
+                let (mut problems, model) = ferrospeed_train::problems(&recipe);
+                let besides = check_besides_data(&recipe, model.as_ref());
+                problems.extend(besides.err().map(|failure| failure.to_string()));
+                problems
             }
-            None => problems.extend(unknown_operation(input.read.source())),
-        }
+            None => {
+                let source = input.read.source();
+                offload_folders::problems(source).into_iter().chain(unknown_operation(source)).collect()
+            }
+        };
         Ok((report, problems))
     });
     let (report, problems) = match examined {

@@ -15,6 +15,7 @@ use ferrospeed_launch::supervise::{OutputMode, SignalHandling};
 use ferrospeed_launch::surroundings::{Contact, ThisHost};
 use ferrospeed_launch::{Interpreter, JobOutcome, LaunchOptions, RankFailure, node_count, shell};
 
+use super::old_recorders;
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -253,6 +254,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
         interrupt_grace: Duration::from_secs(u64::from(args.grace_s)),
         signals: SignalHandling::Forward,
     };
+    old_recorders::remove();
     let outcome = match &plan.action {
         Action::Here(node) => {
             let mut environment = this_host.environment();

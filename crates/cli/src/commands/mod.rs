@@ -34,6 +34,7 @@ mod model_init;
 mod model_inspect;
 mod node_launch;
 mod offload_folders;
+mod old_recorders;
 mod output_file;
 mod place;
 mod plan;
@@ -53,6 +54,7 @@ mod train_memory;
 mod train_start;
 mod waiting;
 mod watch;
+mod writable;
 
 use std::process::ExitCode;
 

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use ferrospeed_models::{DecoderConfig, ModelConfig, ModelError, WindowRule};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
@@ -45,17 +46,28 @@ impl ModelArgs {
     }
 
     pub(super) fn read(&self) -> Result<Model, Failure> {
+        Ok(self.read_all()?.0)
+    }
+
+    /// The model, and what trains it, where that is known here.
+    pub(super) fn read_all(&self) -> Result<(Model, Option<DecoderConfig>), Failure> {
         if let Some(total_params) = self.params {
             let largest_layer_params = self.largest_layer_params.unwrap_or(total_params);
-            return Ok(Model::Counts(ModelSize { total_params, largest_layer_params }));
+            return Ok((Model::Counts(ModelSize { total_params, largest_layer_params }), None));
         }
         let Some(path) = &self.model else {
             return Err(Failure::Usage("give --model PATH or --params COUNT".to_owned()));
         };
         let (path, config) = read_config(path)?;
-        let transformer = from_hugging_face(&config)
-            .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
-        Ok(Model::Transformer(transformer))
+        let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
+        let transformer = from_hugging_face(&config).map_err(|error| refuse(error.to_string()))?;
+        let decoder = match ModelConfig::from_value(&config, WindowRule::default()) {
+            Ok(ModelConfig::Decoder(decoder)) => Some(*decoder),
+            Err(error @ ModelError::Config { .. }) => return Err(refuse(error.to_string())),
+            // Others train it, whose plan this may be.
+            Ok(_) | Err(_) => None,
+        };
+        Ok((Model::Transformer(transformer), decoder))
     }
 }
 

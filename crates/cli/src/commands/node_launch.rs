@@ -13,7 +13,7 @@ use ferrospeed_launch::run::{RunOptions, run_node};
 use ferrospeed_launch::{Interpreter, surroundings, world_info};
 
 use super::launch::{print_restart, report};
-use super::take_token;
+use super::{old_recorders, take_token};
 use crate::failure::Failure;
 
 #[derive(Debug, Args)]
@@ -135,6 +135,7 @@ pub(crate) fn run(args: &NodeLaunchArgs) -> Result<ExitCode, Failure> {
             )));
         }
     };
+    old_recorders::remove();
     let outcome = run_node(&node, environment, job_token, &RunOptions::default(), print_restart)?;
     Ok(report(&outcome))
 }

@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
-use nix::unistd::{AccessFlags, access};
+use ferrospeed_launch::probe;
+use ferrospeed_train::Recipe;
 use serde_json::Value;
 
+use super::writable::{absent, impossible, nearest, remove_empty, unwritable};
 use crate::failure::Failure;
 
 /// The folders that the configuration offloads to.
@@ -50,6 +52,9 @@ pub(super) fn problems(source: &Value) -> Vec<String> {
 
 /// Why nothing can be written into a folder that is there, or can never be there.
 pub(super) fn unusable(folder: &Path) -> Option<String> {
+    if let Some(why) = impossible(folder) {
+        return Some(why);
+    }
     let existing = nearest(folder);
     if !existing.is_dir() {
         let file = existing.display();
@@ -67,12 +72,27 @@ fn unmakeable(folder: &Path) -> Option<String> {
     Some(format!("{folder} is not there and cannot be made: {existing} cannot be written to ({why})"))
 }
 
-/// The folder, or the first above it that is there.
-fn nearest(folder: &Path) -> &Path {
-    let is_there = |path: &&Path| !path.as_os_str().is_empty() && path.symlink_metadata().is_ok();
-    folder.ancestors().find(is_there).unwrap_or(Path::new("."))
+/// What is free on the disk of a folder; one that is made later lies on the disk of the one that it is made in.
+pub(super) fn free_bytes(folder: &Path) -> Result<u64, String> {
+    probe::free_disk_bytes(nearest(folder))
 }
 
-fn unwritable(folder: &Path) -> Option<String> {
-    access(folder, AccessFlags::W_OK | AccessFlags::X_OK).err().map(|error| error.desc().to_owned())
+/// Folders that a run will make for its state: it takes them away when it is over, where nothing is in them.
+#[derive(Debug)]
+pub(super) struct FoldersToMake {
+    /// What is not there yet, the innermost first.
+    absent: Vec<PathBuf>,
+}
+
+impl FoldersToMake {
+    pub(super) fn of(recipe: &Recipe) -> FoldersToMake {
+        let folders = recipe.config().map_or_else(|_| Vec::new(), |(config, _)| offload_folders(&config));
+        FoldersToMake { absent: folders.iter().flat_map(|folder| absent(folder)).collect() }
+    }
+}
+
+impl Drop for FoldersToMake {
+    fn drop(&mut self) {
+        remove_empty(&self.absent);
+    }
 }

@@ -2,11 +2,15 @@
 
 use std::path::Path;
 
+use super::writable::{impossible, unwritable, unwritable_file};
 use crate::failure::Failure;
 
 /// Refuses what is there and no file.
 pub(super) fn check_kind(output: &Path) -> Result<(), Failure> {
     let shown = output.display();
+    if let Some(why) = impossible(output) {
+        return Err(Failure::Usage(why));
+    }
     match () {
         () if output.is_dir() => Err(Failure::Usage(format!("{shown} is a folder; name a file"))),
         () if output.exists() && !output.is_file() => {
@@ -20,9 +24,12 @@ pub(super) fn check_kind(output: &Path) -> Result<(), Failure> {
 pub(super) fn check_place(output: &Path) -> Result<(), Failure> {
     check_kind(output)?;
     let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if folder.is_dir() {
-        return Ok(());
+    let (shown, place) = (output.display(), folder.display());
+    if !folder.is_dir() {
+        return Err(Failure::Usage(format!("{shown}: there is no folder {place}; make it first")));
     }
-    let (output, folder) = (output.display(), folder.display());
-    Err(Failure::Usage(format!("{output}: there is no folder {folder}; make it first")))
+    let why = if output.exists() { unwritable_file(output) } else { unwritable(folder) };
+    why.map_or(Ok(()), |why| {
+        Err(Failure::Usage(format!("{shown}: cannot be written ({why}); name another place")))
+    })
 }

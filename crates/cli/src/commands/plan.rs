@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::config::InputArgs;
 use super::model::ModelArgs;
-use super::offload_folders::{check_offload_folders, offload_folders};
+use super::offload_folders::{check_offload_folders, free_bytes, offload_folders};
 use super::plan_asked::Asked;
 use super::plan_search;
 use super::rates::RateArgs;
@@ -219,18 +219,16 @@ fn spread(model: Model, slices: u64, expert_ranks: u64, world_size: u64) -> Resu
         }
         counts => return Ok(counts),
     };
-    if !world_size.is_multiple_of(expert_ranks) {
-        let why = format!(
-            "--ep: experts on {expert_ranks} ranks need a multiple of as many data-parallel ranks, and there are {world_size} (--world_size)"
-        );
-        return Err(Failure::Usage(why));
-    }
-    let spread = transformer.with_experts_over(expert_ranks).ok_or_else(|| {
-        Failure::Usage(format!(
-            "--ep: a layer's {} experts cannot be shared by {expert_ranks} ranks alike",
-            transformer.experts
-        ))
+    let refuse = |why: String| Failure::Usage(format!("expert_parallel.autoep_size (--ep): {why}"));
+    let spread = transformer.with_experts_over(expert_ranks).ok_or_else(|| match transformer.experts {
+        0 => refuse(format!("the model has no experts to spread over {expert_ranks} ranks")),
+        experts => refuse(format!("{experts} experts cannot be shared by {expert_ranks} ranks alike")),
     })?;
+    if !world_size.is_multiple_of(expert_ranks) {
+        return Err(refuse(format!(
+            "experts on {expert_ranks} ranks need a multiple of as many data-parallel ranks, and there are {world_size} (--world_size)"
+        )));
+    }
     Ok(Model::Transformer(spread))
 }
 
@@ -251,7 +249,7 @@ pub(super) fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<C
         None => {
             let named = || offload_folders(config).into_iter().next();
             let folder = args.nvme_path.clone().or_else(named).unwrap_or_else(|| ".".into());
-            probe::free_disk_bytes(&folder).map_err(|why| {
+            free_bytes(&folder).map_err(|why| {
                 Failure::Usage(format!("{}: {why}; name another folder with --nvme_path", folder.display()))
             })?
         }

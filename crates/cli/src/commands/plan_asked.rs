@@ -5,6 +5,8 @@ use std::path::Path;
 
 use ferrospeed_config::{AutoValues, Config, PipelineStages};
 use ferrospeed_engine::logged_operations;
+use ferrospeed_models::{DecoderConfig, ModelError};
+use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_train::{Recipe, TrainError};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
@@ -45,7 +47,7 @@ impl Asked {
     }
 
     fn of_config(args: &PlanArgs) -> Result<Asked, Failure> {
-        let model = args.model.read()?;
+        let (model, decoder) = args.model.read_all()?;
         let data_ranks = args.world_size.unwrap_or(NonZeroU64::MIN);
         let read = args.input.read().and_then(|read| read.with_overrides(&sizes(args))).map_err(refusal)?;
         let auto = match (&model, args.input.auto_values()) {
@@ -64,6 +66,7 @@ impl Asked {
             PipelineStages::Auto => 1,
         };
         let stages = usize::try_from(stages).ok();
+        check_division(decoder.as_ref(), &config)?;
         Ok(Asked {
             data_ranks,
             stages: stages.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN),
@@ -95,7 +98,12 @@ impl Asked {
         recipe.ranks = u32::try_from(ranks)
             .map_err(|_| Failure::Usage(format!("--world_size: {ranks} ranks are too many")))?;
         let model = match args.model.is_given() {
-            true => args.model.read()?,
+            true => {
+                let (model, decoder) = args.model.read_all()?;
+                let (config, _) = recipe.config().map_err(refusal)?;
+                check_division(decoder.as_ref(), &config)?;
+                model
+            }
             false => {
                 let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
                 let shape = from_hugging_face(&config);
@@ -117,6 +125,22 @@ impl Asked {
             mlp_chunk: recipe.model.mlp_chunk,
         })
     }
+}
+
+/// Refuses slices and experts that a model cannot be divided into, as `train` does.
+fn check_division(decoder: Option<&DecoderConfig>, config: &Config) -> Result<(), Failure> {
+    let Some(decoder) = decoder else { return Ok(()) };
+    let ranks = |section, key| usize::try_from(size_of(config, section, key)).unwrap_or(usize::MAX);
+    let own_tokens =
+        config.section("tensor_parallel").is_some_and(|section| section["sequence_parallel"] == true);
+    let between = if own_tokens { Between::OwnTokens } else { Between::AllTokens };
+    let told = |key: &str, checked: Result<(), ModelError>| {
+        checked.map_err(|error| Failure::Usage(format!("{key}: {error}")))
+    };
+    let slices = decoder.check_slices(ranks("tensor_parallel", "autotp_size"), between);
+    told("tensor_parallel.autotp_size (--tp)", slices)?;
+    let experts = decoder.check_experts(ranks("expert_parallel", "autoep_size"));
+    told("expert_parallel.autoep_size (--ep)", experts)
 }
 
 /// How many ranks the axes need that options of the command ask for.

@@ -9,11 +9,14 @@ use ferrospeed_comm::World;
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
-    Ending, Job, Observing, Recipe, Resume, RunFolder, StopRequests, Summary, report_failure,
+    Ending, Job, Observing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError, report_failure,
 };
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR2};
 
 use super::autotune::{self, Autotuning};
 use super::device::DeviceChoice;
+use super::offload_folders::FoldersToMake;
+use super::old_recorders;
 use super::starter::Starter;
 use super::waiting::Waiting;
 use super::{place, train_start};
@@ -101,6 +104,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
     let Some(place) = place else {
+        let _made = FoldersToMake::of(&recipe);
         let (folder, _lock) = train_start::begin(args, &recipe, folder)?;
         let name = recipe.name.clone();
         let outcome = match recipe.ranks {
@@ -121,13 +125,15 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     start_log(place.rank, Standing::Among(starter));
     recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
     let requests = watch_signals()?;
-    let waiting = Waiting::until_signals(&requests)?;
+    let is_ours = std::env::var_os(LOOKED_AHEAD).is_some();
+    let waiting = Waiting::until_signals(&requests, is_ours)?;
     let world = World::connect(place).map_err(|error| Failure::Run(error.to_string()))?;
     train_start::same_on_all(&world, &recipe, &folder)?;
-    if std::env::var_os(LOOKED_AHEAD).is_some() {
+    if is_ours {
         drop(waiting);
         return run_rank(args, recipe, &folder, world, requests, Standing::Among(starter));
     }
+    let _made = (world.rank() == 0).then(|| FoldersToMake::of(&recipe));
     let lock = train_start::begin_together(args, &recipe, &folder, &world)?;
     drop(waiting);
     let name = recipe.name.clone();
@@ -237,8 +243,17 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     job.log_dir = Some(folder.logs());
     job.interrupt_grace = INTERRUPT_GRACE;
     job.share_cores();
+    // Rank 0 writes it when all have met and loaded what they go on from.
+    let begun = || folder.about().metadata().and_then(|about| about.modified()).ok();
+    let before = begun();
+    old_recorders::remove();
     let outcome = job.run()?;
     match &outcome {
+        JobOutcome::Interrupted { signal: signal @ (SIGINT | SIGTERM), .. } if begun() == before => {
+            let ending = if *signal == SIGINT { Ending::Stopped } else { Ending::Left };
+            let text = "told to stop before its ranks had begun; nothing was trained, and nothing is lost";
+            return Err(Failure::Stopped(exit_code(ending), text.to_owned()));
+        }
         // Rank 0 has said what it saved.
         JobOutcome::Failed(report) if report.ended.exit_code() == EXIT_SAVED => {}
         JobOutcome::Failed(report) => {
@@ -295,25 +310,44 @@ fn run_rank(
         is_experiment: args.experiment,
         in_tiles: super::doctor::multiplies_in_tiles(),
     };
-    let summary = ferrospeed_train::run(&job, &mut progress).map_err(train_start::failure)?;
+    let summary = match ferrospeed_train::run(&job, &mut progress) {
+        Ok(summary) => summary,
+        Err(TrainError::StoppedAtOnce(ending)) if rank != 0 => {
+            // Rank 0 says so for all.
+            return leave_together(&world, ending);
+        }
+        Err(error @ TrainError::StoppedAtOnce(ending)) => {
+            leave_together(&world, ending)?;
+            return Err(train_start::failure(error));
+        }
+        Err(error) => return Err(train_start::failure(error)),
+    };
     if rank == 0 {
         progress.conclude(&conclusion(&recipe, &summary, folder));
     }
-    // A rank that leaves with a code of its own is a failure to the launcher, so none leaves before all are done.
-    if summary.ending != Ending::Finished {
+    leave_together(&world, summary.ending)
+}
+
+/// A rank that leaves with a code of its own is a failure to the launcher, so none leaves before all are done.
+fn leave_together(world: &World, ending: Ending) -> Result<ExitCode, Failure> {
+    if ending != Ending::Finished {
         world.group().barrier().map_err(|error| Failure::Run(error.to_string()))?;
     }
-    Ok(match summary.ending {
-        Ending::Finished => ExitCode::SUCCESS,
-        Ending::Stopped => ExitCode::from(EXIT_INTERRUPTED),
-        Ending::Left => ExitCode::from(EXIT_SAVED),
-    })
+    Ok(ExitCode::from(exit_code(ending)))
+}
+
+/// What a run that ended so tells whoever started it.
+pub(super) fn exit_code(ending: Ending) -> u8 {
+    match ending {
+        Ending::Finished => 0,
+        Ending::Stopped => EXIT_INTERRUPTED,
+        Ending::Left => EXIT_SAVED,
+    }
 }
 
 /// SIGINT asks for the end of the step, a second one ends at once. SIGTERM and SIGUSR2 ask to save and leave, however
 /// often they come: a batch system may send them to the launcher and to the ranks.
 fn watch_signals() -> Result<StopRequests, Failure> {
-    use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR2};
     let requests = StopRequests::default();
     // In this order: the handler that ends at once sees the flag as the first signal left it.
     signal_hook::flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, requests.finish.clone())

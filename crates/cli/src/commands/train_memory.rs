@@ -5,7 +5,7 @@
 //! has, is not judged.
 
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
@@ -17,7 +17,8 @@ use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
 use serde_json::Value;
 
 use super::device::DeviceChoice;
-use super::offload_folders::offload_folders;
+use super::offload_folders::{free_bytes, offload_folders};
+use super::writable::nearest;
 use crate::failure::Failure;
 
 /// Refuses a run of which `ranks` are on this host and need more memory, or more of its disks, than there is.
@@ -103,16 +104,13 @@ pub(super) fn capacity(ranks: u64, device: DeviceChoice, config: &Config) -> Opt
 
 /// What is free on the disks of some folders, each disk counted once; `None` without any, or where one does not say.
 fn free_disk_bytes(folders: &[PathBuf]) -> Option<u64> {
-    // A folder that is made later lies on the disk of the one that it is made in.
-    let existing = |folder: &PathBuf| folder.ancestors().find(|part| part.exists()).map(Path::to_path_buf);
     let mut seen = Vec::new();
     let mut free = None;
     for folder in folders {
-        let folder = existing(folder).unwrap_or_else(|| ".".into());
-        let disk = folder.metadata().ok()?.dev();
+        let disk = nearest(folder).metadata().ok()?.dev();
         if !seen.contains(&disk) {
             seen.push(disk);
-            free = Some(free.unwrap_or(0u64).saturating_add(probe::free_disk_bytes(&folder).ok()?));
+            free = Some(free.unwrap_or(0u64).saturating_add(free_bytes(folder).ok()?));
         }
     }
     free

@@ -14,8 +14,9 @@ use serde_json::Value;
 
 use super::offload_folders::{check_folders_to_make, check_offload_folders};
 use super::output_file::check_place;
-use super::train::TrainArgs;
+use super::train::{TrainArgs, exit_code};
 use super::train_memory;
+use super::writable::impossible;
 use crate::failure::Failure;
 use crate::progress::grouped;
 use crate::terminal::{print_note, print_output};
@@ -156,7 +157,7 @@ pub(super) fn conclude(
     outcome: Result<ExitCode, Failure>,
 ) -> Result<ExitCode, Failure> {
     // Ranks may not have lived to do so.
-    if let Err(failure) = &outcome {
+    if let Err(failure @ (Failure::Run(_) | Failure::Usage(_))) = &outcome {
         report_failure(folder, name, &failure.to_string());
     }
     settle(folder);
@@ -201,6 +202,16 @@ fn recover(folder: &RunFolder) -> Result<(), Failure> {
         let why = "is no folder, and a run needs one for its files; choose another --out";
         return Err(Failure::Usage(format!("{} {why}", folder.path().display())));
     }
+    if let Some(why) = impossible(folder.path()) {
+        return Err(Failure::Usage(format!("--out: {why}")));
+    }
+    if let Some(run) = folder.enclosing_run() {
+        let (inside, run) = (folder.path().display(), run.path().display());
+        let why = format!(
+            "{inside} lies among the files of the run in {run}, which replaces and removes them; choose another --out"
+        );
+        return Err(Failure::Usage(why));
+    }
     if folder.is_being_replaced() {
         let _lock = folder.lock().map_err(failure)?;
         settle(folder);
@@ -230,10 +241,8 @@ fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure>
 fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<Value, Failure> {
     let model =
         ferrospeed_train::check(recipe, args.recipe(), folder, &mut tell_preparing()).map_err(failure)?;
-    train_memory::check_slots(recipe, &model)?;
-    recipe.trace.as_deref().map_or(Ok(()), check_place)?;
+    check_besides_data(recipe, Some(&model))?;
     if let Ok((config, _)) = recipe.config() {
-        check_offload_folders(&config)?;
         check_folders_to_make(&config)?;
     }
     if args.overwrite {
@@ -253,6 +262,17 @@ fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<V
         print_note(&format!("{}: no checkpoint yet, so the run starts at step 1", folder.display()));
     }
     Ok(model)
+}
+
+/// What keeps a recipe from running, beside its data and its model.
+pub(super) fn check_besides_data(recipe: &Recipe, model: Option<&Value>) -> Result<(), Failure> {
+    model.map_or(Ok(()), |model| train_memory::check_slots(recipe, model))?;
+    let traced = recipe.trace.as_deref().map_or(Ok(()), check_place);
+    traced.map_err(|failure| Failure::Usage(format!("trace: {failure}")))?;
+    if let Some(why) = recipe.data.cache.as_deref().and_then(impossible) {
+        return Err(Failure::Usage(format!("data.cache: {why}")));
+    }
+    recipe.config().map_or(Ok(()), |(config, _)| check_offload_folders(&config))
 }
 
 /// A line whenever another tenth of a text that is not small became tokens.
@@ -280,6 +300,7 @@ pub(super) fn failure(error: TrainError) -> Failure {
         TrainError::Recipe { .. } | TrainError::Occupied { .. } | TrainError::Used { .. } => {
             Failure::Usage(error.to_string())
         }
+        TrainError::StoppedAtOnce(ending) => Failure::Stopped(exit_code(ending), error.to_string()),
         TrainError::Checkpoint(error) => error.into(),
         other => Failure::Run(other.to_string()),
     }

@@ -216,20 +216,20 @@ impl DecoderConfig {
 
     /// Whether layers can be cut into slices for so many ranks: heads and channels must divide evenly, tokens need not.
     pub fn check_slices(&self, ranks: usize, between: Between) -> Result<()> {
-        let refuse = |key: &'static str, why: String| Err(ModelError::config(key, why));
+        let refuse = |why: String| Err(ModelError::Division { why });
         if !self.heads.is_multiple_of(ranks) {
             let (heads, fit) = (self.heads, divisors(self.heads));
             let why = format!(
                 "{heads} heads cannot be shared by {ranks} ranks alike; tensor parallelism over {fit} ranks fits"
             );
-            return refuse("attention heads", why);
+            return refuse(why);
         }
         if !self.kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(self.kv_heads) {
             let why = format!(
                 "{} key/value heads are neither a multiple nor a divisor of {ranks} ranks; use a tensor parallelism that is",
                 self.kv_heads
             );
-            return refuse("num_key_value_heads", why);
+            return refuse(why);
         }
         let inner = match &self.feed_forward {
             FeedForward::Mixture(_) if between == Between::OwnTokens => Vec::new(),
@@ -240,18 +240,18 @@ impl DecoderConfig {
         };
         if let Some(inner) = inner.into_iter().find(|inner| !inner.is_multiple_of(ranks)) {
             let why = format!(
-                "{inner} channels cannot be shared by {ranks} ranks alike; use a tensor parallelism that divides them"
+                "{inner} channels of a feed-forward layer cannot be shared by {ranks} ranks alike; use a tensor parallelism that divides them"
             );
-            return refuse("intermediate size", why);
+            return refuse(why);
         }
         if self.vocab < ranks {
-            return refuse("vocab_size", format!("{} tokens are too few for {ranks} ranks", self.vocab));
+            return refuse(format!("a vocabulary of {} is too small for {ranks} ranks", self.vocab));
         }
         let balances =
             matches!(&self.feed_forward, FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0);
         if ranks > 1 && between == Between::OwnTokens && balances {
             let why = "the loss that balances experts needs the routes of all tokens, and each rank has its own; set output_router_logits to false, or keep all tokens on every rank";
-            return refuse("output_router_logits", why.into());
+            return Err(ModelError::config("output_router_logits", why));
         }
         Ok(())
     }
@@ -269,7 +269,7 @@ impl DecoderConfig {
                 format!("a {} has no experts to spread over {ranks} ranks", self.model_type)
             }
         };
-        Err(ModelError::config("num_experts", why))
+        Err(ModelError::Division { why })
     }
 
     pub(crate) fn attention(&self, layer: usize) -> AttentionConfig {

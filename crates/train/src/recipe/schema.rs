@@ -178,7 +178,7 @@ fn check_table(table: &mut Map<String, Value>, keys: &[Key], prefix: &str, probl
                 if let (Kind::Table(keys), Value::Object(inner)) = (&key.kind, &mut *value) {
                     check_table(inner, keys, &format!("{path}."), problems);
                 } else if let Some(wanted) = misfit(&key.kind, value) {
-                    problems.push(format!("{path}: must be {wanted}, and {value} is {}", name_of(value)));
+                    problems.push(format!("{path}: must be {wanted}; {value} is {}", name_of(value)));
                     match key.required {
                         Some(stand_in) => *value = stand_in(),
                         None => drop(table.remove(key.name)),
@@ -194,7 +194,7 @@ fn misfit(kind: &Kind, value: &Value) -> Option<&'static str> {
     let texts = |value: &Value| value.as_array().is_some_and(|list| list.iter().all(Value::is_string));
     let (fits, wanted) = match kind {
         Kind::Text => (value.is_string(), "a text"),
-        Kind::Count => (value.is_u64(), "a whole number, not negative"),
+        Kind::Count => (value.is_u64(), "a whole number, 0 or more"),
         Kind::Number => (value.is_number(), "a number"),
         Kind::Bool => (value.is_boolean(), "true or false"),
         Kind::Texts => (texts(value), "a list of texts"),
@@ -213,6 +213,7 @@ fn name_of(value: &Value) -> &'static str {
             "more than can be counted"
         }
         Value::Number(number) if number.is_f64() => "a number with a fraction",
+        Value::Number(number) if number.is_i64() && !number.is_u64() => "negative",
         Value::Number(_) => "a whole number",
         Value::String(_) => "a text",
         Value::Array(_) => "a list",

@@ -1,0 +1,182 @@
+//! What a model or a machine cannot do is found by `config check`, `plan` and `train` alike, before anything begins.
+
+mod support;
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use support::{ferrospeed, small_recipe, stderr, stdout};
+
+struct Workplace(tempfile::TempDir);
+
+impl Workplace {
+    /// A GPT-2 of two layers and two heads, 32 channels wide, on some text.
+    fn new() -> Workplace {
+        let place = Workplace(tempfile::tempdir().unwrap());
+        std::fs::write(place.at("text.txt"), "some text, and more of it. ".repeat(50)).unwrap();
+        let own = format!(
+            "name = 'examined'\nsteps = 1\nmodel.layers = 2\ndata = {{ text = ['{}'], sequence = 16 }}",
+            place.at("text.txt")
+        );
+        let ds_config = "train_micro_batch_size_per_gpu = 1\noptimizer = { type = 'Adam' }";
+        std::fs::write(place.at("recipe.toml"), small_recipe(&own, ds_config)).unwrap();
+        let ds_config = json!({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}});
+        place.write("ds_config.json", &ds_config);
+        place
+    }
+
+    fn at(&self, name: &str) -> String {
+        self.0.path().join(name).display().to_string()
+    }
+
+    fn write(&self, name: &str, value: &Value) -> String {
+        std::fs::write(self.at(name), value.to_string()).unwrap();
+        self.at(name)
+    }
+
+    #[track_caller]
+    fn refused(&self, words: &[&str], set: &[&str], why: &str) {
+        let set: Vec<&str> = set.iter().flat_map(|one| ["--set", one]).collect();
+        let output = ferrospeed(&[words, &set].concat());
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{words:?} {set:?}: {}{said}", stdout(&output));
+        assert!(said.contains(why), "{words:?} {set:?}: {said}");
+        assert!(!Path::new(&self.at("out")).exists(), "{words:?} {set:?}: a refused run leaves its folder");
+    }
+}
+
+#[test]
+fn what_a_model_cannot_be_divided_into_is_refused_by_all() {
+    let place = Workplace::new();
+    let (recipe, out) = (place.at("recipe.toml"), place.at("out"));
+    let cases: [(&[&str], &str); 5] = [
+        (&["ranks=4", "tensor_parallel.autotp_size=4"], "(--tp): 2 heads cannot be shared by 4 ranks alike"),
+        (&["model.heads=5"], "32 channels cannot be cut into 5 heads"),
+        (&["ranks=8", "pipeline.stages=8"], "of 8 gets none of 4 layers"),
+        (
+            &["ranks=2", "expert_parallel.autoep_size=2"],
+            "(--ep): a gpt2 has no experts to spread over 2 ranks",
+        ),
+        (
+            &[
+                "model.preset=llama",
+                "data.sequence=33",
+                "ranks=2",
+                "tensor_parallel={\"autotp_size\": 2, \"sequence_parallel\": true}",
+            ],
+            "33 tokens cannot be shared by 2 ranks",
+        ),
+    ];
+    for (set, why) in cases {
+        for words in
+            [&["config", "check", &recipe][..], &["plan", &recipe], &["train", &recipe, "--out", &out]]
+        {
+            place.refused(words, set, why);
+        }
+    }
+}
+
+#[test]
+fn experts_are_counted_by_all_and_the_option_is_named() {
+    let place = Workplace::new();
+    let mixture = json!({
+        "model_type": "mixtral", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    });
+    let mixture = place.write("mixture.json", &mixture);
+    let dense = json!({
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64,
+    });
+    let dense = place.write("dense.json", &dense);
+    let recipe = std::fs::read_to_string(place.at("recipe.toml")).unwrap();
+    let recipe = recipe.replace("model.preset = 'gpt2'", &format!("model.config = '{mixture}'"));
+    let sized = ["model.width = 32\n", "model.heads = 2\n", "model.layers = 2\n"];
+    let recipe = sized.iter().fold(recipe, |recipe, line| recipe.replace(line, ""));
+    std::fs::write(place.at("mixture.toml"), recipe).unwrap();
+    let (recipe, ds_config, out) = (place.at("mixture.toml"), place.at("ds_config.json"), place.at("out"));
+    let why = "expert_parallel.autoep_size (--ep): 8 experts cannot be shared by 3 ranks alike; 1, 2, 4, 8 ranks fit";
+    place.refused(&["train", &recipe, "--out", &out, "--ep", "3", "-n", "3"], &[], why);
+    place.refused(&["plan", &recipe, "--ep", "3", "-w", "3"], &[], why);
+    place.refused(&["config", "check", &recipe], &["ranks=3", "expert_parallel.autoep_size=3"], why);
+    place.refused(&["plan", &ds_config, "--model", &mixture, "--ep", "3", "-w", "3"], &[], why);
+    let why = "(--ep): a llama has no experts to spread over 2 ranks";
+    place.refused(&["plan", &ds_config, "--model", &dense, "--ep", "2", "-w", "2"], &[], why);
+    let why = "(--tp): 4 heads cannot be shared by 3 ranks alike";
+    place.refused(&["plan", &ds_config, "--model", &dense, "--tp", "3"], &[], why);
+    // Feed-forward layers that are experts take no chunks, and nobody is left to believe that they do.
+    let why = "model.mlp_chunk: experts take all tokens that are routed to them, not 16 at a time";
+    for words in [&["config", "check", &recipe][..], &["plan", &recipe], &["train", &recipe, "--out", &out]] {
+        place.refused(words, &["model.mlp_chunk=16"], why);
+    }
+}
+
+#[test]
+fn files_and_folders_that_a_run_cannot_use_are_found_by_a_check() {
+    let place = Workplace::new();
+    let (recipe, out) = (place.at("recipe.toml"), place.at("out"));
+    let offload = |path: &str| {
+        format!(
+            "zero_optimization={{\"stage\": 3, \"offload_optimizer\": {{\"device\": \"nvme\", \"nvme_path\": \"{path}\"}}}}"
+        )
+    };
+    let gone = format!("data.text=[\"{}\"]", place.at("gone.txt"));
+    let cases = [
+        (offload("/proc/nowhere/disk"), "nvme_path: /proc/nowhere/disk is the kernel's"),
+        (offload("/sys/disk"), "nvme_path: /sys/disk is the kernel's"),
+        (offload("a\\u0000b"), "holds a NUL character, which no path has"),
+        (gone, "gone.txt does not exist"),
+        ("data.text=[\"/dev/zero\"]".to_owned(), "/dev/zero is no plain file but a pipe, socket or device"),
+        (format!("trace=\"{}\"", place.at("gone/trace.json")), "there is no folder"),
+        ("trace=\"/proc/trace.json\"".to_owned(), "trace: /proc/trace.json is the kernel's"),
+        ("data.cache=\"/proc/cache\"".to_owned(), "/proc/cache"),
+        ("trace=\"a\\u0000b\"".to_owned(), "trace: \"a\\0b\" holds a NUL character"),
+    ];
+    for (set, why) in &cases {
+        for words in [&["config", "check", &recipe][..], &["train", &recipe, "--out", &out]] {
+            place.refused(words, &[set], why);
+        }
+    }
+    let ds_config = place.at("ds_config.json");
+    let why = "zero_optimization.offload_optimizer.nvme_path: /proc/nowhere/disk is the kernel's";
+    place.refused(&["config", "check", &ds_config], &[&offload("/proc/nowhere/disk")], why);
+}
+
+#[test]
+fn a_disks_folder_that_is_not_there_is_planned_for_made_and_taken_away() {
+    let place = Workplace::new();
+    let (recipe, out) = (place.at("recipe.toml"), place.at("out"));
+    let offload = format!(
+        "zero_optimization={{\"stage\": 3, \"offload_optimizer\": {{\"device\": \"nvme\", \"nvme_path\": \"{}\"}}}}",
+        place.at("disks/one")
+    );
+    let set = ["--set", &offload];
+    for words in [&["config", "check", &recipe][..], &["plan", &recipe]] {
+        let output = ferrospeed(&[words, &set].concat());
+        assert_eq!(output.status.code(), Some(0), "{words:?}: {}", stderr(&output));
+    }
+    for ranks in ["1", "2"] {
+        let train = ["train", &recipe, "--out", &out, "--device", "cpu", "--overwrite", "-n", ranks];
+        let output = ferrospeed(&[&train[..], &set].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert!(!Path::new(&place.at("disks")).exists(), "{ranks}: folders that the run made stay behind");
+    }
+    // What was there is not the run's.
+    std::fs::create_dir(place.at("disks")).unwrap();
+    let output = ferrospeed(
+        &[&["train", &recipe, "--out", &out, "--device", "cpu", "--overwrite"][..], &set].concat(),
+    );
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(Path::new(&place.at("disks")).is_dir() && !Path::new(&place.at("disks/one")).exists());
+}
+
+#[test]
+fn checkpoints_are_written_to_no_place_that_keeps_no_files() {
+    let place = Workplace::new();
+    let given = place.at("checkpoints");
+    for command in ["to-fp32", "export-hf", "import-deepspeed", "export-deepspeed", "to-universal"] {
+        let words = ["checkpoint", command, &given, "/proc/checkpoint.safetensors"];
+        place.refused(&words, &[], "/proc/checkpoint.safetensors is the kernel's");
+    }
+}
