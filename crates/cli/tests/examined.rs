@@ -103,6 +103,8 @@ fn experts_are_counted_by_all_and_the_option_is_named() {
     place.refused(&["plan", &ds_config, "--model", &mixture, "--ep", "3", "-w", "3"], &[], why);
     let why = "(--ep): a llama has no experts to spread over 2 ranks";
     place.refused(&["plan", &ds_config, "--model", &dense, "--ep", "2", "-w", "2"], &[], why);
+    let why = "(--ep): the model has no experts to spread over 2 ranks";
+    place.refused(&["plan", &ds_config, "--model", &dense, "--search", "--ep", "2", "-w", "2"], &[], why);
     let why = "(--tp): 4 heads cannot be shared by 3 ranks alike";
     place.refused(&["plan", &ds_config, "--model", &dense, "--tp", "3"], &[], why);
     // Feed-forward layers that are experts take no chunks, and nobody is left to believe that they do.

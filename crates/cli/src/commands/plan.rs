@@ -9,7 +9,7 @@ use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
 use ferrospeed_pipeline::division::Division;
 use ferrospeed_tune::crossing::{Crossings, Hosts, crossings};
-use ferrospeed_tune::model::Model;
+use ferrospeed_tune::model::{Model, Transformer};
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Request, Shortfall, human, plan};
 use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
 use serde_json::{Value, json};
@@ -219,17 +219,26 @@ fn spread(model: Model, slices: u64, expert_ranks: u64, world_size: u64) -> Resu
         }
         counts => return Ok(counts),
     };
-    let refuse = |why: String| Failure::Usage(format!("expert_parallel.autoep_size (--ep): {why}"));
-    let spread = transformer.with_experts_over(expert_ranks).ok_or_else(|| match transformer.experts {
-        0 => refuse(format!("the model has no experts to spread over {expert_ranks} ranks")),
-        experts => refuse(format!("{experts} experts cannot be shared by {expert_ranks} ranks alike")),
-    })?;
+    let spread = with_experts_over(transformer, expert_ranks)?;
     if !world_size.is_multiple_of(expert_ranks) {
-        return Err(refuse(format!(
+        let why = format!(
             "experts on {expert_ranks} ranks need a multiple of as many data-parallel ranks, and there are {world_size} (--world_size)"
-        )));
+        );
+        return Err(refused_experts(&why));
     }
     Ok(Model::Transformer(spread))
+}
+
+/// What one rank holds of a model whose experts are on several, if they can be.
+pub(super) fn with_experts_over(model: Transformer, ranks: u64) -> Result<Transformer, Failure> {
+    model.with_experts_over(ranks).ok_or_else(|| match model.experts {
+        0 => refused_experts(&format!("the model has no experts to spread over {ranks} ranks")),
+        experts => refused_experts(&format!("{experts} experts cannot be shared by {ranks} ranks alike")),
+    })
+}
+
+fn refused_experts(why: &str) -> Failure {
+    Failure::Usage(format!("expert_parallel.autoep_size (--ep): {why}"))
 }
 
 /// What there is: what the user says, else what this machine has.

@@ -16,7 +16,7 @@ use ferrospeed_tune::search::{Answer, Found, Question, search};
 use serde_json::{Value, json};
 
 use super::config::refusal;
-use super::plan::{PlanArgs, capacity};
+use super::plan::{PlanArgs, capacity, with_experts_over};
 use super::rates::Ranks;
 use crate::failure::Failure;
 use crate::terminal;
@@ -97,6 +97,7 @@ impl Subject {
 
 pub(super) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let subject = Subject::read(args)?;
+    with_experts_over(subject.model, subject.expert_ranks)?;
     let mut ds_config = subject.read.source().clone();
     if let Some(slices) = args.tp {
         ds_config["tensor_parallel"]["autotp_size"] = slices.get().into();
