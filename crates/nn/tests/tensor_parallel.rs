@@ -123,6 +123,36 @@ fn the_loss_over_slices_of_the_vocabulary_is_the_plain_one() {
     }
 }
 
+#[test]
+fn ranks_with_more_tokens_than_others_still_tell_each_other_of_the_same_rows() {
+    // So many that a rank with one more of them would by itself hold fewer rows at once.
+    const MANY: usize = 2 * 8192 + 1;
+    const ROWS: usize = 1024;
+    let loss = |group: Option<&Group>| {
+        let device = Device::cpu_with_threads(1);
+        let init = Init::root().over(group.map(Slices::from).as_ref());
+        let words = Embedding::new(&init.at("words").cut(Cut::Entries), MANY, 2, 1.0);
+        let source = FromInitializers { seed: 5 };
+        let _store = PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &source).unwrap();
+        let x: Vec<f32> = (0..2 * ROWS).map(|i| (i * 37 % 29) as f32 / 14.0 - 1.0).collect();
+        let x = Tensor::from_slice(&x, [ROWS, 2], &device).unwrap();
+        let targets: Vec<i64> = (0..ROWS as i64).map(|i| i * 31 % MANY as i64).collect();
+        let targets = Tensor::from_slice(&targets, [ROWS], &device).unwrap();
+        let loss = match group {
+            Some(group) => {
+                linear_cross_entropy(&x, words.table(), &targets, IGNORED, &Slices::from(group)).unwrap()
+            }
+            None => {
+                let options = CrossEntropyOptions { ignore_index: IGNORED, ..Default::default() };
+                ops::linear_cross_entropy(&x, words.table(), WeightLayout::OutIn, &targets, options).unwrap()
+            }
+        };
+        loss.item().unwrap()
+    };
+    let found = on_ranks(2, move |group| loss(Some(group)));
+    assert_near(&found, &[loss(None); 2], "losses");
+}
+
 /// Weights that are the same in every head, so that only what is dropped tells heads apart.
 struct Alike;
 

@@ -146,7 +146,7 @@ fn main() -> Result<()> {
             w.tracked(),
             WeightLayout::OutIn,
             &ids,
-            Default::default(),
+            ops::CrossEntropyOptions::default(),
         )?;
         autograd::backward(&loss)
     })?;

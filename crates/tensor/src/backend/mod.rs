@@ -24,7 +24,7 @@ pub use memory::{Memory, RawBlock};
 pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
 pub use products::{FewRows, Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
 pub use rows::{Rows, Window2d};
-pub use sums::{CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
+pub use sums::{ClassPart, CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
 pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates, sum_of_words};
 pub use work::{Mark, Work};
 

@@ -48,6 +48,25 @@ pub enum LossGradient<'a> {
     Into(Out<'a>),
 }
 
+/// One of several parts of the classes, each with neighbouring ones, whose losses together are the loss of all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ClassPart {
+    /// Targets with this value count for nothing.
+    pub ignore_index: i64,
+    /// Which part it is.
+    pub number: usize,
+    /// Its first class.
+    pub first: usize,
+    /// How many classes all parts have.
+    pub all: usize,
+}
+
+impl ClassPart {
+    /// What parts tell each other of a row: the largest logit, the sum of exponentials of the distances to it, and the
+    /// target's logit, which is zero where the target is in another part.
+    pub const NUMBERS: usize = 3;
+}
+
 impl Default for CrossEntropyOptions {
     fn default() -> Self {
         CrossEntropyOptions { ignore_index: -100, label_smoothing: 0.0, z_loss: 0.0 }
@@ -98,6 +117,26 @@ pub trait Sums: Memory {
     fn cross_entropy_rows(
         &self,
         options: &CrossEntropyOptions,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()>;
+    /// Per row of `logits [rows, classes of the part]`, in [`Sums::logits_dtype`]: what the part tells the others into
+    /// `told [rows, NUMBERS]`. From then on the logits belong to [`Sums::cross_entropy_of_parts`], where they may be held in another form.
+    fn cross_entropy_part(
+        &self,
+        part: &ClassPart,
+        logits: Out<'_>,
+        targets: &Tensor,
+        told: Out<'_>,
+    ) -> Result<()>;
+    /// As [`Sums::cross_entropy_rows`], of one part, from what all `told [parts, rows, NUMBERS]`: every part gets the whole
+    /// loss, to the same bits, and the gradient of its own logits.
+    fn cross_entropy_of_parts(
+        &self,
+        part: &ClassPart,
+        told: &Tensor,
         logits: Out<'_>,
         targets: &Tensor,
         losses: Out<'_>,

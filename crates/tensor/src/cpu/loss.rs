@@ -19,17 +19,8 @@ pub(crate) fn cross_entropy_rows(
     gradient: LossGradient<'_>,
 ) -> Result<()> {
     let classes = logits.shape().last();
-    for (position, &index) in read::<i64>(targets).iter().enumerate() {
-        if index != options.ignore_index && !usize::try_from(index).is_ok_and(|index| index < classes) {
-            return Err(TensorError::IndexOutOfRange {
-                op: "cross_entropy",
-                index,
-                position,
-                limit: classes,
-            });
-        }
-    }
-    let all = Rows { options, targets: read::<i64>(targets), classes };
+    let targets = checked_targets(targets, options.ignore_index, classes)?;
+    let all = Rows { options, targets, classes };
     let (logits, losses) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(losses)));
     // SAFETY: rows are disjoint.
     let row = |r: usize| unsafe { logits.range(r * classes..(r + 1) * classes) };
@@ -62,6 +53,19 @@ pub(crate) fn cross_entropy_rows(
         }
     }
     Ok(())
+}
+
+/// Targets that are classes, or do not count.
+pub(super) fn checked_targets(targets: &Tensor, ignored: i64, limit: usize) -> Result<&[i64]> {
+    let targets = read::<i64>(targets);
+    let is_bad = |index: i64| index != ignored && usize::try_from(index).map_or(true, |index| index >= limit);
+    match targets.iter().position(|&index| is_bad(index)) {
+        Some(position) => {
+            let index = targets[position];
+            Err(TensorError::IndexOutOfRange { op: "cross_entropy", index, position, limit })
+        }
+        None => Ok(targets),
+    }
 }
 
 /// What the losses of all rows share.
@@ -121,17 +125,17 @@ impl Rows<'_> {
 }
 
 /// The gradient of a row whose exponentials are known.
-struct Slope {
-    scale: f32,
-    uniform: f32,
+pub(super) struct Slope {
+    pub(super) scale: f32,
+    pub(super) uniform: f32,
     /// The right class, and what is taken off there.
-    target: Option<(usize, f32)>,
+    pub(super) target: Option<(usize, f32)>,
 }
 
 impl Slope {
     /// The gradient in the exponentials' place.
     #[inline(always)]
-    fn over(&self, row: &mut [f32]) {
+    pub(super) fn over(&self, row: &mut [f32]) {
         for value in row.iter_mut() {
             *value = *value * self.scale - self.uniform;
         }
@@ -142,7 +146,7 @@ impl Slope {
 
     /// The gradient in another place, rounded.
     #[inline(always)]
-    fn beside<T: Float>(&self, row: &[f32], gradient: &mut [T]) {
+    pub(super) fn beside<T: Float>(&self, row: &[f32], gradient: &mut [T]) {
         for (gradient, value) in gradient.iter_mut().zip(row) {
             *gradient = T::narrow(value * self.scale - self.uniform);
         }

@@ -23,6 +23,7 @@ mod grouped;
 mod image;
 mod layout;
 mod loss;
+mod loss_parts;
 mod math;
 mod norm;
 mod one_row;

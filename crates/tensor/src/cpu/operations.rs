@@ -347,6 +347,26 @@ impl Sums for CpuBackend {
     ) -> Result<()> {
         loss::cross_entropy_rows(&self.threads, options, logits, targets, losses, gradient)
     }
+    fn cross_entropy_part(
+        &self,
+        part: &ClassPart,
+        logits: Out<'_>,
+        targets: &Tensor,
+        told: Out<'_>,
+    ) -> Result<()> {
+        loss_parts::cross_entropy_part(&self.threads, part, logits, targets, told)
+    }
+    fn cross_entropy_of_parts(
+        &self,
+        part: &ClassPart,
+        told: &Tensor,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        loss_parts::cross_entropy_of_parts(&self.threads, part, told, logits, targets, losses, gradient)
+    }
     fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()> {
         let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();
         write::<i64>(target)[0] = counted as i64;

@@ -20,6 +20,7 @@ mod grouped;
 mod image;
 mod integers;
 mod layout;
+mod loss;
 mod memory;
 mod norm;
 mod operations;

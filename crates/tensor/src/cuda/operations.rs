@@ -361,17 +361,42 @@ impl Sums for CudaBackend {
         gradient: LossGradient<'_>,
     ) -> Result<()> {
         let with_gradient = !matches!(gradient, LossGradient::Nowhere);
-        reduce::cross_entropy_rows(self, options, logits.tensor, targets, losses.tensor, with_gradient)?;
+        loss::cross_entropy_rows(self, options, logits.tensor, targets, losses.tensor, with_gradient)?;
+        match gradient {
+            LossGradient::Into(target) => self.cast(logits.tensor, target),
+            LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
+        }
+    }
+    fn cross_entropy_part(
+        &self,
+        part: &ClassPart,
+        logits: Out<'_>,
+        targets: &Tensor,
+        told: Out<'_>,
+    ) -> Result<()> {
+        loss::cross_entropy_part(self, part, logits.tensor, targets, told.tensor)
+    }
+    fn cross_entropy_of_parts(
+        &self,
+        part: &ClassPart,
+        told: &Tensor,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let with_gradient = !matches!(gradient, LossGradient::Nowhere);
+        loss::cross_entropy_of_parts(self, part, told, logits.tensor, targets, losses.tensor, with_gradient)?;
         match gradient {
             LossGradient::Into(target) => self.cast(logits.tensor, target),
             LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
         }
     }
     fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()> {
-        reduce::count_targets(self, targets, ignore_index, target.tensor)
+        loss::count_targets(self, targets, ignore_index, target.tensor)
     }
     fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: Out<'_>) -> Result<()> {
-        reduce::mean_loss(self, losses, counted, target.tensor)
+        loss::mean_loss(self, losses, counted, target.tensor)
     }
     fn reduce(
         &self,

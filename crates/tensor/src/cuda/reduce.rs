@@ -1,7 +1,7 @@
-//! Reductions and losses: `kernels/reduce.cu` and `kernels/loss.cu`.
+//! Reductions: `kernels/reduce.cu`.
 
-use crate::backend::{CrossEntropyOptions, Reduction};
-use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, launch, op_number, real};
+use crate::backend::Reduction;
+use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, launch, real};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -226,103 +226,4 @@ pub(super) fn top_k(
         at(values),
         at(indices)
     )
-}
-
-/// Matches `LossSpec` in the kernels.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-struct LossSpec {
-    ignore_index: i64,
-    smoothing: f32,
-    z_loss: f32,
-}
-
-/// Shared memory of `cross_entropy_held` beside the row.
-const HELD_PARTS_BYTES: usize = 768;
-
-fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
-    Ok(Kernel { source: Source::Loss, defines: [real("cross_entropy", dtype)?, "", ""], name })
-}
-
-pub(super) fn cross_entropy_rows(
-    backend: &CudaBackend,
-    options: &CrossEntropyOptions,
-    logits: &Tensor,
-    targets: &Tensor,
-    losses: &Tensor,
-    with_gradient: bool,
-) -> Result<()> {
-    let (rows, classes) = (logits.shape().rows(), logits.shape().last());
-    if rows == 0 {
-        return Ok(());
-    }
-    let spec = LossSpec {
-        ignore_index: options.ignore_index,
-        smoothing: options.label_smoothing,
-        z_loss: options.z_loss,
-    };
-    // A row of 16-bit logits stays in the registers of a full block, and the next fits into shared memory.
-    let row_bytes = classes * logits.dtype().size_bytes();
-    let held = logits.dtype().size_bytes() == 2
-        && classes.is_multiple_of(8)
-        && (4096..=57_344).contains(&classes)
-        && row_bytes + HELD_PARTS_BYTES <= backend.driver.shared_bytes
-        && at(logits).is_multiple_of(16);
-    let (with_gradient, op) = (i32::from(with_gradient), op_number("cross_entropy"));
-    if held {
-        return launch!(
-            backend,
-            loss_kernel(logits.dtype(), "cross_entropy_held")?,
-            [backend.driver.multiprocessors.min(rows as u32), 1, 1],
-            [1024, 1, 1],
-            row_bytes as u32,
-            rows as u64,
-            classes as u64,
-            at(logits),
-            at(targets),
-            at(losses),
-            spec,
-            with_gradient,
-            op,
-            backend.fault
-        );
-    }
-    let threads = (classes.div_ceil(16).next_multiple_of(32)).clamp(32, 1024) as u32;
-    launch!(
-        backend,
-        loss_kernel(logits.dtype(), "cross_entropy")?,
-        [rows as u32, 1, 1],
-        [threads, 1, 1],
-        0,
-        classes as u64,
-        at(logits),
-        at(targets),
-        at(losses),
-        spec,
-        with_gradient,
-        op,
-        backend.fault
-    )
-}
-
-pub(super) fn count_targets(
-    backend: &CudaBackend,
-    targets: &Tensor,
-    ignore_index: i64,
-    target: &Tensor,
-) -> Result<()> {
-    let kernel = loss_kernel(DType::F32, "count_targets")?;
-    let count = targets.numel() as u64;
-    launch!(backend, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(targets), ignore_index, at(target))
-}
-
-pub(super) fn mean_loss(
-    backend: &CudaBackend,
-    losses: &Tensor,
-    counted: &Tensor,
-    target: &Tensor,
-) -> Result<()> {
-    let kernel = loss_kernel(DType::F32, "sum_losses")?;
-    let count = losses.numel() as u64;
-    launch!(backend, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(losses), at(target), at(counted))
 }

@@ -7,15 +7,53 @@ use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
 use crate::ops::{WeightLayout, lent_place};
+use crate::out::Out;
 use crate::param::Operand;
 use crate::profile;
 use crate::tensor::Tensor;
 use crate::with_category;
 
+/// How the losses of rows of logits are taken: from logits of all classes ([`CrossEntropyOptions`]), or from those of one part
+/// of them where others have the rest.
+pub trait RowLoss {
+    /// Targets with this value count for nothing.
+    fn ignore_index(&self) -> i64;
+    /// The number of classes by which it is chosen how many rows are held at once, where these logits have `own`: ranks that
+    /// take a loss together must name the same.
+    fn classes(&self, own: usize) -> usize {
+        own
+    }
+    /// As [`Sums::cross_entropy_rows`](crate::backend::Sums::cross_entropy_rows).
+    fn rows(
+        &self,
+        logits: &mut Tensor,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()>;
+}
+
+impl RowLoss for CrossEntropyOptions {
+    fn ignore_index(&self) -> i64 {
+        self.ignore_index
+    }
+
+    fn rows(
+        &self,
+        logits: &mut Tensor,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let device = logits.device().clone();
+        device.backend().cross_entropy_rows(self, logits.out()?, targets, losses, gradient)
+    }
+}
+
 /// How many targets count, without waiting for the device.
-fn counted(options: &CrossEntropyOptions, targets: &Tensor) -> Result<Tensor> {
+fn counted(ignored: i64, targets: &Tensor) -> Result<Tensor> {
     let mut counted = Tensor::empty([], DType::I64, targets.device())?;
-    targets.device().backend().count_targets(targets, options.ignore_index, counted.out()?)?;
+    targets.device().backend().count_targets(targets, ignored, counted.out()?)?;
     Ok(counted)
 }
 
@@ -26,11 +64,21 @@ fn mean_loss(losses: &Tensor, counted: &Tensor) -> Result<Tensor> {
     Ok(mean)
 }
 
+/// An error that says where among all rows an index is, from one of the chunk that begins at `start`.
+fn behind(start: usize, error: TensorError) -> TensorError {
+    match error {
+        TensorError::IndexOutOfRange { op, index, position, limit } => {
+            TensorError::IndexOutOfRange { op, index, position: start + position, limit }
+        }
+        error => error,
+    }
+}
+
 /// Mean cross-entropy of `logits [.., classes]` against `targets [..]`; an f32 scalar.
 pub fn cross_entropy(
     logits: impl Into<Operand>,
     targets: &Tensor,
-    options: CrossEntropyOptions,
+    losses_of: impl RowLoss,
 ) -> Result<Tensor> {
     let logits = logits.into();
     let (rows, classes) = (logits.shape().rows(), logits.shape().last());
@@ -41,7 +89,7 @@ pub fn cross_entropy(
             right: *targets.shape(),
         });
     }
-    let counted = counted(&options, targets)?;
+    let counted = counted(losses_of.ignore_index(), targets)?;
     let recording = needs_grad(&[&logits]);
     let value = logits.read()?;
     let device = value.device();
@@ -49,7 +97,7 @@ pub fn cross_entropy(
     device.backend().cast(&value, work.out()?)?;
     let mut losses = Tensor::empty([rows], DType::F32, device)?;
     let gradient = if recording { LossGradient::OverLogits } else { LossGradient::Nowhere };
-    device.backend().cross_entropy_rows(&options, work.out()?, targets, losses.out()?, gradient)?;
+    losses_of.rows(&mut work, targets, losses.out()?, gradient)?;
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
@@ -72,12 +120,12 @@ pub fn linear_cross_entropy(
     weight: impl Into<Operand>,
     layout: WeightLayout,
     targets: &Tensor,
-    options: CrossEntropyOptions,
+    losses_of: impl RowLoss,
 ) -> Result<Tensor> {
     let (x, weight) = (x.into(), weight.into());
     let owner = weight.clone();
     let sizes = || format!("weight={}", owner.shape());
-    let run = || recorded_linear_cross_entropy(x, weight, layout, targets, options);
+    let run = || recorded_linear_cross_entropy(x, weight, layout, targets, &losses_of);
     profile::in_module_of(Some(&owner), "Linear", sizes, run)
 }
 
@@ -86,7 +134,7 @@ fn recorded_linear_cross_entropy(
     weight: Operand,
     layout: WeightLayout,
     targets: &Tensor,
-    options: CrossEntropyOptions,
+    losses_of: &impl RowLoss,
 ) -> Result<Tensor> {
     const OP: &str = "linear_cross_entropy";
     let (rows, width) = (x.shape().rows(), x.shape().last());
@@ -102,7 +150,7 @@ fn recorded_linear_cross_entropy(
     if targets.numel() != rows {
         return Err(TensorError::ShapeMismatch { op: OP, left: *x.shape(), right: *targets.shape() });
     }
-    let counted = counted(&options, targets)?;
+    let counted = counted(losses_of.ignore_index(), targets)?;
     let recording = needs_grad(&[&x, &weight]);
     let wants = [recording && x.requires_grad(), recording && weight.requires_grad()];
 
@@ -113,7 +161,7 @@ fn recorded_linear_cross_entropy(
     let table = weight.read()?;
     let mut losses = Tensor::empty([rows], DType::F32, &device)?;
     let held = backend.logits_dtype(dtype);
-    let most = backend.logits_rows(classes * held.size_bytes()).clamp(16, rows.max(16));
+    let most = backend.logits_rows(losses_of.classes(classes) * held.size_bytes()).clamp(16, rows.max(16));
     // Of equal size: a small rest would keep few of the device's units busy.
     let chunk = rows.div_ceil(rows.div_ceil(most).max(1)).next_multiple_of(16).max(16);
     let mut dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
@@ -135,7 +183,9 @@ fn recorded_linear_cross_entropy(
         let target_chunk = targets.view([rows])?.slice(start, [count])?;
         let mut loss_chunk = losses.out()?.part(start, [count])?;
         let mut loss = |logits: &mut Tensor, gradient: LossGradient<'_>| {
-            backend.cross_entropy_rows(&options, logits.out()?, &target_chunk, loss_chunk.out(), gradient)
+            losses_of
+                .rows(logits, &target_chunk, loss_chunk.out(), gradient)
+                .map_err(|error| behind(start, error))
         };
         if !recording {
             loss(&mut logits, LossGradient::Nowhere)?;

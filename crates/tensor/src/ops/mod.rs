@@ -37,7 +37,7 @@ pub use grouped::{GroupWeights, grouped_linear};
 pub use image::{avg_pool2d, conv2d, max_pool2d};
 pub use index::{embedding, gather, index_select, one_hot, top_k};
 pub use linear::{WeightLayout, linear, linear_activation, mlp};
-pub use loss::{CrossEntropyOptions, cross_entropy, linear_cross_entropy};
+pub use loss::{CrossEntropyOptions, RowLoss, cross_entropy, linear_cross_entropy};
 pub use matmul::matmul;
 pub use mlp_chunks::{MlpWeights, mlp_in_chunks};
 pub use norm::{REBUILT_WIDTH, add_layer_norm, add_rms_norm, layer_norm, rms_norm};

@@ -169,6 +169,90 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 rows, 
     }
 }
 
+// The loss over parts of the classes, each on another device: what a part tells the others of a row, and what it makes of
+// all that was told.
+struct PartSpec { i64 ignore_index; u64 first; u64 all; };
+// The largest logit, the sum of exponentials of the distances to it, the target's logit (zero where another part has it).
+struct Told { float largest, total, target; };
+#define LEAST -3.4028235e38f
+
+// Runs `eight(first element)` and `one(element)` over a row that may begin anywhere, as wide as its address allows.
+template <class Eight, class One>
+__device__ __forceinline__ void over_row(const REAL* row, u32 count, Eight eight, One one) {
+    u32 before = u32((16 - ((u64)row & 15)) % 16 / sizeof(REAL));
+    if (before > count) before = count;
+    u32 packs = (count - before) / 8;
+    if (threadIdx.x < before) one(threadIdx.x);
+    for (u32 p = threadIdx.x; p < packs; p += blockDim.x) eight(before + p * 8);
+    for (u32 i = before + packs * 8 + threadIdx.x; i < count; i += blockDim.x) one(i);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy_part(u64 classes, const REAL* logits, const i64* targets,
+                                                                      Told* told, PartSpec part, u64 op, Fault* fault) {
+    const REAL* row = logits + blockIdx.x * classes;
+    i64 target = targets[blockIdx.x];
+    if (target == part.ignore_index) {
+        if (threadIdx.x == 0) told[blockIdx.x] = Told{0.0f, 0.0f, 0.0f};
+        return;
+    }
+    // Finite, so that a difference to it is a number: a part without any finite logit adds nothing.
+    float largest = LEAST, total = 0.0f;
+    auto raise = [&](float most) {
+        if (most > largest) {
+            total *= quick_exp(largest - most);
+            largest = most;
+        }
+    };
+    over_row(row, u32(classes), [&](u32 i) {
+        Pack<REAL> a = load8(row + i);
+        float most = LEAST;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) most = fmaxf(most, widen(a.v[j]));
+        raise(most);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) total += quick_exp(widen(a.v[j]) - largest);
+    }, [&](u32 i) {
+        raise(widen(row[i]));
+        total += quick_exp(widen(row[i]) - largest);
+    });
+    float most = block_max(largest);
+    total = block_sum(total * quick_exp(largest - most));
+    if (threadIdx.x > 0) return;
+    u64 chosen = checked(target, blockIdx.x, part.all, op, fault) - part.first;
+    told[blockIdx.x] = Told{most, total, chosen < classes ? widen(row[chosen]) : 0.0f};
+}
+
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy_of_parts(u64 classes, u64 parts, REAL* logits, const i64* targets,
+                                                                          const Told* told, float* losses, PartSpec part, int with_gradient) {
+    REAL* row = logits + blockIdx.x * classes;
+    i64 target = targets[blockIdx.x];
+    bool counts = target != part.ignore_index;
+    // In the order of parts, so that all get the same bits.
+    float most = LEAST, total = 0.0f, target_logit = 0.0f;
+    for (u64 p = 0; p < parts; p++) most = fmaxf(most, told[p * gridDim.x + blockIdx.x].largest);
+    for (u64 p = 0; p < parts; p++) {
+        Told of = told[p * gridDim.x + blockIdx.x];
+        total += of.total * quick_exp(of.largest - most);
+        target_logit += of.target;
+    }
+    if (threadIdx.x == 0) losses[blockIdx.x] = counts ? most + logf(total) - target_logit : 0.0f;
+    if (!with_gradient) return;
+    float scale = 1.0f / total;
+    u64 chosen = u64(target) - part.first;
+    u32 hit = counts && chosen < classes ? u32(chosen) : ~0u;
+    auto gradient = [&](float logit, u32 i) {
+        float g = counts ? quick_exp(logit - most) * scale : 0.0f;
+        return i == hit ? g - 1.0f : g;
+    };
+    over_row(row, u32(classes), [&](u32 i) {
+        Pack<REAL> a = load8(row + i);
+        float g[8];
+        #pragma unroll
+        for (int j = 0; j < 8; j++) g[j] = gradient(widen(a.v[j]), i + j);
+        store8(row + i, narrow8<REAL>(g));
+    }, [&](u32 i) { row[i] = narrow<REAL>(gradient(widen(row[i]), i)); });
+}
+
 // How many targets count; one block.
 extern "C" __global__ void count_targets(u64 count, const i64* targets, i64 ignore_index, i64* counted) {
     __shared__ u32 total;
