@@ -29,6 +29,7 @@ pub mod dtype;
 pub mod error;
 pub mod lent;
 pub mod memory;
+mod moves;
 pub mod ops;
 pub mod out;
 pub mod packed;

@@ -1,38 +1,12 @@
-//! Kernels that move elements: permute, strided copies, indexing, embedding.
+//! Kernels that move elements: strided copies, indexing, embedding.
 
 use crate::cpu::parallel::{Shared, Threads, row_block};
 use crate::cpu::simd::vectorized;
 use crate::cpu::{any_kernel, float_kernel, read, write};
-use crate::dtype::{DType, Element, Float};
+use crate::dtype::{DType, Float};
 use crate::error::{Result, TensorError};
 use crate::out::Out;
 use crate::tensor::Tensor;
-
-pub(crate) fn permute(x: &Tensor, order: &[usize], y: Out<'_>) {
-    fn typed<T: Element>(x: &Tensor, order: &[usize], y: Out<'_>) {
-        let strides = x.shape().strides();
-        let strides: Vec<usize> = order.iter().map(|&dim| strides[dim]).collect();
-        let shape = y.shape();
-        let (input, output) = (read::<T>(x), write::<T>(y));
-        let (rows, width) = (shape.rows(), shape.last());
-        let step = strides.last().copied().unwrap_or(1);
-        for r in 0..rows {
-            let mut rest = r;
-            let mut start = 0;
-            for dim in (0..shape.dims().saturating_sub(1)).rev() {
-                start += rest % shape[dim] * strides[dim];
-                rest /= shape[dim];
-            }
-            let output = &mut output[r * width..(r + 1) * width];
-            if step == 1 {
-                output.copy_from_slice(&input[start..start + width]);
-            } else {
-                output.iter_mut().enumerate().for_each(|(i, y)| *y = input[start + i * step]);
-            }
-        }
-    }
-    any_kernel!(x.dtype(), T => typed::<T>(x, order, y));
-}
 
 pub(crate) fn copy_blocks(
     source: &Tensor,

@@ -31,6 +31,7 @@ mod operations;
 mod packed;
 mod parallel;
 pub mod past_cache;
+mod permute;
 mod pointwise;
 pub mod quantize;
 mod reduce;

@@ -109,7 +109,7 @@ impl Rows for CpuBackend {
         layout::embedding_backward(&self.threads, ids, dout, dtable)
     }
     fn permute(&self, x: &Tensor, order: &[usize], y: Out<'_>) -> Result<()> {
-        layout::permute(x, order, y);
+        permute::permute(&self.threads, x, order, y);
         Ok(())
     }
     fn copy_blocks(

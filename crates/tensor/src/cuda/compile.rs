@@ -38,6 +38,7 @@ pub(crate) enum Source {
     Norm,
     Optimizer,
     Packed,
+    Permute,
     Product,
     Reduce,
 }
@@ -61,6 +62,7 @@ impl Source {
             Source::Norm => ("norm.cu", include_str!("kernels/norm.cu")),
             Source::Optimizer => ("optimizer.cu", include_str!("kernels/optimizer.cu")),
             Source::Packed => ("packed.cu", include_str!("kernels/packed.cu")),
+            Source::Permute => ("permute.cu", include_str!("kernels/permute.cu")),
             Source::Product => ("product.cu", include_str!("kernels/product.cu")),
             Source::Reduce => ("reduce.cu", include_str!("kernels/reduce.cu")),
         }

@@ -2,14 +2,16 @@
 
 use crate::backend::Comparison;
 use crate::cuda::elementwise::Broadcast;
-use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, index_type, launch, op_number, real};
+use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, index_type, launch, op_number, permute, real};
 use crate::dtype::{DType, Float};
 use crate::error::{Result, TensorError};
+use crate::moves::Axis;
 use crate::tensor::Tensor;
 
 /// A type of this many bytes, for kernels that only move.
-fn word(bytes: usize) -> &'static str {
+pub(super) fn word(bytes: usize) -> &'static str {
     match bytes {
+        16 => "REAL=uint4",
         8 => "REAL=u64",
         4 => "REAL=u32",
         2 => "REAL=u16",
@@ -123,24 +125,6 @@ pub(super) fn compare(
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, y.numel() as u64, at(a), at(b), at(y), op, shape)
 }
 
-pub(super) fn permute(backend: &CudaBackend, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
-    let strides = x.shape().strides();
-    let strides: Vec<usize> = order.iter().map(|&dim| strides[dim]).collect();
-    let shape = Broadcast::strided(y.sizes(), &strides);
-    let kernel = mover(x.dtype(), "INDEX=i64", "permute");
-    launch!(
-        backend,
-        kernel,
-        backend.grid_single(y.numel()),
-        [BLOCK, 1, 1],
-        0,
-        y.numel() as u64,
-        at(x),
-        at(y),
-        shape
-    )
-}
-
 pub(super) fn copy_blocks(
     backend: &CudaBackend,
     (source, source_offset, source_stride): (&Tensor, usize, usize),
@@ -153,26 +137,8 @@ pub(super) fn copy_blocks(
     if rows == 1 || (source_stride == width && target_stride == width) {
         return backend.copy_bytes(from, to, rows * width * size);
     }
-    // The widest word that divides all distances.
-    let everything = from | to | ((source_stride | target_stride | width) * size) as u64;
-    let bytes = (1usize << everything.trailing_zeros().min(3)).max(size);
-    let kernel =
-        Kernel { source: Source::Move, defines: [word(bytes), "INDEX=i64", "EXACT"], name: "copy_blocks" };
-    let words = |elements: usize| (elements * size / bytes) as u64;
-    let grid = backend.grid_single(rows * width * size / bytes);
-    launch!(
-        backend,
-        kernel,
-        grid,
-        [BLOCK, 1, 1],
-        0,
-        from,
-        words(source_stride),
-        to,
-        words(target_stride),
-        rows as u64,
-        words(width)
-    )
+    let rows = Axis { size: rows, from: source_stride, to: target_stride };
+    permute::move_words(backend, [from, to], size, &[rows, Axis { size: width, from: 1, to: 1 }])
 }
 
 /// Matches `Parts` in the kernels.

@@ -26,6 +26,7 @@ mod norm;
 mod operations;
 mod optimizer;
 mod packed;
+mod permute;
 mod reduce;
 mod transfer;
 

@@ -126,7 +126,7 @@ impl Rows for CudaBackend {
         layout::embedding_backward(self, ids, dout, dtable.tensor)
     }
     fn permute(&self, x: &Tensor, order: &[usize], y: Out<'_>) -> Result<()> {
-        layout::permute(self, x, order, y.tensor)
+        permute::permute(self, x, order, y.tensor)
     }
     fn copy_blocks(
         &self,

@@ -2,6 +2,7 @@
 
 use crate::autograd::{needs_grad, record};
 use crate::error::{Result, TensorError};
+use crate::moves;
 use crate::param::Operand;
 use crate::profile;
 use crate::shape::Shape;
@@ -27,7 +28,7 @@ pub fn reshape(x: impl Into<Operand>, shape: impl Into<Shape>) -> Result<Tensor>
     Ok(record("reshape", &[&x], y, move |dy| Ok(vec![Some(dy.view(from)?)])))
 }
 
-/// Reorders dimensions: dimension `i` of the result is dimension `order[i]` of `x`.
+/// Reorders dimensions: dimension `i` of the result is dimension `order[i]` of `x`. No copy where only those of size one move.
 pub fn permute(x: impl Into<Operand>, order: &[usize]) -> Result<Tensor> {
     fn run(x: &Tensor, order: &[usize]) -> Result<Tensor> {
         let sizes: Vec<usize> = order.iter().map(|&dim| x.shape()[dim]).collect();
@@ -47,6 +48,10 @@ pub fn permute(x: impl Into<Operand>, order: &[usize]) -> Result<Tensor> {
             "permute",
             format!("{order:?} does not order the dimensions of {}", x.shape()),
         ));
+    }
+    if moves::is_still(x.shape(), order) {
+        let sizes: Vec<usize> = order.iter().map(|&dim| x.shape()[dim]).collect();
+        return reshape(x, &sizes);
     }
     let y = run(&*x.read()?, order)?;
     if !needs_grad(&[&x]) {

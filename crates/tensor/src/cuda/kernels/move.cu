@@ -1,4 +1,4 @@
-// Kernels that move elements of any size: fills, casts, comparisons, permutations, strided copies, lookups.
+// Kernels that move elements of any size: fills, comparisons, splits, lookups.
 
 extern "C" __global__ void fill(u64 count, REAL* target, REAL value) {
     for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) target[i] = value;
@@ -12,20 +12,6 @@ extern "C" __global__ void compare(u64 count, const REAL* a, const REAL* b, u8* 
         float l = widen(a[place(shape, 0, i)]), r = widen(b[place(shape, 1, i)]);
         #endif
         y[i] = op == 0 ? l == r : op == 1 ? l < r : l <= r;
-    }
-}
-
-extern "C" __global__ void permute(u64 count, const REAL* x, REAL* y, Broadcast shape) {
-    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x)
-        y[i] = x[place(shape, 0, i)];
-}
-
-// `width` and the strides count REALs; the host widens REAL where everything is aligned.
-extern "C" __global__ void copy_blocks(const REAL* source, u64 source_stride, REAL* target, u64 target_stride, u64 rows, u64 width) {
-    u64 count = rows * width;
-    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
-        u64 r = i / width, c = i % width;
-        target[r * target_stride + c] = source[r * source_stride + c];
     }
 }
 
