@@ -1,4 +1,4 @@
-//! Wide norms are computed again in backward: to the same bits as if they had been kept, and without being kept.
+//! Wide norms, and wider copies, are computed again in backward: to the same bits as if they had been kept, and without being kept.
 
 use ferrospeed_tensor::ops::{self, REBUILT_WIDTH, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
@@ -51,4 +51,24 @@ fn the_same_bits_without_keeping_the_result() {
         let result_bytes = ROWS * REBUILT_WIDTH * dtype.size_bytes();
         assert_eq!(kept_bytes - rebuilt_bytes, result_bytes, "{dtype}: the norm's result is gone");
     }
+}
+
+/// The gradients of a product with a wider copy of what is kept anyway, and the activations held for it.
+fn of_wide(convert: fn(&Tensor, DType) -> ferrospeed_tensor::Result<Tensor>) -> (Vec<Vec<f32>>, usize) {
+    let device = Device::cpu_with_threads(2);
+    let x = random(&[ROWS, 64], 1, DType::BF16, &device).tracked();
+    let weight = random(&[16, 64], 2, DType::F32, &device).tracked();
+    let before = device.memory_usage().current(Category::Activations);
+    let y = ops::linear(convert(&x, DType::F32).unwrap(), &weight, None, WeightLayout::OutIn).unwrap();
+    let held = device.memory_usage().current(Category::Activations) - before;
+    autograd::backward(&ops::sum(ops::square(&y).unwrap()).unwrap()).unwrap();
+    ([x, weight].iter().map(|leaf| leaf.grad().unwrap().to_vec_f32().unwrap()).collect(), held)
+}
+
+#[test]
+fn a_wider_copy_of_what_is_kept_is_made_again() {
+    let ((kept, kept_bytes), (rebuilt, rebuilt_bytes)) =
+        (of_wide(|x, dtype| ops::cast(x, dtype)), of_wide(|x, dtype| ops::cast_of_kept(x, dtype)));
+    assert!(kept == rebuilt);
+    assert_eq!(kept_bytes - rebuilt_bytes, ROWS * 64 * DType::F32.size_bytes());
 }

@@ -8,7 +8,8 @@
 //! | the sums before the two norms, and the two normed values | 4h | norms, the projections behind them |
 //! | queries, keys and values, rotated where they are | q + 2k | attention |
 //! | the mix of values | q | attention, the output projection |
-//! | the inner values: before the activation; gate and up, of experts their product too | i; 2i; 3i | the feed-forward layer |
+//! | the inner values: before the activation; gate and up | i; 2i | the feed-forward layer |
+//! | each expert's result | h per expert that sees the token | the weighted sum |
 //!
 //! plus, on a GPU, the inner values after the activation, or the product, where rows are short enough; less the two normed values where `h`
 //! is wide enough that backward norms again; and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout
@@ -45,6 +46,13 @@ const CHUNK_TOKENS: u64 = 8192;
 const F32_BYTES: u64 = 4;
 /// Token ids and targets.
 const ID_BYTES: u64 = 8;
+
+/// Rows per token and expert, as wide as the stream, that a mixture keeps: the expert's result, for the weighted sum. Experts in
+/// slices keep the copy of the token that all ranks' gradients are summed for; from experts on other ranks the result comes back
+/// and is kept here too.
+fn expert_rows(shape: &Transformer) -> u64 {
+    1 + u64::from(shape.slices > 1) + 2 * u64::from(shape.params_elsewhere > 0)
+}
 
 /// Tokens that feed-forward layers take at a time, where that is not all; `asked` as [`crate::plan::Request::mlp_chunk`].
 pub(crate) fn mlp_chunk(asked: Option<u64>, shape: &Transformer, tokens: u64, again: bool) -> Option<u64> {
@@ -94,8 +102,7 @@ impl ActivationBytes {
             _ if chunk.is_some() => 0,
             (false, _) => inner * if is_kept { 2 } else { 1 },
             (true, 1) => inner * if is_kept { 3 } else { 2 },
-            // Tokens are copied to their experts, and each expert's result is kept for the weighted sum.
-            (true, experts) => 3 * inner + 2 * experts * shape.hidden,
+            (true, experts) => 2 * inner + expert_rows(shape) * experts * shape.hidden,
         };
         let matrix = if keeps_attention_matrix { shape.heads.saturating_mul(sequence_length) } else { 0 };
         let is_rebuilt = shape.hidden >= REBUILT_WIDTH;
@@ -110,9 +117,14 @@ impl ActivationBytes {
             bytes(3 * shape.hidden).saturating_add(tokens.saturating_mul(3 * F32_BYTES + 2 * ID_BYTES));
         let logits = logits(shape, width, tokens, processor);
         // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the activation in
-        // place, as those of gate and up take their places; experts' do not. In chunks, what is not saved comes to that.
+        // place, as those of gate and up take their places; of experts, then the tokens that are copied to them again and the
+        // gradient of these, where a result is no longer needed. In chunks, what is not saved comes to that.
         let backward = match chunk {
-            None => bytes(2 * shape.hidden + if shape.experts_per_token > 1 { 2 * inner } else { inner }),
+            None => {
+                let copied =
+                    if shape.experts_per_token > 1 { shape.experts_per_token * shape.hidden } else { 0 };
+                bytes(2 * shape.hidden + inner.max(copied))
+            }
             Some(chunk) => {
                 let of_chunk = (inner * if shape.gated { 3 } else { 2 }).saturating_mul(width * chunk);
                 // So little that the gradients of attention may be more, when those of the feed-forward half are done.

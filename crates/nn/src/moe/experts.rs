@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
-use ferrospeed_tensor::ops::{self, GroupWeights, WeightLayout};
+use ferrospeed_tensor::ops::{self, GroupWeights, GroupedLayer, WeightLayout};
 use ferrospeed_tensor::{Activation, Operand, Result, Tensor, TensorError};
 
 use super::apart;
@@ -79,7 +79,16 @@ impl GroupedLinear {
     }
 
     fn forward(&self, rows: &Tensor, counts: &Tensor) -> Result<Tensor> {
-        let product = ops::grouped_linear(rows, counts, &self.weights, self.biases.as_ref(), self.layout)?;
+        let GroupedLayer { weights, biases, layout } = self.layer();
+        self.summed(ops::grouped_linear(rows, counts, weights, biases, layout)?)
+    }
+
+    fn layer(&self) -> GroupedLayer<'_> {
+        GroupedLayer { weights: &self.weights, biases: self.biases.as_ref(), layout: self.layout }
+    }
+
+    /// The sum of all ranks' products, where inputs are cut.
+    fn summed(&self, product: Tensor) -> Result<Tensor> {
         match &self.summed {
             Some(slices) => slices.leave(&product),
             None => Ok(product),
@@ -154,8 +163,8 @@ impl Experts {
             Way::Gated(layers, activation) => {
                 let [gate, up, down] = &**layers;
                 let rows = enter(rows, down.summed.as_ref())?;
-                let (gates, ups) = (gate.forward(&rows, counts)?, up.forward(&rows, counts)?);
-                down.forward(&ops::gated(*activation, &gates, &ups)?, counts)
+                let layers = [gate, up, down].map(GroupedLinear::layer);
+                down.summed(ops::grouped_gated_mlp(&rows, counts, layers, *activation)?)
             }
             Way::Plain(layers, activation) => {
                 let [up, down] = &**layers;

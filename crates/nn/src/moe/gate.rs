@@ -140,7 +140,7 @@ impl Gate {
     ) -> Result<Choice> {
         let (tokens, experts) = (x.sizes()[0], self.config.experts);
         check_draws(draws, used, tokens, self.config.width, experts)?;
-        let mut seen = ops::cast(x, DType::F32)?;
+        let mut seen = ops::cast_of_kept(x, DType::F32)?;
         if let Some(jitter) = &draws.jitter {
             seen = ops::mul(&seen, &Tensor::from_slice(jitter, *x.shape(), x.device())?)?;
         }

@@ -1,6 +1,6 @@
 //! Elementwise functions, comparisons, casts, dropout.
 
-use crate::autograd::{needs_grad, record};
+use crate::autograd::{Saved, needs_grad, rebuild_with, record};
 use crate::backend::{Activation, Binary, Comparison, Unary};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -247,6 +247,18 @@ pub fn gated(activation: Activation, gate: impl Into<Operand>, up: impl Into<Ope
         dy.device().backend().gated_backward(activation, &gate, &up, &dy, dgate.out()?, dup.out()?)?;
         Ok(vec![Some(dgate), Some(dup)])
     }))
+}
+
+/// As [`cast`], of something that is kept for backward anyway: an op that saves the result keeps nothing, and backward converts
+/// again.
+pub fn cast_of_kept(x: impl Into<Operand>, dtype: DType) -> Result<Tensor> {
+    let x = x.into();
+    let y = cast(x.clone(), dtype)?;
+    if x.dtype() != dtype && y.requires_grad() {
+        let saved = Saved::of(&x);
+        rebuild_with(&y, move || cast(saved.read()?.detach(), dtype));
+    }
+    Ok(y)
 }
 
 /// Converts the element type; gradients are converted back.

@@ -112,19 +112,83 @@ impl GroupWeights {
 
 const OP: &str = "grouped_linear";
 
+/// One layer of all groups.
+#[derive(Debug, Clone, Copy)]
+pub struct GroupedLayer<'a> {
+    /// A matrix for each.
+    pub weights: &'a GroupWeights,
+    /// A vector for each, or none.
+    pub biases: Option<&'a GroupWeights>,
+    /// How the matrices lie.
+    pub layout: WeightLayout,
+}
+
 /// What forward and backward share.
 #[derive(Clone)]
-struct Product {
+pub(super) struct Product {
     weights: GroupWeights,
     biases: Option<GroupWeights>,
     counts: Tensor,
     layout: WeightLayout,
     inputs: usize,
-    outputs: usize,
+    pub(super) outputs: usize,
+    /// Whether each weight and each bias wants a gradient.
+    wanted: [Vec<bool>; 2],
 }
 
 impl Product {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    /// Of rows `[rows, inputs]` of this shape and type; an error where something does not fit.
+    pub(super) fn new(x: &Shape, dtype: DType, counts: &Tensor, layer: &GroupedLayer<'_>) -> Result<Product> {
+        let &GroupedLayer { weights, biases, layout } = layer;
+        let weight = weights.shape("the weights")?;
+        let (inputs, outputs) = layout.features(OP, &weight)?;
+        if x.dims() != 2 || x.last() != inputs {
+            return Err(TensorError::ShapeMismatch { op: OP, left: *x, right: weight });
+        }
+        let groups = weights.groups();
+        expect_same_dtype(OP, "the counts", counts.dtype(), DType::I64)?;
+        if counts.sizes() != [groups] {
+            return Err(TensorError::shape(OP, "the counts", *counts.shape(), format!("[{groups}]")));
+        }
+        if let Some(biases) = biases
+            && (biases.groups() != groups || biases.shape("the biases")?.sizes() != [outputs])
+        {
+            let what = format!("{} biases for {groups} groups of {outputs} outputs", biases.groups());
+            return Err(TensorError::argument(OP, what));
+        }
+        let product = Product {
+            weights: weights.clone(),
+            biases: biases.cloned(),
+            counts: counts.detach(),
+            layout,
+            inputs,
+            outputs,
+            wanted: [weights.wanted(), biases.map(GroupWeights::wanted).unwrap_or_default()],
+        };
+        product
+            .operands()
+            .try_for_each(|operand| expect_same_dtype(OP, "a weight", operand.dtype(), dtype))?;
+        Ok(product)
+    }
+
+    /// Weights, then biases.
+    pub(super) fn operands(&self) -> impl Iterator<Item = &Operand> {
+        self.weights.operands().iter().chain(self.biases.iter().flat_map(|biases| biases.operands()))
+    }
+
+    pub(super) fn saved(&self) -> Product {
+        let biases = self.biases.as_ref().map(GroupWeights::saved);
+        Product { weights: self.weights.saved(), biases, ..self.clone() }
+    }
+
+    /// Those of the operands that are wanted, unless they come later.
+    pub(super) fn gradients(&self, x: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let mut gradients = self.weight_gradients(x, dy, &self.wanted[0])?;
+        gradients.extend(self.bias_gradients(dy, &self.wanted[1])?);
+        Ok(gradients)
+    }
+
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let mut y = Tensor::empty(x.shape().with_last(self.outputs), x.dtype(), x.device())?;
         let (weights, biases) =
             (self.weights.read()?, self.biases.as_ref().map(GroupWeights::read).transpose()?);
@@ -146,7 +210,7 @@ impl Product {
         Ok(y)
     }
 
-    fn input_gradient(&self, dy: &Tensor, x: &Shape) -> Result<Tensor> {
+    pub(super) fn input_gradient(&self, dy: &Tensor, x: &Shape) -> Result<Tensor> {
         let mut dx = Tensor::empty(*x, dy.dtype(), dy.device())?;
         let weights = self.weights.read()?;
         let weights: Vec<&Tensor> = weights.iter().map(|value| &**value).collect();
@@ -209,46 +273,17 @@ pub fn grouped_linear(
     layout: WeightLayout,
 ) -> Result<Tensor> {
     let x = x.into();
-    let weight = weights.shape("the weights")?;
-    let (inputs, outputs) = layout.features(OP, &weight)?;
-    if x.shape().dims() != 2 || x.shape().last() != inputs {
-        return Err(TensorError::ShapeMismatch { op: OP, left: *x.shape(), right: weight });
-    }
-    let groups = weights.groups();
-    expect_same_dtype(OP, "the counts", counts.dtype(), DType::I64)?;
-    if counts.sizes() != [groups] {
-        return Err(TensorError::shape(OP, "the counts", *counts.shape(), format!("[{groups}]")));
-    }
-    if let Some(biases) = biases
-        && (biases.groups() != groups || biases.shape("the biases")?.sizes() != [outputs])
-    {
-        let what = format!("{} biases for {groups} groups of {outputs} outputs", biases.groups());
-        return Err(TensorError::argument(OP, what));
-    }
-    let all = || weights.operands().iter().chain(biases.iter().flat_map(|biases| biases.operands()));
-    all().try_for_each(|operand| expect_same_dtype(OP, "a weight", operand.dtype(), x.dtype()))?;
-
-    let product = |weights: GroupWeights, biases: Option<GroupWeights>| Product {
-        weights,
-        biases,
-        counts: counts.detach(),
-        layout,
-        inputs,
-        outputs,
-    };
-    let y = product(weights.clone(), biases.cloned()).forward(&*x.read()?)?;
-    let operands: Vec<&Operand> = std::iter::once(&x).chain(all()).collect();
+    let product = Product::new(x.shape(), x.dtype(), counts, &GroupedLayer { weights, biases, layout })?;
+    let y = product.forward(&*x.read()?)?;
+    let operands: Vec<&Operand> = std::iter::once(&x).chain(product.operands()).collect();
     if !needs_grad(&operands) {
         return Ok(y);
     }
-    let wanted = [weights.wanted(), biases.map(GroupWeights::wanted).unwrap_or_default()];
-    let saved = product(weights.saved(), biases.map(GroupWeights::saved));
-    let saved_x = Saved::of(&x);
+    let (saved, saved_x) = (product.saved(), Saved::of(&x));
     Ok(record(OP, &operands, y, move |dy| {
         let x = saved_x.read()?;
-        let of_weights = saved.weight_gradients(&x, &dy, &wanted[0])?;
-        let of_biases = saved.bias_gradients(&dy, &wanted[1])?;
+        let of_operands = saved.gradients(&x, &dy)?;
         let dx = saved.input_gradient(&dy, x.shape())?;
-        Ok(std::iter::once(Some(dx)).chain(of_weights).chain(of_biases).collect())
+        Ok(std::iter::once(Some(dx)).chain(of_operands).collect())
     }))
 }

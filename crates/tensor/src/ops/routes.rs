@@ -20,7 +20,7 @@
 //!
 //! Both ways each row is written once, by whoever owns it, so sums have one order. Nothing here waits for the device.
 
-use crate::autograd::{Saved, needs_grad, record};
+use crate::autograd::{Saved, needs_grad, rebuild_with, record};
 use crate::backend::RoutedRows;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -83,21 +83,26 @@ impl Routes {
         let x = x.into();
         let width = self.width(OP, "the tokens", x.shape(), self.tokens)?;
         expect_float(OP, "the tokens", x.dtype())?;
-        let y = {
-            let x = x.read()?;
-            let mut y = Tensor::empty([self.rows(), width], x.dtype(), x.device())?;
-            x.device().backend().spread_rows(&x, &self.routed(), y.out()?)?;
-            y
-        };
+        let y = self.copied(&*x.read()?, width)?;
         if !needs_grad(&[&x]) {
             return Ok(y);
         }
         let (routes, shape) = (self.clone(), *x.shape());
-        Ok(record(OP, &[&x], y, move |dy| {
+        let y = record(OP, &[&x], y, move |dy| {
             let mut dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
             dy.device().backend().collect_rows(&dy, &routes.routed(), None, dx.out()?)?;
             Ok(vec![Some(dx)])
-        }))
+        });
+        // Sorted rows are as many times as large as the tokens as each has choices.
+        let (routes, saved) = (self.clone(), Saved::of(&x));
+        rebuild_with(&y, move || routes.copied(&*saved.read()?, width));
+        Ok(y)
+    }
+
+    fn copied(&self, x: &Tensor, width: usize) -> Result<Tensor> {
+        let mut y = Tensor::empty([self.rows(), width], x.dtype(), x.device())?;
+        x.device().backend().spread_rows(x, &self.routed(), y.out()?)?;
+        Ok(y)
     }
 
     /// Of sorted rows `x`, each token's own, weighted by `weights [tokens, chosen]` in f32 and summed: `[tokens, width]`.
