@@ -1,9 +1,9 @@
-//! The gated perceptrons of all groups as one node: the bits of separate layers, without what these keep.
+//! The gated perceptrons of all groups as one node: what separate layers give, without what these keep.
 
 use devices::devices;
 use ferrospeed_tensor::ops::{self, GroupWeights, GroupedLayer, Routes, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Activation, Category, DType, Device, Operand, Tensor, autograd};
+use ferrospeed_tensor::{Activation, Category, DType, Device, Operand, Result, Tensor, autograd};
 
 mod devices;
 
@@ -75,7 +75,12 @@ impl Layers {
 }
 
 /// The result and all gradients, and the bytes of activations held between forward and backward.
-fn run(layers: &Layers, apart: bool, dtype: DType, device: &Device) -> (Vec<Vec<f32>>, usize) {
+fn run_by(
+    dtype: DType,
+    device: &Device,
+    layers: &Layers,
+    forward: impl Fn(&Tensor, &Tensor, &Routes) -> Result<Tensor>,
+) -> (Vec<Vec<f32>>, usize) {
     // Group 2 has no rows, and some choices go nowhere.
     let choices: Vec<i64> = (0..TOKENS * CHOSEN).map(|slot| [0, 3, 3, 1, 4, 0, 3][slot % 7]).collect();
     let choices = Tensor::from_slice(&choices, [TOKENS, CHOSEN], device).unwrap();
@@ -83,15 +88,19 @@ fn run(layers: &Layers, apart: bool, dtype: DType, device: &Device) -> (Vec<Vec<
     let x = normal(&[TOKENS, WIDTH], 1, dtype, device).tracked();
     let gates = normal(&[TOKENS, CHOSEN], 2, DType::F32, device).tracked();
     let before = device.memory_usage().current(Category::Activations);
-    let rows = layers.forward(&routes.spread(&x).unwrap(), routes.counts(), apart);
-    let y = routes.collect(&rows, &gates).unwrap();
-    drop(rows);
+    let y = forward(&x, &gates, &routes).unwrap();
     let held = device.memory_usage().current(Category::Activations) - before;
     let seed = normal(&[TOKENS, WIDTH], 3, dtype, device);
     autograd::backward_with(&[(y.clone(), seed)]).unwrap();
     let gradients = [&x, &gates].into_iter().chain(layers.leaves()).map(|leaf| leaf.grad().unwrap());
     let all = std::iter::once(y.detach()).chain(gradients);
     (all.map(|tensor| tensor.to_vec_f32().unwrap()).collect(), held)
+}
+
+fn run(layers: &Layers, apart: bool, dtype: DType, device: &Device) -> (Vec<Vec<f32>>, usize) {
+    run_by(dtype, device, layers, |x, gates, routes| {
+        routes.collect(layers.forward(&routes.spread(x)?, routes.counts(), apart), gates)
+    })
 }
 
 #[test]
@@ -117,13 +126,86 @@ fn one_node_gives_the_bits_of_separate_layers_and_keeps_neither_product_nor_sort
     }
 }
 
+/// As [`run`], with the way to the groups and back in the same node.
+fn run_routed(layers: &Layers, dtype: DType, device: &Device) -> (Vec<Vec<f32>>, usize) {
+    run_by(dtype, device, layers, |x, gates, routes| {
+        let grouped = layers.grouped();
+        let layers = grouped.each_ref().map(|(weights, biases)| GroupedLayer {
+            weights,
+            biases: biases.as_ref(),
+            layout: layers.layout,
+        });
+        ops::routed_gated_mlp(x, gates, routes, layers, Activation::Silu)
+    })
+}
+
+#[test]
+fn the_way_to_groups_and_back_gives_the_same_and_keeps_no_results() {
+    for device in devices() {
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 3e-3)] {
+            for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
+                let layers = || Layers::new(layout, false, dtype, &device);
+                let (apart, apart_bytes) = run(&layers(), false, dtype, &device);
+                let (routed, routed_bytes) = run_routed(&layers(), dtype, &device);
+                let what = format!("{dtype} {layout:?} on {}", device.backend().name());
+                assert!(apart[0] == routed[0], "{what}: forward has other bits");
+                for (index, (ours, truth)) in routed.iter().zip(&apart).enumerate() {
+                    let size = truth.iter().fold(1e-3f32, |size, value| size.max(value.abs()));
+                    for (a, b) in ours.iter().zip(truth) {
+                        assert!((a - b).abs() <= tolerance * size, "{what}, result {index}: {a}, not {b}");
+                    }
+                }
+                let again = run_routed(&layers(), dtype, &device).0;
+                assert!(routed == again, "{what}: a second run gave other bits");
+                assert_eq!(
+                    apart_bytes - routed_bytes,
+                    TOKENS * CHOSEN * WIDTH * dtype.size_bytes(),
+                    "{what}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_choice_of_weight_zero_has_the_gradient_of_its_weight() {
+    for device in devices() {
+        let layers = Layers::new(WeightLayout::OutIn, false, DType::F32, &device);
+        let gradient = |apart: bool| {
+            let x = normal(&[2, WIDTH], 1, DType::F32, &device);
+            let choices = Tensor::from_slice(&[0i64, 1, 1, 3], [2, 2], &device).unwrap();
+            let routes = Routes::new(&choices, GROUPS).unwrap();
+            let gates = Tensor::from_slice(&[0.0f32, 1.0, 1.0, 0.0], [2, 2], &device).unwrap().tracked();
+            let y = if apart {
+                let rows = layers.forward(&routes.spread(&x).unwrap(), routes.counts(), true);
+                routes.collect(&rows, &gates).unwrap()
+            } else {
+                let grouped = layers.grouped();
+                let of = grouped.each_ref().map(|(weights, _)| GroupedLayer {
+                    weights,
+                    biases: None,
+                    layout: WeightLayout::OutIn,
+                });
+                ops::routed_gated_mlp(&x, &gates, &routes, of, Activation::Silu).unwrap()
+            };
+            autograd::backward(&ops::sum(&y).unwrap()).unwrap();
+            gates.grad().unwrap().to_vec_f32().unwrap()
+        };
+        let (apart, routed) = (gradient(true), gradient(false));
+        assert!(apart.iter().all(|value| *value != 0.0), "{apart:?}");
+        for (a, b) in routed.iter().zip(&apart) {
+            assert!((a - b).abs() <= 1e-5 * b.abs().max(1.0), "{routed:?}, not {apart:?}");
+        }
+    }
+}
+
 #[test]
 fn backward_can_run_twice() {
     let device = Device::cpu_with_threads(1);
     let layers = Layers::new(WeightLayout::OutIn, false, DType::F32, &device);
     let x = normal(&[5, WIDTH], 1, DType::F32, &device).tracked();
     let counts = Tensor::from_slice(&[2i64, 0, 3, 0], [GROUPS], &device).unwrap();
-    let loss = ops::sum(&layers.forward(&x, &counts, false)).unwrap();
+    let loss = ops::sum(layers.forward(&x, &counts, false)).unwrap();
     let roots = [(loss, Tensor::scalar(1.0, &device).unwrap())];
     autograd::backward_retaining(&roots).unwrap();
     let once = x.grad().unwrap().to_vec_f32().unwrap();
@@ -150,6 +232,16 @@ fn layers_that_do_not_fit_are_refused() {
         ops::grouped_gated_mlp(&x, &counts, layers, Activation::Silu).map(|_| ())
     };
     assert!(try_with([[2, 6, 4], [2, 6, 4], [2, 4, 6]]).is_ok());
+    let weights = [[2, 6, 4], [2, 6, 4], [2, 4, 6]].map(|shape: [usize; 3]| zeros(&shape));
+    let (biases, layout) = (zeros(&[2, 4]), WeightLayout::OutIn);
+    let mut layers = weights.each_ref().map(|weights| GroupedLayer { weights, biases: None, layout });
+    layers[2].biases = Some(&biases);
+    let choices = Tensor::from_slice(&[0i64, 1], [2, 1], &device).unwrap();
+    let routes = Routes::new(&choices, 2).unwrap();
+    let tokens = Tensor::zeros([2, 4], DType::F32, &device).unwrap();
+    let gates = ops::cast(&choices, DType::F32).unwrap();
+    let refused = ops::routed_gated_mlp(&tokens, &gates, &routes, layers, Activation::Silu).unwrap_err();
+    assert!(refused.to_string().contains("has a bias"), "{refused}");
     for shapes in [
         [[2, 6, 4], [2, 7, 4], [2, 4, 6]],
         [[2, 6, 4], [2, 6, 4], [2, 4, 7]],

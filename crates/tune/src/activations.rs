@@ -9,7 +9,7 @@
 //! | queries, keys and values, rotated where they are | q + 2k | attention |
 //! | the mix of values | q | attention, the output projection |
 //! | the inner values: before the activation; gate and up | i; 2i | the feed-forward layer |
-//! | each expert's result | h per expert that sees the token | the weighted sum |
+//! | of experts in slices or on other ranks, copies of the token and their results | 2h to 4h per expert | the weighted sum |
 //!
 //! plus, on a GPU, the inner values after the activation, or the product, where rows are short enough; less the two normed values where `h`
 //! is wide enough that backward norms again; and in f32 a mean and a deviation per norm, and a log-sum per head. Dropout
@@ -47,11 +47,15 @@ const F32_BYTES: u64 = 4;
 /// Token ids and targets.
 const ID_BYTES: u64 = 8;
 
-/// Rows per token and expert, as wide as the stream, that a mixture keeps: the expert's result, for the weighted sum. Experts in
-/// slices keep the copy of the token that all ranks' gradients are summed for; from experts on other ranks the result comes back
-/// and is kept here too.
+/// Rows per token and expert, as wide as the stream, that a mixture keeps. Experts that a rank has to itself keep none. Where a
+/// sum over ranks comes between, those in slices keep the copy of the token and the result; those on other ranks keep both, and
+/// the result is kept where it comes back too.
 fn expert_rows(shape: &Transformer) -> u64 {
-    1 + u64::from(shape.slices > 1) + 2 * u64::from(shape.params_elsewhere > 0)
+    match (shape.slices > 1, shape.params_elsewhere > 0) {
+        (false, false) => 0,
+        (true, false) => 2,
+        (in_slices, true) => 3 + u64::from(in_slices),
+    }
 }
 
 /// Tokens that feed-forward layers take at a time, where that is not all; `asked` as [`crate::plan::Request::mlp_chunk`].
@@ -117,14 +121,16 @@ impl ActivationBytes {
             bytes(3 * shape.hidden).saturating_add(tokens.saturating_mul(3 * F32_BYTES + 2 * ID_BYTES));
         let logits = logits(shape, width, tokens, processor);
         // The gradient of the stream, and its copy behind dropout; the inner gradient, which goes through the activation in
-        // place, as those of gate and up take their places; of experts, then the tokens that are copied to them again and the
-        // gradient of these, where a result is no longer needed. In chunks, what is not saved comes to that.
+        // place, as those of gate and up take their places. Of experts, the gradients of their results, unless those are kept
+        // and make way; when these are done with, the tokens that are copied to them again and the gradients of these. In
+        // chunks, what is not saved comes to that.
         let backward = match chunk {
-            None => {
-                let copied =
-                    if shape.experts_per_token > 1 { shape.experts_per_token * shape.hidden } else { 0 };
-                bytes(2 * shape.hidden + inner.max(copied))
+            None if shape.experts_per_token > 1 => {
+                let copied = shape.experts_per_token * shape.hidden;
+                let results = if expert_rows(shape) == 0 { copied } else { 0 };
+                bytes(2 * shape.hidden + results + inner.max(copied))
             }
+            None => bytes(2 * shape.hidden + inner),
             Some(chunk) => {
                 let of_chunk = (inner * if shape.gated { 3 } else { 2 }).saturating_mul(width * chunk);
                 // So little that the gradients of attention may be more, when those of the feed-forward half are done.

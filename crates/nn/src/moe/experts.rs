@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
-use ferrospeed_tensor::ops::{self, GroupWeights, GroupedLayer, WeightLayout};
+use ferrospeed_tensor::ops::{self, GroupWeights, GroupedLayer, Routes, WeightLayout};
 use ferrospeed_tensor::{Activation, Operand, Result, Tensor, TensorError};
 
 use super::apart;
@@ -154,6 +154,19 @@ impl Experts {
             return Ok(());
         }
         Err(TensorError::argument("moe", format!("{} experts where {count} are routed to", self.count)))
+    }
+
+    /// What the experts make of `x [tokens, width]`: each token goes to those that were chosen for it, and gets the sum of their
+    /// results, by `weights [tokens, chosen]`.
+    pub(super) fn mixed(&self, x: &Tensor, routes: &Routes, weights: &Tensor, mode: Mode) -> Result<Tensor> {
+        if let Way::Gated(layers, activation) = &self.way
+            && layers[2].summed.is_none()
+            && layers[2].biases.is_none()
+        {
+            let layers = layers.each_ref().map(GroupedLinear::layer);
+            return ops::routed_gated_mlp(x, weights, routes, layers, *activation);
+        }
+        routes.collect(&self.forward(&routes.spread(x)?, routes.counts(), mode)?, weights)
     }
 
     /// What the experts make of `rows [rows, width]`, sorted by expert, of which `counts [experts]` (`I64`, in the memory of

@@ -226,19 +226,21 @@ impl Moe {
             let flat = ops::reshape(x, [x.shape().rows(), x.shape().last()])?;
             let choice = self.gate.choose(&flat, mode, used, draws)?;
             let routes = Routes::new(&choice.experts, self.gate.config().experts)?;
-            let (sorted, counts) = (routes.spread(&flat)?, routes.counts());
             let all_beside = || Ok((self.dense(x, mode)?, beside()?));
-            let sent = (&sorted, counts);
-            let (rows, (dense, made_beside)) = match &self.ranks {
-                None => (self.experts.forward(&sorted, counts, mode)?, all_beside()?),
-                Some(ExpertRanks { group, tokens: RankTokens::Own }) => {
-                    apart::forward(&self.experts, group, sent, mode, all_beside)?
-                }
-                Some(ExpertRanks { group, tokens: RankTokens::Same }) => {
-                    (apart::forward_same(&self.experts, group, sent, mode)?, all_beside()?)
+            let (mixed, (dense, made_beside)) = match &self.ranks {
+                None => (self.experts.mixed(&flat, &routes, &choice.weights, mode)?, all_beside()?),
+                Some(ExpertRanks { group, tokens }) => {
+                    let sent = (&routes.spread(&flat)?, routes.counts());
+                    let (rows, beside) = match tokens {
+                        RankTokens::Own => apart::forward(&self.experts, group, sent, mode, all_beside)?,
+                        RankTokens::Same => {
+                            (apart::forward_same(&self.experts, group, sent, mode)?, all_beside()?)
+                        }
+                    };
+                    (routes.collect(&rows, &choice.weights)?, beside)
                 }
             };
-            let mut output = ops::reshape(&routes.collect(&rows, &choice.weights)?, *x.shape())?;
+            let mut output = ops::reshape(&mixed, *x.shape())?;
             if let Some((shares, dense)) = dense {
                 let dim = x.shape().dims() - 1;
                 let share = |index| ops::narrow(&shares, dim, index, 1);

@@ -1,6 +1,6 @@
 //! Element by element: activations, arithmetic, comparisons, dropout.
 
-use crate::backend::{Copies, Products};
+use crate::backend::{Copies, Products, RoutedRows};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::out::Out;
@@ -135,6 +135,17 @@ pub trait Pointwise: Copies + Products {
         up: Out<'_>,
         dy: Out<'_>,
         rebuilds: bool,
+    ) -> Result<()>;
+    /// As [`Pointwise::gated_backward_in_place`], with `rebuilds`, of rows `[gate, up, dy]` each of which counts with the weight
+    /// of its slot: `dy` is the gradient of what is weighted. All three become weighted, and `dweights` the gradients of the
+    /// weights; those of slots without a row are zero. Rows without a slot are zero.
+    fn weighted_gated_backward(
+        &self,
+        activation: Activation,
+        rows: &RoutedRows<'_>,
+        weights: &Tensor,
+        values: [Out<'_>; 3],
+        dweights: Out<'_>,
     ) -> Result<()>;
     /// Gradients of [`Pointwise::gated`].
     fn gated_backward(

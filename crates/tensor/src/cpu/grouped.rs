@@ -1,6 +1,7 @@
 //! Rows by group: counting sort, moving rows there and back, and products group by group through the product kernels.
 
-use crate::backend::{Gemm, GroupedGemm, GroupedOuter, Matrix, MatrixOut, RoutedRows};
+use crate::backend::{Activation, Gemm, GroupedGemm, GroupedOuter, Matrix, MatrixOut, RoutedRows};
+use crate::cpu::activation::{self, AT_ONCE};
 use crate::cpu::parallel::{Shared, Threads, row_block};
 use crate::cpu::simd::{self, vectorized};
 use crate::cpu::{float_kernel, gemm, pointwise, read, reduce, write};
@@ -115,6 +116,56 @@ pub(crate) fn collect_rows_backward(
             }
         }));
     })
+}
+
+pub(crate) fn weighted_gated_backward(
+    threads: &Threads,
+    activation: Activation,
+    rows: &RoutedRows<'_>,
+    weights: &Tensor,
+    [gate, up, dy]: [Out<'_>; 3],
+    mut dweights: Out<'_>,
+) -> Result<()> {
+    let width = gate.shape().last();
+    let (order, weights) = (read::<i64>(rows.order), read::<f32>(weights));
+    // Some slots have no row.
+    pointwise::fill(threads, dweights.again(), 0.0);
+    let dweights = Shared::new(write::<f32>(dweights));
+    float_kernel!("weighted_gated_backward", gate.dtype(), T => {
+        let values = [gate, up, dy].map(|values| Shared::new(write::<T>(values)));
+        threads.blocks(order.len(), row_block(width), |range| {
+            for row in range {
+                let Ok(slot) = usize::try_from(order[row]) else { continue };
+                // SAFETY: rows are disjoint, and so are the three tensors.
+                let values = unsafe { values.each_ref().map(|values| values.range(row * width..(row + 1) * width)) };
+                // SAFETY: each slot has one row.
+                let own = unsafe { dweights.range(slot..slot + 1) };
+                own[0] = weighted_row(activation, weights[slot], values);
+            }
+        });
+    })
+}
+
+/// The gradient of the row's weight.
+fn weighted_row<T: Float>(activation: Activation, weight: f32, [gate, up, dy]: [&mut [T]; 3]) -> f32 {
+    let mut sum = 0.0;
+    for ((gate, up), dy) in gate.chunks_mut(AT_ONCE).zip(up.chunks_mut(AT_ONCE)).zip(dy.chunks_mut(AT_ONCE)) {
+        let mut buffers = [[0.0; AT_ONCE]; 4];
+        let [f, d, gated, wide] = buffers.each_mut().map(|buffer| &mut buffer[..gate.len()]);
+        activation::values_and_derivatives(activation, gate, f, d);
+        vectorized!(|| {
+            for i in 0..gate.len() {
+                let u = up[i].widen();
+                wide[i] = dy[i].widen();
+                gated[i] = f[i] * u;
+                gate[i] = T::narrow(weight * wide[i] * u * d[i]);
+                up[i] = T::narrow(weight * wide[i] * f[i]);
+                dy[i] = T::narrow(weight * gated[i]);
+            }
+            sum += simd::dot(gated, wide);
+        });
+    }
+    sum
 }
 
 /// The rows of each group; an error where they are more than there are.

@@ -261,6 +261,16 @@ impl Pointwise for CpuBackend {
     ) -> Result<()> {
         pointwise::gated_backward_in_place(&self.threads, activation, gate, up, dy, rebuilds)
     }
+    fn weighted_gated_backward(
+        &self,
+        activation: Activation,
+        rows: &RoutedRows<'_>,
+        weights: &Tensor,
+        values: [Out<'_>; 3],
+        dweights: Out<'_>,
+    ) -> Result<()> {
+        grouped::weighted_gated_backward(&self.threads, activation, rows, weights, values, dweights)
+    }
     fn gated_backward(
         &self,
         activation: Activation,

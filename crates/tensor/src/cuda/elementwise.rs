@@ -1,6 +1,6 @@
 //! Elementwise kernels: `kernels/elementwise.cu`.
 
-use crate::backend::{Activation, Binary, Unary};
+use crate::backend::{Activation, Binary, RoutedRows, Unary};
 use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, launch, real, reduce};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -208,6 +208,38 @@ pub(super) fn gated_backward_in_place(
     let kernel = kernel("gated_backward_in_place", gate.dtype(), "gated_backward_in_place")?;
     let (grid, count) = (backend.grid(gate.numel()), gate.numel() as u64);
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(gate), at(up), at(dy), op, i32::from(rebuilds))
+}
+
+pub(super) fn weighted_gated_backward(
+    backend: &CudaBackend,
+    activation: Activation,
+    rows: &RoutedRows<'_>,
+    weights: &Tensor,
+    [gate, up, dy]: [&Tensor; 3],
+    dweights: &Tensor,
+) -> Result<()> {
+    backend.zero_bytes(at(dweights), dweights.size_bytes())?;
+    let (count, width) = (rows.order.numel(), gate.shape().last());
+    if count == 0 {
+        return Ok(());
+    }
+    let kernel = kernel("weighted_gated_backward", gate.dtype(), "weighted_gated_backward")?;
+    let threads = width.div_ceil(8).next_multiple_of(32).clamp(32, BLOCK as usize) as u32;
+    launch!(
+        backend,
+        kernel,
+        [count as u32, 1, 1],
+        [threads, 1, 1],
+        0,
+        width as u64,
+        at(rows.order),
+        at(weights),
+        at(gate),
+        at(up),
+        at(dy),
+        at(dweights),
+        activation_number(activation)
+    )
 }
 
 pub(super) fn add_assign(backend: &CudaBackend, target: &Tensor, source: &Tensor) -> Result<()> {

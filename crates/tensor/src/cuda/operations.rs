@@ -260,6 +260,17 @@ impl Pointwise for CudaBackend {
     ) -> Result<()> {
         elementwise::gated_backward_in_place(self, activation, gate.tensor, up.tensor, dy.tensor, rebuilds)
     }
+    fn weighted_gated_backward(
+        &self,
+        activation: Activation,
+        rows: &RoutedRows<'_>,
+        weights: &Tensor,
+        [gate, up, dy]: [Out<'_>; 3],
+        dweights: Out<'_>,
+    ) -> Result<()> {
+        let values = [gate.tensor, up.tensor, dy.tensor];
+        elementwise::weighted_gated_backward(self, activation, rows, weights, values, dweights.tensor)
+    }
     fn gated_backward(
         &self,
         activation: Activation,

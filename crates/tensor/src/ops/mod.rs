@@ -35,7 +35,7 @@ pub use attention_part::{AttentionPart, Stretch, attention_part, attention_part_
 pub use elementwise::*;
 pub use few_rows::{linear_onto, normed_gate, normed_linears};
 pub use grouped::{GroupWeights, GroupedLayer, grouped_linear};
-pub use grouped_mlp::grouped_gated_mlp;
+pub use grouped_mlp::{grouped_gated_mlp, routed_gated_mlp};
 pub use image::{avg_pool2d, conv2d, max_pool2d};
 pub use index::{embedding, gather, index_select, one_hot, top_k};
 pub use linear::{WeightLayout, linear, linear_activation, mlp};

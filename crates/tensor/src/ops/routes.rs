@@ -73,7 +73,7 @@ impl Routes {
         self.tokens * self.chosen
     }
 
-    fn routed(&self) -> RoutedRows<'_> {
+    pub(super) fn routed(&self) -> RoutedRows<'_> {
         RoutedRows { order: &self.order, place: &self.place, chosen: self.chosen }
     }
 
@@ -81,26 +81,22 @@ impl Routes {
     pub fn spread(&self, x: impl Into<Operand>) -> Result<Tensor> {
         const OP: &str = "spread";
         let x = x.into();
-        let width = self.width(OP, "the tokens", x.shape(), self.tokens)?;
-        expect_float(OP, "the tokens", x.dtype())?;
-        let y = self.copied(&*x.read()?, width)?;
+        self.expect_tokens(OP, &x)?;
+        let y = self.copied(&*x.read()?)?;
         if !needs_grad(&[&x]) {
             return Ok(y);
         }
-        let (routes, shape) = (self.clone(), *x.shape());
-        let y = record(OP, &[&x], y, move |dy| {
-            let mut dx = Tensor::empty(shape, dy.dtype(), dy.device())?;
-            dy.device().backend().collect_rows(&dy, &routes.routed(), None, dx.out()?)?;
-            Ok(vec![Some(dx)])
-        });
+        let routes = self.clone();
+        let y = record(OP, &[&x], y, move |dy| Ok(vec![Some(routes.summed(&dy, None)?)]));
         // Sorted rows are as many times as large as the tokens as each has choices.
         let (routes, saved) = (self.clone(), Saved::of(&x));
-        rebuild_with(&y, move || routes.copied(&*saved.read()?, width));
+        rebuild_with(&y, move || routes.copied(&*saved.read()?));
         Ok(y)
     }
 
-    fn copied(&self, x: &Tensor, width: usize) -> Result<Tensor> {
-        let mut y = Tensor::empty([self.rows(), width], x.dtype(), x.device())?;
+    /// The rows of `x`, sorted.
+    pub(super) fn copied(&self, x: &Tensor) -> Result<Tensor> {
+        let mut y = Tensor::empty([self.rows(), x.shape().last()], x.dtype(), x.device())?;
         x.device().backend().spread_rows(x, &self.routed(), y.out()?)?;
         Ok(y)
     }
@@ -109,19 +105,10 @@ impl Routes {
     pub fn collect(&self, x: impl Into<Operand>, weights: impl Into<Operand>) -> Result<Tensor> {
         const OP: &str = "collect";
         let (x, weights) = (x.into(), weights.into());
-        let width = self.width(OP, "the rows", x.shape(), self.rows())?;
+        self.width(OP, "the rows", x.shape(), self.rows())?;
         expect_float(OP, "the rows", x.dtype())?;
-        expect_same_dtype(OP, "the weights", weights.dtype(), DType::F32)?;
-        if weights.shape().sizes() != [self.tokens, self.chosen] {
-            let wanted = format!("[{}, {}]", self.tokens, self.chosen);
-            return Err(TensorError::shape(OP, "the weights", *weights.shape(), wanted));
-        }
-        let y = {
-            let (x, weights) = (x.read()?, weights.read()?);
-            let mut y = Tensor::empty([self.tokens, width], x.dtype(), x.device())?;
-            x.device().backend().collect_rows(&x, &self.routed(), Some(&weights), y.out()?)?;
-            y
-        };
+        self.expect_weights(OP, &weights)?;
+        let y = self.summed(&*x.read()?, Some(&*weights.read()?))?;
         if !needs_grad(&[&x, &weights]) {
             return Ok(y);
         }
@@ -139,6 +126,27 @@ impl Routes {
             )?;
             Ok(vec![Some(dx), Some(dweights)])
         }))
+    }
+
+    /// Of sorted rows `x`, the weighted sum of each token's own.
+    pub(super) fn summed(&self, x: &Tensor, weights: Option<&Tensor>) -> Result<Tensor> {
+        let mut y = Tensor::empty([self.tokens, x.shape().last()], x.dtype(), x.device())?;
+        x.device().backend().collect_rows(x, &self.routed(), weights, y.out()?)?;
+        Ok(y)
+    }
+
+    pub(super) fn expect_tokens(&self, op: &'static str, x: &Operand) -> Result<()> {
+        self.width(op, "the tokens", x.shape(), self.tokens)?;
+        expect_float(op, "the tokens", x.dtype())
+    }
+
+    pub(super) fn expect_weights(&self, op: &'static str, weights: &Operand) -> Result<()> {
+        expect_same_dtype(op, "the weights", weights.dtype(), DType::F32)?;
+        if weights.shape().sizes() == [self.tokens, self.chosen] {
+            return Ok(());
+        }
+        let wanted = format!("[{}, {}]", self.tokens, self.chosen);
+        Err(TensorError::shape(op, "the weights", *weights.shape(), wanted))
     }
 
     fn width(&self, op: &'static str, what: &'static str, shape: &Shape, rows: usize) -> Result<usize> {

@@ -136,6 +136,37 @@ extern "C" __global__ void gated_backward_in_place(u64 count, REAL* gate, REAL* 
         });
 }
 
+// The same where each row counts with a weight, that of its slot: the gradient of the weight is the sum of the row's gated values
+// times their gradients, and the gated values become weighted ones. A block per row; those without a slot are zero already.
+extern "C" __global__ void weighted_gated_backward(u64 width, const i64* order, const float* weights, REAL* gates, REAL* ups, REAL* dys,
+                                                   float* dweights, int op) {
+    i64 slot = order[blockIdx.x];
+    if (slot < 0) return;
+    REAL *gate = gates + blockIdx.x * width, *up = ups + blockIdx.x * width, *dy = dys + blockIdx.x * width;
+    float weight = weights[slot], sum = 0.0f;
+    auto turn = [&](REAL& g, REAL& u, REAL& d) {
+        float value, slope, uj = widen(u), dj = widen(d);
+        apply_both(op, widen(g), &value, &slope);
+        float gated = value * uj;
+        sum += gated * dj;
+        g = narrow<REAL>(weight * dj * uj * slope);
+        u = narrow<REAL>(weight * dj * value);
+        d = narrow<REAL>(weight * gated);
+    };
+    u64 packs = width % 8 == 0 && aligned16(gate, up, dy) ? width / 8 : 0;
+    for (u64 p = threadIdx.x; p < packs; p += blockDim.x) {
+        Pack<REAL> g = load8(gate + p * 8), u = load8(up + p * 8), d = load8(dy + p * 8);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) turn(g.v[j], u.v[j], d.v[j]);
+        store8(gate + p * 8, g);
+        store8(up + p * 8, u);
+        store8(dy + p * 8, d);
+    }
+    for (u64 i = packs * 8 + threadIdx.x; i < width; i += blockDim.x) turn(gate[i], up[i], dy[i]);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) dweights[slot] = sum;
+}
+
 // The value after an activation takes the place of the value before it, and its gradient that of the gradient.
 extern "C" __global__ void activation_backward_in_place(u64 count, REAL* before, REAL* gradient, int op) {
     spread(count, aligned16(before, gradient),
