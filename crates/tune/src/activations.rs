@@ -182,14 +182,15 @@ pub(crate) struct PassingBytes {
 }
 
 impl PassingBytes {
-    /// `in_tiles` says that products copy an operand first; feed-forward layers take `chunk` of the tokens at a time, or all.
+    /// `in_tiles` says that products copy an operand first, `in_place` that gradients are made where they stay; feed-forward
+    /// layers take `chunk` of the tokens at a time, or all.
     pub(crate) fn of(
         shape: &Transformer,
         width: u64,
         tokens: u64,
         chunk: Option<u64>,
         processor: Processor,
-        in_tiles: bool,
+        [in_tiles, in_place]: [bool; 2],
     ) -> PassingBytes {
         let table = shape.vocab.saturating_mul(shape.hidden);
         let (summed, given) = (table.saturating_mul(F32_BYTES), table.saturating_mul(width));
@@ -211,6 +212,8 @@ impl PassingBytes {
         };
         // Chunks add to the gradients of all weights of a feed-forward layer, in f32.
         let weight_gradients = match chunk {
+            // Those of a mixture's experts come together.
+            None if !in_place && shape.experts > 0 => shape.expert_params.saturating_mul(width),
             None => shape.hidden.saturating_mul(widest * width),
             Some(_) => {
                 let layers = if shape.gated { 3 } else { 2 };

@@ -350,8 +350,9 @@ impl Planner<'_> {
         let in_tiles = self.request.in_tiles
             && self.request.processor == Processor::Cpu
             && config.precision.data_type() != DataType::Fp16;
+        let ways = [in_tiles, self.stage() < Stage::Gradients];
         let passing_of = |again: bool| {
-            PassingBytes::of(shape, self.width(), tokens, mlp_chunk(again), self.request.processor, in_tiles)
+            PassingBytes::of(shape, self.width(), tokens, mlp_chunk(again), self.request.processor, ways)
         };
         let passing = passing_of(again);
         if let Some(staged) = self.staged {
