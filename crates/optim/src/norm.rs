@@ -7,7 +7,7 @@
 //! A global norm is two exchanges: the maximum of [`Magnitude`], then the sum of [`SquareSum`].
 
 use ferrospeed_tensor::Device;
-use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::cpu::simd::{LANES, vectorized};
 use ferrospeed_tensor::dtype::Float;
 
 use crate::stretch::Gradient;
@@ -129,7 +129,22 @@ impl std::ops::Add for SquareSum {
 fn nearest(value: f64) -> i64 {
     // From 2⁵² on a float's last bit is worth one, so that adding rounds and leaves the integer in the last bits.
     const UNIT: f64 = (1u64 << 52) as f64;
-    ((value + UNIT).to_bits() - UNIT.to_bits()) as i64
+    (value + UNIT).to_bits().wrapping_sub(UNIT.to_bits()) as i64
+}
+
+/// On a grid, in lanes that become vectors. No sum of so few overflows; to test for it would take longer than the sum.
+#[inline(always)]
+fn sum_of_squares<T: Float>(values: &[T], grid: f64) -> i64 {
+    let square = |value: &T| {
+        let wide = f64::from(value.widen());
+        nearest(wide * wide * grid)
+    };
+    let mut lanes = [0i64; LANES];
+    let (rows, rest) = values.as_chunks::<LANES>();
+    for row in rows {
+        lanes.iter_mut().zip(row).for_each(|(lane, value)| *lane = lane.wrapping_add(square(value)));
+    }
+    lanes.iter().sum::<i64>() + rest.iter().map(square).sum::<i64>()
 }
 
 fn squares<T: Float>(values: &[T], whole: Magnitude, device: &Device) -> SquareSum {
@@ -142,14 +157,8 @@ fn squares<T: Float>(values: &[T], whole: Magnitude, device: &Device) -> SquareS
     device.backend().parallel(blocks, &|index| {
         let block = &values[index * BLOCK..((index + 1) * BLOCK).min(values.len())];
         // A 64-bit sum holds 2¹⁰ squares below 2⁵³.
-        let sum = block.chunks(1024).fold(0i128, |sum, chunk| {
-            sum + i128::from(vectorized(|| {
-                chunk.iter().fold(0i64, |sum, value| {
-                    let wide = f64::from(value.widen());
-                    sum + nearest(wide * wide * grid)
-                })
-            }))
-        });
+        let sum =
+            block.chunks(1024).map(|chunk| i128::from(vectorized!(|| sum_of_squares(chunk, grid)))).sum();
         *found[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = sum;
     });
     let sums = found.into_iter().map(|sum| sum.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()));
