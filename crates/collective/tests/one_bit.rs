@@ -42,11 +42,72 @@ fn rounds_with_persistent_errors_are_as_recorded() {
                     assert_close(&format!("round {index}: {what}"), found, &floats(expected), 2e-6, 0.0);
                 };
                 check("the average", &values, &round["output"]);
-                check("worker error", feedback.worker(), &round["worker_errors"][rank]);
-                check("server error", feedback.server(), &round["server_errors"][rank]);
+                check("worker error", &feedback.worker(), &round["worker_errors"][rank]);
+                check("server error", &feedback.server(), &round["server_errors"][rank]);
             }
         });
     });
+}
+
+/// Signs of some values with what was lost of them before, in plain passes, one after the other: (scale, signs).
+fn rounded(values: impl Iterator<Item = f32>, lost: &mut [f32]) -> (f32, Vec<bool>) {
+    lost.iter_mut().zip(values).for_each(|(lost, value)| *lost += value);
+    let mut lanes = [0.0f64; 8];
+    lost.iter().enumerate().for_each(|(at, value)| lanes[at % 8] += f64::from(*value) * f64::from(*value));
+    let scale = (lanes.iter().sum::<f64>() / lost.len() as f64).sqrt() as f32;
+    let signs: Vec<bool> = lost.iter().map(|value| *value >= 0.0).collect();
+    lost.iter_mut().zip(&signs).for_each(|(lost, sign)| *lost -= if *sign { scale } else { -scale });
+    (scale, signs)
+}
+
+/// The average of ranks' values, of which `lost` is what each rank and each stretch has lost.
+fn averaged(given: &[Vec<f32>], lost: &mut [[Vec<f32>; 2]]) -> Vec<f32> {
+    let (ranks, signed) = (given.len(), |scale: f32, sign: bool| if sign { scale } else { -scale });
+    let sent: Vec<_> =
+        given.iter().zip(&mut *lost).map(|(own, lost)| rounded(own.iter().copied(), &mut lost[0])).collect();
+    let mut averaged = Vec::new();
+    for (stretch, lost) in lost.iter_mut().enumerate() {
+        let first = stretch * lost[1].len();
+        let sum = |at: usize| {
+            let signs =
+                sent.iter().map(|(scale, signs)| signed(scale * (1.0 / ranks as f32), signs[first + at]));
+            signs.fold(0.0, |sum, value| sum + value)
+        };
+        let (scale, signs) = rounded((0..lost[1].len()).map(sum), &mut lost[1]);
+        averaged.extend(signs.into_iter().map(|sign| signed(scale, sign)));
+    }
+    averaged.truncate(given[0].len());
+    averaged
+}
+
+#[test]
+fn work_in_blocks_changes_no_bit() {
+    let value =
+        |at: usize, rank: usize, round: usize| ((at * 37 + rank * 101 + round * 7) as f32 * 0.61).sin();
+    for (ranks, numel) in [(2, 5), (3, 700), (4, 40_000), (2, 9_000), (5, 2_048 * 5 * 8 + 1)] {
+        let found = on_ranks(ranks, move |world| {
+            let mut feedback = Feedback::new(numel, ranks);
+            let round = |round: usize| {
+                let mut values: Vec<f32> = (0..numel).map(|at| value(at, world.rank(), round)).collect();
+                one_bit::all_reduce(&world.group(), &mut values, &mut feedback).unwrap();
+                (values, feedback.worker(), feedback.server())
+            };
+            (0..3).map(round).collect::<Vec<_>>()
+        });
+        let padded = padded_numel(numel, ranks);
+        let mut lost = vec![[vec![0.0f32; padded], vec![0.0f32; padded / ranks]]; ranks];
+        for round in 0..3 {
+            let given: Vec<Vec<f32>> =
+                (0..ranks).map(|rank| (0..numel).map(|at| value(at, rank, round)).collect()).collect();
+            let average = averaged(&given, &mut lost);
+            for (rank, found) in found.iter().enumerate() {
+                let (values, worker, server) = &found[round];
+                let case = format!("rank {rank} of {ranks}, {numel} values, round {round}");
+                assert!(*values == average, "{case}: the average");
+                assert!(*worker == lost[rank][0] && *server == lost[rank][1], "{case}: what was lost");
+            }
+        }
+    }
 }
 
 #[test]

@@ -13,14 +13,16 @@ use ferrospeed_collective::CollectiveError;
 use ferrospeed_collective::one_bit::{self, Averaged, Feedback, padded_numel};
 use ferrospeed_comm::Group;
 use ferrospeed_config::Stage;
-use ferrospeed_optim::Optimizer;
-use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Ratio, Whole};
-use ferrospeed_tensor::{Device, Out, Tensor};
+use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Ratio, Values, Whole};
+use ferrospeed_optim::{Copy16, GroupOptions, Optimizer};
+use ferrospeed_tensor::{DType, Device, Tensor};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
+use crate::partition::Fragment;
 use crate::reducer::Segment;
+use crate::step::gradient_of;
 use crate::store::{Share, StoreOptions, ZeroStore};
 
 /// What a rule remembers, and what ranks have lost between each other.
@@ -43,24 +45,42 @@ impl Exchange for Ranks {
         padded_numel(numel, self.group.size())
     }
 
-    fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), CollectiveError> {
+    fn average(&mut self, tensors: Vec<(usize, &mut dyn Values)>) -> Result<(), CollectiveError> {
         let ranks = self.group.size();
         for (tensor, values) in &tensors {
-            self.feedbacks.entry(*tensor).or_insert_with(|| Feedback::new(values.len(), ranks));
+            self.feedbacks.entry(*tensor).or_insert_with(|| Feedback::new(values.numel(), ranks));
         }
         // Both are in the order of tensors.
         let asked: BTreeSet<usize> = tensors.iter().map(|(tensor, _)| *tensor).collect();
         let feedbacks = self.feedbacks.iter_mut().filter(|(tensor, _)| asked.contains(tensor));
-        let mut averaged: Vec<Averaged<'_>> = tensors
-            .into_iter()
+        let mut lent: Vec<Lent<'_>> = tensors.into_iter().map(|(_, values)| Lent(values)).collect();
+        let mut averaged: Vec<Averaged<'_>> = lent
+            .iter_mut()
             .zip(feedbacks)
-            .map(|((_, values), (_, feedback))| Averaged { values, feedback })
+            .map(|(values, (_, feedback))| Averaged { values, feedback })
             .collect();
         one_bit::all_reduce_each(&self.group, &self.device, &mut averaged)
     }
 
     fn forget(&mut self) {
         self.feedbacks.clear();
+    }
+}
+
+/// What a rule gives, as the ranks take it.
+struct Lent<'a>(&'a mut dyn Values);
+
+impl one_bit::Values for Lent<'_> {
+    fn numel(&self) -> usize {
+        self.0.numel()
+    }
+
+    fn give(&mut self, start: usize, block: &mut [f32]) {
+        self.0.give(start, block);
+    }
+
+    fn take(&mut self, start: usize, block: &[f32]) {
+        self.0.take(start, block);
     }
 }
 
@@ -125,9 +145,73 @@ impl Compressing {
 /// One whole parameter's tensors.
 struct Tensors {
     share: usize,
-    in_part: usize,
     weights: Tensor,
+    gradient: Tensor,
     states: Vec<Tensor>,
+    /// What kernels read, where that is not the weights themselves.
+    copy: Option<Tensor>,
+}
+
+impl Tensors {
+    /// Those of all trained parameters, in order.
+    fn of(shares: &[Share], segments: &[Segment]) -> Result<Vec<Tensors>> {
+        let mut tensors = Vec::new();
+        for (index, share) in shares.iter().enumerate().filter(|(_, share)| share.trained) {
+            let (master, states) = (share.own_master()?, share.kept_states()?);
+            let values = share.master.is_some().then(|| share.own_values()).transpose()?;
+            for in_group in 0..share.params.len() {
+                let Some(fragment) = share.layout.fragment(in_group, 0) else { continue };
+                let cut = |flat: &Tensor| part(flat, fragment.in_part, fragment.len);
+                tensors.push(Tensors {
+                    share: index,
+                    weights: cut(&master)?,
+                    gradient: gradient(segments, index, fragment)?,
+                    states: states.iter().map(cut).collect::<Result<_>>()?,
+                    copy: values.as_ref().map(cut).transpose()?,
+                });
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// As a rule steps them.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these tensors meanwhile.
+    unsafe fn whole(&self, options: GroupOptions, gradient_factor: f32) -> Result<Whole<'_>> {
+        // SAFETY: as the caller says; the tensors are different ones.
+        unsafe {
+            Ok(Whole {
+                weights: self.weights.host_mut()?,
+                gradient: gradient_of(&self.gradient)?,
+                gradient_factor,
+                states: self.states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
+                copy: match &self.copy {
+                    Some(copy) if copy.dtype() == DType::BF16 => Copy16::Bf16(copy.host_mut()?),
+                    Some(copy) => Copy16::F16(copy.host_mut()?),
+                    None => Copy16::None,
+                },
+                options,
+            })
+        }
+    }
+}
+
+/// The gradient of a whole parameter, which travels with no other's in between.
+fn gradient(segments: &[Segment], share: usize, fragment: &Fragment) -> Result<Tensor> {
+    let range = fragment.in_part..fragment.in_part + fragment.len;
+    let own = segments.iter().filter(|segment| segment.group == share);
+    let mut own = own.filter_map(|segment| Some((segment, segment.within(&range)?)));
+    match own.next() {
+        Some((segment, (start, len))) if len == fragment.len => {
+            part(&segment.values, start - segment.in_part, len)
+        }
+        found => Err(ZeroError::Request(format!(
+            "{} of {} elements of a parameter's gradient lie together: a 1-bit optimizer steps whole ones",
+            found.map_or(0, |(_, (_, len))| len),
+            fragment.len
+        ))),
+    }
 }
 
 impl ZeroStore {
@@ -141,49 +225,15 @@ impl ZeroStore {
         let State { shares, compressing: Some(Compressing { rule, memory, ranks }), .. } = state else {
             return Ok(());
         };
-        let zeros = |share: &Share| vec![0.0f32; if share.trained { share.layout.part_numel } else { 0 }];
-        let mut gradients: Vec<Vec<f32>> = shares.iter().map(zeros).collect();
-        for Segment { group, in_part, values } in segments {
-            let place = &mut gradients[*group][*in_part..in_part + values.numel()];
-            place.copy_from_slice(&values.to_vec_f32()?);
-            place.iter_mut().for_each(|value| *value *= factor);
-        }
-        let mut tensors = Vec::new();
-        for (index, share) in shares.iter().enumerate().filter(|(_, share)| share.trained) {
-            let (master, states) = (share.own_master()?, share.kept_states()?);
-            for in_group in 0..share.params.len() {
-                let Some(fragment) = share.layout.fragment(in_group, 0) else { continue };
-                let cut = |flat: &Tensor| part(flat, fragment.in_part, fragment.len);
-                tensors.push(Tensors {
-                    share: index,
-                    in_part: fragment.in_part,
-                    weights: cut(&master)?,
-                    states: states.iter().map(cut).collect::<Result<_>>()?,
-                });
-            }
-        }
+        let tensors = Tensors::of(shares, segments)?;
         let mut params = Vec::with_capacity(tensors.len());
         for own in &tensors {
-            let gradient = &gradients[own.share][own.in_part..own.in_part + own.weights.numel()];
-            // SAFETY: master and states are this store's own, the lock on its state is held, no collective over them is in
-            // flight, and the parts of parameters are disjoint.
-            let (weights, states) = unsafe {
-                let states = own.states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?;
-                (own.weights.host_mut()?, states)
-            };
-            params.push(Whole { weights, gradient, states, options: shares[own.share].options });
+            // SAFETY: all of them are this store's own, the lock on its state is held, no collective over them is in flight,
+            // nobody borrows a value during a step, and the parts of parameters are disjoint.
+            params.push(unsafe { own.whole(shares[own.share].options, factor)? });
         }
         let step = shares.iter().map(|share| share.steps).max().unwrap_or(0);
-        rule.step(&self.device, memory, &mut params, step, ranks)?;
-        drop(params);
-        for share in shares.iter().filter(|share| share.trained) {
-            if let Some(master) = &share.master {
-                let values = share.own_values()?;
-                // SAFETY: as above; nobody borrows a value during a step.
-                self.device.backend().cast(master.memory()?, unsafe { Out::vouched(&values) })?;
-            }
-        }
-        Ok(())
+        Ok(rule.step(&self.device, memory, &mut params, step, ranks)?)
     }
 
     /// What the optimizer keeps of whole parameters, by name: the ratios of 1-bit LAMB.

@@ -38,9 +38,10 @@ pub(crate) fn bytes_of(numel: usize) -> usize {
 }
 
 fn message<T: Float>(device: &Device, own: &[T]) -> Result<Tensor> {
-    let mut bytes = vec![0u8; bytes_of(own.len())];
-    Packing::Eight.pack(device, own, &mut bytes);
-    Ok(Tensor::from_slice(&bytes, [bytes.len()], &Device::cpu())?)
+    let message = Tensor::empty_in([bytes_of(own.len())], DType::U8, &Device::cpu(), Category::Buffers)?;
+    // SAFETY: it was just made, and nobody else has it.
+    Packing::Eight.pack(device, own, unsafe { message.host_mut::<u8>()? });
+    Ok(message)
 }
 
 /// Makes `value` what arrived from all ranks, of whom each sent `share` elements.

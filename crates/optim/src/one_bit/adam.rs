@@ -1,8 +1,11 @@
 //! 1-bit Adam: after `freeze_step` steps of Adam the second moment stays, and momenta are averaged compressed.
 
-use ferrospeed_tensor::Device;
+use std::ops::Range;
 
-use super::{Exchange, Whole, blend, blend_squares, mask};
+use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::vectorized;
+
+use super::{BLOCK, Exchange, Pace, Values, Whole, blend, blend_squares, blocks, known, walk};
 
 /// Its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,29 +24,57 @@ impl OneBitAdam {
         step: u64,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
-        let frozen = step > self.freeze_step;
-        device.each(params.iter_mut(), |_, whole| {
-            let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
-            blend(m, whole.gradient, whole.options.betas[0]);
-            if !frozen {
-                blend_squares(v, whole.gradient, whole.options.betas[1]);
-            }
-        });
-        if frozen {
-            let momenta = params.iter_mut().map(|whole| &mut *whole.states[0]);
-            exchange.average(momenta.enumerate().collect())?;
+        if step > self.freeze_step {
+            let mut momenta: Vec<Momentum<'_, '_>> =
+                params.iter_mut().map(|whole| Momentum { whole, eps: self.eps }).collect();
+            let momenta = momenta.iter_mut().map(|momentum| momentum as &mut dyn Values);
+            return exchange.average(momenta.enumerate().collect());
         }
         device.each(params.iter_mut(), |_, whole| {
-            let Whole { weights, states, options, .. } = whole;
-            let [m, v] = &mut states[..] else { unreachable!("the number was checked") };
-            if frozen {
-                mask(m, v);
-            }
-            let (lr, decay, eps) = (options.lr as f32, options.weight_decay as f32, self.eps as f32);
-            for ((weight, m), v) in weights.iter_mut().zip(m.iter()).zip(v.iter()) {
-                *weight -= lr * (m / (v.sqrt() + eps) + decay * *weight);
+            let mut gradient = [0.0; BLOCK];
+            for range in blocks(whole.numel()) {
+                let gradient = &mut gradient[..range.len()];
+                whole.read_gradient(range.start, gradient);
+                let betas = whole.options.betas;
+                let (_, [m, v]) = whole.parts(range.clone());
+                blend(m, gradient, betas[0]);
+                blend_squares(v, gradient, betas[1]);
+                step_weights(whole, self.eps, range);
             }
         });
         Ok(())
     }
+}
+
+/// The momentum of a parameter: what comes back moves the weights.
+struct Momentum<'a, 'b> {
+    whole: &'a mut Whole<'b>,
+    eps: f64,
+}
+
+impl Values for Momentum<'_, '_> {
+    fn numel(&self) -> usize {
+        self.whole.numel()
+    }
+
+    fn give(&mut self, start: usize, block: &mut [f32]) {
+        self.whole.read_momentum(start, 1.0, block);
+    }
+
+    fn take(&mut self, start: usize, block: &[f32]) {
+        let range = start..start + block.len();
+        let (_, [m, v]) = self.whole.parts(range.clone());
+        vectorized!(|| for ((m, v), averaged) in m.iter_mut().zip(&*v).zip(block) {
+            *m = known(*averaged, *v);
+        });
+        step_weights(self.whole, self.eps, range);
+    }
+}
+
+/// Moves some weights by their momentum.
+fn step_weights(whole: &mut Whole<'_>, eps: f64, range: Range<usize>) {
+    let options = whole.options;
+    let (weights, [m, v]) = whole.parts(range.clone());
+    walk(weights, m, v, Pace::of(&options, eps));
+    whole.round(range);
 }

@@ -5,8 +5,9 @@
 //! corrected by how much a second moment that goes on, from gradients reconstructed out of momenta, has moved away.
 
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::{LANES, vectorized};
 
-use super::{Exchange, Memory, Whole, blend, blend_squares, mask, norm};
+use super::{BLOCK, Exchange, Memory, Norm, Values, Whole, blend, blend_squares, blocks, known};
 
 /// Its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -66,21 +67,23 @@ impl OneBitLamb {
     }
 
     fn plain(&self, whole: &mut Whole<'_>, ratio: &mut Ratio, step: u64) {
-        let Whole { weights, gradient, states, options } = whole;
-        let [m, v, fresh] = &mut states[..] else { unreachable!("the number was checked") };
-        blend(m, gradient, options.betas[0]);
-        blend_squares(v, gradient, options.betas[1]);
-        if step == self.freeze_step {
-            fresh.copy_from_slice(v);
-        }
+        let (mut room, options) = ([0.0; BLOCK], whole.options);
         let (eps, decay) = (self.eps as f32, options.weight_decay as f32);
-        let directions = |weights: &[f32]| -> Vec<f32> {
-            let moments = m.iter().zip(v.iter());
-            moments.zip(weights).map(|((m, v), weight)| m / (v.sqrt() + eps) + decay * weight).collect()
-        };
-        let directions = directions(weights);
-        let norms = (norm(weights.iter().copied()), norm(directions.iter().copied()));
-        let trust = match norms {
+        let (mut of_weights, mut of_update) = (Norm::default(), Norm::default());
+        for range in blocks(whole.numel()) {
+            let room = &mut room[..range.len()];
+            whole.read_gradient(range.start, room);
+            let (weights, [m, v, fresh]) = whole.parts(range);
+            blend(m, room, options.betas[0]);
+            blend_squares(v, room, options.betas[1]);
+            if step == self.freeze_step {
+                fresh.copy_from_slice(v);
+            }
+            of_weights.add(weights);
+            direct(weights, m, v, eps, decay, room);
+            of_update.add(room);
+        }
+        let trust = match (of_weights.get(), of_update.get()) {
             (of_weights, of_update) if of_weights > 0.0 && of_update > 0.0 => {
                 (of_weights / of_update).clamp(self.min_coeff, self.max_coeff)
             }
@@ -90,7 +93,13 @@ impl OneBitLamb {
             ratio.frozen = self.coeff_beta * ratio.frozen + (1.0 - self.coeff_beta) * trust;
         }
         let step_size = (options.lr * trust) as f32;
-        weights.iter_mut().zip(&directions).for_each(|(weight, direction)| *weight -= step_size * direction);
+        for range in blocks(whole.numel()) {
+            let room = &mut room[..range.len()];
+            let (weights, [m, v, _]) = whole.parts(range.clone());
+            direct(weights, m, v, eps, decay, room);
+            follow(weights, step_size, room);
+            whole.round(range);
+        }
     }
 
     fn compressed<X: Exchange>(
@@ -110,18 +119,15 @@ impl OneBitLamb {
         let mut rest = &mut fused[..];
         let places = params.iter().map(|whole| take(&mut rest, whole.weights.len()));
         device.each(params.iter().zip(ratios.iter()).zip(places), |_, ((whole, ratio), place)| {
-            let beta = whole.options.betas[0];
-            let (beta, one_less, scale) = (beta as f32, (1.0 - beta) as f32, ratio.scale as f32);
-            for ((place, m), gradient) in place.iter_mut().zip(whole.states[0].iter()).zip(whole.gradient) {
-                *place = (beta * m + one_less * gradient) * scale;
+            for range in blocks(whole.numel()) {
+                whole.read_momentum(range.start, ratio.scale as f32, &mut place[range]);
             }
         });
-        exchange.average(vec![(0, &mut fused[..])])?;
+        exchange.average(vec![(0, &mut Fused(fused))])?;
         let mut rest = &mut fused[..];
         let places: Vec<&mut [f32]> =
             params.iter().map(|whole| take(&mut rest, whole.weights.len())).collect();
         device.each(params.iter_mut().zip(ratios).zip(places), |_, ((whole, ratio), averaged)| {
-            averaged.iter_mut().for_each(|value| *value /= ratio.scale as f32);
             self.corrected(whole, ratio, averaged);
         });
         Ok(())
@@ -130,7 +136,9 @@ impl OneBitLamb {
     /// The sizes of momenta against their mean. One that is nothing needs no scale.
     fn find_scales(&self, ratios: &mut [Ratio], params: &[Whole<'_>]) {
         let size = |whole: &Whole<'_>| {
-            norm(whole.states[0].iter().copied()) / (whole.weights.len().max(1) as f64).sqrt()
+            let mut norm = Norm::default();
+            norm.add(whole.states[0]);
+            norm.get() / (whole.numel().max(1) as f64).sqrt()
         };
         let sizes: Vec<f64> = params.iter().map(size).collect();
         let mean = sizes.iter().sum::<f64>() / sizes.len().max(1) as f64;
@@ -139,42 +147,97 @@ impl OneBitLamb {
         }
     }
 
-    /// Moves the weights by an averaged momentum, with the frozen ratio corrected.
+    /// Moves the weights by an averaged momentum, times its scale, with the frozen ratio corrected.
     fn corrected(&self, whole: &mut Whole<'_>, ratio: &mut Ratio, averaged: &mut [f32]) {
-        let Whole { weights, states, options, .. } = whole;
-        let [m, v, fresh] = &mut states[..] else { unreachable!("the number was checked") };
-        mask(averaged, v);
-        let (beta, one_less) = (options.betas[0] as f32, (1.0 - options.betas[0]) as f32);
-        // Until its new value takes its place the old momentum tells which gradient led from one to the other.
-        for (m, new) in m.iter_mut().zip(averaged.iter()) {
-            *m = (new - beta * *m) / one_less;
-        }
-        blend_squares(fresh, m, options.betas[1]);
-        m.copy_from_slice(averaged);
-
-        let (eps, decay) = (self.eps as f32, options.weight_decay as f32);
-        let mut factor = 0.0f32;
-        for (v, fresh) in v.iter().zip(fresh.iter()) {
-            factor = factor.max((v.sqrt() + eps) / (fresh.sqrt() + eps));
+        let options = whole.options;
+        let (eps, decay, scale) = (self.eps as f32, options.weight_decay as f32, ratio.scale as f32);
+        let (mut of_momentum, mut of_all) = (Norm::default(), Norm::default());
+        let (mut room, mut factor) = ([0.0; BLOCK], 0.0f32);
+        for range in blocks(whole.numel()) {
+            let (room, averaged) = (&mut room[..range.len()], &mut averaged[range.clone()]);
+            let (weights, [m, v, fresh]) = whole.parts(range);
+            replace_momentum(m, averaged, scale, v, options.betas[0], room);
+            blend_squares(fresh, room, options.betas[1]);
+            factor = factor.max(drift(v, fresh, eps));
+            vectorized!(|| for ((direction, m), v) in averaged.iter_mut().zip(&*m).zip(&*v) {
+                *direction = m / (v.sqrt() + eps);
+            });
+            of_momentum.add(averaged);
+            if decay > 0.0 {
+                vectorized!(|| for (direction, weight) in averaged.iter_mut().zip(&*weights) {
+                    *direction += decay * weight;
+                });
+                of_all.add(averaged);
+            }
         }
         let mut factor = f64::from(factor);
-        let directions = averaged;
-        let of_momentum = {
-            directions.iter_mut().zip(v.iter()).for_each(|(direction, v)| *direction /= v.sqrt() + eps);
-            norm(directions.iter().copied())
-        };
         if decay > 0.0 {
-            directions.iter_mut().zip(weights.iter()).for_each(|(direction, w)| *direction += decay * w);
-            let whole = norm(directions.iter().copied());
-            let share = if whole > 0.0 { (of_momentum / whole).min(1.0) } else { 1.0 };
+            let of_all = of_all.get();
+            let share = if of_all > 0.0 { (of_momentum.get() / of_all).min(1.0) } else { 1.0 };
             factor = factor * share + (1.0 - share);
         }
         let near = |sign: f64| ratio.factor * (1.0 + sign * self.factor_threshold);
         ratio.factor =
             factor.clamp(self.factor_min, self.factor_max.max(self.factor_min)).clamp(near(-1.0), near(1.0));
         let step_size = (options.lr * ratio.frozen * ratio.factor) as f32;
-        weights.iter_mut().zip(directions).for_each(|(weight, direction)| *weight -= step_size * *direction);
+        for range in blocks(whole.numel()) {
+            let (weights, [_, _, _]) = whole.parts(range.clone());
+            follow(weights, step_size, &averaged[range.clone()]);
+            whole.round(range);
+        }
     }
+}
+
+/// The momenta of all parameters end to end.
+struct Fused<'a>(&'a mut [f32]);
+
+impl Values for Fused<'_> {
+    fn numel(&self) -> usize {
+        self.0.len()
+    }
+
+    fn give(&mut self, start: usize, block: &mut [f32]) {
+        block.copy_from_slice(&self.0[start..start + block.len()]);
+    }
+
+    fn take(&mut self, start: usize, block: &[f32]) {
+        self.0[start..start + block.len()].copy_from_slice(block);
+    }
+}
+
+/// The directions in which weights go.
+fn direct(weights: &[f32], m: &[f32], v: &[f32], eps: f32, decay: f32, out: &mut [f32]) {
+    vectorized!(|| for (((out, weight), m), v) in out.iter_mut().zip(weights).zip(m).zip(v) {
+        *out = m / (v.sqrt() + eps) + decay * weight;
+    });
+}
+
+fn follow(weights: &mut [f32], step_size: f32, directions: &[f32]) {
+    vectorized!(|| for (weight, direction) in weights.iter_mut().zip(directions) {
+        *weight -= step_size * direction;
+    });
+}
+
+/// Puts an averaged momentum, times its scale, in the place of the old one; of both it follows which gradient led from one
+/// to the other.
+fn replace_momentum(m: &mut [f32], averaged: &[f32], scale: f32, v: &[f32], beta: f64, gradient: &mut [f32]) {
+    let (beta, one_less) = (beta as f32, (1.0 - beta) as f32);
+    vectorized!(|| for (((m, averaged), v), gradient) in m.iter_mut().zip(averaged).zip(v).zip(gradient) {
+        let new = known(averaged / scale, *v);
+        *gradient = (new - beta * *m) / one_less;
+        *m = new;
+    });
+}
+
+/// How much larger a frozen second moment makes a step than the one that goes on would, at most.
+fn drift(v: &[f32], fresh: &[f32], eps: f32) -> f32 {
+    let mut largest = [0.0f32; LANES];
+    vectorized!(|| for (v, fresh) in v.chunks(LANES).zip(fresh.chunks(LANES)) {
+        for ((largest, v), fresh) in largest.iter_mut().zip(v).zip(fresh) {
+            *largest = largest.max((v.sqrt() + eps) / (fresh.sqrt() + eps));
+        }
+    });
+    largest.into_iter().fold(0.0, f32::max)
 }
 
 /// The first `count` of what is left.

@@ -6,7 +6,8 @@
 //! [`OneBit::takes_local_gradients`] says which kind of gradient a step wants.
 //!
 //! Nothing here knows of ranks: an [`Exchange`] is handed in, which leaves values as they are where there is one rank.
-//! Every rule works on whole parameters. No moment is corrected for its start at zero. A weight whose second moment is
+//! Every rule works on whole parameters, in blocks that stay in the cache while all that is to be done with them is done: as
+//! [`Values`] they are given to the exchange and taken from it. No moment is corrected for its start at zero. A weight whose second moment is
 //! zero when it is frozen has never had a gradient; it stays where it is, since a sign is never zero and would be divided
 //! by next to nothing.
 
@@ -19,9 +20,27 @@ pub use lamb::{OneBitLamb, Ratio};
 pub use zero_one::ZeroOneAdam;
 
 use ferrospeed_config::OneBit as Configured;
-use ferrospeed_tensor::Device;
+use std::ops::Range;
 
-use crate::GroupOptions;
+use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::dtype::Float;
+
+use crate::{Copy16, Gradient, GroupOptions};
+
+/// Elements that are worked on at once.
+const BLOCK: usize = 2048;
+
+/// A tensor whose values are averaged over ranks, given and taken in blocks of any length. No block is taken before it was
+/// given.
+pub trait Values: Send {
+    /// How many there are.
+    fn numel(&self) -> usize;
+    /// Writes those from `start` on.
+    fn give(&mut self, start: usize, block: &mut [f32]);
+    /// Takes the averages of those from `start` on.
+    fn take(&mut self, start: usize, block: &[f32]);
+}
 
 /// What carries values between ranks.
 pub trait Exchange {
@@ -32,8 +51,8 @@ pub trait Exchange {
     fn padded(&self, numel: usize) -> usize;
 
     /// Makes the values of some tensors the average over ranks, compressed, all in one exchange. What is lost is fed back
-    /// into the next call for the same tensor.
-    fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), Self::Error>;
+    /// into the next call for the same tensor. Tensors come in the order of their numbers.
+    fn average(&mut self, tensors: Vec<(usize, &mut dyn Values)>) -> Result<(), Self::Error>;
 
     /// Forgets what was lost so far.
     fn forget(&mut self);
@@ -44,12 +63,73 @@ pub trait Exchange {
 pub struct Whole<'a> {
     /// f32 master weights.
     pub weights: &'a mut [f32],
-    /// Their gradient, unscaled and clipped: averaged, or this rank's own.
-    pub gradient: &'a [f32],
+    /// Their gradient: averaged, or this rank's own.
+    pub gradient: Gradient<'a>,
+    /// Multiplies the gradient first: one over the loss scale, times the clipping factor.
+    pub gradient_factor: f32,
     /// The states in the order of [`OneBit::state_names`].
     pub states: Vec<&'a mut [f32]>,
+    /// Where the 16-bit copy of the new weights goes.
+    pub copy: Copy16<'a>,
     /// The options of its group.
     pub options: GroupOptions,
+}
+
+/// All elements, block by block.
+fn blocks(numel: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..numel).step_by(BLOCK).map(move |start| start..(start + BLOCK).min(numel))
+}
+
+impl Whole<'_> {
+    fn numel(&self) -> usize {
+        self.weights.len()
+    }
+
+    /// Some weights with their states.
+    fn parts<const STATES: usize>(&mut self, range: Range<usize>) -> (&mut [f32], [&mut [f32]; STATES]) {
+        let mut states = self.states.iter_mut();
+        let state = |_| &mut states.next().expect("the number was checked")[range.clone()];
+        let states = std::array::from_fn(state);
+        (&mut self.weights[range], states)
+    }
+
+    /// The gradient from `start` on, unscaled and clipped.
+    fn read_gradient(&self, start: usize, out: &mut [f32]) {
+        let (range, factor) = (start..start + out.len(), self.gradient_factor);
+        match self.gradient {
+            Gradient::F32(values) => widen(&values[range], factor, out),
+            Gradient::Bf16(values) => widen(&values[range], factor, out),
+            Gradient::F16(values) => widen(&values[range], factor, out),
+        }
+    }
+
+    /// The momentum from `start` on with its gradient blended in, times `scale`; the one that is kept stays as it is.
+    fn read_momentum(&self, start: usize, scale: f32, out: &mut [f32]) {
+        self.read_gradient(start, out);
+        let beta = self.options.betas[0];
+        let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
+        let m = &self.states[0][start..start + out.len()];
+        vectorized!(|| for (out, m) in out.iter_mut().zip(m) {
+            *out = (beta * m + rest * *out) * scale;
+        });
+    }
+
+    /// Brings the 16-bit copy of some weights up to date.
+    fn round(&mut self, range: Range<usize>) {
+        match &mut self.copy {
+            Copy16::None => {}
+            Copy16::Bf16(copy) => narrow(&self.weights[range.clone()], &mut copy[range]),
+            Copy16::F16(copy) => narrow(&self.weights[range.clone()], &mut copy[range]),
+        }
+    }
+}
+
+fn widen<T: Float>(values: &[T], factor: f32, out: &mut [f32]) {
+    vectorized!(|| out.iter_mut().zip(values).for_each(|(out, value)| *out = value.widen() * factor));
+}
+
+fn narrow<T: Float>(values: &[f32], out: &mut [T]) {
+    vectorized!(|| out.iter_mut().zip(values).for_each(|(out, &value)| *out = T::narrow(value)));
 }
 
 /// What a rule remembers beside its states. All of it begins empty, and may be emptied between steps: a run then goes on
@@ -148,8 +228,18 @@ impl OneBit {
         let states = self.state_names().len();
         for whole in params.iter() {
             assert_eq!(whole.states.len(), states, "states of {}", self.name());
-            let length = |slice: &[f32]| slice.len() == whole.weights.len();
-            assert!(length(whole.gradient) && whole.states.iter().all(|state| length(state)), "lengths");
+            let gradient = match whole.gradient {
+                Gradient::F32(values) => values.len(),
+                Gradient::Bf16(values) => values.len(),
+                Gradient::F16(values) => values.len(),
+            };
+            let copy = match &whole.copy {
+                Copy16::None => whole.numel(),
+                Copy16::Bf16(copy) => copy.len(),
+                Copy16::F16(copy) => copy.len(),
+            };
+            let mut lengths = whole.states.iter().map(|state| state.len()).chain([gradient, copy]);
+            assert!(lengths.all(|length| length == whole.numel()), "lengths");
         }
         let step = counted(step);
         match self {
@@ -169,30 +259,64 @@ fn counted(step: u64) -> u64 {
 /// `average ← β average + (1 − β) value`.
 fn blend(average: &mut [f32], values: &[f32], beta: f64) {
     let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
-    for (average, value) in average.iter_mut().zip(values) {
+    vectorized!(|| for (average, value) in average.iter_mut().zip(values) {
         *average = beta * *average + rest * value;
-    }
+    });
 }
 
 /// The same with squares.
 fn blend_squares(average: &mut [f32], values: &[f32], beta: f64) {
     let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
-    for (average, value) in average.iter_mut().zip(values) {
+    vectorized!(|| for (average, value) in average.iter_mut().zip(values) {
         *average = beta * *average + rest * value * value;
+    });
+}
+
+/// An averaged value, but nothing where a weight never had a gradient.
+#[inline(always)]
+fn known(averaged: f32, variance: f32) -> f32 {
+    if variance == 0.0 { 0.0 } else { averaged }
+}
+
+/// How momentum moves weights.
+#[derive(Clone, Copy)]
+struct Pace {
+    lr: f32,
+    decay: f32,
+    eps: f32,
+}
+
+impl Pace {
+    fn of(options: &GroupOptions, eps: f64) -> Pace {
+        Pace { lr: options.lr as f32, decay: options.weight_decay as f32, eps: eps as f32 }
+    }
+
+    /// By how much a weight becomes less.
+    #[inline(always)]
+    fn step(self, weight: f32, m: f32, v: f32) -> f32 {
+        self.lr * (m / (v.sqrt() + self.eps) + self.decay * weight)
     }
 }
 
-/// Takes away what a sign says of weights that never had a gradient.
-fn mask(values: &mut [f32], variance: &[f32]) {
-    for (value, variance) in values.iter_mut().zip(variance) {
-        if *variance == 0.0 {
-            *value = 0.0;
-        }
-    }
+/// Moves weights by their momentum.
+fn walk(weights: &mut [f32], m: &[f32], v: &[f32], pace: Pace) {
+    vectorized!(|| for ((weight, m), v) in weights.iter_mut().zip(m).zip(v) {
+        *weight -= pace.step(*weight, *m, *v);
+    });
 }
 
-fn norm(values: impl Iterator<Item = f32>) -> f64 {
-    values.map(|value| f64::from(value) * f64::from(value)).sum::<f64>().sqrt()
+/// The norm of values that come in turn.
+#[derive(Default)]
+struct Norm(f64);
+
+impl Norm {
+    fn add(&mut self, values: &[f32]) {
+        values.iter().for_each(|&value| self.0 += f64::from(value) * f64::from(value));
+    }
+
+    fn get(&self) -> f64 {
+        self.0.sqrt()
+    }
 }
 
 #[cfg(test)]
@@ -209,10 +333,13 @@ mod tests {
             numel
         }
 
-        fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), Self::Error> {
-            for (_, values) in tensors {
+        fn average(&mut self, tensors: Vec<(usize, &mut dyn Values)>) -> Result<(), Self::Error> {
+            for (_, tensor) in tensors {
+                let mut values = vec![0.0; tensor.numel()];
+                tensor.give(0, &mut values);
                 let size = values.iter().map(|value| value.abs()).sum::<f32>() / values.len() as f32;
                 values.iter_mut().for_each(|value| *value = if *value >= 0.0 { size } else { -size });
+                tensor.take(0, &values);
             }
             Ok(())
         }
@@ -246,8 +373,10 @@ mod tests {
             for step in 1..12 {
                 let mut params = [Whole {
                     weights: &mut weights,
-                    gradient: &[0.3, 0.0],
+                    gradient: Gradient::F32(&[0.3, 0.0]),
+                    gradient_factor: 1.0,
                     states: states.iter_mut().map(|state| &mut state[..]).collect(),
+                    copy: Copy16::None,
                     options: GroupOptions { lr: 0.01, weight_decay: 0.0, betas: [0.9, 0.999] },
                 }];
                 rule.step(&Device::cpu(), &mut memory, &mut params, step, &mut Signs).unwrap();

@@ -6,8 +6,9 @@
 //! ranks until the interval ends. Both intervals follow from the number of the step.
 
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::simd::vectorized;
 
-use super::{Exchange, Memory, Whole, blend, blend_squares, mask};
+use super::{BLOCK, Exchange, Memory, Pace, Values, Whole, blend, blend_squares, blocks, known, walk};
 
 /// Its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,107 +64,147 @@ impl ZeroOneAdam {
         step: u64,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
-        let frozen = self.is_frozen(step);
         if step == self.var_freeze_step.saturating_add(2) {
             exchange.forget();
         }
-        self.moments(device, params, step, exchange)?;
-        if !frozen {
-            device.each(params.iter_mut(), |_, whole| self.walk(whole, |_, _| ()));
-            return Ok(());
+        if self.is_frozen(step) {
+            return self.frozen(device, memory, params, step, exchange);
         }
-        let Memory { travelled, rates, .. } = memory;
-        if travelled.len() != params.len() {
-            *travelled = params.iter().map(|whole| vec![0.0; whole.weights.len()]).collect();
-            *rates = vec![0.0; params.len()];
+        if !self.updates_variance(step) {
+            let mut gradients: Vec<Gradient<'_, '_>> =
+                params.iter_mut().map(|whole| Gradient { whole, eps: self.eps }).collect();
+            let gradients = gradients.iter_mut().map(|gradient| gradient as &mut dyn Values);
+            return exchange.average(gradients.enumerate().collect());
         }
-        device.each(params.iter_mut().zip(travelled.iter_mut()), |_, (whole, travelled)| {
-            self.walk(whole, |at, update| travelled[at] -= update);
-        });
-        rates.iter_mut().zip(params.iter()).for_each(|(rates, whole)| *rates += whole.options.lr);
-        if step.is_multiple_of(self.local_interval(step)) {
-            self.meet(device, travelled, rates, params, exchange)?;
-        }
-        Ok(())
-    }
-
-    /// Moves a parameter's weights by its momentum, and tells by how much.
-    fn walk(&self, whole: &mut Whole<'_>, mut tell: impl FnMut(usize, f32)) {
-        let Whole { weights, states, options, .. } = whole;
-        let [m, v] = &mut states[..] else { unreachable!("the number was checked") };
-        let (lr, decay, eps) = (options.lr as f32, options.weight_decay as f32, self.eps as f32);
-        for (at, ((weight, m), v)) in weights.iter_mut().zip(m.iter()).zip(v.iter()).enumerate() {
-            let update = lr * (m / (v.sqrt() + eps) + decay * *weight);
-            *weight -= update;
-            tell(at, update);
-        }
-    }
-
-    /// Ranks average how far they have gone since they last met, and go on from there.
-    fn meet<X: Exchange>(
-        &self,
-        device: &Device,
-        travelled: &mut [Vec<f32>],
-        rates: &mut [f64],
-        params: &mut [Whole<'_>],
-        exchange: &mut X,
-    ) -> Result<(), X::Error> {
-        let eps = self.eps as f32;
-        // Without a rate nobody went anywhere.
-        let moved: Vec<bool> = rates.iter().map(|rates| *rates > 0.0).collect();
-        let parts = params.iter_mut().zip(travelled.iter_mut()).zip(&moved);
-        device.each(parts.filter(|(_, moved)| **moved), |_, ((whole, travelled), _)| {
-            let weights = whole.weights.iter_mut().zip(whole.states[1].iter());
-            for ((weight, v), way) in weights.zip(travelled.iter_mut()) {
-                *weight -= *way;
-                *way *= v.sqrt() + eps;
-            }
-        });
-        let ways = travelled.iter_mut().enumerate().filter(|(at, _)| moved[*at]);
-        exchange.average(ways.map(|(at, way)| (at, &mut way[..])).collect())?;
-        let parts = params.iter_mut().zip(travelled.iter_mut()).zip(rates.iter_mut());
-        device.each(parts.filter(|((_, _), rates)| **rates > 0.0), |_, ((whole, travelled), rates)| {
-            let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
-            mask(travelled, v);
-            let rates = std::mem::take(rates) as f32;
-            let weights = whole.weights.iter_mut().zip(m.iter_mut()).zip(v.iter());
-            for (((weight, m), v), way) in weights.zip(travelled.iter_mut()) {
-                *m = -*way / rates;
-                *weight += *way / (v.sqrt() + eps);
-                *way = 0.0;
+        device.each(params.iter_mut(), |_, whole| {
+            let (mut gradient, options) = ([0.0; BLOCK], whole.options);
+            for range in blocks(whole.numel()) {
+                let gradient = &mut gradient[..range.len()];
+                whole.read_gradient(range.start, gradient);
+                let (weights, [m, v]) = whole.parts(range.clone());
+                blend(m, gradient, options.betas[0]);
+                blend_squares(v, gradient, options.betas[1]);
+                walk(weights, m, v, Pace::of(&options, self.eps));
+                whole.round(range);
             }
         });
         Ok(())
     }
 
-    /// Updates the moments of all parameters.
-    fn moments<X: Exchange>(
+    /// A step on this rank's own way, at the end of which ranks may meet.
+    fn frozen<X: Exchange>(
         &self,
         device: &Device,
+        memory: &mut Memory,
         params: &mut [Whole<'_>],
         step: u64,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
-        let updates_variance = !self.is_frozen(step) && self.updates_variance(step);
-        if self.is_frozen(step) || updates_variance {
-            device.each(params.iter_mut(), |_, whole| {
-                let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
-                blend(m, whole.gradient, whole.options.betas[0]);
-                if updates_variance {
-                    blend_squares(v, whole.gradient, whole.options.betas[1]);
-                }
-            });
+        let Memory { travelled, rates, .. } = memory;
+        if travelled.len() != params.len() {
+            *travelled = params.iter().map(|whole| vec![0.0; whole.numel()]).collect();
+            *rates = vec![0.0; params.len()];
+        }
+        device.each(params.iter_mut().zip(travelled.iter_mut()), |_, (whole, travelled)| {
+            let (mut gradient, options) = ([0.0; BLOCK], whole.options);
+            for range in blocks(whole.numel()) {
+                let gradient = &mut gradient[..range.len()];
+                whole.read_gradient(range.start, gradient);
+                let (weights, [m, v]) = whole.parts(range.clone());
+                blend(m, gradient, options.betas[0]);
+                travel(weights, m, v, Pace::of(&options, self.eps), &mut travelled[range.clone()]);
+                whole.round(range);
+            }
+        });
+        rates.iter_mut().zip(params.iter()).for_each(|(rates, whole)| *rates += whole.options.lr);
+        if !step.is_multiple_of(self.local_interval(step)) {
             return Ok(());
         }
-        let mut averaged: Vec<Vec<f32>> = params.iter().map(|whole| whole.gradient.to_vec()).collect();
-        exchange.average(averaged.iter_mut().map(|values| &mut values[..]).enumerate().collect())?;
-        device.each(params.iter_mut().zip(&mut averaged), |_, (whole, averaged)| {
-            let [m, v] = &mut whole.states[..] else { unreachable!("the number was checked") };
-            mask(averaged, v);
-            blend(m, averaged, whole.options.betas[0]);
-        });
-        Ok(())
+        let ways = params.iter_mut().zip(travelled.iter_mut()).zip(rates.iter_mut()).enumerate();
+        // Without a rate nobody went anywhere.
+        let mut ways: Vec<(usize, Way<'_, '_>)> = ways
+            .filter(|(_, (_, rates))| **rates > 0.0)
+            .map(|(at, ((whole, travelled), rates))| {
+                (at, Way { whole, travelled, rates: std::mem::take(rates) as f32, eps: self.eps as f32 })
+            })
+            .collect();
+        exchange.average(ways.iter_mut().map(|(at, way)| (*at, way as &mut dyn Values)).collect())
     }
+}
+
+/// The gradient of a parameter while its second moment stays: what comes back enters the momentum.
+struct Gradient<'a, 'b> {
+    whole: &'a mut Whole<'b>,
+    eps: f64,
+}
+
+impl Values for Gradient<'_, '_> {
+    fn numel(&self) -> usize {
+        self.whole.numel()
+    }
+
+    fn give(&mut self, start: usize, block: &mut [f32]) {
+        self.whole.read_gradient(start, block);
+    }
+
+    fn take(&mut self, start: usize, block: &[f32]) {
+        let range = start..start + block.len();
+        let options = self.whole.options;
+        let (weights, [m, v]) = self.whole.parts(range.clone());
+        let (beta, rest) = (options.betas[0] as f32, (1.0 - options.betas[0]) as f32);
+        vectorized!(|| for ((m, v), averaged) in m.iter_mut().zip(&*v).zip(block) {
+            *m = beta * *m + rest * known(*averaged, *v);
+        });
+        walk(weights, m, v, Pace::of(&options, self.eps));
+        self.whole.round(range);
+    }
+}
+
+/// How far a parameter has gone since ranks last met, in units of its momentum: it goes back, and takes the average way.
+struct Way<'a, 'b> {
+    whole: &'a mut Whole<'b>,
+    travelled: &'a mut [f32],
+    rates: f32,
+    eps: f32,
+}
+
+impl Values for Way<'_, '_> {
+    fn numel(&self) -> usize {
+        self.whole.numel()
+    }
+
+    fn give(&mut self, start: usize, block: &mut [f32]) {
+        let (range, eps) = (start..start + block.len(), self.eps);
+        let (weights, [_, v]) = self.whole.parts(range.clone());
+        let travelled = &self.travelled[range];
+        vectorized!(
+            || for (((weight, v), way), out) in weights.iter_mut().zip(&*v).zip(travelled).zip(block) {
+                *weight -= way;
+                *out = way * (v.sqrt() + eps);
+            }
+        );
+    }
+
+    fn take(&mut self, start: usize, block: &[f32]) {
+        let (range, rates, eps) = (start..start + block.len(), self.rates, self.eps);
+        let (weights, [m, v]) = self.whole.parts(range.clone());
+        vectorized!(|| for (((weight, m), v), way) in weights.iter_mut().zip(m).zip(&*v).zip(block) {
+            let way = known(*way, *v);
+            *m = -way / rates;
+            *weight += way / (v.sqrt() + eps);
+        });
+        self.travelled[range.clone()].fill(0.0);
+        self.whole.round(range);
+    }
+}
+
+/// Moves weights by their momentum, and notes how far they went.
+fn travel(weights: &mut [f32], m: &[f32], v: &[f32], pace: Pace, travelled: &mut [f32]) {
+    vectorized!(|| for (((weight, m), v), way) in weights.iter_mut().zip(m).zip(v).zip(travelled) {
+        let step = pace.step(*weight, *m, *v);
+        *weight -= step;
+        *way -= step;
+    });
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use ferrospeed_collective::one_bit::{self, Feedback, padded_numel};
 use ferrospeed_comm::{Group, World};
-use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Whole};
-use ferrospeed_optim::{GroupOptions, Optimizer};
+use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Values, Whole};
+use ferrospeed_optim::{Copy16, Gradient, GroupOptions, Optimizer};
 use ferrospeed_tensor::Device;
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::golden;
@@ -27,12 +27,15 @@ impl Exchange for Ranks {
         padded_numel(numel, self.group.size())
     }
 
-    fn average(&mut self, tensors: Vec<(usize, &mut [f32])>) -> Result<(), Self::Error> {
-        for (tensor, values) in tensors {
+    fn average(&mut self, tensors: Vec<(usize, &mut dyn Values)>) -> Result<(), Self::Error> {
+        for (tensor, given) in tensors {
+            let mut values = vec![0.0; given.numel()];
+            given.give(0, &mut values);
             self.feedbacks.resize(self.feedbacks.len().max(tensor + 1), None);
             let feedback =
                 self.feedbacks[tensor].get_or_insert_with(|| Feedback::new(values.len(), self.group.size()));
-            one_bit::all_reduce(&self.group, values, feedback)?;
+            one_bit::all_reduce(&self.group, &mut values, feedback)?;
+            given.take(0, &values);
         }
         Ok(())
     }
@@ -95,8 +98,10 @@ fn compare(case: &Value, world: &World) {
             .zip(&mut states)
             .map(|((weights, gradient), states)| Whole {
                 weights,
-                gradient,
+                gradient: Gradient::F32(gradient),
+                gradient_factor: 1.0,
                 states: states.iter_mut().map(|state| &mut state[..]).collect(),
+                copy: Copy16::None,
                 options,
             })
             .collect();
