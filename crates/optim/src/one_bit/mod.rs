@@ -7,9 +7,9 @@
 //!
 //! Nothing here knows of ranks: an [`Exchange`] is handed in, which leaves values as they are where there is one rank.
 //! Every rule works on whole parameters, in blocks that stay in the cache while all that is to be done with them is done: as
-//! [`Values`] they are given to the exchange and taken from it. No moment is corrected for its start at zero. A weight whose second moment is
-//! zero when it is frozen has never had a gradient; it stays where it is, since a sign is never zero and would be divided
-//! by next to nothing.
+//! [`Values`] they are given to the exchange and taken from it. No moment is corrected for its start at zero. A weight whose
+//! second moment is zero when it is frozen has never had a gradient; it stays where it is, since a sign is never zero and
+//! would be divided by next to nothing.
 
 mod adam;
 mod lamb;
@@ -19,9 +19,9 @@ pub use adam::OneBitAdam;
 pub use lamb::{OneBitLamb, Ratio};
 pub use zero_one::ZeroOneAdam;
 
-use ferrospeed_config::OneBit as Configured;
 use std::ops::Range;
 
+use ferrospeed_config::OneBit as Configured;
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::dtype::Float;
