@@ -13,7 +13,10 @@ const MOST_JOBS: usize = 20;
 
 /// Removes what is old. What cannot be looked at or removed stays: it is in nobody's way.
 pub(super) fn remove() {
-    if let Ok(folder) = private::folder() {
+    // Asking for the folder makes it: where there is none, nothing lies in it.
+    let is_one = |entry: std::fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"ferrospeed-");
+    let is_there = std::fs::read_dir(std::env::temp_dir()).is_ok_and(|entries| entries.flatten().any(is_one));
+    if is_there && let Ok(folder) = private::folder() {
         remove_from(&folder, SystemTime::now());
     }
 }
