@@ -182,3 +182,34 @@ fn checkpoints_are_written_to_no_place_that_keeps_no_files() {
         place.refused(&words, &[], "/proc/checkpoint.safetensors is the kernel's");
     }
 }
+
+#[test]
+fn a_timeline_takes_the_place_of_no_other_file_and_a_run_has_a_rank() {
+    let place = Workplace::new();
+    let (recipe, out) = (place.at("recipe.toml"), place.at("out"));
+    std::fs::write(place.at("log.jsonl"), "{\"event\":\"step\",\"step\":1}\n").unwrap();
+    let other = format!("trace=\"{}\"", place.at("log.jsonl"));
+    let cases = [(other.as_str(), "is no timeline"), ("trace=\"\"", "is empty"), ("ranks=0", "at least 1")];
+    for (set, why) in cases {
+        place.refused(&["config", "check", &recipe], &[set], why);
+        place.refused(&["train", &recipe, "--out", &out], &[set], why);
+    }
+    assert!(std::fs::read_to_string(place.at("log.jsonl")).unwrap().contains("step"));
+    let timeline = format!("trace=\"{}\"", place.at("trace.json"));
+    for out in [place.at("one"), place.at("two")] {
+        let output = ferrospeed(&["train", &recipe, "--out", &out, "--set", &timeline]);
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_run_whose_gradients_stay_no_numbers_ends_with_a_verdict_and_without_weights() {
+    let place = Workplace::new();
+    let out = place.at("out");
+    let sets = ["optimizer.params={\"lr\": 1e30}", "steps=30", "max_bad_steps=5"].map(|one| ["--set", one]);
+    let output =
+        ferrospeed(&[&["train", &place.at("recipe.toml"), "--out", &out][..], &sets.concat()].concat());
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("the last 5 steps is not a number"), "{}", stderr(&output));
+    assert!(!Path::new(&out).join("model/model.safetensors").exists());
+}

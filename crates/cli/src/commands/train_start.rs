@@ -5,6 +5,7 @@
 //! it, the first rank of every host counts that host's memory, and nobody goes on before all have heard that all is well. Who
 //! took the folder keeps it until the run has ended, and gives an earlier run back where this one took no step.
 
+use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -21,6 +22,8 @@ use crate::failure::Failure;
 use crate::progress::grouped;
 use crate::terminal::{print_note, print_output};
 
+/// How a timeline of ours begins.
+const TRACE_BEGINS: &[u8] = b"{\"displayTimeUnit\"";
 /// More processes than this are a slip of the finger.
 const MAX_RANKS_OF_HOST: u32 = 1024;
 
@@ -267,12 +270,35 @@ fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<V
 /// What keeps a recipe from running, beside its data and its model.
 pub(super) fn check_besides_data(recipe: &Recipe, model: Option<&Value>) -> Result<(), Failure> {
     model.map_or(Ok(()), |model| train_memory::check_slots(recipe, model))?;
-    let traced = recipe.trace.as_deref().map_or(Ok(()), check_place);
+    if recipe.ranks == 0 {
+        return Err(Failure::Usage("ranks: must be at least 1, and 0 is none".into()));
+    }
+    let traced = recipe.trace.as_deref().map_or(Ok(()), check_trace);
     traced.map_err(|failure| Failure::Usage(format!("trace: {failure}")))?;
     if let Some(why) = recipe.data.cache.as_deref().and_then(impossible) {
         return Err(Failure::Usage(format!("data.cache: {why}")));
     }
     recipe.config().map_or(Ok(()), |(config, _)| check_offload_folders(&config))
+}
+
+/// Refuses a place where no timeline can be, and one where something else is: another run's log, say.
+fn check_trace(trace: &Path) -> Result<(), Failure> {
+    if trace.as_os_str().is_empty() {
+        return Err(Failure::Usage("is empty; name a file, or leave it out".into()));
+    }
+    check_place(trace)?;
+    let mut beginning = Vec::new();
+    if let Ok(file) = std::fs::File::open(trace) {
+        // What cannot be read is not known to be a timeline either.
+        let _ = file.take(TRACE_BEGINS.len() as u64).read_to_end(&mut beginning);
+    }
+    match !TRACE_BEGINS.starts_with(&beginning) {
+        true => Err(Failure::Usage(format!(
+            "{} is there and is no timeline, so it is not written over; name another file, or remove it",
+            trace.display()
+        ))),
+        false => Ok(()),
+    }
 }
 
 /// A line whenever another tenth of a text that is not small became tokens.

@@ -222,17 +222,16 @@ impl Block {
         };
         match self.residual {
             Residual::PreNorm => {
-                let x = match self.attended_few_rows(&x, visibility, cache.as_deref_mut(), mode)? {
-                    Some(stream) => Stream { stream, pending: None },
-                    None => {
-                        let (stream, normed) = x.normed(&self.norm1)?;
-                        Stream { stream, pending: Some(attend(&normed, cache)?) }
+                if let Some(stream) = self.attended_few_rows(&x, visibility, cache.as_deref_mut(), mode)? {
+                    if let Some(stream) = self.fed_few_rows(&stream)? {
+                        return Ok(Stream { stream, pending: None });
                     }
-                };
-                if let Some(stream) = self.fed_few_rows(&x, mode)? {
-                    return Ok(Stream { stream, pending: None });
+                    let normed = self.norm2.forward(&stream)?;
+                    return Ok(Stream { stream, pending: Some(feed(&normed)?) });
                 }
-                let (stream, normed) = x.normed(&self.norm2)?;
+                let (stream, normed) = x.normed(&self.norm1)?;
+                let attended = attend(&normed, cache)?;
+                let (stream, normed) = self.norm2.forward_add(&attended, Some(&stream))?;
                 Ok(Stream { stream, pending: Some(feed(&normed)?) })
             }
             Residual::PreNormResidual => {
@@ -274,12 +273,10 @@ impl Block {
     }
 
     /// The stream behind the feed-forward layer, likewise.
-    fn fed_few_rows(&self, x: &Stream, mode: Mode) -> Result<Option<Tensor>> {
-        match (x, &self.feed_forward) {
-            (Stream { stream, pending: None }, FeedForwardLayer::Gated(mlp)) if mode == Mode::Evaluate => {
-                Ok(mlp.forward_onto(stream, &self.norm2)?)
-            }
-            _ => Ok(None),
+    fn fed_few_rows(&self, stream: &Tensor) -> Result<Option<Tensor>> {
+        match &self.feed_forward {
+            FeedForwardLayer::Gated(mlp) => Ok(mlp.forward_onto(stream, &self.norm2)?),
+            FeedForwardLayer::Plain(_) | FeedForwardLayer::Mixture(_) => Ok(None),
         }
     }
 }
