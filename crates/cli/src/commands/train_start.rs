@@ -270,9 +270,6 @@ fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<V
 /// What keeps a recipe from running, beside its data and its model.
 pub(super) fn check_besides_data(recipe: &Recipe, model: Option<&Value>) -> Result<(), Failure> {
     model.map_or(Ok(()), |model| train_memory::check_slots(recipe, model))?;
-    if recipe.ranks == 0 {
-        return Err(Failure::Usage("ranks: must be at least 1, and 0 is none".into()));
-    }
     let traced = recipe.trace.as_deref().map_or(Ok(()), check_trace);
     traced.map_err(|failure| Failure::Usage(format!("trace: {failure}")))?;
     if let Some(why) = recipe.data.cache.as_deref().and_then(impossible) {
