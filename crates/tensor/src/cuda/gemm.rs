@@ -114,7 +114,7 @@ pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
 }
 
 /// The most rows on the left that our own kernels of any type take; of 16 bits, see [`few_rows`].
-const FEW_ROWS: usize = 4;
+pub(super) const FEW_ROWS: usize = 4;
 /// The most rows for which a product takes so little time that one instead of several is worth a pass over its result.
 pub(crate) const JOINED_ROWS: usize = 256;
 

@@ -11,7 +11,9 @@ impl Products for CudaBackend {
         layout::split_columns(self, x, &parts)
     }
     fn joined_rows(&self) -> Option<[usize; 2]> {
-        Some([few_rows::MOST_ROWS, gemm::JOINED_ROWS])
+        // Our own kernels take up to so many rows with weights side by side.
+        let own = few_rows::most_rows(self, DType::BF16, false).max(gemm::FEW_ROWS);
+        Some([own, gemm::JOINED_ROWS])
     }
     fn most_few_rows(&self, dtype: DType, normed: bool) -> usize {
         few_rows::most_rows(self, dtype, normed)
