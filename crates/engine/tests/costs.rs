@@ -16,7 +16,7 @@ use ferrospeed_nn::{Mode, SequenceMethod, SequenceParallel};
 use ferrospeed_tensor::{Device, Tensor};
 use ferrospeed_tune::cost::step_work;
 use ferrospeed_tune::model::{Model, from_hugging_face};
-use ferrospeed_tune::plan::{Processor, Request};
+use ferrospeed_tune::plan::{Operands, Processor, Request};
 use serde_json::{Value, json};
 
 /// How far counted bytes may be from the formulas: small parameters that stage 3 keeps whole, norms, agreements.
@@ -72,7 +72,7 @@ impl Case {
             mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
-            in_tiles: false,
+            operands: Operands::InPlace,
         });
         work.sent_bytes()
     }

@@ -293,7 +293,7 @@ fn buffers_that_are_locked_and_requests_that_go_one_by_one_change_no_bit() {
 
 #[test]
 fn the_plan_counts_each_tier_as_training_fills_it() {
-    use ferrospeed_tune::plan::{Processor, Purpose, Request, Tier, plan};
+    use ferrospeed_tune::plan::{Operands, Processor, Purpose, Request, Tier, plan};
     let folder = tempfile::tempdir().unwrap();
     let processor = if device(1).backend().is_host() { Processor::Cpu } else { Processor::Gpu };
     for precision in ["fp32", "bf16"] {
@@ -328,7 +328,7 @@ fn the_plan_counts_each_tier_as_training_fills_it() {
                 keeps_attention_matrix: false,
                 processor,
                 sequence_ranks: 1,
-                in_tiles: false,
+                operands: Operands::InPlace,
             });
             let state = [Purpose::Parameters, Purpose::OptimizerStates];
             let of = |tier: Tier| -> u64 {

@@ -13,9 +13,9 @@ use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{Mode, SequenceMethod, SequenceParallel};
-use ferrospeed_tensor::{Category, Device, Tensor};
+use ferrospeed_tensor::{Category, Device, Tensor, cpu};
 use ferrospeed_tune::model::{Model, from_hugging_face};
-use ferrospeed_tune::plan::{Plan, Processor, Purpose, Request, Tier, plan};
+use ferrospeed_tune::plan::{Operands, Plan, Processor, Purpose, Request, Tier, plan};
 use ferrospeed_tune::stages::{divide, plan_in_stages};
 use serde_json::{Value, json};
 
@@ -77,11 +77,6 @@ fn configuration(stage: u8, precision: &str, micro_batches: usize, zero: &Value)
     config
 }
 
-/// Whether this host multiplies in tiles.
-fn has_tiles() -> bool {
-    std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("amx_bf16"))
-}
-
 impl Case {
     fn new(model: Value, tokens: usize, config: Value, data: usize) -> Case {
         Case { model, config, tokens, data, tensor: 1, sequence: 1, expert: 1, pipe: 1, checkpointing: false }
@@ -101,7 +96,7 @@ impl Case {
             mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
-            in_tiles: has_tiles(),
+            operands: Operands::of_host(cpu::multiplies_in_tiles(), cpu::widens_operands()),
         };
         match self.pipe {
             1 => plan(&request),

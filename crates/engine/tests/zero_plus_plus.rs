@@ -11,7 +11,7 @@ use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
 use ferrospeed_tensor::{DType, Device, Tensor, ops};
 use ferrospeed_tune::crossing::{Hosts, crossings};
 use ferrospeed_tune::estimate::ModelSize;
-use ferrospeed_tune::plan::{Processor, Request};
+use ferrospeed_tune::plan::{Operands, Processor, Request};
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -284,7 +284,7 @@ fn a_plan_predicts_what_a_host_sends_within_a_tenth() {
             mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
-            in_tiles: false,
+            operands: Operands::InPlace,
         };
         let found = crossings(&request, Hosts::of(2)).unwrap();
         let off = sent as f64 / found.configured.sent_bytes as f64;

@@ -9,7 +9,7 @@ use ferrospeed_engine::machine::Peak;
 use ferrospeed_tensor::Category;
 use ferrospeed_tune::cost::{Limit, Rates, StepWork, step_work};
 use ferrospeed_tune::model::{Model, from_hugging_face};
-use ferrospeed_tune::plan::{Plan, Processor, Purpose, Request, Tier, plan};
+use ferrospeed_tune::plan::{Operands, Plan, Processor, Purpose, Request, Tier, plan};
 use serde_json::{Value, json};
 
 use crate::recipe::Recipe;
@@ -24,8 +24,8 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Of a recipe that trains a model with this `config.json`. `in_tiles` says that products copy an operand into tiles first.
-    pub fn of(recipe: &Recipe, model: &Value, processor: Processor, in_tiles: bool) -> Option<Expected> {
+    /// Of a recipe that trains a model with this `config.json`. `operands` says what products of the host copy first.
+    pub fn of(recipe: &Recipe, model: &Value, processor: Processor, operands: Operands) -> Option<Expected> {
         let (config, _) = recipe.config().ok()?;
         let mesh = recipe.mesh();
         if mesh.pipe.get() > 1 {
@@ -44,7 +44,7 @@ impl Expected {
             mlp_chunk: recipe.model.mlp_chunk,
             keeps_attention_matrix: false,
             processor,
-            in_tiles,
+            operands,
         };
         Some(Expected { plan: plan(&request), work: step_work(&request) })
     }

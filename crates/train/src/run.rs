@@ -25,7 +25,7 @@ use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::trace::Activity;
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tune::plan::Processor;
+use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
 use crate::checkpoint::{Checkpoints, Ending, Resume, StopRequests};
@@ -65,8 +65,8 @@ pub struct Job<'a> {
     pub observing: Observing,
     /// Whether only its speed is asked for: nothing is validated, sampled or exported.
     pub is_experiment: bool,
-    /// Whether products of this host copy an operand into tiles first, for the plan of its memory.
-    pub in_tiles: bool,
+    /// What products of this host copy first, for the plan of its memory.
+    pub operands: Operands,
 }
 
 struct Run<'a> {
@@ -194,7 +194,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             true => Processor::Cpu,
             false => Processor::Gpu,
         };
-        let expected = Expected::of(recipe, &run.model_config, processor, job.in_tiles);
+        let expected = Expected::of(recipe, &run.model_config, processor, job.operands);
         let per_rank = peak::of_a_rank(peak, info.ranks);
         let limits = expected.as_ref().map(|expected| {
             expected.tokens_per_s((info.batch * info.sequence) as f64, per_rank, wire_bytes_per_s)

@@ -121,7 +121,7 @@ fn the_documented_files_train() {
             requests: StopRequests::default(),
             observing: Observing::Always,
             is_experiment: false,
-            in_tiles: false,
+            operands: ferrospeed_tune::plan::Operands::InPlace,
         };
         let summary = run(&job, &mut Quiet).unwrap_or_else(|error| panic!("{file}: {error}"));
         assert_eq!(summary.steps, 4);

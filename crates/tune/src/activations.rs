@@ -20,7 +20,7 @@
 //! last layer, whichever needs more beyond what all layers keep.
 
 use crate::model::Transformer;
-use crate::plan::Processor;
+use crate::plan::{Operands, Processor};
 
 /// Up to this width a GPU keeps the inner values after the activation too.
 const KEPT_ACTIVATION_WIDTH: u64 = 3072;
@@ -182,25 +182,27 @@ pub(crate) struct PassingBytes {
 }
 
 impl PassingBytes {
-    /// `in_tiles` says that products copy an operand first, `in_place` that gradients are made where they stay; feed-forward
-    /// layers take `chunk` of the tokens at a time, or all.
+    /// `operands` says what products copy first, `in_place` that gradients are made where they stay; feed-forward layers take
+    /// `chunk` of the tokens at a time, or all.
     pub(crate) fn of(
         shape: &Transformer,
         width: u64,
         tokens: u64,
         chunk: Option<u64>,
         processor: Processor,
-        [in_tiles, in_place]: [bool; 2],
+        operands: Operands,
+        in_place: bool,
     ) -> PassingBytes {
         let table = shape.vocab.saturating_mul(shape.hidden);
         let (summed, given) = (table.saturating_mul(F32_BYTES), table.saturating_mul(width));
         let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
         let widest = shape.intermediate.max(query + 2 * key).max(shape.hidden);
         let rows = loss_rows(shape, width, tokens, processor);
-        let tiles = |lines: u64, other: u64, depth: u64| match (in_tiles, width) {
-            (false, _) => 0,
-            (true, F32_BYTES) => f32_tiles(lines, other, depth),
-            (true, _) => narrow_tiles(lines, other, depth),
+        let tiles = |lines: u64, other: u64, depth: u64| match (operands, width) {
+            (Operands::InPlace, _) | (Operands::Widened, F32_BYTES) => 0,
+            (Operands::Widened, _) => widened(lines, other, depth),
+            (Operands::InTiles, F32_BYTES) => f32_tiles(lines, other, depth),
+            (Operands::InTiles, _) => narrow_tiles(lines, other, depth),
         };
         let logits_tiles = tiles(shape.vocab, shape.hidden, rows);
         let attention = (query + 2 * key).max(shape.hidden);
@@ -256,7 +258,13 @@ fn narrow_tiles(lines: u64, other: u64, depth: u64) -> u64 {
     2 * (lines.next_multiple_of(TILE_LINES) + right).saturating_mul(depth)
 }
 
-/// The same for f32, which is three numbers of two bytes each and goes on in parts; small products do without.
+/// Bytes of both operands in f32, of a layer's gradient over so many tokens or of the product of those with the weights.
+fn widened(lines: u64, other: u64, depth: u64) -> u64 {
+    let weights = lines.saturating_mul(other).saturating_add(lines.max(other).saturating_mul(depth));
+    weights.max((lines + other).saturating_mul(depth)).saturating_mul(F32_BYTES)
+}
+
+/// The left operand in tiles for f32, which is three numbers of two bytes each and goes on in parts; small products do without.
 fn f32_tiles(lines: u64, other: u64, depth: u64) -> u64 {
     if lines.min(other).min(depth) < SPLIT_LEAST {
         return 0;

@@ -61,8 +61,30 @@ pub struct Request<'a> {
     pub keeps_attention_matrix: bool,
     /// What ranks compute on.
     pub processor: Processor,
-    /// Whether products copy an operand into tiles first, as those of a host with AMX do.
-    pub in_tiles: bool,
+    /// What products of a host copy first.
+    pub operands: Operands,
+}
+
+/// What products of a host copy before they multiply; a GPU's copy nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operands {
+    /// Nothing.
+    InPlace,
+    /// bf16 into tiles, and f32 into tiles of three numbers each: AMX.
+    InTiles,
+    /// 16-bit operands into f32: vectors of less than 512 bits.
+    Widened,
+}
+
+impl Operands {
+    /// Of a host that multiplies in tiles, or widens.
+    pub fn of_host(in_tiles: bool, widened: bool) -> Operands {
+        match (in_tiles, widened) {
+            (true, _) => Operands::InTiles,
+            (false, true) => Operands::Widened,
+            (false, false) => Operands::InPlace,
+        }
+    }
 }
 
 /// What a rank computes on.

@@ -4,7 +4,7 @@ use ferrospeed_config::{DataType, GRADIENT_BYTES_UNDER_WAY, OptimizerTier, Param
 
 use crate::activations::{ActivationBytes, PassingBytes, mlp_chunk};
 use crate::model::Model;
-use crate::plan::{Activations, Plan, Processor, Purpose, Request, Row, Tier, human};
+use crate::plan::{Activations, Operands, Plan, Processor, Purpose, Request, Row, Tier, human};
 use crate::stages::Staged;
 
 /// The most elements that an update from a disk takes at a time.
@@ -347,12 +347,15 @@ impl Planner<'_> {
             )
         };
         let bytes = bytes_of(again);
-        let in_tiles = self.request.in_tiles
-            && self.request.processor == Processor::Cpu
-            && config.precision.data_type() != DataType::Fp16;
-        let ways = [in_tiles, self.stage() < Stage::Gradients];
+        let operands = match (self.request.operands, self.request.processor) {
+            (_, Processor::Gpu) => Operands::InPlace,
+            (Operands::InTiles, _) if config.precision.data_type() == DataType::Fp16 => Operands::InPlace,
+            (operands, Processor::Cpu) => operands,
+        };
+        let in_place = self.stage() < Stage::Gradients;
         let passing_of = |again: bool| {
-            PassingBytes::of(shape, self.width(), tokens, mlp_chunk(again), self.request.processor, ways)
+            let processor = self.request.processor;
+            PassingBytes::of(shape, self.width(), tokens, mlp_chunk(again), processor, operands, in_place)
         };
         let passing = passing_of(again);
         if let Some(staged) = self.staged {

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::cost::{Rates, StepTime, StepWork, step_work};
 use crate::layout::{Layout, Space};
 use crate::model::{Model, Transformer};
-use crate::plan::{Capacity, Plan, Processor, Request, Shortfall, Tier, plan};
+use crate::plan::{Capacity, Operands, Plan, Processor, Request, Shortfall, Tier, plan};
 use crate::tuning::machine::Parts;
 use crate::tuning::planned::Candidate;
 
@@ -30,7 +30,7 @@ pub struct Question<'a> {
     /// What ranks compute on.
     pub processor: Processor,
     /// Whether products copy an operand into tiles first.
-    pub in_tiles: bool,
+    pub operands: Operands,
     /// What there is of memory.
     pub capacity: Capacity,
     /// What there is of speed.
@@ -149,7 +149,7 @@ fn look_at(
         mlp_chunk: None,
         keeps_attention_matrix: false,
         processor: question.processor,
-        in_tiles: question.in_tiles,
+        operands: question.operands,
     };
     let (plan, work) = (plan(&request), step_work(&request));
     let time = work.time(&question.rates);

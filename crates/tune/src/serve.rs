@@ -1,6 +1,7 @@
 //! What generating text needs: weights, the cache of keys and values, and what one forward pass has in hand.
 
 use crate::model::Transformer;
+use crate::plan::Operands;
 
 /// The bytes of one rank that generates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -23,8 +24,14 @@ impl Serving {
 
 /// Generating `batch` sequences of `tokens` tokens, prompts included, with elements of `element_bytes`.
 ///
-/// The prompt is taken to be as long as it can be: all of `tokens`.
-pub fn serving(shape: &Transformer, element_bytes: u64, batch: u64, tokens: u64) -> Serving {
+/// The prompt is taken to be as long as it can be: all of `tokens`. `operands` says what products copy first.
+pub fn serving(
+    shape: &Transformer,
+    element_bytes: u64,
+    batch: u64,
+    tokens: u64,
+    operands: Operands,
+) -> Serving {
     let product =
         |factors: &[u64]| factors.iter().fold(1u64, |product, &factor| product.saturating_mul(factor));
     let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
@@ -43,9 +50,31 @@ pub fn serving(shape: &Transformer, element_bytes: u64, batch: u64, tokens: u64)
         false => 0,
     };
     let prompt = product(&[in_hand, batch, tokens, element_bytes]);
+    let prompt = match operands == Operands::Widened && element_bytes < 4 {
+        true => prompt.max(widest_product(shape, element_bytes, product(&[batch, tokens]))),
+        false => prompt,
+    };
     Serving {
         weight_bytes: product(&[shape.size.total_params, element_bytes]),
         cache_bytes: product(&[2, shape.layers, key, batch, tokens, element_bytes]),
         working_bytes: prompt.max(head_copy).saturating_add(last_logits),
     }
+}
+
+/// The most that a product of a layer has in hand where both its operands are copied into f32: those copies, the residual
+/// stream, and what goes in and comes out.
+fn widest_product(shape: &Transformer, element_bytes: u64, rows: u64) -> u64 {
+    let [query, key] = [shape.heads, shape.kv_heads].map(|heads| heads.saturating_mul(shape.head_dim));
+    let gates = if shape.gated { 2 } else { 1 };
+    let products = [
+        (shape.hidden, query + 2 * key, 0),
+        (shape.hidden, shape.intermediate, (gates - 1) * shape.intermediate),
+        (shape.intermediate, shape.hidden, 0),
+    ];
+    let bytes = products.map(|(inputs, outputs, beside)| {
+        let copied = rows.saturating_mul(inputs).saturating_add(inputs.saturating_mul(outputs));
+        let held = rows.saturating_mul(shape.hidden + inputs + outputs + beside);
+        copied.saturating_mul(4).saturating_add(held.saturating_mul(element_bytes))
+    });
+    bytes.into_iter().max().unwrap_or(0)
 }

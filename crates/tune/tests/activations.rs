@@ -7,9 +7,9 @@ use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd, cpu};
 use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
-use ferrospeed_tune::plan::{Activations, Processor, Request, plan};
+use ferrospeed_tune::plan::{Activations, Operands, Processor, Request, plan};
 use ferrospeed_tune::serve::serving;
 use serde_json::{Value, json};
 
@@ -59,7 +59,7 @@ fn planned(
         mlp_chunk,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
-        in_tiles: false,
+        operands: Operands::InPlace,
     };
     plan(&request).activations.unwrap()
 }
@@ -172,8 +172,9 @@ fn assert_serving(preset: Preset, size: [u64; 5], new_tokens: u64) {
         pad_token: 0,
     };
     generate(&model, &prompt, None, &options, &device, &mut |_, _| {}).unwrap();
+    let operands = Operands::of_host(cpu::multiplies_in_tiles(), cpu::widens_operands());
     let shape: Transformer = from_hugging_face(&config).unwrap();
-    let planned = serving(&shape, 2, batch, tokens).total_bytes();
+    let planned = serving(&shape, 2, batch, tokens, operands).total_bytes();
     let what = format!("serving {} {size:?}", preset.name());
     assert_within(&what, planned, device.memory_usage().peak_total(), 0.1);
 }

@@ -4,7 +4,7 @@ use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_tune::crossing::{Crossings, Hosts, Way, crossings};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, ModelError, Transformer, from_hugging_face};
-use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose, Request, Tier, human, plan};
+use ferrospeed_tune::plan::{Capacity, Operands, Plan, Processor, Purpose, Request, Tier, human, plan};
 use serde_json::{Value, json};
 
 fn config(value: Value, ranks: u64) -> Config {
@@ -23,7 +23,7 @@ fn plan_for(model: &Model, value: Value, ranks: u64, checkpoint_activations: boo
         mlp_chunk: None,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
-        in_tiles: false,
+        operands: Operands::InPlace,
     })
 }
 
@@ -141,7 +141,7 @@ fn checkpointing_keeps_layer_inputs_only() {
         mlp_chunk: None,
         keeps_attention_matrix: false,
         processor: Processor::Gpu,
-        in_tiles: false,
+        operands: Operands::InPlace,
     });
     let on_gpu = on_gpu.activations.expect("a known shape");
     let loss_on_gpu = loss - logits + 4096 * 50257 * 2;
@@ -192,7 +192,7 @@ fn a_part_that_stays_is_counted_where_it_stays() {
             keeps_attention_matrix: false,
             processor,
             sequence_ranks: 1,
-            in_tiles: false,
+            operands: Operands::InPlace,
         });
         [Tier::Device, Tier::Host, Tier::Nvme].map(|tier| {
             let rows = planned.rows.iter().filter(|row| row.tier == tier && row.purpose == purpose);
@@ -288,7 +288,7 @@ fn what_hosts_send_falls_as_in_the_zero_plus_plus_paper() {
             mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Gpu,
-            in_tiles: false,
+            operands: Operands::InPlace,
         };
         crossings(&request, Hosts::of(per_host))
     };
@@ -331,7 +331,7 @@ fn crossed(model: Transformer, stage: u8, ranks: u64, on: Hosts) -> Crossings {
         mlp_chunk: None,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
-        in_tiles: false,
+        operands: Operands::InPlace,
     };
     crossings(&request, on).expect("several hosts")
 }

@@ -8,7 +8,7 @@ use ferrospeed_testkit::property::Random;
 use ferrospeed_tune::cost::{Limit, Rates, Reason};
 use ferrospeed_tune::layout::{Layout, Offload, Open, Space};
 use ferrospeed_tune::model::{Transformer, from_hugging_face};
-use ferrospeed_tune::plan::{Capacity, Processor, Tier};
+use ferrospeed_tune::plan::{Capacity, Operands, Processor, Tier};
 use ferrospeed_tune::search::{Answer, Found, Question, search};
 use ferrospeed_tune::tuning::machine::Parts;
 use ferrospeed_tune::tuning::planned::{self, Candidate, Outcome};
@@ -112,7 +112,7 @@ impl Case {
             ranks: self.ranks,
             sequence_length: self.length,
             processor: self.processor,
-            in_tiles: false,
+            operands: Operands::InPlace,
             capacity: self.capacity,
             rates: self.rates,
         };

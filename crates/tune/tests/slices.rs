@@ -7,7 +7,7 @@ use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
 use ferrospeed_tune::model::{Model, from_hugging_face};
-use ferrospeed_tune::plan::{Processor, Request, plan};
+use ferrospeed_tune::plan::{Operands, Processor, Request, plan};
 use serde_json::{Value, json};
 
 /// The most that a plan may be off.
@@ -96,7 +96,7 @@ fn ranks_keep_as_many_bytes_of_activations_as_planned() {
             mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
-            in_tiles: false,
+            operands: Operands::InPlace,
         });
         let planned = planned.activations.unwrap().kept_bytes as f64;
         let held = measured(&value, slices as usize, batch, tokens) as f64;

@@ -13,7 +13,7 @@ use ferrospeed_models::weights::{BlockForm, WeightFiles};
 use ferrospeed_models::{ModelConfig, WindowRule};
 use ferrospeed_tensor::DType;
 use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
-use ferrospeed_tune::plan::{Activations, Processor, Purpose, Request, human, plan};
+use ferrospeed_tune::plan::{Activations, Operands, Processor, Purpose, Request, human, plan};
 use ferrospeed_tune::serve::{Serving, serving};
 use serde_json::{Value, json};
 
@@ -112,7 +112,9 @@ fn inspect(args: &InspectArgs) -> Result<Report, Failure> {
         sequence,
         training: training.into_iter().collect::<Result<_, _>>()?,
         serving: [("float32", 4), ("bfloat16", 2)]
-            .map(|(precision, bytes)| (precision, serving(&shape, bytes, args.batch, sequence)))
+            .map(|(precision, bytes)| {
+                (precision, serving(&shape, bytes, args.batch, sequence, Operands::InPlace))
+            })
             .into(),
     })
 }
@@ -143,7 +145,7 @@ fn training(
         mlp_chunk: None,
         keeps_attention_matrix: false,
         processor: Processor::Cpu,
-        in_tiles: false,
+        operands: Operands::InPlace,
     });
     let of_model = [Purpose::Parameters, Purpose::Gradients, Purpose::OptimizerStates];
     let states = planned.rows.iter().filter(|row| of_model.contains(&row.purpose)).map(|row| row.bytes);

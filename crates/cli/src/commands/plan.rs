@@ -133,7 +133,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         mlp_chunk,
         keeps_attention_matrix: args.keep_attention_matrix,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
-        in_tiles: super::doctor::multiplies_in_tiles(),
+        operands: super::doctor::operands(),
     };
     let planned =
         division.as_ref().map_or_else(|| Ok(plan(&request)), |division| plan_in_stages(&request, division));

@@ -152,7 +152,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         ranks: subject.ranks,
         sequence_length: subject.sequence_length,
         processor,
-        in_tiles: super::doctor::multiplies_in_tiles(),
+        operands: super::doctor::operands(),
         capacity,
         rates,
     };

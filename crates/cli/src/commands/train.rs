@@ -308,7 +308,7 @@ fn run_rank(
         requests,
         observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
         is_experiment: args.experiment,
-        in_tiles: super::doctor::multiplies_in_tiles(),
+        operands: super::doctor::operands(),
     };
     let summary = match ferrospeed_train::run(&job, &mut progress) {
         Ok(summary) => summary,

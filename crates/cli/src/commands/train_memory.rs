@@ -46,7 +46,7 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks:
         mlp_chunk: recipe.model.mlp_chunk,
         keeps_attention_matrix: false,
         processor: if capacity.device_bytes.is_some() { Processor::Gpu } else { Processor::Cpu },
-        in_tiles: super::doctor::multiplies_in_tiles(),
+        operands: super::doctor::operands(),
     };
     let planned = match &division {
         Some(division) => plan_in_stages(&request, division).unwrap_or_else(|_| plan(&request)),

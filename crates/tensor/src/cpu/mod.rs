@@ -135,6 +135,19 @@ pub fn default_threads() -> usize {
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
+/// Whether products of this process copy operands into tiles: where AMX is there and `FERROSPEED_CPU_KERNELS` permits it.
+pub fn multiplies_in_tiles() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return amx::available();
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// Whether products of 16-bit operands copy both into f32 first: where vectors have less than 512 bits.
+pub fn widens_operands() -> bool {
+    simd::level() < simd::Level::Avx512
+}
+
 /// Kernels on this machine's processor.
 pub struct CpuBackend {
     pool: HostPool,

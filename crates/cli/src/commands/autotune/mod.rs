@@ -161,8 +161,8 @@ impl<'a> Search<'a> {
     fn plan_of(&self, ds_config: &Value) -> Option<Plan> {
         let mut recipe = self.recipe.clone();
         recipe.ds_config = ds_config.clone();
-        let in_tiles = super::doctor::multiplies_in_tiles();
-        Some(Expected::of(&recipe, &self.model_config, self.processor(), in_tiles)?.plan)
+        let operands = super::doctor::operands();
+        Some(Expected::of(&recipe, &self.model_config, self.processor(), operands)?.plan)
     }
 
     fn processor(&self) -> Processor {
@@ -246,7 +246,7 @@ impl<'a> Search<'a> {
             ranks,
             sequence_length: self.recipe.data.sequence,
             processor: self.processor(),
-            in_tiles: super::doctor::multiplies_in_tiles(),
+            operands: super::doctor::operands(),
             capacity: self.capacity,
             rates,
         };

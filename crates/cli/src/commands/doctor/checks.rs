@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_launch::{cores::Topology, probe, surroundings};
+use ferrospeed_tensor::cpu;
+use ferrospeed_tune::plan::Operands;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
 use super::{Check, Verdict};
@@ -32,10 +34,9 @@ impl Check {
     }
 }
 
-/// Whether this host multiplies in tiles, which takes memory for an operand.
-pub(in crate::commands) fn multiplies_in_tiles() -> bool {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    cpu_field(&info, "flags").is_some_and(|flags| flags.split_whitespace().any(|flag| flag == "amx_bf16"))
+/// What products of this host copy first, which takes memory.
+pub(in crate::commands) fn operands() -> Operands {
+    Operands::of_host(cpu::multiplies_in_tiles(), cpu::widens_operands())
 }
 
 fn cpu_field(info: &str, name: &str) -> Option<String> {

@@ -8,7 +8,7 @@ mod checks;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-pub(super) use checks::{available_memory_bytes, multiplies_in_tiles};
+pub(super) use checks::{available_memory_bytes, operands};
 
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
