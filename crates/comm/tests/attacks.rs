@@ -92,7 +92,9 @@ fn pretend(port: u16, group: u64, from_rank: u64, purpose: u64) -> std::io::Resu
     stream.write_all(&words)?;
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer)?;
-    assert_eq!(answer.first(), Some(&0), "a stranger was taken for a member");
+    // A rank that has ended in the meantime closes what it had open without a word.
+    let verdict = *answer.first().ok_or(std::io::ErrorKind::UnexpectedEof)?;
+    assert_eq!(verdict, 0, "a stranger was taken for a member");
     Ok(())
 }
 
