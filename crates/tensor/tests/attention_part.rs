@@ -1,10 +1,14 @@
-//! Attention over pieces of the keys folds into attention over all of them, and so do gradients.
+//! Attention over pieces of the keys folds into attention over all of them, and so do gradients; on every device that is there.
 
 use ferrospeed_tensor::ops::{
     self, AttentionOptions, AttentionPart, Stretch, WeightGrid, attention_part, attention_part_backward,
 };
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::{DType, Device, Tensor};
+
+use devices::devices;
+
+mod devices;
 
 const BATCH: usize = 2;
 const HEADS: usize = 4;
@@ -15,10 +19,9 @@ fn numbers(len: usize, salt: usize) -> Vec<f32> {
     (0..len).map(|at| ((at * 37 + salt * 101) as f32 * 0.61).sin()).collect()
 }
 
-fn random(tokens: usize, heads: usize, salt: usize, dtype: DType) -> Tensor {
-    let device = Device::cpu_with_threads(1);
+fn random(tokens: usize, heads: usize, salt: usize, dtype: DType, device: &Device) -> Tensor {
     let values = numbers(BATCH * tokens * heads * DIM, salt);
-    let x = Tensor::from_slice(&values, [BATCH, tokens, heads, DIM], &device).unwrap();
+    let x = Tensor::from_slice(&values, [BATCH, tokens, heads, DIM], device).unwrap();
     ops::cast(&x, dtype).unwrap()
 }
 
@@ -26,13 +29,12 @@ fn random(tokens: usize, heads: usize, salt: usize, dtype: DType) -> Tensor {
 const KEY: RandomKey = RandomKey { seed: 5, stream: 3, step: 2 };
 
 /// Which keys are seen, with everything that depends on keys given for all of them.
-fn rules(tokens: usize) -> Vec<AttentionOptions> {
-    let device = Device::cpu_with_threads(1);
+fn rules(tokens: usize, device: &Device) -> Vec<AttentionOptions> {
     let mask: Vec<u8> = (0..BATCH * tokens).map(|at| u8::from(at >= 5 && at % 11 != 3)).collect();
-    let mask = Tensor::from_slice(&mask, [BATCH, tokens], &device).unwrap();
-    let slopes = Tensor::from_slice(&[0.5f32, 0.25, 0.1, 0.05], [HEADS], &device).unwrap();
+    let mask = Tensor::from_slice(&mask, [BATCH, tokens], device).unwrap();
+    let slopes = Tensor::from_slice(&[0.5f32, 0.25, 0.1, 0.05], [HEADS], device).unwrap();
     let places: Vec<f32> = (0..BATCH).flat_map(|_| (0..tokens).map(|key| key as f32)).collect();
-    let places = Tensor::from_slice(&places, [BATCH, tokens], &device).unwrap();
+    let places = Tensor::from_slice(&places, [BATCH, tokens], device).unwrap();
     let grid = WeightGrid { whole: [HEADS, tokens, tokens], first: [0; 3] };
     let causal = AttentionOptions { causal: true, ..Default::default() };
     vec![
@@ -70,13 +72,19 @@ fn assert_near(what: &str, found: &Tensor, wanted: &Tensor, tolerance: f32) {
 
 #[test]
 fn pieces_of_the_keys_fold_into_the_whole_in_value_and_gradient() {
+    for device in devices() {
+        assert_pieces_fold(&device);
+    }
+}
+
+fn assert_pieces_fold(device: &Device) {
     for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::BF16, 4e-2)] {
         for tokens in [12, 70] {
-            let q = random(tokens, HEADS, 1, dtype);
-            let [k, v] = [2, 3].map(|salt| random(tokens, KV_HEADS, salt, dtype));
-            let dout = random(tokens, HEADS, 4, dtype);
-            for rule in rules(tokens) {
-                let what = format!("{dtype} {tokens} {rule:?}");
+            let q = random(tokens, HEADS, 1, dtype, device);
+            let [k, v] = [2, 3].map(|salt| random(tokens, KV_HEADS, salt, dtype, device));
+            let dout = random(tokens, HEADS, 4, dtype, device);
+            for rule in rules(tokens, device) {
+                let what = format!("{device:?} {dtype} {tokens} {rule:?}");
                 let queries = Stretch { tensor: &q, tokens: 0..tokens };
                 let stretch =
                     |tensor, keys: &std::ops::Range<usize>| Stretch { tensor, tokens: keys.clone() };
@@ -119,7 +127,8 @@ fn pieces_of_the_keys_fold_into_the_whole_in_value_and_gradient() {
 
 #[test]
 fn tokens_that_are_not_there_are_refused() {
-    let (q, k) = (random(4, HEADS, 1, DType::F32), random(4, KV_HEADS, 2, DType::F32));
+    let device = Device::cpu_with_threads(1);
+    let (q, k) = (random(4, HEADS, 1, DType::F32, &device), random(4, KV_HEADS, 2, DType::F32, &device));
     let stretch = |tensor, tokens| Stretch { tensor, tokens };
     let (of_q, of_k) = (stretch(&q, 0..4), stretch(&k, 2..5));
     let error = attention_part(&of_q, [&of_k, &of_k], &AttentionOptions::default()).unwrap_err().to_string();
@@ -132,9 +141,14 @@ fn tokens_that_are_not_there_are_refused() {
 
 #[test]
 fn rows_lose_what_they_lose_in_the_whole() {
-    let device = Device::cpu_with_threads(2);
+    for device in devices() {
+        assert_rows_lose_alike(&device);
+    }
+}
+
+fn assert_rows_lose_alike(device: &Device) {
     let (rows, width) = (12, 7);
-    let whole = Tensor::from_slice(&numbers(rows * width, 1), [rows, width], &device).unwrap();
+    let whole = Tensor::from_slice(&numbers(rows * width, 1), [rows, width], device).unwrap();
     let state = RandomState { seed: 9, step: 1, next_stream: 4 };
     for dtype in [DType::F32, DType::BF16] {
         let whole = ops::cast(&whole, dtype).unwrap();

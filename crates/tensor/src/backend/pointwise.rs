@@ -1,10 +1,9 @@
 //! Element by element: activations, arithmetic, comparisons, dropout.
 
 use crate::backend::{Copies, Products, RoutedRows};
-use crate::dtype::DType;
 use crate::error::Result;
 use crate::out::Out;
-use crate::random::{RandomKey, drop_threshold};
+use crate::random::RandomKey;
 use crate::tensor::Tensor;
 
 /// The pointwise functions that are fused into products and gates.
@@ -163,20 +162,8 @@ pub trait Pointwise: Copies + Products {
     fn scale_by(&self, source: &Tensor, factor: &Tensor, target: Out<'_>) -> Result<()>;
     /// Zeroes elements with probability `p`, scales the others by `1/(1-p)`.
     fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()>;
-    /// The same for rows of a larger tensor: row `i` begins at element `starts[i]` of it. Unless a device has a kernel for it,
-    /// the host draws.
-    fn dropout_rows(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
-        let width = (x.numel() / starts.len().max(1)) as u64;
-        let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
-        let factor = |at: u64| if key.word(at) >= threshold { scale } else { 0.0 };
-        let factors: Vec<f32> = starts.iter().flat_map(|&start| (start..start + width).map(factor)).collect();
-        let factors = Tensor::from_slice(&factors, *x.shape(), x.device())?;
-        let mut wide = Tensor::empty(*x.shape(), DType::F32, x.device())?;
-        self.cast(x, wide.out()?)?;
-        let mut product = Tensor::empty(*x.shape(), DType::F32, x.device())?;
-        self.binary(Binary::Mul, &wide, &factors, product.out()?)?;
-        self.cast(&product, y)
-    }
+    /// The same for rows of a larger tensor: row `i` begins at element `starts[i]` of it.
+    fn dropout_rows(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey, starts: &[u64]) -> Result<()>;
     /// Elementwise.
     fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()>;
     /// Elementwise, over what is there.

@@ -55,20 +55,14 @@ struct DeviceSpec {
     dropout: i32,
     unused: i32,
     documents: u64,
+    shift: i64,
+    drawn: [u64; 3],
+    drawn_first: [u64; 3],
 }
 
 fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
     if spec.dim > MAX_DIM {
         let what = format!("heads of {} channels; at most {MAX_DIM} are supported on CUDA", spec.dim);
-        return Err(TensorError::argument("attention", what));
-    }
-    let last = spec.keys as isize - spec.queries as isize;
-    if (spec.causal || spec.window.is_some()) && spec.shift() != last {
-        let what = "queries that are not the last tokens of their keys are seen whole on CUDA, without causality or a window";
-        return Err(TensorError::argument("attention", what));
-    }
-    if spec.dropout.is_some() && spec.weights.is_some() {
-        let what = "dropout of attention weights of which other ranks compute a part runs on the CPU only; set it to 0";
         return Err(TensorError::argument("attention", what));
     }
     if spec.documents.is_some_and(|documents| documents.table().is_none()) {
@@ -77,6 +71,7 @@ fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
         return Err(TensorError::argument("attention", what));
     }
     let (p, key) = spec.dropout.unwrap_or((0.0, RandomKey::new(0, 0)));
+    let drawn = spec.weight_grid();
     Ok(DeviceSpec {
         sizes: [spec.batch, spec.queries, spec.keys, spec.heads, spec.kv_heads, spec.dim]
             .map(|size| size as u64),
@@ -92,6 +87,9 @@ fn device_spec(spec: &AttentionSpec<'_>) -> Result<DeviceSpec> {
         dropout: spec.dropout.is_some().into(),
         unused: 0,
         documents: at_option(spec.documents.and_then(Documents::table)),
+        shift: spec.shift() as i64,
+        drawn: drawn.whole.map(|size| size as u64),
+        drawn_first: drawn.first.map(|size| size as u64),
     })
 }
 

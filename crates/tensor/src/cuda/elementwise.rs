@@ -278,6 +278,34 @@ pub(super) fn dropout(backend: &CudaBackend, x: &Tensor, y: &Tensor, p: f32, key
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, x.numel() as u64, at(x), at(y), threshold, scale, key)
 }
 
+pub(super) fn dropout_rows(
+    backend: &CudaBackend,
+    x: &Tensor,
+    y: &Tensor,
+    p: f32,
+    key: RandomKey,
+    starts: &[u64],
+) -> Result<()> {
+    let starts: Vec<i64> = starts.iter().map(|&start| start as i64).collect();
+    let width = x.numel() / starts.len().max(1);
+    let starts = Tensor::from_slice(&starts, [starts.len()], x.device())?;
+    launch!(
+        backend,
+        kernel("dropout_rows", x.dtype(), "dropout_rows")?,
+        backend.grid_single(x.numel()),
+        [BLOCK, 1, 1],
+        0,
+        x.numel() as u64,
+        width as u64,
+        at(&starts),
+        at(x),
+        at(y),
+        crate::random::drop_threshold(p),
+        1.0 / (1.0 - p),
+        DeviceKey::from(key)
+    )
+}
+
 pub(super) fn binary(backend: &CudaBackend, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
     let op = match op {
         Binary::Add => 0i32,

@@ -25,6 +25,9 @@ struct Spec {
     int dropout;
     int unused;
     const i64* documents;  // [batch, tokens, 2]: where each token's document begins and ends; the queries are the keys
+    i64 shift;             // where the first query stands among the keys
+    u64 drawn[3];          // heads, queries and keys that dropout is drawn for together,
+    u64 drawn_first[3];    // and which of them are the first here
 };
 
 __device__ __forceinline__ void load_row(float* out, const REAL* row, u64 dim, int lane) {
@@ -38,7 +41,7 @@ __device__ __forceinline__ float dot(const float* a, const float* b) {
     return warp_sum(sum);
 }
 __device__ __forceinline__ bool visible(const Spec& p, u64 b, u64 t, u64 s) {
-    i64 position = i64(t) + i64(p.keys) - i64(p.queries);
+    i64 position = i64(t) + p.shift;
     if (p.causal && i64(s) > position) return false;
     if (p.window && i64(s) <= position - p.window) return false;
     return !p.key_mask || p.key_mask[b * p.keys + s];
@@ -54,7 +57,8 @@ __device__ __forceinline__ float score(const Spec& p, u64 b, u64 h, u64 s, float
 // What a probability is multiplied by.
 __device__ __forceinline__ float kept(const Spec& p, u64 b, u64 h, u64 t, u64 s) {
     if (!p.dropout) return 1.0f;
-    u64 at = ((b * p.heads + h) * p.queries + t) * p.keys + s;
+    u64 head = b * p.drawn[0] + p.drawn_first[0] + h, query = head * p.drawn[1] + p.drawn_first[1] + t;
+    u64 at = query * p.drawn[2] + p.drawn_first[2] + s;
     return random_word(p.key, at) >= p.drop_threshold ? p.keep_scale : 0.0f;
 }
 // What of `first..last` lies in the document of a token.
@@ -65,7 +69,7 @@ __device__ __forceinline__ void within_document(const Spec& p, u64 b, u64 token,
     last = last > document[1] ? document[1] : last;
 }
 __device__ __forceinline__ void key_range(const Spec& p, u64 b, u64 t, u64& first, u64& last) {
-    i64 position = i64(t) + i64(p.keys) - i64(p.queries);
+    i64 position = i64(t) + p.shift;
     i64 end = p.causal ? position + 1 : i64(p.keys);
     end = end < 0 ? 0 : end > i64(p.keys) ? i64(p.keys) : end;
     i64 start = p.window ? position + 1 - p.window : 0;
@@ -152,6 +156,7 @@ extern "C" __global__ void attention_step(Spec p, const REAL* q, Heads qs, const
     u64 h = blockIdx.x % p.heads, b = blockIdx.x / p.heads, group = p.heads / p.kv_heads, kv = h / group, past = *place;
     if (past >= p.keys) return;  // the host has checked that there is room
     p.keys = past + 1;
+    p.shift = past;
     const REAL *key = k + b * ks.batch + kv * ks.head, *value = v + b * vs.batch + kv * vs.head;
     if (h % group == 0) {
         for (u64 d = threadIdx.x; d < p.dim; d += blockDim.x) {
@@ -220,8 +225,7 @@ extern "C" __global__ void attention_dkv(Spec p, const REAL* q, Heads qs, const 
     float key[LANES], value[LANES], dkey[LANES] = {}, dvalue[LANES] = {}, row[LANES], grad[LANES];
     load_row(key, k + b * ks.batch + s * ks.token + kv * ks.head, p.dim, lane);
     load_row(value, v + b * vs.batch + s * vs.token + kv * vs.head, p.dim, lane);
-    i64 shift = i64(p.keys) - i64(p.queries);
-    i64 first = p.causal ? i64(s) - shift : 0, last = p.window ? i64(s) - shift + p.window : i64(p.queries);
+    i64 first = p.causal ? i64(s) - p.shift : 0, last = p.window ? i64(s) - p.shift + p.window : i64(p.queries);
     first = first < 0 ? 0 : first;
     last = last > i64(p.queries) ? i64(p.queries) : last;
     within_document(p, b, s, first, last);

@@ -261,6 +261,14 @@ extern "C" __global__ void dropout(u64 count, const REAL* x, REAL* y, u32 thresh
     }
 }
 
+// The same for rows of a larger tensor, each of which begins at an element of its own there.
+extern "C" __global__ void dropout_rows(u64 count, u64 width, const i64* starts, const REAL* x, REAL* y, u32 threshold, float scale, RandomKey key) {
+    for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (u64)blockDim.x) {
+        bool stays = random_word(key, u64(starts[i / width]) + i % width) >= threshold;
+        y[i] = narrow<REAL>(stays ? widen(x[i]) * scale : 0.0f);
+    }
+}
+
 __device__ __forceinline__ float combine(int op, float a, float b) {
     switch (op) {
         case 0: return a + b;
