@@ -10,6 +10,8 @@ use crate::tensor::Tensor;
 
 /// Values that a warp takes at a time, eight by each of its threads.
 const PER_WARP: usize = 256;
+/// Times that it does so in a group, at most; longer groups are two warps'.
+const MOST_HELD: usize = 4;
 const THREADS: u32 = 256;
 
 /// What a form is compiled with, and values of a group; `None` where the kernels do not take it.
@@ -26,9 +28,10 @@ fn compiled(form: RunForm) -> Option<([&'static str; 2], usize)> {
     Some(([if bits == Bits::Four { "BITS=4" } else { "BITS=8" }, packs], group))
 }
 
-/// Blocks of threads for so many values, a warp to each group.
+/// Blocks of threads for so many values, one or two warps to each group.
 fn grid(backend: &CudaBackend, numel: usize, group: usize) -> [u32; 3] {
-    let wanted = numel.div_ceil(group).div_ceil(THREADS as usize / 32).max(1);
+    let sharing = if group > MOST_HELD * PER_WARP { 2 } else { 1 };
+    let wanted = (numel.div_ceil(group) * sharing).div_ceil(THREADS as usize / 32).max(1);
     [wanted.min(backend.driver.multiprocessors as usize * 64) as u32, 1, 1]
 }
 
