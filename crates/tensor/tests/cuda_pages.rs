@@ -252,3 +252,52 @@ fn keys_of_long_texts_are_spread_in_larger_chunks_and_joined() {
         }
     }
 }
+
+/// So many that the device is full without cutting their keys as small as those of few: texts of different lengths with a common
+/// beginning, each with a last block of its own.
+#[test]
+fn many_texts_are_read_as_on_the_host() {
+    let Some(device) = device() else { return };
+    let host = Device::cpu_with_threads(2);
+    let case = Case {
+        heads: 8,
+        kv_heads: 2,
+        dim: 64,
+        dtype: DType::BF16,
+        window: None,
+        alibi: false,
+        turned: false,
+    };
+    let (texts, shared) = (200, 1300usize.div_ceil(BLOCK));
+    let shape = [shared + texts, BLOCK, case.kv_heads, case.dim];
+    let values = |count: usize, stream: u32| {
+        let mut values = vec![0.0f32; count];
+        RandomKey::new(9, stream).fill_normal(0, &mut values);
+        values
+    };
+    let cached = values(shape.iter().product(), 1);
+    let sequences = (0..texts).map(|text| {
+        let first = 6 * text + 17;
+        let blocks = (0..first / BLOCK).chain([shared + text]).map(|block| block as u32).collect();
+        PagedSequence { first, count: 1, blocks }
+    });
+    let rows = Arc::new(PagedRows { sequences: sequences.collect() });
+    let pass = |device: &Device| {
+        let tensor =
+            |shape: &[usize], values: &[f32]| Tensor::from_f32(values, shape, case.dtype, device).unwrap();
+        let mut caches = [(); 2].map(|()| tensor(&shape, &cached));
+        let [q, k, v] = [case.heads, case.kv_heads, case.kv_heads].map(|heads| {
+            let shape = [1, texts, heads, case.dim];
+            tensor(&shape, &values(shape.iter().product(), 2 + heads as u32))
+        });
+        let pages = Pages::new(rows.clone(), case.heads / case.kv_heads, device).unwrap();
+        let out =
+            ops::attention_paged([&q, &k, &v], caches.each_mut(), &pages, &case.options(device)).unwrap();
+        out.to_vec_f32().unwrap()
+    };
+    let (got, want) = (pass(&device), pass(&host));
+    assert_eq!(got, pass(&device));
+    for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+        assert!((got - want).abs() <= 0.004 + 0.012 * want.abs(), "at {at}: {got} for {want}");
+    }
+}

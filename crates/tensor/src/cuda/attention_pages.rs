@@ -1,6 +1,6 @@
 //! Attention over a cache in blocks (`kernels/attention_pages.cu`), for types of 16 bits and heads of 64 or 128 channels.
 
-use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, at_option, launch, real};
+use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, at_option, few_rows, launch, real};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::pages::{PagedSpec, TILE_NUMBERS, most_chunks};
@@ -14,6 +14,8 @@ const WARPS: usize = 4;
 pub(super) const ARRIVALS: usize = 1 << 16;
 /// Blocks of threads that a multiprocessor has room for.
 const BLOCKS_AT_ONCE: usize = 4;
+/// How often chunks are doubled where there are many tiles, at most.
+const MOST_DOUBLINGS: u32 = 2;
 /// Keys that a warp takes at once: blocks of the cache hold a multiple.
 const STEP: usize = 16;
 
@@ -25,7 +27,7 @@ struct DeviceSpec {
     kv_heads: u64,
     width: u64,
     block_tokens: u32,
-    unused: u32,
+    chunk_doublings: u32,
     part_heads: u32,
     parts: u32,
     scale: f32,
@@ -72,7 +74,7 @@ pub(super) fn forward(
         kv_heads: spec.kv_heads as u64,
         width: map.width() as u64,
         block_tokens: spec.block_tokens as u32,
-        unused: 0,
+        chunk_doublings: 0,
         part_heads: part_heads as u32,
         parts: parts as u32,
         scale: spec.scale,
@@ -120,16 +122,27 @@ pub(super) fn forward(
     }
     // Where no kernel before has appended keys, those that attend do.
     let [new_keys, new_values] = if whole_tiles > 0 { [0, 0] } else { [at(k), at(v)] };
-    let chunks = most_chunks(map.longest());
     let at_once = (ARRIVALS / across).min(spread_tiles);
-    // Blocks of a tile: as many as there are places for on the device, each of which takes every so-manieth chunk.
     let places = BLOCKS_AT_ONCE * backend.driver.multiprocessors as usize;
-    let blocks = places.div_ceil((at_once * across).max(1)).min(chunks);
+    let chunks = most_chunks(map.longest());
+    // Many tiles fill the device without being cut so small.
+    let is_full = |doublings: u32| at_once * across * chunks.div_ceil(1 << doublings) > 2 * places;
+    let doublings = match map.rows() > few_rows::MOST_ROWS {
+        true => (0..MOST_DOUBLINGS).find(|&doublings| !is_full(doublings)).unwrap_or(MOST_DOUBLINGS),
+        false => 0,
+    };
+    let chunks = chunks.div_ceil(1 << doublings);
+    // Blocks of a tile: as many as there are places for on the device, each of which takes every so-manieth chunk.
+    let tiles = (at_once * across).max(1);
+    let blocks = if places.div_ceil(tiles) >= chunks { chunks } else { (places / tiles).max(1) };
     // A chunk leaves 16 rows of sums, with their total and largest score.
     let left = backend.scratch(at_once * across * chunks * 16 * (spec.dim + 2) * 4)?;
     for first in (0..spread_tiles).step_by(at_once.max(1)) {
-        let device =
-            DeviceSpec { tiles: spread + (TILE_NUMBERS * first * DType::I32.size_bytes()) as u64, ..device };
+        let device = DeviceSpec {
+            chunk_doublings: doublings,
+            tiles: spread + (TILE_NUMBERS * first * DType::I32.size_bytes()) as u64,
+            ..device
+        };
         launch!(
             overlapping backend,
             kernel("attend_chunks")?,

@@ -16,7 +16,7 @@
 
 struct Spec {
     u64 heads, kv_heads, width;  // width: blocks in a row of `tables`
-    u32 block_tokens, unused;
+    u32 block_tokens, chunk_doublings;          // by how much chunks are larger than `chunk_of` says, where tiles are many
     u32 part_heads, parts;                      // query heads of a tile, and how many parts the heads of a key head make
     float scale;
     u32 window;  // 0: none
@@ -321,7 +321,8 @@ extern "C" __global__ void attend_whole(const __grid_constant__ Spec p, u64 tile
 
 // Blocks take turns over the chunks of a tile's keys. A chunk leaves of a row DIM sums, their total and largest score, and the last
 // block of a tile joins what all have left, in the order of the chunks; or the result, where the tile sees one chunk alone. Which
-// keys are summed by whom, and in which order, the places of a tile's rows alone decide.
+// keys are summed by whom, and in which order, the places of a tile's rows alone decide, up to as many rows as products by our own
+// kernels have (`few_rows.cu`).
 //
 // `k`: new keys, with values `v`, that are not in the cache yet: whoever takes a chunk brings those that belong there. Null where
 // they are. `chunks`: of which `parts` has room for each tile and part. `arrived`: a zero for each, which is left as zero.
@@ -336,12 +337,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIM == 64 ? 4 : 2) atte
         if (blockIdx.x == 0 && threadIdx.x < 32) leave_nothing(p, tile, out);
         return;
     }
-    int size = chunk_of(tile.to), first_chunk = tile.from / size, last_chunk = tile.to / size, step = gridDim.x;
+    int size = chunk_of(tile.to) << p.chunk_doublings, first_chunk = tile.from / size, last_chunk = tile.to / size, step = gridDim.x;
     int chunk = first_chunk + blockIdx.x, blocks = last_chunk - first_chunk + 1 < step ? last_chunk - first_chunk + 1 : step;
     if (chunk > last_chunk) return;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, c = lane % 4, each = size / WARPS;
     int first_row = tile.first_row, count = tile.count;
-    expect_keys(p, tile, keys, values, chunk * size + warp * each, chunk * size + warp * each + each - 1);
+    // Many tiles fill the device, and have the memory busy as they are.
+    bool ahead = p.chunk_doublings == 0;
+    if (ahead) expect_keys(p, tile, keys, values, chunk * size + warp * each, chunk * size + warp * each + each - 1);
     wait_for_earlier();
     u32 queries[DIM / 16][4];
     Sums sums;
@@ -365,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIM == 64 ? 4 : 2) atte
             }
             __syncthreads();
         }
-        if (chunk + step <= last_chunk) expect_keys(p, tile, keys, values, start + step * size, start + step * size + each - 1);
+        if (ahead && chunk + step <= last_chunk) expect_keys(p, tile, keys, values, start + step * size, start + step * size + each - 1);
         clear(sums);
         attend(p, tile, queries, keys, values, start, start + each - 1, sums);
         #pragma unroll
