@@ -4,7 +4,10 @@
 
 use ferrospeed_tensor::ops::{self, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Activation, DType, Device, Operand, Tensor, autograd, cuda};
+use ferrospeed_tensor::store::{FromInitializers, PackedStore};
+use ferrospeed_tensor::{
+    Activation, DType, Device, Initializer, Operand, PackedBits, Packing, Param, Tensor, autograd, cuda,
+};
 
 const EPS: f32 = 1e-5;
 
@@ -121,4 +124,56 @@ fn what_no_kernel_takes_is_left_to_the_layers() {
     let weight = Tensor::zeros([16, 64], DType::F32, &Device::cpu()).unwrap();
     let onto = Tensor::zeros([1, 2, 16], DType::F32, &Device::cpu()).unwrap();
     assert!(ops::linear_onto(&host, (operand(&weight), None), &onto).unwrap().is_none(), "the host");
+}
+
+#[test]
+fn few_rows_by_weights_of_few_bits_are_what_the_layers_give_one_by_one() {
+    let Some(device) = device() else { return };
+    autograd::no_grad(|| {
+        for bits in [PackedBits::Eight, PackedBits::Four, PackedBits::Float8] {
+            for (inputs, outputs) in [(64, 16), (2048, 520), (5632, 250)] {
+                for rows in [1, 2, 3, 8, 9, 16] {
+                    for dtype in [DType::BF16, DType::F16] {
+                        compare_packed(bits, inputs, outputs, rows, dtype, &device);
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// The layers one by one round rows that were rounded to the type already, so that a step of eight bits may lie between.
+fn compare_packed(
+    bits: PackedBits,
+    inputs: usize,
+    outputs: usize,
+    rows: usize,
+    dtype: DType,
+    device: &Device,
+) {
+    let what = format!("{bits:?}, {rows} rows, {inputs} to {outputs}, {dtype:?}");
+    let spread = Initializer::Normal { mean: 0.0, std: 1.0 / (inputs as f32).sqrt() };
+    let params: Vec<Param> =
+        (0..3).map(|side| Param::new(format!("w{side}"), [outputs, inputs], spread)).collect();
+    let packing = Packing { bits, layout: WeightLayout::OutIn };
+    let _store =
+        PackedStore::attach(&params, dtype, device, &FromInitializers { seed: 4 }, |_| Some(packing))
+            .unwrap();
+    let [x, _] = both(&[1, rows, inputs], 1.0, 1, dtype, device);
+    let [residual, _] = both(&[1, rows, outputs], 1.0, 2, dtype, device);
+    let [gain, _] = both(&[inputs], 1.0, 3, dtype, device);
+    let [bias, _] = both(&[outputs], 0.5, 4, dtype, device);
+    let of = |side: usize| (Operand::from(&params[side]), (side != 1).then(|| operand(&bias)));
+    let alone =
+        |x: &Tensor, side: usize| ops::linear(x, of(side).0, of(side).1, WeightLayout::OutIn).unwrap();
+    let onto = ops::linear_onto(&x, of(0), &residual).unwrap().expect("a kernel for it");
+    expect_near(&what, &onto, &ops::add(alone(&x, 0), &residual).unwrap(), DType::BF16);
+    let normed = ops::rms_norm(&x, Some(operand(&gain)), EPS).unwrap();
+    let results = ops::normed_linears(&x, (operand(&gain), EPS), [of(0), of(1), of(2)]).unwrap();
+    for (side, got) in results.expect("a kernel for it").iter().enumerate() {
+        expect_near(&format!("{what}, side {side}"), got, &alone(&normed, side), DType::BF16);
+    }
+    let gated = ops::normed_gate(&x, (operand(&gain), EPS), [of(0), of(1)], Activation::Silu).unwrap();
+    let want = ops::gated(Activation::Silu, &alone(&normed, 0), &alone(&normed, 1)).unwrap();
+    expect_near(&format!("{what}, gated"), &gated.expect("a kernel for it"), &want, DType::BF16);
 }

@@ -22,7 +22,7 @@ pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
 pub use integers::{Integers, RunForm, Runs};
 pub use memory::{Memory, RawBlock};
 pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
-pub use products::{FewRows, Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
+pub use products::{FewRows, FewRowsWeight, Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
 pub use rows::{Rows, Window2d};
 pub use sums::{ClassPart, CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
 pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates, sum_of_words};

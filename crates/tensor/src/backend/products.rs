@@ -143,6 +143,15 @@ pub struct PackedLayer<'a> {
     pub y: Out<'a>,
 }
 
+/// A weight `[outputs, inputs]` of a product of few rows.
+#[derive(Debug, Clone, Copy)]
+pub enum FewRowsWeight<'a> {
+    /// In the type of the rows.
+    Whole(&'a Tensor),
+    /// In few bits.
+    Packed(&'a PackedWeight),
+}
+
 /// A product of few rows, with what stands before and behind it in a block of a model.
 #[derive(Debug)]
 pub struct FewRows<'a> {
@@ -151,7 +160,7 @@ pub struct FewRows<'a> {
     /// The gain `[inputs]` of a root-mean-square norm of `x` that comes first, and what is added to the mean square.
     pub norm: Option<(&'a Tensor, f32)>,
     /// Weights `[outputs, inputs]`, each with perhaps a bias.
-    pub layers: Vec<(&'a Tensor, Option<&'a Tensor>)>,
+    pub layers: Vec<(FewRowsWeight<'a>, Option<&'a Tensor>)>,
     /// Applied to the results; of a gated pair, to that of the first, the gate.
     pub activation: Option<Activation>,
     /// Whether there are two layers with one result, their product.
@@ -200,8 +209,8 @@ pub trait Products: Memory {
     fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
         products.into_iter().try_for_each(|product| self.gemm(product))
     }
-    /// The most rows that [`Products::few_rows`] may take of a type, with a norm or without.
-    fn most_few_rows(&self, _dtype: DType, _normed: bool) -> usize {
+    /// The most rows that [`Products::few_rows`] may take of a type, with a norm or without, by weights of that type or of few bits.
+    fn most_few_rows(&self, _dtype: DType, _normed: bool, _bits: Option<PackedBits>) -> usize {
         0
     }
     /// Products of few rows as one kernel. `false`: the device has none for it, and nothing was done.

@@ -1,6 +1,6 @@
 //! Products of few rows with what stands before and behind them, as one kernel (`kernels/few_rows.cu`), for types of 16 bits.
 
-use crate::backend::{Activation, FewRows};
+use crate::backend::{Activation, FewRows, FewRowsWeight};
 use crate::cuda::elementwise::activation_number;
 use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real};
 use crate::dtype::DType;
@@ -145,6 +145,7 @@ pub(super) fn few_rows(backend: &CudaBackend, step: &FewRows<'_>) -> Result<bool
     for (number, (weight, bias)) in step.layers.iter().enumerate() {
         // A gated pair has one result.
         let result = step.results.get(number).map_or(0, |out| at(out.tensor));
+        let FewRowsWeight::Whole(weight) = weight else { return Ok(false) };
         sides.push(Side { weight: at(weight), bias: at_option(*bias), result, outputs: weight.sizes()[0] });
     }
     let product = Product {

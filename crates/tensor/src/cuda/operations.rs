@@ -15,11 +15,14 @@ impl Products for CudaBackend {
         let own = few_rows::most_rows(self, DType::BF16, false).max(gemm::FEW_ROWS);
         Some([own, gemm::JOINED_ROWS])
     }
-    fn most_few_rows(&self, dtype: DType, normed: bool) -> usize {
-        few_rows::most_rows(self, dtype, normed)
+    fn most_few_rows(&self, dtype: DType, normed: bool, bits: Option<PackedBits>) -> usize {
+        match bits {
+            None => few_rows::most_rows(self, dtype, normed),
+            Some(bits) => packed::most_rows(self, dtype, bits),
+        }
     }
     fn few_rows(&self, step: FewRows<'_>) -> Result<bool> {
-        few_rows::few_rows(self, &step)
+        Ok(few_rows::few_rows(self, &step)? || packed::few_rows(self, &step)?)
     }
     fn takes_packed(&self, bits: PackedBits) -> bool {
         packed::takes(self, bits)
@@ -292,6 +295,9 @@ impl Pointwise for CudaBackend {
     }
     fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
         elementwise::dropout(self, x, y.tensor, p, key)
+    }
+    fn dropout_rows(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+        elementwise::dropout_rows(self, x, y.tensor, p, key, starts)
     }
     fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
         self.unary_into(op, x, y.tensor)

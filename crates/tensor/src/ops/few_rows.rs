@@ -5,7 +5,7 @@
 //! after the other.
 
 use crate::autograd::needs_grad;
-use crate::backend::{Activation, FewRows};
+use crate::backend::{Activation, FewRows, FewRowsWeight};
 use crate::error::{Result, TensorError};
 use crate::ops::count_activation;
 use crate::ops::linear::{Layer, WeightLayout};
@@ -57,8 +57,10 @@ impl Step<'_> {
         const OP: &str = "few_rows";
         let (backend, rows) = (x.device().backend(), x.shape().rows());
         let gain = self.norm.as_ref().map(|(gain, _)| gain);
+        let packed: Vec<_> = layers.iter().filter_map(|(weight, _)| weight.packed()).collect();
+        let bits = packed.first().map(|weight| weight.bits());
         // Asked before a weight is read: where weights come and go, the layers themselves will read it.
-        if rows > backend.most_few_rows(x.dtype(), gain.is_some()) {
+        if rows > backend.most_few_rows(x.dtype(), gain.is_some(), bits) {
             return Ok(None);
         }
         let mut all = Vec::with_capacity(N);
@@ -68,9 +70,9 @@ impl Step<'_> {
         let input = Operand::from(x);
         let operands: Vec<&Operand> =
             all.iter().flat_map(Layer::operands).chain(gain).chain(std::iter::once(&input)).collect();
-        let is_whole =
-            operands.iter().all(|operand| operand.packed().is_none() && operand.dtype() == x.dtype());
-        if !is_whole || needs_grad(&operands) {
+        let are_alike = packed.is_empty() || packed.len() == N;
+        if !are_alike || operands.iter().any(|operand| operand.dtype() != x.dtype()) || needs_grad(&operands)
+        {
             return Ok(None);
         }
         if gain.is_some_and(|gain| gain.shape().sizes() != [x.shape().last()]) {
@@ -92,11 +94,18 @@ impl Step<'_> {
             results.push(Tensor::empty(shape_of(layer), x.dtype(), x.device())?);
         }
         let gain: Option<Value> = gain.map(Operand::read).transpose()?;
-        let values = all.iter().map(Layer::read).collect::<Result<Vec<_>>>()?;
+        let biases = all.iter().map(|layer| layer.bias.as_ref().map(Operand::read).transpose());
+        let biases = biases.collect::<Result<Vec<Option<Value>>>>()?;
+        let whole = match packed.is_empty() {
+            true => all.iter().map(|layer| layer.weight.read()).collect::<Result<Vec<Value>>>()?,
+            false => Vec::new(),
+        };
+        let weights = whole.iter().map(|weight| FewRowsWeight::Whole(weight));
+        let weights = weights.chain(packed.iter().map(|weight| FewRowsWeight::Packed(weight)));
         let done = backend.few_rows(FewRows {
             x,
             norm: gain.as_deref().zip(self.norm.as_ref().map(|(_, eps)| *eps)),
-            layers: values.iter().map(|(weight, bias)| (&**weight, bias.as_deref())).collect(),
+            layers: weights.zip(biases.iter().map(Option::as_deref)).collect(),
             activation: self.activation,
             is_gated: self.is_gated,
             residual: self.residual,

@@ -5,7 +5,7 @@
 // then one instruction of the tensor cores, whose result the scales multiply. For many rows the weight is widened first.
 
 #define BLOCK 32
-#define WARPS 8
+#define WARPS 16  // of a block of threads, at most
 // Blocks whose weights a warp has under way before the kernels that make x have ended.
 #define HELD 4
 #define ROWS (8 * CHUNKS)
@@ -25,19 +25,32 @@
 // Bytes between rows in eight bits: a quarter of the banks more than whole blocks, so that eight rows lie in different ones.
 __device__ __forceinline__ u32 row_bytes(u32 blocks) { return blocks * BLOCK + 16; }
 
-// Rows in eight bits, and their scales: four threads per block.
-__device__ __forceinline__ void round_rows(
-    const REAL* x, u32 rows, u32 blocks, u8* values, float* scales, u32 thread, u32 threads) {
-    for (u32 at = thread; at < rows * blocks * 4; at += threads) {
-        u32 block = at / 4, row = block / blocks, place = block % blocks, quarter = at & 3;
+// One over the root of a row's mean square, by all threads of a block.
+__device__ __forceinline__ float inverse_rms(const REAL* row, u32 inputs, float eps) {
+    float sum = 0.0f;
+    for (u32 at = threadIdx.x * 8; at < inputs; at += blockDim.x * 8) {
+        Pack<REAL> own = load8(row + at);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) sum += widen(own.v[j]) * widen(own.v[j]);
+    }
+    return rsqrtf(block_sum(sum) / inputs + eps);
+}
+
+// A row in eight bits, and its scales: four threads of a block of threads per block of the row. With a gain it is normed first, by
+// its root mean square; that multiplies the scales alone.
+__device__ __forceinline__ void round_row(const REAL* x, const REAL* gain, float eps, u32 blocks, u8* values, float* scales) {
+    float norm = gain ? inverse_rms(x, blocks * BLOCK, eps) : 1.0f;
+    for (u32 at = threadIdx.x; at < blocks * 4; at += blockDim.x) {
+        u32 block = at / 4, quarter = at & 3;
         // Threads of a warp leave together, since blocks are whole fours.
         u32 active = __activemask();
-        Pack<REAL> own = load8(x + (u64)block * BLOCK + quarter * 8);
+        Pack<REAL> own = load8(x + block * BLOCK + quarter * 8), gains;
+        if (gain) gains = load8(gain + block * BLOCK + quarter * 8);
         float wide[8], largest = 0.0f;
         bool finite = true;
         #pragma unroll
         for (int j = 0; j < 8; j++) {
-            wide[j] = widen(own.v[j]);
+            wide[j] = gain ? widen(own.v[j]) * widen(gains.v[j]) : widen(own.v[j]);
             largest = fmaxf(largest, fabsf(wide[j]));
             finite = finite && fabsf(wide[j]) < INFINITY;
         }
@@ -63,17 +76,22 @@ __device__ __forceinline__ void round_rows(
             words[j / 4] |= (first | second << 8) << (j % 4 * 8);
 #endif
         }
-        *(uint2*)(values + row * row_bytes(blocks) + place * BLOCK + quarter * 8) = uint2{words[0], words[1]};
-        if (quarter == 0) scales[row * blocks + place] = finite ? largest / TOP : __int_as_float(0x7fffffff);
+        *(uint2*)(values + block * BLOCK + quarter * 8) = uint2{words[0], words[1]};
+        if (quarter == 0) scales[block] = finite ? largest / TOP * norm : __int_as_float(0x7fffffff);
     }
 }
 
-// The same once for all blocks of threads that read them, as these place them.
-extern "C" __global__ void prepare_rows(u32 blocks, u32 rows, const REAL* x, u8* prepared) {
+// What a product is made of beside weights. The rows are normed first where there is a gain; `gated`: the first of two weights gates
+// the second, and the result is the first's; it is added to `residual` where there is one.
+struct Rows { const REAL *x, *gain, *residual; const u8* prepared; u32 blocks, rows; float eps; int activation, gated, unused; };
+
+// Rows in eight bits once for all blocks of threads that read them, as these place them: a block of threads for each.
+extern "C" __global__ void prepare_rows(const __grid_constant__ Rows r, u8* prepared) {
     let_next_start();
     wait_for_earlier();
-    float* scales = (float*)(prepared + ROWS * row_bytes(blocks));
-    round_rows(x, rows, blocks, prepared, scales, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+    u32 row = blockIdx.x;
+    float* scales = (float*)(prepared + ROWS * row_bytes(r.blocks));
+    round_row(r.x + (u64)row * r.blocks * BLOCK, r.gain, r.eps, r.blocks, prepared + row * row_bytes(r.blocks), scales + row * r.blocks);
 }
 
 // What a thread has of a block of the weight: outputs 2·(lane / 4) and the next, inputs 4·(lane % 4) and those 16 further on.
@@ -129,34 +147,35 @@ __device__ __forceinline__ void multiply(const Part& part, u32 x0, u32 x1, float
 // Up to three weights for the same rows. `ends`: the groups of sixteen outputs of the first, of the first two, of all.
 struct Sides { const u8* lines[3]; const u16* scales[3]; const REAL* bias[3]; REAL* y[3]; u64 outputs[3]; u64 ends[3]; };
 
-// y = f(x·Wᵀ + b): a block of threads per sixteen outputs; its warps share the inputs out among them.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_product(
-    const __grid_constant__ Sides sides, u32 blocks, u32 rows, const REAL* x, const u8* prepared, int activation) {
+// y = f(x·Wᵀ + b): a block of threads per sixteen outputs; its warps share the inputs out among them. Of a gated pair, half of the
+// warps are each weight's.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_product(const __grid_constant__ Sides sides, const __grid_constant__ Rows r) {
+    u32 blocks = r.blocks, rows = r.rows;
     __shared__ float parts[WARPS][ROWS * 16];
     extern __shared__ __align__(16) u8 rounded[];
     u8* values = rounded;
     float* row_scales = (float*)(rounded + ROWS * row_bytes(blocks));
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, four = lane & 3, pair = lane >> 2;
-    int side = blockIdx.x < sides.ends[0] ? 0 : blockIdx.x < sides.ends[1] ? 1 : 2;
-    u64 group = blockIdx.x - (side ? sides.ends[side - 1] : 0), outputs = sides.outputs[side];
+    int warps = blockDim.x / 32, sharing = r.gated ? warps / 2 : warps, member = warp % sharing;
+    int side = r.gated ? warp / sharing : blockIdx.x < sides.ends[0] ? 0 : blockIdx.x < sides.ends[1] ? 1 : 2;
+    u64 group = blockIdx.x - (side && !r.gated ? sides.ends[side - 1] : 0);
     const u8* own_lines = sides.lines[side] + group * blocks * (LINES * 64);
     const u16* own_scales = sides.scales[side] + group * blocks * 16;
-    const REAL* bias = sides.bias[side];
-    REAL* y = sides.y[side];
     Part held[HELD];
     let_next_start();
     #pragma unroll
     for (int h = 0; h < HELD; h++) {
-        u32 block = warp + h * WARPS;
+        u32 block = member + h * sharing;
         if (block < blocks) held[h] = part_of(own_lines, own_scales, block, lane);
     }
     wait_for_earlier();
-    if (prepared) {
+    if (r.prepared) {
         u32 bytes = ROWS * (row_bytes(blocks) + blocks * 4);
         #pragma unroll 4
-        for (u32 at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) *(uint4*)(rounded + at) = *(const uint4*)(prepared + at);
+        for (u32 at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) *(uint4*)(rounded + at) = *(const uint4*)(r.prepared + at);
     } else {
-        round_rows(x, rows, blocks, values, row_scales, threadIdx.x, blockDim.x);
+        for (u32 row = 0; row < rows; row++)
+            round_row(r.x + (u64)row * blocks * BLOCK, r.gain, r.eps, blocks, values + row * row_bytes(blocks), row_scales + row * blocks);
     }
     __syncthreads();
     float sums[CHUNKS][4] = {};
@@ -179,11 +198,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_product(
     };
     #pragma unroll
     for (int h = 0; h < HELD; h++) {
-        u32 block = warp + h * WARPS;
+        u32 block = member + h * sharing;
         if (block < blocks) take(held[h], block);
     }
     #pragma unroll 4
-    for (u32 block = warp + HELD * WARPS; block < blocks; block += WARPS) take(part_of(own_lines, own_scales, block, lane), block);
+    for (u32 block = member + HELD * sharing; block < blocks; block += sharing) take(part_of(own_lines, own_scales, block, lane), block);
     #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         float* own = parts[warp] + (chunk * 8 + 2 * four) * 16 + 2 * pair;
@@ -194,13 +213,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_product(
     }
     __syncthreads();
     for (int at = threadIdx.x; at < ROWS * 16; at += blockDim.x) {
-        u64 row = at / 16, column = group * 16 + at % 16;
+        int to = r.gated ? 0 : side;
+        u64 row = at / 16, column = group * 16 + at % 16, outputs = sides.outputs[to], place = row * outputs + column;
         if (row >= rows || column >= outputs) continue;
-        float sum = 0.0f;
-        #pragma unroll
-        for (int part = 0; part < WARPS; part++) sum += parts[part][at];
-        if (bias) sum += widen(bias[column]);
-        y[row * outputs + column] = narrow<REAL>(activation < 0 ? sum : apply(activation, sum, 0, 0));
+        auto sum_of = [&](int first, int of) {
+            float sum = 0.0f;
+            for (int part = 0; part < sharing; part++) sum += parts[first + part][at];
+            return sides.bias[of] ? sum + widen(sides.bias[of][column]) : sum;
+        };
+        float value = sum_of(0, to);
+        if (r.activation >= 0) value = apply(r.activation, value, 0, 0);
+        if (r.gated) value *= sum_of(sharing, 1);
+        if (r.residual) value += widen(r.residual[place]);
+        sides.y[to][place] = narrow<REAL>(value);
     }
 }
 
