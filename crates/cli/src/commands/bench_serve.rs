@@ -5,9 +5,9 @@
 //! independent clients would, and measures each one's time to its first token and between tokens. In place of a model there may
 //! be the address of a server, which is then asked over HTTP.
 
+use std::ops::Range;
 use std::process::ExitCode;
 use std::sync::Mutex;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,9 @@ pub(crate) struct ServeBenchArgs {
     /// Tokens of each answer
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     new_tokens: u32,
+    /// Requests that come first, all at once, and are not counted: the first of a shape builds its kernels
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=4096))]
+    warm_up: u32,
     /// Requests per second on average; all at once without
     #[arg(long, value_name = "PER_SECOND", value_parser = parse_rate)]
     rate: Option<f64>,
@@ -106,34 +109,48 @@ impl Asked {
 
 pub(crate) fn run(args: &ServeBenchArgs) -> Result<ExitCode, Failure> {
     let asked = Asked::new(args)?;
+    // Prompts of their own: the cache must not know those that count.
+    ask_all(args, &asked, args.requests..args.requests + args.warm_up, None)?;
+    let before = Counts::of(&asked);
+    let begun = Instant::now();
+    let seen = ask_all(args, &asked, 0..args.requests, args.rate)?;
+    let report = report(args, &seen, begun.elapsed().as_secs_f64(), &asked, &before);
+    let text = if args.json { report.to_string() } else { readable(&report) };
+    print_output(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What clients with these numbers see, who come all at once or at a rate.
+fn ask_all(
+    args: &ServeBenchArgs,
+    asked: &Asked,
+    numbers: Range<u32>,
+    rate: Option<f64>,
+) -> Result<Vec<Seen>, Failure> {
     let begun = Instant::now();
     let seen = Mutex::new(Vec::new());
     let failure = Mutex::new(None);
     std::thread::scope(|scope| {
         let mut due_s = 0.0;
-        for index in 0..args.requests {
-            if let Some(rate) = args.rate {
-                let chance = RandomKey::new(args.seed, 1).uniform(u64::from(index));
+        for number in numbers {
+            if let Some(rate) = rate {
+                let chance = RandomKey::new(args.seed, 1).uniform(u64::from(number));
                 due_s += -f64::from(1.0 - chance).max(1e-9).ln() / rate;
                 // Sleeping is what the client does here: its time has not come.
                 std::thread::sleep(Duration::from_secs_f64(due_s).saturating_sub(begun.elapsed()));
             }
-            let (asked, seen, failure) = (&asked, &seen, &failure);
-            let client = move || match client(args, asked, index) {
+            let (seen, failure) = (&seen, &failure);
+            let client = move || match client(args, asked, number) {
                 Ok(one) => seen.lock().expect("no client panics").push(one),
                 Err(why) => *failure.lock().expect("no client panics") = Some(why),
             };
             scope.spawn(client);
         }
     });
-    if let Some(why) = failure.into_inner().expect("no client panics") {
-        return Err(Failure::Run(why));
+    match failure.into_inner().expect("no client panics") {
+        Some(why) => Err(Failure::Run(why)),
+        None => Ok(seen.into_inner().expect("no client panics")),
     }
-    let report =
-        report(args, &seen.into_inner().expect("no client panics"), begun.elapsed().as_secs_f64(), &asked);
-    let text = if args.json { report.to_string() } else { readable(&report) };
-    print_output(&text)?;
-    Ok(ExitCode::SUCCESS)
 }
 
 fn client(args: &ServeBenchArgs, asked: &Asked, index: u32) -> Result<Seen, String> {
@@ -176,7 +193,31 @@ fn client(args: &ServeBenchArgs, asked: &Asked, index: u32) -> Result<Seen, Stri
     Ok(seen)
 }
 
-fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, asked: &Asked) -> Value {
+/// What an engine of our own has counted so far.
+#[derive(Debug)]
+struct Counts {
+    passes: u64,
+    guessed_tokens: u64,
+    accepted_tokens: u64,
+}
+
+impl Counts {
+    fn of(asked: &Asked) -> Option<Counts> {
+        let Asked::Own(engine) = asked else { return None };
+        let Metrics { passes, guessed_tokens, accepted_tokens, .. } = engine.metrics();
+        let [passes, guessed_tokens, accepted_tokens] =
+            [passes, guessed_tokens, accepted_tokens].map(|count| count.load(Relaxed));
+        Some(Counts { passes, guessed_tokens, accepted_tokens })
+    }
+}
+
+fn report(
+    args: &ServeBenchArgs,
+    seen: &[Seen],
+    wall_s: f64,
+    asked: &Asked,
+    before: &Option<Counts>,
+) -> Value {
     let new_tokens: usize = seen.iter().map(|one| one.tokens).sum();
     let prompt_tokens = seen.len() * args.prompt_tokens as usize;
     let spread = |mut values: Vec<f64>| {
@@ -186,22 +227,21 @@ fn report(args: &ServeBenchArgs, seen: &[Seen], wall_s: f64, asked: &Asked) -> V
         };
         json!({"p50": at(0.5), "p99": at(0.99)})
     };
-    let counted = |count: fn(&Metrics) -> &AtomicU64| match asked {
-        Asked::Own(engine) => Some(count(engine.metrics()).load(Relaxed)),
-        Asked::Peer { .. } => None,
-    };
+    let after = Counts::of(asked);
+    let counted = |count: fn(&Counts) -> u64| Some(count(after.as_ref()?) - count(before.as_ref()?));
     json!({
         "model": asked.name(),
         "requests": seen.len(),
+        "warm_up_requests": args.warm_up,
         "rate_per_s": args.rate,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "wall_s": wall_s,
         "new_tokens_per_s": new_tokens as f64 / wall_s,
         "all_tokens_per_s": (prompt_tokens + new_tokens) as f64 / wall_s,
-        "passes": counted(|metrics| &metrics.passes),
-        "guessed_tokens": counted(|metrics| &metrics.guessed_tokens),
-        "accepted_tokens": counted(|metrics| &metrics.accepted_tokens),
+        "passes": counted(|counts| counts.passes),
+        "guessed_tokens": counted(|counts| counts.guessed_tokens),
+        "accepted_tokens": counted(|counts| counts.accepted_tokens),
         "first_token_ms": spread(seen.iter().map(|one| one.first_token_ms).collect()),
         "between_tokens_ms": spread(seen.iter().flat_map(|one| one.gaps_ms.iter().copied()).collect()),
     })
