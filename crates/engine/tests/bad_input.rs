@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use common::{Batch, Model, config, device, on_ranks, on_worlds};
 use ferrospeed_comm::{Limits, World};
-use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initialize_model};
+use ferrospeed_engine::{
+    Engine, EngineError, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model,
+};
 use ferrospeed_nn::Parameters;
 use ferrospeed_tensor::{DType, Tensor};
 use serde_json::{Value, json};
@@ -74,6 +76,26 @@ fn a_gradient_that_is_no_number_is_skipped_by_all_named_and_in_the_end_fatal() {
             assert!(error.contains("3 steps in a row") && error.contains("'fc1.weight'"), "{error}");
         }
     }
+}
+
+#[test]
+fn who_goes_on_from_a_checkpoint_has_as_many_tries_as_at_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().to_path_buf();
+    on_ranks(2, move |world| {
+        let (model, parameters) = Model::build(&json!({"kind": "mlp", "d": [5, 4, 3, 2]}));
+        let mut engine = start(world, &configuration(0), &parameters, 3).unwrap();
+        for _ in 0..2 {
+            step(&mut engine, &model, f32::NAN).unwrap();
+        }
+        engine.save_checkpoint(&dir, &SaveOptions::default()).unwrap();
+        engine.load_checkpoint(&dir, &LoadOptions::default()).unwrap();
+        for _ in 0..2 {
+            step(&mut engine, &model, f32::NAN).unwrap();
+        }
+        let error = step(&mut engine, &model, f32::NAN).unwrap_err().to_string();
+        assert!(error.contains("3 steps in a row"), "{error}");
+    });
 }
 
 #[test]

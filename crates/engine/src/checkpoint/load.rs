@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::deepspeed::check_files;
 use ferrospeed_checkpoint::{
-    Checkpoint, CheckpointError, Dtype, Kind, Readers, TensorEntry, TrainingState, Wanted, agree,
+    Checkpoint, CheckpointError, Dtype, Kind, Manifest, Readers, TensorEntry, TrainingState, Wanted, agree,
     all_or_none, resolve_any, resolve_universal,
 };
 use ferrospeed_optim::GroupOptions;
@@ -120,7 +120,7 @@ impl Engine {
         if !options.load_module_only {
             self.restore_counters(training);
             if options.load_optimizer_states {
-                self.restore_optimizer(training, state.scaler)?;
+                self.restore_optimizer(manifest, state.scaler)?;
             }
             if let (Some(scheduler), Some(saved), true) =
                 (&mut self.scheduler, state.scheduler, options.load_lr_scheduler_states)
@@ -290,7 +290,8 @@ impl Engine {
         self.global_steps = saved.global_steps;
         self.global_samples = saved.global_samples;
         self.skipped_steps = saved.skipped_steps;
-        self.skipped_in_a_row = saved.skipped_in_a_row;
+        // Whoever goes on has changed something, and is given as many tries as at the start.
+        self.skipped_in_a_row = 0;
         self.last_grad_norm = saved.last_grad_norm;
         // A step of another length must still end where its micro-batches do.
         self.micro_steps = saved.micro_steps.next_multiple_of(self.accumulation_steps);
@@ -300,13 +301,26 @@ impl Engine {
         }
     }
 
-    fn restore_optimizer(&mut self, saved: &TrainingState, scaler: Option<LossScalerState>) -> Result<()> {
+    fn restore_optimizer(&mut self, manifest: &Manifest, scaler: Option<LossScalerState>) -> Result<()> {
+        let saved = &manifest.training;
         self.store.set_optimizer_steps(saved.optimizer_steps);
         self.store.set_per_parameter(&saved.per_parameter);
-        if self.store.group_options().len() == saved.groups.len() {
-            for (group, options) in saved.groups.iter().enumerate() {
-                let options =
-                    GroupOptions { lr: options.lr, weight_decay: options.weight_decay, betas: options.betas };
+        let configured = self.store.group_options();
+        if configured.len() == saved.groups.len() {
+            let own = self.config.to_json();
+            // Who changes an option and goes on means it: the first remedy of a run that diverged is a lower rate.
+            let is_changed = |key: &str| {
+                let [before, now] =
+                    [&manifest.config, &own].map(|config| &config["optimizer"]["params"][key]);
+                !before.is_null() && !now.is_null() && before != now
+            };
+            let [lr, weight_decay, betas] = ["lr", "weight_decay", "betas"].map(is_changed);
+            for (group, (saved, own)) in saved.groups.iter().zip(configured).enumerate() {
+                let options = GroupOptions {
+                    lr: if lr { own.lr } else { saved.lr },
+                    weight_decay: if weight_decay { own.weight_decay } else { saved.weight_decay },
+                    betas: if betas { own.betas } else { saved.betas },
+                };
                 self.store.set_group_options(group, options);
             }
         } else {
