@@ -43,12 +43,22 @@ impl Workplace {
         assert!(said.contains(why), "{words:?} {set:?}: {said}");
         assert!(!Path::new(&self.at("out")).exists(), "{words:?} {set:?}: a refused run leaves its folder");
     }
+
+    /// Refused by each command that looks at a recipe.
+    #[track_caller]
+    fn refused_by_all(&self, set: &[&str], why: &str) {
+        let (recipe, out) = (self.at("recipe.toml"), self.at("out"));
+        for words in
+            [&["config", "check", &recipe][..], &["plan", &recipe], &["train", &recipe, "--out", &out]]
+        {
+            self.refused(words, set, why);
+        }
+    }
 }
 
 #[test]
 fn what_a_model_cannot_be_divided_into_is_refused_by_all() {
     let place = Workplace::new();
-    let (recipe, out) = (place.at("recipe.toml"), place.at("out"));
     let cases: [(&[&str], &str); 5] = [
         (&["ranks=4", "tensor_parallel.autotp_size=4"], "(--tp): 2 heads cannot be shared by 4 ranks alike"),
         (&["model.heads=5"], "32 channels cannot be cut into 5 heads"),
@@ -68,12 +78,171 @@ fn what_a_model_cannot_be_divided_into_is_refused_by_all() {
         ),
     ];
     for (set, why) in cases {
-        for words in
-            [&["config", "check", &recipe][..], &["plan", &recipe], &["train", &recipe, "--out", &out]]
-        {
-            place.refused(words, set, why);
+        place.refused_by_all(set, why);
+    }
+}
+
+#[test]
+fn counts_mean_the_same_however_they_are_written() {
+    let place = Workplace::new();
+    let keys = [
+        "sequence_parallel_size",
+        "pipeline.stages",
+        "ds_config.pipeline.stages",
+        "tensor_parallel.autotp_size",
+        "ds_config.tensor_parallel.autotp_size",
+    ];
+    for key in keys {
+        for value in ["2.0", "2e0"] {
+            place.refused_by_all(&[&format!("{key}={value}")], "need a multiple of 2 ranks, and there are 1");
+        }
+        place.refused_by_all(&[&format!("{key}=1e15")], "1000000000000000 ranks, and there are 1");
+        for value in ["1.5", "-1", "\"many\""] {
+            if (key, value) == ("ds_config.tensor_parallel.autotp_size", "1.5") {
+                // A section that DeepSpeed reads by a schema has it as 1, with a warning.
+                continue;
+            }
+            place.refused_by_all(&[&format!("{key}={value}")], key.trim_start_matches("ds_config."));
         }
     }
+    place.refused_by_all(&["ds_config.tensor_parallel.autotp_size=\"2\""], "need a multiple of 2 ranks");
+    place.refused_by_all(&["ranks=0"], "ranks: must be at least 1");
+    place.refused_by_all(
+        &["pipeline.stages=2", "ds_config.pipeline=3"],
+        "`pipeline`: expected an object, found 3",
+    );
+    place.refused_by_all(&["steps=1.5"], "steps: must be a whole number");
+    let out = place.at("taken");
+    let sets = ["ranks=2.0", "steps=1e0", "sequence_parallel_size=2.0", "train_batch_size=1.0"];
+    let sets = sets.map(|one| ["--set", one]).concat();
+    let output = ferrospeed(
+        &[&["train", &place.at("recipe.toml"), "--out", &out, "--device", "cpu"][..], &sets].concat(),
+    );
+    assert!(output.status.success(), "{}", stderr(&output));
+    let about: Value =
+        serde_json::from_str(&std::fs::read_to_string(Path::new(&out).join("config/run.json")).unwrap())
+            .unwrap();
+    assert!(about.to_string().contains("\"ranks\":2"), "{about}");
+}
+
+#[test]
+fn what_an_engine_would_refuse_is_refused_before_ranks_begin() {
+    let place = Workplace::new();
+    let cases: [(&[&str], &str); 7] = [
+        (&["eigenvalue.enabled=true"], "numbered blocks lie below 'transformer.h'"),
+        (
+            &["eigenvalue={\"enabled\": true, \"layer_name\": \"transformer.h\", \"layer_num\": 1e18}"],
+            "eigenvalue.layer_num: there are 2 blocks",
+        ),
+        (
+            &[
+                "ranks=2",
+                "pipeline.stages=2",
+                "eigenvalue={\"enabled\": true, \"layer_name\": \"transformer.h\"}",
+            ],
+            "measures whole blocks, and ranks hold parts of them",
+        ),
+        (
+            &[
+                "curriculum_learning={\"enabled\": true, \"min_difficulty\": 8, \"max_difficulty\": 4, \"schedule_type\": \"fixed_linear\", \"schedule_config\": {\"total_curriculum_step\": 4, \"difficulty_step\": 4}}",
+            ],
+            "curriculum_learning: the start is wrong",
+        ),
+        (
+            &["optimizer={\"type\": \"Lamb\", \"params\": {\"min_coeff\": 20}}"],
+            "`optimizer.params.min_coeff`: 20 is larger than max_coeff 10",
+        ),
+        (&["optimizer.type=Muon"], "\"Muon\" does not run here"),
+        (
+            &["comms_logger={\"enabled\": true, \"prof_all\": false, \"prof_ops\": [\"x\"]}"],
+            "'x' is no operation",
+        ),
+    ];
+    for (set, why) in cases {
+        place.refused_by_all(set, why);
+    }
+    // A configuration by itself, of ranks and batches that are not known.
+    let ds_config = place.at("ds_config.json");
+    for set in [&cases[3], &cases[6]] {
+        let set = [set.0, &["gradient_clipping=auto", "train_batch_size=7"]].concat();
+        place.refused(&["config", "check", &ds_config], &set, "");
+    }
+    // A program may have two groups of parameters, though no recipe has.
+    let rates = "scheduler={\"type\": \"WarmupLR\", \"params\": {\"warmup_max_lr\": [0.1, 0.2]}}";
+    place.refused_by_all(&[rates], "lists 2 values but the optimizer has 1 parameter groups");
+    let output = ferrospeed(&["config", "check", &ds_config, "--set", rates]);
+    assert!(output.status.success(), "{}", stderr(&output));
+}
+
+#[test]
+fn a_check_tells_what_is_wrong_with_recipe_and_configuration_together() {
+    let place = Workplace::new();
+    let check = ["config", "check", &place.at("recipe.toml"), "--json"];
+    let sets =
+        ["steps=0", "zero_optimization.stage=7", "training.learning_rate=1e-3", "optimizer.params.lr=2e-3"];
+    let output = ferrospeed(&[&check[..], &sets.map(|one| ["--set", one]).concat()].concat());
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    place.refused(&["config", "check", ""], &[], "a value is required");
+    let found: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(found["errors"], 3, "{found:#}");
+    for what in ["steps: must be", "zero_optimization.stage", "training.learning_rate: 0.001 contradicts"] {
+        assert!(found.to_string().contains(what), "{what}: {found:#}");
+    }
+}
+
+#[test]
+fn data_that_is_too_little_is_refused_by_all() {
+    let place = Workplace::new();
+    let recipe = std::fs::read_to_string(place.at("recipe.toml")).unwrap();
+    let text = format!("text = ['{}']", place.at("text.txt"));
+    let synthetic = recipe.replace(&text, "synthetic = 1000");
+    assert_ne!(recipe, synthetic);
+    std::fs::write(place.at("recipe.toml"), &synthetic).unwrap();
+    for tokens in ["0", "1", "15"] {
+        let why = format!("data: {tokens} tokens do not make a sequence of 16 tokens");
+        place.refused_by_all(&[&format!("data.synthetic={tokens}")], &why);
+    }
+    let share = ["data.synthetic=31", "data.validation=0.1"];
+    place.refused_by_all(&share, "do not make a training and a validation sequence");
+    place.refused_by_all(&["model.vocabulary=1"], "model.vocabulary: must be in 2..=16777216");
+    // What lies in files may be on another machine than the one that is planned on.
+    std::fs::write(place.at("tokens.bin"), [0; 8]).unwrap();
+    std::fs::write(place.at("empty.txt"), "").unwrap();
+    let tokens = format!("tokens = ['{}']", place.at("tokens.bin"));
+    let empty = format!("text = ['{}']", place.at("empty.txt"));
+    let cases = [(tokens, "data: 4 tokens do not make a sequence"), (empty, "there is no text in them")];
+    let out = place.at("out");
+    for (data, why) in cases {
+        let recipe = synthetic.replace("synthetic = 1000", &data);
+        std::fs::write(place.at("files.toml"), format!("model.vocabulary = 256\n{recipe}")).unwrap();
+        place.refused(&["config", "check", &place.at("files.toml")], &[], why);
+        place.refused(&["train", &place.at("files.toml"), "--out", &out], &[], why);
+    }
+}
+
+#[test]
+fn curves_are_written_to_no_place_that_keeps_none_and_the_key_is_named() {
+    let place = Workplace::new();
+    std::fs::write(place.at("file"), "").unwrap();
+    let file = place.at("file");
+    for section in ["tensorboard", "csv_monitor"] {
+        for (key, path) in
+            [("output_path", "/dev/null"), ("job_name", "/dev/null"), ("job_name", file.as_str())]
+        {
+            let set = format!("{section}={{\"enabled\": true, \"{key}\": \"{path}\"}}");
+            let why = format!("{section}.{key}: {path} is no folder");
+            place.refused_by_all(&[&set], &why);
+            place.refused(&["config", "check", &place.at("ds_config.json")], &[&set], &why);
+        }
+        let set = format!("{section}={{\"enabled\": true, \"job_name\": \"a\\u0000b\"}}");
+        place.refused_by_all(&[&set], &format!("{section}.job_name: \"a\\0b\" holds a NUL character"));
+        let set = format!("{section}={{\"enabled\": true, \"output_path\": \"/proc/curves\"}}");
+        place.refused_by_all(&[&set], &format!("{section}.output_path: /proc/curves is the kernel's"));
+    }
+    place.refused_by_all(
+        &["wandb={\"enabled\": true, \"dir\": \"/dev/null\"}"],
+        "wandb.dir: /dev/null is no folder",
+    );
 }
 
 #[test]
@@ -139,6 +308,9 @@ fn files_and_folders_that_a_run_cannot_use_are_found_by_a_check() {
         for words in [&["config", "check", &recipe][..], &["train", &recipe, "--out", &out]] {
             place.refused(words, &[set], why);
         }
+        if !set.starts_with("data.text") {
+            place.refused(&["plan", &recipe], &[set], why);
+        }
     }
     let ds_config = place.at("ds_config.json");
     let why = "zero_optimization.offload_optimizer.nvme_path: /proc/nowhere/disk is the kernel's";
@@ -186,13 +358,12 @@ fn checkpoints_are_written_to_no_place_that_keeps_no_files() {
 #[test]
 fn a_timeline_takes_the_place_of_no_other_file() {
     let place = Workplace::new();
-    let (recipe, out) = (place.at("recipe.toml"), place.at("out"));
+    let recipe = place.at("recipe.toml");
     std::fs::write(place.at("log.jsonl"), "{\"event\":\"step\",\"step\":1}\n").unwrap();
     let other = format!("trace=\"{}\"", place.at("log.jsonl"));
     let cases = [(other.as_str(), "is no timeline"), ("trace=\"\"", "is empty")];
     for (set, why) in cases {
-        place.refused(&["config", "check", &recipe], &[set], why);
-        place.refused(&["train", &recipe, "--out", &out], &[set], why);
+        place.refused_by_all(&[set], why);
     }
     assert!(std::fs::read_to_string(place.at("log.jsonl")).unwrap().contains("step"));
     let timeline = format!("trace=\"{}\"", place.at("trace.json"));

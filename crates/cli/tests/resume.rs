@@ -167,7 +167,7 @@ fn a_run_goes_on_from_the_newest_and_never_over_an_earlier_one() {
     };
     let (code, message) = refuse(&[]);
     assert_eq!(code, Some(2));
-    assert!(message.contains("an earlier run has left its log and weights here"), "{message}");
+    assert!(message.contains("an earlier run has left its log, checkpoints and weights here"), "{message}");
     assert!(message.contains("--resume") && message.contains("--overwrite"), "{message}");
     let (_, message) = refuse(&["--resume", "global_step3"]);
     assert!(message.contains("there are: global_step4, global_step7, global_step9"), "{message}");
@@ -283,5 +283,39 @@ fn a_signal_while_ranks_meet_gives_the_code_of_a_run_that_goes_on() {
         let said = format!("{delay_ms} ms, {name}:\n{}\n{}", stdout(&output), stderr(&output));
         assert_eq!(output.status.code(), Some(code), "{said}");
         assert!(!stderr(&output).contains("before they had saved"), "{said}");
+    }
+}
+
+/// Text that becomes tokens is no step: whoever requeues on the code of a saved run may do so here too.
+#[test]
+fn a_signal_while_text_becomes_tokens_gives_that_code_too_and_leaves_nothing() {
+    let place = Workplace::new();
+    let cache = place.0.path().join("cache");
+    let set = format!("data.cache={}", cache.display());
+    place.train("first", &["--set", "steps=1", "--set", &set]);
+    let with_ending = |ending: &str| {
+        let files = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().path());
+        files.filter(|file| file.extension().is_some_and(|found| found == ending)).collect::<Vec<_>>()
+    };
+    with_ending("json").iter().for_each(|manifest| std::fs::remove_file(manifest).unwrap());
+    // Somebody else is making the same tokens, for as long as this test likes.
+    let held = std::fs::File::open(&with_ending("lock")[0]).unwrap();
+    held.lock().unwrap();
+    for ranks in ["1", "2"] {
+        for (name, code) in [("TERM", 75), ("INT", 130)] {
+            let child = place.start("stopped", &["-n", ranks, "--set", &set]);
+            let open_files = format!("/proc/{}/fd", child.id());
+            wait_until("it waits for the tokens", || {
+                let open = std::fs::read_dir(&open_files).into_iter().flatten().flatten();
+                open.filter_map(|file| std::fs::read_link(file.path()).ok())
+                    .any(|file| file.extension().is_some_and(|ending| ending == "lock"))
+            });
+            signal(&child.id().to_string(), name);
+            let output = support::finish(child);
+            let said = format!("{ranks} ranks, {name}:\n{}\n{}", stdout(&output), stderr(&output));
+            assert_eq!(output.status.code(), Some(code), "{said}");
+            assert!(stderr(&output).contains("nothing was trained, and nothing is lost"), "{said}");
+            assert!(!place.run("stopped").exists(), "{said}");
+        }
     }
 }

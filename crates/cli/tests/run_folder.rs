@@ -88,17 +88,37 @@ fn a_second_run_is_kept_out_of_a_folder_in_use() {
         let mut endless = place.command(&["-n", ranks, "--set", "steps=1000000"]);
         let endless = Endless(endless.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
         wait_until("the first step", || out.join("log.jsonl").metadata().is_ok_and(|log| log.len() > 0));
-        for more in [&["--resume"][..], &["--overwrite"]] {
+        let same = out.to_str().unwrap();
+        for more in [&["--resume"][..], &["--overwrite"], &["--out", same]] {
             let second = place.train(&[&["-n", ranks], more].concat());
             assert_eq!(second.status.code(), Some(1), "{}", stderr(&second));
             assert!(stderr(&second).contains("another run is writing here"), "{}", stderr(&second));
-            assert!(stderr(&second).contains(&format!("process {}", endless.0.id())), "{}", stderr(&second));
+            let holder = format!("process {}, since 20", endless.0.id());
+            assert!(stderr(&second).contains(&holder), "{}", stderr(&second));
+            assert!(
+                !stderr(&second).contains("--overwrite"),
+                "nothing that would be refused: {}",
+                stderr(&second)
+            );
         }
+        let beside = stderr(&place.train_well(&["-n", ranks]));
+        assert!(beside.contains("holds a run that is going on") && !beside.contains("--resume"), "{beside}");
         drop(endless);
         assert!(out.join("log.jsonl").exists(), "it was not touched");
         // What a killed run held is free again.
         place.train_well(&["-n", ranks, "--overwrite"]);
     }
+}
+
+#[test]
+fn what_an_earlier_run_has_left_is_named_as_it_is() {
+    let place = Workplace::new();
+    let out = place.run_folder("small");
+    std::fs::create_dir_all(&out).unwrap();
+    std::fs::write(out.join("log.jsonl"), "").unwrap();
+    let output = place.train(&["--out", out.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    assert!(stderr(&output).contains("an earlier run has left its log here"), "{}", stderr(&output));
 }
 
 #[test]
@@ -299,6 +319,50 @@ fn a_run_that_diverges_ends_with_a_verdict_and_exports_nothing() {
         let report = std::fs::read_to_string(out.join("report.html")).unwrap();
         assert!(report.contains("diverged"), "the report of a failed run says why");
     }
+}
+
+#[test]
+fn a_diverged_run_is_shown_the_way_back_to_before_it_went_wrong() {
+    let place = Workplace::new();
+    let out = place.run_folder("small");
+    let train = |more: &[&str], sets: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|one| ["--set", one]).collect();
+        let output = place.train(&[&["--out", out.to_str().unwrap()], more, &sets].concat());
+        (output.status.code(), stderr(&output))
+    };
+    let broken = "optimizer.params.lr=1e38";
+    // Its checkpoints were all saved after its first update.
+    let (code, said) = train(&[], &["steps=80", "max_bad_steps=55", broken]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("the last 55 steps is not a number"), "the recipe says when: {said}");
+    assert!(said.contains("there is no checkpoint from before it went wrong: start anew"), "{said}");
+    // Whoever tries again from there is given as many steps as the recipe says.
+    let (code, said) = train(&["--resume"], &["steps=80", "max_bad_steps=7"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("the last 7 steps is not a number; none was taken since it went on"), "{said}");
+
+    let (code, said) = train(&["--overwrite"], &["steps=4"]);
+    assert_eq!(code, Some(0), "{said}");
+    std::fs::remove_dir_all(out.join("checkpoints/global_step4")).unwrap();
+    let (code, said) =
+        train(&["--resume"], &["steps=12", "max_bad_steps=3", "gradient_predivide_factor=1e-300"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(
+        said.contains("there is no checkpoint from before it went wrong"),
+        "after step 2 it went wrong: {said}"
+    );
+    let (code, said) = train(&["--overwrite"], &["steps=4"]);
+    assert_eq!(code, Some(0), "{said}");
+    let (code, said) =
+        train(&["--resume"], &["steps=12", "max_bad_steps=3", "gradient_predivide_factor=1e-300"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("--resume global_step2 goes on after step 2"), "{said}");
+    // What it is told to try is tried.
+    let (code, said) = train(&["--resume", "global_step2"], &["steps=5", "optimizer.params.lr=0.25"]);
+    assert_eq!(code, Some(0), "{said}");
+    let log = std::fs::read_to_string(out.join("log.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(log.lines().last().unwrap()).unwrap();
+    assert_eq!(last["lr"], 0.25, "{last}");
 }
 
 /// Trains after a script has mounted what is to fail, in places no one else sees.

@@ -27,6 +27,7 @@ mod unresolved;
 
 pub use auto::{AutoValues, Filled};
 pub use batch::BatchSizes;
+pub use check::coerce::whole;
 pub use diagnostic::{Code, Diagnostic, Position, Report, Severity};
 pub use elasticity::Elasticity;
 pub use error::ConfigError;

@@ -130,6 +130,13 @@ impl Rules<'_> {
         if self.flag("optimizer.params.amsgrad") && ONE_BIT.contains(&name.as_str()) {
             self.unsupported("optimizer.params.amsgrad", "AMSGrad is not supported", "remove it");
         }
+        for [least, most] in [["min_coeff", "max_coeff"], ["factor_min", "factor_max"]] {
+            let [low, high] = [least, most].map(|key| self.number(&format!("optimizer.params.{key}")));
+            if low > high {
+                let why = format!("{low} is larger than {most} {high}");
+                self.conflict(&format!("optimizer.params.{least}"), why, "exchange them");
+            }
+        }
         if self.flag("optimizer.params.nesterov")
             && (self.number("optimizer.params.momentum") == 0.0
                 || self.number("optimizer.params.dampening") != 0.0)
@@ -287,7 +294,7 @@ impl Rules<'_> {
             let help = "remove pipeline stages, tensor slices and spread experts, or use AdamW";
             self.unsupported("optimizer.type", why, help);
         }
-        if self.flag("eigenvalue.enabled") && (tensor || expert) {
+        if self.flag("eigenvalue.enabled") && (pipe || tensor || expert) {
             let why = "measures whole blocks, and ranks hold parts of them";
             self.unsupported("eigenvalue.enabled", why, "remove it");
         }

@@ -6,10 +6,11 @@
 //! the separator: when any of them changes, another file is made, and so when the files are not what was written. Ranks that start together
 //! find one builder: it holds a lock, which the system takes back if it dies.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::{BufWriter, Read, Write};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
@@ -23,6 +24,8 @@ use crate::token_file::{TokenFile, TokenType};
 
 /// Text is handed to the tokenizer in batches of about this size.
 const BATCH_BYTES: usize = 4 << 20;
+/// How often it is asked whether another builder is done.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// How far the making of a token file is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,6 +36,14 @@ pub struct Preparing {
     pub total_bytes: u64,
     /// Tokens written so far.
     pub tokens: u64,
+}
+
+/// Who hears how far it is, now and then, and may say to stop: then nothing of it stays.
+pub type Tell<'a> = &'a mut dyn FnMut(Preparing) -> ControlFlow<()>;
+
+/// Nobody does.
+pub fn unheard(_: Preparing) -> ControlFlow<()> {
+    ControlFlow::Continue(())
 }
 
 /// What a token file is made from.
@@ -102,7 +113,7 @@ pub(crate) fn open_or_make(
     recipe: Recipe,
     codec: &Codec,
     documents: &mut dyn Documents,
-    tell: &mut dyn FnMut(Preparing),
+    tell: Tell<'_>,
 ) -> Result<CachedTokens> {
     std::fs::create_dir_all(folder).map_err(DataError::io(folder))?;
     let name = format!("tokens-{:016x}", recipe.key());
@@ -113,8 +124,7 @@ pub(crate) fn open_or_make(
     let lock = folder.join(format!("{name}.lock"));
     let options = File::options().create(true).truncate(false).write(true).clone();
     let lock = ferrospeed_files::open_with(&lock, &options, 0).map_err(DataError::io(&lock))?;
-    // Where files cannot be locked, two builders write the same tokens to files of their own; the later name wins.
-    let is_alone = lock.lock().is_ok();
+    let is_alone = wait_for(&lock, recipe.total_bytes(), tell)?;
     if let Some(found) = open(&tokens, &manifest, &recipe)? {
         return Ok(found);
     }
@@ -124,6 +134,22 @@ pub(crate) fn open_or_make(
     make(&tokens, &manifest, recipe.clone(), codec, documents, tell)?;
     open(&tokens, &manifest, &recipe)?
         .ok_or_else(|| DataError::bad_file(&manifest, "is not what was just written to it"))
+}
+
+/// Waits until nobody else makes the same tokens. Where files cannot be locked, two builders write them to files of their own,
+/// and the later name wins; says whether they can.
+fn wait_for(lock: &File, total_bytes: u64, tell: Tell<'_>) -> Result<bool> {
+    loop {
+        match lock.try_lock() {
+            Ok(()) => return Ok(true),
+            Err(TryLockError::Error(_)) => return Ok(false),
+            Err(TryLockError::WouldBlock) => {}
+        }
+        if tell(Preparing { bytes: 0, total_bytes, tokens: 0 }).is_break() {
+            return Err(DataError::Stopped);
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
 }
 
 /// Removes what builders of the same tokens left that were killed. Needs their lock; what cannot be removed stays.
@@ -188,7 +214,7 @@ fn make(
     recipe: Recipe,
     codec: &Codec,
     documents: &mut dyn Documents,
-    tell: &mut dyn FnMut(Preparing),
+    tell: Tell<'_>,
 ) -> Result<()> {
     let ending = format!("{}.partial", std::process::id());
     let (partial, beside) = (tokens.with_extension(&ending), manifest.with_extension(&ending));
@@ -228,7 +254,7 @@ fn write_tokens(
     recipe: &Recipe,
     codec: &Codec,
     documents: &mut dyn Documents,
-    tell: &mut dyn FnMut(Preparing),
+    tell: Tell<'_>,
 ) -> Result<[u64; 2]> {
     let file = File::create(path).map_err(DataError::io(path))?;
     let bytes_per_token = TokenType::for_vocabulary(codec.vocabulary()).bytes() as usize;
@@ -244,7 +270,9 @@ fn write_tokens(
         if batch.bytes >= BATCH_BYTES || piece == Piece::End {
             batch.write(codec, &recipe.separator, &mut writer)?;
             let (bytes, total_bytes) = (documents.bytes_read(), recipe.total_bytes());
-            tell(Preparing { bytes, total_bytes, tokens: writer.tokens });
+            if tell(Preparing { bytes, total_bytes, tokens: writer.tokens }).is_break() {
+                return Err(DataError::Stopped);
+            }
         }
         if piece == Piece::End {
             break;

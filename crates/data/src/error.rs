@@ -53,6 +53,9 @@ pub enum DataError {
         /// The length of a sequence.
         sequence: u64,
     },
+    /// Whoever was told how far it is said to stop.
+    #[error("told to stop while text became tokens")]
+    Stopped,
     /// Documents are to be kept apart, and nobody knows where they end.
     #[error(
         "where documents end is not known: token files do not say it; name the token behind each (data.end_token), or a data.tokenizer that has one"

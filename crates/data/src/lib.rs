@@ -9,13 +9,13 @@
 //! are read where the sequence lies.
 //!
 //! ```
-//! use ferrospeed_data::{Codec, Position, Sampler, Sequences, Source, Split};
+//! use ferrospeed_data::{Codec, Position, Sampler, Sequences, Source, Split, unheard};
 //!
 //! let folder = tempfile::tempdir()?;
 //! let file = folder.path().join("a.jsonl");
 //! std::fs::write(&file, "{\"text\": \"to be or not\"}\n{\"text\": \"to be\"}\n")?;
 //! let source = Source::JsonLines { paths: vec![file], field: "text".into() };
-//! let stream = source.open(&Codec::Bytes, &folder.path().join("cache"), &mut |_| {})?;
+//! let stream = source.open(&Codec::Bytes, &folder.path().join("cache"), &mut unheard)?;
 //! let sequences = Sequences::split(stream, 4, 0.25)?;
 //!
 //! let sampler = Sampler::new(sequences.count(Split::Train), 42);
@@ -40,7 +40,7 @@ mod synthetic;
 mod text;
 mod token_file;
 
-pub use cache::Preparing;
+pub use cache::{Preparing, Tell, unheard};
 pub use codec::{Codec, FileTokenizer};
 pub use error::{DataError, Result};
 pub use sampler::{Position, Sampler};

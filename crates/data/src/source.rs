@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::TokenStream;
-use crate::cache::{self, Preparing};
+use crate::cache::{self, Tell};
 use crate::codec::Codec;
 use crate::documents::{Cut, Documents, JsonLinesTexts, ParquetTexts, TextFiles};
 use crate::error::{DataError, Result};
@@ -139,12 +139,7 @@ impl Source {
 
     /// Opens it. Text is turned into a token file in `cache` by `codec` unless that was done before, and `tell` hears
     /// how far that is.
-    pub fn open(
-        &self,
-        codec: &Codec,
-        cache: &Path,
-        tell: &mut dyn FnMut(Preparing),
-    ) -> Result<Arc<dyn TokenStream>> {
+    pub fn open(&self, codec: &Codec, cache: &Path, tell: Tell<'_>) -> Result<Arc<dyn TokenStream>> {
         let files = self.files()?;
         match self {
             Source::Text { .. } => {
@@ -177,7 +172,7 @@ fn from_text(
     codec: &Codec,
     documents: &mut dyn Documents,
     cache: &Path,
-    tell: &mut dyn FnMut(Preparing),
+    tell: Tell<'_>,
 ) -> Result<Arc<dyn TokenStream>> {
     let recipe = cache::Recipe::new(what, &files, codec)?;
     Ok(Arc::new(cache::open_or_make(cache, recipe, codec, documents, tell)?))

@@ -1,8 +1,9 @@
 //! Every format, read from files that other programs wrote (`golden/make.py`), and what damaged ones are refused with.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use ferrospeed_data::{Codec, DataError, Source, TokenStream, TokenType};
+use ferrospeed_data::{Codec, DataError, Preparing, Source, TokenStream, TokenType, unheard};
 use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {
@@ -15,7 +16,7 @@ fn expected() -> Value {
 
 fn open(source: &Source, codec: &Codec) -> Result<Vec<i64>, DataError> {
     let cache = tempfile::tempdir().unwrap();
-    source.open(codec, cache.path(), &mut |_| {}).map(|stream| all(&*stream))
+    source.open(codec, cache.path(), &mut unheard).map(|stream| all(&*stream))
 }
 
 fn all(stream: &dyn TokenStream) -> Vec<i64> {
@@ -64,7 +65,7 @@ fn texts_know_where_their_documents_begin() {
         let cache = tempfile::tempdir().unwrap();
         // Made, and found again.
         for _ in 0..2 {
-            let stream = source.open(&Codec::Bytes, cache.path(), &mut |_| {}).unwrap();
+            let stream = source.open(&Codec::Bytes, cache.path(), &mut unheard).unwrap();
             let inner = &ends[..ends.len() - 1];
             assert_eq!(stream.beginnings(0, stream.len()).unwrap().unwrap(), inner);
             let behind: Vec<u64> = inner.iter().copied().filter(|&end| end > ends[0]).collect();
@@ -77,7 +78,7 @@ fn texts_know_where_their_documents_begin() {
                 std::fs::write(path, b"cut off").unwrap();
             }
         }
-        let stream = source.open(&Codec::Bytes, cache.path(), &mut |_| {}).unwrap();
+        let stream = source.open(&Codec::Bytes, cache.path(), &mut unheard).unwrap();
         assert_eq!(stream.beginnings(0, stream.len()).unwrap().unwrap().len(), ends.len() - 1);
         // And so is one of which a bit has turned over.
         let tokens = all(&*stream);
@@ -87,7 +88,7 @@ fn texts_know_where_their_documents_begin() {
             let mut bytes = std::fs::read(&path).unwrap();
             bytes[0] ^= 1;
             std::fs::write(&path, bytes).unwrap();
-            let stream = source.open(&Codec::Bytes, cache.path(), &mut |_| {}).unwrap();
+            let stream = source.open(&Codec::Bytes, cache.path(), &mut unheard).unwrap();
             assert_eq!(all(&*stream), tokens);
             assert_eq!(stream.beginnings(0, stream.len()).unwrap().unwrap(), ends[..ends.len() - 1]);
         }
@@ -137,7 +138,7 @@ fn megatron_files_read_back_exactly_by_prefix_or_either_file() {
     }
     // Any stretch, across the places where the file jumps.
     let stream = Source::Megatron { prefixes: vec![golden("megatron-i32"), golden("megatron-u16")] }
-        .open(&Codec::Bytes, Path::new("unused"), &mut |_| {})
+        .open(&Codec::Bytes, Path::new("unused"), &mut unheard)
         .unwrap();
     let twice = [wanted.clone(), wanted].concat();
     for start in (0..twice.len()).step_by(13) {
@@ -173,7 +174,12 @@ fn text_becomes_tokens_once_and_again_when_it_changes() {
     let source = Source::Text { paths: vec![file.clone()], extensions: vec![] };
     let read = || {
         let mut made = 0;
-        let stream = source.open(&Codec::Bytes, &cache, &mut |_| made += 1).unwrap();
+        let stream = source
+            .open(&Codec::Bytes, &cache, &mut |now| {
+                made += 1;
+                unheard(now)
+            })
+            .unwrap();
         (made > 0, all(&*stream).len())
     };
     assert_eq!(read(), (true, 4));
@@ -197,7 +203,7 @@ fn what_a_killed_builder_left_goes_with_the_next() {
     std::fs::write(&file, "some text").unwrap();
     let source = Source::Text { paths: vec![file], extensions: Vec::new() };
     let made = || {
-        source.open(&Codec::Bytes, &cache, &mut |_| {}).unwrap();
+        source.open(&Codec::Bytes, &cache, &mut unheard).unwrap();
         let names = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().file_name());
         let mut names: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
         names.sort();
@@ -214,6 +220,22 @@ fn what_a_killed_builder_left_goes_with_the_next() {
 }
 
 #[test]
+fn who_is_told_to_stop_leaves_nothing_half_done() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));
+    std::fs::write(&file, "some text").unwrap();
+    let source = Source::Text { paths: vec![file], extensions: vec![] };
+    let stop = || source.open(&Codec::Bytes, &cache, &mut |_| ControlFlow::Break(())).err().unwrap();
+    assert!(matches!(stop(), DataError::Stopped));
+    let names = || std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+    let [lock] = &names()[..] else { panic!("{:?}", names()) };
+    // Nor does it wait for another who makes the same tokens.
+    let held = std::fs::File::open(lock).unwrap();
+    held.lock().unwrap();
+    assert!(matches!(stop(), DataError::Stopped));
+}
+
+#[test]
 fn ranks_that_start_together_make_one_token_file() {
     let folder = tempfile::tempdir().unwrap();
     let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));
@@ -224,7 +246,12 @@ fn ranks_that_start_together_make_one_token_file() {
         for _ in 0..4 {
             scope.spawn(|| {
                 let mut maker = false;
-                let stream = source.open(&Codec::Bytes, &cache, &mut |_| maker = true).unwrap();
+                // Who waits is told that nothing is done yet.
+                let mut tell = |now: Preparing| {
+                    maker |= now.tokens > 0;
+                    unheard(now)
+                };
+                let stream = source.open(&Codec::Bytes, &cache, &mut tell).unwrap();
                 assert_eq!(stream.len(), 2_000_001);
                 made.fetch_add(usize::from(maker), std::sync::atomic::Ordering::Relaxed);
             });

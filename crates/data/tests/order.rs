@@ -65,8 +65,9 @@ fn a_rank_reads_many_times_faster_than_it_trains() {
     let file = folder.path().join("text.txt");
     std::fs::write(&file, "some text, as long as a small repository\n".repeat(50_000)).unwrap();
     let source = ferrospeed_data::Source::Text { paths: vec![file], extensions: vec![] };
-    let stream =
-        source.open(&ferrospeed_data::Codec::Bytes, &folder.path().join("cache"), &mut |_| {}).unwrap();
+    let stream = source
+        .open(&ferrospeed_data::Codec::Bytes, &folder.path().join("cache"), &mut ferrospeed_data::unheard)
+        .unwrap();
     let sequences = Sequences::split(stream, 256, 0.02).unwrap().within(256);
     let sampler = Sampler::new(sequences.count(Split::Train), 1);
     let begin = std::time::Instant::now();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrospeed_data::{
-    Codec, Position, Sampler, Sequences, Source, Split, Synthetic, TokenStream, TokenType,
+    Codec, Position, Sampler, Sequences, Source, Split, Synthetic, TokenStream, TokenType, unheard,
 };
 
 /// The quickstart: sequences of 256 tokens, 6 per rank and step, steps of 235 ms on two cores.
@@ -39,7 +39,7 @@ fn median_wait(stream: Arc<dyn TokenStream>) -> Duration {
 }
 
 fn open(source: &Source, cache: &Path) -> Arc<dyn TokenStream> {
-    source.open(&Codec::Bytes, cache, &mut |_| {}).unwrap()
+    source.open(&Codec::Bytes, cache, &mut unheard).unwrap()
 }
 
 #[test]

@@ -7,13 +7,9 @@ use ferrospeed_config::Config;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 
-/// The operations that `comms_logger.prof_ops` names.
-pub fn logged_operations(config: &Config) -> Result<Vec<Kind>> {
-    config.comms_logger.as_ref().map_or(Ok(Vec::new()), |section| operations_named(&section.prof_ops))
-}
-
-/// The operations of these names, ours or DeepSpeed's.
-pub fn operations_named(names: &[String]) -> Result<Vec<Kind>> {
+/// The operations that `comms_logger.prof_ops` names, by our names or DeepSpeed's.
+pub(crate) fn logged_operations(config: &Config) -> Result<Vec<Kind>> {
+    let names = config.comms_logger.as_ref().map_or(&[][..], |section| &section.prof_ops);
     let kind = |name: &String| {
         kind_named(name).ok_or_else(|| EngineError::Argument {
             what: "comms_logger.prof_ops",

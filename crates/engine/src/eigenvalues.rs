@@ -12,7 +12,6 @@ use ferrospeed_nn::Mode;
 use ferrospeed_optim::eigenvalue::{PowerIteration, relative};
 use ferrospeed_tensor::random::{RandomKey, stream_of_name};
 use ferrospeed_tensor::{DType, Param, Tensor, autograd};
-use ferrospeed_zero::ZeroStore;
 use ferrospeed_zero::access::Which;
 
 use crate::engine::Engine;
@@ -59,37 +58,32 @@ impl Eigenvalues {
     }
 
     /// What a run measures. Asking for blocks that are not there is refused before anything runs.
-    pub(crate) fn of_run(config: &Config, store: &ZeroStore) -> Result<Option<Eigenvalues>> {
-        if config.section("eigenvalue").is_none_or(|section| section["enabled"] != true) {
-            return Ok(None);
-        }
-        if store.dtype() != DType::F32 {
-            if store.world().rank() == 0 {
-                tracing::warn!(
-                    "eigenvalue.enabled has no effect in {}: a small change of 16-bit weights is rounded away; it has in fp32",
-                    store.dtype()
-                );
-            }
+    pub(crate) fn of_run(config: &Config, dtype: DType, params: &[Param]) -> Result<Option<Eigenvalues>> {
+        // A small change of 16-bit weights is rounded away.
+        if !Eigenvalues::is_asked_for(config) || dtype != DType::F32 {
             return Ok(None);
         }
         let eigenvalues = Eigenvalues::from_section(config);
-        eigenvalues.blocks(store)?;
+        eigenvalues.blocks(params)?;
         Ok(Some(eigenvalues))
     }
 
+    pub(crate) fn is_asked_for(config: &Config) -> bool {
+        config.section("eigenvalue").is_some_and(|section| section["enabled"] == true)
+    }
+
     /// The trained parameters of each block: `layer_num` of them, or all there are for 0.
-    fn blocks(&self, store: &ZeroStore) -> Result<Vec<Vec<Param>>> {
+    fn blocks(&self, params: &[Param]) -> Result<Vec<Vec<Param>>> {
         let name = &self.layer_name;
         let of_block = |index: usize| -> Vec<Param> {
             let path = format!("{name}.{index}.");
-            let params = store.params().iter();
-            params.filter(|param| param.is_trainable() && param.name().starts_with(&path)).cloned().collect()
+            let is_of_block = |param: &&Param| param.is_trainable() && param.name().starts_with(&path);
+            params.iter().filter(is_of_block).cloned().collect()
         };
         let mut blocks: Vec<Vec<Param>> =
             (0..).map(of_block).take_while(|params| !params.is_empty()).collect();
         if blocks.is_empty() {
-            let why =
-                format!("no trained parameter lies below '{name}.0'; {}", numbered_modules(store.params()));
+            let why = format!("no trained parameter lies below '{name}.0'; {}", numbered_modules(params));
             return Err(EngineError::Argument { what: "eigenvalue.layer_name", why });
         }
         if self.layer_num > blocks.len() {
@@ -233,7 +227,7 @@ impl Engine {
                 "gradients wait for a step; measure before the first backward of a step, or call zero_grad";
             return Err(EngineError::Order { call: "block_eigenvalues", why });
         }
-        section.blocks(&self.store)
+        section.blocks(self.store.params())
     }
 
     fn full_of(&self, params: &[Param], which: Which<'_>) -> Result<Vec<f32>> {

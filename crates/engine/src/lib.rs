@@ -32,6 +32,7 @@ mod communication;
 mod eigenvalues;
 mod engine;
 mod error;
+mod examine;
 mod experts;
 mod failure;
 mod features;
@@ -52,9 +53,9 @@ mod timers;
 
 pub use activations::activation_shelf;
 pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions, Spelling};
-pub use communication::{logged_operations, operations_named};
 pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
+pub use examine::refusals;
 pub use failure::Failure;
 pub use ferrospeed_observe::ObserveError;
 pub use ferrospeed_observe::monitor::Monitor;

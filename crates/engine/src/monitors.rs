@@ -40,12 +40,14 @@ impl Monitoring {
         let mut monitors = Monitors::default();
         if world.rank() == 0 {
             if let Some(board) = &configured.tensorboard {
-                let made = TensorBoard::create(Path::new(&board.output_path), &board.job_name);
-                monitors.add(made.map_err(cannot_write("tensorboard.output_path"))?);
+                let folder = made("tensorboard.output_path", &board.output_path)?;
+                let board = TensorBoard::create(folder, &board.job_name);
+                monitors.add(board.map_err(cannot_write("tensorboard.job_name"))?);
             }
             if let Some(csv) = &configured.csv_monitor {
-                let made = CsvMonitor::create(Path::new(&csv.output_path), &csv.job_name);
-                monitors.add(made.map_err(cannot_write("csv_monitor.output_path"))?);
+                let folder = made("csv_monitor.output_path", &csv.output_path)?;
+                let csv = CsvMonitor::create(folder, &csv.job_name);
+                monitors.add(csv.map_err(cannot_write("csv_monitor.job_name"))?);
             }
             if let Some(wandb) = &configured.wandb {
                 let (project, group, team) = (wandb.project.clone(), wandb.group.clone(), wandb.team.clone());
@@ -69,6 +71,17 @@ impl Monitoring {
         }
         self.spent += start.elapsed();
     }
+}
+
+/// The folder of a key, made by itself: so that the folder of the job below it is not blamed on it.
+fn made<'a>(key: &'static str, folder: &'a str) -> Result<&'a Path> {
+    let why = |error: std::io::Error| format!("{folder}: {error}");
+    match folder.is_empty() {
+        true => Ok(()),
+        false => std::fs::create_dir_all(folder)
+            .map_err(|error| EngineError::Argument { what: key, why: why(error) }),
+    }
+    .map(|()| Path::new(folder))
 }
 
 /// Names the key that says where a monitor writes.

@@ -125,18 +125,9 @@ pub(crate) fn initialize_part(
 ) -> Result<Engine> {
     agree(setup)?;
     let config = &setup.config;
-    let optimizer = match (options.optimizer, &config.optimizer) {
-        (Some(given), _) => Some(given),
-        (None, Some(configured)) => match Optimizer::from_config(configured) {
-            Some(found) => Some(found),
-            None => {
-                let why = format!(
-                    "{configured:?} does not run yet; use one of docs/config.md that does, or one of your own"
-                );
-                return Err(EngineError::Unsupported { key: "optimizer.type", why });
-            }
-        },
-        (None, None) => None,
+    let optimizer = match options.optimizer {
+        Some(given) => Some(given),
+        None => configured_optimizer(config)?,
     };
     if let Some((rule, _)) = optimizer.as_ref().filter(|(rule, _)| rule.is_of_the_host())
         && !setup.device.backend().is_host()
@@ -268,6 +259,17 @@ pub(crate) fn initialize_part(
     engine.slices = mesh.map(|mesh| mesh.tensor()).transpose()?;
     engine.data_rank = options.data_rank.unwrap_or(engine.data_rank);
     Ok(engine)
+}
+
+/// The optimizer that a configuration names.
+pub(crate) fn configured_optimizer(config: &Config) -> Result<Option<(Optimizer, GroupOptions)>> {
+    let Some(configured) = &config.optimizer else { return Ok(None) };
+    Optimizer::from_config(configured).map(Some).ok_or_else(|| {
+        let why = format!(
+            "{configured:?} does not run yet; use one of docs/config.md that does, or one of your own"
+        );
+        EngineError::Unsupported { key: "optimizer.type", why }
+    })
 }
 
 fn element_type(data_type: DataType) -> DType {

@@ -164,6 +164,15 @@ pub struct StopRequests {
 }
 
 impl StopRequests {
+    /// How a run that has not begun ends, where it was told to.
+    pub fn ending(&self) -> Option<Ending> {
+        match self.asked() {
+            [_, true] => Some(Ending::Left),
+            [true, false] => Some(Ending::Stopped),
+            [false, false] => None,
+        }
+    }
+
     /// Whether to finish early, and whether to leave at once.
     pub(crate) fn asked(&self) -> [bool; 2] {
         [&self.finish, &self.leave].map(|flag| flag.load(Ordering::Relaxed))

@@ -41,21 +41,23 @@ pub enum TrainError {
         /// Where they are.
         dir: PathBuf,
     },
-    /// The run's folder holds an earlier run's log or weights, and the run was to start anew.
+    /// The run's folder holds what an earlier run has left, and the run was to start anew.
     #[error(
-        "{}: an earlier run has left its log and weights here; go on with --resume, choose another --out, or remove them with --overwrite",
+        "{}: an earlier run has left its {left} here; go on with --resume, choose another --out, or replace it with --overwrite",
         dir.display()
     )]
     Used {
         /// The folder.
         dir: PathBuf,
+        /// What is there.
+        left: String,
     },
     /// A run that was to replace another was told to stop before it had begun.
     #[error("told to stop before its first step was done; nothing was trained")]
     StoppedAtOnce(Ending),
     /// Another run writes into the folder now.
     #[error(
-        "{}: another run is writing here ({holder} holds .ferrospeed.lock); wait for it, or choose another --out",
+        "{}: another run is writing here ({holder}); wait for it, have it save and leave (SIGTERM) to go on with --resume, or choose another --out",
         dir.display()
     )]
     Busy {
@@ -66,11 +68,13 @@ pub enum TrainError {
     },
     /// The loss stopped being a number.
     #[error(
-        "the run has diverged: {why}. Lower the learning rate, lengthen the warm-up, clip gradients (gradient_clipping) or use bf16 instead of fp16; weights were not exported, and --resume goes on from the last checkpoint where there is one"
+        "the run has diverged: {why}. Lower the learning rate, lengthen the warm-up, clip gradients (gradient_clipping) or use bf16 instead of fp16; weights were not exported, and {way_back}"
     )]
     Diverged {
         /// Since when, and what was the last good loss.
         why: String,
+        /// The checkpoint to go on from.
+        way_back: String,
     },
     /// The run is over, and something of it could not be written.
     #[error("the run came to its end, but {0}")]

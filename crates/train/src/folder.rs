@@ -24,7 +24,9 @@
 use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use ferrospeed_observe::civil_date;
 use serde_json::json;
 
 use crate::error::{Result, TrainError};
@@ -127,6 +129,50 @@ impl RunFolder {
     pub fn holds_run(&self) -> bool {
         let has_entries = |path: &Path| std::fs::read_dir(path).is_ok_and(|mut list| list.next().is_some());
         self.log().exists() || has_entries(&self.model()) || has_entries(&self.checkpoints())
+    }
+
+    /// What a run has left here, in words; nothing where there is none.
+    fn left_in_words(&self) -> String {
+        let has_entries = |path: &Path| std::fs::read_dir(path).is_ok_and(|mut list| list.next().is_some());
+        let parts = [
+            (self.log().exists(), "log"),
+            (has_entries(&self.checkpoints()), "checkpoints"),
+            (self.holds_weights(), "weights"),
+            (has_entries(&self.model()) && !self.holds_weights(), "tokenizer"),
+        ];
+        let words: Vec<&str> =
+            parts.into_iter().filter_map(|(is_there, word)| is_there.then_some(word)).collect();
+        match words.split_last() {
+            Some((last, before)) if !before.is_empty() => format!("{} and {last}", before.join(", ")),
+            _ => words.concat(),
+        }
+    }
+
+    /// Refuses a folder that a run has now, or has left something in, to one that starts anew.
+    pub fn check_unused(&self) -> Result<()> {
+        self.check_free()?;
+        match self.holds_run() {
+            true => Err(TrainError::Used { dir: self.0.clone(), left: self.left_in_words() }),
+            false => Ok(()),
+        }
+    }
+
+    /// Refuses a folder that a run is writing into.
+    pub fn check_free(&self) -> Result<()> {
+        let path = self.0.join(LOCK_FILE);
+        // Where there is no lock that can be looked at, nobody is known to have it.
+        let Ok(file) = ferrospeed_files::open(&path) else { return Ok(()) };
+        match file.try_lock_shared() {
+            Err(TryLockError::WouldBlock) => Err(self.busy(file)),
+            _ => Ok(()),
+        }
+    }
+
+    fn busy(&self, lock: File) -> TrainError {
+        let mut holder = String::new();
+        let _ = lock.take(200).read_to_string(&mut holder);
+        let holder = holder.chars().filter(|c| !c.is_control()).collect();
+        TrainError::Busy { dir: self.0.clone(), holder }
     }
 
     /// The run in whose own files this folder lies, if it does: what that run removes or replaces would be another's.
@@ -244,12 +290,7 @@ impl RunFolder {
         let mut file = ferrospeed_files::open_with(&path, &options, 0).map_err(TrainError::io(&path))?;
         match file.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let mut holder = String::new();
-                let _ = (&file).take(200).read_to_string(&mut holder);
-                let holder = holder.chars().filter(|c| !c.is_control()).collect();
-                return Err(TrainError::Busy { dir: self.0.clone(), holder });
-            }
+            Err(TryLockError::WouldBlock) => return Err(self.busy(file)),
             Err(TryLockError::Error(error)) => {
                 tracing::warn!(
                     "{}: this file system has no locks ({error}); two runs must not share the folder",
@@ -259,7 +300,7 @@ impl RunFolder {
         }
         // Who holds it is for people; the lock itself is the system's.
         let written = file.set_len(0).and_then(|()| file.rewind());
-        let _ = written.and_then(|()| write!(file, "process {}", std::process::id()));
+        let _ = written.and_then(|()| write!(file, "process {}, since {}", std::process::id(), now()));
         Ok(FolderLock { _file: file })
     }
 
@@ -296,6 +337,14 @@ impl RunFolder {
 #[derive(Debug)]
 pub struct FolderLock {
     _file: File,
+}
+
+/// The time, for people.
+fn now() -> String {
+    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let ((year, month, day), second) = (civil_date(now_s / 86_400), now_s % 86_400);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
 }
 
 /// Removes a file or a folder, if it is there.

@@ -1,26 +1,43 @@
 //! Whether a run still learns: a loss or a gradient that is no number any more is a verdict, not a result.
 
+use std::path::Path;
+
+use ferrospeed_checkpoint::{Listed, list};
+use ferrospeed_config::{LossScale, Precision};
 use ferrospeed_observe::StepRecord;
 
-use crate::error::{Result, TrainError};
+use crate::error::TrainError;
 
-/// Counts bad steps. One that is skipped because a loss scale was too high is none: with a lower scale the next may be good.
+/// Counts bad steps. One that is skipped because a loss scale was too high is none where that scale falls: with a lower one the
+/// next may be good.
 pub(crate) struct Health {
     limit: u64,
+    scale_falls: bool,
     bad_in_a_row: u64,
+    /// Steps that were taken before this run began to count.
+    begun_after: u64,
     last_good: Option<(u64, f32)>,
 }
 
+/// What ended a run: why, and the last step before which all was well.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Divergence {
+    pub(crate) why: String,
+    /// The update of this step may have been the one that broke the weights.
+    pub(crate) suspect_step: u64,
+}
+
 impl Health {
-    pub(crate) fn new(limit: u64) -> Health {
-        Health { limit: limit.max(1), bad_in_a_row: 0, last_good: None }
+    /// Of a run that goes on after so many steps. Bad steps that were taken before do not count.
+    pub(crate) fn new(limit: u64, precision: Precision, begun_after: u64) -> Health {
+        let scale_falls = matches!(precision, Precision::Fp16 { loss_scale: LossScale::Dynamic { .. }, .. });
+        Health { limit: limit.max(1), scale_falls, bad_in_a_row: 0, begun_after, last_good: None }
     }
 
     /// Looks at a step; an error when there were too many bad ones.
-    pub(crate) fn judge(&mut self, record: &StepRecord) -> Result<()> {
+    pub(crate) fn judge(&mut self, record: &StepRecord) -> Result<(), Divergence> {
         let Some(loss) = record.measured_loss() else { return Ok(()) };
-        let has_scale = record.loss_scale > 1.0;
-        if loss.is_finite() && (has_scale || !record.skipped) {
+        if loss.is_finite() && (self.scale_falls || !record.skipped) {
             self.bad_in_a_row = 0;
             self.last_good = Some((record.step, loss));
             return Ok(());
@@ -30,19 +47,46 @@ impl Health {
     }
 
     /// At the end of a run: an error when its last step was bad.
-    pub(crate) fn finish(&self) -> Result<()> {
+    pub(crate) fn finish(&self) -> Result<(), Divergence> {
         if self.bad_in_a_row == 0 {
             return Ok(());
         }
-        let since = match self.last_good {
-            Some((step, loss)) => format!("the last step that was taken is {step}, with a loss of {loss:.4}"),
-            None => "none before was taken".to_owned(),
+        let since = match (self.last_good, self.begun_after) {
+            (Some((step, loss)), _) => {
+                format!("the last step that was taken is {step}, with a loss of {loss:.4}")
+            }
+            (None, 0) => "none before was taken".to_owned(),
+            (None, step) => format!("none was taken since it went on after step {step}"),
         };
         let why = format!(
             "the loss or a gradient of the last {} steps is not a number; {since}",
             self.bad_in_a_row
         );
-        Err(TrainError::Diverged { why })
+        Err(Divergence { why, suspect_step: self.last_good.map_or(self.begun_after, |(step, _)| step) })
+    }
+}
+
+impl Divergence {
+    /// The verdict, with the newest checkpoint in `checkpoints` that was saved before anything went wrong.
+    pub(crate) fn verdict(self, checkpoints: &Path) -> TrainError {
+        let saved = list(checkpoints).unwrap_or_default();
+        let step_of = |listed: &Listed| listed.manifest.training.global_steps;
+        let before = saved
+            .iter()
+            .filter(|listed| step_of(listed) < self.suspect_step)
+            .max_by_key(|listed| step_of(listed));
+        let way_back = match before {
+            Some(listed) => format!(
+                "--resume {} goes on after step {}, the newest checkpoint from before it went wrong",
+                listed.tag,
+                step_of(listed)
+            ),
+            None if saved.is_empty() => "there is no checkpoint to go on from".to_owned(),
+            None => {
+                "there is no checkpoint from before it went wrong: start anew with --overwrite".to_owned()
+            }
+        };
+        TrainError::Diverged { why: self.why, way_back }
     }
 }
 
@@ -56,15 +100,13 @@ mod tests {
 
     #[test]
     fn a_run_whose_loss_stays_bad_is_stopped_and_one_that_recovers_is_not() {
-        let mut health = Health::new(3);
+        let mut health = Health::new(3, Precision::Fp32, 0);
         for (step, loss) in [(1, 2.0), (2, f32::NAN), (3, f32::INFINITY), (4, 1.5), (5, f32::NAN)] {
             health.judge(&record(step, loss)).unwrap();
         }
-        let error = health.finish().unwrap_err().to_string();
-        assert!(
-            error.contains("the last 1 steps") && error.contains("is 4, with a loss of 1.5000"),
-            "{error}"
-        );
+        let Divergence { why, suspect_step } = health.finish().unwrap_err();
+        assert!(why.contains("the last 1 steps") && why.contains("is 4, with a loss of 1.5000"), "{why}");
+        assert_eq!(suspect_step, 4, "its update came after its loss");
         health.judge(&record(6, f32::NAN)).unwrap();
         // Where nothing is predicted, nothing has gone wrong.
         health.judge(&StepRecord { no_targets: true, ..record(7, f32::NAN) }).unwrap();
@@ -72,15 +114,28 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_are_skipped_without_a_scale_to_lower_are_bad() {
+    fn steps_that_are_skipped_without_a_scale_that_falls_are_bad() {
         let skipped = |step, loss_scale| StepRecord { skipped: true, loss_scale, ..record(step, 5.5) };
-        let mut health = Health::new(2);
+        let half = |loss_scale| Precision::Fp16 { loss_scale, auto_cast: false, half_master_weights: false };
+        let falling = LossScale::Dynamic {
+            initial_power: 16,
+            window: 1000,
+            hysteresis: 2,
+            consecutive_hysteresis: false,
+            minimum: 1.0,
+        };
+        let mut health = Health::new(2, half(falling), 0);
         for step in 1..9 {
             health.judge(&skipped(step, 65536.0)).unwrap();
         }
-        health.judge(&skipped(9, 1.0)).unwrap();
-        assert!(health.judge(&skipped(10, 1.0)).unwrap_err().to_string().contains("the last 2 steps"));
-        health.judge(&record(11, 5.4)).unwrap();
-        health.finish().unwrap();
+        for precision in [Precision::Fp32, half(LossScale::Static(65536.0))] {
+            let mut health = Health::new(2, precision, 30);
+            health.judge(&skipped(31, 65536.0)).unwrap();
+            let Divergence { why, suspect_step } = health.judge(&skipped(32, 65536.0)).unwrap_err();
+            assert!(why.contains("the last 2 steps") && why.contains("went on after step 30"), "{why}");
+            assert_eq!(suspect_step, 30);
+            health.judge(&record(33, 5.4)).unwrap();
+            health.finish().unwrap();
+        }
     }
 }

@@ -23,7 +23,7 @@ mod told;
 pub use checkpoint::{Ending, Resume, Resumed, StopRequests};
 pub use error::{Result, TrainError};
 pub use expected::Expected;
-pub use ferrospeed_data::Preparing;
+pub use ferrospeed_data::{DataError, Preparing, unheard};
 pub use folder::{FolderLock, RunFolder};
 pub use mesh::MeshSizes;
 pub use prepare::{check, model_config, problems};

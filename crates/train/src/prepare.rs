@@ -6,7 +6,8 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
-use ferrospeed_data::{Codec, Preparing, Sequences, Source, TokenType};
+use ferrospeed_data::{Codec, DataError, Sequences, Source, Tell, TokenType, unheard};
+use ferrospeed_engine::refusals;
 use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_file, copy_files};
 use serde_json::Value;
 
@@ -33,12 +34,7 @@ pub(crate) struct Prepared {
 /// Checks a recipe and all that it names, and turns text into tokens in the run's folder. `tell` hears how far that is.
 ///
 /// Everything that is wrong is told together. Gives the `config.json` of the model.
-pub fn check(
-    recipe: &Recipe,
-    path: &Path,
-    folder: &RunFolder,
-    tell: &mut dyn FnMut(Preparing),
-) -> Result<Value> {
+pub fn check(recipe: &Recipe, path: &Path, folder: &RunFolder, tell: Tell<'_>) -> Result<Value> {
     prepare(recipe, path, folder, None, tell).map(|prepared| prepared.model.config)
 }
 
@@ -51,7 +47,7 @@ pub fn model_config(recipe: &Recipe, path: &Path) -> Result<Value> {
     }
 }
 
-/// All that [`check`] would find wrong before it reads any data, and the model's `config.json` where there is one.
+/// All that [`check`] would find wrong before it reads any text, and the model's `config.json` where there is one.
 pub fn problems(recipe: &Recipe) -> (Vec<String>, Option<Value>) {
     let Looked { problems, model, .. } = Looked::at(recipe, None, Extent::Files);
     (problems, model.map(|model| model.config))
@@ -60,13 +56,13 @@ pub fn problems(recipe: &Recipe) -> (Vec<String>, Option<Value>) {
 /// How much of a recipe is looked at.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Extent {
-    /// The recipe, its model's configuration and its tokenizer.
+    /// The recipe, its model's configuration, its tokenizer, and data that is made up.
     Shape,
     /// Also whether there are weights that fit the model, and data.
     Files,
 }
 
-/// What there is to see before data is read. Every command that judges a recipe looks here, so that all say the same.
+/// What there is to see before text is read, which may take long. Every command that judges a recipe looks here, so that all say the same.
 struct Looked {
     source: Option<Source>,
     validation: Option<Source>,
@@ -74,8 +70,12 @@ struct Looked {
     model: Option<BuiltModel>,
     /// Ids of tokens must be below it.
     vocabulary: Option<u64>,
+    /// Data that is tokens already.
+    opened: Option<Opened>,
     /// Whether files of data cannot be used.
     lacks_data: bool,
+    /// Whether whoever was told how far text is said to stop.
+    stopped: bool,
     problems: Vec<String>,
 }
 
@@ -93,7 +93,7 @@ impl Looked {
             false => Err(Vec::new()),
         };
         let plan = plan.map_err(|found| problems.extend(found)).ok();
-        let vocabulary = plan.as_ref().map(ModelPlan::vocabulary).filter(|_| !recipe.vocabulary_is_unknown());
+        let vocabulary = plan.as_ref().map(ModelPlan::vocabulary).filter(|_| recipe.vocabulary_makes_sense());
         let built = plan.map(|plan| plan.build(recipe, codec.as_ref(), mesh, extent == Extent::Files));
         let model = built.and_then(|built| built.map_err(|found| problems.extend(found)).ok());
         let validation = match &recipe.data.validation {
@@ -102,13 +102,52 @@ impl Looked {
         };
         let unusable: Vec<String> = match extent {
             Extent::Shape => Vec::new(),
-            Extent::Files => {
-                [&source, &validation].into_iter().flatten().flat_map(Source::unusable).collect()
-            }
+            Extent::Files => [&source, &validation].into_iter().flatten().flat_map(unusable).collect(),
         };
         let lacks_data = !unusable.is_empty();
         problems.extend(unusable.into_iter().map(|problem| format!("data: {problem}")));
-        Looked { source, validation, codec, model, vocabulary, lacks_data, problems }
+        if let Ok((config, _)) = recipe.config() {
+            let refused = refusals(&config, model.as_ref().map(|model| model.decoder.parameters()));
+            problems.extend(refused.iter().map(ToString::to_string));
+        }
+        let is_here = extent == Extent::Files || matches!(source, Some(Source::Synthetic { .. }));
+        let (opened, stopped) = (None, false);
+        let mut looked =
+            Looked { source, validation, codec, model, vocabulary, opened, lacks_data, stopped, problems };
+        if is_tokens && is_here {
+            // Tokens have no use for a cache.
+            looked.open(recipe, Path::new(""), &mut unheard);
+        }
+        looked
+    }
+
+    /// Opens the data, where there is some that can be.
+    fn open(&mut self, recipe: &Recipe, cache: &Path, tell: Tell<'_>) {
+        // A length that makes no sense is told already.
+        let Some(source) = self.source.as_ref().filter(|_| !self.lacks_data && recipe.data.sequence > 1)
+        else {
+            return;
+        };
+        let opened =
+            open(recipe, source, self.validation.as_ref(), self.codec.as_ref(), cache, self.vocabulary, tell);
+        match opened {
+            Ok(opened) => self.opened = Some(opened),
+            Err(DataError::Stopped) => self.stopped = true,
+            Err(problem) => self.problems.push(format!("data: {problem}")),
+        }
+    }
+}
+
+/// Why data cannot be read, as far as its files show it by their names and sizes.
+fn unusable(source: &Source) -> Vec<String> {
+    let named = source.unusable();
+    if !named.is_empty() || !source.is_text() {
+        return named;
+    }
+    match source.text_bytes() {
+        Ok(0) => vec!["the files are empty: there is no text in them".to_owned()],
+        Ok(_) => Vec::new(),
+        Err(error) => vec![error.to_string()],
     }
 }
 
@@ -118,21 +157,22 @@ pub(crate) fn prepare(
     path: &Path,
     folder: &RunFolder,
     mesh: Option<&Mesh>,
-    tell: &mut dyn FnMut(Preparing),
+    tell: Tell<'_>,
 ) -> Result<Prepared> {
-    let Looked { source, validation, codec, model, vocabulary, lacks_data, mut problems } =
-        Looked::at(recipe, mesh, Extent::Files);
-    let sequences = source.filter(|_| !lacks_data).and_then(|source| {
-        let known = codec.is_some() || !source.is_text();
-        let quick = source.text_bytes().is_ok_and(|bytes| bytes <= QUICK_TEXT_BYTES);
-        if !known || !(problems.is_empty() || quick) {
-            return None;
-        }
+    let mut looked = Looked::at(recipe, mesh, Extent::Files);
+    let is_quick = |source: &Source| source.text_bytes().is_ok_and(|bytes| bytes <= QUICK_TEXT_BYTES);
+    if let Some(source) = looked.source.as_ref().filter(|source| source.is_text())
+        && looked.codec.is_some()
+        && (looked.problems.is_empty() || is_quick(source))
+    {
         let cache = recipe.data.cache.clone().unwrap_or_else(|| folder.data());
-        let opened = open(recipe, &source, validation.as_ref(), codec.as_ref(), &cache, vocabulary, tell);
-        opened.map_err(|problem| problems.push(format!("data: {problem}"))).ok()
-    });
-    match (sequences, model) {
+        looked.open(recipe, &cache, tell);
+    }
+    if looked.stopped {
+        return Err(DataError::Stopped.into());
+    }
+    let Looked { opened, codec, model, problems, .. } = looked;
+    match (opened, model) {
         (Some(Opened { sequences, largest, bytes_per_token }), Some(model)) if problems.is_empty() => {
             let warnings = looks_like_bytes(codec.as_ref(), largest, model.decoder.config().vocab as u64);
             let warnings = warnings.into_iter().collect();
@@ -157,8 +197,8 @@ fn open(
     codec: Option<&Codec>,
     cache: &Path,
     vocabulary: Option<u64>,
-    tell: &mut dyn FnMut(Preparing),
-) -> Result<Opened, ferrospeed_data::DataError> {
+    tell: Tell<'_>,
+) -> Result<Opened, DataError> {
     let data = &recipe.data;
     let named = data.end_token.map(|token| token as i64);
     let end_token = named.or_else(|| codec.and_then(Codec::end_token).map(i64::from));

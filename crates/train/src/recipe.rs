@@ -320,6 +320,11 @@ const MAX_RECIPE_BYTES: u64 = 4 << 20;
 fn move_section(recipe: &mut serde_json::Map<String, Value>, name: &str) -> Vec<String> {
     let Some(Value::Object(own)) = recipe.remove(name) else { return Vec::new() };
     let mut problems = Vec::new();
+    // What cannot have a section is told by its own checks.
+    let can_have_keys = |value: &Value| value.is_object() || value.is_null();
+    if !can_have_keys(&recipe["ds_config"]) || !can_have_keys(&recipe["ds_config"][name]) {
+        return problems;
+    }
     for (key, value) in own {
         let section = &mut recipe["ds_config"][name];
         match section.get(&key) {
@@ -357,7 +362,7 @@ impl Recipe {
                 Ok(config) => value["ds_config"] = config.source().clone(),
                 Err(error) => {
                     misread.push(format!("ds_config: {error}").replace('\n', "\n  "));
-                    value["ds_config"] = serde_json::json!({ "train_micro_batch_size_per_gpu": 1 });
+                    value["ds_config"] = schema::stand_in_ds_config();
                 }
             }
         }
@@ -411,40 +416,47 @@ impl Recipe {
         self.mesh().pipe
     }
 
+    /// What the ds_config says for some options, as its checks read it: 2.0 is 2. What they refuse is nothing here.
+    fn given<const N: usize>(&self, paths: [&str; N]) -> [Option<Value>; N] {
+        let read = Config::from_value("ds_config", &self.ds_config).ok();
+        paths.map(|path| read.as_ref().and_then(|read| read.given(path)).cloned())
+    }
+
     /// How ranks are laid out.
     pub fn mesh(&self) -> MeshSizes {
-        let size = |value: &Value| {
-            let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
+        let size = |value: Option<Value>| {
+            let size = value.and_then(|value| usize::try_from(value.as_u64()?).ok());
             size.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN)
         };
-        MeshSizes {
-            pipe: size(&self.ds_config["pipeline"]["stages"]),
-            sequence: size(&self.ds_config["sequence_parallel_size"]),
-            tensor: size(&self.ds_config["tensor_parallel"]["autotp_size"]),
-            expert: size(&self.ds_config["expert_parallel"]["autoep_size"]),
-        }
+        let [pipe, sequence, tensor, expert] = self.given([
+            "pipeline.stages",
+            "sequence_parallel_size",
+            "tensor_parallel.autotp_size",
+            "expert_parallel.autoep_size",
+        ]);
+        MeshSizes { pipe: size(pipe), sequence: size(sequence), tensor: size(tensor), expert: size(expert) }
     }
 
     /// Whether neighbouring ranks hold different experts or the same ones.
     pub(crate) fn expert_order(&self) -> ExpertOrder {
-        match self.ds_config["use_data_before_expert_parallelism"].as_bool() {
-            Some(true) => ExpertOrder::DataBeforeExpert,
+        match self.given(["use_data_before_expert_parallelism"]) {
+            [Some(Value::Bool(true))] => ExpertOrder::DataBeforeExpert,
             _ => ExpertOrder::ExpertBeforeData,
         }
     }
 
     /// What ranks have between layers whose slices they hold.
     pub(crate) fn between_slices(&self) -> Between {
-        match self.ds_config["tensor_parallel"]["sequence_parallel"].as_bool() {
-            Some(true) => Between::OwnTokens,
+        match self.given(["tensor_parallel.sequence_parallel"]) {
+            [Some(Value::Bool(true))] => Between::OwnTokens,
             _ => Between::AllTokens,
         }
     }
 
     /// How ranks that share a sequence attend over all of it; the configuration's own checks refuse other words.
     pub fn sequence_method(&self) -> SequenceMethod {
-        match self.ds_config["sequence_parallel_method"].as_str() {
-            Some("ring") => SequenceMethod::Ring,
+        match self.given(["sequence_parallel_method"]) {
+            [Some(Value::String(method))] if method == "ring" => SequenceMethod::Ring,
             _ => SequenceMethod::Ulysses,
         }
     }

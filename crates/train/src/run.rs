@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_comm::{ReduceOp, World};
-use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split};
+use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split, unheard};
 use ferrospeed_engine::{
     Engine, EngineError, Options, Setup, activation_shelf, divides_by_measure, initialize_model,
     initialize_pipeline, machine,
@@ -90,11 +90,12 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let start = Instant::now();
     let (recipe, folder) = (job.recipe, job.folder);
     let _lock = if job.folder_is_held { None } else { take_folder(job)? };
-    let mesh = recipe.mesh().over(&job.world)?;
+    let sizes = recipe.mesh();
+    let mesh = sizes.over(&job.world)?;
     let Prepared { sequences, codec, bytes_per_token, model, warnings: mut all_warnings } =
-        prepare(recipe, job.path, folder, Some(&mesh), &mut |_| {})?;
+        prepare(recipe, job.path, folder, Some(&mesh), &mut unheard)?;
     let BuiltModel { decoder: mut model, config: model_config, weights } = model;
-    if recipe.mesh().sequence.get() > 1 {
+    if sizes.sequence.get() > 1 {
         let sequence = SequenceParallel::new(mesh.sequence()?, recipe.sequence_method());
         model.set_sequence_parallel(Some(sequence));
     }
@@ -115,6 +116,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let wire_bytes_per_s = machine::sent_bytes_per_s(&job.world)?;
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;
+    // The recipe says after how many bad steps a run ends.
+    setup.max_skipped_in_a_row = u64::MAX;
     if let Some(profiler) = &mut setup.config.flops_profiler {
         // Among the lines of a terminal a report of a thousand lines would be lost.
         profiler.output_file.get_or_insert_with(|| folder.profile().display().to_string());
@@ -133,11 +136,11 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
     let mut options = Options { source, ..Default::default() };
-    if recipe.mesh().ranks_of_a_sample() > 1 {
+    if sizes.ranks_of_a_sample() > 1 {
         options.spread_over(&mesh)?;
     }
-    if recipe.mesh().expert.get() > 1 {
-        options.spread_experts(&mesh, mesh.expert(recipe.mesh().expert.get(), recipe.expert_order())?)?;
+    if sizes.expert.get() > 1 {
+        options.spread_experts(&mesh, mesh.expert(sizes.expert.get(), recipe.expert_order())?)?;
     }
     if recipe.stages().get() > 1 && divides_by_measure(&setup.config) {
         options.measured = Some(measured(&setup, &model, &sequences, recipe)?);
@@ -223,7 +226,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let mut replaces = replaces[0] > 0.0;
     let mut times_ms = [Vec::new(), Vec::new()];
     let mut changes = Changes::default();
-    let mut health = Health::new(recipe.max_bad_steps);
+    let mut health = Health::new(recipe.max_bad_steps, run.engine.config().precision, summary.steps);
     let mut unsaved = None;
     for step in summary.steps + 1..=recipe.steps {
         let step_begin = Instant::now();
@@ -234,7 +237,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             return Err(TrainError::StoppedAtOnce(ending));
         }
         if observed {
-            record.routing = routing::over_ranks(&run.model, &run.engine, recipe.mesh().tensor.get())?;
+            record.routing = routing::over_ranks(&run.model, &run.engine, sizes.tensor.get())?;
             routing::monitor(&mut run.engine, &record.routing);
             record.rank_memory_bytes = changes.of(std::mem::take(&mut record.rank_memory_bytes));
         }
@@ -249,7 +252,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             run.engine.trace(Activity::Files, "log", begin);
         }
         // Every rank sees the same losses, so all of them leave here.
-        verdict?;
+        verdict.map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
         times_ms[usize::from(observed)].push(step_begin.elapsed().as_secs_f64() * 1e3);
         summary.ending = asked.filter(|_| step < recipe.steps).unwrap_or(Ending::Finished);
         let last = step == recipe.steps || asked.is_some();
@@ -299,7 +302,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         }
     }
     checkpoints.wait(&mut run.engine, progress)?;
-    health.finish()?;
+    health.finish().map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
     if run.engine.config().comms_logger.is_some() {
         summary.communication = Some(run.engine.communication_summary(true)?);
     }
@@ -354,10 +357,9 @@ fn take_folder(job: &Job<'_>) -> Result<Option<FolderLock>> {
     let leads = job.world.rank() == 0;
     let taken = if !leads {
         Ok(None)
-    } else if job.resume == Resume::No && job.folder.holds_run() {
-        Err(TrainError::Used { dir: job.folder.path().to_path_buf() })
     } else {
-        job.folder.lock().map(Some)
+        let unused = if job.resume == Resume::No { job.folder.check_unused() } else { Ok(()) };
+        unused.and_then(|()| job.folder.lock().map(Some))
     };
     let said = taken.as_ref().map(|_| ()).map_err(|error| CheckpointError::Request(error.to_string()));
     match (agree(&job.world.group(), said), taken) {

@@ -37,7 +37,7 @@ impl Place {
     }
 
     fn problems(&self, recipe: &Recipe, path: &Path) -> Vec<String> {
-        match check(recipe, path, &RunFolder::at(self.0.path().join("run")), &mut |_| {}) {
+        match check(recipe, path, &RunFolder::at(self.0.path().join("run")), &mut ferrospeed_train::unheard) {
             Ok(_) => Vec::new(),
             Err(TrainError::Recipe { problems, .. }) => problems,
             Err(other) => vec![other.to_string()],

@@ -27,8 +27,8 @@ impl Place {
         let path = self.write("recipe.toml", &recipe.replace("PLACE", &self.0.path().display().to_string()));
         let overrides: Vec<String> = overrides.iter().map(|&text| text.to_owned()).collect();
         let folder = RunFolder::at(self.path("run"));
-        let outcome =
-            Recipe::load(&path, &overrides).and_then(|recipe| check(&recipe, &path, &folder, &mut |_| {}));
+        let outcome = Recipe::load(&path, &overrides)
+            .and_then(|recipe| check(&recipe, &path, &folder, &mut ferrospeed_train::unheard));
         match outcome {
             Ok(_) => Vec::new(),
             Err(TrainError::Recipe { problems, .. }) => problems,

@@ -6,6 +6,7 @@
 
 use std::fmt;
 
+use ferrospeed_config::whole;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -169,8 +170,8 @@ impl Space {
             _ => vec![Offload::AsConfigured],
         };
         let sizes = numbers(&config["train_micro_batch_size_per_gpu"]);
-        let accumulation = config["gradient_accumulation_steps"].as_u64().unwrap_or(1).max(1);
-        let batch = match (sizes.is_empty(), config["train_batch_size"].as_u64()) {
+        let accumulation = whole(&config["gradient_accumulation_steps"]).unwrap_or(1).max(1);
+        let batch = match (sizes.is_empty(), whole(&config["train_batch_size"])) {
             (true, Some(batch)) => Batch::OfStep(batch),
             (true, None) => Batch::OfMicroBatches {
                 sizes: (0..=LARGEST_POWER).map(|power| 1 << power).collect(),
@@ -240,8 +241,8 @@ impl Space {
 /// A number, or the numbers of a list.
 fn numbers(value: &Value) -> Vec<u64> {
     match value {
-        Value::Array(list) => list.iter().filter_map(Value::as_u64).collect(),
-        one => one.as_u64().into_iter().collect(),
+        Value::Array(list) => list.iter().filter_map(whole).collect(),
+        one => whole(one).into_iter().collect(),
     }
 }
 

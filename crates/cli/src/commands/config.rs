@@ -4,14 +4,15 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
-use ferrospeed_engine::operations_named;
+use ferrospeed_engine::refusals;
 use ferrospeed_train::{Recipe, TrainError};
 use serde_json::{Value, json};
 
-use super::offload_folders;
-use super::train_start::check_besides_data;
+use super::train_start::besides_data;
+use super::{offload_folders, outputs};
 use crate::failure::Failure;
 use crate::terminal::{self, Colour, Paint};
 
@@ -57,7 +58,7 @@ struct ShowArgs {
 #[derive(Debug, Args)]
 pub(super) struct InputArgs {
     /// The configuration: a file, URL-safe base64, or a recipe (.toml), which fills every "auto"
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = NonEmptyStringValueParser::new())]
     file: String,
     /// Override a value: `zero_optimization.stage=3`
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -72,6 +73,8 @@ struct Input {
     read: Unresolved,
     auto: AutoValues,
     recipe: Option<Recipe>,
+    /// Where a recipe and its ds_config contradict each other.
+    contradictions: Vec<String>,
 }
 
 impl Input {
@@ -95,14 +98,12 @@ impl InputArgs {
     /// Reads a configuration, or the recipe that holds one.
     fn open(&self) -> Result<Input, Failed> {
         let Some(path) = self.recipe() else {
-            return Ok(Input { read: self.read()?, auto: self.auto_values(), recipe: None });
+            let (read, auto) = (self.read()?, self.auto_values());
+            return Ok(Input { read, auto, recipe: None, contradictions: Vec::new() });
         };
         let recipe = Recipe::load(path, &self.overrides).map_err(Failed::Recipe)?;
         let (read, auto, contradictions) = recipe.unresolved()?;
-        if !contradictions.is_empty() {
-            return Err(Failed::Recipe(TrainError::Recipe { path: path.into(), problems: contradictions }));
-        }
-        Ok(Input { read, auto, recipe: Some(recipe) })
+        Ok(Input { read, auto, recipe: Some(recipe), contradictions })
     }
 
     /// Reads the configuration and applies the overrides.
@@ -165,7 +166,10 @@ fn print(text: &str) -> Result<ExitCode, Failure> {
 fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let examined = args.input.open().and_then(|input| {
         let report = match args.world_size.or(input.ranks()) {
-            Some(ranks) => input.read.resolve(ranks, &input.auto)?.1,
+            Some(ranks) => match input.read.resolve(ranks, &input.auto) {
+                Ok((_, report)) | Err(ConfigError::Invalid(report)) => report,
+                Err(error) => return Err(error.into()),
+            },
             None => input.read.report(),
         };
         // What `plan` and `train` would say beyond the rules of a configuration.
@@ -176,13 +180,16 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
                     .map(|ranks| ranks.get().saturating_mul(recipe.mesh().ranks_of_a_sample() as u64));
                 recipe.ranks = ranks.map_or(recipe.ranks, |ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
                 let (mut problems, model) = ferrospeed_train::problems(&recipe);
-                let besides = check_besides_data(&recipe, model.as_ref());
-                problems.extend(besides.err().map(|failure| failure.to_string()));
+                // What is wrong with the configuration itself is in the report, with its places.
+                let reported = recipe.config().err().map(|error| error.to_string().replace('\n', "\n  "));
+                problems.retain(|problem| Some(problem) != reported.as_ref());
+                problems.extend(besides_data(&recipe, model.as_ref()));
                 problems
             }
             None => {
-                let source = input.read.source();
-                offload_folders::problems(source).into_iter().chain(unknown_operation(source)).collect()
+                let folders = offload_folders::problems(input.read.source());
+                let refused = refusals_of_an_engine(&input.read);
+                folders.into_iter().chain(outputs::problems(&input.read)).chain(refused).collect()
             }
         };
         Ok((report, problems))
@@ -210,18 +217,37 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::from(if errors == 0 { 0 } else { 2 }))
 }
 
-/// What an engine would say of the operations that `comms_logger` is to count.
-fn unknown_operation(source: &Value) -> Option<String> {
-    let section = &source["comms_logger"];
-    let names = section["prof_ops"].as_array().filter(|_| section["enabled"] == true)?;
-    let names: Vec<String> = names.iter().filter_map(|name| name.as_str().map(str::to_owned)).collect();
-    operations_named(&names).err().map(|error| error.to_string())
+/// What an engine would say of a configuration whose ranks and `"auto"`s are not known: it is looked at on one rank, with the
+/// defaults in their place.
+fn refusals_of_an_engine(read: &Unresolved) -> Vec<String> {
+    let mut value = read.source().clone();
+    if !value.is_object() {
+        return Vec::new();
+    }
+    let batch = ["train_batch_size", "gradient_accumulation_steps", "elasticity"];
+    for path in read.autos().chain(batch) {
+        let (section, key) = path.rsplit_once('.').map_or(("", path), |(section, key)| (section, key));
+        let pointer = section.split('.').filter(|part| !part.is_empty()).map(|part| format!("/{part}"));
+        if let Some(Value::Object(section)) = value.pointer_mut(&pointer.collect::<String>()) {
+            section.remove(key);
+        }
+    }
+    value["train_micro_batch_size_per_gpu"] = 1.into();
+    let resolved = Config::from_value("ds_config", &value)
+        .and_then(|read| read.resolve(NonZeroU64::MIN, &AutoValues::new()));
+    // What else is wrong is in the report.
+    let Ok((config, _)) = resolved else { return Vec::new() };
+    refusals(&config, None).iter().map(ToString::to_string).collect()
 }
 
 fn show(args: &ShowArgs) -> Result<ExitCode, Failure> {
     let input = args.input.open()?;
     let ranks = args.world_size.or(input.ranks()).unwrap_or(NonZeroU64::MIN);
-    let Input { read, auto, .. } = input;
+    let Input { read, auto, contradictions, .. } = input;
+    if !contradictions.is_empty() {
+        let path = args.input.file.clone().into();
+        return Err(Failure::Usage(TrainError::Recipe { path, problems: contradictions }.to_string()));
+    }
     let (config, report) = read.resolve(ranks, &auto).map_err(refusal)?;
     print_findings(&report);
     for filled in read.filled(&auto) {

@@ -36,6 +36,7 @@ mod node_launch;
 mod offload_folders;
 mod old_recorders;
 mod output_file;
+mod outputs;
 mod place;
 mod plan;
 mod plan_asked;

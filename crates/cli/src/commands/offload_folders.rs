@@ -58,18 +58,20 @@ pub(super) fn unusable(folder: &Path) -> Option<String> {
     let existing = nearest(folder);
     if !existing.is_dir() {
         let file = existing.display();
-        return Some(format!("{file} is no folder; name one, on the disk that is to hold the state"));
+        return Some(format!("{file} is no folder; name one"));
     }
     let why = unwritable(folder).filter(|_| existing == folder)?;
     Some(format!("{} cannot be written to ({why}); name a folder that can", folder.display()))
 }
 
 /// Why a folder that is not there cannot be made.
-fn unmakeable(folder: &Path) -> Option<String> {
+pub(super) fn unmakeable(folder: &Path) -> Option<String> {
     let existing = nearest(folder);
     let why = unwritable(existing).filter(|_| existing != folder)?;
     let (folder, existing) = (folder.display(), existing.display());
-    Some(format!("{folder} is not there and cannot be made: {existing} cannot be written to ({why})"))
+    Some(format!(
+        "{folder} is not there and cannot be made: {existing} cannot be written to ({why}); name another place"
+    ))
 }
 
 /// What is free on the disk of a folder; one that is made later lies on the disk of the one that it is made in.

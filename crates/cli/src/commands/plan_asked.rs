@@ -4,7 +4,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
 
 use ferrospeed_config::{AutoValues, Config, PipelineStages};
-use ferrospeed_engine::logged_operations;
+use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_train::{Recipe, TrainError};
@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use super::config::{print_findings, refusal};
 use super::plan::PlanArgs;
+use super::train_start::check_besides_data;
 use crate::failure::Failure;
 
 const DEFAULT_SEQUENCE_LENGTH: u64 = 2048;
@@ -56,7 +57,8 @@ impl Asked {
         };
         let (config, report) = read.resolve(data_ranks, &auto).map_err(refusal)?;
         print_findings(&report);
-        logged_operations(&config).map_err(|error| Failure::Usage(error.to_string()))?;
+        let refused = refusals(&config, None).into_iter().next();
+        refused.map_or(Ok(()), |error| Err(Failure::Usage(error.to_string())))?;
         let longest = match &model {
             Model::Transformer(transformer) => transformer.max_positions,
             Model::Counts(_) => DEFAULT_SEQUENCE_LENGTH,
@@ -92,16 +94,25 @@ impl Asked {
         let mesh = recipe.mesh();
         // As `train` has it: options of the command bring the ranks that they need, a recipe says how many there are.
         let ranks = args.world_size.map_or_else(
-            || u64::from(recipe.ranks).max(asked_of_a_sample(args)),
+            || match recipe.ranks {
+                // Refused below, whatever else is asked for.
+                0 => 0,
+                ranks => u64::from(ranks).max(asked_of_a_sample(args)),
+            },
             |ranks| ranks.get().saturating_mul(mesh.ranks_of_a_sample() as u64),
         );
-        recipe.ranks = u32::try_from(ranks)
-            .map_err(|_| Failure::Usage(format!("--world_size: {ranks} ranks are too many")))?;
+        recipe.ranks = u32::try_from(ranks).map_err(|_| {
+            Failure::Usage(format!("{ranks} ranks are too many (--world_size, --tp, --pp, --sp)"))
+        })?;
         let model = match args.model.is_given() {
             true => {
                 let (model, decoder) = args.model.read_all()?;
                 let (config, _) = recipe.config().map_err(refusal)?;
                 check_division(decoder.as_ref(), &config)?;
+                let problems = recipe.problems();
+                if !problems.is_empty() {
+                    return Err(usage(TrainError::Recipe { path: path.into(), problems }));
+                }
                 model
             }
             false => {
@@ -112,6 +123,9 @@ impl Asked {
                 )
             }
         };
+        if args.is_about_this_machine() {
+            check_besides_data(&recipe, None)?;
+        }
         let (config, _) = recipe.config().map_err(refusal)?;
         Ok(Asked {
             model,

@@ -104,15 +104,16 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
     let Some(place) = place else {
+        let requests = watch_signals()?;
         let _made = FoldersToMake::of(&recipe);
-        let (folder, _lock) = train_start::begin(args, &recipe, folder)?;
+        let (folder, _lock) = train_start::begin(args, &recipe, folder, &requests)?;
         let name = recipe.name.clone();
         let outcome = match recipe.ranks {
             1 => {
                 start_log(0, Standing::Alone);
-                run_rank(args, recipe, &folder, World::solo(), watch_signals()?, Standing::Alone)
+                run_rank(args, recipe, &folder, World::solo(), requests, Standing::Alone)
             }
-            _ => start_ranks(args, &recipe, &folder),
+            _ => start_ranks(args, &recipe, &folder, &requests),
         };
         return train_start::conclude(&folder, &name, outcome);
     };
@@ -167,7 +168,12 @@ impl TrainArgs {
     pub(super) fn load_recipe(&self) -> Result<Recipe, Failure> {
         let mut recipe = Recipe::load(&self.recipe, &self.overrides())
             .map_err(|error| Failure::Usage(error.to_string()))?;
-        recipe.ranks = self.ranks.unwrap_or(recipe.ranks.max(self.ranks_of_a_sample()));
+        recipe.ranks = match (self.ranks, recipe.ranks) {
+            (Some(ranks), _) => ranks,
+            // Refused later, whatever else is asked for.
+            (None, 0) => 0,
+            (None, ranks) => ranks.max(self.ranks_of_a_sample()),
+        };
         recipe.trace = self.trace.clone().or(recipe.trace);
         Ok(recipe)
     }
@@ -221,7 +227,12 @@ impl TrainArgs {
 }
 
 /// Starts this program again, once per rank.
-fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<ExitCode, Failure> {
+fn start_ranks(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    folder: &RunFolder,
+    requests: &StopRequests,
+) -> Result<ExitCode, Failure> {
     let program = std::env::current_exe()
         .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
     let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];
@@ -247,12 +258,13 @@ fn start_ranks(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<
     let begun = || folder.about().metadata().and_then(|about| about.modified()).ok();
     let before = begun();
     old_recorders::remove();
+    // From here on the launcher hears signals itself.
+    train_start::check_told_to_stop(requests)?;
     let outcome = job.run()?;
     match &outcome {
         JobOutcome::Interrupted { signal: signal @ (SIGINT | SIGTERM), .. } if begun() == before => {
             let ending = if *signal == SIGINT { Ending::Stopped } else { Ending::Left };
-            let text = "told to stop before its ranks had begun; nothing was trained, and nothing is lost";
-            return Err(Failure::Stopped(exit_code(ending), text.to_owned()));
+            return Err(train_start::stopped_before(ending));
         }
         // Rank 0 has said what it saved.
         JobOutcome::Failed(report) if report.ended.exit_code() == EXIT_SAVED => {}

@@ -6,15 +6,19 @@
 //! took the folder keeps it until the run has ended, and gives an earlier run back where this one took no step.
 
 use std::io::Read;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
 
 use ferrospeed_comm::World;
-use ferrospeed_train::{FolderLock, Preparing, Recipe, RunFolder, TrainError, report_failure};
+use ferrospeed_train::{
+    DataError, Ending, FolderLock, Preparing, Recipe, RunFolder, StopRequests, TrainError, report_failure,
+};
 use serde_json::Value;
 
 use super::offload_folders::{check_folders_to_make, check_offload_folders};
 use super::output_file::check_place;
+use super::outputs;
 use super::train::{TrainArgs, exit_code};
 use super::train_memory;
 use super::writable::impossible;
@@ -32,16 +36,22 @@ pub(super) fn begin(
     args: &TrainArgs,
     recipe: &Recipe,
     folder: RunFolder,
+    requests: &StopRequests,
 ) -> Result<(RunFolder, FolderLock), Failure> {
     let folder = own_folder(args, folder)?;
     // A run that cannot be leaves no folder behind.
     let before = Before::of(&folder);
-    let begun = look_and_take(args, recipe, &folder);
+    let begun = look_and_take(args, recipe, &folder, requests);
     begun.map_err(|failure| before.restored(&folder, failure)).map(|lock| (folder, lock))
 }
 
-fn look_and_take(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<FolderLock, Failure> {
-    let model = look_ahead(args, recipe, folder)?;
+fn look_and_take(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    folder: &RunFolder,
+    requests: &StopRequests,
+) -> Result<FolderLock, Failure> {
+    let model = look_ahead(args, recipe, folder, requests)?;
     if recipe.ranks > MAX_RANKS_OF_HOST {
         let why = format!(
             "{} ranks are too many for one host: at most {MAX_RANKS_OF_HOST}; set ranks in the recipe or give -n",
@@ -52,7 +62,20 @@ fn look_and_take(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Resul
     if !args.force {
         train_memory::check(recipe, &model, args.device(), u64::from(recipe.ranks))?;
     }
+    // What was asked for meanwhile holds before anything of an earlier run is put away.
+    check_told_to_stop(requests)?;
     take(args, recipe, folder)
+}
+
+/// Refuses to begin what was told to stop.
+pub(super) fn check_told_to_stop(requests: &StopRequests) -> Result<(), Failure> {
+    requests.ending().map_or(Ok(()), |ending| Err(stopped_before(ending)))
+}
+
+/// The end of a run that was told to stop before it had begun.
+pub(super) fn stopped_before(ending: Ending) -> Failure {
+    let text = "told to stop before its ranks had begun; nothing was trained, and nothing is lost";
+    Failure::Stopped(exit_code(ending), text.to_owned())
 }
 
 /// What of a folder was there before a run began to look at its data.
@@ -119,10 +142,11 @@ fn look_together(
 /// What the folder holds, and the recipe.
 fn look_at_folder(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<(), Failure> {
     recover(folder)?;
-    if args.resume.is_none() && !args.overwrite && folder.holds_run() {
-        return Err(failure(TrainError::Used { dir: folder.path().to_path_buf() }));
-    }
-    look_ahead(args, recipe, folder).map(drop)
+    let is_new = args.resume.is_none() && !args.overwrite;
+    let free = if is_new { folder.check_unused() } else { folder.check_free() };
+    free.map_err(failure)?;
+    // Who waits for signals ends the process meanwhile.
+    look_ahead(args, recipe, folder, &StopRequests::default()).map(drop)
 }
 
 fn fits_here(args: &TrainArgs, recipe: &Recipe, world: &World) -> Result<(), Failure> {
@@ -225,15 +249,25 @@ fn recover(folder: &RunFolder) -> Result<(), Failure> {
 /// The folder the run may use: a new run does not write over an old one's log and weights.
 fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure> {
     recover(&folder)?;
+    let busy = folder.check_free();
     if args.resume.is_some() || args.overwrite || !folder.holds_run() {
-        return Ok(folder);
+        return busy.map(|()| folder).map_err(failure);
     }
     if args.out.is_some() {
-        return Err(failure(TrainError::Used { dir: folder.path().to_path_buf() }));
+        return folder.check_unused().map(|()| folder).map_err(failure);
     }
+    let (there, what) = match busy {
+        Ok(()) => {
+            ("an earlier run", " (--resume goes on with the earlier one, --overwrite replaces it)".to_owned())
+        }
+        Err(TrainError::Busy { holder, .. }) => {
+            ("a run that is going on", format!(" ({holder}, has the other)"))
+        }
+        Err(error) => return Err(failure(error)),
+    };
     let free = folder.or_next_free();
     print_note(&format!(
-        "{} holds an earlier run: this one goes to {} (--resume goes on with the earlier one, --overwrite replaces it)",
+        "{} holds {there}: this one goes to {}{what}",
         folder.path().display(),
         free.path().display()
     ));
@@ -241,9 +275,17 @@ fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure>
 }
 
 /// Ranks look again; a mistake is said once, before any of them begins, and text becomes tokens once.
-fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<Value, Failure> {
-    let model =
-        ferrospeed_train::check(recipe, args.recipe(), folder, &mut tell_preparing()).map_err(failure)?;
+fn look_ahead(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    folder: &RunFolder,
+    requests: &StopRequests,
+) -> Result<Value, Failure> {
+    let checked = ferrospeed_train::check(recipe, args.recipe(), folder, &mut tell_preparing(requests));
+    if let Err(TrainError::Data(DataError::Stopped)) = &checked {
+        check_told_to_stop(requests)?;
+    }
+    let model = checked.map_err(failure)?;
     check_besides_data(recipe, Some(&model))?;
     if let Ok((config, _)) = recipe.config() {
         check_folders_to_make(&config)?;
@@ -267,15 +309,23 @@ fn look_ahead(args: &TrainArgs, recipe: &Recipe, folder: &RunFolder) -> Result<V
     Ok(model)
 }
 
-/// What keeps a recipe from running, beside its data and its model.
+/// Refuses what keeps a recipe from running, beside its data and its model.
 pub(super) fn check_besides_data(recipe: &Recipe, model: Option<&Value>) -> Result<(), Failure> {
-    model.map_or(Ok(()), |model| train_memory::check_slots(recipe, model))?;
-    let traced = recipe.trace.as_deref().map_or(Ok(()), check_trace);
-    traced.map_err(|failure| Failure::Usage(format!("trace: {failure}")))?;
-    if let Some(why) = recipe.data.cache.as_deref().and_then(impossible) {
-        return Err(Failure::Usage(format!("data.cache: {why}")));
-    }
-    recipe.config().map_or(Ok(()), |(config, _)| check_offload_folders(&config))
+    let problems = besides_data(recipe, model);
+    if problems.is_empty() { Ok(()) } else { Err(Failure::Usage(problems.join("\n"))) }
+}
+
+/// Everything that keeps a recipe from running, beside its data and its model: places where it is to write.
+pub(super) fn besides_data(recipe: &Recipe, model: Option<&Value>) -> Vec<String> {
+    let text = |checked: Result<(), Failure>| checked.err().map(|failure| failure.to_string());
+    let slots = model.and_then(|model| text(train_memory::check_slots(recipe, model)));
+    let trace = recipe.trace.as_deref().and_then(|trace| text(check_trace(trace)));
+    let cache = recipe.data.cache.as_deref().and_then(impossible);
+    let named =
+        [slots, trace.map(|why| format!("trace: {why}")), cache.map(|why| format!("data.cache: {why}"))];
+    let offload = recipe.config().ok().and_then(|(config, _)| text(check_offload_folders(&config)));
+    let monitors = recipe.unresolved().map_or_else(|_| Vec::new(), |(read, ..)| outputs::problems(&read));
+    named.into_iter().flatten().chain(offload).chain(monitors).collect()
 }
 
 /// Refuses a place where no timeline can be, and one where something else is: another run's log, say.
@@ -298,8 +348,8 @@ fn check_trace(trace: &Path) -> Result<(), Failure> {
     }
 }
 
-/// A line whenever another tenth of a text that is not small became tokens.
-fn tell_preparing() -> impl FnMut(Preparing) {
+/// A line whenever another tenth of a text that is not small became tokens; it stops where signals ask for it.
+fn tell_preparing(requests: &StopRequests) -> impl FnMut(Preparing) -> ControlFlow<()> {
     const WORTH_TELLING_BYTES: u64 = 32 << 20;
     let mut told = 0;
     move |now| {
@@ -314,6 +364,7 @@ fn tell_preparing() -> impl FnMut(Preparing) {
                 grouped(now.tokens)
             ));
         }
+        if requests.ending().is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 }
 

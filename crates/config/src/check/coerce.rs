@@ -61,6 +61,13 @@ pub(super) fn scalar(node: &Node, kind: &Kind, form: Form) -> Result<Fit, Misfit
     }
 }
 
+/// A whole number that is not negative, however it is written: 2, 2.0 and 2e0 are the same.
+pub fn whole(value: &Value) -> Option<u64> {
+    // Above 2^53 not every whole number has a float, and a text that says one may be rounded.
+    let as_float = || value.as_f64().filter(|float| float.fract() == 0.0 && (0.0..=9e15).contains(float));
+    value.as_u64().or_else(|| as_float().map(|float| float as u64))
+}
+
 fn boolean(node: &Node, form: Form) -> Result<Fit, Misfit> {
     let meant = match &node.content {
         Content::Bool(value) => return Ok(Value::Bool(*value).into()),

@@ -1,7 +1,6 @@
 //! What is wrong with a recipe by itself, before any file it names is opened.
 
 use ferrospeed_config::{BatchSizes, Config, Stage};
-use ferrospeed_engine::logged_operations;
 use ferrospeed_nn::SequenceMethod;
 
 use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
@@ -83,7 +82,6 @@ impl Recipe {
                 problems.extend(self.batch_problems(&config.batch));
                 problems.extend(self.shard_problems(&config));
                 problems.extend(self.spread_problems(&config));
-                problems.extend(logged_operations(&config).err().map(|error| error.to_string()));
                 if config.optimizer.is_none() {
                     problems.push("optimizer: nothing trains without one; add it to the ds_config".into());
                 }
@@ -137,7 +135,7 @@ impl Recipe {
         let in_shards = in_stage_3 && zero.mics_shard_size.is_some();
         let copied = in_stage_3 && zero.hpz_partition_size > 1 && zero.hpz_partition_size < ranks;
         let in_ring = mesh.sequence.get() > 1 && self.sequence_method() == SequenceMethod::Ring;
-        let scheduled = self.ds_config["pipeline"]["schedule"].is_string();
+        let scheduled = self.given(["pipeline.schedule"])[0].is_some();
         let rules = [
             (
                 scheduled && !pipe,
@@ -155,8 +153,13 @@ impl Recipe {
         rules.into_iter().filter(|(is_so, _)| *is_so).map(|(_, why)| why.to_owned()).collect()
     }
 
+    /// Whether ids can be held against the vocabulary: what is wrong with it by itself is told by itself.
+    pub(crate) fn vocabulary_makes_sense(&self) -> bool {
+        !self.vocabulary_is_unknown() && self.model.vocabulary != Some(1)
+    }
+
     /// Whether nothing says how many ids there are: neither the data nor the model.
-    pub(crate) fn vocabulary_is_unknown(&self) -> bool {
+    fn vocabulary_is_unknown(&self) -> bool {
         let tokens = self.data.tokens.is_some() || self.data.megatron.is_some();
         tokens && self.model.preset.is_some() && self.model.vocabulary.is_none()
     }
@@ -278,9 +281,11 @@ impl ModelRecipe {
             ("heads", self.heads),
             ("vocabulary", self.vocabulary),
         ] {
+            // Where there is one token, there is nothing to predict.
+            let least = if key == "vocabulary" { 2 } else { 1 };
             let most = if key == "layers" { MAX_LAYERS } else { MAX_SIZE };
-            let sensible = value.is_none_or(|value| (1..=most).contains(&value));
-            refuse(!sensible, format!("model.{key}: must be in 1..={most}"));
+            let sensible = value.is_none_or(|value| (least..=most).contains(&value));
+            refuse(!sensible, format!("model.{key}: must be in {least}..={most}"));
         }
         let chunk = self.mlp_chunk.unwrap_or(0);
         refuse(chunk > MAX_SIZE, format!("model.mlp_chunk: {chunk} is too many tokens; at most {MAX_SIZE}"));

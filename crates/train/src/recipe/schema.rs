@@ -3,6 +3,7 @@
 //! serde stops at the first mistake. Here all of them are collected, and what is wrong is taken out or replaced by
 //! something harmless, so that the rest of the recipe can be looked at too.
 
+use ferrospeed_config::whole;
 use serde_json::{Map, Value, json};
 
 /// What a key holds.
@@ -44,7 +45,7 @@ const RECIPE: &[Key] = &[
     key("trace", Kind::Text),
     key("gradient_norms_every", Kind::Count),
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
-    required("data", Kind::Table(DATA), || json!({ "synthetic": 1, "sequence": 2 })),
+    required("data", Kind::Table(DATA), || json!({ "synthetic": 2, "sequence": 2 })),
     key("training", Kind::Table(TRAINING)),
     key(
         "pipeline",
@@ -63,11 +64,7 @@ const RECIPE: &[Key] = &[
     key("eval", Kind::Table(&[key("every", Kind::Count), key("sequences", Kind::Count)])),
     key("save", Kind::Table(SAVE)),
     key("sample", Kind::Table(SAMPLE)),
-    required(
-        "ds_config",
-        Kind::DsConfig,
-        || json!({ "train_micro_batch_size_per_gpu": 1, "optimizer": { "type": "Adam" } }),
-    ),
+    required("ds_config", Kind::DsConfig, stand_in_ds_config),
 ];
 
 const MODEL: &[Key] = &[
@@ -130,6 +127,11 @@ const SAMPLE: &[Key] = &[
     key("temperature", Kind::Number),
 ];
 
+/// What stands in for a ds_config that cannot be read: there is nothing wrong with it.
+pub(super) fn stand_in_ds_config() -> Value {
+    json!({ "train_micro_batch_size_per_gpu": 1, "optimizer": { "type": "Adam" } })
+}
+
 /// Whether a key belongs to the recipe itself; all others that `--set` names belong to the ds_config.
 pub(super) fn is_recipe_key(name: &str) -> bool {
     name != "ds_config" && RECIPE.iter().any(|key| key.name == name)
@@ -175,6 +177,9 @@ fn check_table(table: &mut Map<String, Value>, keys: &[Key], prefix: &str, probl
                 table.insert(key.name.into(), stand_in());
             }
             Some(value) => {
+                if let (Kind::Count, Some(count)) = (&key.kind, whole(value)) {
+                    *value = count.into();
+                }
                 if let (Kind::Table(keys), Value::Object(inner)) = (&key.kind, &mut *value) {
                     check_table(inner, keys, &format!("{path}."), problems);
                 } else if let Some(wanted) = misfit(&key.kind, value) {

@@ -1,6 +1,7 @@
 //! DeepSpeed's search: stage by stage, first the largest micro-batch that runs, then sizes around it, then (unless `fast`)
 //! the other keys of the stage.
 
+use ferrospeed_config::whole;
 use serde_json::{Value, json};
 
 use super::memory::{ModelInfo, Precision, instantiation_bytes};
@@ -87,8 +88,8 @@ impl<L: Laboratory> Search<'_, L> {
         match &self.user[ZERO]["stage"] {
             Value::Null => stage == 0,
             Value::String(all) => all == "all",
-            Value::Array(stages) => stages.iter().any(|one| one.as_u64() == Some(u64::from(stage))),
-            number => number.as_u64() == Some(u64::from(stage)),
+            Value::Array(stages) => stages.iter().any(|one| whole(one) == Some(u64::from(stage))),
+            number => whole(number) == Some(u64::from(stage)),
         }
     }
 
@@ -100,7 +101,7 @@ impl<L: Laboratory> Search<'_, L> {
     }
 
     fn accumulation(&self) -> u64 {
-        self.user[ACCUMULATION].as_u64().unwrap_or(1).max(1)
+        whole(&self.user[ACCUMULATION]).unwrap_or(1).max(1)
     }
 
     /// Samples of a rank in a step, at most, where the batch has a limit.
@@ -145,7 +146,7 @@ impl<L: Laboratory> Search<'_, L> {
             return Ok(Reached::default());
         }
         let given: Option<Vec<u64>> =
-            self.user[MICRO_BATCH].as_array().map(|sizes| sizes.iter().filter_map(Value::as_u64).collect());
+            self.user[MICRO_BATCH].as_array().map(|sizes| sizes.iter().filter_map(whole).collect());
         let accumulation = self.accumulation();
         let (sizes, per_rank, smallest) = match &given {
             Some(sizes) => {
@@ -185,7 +186,7 @@ impl<L: Laboratory> Search<'_, L> {
         let accumulation = self.accumulation();
         let mut used = Vec::new();
         let floor = self.options.min_micro_batch;
-        let first = if before >= 1 { before } else { self.user[MICRO_BATCH].as_u64().unwrap_or(1) };
+        let first = if before >= 1 { before } else { whole(&self.user[MICRO_BATCH]).unwrap_or(1) };
         used.push(first);
         let smallest = match self.try_one(stage, first, accumulation)? {
             Some(_) => first,
@@ -317,7 +318,7 @@ impl<L: Laboratory> Search<'_, L> {
             let mut section = Value::Object(template(stage, self.options.model.hidden_size));
             overlay(&mut section, &config[ZERO]);
             config[ZERO] = section;
-            let micro_batch = config[MICRO_BATCH].as_u64().unwrap_or(1).max(1);
+            let micro_batch = whole(&config[MICRO_BATCH]).unwrap_or(1).max(1);
             self.set_batch(&mut config, micro_batch, (per_rank / micro_batch).max(1));
             experiments
                 .push(Experiment { name: canonical_name(&config, &keys, &prefix, false), ds_config: config });

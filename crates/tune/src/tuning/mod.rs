@@ -14,6 +14,7 @@ mod records;
 pub mod space;
 pub mod tuner;
 
+use ferrospeed_config::whole;
 use serde_json::Value;
 
 pub use memory::{ModelInfo, Number, Precision, instantiation_bytes};
@@ -80,7 +81,7 @@ pub struct Experiment {
 impl Experiment {
     /// Samples of a rank in a micro-batch.
     pub fn micro_batch(&self) -> u64 {
-        self.ds_config["train_micro_batch_size_per_gpu"].as_u64().unwrap_or(0)
+        whole(&self.ds_config["train_micro_batch_size_per_gpu"]).unwrap_or(0)
     }
 }
 

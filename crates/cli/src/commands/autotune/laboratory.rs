@@ -8,6 +8,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use ferrospeed_comm::logger::trimmed_mean;
+use ferrospeed_config::whole;
 use ferrospeed_launch::bounded::{BoundedEnd, Bounds, run_bounded};
 use ferrospeed_launch::shell;
 use ferrospeed_observe::report::TriedPoint;
@@ -235,7 +236,7 @@ impl<'a> Bench<'a> {
             let values: Vec<f64> = measured.iter().map(|record| value(record)).collect();
             trimmed_mean(&values, TRIMMED_SHARE)
         };
-        let accumulation = experiment.ds_config["gradient_accumulation_steps"].as_u64().unwrap_or(1).max(1);
+        let accumulation = whole(&experiment.ds_config["gradient_accumulation_steps"]).unwrap_or(1).max(1);
         let per_micro = |value: f64| value * 1e3 / accumulation as f64;
         let latency_us = mean(|record| record.step_ms) * 1e3;
         let batch = experiment.micro_batch() * accumulation * laid_out.data_ranks().get();

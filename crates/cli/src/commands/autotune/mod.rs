@@ -121,8 +121,9 @@ impl<'a> Search<'a> {
             recipe.data.cache.get_or_insert_with(|| settings.results_dir.join("data"));
         }
         let folder = RunFolder::at(settings.results_dir.join("profile_model_info"));
-        let model_config = ferrospeed_train::check(&recipe, args.recipe(), &folder, &mut |_| {})
-            .map_err(|error| usage(error.to_string()))?;
+        let model_config =
+            ferrospeed_train::check(&recipe, args.recipe(), &folder, &mut ferrospeed_train::unheard)
+                .map_err(|error| usage(error.to_string()))?;
         let model =
             from_hugging_face(&model_config).map_err(|error| usage(format!("autotuning: {error}")))?;
         let (config, _) = recipe.config().map_err(|error| usage(error.to_string()))?;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ferrospeed_config::whole;
 use ferrospeed_tune::tuning::Metric;
 use ferrospeed_tune::tuning::tuner::{Order, TunerOptions};
 use serde_json::Value;
@@ -42,7 +43,7 @@ pub(super) struct Settings {
 
 impl Settings {
     pub(super) fn read(section: &Value) -> Result<Settings, String> {
-        let number = |key: &str, default: u64| section[key].as_u64().unwrap_or(default);
+        let number = |key: &str, default: u64| whole(&section[key]).unwrap_or(default);
         let text = |key: &str, default: &str| section[key].as_str().unwrap_or(default).to_owned();
         let refuse = |key: &str| format!("autotuning.{key}: {} is not known", section[key]);
         let (start_profile_step, end_profile_step) =
@@ -75,9 +76,9 @@ impl Settings {
                 seed: 0,
             },
             model_parallel: number("mp_size", 1),
-            num_params: section["model_info"]["num_params"].as_u64(),
-            hidden_size: section["model_info"]["hidden_size"].as_u64(),
-            max_train_batch_size: section["max_train_batch_size"].as_u64(),
+            num_params: whole(&section["model_info"]["num_params"]),
+            hidden_size: whole(&section["model_info"]["hidden_size"]),
+            max_train_batch_size: whole(&section["max_train_batch_size"]),
             max_micro_batch: number("max_train_micro_batch_size_per_gpu", 1024),
             min_micro_batch: number("min_train_micro_batch_size_per_gpu", 1),
             num_micro_batches: number("num_tuning_micro_batch_sizes", 3),
