@@ -239,6 +239,11 @@ fn curves_are_written_to_no_place_that_keeps_none_and_the_key_is_named() {
         let set = format!("{section}={{\"enabled\": true, \"output_path\": \"/proc/curves\"}}");
         place.refused_by_all(&[&set], &format!("{section}.output_path: /proc/curves is the kernel's"));
     }
+    let search = ["train", &place.at("recipe.toml"), "--autotuning", "tune"];
+    for key in ["results_dir", "exps_dir"] {
+        let set = format!("autotuning.{key}=/dev/null");
+        place.refused(&search, &[&set], &format!("autotuning.{key}: /dev/null is no folder"));
+    }
     place.refused_by_all(
         &["wandb={\"enabled\": true, \"dir\": \"/dev/null\"}"],
         "wandb.dir: /dev/null is no folder",

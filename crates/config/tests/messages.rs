@@ -230,3 +230,24 @@ fn overrides_leave_the_places_of_the_rest() {
         "ds.json:3:3: error: `stepz_per_print`: unknown key\n  help: did you mean `steps_per_print`?\nds.json: error: `zero_optimization.stage`: expected 0, 1, 2 or 3, found 9"
     );
 }
+
+#[test]
+fn only_what_nothing_acts_on_is_said_to_be_so() {
+    assert_eq!(
+        warnings(
+            "{ \"train_batch_size\": 1, \"checkpoint\": { \"load_universal\": true, \"tag_validation\": \"Fail\" } }"
+        ),
+        ""
+    );
+    assert_eq!(
+        warnings("{ \"train_batch_size\": 1, \"checkpoint\": { \"use_node_local_storage\": true } }"),
+        "ds.json:1:42: warning: `checkpoint.use_node_local_storage`: accepted, but nothing acts on it yet"
+    );
+    let refused = refuse(
+        "{ \"train_batch_size\": 1, \"optimizer\": { \"type\": \"Lamb\", \"params\": { \"max_coeff\": 0.001 } } }",
+    );
+    assert_eq!(
+        refused,
+        "ds.json:1:57: error: `optimizer.params.min_coeff`: 0.01 is larger than max_coeff 0.001\n  help: exchange them"
+    );
+}

@@ -12,6 +12,7 @@ use ferrospeed_nn::Mode;
 use ferrospeed_optim::eigenvalue::{PowerIteration, relative};
 use ferrospeed_tensor::random::{RandomKey, stream_of_name};
 use ferrospeed_tensor::{DType, Param, Tensor, autograd};
+use ferrospeed_zero::ZeroStore;
 use ferrospeed_zero::access::Which;
 
 use crate::engine::Engine;
@@ -60,7 +61,7 @@ impl Eigenvalues {
     /// What a run measures. Asking for blocks that are not there is refused before anything runs.
     pub(crate) fn of_run(config: &Config, dtype: DType, params: &[Param]) -> Result<Option<Eigenvalues>> {
         // A small change of 16-bit weights is rounded away.
-        if !Eigenvalues::is_asked_for(config) || dtype != DType::F32 {
+        if !is_asked_for(config) || dtype != DType::F32 {
             return Ok(None);
         }
         let eigenvalues = Eigenvalues::from_section(config);
@@ -68,8 +69,16 @@ impl Eigenvalues {
         Ok(Some(eigenvalues))
     }
 
-    pub(crate) fn is_asked_for(config: &Config) -> bool {
-        config.section("eigenvalue").is_some_and(|section| section["enabled"] == true)
+    /// The same for an engine, which says so where nothing is measured.
+    pub(crate) fn of_engine(config: &Config, store: &ZeroStore) -> Result<Option<Eigenvalues>> {
+        let eigenvalues = Eigenvalues::of_run(config, store.dtype(), store.params())?;
+        if eigenvalues.is_none() && is_asked_for(config) && store.world().rank() == 0 {
+            tracing::warn!(
+                "eigenvalue.enabled has no effect in {}: a small change of 16-bit weights is rounded away; it has in fp32",
+                store.dtype()
+            );
+        }
+        Ok(eigenvalues)
     }
 
     /// The trained parameters of each block: `layer_num` of them, or all there are for 0.
@@ -99,6 +108,10 @@ impl Eigenvalues {
         }
         Ok(blocks)
     }
+}
+
+fn is_asked_for(config: &Config) -> bool {
+    config.section("eigenvalue").is_some_and(|section| section["enabled"] == true)
 }
 
 /// Which modules of a model hold numbered blocks, as a hint.

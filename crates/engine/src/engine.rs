@@ -154,14 +154,8 @@ impl Engine {
             tracing::warn!("{note}");
         }
         communication::start(&config, &setup.world)?;
-        let features = Features::from_config(&config)?;
-        let eigenvalues = Eigenvalues::of_run(&config, store.dtype(), store.params())?;
-        if eigenvalues.is_none() && Eigenvalues::is_asked_for(&config) && setup.world.rank() == 0 {
-            tracing::warn!(
-                "eigenvalue.enabled has no effect in {}: a small change of 16-bit weights is rounded away; it has in fp32",
-                store.dtype()
-            );
-        }
+        let features = Features::of_engine(&config)?;
+        let eigenvalues = Eigenvalues::of_engine(&config, &store)?;
         let profiler = StepProfiler::of_run(&config, &setup.world);
         let monitoring = Monitoring::of_run(&config, &setup.world)?;
         let mut engine = Engine {

@@ -30,18 +30,27 @@ impl Features {
         });
         let section = enabled("curriculum_learning");
         let by_length = section.is_some_and(|section| section["curriculum_type"] == "seqlen");
-        if let Some(section) = section.filter(|_| !by_length) {
-            tracing::warn!(
-                "curriculum_learning.curriculum_type {}: only \"seqlen\" changes what a model is fed with; ask Engine::curriculum_difficulty for the difficulty of any other",
-                section["curriculum_type"]
-            );
-        }
         let curriculum = section.map(|section| Curriculum::from_section(section, None));
         Ok(Features {
             layer_drop: layer_drop.transpose()?,
             curriculum: curriculum.transpose()?.map(CurriculumScheduler::new),
             by_length,
         })
+    }
+
+    /// The same for an engine, which says so where nothing follows a curriculum.
+    pub(crate) fn of_engine(config: &Config) -> Result<Features> {
+        let features = Features::from_config(config)?;
+        if let Some(section) = config.section("curriculum_learning")
+            && features.curriculum.is_some()
+            && !features.by_length
+        {
+            tracing::warn!(
+                "curriculum_learning.curriculum_type {}: only \"seqlen\" changes what a model is fed with; ask Engine::curriculum_difficulty for the difficulty of any other",
+                section["curriculum_type"]
+            );
+        }
+        Ok(features)
     }
 }
 

@@ -182,7 +182,8 @@ pub const ROOT: &[Key] = &[
     )
     .done(),
     key("pipeline", Kind::Section(PIPELINE, Form::Plain), "{}", "Pipeline parallelism.").done(),
-    key("checkpoint", Kind::Section(CHECKPOINT, Form::Plain), "{}", "How checkpoints are written and read."),
+    key("checkpoint", Kind::Section(CHECKPOINT, Form::Plain), "{}", "How checkpoints are written and read.")
+        .done(),
     key("data_types", Kind::Section(DATA_TYPES, Form::Plain), "{}", "Number formats of intermediate values.")
         .done(),
     key("aio", Kind::Section(AIO, Form::Plain), "{}", "Asynchronous reads and writes for NVMe offload.")

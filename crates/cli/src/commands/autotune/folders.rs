@@ -7,6 +7,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use super::settings::Settings;
+use crate::commands::offload_folders::{unmakeable, unusable};
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -24,6 +25,16 @@ pub(super) struct Folders {
 }
 
 impl Folders {
+    /// Refuses places where they cannot be.
+    pub(super) fn check(settings: &Settings) -> Result<(), Failure> {
+        for (key, folder) in [("exps_dir", &settings.exps_dir), ("results_dir", &settings.results_dir)] {
+            if let Some(why) = unusable(folder).or_else(|| unmakeable(folder)) {
+                return Err(Failure::Usage(format!("autotuning.{key}: {why}")));
+            }
+        }
+        Ok(())
+    }
+
     /// Makes both, or goes on with what an earlier search left in them.
     pub(super) fn open(settings: &Settings) -> Result<Folders, Failure> {
         let mut held = Vec::new();

@@ -114,6 +114,7 @@ impl<'a> Search<'a> {
             zero["stage"] = 0.into();
         }
         let settings = Settings::read(&recipe.ds_config["autotuning"]).map_err(usage)?;
+        Folders::check(&settings)?;
         // Everything that is wrong with the recipe is said before the first run; its text becomes tokens once.
         let is_text =
             recipe.data.text.is_some() || recipe.data.jsonl.is_some() || recipe.data.parquet.is_some();
