@@ -19,7 +19,9 @@ pub const MANIFEST_FILE: &str = "manifest.json";
 /// What the manifest says it is.
 pub const FORMAT: &str = "ferrospeed-checkpoint";
 /// The newest version this crate writes and reads.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
+/// The last version without [`Kind::Rank`].
+const WITHOUT_RANKS: u32 = 3;
 /// The last version without [`Piece::part`]: what needs none is written so, and older releases read it.
 const WITHOUT_PARTS: u32 = 2;
 /// The first version whose manifests carry a checksum of themselves.
@@ -111,6 +113,8 @@ pub enum Kind {
     State(String),
     /// A value that belongs to the model but is no parameter.
     Buffer,
+    /// What the optimizer of one rank holds and no other has, by the rank's number: of use to as many ranks alone.
+    Rank(usize),
 }
 
 impl fmt::Display for Kind {
@@ -120,6 +124,7 @@ impl fmt::Display for Kind {
             Kind::Weight => f.write_str("weight"),
             Kind::State(name) => write!(f, "state.{name}"),
             Kind::Buffer => f.write_str("buffer"),
+            Kind::Rank(rank) => write!(f, "rank.{rank}"),
         }
     }
 }
@@ -297,7 +302,12 @@ impl Manifest {
     /// The version that readers of these tensors must know.
     pub(crate) fn version_of(tensors: &[TensorEntry]) -> u32 {
         let in_parts = tensors.iter().flat_map(|tensor| &tensor.pieces).any(|piece| piece.part.is_some());
-        if in_parts { VERSION } else { WITHOUT_PARTS }
+        let of_ranks = tensors.iter().any(|tensor| matches!(tensor.kind, Kind::Rank(_)));
+        match (of_ranks, in_parts) {
+            (true, _) => VERSION,
+            (false, true) => WITHOUT_RANKS,
+            (false, false) => WITHOUT_PARTS,
+        }
     }
 
     /// The manifest's file: JSON with a checksum of itself.

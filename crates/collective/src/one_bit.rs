@@ -78,6 +78,23 @@ impl Feedback {
         Feedback { worker: Rounded::nothing(padded), server: Rounded::nothing(padded / ranks) }
     }
 
+    /// All of it, for [`Feedback::of_numbers`].
+    pub fn numbers(&self) -> Vec<f32> {
+        let Feedback { worker, server } = self;
+        [&worker.values[..], &[worker.scale], &server.values, &[server.scale]].concat()
+    }
+
+    /// What [`Feedback::numbers`] gave of a tensor of so many elements on so many ranks; `None` where it is another's.
+    pub fn of_numbers(numbers: &[f32], numel: usize, ranks: usize) -> Option<Feedback> {
+        let (worker, server) = numbers.split_at_checked(padded_numel(numel, ranks) + 1)?;
+        let rounded = |numbers: &[f32]| {
+            let (&scale, values) = numbers.split_last()?;
+            Some(Rounded { values: values.to_vec(), scale })
+        };
+        let found = Feedback { worker: rounded(worker)?, server: rounded(server)? };
+        (found.server.values.len() * ranks == found.worker.values.len()).then_some(found)
+    }
+
     /// What this rank's own values have lost, padding included.
     pub fn worker(&self) -> Vec<f32> {
         self.worker.lost()

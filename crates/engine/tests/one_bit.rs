@@ -124,34 +124,45 @@ fn a_step_after_the_freeze_sends_a_fraction() {
     }
 }
 
+/// Trains to the end, from a checkpoint or from the beginning; what each rank has then.
+fn continued(
+    (optimizer, precision, ranks): (&'static str, &'static str, usize),
+    stop: usize,
+    folder: &Path,
+    loads: bool,
+) -> Vec<Vec<u32>> {
+    let folder = folder.to_path_buf();
+    on_ranks(ranks, move |world| {
+        let (model, parameters) = Model::build(&description());
+        let mut engine = engine(world, &ds_config(optimizer, precision, 1), &parameters, None, None, 1);
+        if loads {
+            let loaded = engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+            assert!(loaded.changes.is_empty(), "{:?}", loaded.changes);
+        }
+        for number in if loads { stop } else { 0 }..STEPS {
+            if number == stop && !loads {
+                engine.save_checkpoint_in_background(&folder, &SaveOptions::default()).unwrap();
+            }
+            step(&mut engine, &model, number);
+        }
+        engine.finish_checkpoint().unwrap();
+        weights(&engine, &parameters)
+    })
+}
+
 #[test]
 fn a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() {
     let place = tempfile::tempdir().unwrap();
-    for optimizer in ["OneBitAdam", "OneBitLamb"] {
-        // One rank loses nothing by compression, so that no bit may differ, before the freeze or after it.
-        for stop in [5, FREEZE as usize + 4] {
-            let folder = place.path().join(format!("{optimizer}-{stop}"));
-            let run = |from: Option<&Path>, save: Option<&Path>| {
-                let (from, save) = (from.map(Path::to_path_buf), save.map(Path::to_path_buf));
-                on_ranks(1, move |world| {
-                    let (model, parameters) = Model::build(&description());
-                    let value = ds_config(optimizer, "bf16", 1);
-                    let mut engine = engine(world, &value, &parameters, None, None, 1);
-                    let begin = if from.is_some() { stop } else { 0 };
-                    if let Some(from) = &from {
-                        engine.load_checkpoint(from, &LoadOptions::default()).unwrap();
-                    }
-                    for number in begin..STEPS {
-                        if let Some(save) = save.as_ref().filter(|_| number == stop) {
-                            engine.save_checkpoint(save, &SaveOptions::default()).unwrap();
-                        }
-                        step(&mut engine, &model, number);
-                    }
-                    weights(&engine, &parameters)
-                })
-            };
-            let whole = run(None, Some(&folder));
-            assert!(run(Some(&folder), None) == whole, "{optimizer} from step {stop}");
+    for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
+        // What compression has lost is each rank's own, and so is where 0/1 Adam's ranks are between two meetings.
+        for (ranks, precision) in [(1, "bf16"), (2, "bf16"), (3, "fp32")] {
+            // Before the freeze, behind it, and at every place of an interval.
+            for stop in [5, FREEZE as usize + 2, 29, 30, 31, 32] {
+                let folder = place.path().join(format!("{optimizer}-{ranks}-{stop}"));
+                let case = (optimizer, precision, ranks);
+                let whole = continued(case, stop, &folder, false);
+                assert!(continued(case, stop, &folder, true) == whole, "{case:?} from step {stop}");
+            }
         }
     }
 }
@@ -167,7 +178,9 @@ fn a_run_goes_on_with_another_number_of_ranks() {
                 let (model, parameters) = Model::build(&description());
                 let mut engine = engine(world, &ds_config(optimizer, "bf16", 1), &parameters, None, None, 1);
                 if loads {
-                    engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+                    let loaded = engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+                    let told = loaded.changes.iter().any(|change| change.contains("of use to 2 ranks alone"));
+                    assert!(told, "{:?}", loaded.changes);
                 }
                 let losses: Vec<f32> = (0..20).map(|number| step(&mut engine, &model, number)).collect();
                 if !loads {
@@ -184,7 +197,7 @@ fn a_run_goes_on_with_another_number_of_ranks() {
 }
 
 #[test]
-fn a_load_starts_with_nothing_lost_whoever_loads() {
+fn a_load_gives_every_rank_what_it_had_whoever_loads() {
     let place = Arc::new(tempfile::tempdir().unwrap());
     for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
         let folder = place.path().join(optimizer);

@@ -39,6 +39,7 @@ mod updates;
 
 pub use error::{Result, ZeroError};
 pub use homes::Homes;
+pub use one_bit::OwnNumbers;
 pub use residency::Pass;
 pub use sharding::{Elsewhere, Sharding};
 pub use snapshot::{Held, Saved, SavedPiece};

@@ -4,8 +4,13 @@
 //! rank's own; the reducer then leaves out the exchange. Where gradients are a rank's own, ranks still agree on whether
 //! all of them are numbers, and clip by one norm: the root of the mean of all ranks' squares.
 //!
-//! What compression has lost so far, and how far ranks are from where they last met, are no part of a checkpoint: a run
-//! that goes on from one begins with nothing lost. Refused: what is spread over ranks, offloaded or on a device.
+//! What compression has lost so far, and how far ranks are from where they last met, is each rank's own ([`own`]): a run that goes on
+//! on as many ranks has it back from a checkpoint, on others it begins with nothing lost. Refused: what is spread over ranks,
+//! offloaded or on a device.
+
+mod own;
+
+pub use own::OwnNumbers;
 
 use std::collections::{BTreeMap, BTreeSet};
 

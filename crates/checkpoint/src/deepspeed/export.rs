@@ -246,7 +246,7 @@ impl<'c> Exporter<'c> {
             let dtype = match entry.kind {
                 Kind::Master | Kind::Weight => self.checkpoint.manifest().origin.dtype,
                 Kind::Buffer => entry.dtype,
-                Kind::State(_) => continue,
+                Kind::State(_) | Kind::Rank(_) => continue,
             };
             if let Some(name) = name(entry) {
                 pairs.push((Value::str(&name), arrays.add(dtype, &entry.shape, entry.all())));
@@ -378,7 +378,7 @@ impl<'c> Exporter<'c> {
                     arrays.add(manifest.origin.dtype, &[0], Vec::new())
                 }
                 Kind::Master | Kind::Weight => arrays.add(manifest.origin.dtype, &entry.shape, entry.all()),
-                Kind::State(_) => continue,
+                Kind::State(_) | Kind::Rank(_) => continue,
             };
             module.push((Value::str(&entry.name), weight));
         }

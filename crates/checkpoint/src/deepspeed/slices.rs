@@ -266,7 +266,7 @@ impl Slices {
     pub(super) fn information(&self, checkpoint: &Checkpoint) -> Option<Value> {
         let of = |wanted: &dyn Fn(Option<&Part>) -> bool| {
             let tensors = checkpoint.manifest().tensors.iter();
-            let tensors = tensors.filter(|entry| !matches!(entry.kind, Kind::State(_)));
+            let tensors = tensors.filter(|entry| !matches!(entry.kind, Kind::State(_) | Kind::Rank(_)));
             let part = |name: &str| self.parts.get(name).and_then(|parts| parts.first().map(|part| &**part));
             let names = tensors.map(|entry| entry.name.as_str()).filter(|name| wanted(part(name)));
             Value::List(names.map(|name| Value::Str(format!("{}$", regex::escape(name)))).collect())

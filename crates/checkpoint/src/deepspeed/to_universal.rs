@@ -42,7 +42,7 @@ fn write(checkpoint: &Checkpoint, folder: &Path, spelling: Spelling) -> Result<(
         let stem = match &tensor.kind {
             Kind::Master => "fp32",
             Kind::State(name) => name.as_str(),
-            Kind::Weight | Kind::Buffer => continue,
+            Kind::Weight | Kind::Buffer | Kind::Rank(_) => continue,
         };
         let plain = |name: &str| Path::new(name).file_name().is_some_and(|only| only == name);
         if !plain(&tensor.name) || !plain(stem) {

@@ -48,7 +48,7 @@ impl Weights {
                 let tensors = checkpoint.manifest().tensors.iter().filter(|tensor| match tensor.kind {
                     Kind::Master | Kind::Buffer => true,
                     Kind::Weight => !exclude_frozen,
-                    Kind::State(_) => false,
+                    Kind::State(_) | Kind::Rank(_) => false,
                 });
                 let listed =
                     |name: &String, tensor: &TensorEntry| (name.clone(), tensor.shape.clone(), tensor.dtype);

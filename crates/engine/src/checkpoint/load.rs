@@ -7,11 +7,11 @@ use ferrospeed_checkpoint::{
     Checkpoint, CheckpointError, Dtype, Kind, Manifest, Readers, TensorEntry, TrainingState, Wanted, agree,
     all_or_none, resolve_any, resolve_universal,
 };
-use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::LossScalerState;
 use ferrospeed_optim::schedule::SchedulerState;
+use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::Param;
-use ferrospeed_zero::{Saved, SavedPiece};
+use ferrospeed_zero::{OwnNumbers, Saved, SavedPiece};
 use serde_json::Value;
 
 use super::{part_of, stored_type};
@@ -110,6 +110,7 @@ impl Engine {
         let state = all_or_none(&group, self.check_state(&checkpoint))?;
         self.half_loaded = Some(path.clone());
         all_or_none(&group, self.read_all(&checkpoint, &plan))?;
+        let own = all_or_none(&group, self.read_own(&checkpoint))?;
         self.store.finish_restore()?;
         for (name, values) in &checkpoint.manifest().training.layer_states {
             self.states.get(name).map_or(Ok(()), |state| state.set(values))?;
@@ -121,6 +122,7 @@ impl Engine {
             self.restore_counters(training);
             if options.load_optimizer_states {
                 self.restore_optimizer(manifest, state.scaler)?;
+                self.store.set_own_numbers(&own)?;
             }
             if let (Some(scheduler), Some(saved), true) =
                 (&mut self.scheduler, state.scheduler, options.load_lr_scheduler_states)
@@ -286,6 +288,38 @@ impl Engine {
         })
     }
 
+    /// What a rank of this number had alone, among as many ranks.
+    fn read_own(&self, checkpoint: &Checkpoint) -> Result<OwnNumbers, CheckpointError> {
+        let manifest = checkpoint.manifest();
+        let of_this = |entry: &&TensorEntry| entry.kind == Kind::Rank(self.world.rank());
+        let entries = manifest.tensors.iter().filter(of_this);
+        let entries = entries.filter(|_| manifest.origin.ranks == self.world.size());
+        let read = |entry: &TensorEntry| {
+            let mut values = vec![0.0; entry.numel() as usize];
+            checkpoint.read_f32(entry, 0..entry.numel(), &mut values)?;
+            Ok((entry.name.clone(), values))
+        };
+        entries.map(read).collect()
+    }
+
+    /// What is to be said where the numbers that each rank had alone are of no use.
+    fn begins_without_loss(&self, checkpoint: &Checkpoint) -> Option<String> {
+        let Some(Optimizer::OneBit(rule)) = self.store.optimizer() else { return None };
+        let (manifest, ranks) = (checkpoint.manifest(), self.world.size());
+        let is_held = manifest.tensors.iter().any(|entry| matches!(entry.kind, Kind::Rank(_)));
+        let was_compressed = rule.takes_local_gradients(manifest.training.optimizer_steps);
+        let lost = match manifest.origin.ranks {
+            saved if is_held && saved == ranks => return None,
+            saved if is_held => format!("that is of use to {saved} ranks alone"),
+            2.. if was_compressed => "the checkpoint does not hold it".to_owned(),
+            _ => return None,
+        };
+        Some(format!(
+            "what {} has lost by compression begins with nothing ({lost}): the first steps differ by what one step loses",
+            rule.name()
+        ))
+    }
+
     fn restore_counters(&mut self, saved: &TrainingState) {
         self.global_steps = saved.global_steps;
         self.global_samples = saved.global_samples;
@@ -355,6 +389,7 @@ impl Engine {
         }
         let rates: Vec<f64> = manifest.training.groups.iter().map(|group| group.lr).collect();
         note("learning rates", format!("{rates:?}"), format!("{:?}", self.get_lr()));
+        changes.extend(self.begins_without_loss(checkpoint));
         changes
     }
 }

@@ -9,8 +9,8 @@ use ferrospeed_checkpoint::deepspeed::{
     ExportOptions, PipelineFiles, Spelling, export_deepspeed, export_pipeline, export_universal,
 };
 use ferrospeed_checkpoint::{
-    Checkpoint, CheckpointError, Contents, Disk, FileSystem, GroupState, Origin, PieceSpec, Retention,
-    Target, TrainingState, agree, save,
+    Checkpoint, CheckpointError, Contents, Disk, Dtype, FileSystem, GroupState, Kind, Origin, PieceSpec,
+    Retention, Target, TrainingState, agree, save,
 };
 use ferrospeed_comm::Group;
 use ferrospeed_config::TagValidation;
@@ -95,6 +95,8 @@ impl Drop for Background {
 struct Draft {
     tag: String,
     pieces: Vec<SavedPiece>,
+    /// What follows the pieces: copies of what is this rank's alone.
+    own: Vec<Vec<f32>>,
     specs: Vec<PieceSpec>,
     contents: Contents,
 }
@@ -113,7 +115,11 @@ impl Engine {
         let held = self.store.hold(&draft.pieces)?;
         let mut bytes = |piece: usize, range: Range<u64>, out: &mut Vec<u8>| {
             let range = range.start as usize..range.end as usize;
-            held.read(piece, range, out).map_err(|error| error.to_string())
+            match piece.checked_sub(draft.pieces.len()) {
+                Some(own) => append(&draft.own[own][range], out),
+                None => held.read(piece, range, out).map_err(|error| error.to_string())?,
+            }
+            Ok(())
         };
         let target = target(dir, &draft.tag, options);
         Ok(save(&self.world.group(), &target, draft.contents, &draft.specs, &mut bytes)?)
@@ -196,9 +202,15 @@ impl Engine {
         };
         let (dir, options) = (dir.to_path_buf(), options.clone());
         let running = std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
+            let pieces = draft.pieces.len();
             let mut snapshot = Snapshot::new(held, draft.pieces, is_host);
             let mut bytes = |piece: usize, range: Range<u64>, out: &mut Vec<u8>| {
-                snapshot.read(piece, range.start as usize..range.end as usize, out)
+                let range = range.start as usize..range.end as usize;
+                match piece.checked_sub(pieces) {
+                    Some(own) => append(&draft.own[own][range], out),
+                    None => snapshot.read(piece, range, out)?,
+                }
+                Ok(())
             };
             save(&group, &target(&dir, &draft.tag, &options), draft.contents, &draft.specs, &mut bytes)
         });
@@ -248,7 +260,20 @@ impl Engine {
                 len: piece.len as u64,
             }
         });
-        Ok(Draft { tag, specs: specs.collect(), pieces, contents: self.contents(options) })
+        let mut specs: Vec<PieceSpec> = specs.collect();
+        let (names, own): (Vec<String>, Vec<Vec<f32>>) = self.store.own_numbers()?.into_iter().unzip();
+        let behind = self.store.params().len() as u64;
+        specs.extend(names.into_iter().zip(&own).map(|(name, values)| PieceSpec {
+            name,
+            kind: Kind::Rank(self.world.rank()),
+            shape: vec![values.len() as u64],
+            dtype: Dtype::F32,
+            place: behind,
+            part: None,
+            start: 0,
+            len: values.len() as u64,
+        }));
+        Ok(Draft { tag, specs, pieces, own, contents: self.contents(options) })
     }
 
     /// Compares the tag over ranks, as `checkpoint.tag_validation` asks. Rank 0's is used.
@@ -315,6 +340,10 @@ impl Engine {
             aliases: self.aliases.clone(),
         }
     }
+}
+
+fn append(values: &[f32], out: &mut Vec<u8>) {
+    values.iter().for_each(|value| out.extend_from_slice(&value.to_le_bytes()));
 }
 
 fn target<'a>(dir: &'a Path, tag: &'a str, options: &'a SaveOptions) -> Target<'a> {

@@ -146,6 +146,30 @@ pub struct Memory {
     fused: Vec<f32>,
 }
 
+impl Memory {
+    /// How far this rank's parameters have gone since ranks last met, each with the sum of rates since then; nothing while ranks do
+    /// not part. Weights stay apart from then on: that a rank goes back before it takes the common way is rounded.
+    pub fn ways(&self) -> Option<(&[Vec<f32>], &[f64])> {
+        (!self.rates.is_empty()).then_some((&self.travelled, &self.rates))
+    }
+
+    /// Goes on from such ways.
+    pub fn set_ways(&mut self, travelled: Vec<Vec<f32>>, rates: Vec<f64>) {
+        (self.travelled, self.rates) = (travelled, rates);
+    }
+
+    /// What lies beyond the last of `numel` momenta end to end.
+    pub fn beyond(&self, numel: usize) -> &[f32] {
+        self.fused.get(numel..).unwrap_or_default()
+    }
+
+    /// Goes on with it.
+    pub fn set_beyond(&mut self, numel: usize, beyond: &[f32]) {
+        self.fused = vec![0.0; numel];
+        self.fused.extend_from_slice(beyond);
+    }
+}
+
 /// A rule with its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum OneBit {
