@@ -162,40 +162,100 @@ fn a_model_in_slices_is_served_by_processes_that_end_together() {
     assert!(said.contains('3') && said.contains("heads"), "{said}");
 
     // A rank that is stopped is noticed, by the next request or by the silence, and all of them end with an error.
-    let mut child = command(&["serve", &model, "--port", "0", "--tp", "2", "--grace-s", "1"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut errors = child.stderr.take().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let mut server = Running(child);
-    let second =
-        children(server.0.id()).into_iter().find(|pid| variable(*pid, "RANK").as_deref() == Some("1"));
-    signal(second.expect("there is a second rank") as i32, nix::sys::signal::Signal::SIGSTOP);
-    assert_ne!(server.wait(), 0);
-    let mut said = String::new();
-    errors.read_to_string(&mut said).unwrap();
+    let server = Watched::start(&["serve", &model, "--port", "0", "--tp", "2", "--grace-s", "1"]);
+    signal(server.rank(1), nix::sys::signal::Signal::SIGSTOP);
+    let said = server.fail();
     assert!(said.contains("rank 1") && said.contains("stopped responding"), "{said}");
 
     // A rank that is killed takes the others with it, and is named.
-    let mut child = command(&["serve", &model, "--port", "0", "--tp", "2"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut errors = child.stderr.take().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let mut server = Running(child);
-    let second =
-        children(server.0.id()).into_iter().find(|pid| variable(*pid, "RANK").as_deref() == Some("1"));
-    signal(second.expect("there is a second rank") as i32, nix::sys::signal::Signal::SIGKILL);
-    assert_ne!(server.wait(), 0);
-    let mut said = String::new();
-    errors.read_to_string(&mut said).unwrap();
+    let server = Watched::start(&["serve", &model, "--port", "0", "--tp", "2"]);
+    signal(server.rank(1), nix::sys::signal::Signal::SIGKILL);
+    let said = server.fail();
     assert!(said.contains("rank 1") && said.contains("SIGKILL"), "{said}");
+}
+
+#[test]
+fn a_rank_of_experts_that_is_killed_in_mid_stream_ends_the_stream_with_an_error_and_all_ranks() {
+    let mixture = json!({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2});
+    let (_folder, model) = model_of(mixture);
+    // Each has slices and experts of its own; the first answers, and may not be the one that is missed.
+    for rank in [1, 0] {
+        let server = Watched::start(&["serve", &model, "--port", "0", "--tp", "2", "--ep", "2"]);
+        let ranks: Vec<u32> = children(server.running.0.id());
+        let body =
+            json!({"prompt": "to be", "max_tokens": 4000, "temperature": 0, "stream": true}).to_string();
+        let mut stream = TcpStream::connect(&server.address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        write!(
+            stream,
+            "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        let mut stream = BufReader::new(stream);
+        let mut line = String::new();
+        while !line.starts_with("data: ") {
+            line.clear();
+            assert_ne!(stream.read_line(&mut line).unwrap(), 0, "the stream ended before its first word");
+        }
+        let killed = nix::unistd::Pid::from_raw(server.rank(rank));
+        nix::sys::signal::kill(killed, nix::sys::signal::Signal::SIGKILL).unwrap();
+        let mut rest = String::new();
+        // A connection to a rank that was killed is cut off by the system.
+        let ended = stream.read_to_string(&mut rest);
+        assert!(!rest.contains("[DONE]"), "a stream that was cut off says that it is complete: {rest}");
+        if rank == 1 {
+            ended.unwrap();
+            let last: Vec<&str> = rest.lines().filter(|line| line.starts_with("data: ")).collect();
+            let last = last.last().unwrap_or_else(|| panic!("no last word: {rest}"));
+            let error =
+                &serde_json::from_str::<Value>(last.strip_prefix("data: ").unwrap()).unwrap()["error"];
+            assert!(error["message"].as_str().is_some_and(|why| why.contains("rank 1")), "{last}");
+        }
+        let said = server.fail();
+        assert!(said.contains(&format!("rank {rank}")) && said.contains("SIGKILL"), "{said}");
+        for pid in ranks {
+            assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left of {said}");
+        }
+    }
+}
+
+/// A server on several ranks whose errors are read.
+struct Watched {
+    running: Running,
+    address: String,
+    errors: std::thread::JoinHandle<String>,
+}
+
+impl Watched {
+    fn start(arguments: &[&str]) -> Watched {
+        let mut child = command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut errors = child.stderr.take().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.strip_prefix("http://").and_then(|rest| rest.split(' ').next());
+        let address = address.unwrap_or_else(|| panic!("no address in '{line}'")).to_owned();
+        let errors = std::thread::spawn(move || {
+            let mut said = String::new();
+            errors.read_to_string(&mut said).unwrap();
+            said
+        });
+        Watched { running: Running(child), address, errors }
+    }
+
+    /// The process of a rank.
+    fn rank(&self, rank: usize) -> i32 {
+        let wanted = rank.to_string();
+        let ranks = children(self.running.0.id());
+        let found = ranks.into_iter().find(|pid| variable(*pid, "RANK").as_ref() == Some(&wanted));
+        found.expect("there is such a rank") as i32
+    }
+
+    /// Waits for its end, which is no good one; what it said.
+    fn fail(mut self) -> String {
+        assert_ne!(self.running.wait(), 0);
+        self.errors.join().unwrap()
+    }
 }
 
 /// The processes that a process has started.

@@ -177,6 +177,53 @@ fn bodies_that_are_no_json_too_large_or_of_another_kind_are_refused() {
 }
 
 #[test]
+fn what_is_no_request_gets_the_body_that_all_errors_have() {
+    let (_folder, server) = start(LIMITS, ServerOptions::default());
+    let many: String = (0..200).map(|number| format!("x-{number}: 1\r\n")).collect();
+    for (sent, status) in [
+        ("GET / HTTP/9.9\r\n\r\n", 400),
+        ("GET /\r\n\r\n", 400),
+        ("\u{7f}\u{7f}\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nContent-Length: -4\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nno header\r\n\r\n", 400),
+        (&format!("GET / HTTP/1.1\r\n{many}\r\n"), 431),
+    ] {
+        let reply = exchange(server.address, sent, b"").read_all();
+        let what: String = sent.chars().take(60).collect();
+        assert_fault(&reply, status, &what);
+        let length = format!("content-length: {}", reply.body.len());
+        assert!(reply.head.contains(&length) && reply.head.contains("application/json"), "{reply:?}");
+    }
+    assert_answers(&server);
+}
+
+#[test]
+fn a_request_with_two_ends_is_refused_and_nothing_behind_it_is_answered() {
+    let (_folder, server) = start(LIMITS, ServerOptions::default());
+    let (length, encoding) = ("Content-Length: 6", "transfer-encoding: chunked");
+    for headers in [[length, encoding], [encoding, length]] {
+        let request = format!(
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{}\r\n\r\n0\r\n\r\n",
+            headers.join("\r\n")
+        );
+        let smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n";
+        let reply = exchange(server.address, &request, smuggled).read_all();
+        assert_fault(&reply, 400, "both");
+        assert_eq!(reply.json()["error"]["code"], "ambiguous_length", "{reply:?}");
+        assert!(reply.head.to_lowercase().contains("connection: close"), "{reply:?}");
+    }
+    // Either alone is well.
+    let body = json!({"prompt": "x", "max_tokens": 2}).to_string();
+    let chunked = format!(
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n{encoding}\r\n\r\n{:x}\r\n{body}\r\n0\r\n\r\n",
+        body.len()
+    );
+    assert_eq!(exchange(server.address, &chunked, b"").read_all().status, 200);
+    assert_answers(&server);
+}
+
+#[test]
 fn garbage_on_the_wire_stalls_nobody() {
     let (_folder, server) = start(LIMITS, ServerOptions::default());
     let mut idle: Vec<TcpStream> = Vec::new();

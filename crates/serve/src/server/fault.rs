@@ -43,6 +43,12 @@ impl Fault {
         fault
     }
 
+    /// A request that says twice, and not the same way, where it ends.
+    pub(crate) fn two_ends() -> Fault {
+        let why = "a request has Content-Length or Transfer-Encoding, not both: where it ends must not depend on who reads it";
+        Fault { code: Some("ambiguous_length"), ..Fault::new(StatusCode::BAD_REQUEST, why) }
+    }
+
     fn kind(&self) -> &'static str {
         match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
@@ -83,6 +89,9 @@ impl IntoResponse for Fault {
         let mut response = (self.status, axum::Json(self.body())).into_response();
         if self.status == StatusCode::TOO_MANY_REQUESTS {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        if self.code == Some("ambiguous_length") {
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

@@ -2,16 +2,21 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use axum::Router;
+use axum::response::IntoResponse;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::server::graceful::{GracefulConnection, GracefulShutdown};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 
+use super::fault::Fault;
+use super::wire::Wire;
 use super::{App, ServerOptions, router};
 use crate::engine::Engine;
 use crate::error::{Result, ServeError};
@@ -93,17 +98,25 @@ impl Server {
     }
 }
 
-fn connection(
-    stream: TcpStream,
-    router: Router,
-) -> hyper::server::conn::http1::Connection<TokioIo<TcpStream>, TowerToHyperService<Router>> {
+fn connection(stream: TcpStream, router: Router) -> impl GracefulConnection + Send {
     // Tokens are small and should not wait for each other.
     let _ = stream.set_nodelay(true);
+    let wire = Wire::new(stream);
+    let (has_two_ends, answers) = (wire.has_two_ends(), TowerToHyperService::new(router));
+    let service = service_fn(move |request| {
+        let (refused, answers) = (has_two_ends.load(Relaxed), answers.clone());
+        async move {
+            match refused {
+                true => Ok(Fault::two_ends().into_response()),
+                false => answers.call(request).await,
+            }
+        }
+    });
     hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIME)
         .max_buf_size(HEAD_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .serve_connection(TokioIo::new(wire), service)
 }
 
 /// Waits until nothing can be answered any more.

@@ -1,7 +1,7 @@
 //! OpenAI's endpoints over HTTP, a page to chat on, and what operators look at.
 //!
 //! It answers on loopback unless told otherwise. Everything a client sends is bounded and checked before the engine sees it;
-//! what is wrong gets a 4xx in OpenAI's shape. Reading order: this file, `listen` (connections), `guard` (who may ask),
+//! what is wrong gets a 4xx in OpenAI's shape. Reading order: this file, `listen` (connections), `wire` (their bytes), `guard` (who may ask),
 //! `parameters` and `fields` (what is asked), `completions`, `chat` and `embeddings` (the endpoints), `reply` and `stream`
 //! (the answers).
 
@@ -15,6 +15,7 @@ mod listen;
 mod parameters;
 mod reply;
 mod stream;
+mod wire;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
