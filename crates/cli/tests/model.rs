@@ -263,6 +263,66 @@ fn init_repeats_itself_by_seed_and_takes_configs_and_presets() {
 }
 
 #[test]
+fn what_is_no_model_is_told_with_what_it_may_be() {
+    let place = tempfile::tempdir().unwrap();
+    let at = |name: &str| place.path().join(name).display().to_string();
+    let made = ["init", "--preset", "gpt2", "--layers", "1", "--width", "64", "--heads", "2"];
+    model(&[&made[..], &[&at("run/model")]].concat());
+    for folder in ["run/checkpoints", "going/checkpoints/global_step2", "piped", "other"] {
+        std::fs::create_dir_all(at(folder)).unwrap();
+    }
+    std::fs::write(at("going/checkpoints/global_step2/manifest.json"), "{}").unwrap();
+    std::fs::copy(at("run/model/config.json"), at("piped/config.json")).unwrap();
+    nix::unistd::mkfifo(at("piped/model.safetensors").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let of_run = format!("it is the folder of a run, whose model is {}", at("run/model"));
+    for (given, why) in [
+        ("run", of_run.as_str()),
+        ("going", "`ferrospeed checkpoint export-hf` makes a model"),
+        ("going/checkpoints/global_step2", "`ferrospeed checkpoint export-hf` makes a model"),
+        ("other", "is no model: it has no config.json"),
+        ("piped", "'model.safetensors' is no plain file"),
+    ] {
+        let given = at(given);
+        for words in
+            [&["generate", "--prompt", "x", "--model", &given][..], &["serve", &given], &["chat", &given]]
+        {
+            let refused = ferrospeed(words);
+            assert_eq!(refused.status.code(), Some(2), "{words:?}: {}", stderr(&refused));
+            assert!(stderr(&refused).contains(why), "{words:?}: {}", stderr(&refused));
+        }
+    }
+}
+
+#[test]
+fn a_tokenizer_that_is_none_or_anothers_is_told() {
+    let place = tempfile::tempdir().unwrap();
+    let at = |name: &str| place.path().join(name).display().to_string();
+    let made = ["init", "--preset", "gpt2", "--layers", "1", "--width", "64", "--heads", "2"];
+    model(&[&made[..], &[&at("model")]].concat());
+    let file = at("model/tokenizer.json");
+    let words = |vocabulary: &str, rest: &str| {
+        format!("{{\"version\": \"1.0\", \"model\": {{\"vocab\": {vocabulary}, {rest}}}}}")
+    };
+    let generate = || ferrospeed(&["generate", "--model", &at("model"), "--prompt", "x", "--tokens", "2"]);
+    nix::unistd::mkfifo(file.as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let told = stderr(&generate());
+    assert!(told.contains("tokenizer.json") && told.contains("a pipe"), "{told}");
+    std::fs::remove_file(&file).unwrap();
+    for (text, why) in [
+        (words("{}", "\"type\": \"BPE\", \"merges\": []"), "makes no token of it"),
+        (
+            words("{\"x\": 5000, \"y\": 1}", "\"type\": \"WordLevel\", \"unk_token\": \"y\""),
+            "the tokenizer is another model's: it gives the token 5000, and this one has 256",
+        ),
+    ] {
+        std::fs::write(&file, text).unwrap();
+        let refused = generate();
+        assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+        assert!(stderr(&refused).contains(why), "{}", stderr(&refused));
+    }
+}
+
+#[test]
 fn damaged_files_are_refused_by_name_and_reason() {
     let (_folder, place) = tiny();
     let file = place.join("model.safetensors");

@@ -72,7 +72,8 @@ impl Codec {
     /// tokens.
     pub fn of_model(folder: &Path, vocabulary: u64) -> Result<Codec> {
         let file = folder.join("tokenizer.json");
-        if file.is_file() {
+        // Whatever has the name: what cannot be read is no reason to take bytes for tokens.
+        if file.symlink_metadata().is_ok() {
             return Codec::from_file(&file);
         }
         if vocabulary == BYTES {

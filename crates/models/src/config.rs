@@ -49,7 +49,7 @@ pub enum ModelConfig {
 impl ModelConfig {
     /// Reads `config.json` of a model directory.
     pub fn from_directory(directory: &Path, window: WindowRule) -> Result<ModelConfig> {
-        ModelConfig::from_value(&read_json(&directory.join("config.json"))?, window)
+        ModelConfig::from_value(&read_config(directory)?, window)
     }
 
     /// From the parsed content of a `config.json`.
@@ -100,6 +100,29 @@ impl ModelConfig {
 
 /// The index of a model of a million tensors has a tenth of it.
 const MAX_JSON_BYTES: u64 = 1 << 30;
+
+/// Reads the `config.json` of a directory; where there is none, says what the directory may be instead.
+pub fn read_config(directory: &Path) -> Result<Value> {
+    let path = directory.join("config.json");
+    if directory.is_dir() && !path.exists() && !path.is_symlink() {
+        return Err(ModelError::file(
+            directory,
+            format!("is no model: it has no config.json{}", instead(directory)),
+        ));
+    }
+    read_json(&path)
+}
+
+fn instead(directory: &Path) -> String {
+    let (of_run, has) = (directory.join("model"), |name: &str| directory.join(name).exists());
+    if of_run.join("config.json").is_file() {
+        return format!("; it is the folder of a run, whose model is {}", of_run.display());
+    }
+    match has("manifest.json") || has("latest") || has("checkpoints") {
+        true => "; it holds checkpoints, of which `ferrospeed checkpoint export-hf` makes a model".to_owned(),
+        false => String::new(),
+    }
+}
 
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let text = ferrospeed_files::read_text(path, MAX_JSON_BYTES).map_err(ModelError::io(path))?;

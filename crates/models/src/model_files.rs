@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use ferrospeed_tensor::DType;
 use serde_json::Value;
 
-use crate::config::{ModelConfig, WindowRule, read_json};
+use crate::config::{ModelConfig, WindowRule, read_config, read_json};
 use crate::directory::{copy_companions, end_tokens_of, write_json};
 use crate::error::{ModelError, Result};
 use crate::gguf;
@@ -72,7 +72,7 @@ impl ModelFiles {
 
     fn in_directory(path: &Path, weights: impl FnOnce() -> Result<WeightFiles>) -> Result<ModelFiles> {
         // What the directory says it is comes first: a model that we do not know needs no weights to be refused.
-        let config = read_json(&path.join("config.json"))?;
+        let config = read_config(path)?;
         ModelConfig::from_value(&config, WindowRule::default())?;
         let weights = weights()?;
         let stored = weights.tensors().values().map(|tensor| tensor.dtype).find(|dtype| dtype.is_float());

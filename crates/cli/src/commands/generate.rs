@@ -90,6 +90,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
 
     let prompt: Vec<i64> =
         codec.encode_prompt(&args.prompt).map_err(|e| failed(&e))?.into_iter().map(i64::from).collect();
+    check_prompt(&prompt, model.config().vocab)?;
     let sampling = if args.temperature == 0.0 {
         Sampling::Greedy
     } else {
@@ -114,6 +115,18 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     // A reader that went away is no failure.
     let _ = writeln!(out, "{text}");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses what a tokenizer has made of a prompt where the model cannot read it.
+fn check_prompt(prompt: &[i64], vocabulary: usize) -> Result<(), Failure> {
+    let why = match prompt.iter().max() {
+        None => "--prompt: the model's tokenizer makes no token of it".to_owned(),
+        Some(&token) if token >= vocabulary as i64 => format!(
+            "the tokenizer is another model's: it gives the token {token}, and this one has {vocabulary} tokens"
+        ),
+        Some(_) => return Ok(()),
+    };
+    Err(Failure::Usage(why))
 }
 
 /// How many tokens are written where `asked` were wanted behind a prompt; says so where the model was not made for so many.

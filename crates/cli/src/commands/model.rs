@@ -73,7 +73,11 @@ impl ModelArgs {
 
 /// Reads a `config.json`, given itself or as its directory; says which file it was.
 pub(super) fn read_config(path: &Path) -> Result<(PathBuf, Value), Failure> {
-    let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+    if path.is_dir() {
+        let config = ferrospeed_models::config::read_config(path);
+        return Ok((path.join("config.json"), config.map_err(|error| Failure::Usage(error.to_string()))?));
+    }
+    let path = path.to_path_buf();
     let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
     let bytes = ferrospeed_files::read(&path, MAX_CONFIG_BYTES).map_err(|error| refuse(error.to_string()))?;
     let config = serde_json::from_slice(&bytes).map_err(|error| refuse(error.to_string()))?;

@@ -71,7 +71,10 @@ impl WeightFiles {
     /// `pytorch_model.bin`, or the shards that its index names.
     pub fn open_directory(directory: &Path) -> Result<WeightFiles> {
         let Some(main) = main_file(directory) else {
-            let why = format!("holds no weights: none of {} is there", MAIN_FILES.join(", "));
+            let why = match MAIN_FILES.iter().find(|name| directory.join(name).symlink_metadata().is_ok()) {
+                Some(name) => format!("holds no weights: '{name}' is no plain file"),
+                None => format!("holds no weights: none of {} is there", MAIN_FILES.join(", ")),
+            };
             return Err(ModelError::file(directory, why));
         };
         if main.extension() != Some(OsStr::new("json")) {
