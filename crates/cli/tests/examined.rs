@@ -351,6 +351,38 @@ fn a_disks_folder_that_is_not_there_is_planned_for_made_and_taken_away() {
 }
 
 #[test]
+fn a_disks_folder_that_a_killed_run_left_goes_with_the_next_that_uses_it() {
+    let place = Workplace::new();
+    let (recipe, disk) = (place.at("recipe.toml"), place.at("disks/one"));
+    let offload = format!(
+        "zero_optimization={{\"stage\": 3, \"offload_optimizer\": {{\"device\": \"nvme\", \"nvme_path\": \"{disk}\"}}}}"
+    );
+    let train = |out: &str, steps: &str| {
+        ["train", &recipe, "--out", &place.at(out), "--device", "cpu", "--set", &offload, "--set", steps]
+            .map(str::to_owned)
+    };
+    let words = train("killed", "steps=1000000");
+    let run = support::start(&words.each_ref().map(String::as_str));
+    let log = place.at("killed/log.jsonl");
+    support::wait_until("its first step", || std::fs::metadata(&log).is_ok_and(|log| log.len() > 0));
+    // While it runs, another that uses the folder leaves it alone.
+    let other = train("other", "steps=1");
+    assert!(ferrospeed(&other.each_ref().map(String::as_str)).status.success());
+    assert!(Path::new(&disk).is_dir());
+    let pid = run.pid().parse().unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+    run.finish();
+    assert!(Path::new(&disk).is_dir(), "a killed run takes nothing away");
+    // What somebody has put there stays, and so does what holds it.
+    std::fs::write(place.at("disks/mine"), "mine").unwrap();
+    let next = train("next", "steps=1");
+    let output = ferrospeed(&next.each_ref().map(String::as_str));
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(!Path::new(&disk).exists(), "what the killed run made stays behind");
+    assert_eq!(std::fs::read_to_string(place.at("disks/mine")).unwrap(), "mine");
+}
+
+#[test]
 fn checkpoints_are_written_to_no_place_that_keeps_no_files() {
     let place = Workplace::new();
     let given = place.at("checkpoints");

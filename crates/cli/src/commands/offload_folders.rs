@@ -1,5 +1,6 @@
 //! The folders that a configuration offloads to, and whether this machine can write there.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
@@ -79,22 +80,75 @@ pub(super) fn free_bytes(folder: &Path) -> Result<u64, String> {
     probe::free_disk_bytes(nearest(folder))
 }
 
-/// Folders that a run will make for its state: it takes them away when it is over, where nothing is in them.
+/// How a file begins that marks a folder which a run has made: who holds its lock still runs. It ends with how many folders were made,
+/// this one and those it lies in, and is empty, so that it takes nothing of a disk.
+const MARK: &str = ".made-by-ferrospeed-";
+
+/// Folders that a run makes for its state: it takes them away when it is over, where nothing is in them. Those that a killed run has
+/// left are taken over by the next that uses them.
 #[derive(Debug)]
-pub(super) struct FoldersToMake {
-    /// What is not there yet, the innermost first.
-    absent: Vec<PathBuf>,
+pub(super) struct FoldersToMake(Vec<MadeFolder>);
+
+/// A folder with a mark, which is held.
+#[derive(Debug)]
+struct MadeFolder {
+    mark: PathBuf,
+    _lock: File,
+    made: Vec<PathBuf>,
 }
 
 impl FoldersToMake {
     pub(super) fn of(recipe: &Recipe) -> FoldersToMake {
         let folders = recipe.config().map_or_else(|_| Vec::new(), |(config, _)| offload_folders(&config));
-        FoldersToMake { absent: folders.iter().flat_map(|folder| absent(folder)).collect() }
+        FoldersToMake(folders.iter().filter_map(|folder| MadeFolder::make(folder)).collect())
     }
 }
 
 impl Drop for FoldersToMake {
     fn drop(&mut self) {
-        remove_empty(&self.absent);
+        // What the first has made may hold the others.
+        while self.0.pop().is_some() {}
+    }
+}
+
+impl MadeFolder {
+    /// `None` for a folder that is somebody's, or cannot be made: who needs it says why.
+    fn make(folder: &Path) -> Option<MadeFolder> {
+        let folder = std::path::absolute(folder).ok()?;
+        let made = absent(&folder);
+        if made.is_empty() {
+            return MadeFolder::take_over(&folder);
+        }
+        let mark = folder.join(format!("{MARK}{}", made.len()));
+        let lock = std::fs::create_dir_all(&folder).and_then(|()| File::create_new(&mark));
+        match lock.map(|lock| (lock.try_lock(), lock)) {
+            Ok((Ok(()), lock)) => Some(MadeFolder { mark, _lock: lock, made }),
+            _ => {
+                let _ = std::fs::remove_file(&mark);
+                remove_empty(&made);
+                None
+            }
+        }
+    }
+
+    /// What a run has made that is no more.
+    fn take_over(folder: &Path) -> Option<MadeFolder> {
+        let entries = std::fs::read_dir(folder).ok()?.flatten();
+        let (mark, count) = entries.into_iter().find_map(|entry| {
+            let count = entry.file_name().to_str()?.strip_prefix(MARK)?.parse().ok()?;
+            Some((entry.path(), count))
+        })?;
+        let lock = ferrospeed_files::open(&mark).ok()?;
+        lock.try_lock().ok()?;
+        // None of them is removed that is not empty.
+        let made = folder.ancestors().take(count).map(Path::to_path_buf).collect();
+        Some(MadeFolder { mark, _lock: lock, made })
+    }
+}
+
+impl Drop for MadeFolder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.mark);
+        remove_empty(&self.made);
     }
 }
