@@ -108,6 +108,59 @@ pub fn list(dir: &Path) -> Result<Vec<Listed>> {
     Ok(found)
 }
 
+/// A checkpoint that was put away for a successor, and is still there because the save was cut off.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SetAside {
+    /// The name it had.
+    pub tag: String,
+    /// Its folder.
+    pub path: PathBuf,
+    /// Whether it stands in for a successor that never came, or is not whole any more.
+    pub is_used: bool,
+}
+
+impl std::fmt::Display for SetAside {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let SetAside { tag, path, is_used } = self;
+        let successor = path.with_file_name(tag);
+        write!(f, "{} is an earlier '{tag}', which a save that was cut off had put away: ", path.display())?;
+        match is_used {
+            true => write!(
+                f,
+                "it is used as '{tag}', of which nothing whole is there, and the next save gives it its name back where that is free"
+            ),
+            false => write!(
+                f,
+                "the new '{tag}' is whole and used, and the next save into the folder removes the earlier one; to keep it, move it out (mv '{}' '{}-earlier')",
+                path.display(),
+                successor.display()
+            ),
+        }
+    }
+}
+
+/// The whole checkpoints that are put away in a folder.
+pub fn set_aside(dir: &Path) -> Result<Vec<SetAside>> {
+    let mut found = Vec::new();
+    for (name, path) in entries(dir)? {
+        if let Some((tag, "replaced")) = unfinished(&name)
+            && complete(&path).is_some()
+        {
+            let is_used = complete(&dir.join(tag)).is_none();
+            found.push(SetAside { tag: tag.to_owned(), path, is_used });
+        }
+    }
+    Ok(found)
+}
+
+/// The folder of checkpoints in a run's folder, or the folder itself where it is no run's.
+pub fn of_run(dir: &Path) -> PathBuf {
+    let within = dir.join("checkpoints");
+    let is_one = |path: &Path| path.join(MANIFEST_FILE).exists() || Foreign::is_one(path);
+    let is_run = within.is_dir() && !is_one(dir) && !is_one(&within) && !dir.join(LATEST_FILE).exists();
+    if is_run { within } else { dir.to_path_buf() }
+}
+
 /// The checkpoints of a folder that a run may go on from, the best first: the one that `latest` names, then the newest; and
 /// the folders that look like one and are not whole, each with what is wrong.
 pub fn candidates(dir: &Path) -> Result<(Vec<Listed>, Vec<(String, CheckpointError)>)> {
@@ -183,12 +236,16 @@ pub fn resolve(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     if let Some(tag) = tag {
         check_tag(tag)?;
         let path = dir.join(tag);
-        if path.join(MANIFEST_FILE).is_file() {
+        if complete(&path).is_some() {
             return Ok(path);
         }
         // A crash between two renames leaves the old one set aside.
         if let Some(aside) = list(dir)?.into_iter().rfind(|listed| listed.tag == tag) {
             return Ok(aside.path);
+        }
+        // Who opens it says what is wrong with it.
+        if path.join(MANIFEST_FILE).is_file() {
+            return Ok(path);
         }
         let why = if path.is_dir() {
             format!(
@@ -266,6 +323,9 @@ impl Lock {
 pub(crate) fn sweep(fs: &dyn FileSystem, dir: &Path) -> Result<()> {
     for (name, path) in entries(dir)? {
         match unfinished(&name) {
+            Some((tag, "replaced")) if dir.join(tag).exists() && complete(&dir.join(tag)).is_none() => {
+                tracing::warn!("'{tag}' is not whole: {}, an earlier one, stays", path.display());
+            }
             Some((tag, "replaced")) if !dir.join(tag).exists() => {
                 tracing::warn!("bringing back checkpoint '{tag}', which a crash left set aside");
                 fs.rename(&path, &dir.join(tag)).map_err(CheckpointError::io("rename", &path))?;

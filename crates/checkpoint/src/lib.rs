@@ -18,7 +18,9 @@ pub mod pt;
 pub mod save;
 pub mod shard;
 
-pub use directory::{Listed, Retention, candidates, list, resolve, resolve_any, resolve_universal};
+pub use directory::{
+    Listed, Retention, SetAside, candidates, list, of_run, resolve, resolve_any, resolve_universal, set_aside,
+};
 pub use error::{CheckpointError, Result};
 pub use fs::{Disk, FileSystem};
 pub use load::{Checkpoint, Readers, Verified, Wanted};

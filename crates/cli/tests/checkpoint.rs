@@ -214,6 +214,80 @@ fn a_checkpoint_is_found_by_its_own_folder_and_by_the_one_that_holds_it() {
 }
 
 #[test]
+fn a_runs_folder_is_taken_for_its_checkpoints_and_the_one_that_was_taken_is_told() {
+    let (run, out) = (trained().parent().unwrap(), tempfile::tempdir().unwrap());
+    let at = |name: &str| out.path().join(name).display().to_string();
+    assert!(good(&["verify", text(run)]).contains("checkpoints/global_step4: whole"));
+    assert!(good(&["inspect", text(run), "--tag", "global_step2"]).contains("checkpoints/global_step2"));
+    assert_eq!(good(&["diff", text(run), text(trained())]).trim(), "the same");
+    for words in [
+        ["to-fp32", text(run), &at("w.safetensors")],
+        ["export-hf", text(run), &at("model")],
+        ["export-deepspeed", text(run), &at("theirs")],
+        ["to-universal", text(run), &at("universal")],
+    ] {
+        let output = checkpoint(&words);
+        assert!(output.status.success(), "{words:?}: {}", stderr(&output));
+        assert!(
+            stderr(&output).contains("checkpoints/global_step4 is taken"),
+            "{words:?}: {}",
+            stderr(&output)
+        );
+    }
+    // What is called like a run's folder of checkpoints and is one checkpoint, is one.
+    let named = tempfile::tempdir().unwrap();
+    std::fs::rename(copy_of(&trained().join("global_step2")).keep(), named.path().join("checkpoints"))
+        .unwrap();
+    assert!(good(&["verify", text(named.path()), "--tag", "checkpoints"]).contains("checkpoints: whole"));
+}
+
+#[test]
+fn a_checkpoint_that_was_put_away_is_told_wherever_one_looks() {
+    let copy = copy_of(trained());
+    let (own, away) = (copy.path().join("global_step4"), copy.path().join(".global_step4.replaced-12-0"));
+    let look = |command: &str| {
+        let output = checkpoint(&[command, text(copy.path())]);
+        assert!(output.status.success(), "{}", stderr(&output));
+        (stdout(&output), stderr(&output))
+    };
+    std::fs::rename(copy_of(&own).keep(), &away).unwrap();
+    for command in ["verify", "inspect"] {
+        let (said, told) = look(command);
+        assert!(said.contains("/global_step4"), "{said}");
+        assert!(told.contains(".global_step4.replaced-12-0 is an earlier 'global_step4'"), "{told}");
+        assert!(told.contains("the new 'global_step4' is whole and used") && told.contains("mv "), "{told}");
+    }
+    std::fs::remove_dir_all(&own).unwrap();
+    let (said, told) = look("verify");
+    assert!(said.contains(".global_step4.replaced-12-0: whole"), "{said}");
+    assert!(told.contains("it is used as 'global_step4'"), "{told}");
+
+    // A run that `train --overwrite` had put away when it was killed.
+    let run = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(run.path().join(".replaced")).unwrap();
+    std::fs::rename(copy.keep(), run.path().join(".replaced/checkpoints")).unwrap();
+    let gone = checkpoint(&["verify", text(run.path())]);
+    assert_eq!(gone.status.code(), Some(2), "{}", stderr(&gone));
+    assert!(stderr(&gone).contains("gives it back"), "{}", stderr(&gone));
+    assert!(good(&["verify", text(&run.path().join(".replaced"))]).contains("whole"));
+}
+
+#[test]
+fn a_newer_checkpoint_that_is_not_whole_is_told_where_an_older_one_is_taken() {
+    let copy = copy_of(trained());
+    std::fs::remove_file(copy.path().join("global_step4/rank_00001.safetensors")).unwrap();
+    for command in ["verify", "inspect"] {
+        let output = checkpoint(&[command, text(copy.path())]);
+        assert!(stdout(&output).contains("global_step2"), "{}", stdout(&output));
+        let told = stderr(&output);
+        assert!(
+            told.contains("'global_step4' is passed over") && told.contains("rank_00001.safetensors"),
+            "{told}"
+        );
+    }
+}
+
+#[test]
 fn a_file_of_weights_is_replaced_only_where_that_is_said() {
     let out = tempfile::tempdir().unwrap();
     let file = out.path().join("weights.safetensors");
@@ -268,7 +342,14 @@ fn a_disk_that_is_full_keeps_no_part_of_a_file() {
     }
     let out = tempfile::tempdir().unwrap();
     let place = out.path().display();
-    for (command, name) in [("to-fp32", "w.pt"), ("to-fp32", "w.safetensors"), ("export-hf", "model")] {
+    for (command, name) in [
+        ("to-fp32", "w.pt"),
+        ("to-fp32", "w.safetensors"),
+        ("export-hf", "model"),
+        ("export-hf", "deep/er/model"),
+        ("export-deepspeed", "deep/er/theirs"),
+        ("to-universal", "deep/er/universal"),
+    ] {
         let script = format!(
             "mount -t tmpfs -o size=64k tmpfs {place} && {} checkpoint {command} {} {place}/{name}; echo \"code $?\"; ls -A {place}",
             env!("CARGO_BIN_EXE_ferrospeed"),

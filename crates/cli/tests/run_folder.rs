@@ -302,6 +302,26 @@ fn a_resume_passes_over_damaged_checkpoints_and_says_which() {
 }
 
 #[test]
+fn a_resume_tells_of_checkpoints_that_were_put_away() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let checkpoints = place.run_folder("small").join("checkpoints");
+    let away = checkpoints.join(".global_step6.replaced-12-0");
+    let put_away = || std::fs::rename(checkpoints.join("global_step6"), &away).unwrap();
+    put_away();
+    for more in [&["--resume"][..], &["--resume", "global_step6"]] {
+        let said = stderr(&place.train_well(more));
+        assert!(said.contains(".replaced-12-0 is an earlier 'global_step6'"), "{more:?}: {said}");
+        assert!(said.contains("it is used as 'global_step6'"), "{more:?}: {said}");
+    }
+    // A successor that is not whole costs nothing of it, whatever is saved next.
+    std::fs::create_dir(checkpoints.join("global_step6")).unwrap();
+    std::fs::copy(away.join("manifest.json"), checkpoints.join("global_step6/manifest.json")).unwrap();
+    place.train_well(&["--resume", "--set", "steps=8"]);
+    assert!(away.join("rank_00000.safetensors").exists(), "the only whole 'global_step6' is gone");
+}
+
+#[test]
 fn a_run_that_diverges_ends_with_a_verdict_and_exports_nothing() {
     let place = Workplace::new();
     for ranks in ["1", "2"] {

@@ -190,3 +190,53 @@ fn what_does_not_fit_on_a_disk_leaves_nothing_there() {
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(stdout(&output), "kept\nother\nkept\n", "{}", stderr(&output));
 }
+
+#[test]
+fn a_model_that_does_not_fit_on_a_disk_is_not_there_and_an_earlier_one_stays() {
+    let place = Workplace::new();
+    std::fs::create_dir_all(place.0.path().join("runs/small/model")).unwrap();
+    // A model has some 270 kB: nothing fits, then one of two.
+    let script = r#"
+        mount -t tmpfs -o size=64k tmpfs runs/small/model
+        code=0; "$FERROSPEED" train recipe.toml || code=$?
+        echo "code $code, model: $(ls -A runs/small/model)"
+        test -s runs/small/report.html
+        "$FERROSPEED" checkpoint export-hf runs/small elsewhere > /dev/null
+        umount runs/small/model
+        mount -t tmpfs -o size=400k tmpfs runs/small/model
+        "$FERROSPEED" train recipe.toml --resume --set steps=7 > /dev/null
+        (cd runs/small/model && cksum *) > before
+        code=0; "$FERROSPEED" train recipe.toml --resume --set steps=8 -n 2 > /dev/null || code=$?
+        (cd runs/small/model && cksum *) > after
+        cmp before after
+        echo "code $code, model: $(cd runs/small/model && echo $(ls -A))"
+    "#;
+    let Some(output) = place.with_mounts(script) else { return };
+    let (said, told) = (stdout(&output), stderr(&output));
+    assert!(output.status.success(), "{said}{told}");
+    assert!(said.contains("code 1, model: \n"), "{said}{told}");
+    assert!(said.contains("code 1, model: config.json model.safetensors\n"), "{said}{told}");
+    assert!(told.contains("its weights are not in runs/small/model"), "{told}");
+    assert!(told.contains("global_step6 has them, and `ferrospeed checkpoint export-hf`"), "{told}");
+    assert_eq!(names(&place.0.path().join("elsewhere")), ["config.json", "model.safetensors"]);
+}
+
+#[test]
+fn a_resume_on_a_full_disk_leaves_no_file_without_its_content() {
+    let place = Workplace::new();
+    std::fs::create_dir_all(place.0.path().join("runs/small")).unwrap();
+    let script = r#"
+        mount -t tmpfs -o size=8m tmpfs runs/small
+        "$FERROSPEED" train recipe.toml > /dev/null
+        echo '{"state": "failed", "why": "of yore"}' > runs/small/outcome.json
+        dd if=/dev/zero of=runs/small/other bs=4k 2> /dev/null || true
+        cp -r runs/small/config before
+        code=0; "$FERROSPEED" train recipe.toml --resume --set steps=9 > /dev/null || code=$?
+        diff -r before runs/small/config
+        echo "code $code, empty: $(find runs/small -type f -size 0 ! -name '*lock' ! -name eval.jsonl) $(cat runs/small/outcome.json)"
+    "#;
+    let Some(output) = place.with_mounts(script) else { return };
+    let said = stdout(&output);
+    assert!(output.status.success(), "{said}{}", stderr(&output));
+    assert!(said.contains("code 1, empty:  {"), "{said}{}", stderr(&output));
+}

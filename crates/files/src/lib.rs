@@ -3,7 +3,7 @@
 //! A name in a recipe, a configuration or a command line may be anything: a named pipe waits for whoever is at its other
 //! end, a device never ends, and a file that is read whole may be larger than memory. Here none of them is read or written. Links are
 //! followed. What is found is checked on the opened file, not on its name, so that nothing can be put there in between;
-//! and it is opened without waiting.
+//! and it is opened without waiting. What is written takes the place of what was there when it is complete.
 //!
 //! ```
 //! let folder = tempfile::tempdir()?;
@@ -15,10 +15,12 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 
+use std::ffi::OsString;
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Opens a plain file to be read.
 pub fn open(path: impl AsRef<Path>) -> Result<File> {
@@ -72,12 +74,56 @@ pub fn read_text(path: impl AsRef<Path>, max_bytes: u64) -> Result<String> {
     })
 }
 
-/// Writes a plain file, in place of what it held.
+/// Writes a plain file, in place of what it held: whole, or not at all where the disk is full. A link stays one.
 pub fn write(path: impl AsRef<Path>, bytes: impl AsRef<[u8]>) -> Result<()> {
+    let (path, bytes) = (path.as_ref(), bytes.as_ref());
+    // What is there and no plain file is refused here.
+    let place = match open_with(path, OpenOptions::new().append(true), 0) {
+        Ok(_) => path.canonicalize()?,
+        Err(error) if error.kind() == ErrorKind::NotFound && !path.is_symlink() => path.to_path_buf(),
+        Err(error) if error.kind() == ErrorKind::NotFound => return write_over(path, bytes),
+        Err(error) => return Err(error),
+    };
+    let beside = beside(&place);
+    let mut file = match open_with(&beside, OpenOptions::new().write(true).create_new(true), 0) {
+        Ok(file) => file,
+        Err(error) if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+            return Err(error);
+        }
+        // A folder that takes no new file may hold one that can be written.
+        Err(_) => return write_over(path, bytes),
+    };
+    let written = file
+        .write_all(bytes)
+        .and_then(|()| match std::fs::metadata(&place) {
+            Ok(old) => file.set_permissions(old.permissions()),
+            Err(_) => Ok(()),
+        })
+        .and_then(|()| std::fs::rename(&beside, &place));
+    let Err(error) = written else { return Ok(()) };
+    let _ = std::fs::remove_file(&beside);
+    match error.kind() {
+        // A file that is mounted on its own keeps its place.
+        ErrorKind::ResourceBusy => write_over(path, bytes),
+        _ => Err(error),
+    }
+}
+
+/// A name in the same folder that nobody else uses.
+fn beside(place: &Path) -> PathBuf {
+    static WRITTEN: AtomicU64 = AtomicU64::new(0);
+    let mut name = OsString::from(".");
+    name.push(place.file_name().unwrap_or_default());
+    name.push(format!(".partial-{}-{}", std::process::id(), WRITTEN.fetch_add(1, Relaxed)));
+    place.with_file_name(name)
+}
+
+/// Writes a plain file where it is.
+fn write_over(path: &Path, bytes: &[u8]) -> Result<()> {
     // It is cut only when it is known to be one.
     let mut file = open_with(path, OpenOptions::new().write(true).create(true).truncate(false), 0)?;
     file.set_len(0)?;
-    file.write_all(bytes.as_ref())
+    file.write_all(bytes)
 }
 
 fn name_of(kind: FileType) -> &'static str {

@@ -72,3 +72,35 @@ fn links_to_plain_files_are_followed() {
     symlink(&path, &link).unwrap();
     assert_eq!(read_text(&link, 100).unwrap(), "text");
 }
+
+#[test]
+fn what_is_written_takes_a_files_place_whole_and_keeps_links_and_rights() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("own"), "old").unwrap();
+    std::fs::set_permissions(at("own"), std::fs::Permissions::from_mode(0o640)).unwrap();
+    // Whoever has it open reads what it was, to the end.
+    let mut reader = open(at("own")).unwrap();
+    std::os::unix::fs::symlink("own", at("link")).unwrap();
+    std::os::unix::fs::symlink("new", at("ahead")).unwrap();
+    write(at("link"), "longer than before").unwrap();
+    write(at("ahead"), "there").unwrap();
+    let mut old = String::new();
+    std::io::Read::read_to_string(&mut reader, &mut old).unwrap();
+    assert_eq!(old, "old");
+    assert_eq!(read_text(at("own"), 99).unwrap(), "longer than before");
+    assert_eq!(read_text(at("new"), 99).unwrap(), "there");
+    assert!(at("link").is_symlink() && at("ahead").is_symlink());
+    assert_eq!(std::fs::metadata(at("own")).unwrap().permissions().mode() & 0o777, 0o640);
+    let threads: Vec<_> = (0..8)
+        .map(|number| {
+            let path = at("own");
+            std::thread::spawn(move || write(path, number.to_string().repeat(1 << 16)).unwrap())
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    let last = read_text(at("own"), 1 << 16).unwrap();
+    assert!(last.len() == 1 << 16 && last.bytes().all(|byte| byte == last.as_bytes()[0]), "a mixture");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 4, "something is left beside it");
+}

@@ -249,54 +249,121 @@ pub(crate) fn copy_companions(source: &Path, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A directory in the making: written beside its place and moved there when it is complete. Dropped before, it is removed.
-pub(crate) struct NewDirectory {
+/// What marks a weight file of ours.
+const WEIGHT_ENDINGS: [&str; 2] = [".safetensors", ".safetensors.index.json"];
+
+/// A model directory in the making: written under another name, and moved to its place when it is complete. Dropped before, it is
+/// removed with all folders that were made for it.
+///
+/// A directory that is there, which may be the place of a mounted disk, is not replaced: the files are written into a folder in it,
+/// and moved up when all are there.
+#[derive(Debug)]
+pub struct NewDirectory {
     target: PathBuf,
-    partial: Option<PathBuf>,
+    partial: PathBuf,
+    /// Folders above it that were not there, the innermost first.
+    made: Vec<PathBuf>,
+    is_finished: bool,
 }
 
 impl NewDirectory {
-    pub(crate) fn create(target: &Path) -> Result<NewDirectory> {
-        let name =
-            target.file_name().ok_or_else(|| ModelError::file(target, "names no directory to make"))?;
+    /// Refuses a place where something is.
+    pub fn create(target: &Path) -> Result<NewDirectory> {
         let occupied = match std::fs::read_dir(target) {
             Ok(mut entries) => entries.next().is_some(),
             Err(error) => error.kind() != std::io::ErrorKind::NotFound,
         };
-        if occupied {
-            return Err(ModelError::file(target, "is already there; name a new directory"));
+        match occupied {
+            true => Err(ModelError::file(target, "is already there; name a new directory")),
+            false => NewDirectory::begin(target),
         }
-        let mut beside = OsString::from(".");
-        beside.push(name);
-        beside.push(format!(".{}.partial", std::process::id()));
-        let partial = target.with_file_name(beside);
+    }
+
+    /// In a directory that may hold files: weights and `config.json` are replaced, all else stays. Only for who has it alone: what
+    /// one that was killed has left there is removed.
+    pub fn over(target: &Path) -> Result<NewDirectory> {
+        for entry in std::fs::read_dir(target).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let name = name.as_encoded_bytes();
+            if name.starts_with(b".") && name.ends_with(b".partial") && entry.path().is_dir() {
+                std::fs::remove_dir_all(entry.path()).map_err(ModelError::io(entry.path()))?;
+            }
+        }
+        NewDirectory::begin(target)
+    }
+
+    fn begin(target: &Path) -> Result<NewDirectory> {
+        let name =
+            target.file_name().ok_or_else(|| ModelError::file(target, "names no directory to make"))?;
+        let process = std::process::id();
+        let partial = if target.is_dir() {
+            target.join(format!(".{process}.partial"))
+        } else {
+            let mut beside = OsString::from(".");
+            beside.push(name);
+            beside.push(format!(".{process}.partial"));
+            target.with_file_name(beside)
+        };
         let parent = parent_of(target);
+        let absent = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+        let made = parent.ancestors().take_while(absent).map(Path::to_path_buf).collect();
+        let new = NewDirectory { target: target.to_path_buf(), partial, made, is_finished: false };
         std::fs::create_dir_all(parent).map_err(ModelError::io(parent))?;
-        std::fs::create_dir(&partial).map_err(ModelError::io(&partial))?;
-        Ok(NewDirectory { target: target.to_path_buf(), partial: Some(partial) })
+        std::fs::create_dir(&new.partial).map_err(ModelError::io(&new.partial))?;
+        Ok(new)
     }
 
-    pub(crate) fn path(&self) -> &Path {
-        self.partial.as_deref().unwrap_or(&self.target)
+    /// Where its files go.
+    pub fn path(&self) -> &Path {
+        &self.partial
     }
 
-    pub(crate) fn finish(mut self) -> Result<()> {
-        let Some(partial) = &self.partial else { return Ok(()) };
+    /// Gives it its name.
+    pub fn finish(mut self) -> Result<()> {
         // The names must be on the disk before the directory that shows them is.
-        sync_directory(partial)?;
-        std::fs::rename(partial, &self.target).map_err(ModelError::io(&self.target))?;
-        self.partial = None;
+        sync_directory(&self.partial)?;
+        if self.partial.parent() == Some(&self.target) {
+            move_up(&self.partial, &self.target)?;
+            sync_directory(&self.target)?;
+        } else {
+            std::fs::rename(&self.partial, &self.target).map_err(ModelError::io(&self.target))?;
+        }
+        self.is_finished = true;
         sync_directory(parent_of(&self.target))
     }
 }
 
 impl Drop for NewDirectory {
     fn drop(&mut self) {
-        if let Some(partial) = &self.partial {
+        if !self.is_finished {
             // What cannot be removed stays under a name that says what it is.
-            let _ = std::fs::remove_dir_all(partial);
+            let _ = std::fs::remove_dir_all(&self.partial);
+            self.made.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
         }
     }
+}
+
+/// Moves complete files into the directory above, in place of an earlier model's; `config.json`, which makes it a model, is last.
+fn move_up(from: &Path, to: &Path) -> Result<()> {
+    let names = |folder: &Path| -> Result<Vec<OsString>> {
+        let entries = std::fs::read_dir(folder).map_err(ModelError::io(folder))?;
+        entries.map(|entry| Ok(entry.map_err(ModelError::io(folder))?.file_name())).collect()
+    };
+    let move_one = |name: &OsString| {
+        std::fs::rename(from.join(name), to.join(name)).map_err(ModelError::io(to.join(name)))
+    };
+    let (config, new): (Vec<OsString>, Vec<OsString>) =
+        names(from)?.into_iter().partition(|name| name == "config.json");
+    new.iter().try_for_each(move_one)?;
+    for old in names(to)?.iter().filter(|old| !new.contains(old)) {
+        let path = to.join(old);
+        let is_weights = WEIGHT_ENDINGS.iter().any(|ending| old.to_string_lossy().ends_with(ending));
+        if is_weights && path.is_file() {
+            std::fs::remove_file(&path).map_err(ModelError::io(&path))?;
+        }
+    }
+    config.iter().try_for_each(move_one)?;
+    std::fs::remove_dir(from).map_err(ModelError::io(from))
 }
 
 fn parent_of(path: &Path) -> &Path {

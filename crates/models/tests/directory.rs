@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use ferrospeed_models::directory::{WriteOptions, convert, create, set_dtype};
+use ferrospeed_models::directory::{NewDirectory, WriteOptions, convert, create, set_dtype};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{ModelConfig, ModelError, WindowRule};
@@ -151,4 +151,47 @@ fn damaged_headers_and_indices_never_panic() {
         });
         survive(&place, file, |bytes, key| bytes.truncate(key.word(0) as usize % bytes.len()));
     }
+}
+
+#[test]
+fn a_model_takes_the_place_of_an_earlier_one_when_it_is_complete_and_not_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("run/model");
+    let names = |folder: &Path| {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let write = |new: &NewDirectory, files: &[&str]| {
+        files.iter().for_each(|name| std::fs::write(new.path().join(name), "new").unwrap());
+    };
+    // Given up, with the folders that were made for it.
+    write(&NewDirectory::over(&model).unwrap(), &["config.json"]);
+    assert!(!folder.path().join("run").exists());
+
+    let first = NewDirectory::over(&model).unwrap();
+    write(&first, &["config.json", "model-1.safetensors", "model.safetensors.index.json"]);
+    first.finish().unwrap();
+    for other in ["tokenizer.json", "notes.md"] {
+        std::fs::write(model.join(other), "mine").unwrap();
+    }
+    std::fs::write(model.join("config.json"), "old").unwrap();
+    let all = names(&model);
+    let given_up = NewDirectory::over(&model).unwrap();
+    write(&given_up, &["config.json", "model.safetensors"]);
+    drop(given_up);
+    assert_eq!(names(&model), all);
+    assert_eq!(std::fs::read_to_string(model.join("config.json")).unwrap(), "old");
+
+    // What one that was killed has left goes too.
+    std::fs::create_dir(model.join(".1.partial")).unwrap();
+    let second = NewDirectory::over(&model).unwrap();
+    write(&second, &["config.json", "model.safetensors"]);
+    second.finish().unwrap();
+    assert_eq!(names(&model), ["config.json", "model.safetensors", "notes.md", "tokenizer.json"]);
+    assert_eq!(std::fs::read_to_string(model.join("config.json")).unwrap(), "new");
+    assert_eq!(names(&folder.path().join("run")), ["model"]);
+    let error = NewDirectory::create(&model).unwrap_err().to_string();
+    assert!(error.contains("already there"), "{error}");
 }

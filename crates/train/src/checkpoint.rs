@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ferrospeed_checkpoint::deepspeed::Foreign;
 use ferrospeed_checkpoint::manifest::MANIFEST_FILE;
 use ferrospeed_checkpoint::{
-    CheckpointError, Manifest, Retention, agree, candidates, list, resolve, resolve_any,
+    CheckpointError, Manifest, Retention, SetAside, agree, candidates, list, resolve, resolve_any, set_aside,
 };
 use ferrospeed_comm::ReduceOp;
 use ferrospeed_engine::{Engine, EngineError, LoadOptions, Loaded, SaveOptions};
@@ -53,7 +53,9 @@ impl Resume {
                 Present::Some => Starts::newest(&own),
             },
             Resume::Named(text) => {
-                Ok(Starts { candidates: vec![named(text, &own)?], passed_over: Vec::new() })
+                let (dir, tag) = named(text, &own)?;
+                let notes = put_away(&dir, |aside| aside.tag == tag);
+                Ok(Starts { candidates: vec![(dir, tag)], passed_over: Vec::new(), notes })
             }
         }
     }
@@ -67,6 +69,8 @@ pub struct Starts {
     pub candidates: Vec<(PathBuf, String)>,
     /// What is not whole, with the reason.
     pub passed_over: Vec<String>,
+    /// What saves that were cut off had put away.
+    pub notes: Vec<String>,
 }
 
 impl Starts {
@@ -79,8 +83,14 @@ impl Starts {
             return Err(CheckpointError::NotFound { dir: dir.to_path_buf(), why }.into());
         }
         let candidates = whole.into_iter().map(|listed| (dir.to_path_buf(), listed.tag)).collect();
-        Ok(Starts { candidates, passed_over })
+        Ok(Starts { candidates, passed_over, notes: put_away(dir, |_| true) })
     }
+}
+
+/// What is to be said of checkpoints that saves have put away in a folder.
+fn put_away(dir: &Path, is_meant: impl Fn(&SetAside) -> bool) -> Vec<String> {
+    let found = set_aside(dir).unwrap_or_default();
+    found.iter().filter(|aside| is_meant(aside)).map(SetAside::to_string).collect()
 }
 
 enum Present {
@@ -246,8 +256,10 @@ impl Checkpoints {
             Ok(Starts::default())
         };
         let found = agree(&group, found).map_err(|said| own_error.unwrap_or(TrainError::Checkpoint(said)))?;
-        let Starts { candidates, passed_over } = found.into_iter().next().unwrap_or_default();
-        tell(engine, progress, |progress| passed_over.iter().for_each(|text| progress.warning(text)));
+        let Starts { candidates, passed_over, notes } = found.into_iter().next().unwrap_or_default();
+        tell(engine, progress, |progress| {
+            passed_over.iter().chain(&notes).for_each(|text| progress.warning(text));
+        });
         let count = candidates.len();
         for (index, (dir, tag)) in candidates.into_iter().enumerate() {
             let options = LoadOptions { tag: Some(&tag), ..Default::default() };

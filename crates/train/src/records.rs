@@ -157,12 +157,7 @@ fn keep_steps(path: &Path, last: u64) -> Result<()> {
             kept.push_str(line);
         }
     }
-    let beside = path.with_extension("jsonl.partial");
-    let written = ferrospeed_files::write(&beside, kept).and_then(|()| std::fs::rename(&beside, path));
-    written.map_err(|error| {
-        let _ = std::fs::remove_file(&beside);
-        TrainError::io(path)(error)
-    })
+    ferrospeed_files::write(path, kept).map_err(TrainError::io(path))
 }
 
 #[cfg(test)]

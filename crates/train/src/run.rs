@@ -312,7 +312,20 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         unsaved = unsaved.or(written.err().map(|error| format!("its trace is missing: {error}")));
     }
     if summary.ending != Ending::Left && !job.is_experiment {
-        export(&run.engine, &run.model, &run.model_config, &folder.model())?;
+        match export(&run.engine, &run.model, &run.model_config, &folder.model()) {
+            // All ranks have failed together.
+            Err(TrainError::Checkpoint(error)) if !matches!(error, CheckpointError::Comm(_)) => {
+                let kept = summary.checkpoint.as_ref().map_or(String::new(), |path| {
+                    format!(
+                        "; {} has them, and `ferrospeed checkpoint export-hf` writes them elsewhere",
+                        path.display()
+                    )
+                });
+                let missing = format!("its weights are not in {}: {error}{kept}", folder.model().display());
+                unsaved = Some(unsaved.map_or(missing.clone(), |first| format!("{first}; {missing}")));
+            }
+            exported => exported?,
+        }
         summary.sample = run.sample()?;
         if let (0, Some(sample)) = (rank, &summary.sample) {
             let written =

@@ -13,7 +13,10 @@ use ferrospeed_checkpoint::deepspeed::{
 use ferrospeed_checkpoint::directory::LOCK_FILE;
 use ferrospeed_checkpoint::pt::Unknown;
 use ferrospeed_checkpoint::pt::pickle::NOT_ALLOWED;
-use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Disk, Kind, Manifest, Retention, Target, resolve};
+use ferrospeed_checkpoint::{
+    Checkpoint, CheckpointError, Disk, Kind, Manifest, Retention, Target, candidates, of_run, resolve,
+    set_aside,
+};
 
 use super::checkpoint_diff;
 use super::checkpoint_weights::{Weights, export_hf, to_fp32};
@@ -31,12 +34,68 @@ pub(crate) struct CheckpointArgs {
 /// Which checkpoint of a folder.
 #[derive(Debug, Args)]
 pub(super) struct Which {
-    /// The folder that holds checkpoints, or one checkpoint's own
+    /// The folder that holds checkpoints, one checkpoint's own, or a run's
     #[arg(value_name = "DIR")]
-    pub(super) dir: PathBuf,
+    dir: PathBuf,
     /// The checkpoint's name; without, the one that `latest` names, or the newest
     #[arg(long, short)]
     pub(super) tag: Option<String>,
+}
+
+impl Which {
+    /// The folder that holds checkpoints, or the checkpoint's own.
+    pub(super) fn folder(&self) -> PathBuf {
+        of_run(&self.dir)
+    }
+
+    pub(super) fn open(&self) -> Result<Checkpoint, CheckpointError> {
+        let folder = self.folder();
+        let found =
+            resolve(&folder, self.tag.as_deref()).map_err(|error| match (error, put_away(&self.dir)) {
+                (CheckpointError::NotFound { dir, why }, Some(more)) => {
+                    CheckpointError::NotFound { dir, why: format!("{why}; {more}") }
+                }
+                (other, _) => other,
+            })?;
+        Checkpoint::open(&found)
+    }
+
+    /// The same; says which one was taken where the command's own words do not.
+    pub(super) fn open_and_say(&self) -> Result<Checkpoint, CheckpointError> {
+        let checkpoint = self.open()?;
+        if checkpoint.path() != self.dir {
+            terminal::print_note(&format!("{} is taken", checkpoint.path().display()));
+        }
+        Ok(checkpoint)
+    }
+
+    /// Says what else is there that is easily overlooked: checkpoints that are not whole, or were put away.
+    fn tell_of_others(&self, checkpoint: &Checkpoint) {
+        let folder = self.folder();
+        // A checkpoint that was named says nothing of its neighbours.
+        if self.tag.is_none() && checkpoint.path() != folder {
+            for (tag, why) in candidates(&folder).map_or(Vec::new(), |(_, broken)| broken) {
+                terminal::print_note(&format!("checkpoint '{tag}' is passed over: {why}"));
+            }
+        }
+        let aside = checkpoint.path().parent().and_then(|folder| set_aside(folder).ok());
+        aside.iter().flatten().for_each(|aside| terminal::print_note(&aside.to_string()));
+        put_away(&self.dir).iter().for_each(|why| terminal::print_note(why));
+    }
+}
+
+/// What to know of a run that another was to replace when it was killed.
+fn put_away(dir: &Path) -> Option<String> {
+    let run = if dir.ends_with("checkpoints") { dir.parent()? } else { dir };
+    let kept = run.join(".replaced");
+    kept.join("checkpoints").is_dir().then(|| {
+        format!(
+            "{} holds the run that `train --overwrite` was about to replace when it was killed: the next `train` into {} gives it back; `checkpoint` takes {} as it is",
+            kept.display(),
+            run.display(),
+            kept.display()
+        )
+    })
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -145,7 +204,7 @@ enum Action {
     },
     /// Compare two checkpoints tensor by tensor; exit code 0 when they are the same, 1 when they differ, 2 on trouble
     Diff {
-        /// One checkpoint's own folder, or one that holds checkpoints, of which the one that `latest` names is taken
+        /// One checkpoint's own folder, or one that holds checkpoints or a run, of which the one that `latest` names is taken
         first: PathBuf,
         /// The other's
         second: PathBuf,
@@ -215,10 +274,17 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     if let Some(why) = args.action.output().and_then(impossible) {
         return Err(Failure::Usage(why));
     }
-    match &args.action {
+    let made = args.action.output().map_or(Vec::new(), absent);
+    // What was made for nothing goes again, but for folders that were there.
+    act(&args.action).inspect_err(|_| remove_empty(&made))
+}
+
+fn act(action: &Action) -> Result<ExitCode, Failure> {
+    match action {
         Action::Inspect { which, json, tensors } => inspect(which, *json, *tensors)?,
         Action::Verify { which } => {
-            let checkpoint = open(which)?;
+            let checkpoint = which.open()?;
+            which.tell_of_others(&checkpoint);
             let verified = checkpoint.verify()?;
             let path = checkpoint.path().display();
             terminal::print_output(&format!(
@@ -254,7 +320,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
                 tied: &tied,
                 zero_stage,
             };
-            let bare = export_pipeline(&open(which)?, output, files)?;
+            let bare = export_pipeline(&which.open_and_say()?, output, files)?;
             if bare > 0 {
                 terminal::print_note(&format!(
                     "--pipeline: the last {bare} layer(s) have no parameters in this checkpoint, and so no files"
@@ -268,10 +334,10 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
                 expert_ranks: *expert_ranks,
                 spelling: names.spelling(),
             };
-            export_deepspeed(&open(which)?, output, options)?;
+            export_deepspeed(&which.open_and_say()?, output, options)?;
         }
         Action::ToUniversal { which, output, names } => {
-            export_universal(&open(which)?, output, names.spelling())?;
+            export_universal(&which.open_and_say()?, output, names.spelling())?;
         }
         // As diff(1): what could not be compared does not differ.
         Action::Diff { first, second } => {
@@ -297,12 +363,9 @@ fn unknown(allowed: bool) -> Unknown {
     if allowed { Unknown::Keep } else { Unknown::Refuse }
 }
 
-pub(super) fn open(which: &Which) -> Result<Checkpoint, CheckpointError> {
-    Checkpoint::open(&resolve(&which.dir, which.tag.as_deref())?)
-}
-
 fn inspect(which: &Which, json: bool, tensors: bool) -> Result<(), Failure> {
-    let checkpoint = open(which)?;
+    let checkpoint = which.open()?;
+    which.tell_of_others(&checkpoint);
     let manifest = checkpoint.manifest();
     if json {
         let text = serde_json::to_string_pretty(manifest).map_err(|error| Failure::Run(error.to_string()))?;
@@ -349,13 +412,13 @@ fn summary(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
 }
 
 fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure> {
+    let folder = which.folder();
     let hint = |name: &str| {
-        ferrospeed_files::read_text(which.dir.join(name), 4096).ok().map(|text| text.trim().to_owned())
+        ferrospeed_files::read_text(folder.join(name), 4096).ok().map(|text| text.trim().to_owned())
     };
     let tag = which.tag.clone().or_else(|| hint("latest")).or_else(|| hint("latest_universal"));
-    let tag = tag.ok_or_else(|| {
-        Failure::Usage(format!("{}: there is no 'latest'; give --tag", which.dir.display()))
-    })?;
+    let tag =
+        tag.ok_or_else(|| Failure::Usage(format!("{}: there is no 'latest'; give --tag", folder.display())))?;
     let taken = output.join(&tag);
     if taken.exists() {
         let why = "is already there, and would be replaced; import into another folder, or remove it first";
@@ -363,18 +426,16 @@ fn import(which: &Which, output: &Path, unknown: Unknown) -> Result<(), Failure>
     }
     let target =
         Target { dir: output, tag: &tag, update_latest: true, retention: Retention::default(), fs: &Disk };
-    let made = absent(output);
-    let universal = which.dir.join(&tag);
+    let is_new = !output.exists();
+    let universal = folder.join(&tag);
     let path = if is_universal(&universal) {
         import_universal(&universal, unknown, &target)
     } else {
-        import_deepspeed(&which.dir, Some(&tag), unknown, &target)
+        import_deepspeed(&folder, Some(&tag), unknown, &target)
     };
     let path = path.map_err(|error| {
-        // What was made for nothing goes again, but for folders that were there.
-        if !made.is_empty() {
+        if is_new {
             let _ = std::fs::remove_file(output.join(LOCK_FILE));
-            remove_empty(&made);
         }
         may_be_kept(error)
     })?;

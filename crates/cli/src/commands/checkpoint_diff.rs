@@ -3,15 +3,14 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use ferrospeed_checkpoint::{Checkpoint, CheckpointError, TensorEntry, resolve};
+use ferrospeed_checkpoint::{Checkpoint, CheckpointError, TensorEntry, of_run, resolve};
 
 use crate::failure::Failure;
 use crate::terminal;
 
 /// Compares two checkpoints tensor by tensor, and what else they hold.
 pub(super) fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
-    let (first, second) =
-        (Checkpoint::open(&resolve(first, None)?)?, Checkpoint::open(&resolve(second, None)?)?);
+    let (first, second) = (open(first)?, open(second)?);
     let mut text = String::new();
     let mut note = |line: String| {
         text.push_str(&line);
@@ -45,6 +44,11 @@ pub(super) fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
     let same = text.is_empty();
     terminal::print_output(if same { "the same\n" } else { &text })?;
     Ok(if same { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+/// The checkpoint that is meant by a folder.
+fn open(dir: &Path) -> Result<Checkpoint, CheckpointError> {
+    Checkpoint::open(&resolve(&of_run(dir), None)?)
 }
 
 /// Notes the counters, and the parts of schedule, loss scale and groups, that differ.

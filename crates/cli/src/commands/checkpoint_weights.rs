@@ -6,11 +6,13 @@ use ferrospeed_checkpoint::deepspeed::Fp32Weights;
 use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Dtype, Kind, TensorEntry};
 use ferrospeed_models::ModelError;
-use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_files, set_dtype, write_config};
+use ferrospeed_models::directory::{
+    GENERATION_FILES, NewDirectory, TOKENIZER_FILES, copy_files, set_dtype, write_config,
+};
 use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
 use ferrospeed_tensor::DType;
 
-use super::checkpoint::{WeightType, Which, open};
+use super::checkpoint::{WeightType, Which};
 use crate::failure::Failure;
 use crate::terminal;
 
@@ -29,10 +31,10 @@ impl Weights {
         exclude_frozen: bool,
         unknown: Unknown,
     ) -> Result<Weights, CheckpointError> {
-        match open(which) {
+        match which.open_and_say() {
             Ok(checkpoint) => Ok(Weights::Ours(Box::new(checkpoint), exclude_frozen)),
             Err(CheckpointError::NotFound { .. }) => Ok(Weights::DeepSpeed(Fp32Weights::open(
-                &which.dir,
+                &which.folder(),
                 which.tag.as_deref(),
                 exclude_frozen,
                 unknown,
@@ -197,34 +199,32 @@ pub(super) fn export_hf(
         let why = "is already there, and its files would stay beside the new ones; name a new directory";
         return Err(Failure::Usage(format!("{} {why}", output.display())));
     }
-    let written = write_model(which, output, dtype, max_shard_bytes);
-    if written.is_err() {
-        // It was empty, or not there: nothing but what is incomplete goes.
-        let _ = std::fs::remove_dir_all(output);
-    }
-    let kind = written?;
+    let failed = |error: ModelError| Failure::Run(error.to_string());
+    let weights = Weights::open(which, false, Unknown::Refuse)?;
+    let new = NewDirectory::create(output).map_err(failed)?;
+    let kind = write_model(&weights, new.path(), dtype, max_shard_bytes)?;
+    new.finish().map_err(failed)?;
     let why = if dtype.is_some() { "" } else { " (--dtype f32, bf16 or f16 writes another type)" };
     terminal::print_output(&format!("{}: weights in {kind:?}{why}\n", output.display()))
 }
 
 /// Gives the type of the weights.
 fn write_model(
-    which: &Which,
+    weights: &Weights,
     output: &Path,
     dtype: Option<WeightType>,
     max_shard_bytes: usize,
 ) -> Result<Dtype, Failure> {
-    let weights = Weights::open(which, false, Unknown::Refuse)?;
     let wanted = match dtype {
         None => weights.trained_type(),
         Some(WeightType::F32) => Dtype::F32,
         Some(WeightType::Bf16) => Dtype::BF16,
         Some(WeightType::F16) => Dtype::F16,
     };
-    write_safetensors(&weights, false, wanted, |tensors, bytes| {
+    write_safetensors(weights, false, wanted, |tensors, bytes| {
         write_directory(output, tensors, max_shard_bytes, bytes)
     })?;
-    let Weights::Ours(checkpoint, _) = &weights else { return Ok(wanted) };
+    let Weights::Ours(checkpoint, _) = weights else { return Ok(wanted) };
     // A run of a recipe knows what its model is.
     let Some(config) = checkpoint.manifest().client_state.get("model_config") else { return Ok(wanted) };
     let mut config = config.clone();
@@ -233,8 +233,9 @@ fn write_model(
     }
     let failed = |error: ModelError| Failure::Run(error.to_string());
     write_config(output, &config).map_err(failed)?;
-    // The tokenizer lies where the run will export its own model.
-    let run = which.dir.canonicalize().ok().and_then(|dir| Some(dir.parent()?.join("model")));
+    // The tokenizer lies where the run will export its own model: RUN/model beside RUN/checkpoints/TAG.
+    let run =
+        checkpoint.path().canonicalize().ok().and_then(|own| Some(own.ancestors().nth(2)?.join("model")));
     let Some(model) = run else { return Ok(wanted) };
     copy_files(&model, output, &TOKENIZER_FILES).map_err(failed)?;
     copy_files(&model, output, &GENERATION_FILES).map_err(failed)?;

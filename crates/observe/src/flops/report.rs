@@ -119,23 +119,7 @@ pub fn write_report(path: &Path, report: &str) -> Result<()> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         std::fs::create_dir_all(folder).map_err(ObserveError::io(folder))?;
     }
-    write_whole(path, report).map_err(ObserveError::io(path))
-}
-
-/// Writes a file beside its place and then gives it its name, so that a full disk costs nothing that was there.
-fn write_whole(path: &Path, text: &str) -> std::io::Result<()> {
-    // What is there and no plain file stays what it is; a link stays one.
-    let place = match ferrospeed_files::open_with(path, std::fs::OpenOptions::new().append(true), 0) {
-        Ok(_) => path.canonicalize()?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => path.to_path_buf(),
-        Err(error) => return Err(error),
-    };
-    let mut name = std::ffi::OsString::from(".");
-    name.push(place.file_name().unwrap_or_default());
-    name.push(format!(".partial-{}", std::process::id()));
-    let beside = place.with_file_name(name);
-    let written = ferrospeed_files::write(&beside, text).and_then(|()| std::fs::rename(&beside, &place));
-    written.inspect_err(|_| drop(std::fs::remove_file(&beside)))
+    ferrospeed_files::write(path, report).map_err(ObserveError::io(path))
 }
 
 fn lines(summary: &Summary, model: &Module) -> Vec<(String, String)> {

@@ -71,10 +71,17 @@ fn read(path: &Path) -> Result<Map<String, Value>> {
     serde_json::from_slice(&bytes).map_err(|error| failed(format!("is no description: {error}")))
 }
 
-/// Writes a model's weights in a type, with the description by which they are read again.
+/// Writes a model's weights in a type, with the description by which they are read again; both or neither.
 pub(super) fn save(directory: &Path, target: &Path, dtype: &str, ranks: usize) -> Result<()> {
     let options = WriteOptions { dtype: dtype_of_name(dtype), ..WriteOptions::default() };
     convert(directory, target, &options).map_err(ServeError::from)?;
+    describe(target, dtype, ranks).inspect_err(|_| {
+        // It was not there before.
+        let _ = std::fs::remove_dir_all(target);
+    })
+}
+
+fn describe(target: &Path, dtype: &str, ranks: usize) -> Result<()> {
     let failed = |why: String| InferenceError::File { file: target.to_path_buf(), why };
     let entries = std::fs::read_dir(target).map_err(|error| failed(error.to_string()))?;
     let mut names: Vec<String> = entries
@@ -87,5 +94,5 @@ pub(super) fn save(directory: &Path, target: &Path, dtype: &str, ranks: usize) -
         "parallelization": "pp", "tp_size": ranks, "dtype": dtype,
     });
     let text = format!("{description:#}\n");
-    std::fs::write(target.join(WRITTEN), text).map_err(|error| failed(error.to_string()))
+    ferrospeed_files::write(target.join(WRITTEN), text).map_err(|error| failed(error.to_string()))
 }
