@@ -46,7 +46,7 @@ const fn blocking<T: Factor>() -> Blocking {
 
 /// Rows this far apart share one set of the first-level cache, which cannot hold a block of them: they are copied first.
 const ONE_SET: usize = 4096 / size_of::<bf16>();
-/// Blocks of lines that one packing task brings into tiles: neighbours share pages.
+/// Blocks of lines that one packing task brings into tiles, at most: neighbours share pages.
 const PACKED_TOGETHER: usize = 8;
 
 /// A batch of products of one shape.
@@ -199,7 +199,9 @@ fn packed<'p, T: Factor>(
     let tiles =
         Shared::new(unsafe { std::slice::from_raw_parts_mut(block.pointer.as_ptr().cast::<bf16>(), length) });
     let stands_for_all = AtomicBool::new(true);
-    threads.blocks(blocks, PACKED_TOGETHER, |range| {
+    // An expert's rows are few blocks, of which no thread is to take all.
+    let together = PACKED_TOGETHER.min(blocks.div_ceil(threads.count()));
+    threads.blocks(blocks, together, |range| {
         // SAFETY: each block is packed by one task.
         let tiles = unsafe { tiles.range(range.start * part..range.end * part) };
         let all = pack_blocks::<T>(range.len(), part, [0, k], across_memory, tiles, |block, span, tiles| {

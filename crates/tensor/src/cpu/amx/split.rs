@@ -16,13 +16,15 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use super::pack::{Factor, check};
+use super::pack::{Factor, ask_beyond, check};
 use super::{DEPTH, PAIR, TILE};
 use crate::cpu::avx512::transposed;
 use crate::cpu::gemm::Operand;
 
 /// Pieces of a value.
 pub(super) const PIECES: usize = 3;
+/// 16 lines of 16 f32 values.
+type Square = [__m512i; TILE];
 /// Products of pieces that count.
 pub(super) const PRODUCTS: usize = 6;
 
@@ -79,33 +81,23 @@ unsafe fn pack_lines(
 ) -> bool {
     let mut finite = Finite::new();
     for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
-        let lanes = [first_lanes(k1 - k), first_lanes((k1 - k).saturating_sub(TILE))];
         for half in 0..2 {
-            let mut tiles = [[_mm512_setzero_si512(); TILE]; PIECES];
             let first = line + half * TILE;
-            for i in 0..TILE.min(end.saturating_sub(first)) {
-                // SAFETY: `check` covers the lines below `end` and `k` below `k1`; masked lanes are not read.
-                let [low, high] = unsafe {
-                    let from = elements.as_ptr().add((first + i) * stride + k);
-                    [
-                        _mm512_maskz_loadu_ps(lanes[0], from),
-                        _mm512_maskz_loadu_ps(lanes[1], from.wrapping_add(TILE)),
-                    ]
-                };
-                for (tile, piece) in tiles.iter_mut().zip(pieces(low, high, &mut finite)) {
-                    tile[i] = piece;
-                }
-            }
-            // SAFETY: `packed` holds this depth.
-            unsafe {
-                store(tiles, turn, packed.as_mut_ptr().add(step * PIECES * PAIR + half * TILE * DEPTH))
+            let part = |k: usize| {
+                std::array::from_fn(|i| {
+                    let lanes = if first + i < end { first_lanes(k1.saturating_sub(k)) } else { 0 };
+                    // SAFETY: `check` covers the lines below `end` and `k` below `k1`; masked lanes are not read.
+                    unsafe { load(lanes, elements.as_ptr().wrapping_add((first + i) * stride + k)) }
+                })
             };
+            let target = &mut packed[step * PIECES * PAIR + half * TILE * DEPTH..];
+            store(part(k), part(k + TILE), turn, &mut finite, target);
         }
     }
     finite.all()
 }
 
-/// Rows of `k` with consecutive lines are paired; a left operand's pairs are then turned into lines.
+/// Rows of `k` with consecutive lines are paired; a left operand's are turned into lines first.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn pack_rows(
     elements: &[f32],
@@ -120,28 +112,30 @@ unsafe fn pack_rows(
     for (step, k) in (k0..k1).step_by(DEPTH).enumerate() {
         for half in 0..2 {
             let first = line + half * TILE;
-            let lanes = first_lanes(end.saturating_sub(first));
-            let mut tiles = [[_mm512_setzero_si512(); TILE]; PIECES];
-            for p in 0..TILE.min(k1 - k) {
-                let row = |k: usize| {
-                    let lanes = if k < k1 { lanes } else { 0 };
+            let part = |k: usize| {
+                std::array::from_fn(|p| {
+                    let lanes = if k + p < k1 { first_lanes(end.saturating_sub(first)) } else { 0 };
                     // SAFETY: as in `pack_lines`.
-                    unsafe {
-                        _mm512_maskz_loadu_ps(lanes, elements.as_ptr().wrapping_add(k * stride + first))
-                    }
-                };
-                let pieces = pieces(row(k + p), row(k + p + TILE), &mut finite);
-                for (tile, piece) in tiles.iter_mut().zip(pieces) {
-                    tile[p] = piece;
-                }
-            }
-            // SAFETY: `packed` holds this depth.
-            unsafe {
-                store(tiles, turn, packed.as_mut_ptr().add(step * PIECES * PAIR + half * TILE * DEPTH))
+                    unsafe { load(lanes, elements.as_ptr().wrapping_add((k + p) * stride + first)) }
+                })
             };
+            let target = &mut packed[step * PIECES * PAIR + half * TILE * DEPTH..];
+            store(part(k), part(k + TILE), turn, &mut finite, target);
         }
     }
     finite.all()
+}
+
+/// Some of 16 values, the rest zeros; asks for what follows them.
+///
+/// # Safety
+/// These values may be read.
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn load(lanes: __mmask16, from: *const f32) -> __m512i {
+    ask_beyond(from);
+    // SAFETY: passed on to the caller.
+    unsafe { _mm512_castps_si512(_mm512_maskz_loadu_ps(lanes, from)) }
 }
 
 /// The first `count` lanes of a register.
@@ -149,15 +143,18 @@ fn first_lanes(count: usize) -> __mmask16 {
     if count >= TILE { !0 } else { (1 << count) - 1 }
 }
 
-/// Stores a tile of each piece.
-#[target_feature(enable = "avx512f")]
+/// Stores a tile of each piece of the values of `low` and, in the upper halves of double words, `high`. What is turned is so as
+/// values: their pieces are half as many again.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 #[inline]
-unsafe fn store(tiles: [[__m512i; TILE]; PIECES], turn: bool, target: *mut bf16) {
-    for (piece, tile) in tiles.into_iter().enumerate() {
-        let tile = if turn { transposed(tile) } else { tile };
-        for (i, line) in tile.into_iter().enumerate() {
-            // SAFETY: the caller's depth holds a pair of tiles for each piece.
-            unsafe { _mm512_storeu_si512(target.add(piece * PAIR + i * DEPTH).cast(), line) };
+fn store(low: Square, high: Square, turn: bool, finite: &mut Finite, target: &mut [bf16]) {
+    let (low, high) = if turn { (transposed(low), transposed(high)) } else { (low, high) };
+    assert!(target.len() >= (PIECES - 1) * PAIR + TILE * DEPTH);
+    for (i, (low, high)) in low.into_iter().zip(high).enumerate() {
+        let pieces = pieces(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high), finite);
+        for (piece, line) in pieces.into_iter().enumerate() {
+            // SAFETY: inside, as was asserted.
+            unsafe { _mm512_storeu_si512(target.as_mut_ptr().add(piece * PAIR + i * DEPTH).cast(), line) };
         }
     }
 }
