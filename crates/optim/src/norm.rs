@@ -7,6 +7,7 @@
 //! A global norm is two exchanges: the maximum of [`Magnitude`], then the sum of [`SquareSum`].
 
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
 use ferrospeed_tensor::cpu::simd::{LANES, vectorized};
 use ferrospeed_tensor::dtype::Float;
 
@@ -67,12 +68,24 @@ fn largest<T: Float>(values: &[T], device: &Device) -> Magnitude {
     device.backend().parallel(blocks, &|index| {
         let block = &values[index * BLOCK..((index + 1) * BLOCK).min(values.len())];
         // Among non-negative floats the order is that of their bits, and NaN and infinity are above all numbers.
-        let bits =
-            vectorized(|| block.iter().fold(0u32, |most, v| most.max(v.widen().to_bits() & 0x7fff_ffff)));
+        let bits = vectorized!(|| largest_bits(block));
         found[index].store(bits, std::sync::atomic::Ordering::Relaxed);
     });
     let bits = found.into_iter().map(std::sync::atomic::AtomicU32::into_inner).max().unwrap_or(0);
     Magnitude::from_value(f32::from_bits(bits))
+}
+
+/// The largest of values without their signs, as bits.
+#[inline(always)]
+fn largest_bits<T: Float>(values: &[T]) -> u32 {
+    let bits = |value: &T| value.widen().to_bits() & 0x7fff_ffff;
+    let mut lanes = [0u32; TOGETHER];
+    let (rows, rest) = values.as_chunks::<TOGETHER>();
+    for row in rows {
+        ask_ahead::<T, TOGETHER>(row, 0);
+        lanes.iter_mut().zip(row).for_each(|(most, value)| *most = (*most).max(bits(value)));
+    }
+    lanes.into_iter().chain(rest.iter().map(bits)).max().unwrap_or(0)
 }
 
 /// How many words carry a [`SquareSum`] in an exchange.
@@ -124,41 +137,42 @@ impl std::ops::Add for SquareSum {
     }
 }
 
-/// The integer nearest to a value from 0 to below 2⁵². A conversion would test for what cannot be.
+/// The squares of `scale · value`, each rounded to an integer below 2⁵², summed in lanes that become vectors. `scale` is a power of
+/// two, so that nothing is rounded before. No sum of so few overflows; to test for it would take longer than the sum.
 #[inline(always)]
-fn nearest(value: f64) -> i64 {
-    // From 2⁵² on a float's last bit is worth one, so that adding rounds and leaves the integer in the last bits.
+fn sum_of_squares<T: Float>(values: &[T], scale: f64) -> i64 {
+    // From 2⁵² on a float's last bit is worth one: adding this rounds, and leaves the integer in the last bits. A conversion would
+    // test for what cannot be. The bits above are taken off all at once.
     const UNIT: f64 = (1u64 << 52) as f64;
-    (value + UNIT).to_bits().wrapping_sub(UNIT.to_bits()) as i64
-}
-
-/// On a grid, in lanes that become vectors. No sum of so few overflows; to test for it would take longer than the sum.
-#[inline(always)]
-fn sum_of_squares<T: Float>(values: &[T], grid: f64) -> i64 {
     let square = |value: &T| {
-        let wide = f64::from(value.widen());
-        nearest(wide * wide * grid)
+        let scaled = f64::from(value.widen()) * scale;
+        (scaled * scaled + UNIT).to_bits()
     };
-    let mut lanes = [0i64; LANES];
-    let (rows, rest) = values.as_chunks::<LANES>();
+    let mut lanes = [0u64; LANES];
+    let (rows, rest) = values.as_chunks::<TOGETHER>();
     for row in rows {
-        lanes.iter_mut().zip(row).for_each(|(lane, value)| *lane = lane.wrapping_add(square(value)));
+        ask_ahead::<T, TOGETHER>(row, 0);
+        for row in row.as_chunks::<LANES>().0 {
+            lanes.iter_mut().zip(row).for_each(|(lane, value)| *lane = lane.wrapping_add(square(value)));
+        }
     }
-    lanes.iter().sum::<i64>() + rest.iter().map(square).sum::<i64>()
+    let sum = lanes.into_iter().chain(rest.iter().map(square)).fold(0, u64::wrapping_add);
+    sum.wrapping_sub(UNIT.to_bits().wrapping_mul(values.len() as u64)) as i64
 }
 
 fn squares<T: Float>(values: &[T], whole: Magnitude, device: &Device) -> SquareSum {
     if !whole.is_finite() {
         return SquareSum::default();
     }
-    let grid = whole.grid();
+    // An even power of two has an exact root.
+    let scale = whole.grid().sqrt();
     let blocks = values.len().div_ceil(BLOCK);
     let found: Vec<std::sync::Mutex<i128>> = (0..blocks).map(|_| Default::default()).collect();
     device.backend().parallel(blocks, &|index| {
         let block = &values[index * BLOCK..((index + 1) * BLOCK).min(values.len())];
         // A 64-bit sum holds 2¹⁰ squares below 2⁵³.
         let sum =
-            block.chunks(1024).map(|chunk| i128::from(vectorized!(|| sum_of_squares(chunk, grid)))).sum();
+            block.chunks(1024).map(|chunk| i128::from(vectorized!(|| sum_of_squares(chunk, scale)))).sum();
         *found[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = sum;
     });
     let sums = found.into_iter().map(|sum| sum.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()));
@@ -192,6 +206,20 @@ mod tests {
                 [left, right].map(|part| SquareSum::of(Gradient::F32(part), whole, &device).to_words());
             let summed = std::array::from_fn(|word| parts[0][word] + parts[1][word]);
             assert_eq!(SquareSum::from_words(summed).norm(whole).to_bits(), once.to_bits());
+        }
+    }
+
+    /// As it is defined, without vectors: 1,031 values are whole rows, lanes and a rest.
+    #[test]
+    fn each_square_is_rounded_to_the_grid() {
+        let device = Device::cpu();
+        for scale in [1.0, 3e-30, 7e30] {
+            let values: Vec<f32> = values(1_031).into_iter().map(|value| value * scale).collect();
+            let whole = Magnitude::of(Gradient::F32(&values), &device);
+            assert_eq!(whole.value(), values.iter().fold(0.0, |most: f32, value| most.max(value.abs())));
+            let square = |value: f32| (f64::from(value).powi(2) * whole.grid()).round_ties_even() as i128;
+            let expected = SquareSum(values.iter().map(|&value| square(value)).sum());
+            assert_eq!(SquareSum::of(Gradient::F32(&values), whole, &device), expected, "times {scale}");
         }
     }
 
