@@ -13,6 +13,7 @@
 
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
 use ferrospeed_tensor::cpu::simd::vectorized;
 
 use crate::error::Result;
@@ -275,7 +276,10 @@ fn left(value: f32, scale: f32) -> f32 {
 /// that. Three loops over a block, each of which becomes vectors; as one it would not.
 #[inline(always)]
 fn round_block(values: &mut [f32], given: &[f32], before: f32, signs: &mut [u8], squares: &mut [f64; LANES]) {
-    values.iter_mut().zip(given).for_each(|(value, given)| *value = left(*value, before) + given);
+    for (values, given) in values.chunks_mut(TOGETHER).zip(given.chunks(TOGETHER)) {
+        ask_ahead::<f32, TOGETHER>(values, 0);
+        values.iter_mut().zip(given).for_each(|(value, given)| *value = left(*value, before) + given);
+    }
     let (eights, _) = values.as_chunks::<PER_BYTE>();
     for (eight, byte) in eights.iter().zip(signs) {
         let mut mask = 0u8;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
 use ferrospeed_tensor::cpu::simd::vectorized;
 
 use super::{BLOCK, Exchange, Pace, Values, Whole, blend, blend_squares, blocks, known, walk};
@@ -64,8 +65,12 @@ impl Values for Momentum<'_, '_> {
     fn take(&mut self, start: usize, block: &[f32]) {
         let range = start..start + block.len();
         let (_, [m, v]) = self.whole.parts(range.clone());
-        vectorized!(|| for ((m, v), averaged) in m.iter_mut().zip(&*v).zip(block) {
-            *m = known(*averaged, *v);
+        let moments = m.chunks_mut(TOGETHER).zip(v.chunks(TOGETHER));
+        vectorized!(|| for ((m, v), block) in moments.zip(block.chunks(TOGETHER)) {
+            ask_ahead::<f32, TOGETHER>(m, 0);
+            ask_ahead::<f32, TOGETHER>(v, 0);
+            let all = m.iter_mut().zip(v).zip(block);
+            all.for_each(|((m, v), averaged)| *m = known(*averaged, *v));
         });
         step_weights(self.whole, self.eps, range);
     }

@@ -23,6 +23,7 @@ use std::ops::Range;
 
 use ferrospeed_config::OneBit as Configured;
 use ferrospeed_tensor::Device;
+use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
 use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::dtype::Float;
 
@@ -109,8 +110,9 @@ impl Whole<'_> {
         let beta = self.options.betas[0];
         let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
         let m = &self.states[0][start..start + out.len()];
-        vectorized!(|| for (out, m) in out.iter_mut().zip(m) {
-            *out = (beta * m + rest * *out) * scale;
+        vectorized!(|| for (out, m) in out.chunks_mut(TOGETHER).zip(m.chunks(TOGETHER)) {
+            ask_ahead::<f32, TOGETHER>(m, 0);
+            out.iter_mut().zip(m).for_each(|(out, m)| *out = (beta * m + rest * *out) * scale);
         });
     }
 
@@ -125,11 +127,17 @@ impl Whole<'_> {
 }
 
 fn widen<T: Float>(values: &[T], factor: f32, out: &mut [f32]) {
-    vectorized!(|| out.iter_mut().zip(values).for_each(|(out, value)| *out = value.widen() * factor));
+    vectorized!(|| for (out, values) in out.chunks_mut(TOGETHER).zip(values.chunks(TOGETHER)) {
+        ask_ahead::<T, TOGETHER>(values, 0);
+        out.iter_mut().zip(values).for_each(|(out, value)| *out = value.widen() * factor);
+    });
 }
 
 fn narrow<T: Float>(values: &[f32], out: &mut [T]) {
-    vectorized!(|| out.iter_mut().zip(values).for_each(|(out, &value)| *out = T::narrow(value)));
+    vectorized!(|| for (out, values) in out.chunks_mut(TOGETHER).zip(values.chunks(TOGETHER)) {
+        ask_ahead::<T, TOGETHER>(out, 0);
+        out.iter_mut().zip(values).for_each(|(out, &value)| *out = T::narrow(value));
+    });
 }
 
 /// What a rule remembers beside its states. All of it begins empty, and may be emptied between steps: a run then goes on
@@ -283,16 +291,20 @@ fn counted(step: u64) -> u64 {
 /// `average ← β average + (1 − β) value`.
 fn blend(average: &mut [f32], values: &[f32], beta: f64) {
     let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
-    vectorized!(|| for (average, value) in average.iter_mut().zip(values) {
-        *average = beta * *average + rest * value;
+    vectorized!(|| for (average, values) in average.chunks_mut(TOGETHER).zip(values.chunks(TOGETHER)) {
+        ask_ahead::<f32, TOGETHER>(average, 0);
+        let both = average.iter_mut().zip(values);
+        both.for_each(|(average, value)| *average = beta * *average + rest * value);
     });
 }
 
 /// The same with squares.
 fn blend_squares(average: &mut [f32], values: &[f32], beta: f64) {
     let (beta, rest) = (beta as f32, (1.0 - beta) as f32);
-    vectorized!(|| for (average, value) in average.iter_mut().zip(values) {
-        *average = beta * *average + rest * value * value;
+    vectorized!(|| for (average, values) in average.chunks_mut(TOGETHER).zip(values.chunks(TOGETHER)) {
+        ask_ahead::<f32, TOGETHER>(average, 0);
+        let both = average.iter_mut().zip(values);
+        both.for_each(|(average, value)| *average = beta * *average + rest * value * value);
     });
 }
 
@@ -322,10 +334,13 @@ impl Pace {
     }
 }
 
-/// Moves weights by their momentum.
+/// Moves weights by their momentum, which is in the cache as the second moment is.
 fn walk(weights: &mut [f32], m: &[f32], v: &[f32], pace: Pace) {
-    vectorized!(|| for ((weight, m), v) in weights.iter_mut().zip(m).zip(v) {
-        *weight -= pace.step(*weight, *m, *v);
+    let moments = m.chunks(TOGETHER).zip(v.chunks(TOGETHER));
+    vectorized!(|| for (weights, (m, v)) in weights.chunks_mut(TOGETHER).zip(moments) {
+        ask_ahead::<f32, TOGETHER>(weights, 0);
+        let all = weights.iter_mut().zip(m).zip(v);
+        all.for_each(|((weight, m), v)| *weight -= pace.step(*weight, *m, *v));
     });
 }
 
