@@ -18,6 +18,14 @@
 #define HELD PACKS
 #define SHARING 1
 #endif
+// Groups that a warp which packs has under way: short ones as many as make a long one. (Unpacking is bound by what it writes.)
+#if PACKS == 1
+#define AT_ONCE 4
+#elif PACKS == 2
+#define AT_ONCE 2
+#else
+#define AT_ONCE 1
+#endif
 
 __device__ __forceinline__ void write_word(u8* at, u32 word) {
     if (((u64)at & 3) == 0) {
@@ -133,25 +141,43 @@ template <bool WHOLE> __device__ __forceinline__ void write8(u8* integers, u64 f
 #endif
 }
 
-template <bool WHOLE> __device__ __forceinline__ void pack_group(u64 index, u64 start, u64 end, int turn, const REAL* values, u8* out, u8* integers) {
-    Pack<REAL> own[HELD];
-    u32 largest = 0;
+// `GROUPS` neighbouring groups, the first of which has the number `index`; a thread's first value of it is at `start`.
+template <bool WHOLE, int GROUPS> __device__ __forceinline__ void pack_groups(u64 index, u64 start, u64 end, int turn, const REAL* values, u8* out, u8* integers) {
+    Pack<REAL> own[GROUPS][HELD];
+    u32 largest[GROUPS];
     #pragma unroll
-    for (int p = 0; p < HELD; p++) own[p] = values_at<WHOLE>(values, start + p * 256, WHOLE ? 8 : count_of(start + p * 256, end));
-    #pragma unroll
-    for (int p = 0; p < HELD; p++) largest = max(largest, largest_of(own[p], WHOLE ? 8 : count_of(start + p * 256, end)));
-    largest = over_group_max(largest, turn);
-    float magnitude = __uint_as_float(largest >> 1);
-    float scale = magnitude == 0.0f ? 1.0f : __fdiv_rn(2.0f * HALF_RANGE, __fmul_rn(2.0f, magnitude));
-    if (!(magnitude < INFINITY)) scale = __int_as_float(0x7fc00000);
-    if (largest & 1) scale = -scale;
-    if (place_in_group() == 0) write_word(out + index * 4, __float_as_uint(__fdiv_rn(1.0f, scale)));
-    #pragma unroll
-    for (int p = 0; p < HELD; p++) {
-        u32 found[8];
+    for (int g = 0; g < GROUPS; g++) {
         #pragma unroll
-        for (int j = 0; j < 8; j++) found[j] = integer_of(widen(own[p].v[j]), scale);
-        write8<WHOLE>(integers, start + p * 256, WHOLE ? 8 : count_of(start + p * 256, end), found);
+        for (int p = 0; p < HELD; p++) {
+            u64 first = start + (g * PACKS + p) * 256;
+            own[g][p] = values_at<WHOLE>(values, first, WHOLE ? 8 : count_of(first, end));
+        }
+    }
+    #pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        largest[g] = 0;
+        #pragma unroll
+        for (int p = 0; p < HELD; p++) {
+            u64 first = start + (g * PACKS + p) * 256;
+            largest[g] = max(largest[g], largest_of(own[g][p], WHOLE ? 8 : count_of(first, end)));
+        }
+        largest[g] = over_group_max(largest[g], turn);
+    }
+    #pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        float magnitude = __uint_as_float(largest[g] >> 1);
+        float scale = magnitude == 0.0f ? 1.0f : __fdiv_rn(2.0f * HALF_RANGE, __fmul_rn(2.0f, magnitude));
+        if (!(magnitude < INFINITY)) scale = __int_as_float(0x7fc00000);
+        if (largest[g] & 1) scale = -scale;
+        if (place_in_group() == 0) write_word(out + (index + g) * 4, __float_as_uint(__fdiv_rn(1.0f, scale)));
+        #pragma unroll
+        for (int p = 0; p < HELD; p++) {
+            u64 first = start + (g * PACKS + p) * 256;
+            u32 found[8];
+            #pragma unroll
+            for (int j = 0; j < 8; j++) found[j] = integer_of(widen(own[g][p].v[j]), scale);
+            write8<WHOLE>(integers, first, WHOLE ? 8 : count_of(first, end), found);
+        }
     }
 }
 #endif
@@ -165,10 +191,14 @@ extern "C" __global__ void pack_run(u64 numel, u64 group, const REAL* values, u8
     u8* integers = out + groups * 4;
     bool on_words = ((u64)values & 15) == 0 && ((u64)out & 3) == 0;
     int turn = 0;
-    for (u64 index = (blockIdx.x * (u64)blockDim.x + threadIdx.x) / (32 * SHARING); index < groups; index += step, turn ^= 1) {
-        u64 start = index * group + place_in_group(), end = min((index + 1) * group, numel);
-        if (on_words && (index + 1) * group <= numel) pack_group<true>(index, start, end, turn, values, out, integers);
-        else pack_group<false>(index, start, end, turn, values, out, integers);
+    for (u64 some = (blockIdx.x * (u64)blockDim.x + threadIdx.x) / (32 * SHARING); some * AT_ONCE < groups; some += step, turn ^= 1) {
+        u64 index = some * AT_ONCE, start = index * group + place_in_group();
+        if (on_words && (index + AT_ONCE) * group <= numel) {
+            pack_groups<true, AT_ONCE>(index, start, numel, turn, values, out, integers);
+            continue;
+        }
+        for (; index < groups && index < (some + 1) * AT_ONCE; index++, start += group)
+            pack_groups<false, 1>(index, start, min((index + 1) * group, numel), turn, values, out, integers);
     }
 #endif
 }
