@@ -180,6 +180,6 @@ fn compare_packed(
         expect_within(&format!("{what}, side {side}"), got, &alone(&normed, side), STEP_OF_EIGHT_BITS);
     }
     let gated = ops::normed_gate(&x, (operand(&gain), EPS), [of(0), of(1)], Activation::Silu).unwrap();
-    let want = ops::gated(Activation::Silu, &alone(&normed, 0), &alone(&normed, 1)).unwrap();
+    let want = ops::gated(Activation::Silu, alone(&normed, 0), alone(&normed, 1)).unwrap();
     expect_within(&format!("{what}, gated"), &gated.expect("a kernel for it"), &want, STEP_OF_EIGHT_BITS);
 }

@@ -17,8 +17,8 @@ const MIN_CAPABILITY: (i32, i32) = (8, 0);
 /// The first generation whose kernels may start before the one in front has ended.
 const OVERLAP_CAPABILITY: (i32, i32) = (9, 0);
 
-/// A kernel that wants more shared memory than this must ask for it.
-const UNASKED_SHARED_BYTES: u32 = 48 << 10;
+/// A kernel that wants more shared memory than this beside what it has of its own (at most 17 KiB) must ask for it.
+const UNASKED_SHARED_BYTES: u32 = (48 - 17) << 10;
 
 /// A failed call of a CUDA library.
 pub(crate) fn failed(op: &'static str, what: impl std::fmt::Display) -> TensorError {
