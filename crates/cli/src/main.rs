@@ -13,6 +13,9 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
+    // A file that grows beyond the limit of a shell (`ulimit -f`) is then an error like that of a full disk, and no death.
+    // SAFETY: no other thread is there yet, and no handler of ours is replaced.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let cli = match commands::Cli::try_parse() {
         Ok(cli) => cli,
         // Clap's own code for help and version is 0, for bad usage 2.

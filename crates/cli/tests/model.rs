@@ -497,3 +497,19 @@ fn large_models_stream() {
     let peak_kib = getrusage(UsageWho::RUSAGE_CHILDREN).unwrap().max_rss() as u64;
     assert!(peak_kib << 10 < LIMIT_BYTES, "a command held {peak_kib} KiB");
 }
+
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_and_leaves_nothing() {
+    let (folder, place) = tiny();
+    let copy = folder.path().join("copy");
+    let limited = std::process::Command::new("bash")
+        .args(["-c", "ulimit -f 16; exec \"$@\"", "bash", env!("CARGO_BIN_EXE_ferrospeed")])
+        .args(["model", "convert", text(&place), text(&copy)])
+        .output()
+        .unwrap();
+    assert_eq!(limited.status.code(), Some(1), "{limited:?}");
+    assert!(stderr(&limited).contains("File too large"), "{}", stderr(&limited));
+    let left: Vec<_> =
+        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["tiny"]);
+}

@@ -262,6 +262,8 @@ fn start_ranks(
     train_start::check_told_to_stop(requests)?;
     let outcome = job.run()?;
     match &outcome {
+        // The signal came as the ranks were ending: they had done all there was to do.
+        JobOutcome::Interrupted { all_well: true, .. } => return Ok(ExitCode::SUCCESS),
         JobOutcome::Interrupted { signal: signal @ (SIGINT | SIGTERM), .. } if begun() == before => {
             let ending = if *signal == SIGINT { Ending::Stopped } else { Ending::Left };
             return Err(train_start::stopped_before(ending));
