@@ -319,3 +319,56 @@ fn a_signal_while_text_becomes_tokens_gives_that_code_too_and_leaves_nothing() {
         }
     }
 }
+
+fn with_sets<'a>(more: &[&'a str], sets: &[&'a str]) -> Vec<&'a str> {
+    more.iter().copied().chain(sets.iter().flat_map(|one| ["--set", one])).collect()
+}
+
+#[test]
+fn a_diverged_run_with_nothing_left_to_do_is_still_diverged() {
+    let place = Workplace::new();
+    let often = ["save.every=2", "save.background=false"];
+    for (name, layout) in [("data", &[][..]), ("slices", &["--tp", "2"]), ("stages", &["--pp", "2"])] {
+        let run = place.run(name);
+        place.train(name, &with_sets(layout, &[&often[..], &["steps=4"]].concat()));
+        let good = weights(&run);
+        let train = |resume: &[&str], rate: &str| {
+            let rate = format!("scheduler.params.warmup_max_lr={rate}");
+            let sets = [&often[..], &["steps=10", &rate]].concat();
+            let words = with_sets(&[layout, resume].concat(), &sets);
+            let output = support::output_of(&mut place.command(name, &words));
+            (output.status.code(), stdout(&output) + &stderr(&output))
+        };
+        let (code, said) = train(&["--resume"], "1e38");
+        assert_eq!(code, Some(1), "{name}: {said}");
+        assert!(
+            run.join("checkpoints/global_step10").is_dir(),
+            "{name}: all of its steps were taken: {said}"
+        );
+        for rate in ["1e38", "1e-4"] {
+            let (code, said) = train(&["--resume"], rate);
+            assert_eq!(code, Some(1), "{name}: {said}");
+            assert!(said.contains("the last 5 steps is not a number"), "{name}: {said}");
+            assert!(said.contains("--resume global_step4 goes on after step 4"), "{name}: {said}");
+            let outcome = std::fs::read_to_string(run.join("outcome.json")).unwrap();
+            assert!(outcome.contains("the run has diverged"), "{name}: {outcome}");
+            assert!(weights(&run) == good, "{name}: broken weights were exported");
+        }
+        let (code, said) = train(&["--resume", "global_step4"], "1e-4");
+        assert_eq!(code, Some(0), "{name}: {said}");
+        assert!(!run.join("outcome.json").exists() && weights(&run) != good, "{name}");
+    }
+}
+
+#[test]
+fn a_loss_scale_that_cannot_fall_shows_the_way_back() {
+    let place = Workplace::new();
+    let half = ["save.every=2", "fp16={\"enabled\": true, \"initial_scale_power\": 2}"];
+    place.train("half", &with_sets(&[], &[&half[..], &["steps=4"]].concat()));
+    let sets = [&half[..], &["gradient_predivide_factor=1e-300", "gradient_clipping=0"]].concat();
+    let output = support::output_of(&mut place.command("half", &with_sets(&["--resume"], &sets)));
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("overflowed at the smallest loss scale allowed"), "{said}");
+    assert!(said.contains("--resume global_step2 goes on after step 2"), "{said}");
+}

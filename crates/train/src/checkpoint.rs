@@ -19,6 +19,7 @@ use serde_json::Value;
 
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
+use crate::health::Trail;
 use crate::recipe::{Recipe, SaveRecipe};
 use crate::run::Progress;
 
@@ -211,6 +212,9 @@ pub(crate) struct RunState {
     pub(crate) sequence: u64,
     /// The model's Hugging Face `config.json`, for exports.
     pub(crate) model_config: Value,
+    /// Whether it still learnt.
+    #[serde(default)]
+    pub(crate) trail: Trail,
 }
 
 /// Where a run went on.

@@ -76,6 +76,14 @@ pub enum TrainError {
         /// The checkpoint to go on from.
         way_back: String,
     },
+    /// The loss scale cannot fall any further.
+    #[error("{floor}; weights were not exported, and {way_back}")]
+    ScaleFloor {
+        /// The step and the scale.
+        floor: ferrospeed_optim::OptimError,
+        /// The checkpoint to go on from.
+        way_back: String,
+    },
     /// The run is over, and something of it could not be written.
     #[error("the run came to its end, but {0}")]
     Unsaved(String),

@@ -33,7 +33,7 @@ use crate::error::{Result, TrainError};
 use crate::expected::Expected;
 use crate::export::export;
 use crate::folder::{FolderLock, RunFolder};
-use crate::health::Health;
+use crate::health::{Health, Trail};
 use crate::measure::measured;
 use crate::model::BuiltModel;
 use crate::peak;
@@ -81,6 +81,7 @@ struct Run<'a> {
     position: Position,
     flops_per_token: f64,
     tokens: u64,
+    health: Health,
     /// With `activation_checkpointing.profile`.
     checkpoint_times: Option<Arc<CheckpointTimes>>,
 }
@@ -155,6 +156,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         );
     }
 
+    let health = Health::new(recipe.max_bad_steps, engine.config().precision, 0, Trail::default());
     let mut run = Run {
         sampler: Sampler::new(sequences.count(Split::Train), recipe.seed),
         flops_per_token: flops_per_token(&model, recipe.data.sequence),
@@ -166,6 +168,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         codec,
         position: Position::default(),
         tokens: 0,
+        health,
         checkpoint_times,
     };
     // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
@@ -174,6 +177,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let mut checkpoints = Checkpoints::new(recipe, folder);
     let resumed = run.resume(&checkpoints, &job.resume, folder, progress)?;
     let done = resumed.as_ref().map(|resumed| resumed.step);
+    if done.is_some_and(|done| done >= recipe.steps) {
+        run.health.finish_at_once().map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
+    }
     let mut records = if rank == 0 {
         folder.create()?;
         copy_companions(recipe, run.codec.as_ref(), &folder.model())?;
@@ -226,13 +232,14 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let mut replaces = replaces[0] > 0.0;
     let mut times_ms = [Vec::new(), Vec::new()];
     let mut changes = Changes::default();
-    let mut health = Health::new(recipe.max_bad_steps, run.engine.config().precision, summary.steps);
     let mut unsaved = None;
     for step in summary.steps + 1..=recipe.steps {
         let step_begin = Instant::now();
         let observed = job.observing.is_on(step);
         run.engine.set_monitoring(observed);
-        let (mut record, asked) = run.step(step, &job.requests)?;
+        let (mut record, asked) = run
+            .step(step, &job.requests)
+            .map_err(|error| run.health.of_failure(error, &folder.checkpoints()))?;
         if let (true, Some(ending)) = (std::mem::take(&mut replaces) && step < recipe.steps, asked) {
             return Err(TrainError::StoppedAtOnce(ending));
         }
@@ -243,7 +250,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         }
         (summary.steps, summary.new_steps) = (step, summary.new_steps + 1);
         summary.loss = record.measured_loss().or(summary.loss);
-        let verdict = health.judge(&record);
+        let verdict = run.health.judge(&record);
         if let Some(records) = records.as_mut().filter(|_| observed) {
             let begin = Instant::now();
             records.step(&record);
@@ -302,7 +309,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         }
     }
     checkpoints.wait(&mut run.engine, progress)?;
-    health.finish().map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
+    run.health.finish().map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
     if run.engine.config().comms_logger.is_some() {
         summary.communication = Some(run.engine.communication_summary(true)?);
     }

@@ -17,6 +17,7 @@ use super::{Progress, Run, RunInfo};
 use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
+use crate::health::Health;
 use crate::told::{self, Own};
 
 impl Run<'_> {
@@ -32,7 +33,9 @@ impl Run<'_> {
             return Ok(None);
         };
         let mut changes = loaded.changes;
-        let own = self.state();
+        let (own, step) = (self.state(), self.engine.global_steps());
+        let earlier = state.as_ref().map(|state| state.trail).unwrap_or_default();
+        self.health = Health::new(self.recipe.max_bad_steps, self.engine.config().precision, step, earlier);
         if let Some(state) = state {
             self.tokens = state.tokens;
             for (what, before, now) in [
@@ -49,7 +52,7 @@ impl Run<'_> {
         }
         self.position.samples = loaded.data_position;
         self.sampler = Sampler::new(self.sequences.count(Split::Train), self.engine.seed());
-        Ok(Some(Resumed { path: loaded.path, step: self.engine.global_steps(), changes }))
+        Ok(Some(Resumed { path: loaded.path, step, changes }))
     }
 
     /// What a checkpoint holds besides the engine's state.
@@ -59,6 +62,7 @@ impl Run<'_> {
             train_sequences: self.sequences.count(Split::Train),
             sequence: self.recipe.data.sequence,
             model_config: self.model_config.clone(),
+            trail: self.health.trail(),
         }
     }
 
