@@ -372,3 +372,39 @@ fn a_loss_scale_that_cannot_fall_shows_the_way_back() {
     assert!(said.contains("overflowed at the smallest loss scale allowed"), "{said}");
     assert!(said.contains("--resume global_step2 goes on after step 2"), "{said}");
 }
+
+#[test]
+fn another_model_of_the_same_shapes_is_refused_with_every_difference() {
+    let place = Workplace::new();
+    let run = place.run("same");
+    place.train("same", &with_sets(&[], &["steps=4"]));
+    let files = ["config/recipe.toml", "config/run.json", "log.jsonl", "model/config.json"];
+    let read = || files.map(|name| std::fs::read_to_string(run.join(name)).unwrap());
+    let before = read();
+    let refused = |sets: &[&str], told: &[&str]| {
+        let output = support::output_of(&mut place.command("same", &with_sets(&["--resume"], sets)));
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{sets:?}: {said}");
+        assert!(told.iter().all(|one| said.contains(one)), "{sets:?}: {said}");
+        assert!(read() == before && !run.join("outcome.json").exists(), "{sets:?}: the run is as it was");
+    };
+    refused(&["steps=6", "model.heads=4"], &["global_step4", "another model", "n_head: 2 -> 4"]);
+
+    // The run's own configuration goes on, and an editor's does not.
+    let config: Value = serde_json::from_str(&before[3]).unwrap();
+    let edited = |key: &str, value: Value| {
+        let mut config = config.clone();
+        config[key] = value;
+        std::fs::write(place.0.path().join("edited.json"), config.to_string()).unwrap();
+    };
+    let recipe = RECIPE.replace("preset = \"gpt2\"", "config = \"edited.json\"");
+    let sized = ["layers = 2\n", "width = 32\n", "heads = 2\n", "dropout = 0.1\n"];
+    let recipe = sized.iter().fold(recipe, |recipe, line| recipe.replace(line, ""));
+    let recipe = recipe.replace("[data]", "[data]\n    tokenizer = \"bytes\"");
+    std::fs::write(place.0.path().join("recipe.toml"), recipe).unwrap();
+    edited("layer_norm_epsilon", 0.001.into());
+    refused(&["steps=6"], &["layer_norm_epsilon: 0.00001 -> 0.001"]);
+    edited("attn_pdrop", 0.25.into());
+    let resumed = place.train("same", &with_sets(&["--resume"], &["steps=6"]));
+    assert!(stdout(&resumed).contains("attn_pdrop: 0.1 -> 0.25"), "{}", stdout(&resumed));
+}

@@ -76,6 +76,17 @@ pub enum TrainError {
         /// The checkpoint to go on from.
         way_back: String,
     },
+    /// A checkpoint is of another model, whose weights may have the same shapes.
+    #[error(
+        "{}: this checkpoint is of another model than the recipe's (before -> now):\n  {}\ngo on with the model that it is of (config/recipe.toml of its run), or train its weights as another one: model.path names an export of them, with a config.json of your own",
+        checkpoint.display(), differences.join("\n  ")
+    )]
+    AnotherModel {
+        /// Which.
+        checkpoint: PathBuf,
+        /// Each key, with both values.
+        differences: Vec<String>,
+    },
     /// The loss scale cannot fall any further.
     #[error("{floor}; weights were not exported, and {way_back}")]
     ScaleFloor {

@@ -3,6 +3,7 @@
 //! [`Recipe`] says what to train on what ([`recipe`]); [`run`] does it and fills a run's folder ([`folder`]). The
 //! terminal is the caller's: [`Progress`] tells it what happens.
 
+mod architecture;
 mod checkpoint;
 pub mod error;
 mod expected;

@@ -294,6 +294,7 @@ fn look_ahead(
         return Ok(model);
     }
     let start = args.resume().find(folder).map_err(failure)?;
+    start.check_model(&model).map_err(failure)?;
     if args.resume.is_some() && start.candidates.is_empty() {
         // A run that has ended cannot be made again from what it left.
         if folder.holds_weights() {
@@ -371,9 +372,10 @@ fn tell_preparing(requests: &StopRequests) -> impl FnMut(Preparing) -> ControlFl
 /// A mistake of the user, or a run that failed.
 pub(super) fn failure(error: TrainError) -> Failure {
     match error {
-        TrainError::Recipe { .. } | TrainError::Occupied { .. } | TrainError::Used { .. } => {
-            Failure::Usage(error.to_string())
-        }
+        TrainError::Recipe { .. }
+        | TrainError::Occupied { .. }
+        | TrainError::Used { .. }
+        | TrainError::AnotherModel { .. } => Failure::Usage(error.to_string()),
         TrainError::StoppedAtOnce(ending) => Failure::Stopped(exit_code(ending), error.to_string()),
         TrainError::Checkpoint(error) => error.into(),
         other => Failure::Run(other.to_string()),

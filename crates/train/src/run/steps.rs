@@ -14,6 +14,7 @@ use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::Tensor;
 
 use super::{Progress, Run, RunInfo};
+use crate::architecture::{self, check_same};
 use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
@@ -37,6 +38,8 @@ impl Run<'_> {
         let earlier = state.as_ref().map(|state| state.trail).unwrap_or_default();
         self.health = Health::new(self.recipe.max_bad_steps, self.engine.config().precision, step, earlier);
         if let Some(state) = state {
+            check_same(&loaded.path, &state.model_config, &self.model_config)?;
+            changes.extend(architecture::changes(&state.model_config, &self.model_config));
             self.tokens = state.tokens;
             for (what, before, now) in [
                 ("sequences to train on", state.train_sequences, own.train_sequences),
