@@ -301,6 +301,25 @@ fn a_file_of_weights_is_replaced_only_where_that_is_said() {
 }
 
 #[test]
+fn weights_that_are_being_written_follow_no_link_and_leave_nothing_of_the_killed() {
+    let out = tempfile::tempdir().unwrap();
+    let at = |name: &str| out.path().join(name);
+    std::fs::write(at("mine"), "mine").unwrap();
+    let links = ["w.safetensors.partial", "w.bin.partial"];
+    links.iter().for_each(|link| std::os::unix::fs::symlink(at("mine"), at(link)).unwrap());
+    // No process has this number.
+    std::fs::write(at(".w.bin.partial-4194999-1f"), "left").unwrap();
+    std::fs::create_dir_all(at(".model.4194999.partial/deep")).unwrap();
+    good(&["to-fp32", text(trained()), text(&at("w.safetensors"))]);
+    good(&["to-fp32", text(trained()), text(&at("w.bin"))]);
+    good(&["export-hf", text(trained()), text(&at("model"))]);
+    assert_eq!(std::fs::read(at("mine")).unwrap(), b"mine");
+    assert!(tensors::read(&at("w.safetensors")).len() > 5);
+    let hidden = std::fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(hidden.filter(|name| name.as_encoded_bytes()[0] == b'.').count(), 0);
+}
+
+#[test]
 fn what_is_no_checkpoint_or_no_name_for_one_is_bad_input() {
     let out = tempfile::tempdir().unwrap();
     let at = |name: &str| out.path().join(name).display().to_string();

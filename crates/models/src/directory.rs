@@ -1,9 +1,10 @@
 //! Whole model directories: made afresh, or converted from others. Whole or absent, and one tensor in memory at a time.
 
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
 
+use ferrospeed_checkpoint::unfinished::remove_left;
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Param};
@@ -238,11 +239,15 @@ pub(crate) fn copy_companions(source: &Path, target: &Path) -> Result<()> {
         ".msgpack",
         ".partial",
     ];
+    let is_weights = |name: &str| {
+        let is_unfinished = name.starts_with('.') && name.contains(".partial-");
+        is_unfinished || WEIGHTS.iter().any(|ending| name.ends_with(ending))
+    };
     for entry in std::fs::read_dir(source).map_err(ModelError::io(source))? {
         let path = entry.map_err(ModelError::io(source))?.path();
         let Some(name) = path.file_name() else { continue };
         let text = name.to_string_lossy();
-        if path.is_file() && text != "config.json" && !WEIGHTS.iter().any(|ending| text.ends_with(ending)) {
+        if path.is_file() && text != "config.json" && !is_weights(&text) {
             copy_file(&path, &target.join(name))?;
         }
     }
@@ -261,6 +266,8 @@ const WEIGHT_ENDINGS: [&str; 2] = [".safetensors", ".safetensors.index.json"];
 pub struct NewDirectory {
     target: PathBuf,
     partial: PathBuf,
+    /// Held as long as it is written, for [`NewDirectory::sweep`].
+    _lock: Option<File>,
     /// Folders above it that were not there, the innermost first.
     made: Vec<PathBuf>,
     is_finished: bool,
@@ -269,6 +276,7 @@ pub struct NewDirectory {
 impl NewDirectory {
     /// Refuses a place where something is.
     pub fn create(target: &Path) -> Result<NewDirectory> {
+        NewDirectory::sweep(target);
         let occupied = match std::fs::read_dir(target) {
             Ok(mut entries) => entries.next().is_some(),
             Err(error) => error.kind() != std::io::ErrorKind::NotFound,
@@ -292,6 +300,17 @@ impl NewDirectory {
         NewDirectory::begin(target)
     }
 
+    /// Removes what processes that were killed have left of the same directory, in it and beside it.
+    pub fn sweep(target: &Path) {
+        remove_left(target, Metadata::is_dir, |found| found.strip_prefix('.')?.strip_suffix(".partial"));
+        if let Some(name) = target.file_name() {
+            let prefix = format!(".{}.", name.to_string_lossy());
+            remove_left(parent_of(target), Metadata::is_dir, |found| {
+                found.strip_prefix(&prefix)?.strip_suffix(".partial")
+            });
+        }
+    }
+
     fn begin(target: &Path) -> Result<NewDirectory> {
         let name =
             target.file_name().ok_or_else(|| ModelError::file(target, "names no directory to make"))?;
@@ -307,9 +326,11 @@ impl NewDirectory {
         let parent = parent_of(target);
         let absent = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
         let made = parent.ancestors().take_while(absent).map(Path::to_path_buf).collect();
-        let new = NewDirectory { target: target.to_path_buf(), partial, made, is_finished: false };
+        let mut new =
+            NewDirectory { target: target.to_path_buf(), partial, _lock: None, made, is_finished: false };
         std::fs::create_dir_all(parent).map_err(ModelError::io(parent))?;
         std::fs::create_dir(&new.partial).map_err(ModelError::io(&new.partial))?;
+        new._lock = File::open(&new.partial).ok().filter(|folder| folder.try_lock().is_ok());
         Ok(new)
     }
 

@@ -153,19 +153,21 @@ fn damaged_headers_and_indices_never_panic() {
     }
 }
 
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn write(new: &NewDirectory, files: &[&str]) {
+    files.iter().for_each(|name| std::fs::write(new.path().join(name), "new").unwrap());
+}
+
 #[test]
 fn a_model_takes_the_place_of_an_earlier_one_when_it_is_complete_and_not_before() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("run/model");
-    let names = |folder: &Path| {
-        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
-        let mut names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
-        names.sort();
-        names
-    };
-    let write = |new: &NewDirectory, files: &[&str]| {
-        files.iter().for_each(|name| std::fs::write(new.path().join(name), "new").unwrap());
-    };
     // Given up, with the folders that were made for it.
     write(&NewDirectory::over(&model).unwrap(), &["config.json"]);
     assert!(!folder.path().join("run").exists());
@@ -194,4 +196,29 @@ fn a_model_takes_the_place_of_an_earlier_one_when_it_is_complete_and_not_before(
     assert_eq!(names(&folder.path().join("run")), ["model"]);
     let error = NewDirectory::create(&model).unwrap_err().to_string();
     assert!(error.contains("already there"), "{error}");
+}
+
+#[test]
+fn a_new_directory_removes_what_the_killed_have_left_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    // No process has the first number; the second has ours.
+    let (dead, alive) = (4_194_999, std::process::id());
+    let stay =
+        [format!(".other.{dead}.partial"), format!(".model.{alive}.partial"), ".model.x.partial".into()];
+    stay.iter().for_each(|name| std::fs::create_dir(at(name)).unwrap());
+    std::fs::write(at(&format!(".model.{dead}.partial")), "a file").unwrap();
+    std::os::unix::fs::symlink(at(&stay[0]), at(&format!(".model.{}.partial", dead + 1))).unwrap();
+    let expected = names(folder.path());
+
+    std::fs::create_dir_all(at(&format!(".model.{}.partial/deep", dead + 2))).unwrap();
+    NewDirectory::sweep(&at("model"));
+    assert_eq!(names(folder.path()), expected);
+
+    // In a directory that was empty: it is so again.
+    std::fs::create_dir_all(at(&format!("empty/.{dead}.partial"))).unwrap();
+    let new = NewDirectory::create(&at("empty")).unwrap();
+    write(&new, &["config.json"]);
+    new.finish().unwrap();
+    assert_eq!(names(&at("empty")), ["config.json"]);
 }

@@ -75,12 +75,8 @@ struct ZipWriter {
 /// The file has its name only once it is complete; of one that fails nothing stays.
 pub fn write_pt(path: &Path, value: &Value, storages: &[StorageToWrite], bytes: Bytes<'_>) -> Result<()> {
     let folder = path.file_stem().map_or("archive".into(), |stem| stem.to_string_lossy());
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(".partial");
-    let partial = path.with_file_name(name);
-    let options = File::options().create(true).truncate(true).write(true).clone();
-    let file = ferrospeed_files::open_with(&partial, &options, 0)
-        .map_err(CheckpointError::io("create", &partial))?;
+    let (partial, file) =
+        crate::unfinished::create_beside(path).map_err(CheckpointError::io("create", path))?;
     let zip = ZipWriter {
         path: partial.clone(),
         out: BufWriter::with_capacity(1 << 20, file),

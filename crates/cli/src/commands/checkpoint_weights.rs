@@ -195,6 +195,7 @@ pub(super) fn export_hf(
     dtype: Option<WeightType>,
     max_shard_bytes: usize,
 ) -> Result<(), Failure> {
+    NewDirectory::sweep(output);
     if std::fs::read_dir(output).is_ok_and(|mut entries| entries.next().is_some()) || output.is_file() {
         let why = "is already there, and its files would stay beside the new ones; name a new directory";
         return Err(Failure::Usage(format!("{} {why}", output.display())));

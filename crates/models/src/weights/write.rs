@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
+use ferrospeed_checkpoint::unfinished::create_beside;
 use ferrospeed_tensor::DType;
 use serde_json::{Map, Value, json};
 
@@ -58,9 +59,7 @@ pub fn write_file(
     let mut header = Value::Object(header).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
 
-    let partial = path.with_extension("safetensors.partial");
-    let options = File::options().create(true).truncate(true).write(true).clone();
-    let file = ferrospeed_files::open_with(&partial, &options, 0).map_err(ModelError::io(&partial))?;
+    let (partial, file) = create_beside(path).map_err(ModelError::io(path))?;
     let written = write_content(&partial, file, &header, &order, bytes)
         .and_then(|()| std::fs::rename(&partial, path).map_err(ModelError::io(path)));
     if written.is_err() {
