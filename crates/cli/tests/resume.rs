@@ -408,3 +408,47 @@ fn another_model_of_the_same_shapes_is_refused_with_every_difference() {
     let resumed = place.train("same", &with_sets(&["--resume"], &["steps=6"]));
     assert!(stdout(&resumed).contains("attn_pdrop: 0.1 -> 0.25"), "{}", stdout(&resumed));
 }
+
+#[test]
+fn a_damaged_log_costs_its_bad_lines_and_no_run() {
+    let place = Workplace::new();
+    place.train("small", &["--set", "steps=10"]);
+    let run = place.run("small");
+    let log = run.join("log.jsonl");
+    let whole = std::fs::read(&log).unwrap();
+    let third = whole.iter().enumerate().filter(|(_, byte)| **byte == b'\n').nth(1).unwrap().0 + 1;
+    let mut damaged = whole.clone();
+    damaged[third + 2] = 0xff;
+    std::fs::write(&log, &damaged).unwrap();
+    let evals = std::fs::read(run.join("eval.jsonl")).unwrap();
+    std::fs::write(run.join("eval.jsonl"), [b"?", &evals[..]].concat()).unwrap();
+
+    let said = stderr(&place.train("small", &["--resume"]));
+    assert!(said.contains("log.jsonl: line 3 cannot be read"), "{said}");
+    assert!(said.contains("eval.jsonl: line 1 cannot be read"), "{said}");
+    assert_eq!(std::fs::read(run.join("log.jsonl.damaged")).unwrap(), damaged);
+    let steps: Vec<u64> = lines(&log).iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (1..=20).filter(|step| *step != 3).collect::<Vec<u64>>());
+    assert!(run.join("report.html").is_file());
+
+    // One that was cut short.
+    let end = whole.iter().enumerate().filter(|(_, byte)| **byte == b'\n').nth(6).unwrap().0 + 5;
+    std::fs::write(&log, &whole[..end]).unwrap();
+    let said = stderr(&place.train("small", &["--resume", "--set", "steps=21"]));
+    assert!(said.contains("ends at step 7 and the checkpoint is of step 20"), "{said}");
+    assert_eq!(lines(&log).last().unwrap()["step"], 21);
+}
+
+#[test]
+fn a_lock_is_never_taken_through_a_link() {
+    let place = Workplace::new();
+    let (run, mine) = (place.run("small"), place.0.path().join("mine"));
+    std::fs::write(&mine, "mine").unwrap();
+    std::fs::create_dir_all(&run).unwrap();
+    std::os::unix::fs::symlink(&mine, run.join(".ferrospeed.lock")).unwrap();
+    let output = support::output_of(&mut place.command("small", &[]));
+    let said = stderr(&output);
+    assert!(!output.status.success() && said.contains(".ferrospeed.lock"), "{said}");
+    assert!(said.contains("is a link, and a lock must be a file"), "{said}");
+    assert_eq!(std::fs::read(&mine).unwrap(), b"mine");
+}

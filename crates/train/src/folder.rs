@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `log.jsonl` | one object per step |
 //! | `eval.jsonl` | one object per validation |
+//! | `log.jsonl.damaged`, `eval.jsonl.damaged` | what a run that went on could not read all of |
 //! | `config/recipe.toml`, `config/ds_config.json` | the resolved recipe and configuration: they reproduce the run |
 //! | `config/run.json` | what the run is: sizes, ranks, steps; for `ferrospeed watch` |
 //! | `checkpoints/` | what a run goes on from |
@@ -285,9 +286,7 @@ impl RunFolder {
     pub fn lock(&self) -> Result<FolderLock> {
         std::fs::create_dir_all(&self.0).map_err(TrainError::io(&self.0))?;
         let path = self.0.join(LOCK_FILE);
-        let mut options = File::options();
-        options.create(true).truncate(false).read(true).write(true);
-        let mut file = ferrospeed_files::open_with(&path, &options, 0).map_err(TrainError::io(&path))?;
+        let mut file = ferrospeed_checkpoint::directory::open_lock(&path).map_err(TrainError::io(&path))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(self.busy(file)),

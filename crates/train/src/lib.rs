@@ -10,6 +10,7 @@ mod expected;
 mod export;
 pub mod folder;
 mod health;
+mod kept_log;
 mod measure;
 mod mesh;
 mod model;

@@ -1,7 +1,5 @@
 //! Everything rank 0 writes down while a run goes: logs, and the report at the end.
 
-use std::path::{Path, PathBuf};
-
 use ferrospeed_observe::report::{Report, render};
 use ferrospeed_observe::roofline::Roofline;
 use ferrospeed_observe::{EvalRecord, JsonLines, StepRecord, read_json_lines};
@@ -9,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
+use crate::kept_log::open_log;
 use crate::recipe::Recipe;
 use crate::run::{RunInfo, Summary};
 
@@ -23,14 +22,19 @@ pub(crate) struct Records {
 
 impl Records {
     /// New, empty files, or those of a run that goes on after `done` steps: what was logged after them, before the run
-    /// was ended, is dropped.
-    pub(crate) fn open(folder: &RunFolder, done: Option<u64>) -> Result<Records> {
-        let open = |path: PathBuf| -> Result<JsonLines> {
-            let Some(done) = done.filter(|_| path.exists()) else { return Ok(JsonLines::create(&path)?) };
-            keep_steps(&path, done)?;
-            Ok(JsonLines::append(&path)?)
-        };
-        let (log, eval) = (open(folder.log())?, open(folder.eval())?);
+    /// was ended, is dropped. Adds to `notes` what they lack.
+    pub(crate) fn open(folder: &RunFolder, done: Option<u64>, notes: &mut Vec<String>) -> Result<Records> {
+        let (log, last) = open_log(&folder.log(), done, |record: &StepRecord| record.step, notes)?;
+        if let (Some(last), Some(done)) = (last, done)
+            && last < done
+        {
+            let path = folder.log();
+            notes.push(format!(
+                "{}: it ends at step {last} and the checkpoint is of step {done}; what was between is not in the log",
+                path.display()
+            ));
+        }
+        let (eval, _) = open_log(&folder.eval(), done, |record: &EvalRecord| record.step, notes)?;
         // What an earlier attempt failed of is over.
         let _ = std::fs::remove_file(folder.outcome());
         Ok(Records { folder: folder.clone(), log, eval, broken: None })
@@ -92,8 +96,6 @@ impl Records {
 
 /// What a run keeps of its recipe and of itself.
 const MAX_DOCUMENT_BYTES: u64 = 16 << 20;
-/// A log of ten million steps.
-const MAX_LOG_BYTES: u64 = 8 << 30;
 
 fn write_report(
     folder: &RunFolder,
@@ -140,42 +142,5 @@ pub fn report_failure(folder: &RunFolder, title: &str, why: &str) {
         && let Err(error) = write_report(folder, title, &facts, None)
     {
         tracing::warn!("no report of the failed run: {error}");
-    }
-}
-
-/// Drops the lines of later steps, and a last one that was never finished. The new file takes the old one's place whole.
-fn keep_steps(path: &Path, last: u64) -> Result<()> {
-    #[derive(serde::Deserialize)]
-    struct Step {
-        step: u64,
-    }
-    let text = ferrospeed_files::read_text(path, MAX_LOG_BYTES).map_err(TrainError::io(path))?;
-    let mut kept = String::with_capacity(text.len());
-    for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
-        let step: Step = serde_json::from_str(line).map_err(|error| TrainError::io(path)(error.into()))?;
-        if step.step <= last {
-            kept.push_str(line);
-        }
-    }
-    ferrospeed_files::write(path, kept).map_err(TrainError::io(path))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_log_goes_on_after_the_step_that_was_saved() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("log.jsonl");
-        let line = |step: u64| format!("{{\"step\":{step},\"loss\":0.1}}\n");
-        std::fs::write(&path, format!("{}{}{}{{\"step\":4,\"lo", line(1), line(2), line(3))).unwrap();
-        keep_steps(&path, 2).unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{}{}", line(1), line(2)));
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
-
-        std::fs::write(&path, "not a record\n").unwrap();
-        let error = keep_steps(&path, 2).unwrap_err().to_string();
-        assert!(error.contains("log.jsonl"), "{error}");
     }
 }

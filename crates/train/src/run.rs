@@ -184,7 +184,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         folder.create()?;
         copy_companions(recipe, run.codec.as_ref(), &folder.model())?;
         write_config(recipe, &run.engine, folder)?;
-        Some(Records::open(folder, done)?)
+        Some(Records::open(folder, done, &mut all_warnings)?)
     } else {
         None
     };
