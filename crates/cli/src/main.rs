@@ -11,11 +11,12 @@ mod terminal;
 use std::process::ExitCode;
 
 use clap::Parser;
+use nix::sys::signal::{SigHandler, Signal, signal};
 
 fn main() -> ExitCode {
     // A file that grows beyond the limit of a shell (`ulimit -f`) is then an error like that of a full disk, and no death.
     // SAFETY: no other thread is there yet, and no handler of ours is replaced.
-    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    let _ = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) };
     let cli = match commands::Cli::try_parse() {
         Ok(cli) => cli,
         // Clap's own code for help and version is 0, for bad usage 2.
