@@ -429,3 +429,17 @@ fn the_fastest_layout_that_fits_is_named_with_what_it_sends() {
         assert!(stderr(&output).contains("no machine has such a rate"), "{rate}: {}", stderr(&output));
     }
 }
+
+#[test]
+fn a_checkpoint_and_its_exports_are_measured_in_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().to_str().unwrap();
+    let output =
+        ferrospeed(&["bench", "checkpoint", "--dir", dir, "--size", "1MB", "--rounds", "1", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    for key in ["save_s", "load_s", "to_fp32_s", "export_hf_s"] {
+        assert!(report[key].as_f64().unwrap() > 0.0, "{report}");
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "files stayed");
+}

@@ -69,8 +69,10 @@ pub(super) fn run(args: &CheckpointBenchArgs) -> Result<ExitCode, Failure> {
             report[key] = json!(median_of(of));
         }
     }
-    for (action, key) in [("to-fp32", "to_fp32"), ("export-hf", "export_hf")] {
-        let output = scratch.path().join(key);
+    for (action, key, name) in
+        [("to-fp32", "to_fp32", "fp32.safetensors"), ("export-hf", "export_hf", "exported")]
+    {
+        let output = scratch.path().join(name);
         let export = exports::run(&checkpoints, action, &output)?;
         report[format!("{key}_s")] = json!(export.seconds);
         report[format!("{key}_peak_rss_bytes")] = json!(export.peak_rss_bytes);
