@@ -69,7 +69,12 @@ fn widest_product(shape: &Transformer, element_bytes: u64, rows: u64) -> u64 {
     let products = [
         (shape.hidden, query + 2 * key, 0),
         (shape.hidden, shape.intermediate, (gates - 1) * shape.intermediate),
-        (shape.intermediate, shape.hidden, 0),
+        // What was gated and what gates it stay until the layer ends, and so does its input.
+        (
+            shape.intermediate,
+            shape.hidden,
+            if shape.gated { 2 * shape.intermediate } else { 0 } + shape.hidden,
+        ),
     ];
     let bytes = products.map(|(inputs, outputs, beside)| {
         let copied = rows.saturating_mul(inputs).saturating_add(inputs.saturating_mul(outputs));
