@@ -34,6 +34,10 @@ struct Case {
     turned: bool,
 }
 
+/// Nothing but grouped queries.
+const PLAIN: Case =
+    Case { heads: 8, kv_heads: 2, dim: 64, dtype: DType::BF16, window: None, alibi: false, turned: false };
+
 impl Case {
     fn options(&self, device: &Device) -> AttentionOptions {
         let slopes: Vec<f32> = (0..self.heads).map(|head| 0.02 / (head + 1) as f32).collect();
@@ -214,15 +218,7 @@ fn rows_that_are_nobodys_come_out_as_zeros_and_touch_nothing() {
 fn keys_of_long_texts_are_spread_in_larger_chunks_and_joined() {
     let Some(device) = device() else { return };
     let host = Device::cpu_with_threads(2);
-    let case = Case {
-        heads: 8,
-        kv_heads: 2,
-        dim: 64,
-        dtype: DType::BF16,
-        window: None,
-        alibi: false,
-        turned: false,
-    };
+    let case = PLAIN;
     let most = 40_000usize.div_ceil(BLOCK);
     let shape = [most, BLOCK, case.kv_heads, case.dim];
     let mut values = vec![0.0f32; shape.iter().product()];
@@ -259,15 +255,7 @@ fn keys_of_long_texts_are_spread_in_larger_chunks_and_joined() {
 fn many_texts_are_read_as_on_the_host() {
     let Some(device) = device() else { return };
     let host = Device::cpu_with_threads(2);
-    let case = Case {
-        heads: 8,
-        kv_heads: 2,
-        dim: 64,
-        dtype: DType::BF16,
-        window: None,
-        alibi: false,
-        turned: false,
-    };
+    let case = PLAIN;
     let (texts, shared) = (200, 1300usize.div_ceil(BLOCK));
     let shape = [shared + texts, BLOCK, case.kv_heads, case.dim];
     let values = |count: usize, stream: u32| {

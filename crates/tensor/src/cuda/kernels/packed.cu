@@ -25,10 +25,11 @@
 // Bytes between rows in eight bits: a quarter of the banks more than whole blocks, so that eight rows lie in different ones.
 __device__ __forceinline__ u32 row_bytes(u32 blocks) { return blocks * BLOCK + 16; }
 
-// One over the root of a row's mean square, by all threads of a block.
+// One over the root of a row's mean square, known to all threads of a block. As many sum as the smallest block has, so that a row has
+// the same bits in every kernel.
 __device__ __forceinline__ float inverse_rms(const REAL* row, u32 inputs, float eps) {
     float sum = 0.0f;
-    for (u32 at = threadIdx.x * 8; at < inputs; at += blockDim.x * 8) {
+    for (u32 at = threadIdx.x * 8; threadIdx.x < 256 && at < inputs; at += 256 * 8) {
         Pack<REAL> own = load8(row + at);
         #pragma unroll
         for (int j = 0; j < 8; j++) sum += widen(own.v[j]) * widen(own.v[j]);
