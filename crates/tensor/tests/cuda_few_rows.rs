@@ -50,9 +50,12 @@ fn few_rows_are_what_the_layers_give_one_by_one() {
     let Some(device) = device() else { return };
     autograd::no_grad(|| {
         for (inputs, outputs) in [(64, 16), (2048, 520), (72, 40), (5632, 256), (1000, 24)] {
-            for rows in [1, 2, 7, 8, 9, 16] {
+            for rows in [1, 2, 7, 8, 9, 16, 17, 32, 33, 64] {
                 for dtype in [DType::BF16, DType::F16] {
-                    compare(inputs, outputs, rows, dtype, &device);
+                    // From 17 on by a kernel that Hopper alone has.
+                    if rows <= device.backend().most_few_rows(dtype, false, None) {
+                        compare(inputs, outputs, rows, dtype, &device);
+                    }
                 }
             }
         }
@@ -81,7 +84,7 @@ fn compare(inputs: usize, outputs: usize, rows: usize, dtype: DType, device: &De
     expect_near(&what, &plain, &here(&host_x, 0), dtype);
     let norm = || (operand(&gain), EPS);
     let normed = ops::normed_linears(&x, norm(), [there(0), there(1), there(2)]).unwrap();
-    if dtype == DType::F16 {
+    if dtype == DType::F16 && rows <= 16 {
         assert!(normed.is_none(), "{what}: a row times its gain can leave f16");
         return;
     }
@@ -99,7 +102,8 @@ fn compare(inputs: usize, outputs: usize, rows: usize, dtype: DType, device: &De
 fn a_row_has_the_same_bits_in_company() {
     let Some(device) = device() else { return };
     autograd::no_grad(|| {
-        let [x, _] = both(&[1, 16, 2048], 1.0, 1, DType::BF16, &device);
+        let most = device.backend().most_few_rows(DType::BF16, true, None);
+        let [x, _] = both(&[1, most, 2048], 1.0, 1, DType::BF16, &device);
         let [weight, _] = both(&[512, 2048], 0.02, 2, DType::BF16, &device);
         let [gain, _] = both(&[2048], 1.0, 3, DType::BF16, &device);
         let of = |x: &Tensor| {
@@ -107,9 +111,39 @@ fn a_row_has_the_same_bits_in_company() {
                 ops::normed_linears(x, (operand(&gain), EPS), [(operand(&weight), None)]).unwrap().unwrap();
             y.to_vec_f32().unwrap()
         };
-        let all = of(&x);
-        for rows in [1, 3, 8, 11] {
-            assert_eq!(of(&x.slice(0, [1, rows, 2048]).unwrap()), all[..rows * 512], "{rows} rows");
+        // Each of the two kernels: up to 16 rows, and more.
+        for (whole, parts) in [(16, [1, 3, 8, 11]), (most, [17, 32, 33, 63])] {
+            let all = of(&x.slice(0, [1, whole, 2048]).unwrap());
+            for rows in parts.into_iter().filter(|rows| *rows <= whole) {
+                assert_eq!(of(&x.slice(0, [1, rows, 2048]).unwrap()), all[..rows * 512], "{rows} rows");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_row_by_weights_of_few_bits_has_the_same_bits_in_company() {
+    let Some(device) = device() else { return };
+    autograd::no_grad(|| {
+        for bits in [PackedBits::Eight, PackedBits::Four, PackedBits::Float8] {
+            let spread = Initializer::Normal { mean: 0.0, std: 0.02 };
+            let params = [Param::new("w", [512, 2048], spread)];
+            let packing = Packing { bits, layout: WeightLayout::OutIn };
+            let source = FromInitializers { seed: 4 };
+            let _store =
+                PackedStore::attach(&params, DType::BF16, &device, &source, |_| Some(packing)).unwrap();
+            let [x, _] = both(&[1, 16, 2048], 1.0, 1, DType::BF16, &device);
+            let [gain, _] = both(&[2048], 1.0, 3, DType::BF16, &device);
+            let of = |x: &Tensor| {
+                let layer = (Operand::from(&params[0]), None);
+                let [y] = ops::normed_linears(x, (operand(&gain), EPS), [layer]).unwrap().unwrap();
+                y.to_vec_f32().unwrap()
+            };
+            let all = of(&x);
+            for rows in [1, 3, 8, 11] {
+                let some = of(&x.slice(0, [1, rows, 2048]).unwrap());
+                assert_eq!(some, all[..rows * 512], "{bits:?}, {rows} rows");
+            }
         }
     });
 }
@@ -117,12 +151,12 @@ fn a_row_has_the_same_bits_in_company() {
 #[test]
 fn what_no_kernel_takes_is_left_to_the_layers() {
     let Some(device) = device() else { return };
-    let [x, _] = both(&[1, 17, 64], 1.0, 1, DType::BF16, &device);
+    let [x, _] = both(&[1, 65, 64], 1.0, 1, DType::BF16, &device);
     let [weight, _] = both(&[16, 64], 1.0, 2, DType::BF16, &device);
-    let [residual, _] = both(&[1, 17, 16], 1.0, 2, DType::BF16, &device);
-    assert!(ops::linear_onto(&x, (operand(&weight), None), &residual).unwrap().is_none(), "17 rows");
+    let [residual, _] = both(&[1, 65, 16], 1.0, 2, DType::BF16, &device);
+    assert!(ops::linear_onto(&x, (operand(&weight), None), &residual).unwrap().is_none(), "65 rows");
     let few = x.slice(0, [1, 2, 64]).unwrap();
-    assert!(ops::linear_onto(&few, (operand(&weight), None), &residual).is_err(), "17 rows onto 2");
+    assert!(ops::linear_onto(&few, (operand(&weight), None), &residual).is_err(), "65 rows onto 2");
     let host = Tensor::zeros([1, 2, 64], DType::F32, &Device::cpu()).unwrap();
     let weight = Tensor::zeros([16, 64], DType::F32, &Device::cpu()).unwrap();
     let onto = Tensor::zeros([1, 2, 16], DType::F32, &Device::cpu()).unwrap();

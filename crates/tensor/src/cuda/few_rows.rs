@@ -1,17 +1,19 @@
-//! Products of few rows with what stands before and behind them, as one kernel (`kernels/few_rows.cu`), for types of 16 bits.
+//! Products of few rows with what stands before and behind them, as one kernel (`kernels/few_rows.cu`), for types of 16 bits. Where
+//! there are more than it takes, the norm is a kernel of its own, and [`some_rows`] does the rest.
 
-use crate::backend::{Activation, FewRows, FewRowsWeight};
+use crate::backend::{Activation, FewRows, FewRowsWeight, NormKind};
 use crate::cuda::elementwise::activation_number;
-use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real};
+use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, norm, real, some_rows};
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::tensor::Tensor;
 
 const OP: &str = "few_rows";
-/// Rows that the kernel takes, and what it is compiled with for them: with more, products are no longer bound by reading weights.
+/// Rows that the kernel takes, and what it is compiled with for them: with more, reading them would take longer than reading weights.
 const TILES: [(usize, &str); 2] = [(8, "TILES=1"), (16, "TILES=2")];
 /// Weights that one launch multiplies the same rows with. Matches `Sides` in the kernel.
 pub(super) const MOST_SIDES: usize = 3;
-/// The most rows that the kernel takes.
+/// The most rows that this kernel takes.
 pub(super) const MOST_ROWS: usize = TILES[TILES.len() - 1].0;
 /// From where on a device brings weights to shared memory by itself.
 const CAPABILITY: (i32, i32) = (9, 0);
@@ -76,18 +78,26 @@ struct Rows {
     gated: i32,
 }
 
-/// The most rows that the kernel takes of a type.
-pub(super) fn most_rows(backend: &CudaBackend, dtype: DType, normed: bool) -> usize {
+/// The most rows that this kernel takes of a type.
+fn own_rows(backend: &CudaBackend, dtype: DType, normed: bool) -> usize {
     // Rows are multiplied by a gain before they are normalised, which can leave what f16 holds.
     let knows = dtype == DType::BF16 || dtype == DType::F16 && !normed;
     if knows && backend.driver.capability >= CAPABILITY { MOST_ROWS } else { 0 }
 }
 
-/// Whether the kernel computes it.
+/// The most rows that either kernel takes of a type.
+pub(super) fn most_rows(backend: &CudaBackend, dtype: DType, normed: bool) -> usize {
+    own_rows(backend, dtype, normed).max(some_rows::most_rows(backend, dtype))
+}
+
+/// Whether one of the kernels computes it.
 pub(super) fn takes(backend: &CudaBackend, product: &Product<'_>) -> bool {
+    if product.rows > MOST_ROWS {
+        return some_rows::takes(backend, product);
+    }
     let is_aligned = |address: u64| address.is_multiple_of(16);
     let gain = product.norm.map_or(0, |(gain, _)| gain);
-    (1..=most_rows(backend, product.dtype, product.norm.is_some())).contains(&product.rows)
+    (1..=own_rows(backend, product.dtype, product.norm.is_some())).contains(&product.rows)
         && (1..=MOST_SIDES).contains(&product.sides.len())
         && product.inputs > 0
         && product.inputs.is_multiple_of(8)
@@ -98,6 +108,9 @@ pub(super) fn takes(backend: &CudaBackend, product: &Product<'_>) -> bool {
 
 /// Runs what [`takes`] has said yes to.
 pub(super) fn run(backend: &CudaBackend, product: &Product<'_>) -> Result<()> {
+    if product.rows > MOST_ROWS {
+        return some_rows::run(backend, product);
+    }
     let none = [0; MOST_SIDES];
     let mut sides = Sides { weights: none, biases: none, results: none, outputs: none, ends: none };
     let mut tiles = 0;
@@ -148,12 +161,16 @@ pub(super) fn few_rows(backend: &CudaBackend, step: &FewRows<'_>) -> Result<bool
         let FewRowsWeight::Whole(weight) = weight else { return Ok(false) };
         sides.push(Side { weight: at(weight), bias: at_option(*bias), result, outputs: weight.sizes()[0] });
     }
+    let normed = match step.norm {
+        Some((gain, eps)) if step.x.shape().rows() > MOST_ROWS => Some(normed(backend, step.x, gain, eps)?),
+        _ => None,
+    };
     let product = Product {
         dtype: step.x.dtype(),
         rows: step.x.shape().rows(),
         inputs: step.x.shape().last(),
-        x: at(step.x),
-        norm: step.norm.map(|(gain, eps)| (at(gain), eps)),
+        x: at(normed.as_ref().unwrap_or(step.x)),
+        norm: step.norm.filter(|_| normed.is_none()).map(|(gain, eps)| (at(gain), eps)),
         sides: &sides,
         activation: step.activation,
         gated: step.is_gated,
@@ -163,4 +180,12 @@ pub(super) fn few_rows(backend: &CudaBackend, step: &FewRows<'_>) -> Result<bool
         return Ok(false);
     }
     run(backend, &product).map(|()| true)
+}
+
+/// Rows divided by the root of their mean square, times a gain.
+fn normed(backend: &CudaBackend, x: &Tensor, gain: &Tensor, eps: f32) -> Result<Tensor> {
+    let y = Tensor::empty(x.shape().clone(), x.dtype(), x.device())?;
+    let [mean, rstd] = [(); 2].map(|()| Tensor::empty([x.shape().rows()], DType::F32, x.device()));
+    norm::norm(backend, NormKind::Rms, eps, x, None, Some(gain), None, &y, &mean?, &rstd?)?;
+    Ok(y)
 }

@@ -13,7 +13,7 @@ use cudarc::cublaslt::{result as lt, sys};
 use crate::backend::{Gemm, Matrix, Unary};
 use crate::cuda::driver::failed;
 use crate::cuda::elementwise::activation_number;
-use crate::cuda::{CudaBackend, Kernel, Source, at_option, few_rows, launch, real};
+use crate::cuda::{CudaBackend, Kernel, Source, at_option, few_rows, launch, real, some_rows};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 
@@ -148,7 +148,7 @@ fn has_few_rows(gemm: &Gemm<'_>) -> bool {
     let addresses = [address(&gemm.a), address(&gemm.b), address(&gemm.c.matrix())];
     let aligned =
         k.is_multiple_of(8) && n.is_multiple_of(8) && addresses.iter().all(|a| a.is_multiple_of(16));
-    m <= few_rows::MOST_ROWS && k > 0 && plain && packed && aligned
+    m <= some_rows::MOST_ROWS && k > 0 && plain && packed && aligned
 }
 
 fn side(gemm: &Gemm<'_>) -> few_rows::Side {

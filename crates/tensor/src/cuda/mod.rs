@@ -28,6 +28,7 @@ mod optimizer;
 mod packed;
 mod permute;
 mod reduce;
+mod some_rows;
 mod transfer;
 
 use std::sync::Mutex;

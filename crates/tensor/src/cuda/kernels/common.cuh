@@ -110,6 +110,18 @@ __device__ __forceinline__ void wait_for_earlier() {
 #endif
 }
 
+__device__ __forceinline__ u32 shared_address(const void* at) { return u32(__cvta_generic_to_shared(at)); }
+
+// Barriers in shared memory, at which threads and what is being copied there arrive; `turn` alternates with every use.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void open_barrier(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(at), "r"(count) : "memory"); }
+__device__ __forceinline__ void arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(at) : "memory"); }
+__device__ __forceinline__ void expect(u32 at, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory"); }
+__device__ __forceinline__ void wait(u32 at, u32 turn) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" :: "r"(at), "r"(turn) : "memory");
+}
+#endif
+
 __device__ __forceinline__ float warp_sum(float v) {
     for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
     return v;

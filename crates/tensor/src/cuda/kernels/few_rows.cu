@@ -49,13 +49,6 @@ __device__ __forceinline__ Tile tile_of(const Sides& sides, const Rows& p, u64 n
     return Tile{side, (number - (side ? sides.ends[side - 1] : 0)) * (p.gated ? 8 : 16)};
 }
 
-__device__ __forceinline__ u32 shared_address(const void* at) { return u32(__cvta_generic_to_shared(at)); }
-__device__ __forceinline__ void open_barrier(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(at), "r"(count) : "memory"); }
-__device__ __forceinline__ void arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(at) : "memory"); }
-__device__ __forceinline__ void expect(u32 at, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory"); }
-__device__ __forceinline__ void wait(u32 at, u32 turn) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" :: "r"(at), "r"(turn) : "memory");
-}
 __device__ __forceinline__ void bring(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }

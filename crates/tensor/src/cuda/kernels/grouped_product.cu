@@ -119,7 +119,6 @@ extern "C" __global__ void plain_outer(u64 first, u64 m, u64 n, const int* start
 #define PART 32                    // of k
 #define OPERAND_BYTES (128 * PART * 2)
 
-__device__ __forceinline__ u32 shared_address(const void* at) { return u32(__cvta_generic_to_shared(at)); }
 __device__ __forceinline__ void fetch16(u32 to, const REAL* from, bool is_there) {
     int bytes = is_there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
