@@ -201,7 +201,7 @@ fn recorded_steps_say_what_plain_passes_say() {
             let rows = Arc::new(rows);
             let hidden = model.run_pages(&ids, &rows, &mut states[0]).unwrap();
             let plain = model.page_logits(&hidden).unwrap().to_vec_f32().unwrap();
-            let next = steps.run(&model, &ids, &rows, &mut states[1]).unwrap().expect("single rows");
+            let next = steps.run(&model, &ids, &rows, &mut states[1], || ()).unwrap().expect("single rows");
             let all: Vec<i64> = (0..who.len() as i64).collect();
             let logits = next.logits(&all).unwrap().to_vec_f32().unwrap();
             for (row, (logits, plain)) in logits.chunks(96).zip(plain.chunks(96)).enumerate() {
@@ -219,6 +219,9 @@ fn recorded_steps_say_what_plain_passes_say() {
         }
         let two = PagedSequence { first: 0, count: 2, blocks: blocks(0) };
         let rows = Arc::new(PagedRows { sequences: vec![two] });
-        assert!(steps.run(&model, &[1, 2], &rows, &mut states[1]).unwrap().is_none(), "a piece of a prompt");
+        assert!(
+            steps.run(&model, &[1, 2], &rows, &mut states[1], || ()).unwrap().is_none(),
+            "a piece of a prompt"
+        );
     }
 }

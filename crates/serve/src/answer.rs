@@ -1,7 +1,7 @@
-//! One answer in the making: chooses its tokens, turns them into text, sees when it is complete.
+//! One answer in the making: chooses its tokens, turns them into text, sees when it is complete. Text is made apart from the
+//! choice, while the next pass is under way ([`crate::untold`]).
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use ferrospeed_data::Codec;
@@ -10,7 +10,7 @@ use crate::detokenize::{Detokenizer, StopStrings};
 use crate::metrics::Metrics;
 use crate::request::{Event, Events, Finish, Request, Work};
 use crate::runner::{Said, Wish};
-use crate::sampling::{Choice, SamplingOptions, choose};
+use crate::sampling::{Choice, Likelihood, SamplingOptions, choose};
 
 /// An answer, or an embedding, that the engine works on.
 #[derive(Debug)]
@@ -33,12 +33,15 @@ struct Writing {
     stops: StopStrings,
 }
 
-/// What a choice has led to.
-pub(crate) enum Progress {
-    /// The answer goes on with this token.
-    Token(i64),
-    /// It is complete.
-    Finished,
+/// A token that was chosen, of which its client has not been told.
+#[derive(Debug)]
+pub(crate) struct Chosen {
+    pub(crate) token: i64,
+    /// Why it is the last, where the token itself or its number says so. A stop string shows in the text alone.
+    pub(crate) finish: Option<Finish>,
+    logprobs: Option<(Likelihood, Vec<Likelihood>)>,
+    /// Tokens of the answer with this one.
+    tokens: usize,
 }
 
 impl Answer {
@@ -102,41 +105,44 @@ impl Answer {
         next: &Said,
         tokens: &[i64],
         most: usize,
-        codec: &Codec,
         metrics: &Metrics,
-    ) -> Result<Progress, String> {
-        let Some(writing) = &mut self.writing else { return Ok(Progress::Finished) };
+    ) -> Result<Chosen, String> {
         let (prompt, answer) = tokens.split_at(self.prompt_tokens);
-        let chosen = match next {
+        let writing = self.writing.as_ref().ok_or("an embedding has no tokens to choose")?;
+        let choice = match next {
             Said::Likeliest(token) => Choice { token: *token, logprobs: None },
             Said::Logits(logits) => choose(logits, &writing.sampling, prompt, answer)
                 .ok_or("the model's logits are no numbers")?,
         };
+        let finish = match writing.stop_tokens.contains(&choice.token) {
+            true => Some(Finish::Stop),
+            false => (tokens.len() + 1 >= most).then_some(Finish::Length),
+        };
         let now = Instant::now();
-        metrics.generated_tokens.fetch_add(1, Relaxed);
         match self.last_token.replace(now) {
             Some(before) => metrics.between_tokens.observe(now - before),
             None => metrics.first_token.observe(now - self.arrived),
         }
-        let computed = answer.len() + 1;
-        let index = self.index;
-        if writing.stop_tokens.contains(&chosen.token) {
+        Ok(Chosen { token: choice.token, finish, logprobs: choice.logprobs, tokens: answer.len() + 1 })
+    }
+
+    /// Makes text of a token and tells the client. Returns whether the answer is complete.
+    pub(crate) fn write(&mut self, chosen: Chosen, codec: &Codec) -> Result<bool, String> {
+        let Some(writing) = &mut self.writing else { return Ok(true) };
+        let Chosen { token, finish, logprobs, tokens } = chosen;
+        let answer = self.index;
+        if finish == Some(Finish::Stop) {
             let text = writing.rest(codec)?;
-            self.tell(Event::Finished { answer: index, text, finish: Finish::Stop, tokens: computed });
-            return Ok(Progress::Finished);
+            self.tell(Event::Finished { answer, text, finish: Finish::Stop, tokens });
+            return Ok(true);
         }
-        let text = writing.detokenizer.push(codec, chosen.token).map_err(|error| error.to_string())?;
+        let text = writing.detokenizer.push(codec, token).map_err(|error| error.to_string())?;
         let (text, stopped) = writing.stops.push(&text);
-        let full = tokens.len() + 1 >= most;
-        let rest = if full && !stopped { writing.rest(codec)? } else { String::new() };
-        self.tell(Event::Token { answer: index, text, logprobs: chosen.logprobs });
-        let finish = match (stopped, full) {
-            (true, _) => Finish::Stop,
-            (false, true) => Finish::Length,
-            (false, false) => return Ok(Progress::Token(chosen.token)),
-        };
-        self.tell(Event::Finished { answer: index, text: rest, finish, tokens: computed });
-        Ok(Progress::Finished)
+        let rest = if finish.is_some() && !stopped { writing.rest(codec)? } else { String::new() };
+        self.tell(Event::Token { answer, text, logprobs });
+        let Some(finish) = (if stopped { Some(Finish::Stop) } else { finish }) else { return Ok(false) };
+        self.tell(Event::Finished { answer, text: rest, finish, tokens });
+        Ok(true)
     }
 }
 

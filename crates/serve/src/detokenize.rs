@@ -28,7 +28,7 @@ impl Detokenizer {
         self.tokens.push(token);
         let text = codec.decode(&self.tokens[self.context..])?;
         if !text.ends_with(UNFINISHED) {
-            return self.give(codec, self.tokens.len());
+            return self.give(codec, &text, self.tokens.len());
         }
         let waiting = self.tokens.len() - self.given;
         if waiting > UNFINISHED_TOKENS {
@@ -36,14 +36,13 @@ impl Detokenizer {
             // where both sides read alone as they do together.
             let last = self.tokens.len() - UNFINISHED_TOKENS;
             for cut in (self.given + 1..=last).rev() {
-                let apart =
-                    codec.decode(&self.tokens[self.context..cut])? + &codec.decode(&self.tokens[cut..])?;
-                if apart == text {
-                    return self.give(codec, cut);
+                let first = codec.decode(&self.tokens[self.context..cut])?;
+                if first.clone() + &codec.decode(&self.tokens[cut..])? == text {
+                    return self.give(codec, &first, cut);
                 }
             }
             if waiting > MOST_WAITING {
-                return self.give(codec, last);
+                return self.give(codec, &codec.decode(&self.tokens[self.context..last])?, last);
             }
         }
         Ok(String::new())
@@ -51,12 +50,13 @@ impl Detokenizer {
 
     /// What is left when no token follows.
     pub fn finish(&mut self, codec: &Codec) -> Result<String, DataError> {
-        self.give(codec, self.tokens.len())
+        let text = codec.decode(&self.tokens[self.context..])?;
+        self.give(codec, &text, self.tokens.len())
     }
 
-    fn give(&mut self, codec: &Codec, until: usize) -> Result<String, DataError> {
+    /// `text`: what the tokens read as from the context to `until`.
+    fn give(&mut self, codec: &Codec, text: &str, until: usize) -> Result<String, DataError> {
         let before = codec.decode(&self.tokens[self.context..self.given])?;
-        let text = codec.decode(&self.tokens[self.context..until])?;
         self.context = self.given;
         self.given = until;
         Ok(text.get(before.len()..).unwrap_or_default().to_owned())

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use crate::answer::{Answer, Progress};
+use crate::answer::Answer;
 use crate::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
 use crate::draft::Draft;
 use crate::metrics::Metrics;
@@ -20,6 +20,7 @@ use crate::model::ModelFacts;
 use crate::request::{Event, Events, Request, Trouble, Work};
 use crate::runner::{Runner, Said, Wish};
 use crate::speculate::Speculation;
+use crate::untold::{Ended, Untold};
 
 /// How long an idle engine sleeps before it looks whether it should stop.
 const IDLE: Duration = Duration::from_millis(100);
@@ -97,6 +98,7 @@ impl Engine {
             scheduler,
             inbox,
             answers: BTreeMap::new(),
+            untold: Untold::default(),
             facts: Arc::clone(&facts),
             metrics: Arc::clone(&metrics),
             stop_at: Arc::clone(&stop_at),
@@ -203,6 +205,7 @@ struct Worker {
     scheduler: Scheduler,
     inbox: Receiver<Submission>,
     answers: BTreeMap<SequenceId, Answer>,
+    untold: Untold,
     facts: Arc<ModelFacts>,
     metrics: Arc<Metrics>,
     stop_at: Arc<OnceLock<Instant>>,
@@ -237,8 +240,13 @@ impl Worker {
             if self.lost.get().is_some() {
                 break;
             }
+            // What the next pass would give time for, where there is one.
+            if plan.is_empty() || self.answers.is_empty() || !self.runner.computes_beside() {
+                self.tell_untold();
+            }
             self.tell_load();
         }
+        self.tell_untold();
         let ids: Vec<SequenceId> = self.answers.keys().copied().collect();
         ids.into_iter().for_each(|id| self.give_up(id, Trouble::ShuttingDown));
         while let Ok(late) = self.inbox.try_recv() {
@@ -327,7 +335,27 @@ impl Worker {
         }
     }
 
+    /// Tells clients of all tokens that were chosen.
+    fn tell_untold(&mut self) {
+        let ended = self.untold.tell(&mut self.answers, &self.facts.codec, &self.metrics);
+        self.settle(ended);
+    }
+
+    /// Ends what telling has ended.
+    fn settle(&mut self, ended: Vec<Ended>) {
+        for Ended { id, failure } in ended {
+            match failure {
+                Some(why) => self.give_up(id, Trouble::Failed(why)),
+                None => {
+                    self.metrics.finished.fetch_add(1, Relaxed);
+                    self.end(id);
+                }
+            }
+        }
+    }
+
     fn give_up(&mut self, id: SequenceId, trouble: Trouble) {
+        self.tell_untold();
         if let Some(answer) = self.answers.get(&id) {
             self.metrics.failed.fetch_add(1, Relaxed);
             answer.tell(Event::Trouble(trouble));
@@ -345,15 +373,19 @@ impl Worker {
 
     fn pass(&mut self, plan: &[Share]) {
         let begun = Instant::now();
-        let answers = &self.answers;
-        let wish = |share: &Share| answers.get(&share.id).map_or(Wish::Likeliest, Answer::wish);
-        let result = match self.runner.pass(&self.scheduler, plan, wish) {
+        let of = |share: &Share| self.answers.get(&share.id).map_or(Wish::Likeliest, Answer::wish);
+        let wishes: HashMap<SequenceId, Wish> = plan.iter().map(|share| (share.id, of(share))).collect();
+        let (answers, untold, mut ended) = (&mut self.answers, &mut self.untold, Vec::new());
+        let tell = || ended = untold.tell(answers, &self.facts.codec, &self.metrics);
+        let passed = self.runner.pass(&self.scheduler, plan, |share| wishes[&share.id], tell);
+        let result = match passed {
             Ok(result) => result,
             Err(error) => {
                 tracing::error!("a pass over {} sequences failed: {error}", plan.len());
                 if self.runner.is_lost() {
                     let _ = self.lost.set(error.to_string());
                 }
+                self.settle(ended);
                 plan.iter().for_each(|share| self.give_up(share.id, Trouble::Failed(error.to_string())));
                 return;
             }
@@ -365,17 +397,23 @@ impl Worker {
             if !share.chooses {
                 continue;
             }
-            let Some(answer) = self.answers.get_mut(&share.id) else { continue };
-            if answer.wish() == Wish::Hidden {
-                answer.embed(hidden.next().unwrap_or_default());
-                self.metrics.finished.fetch_add(1, Relaxed);
+            if wishes[&share.id] == Wish::Hidden {
+                let values = hidden.next().unwrap_or_default();
+                if let Some(answer) = self.answers.get(&share.id) {
+                    answer.embed(values);
+                    self.metrics.finished.fetch_add(1, Relaxed);
+                }
                 self.end(share.id);
                 continue;
             }
             let rows: Vec<Said> = next.by_ref().take(1 + share.guessed).collect();
             self.metrics.guessed_tokens.fetch_add(share.guessed as u64, Relaxed);
-            self.choose(share.id, &rows);
+            // What a stop string has ended meanwhile has no next token.
+            if ended.iter().all(|ended| ended.id != share.id) {
+                self.choose(share.id, &rows);
+            }
         }
+        self.settle(ended);
     }
 
     /// Chooses the next token of an answer, and those behind it for as long as they are what was guessed. `rows` has what
@@ -388,17 +426,19 @@ impl Worker {
             };
             self.metrics.accepted_tokens.fetch_add(u64::from(place > 0), Relaxed);
             let (tokens, most) = (sequence.tokens(), sequence.most_tokens());
-            match answer.choose(row, tokens, most, &self.facts.codec, &self.metrics) {
-                Ok(Progress::Token(token)) => {
-                    if !self.scheduler.push(id, token) {
-                        return;
-                    }
-                }
-                Ok(Progress::Finished) => {
-                    self.metrics.finished.fetch_add(1, Relaxed);
-                    return self.end(id);
-                }
+            let chosen = match answer.choose(row, tokens, most, &self.metrics) {
+                Ok(chosen) => chosen,
                 Err(why) => return self.give_up(id, Trouble::Failed(why)),
+            };
+            if chosen.finish.is_some() {
+                let completed = self.answers.remove(&id);
+                self.untold.add(id, chosen, completed);
+                return self.end(id);
+            }
+            let token = chosen.token;
+            self.untold.add(id, chosen, None);
+            if !self.scheduler.push(id, token) {
+                return;
             }
         }
     }

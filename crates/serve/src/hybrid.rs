@@ -201,7 +201,7 @@ impl HybridEngine {
                 runner.accompany()?;
                 continue;
             }
-            let mut next = runner.pass(&scheduler, &plan, |_| wish)?.next.into_iter();
+            let mut next = runner.pass(&scheduler, &plan, |_| wish, || ())?.next.into_iter();
             for share in &plan {
                 scheduler.computed(share);
                 let (true, Some(&place)) = (share.chooses, places.get(&share.id)) else { continue };

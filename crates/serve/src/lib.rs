@@ -21,6 +21,7 @@ pub mod server;
 pub mod speculate;
 pub mod template;
 pub mod together;
+mod untold;
 pub mod weights_home;
 
 pub use engine::Engine;

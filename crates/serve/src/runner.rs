@@ -104,13 +104,16 @@ impl Runner {
         }
     }
 
-    /// Computes a plan. `wish` says of a share that chooses what it wants.
+    /// Computes a plan. `wish` says of a share that chooses what it wants. `meanwhile` is called once, while a device computes.
     pub fn pass(
         &mut self,
         scheduler: &Scheduler,
         shares: &[Share],
         wish: impl Fn(&Share) -> Wish,
+        meanwhile: impl FnOnce(),
     ) -> Result<PassResult> {
+        let mut meanwhile = Some(meanwhile);
+        let mut meanwhile = || meanwhile.take().into_iter().for_each(|work| work());
         let (mut rows, mut ids) = (PagedRows::default(), Vec::new());
         let (mut of_logits, mut of_hidden) = (Vec::new(), Vec::new());
         for share in shares {
@@ -129,11 +132,12 @@ impl Runner {
         }
         let rows = Arc::new(rows);
         if of_logits.len() == ids.len()
-            && let Some(next) = self.step(&ids, &rows, shares, wish)?
+            && let Some(next) = self.step(&ids, &rows, shares, wish, &mut meanwhile)?
         {
             return Ok(PassResult { next, hidden: Vec::new() });
         }
         let (hidden, logits) = self.compute(&Pass { ids, rows, of_logits })?;
+        meanwhile();
         let mut result = PassResult::default();
         if let Some(logits) = logits {
             result.next = lines(&logits)?.into_iter().map(Said::Logits).collect();
@@ -178,6 +182,11 @@ impl Runner {
         Ok((hidden, (!of_logits.is_empty()).then_some(logits)))
     }
 
+    /// Whether a device computes while this thread does something else.
+    pub fn computes_beside(&self) -> bool {
+        !self.device.backend().is_host()
+    }
+
     /// Whether the ranks that hold the model have lost each other.
     pub fn is_lost(&self) -> bool {
         self.lead.as_ref().is_some_and(Lead::is_lost)
@@ -195,12 +204,15 @@ impl Runner {
         rows: &Arc<PagedRows>,
         shares: &[Share],
         wish: impl Fn(&Share) -> Wish,
+        meanwhile: impl FnOnce(),
     ) -> Result<Option<Vec<Said>>> {
         if self.steps.is_some() {
             self.begin();
         }
         let Some(steps) = &mut self.steps else { return Ok(None) };
-        let Some(next) = steps.run(&self.model, ids, rows, &mut self.state)? else { return Ok(None) };
+        let Some(next) = steps.run(&self.model, ids, rows, &mut self.state, meanwhile)? else {
+            return Ok(None);
+        };
         // A logit that is no number says that there is none: all of them are looked at then.
         let needs_all =
             |row: &usize| wish(&shares[*row]) == Wish::Logits || !next.likeliest[*row].1.is_finite();
@@ -221,7 +233,7 @@ impl Runner {
         }
         if let Some(steps) = &mut self.steps
             && of.len() == ids.len()
-            && let Some(next) = steps.run(&self.model, ids, rows, &mut self.state)?
+            && let Some(next) = steps.run(&self.model, ids, rows, &mut self.state, || ())?
         {
             return Ok(next.likeliest.iter().map(|(token, _)| *token).collect());
         }

@@ -98,13 +98,15 @@ impl PageSteps {
         Ok(hidden.slice(0, [own, model.config.embedding_width])?)
     }
 
-    /// Runs `ids`, the newest token of every sequence. `None`: these rows are none that it takes.
+    /// Runs `ids`, the newest token of every sequence, and does something else meanwhile. `None`: these rows are none that it
+    /// takes, and nothing was done.
     pub fn run(
         &mut self,
         model: &Decoder,
         ids: &[i64],
         rows: &Arc<PagedRows>,
         state: &mut AttentionState,
+        meanwhile: impl FnOnce(),
     ) -> Result<Option<NextTokens<'_>>> {
         let single = rows.sequences.iter().all(|one| one.count == 1);
         if !single || ids.is_empty() || ids.len() > MOST_ROWS || rows.sequences.len() != ids.len() {
@@ -132,6 +134,7 @@ impl PageSteps {
         let backend = self.device.backend();
         let [largest, tokens] =
             [backend.read_later(&step.largest[0])?, backend.read_later(&step.largest[1])?];
+        meanwhile();
         let (largest, tokens) = (largest()?, tokens()?);
         let numbers = bytemuck::cast_slice::<u8, [u8; 8]>(&tokens).iter().copied().map(i64::from_ne_bytes);
         let logits = bytemuck::cast_slice::<u8, [u8; 4]>(&largest).iter().copied().map(f32::from_ne_bytes);
