@@ -1,9 +1,11 @@
 //! Elementwise kernels whose operands differ in shape.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use crate::backend::{Binary, Comparison};
-use crate::cpu::parallel::Threads;
+use crate::cpu::parallel::{Shared, Threads, row_block};
 use crate::cpu::pointwise::map2;
 use crate::cpu::simd::vectorized;
 use crate::cpu::{float_kernel, read, write};
@@ -22,16 +24,17 @@ fn broadcast_strides(from: &Shape, to: &Shape) -> Vec<usize> {
         .collect()
 }
 
-/// Walks the rows (last dimension) of a broadcast: `row(output start, a start, b start, …)`.
+/// Walks some rows (last dimension) of a broadcast: `row(output start, a start, b start, …)`.
+#[inline(always)]
 fn broadcast_rows<const N: usize>(
     shape: &Shape,
+    rows: Range<usize>,
     strides: [&[usize]; N],
     mut row: impl FnMut(usize, [usize; N]),
 ) {
     let dims = shape.dims();
     let width = shape.last();
-    let rows = shape.rows();
-    for index in 0..rows {
+    for index in rows {
         let mut rest = index;
         let mut starts = [0; N];
         for dim in (0..dims.saturating_sub(1)).rev() {
@@ -57,18 +60,36 @@ fn broadcast2<A: Element, B: Element, Y: Element>(
     f: impl Fn(A, B) -> Y + Sync + Send + Copy,
 ) {
     let shape = y.shape();
-    let (left, right, output) = (read::<A>(a), read::<B>(b), write::<Y>(y));
+    let (left, right) = (read::<A>(a), read::<B>(b));
     if a.shape() == shape && b.shape() == shape {
-        return map2(threads, left, right, output, f);
+        return map2(threads, left, right, write::<Y>(y), f);
     }
     let (a_strides, b_strides) = (broadcast_strides(a.shape(), shape), broadcast_strides(b.shape(), shape));
     let width = shape.last();
     let (a_step, b_step) = (last_stride(&a_strides), last_stride(&b_strides));
-    vectorized!(|| {
-        broadcast_rows(shape, [&a_strides, &b_strides], |start, [a_start, b_start]| {
-            for i in 0..width {
-                output[start + i] = f(left[a_start + i * a_step], right[b_start + i * b_step]);
-            }
+    let output = Shared::<Y>::of(&y);
+    threads.blocks(shape.rows(), row_block(width), |rows| {
+        vectorized!(|| {
+            broadcast_rows(shape, rows.clone(), [&a_strides, &b_strides], |start, [a, b]| {
+                // SAFETY: every row is one task's.
+                let output = unsafe { output.range(start..start + width) };
+                // A row of an operand is a row, or one value: each case is a loop that becomes vectors.
+                match (a_step, b_step) {
+                    (0, 0) => output.fill(f(left[a], right[b])),
+                    (0, _) => {
+                        let (a, right) = (left[a], &right[b..b + width]);
+                        output.iter_mut().zip(right).for_each(|(y, &b)| *y = f(a, b));
+                    }
+                    (_, 0) => {
+                        let (left, b) = (&left[a..a + width], right[b]);
+                        output.iter_mut().zip(left).for_each(|(y, &a)| *y = f(a, b));
+                    }
+                    _ => {
+                        let both = left[a..a + width].iter().zip(&right[b..b + width]);
+                        output.iter_mut().zip(both).for_each(|(y, (&a, &b))| *y = f(a, b));
+                    }
+                }
+            });
         });
     });
 }
@@ -119,7 +140,8 @@ pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> 
     let width = shape.last();
     float_kernel!("select", a.dtype(), T => {
         let (c, left, right, output) = (read::<u8>(condition), read::<T>(a), read::<T>(b), write::<T>(y));
-        broadcast_rows(shape, [&strides[0], &strides[1], &strides[2]], |start, [c_start, a_start, b_start]| {
+        let all = [&strides[0][..], &strides[1], &strides[2]];
+        broadcast_rows(shape, 0..shape.rows(), all, |start, [c_start, a_start, b_start]| {
             for i in 0..width {
                 output[start + i] =
                     if c[c_start + i * c_step] != 0 { left[a_start + i * a_step] } else { right[b_start + i * b_step] };
@@ -137,17 +159,15 @@ pub(crate) fn sum_to(x: &Tensor, y: Out<'_>) -> Result<()> {
         let (input, output) = (read::<T>(x), write::<T>(y));
         let mut sums = vec![0.0f32; output.len()];
         vectorized!(|| {
-            broadcast_rows(x.shape(), [&strides], |start, [y_start]| {
+            broadcast_rows(x.shape(), 0..x.shape().rows(), [&strides], |start, [y_start]| {
+                let input = &input[start..start + width];
                 if step == 0 {
                     let mut sum = 0.0;
-                    for i in 0..width {
-                        sum += input[start + i].widen();
-                    }
+                    input.iter().for_each(|value| sum += value.widen());
                     sums[y_start] += sum;
                 } else {
-                    for i in 0..width {
-                        sums[y_start + i] += input[start + i].widen();
-                    }
+                    let sums = sums[y_start..y_start + width].iter_mut();
+                    sums.zip(input).for_each(|(sum, value)| *sum += value.widen());
                 }
             });
         });
