@@ -295,20 +295,6 @@ fn what_is_there(dir: &Path) -> Result<String> {
     })
 }
 
-/// Opens the file that a lock is taken on, and makes it where there is none. A link is not followed: it could lead to any file.
-pub fn open_lock(path: &Path) -> std::io::Result<File> {
-    let mut options = File::options();
-    options.create(true).truncate(false).read(true).write(true);
-    ferrospeed_files::open_with(path, &options, nix::libc::O_NOFOLLOW).map_err(|error| {
-        match error.raw_os_error() {
-            Some(nix::libc::ELOOP) => {
-                std::io::Error::other("is a link, and a lock must be a file; remove it")
-            }
-            _ => error,
-        }
-    })
-}
-
 /// The right to write into a folder, held by rank 0 while it saves. The system gives it back when a process dies.
 pub(crate) struct Lock {
     _file: File,
@@ -317,7 +303,7 @@ pub(crate) struct Lock {
 impl Lock {
     pub(crate) fn take(dir: &Path) -> Result<Lock> {
         let path = dir.join(LOCK_FILE);
-        let file = open_lock(&path).map_err(CheckpointError::io("create", &path))?;
+        let file = ferrospeed_files::open_lock(&path).map_err(CheckpointError::io("create", &path))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
@@ -367,7 +353,7 @@ pub(crate) fn rotate(fs: &dyn FileSystem, dir: &Path, newest: &str, rules: Reten
             continue;
         }
         // Out of sight first: a half removed checkpoint must not look like one.
-        let aside = dir.join(format!(".{}.removed-{}", old.tag, crate::save::nonce()));
+        let aside = dir.join(format!(".{}.removed-{}", old.tag, ferrospeed_files::unfinished::nonce()));
         fs.rename(&old.path, &aside).map_err(CheckpointError::io("rename", &old.path))?;
         fs.remove_folder(&aside).map_err(CheckpointError::io("remove", &aside))?;
         removed.push(old.tag.clone());

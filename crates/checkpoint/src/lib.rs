@@ -17,7 +17,6 @@ mod part;
 pub mod pt;
 pub mod save;
 pub mod shard;
-pub mod unfinished;
 
 pub use directory::{
     Listed, Retention, SetAside, candidates, list, of_run, resolve, resolve_any, resolve_universal, set_aside,

@@ -51,12 +51,6 @@ pub struct Target<'a> {
     pub fs: &'a dyn FileSystem,
 }
 
-/// Tells names of one moment from those of another.
-pub(crate) fn nonce() -> String {
-    let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    format!("{}-{:x}", std::process::id(), time.as_nanos())
-}
-
 #[derive(Serialize, Deserialize)]
 enum Said<T> {
     Done(T),
@@ -171,7 +165,7 @@ fn prepare(target: &Target<'_>, tag: &str, total_bytes: u64, lock: &mut Option<L
         let (dir, needed_bytes) = (dir.to_path_buf(), total_bytes);
         return Err(CheckpointError::NoSpace { dir, needed_bytes, available_bytes });
     }
-    let name = format!(".{tag}.partial-{}", nonce());
+    let name = format!(".{tag}.partial-{}", ferrospeed_files::unfinished::nonce());
     let partial = dir.join(&name);
     fs.create_folder(&partial).map_err(CheckpointError::io("create", &partial))?;
     Ok(name)
@@ -206,7 +200,7 @@ fn commit(
     fs.sync_folder(partial).map_err(CheckpointError::io("sync", partial))?;
 
     let named = dir.join(tag);
-    let aside = dir.join(format!(".{tag}.replaced-{}", nonce()));
+    let aside = dir.join(format!(".{tag}.replaced-{}", ferrospeed_files::unfinished::nonce()));
     let replaces = named.exists();
     if replaces {
         fs.rename(&named, &aside).map_err(CheckpointError::io("rename", &named))?;
@@ -223,7 +217,7 @@ fn commit(
     }
     fs.sync_folder(dir).map_err(CheckpointError::io("sync", dir))?;
     if target.update_latest {
-        let hint = dir.join(format!(".{LATEST_FILE}.partial-{}", nonce()));
+        let hint = dir.join(format!(".{LATEST_FILE}.partial-{}", ferrospeed_files::unfinished::nonce()));
         write_whole(fs, &hint, tag.as_bytes())?;
         let latest = dir.join(LATEST_FILE);
         fs.rename(&hint, &latest).map_err(CheckpointError::io("replace", &latest))?;

@@ -45,6 +45,20 @@ fn json(path: impl AsRef<Path>) -> Value {
 }
 
 #[test]
+fn a_search_takes_no_lock_through_a_link() {
+    let folder = workplace("train_micro_batch_size_per_gpu = 2");
+    let results = folder.path().join("autotuning_results");
+    let mine = folder.path().join("mine");
+    std::fs::write(&mine, "mine").unwrap();
+    std::fs::create_dir(&results).unwrap();
+    std::os::unix::fs::symlink(&mine, results.join(".ferrospeed-autotuning")).unwrap();
+    let output = tune(folder.path(), "tune", &[]);
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("is a link, and a lock must be a file"), "{said}");
+}
+
+#[test]
 fn a_run_that_fails_is_an_answer_and_the_rest_goes_on() {
     // A folder that cannot be made, which only stage 3 asks for.
     let folder = workplace(

@@ -4,7 +4,8 @@
 //! A cache of the name `tokens-KEY` is three files: `.bin`, the tokens, `.ends`, where documents end in them, and `.json`, what
 //! they were made from, which is written last and so vouches for the others. The key covers the texts' paths, lengths and times, the tokenizer and
 //! the separator: when any of them changes, another file is made, and so when the files are not what was written. Ranks that start together
-//! find one builder: it holds a lock, which the system takes back if it dies.
+//! find one builder: it holds a lock, which the system takes back if it dies. What it makes are new files that take their names when they
+//! are complete, so that nothing is written through a link; those that killed builders left are removed.
 
 use std::fs::{File, TryLockError};
 use std::io::{BufWriter, Read, Write};
@@ -122,45 +123,30 @@ pub(crate) fn open_or_make(
         return Ok(found);
     }
     let lock = folder.join(format!("{name}.lock"));
-    let options = File::options().create(true).truncate(false).write(true).clone();
-    let lock = ferrospeed_files::open_with(&lock, &options, 0).map_err(DataError::io(&lock))?;
-    let is_alone = wait_for(&lock, recipe.total_bytes(), tell)?;
+    let lock = ferrospeed_files::open_lock(&lock).map_err(DataError::io(&lock))?;
+    wait_for(&lock, recipe.total_bytes(), tell)?;
     if let Some(found) = open(&tokens, &manifest, &recipe)? {
         return Ok(found);
     }
-    if is_alone {
-        remove_unfinished(folder, &name);
-    }
+    // Whatever tokens they were of: nobody may ever make the same again.
+    ferrospeed_files::unfinished::remove_files(folder);
     make(&tokens, &manifest, recipe.clone(), codec, documents, tell)?;
     open(&tokens, &manifest, &recipe)?
         .ok_or_else(|| DataError::bad_file(&manifest, "is not what was just written to it"))
 }
 
 /// Waits until nobody else makes the same tokens. Where files cannot be locked, two builders write them to files of their own,
-/// and the later name wins; says whether they can.
-fn wait_for(lock: &File, total_bytes: u64, tell: Tell<'_>) -> Result<bool> {
+/// and the later name wins.
+fn wait_for(lock: &File, total_bytes: u64, tell: Tell<'_>) -> Result<()> {
     loop {
         match lock.try_lock() {
-            Ok(()) => return Ok(true),
-            Err(TryLockError::Error(_)) => return Ok(false),
+            Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
             Err(TryLockError::WouldBlock) => {}
         }
         if tell(Preparing { bytes: 0, total_bytes, tokens: 0 }).is_break() {
             return Err(DataError::Stopped);
         }
         std::thread::sleep(LOOK_EVERY);
-    }
-}
-
-/// Removes what builders of the same tokens left that were killed. Needs their lock; what cannot be removed stays.
-fn remove_unfinished(folder: &Path, name: &str) {
-    let is_unfinished = |file: &str| {
-        file.strip_prefix(name).is_some_and(|rest| rest.starts_with('.') && rest.ends_with(".partial"))
-    };
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        if entry.file_name().to_str().is_some_and(is_unfinished) {
-            let _ = std::fs::remove_file(entry.path());
-        }
     }
 }
 
@@ -216,50 +202,59 @@ fn make(
     documents: &mut dyn Documents,
     tell: Tell<'_>,
 ) -> Result<()> {
-    let ending = format!("{}.partial", std::process::id());
-    let (partial, beside) = (tokens.with_extension(&ending), manifest.with_extension(&ending));
-    let (ends, partial_ends) = (tokens.with_extension("ends"), partial.with_extension("ends.partial"));
-    let made = write_tokens([&partial, &partial_ends], &recipe, codec, documents, tell);
-    let finished = made.and_then(|[tokens_made, documents_made]| {
-        let token_type = TokenType::for_vocabulary(codec.vocabulary());
-        let checksum = checksum([&partial, &partial_ends])?;
-        std::fs::rename(&partial, tokens).map_err(DataError::io(tokens))?;
-        std::fs::rename(&partial_ends, &ends).map_err(DataError::io(&ends))?;
-        let vocabulary = codec.vocabulary();
-        let about = Manifest {
-            made_from: recipe,
-            token_type,
-            tokens: tokens_made,
-            documents: documents_made,
-            vocabulary,
-            checksum,
-        };
-        let text =
-            serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
-        std::fs::write(&beside, text).map_err(DataError::io(&beside))?;
-        std::fs::rename(&beside, manifest).map_err(DataError::io(manifest))
-    });
-    if finished.is_err() {
-        // Best effort: what failed is what is reported.
-        for left in [&partial, &partial_ends, &beside] {
-            let _ = std::fs::remove_file(left);
-        }
+    let ends = tokens.with_extension("ends");
+    let ((partial, file), (partial_ends, ends_file)) = (New::beside(tokens)?, New::beside(&ends)?);
+    let out = Writer::new(&partial, file, EndsWriter::new(&partial_ends.path, ends_file), codec);
+    let [tokens_made, documents_made] = write_tokens(out, &recipe, codec, documents, tell)?;
+    let about = Manifest {
+        made_from: recipe,
+        token_type: TokenType::for_vocabulary(codec.vocabulary()),
+        tokens: tokens_made,
+        documents: documents_made,
+        vocabulary: codec.vocabulary(),
+        checksum: checksum([&partial.path, &partial_ends.path])?,
+    };
+    let text = serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
+    let (vouching, mut file) = New::beside(manifest)?;
+    file.write_all(&text).map_err(DataError::io(&vouching.path))?;
+    partial.takes(tokens)?;
+    partial_ends.takes(&ends)?;
+    vouching.takes(manifest)
+}
+
+/// A file in the making: under a name of its own, and gone where it never gets the one it is for.
+struct New {
+    path: PathBuf,
+}
+
+impl New {
+    /// It is a new one, whatever lies there.
+    fn beside(place: &Path) -> Result<(New, File)> {
+        let (path, file) = ferrospeed_files::create_beside(place).map_err(DataError::io(place))?;
+        Ok((New { path }, file))
     }
-    finished
+
+    /// Gives it its name; a link that has it is replaced and leads nowhere.
+    fn takes(self, place: &Path) -> Result<()> {
+        std::fs::rename(&self.path, place).map_err(DataError::io(place))
+    }
+}
+
+impl Drop for New {
+    fn drop(&mut self) {
+        // Best effort: what failed is what is reported, and who has its name is not here any more.
+        let _ = std::fs::remove_file(&self.path);
+    }
 }
 
 /// Writes the tokens of all documents, a separator after each, and where they end; says how many there are of both.
 fn write_tokens(
-    [path, ends]: [&Path; 2],
+    mut writer: Writer<'_>,
     recipe: &Recipe,
     codec: &Codec,
     documents: &mut dyn Documents,
     tell: Tell<'_>,
 ) -> Result<[u64; 2]> {
-    let file = File::create(path).map_err(DataError::io(path))?;
-    let bytes_per_token = TokenType::for_vocabulary(codec.vocabulary()).bytes() as usize;
-    let out = BufWriter::with_capacity(1 << 20, file);
-    let mut writer = Writer { path, out, bytes_per_token, tokens: 0, ends: EndsWriter::create(ends)? };
     let mut batch = Batch::default();
     loop {
         let mut text = Vec::new();
@@ -286,9 +281,10 @@ fn write_tokens(
         };
         return Err(DataError::bad_file(&first, why));
     }
-    let file = writer.out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
+    let Writer { path, out, tokens, ends, .. } = writer;
+    let file = out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
     file.sync_all().map_err(DataError::io(path))?;
-    Ok([writer.tokens, writer.ends.finish()?])
+    Ok([tokens, ends.finish()?])
 }
 
 struct Writer<'a> {
@@ -299,7 +295,13 @@ struct Writer<'a> {
     ends: EndsWriter,
 }
 
-impl Writer<'_> {
+impl<'a> Writer<'a> {
+    fn new(partial: &'a New, file: File, ends: EndsWriter, codec: &Codec) -> Writer<'a> {
+        let bytes_per_token = TokenType::for_vocabulary(codec.vocabulary()).bytes() as usize;
+        let out = BufWriter::with_capacity(1 << 20, file);
+        Writer { path: &partial.path, out, bytes_per_token, tokens: 0, ends }
+    }
+
     fn write(&mut self, ids: &[u32]) -> Result<()> {
         self.tokens += ids.len() as u64;
         ids.iter()

@@ -3,10 +3,10 @@
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::{DataError, Result};
+use crate::token_file::read_at;
 
 /// An end is a u64, little-endian: the number of tokens up to it.
 const END_BYTES: u64 = 8;
@@ -30,7 +30,7 @@ impl Ends {
 
     fn at(&self, index: u64) -> Result<u64> {
         let mut end = [0; END_BYTES as usize];
-        self.file.read_exact_at(&mut end, index * END_BYTES).map_err(DataError::io(&self.path))?;
+        read_at(&self.path, &self.file, &mut end, index * END_BYTES)?;
         Ok(u64::from_le_bytes(end))
     }
 
@@ -70,9 +70,8 @@ pub(crate) struct EndsWriter {
 }
 
 impl EndsWriter {
-    pub(crate) fn create(path: &Path) -> Result<EndsWriter> {
-        let file = File::create(path).map_err(DataError::io(path))?;
-        Ok(EndsWriter { path: path.to_path_buf(), out: BufWriter::new(file), count: 0 })
+    pub(crate) fn new(path: &Path, file: File) -> EndsWriter {
+        EndsWriter { path: path.to_path_buf(), out: BufWriter::new(file), count: 0 }
     }
 
     pub(crate) fn write(&mut self, end: u64) -> Result<()> {
@@ -96,7 +95,7 @@ mod tests {
     fn ends_are_found_where_they_lie() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.ends");
-        let mut writer = EndsWriter::create(&path).unwrap();
+        let mut writer = EndsWriter::new(&path, File::create_new(&path).unwrap());
         let all = [3u64, 10, 11, 40, 100];
         all.iter().for_each(|&end| writer.write(end).unwrap());
         assert_eq!(writer.finish().unwrap(), 5);

@@ -31,6 +31,20 @@ pub enum DataError {
         /// What is wrong and what to do.
         why: String,
     },
+    /// A file of tokens is shorter than it was when the run began.
+    #[error(
+        "{path}: has {now} bytes now, and bytes {start}..{end} were in it when it was opened: it was cut while it is trained on; put it back as it was, and go on with --resume"
+    )]
+    Shortened {
+        /// The file.
+        path: PathBuf,
+        /// The first byte that was wanted.
+        start: u64,
+        /// One past the last.
+        end: u64,
+        /// How many it has.
+        now: u64,
+    },
     /// A token that the model has no row for.
     #[error(
         "{place}: token {token} does not fit a vocabulary of {vocabulary}; the model needs a larger one, or the data another tokenizer or token type"
@@ -51,6 +65,18 @@ pub enum DataError {
         /// What was wanted.
         wanted: &'static str,
         /// The length of a sequence.
+        sequence: u64,
+    },
+    /// All of the data is kept for validation.
+    #[error(
+        "validation = {share} keeps all {sequences} sequences of {sequence} tokens, and none is left to train on; take a smaller share, or give more data"
+    )]
+    NothingToTrainOn {
+        /// What is kept.
+        share: f64,
+        /// How many sequences there are.
+        sequences: u64,
+        /// The length of each.
         sequence: u64,
     },
     /// Whoever was told how far it is said to stop.

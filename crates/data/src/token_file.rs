@@ -4,6 +4,7 @@
 //! and a file that somebody cuts off during a run is an error and not a signal, as it would be with a mapping.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -174,6 +175,17 @@ fn open(path: &Path) -> Result<(File, u64)> {
     Ok((file, bytes))
 }
 
+/// Reads a part of a file that had it when it was opened.
+pub(crate) fn read_at(path: &Path, file: &File, out: &mut [u8], start: u64) -> Result<()> {
+    file.read_exact_at(out, start).map_err(|error| match (error.kind(), file.metadata()) {
+        (ErrorKind::UnexpectedEof, Ok(now)) => {
+            let end = start + out.len() as u64;
+            DataError::Shortened { path: path.to_path_buf(), start, end, now: now.len() }
+        }
+        _ => DataError::io(path)(error),
+    })
+}
+
 impl TokenStream for TokenFile {
     fn len(&self) -> u64 {
         self.len
@@ -195,7 +207,7 @@ impl TokenStream for TokenFile {
             let stretch_end = self.stretches.get(index + 1).map_or(self.len, |next| next.first);
             let count = (out.len() as u64).min(stretch_end - token) as usize;
             bytes.resize(count * self.kind.bytes() as usize, 0);
-            self.file.read_exact_at(&mut bytes, self.byte(token)).map_err(DataError::io(&self.path))?;
+            read_at(&self.path, &self.file, &mut bytes, self.byte(token))?;
             let (now, later) = out.split_at_mut(count);
             self.kind.decode(&bytes, now);
             (token, out) = (token + count as u64, later);
@@ -334,7 +346,9 @@ mod tests {
         let (_folder, path) = file(&[0; 64]);
         let tokens = TokenFile::open(&path, TokenType::U8).unwrap();
         File::options().write(true).open(&path).unwrap().set_len(10).unwrap();
-        assert!(tokens.read(8, &mut [0; 8]).unwrap_err().to_string().contains("x.bin"));
+        let error = tokens.read(8, &mut [0; 8]).unwrap_err().to_string();
+        assert!(error.contains("x.bin: has 10 bytes now, and bytes 8..16 were in it"), "{error}");
+        assert!(error.contains("--resume"), "{error}");
     }
 
     #[test]

@@ -212,11 +212,46 @@ fn what_a_killed_builder_left_goes_with_the_next() {
     let names = made();
     let tokens = names.iter().find(|name| name.ends_with(".bin")).unwrap();
     std::fs::remove_file(cache.join(tokens)).unwrap();
-    let stem = tokens.trim_end_matches(".bin");
-    for left in ["99999.partial", "99999.ends.partial"] {
-        std::fs::write(cache.join(format!("{stem}.{left}")), "half").unwrap();
+    // No process can have the number. What is left of other tokens goes too.
+    for left in [format!(".{tokens}.partial-4194999-1f"), ".tokens-1.ends.partial-4194999-2f".into()] {
+        std::fs::write(cache.join(left), "half").unwrap();
     }
     assert_eq!(made(), names);
+    // Who is still there is still writing.
+    std::fs::remove_file(cache.join(tokens)).unwrap();
+    let alive = format!(".{tokens}.partial-{}-1f", std::process::id());
+    std::fs::write(cache.join(&alive), "half").unwrap();
+    assert!(made().contains(&alive));
+}
+
+#[test]
+fn no_cache_is_written_through_a_link() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));
+    std::fs::write(&file, "some text").unwrap();
+    let source = Source::Text { paths: vec![file], extensions: Vec::new() };
+    let make = || source.open(&Codec::Bytes, &cache, &mut unheard);
+    make().unwrap();
+    let mine = folder.path().join("mine");
+    std::fs::write(&mine, "mine").unwrap();
+    let names: Vec<_> = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let process = std::process::id();
+    for name in names.iter().filter(|name| name.extension().is_some_and(|ending| ending != "lock")) {
+        // Where it will lie, and where it could be guessed that it is made.
+        std::fs::remove_file(name).unwrap();
+        let guessed = ["partial", "ends.partial"].map(|end| name.with_extension(format!("{process}.{end}")));
+        for place in guessed.iter().chain([name]) {
+            let _ = std::os::unix::fs::symlink(&mine, place);
+        }
+    }
+    assert_eq!(make().unwrap().len(), 10);
+    assert_eq!(std::fs::read_to_string(&mine).unwrap(), "mine");
+    let lock = names.iter().find(|name| name.extension().is_some_and(|ending| ending == "lock")).unwrap();
+    std::fs::remove_file(lock).unwrap();
+    std::os::unix::fs::symlink(&mine, lock).unwrap();
+    std::fs::remove_file(lock.with_extension("json")).unwrap();
+    let refused = make().err().unwrap().to_string();
+    assert!(refused.contains("is a link, and a lock must be a file"), "{refused}");
 }
 
 #[test]

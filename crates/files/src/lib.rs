@@ -2,8 +2,9 @@
 //!
 //! A name in a recipe, a configuration or a command line may be anything: a named pipe waits for whoever is at its other
 //! end, a device never ends, and a file that is read whole may be larger than memory. Here none of them is read or written. Links are
-//! followed. What is found is checked on the opened file, not on its name, so that nothing can be put there in between;
-//! and it is opened without waiting. What is written takes the place of what was there when it is complete.
+//! followed to what is read; to what is written, those that this user or root made. What is found is checked on the opened file, not on
+//! its name, so that nothing can be put there in between; and it is opened without waiting. What is written takes the place of what was
+//! there when it is complete, and what a killed process left of it is removed by the next that writes it.
 //!
 //! ```
 //! let folder = tempfile::tempdir()?;
@@ -15,12 +16,15 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 
-use std::ffi::OsString;
+mod links;
+pub mod unfinished;
+
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::path::Path;
+
+pub use unfinished::create_beside;
 
 /// Opens a plain file to be read.
 pub fn open(path: impl AsRef<Path>) -> Result<File> {
@@ -74,24 +78,35 @@ pub fn read_text(path: impl AsRef<Path>, max_bytes: u64) -> Result<String> {
     })
 }
 
-/// Writes a plain file, in place of what it held: whole, or not at all where the disk is full. A link stays one.
+/// Opens a plain file to be written, as `options` say: through links of this user only.
+pub fn open_to_write(path: impl AsRef<Path>, options: &OpenOptions) -> Result<File> {
+    open_with(links::place_to_write(path.as_ref())?, options, libc::O_NOFOLLOW)
+}
+
+/// Opens the file that a lock is taken on, and makes it where there is none. No link is followed: nobody needs a lock elsewhere.
+pub fn open_lock(path: &Path) -> Result<File> {
+    let options = OpenOptions::new().create(true).truncate(false).read(true).write(true).clone();
+    open_with(path, &options, libc::O_NOFOLLOW).map_err(|error| match error.raw_os_error() {
+        Some(libc::ELOOP) => Error::other("is a link, and a lock must be a file; remove it"),
+        _ => error,
+    })
+}
+
+/// Writes a plain file, in place of what it held: whole, or not at all where the disk is full. A link of this user stays one.
 pub fn write(path: impl AsRef<Path>, bytes: impl AsRef<[u8]>) -> Result<()> {
-    let (path, bytes) = (path.as_ref(), bytes.as_ref());
+    let (place, bytes) = (links::place_to_write(path.as_ref())?, bytes.as_ref());
     // What is there and no plain file is refused here.
-    let place = match open_with(path, OpenOptions::new().append(true), 0) {
-        Ok(_) => path.canonicalize()?,
-        Err(error) if error.kind() == ErrorKind::NotFound && !path.is_symlink() => path.to_path_buf(),
-        Err(error) if error.kind() == ErrorKind::NotFound => return write_over(path, bytes),
-        Err(error) => return Err(error),
-    };
-    let beside = beside(&place);
-    let mut file = match open_with(&beside, OpenOptions::new().write(true).create_new(true), 0) {
-        Ok(file) => file,
+    match open_with(&place, OpenOptions::new().append(true), libc::O_NOFOLLOW) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let (beside, mut file) = match create_beside(&place) {
+        Ok(created) => created,
         Err(error) if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
             return Err(error);
         }
         // A folder that takes no new file may hold one that can be written.
-        Err(_) => return write_over(path, bytes),
+        Err(_) => return write_over(&place, bytes),
     };
     let written = file
         .write_all(bytes)
@@ -104,24 +119,16 @@ pub fn write(path: impl AsRef<Path>, bytes: impl AsRef<[u8]>) -> Result<()> {
     let _ = std::fs::remove_file(&beside);
     match error.kind() {
         // A file that is mounted on its own keeps its place.
-        ErrorKind::ResourceBusy => write_over(path, bytes),
+        ErrorKind::ResourceBusy => write_over(&place, bytes),
         _ => Err(error),
     }
 }
 
-/// A name in the same folder that nobody else uses.
-fn beside(place: &Path) -> PathBuf {
-    static WRITTEN: AtomicU64 = AtomicU64::new(0);
-    let mut name = OsString::from(".");
-    name.push(place.file_name().unwrap_or_default());
-    name.push(format!(".partial-{}-{}", std::process::id(), WRITTEN.fetch_add(1, Relaxed)));
-    place.with_file_name(name)
-}
-
 /// Writes a plain file where it is.
-fn write_over(path: &Path, bytes: &[u8]) -> Result<()> {
+fn write_over(place: &Path, bytes: &[u8]) -> Result<()> {
     // It is cut only when it is known to be one.
-    let mut file = open_with(path, OpenOptions::new().write(true).create(true).truncate(false), 0)?;
+    let options = OpenOptions::new().write(true).create(true).truncate(false).clone();
+    let mut file = open_with(place, &options, libc::O_NOFOLLOW)?;
     file.set_len(0)?;
     file.write_all(bytes)
 }

@@ -104,3 +104,45 @@ fn what_is_written_takes_a_files_place_whole_and_keeps_links_and_rights() {
     assert!(last.len() == 1 << 16 && last.bytes().all(|byte| byte == last.as_bytes()[0]), "a mixture");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 4, "something is left beside it");
 }
+
+#[test]
+fn nothing_is_written_through_a_link_of_somebody_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("precious"), "mine").unwrap();
+    // The last link of a chain counts as the first does.
+    symlink("precious", at("theirs")).unwrap();
+    symlink("theirs", at("own")).unwrap();
+    let append = || std::fs::File::options().append(true).create(true).clone();
+    let log = || ferrospeed_files::open_to_write(at("own"), &append());
+    std::io::Write::write_all(&mut log().unwrap(), b", still").unwrap();
+    assert_eq!(read_text(at("precious"), 99).unwrap(), "mine, still");
+    let other = nix::unistd::Uid::from_raw(12_345);
+    let flags = nix::fcntl::AtFlags::AT_SYMLINK_NOFOLLOW;
+    if nix::unistd::fchownat(nix::fcntl::AT_FDCWD, &at("theirs"), Some(other), None, flags).is_err() {
+        return ferrospeed_testkit::skip::skip("only root makes links that are another user's");
+    }
+    for refused in [write(at("own"), "x"), write(at("theirs"), "x"), log().map(drop)] {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("is a link that user 12345 made"), "{refused}");
+    }
+    assert_eq!(read_text(at("own"), 99).unwrap(), "mine, still", "whoever reads it follows");
+    // Nor where nothing is yet.
+    symlink("nothing", at("ahead")).unwrap();
+    nix::unistd::fchownat(nix::fcntl::AT_FDCWD, &at("ahead"), Some(other), None, flags).unwrap();
+    assert!(write(at("ahead"), "x").is_err() && !at("nothing").exists());
+    symlink("circle", at("circle")).unwrap();
+    assert_eq!(write(at("circle"), "x").unwrap_err().raw_os_error(), Some(nix::libc::ELOOP));
+}
+
+#[test]
+fn what_a_killed_writer_left_goes_with_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    // No process can have the number.
+    std::fs::write(at(".run.json.partial-4194999-1f"), "half").unwrap();
+    std::fs::write(at(".other.json.partial-4194999-1f"), "half").unwrap();
+    write(at("run.json"), "whole").unwrap();
+    assert!(!at(".run.json.partial-4194999-1f").exists() && at(".other.json.partial-4194999-1f").exists());
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
+}

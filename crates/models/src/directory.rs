@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
 
-use ferrospeed_checkpoint::unfinished::remove_left;
+use ferrospeed_files::unfinished::remove_left;
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Param};
@@ -213,7 +213,7 @@ pub fn copy_files(source: &Path, target: &Path, names: &[&str]) -> Result<()> {
 pub fn copy_file(from: &Path, to: &Path) -> Result<()> {
     let options = File::options().create(true).truncate(true).write(true).clone();
     let mut source = ferrospeed_files::open(from).map_err(ModelError::io(from))?;
-    let mut target = ferrospeed_files::open_with(to, &options, 0).map_err(ModelError::io(to))?;
+    let mut target = ferrospeed_files::open_to_write(to, &options).map_err(ModelError::io(to))?;
     std::io::copy(&mut source, &mut target).map(drop).map_err(ModelError::io(to))
 }
 

@@ -28,7 +28,7 @@ impl JsonLines {
     }
 
     fn open(path: &Path, options: &OpenOptions) -> Result<JsonLines> {
-        let file = ferrospeed_files::open_with(path, options, 0).map_err(ObserveError::io(path))?;
+        let file = ferrospeed_files::open_to_write(path, options).map_err(ObserveError::io(path))?;
         Ok(JsonLines { path: path.to_path_buf(), file })
     }
 

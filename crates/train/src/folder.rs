@@ -27,6 +27,7 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use ferrospeed_models::directory::NewDirectory;
 use ferrospeed_observe::civil_date;
 use serde_json::json;
 
@@ -286,7 +287,7 @@ impl RunFolder {
     pub fn lock(&self) -> Result<FolderLock> {
         std::fs::create_dir_all(&self.0).map_err(TrainError::io(&self.0))?;
         let path = self.0.join(LOCK_FILE);
-        let mut file = ferrospeed_checkpoint::directory::open_lock(&path).map_err(TrainError::io(&path))?;
+        let mut file = ferrospeed_files::open_lock(&path).map_err(TrainError::io(&path))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(self.busy(file)),
@@ -300,7 +301,16 @@ impl RunFolder {
         // Who holds it is for people; the lock itself is the system's.
         let written = file.set_len(0).and_then(|()| file.rewind());
         let _ = written.and_then(|()| write!(file, "process {}, since {}", std::process::id(), now()));
+        self.remove_unfinished();
         Ok(FolderLock { _file: file })
+    }
+
+    /// Removes files and weights that killed runs were writing here.
+    fn remove_unfinished(&self) {
+        for folder in [self.0.clone(), self.config(), self.model(), self.data()] {
+            ferrospeed_files::unfinished::remove_files(&folder);
+        }
+        NewDirectory::sweep(&self.model());
     }
 
     /// Removes the folder where nothing is in it but the lock.

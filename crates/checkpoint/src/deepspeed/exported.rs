@@ -18,8 +18,8 @@ pub(super) fn exported(
         return Err(CheckpointError::Export(why));
     }
     let is_new = !dir.exists();
-    crate::unfinished::remove_numbered(dir, tag, std::fs::Metadata::is_dir);
-    let partial = dir.join(format!(".{tag}.partial-{}", crate::save::nonce()));
+    ferrospeed_files::unfinished::remove_numbered(dir, tag, std::fs::Metadata::is_dir);
+    let partial = dir.join(format!(".{tag}.partial-{}", ferrospeed_files::unfinished::nonce()));
     let written = std::fs::create_dir_all(&partial)
         .map_err(CheckpointError::io("create", &partial))
         .and_then(|()| write(&partial))

@@ -76,7 +76,7 @@ struct ZipWriter {
 pub fn write_pt(path: &Path, value: &Value, storages: &[StorageToWrite], bytes: Bytes<'_>) -> Result<()> {
     let folder = path.file_stem().map_or("archive".into(), |stem| stem.to_string_lossy());
     let (partial, file) =
-        crate::unfinished::create_beside(path).map_err(CheckpointError::io("create", path))?;
+        ferrospeed_files::create_beside(path).map_err(CheckpointError::io("create", path))?;
     let zip = ZipWriter {
         path: partial.clone(),
         out: BufWriter::with_capacity(1 << 20, file),

@@ -1,6 +1,8 @@
 //! Running the binary and looking at processes.
 #![allow(dead_code)] // Each test file uses its own part.
 
+pub(crate) mod small_run;
+
 use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::Path;

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use ferrospeed_checkpoint::unfinished::create_beside;
+use ferrospeed_files::create_beside;
 use ferrospeed_tensor::DType;
 use serde_json::{Map, Value, json};
 

@@ -62,7 +62,7 @@ impl Monitor for CsvMonitor {
 /// Opens a file at its end, less a last line without an end, and says whether anything is in it.
 fn open_to_append(path: &Path) -> std::io::Result<(File, bool)> {
     let options = OpenOptions::new().read(true).append(true).create(true).clone();
-    let mut file = ferrospeed_files::open_with(path, &options, 0)?;
+    let mut file = ferrospeed_files::open_to_write(path, &options)?;
     let mut content = Vec::new();
     file.read_to_end(&mut content)?;
     let whole_lines = content.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);

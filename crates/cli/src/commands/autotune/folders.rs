@@ -80,7 +80,7 @@ impl Folders {
     pub(super) fn write(&self, path: &Path, text: &str) -> Result<(), Failure> {
         let write = || {
             path.parent().map_or(Ok(()), fs::create_dir_all)?;
-            fs::write(path, text)
+            ferrospeed_files::write(path, text)
         };
         write().map_err(|error: std::io::Error| Failure::Run(format!("{}: {error}", path.display())))
     }
@@ -98,7 +98,7 @@ fn others(folder: &Path, names: &[&str]) -> Vec<PathBuf> {
 fn lock(folder: &Path) -> Result<File, Failure> {
     let path = folder.join(MARK);
     let io = |error: std::io::Error| Failure::Run(format!("{}: {error}", path.display()));
-    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(io)?;
+    let file = ferrospeed_files::open_lock(&path).map_err(io)?;
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {

@@ -179,8 +179,9 @@ impl<'a> Bench<'a> {
 
         let output = |name: &str| -> Result<(PathBuf, Stdio), Failure> {
             let path = folder.join(name);
-            let file =
-                File::create(&path).map_err(|error| Failure::Run(format!("{}: {error}", path.display())))?;
+            let options = File::options().create(true).write(true).truncate(true).clone();
+            let file = ferrospeed_files::open_to_write(&path, &options)
+                .map_err(|error| Failure::Run(format!("{}: {error}", path.display())))?;
             Ok((path, file.into()))
         };
         let ((_, stdout), (stderr_path, stderr)) = (output("stdout.log")?, output("stderr.log")?);

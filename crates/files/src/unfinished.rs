@@ -4,32 +4,54 @@
 //! mix, and a link that lies there leads nowhere. What a killed process has left is removed by the next that makes the same.
 
 use std::fs::{File, Metadata, TryLockError};
-use std::io::Result;
+use std::io::{ErrorKind, Result};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::save::nonce;
+/// So many names of a folder are looked at, at most: in one that holds more, what was left stays.
+const MAX_NAMES: usize = 10_000;
+
+/// `PROCESS-TIME`, which tells names of one moment from those of another.
+pub fn nonce() -> String {
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!("{}-{:x}", std::process::id(), time.as_nanos())
+}
 
 /// A new file beside `path`: `.NAME.partial-PROCESS-TIME`. It is locked while it is open.
 pub fn create_beside(path: &Path) -> Result<(PathBuf, File)> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let folder = path.parent().unwrap_or(Path::new(""));
     remove_numbered(folder, &name, Metadata::is_file);
-    let partial = folder.join(format!(".{name}.partial-{}", nonce()));
-    let file = File::create_new(&partial)?;
+    let (partial, file) = loop {
+        let partial = folder.join(format!(".{name}.partial-{}", nonce()));
+        match File::create_new(&partial) {
+            // Another thread, in the same nanosecond.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            created => break (partial, created?),
+        }
+    };
     // The lock is for those who look for what was left; where there are none, the process' number has to do.
     let _ = file.try_lock();
     Ok((partial, file))
 }
 
 /// Removes each `.NAME.partial-PROCESS-TIME` of a folder whose process is dead.
-pub(crate) fn remove_numbered(folder: &Path, name: &str, kind: fn(&Metadata) -> bool) {
-    let prefix = format!(".{name}.partial-");
-    remove_left(folder, kind, |found| {
-        let (process, time) = found.strip_prefix(&prefix)?.split_once('-')?;
-        let is_time = !time.is_empty() && time.bytes().all(|digit| digit.is_ascii_hexdigit());
-        is_time.then_some(process)
-    });
+pub fn remove_numbered(folder: &Path, name: &str, kind: fn(&Metadata) -> bool) {
+    remove_left(folder, kind, |found| numbered(found).filter(|found| found.0 == name).map(|found| found.1));
+}
+
+/// Removes every file that a killed process was writing in a folder, whatever it was to become.
+pub fn remove_files(folder: &Path) {
+    remove_left(folder, Metadata::is_file, |found| numbered(found).map(|found| found.1));
+}
+
+/// NAME and PROCESS of `.NAME.partial-PROCESS-TIME`.
+fn numbered(found: &str) -> Option<(&str, &str)> {
+    let (name, number) = found.strip_prefix('.')?.rsplit_once(".partial-")?;
+    let (process, time) = number.split_once('-')?;
+    let is_time = !time.is_empty() && time.bytes().all(|digit| digit.is_ascii_hexdigit());
+    is_time.then_some((name, process))
 }
 
 /// Removes what killed processes of this user have left in a folder, if it is of this kind. `process_in` finds a
@@ -38,7 +60,7 @@ pub fn remove_left(folder: &Path, kind: fn(&Metadata) -> bool, process_in: impl 
     // Where the system does not tell of its processes, none is known to be dead.
     let Ok(own) = std::fs::metadata("/proc/self") else { return };
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten().take(MAX_NAMES) {
         let name = entry.file_name();
         let Some(process) = name.to_str().and_then(&process_in) else { continue };
         // That of a link itself.
