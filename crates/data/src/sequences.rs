@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::TokenStream;
 use crate::error::{DataError, Result};
+use crate::fingerprint::Fingerprint;
 
 /// Which part of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,16 +49,23 @@ const CHECKED_TOKENS: u64 = 16 << 20;
 const CHECKED_SEQUENCES: u64 = 64;
 const CHECKED_BLOCK: u64 = 16 << 10;
 
+/// How many sequences of `length` there are in so many tokens to train on, and to validate on where that is their share.
+pub fn counts(tokens: u64, length: u64, share: f64) -> Result<(u64, u64)> {
+    let total = tokens.checked_div(length).unwrap_or(0);
+    let kept = if share > 0.0 { ((total as f64 * share).round() as u64).max(1) } else { 0 };
+    let wanted = if share > 0.0 { "a training and a validation sequence" } else { "a sequence" };
+    match total {
+        0 => Err(DataError::TooLittle { tokens, wanted, sequence: length }),
+        1 if kept > 0 => Err(DataError::TooLittle { tokens, wanted, sequence: length }),
+        _ if total <= kept => Err(DataError::NothingToTrainOn { share, sequences: total, sequence: length }),
+        _ => Ok((total - kept, kept)),
+    }
+}
+
 impl Sequences {
     /// Cuts `stream` into sequences of `length` tokens and keeps the share `validation` of them.
     pub fn split(stream: Arc<dyn TokenStream>, length: u64, validation: f64) -> Result<Sequences> {
-        let total = stream.len().checked_div(length).unwrap_or(0);
-        let kept = if validation > 0.0 { ((total as f64 * validation).round() as u64).max(1) } else { 0 };
-        let wanted = if validation > 0.0 { "a training and a validation sequence" } else { "a sequence" };
-        if total <= kept {
-            return Err(DataError::TooLittle { tokens: stream.len(), wanted, sequence: length });
-        }
-        let (train, validation) = (total - kept, kept);
+        let (train, validation) = counts(stream.len(), length, validation)?;
         let vocabulary = u64::MAX;
         Ok(Sequences { stream, apart: None, length, train, validation, vocabulary, borders: None })
     }
@@ -125,6 +133,13 @@ impl Sequences {
         self.check_documents(Split::Train, "to train on")?;
         self.check_documents(Split::Validation, "to validate on")?;
         Ok(largest)
+    }
+
+    /// What tells the tokens to train on from others, and those to validate on where they are apart: of a small stream all of
+    /// them count, of a large one those of blocks spread evenly over it.
+    pub fn fingerprints(&self) -> Result<(Fingerprint, Option<Fingerprint>)> {
+        let validation = self.apart.as_deref().map(Fingerprint::of).transpose()?;
+        Ok((Fingerprint::of(&*self.stream)?, validation))
     }
 
     /// Refuses data whose documents, in some sequences spread evenly over a split, have a token each.

@@ -125,6 +125,22 @@ impl Source {
         self.files()?.iter().map(|file| Ok(std::fs::metadata(file).map_err(DataError::io(file))?.len())).sum()
     }
 
+    /// How many tokens it has, or more than it can have, as far as sizes of files tell; `None` where only reading tells.
+    pub fn most_tokens(&self, codec: Option<&Codec>) -> Option<u64> {
+        let files = self.files().ok()?;
+        let bytes =
+            || files.iter().map(|file| Some(std::fs::metadata(file).ok()?.len())).sum::<Option<u64>>();
+        let is_bytes = matches!(codec, Some(Codec::Bytes));
+        match self {
+            // A separator behind each document; a line of JSON has more bytes around its text.
+            Source::Text { .. } if is_bytes => Some(bytes()? + files.len() as u64),
+            Source::JsonLines { .. } if is_bytes => bytes(),
+            Source::Tokens { kind, .. } => Some(bytes()? / kind.bytes()),
+            Source::Synthetic { tokens, .. } => Some(*tokens),
+            _ => None,
+        }
+    }
+
     /// The files it stands for.
     fn files(&self) -> Result<Vec<PathBuf>> {
         match self {

@@ -17,6 +17,7 @@ use ferrospeed_engine::{Engine, EngineError, LoadOptions, Loaded, SaveOptions};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
 use crate::health::Trail;
@@ -212,6 +213,9 @@ pub(crate) struct RunState {
     pub(crate) sequence: u64,
     /// The model's Hugging Face `config.json`, for exports.
     pub(crate) model_config: Value,
+    /// What it was trained on; earlier checkpoints do not say it.
+    #[serde(default)]
+    pub(crate) data: Option<DataState>,
     /// Whether it still learnt.
     #[serde(default)]
     pub(crate) trail: Trail,
@@ -233,11 +237,14 @@ pub(crate) struct Checkpoints {
     dir: PathBuf,
     recipe: Option<SaveRecipe>,
     in_background: bool,
+    /// Whether optimizer states of what is loaded are left where they are.
+    fresh_optimizer: bool,
 }
 
 impl Checkpoints {
-    pub(crate) fn new(recipe: &Recipe, folder: &RunFolder) -> Checkpoints {
-        Checkpoints { dir: folder.checkpoints(), recipe: recipe.save.clone(), in_background: false }
+    pub(crate) fn new(recipe: &Recipe, folder: &RunFolder, fresh_optimizer: bool) -> Checkpoints {
+        let recipe = recipe.save.clone();
+        Checkpoints { dir: folder.checkpoints(), recipe, in_background: false, fresh_optimizer }
     }
 
     /// Loads what `resume` names, if anything; rank 0 looks, all load the same. Returns the run's own state too.
@@ -266,7 +273,8 @@ impl Checkpoints {
         });
         let count = candidates.len();
         for (index, (dir, tag)) in candidates.into_iter().enumerate() {
-            let options = LoadOptions { tag: Some(&tag), ..Default::default() };
+            let load_optimizer_states = !self.fresh_optimizer;
+            let options = LoadOptions { tag: Some(&tag), load_optimizer_states, ..Default::default() };
             let error = match engine.load_checkpoint(&dir, &options) {
                 Ok(loaded) => {
                     let state = serde_json::from_value(loaded.client_state.clone()).ok();
@@ -291,6 +299,11 @@ impl Checkpoints {
             });
         }
         Ok(None)
+    }
+
+    /// Whether what is loaded is without optimizer states.
+    pub(crate) fn begins_optimizer_anew(&self) -> bool {
+        self.fresh_optimizer
     }
 
     /// Whether the recipe wants a checkpoint after this step, which is not the last.

@@ -5,6 +5,7 @@
 
 mod architecture;
 mod checkpoint;
+mod data_state;
 pub mod error;
 mod expected;
 mod export;

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
-use ferrospeed_data::{Codec, DataError, Sequences, Source, Tell, TokenType, unheard};
+use ferrospeed_data::{Codec, DataError, Sequences, Source, Tell, TokenType, counts, unheard};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_file, copy_files};
 use serde_json::Value;
@@ -117,8 +117,25 @@ impl Looked {
         if is_tokens && is_here {
             // Tokens have no use for a cache.
             looked.open(recipe, Path::new(""), &mut unheard);
+        } else {
+            looked.count(recipe);
         }
         looked
+    }
+
+    /// Refuses a share for validation that leaves nothing to train on, where the data is here and its size tells it.
+    fn count(&mut self, recipe: &Recipe) {
+        let ValidationRecipe::Share(share) = &recipe.data.validation else { return };
+        let makes_sense = !self.lacks_data && recipe.data.sequence > 1 && (0.0..1.0).contains(share);
+        let source = self.source.as_ref().filter(|_| makes_sense);
+        let Some(tokens) = source.and_then(|source| source.most_tokens(self.codec.as_ref())) else { return };
+        if let Err(problem @ DataError::NothingToTrainOn { .. }) =
+            counts(tokens, recipe.data.sequence, *share)
+        {
+            self.problems.push(format!("data: {problem}"));
+            // It is told, and reading it would tell it again.
+            self.lacks_data = true;
+        }
     }
 
     /// Opens the data, where there is some that can be.

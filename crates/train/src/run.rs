@@ -29,6 +29,7 @@ use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
 use crate::checkpoint::{Checkpoints, Ending, Resume, StopRequests};
+use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
 use crate::expected::Expected;
 use crate::export::export;
@@ -59,6 +60,8 @@ pub struct Job<'a> {
     pub folder_is_held: bool,
     /// Where it starts.
     pub resume: Resume,
+    /// Whether the optimizer's states begin anew where it goes on from a checkpoint.
+    pub fresh_optimizer: bool,
     /// What signals ask for.
     pub requests: StopRequests,
     /// When it is observed.
@@ -76,6 +79,8 @@ struct Run<'a> {
     /// Its Hugging Face `config.json`.
     model_config: Value,
     sequences: Sequences,
+    /// What rank 0 tells of them in checkpoints.
+    data: Option<DataState>,
     codec: Option<Codec>,
     sampler: Sampler,
     position: Position,
@@ -164,6 +169,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         engine,
         model: Arc::new(model),
         model_config,
+        data: (rank == 0).then(|| DataState::of(recipe, &sequences)).transpose()?,
         sequences,
         codec,
         position: Position::default(),
@@ -174,7 +180,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
     let validates = recipe.eval.every > 0 && run.sequences.count(Split::Validation) > 0;
     run.engine.follow_training_loss(!validates);
-    let mut checkpoints = Checkpoints::new(recipe, folder);
+    let mut checkpoints = Checkpoints::new(recipe, folder, job.fresh_optimizer);
     let resumed = run.resume(&checkpoints, &job.resume, folder, progress)?;
     let done = resumed.as_ref().map(|resumed| resumed.step);
     if done.is_some_and(|done| done >= recipe.steps) {

@@ -117,6 +117,7 @@ fn the_documented_files_train() {
             device: Device::cpu(),
             folder_is_held: false,
             folder: &folder,
+            fresh_optimizer: false,
             resume: Resume::No,
             requests: StopRequests::default(),
             observing: Observing::Always,

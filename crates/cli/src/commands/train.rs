@@ -57,6 +57,10 @@ pub(crate) struct TrainArgs {
     /// Go on from a checkpoint: auto (the newest of this run, or from the start where there is none), its name, or a folder
     #[arg(long, value_name = "auto|TAG|DIR", num_args = 0..=1, default_missing_value = "auto")]
     pub(super) resume: Option<String>,
+    /// With --resume: take weights, counters and schedule of the checkpoint and begin the optimizer's states anew, for another
+    /// optimizer say
+    #[arg(long = "fresh_optimizer", alias = "fresh-optimizer", requires = "resume")]
+    fresh_optimizer: bool,
     /// Remove what an earlier run has left in the folder, and start anew
     #[arg(long, conflicts_with = "resume")]
     pub(super) overwrite: bool,
@@ -242,6 +246,7 @@ fn start_ranks(
     words.extend(args.trace.iter().flat_map(|file| ["--trace".to_owned(), file.display().to_string()]));
     words.extend(args.experiment.then(|| "--experiment".to_owned()));
     words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
+    words.extend(args.fresh_optimizer.then(|| "--fresh_optimizer".to_owned()));
     words.extend(args.overrides().into_iter().flat_map(|assignment| ["--set".to_owned(), assignment]));
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
     job.output = OutputMode::Plain;
@@ -319,6 +324,7 @@ fn run_rank(
         folder,
         folder_is_held: true,
         resume: args.resume(),
+        fresh_optimizer: args.fresh_optimizer,
         requests,
         observing: if args.measure_observing { Observing::Alternating } else { Observing::Always },
         is_experiment: args.experiment,

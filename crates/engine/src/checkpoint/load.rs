@@ -1,5 +1,6 @@
 //! [`Engine::load_checkpoint`].
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::deepspeed::check_files;
@@ -20,6 +21,9 @@ use crate::error::Result;
 
 /// Finds a parameter of the model in the checkpoint: its name here to its name there, `None` to leave it as it is.
 pub type FindParameter<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
+
+/// What helps where a checkpoint's optimizer states are of no use.
+const BEGIN_ANEW: &str = "to begin the optimizer's states anew, load without them (train --resume --fresh_optimizer, LoadOptions::load_optimizer_states)";
 
 /// What to load.
 #[derive(Clone, Copy)]
@@ -223,9 +227,9 @@ impl Engine {
             };
             match (entry, piece.value) {
                 (Some(entry), _) => plan.matches.push(Match { piece, entry }),
-                (None, Saved::State(_, state)) => wrong.push(format!(
-                    "  missing     {state} of {name}: it was not trained; load without optimizer states to start afresh"
-                )),
+                (None, Saved::State(_, state)) => {
+                    wrong.push(format!("  missing     {state} of {name}: it was not trained; {BEGIN_ANEW}"))
+                }
                 (None, Saved::Weight) => {}
             }
         }
@@ -240,9 +244,8 @@ impl Engine {
         let (own, saved) = (own.name(), checkpoint.manifest().origin.optimizer.as_deref());
         if saved != Some(own) {
             let saved = saved.unwrap_or("no optimizer");
-            wrong.push(format!(
-                "  optimizer   it holds states of {saved}, this run uses {own}: load without optimizer states to start afresh"
-            ));
+            wrong
+                .push(format!("  optimizer   it holds states of {saved}, this run uses {own}; {BEGIN_ANEW}"));
         }
     }
 
@@ -389,8 +392,53 @@ impl Engine {
         }
         let rates: Vec<f64> = manifest.training.groups.iter().map(|group| group.lr).collect();
         note("learning rates", format!("{rates:?}"), format!("{:?}", self.get_lr()));
+        note_options("", config, &own, &mut changes);
         changes.extend(self.begins_without_loss(checkpoint));
         changes
+    }
+}
+
+/// Keys of a configuration that are told in other words, and those that change nothing of what is learnt.
+const TOLD_ELSEWHERE: [&str; 5] = [
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "zero_optimization.stage",
+    "optimizer.params.lr",
+];
+const OBSERVING: [&str; 12] = [
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "flops_profiler",
+    "comms_logger",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "comet",
+    "autotuning",
+    "checkpoint",
+];
+
+/// A line for each option that is another now.
+fn note_options(at: &str, before: &Value, now: &Value, changes: &mut Vec<String>) {
+    if TOLD_ELSEWHERE.contains(&at) || OBSERVING.contains(&at) {
+        return;
+    }
+    if let (Some(befores), Some(nows)) = (before.as_object(), now.as_object()) {
+        let keys: BTreeSet<&String> = befores.keys().chain(nows.keys()).collect();
+        for key in keys {
+            let below = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
+            note_options(&below, &before[key], &now[key], changes);
+        }
+        return;
+    }
+    // A checkpoint of another program holds no configuration; 1 and 1.0 say the same.
+    let is_same = before == now || before.as_f64().is_some_and(|before| now.as_f64() == Some(before));
+    if !at.is_empty() && !is_same {
+        let words = |value: &Value| if value.is_null() { "not given".to_owned() } else { value.to_string() };
+        changes.push(format!("{at}: {} -> {}", words(before), words(now)));
     }
 }
 

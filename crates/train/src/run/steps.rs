@@ -34,6 +34,9 @@ impl Run<'_> {
             return Ok(None);
         };
         let mut changes = loaded.changes;
+        if checkpoints.begins_optimizer_anew() {
+            changes.push("the optimizer's states begin anew".to_owned());
+        }
         let (own, step) = (self.state(), self.engine.global_steps());
         let earlier = state.as_ref().map(|state| state.trail).unwrap_or_default();
         self.health = Health::new(self.recipe.max_bad_steps, self.engine.config().precision, step, earlier);
@@ -41,6 +44,9 @@ impl Run<'_> {
             check_same(&loaded.path, &state.model_config, &self.model_config)?;
             changes.extend(architecture::changes(&state.model_config, &self.model_config));
             self.tokens = state.tokens;
+            if let (Some(before), Some(now)) = (&state.data, &self.data) {
+                changes.extend(before.changes(now));
+            }
             for (what, before, now) in [
                 ("sequences to train on", state.train_sequences, own.train_sequences),
                 ("tokens per sequence", state.sequence, own.sequence),
@@ -65,6 +71,7 @@ impl Run<'_> {
             train_sequences: self.sequences.count(Split::Train),
             sequence: self.recipe.data.sequence,
             model_config: self.model_config.clone(),
+            data: self.data.clone(),
             trail: self.health.trail(),
         }
     }

@@ -126,7 +126,7 @@ impl ZeroStore {
 
 fn misfit(what: &str) -> ZeroError {
     ZeroError::Request(format!(
-        "the checkpoint's numbers of this rank's 1-bit optimizer ({what}) do not fit the model: load without optimizer states"
+        "the checkpoint's numbers of this rank's 1-bit optimizer ({what}) do not fit the model; load without optimizer states (train --resume --fresh_optimizer)"
     ))
 }
 
