@@ -57,6 +57,41 @@ impl Workplace {
 }
 
 #[test]
+fn a_share_for_validation_that_leaves_nothing_to_train_on_is_refused_by_all() {
+    let place = Workplace::new();
+    let why = "validation = 0.9999 keeps all 84 sequences of 16 tokens, and none is left to train on";
+    place.refused_by_all(&["data.validation=0.9999"], why);
+    std::fs::write(place.at("tokens.bin"), [7; 84 * 32]).unwrap();
+    let tokens =
+        format!("{{\"tokens\": [{:?}], \"sequence\": 16, \"validation\": 0.9999}}", place.at("tokens.bin"));
+    place.refused_by_all(&[&format!("data={tokens}"), "model.vocabulary=2000"], why);
+    let lines = format!("{}\n", json!({"text": "x".repeat(84 * 16 - 20)}));
+    std::fs::write(place.at("text.jsonl"), lines).unwrap();
+    let lines =
+        format!("{{\"jsonl\": [{:?}], \"sequence\": 16, \"validation\": 0.9999}}", place.at("text.jsonl"));
+    place.refused_by_all(&[&format!("data={lines}")], "none is left to train on");
+}
+
+#[test]
+fn a_size_that_is_null_is_the_usual_one_for_all() {
+    let place = Workplace::new();
+    let keys = json!({"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": null, "n_positions": 64, "vocab_size": 256});
+    let config = place.write("config.json", &keys);
+    let mut recipe = std::fs::read_to_string(place.at("recipe.toml")).unwrap();
+    recipe = recipe.lines().filter(|line| !line.starts_with("model.")).collect::<Vec<_>>().join("\n");
+    std::fs::write(place.at("recipe.toml"), format!("model.config = {config:?}\n{recipe}")).unwrap();
+    let recipe = place.at("recipe.toml");
+    for words in [
+        &["config", "check", &recipe][..],
+        &["plan", &recipe],
+        &["plan", &place.at("ds_config.json"), "--model", &config],
+    ] {
+        let output = ferrospeed(words);
+        assert!(output.status.success(), "{words:?}: {}{}", stdout(&output), stderr(&output));
+    }
+}
+
+#[test]
 fn what_a_model_cannot_be_divided_into_is_refused_by_all() {
     let place = Workplace::new();
     let cases: [(&[&str], &str); 5] = [

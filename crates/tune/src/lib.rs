@@ -21,3 +21,4 @@ pub mod serve;
 mod slices;
 pub mod stages;
 pub mod tuning;
+mod usual;

@@ -6,6 +6,7 @@
 use serde_json::Value;
 
 use crate::estimate::ModelSize;
+use crate::usual::usual;
 
 /// What a plan needs to know about a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,11 +108,15 @@ impl Reader<'_> {
         self.either(&[key])
     }
 
-    /// The first of several spellings.
+    /// The first of several spellings. Null is as good as not given: both mean the family's usual size.
     fn either(&self, keys: &[&'static str]) -> Result<u64, ModelError> {
         let missing = || ModelError::Missing { model_type: self.model_type.to_owned(), key: keys[0] };
         let found = keys.iter().find_map(|key| self.config.get(key).filter(|value| !value.is_null()));
-        let number = found.and_then(Value::as_u64).filter(|&number| number > 0).ok_or_else(missing)?;
+        let number = match found {
+            Some(value) => value.as_u64(),
+            None => usual(self.model_type, keys[0]),
+        };
+        let number = number.filter(|&number| number > 0).ok_or_else(missing)?;
         if number > LIMIT { Err(ModelError::TooLarge) } else { Ok(number) }
     }
 
@@ -212,7 +217,11 @@ fn gpt2(read: &Reader<'_>) -> Result<Transformer, ModelError> {
 fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let hidden = read.number("hidden_size")?;
     let heads = read.number("num_attention_heads")?;
-    let kv_heads = read.or("num_key_value_heads", heads)?;
+    // Null says that there are as many as heads.
+    let kv_heads = match read.config.get("num_key_value_heads") {
+        None => usual(read.model_type, "num_key_value_heads").unwrap_or(heads),
+        Some(_) => read.or("num_key_value_heads", heads)?,
+    };
     let head_dim = read.or("head_dim", hidden / heads)?;
     let (intermediate, vocab) = (read.number("intermediate_size")?, read.number("vocab_size")?);
     let qwen = ["qwen2", "qwen2_moe"].contains(&read.model_type);
@@ -257,7 +266,7 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
             // What every token passes is spread over its experts.
             inner + mixture.as_ref().map_or(0, |mixture| shared.div_ceil(mixture.chosen)),
             vocab,
-            read.or("max_position_embeddings", 2048)?,
+            read.number("max_position_embeddings")?,
         )
     };
     let largest = (vocab * hidden).max(hidden * inner.max(shared)).max(hidden * heads * head_dim);
@@ -297,7 +306,7 @@ fn mixture(read: &Reader<'_>, intermediate: u64) -> Result<Option<Mixture>, Mode
 fn bert(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let hidden = read.number("hidden_size")?;
     let inner = read.number("intermediate_size")?;
-    let (vocab, positions) = (read.number("vocab_size")?, read.or("max_position_embeddings", 512)?);
+    let (vocab, positions) = (read.number("vocab_size")?, read.number("max_position_embeddings")?);
     let shape = Transformer {
         keeps_logits: true,
         ..plain(
@@ -364,7 +373,7 @@ fn opt(read: &Reader<'_>) -> Result<Transformer, ModelError> {
 fn neox(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let hidden = read.number("hidden_size")?;
     let inner = read.number("intermediate_size")?;
-    let (vocab, positions) = (read.number("vocab_size")?, read.or("max_position_embeddings", 2048)?);
+    let (vocab, positions) = (read.number("vocab_size")?, read.number("max_position_embeddings")?);
     // Side by side, attention and feed-forward norm one and the same sum.
     let stream_copies = if read.flag("use_parallel_residual", true) { 3 } else { 4 };
     let shape = Transformer {

@@ -1,6 +1,7 @@
 //! Plans for known models, checked against the figures of the ZeRO paper and by hand.
 
 use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
 use ferrospeed_tune::crossing::{Crossings, Hosts, Way, crossings};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, ModelError, Transformer, from_hugging_face};
@@ -232,6 +233,35 @@ fn odd_model_descriptions_are_refused_with_the_key() {
     assert_eq!(missing, ModelError::Missing { model_type: "llama".into(), key: "hidden_size" });
     let huge = json!({ "model_type": "gpt2", "n_embd": 1u64 << 40, "n_layer": 1, "n_head": 1, "n_positions": 1, "vocab_size": 1 });
     assert_eq!(from_hugging_face(&huge), Err(ModelError::TooLarge));
+}
+
+#[test]
+fn sizes_that_are_not_given_are_those_that_the_model_has_then() {
+    for model_type in
+        ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "olmoe", "qwen3_moe", "opt", "gpt_neox"]
+    {
+        let keys =
+            ["n_layer", "num_hidden_layers", "vocab_size", "n_embd", "hidden_size", "intermediate_size"];
+        let mut nulls = json!({ "model_type": model_type });
+        keys.iter().for_each(|key| nulls[*key] = Value::Null);
+        let ModelConfig::Decoder(own) =
+            ModelConfig::from_value(&json!({ "model_type": model_type }), WindowRule::default()).unwrap()
+        else {
+            panic!("{model_type} is a decoder")
+        };
+        for config in [json!({ "model_type": model_type }), nulls] {
+            let found = from_hugging_face(&config).unwrap();
+            let sizes =
+                [found.hidden, found.layers, found.heads, found.kv_heads, found.head_dim, found.vocab];
+            let own = [own.width, own.layers, own.heads, own.kv_heads, own.head_dim, own.vocab];
+            assert_eq!(sizes, own.map(|size| size as u64), "{model_type}");
+        }
+        let positions = from_hugging_face(&json!({ "model_type": model_type })).unwrap().max_positions;
+        assert_eq!(positions, own.max_tokens as u64, "{model_type}");
+        let counted = Decoder::new(*own).parameters().whole_numel() as u64;
+        let planned = from_hugging_face(&json!({ "model_type": model_type })).unwrap().size.total_params;
+        assert_eq!(planned, counted, "{model_type}");
+    }
 }
 
 #[test]
