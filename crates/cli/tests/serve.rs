@@ -106,6 +106,24 @@ fn a_server_says_where_it_is_answers_as_generate_does_and_ends_when_told_to() {
     assert_eq!(server.wait(), 0);
 }
 
+#[test]
+fn a_tokenizer_with_more_tokens_than_the_model_is_told_at_the_start() {
+    let (_folder, model) = model();
+    let words = json!({"type": "WordLevel", "vocab": {"x": 5000, "y": 1}, "unk_token": "y"});
+    let tokenizer = json!({"version": "1.0", "model": words}).to_string();
+    std::fs::write(format!("{model}/tokenizer.json"), tokenizer).unwrap();
+    let arguments = ["serve", &model, "--port", "0"];
+    let child = command(&arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut server = Running(child);
+    let mut line = String::new();
+    BufReader::new(server.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("http://"), "{line}");
+    server.0.kill().unwrap();
+    let mut told = String::new();
+    server.0.stderr.take().unwrap().read_to_string(&mut told).unwrap();
+    assert!(told.contains("the tokenizer has 5001 tokens and the model 256"), "{told}");
+}
+
 /// What a server goes on with.
 fn continuation(address: &str) -> Value {
     let body = json!({"prompt": "to be", "max_tokens": 20, "temperature": 0}).to_string();

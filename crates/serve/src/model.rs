@@ -38,6 +38,27 @@ pub struct ModelFacts {
     pub longest: usize,
 }
 
+impl ModelFacts {
+    /// Tokens that the tokenizer has made of a text, or why the model cannot read them.
+    pub fn readable(&self, ids: Vec<u32>) -> Result<Vec<i64>, String> {
+        match ids.iter().max() {
+            Some(&token) if token as usize >= self.vocabulary => Err(format!(
+                "the tokenizer makes the token {token} of it, and the model knows {} tokens: the tokenizer is another model's, or was given tokens that the model was not",
+                self.vocabulary
+            )),
+            _ => Ok(ids.into_iter().map(i64::from).collect()),
+        }
+    }
+
+    /// What is to be said before anybody asks, where the tokenizer has tokens that the model does not know.
+    pub fn unknown_tokens(&self) -> Option<String> {
+        let (tokenizer, model) = (self.codec.vocabulary(), self.vocabulary as u64);
+        (tokenizer > model).then(|| {
+            format!("the tokenizer has {tokenizer} tokens and the model {model}: text that needs one of the others is refused")
+        })
+    }
+}
+
 /// How the ranks of a group hold one model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Division {

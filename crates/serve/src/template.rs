@@ -2,7 +2,7 @@
 //!
 //! It is read from `chat_template.jinja` or from `tokenizer_config.json`, and rendered with what Hugging Face gives such
 //! templates: `raise_exception`, `strftime_now`, `tojson`, Python's methods of strings, lists and dictionaries, no blank
-//! lines for blocks. A template cannot read files, and its work is bounded. A model without one gets a plain one:
+//! lines for blocks. A template cannot read files; its work, and what it writes, are bounded. A model without one gets a plain one:
 //! `role: text` by lines.
 
 use std::path::{Path, PathBuf};
@@ -17,6 +17,8 @@ use crate::error::{Result, ServeError};
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 /// Steps that rendering may take: far more than a conversation that fits a model needs.
 const FUEL: u64 = 5_000_000;
+/// Bytes that it may write: far more than the longest text of any model. What it builds on the way, in variables, is not counted.
+const MAX_PROMPT_BYTES: usize = 64 << 20;
 
 const PLAIN: &str =
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:";
@@ -114,8 +116,39 @@ impl ChatTemplate {
         }
         context.insert("messages".into(), serde_json::json!(messages));
         context.insert("add_generation_prompt".into(), true.into());
-        let render = || self.environment.get_template("chat")?.render(Value::from_serialize(&context));
-        render().map_err(|error| describe(&error))
+        let mut prompt = Bounded::default();
+        let rendered = self.environment.get_template("chat").and_then(|template| {
+            template.render_captured_to(Value::from_serialize(&context), &mut prompt).map(drop)
+        });
+        match rendered {
+            Err(_) if prompt.is_over => {
+                Err(format!("chat template: it writes more than {MAX_PROMPT_BYTES} bytes"))
+            }
+            Err(error) => Err(describe(&error)),
+            Ok(()) => String::from_utf8(prompt.bytes).map_err(|error| format!("chat template: {error}")),
+        }
+    }
+}
+
+/// What a template has written, up to a bound.
+#[derive(Default)]
+struct Bounded {
+    bytes: Vec<u8>,
+    is_over: bool,
+}
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.bytes.len().saturating_add(bytes.len()) > MAX_PROMPT_BYTES {
+            self.is_over = true;
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -275,6 +308,16 @@ mod tests {
     fn a_template_that_never_ends_is_stopped() {
         let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x{% endfor %}{% endfor %}{% endfor %}";
         assert!(render(endless, &[]).is_err());
+    }
+
+    #[test]
+    fn a_template_that_writes_without_end_is_stopped_before_memory_is() {
+        // 200 GB, in far fewer steps than it is given.
+        let content = "x".repeat(2 << 20);
+        let source = "{% for a in range(99999) %}{{ messages[0].content }}{% endfor %}";
+        let refused = render(source, &[("user", &content)]).unwrap_err();
+        assert_eq!(refused, "chat template: it writes more than 67108864 bytes");
+        assert_eq!(render("{{ messages[0].content }}", &[("user", &content)]).unwrap(), content);
     }
 
     #[test]

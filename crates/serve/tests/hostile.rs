@@ -10,7 +10,7 @@ use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::server::ServerOptions;
 use ferrospeed_testkit::property::Random;
 use serde_json::{Value, json};
-use support::{Exchange, LIMITS, PATIENCE, Reply, Running, engine, exchange, families, head, model};
+use support::{Exchange, LIMITS, PATIENCE, Reply, Running, engine, exchange, families, head, model, write};
 
 fn start(limits: Limits, options: ServerOptions) -> (tempfile::TempDir, Running) {
     let folder = model(&families()[0]);
@@ -147,6 +147,29 @@ fn requests_that_make_no_sense_are_refused_by_name() {
 }
 
 #[test]
+fn text_of_tokens_that_the_model_does_not_know_is_refused_with_the_reason() {
+    let folder = model(&families()[0]);
+    let words = json!({"type": "WordLevel", "vocab": {"x": 5000, "y": 1}, "unk_token": "y"});
+    write(&folder, "tokenizer.json", &json!({"version": "1.0", "model": words}).to_string());
+    write(&folder, "chat_template.jinja", "{{ messages[0].content }}");
+    let server = Running::start(engine(&folder, 300, LIMITS), ServerOptions::default());
+    let chat = |text: &str| json!({"messages": [{"role": "user", "content": text}], "max_tokens": 2});
+    let prompt = |text: &str| json!({"prompt": text, "max_tokens": 2});
+    let input = |text: &str| json!({"input": text});
+    for (path, good, bad) in [
+        ("/v1/completions", prompt("y"), prompt("x")),
+        ("/v1/chat/completions", chat("y"), chat("x")),
+        ("/v1/embeddings", input("y"), input("x")),
+    ] {
+        let refused = server.post(path, &bad);
+        assert_fault(&refused, 400, path);
+        let why = refused.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(why.contains("the token 5000 of it, and the model knows 256 tokens"), "{path}: {why}");
+        assert_eq!(server.post(path, &good).status, 200, "{path}");
+    }
+}
+
+#[test]
 fn bodies_that_are_no_json_too_large_or_of_another_kind_are_refused() {
     let (_folder, server) = start(LIMITS, ServerOptions { max_body_bytes: 1000, ..Default::default() });
     let send = |headers: &str, body: &[u8]| {
@@ -183,6 +206,8 @@ fn what_is_no_request_gets_the_body_that_all_errors_have() {
     for (sent, status) in [
         ("GET / HTTP/9.9\r\n\r\n", 400),
         ("GET /\r\n\r\n", 400),
+        ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        ("GET /v1/models/%ff%00 HTTP/1.0\r\nHost: localhost\r\n\r\n", 400),
         ("\u{7f}\u{7f}\r\n\r\n", 400),
         ("POST / HTTP/1.1\r\nContent-Length: -4\r\n\r\n", 400),
         ("POST / HTTP/1.1\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n", 400),

@@ -13,7 +13,7 @@ use ferrospeed_serve::template::Message;
 use super::generate::{parse_temperature, parse_top_p};
 use super::served_model::ServedModel;
 use crate::failure::Failure;
-use crate::terminal::{Paint, print_error, visible};
+use crate::terminal::{Paint, print_error, print_note, visible};
 
 /// No line is longer.
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -45,6 +45,9 @@ pub(crate) struct ChatArgs {
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let engine = args.model.start(None)?;
+    if let Some(note) = engine.facts().unknown_tokens() {
+        print_note(&note);
+    }
     let mut talk: Vec<Message> = Vec::new();
     let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     talk.extend(args.system.as_deref().map(|text| message("system", text)));
@@ -99,8 +102,7 @@ fn next_line(input: &mut impl BufRead) -> std::io::Result<Option<Result<String, 
 fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, String> {
     let facts = engine.facts();
     let prompt = facts.template.render(talk)?;
-    let prompt: Vec<i64> =
-        facts.codec.encode(&prompt).map_err(|error| error.to_string())?.into_iter().map(i64::from).collect();
+    let prompt = facts.readable(facts.codec.encode(&prompt).map_err(|error| error.to_string())?)?;
     let longest = engine.limits().sequence_tokens;
     let room = longest.saturating_sub(prompt.len());
     if room == 0 {

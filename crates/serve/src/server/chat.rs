@@ -59,7 +59,7 @@ fn prompt(app: &App, messages: &[Message]) -> Result<Vec<i64>, Fault> {
     let text = facts.template.render(messages).map_err(|why| Fault::field("messages", why))?;
     // The template has written what the tokenizer would put around a text.
     let ids = facts.codec.encode(&text).map_err(|error| Fault::field("messages", error.to_string()))?;
-    Ok(ids.into_iter().map(i64::from).collect())
+    facts.readable(ids).map_err(|why| Fault::field("messages", why))
 }
 
 fn messages(fields: &mut Fields) -> Result<Vec<Message>, Fault> {

@@ -70,7 +70,7 @@ pub(super) fn prompts(app: &App, fields: &mut Fields, name: &str) -> Result<Vec<
             return Err(Fault { code: Some("context_length_exceeded"), ..fault });
         }
         let ids = facts.codec.encode_prompt(text).map_err(|error| Fault::field(name, error.to_string()))?;
-        Ok(ids.into_iter().map(i64::from).collect())
+        facts.readable(ids).map_err(|why| Fault::field(name, why))
     };
     let wrong = || {
         Fault::field(

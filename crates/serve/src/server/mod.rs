@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -130,12 +131,16 @@ async fn models(State(app): State<Arc<App>>) -> Response {
 
 async fn model(
     State(app): State<Arc<App>>,
-    axum::extract::Path(name): axum::extract::Path<String>,
+    name: Result<axum::extract::Path<String>, PathRejection>,
 ) -> Response {
-    if name == app.facts().name {
-        return axum::Json(describe(&app)).into_response();
+    match name {
+        Ok(name) if *name == app.facts().name => axum::Json(describe(&app)).into_response(),
+        Ok(name) => Fault::no_model(&name, &app.facts().name).into_response(),
+        Err(_) => {
+            let why = "the path is no UTF-8 text once its %-escapes are read; see /v1/models for names";
+            Fault::new(StatusCode::BAD_REQUEST, why).into_response()
+        }
     }
-    Fault::no_model(&name, &app.facts().name).into_response()
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {

@@ -20,9 +20,15 @@ use super::fault::Fault;
 /// A longer line is no header that is looked for.
 const LONGEST_NAME: usize = 20;
 
+/// How a client begins that takes it for granted that HTTP/2 is spoken. The library hangs up on it without a word, and answers any
+/// other version.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0";
+
 /// A connection that is looked at.
 pub(super) struct Wire {
     stream: TcpStream,
+    /// What of the preface may still come; nothing once something else has.
+    preface: &'static [u8],
     lines: Lines,
     has_two_ends: Arc<AtomicBool>,
     /// What is to be written in place of what the library gave.
@@ -31,12 +37,29 @@ pub(super) struct Wire {
 
 impl Wire {
     pub(super) fn new(stream: TcpStream) -> Wire {
-        Wire { stream, lines: Lines::default(), has_two_ends: Arc::default(), own: Vec::new() }
+        Wire {
+            stream,
+            preface: PREFACE,
+            lines: Lines::default(),
+            has_two_ends: Arc::default(),
+            own: Vec::new(),
+        }
     }
 
     /// Whether some request of this connection, so far, says twice where it ends.
     pub(super) fn has_two_ends(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.has_two_ends)
+    }
+
+    /// Makes the preface of HTTP/2 the first line of a request in a version that nobody knows.
+    fn spoil_preface(&mut self, bytes: &mut [u8]) {
+        for byte in bytes {
+            let Some((next, rest)) = self.preface.split_first() else { return };
+            self.preface = if byte == next { rest } else { &[] };
+            if byte == next && rest.is_empty() {
+                *byte = b'?';
+            }
+        }
     }
 
     /// Writes what is left of our own words.
@@ -61,6 +84,7 @@ impl AsyncRead for Wire {
         let wire = self.get_mut();
         let before = buffer.filled().len();
         ready!(Pin::new(&mut wire.stream).poll_read(context, buffer))?;
+        wire.spoil_preface(&mut buffer.filled_mut()[before..]);
         if wire.lines.name_both(&buffer.filled()[before..]) {
             wire.has_two_ends.store(true, Relaxed);
         }
