@@ -101,6 +101,45 @@ fn a_daemon_with_nothing_of_its_job_left_ends_with_a_launcher_that_is_killed_whe
 }
 
 #[test]
+fn a_stopped_guardian_keeps_no_launcher_from_its_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pid, go) = (folder.path().join("pid"), folder.path().join("go"));
+    let script =
+        format!("echo $PPID > {0}; until [ -e {1} ]; do sleep 0.01; done", pid.display(), go.display());
+    let job = start(&["launch", "-n", "1", "--", "sh", "-c", &script]);
+    let launcher = wait_for_pid(&pid);
+    let children = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
+        let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+        status.contains(&format!("\nPPid:\t{launcher}\n")) && status.starts_with("Name:\tferro-guardian\n")
+    });
+    let guardians: Vec<String> = children.map(|entry| entry.file_name().into_string().unwrap()).collect();
+    assert_eq!(guardians.len(), 1);
+    send_signal("STOP", &guardians[0]);
+    std::fs::write(&go, "").unwrap();
+    let output = job.finish();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let said = stderr(&output);
+    assert!(said.contains(&format!("process {}, which guards the job", guardians[0])), "{said}");
+    assert!(!is_running(&guardians[0]), "it stays behind");
+}
+
+#[test]
+fn ranks_meet_the_limit_of_a_files_size_as_programs_do() {
+    // Eight times 512 or 1024 bytes; the signal's number is 25.
+    let script = "ulimit -f 8; head -c 100000 /dev/zero > \"$0\"; echo \"ended $?\"";
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    let words = ["sh", "-c", script, file.to_str().unwrap()];
+    let launched = ferrospeed(&[&["launch", "-n", "1", "--no_prefix", "--"], &words[..]].concat());
+    let exec = ["rank-env", "--launcher", "mpich", "--no_python"];
+    let environment = [("PMI_RANK", "0"), ("MPI_LOCALRANKID", "0")];
+    let replaced = support::output_of(support::binary().args(exec).args(words).envs(environment));
+    for output in [launched, replaced] {
+        assert!(stdout(&output).contains("ended 153\n"), "{}{}", stdout(&output), stderr(&output));
+    }
+}
+
+#[test]
 fn sigterm_is_forwarded_and_ranks_may_tidy_up() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(

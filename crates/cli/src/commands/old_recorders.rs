@@ -10,21 +10,29 @@ use ferrospeed_comm::private;
 const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Of how many jobs they stay, the newest.
 const MOST_JOBS: usize = 20;
+/// So many names of the folder are looked at at once; who has more left comes back to the rest with the next job.
+const MAX_NAMES: usize = 10_000;
 
 /// Removes what is old. What cannot be looked at or removed stays: it is in nobody's way.
 pub(super) fn remove() {
-    // Asking for the folder makes it: where there is none, nothing lies in it.
-    let is_one = |entry: std::fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"ferrospeed-");
-    let is_there = std::fs::read_dir(std::env::temp_dir()).is_ok_and(|entries| entries.flatten().any(is_one));
-    if is_there && let Ok(folder) = private::folder() {
+    if may_have_any(&std::env::temp_dir())
+        && let Ok(folder) = private::folder()
+    {
         remove_from(&folder, SystemTime::now());
     }
+}
+
+/// Whether this user has a private folder among temporary files. Asking for the folder itself would make it; and those files, which
+/// may be millions and are everybody's, are not read through.
+fn may_have_any(temporary: &Path) -> bool {
+    temporary.join(format!("ferrospeed-{}", nix::unistd::geteuid())).symlink_metadata().is_ok()
 }
 
 fn remove_from(private: &Path, now: SystemTime) {
     let Ok(entries) = std::fs::read_dir(private) else { return };
     let mut found: Vec<(SystemTime, PathBuf)> = entries
         .flatten()
+        .take(MAX_NAMES)
         .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"trace-"))
         .filter_map(|entry| {
             Some((entry.metadata().ok().filter(|found| found.is_dir())?.modified().ok()?, entry.path()))
@@ -41,6 +49,21 @@ fn remove_from(private: &Path, now: SystemTime) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_the_users_own_folder_is_looked_for() {
+        let temporary = tempfile::tempdir().unwrap();
+        let make =
+            |user: u32| std::fs::create_dir(temporary.path().join(format!("ferrospeed-{user}"))).unwrap();
+        let own = nix::unistd::geteuid().as_raw();
+        make(own + 1);
+        assert!(!may_have_any(temporary.path()), "that is another's");
+        make(own);
+        assert!(may_have_any(temporary.path()));
+        // It is the folder that recorders lie in.
+        let folder = private::folder().unwrap();
+        assert_eq!(folder.file_name().unwrap().to_str(), Some(format!("ferrospeed-{own}").as_str()));
+    }
 
     #[test]
     fn recorders_of_the_newest_jobs_stay_for_a_week() {

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use clap::{Args, ValueEnum};
 use ferrospeed_comm::discover;
 use ferrospeed_launch::{Interpreter, surroundings};
+use nix::sys::signal::{SigHandler, Signal, signal};
 
 use crate::failure::Failure;
 
@@ -51,6 +52,9 @@ pub(crate) fn run(args: &RankEnvArgs) -> Result<ExitCode, Failure> {
     if let Ok(local_size) = std::env::var("LOCAL_SIZE") {
         command.env("LOCAL_WORLD_SIZE", local_size);
     }
+    // This program ignores it for itself, and what is ignored stays so across exec.
+    // SAFETY: no handler of ours is replaced.
+    let _ = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigDfl) };
     let error = command.exec();
     Err(Failure::Run(format!("rank {rank}: cannot start {program:?}: {error}")))
 }

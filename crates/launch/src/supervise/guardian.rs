@@ -6,8 +6,9 @@
 //! mark. It is a fork without exec, so it works from any program that
 //! uses this library; after the fork it allocates nothing and makes only async-signal-safe calls.
 
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
 
 use super::cage::{self, Cage};
 use super::marks::{GUARDIAN_NAME, Mark};
@@ -22,6 +23,10 @@ pub(super) struct Guardian {
 /// How often the guardian looks for what left its group, and how long it waits in between: two seconds in all.
 const SWEEPS: usize = 200;
 const SWEEP_PAUSE_US: u32 = 10_000;
+
+/// How long a guardian may take to end when it is told, and how often it is looked whether it has.
+const FAREWELL: Duration = Duration::from_secs(2);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// Tells the guardian that the job ended well; group numbers are positive.
 const DISMISSED: i32 = 0;
@@ -57,8 +62,32 @@ impl Guardian {
         let Some(pipe) = self.pipe.take() else { return };
         // A guardian that someone killed cannot be told, and needs not.
         let _ = nix::unistd::write(&pipe, &DISMISSED.to_ne_bytes());
-        // SAFETY: a plain system call; the guardian is our child and was told to exit.
-        unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
+        if self.is_gone_within(FAREWELL) {
+            return;
+        }
+        // Who cannot hear it is none the worse.
+        let _ = writeln!(
+            io::stderr(),
+            "note: process {}, which guards the job, did not end when it was told to (was it stopped?); it is killed, and the job is none the worse",
+            self.pid
+        );
+        // SAFETY: a plain system call; the guardian is our child and was not waited for, so the number is its own.
+        unsafe { libc::kill(self.pid, libc::SIGKILL) };
+        self.is_gone_within(FAREWELL);
+    }
+
+    /// Waits for its end, and reaps it.
+    fn is_gone_within(&self, time: Duration) -> bool {
+        let end = Instant::now() + time;
+        loop {
+            // SAFETY: a plain system call; the guardian is our child.
+            match unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), libc::WNOHANG) } {
+                0 if Instant::now() < end => std::thread::sleep(LOOK_EVERY),
+                0 => return false,
+                // It ended, or somebody else has waited for it.
+                _ => return true,
+            }
+        }
     }
 }
 

@@ -112,12 +112,14 @@ pub(super) fn spawn(
     let binding = spec.binding.as_ref().map(PreparedBinding::new);
     let launcher = std::process::id();
     let door = cage.map(Cage::door);
-    // SAFETY: the closure runs between fork and exec and only makes system calls (prctl, getppid, write,
+    // SAFETY: the closure runs between fork and exec and only makes system calls (prctl, getppid, signal, write,
     // sched_setaffinity, set_mempolicy) on memory that was prepared before the fork: no allocation, no lock.
     // The cage's door and the guardian's pipe are open until this process ends its job, and close themselves on exec.
     unsafe {
         command.pre_exec(move || {
             die_with_launcher(launcher)?;
+            // A launcher may ignore it for itself, and what is ignored stays so across exec.
+            libc::signal(libc::SIGXFSZ, libc::SIG_DFL);
             door.into_iter().for_each(cage::enter);
             guardian.map_or(Ok(()), guardian::announce)?;
             binding.as_ref().map_or(Ok(()), PreparedBinding::apply)
