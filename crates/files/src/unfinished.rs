@@ -4,9 +4,10 @@
 //! mix, and a link that lies there leads nowhere. What a killed process has left is removed by the next that makes the same.
 
 use std::fs::{File, Metadata, TryLockError};
-use std::io::{ErrorKind, Result};
+use std::io::Result;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// So many names of a folder are looked at, at most: in one that holds more, what was left stays.
@@ -14,8 +15,10 @@ const MAX_NAMES: usize = 10_000;
 
 /// `PROCESS-TIME`, which tells names of one moment from those of another.
 pub fn nonce() -> String {
+    // Two threads may ask in the same nanosecond.
+    static GIVEN: AtomicU64 = AtomicU64::new(0);
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    format!("{}-{:x}", std::process::id(), time.as_nanos())
+    format!("{}-{:x}{:04x}", std::process::id(), time.as_nanos(), GIVEN.fetch_add(1, Relaxed))
 }
 
 /// A new file beside `path`: `.NAME.partial-PROCESS-TIME`. It is locked while it is open.
@@ -23,14 +26,8 @@ pub fn create_beside(path: &Path) -> Result<(PathBuf, File)> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let folder = path.parent().unwrap_or(Path::new(""));
     remove_numbered(folder, &name, Metadata::is_file);
-    let (partial, file) = loop {
-        let partial = folder.join(format!(".{name}.partial-{}", nonce()));
-        match File::create_new(&partial) {
-            // Another thread, in the same nanosecond.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-            created => break (partial, created?),
-        }
-    };
+    let partial = folder.join(format!(".{name}.partial-{}", nonce()));
+    let file = File::create_new(&partial)?;
     // The lock is for those who look for what was left; where there are none, the process' number has to do.
     let _ = file.try_lock();
     Ok((partial, file))
