@@ -10,6 +10,9 @@
 //!
 //! A tensor is worked on in blocks that stay in the cache, and what rounding loses is left to be taken off when it is next
 //! needed: so a rank reads and writes what it has lost once per average, and its values where they are made and used.
+//! Tensors of a GPU are rounded there ([`device`]); the messages are the same.
+
+pub mod device;
 
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::Device;

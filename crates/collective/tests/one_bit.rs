@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use ferrospeed_collective::one_bit::{self, Feedback, padded_numel};
+use ferrospeed_collective::one_bit::device::{self, DeviceAveraged, DeviceFeedback};
+use ferrospeed_collective::one_bit::{self, Averaged, Feedback, Values, padded_numel};
 use ferrospeed_comm::World;
+use ferrospeed_tensor::{Device, Tensor, cuda};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::golden;
 use serde_json::Value;
@@ -145,4 +147,72 @@ fn a_rank_without_peers_keeps_its_values() {
     let mut values = [0.5, -3.0, 0.25];
     one_bit::all_reduce(&World::solo().group(), &mut values, &mut Feedback::new(3, 1)).unwrap();
     assert_eq!(values, [0.5, -3.0, 0.25]);
+}
+
+/// Rounds of a rank on a GPU; before each the host begins with what the GPU has lost. (The GPU's averages, the host's), and
+/// the same of what was lost.
+fn rounds_on_gpu(world: &World, numels: &[usize], ranks: usize) -> Vec<[Vec<f32>; 2]> {
+    let gpu = Device::cuda(0).unwrap();
+    let feedback = |numel: &usize| DeviceFeedback::new(*numel, ranks, &gpu).unwrap();
+    let feedbacks: Vec<DeviceFeedback> = numels.iter().map(feedback).collect();
+    let mut rounds = Vec::new();
+    for round in 0..3 {
+        let value = |at: usize, tensor: usize| {
+            ((at * 37 + world.rank() * 101 + round * 7 + tensor) as f32 * 0.61).sin()
+        };
+        let given = |(tensor, &numel): (usize, &usize)| (0..numel).map(|at| value(at, tensor)).collect();
+        let mut host: Vec<Vec<f32>> = numels.iter().enumerate().map(given).collect();
+        let mut lost: Vec<Feedback> = feedbacks.iter().map(|own| own.to_host().unwrap()).collect();
+        let there: Vec<Tensor> =
+            host.iter().map(|values| Tensor::from_slice(values, [values.len()], &gpu).unwrap()).collect();
+        let averaged = |(values, feedback)| DeviceAveraged { values, feedback };
+        let averaged: Vec<DeviceAveraged<'_>> = there.iter().zip(&feedbacks).map(averaged).collect();
+        device::all_reduce_each(&world.group(), &gpu, &averaged).unwrap();
+        let mut lent: Vec<&mut [f32]> = host.iter_mut().map(|values| &mut values[..]).collect();
+        let each = lent.iter_mut().zip(&mut lost);
+        let mut each: Vec<Averaged<'_>> =
+            each.map(|(values, feedback)| Averaged { values: values as &mut dyn Values, feedback }).collect();
+        one_bit::all_reduce_each(&world.group(), &Device::cpu(), &mut each).unwrap();
+        drop(each);
+        rounds
+            .push([there.iter().flat_map(|values| values.to_vec::<f32>().unwrap()).collect(), host.concat()]);
+        let of = |feedback: &Feedback| [feedback.worker(), feedback.server()].concat();
+        let kept = feedbacks.iter().flat_map(|own| of(&own.to_host().unwrap())).collect();
+        rounds.push([kept, lost.iter().flat_map(of).collect()]);
+    }
+    rounds
+}
+
+#[test]
+fn a_gpu_rounds_as_the_host_does_and_ranks_get_the_same_bits() {
+    if cuda::device_count() == 0 {
+        return ferrospeed_testkit::skip::skip("no CUDA device");
+    }
+    for ranks in [1, 2, 4] {
+        let outcomes =
+            on_ranks(ranks, move |world| rounds_on_gpu(&world, &[5, 700, 1, 16_385, 40_000, 9], ranks));
+        for (rank, rounds) in outcomes.iter().enumerate() {
+            for (index, [found, expected]) in rounds.iter().enumerate() {
+                let what = format!("rank {rank} of {ranks}, after {index} halves of rounds");
+                assert_close(&what, found, expected, 2e-6, 2e-6);
+            }
+            let averages = |rounds: &[[Vec<f32>; 2]]| -> Vec<Vec<f32>> {
+                rounds.iter().step_by(2).map(|[found, _]| found.clone()).collect()
+            };
+            // A rank without peers keeps its own.
+            assert!(averages(rounds) == averages(&outcomes[0]), "rank {rank} of {ranks} has other bits");
+        }
+    }
+}
+
+#[test]
+fn what_was_lost_moves_between_host_and_gpu() {
+    if cuda::device_count() == 0 {
+        return ferrospeed_testkit::skip::skip("no CUDA device");
+    }
+    let numbers: Vec<f32> = (0..2 + 32 + 16).map(|at| (at as f32 * 0.37).sin()).collect();
+    let feedback = Feedback::of_numbers(&numbers, 27, 2).unwrap();
+    let there = DeviceFeedback::of(&feedback, &Device::cuda(0).unwrap()).unwrap();
+    assert_eq!(there.to_host().unwrap(), feedback);
+    assert_eq!(there.to_host().unwrap().numbers(), numbers);
 }

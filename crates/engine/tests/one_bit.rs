@@ -1,15 +1,19 @@
 //! Optimizers that exchange momentum at one bit per value: they train, send less once they are frozen, and go on from a
-//! checkpoint.
+//! checkpoint. With `FERROSPEED_TEST_DEVICE=cuda` all of it runs on a GPU, which the ranks share.
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use common::{Batch, Model, config, device, engine, on_ranks};
+use ferrospeed_comm::World;
 use ferrospeed_engine::{Engine, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model};
 use ferrospeed_nn::Parameters;
-use ferrospeed_tensor::{Device, Tensor, ops};
+use ferrospeed_tensor::{Device, Tensor, cuda, ops};
+use ferrospeed_testkit::skip::skip;
+use ferrospeed_zero::OwnNumbers;
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -266,4 +270,112 @@ fn what_makes_no_sense_is_refused_with_the_reason() {
         initialize_model(&setup, &parameters, Options::default()).map(drop).unwrap_err().to_string()
     });
     assert!(refused[0].contains("onebitadam") && refused[0].contains("sparse_gradients"), "{}", refused[0]);
+}
+
+/// An engine on a GPU or on the CPU, whatever the environment says.
+fn engine_on(on_gpu: bool, world: World, value: &Value, parameters: &Parameters) -> Engine {
+    let device = if on_gpu { Device::cuda(0).unwrap() } else { Device::cpu_with_threads(1) };
+    let setup = Setup::new(config(value, world.size()), world, device);
+    initialize_model(&setup, parameters, Options::default()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Steps after which 0/1 Adam's ranks have met, having walked apart for four.
+const MET: usize = 23;
+
+/// Slow enough for roundings not to grow before ranks have met.
+fn slow_config(optimizer: &str, precision: &str) -> Value {
+    let mut value = ds_config(optimizer, precision, 1);
+    let params = &mut value["optimizer"]["params"];
+    params["lr"] = if optimizer == "OneBitLamb" { 0.005 } else { 0.001 }.into();
+    if optimizer == "ZeroOneAdam" {
+        params["local_step_scaler"] = 2.into();
+    }
+    value
+}
+
+#[test]
+fn a_gpu_follows_the_processor() {
+    if cuda::device_count() == 0 {
+        return skip("no CUDA device");
+    }
+    for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
+        // Until the freeze rounding is all that differs. A sign that is another's moves a value by its whole size, until what that
+        // lost is fed back.
+        for (ranks, precision, before, after) in [
+            (1, "fp32", 1e-4, 1e-3),
+            (2, "fp32", 1e-4, 2e-2),
+            (2, "bf16", 2e-2, 0.15),
+            (2, "fp16", 5e-3, 0.15),
+        ] {
+            let run = |on_gpu: bool| {
+                let value = slow_config(optimizer, precision);
+                on_ranks(ranks, move |world| {
+                    let (model, parameters) = Model::build(&description());
+                    let mut engine = engine_on(on_gpu, world, &value, &parameters);
+                    let losses: Vec<f32> = (0..MET).map(|number| step(&mut engine, &model, number)).collect();
+                    (losses, weights(&engine, &parameters))
+                })
+            };
+            let (ours, theirs) = (run(true), run(false));
+            let case = format!("{optimizer}, {ranks} ranks, {precision}");
+            for ((losses, weights), (expected, _)) in ours.iter().zip(&theirs) {
+                for (number, (loss, expected)) in losses.iter().zip(expected).enumerate() {
+                    let limit = if number < FREEZE as usize { before } else { after };
+                    assert!(
+                        (loss - expected).abs() <= limit * expected,
+                        "{case}: step {number} has a loss of {loss} on the GPU, {expected} on the processor"
+                    );
+                }
+                let apart = weights.iter().zip(&ours[0].1);
+                let apart = apart.map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
+                let most = apart.fold(0.0, f32::max);
+                // 0/1 Adam's ranks go back before they meet, which is rounded.
+                let limit = if optimizer == "ZeroOneAdam" { 1e-3 } else { 0.0 };
+                assert!(most <= limit, "{case}: ranks are {most} apart");
+            }
+        }
+    }
+}
+
+/// What a rank holds for a checkpoint beside weights and moments.
+fn own(engine: &Engine) -> (OwnNumbers, BTreeMap<String, Vec<f64>>) {
+    (engine.store().own_numbers().unwrap(), engine.store().per_parameter())
+}
+
+#[test]
+fn a_checkpoint_moves_between_gpu_and_processor() {
+    if cuda::device_count() == 0 {
+        return skip("no CUDA device");
+    }
+    let place = tempfile::tempdir().unwrap();
+    for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
+        for from_gpu in [true, false] {
+            let folder = place.path().join(format!("{optimizer}-{from_gpu}"));
+            let outcomes = on_ranks(2, move |world| {
+                let value = slow_config(optimizer, "fp32");
+                let (model, parameters) = Model::build(&description());
+                let mut engine = engine_on(from_gpu, world.clone(), &value, &parameters);
+                // 0/1 Adam's ranks are on their ways then.
+                (0..MET - 5).for_each(|number| _ = step(&mut engine, &model, number));
+                engine.save_checkpoint(&folder, &SaveOptions::default()).unwrap();
+                let (saved, weighed) = (own(&engine), weights(&engine, &parameters));
+                let (other, others) = Model::build(&description());
+                let mut moved = engine_on(!from_gpu, world, &value, &others);
+                moved.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+                let same = own(&moved) == saved && weights(&moved, &others) == weighed;
+                let losses = |engine: &mut Engine, model: &Model| -> Vec<f32> {
+                    (MET - 5..MET).map(|number| step(engine, model, number)).collect()
+                };
+                (same, losses(&mut engine, &model), losses(&mut moved, &other), saved.0.len())
+            });
+            for (same, stayed, went_on, held) in outcomes {
+                let case = format!("{optimizer}, from the {}", if from_gpu { "GPU" } else { "processor" });
+                assert!(held > 0, "{case}: nothing is a rank's own");
+                assert!(same, "{case}: what was saved and what was loaded differ");
+                for (stayed, went_on) in stayed.iter().zip(&went_on) {
+                    assert!((stayed - went_on).abs() <= 2e-2 * stayed, "{case}: {went_on}, not {stayed}");
+                }
+            }
+        }
+    }
 }

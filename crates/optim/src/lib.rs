@@ -116,7 +116,7 @@ impl Optimizer {
 
     /// Whether it runs on the host only.
     pub fn is_of_the_host(&self) -> bool {
-        matches!(self, Optimizer::Torch(_) | Optimizer::OneBit(_) | Optimizer::Own(_))
+        matches!(self, Optimizer::Torch(_) | Optimizer::Own(_))
     }
 
     /// The configured rule and the options that all groups start with; `None` for one that does not run yet.
@@ -191,7 +191,7 @@ impl Optimizer {
     /// [`one_bit`] whole parameters.
     ///
     /// # Panics
-    /// For LAMB: a bug of the caller.
+    /// For these: a bug of the caller.
     pub fn pass(&self, options: &GroupOptions, step: u64) -> Pass {
         if self.is_of_the_host() {
             return Pass::Host { optimizer: self.clone(), options: *options, step };
@@ -202,17 +202,15 @@ impl Optimizer {
     /// The numbers of one step, for any device. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
     ///
     /// # Panics
-    /// For LAMB, and for what runs on the host only: a bug of the caller.
+    /// For LAMB, for a rule of [`one_bit`] and for what runs on the host only: a bug of the caller.
     pub fn update(&self, options: &GroupOptions, step: u64) -> Update {
         match self {
             Optimizer::Adam(rule) => rule.update(options, step),
             Optimizer::Sgd(rule) => rule.update(options, step),
             Optimizer::Adagrad(rule) => rule.update(options),
             Optimizer::Lion(rule) => rule.update(options),
-            Optimizer::Lamb(_) => panic!("LAMB is stepped parameter by parameter"),
-            Optimizer::Torch(_) | Optimizer::OneBit(_) | Optimizer::Own(_) => {
-                panic!("{} has no kernel", self.name())
-            }
+            Optimizer::Lamb(_) | Optimizer::OneBit(_) => panic!("{} steps whole parameters", self.name()),
+            Optimizer::Torch(_) | Optimizer::Own(_) => panic!("{} has no kernel", self.name()),
         }
     }
 }

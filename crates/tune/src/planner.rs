@@ -1,6 +1,8 @@
 //! The arithmetic of a plan: one method per purpose.
 
-use ferrospeed_config::{DataType, GRADIENT_BYTES_UNDER_WAY, OptimizerTier, ParameterTier, Precision, Stage};
+use ferrospeed_config::{
+    DataType, GRADIENT_BYTES_UNDER_WAY, OneBitRule, Optimizer, OptimizerTier, ParameterTier, Precision, Stage,
+};
 
 use crate::activations::{ActivationBytes, PassingBytes, mlp_chunk};
 use crate::model::Model;
@@ -25,6 +27,7 @@ pub(crate) fn plan_part(request: &Request<'_>, staged: Option<&Staged<'_>>) -> P
     planner.parameters();
     planner.gradients();
     planner.optimizer_states();
+    planner.feedback();
     planner.gathered();
     let activations = planner.activations();
     let notes = planner.wear().into_iter().collect();
@@ -296,6 +299,20 @@ impl Planner<'_> {
             let bytes = tiles.saturating_mul(tile).saturating_mul(width);
             self.add(Purpose::CommunicationBuffers, self.host(), bytes, why);
         }
+    }
+
+    /// What 1-bit optimizers keep beside their states: what compression has lost, and 1-bit LAMB's momenta end to end.
+    fn feedback(&mut self) {
+        let Some(Optimizer::OneBit(one_bit)) = &self.request.config.optimizer else { return };
+        let (count, ranks) = (self.updated_params(), self.request.data_parallel_size);
+        let averaged = if ranks > 1 { count.div_ceil(ranks) } else { 0 };
+        let lost = if ranks > 1 { count } else { 0 };
+        let fused = if matches!(one_bit.rule, OneBitRule::Lamb(_)) { count } else { 0 };
+        let why = format!(
+            "({lost} + {averaged} + {fused}) × 4 bytes: what was lost of a rank's own values and of the averages it makes, and momenta end to end, once second moments are frozen"
+        );
+        let values = lost.saturating_add(averaged).saturating_add(fused);
+        self.add(Purpose::OptimizerStates, Tier::Device, values.saturating_mul(4), why);
     }
 
     /// What stage 3 holds whole beside a rank's share.

@@ -52,6 +52,27 @@ fn model_states_shrink_as_in_the_zero_paper() {
 }
 
 #[test]
+fn what_compression_has_lost_is_counted() {
+    let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
+    let megabytes = |optimizer: &str, ranks: u64| {
+        let value = json!({
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": { "enabled": true },
+            "optimizer": { "type": optimizer, "params": { "lr": 0.001 } },
+        });
+        let plan = plan_for(&model, value, ranks, false);
+        let states = plan.rows.iter().filter(|row| row.purpose == Purpose::OptimizerStates);
+        states.map(|row| row.bytes).sum::<u64>() as f64 / 1e6
+    };
+    assert_eq!(megabytes("Adam", 4), 12.0);
+    // A rank without peers loses nothing; others as much as they have, and a share of it again.
+    assert_eq!(megabytes("OneBitAdam", 1), 12.0);
+    assert_eq!(megabytes("OneBitAdam", 4), 12.0 + 4.0 + 1.0);
+    assert_eq!(megabytes("ZeroOneAdam", 4), 16.0 + 4.0 + 1.0);
+    assert_eq!(megabytes("OneBitLamb", 4), 16.0 + 4.0 + 1.0 + 4.0);
+}
+
+#[test]
 fn what_is_offloaded_is_counted_where_it_goes() {
     let model = Model::Counts(ModelSize { total_params: 1_000_000, largest_layer_params: 10_000 });
     let value = |zero: Value| {

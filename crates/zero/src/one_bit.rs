@@ -5,92 +5,64 @@
 //! all of them are numbers, and clip by one norm: the root of the mean of all ranks' squares.
 //!
 //! What compression has lost so far, and how far ranks are from where they last met, is each rank's own ([`own`]): a run that goes on
-//! on as many ranks has it back from a checkpoint, on others it begins with nothing lost. Refused: what is spread over ranks,
-//! offloaded or on a device.
+//! on as many ranks has it back from a checkpoint, on others it begins with nothing lost. The host steps by loops of the rules
+//! ([`host`]), a device by passes of its own ([`device`]). Refused: what is spread over ranks or offloaded.
 
+mod device;
+mod host;
 mod own;
 
 pub use own::OwnNumbers;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use ferrospeed_collective::CollectiveError;
-use ferrospeed_collective::one_bit::{self, Averaged, Feedback, padded_numel};
+use device::OnDevice;
 use ferrospeed_comm::Group;
 use ferrospeed_config::Stage;
-use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Ratio, Values, Whole};
-use ferrospeed_optim::{Copy16, GroupOptions, Optimizer};
-use ferrospeed_tensor::{DType, Device, Tensor};
+use ferrospeed_optim::Optimizer;
+use ferrospeed_optim::one_bit::{OneBit, Ratio};
+use ferrospeed_tensor::{Device, Tensor};
+use host::OnHost;
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::partition::Fragment;
 use crate::reducer::Segment;
-use crate::step::gradient_of;
 use crate::store::{Share, StoreOptions, ZeroStore};
 
-/// What a rule remembers, and what ranks have lost between each other.
+/// A rule, with what it remembers and what ranks have lost between each other.
 pub(crate) struct Compressing {
     rule: OneBit,
-    memory: Memory,
-    ranks: Ranks,
-}
-
-struct Ranks {
     group: Group,
-    feedbacks: BTreeMap<usize, Feedback>,
-    device: Device,
+    kept: Kept,
 }
 
-impl Exchange for Ranks {
-    type Error = CollectiveError;
+/// Where that is.
+enum Kept {
+    Host(OnHost),
+    Device(OnDevice),
+}
 
-    fn padded(&self, numel: usize) -> usize {
-        padded_numel(numel, self.group.size())
-    }
-
-    fn average(&mut self, tensors: Vec<(usize, &mut dyn Values)>) -> Result<(), CollectiveError> {
-        let ranks = self.group.size();
-        for (tensor, values) in &tensors {
-            self.feedbacks.entry(*tensor).or_insert_with(|| Feedback::new(values.numel(), ranks));
+impl Kept {
+    /// The ratios of 1-bit LAMB.
+    fn ratios(&self) -> &[Ratio] {
+        match self {
+            Kept::Host(host) => &host.memory.ratios,
+            Kept::Device(device) => &device.ratios,
         }
-        // Both are in the order of tensors.
-        let asked: BTreeSet<usize> = tensors.iter().map(|(tensor, _)| *tensor).collect();
-        let feedbacks = self.feedbacks.iter_mut().filter(|(tensor, _)| asked.contains(tensor));
-        let mut lent: Vec<Lent<'_>> = tensors.into_iter().map(|(_, values)| Lent(values)).collect();
-        let mut averaged: Vec<Averaged<'_>> = lent
-            .iter_mut()
-            .zip(feedbacks)
-            .map(|(values, (_, feedback))| Averaged { values, feedback })
-            .collect();
-        one_bit::all_reduce_each(&self.group, &self.device, &mut averaged)
     }
 
-    fn forget(&mut self) {
-        self.feedbacks.clear();
-    }
-}
-
-/// What a rule gives, as the ranks take it.
-struct Lent<'a>(&'a mut dyn Values);
-
-impl one_bit::Values for Lent<'_> {
-    fn numel(&self) -> usize {
-        self.0.numel()
-    }
-
-    fn give(&mut self, start: usize, block: &mut [f32]) {
-        self.0.give(start, block);
-    }
-
-    fn take(&mut self, start: usize, block: &[f32]) {
-        self.0.take(start, block);
+    fn set_ratios(&mut self, ratios: Vec<Ratio>) {
+        match self {
+            Kept::Host(host) => host.memory.ratios = ratios,
+            Kept::Device(device) => device.ratios = ratios,
+        }
     }
 }
 
 /// Why such an optimizer cannot run as configured.
-fn refusal(options: &StoreOptions<'_>, device: &Device) -> Option<&'static str> {
+fn refusal(options: &StoreOptions<'_>) -> Option<&'static str> {
     let sharding = &options.sharding;
     if options.zero.stage != Stage::Off {
         return Some(
@@ -113,37 +85,38 @@ fn refusal(options: &StoreOptions<'_>, device: &Device) -> Option<&'static str> 
     if options.sparse_gradients {
         return Some("momentum is exchanged, which is not sparse: remove sparse_gradients");
     }
-    (!device.backend().is_host())
-        .then_some("it runs on the host only: train on the CPU, or use another optimizer")
+    None
 }
 
 impl Compressing {
     /// For the configured optimizer, if it is one of these.
     pub(crate) fn new(options: &StoreOptions<'_>, device: &Device) -> Result<Option<Compressing>> {
         let Some(Optimizer::OneBit(rule)) = options.optimizer else { return Ok(None) };
-        if let Some(why) = refusal(options, device) {
+        if let Some(why) = refusal(options) {
             return Err(ZeroError::Request(format!(
                 "the optimizer {} cannot be used here: {why}",
                 rule.name()
             )));
         }
-        let ranks = Ranks {
-            group: options.sharding.shard.clone(),
-            feedbacks: BTreeMap::new(),
-            device: device.clone(),
+        let group = options.sharding.shard.clone();
+        let kept = match device.backend().is_host() {
+            true => Kept::Host(OnHost::new(&group, device)),
+            false => Kept::Device(OnDevice::new(&group, device)),
         };
-        Ok(Some(Compressing { rule, memory: Memory::default(), ranks }))
+        Ok(Some(Compressing { rule, group, kept }))
     }
 
     /// Whether the next step wants this rank's own gradients.
     pub(crate) fn wants_local(&self, steps_taken: u64) -> bool {
-        self.ranks.group.size() > 1 && self.rule.takes_local_gradients(steps_taken.saturating_add(1))
+        self.group.size() > 1 && self.rule.takes_local_gradients(steps_taken.saturating_add(1))
     }
 
     /// Goes on from other weights and states.
     pub(crate) fn restart(&mut self) {
-        self.memory = Memory::default();
-        self.ranks.forget();
+        match &mut self.kept {
+            Kept::Host(host) => host.restart(),
+            Kept::Device(device) => *device = device.begun_anew(),
+        }
     }
 }
 
@@ -178,28 +151,6 @@ impl Tensors {
         }
         Ok(tensors)
     }
-
-    /// As a rule steps them.
-    ///
-    /// # Safety
-    /// Nobody else reads or writes these tensors meanwhile.
-    unsafe fn whole(&self, options: GroupOptions, gradient_factor: f32) -> Result<Whole<'_>> {
-        // SAFETY: as the caller says; the tensors are different ones.
-        unsafe {
-            Ok(Whole {
-                weights: self.weights.host_mut()?,
-                gradient: gradient_of(&self.gradient)?,
-                gradient_factor,
-                states: self.states.iter().map(|state| state.host_mut()).collect::<Result<_, _>>()?,
-                copy: match &self.copy {
-                    Some(copy) if copy.dtype() == DType::BF16 => Copy16::Bf16(copy.host_mut()?),
-                    Some(copy) => Copy16::F16(copy.host_mut()?),
-                    None => Copy16::None,
-                },
-                options,
-            })
-        }
-    }
 }
 
 /// The gradient of a whole parameter, which travels with no other's in between.
@@ -227,24 +178,23 @@ impl ZeroStore {
     }
 
     pub(crate) fn one_bit_step(&self, state: &mut State, segments: &[Segment], factor: f32) -> Result<()> {
-        let State { shares, compressing: Some(Compressing { rule, memory, ranks }), .. } = state else {
+        let State { shares, compressing: Some(Compressing { rule, kept, .. }), .. } = state else {
             return Ok(());
         };
         let tensors = Tensors::of(shares, segments)?;
-        let mut params = Vec::with_capacity(tensors.len());
-        for own in &tensors {
+        let step = shares.iter().map(|share| share.steps).max().unwrap_or(0);
+        match kept {
             // SAFETY: all of them are this store's own, the lock on its state is held, no collective over them is in flight,
             // nobody borrows a value during a step, and the parts of parameters are disjoint.
-            params.push(unsafe { own.whole(shares[own.share].options, factor)? });
+            Kept::Host(host) => unsafe { host.step(rule, &tensors, shares, step, factor) },
+            Kept::Device(device) => device.step(rule, &tensors, shares, step, factor),
         }
-        let step = shares.iter().map(|share| share.steps).max().unwrap_or(0);
-        Ok(rule.step(&self.device, memory, &mut params, step, ranks)?)
     }
 
     /// What the optimizer keeps of whole parameters, by name: the ratios of 1-bit LAMB.
     pub fn per_parameter(&self) -> BTreeMap<String, Vec<f64>> {
         let state = self.lock();
-        let ratios = state.compressing.iter().flat_map(|compressing| &compressing.memory.ratios);
+        let ratios = state.compressing.iter().flat_map(|compressing| compressing.kept.ratios());
         let numbers = |ratio: &Ratio| vec![ratio.frozen, ratio.factor, ratio.scale];
         self.trained_names(&state).into_iter().zip(ratios.map(numbers)).collect()
     }
@@ -259,7 +209,7 @@ impl ZeroStore {
             _ => Ratio::default(),
         };
         if !saved.is_empty() {
-            compressing.memory.ratios = names.iter().map(ratio).collect();
+            compressing.kept.set_ratios(names.iter().map(ratio).collect());
         }
     }
 

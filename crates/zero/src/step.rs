@@ -223,7 +223,7 @@ impl ZeroStore {
     ) -> Result<Option<StepOutcome>> {
         if self.agreement.is_some()
             || self.device.backend().is_host()
-            || matches!(optimizer, Optimizer::Lamb(_))
+            || matches!(optimizer, Optimizer::Lamb(_) | Optimizer::OneBit(_))
             || optimizer.is_of_the_host()
             || state.shares.iter().any(|share| share.is_away)
         {

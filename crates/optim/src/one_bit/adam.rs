@@ -6,7 +6,7 @@ use ferrospeed_tensor::Device;
 use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
 use ferrospeed_tensor::cpu::simd::vectorized;
 
-use super::{BLOCK, Exchange, Pace, Values, Whole, blend, blend_squares, blocks, known, walk};
+use super::{BLOCK, Exchange, Pace, Phase, Values, Whole, blend, blend_squares, blocks, known, walk};
 
 /// Its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -22,10 +22,10 @@ impl OneBitAdam {
         &self,
         device: &Device,
         params: &mut [Whole<'_>],
-        step: u64,
+        phase: Phase,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
-        if step > self.freeze_step {
+        if phase == Phase::Momentum {
             let mut momenta: Vec<Momentum<'_, '_>> =
                 params.iter_mut().map(|whole| Momentum { whole, eps: self.eps }).collect();
             let momenta = momenta.iter_mut().map(|momentum| momentum as &mut dyn Values);

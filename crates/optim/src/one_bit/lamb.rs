@@ -7,7 +7,7 @@
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::cpu::simd::{LANES, vectorized};
 
-use super::{BLOCK, Exchange, Memory, Norm, Values, Whole, blend, blend_squares, blocks, known};
+use super::{BLOCK, Exchange, Memory, Norm, Phase, Values, Whole, blend, blend_squares, blocks, known};
 
 /// Its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -53,20 +53,53 @@ impl OneBitLamb {
         device: &Device,
         memory: &mut Memory,
         params: &mut [Whole<'_>],
-        step: u64,
+        phase: Phase,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
         memory.ratios.resize(params.len(), Ratio::default());
-        if step > self.freeze_step {
+        let Phase::Averaged { freezes } = phase else {
             return self.compressed(device, memory, params, exchange);
-        }
+        };
         device.each(params.iter_mut().zip(&mut memory.ratios), |_, (whole, ratio)| {
-            self.plain(whole, ratio, step);
+            self.plain(whole, ratio, freezes);
         });
         Ok(())
     }
 
-    fn plain(&self, whole: &mut Whole<'_>, ratio: &mut Ratio, step: u64) {
+    /// The trust ratio of a plain step with these norms, which enters the averaged one.
+    pub fn trust(&self, ratio: &mut Ratio, of_weights: f64, of_update: f64) -> f64 {
+        let trust = match of_weights > 0.0 && of_update > 0.0 {
+            true => (of_weights / of_update).clamp(self.min_coeff, self.max_coeff),
+            false => 1.0,
+        };
+        if trust != 1.0 {
+            ratio.frozen = self.coeff_beta * ratio.frozen + (1.0 - self.coeff_beta) * trust;
+        }
+        trust
+    }
+
+    /// What brings momenta of these root mean squares to a common size. One that is nothing needs no scale.
+    pub fn set_scales(ratios: &mut [Ratio], sizes: &[f64]) {
+        let mean = sizes.iter().sum::<f64>() / sizes.len().max(1) as f64;
+        for (ratio, &size) in ratios.iter_mut().zip(sizes) {
+            ratio.scale = if size > 0.0 { mean / size } else { 1.0 };
+        }
+    }
+
+    /// Corrects the frozen ratio by how far second moments have drifted apart. Where weights decay, `of_momentum` and `of_all` are
+    /// the norms of directions without the decay and with it.
+    pub fn correct(&self, ratio: &mut Ratio, drift: f64, decays: bool, of_momentum: f64, of_all: f64) {
+        let mut factor = drift;
+        if decays {
+            let share = if of_all > 0.0 { (of_momentum / of_all).min(1.0) } else { 1.0 };
+            factor = factor * share + (1.0 - share);
+        }
+        let near = |sign: f64| ratio.factor * (1.0 + sign * self.factor_threshold);
+        ratio.factor =
+            factor.clamp(self.factor_min, self.factor_max.max(self.factor_min)).clamp(near(-1.0), near(1.0));
+    }
+
+    fn plain(&self, whole: &mut Whole<'_>, ratio: &mut Ratio, freezes: bool) {
         let (mut room, options) = ([0.0; BLOCK], whole.options);
         let (eps, decay) = (self.eps as f32, options.weight_decay as f32);
         let (mut of_weights, mut of_update) = (Norm::default(), Norm::default());
@@ -76,22 +109,14 @@ impl OneBitLamb {
             let (weights, [m, v, fresh]) = whole.parts(range);
             blend(m, room, options.betas[0]);
             blend_squares(v, room, options.betas[1]);
-            if step == self.freeze_step {
+            if freezes {
                 fresh.copy_from_slice(v);
             }
             of_weights.add(weights);
             direct(weights, m, v, eps, decay, room);
             of_update.add(room);
         }
-        let trust = match (of_weights.get(), of_update.get()) {
-            (of_weights, of_update) if of_weights > 0.0 && of_update > 0.0 => {
-                (of_weights / of_update).clamp(self.min_coeff, self.max_coeff)
-            }
-            _ => 1.0,
-        };
-        if trust != 1.0 {
-            ratio.frozen = self.coeff_beta * ratio.frozen + (1.0 - self.coeff_beta) * trust;
-        }
+        let trust = self.trust(ratio, of_weights.get(), of_update.get());
         let step_size = (options.lr * trust) as f32;
         for range in blocks(whole.numel()) {
             let room = &mut room[..range.len()];
@@ -111,7 +136,8 @@ impl OneBitLamb {
     ) -> Result<(), X::Error> {
         let Memory { ratios, fused, .. } = memory;
         if ratios.iter().all(|ratio| ratio.scale == 0.0) {
-            self.find_scales(ratios, params);
+            let sizes: Vec<f64> = params.iter().map(size).collect();
+            OneBitLamb::set_scales(ratios, &sizes);
         }
         let numel: usize = params.iter().map(|whole| whole.weights.len()).sum();
         // What lies beyond the last momentum stays from step to step, as DeepSpeed has it.
@@ -131,20 +157,6 @@ impl OneBitLamb {
             self.corrected(whole, ratio, averaged);
         });
         Ok(())
-    }
-
-    /// The sizes of momenta against their mean. One that is nothing needs no scale.
-    fn find_scales(&self, ratios: &mut [Ratio], params: &[Whole<'_>]) {
-        let size = |whole: &Whole<'_>| {
-            let mut norm = Norm::default();
-            norm.add(whole.states[0]);
-            norm.get() / (whole.numel().max(1) as f64).sqrt()
-        };
-        let sizes: Vec<f64> = params.iter().map(size).collect();
-        let mean = sizes.iter().sum::<f64>() / sizes.len().max(1) as f64;
-        for (ratio, size) in ratios.iter_mut().zip(sizes) {
-            ratio.scale = if size > 0.0 { mean / size } else { 1.0 };
-        }
     }
 
     /// Moves the weights by an averaged momentum, times its scale, with the frozen ratio corrected.
@@ -170,15 +182,8 @@ impl OneBitLamb {
                 of_all.add(averaged);
             }
         }
-        let mut factor = f64::from(factor);
-        if decay > 0.0 {
-            let of_all = of_all.get();
-            let share = if of_all > 0.0 { (of_momentum.get() / of_all).min(1.0) } else { 1.0 };
-            factor = factor * share + (1.0 - share);
-        }
-        let near = |sign: f64| ratio.factor * (1.0 + sign * self.factor_threshold);
-        ratio.factor =
-            factor.clamp(self.factor_min, self.factor_max.max(self.factor_min)).clamp(near(-1.0), near(1.0));
+        let (drift, decays) = (f64::from(factor), decay > 0.0);
+        self.correct(ratio, drift, decays, of_momentum.get(), of_all.get());
         let step_size = (options.lr * ratio.frozen * ratio.factor) as f32;
         for range in blocks(whole.numel()) {
             let (weights, [_, _, _]) = whole.parts(range.clone());
@@ -203,6 +208,13 @@ impl Values for Fused<'_> {
     fn take(&mut self, start: usize, block: &[f32]) {
         self.0[start..start + block.len()].copy_from_slice(block);
     }
+}
+
+/// The root mean square of a momentum.
+fn size(whole: &Whole<'_>) -> f64 {
+    let mut norm = Norm::default();
+    norm.add(whole.states[0]);
+    norm.get() / (whole.numel().max(1) as f64).sqrt()
 }
 
 /// The directions in which weights go.

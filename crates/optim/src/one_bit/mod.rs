@@ -10,6 +10,9 @@
 //! [`Values`] they are given to the exchange and taken from it. No moment is corrected for its start at zero. A weight whose
 //! second moment is zero when it is frozen has never had a gradient; it stays where it is, since a sign is never zero and
 //! would be divided by next to nothing.
+//!
+//! [`OneBit::step`] is the step on the host. Where a device steps, passes of its own ([`ferrospeed_tensor::backend::OneBitPass`])
+//! follow the same [`OneBit::phase`] and the same ratios.
 
 mod adam;
 mod lamb;
@@ -178,6 +181,27 @@ impl Memory {
     }
 }
 
+/// What a step of a rule does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// A plain step with averaged gradients; all others take this rank's own.
+    Averaged {
+        /// Whether the second moment stays from here on.
+        freezes: bool,
+    },
+    /// Momenta are averaged compressed (1-bit Adam and 1-bit LAMB).
+    Momentum,
+    /// Gradients are averaged compressed (0/1 Adam, between two updates of the second moment).
+    Gradient,
+    /// A step on this rank's own way (0/1 Adam).
+    Way {
+        /// Whether it is the first, before which what was lost is forgotten.
+        begins: bool,
+        /// Whether ranks meet at its end.
+        meets: bool,
+    },
+}
+
 /// A rule with its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum OneBit {
@@ -234,14 +258,23 @@ impl OneBit {
         }
     }
 
-    /// Whether a step wants this rank's own gradient instead of the average. `step` counts from 1.
-    pub fn takes_local_gradients(&self, step: u64) -> bool {
+    /// What a step does. `step` counts from 1.
+    pub fn phase(&self, step: u64) -> Phase {
         let step = counted(step);
         match self {
-            OneBit::Adam(rule) => step > rule.freeze_step,
-            OneBit::ZeroOne(rule) => rule.is_frozen(step) || !rule.updates_variance(step),
-            OneBit::Lamb(rule) => step > rule.freeze_step,
+            OneBit::Adam(OneBitAdam { freeze_step, .. }) | OneBit::Lamb(OneBitLamb { freeze_step, .. }) => {
+                match step > *freeze_step {
+                    true => Phase::Momentum,
+                    false => Phase::Averaged { freezes: step == *freeze_step },
+                }
+            }
+            OneBit::ZeroOne(rule) => rule.phase(step),
         }
+    }
+
+    /// Whether a step wants this rank's own gradient instead of the average. `step` counts from 1.
+    pub fn takes_local_gradients(&self, step: u64) -> bool {
+        !matches!(self.phase(step), Phase::Averaged { .. })
     }
 
     /// One step of all parameters, on the threads of a device; `step` counts from 1. All ranks call it together, with the
@@ -273,11 +306,11 @@ impl OneBit {
             let mut lengths = whole.states.iter().map(|state| state.len()).chain([gradient, copy]);
             assert!(lengths.all(|length| length == whole.numel()), "lengths");
         }
-        let step = counted(step);
+        let phase = self.phase(step);
         match self {
-            OneBit::Adam(rule) => rule.step(device, params, step, exchange),
-            OneBit::ZeroOne(rule) => rule.step(device, memory, params, step, exchange),
-            OneBit::Lamb(rule) => rule.step(device, memory, params, step, exchange),
+            OneBit::Adam(rule) => rule.step(device, params, phase, exchange),
+            OneBit::ZeroOne(rule) => rule.step(device, memory, params, phase, exchange),
+            OneBit::Lamb(rule) => rule.step(device, memory, params, phase, exchange),
         }
     }
 }

@@ -8,7 +8,7 @@
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::cpu::simd::vectorized;
 
-use super::{BLOCK, Exchange, Memory, Pace, Values, Whole, blend, blend_squares, blocks, known, walk};
+use super::{BLOCK, Exchange, Memory, Pace, Phase, Values, Whole, blend, blend_squares, blocks, known, walk};
 
 /// Its fixed options.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,16 +26,28 @@ pub struct ZeroOneAdam {
 }
 
 impl ZeroOneAdam {
-    pub(super) fn is_frozen(&self, step: u64) -> bool {
+    /// What a step does; steps as the rules count them.
+    pub(super) fn phase(&self, step: u64) -> Phase {
+        if self.is_frozen(step) {
+            let begins = step == self.var_freeze_step.saturating_add(2);
+            return Phase::Way { begins, meets: step.is_multiple_of(self.local_interval(step)) };
+        }
+        match self.updates_variance(step) {
+            true => Phase::Averaged { freezes: false },
+            false => Phase::Gradient,
+        }
+    }
+
+    fn is_frozen(&self, step: u64) -> bool {
         step > self.var_freeze_step.saturating_add(1)
     }
 
-    pub(super) fn updates_variance(&self, step: u64) -> bool {
+    fn updates_variance(&self, step: u64) -> bool {
         step.is_multiple_of(self.variance_interval(step))
     }
 
     /// The interval of updates of the second moment that is in force at a step.
-    pub(super) fn variance_interval(&self, step: u64) -> u64 {
+    fn variance_interval(&self, step: u64) -> u64 {
         let (mut interval, mut at) = (1u64, 1u64);
         let last_before = step.saturating_sub(1).min(self.var_freeze_step.saturating_add(1));
         loop {
@@ -50,7 +62,7 @@ impl ZeroOneAdam {
     }
 
     /// The interval of local steps that is in force at a step.
-    pub(super) fn local_interval(&self, step: u64) -> u64 {
+    fn local_interval(&self, step: u64) -> u64 {
         let frozen = step.saturating_sub(self.var_freeze_step.saturating_add(2));
         let doublings = u32::try_from(frozen / self.local_step_scaler).unwrap_or(u32::MAX);
         1u64.checked_shl(doublings).unwrap_or(u64::MAX).min(self.local_step_clipper)
@@ -61,16 +73,16 @@ impl ZeroOneAdam {
         device: &Device,
         memory: &mut Memory,
         params: &mut [Whole<'_>],
-        step: u64,
+        phase: Phase,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
-        if step == self.var_freeze_step.saturating_add(2) {
-            exchange.forget();
+        if let Phase::Way { begins, meets } = phase {
+            if begins {
+                exchange.forget();
+            }
+            return self.frozen(device, memory, params, meets, exchange);
         }
-        if self.is_frozen(step) {
-            return self.frozen(device, memory, params, step, exchange);
-        }
-        if !self.updates_variance(step) {
+        if phase == Phase::Gradient {
             let mut gradients: Vec<Gradient<'_, '_>> =
                 params.iter_mut().map(|whole| Gradient { whole, eps: self.eps }).collect();
             let gradients = gradients.iter_mut().map(|gradient| gradient as &mut dyn Values);
@@ -97,7 +109,7 @@ impl ZeroOneAdam {
         device: &Device,
         memory: &mut Memory,
         params: &mut [Whole<'_>],
-        step: u64,
+        meets: bool,
         exchange: &mut X,
     ) -> Result<(), X::Error> {
         let Memory { travelled, rates, .. } = memory;
@@ -117,7 +129,7 @@ impl ZeroOneAdam {
             }
         });
         rates.iter_mut().zip(params.iter()).for_each(|(rates, whole)| *rates += whole.options.lr);
-        if !step.is_multiple_of(self.local_interval(step)) {
+        if !meets {
             return Ok(());
         }
         let ways = params.iter_mut().zip(travelled.iter_mut()).zip(rates.iter_mut()).enumerate();

@@ -9,6 +9,7 @@ mod copies;
 mod grouped;
 mod integers;
 mod memory;
+mod one_bit;
 mod pointwise;
 mod products;
 mod rows;
@@ -21,6 +22,7 @@ pub use copies::{Copies, ReadLater};
 pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
 pub use integers::{Integers, RunForm, Runs};
 pub use memory::{Memory, RawBlock};
+pub use one_bit::{OneBit, OneBitOperands, OneBitPace, OneBitPass, Rounding, SignMessages, Signed};
 pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
 pub use products::{FewRows, FewRowsWeight, Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
 pub use rows::{Rows, Window2d};
@@ -37,11 +39,14 @@ use crate::memory::{Category, MemoryUsage};
 
 /// A device: memory and kernels.
 pub trait Backend:
-    Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers
+    Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers + OneBit
 {
 }
 
-impl<T: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers> Backend for T {}
+impl<T> Backend for T where
+    T: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers + OneBit
+{
+}
 
 /// A handle to a backend; cheap to clone, equal when it is the same object.
 #[derive(Clone)]

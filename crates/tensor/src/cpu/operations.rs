@@ -415,3 +415,5 @@ impl Sums for CpuBackend {
 impl Updates for CpuBackend {}
 
 impl Integers for CpuBackend {}
+
+impl OneBit for CpuBackend {}

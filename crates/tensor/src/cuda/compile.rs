@@ -37,11 +37,13 @@ pub(crate) enum Source {
     Loss,
     Move,
     Norm,
+    OneBit,
     Optimizer,
     Packed,
     Permute,
     Product,
     Reduce,
+    Signs,
 }
 
 impl Source {
@@ -62,11 +64,13 @@ impl Source {
             Source::Loss => ("loss.cu", include_str!("kernels/loss.cu")),
             Source::Move => ("move.cu", include_str!("kernels/move.cu")),
             Source::Norm => ("norm.cu", include_str!("kernels/norm.cu")),
+            Source::OneBit => ("one_bit.cu", include_str!("kernels/one_bit.cu")),
             Source::Optimizer => ("optimizer.cu", include_str!("kernels/optimizer.cu")),
             Source::Packed => ("packed.cu", include_str!("kernels/packed.cu")),
             Source::Permute => ("permute.cu", include_str!("kernels/permute.cu")),
             Source::Product => ("product.cu", include_str!("kernels/product.cu")),
             Source::Reduce => ("reduce.cu", include_str!("kernels/reduce.cu")),
+            Source::Signs => ("signs.cu", include_str!("kernels/signs.cu")),
         }
     }
 }

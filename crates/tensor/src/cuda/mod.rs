@@ -23,12 +23,15 @@ mod layout;
 mod loss;
 mod memory;
 mod norm;
+mod one_bit;
 mod operations;
 mod optimizer;
 mod packed;
 mod permute;
 mod reduce;
+mod signs;
 mod some_rows;
+mod table;
 mod transfer;
 
 use std::sync::Mutex;

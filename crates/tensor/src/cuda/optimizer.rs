@@ -1,7 +1,8 @@
 //! Optimizer steps and exact norms: `kernels/optimizer.cu`.
 
 use crate::backend::{Clipping, Measured, Update, UpdateOperands, sum_of_words};
-use crate::cuda::{BLOCK, CudaBackend, Kernel, Scratch, Source, at, at_option, launch, real};
+use crate::cuda::table::{Entry, Table};
+use crate::cuda::{BLOCK, CudaBackend, Kernel, Source, at, at_option, launch, real};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::tensor::Tensor;
@@ -70,9 +71,6 @@ impl From<&Update> for DeviceUpdate {
     }
 }
 
-/// Elements of a chunk, which one block works on at a time; as in the kernels.
-const CHUNK: usize = 16384;
-
 /// Matches `Piece` in the kernels.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -85,34 +83,19 @@ struct Piece {
     copy: u64,
 }
 
-/// Pieces on the device, numbered through by chunks.
-struct Table<'a> {
-    memory: Scratch<'a>,
-    number: u32,
-    chunks: u64,
+impl Entry for Piece {
+    fn count(&self) -> u64 {
+        self.count
+    }
+    fn set_first(&mut self, first: u64) {
+        self.first = first;
+    }
 }
 
-impl<'a> Table<'a> {
-    fn new(backend: &'a CudaBackend, mut pieces: Vec<Piece>) -> Result<Table<'a>> {
-        pieces.retain(|piece| piece.count > 0);
-        let mut chunks = 0;
-        for piece in &mut pieces {
-            piece.first = chunks;
-            chunks += piece.count.div_ceil(CHUNK as u64);
-        }
-        let memory = backend.scratch(size_of::<Piece>() * pieces.len())?;
-        backend.write(bytemuck::cast_slice(&pieces), memory.address())?;
-        Ok(Table { memory, number: pieces.len() as u32, chunks })
-    }
-
-    fn of_gradients(backend: &'a CudaBackend, tensors: &[&Tensor]) -> Result<Table<'a>> {
-        let piece = |x: &&Tensor| Piece { count: x.numel() as u64, gradient: at(x), ..Piece::default() };
-        Table::new(backend, tensors.iter().map(piece).collect())
-    }
-
-    fn grid(&self, backend: &CudaBackend) -> [u32; 3] {
-        [self.chunks.clamp(1, u64::from(backend.driver.multiprocessors) * 16) as u32, 1, 1]
-    }
+/// What measuring goes over.
+fn gradients_table<'a>(backend: &'a CudaBackend, tensors: &[&Tensor]) -> Result<Table<'a>> {
+    let piece = |x: &&Tensor| Piece { count: x.numel() as u64, gradient: at(x), ..Piece::default() };
+    Table::new(backend, tensors.iter().map(piece).collect())
 }
 
 pub(super) fn update(
@@ -145,7 +128,7 @@ pub(super) fn clipped_updates(
     let [largest, parts] = [std::mem::offset_of!(Verdict, largest), std::mem::offset_of!(Verdict, parts)]
         .map(|offset| verdict.address() + offset as u64);
     backend.zero_bytes(verdict.address(), size_of::<Verdict>())?;
-    let table = Table::of_gradients(backend, gradients)?;
+    let table = gradients_table(backend, gradients)?;
     measure_largest(backend, gradients, &table, largest)?;
     measure_squares(backend, gradients, &table, 0.0, largest, parts)?;
     let limit = clipping.limit.unwrap_or(f64::INFINITY);
@@ -243,7 +226,7 @@ fn measure_squares(
 pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Result<f32> {
     let result = backend.scratch(4)?;
     backend.zero_bytes(result.address(), 4)?;
-    measure_largest(backend, pieces, &Table::of_gradients(backend, pieces)?, result.address())?;
+    measure_largest(backend, pieces, &gradients_table(backend, pieces)?, result.address())?;
     let mut bits = [0u8; 4];
     backend.read(result.address(), &mut bits)?;
     Ok(f32::from_bits(u32::from_le_bytes(bits)))
@@ -252,7 +235,7 @@ pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Re
 pub(super) fn sum_of_squares(backend: &CudaBackend, pieces: &[&Tensor], grid: f64) -> Result<i128> {
     let result = backend.scratch(16)?;
     backend.zero_bytes(result.address(), 16)?;
-    measure_squares(backend, pieces, &Table::of_gradients(backend, pieces)?, grid, 0, result.address())?;
+    measure_squares(backend, pieces, &gradients_table(backend, pieces)?, grid, 0, result.address())?;
     let mut parts = [0u64; 2];
     backend.read(result.address(), bytemuck::cast_slice_mut(&mut parts))?;
     Ok(sum_of_words(parts))
@@ -267,7 +250,7 @@ pub(super) fn measure_more(
     if measures.dtype() != DType::I64 || measures.numel() != 1 + 2 * grids.len() {
         return Err(TensorError::argument("measure_more", format!("{measures:?} for {} grids", grids.len())));
     }
-    let table = Table::of_gradients(backend, pieces)?;
+    let table = gradients_table(backend, pieces)?;
     measure_largest(backend, pieces, &table, at(measures))?;
     for (index, &grid) in grids.iter().enumerate() {
         measure_squares(backend, pieces, &table, grid, 0, at(measures) + 8 + 16 * index as u64)?;

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use ferrospeed_collective::one_bit::{Feedback, padded_numel};
 use ferrospeed_optim::one_bit::OneBit;
 
-use super::Compressing;
+use super::{Compressing, Kept};
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::snapshot::{Saved, SavedPiece};
@@ -33,25 +33,74 @@ fn of_parts(parts: &[f32]) -> f64 {
     parts.iter().rev().map(|part| f64::from(*part)).sum()
 }
 
+/// How far parameters have gone since ranks last met, with the sums of rates since then.
+pub(super) type Ways = (Vec<Vec<f32>>, Vec<f64>);
+
+/// What a rank holds of its own beside weights and moments.
+pub(super) struct Held {
+    /// What was lost, by tensor.
+    pub(super) lost: Vec<(usize, Vec<f32>)>,
+    /// What lies behind the last momentum.
+    pub(super) beyond: Vec<f32>,
+    /// Nothing while ranks do not part.
+    pub(super) ways: Option<Ways>,
+}
+
+impl Kept {
+    /// All of it, of parameters of these sizes.
+    fn held(&self, numels: &[usize]) -> Result<Held> {
+        match self {
+            Kept::Host(host) => {
+                let beyond = host.memory.beyond(numels.iter().sum()).to_vec();
+                let ways = host.memory.ways().map(|(ways, rates)| (ways.to_vec(), rates.to_vec()));
+                Ok(Held { lost: host.lost().collect(), beyond, ways })
+            }
+            Kept::Device(device) => device.held(numels),
+        }
+    }
+
+    fn set_lost(&mut self, at: usize, feedback: Feedback) -> Result<()> {
+        match self {
+            Kept::Host(host) => Ok(host.set_lost(at, feedback)),
+            Kept::Device(device) => device.set_lost(at, &feedback),
+        }
+    }
+
+    fn set_beyond(&mut self, numel: usize, beyond: &[f32]) -> Result<()> {
+        match self {
+            Kept::Host(host) => Ok(host.memory.set_beyond(numel, beyond)),
+            Kept::Device(device) => device.set_beyond(numel, beyond),
+        }
+    }
+
+    fn set_ways(&mut self, ways: Vec<Vec<f32>>, rates: Vec<f64>) -> Result<()> {
+        match self {
+            Kept::Host(host) => Ok(host.memory.set_ways(ways, rates)),
+            Kept::Device(device) => device.set_ways(&ways, rates),
+        }
+    }
+}
+
 impl ZeroStore {
     /// What this rank alone holds and a run needs to go on to the same bits; nothing where all ranks hold the same.
     pub fn own_numbers(&self) -> Result<OwnNumbers> {
         let mut own = OwnNumbers::new();
         let apart = {
             let state = self.lock();
-            let Some(Compressing { memory, ranks, .. }) = &state.compressing else { return Ok(own) };
+            let Some(Compressing { kept, group, .. }) = &state.compressing else { return Ok(own) };
+            let numels = self.numels(&state);
+            let Held { lost, beyond, ways } = kept.held(&numels)?;
             // A rank without peers loses nothing.
-            let feedbacks = ranks.feedbacks.iter().filter(|_| ranks.group.size() > 1);
-            own.extend(feedbacks.map(|(at, feedback)| (format!("lost.{at}"), feedback.numbers())));
-            let beyond = memory.beyond(self.numels(&state).iter().sum());
-            own.extend((!beyond.is_empty()).then(|| ("beyond".to_owned(), beyond.to_vec())));
-            let ways = memory.ways();
+            let lost = lost.into_iter().filter(|_| group.size() > 1);
+            own.extend(lost.map(|(at, numbers)| (format!("lost.{at}"), numbers)));
+            own.extend((!beyond.is_empty()).then(|| ("beyond".to_owned(), beyond)));
+            let apart = ways.is_some();
             if let Some((travelled, rates)) = ways {
-                let ways = travelled.iter().enumerate();
-                own.extend(ways.map(|(at, way)| (format!("way.{at}"), way.clone())));
+                let ways = travelled.into_iter().enumerate();
+                own.extend(ways.map(|(at, way)| (format!("way.{at}"), way)));
                 own.insert("rates".to_owned(), rates.iter().flat_map(|rate| in_parts(*rate)).collect());
             }
-            ways.is_some()
+            apart
         };
         for piece in self.pieces_to_read().iter().filter(|_| apart) {
             if let Some(name) = self.own_name(piece) {
@@ -79,8 +128,8 @@ impl ZeroStore {
         }
         let mut state = self.lock();
         let numels = self.numels(&state);
-        let Some(Compressing { rule, memory, ranks }) = &mut state.compressing else { return Ok(()) };
-        let (size, total) = (ranks.group.size(), numels.iter().sum::<usize>());
+        let Some(Compressing { rule, group, kept }) = &mut state.compressing else { return Ok(()) };
+        let (size, total) = (group.size(), numels.iter().sum::<usize>());
         let all: &[usize] = match rule {
             OneBit::Lamb(_) => &[padded_numel(total, size)],
             OneBit::Adam(_) | OneBit::ZeroOne(_) => &numels,
@@ -88,12 +137,13 @@ impl ZeroStore {
         for (at, &numel) in all.iter().enumerate() {
             let Some(numbers) = own.get(&format!("lost.{at}")) else { continue };
             let feedback = Feedback::of_numbers(numbers, numel, size);
-            ranks.feedbacks.insert(at, feedback.ok_or_else(|| misfit("what was lost"))?);
+            kept.set_lost(at, feedback.ok_or_else(|| misfit("what was lost"))?)?;
         }
         if let Some(beyond) = own.get("beyond") {
-            let fits = total + beyond.len() == padded_numel(total, size);
-            fits.then(|| memory.set_beyond(total, beyond))
-                .ok_or_else(|| misfit("what lies beyond momenta"))?;
+            if total + beyond.len() != padded_numel(total, size) {
+                return Err(misfit("what lies beyond momenta"));
+            }
+            kept.set_beyond(total, beyond)?;
         }
         let Some(rates) = own.get("rates") else { return Ok(()) };
         let way =
@@ -101,8 +151,7 @@ impl ZeroStore {
         let ways: Option<Vec<Vec<f32>>> =
             numels.iter().enumerate().map(|way_of| way(way_of).cloned()).collect();
         let ways = ways.filter(|_| rates.len() == 3 * numels.len()).ok_or_else(|| misfit("ways"))?;
-        memory.set_ways(ways, rates.chunks(3).map(of_parts).collect());
-        Ok(())
+        kept.set_ways(ways, rates.chunks(3).map(of_parts).collect())
     }
 
     /// What a piece is called that differs between ranks once they part.

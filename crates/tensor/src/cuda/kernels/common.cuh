@@ -167,6 +167,30 @@ __device__ __forceinline__ void block_sum2(float& a, float& b) {
     b = warp_sum(lane < warps ? parts[1][lane] : 0.0f);
 }
 
+// The same of doubles.
+__device__ __forceinline__ double block_sum(double v) {
+    __shared__ double parts[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+    __syncthreads();
+    if (lane == 0) parts[warp] = v;
+    __syncthreads();
+    v = 0.0;
+    for (int w = 0; w < warps; w++) v += parts[w];
+    return v;
+}
+
+// Tensors of a table are cut into chunks, numbered through; `first` is a tensor's first, `count` its elements.
+#define CHUNK 16384ull
+template <class Piece> __device__ __forceinline__ const Piece& piece_of(const Piece* pieces, u32 number, u64 chunk) {
+    u32 low = 0, high = number;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (pieces[middle].first <= chunk) low = middle; else high = middle;
+    }
+    return pieces[low];
+}
+
 // Of a block of 32 × 8 threads, each with the sums of 8 neighbouring columns: leaves partial[blockIdx.y, column].
 __device__ __forceinline__ void leave_columns(const float* sums, u64 width, float* partial) {
     __shared__ float parts[8][257];

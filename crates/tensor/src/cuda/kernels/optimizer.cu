@@ -53,21 +53,14 @@ template <int KIND> __device__ __forceinline__ float step(const Update& u, float
 
 // REAL is the gradient's type, COPY that of the 16-bit copy, STATES how many states there are.
 
-// A stretch of weights with what belongs to it. All stretches are cut into chunks, numbered through; `first` is this one's
-// first. Measuring needs only the gradient.
+// A stretch of weights with what belongs to it. Measuring needs only the gradient.
 struct Piece { u64 first; u64 count; float* weights; const REAL* gradient; float* states[3]; COPY* copy; };
-#define CHUNK 16384ull
 
 // Runs `pack(piece, first element)` over whole packs of SIZE where `wide(piece)`, `one(piece, element)` over the rest.
 template <int SIZE, class Wide, class Whole, class One>
 __device__ __forceinline__ void over(const Piece* pieces, u32 number, u64 chunks, Wide wide, Whole pack, One one) {
     for (u64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        u32 low = 0, high = number;
-        while (high - low > 1) {
-            u32 middle = (low + high) / 2;
-            if (pieces[middle].first <= chunk) low = middle; else high = middle;
-        }
-        const Piece piece = pieces[low];
+        const Piece piece = piece_of(pieces, number, chunk);
         u64 start = (chunk - piece.first) * CHUNK;
         u64 end = start + CHUNK < piece.count ? start + CHUNK : piece.count;
         u64 packs = wide(piece) ? (end - start) / SIZE : 0;
