@@ -299,8 +299,9 @@ fn a_gpu_follows_the_processor() {
         return skip("no CUDA device");
     }
     for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
-        // Until the freeze rounding is all that differs. A sign that is another's moves a value by its whole size, until what that
-        // lost is fed back.
+        // Until values go as signs rounding is all that differs. A sign that is another's moves a value by its whole size, until what that
+        // lost is fed back. 0/1 Adam sends signs between two updates of its second moment, from the third on.
+        let compressed = if optimizer == "ZeroOneAdam" { 3 } else { FREEZE as usize };
         for (ranks, precision, before, after) in [
             (1, "fp32", 1e-4, 1e-3),
             (2, "fp32", 1e-4, 2e-2),
@@ -320,7 +321,7 @@ fn a_gpu_follows_the_processor() {
             let case = format!("{optimizer}, {ranks} ranks, {precision}");
             for ((losses, weights), (expected, _)) in ours.iter().zip(&theirs) {
                 for (number, (loss, expected)) in losses.iter().zip(expected).enumerate() {
-                    let limit = if number < FREEZE as usize { before } else { after };
+                    let limit = if number < compressed { before } else { after };
                     assert!(
                         (loss - expected).abs() <= limit * expected,
                         "{case}: step {number} has a loss of {loss} on the GPU, {expected} on the processor"

@@ -61,23 +61,26 @@ impl Kept {
 
     fn set_lost(&mut self, at: usize, feedback: Feedback) -> Result<()> {
         match self {
-            Kept::Host(host) => Ok(host.set_lost(at, feedback)),
-            Kept::Device(device) => device.set_lost(at, &feedback),
+            Kept::Host(host) => host.set_lost(at, feedback),
+            Kept::Device(device) => device.set_lost(at, &feedback)?,
         }
+        Ok(())
     }
 
     fn set_beyond(&mut self, numel: usize, beyond: &[f32]) -> Result<()> {
         match self {
-            Kept::Host(host) => Ok(host.memory.set_beyond(numel, beyond)),
-            Kept::Device(device) => device.set_beyond(numel, beyond),
+            Kept::Host(host) => host.memory.set_beyond(numel, beyond),
+            Kept::Device(device) => device.set_beyond(numel, beyond)?,
         }
+        Ok(())
     }
 
     fn set_ways(&mut self, ways: Vec<Vec<f32>>, rates: Vec<f64>) -> Result<()> {
         match self {
-            Kept::Host(host) => Ok(host.memory.set_ways(ways, rates)),
-            Kept::Device(device) => device.set_ways(&ways, rates),
+            Kept::Host(host) => host.memory.set_ways(ways, rates),
+            Kept::Device(device) => device.set_ways(&ways, rates)?,
         }
+        Ok(())
     }
 }
 
