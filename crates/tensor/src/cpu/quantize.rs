@@ -20,6 +20,7 @@
 //! assert_eq!(back, [1.0, -4.0, 0.5, 0.0]);
 //! ```
 
+use crate::cpu::ahead::ask_ahead;
 use crate::cpu::simd::vectorized;
 use crate::dtype::Float;
 
@@ -190,9 +191,7 @@ impl Format {
     /// The scale of a symmetric group, and whether its largest magnitude is that of a positive value.
     fn around_zero<T: Float>(self, values: &[T]) -> (f32, bool) {
         // As integers, magnitudes are ordered as they are, and NaN comes after all.
-        let mut lanes = [0u32; LANES];
-        vectorized!(|| largest_bits(values, &mut lanes));
-        let found = lanes.into_iter().max().unwrap_or(0);
+        let found = vectorized!(|| largest_bits(values));
         let largest = f32::from_bits(found >> 1);
         let scale = if largest == 0.0 { 1.0 } else { 2.0 * self.half_range() / (2.0 * largest) };
         (if largest.is_finite() { scale } else { f32::NAN }, found & 1 == 1)
@@ -230,8 +229,10 @@ impl Format {
                 Bits::Eight => packed.copy_from_slice(&integers[..values.len()]),
                 Bits::Four => {
                     integers[values.len()..].fill(0);
-                    for (byte, [first, second]) in packed.iter_mut().zip(integers.as_chunks::<2>().0) {
-                        *byte = first << 4 | second & 0xf;
+                    // As words of both, whose halves become bytes in one instruction.
+                    for (byte, &both) in packed.iter_mut().zip(integers.as_chunks::<2>().0) {
+                        let both = u16::from_le_bytes(both);
+                        *byte = (both << 4 | both >> 8 & 0xf) as u8;
                     }
                 }
             }
@@ -303,6 +304,7 @@ impl Format {
             let bytes = self.packed_len(index * group + tile * TILE);
             let bytes = bytes..bytes + self.packed_len(out.len());
             let mut sum = [0.0f32; TILE];
+            ask_ahead::<T, TILE>(out, 0);
             for source in sources {
                 let params = &source.params[index * per_group..(index + 1) * per_group];
                 let (step, offset) = (params[0], params.get(1).copied().unwrap_or(0.0));
@@ -335,13 +337,17 @@ impl Format {
 
 /// The largest magnitude's bits, and below them whether it is positive.
 #[inline(always)]
-fn largest_bits<T: Float>(values: &[T], lanes: &mut [u32; LANES]) {
+fn largest_bits<T: Float>(values: &[T]) -> u32 {
     let bits = |value: &T| {
         let bits = value.widen().to_bits();
         bits << 1 | (!bits >> 31)
     };
+    // A variable of its own stays in registers.
+    let mut lanes = [0u32; LANES];
     let mut rows = values.chunks_exact(LANES);
     for row in &mut rows {
+        // Here a group is read from memory; packing finds it in the cache.
+        ask_ahead::<T, LANES>(row, 0);
         for (lane, value) in lanes.iter_mut().zip(row) {
             *lane = (*lane).max(bits(value));
         }
@@ -349,6 +355,7 @@ fn largest_bits<T: Float>(values: &[T], lanes: &mut [u32; LANES]) {
     for (lane, value) in lanes.iter_mut().zip(rows.remainder()) {
         *lane = (*lane).max(bits(value));
     }
+    lanes.into_iter().max().unwrap_or(0)
 }
 
 /// Elements of a group below which DeepSpeed cuts no further, and those that no group reaches.

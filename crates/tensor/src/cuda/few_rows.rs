@@ -184,7 +184,7 @@ pub(super) fn few_rows(backend: &CudaBackend, step: &FewRows<'_>) -> Result<bool
 
 /// Rows divided by the root of their mean square, times a gain.
 fn normed(backend: &CudaBackend, x: &Tensor, gain: &Tensor, eps: f32) -> Result<Tensor> {
-    let y = Tensor::empty(x.shape().clone(), x.dtype(), x.device())?;
+    let y = Tensor::empty(*x.shape(), x.dtype(), x.device())?;
     let [mean, rstd] = [(); 2].map(|()| Tensor::empty([x.shape().rows()], DType::F32, x.device()));
     norm::norm(backend, NormKind::Rms, eps, x, None, Some(gain), None, &y, &mean?, &rstd?)?;
     Ok(y)
