@@ -191,7 +191,9 @@ impl Format {
     /// The scale of a symmetric group, and whether its largest magnitude is that of a positive value.
     fn around_zero<T: Float>(self, values: &[T]) -> (f32, bool) {
         // As integers, magnitudes are ordered as they are, and NaN comes after all.
-        let found = vectorized!(|| largest_bits(values));
+        let mut lanes = [0u32; LANES];
+        vectorized!(|| largest_bits(values, &mut lanes));
+        let found = lanes.into_iter().max().unwrap_or(0);
         let largest = f32::from_bits(found >> 1);
         let scale = if largest == 0.0 { 1.0 } else { 2.0 * self.half_range() / (2.0 * largest) };
         (if largest.is_finite() { scale } else { f32::NAN }, found & 1 == 1)
@@ -335,15 +337,16 @@ impl Format {
     }
 }
 
-/// The largest magnitude's bits, and below them whether it is positive.
+/// The largest magnitude's bits, and below them whether it is positive. Lanes are put together by the caller: with that in it, it
+/// was too large to be compiled into what chooses the instructions.
 #[inline(always)]
-fn largest_bits<T: Float>(values: &[T]) -> u32 {
+fn largest_bits<T: Float>(values: &[T], found: &mut [u32; LANES]) {
     let bits = |value: &T| {
         let bits = value.widen().to_bits();
         bits << 1 | (!bits >> 31)
     };
     // A variable of its own stays in registers.
-    let mut lanes = [0u32; LANES];
+    let mut lanes = *found;
     let mut rows = values.chunks_exact(LANES);
     for row in &mut rows {
         // Here a group is read from memory; packing finds it in the cache.
@@ -355,7 +358,7 @@ fn largest_bits<T: Float>(values: &[T]) -> u32 {
     for (lane, value) in lanes.iter_mut().zip(rows.remainder()) {
         *lane = (*lane).max(bits(value));
     }
-    lanes.into_iter().max().unwrap_or(0)
+    *found = lanes;
 }
 
 /// Elements of a group below which DeepSpeed cuts no further, and those that no group reaches.

@@ -52,16 +52,43 @@ pub(super) struct Product<'a> {
     pub(super) residual: u64,
 }
 
-/// Matches the kernel's.
+/// Weights, as a kernel finds them, and where their results go. Matches the kernels'.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-struct Sides {
-    weights: [u64; MOST_SIDES],
+pub(super) struct Sides<W> {
+    weights: [W; MOST_SIDES],
     biases: [u64; MOST_SIDES],
     results: [u64; MOST_SIDES],
     outputs: [u64; MOST_SIDES],
     /// The tiles of the first, of the first two, of all.
     ends: [u64; MOST_SIDES],
+}
+
+impl<W: Copy> Sides<W> {
+    /// With the number of all tiles, of so many outputs. Of a gated pair a tile holds as many of both together.
+    pub(super) fn of(
+        product: &Product<'_>,
+        tile_outputs: usize,
+        no_weight: W,
+        mut weight: impl FnMut(&Side) -> Result<W>,
+    ) -> Result<(Sides<W>, usize)> {
+        let (weights, none) = ([no_weight; MOST_SIDES], [0; MOST_SIDES]);
+        let mut sides = Sides { weights, biases: none, results: none, outputs: none, ends: none };
+        let mut tiles = 0;
+        for (number, side) in product.sides.iter().enumerate() {
+            sides.weights[number] = weight(side)?;
+            sides.biases[number] = side.bias;
+            sides.results[number] = side.result;
+            sides.outputs[number] = side.outputs as u64;
+            tiles += match (product.gated, number) {
+                (false, _) => side.outputs.div_ceil(tile_outputs),
+                (true, 0) => side.outputs.div_ceil(tile_outputs / 2),
+                (true, _) => 0,
+            };
+            sides.ends[number..].fill(tiles as u64);
+        }
+        Ok((sides, tiles))
+    }
 }
 
 /// Matches the kernel's.
@@ -111,21 +138,7 @@ pub(super) fn run(backend: &CudaBackend, product: &Product<'_>) -> Result<()> {
     if product.rows > MOST_ROWS {
         return some_rows::run(backend, product);
     }
-    let none = [0; MOST_SIDES];
-    let mut sides = Sides { weights: none, biases: none, results: none, outputs: none, ends: none };
-    let mut tiles = 0;
-    for (number, side) in product.sides.iter().enumerate() {
-        sides.weights[number] = side.weight;
-        sides.biases[number] = side.bias;
-        sides.results[number] = side.result;
-        sides.outputs[number] = side.outputs as u64;
-        tiles += match (product.gated, number) {
-            (false, _) => side.outputs.div_ceil(TILE_OUTPUTS),
-            (true, 0) => side.outputs.div_ceil(TILE_OUTPUTS / 2),
-            (true, _) => 0,
-        };
-        sides.ends[number..].fill(tiles as u64);
-    }
+    let (sides, tiles) = Sides::of(product, TILE_OUTPUTS, 0u64, |side| Ok(side.weight))?;
     let (gain, eps) = product.norm.unwrap_or((0, 0.0));
     let rows = Rows {
         x: product.x,

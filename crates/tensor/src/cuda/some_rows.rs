@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 
 use crate::cuda::driver::Checked;
 use crate::cuda::elementwise::activation_number;
-use crate::cuda::few_rows::{self, MOST_SIDES, Product};
+use crate::cuda::few_rows::{self, MOST_SIDES, Product, Sides};
 use crate::cuda::{CudaBackend, Kernel, Source, launch, real};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -33,18 +33,6 @@ const ALIGNMENT: usize = 1024;
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy)]
 struct Map([u64; 16]);
-
-/// Matches the kernel's.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-struct Sides {
-    weights: [Map; MOST_SIDES],
-    biases: [u64; MOST_SIDES],
-    results: [u64; MOST_SIDES],
-    outputs: [u64; MOST_SIDES],
-    /// The tiles of the first, of the first two, of all.
-    ends: [u64; MOST_SIDES],
-}
 
 /// Matches the kernel's.
 #[repr(C)]
@@ -154,22 +142,9 @@ pub(super) fn takes(backend: &CudaBackend, product: &Product<'_>) -> bool {
 /// Runs what [`takes`] has said yes to.
 pub(super) fn run(backend: &CudaBackend, product: &Product<'_>) -> Result<()> {
     let Product { dtype, rows, inputs, .. } = *product;
-    let none = [0; MOST_SIDES];
-    let mut sides =
-        Sides { weights: [Map([0; 16]); MOST_SIDES], biases: none, results: none, outputs: none, ends: none };
-    let mut tiles = 0;
-    for (number, side) in product.sides.iter().enumerate() {
-        sides.weights[number] = map(dtype, side.weight, inputs, side.outputs, TILE_OUTPUTS / 2)?;
-        sides.biases[number] = side.bias;
-        sides.results[number] = side.result;
-        sides.outputs[number] = side.outputs as u64;
-        tiles += match (product.gated, number) {
-            (false, _) => side.outputs.div_ceil(TILE_OUTPUTS),
-            (true, 0) => side.outputs.div_ceil(TILE_OUTPUTS / 2),
-            (true, _) => 0,
-        };
-        sides.ends[number..].fill(tiles as u64);
-    }
+    let (sides, tiles) = Sides::of(product, TILE_OUTPUTS, Map([0; 16]), |side| {
+        map(dtype, side.weight, inputs, side.outputs, TILE_OUTPUTS / 2)
+    })?;
     let (room_for, define) = if rows <= ROWS[0].0 { ROWS[0] } else { ROWS[1] };
     let told = Rows {
         x: map(dtype, product.x, inputs, rows, room_for)?,
