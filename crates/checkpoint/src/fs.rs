@@ -38,7 +38,7 @@ pub struct Disk;
 
 impl FileSystem for Disk {
     fn create_folder(&self, path: &Path) -> std::io::Result<()> {
-        std::fs::create_dir_all(path)
+        ferrospeed_files::create_folder(path)
     }
 
     fn create_file(&self, path: &Path) -> std::io::Result<File> {

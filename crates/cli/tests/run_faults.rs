@@ -157,6 +157,45 @@ fn no_file_of_a_run_is_written_through_a_link_of_somebody_else() {
 }
 
 #[test]
+fn no_folder_of_a_run_is_reached_through_a_link_of_somebody_else() {
+    let place = Workplace::new();
+    place.train_well(&["--set", "save.every=2"]);
+    let (run, theirs) = (place.run_folder("small"), place.0.path().join("theirs"));
+    let kept = |folder: &std::path::Path| std::fs::read_dir(folder).unwrap().count();
+    for name in ["", "checkpoints", "config", "model"] {
+        let link = if name.is_empty() { run.clone() } else { run.join(name) };
+        std::fs::rename(&link, &theirs).unwrap();
+        std::os::unix::fs::symlink(&theirs, &link).unwrap();
+        if std::os::unix::fs::lchown(&link, Some(12_345), None).is_err() {
+            return ferrospeed_testkit::skip::skip("only root makes links that are another user's");
+        }
+        let before = kept(&theirs);
+        let output = place.train(&["--overwrite"]);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{name}: {said}");
+        assert!(said.contains(": is a link that user 12345 made"), "{name}: {said}");
+        assert_eq!(kept(&theirs), before, "{name}");
+        // One's own is followed.
+        std::os::unix::fs::lchown(&link, Some(0), None).unwrap();
+        place.train_well(&["--overwrite", "--set", "save.every=2"]);
+        std::fs::remove_file(&link).unwrap_or_else(|_| std::fs::remove_dir_all(&link).unwrap());
+        let _ = std::fs::remove_dir_all(&theirs);
+        place.train_well(&["--overwrite", "--set", "save.every=2"]);
+    }
+}
+
+#[test]
+fn weights_that_have_grown_beyond_all_measure_are_a_verdict() {
+    let place = Workplace::new();
+    let output =
+        place.train(&["--set", "optimizer.params.lr=1e30", "--set", "steps=8", "--set", "max_bad_steps=2"]);
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("nothing is learned any more") || said.contains("is not a number"), "{said}");
+    assert!(!place.run_folder("small").join("model/model.safetensors").exists(), "{said}");
+}
+
+#[test]
 fn a_log_that_is_no_plain_file_is_refused_at_once() {
     let place = Workplace::new();
     let out = place.run_folder("small");

@@ -289,9 +289,10 @@ impl Rules<'_> {
             self.unsupported("zero_optimization.mics_shard_size", why, "remove it");
         }
         let one_bit = self.text("optimizer.type").is_some_and(|name| ONE_BIT.contains(&name));
-        if one_bit && (pipe || tensor || expert) {
-            let why = "a 1-bit optimizer needs the same whole model on all ranks";
-            let help = "remove pipeline stages, tensor slices and spread experts, or use AdamW";
+        if one_bit && (pipe || sequence || tensor || expert) {
+            let why = "a 1-bit optimizer needs the same whole model on all ranks, and whole sequences";
+            let help =
+                "remove pipeline stages, shared sequences, tensor slices and spread experts, or use AdamW";
             self.unsupported("optimizer.type", why, help);
         }
         if self.flag("eigenvalue.enabled") && (pipe || tensor || expert) {

@@ -83,6 +83,18 @@ pub fn open_to_write(path: impl AsRef<Path>, options: &OpenOptions) -> Result<Fi
     open_with(links::place_to_write(path.as_ref())?, options, libc::O_NOFOLLOW)
 }
 
+/// Makes a folder to write in, with those it lies in, where there is none. One that is there through a link must be there through
+/// links of this user or root: what is written, and what is removed to make room for it, would be of somebody else's choice.
+pub fn create_folder(path: impl AsRef<Path>) -> Result<()> {
+    expect_own_links(&path)?;
+    std::fs::create_dir_all(path)
+}
+
+/// Refuses a name that leads to where it leads through a link of somebody else.
+pub fn expect_own_links(path: impl AsRef<Path>) -> Result<()> {
+    links::place_to_write(path.as_ref()).map(drop)
+}
+
 /// Opens the file that a lock is taken on, and makes it where there is none. No link is followed: nobody needs a lock elsewhere.
 pub fn open_lock(path: &Path) -> Result<File> {
     let options = OpenOptions::new().create(true).truncate(false).read(true).write(true).clone();

@@ -1,8 +1,8 @@
 //! Which links are followed by what is written: those that this user or the system's administrator made.
 //!
 //! A link in a run's folder may keep a log on another disk. One that somebody else put there, which is possible wherever
-//! others may write, would have this user write over a file of that somebody's choice. Only the last part of a name is
-//! looked at: who may replace a folder on the way has all that is in it.
+//! others may write, would have this user write over a file of that somebody's choice, or into a folder. Only the last part of a
+//! name is looked at: whoever makes folders looks at each of them.
 
 use std::fs::OpenOptions;
 use std::io::{Error, ErrorKind, Result};
@@ -14,7 +14,8 @@ const MAX_LINKS: usize = 40;
 
 /// Where a name leads, which is no link itself: a file, something else, or a place where nothing is.
 pub(crate) fn place_to_write(path: &Path) -> Result<PathBuf> {
-    let mut place = path.to_path_buf();
+    // Without a slash at its end, which would have the link followed before it is looked at.
+    let mut place: PathBuf = path.components().collect();
     for _ in 0..MAX_LINKS {
         // Owner and target are those of one and the same link, whatever takes its name meanwhile.
         let looked = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(&place);

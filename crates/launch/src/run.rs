@@ -152,7 +152,7 @@ pub fn run_backend(
 
 fn make_log_dir(folder: &Path) -> Result<PathBuf, LaunchError> {
     let refuse = |source| LaunchError::File { action: "create log folder", path: folder.to_owned(), source };
-    std::fs::create_dir_all(folder).map_err(refuse)?;
+    ferrospeed_files::create_folder(folder).map_err(refuse)?;
     Ok(folder.to_owned())
 }
 

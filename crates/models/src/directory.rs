@@ -202,7 +202,7 @@ pub fn copy_files(source: &Path, target: &Path, names: &[&str]) -> Result<()> {
     for name in names {
         let (from, to) = (source.join(name), target.join(name));
         if from.is_file() && !same(&from, &to) {
-            std::fs::create_dir_all(target).map_err(ModelError::io(target))?;
+            ferrospeed_files::create_folder(target).map_err(ModelError::io(target))?;
             copy_file(&from, &to)?;
         }
     }
@@ -314,6 +314,7 @@ impl NewDirectory {
     fn begin(target: &Path) -> Result<NewDirectory> {
         let name =
             target.file_name().ok_or_else(|| ModelError::file(target, "names no directory to make"))?;
+        ferrospeed_files::expect_own_links(target).map_err(ModelError::io(target))?;
         let process = std::process::id();
         let partial = if target.is_dir() {
             target.join(format!(".{process}.partial"))

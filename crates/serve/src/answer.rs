@@ -8,9 +8,10 @@ use ferrospeed_data::Codec;
 
 use crate::detokenize::{Detokenizer, StopStrings};
 use crate::metrics::Metrics;
+use crate::paired::{Likelihoods, Paired};
 use crate::request::{Event, Events, Finish, Request, Work};
 use crate::runner::{Said, Wish};
-use crate::sampling::{Choice, Likelihood, SamplingOptions, choose};
+use crate::sampling::{Choice, SamplingOptions, choose};
 
 /// An answer, or an embedding, that the engine works on.
 #[derive(Debug)]
@@ -31,6 +32,7 @@ struct Writing {
     stop_tokens: Arc<[i64]>,
     detokenizer: Detokenizer,
     stops: StopStrings,
+    paired: Paired,
 }
 
 /// A token that was chosen, of which its client has not been told.
@@ -39,7 +41,7 @@ pub(crate) struct Chosen {
     pub(crate) token: i64,
     /// Why it is the last, where the token itself or its number says so. A stop string shows in the text alone.
     pub(crate) finish: Option<Finish>,
-    logprobs: Option<(Likelihood, Vec<Likelihood>)>,
+    logprobs: Option<Likelihoods>,
     /// Tokens of the answer with this one.
     tokens: usize,
 }
@@ -52,6 +54,7 @@ impl Answer {
                 stop_tokens: stop_tokens.as_slice().into(),
                 detokenizer: Detokenizer::default(),
                 stops: StopStrings::new(stops.clone()),
+                paired: Paired::default(),
             }),
             Work::Embed => None,
         };
@@ -131,17 +134,26 @@ impl Answer {
         let Some(writing) = &mut self.writing else { return Ok(true) };
         let Chosen { token, finish, logprobs, tokens } = chosen;
         let answer = self.index;
-        if finish == Some(Finish::Stop) {
-            let text = writing.rest(codec)?;
-            self.tell(Event::Finished { answer, text, finish: Finish::Stop, tokens });
-            return Ok(true);
+        let (mut text, mut stopped) = (String::new(), false);
+        if finish != Some(Finish::Stop) {
+            let made = writing.detokenizer.push(codec, token).map_err(|error| error.to_string())?;
+            (text, stopped) = writing.stops.push(&made);
+            if let Some(likelihoods) = logprobs {
+                writing.paired.push(made.len(), likelihoods);
+            }
         }
-        let text = writing.detokenizer.push(codec, token).map_err(|error| error.to_string())?;
-        let (text, stopped) = writing.stops.push(&text);
-        let rest = if finish.is_some() && !stopped { writing.rest(codec)? } else { String::new() };
-        self.tell(Event::Token { answer, text, logprobs });
+        if finish.is_some() && !stopped {
+            text += &writing.rest(codec)?;
+        }
+        let pieces = match writing.sampling.logprobs {
+            Some(_) => writing.paired.give(&text, stopped),
+            None => vec![(text, None)],
+        };
+        for (text, logprobs) in pieces {
+            self.tell(Event::Token { answer, text, logprobs });
+        }
         let Some(finish) = (if stopped { Some(Finish::Stop) } else { finish }) else { return Ok(false) };
-        self.tell(Event::Finished { answer, text: rest, finish, tokens });
+        self.tell(Event::Finished { answer, text: String::new(), finish, tokens });
         Ok(true)
     }
 }

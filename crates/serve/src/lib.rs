@@ -14,6 +14,7 @@ pub mod hybrid;
 pub mod inference;
 pub mod metrics;
 pub mod model;
+mod paired;
 pub mod request;
 pub mod runner;
 pub mod sampling;

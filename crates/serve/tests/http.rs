@@ -100,6 +100,16 @@ fn several_answers_prompts_and_their_probabilities_come_in_order() {
     assert_eq!(first["top_logprobs"].as_array().unwrap().len(), 4);
     assert_eq!(first["top_logprobs"][0]["token"], first["token"], "greedy takes the likeliest");
     assert_eq!(first["top_logprobs"][0]["logprob"], first["logprob"]);
+    // Of a stop string not even the likelihoods are told; of text that only begins like one, all are.
+    for (stop, text) in [("AAA", ""), ("AAAB", "AAAAA")] {
+        let body = json!({"prompt": "ab", "max_tokens": 5, "temperature": 0, "logit_bias": {"65": 100}, "stop": stop, "logprobs": 0});
+        let choice = server.post("/v1/completions", &body).json()["choices"][0].clone();
+        assert_eq!(choice["text"], text);
+        assert_eq!(choice["logprobs"]["tokens"].as_array().unwrap().len(), text.len(), "{choice}");
+        let offsets: Vec<usize> = (2..2 + text.len()).collect();
+        let told = &choice["logprobs"]["text_offset"];
+        assert!(*told == json!(offsets) || *told == json!((0..text.len()).collect::<Vec<_>>()), "{choice}");
+    }
 }
 
 #[test]

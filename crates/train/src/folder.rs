@@ -285,7 +285,10 @@ impl RunFolder {
 
     /// Takes the folder for one run.
     pub fn lock(&self) -> Result<FolderLock> {
-        std::fs::create_dir_all(&self.0).map_err(TrainError::io(&self.0))?;
+        ferrospeed_files::create_folder(&self.0).map_err(TrainError::io(&self.0))?;
+        for folder in self.folders() {
+            ferrospeed_files::expect_own_links(&folder).map_err(TrainError::io(&folder))?;
+        }
         let path = self.0.join(LOCK_FILE);
         let mut file = ferrospeed_files::open_lock(&path).map_err(TrainError::io(&path))?;
         match file.try_lock() {
@@ -303,6 +306,12 @@ impl RunFolder {
         let _ = written.and_then(|()| write!(file, "process {}, since {}", std::process::id(), now()));
         self.remove_unfinished();
         Ok(FolderLock { _file: file })
+    }
+
+    /// All that a run may write in.
+    fn folders(&self) -> [PathBuf; 7] {
+        let events = self.0.join("events");
+        [self.config(), self.logs(), self.checkpoints(), self.model(), self.data(), self.wandb(), events]
     }
 
     /// Removes files and weights that killed runs were writing here.

@@ -1,4 +1,5 @@
-//! Whether a run still learns: a loss or a gradient that is no number any more is a verdict, not a result.
+//! Whether a run still learns: a loss or a gradient that is no number any more is a verdict, not a result, and so is a gradient that is
+//! zero everywhere. The second comes from weights so large that what is divided by them, as in a norm, is nothing.
 
 use std::path::Path;
 
@@ -27,6 +28,9 @@ pub(crate) struct Health {
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub(crate) struct Trail {
     bad_in_a_row: u64,
+    /// Whether the last bad one had numbers, and a gradient of nothing but zeros.
+    #[serde(default)]
+    is_flat: bool,
     /// The last step that was good and changed weights, and its loss.
     last_good: Option<(u64, f32)>,
 }
@@ -49,7 +53,9 @@ impl Health {
     /// Looks at a step; an error when there were too many bad ones.
     pub(crate) fn judge(&mut self, record: &StepRecord) -> Result<(), Divergence> {
         let Some(loss) = record.measured_loss() else { return Ok(()) };
-        if loss.is_finite() && (self.scale_falls || !record.skipped) {
+        // Exactly zero in every element: what is small rounds to something.
+        let is_flat = !record.skipped && record.grad_norm == Some(0.0);
+        if loss.is_finite() && !is_flat && (self.scale_falls || !record.skipped) {
             self.own.bad_in_a_row = 0;
             if !record.skipped {
                 self.own.last_good = Some((record.step, loss));
@@ -57,6 +63,7 @@ impl Health {
             return Ok(());
         }
         self.own.bad_in_a_row += 1;
+        self.own.is_flat = is_flat && loss.is_finite();
         if self.own.bad_in_a_row < self.limit { Ok(()) } else { self.finish() }
     }
 
@@ -88,6 +95,7 @@ impl Health {
         let earlier = if self.own.last_good.is_some() { Trail::default() } else { self.earlier };
         Trail {
             bad_in_a_row: earlier.bad_in_a_row + self.own.bad_in_a_row,
+            is_flat: if self.own.bad_in_a_row > 0 { self.own.is_flat } else { earlier.is_flat },
             last_good: self.own.last_good.or(earlier.last_good),
         }
     }
@@ -121,7 +129,13 @@ impl Trail {
     }
 
     fn in_words(&self, since: &str) -> String {
-        format!("the loss or a gradient of the last {} steps is not a number; {since}", self.bad_in_a_row)
+        let bad = self.bad_in_a_row;
+        match self.is_flat {
+            true => format!(
+                "every gradient of the last {bad} steps is zero: nothing is learned any more, as where weights have grown beyond all measure; {since}"
+            ),
+            false => format!("the loss or a gradient of the last {bad} steps is not a number; {since}"),
+        }
     }
 }
 
@@ -173,6 +187,20 @@ mod tests {
     }
 
     #[test]
+    fn gradients_of_nothing_but_zeros_are_a_verdict_too() {
+        let flat = |step| StepRecord { grad_norm: Some(0.0), ..record(step, 5.5452) };
+        let mut health = Health::new(2, Precision::Fp32, 0, Trail::default());
+        health.judge(&StepRecord { grad_norm: Some(0.3), ..record(1, 5.0) }).unwrap();
+        health.judge(&flat(2)).unwrap();
+        health.judge(&StepRecord { grad_norm: Some(1e-30), ..record(3, 5.0) }).unwrap();
+        health.judge(&flat(4)).unwrap();
+        let Divergence { why, suspect_step } = health.judge(&flat(5)).unwrap_err();
+        assert!(why.contains("every gradient of the last 2 steps is zero") && why.contains("is 3,"), "{why}");
+        assert_eq!(suspect_step, 3);
+        assert!(health.trail().is_flat);
+    }
+
+    #[test]
     fn steps_that_are_skipped_without_a_scale_that_falls_are_bad() {
         let skipped = |step, loss_scale| StepRecord { skipped: true, loss_scale, ..record(step, 5.5) };
         let half = |loss_scale| Precision::Fp16 { loss_scale, auto_cast: false, half_master_weights: false };
@@ -213,8 +241,8 @@ mod tests {
         let Divergence { why, suspect_step } = health.finish().unwrap_err();
         assert!(why.contains("the last 1 steps") && why.contains("went on after step 4"), "{why}");
         assert_eq!(suspect_step, 2, "what was saved after step 3 was broken already");
-        assert_eq!(health.trail(), Trail { bad_in_a_row: 3, last_good: Some((2, 1.5)) });
+        assert_eq!(health.trail(), Trail { bad_in_a_row: 3, is_flat: false, last_good: Some((2, 1.5)) });
         health.judge(&record(6, 1.0)).unwrap();
-        assert_eq!(health.trail(), Trail { bad_in_a_row: 0, last_good: Some((6, 1.0)) });
+        assert_eq!(health.trail(), Trail { bad_in_a_row: 0, is_flat: false, last_good: Some((6, 1.0)) });
     }
 }

@@ -255,9 +255,9 @@ impl Link<'_> {
         matches!(self.request.model, Model::Transformer(shape) if shape.slices > 1)
     }
 
-    /// Whether every rank holds all of the model, as 1-bit optimizers need it.
+    /// Whether every rank holds all of the model and whole sequences, as 1-bit optimizers need it.
     fn holds_whole_model(&self) -> bool {
-        self.on.expert_ranks <= 1 && !self.is_sliced()
+        self.on.expert_ranks <= 1 && self.request.sequence_ranks <= 1 && !self.is_sliced()
     }
 
     /// What goes to experts on other hosts and comes back, forward and backward.

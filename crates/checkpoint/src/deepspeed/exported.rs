@@ -20,7 +20,8 @@ pub(super) fn exported(
     let is_new = !dir.exists();
     ferrospeed_files::unfinished::remove_numbered(dir, tag, std::fs::Metadata::is_dir);
     let partial = dir.join(format!(".{tag}.partial-{}", ferrospeed_files::unfinished::nonce()));
-    let written = std::fs::create_dir_all(&partial)
+    let written = ferrospeed_files::create_folder(dir)
+        .and_then(|()| std::fs::create_dir_all(&partial))
         .map_err(CheckpointError::io("create", &partial))
         .and_then(|()| write(&partial))
         .and_then(|()| std::fs::rename(&partial, &folder).map_err(CheckpointError::io("rename", &partial)));

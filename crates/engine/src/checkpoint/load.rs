@@ -9,6 +9,7 @@ use ferrospeed_checkpoint::{
     all_or_none, resolve_any, resolve_universal,
 };
 use ferrospeed_optim::loss_scale::LossScalerState;
+use ferrospeed_optim::one_bit::OneBit;
 use ferrospeed_optim::schedule::SchedulerState;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::Param;
@@ -317,8 +318,12 @@ impl Engine {
             2.. if was_compressed => "the checkpoint does not hold it".to_owned(),
             _ => return None,
         };
+        let parted = match rule {
+            OneBit::ZeroOne(_) => ", and what ranks have walked apart since they last met",
+            OneBit::Adam(_) | OneBit::Lamb(_) => "",
+        };
         Some(format!(
-            "what {} has lost by compression begins with nothing ({lost}): the first steps differ by what one step loses",
+            "what {} has lost by compression begins with nothing ({lost}): the first steps differ by what one step loses{parted}",
             rule.name()
         ))
     }
@@ -341,6 +346,14 @@ impl Engine {
     fn restore_optimizer(&mut self, manifest: &Manifest, scaler: Option<LossScalerState>) -> Result<()> {
         let saved = &manifest.training;
         self.store.set_optimizer_steps(saved.optimizer_steps);
+        if let Some(Optimizer::OneBit(rule @ OneBit::Lamb(_))) = self.store.optimizer()
+            && saved.per_parameter.is_empty()
+            && rule.takes_local_gradients(saved.optimizer_steps.saturating_add(1))
+        {
+            let why = "this checkpoint holds no ratios of 1-bit LAMB (DeepSpeed's form has none), by which it steps once second \
+                       moments are frozen; load without optimizer states (train --resume --fresh_optimizer)";
+            return Err(CheckpointError::Request(why.into()).into());
+        }
         self.store.set_per_parameter(&saved.per_parameter);
         let configured = self.store.group_options();
         if configured.len() == saved.groups.len() {

@@ -5,7 +5,7 @@
 //! `_` share a file, as they do in DeepSpeed.
 
 use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -23,7 +23,7 @@ impl CsvMonitor {
     /// Writes into `output_path/job_name`, which is made if it is not there.
     pub fn create(output_path: &Path, job_name: &str) -> Result<CsvMonitor> {
         let folder = output_path.join(job_name);
-        fs::create_dir_all(&folder).map_err(ObserveError::io(&folder))?;
+        ferrospeed_files::create_folder(&folder).map_err(ObserveError::io(&folder))?;
         Ok(CsvMonitor { folder, files: HashMap::new() })
     }
 
@@ -105,6 +105,8 @@ fn decimal(value: f64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

@@ -25,7 +25,7 @@ impl TensorBoard {
     /// Starts a new event file in `output_path/job_name`, which is made if it is not there.
     pub fn create(output_path: &Path, job_name: &str) -> Result<TensorBoard> {
         let folder = output_path.join(job_name);
-        fs::create_dir_all(&folder).map_err(ObserveError::io(&folder))?;
+        ferrospeed_files::create_folder(&folder).map_err(ObserveError::io(&folder))?;
         let (path, file) = new_file(&folder)?;
         let mut monitor = TensorBoard { path, file };
         monitor.append(&Event::FileVersion("brain.Event:2".into()))?;

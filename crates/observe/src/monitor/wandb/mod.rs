@@ -10,7 +10,6 @@
 mod log;
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::{Path, PathBuf};
 
@@ -62,7 +61,7 @@ impl WandbOffline {
         let id = random_id();
         let folder = output_path.join(format!("offline-run-{}-{id}", stamp(started_unix_s as u64)));
         let files = folder.join("files");
-        fs::create_dir_all(&files).map_err(ObserveError::io(&files))?;
+        ferrospeed_files::create_folder(&files).map_err(ObserveError::io(&files))?;
         let path = folder.join(format!("run-{id}.wandb"));
         let file = RunFile::create(&path).map_err(ObserveError::io(&path))?;
         let (row, summary) = (None, BTreeMap::new());
@@ -203,6 +202,8 @@ fn stamp(unix_s: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn run() -> WandbRun {
