@@ -142,18 +142,25 @@ impl Answer {
                 writing.paired.push(made.len(), likelihoods);
             }
         }
-        if finish.is_some() && !stopped {
-            text += &writing.rest(codec)?;
-        }
-        let pieces = match writing.sampling.logprobs {
-            Some(_) => writing.paired.give(&text, stopped),
+        let mut rest = if finish.is_some() && !stopped { writing.rest(codec)? } else { String::new() };
+        let mut pieces = match writing.sampling.logprobs {
+            Some(_) => writing.paired.give(&(text + &std::mem::take(&mut rest)), stopped),
+            // A token that ends texts has none.
+            None if finish == Some(Finish::Stop) => Vec::new(),
             None => vec![(text, None)],
         };
+        // What no token has made comes with the end.
+        if writing.sampling.logprobs.is_some()
+            && finish.is_some()
+            && let Some((left, _)) = pieces.pop_if(|(_, likelihoods)| likelihoods.is_none())
+        {
+            rest = left;
+        }
         for (text, logprobs) in pieces {
             self.tell(Event::Token { answer, text, logprobs });
         }
         let Some(finish) = (if stopped { Some(Finish::Stop) } else { finish }) else { return Ok(false) };
-        self.tell(Event::Finished { answer, text: String::new(), finish, tokens });
+        self.tell(Event::Finished { answer, text: rest, finish, tokens });
         Ok(true)
     }
 }
