@@ -3,7 +3,7 @@
 mod support;
 
 use support::small_run::Workplace;
-use support::{stderr, stdout};
+use support::{binary, output_of, stderr, stdout};
 
 /// What a run that goes on says.
 fn resumed(place: &Workplace, more: &[&str]) -> String {
@@ -73,4 +73,24 @@ fn another_optimizer_begins_anew_where_it_is_asked_for() {
     let alone = place.train(&["--fresh_optimizer"]);
     assert_eq!(alone.status.code(), Some(2), "{}", stderr(&alone));
     assert!(stderr(&alone).contains("--resume"), "{}", stderr(&alone));
+}
+
+#[test]
+fn ratios_that_a_checkpoint_has_not_are_asked_for_and_not_taken_for_zero() {
+    let place = Workplace::new();
+    let lamb = "optimizer={\"type\": \"OneBitLamb\", \"params\": {\"lr\": 1e-3, \"freeze_step\": 3}}";
+    let lamb = ["-n", "1", "--set", lamb];
+    place.train_well(&lamb);
+    let mut export = binary();
+    export.args(["checkpoint", "export-deepspeed", "runs/small", "ds", "--stage", "2", "--ranks", "1"]);
+    let exported = output_of(export.current_dir(place.0.path()));
+    assert!(exported.status.success(), "{}", stderr(&exported));
+    assert!(stderr(&exported).contains("1-bit LAMB's ratios, have no place"), "{}", stderr(&exported));
+    let on = [&lamb[..], &["--resume", "ds", "--out", "runs/on", "--set", "steps=8"]].concat();
+    let refused = place.train(&on);
+    assert_eq!(refused.status.code(), Some(1), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("holds no ratios of 1-bit LAMB"), "{}", stderr(&refused));
+    place.train_well(&[&on[..], &["--fresh_optimizer"]].concat());
+    // One of our own holds them.
+    place.train_well(&[&lamb[..], &["--resume", "--set", "steps=8"]].concat());
 }

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use support::small_run::{Workplace, losses, outcome};
-use support::{finish, may_mount, stderr, stdout, wait_until};
+use support::{binary, finish, may_mount, output_of, stderr, stdout, wait_until};
 
 #[test]
 fn a_run_that_diverges_ends_with_a_verdict_and_exports_nothing() {
@@ -181,6 +181,28 @@ fn no_folder_of_a_run_is_reached_through_a_link_of_somebody_else() {
         std::fs::remove_file(&link).unwrap_or_else(|_| std::fs::remove_dir_all(&link).unwrap());
         let _ = std::fs::remove_dir_all(&theirs);
         place.train_well(&["--overwrite", "--set", "save.every=2"]);
+    }
+}
+
+#[test]
+fn nothing_is_made_in_a_folder_through_a_link_of_somebody_else() {
+    let place = Workplace::new();
+    place.train_well(&[]);
+    let (link, theirs) = (place.0.path().join("link"), place.0.path().join("theirs"));
+    std::fs::create_dir(&theirs).unwrap();
+    std::os::unix::fs::symlink(&theirs, &link).unwrap();
+    if std::os::unix::fs::lchown(&link, Some(12_345), None).is_err() {
+        return ferrospeed_testkit::skip::skip("only root makes links that are another user's");
+    }
+    for words in [
+        &["model", "convert", "runs/small/model", "link/"][..],
+        &["checkpoint", "export-deepspeed", "runs/small", "link"],
+        &["launch", "-n", "1", "--log-dir", "link", "--", "true"],
+    ] {
+        let output = output_of(binary().args(words).current_dir(place.0.path()));
+        assert!(!output.status.success(), "{words:?}");
+        assert!(stderr(&output).contains("is a link that user 12345 made"), "{words:?}: {}", stderr(&output));
+        assert_eq!(std::fs::read_dir(&theirs).unwrap().count(), 0, "{words:?}");
     }
 }
 

@@ -12,6 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
 
+/// A loss below which there is nothing left to learn: then a gradient may be zero, in f16 above all.
+const LEARNT: f32 = 0.01;
+
 /// Counts bad steps. One that is skipped because a loss scale was too high is none where that scale falls: with a lower one the
 /// next may be good.
 pub(crate) struct Health {
@@ -54,7 +57,7 @@ impl Health {
     pub(crate) fn judge(&mut self, record: &StepRecord) -> Result<(), Divergence> {
         let Some(loss) = record.measured_loss() else { return Ok(()) };
         // Exactly zero in every element: what is small rounds to something.
-        let is_flat = !record.skipped && record.grad_norm == Some(0.0);
+        let is_flat = !record.skipped && record.grad_norm == Some(0.0) && loss > LEARNT;
         if loss.is_finite() && !is_flat && (self.scale_falls || !record.skipped) {
             self.own.bad_in_a_row = 0;
             if !record.skipped {
@@ -198,6 +201,12 @@ mod tests {
         assert!(why.contains("every gradient of the last 2 steps is zero") && why.contains("is 3,"), "{why}");
         assert_eq!(suspect_step, 3);
         assert!(health.trail().is_flat);
+        // Who knows all of the data by heart has nothing to learn.
+        let mut health = Health::new(2, Precision::Fp32, 0, Trail::default());
+        for step in 1..9 {
+            health.judge(&StepRecord { grad_norm: Some(0.0), ..record(step, 1e-6) }).unwrap();
+        }
+        health.finish().unwrap();
     }
 
     #[test]

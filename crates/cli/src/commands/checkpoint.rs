@@ -69,6 +69,19 @@ impl Which {
         Ok(checkpoint)
     }
 
+    /// The same, to be written as DeepSpeed does; says what has no place there.
+    fn open_for_deepspeed(&self) -> Result<Checkpoint, CheckpointError> {
+        let checkpoint = self.open_and_say()?;
+        let Manifest { tensors, training, .. } = checkpoint.manifest();
+        let of_ranks = tensors.iter().any(|tensor| matches!(tensor.kind, Kind::Rank(_)));
+        if of_ranks || !training.per_parameter.is_empty() {
+            terminal::print_note(
+                "what ranks hold alone of a 1-bit optimizer, and 1-bit LAMB's ratios, have no place in DeepSpeed's files and are left out",
+            );
+        }
+        Ok(checkpoint)
+    }
+
     /// Says what else is there that is easily overlooked: checkpoints that are not whole, or were put away.
     fn tell_of_others(&self, checkpoint: &Checkpoint) {
         let folder = self.folder();
@@ -320,7 +333,7 @@ fn act(action: &Action) -> Result<ExitCode, Failure> {
                 tied: &tied,
                 zero_stage,
             };
-            let bare = export_pipeline(&which.open_and_say()?, output, files)?;
+            let bare = export_pipeline(&which.open_for_deepspeed()?, output, files)?;
             if bare > 0 {
                 terminal::print_note(&format!(
                     "--pipeline: the last {bare} layer(s) have no parameters in this checkpoint, and so no files"
@@ -334,10 +347,10 @@ fn act(action: &Action) -> Result<ExitCode, Failure> {
                 expert_ranks: *expert_ranks,
                 spelling: names.spelling(),
             };
-            export_deepspeed(&which.open_and_say()?, output, options)?;
+            export_deepspeed(&which.open_for_deepspeed()?, output, options)?;
         }
         Action::ToUniversal { which, output, names } => {
-            export_universal(&which.open_and_say()?, output, names.spelling())?;
+            export_universal(&which.open_for_deepspeed()?, output, names.spelling())?;
         }
         // As diff(1): what could not be compared does not differ.
         Action::Diff { first, second } => {
