@@ -209,11 +209,12 @@ fn nothing_is_made_in_a_folder_through_a_link_of_somebody_else() {
 #[test]
 fn weights_that_have_grown_beyond_all_measure_are_a_verdict() {
     let place = Workplace::new();
-    let output =
-        place.train(&["--set", "optimizer.params.lr=1e30", "--set", "steps=8", "--set", "max_bad_steps=2"]);
+    // Squares in the norms are infinite, what is divided by their roots is nothing, and all of it is numbers.
+    let set = ["model.preset=llama", "optimizer.params.lr=1e4", "steps=12", "max_bad_steps=3"];
+    let output = place.train(&set.iter().flat_map(|one| ["--set", one]).collect::<Vec<_>>());
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("nothing is learned any more") || said.contains("is not a number"), "{said}");
+    assert!(said.contains("every gradient of the last 3 steps is zero"), "{said}");
     assert!(!place.run_folder("small").join("model/model.safetensors").exists(), "{said}");
 }
 
