@@ -50,7 +50,7 @@ fn few_rows_are_what_the_layers_give_one_by_one() {
     let Some(device) = device() else { return };
     autograd::no_grad(|| {
         for (inputs, outputs) in [(64, 16), (2048, 520), (72, 40), (5632, 256), (1000, 24)] {
-            for rows in [1, 2, 7, 8, 9, 16, 17, 32, 33, 64] {
+            for rows in [1, 2, 7, 8, 9, 16, 17, 25, 32] {
                 for dtype in [DType::BF16, DType::F16] {
                     // From 17 on by a kernel that Hopper alone has.
                     if rows <= device.backend().most_few_rows(dtype, false, None) {
@@ -112,7 +112,7 @@ fn a_row_has_the_same_bits_in_company() {
             y.to_vec_f32().unwrap()
         };
         // Each of the two kernels: up to 16 rows, and more.
-        for (whole, parts) in [(16, [1, 3, 8, 11]), (most, [17, 32, 33, 63])] {
+        for (whole, parts) in [(16, [1, 3, 8, 11]), (most, [17, 20, 31, 32])] {
             let all = of(&x.slice(0, [1, whole, 2048]).unwrap());
             for rows in parts.into_iter().filter(|rows| *rows <= whole) {
                 assert_eq!(of(&x.slice(0, [1, rows, 2048]).unwrap()), all[..rows * 512], "{rows} rows");
@@ -151,12 +151,12 @@ fn a_row_by_weights_of_few_bits_has_the_same_bits_in_company() {
 #[test]
 fn what_no_kernel_takes_is_left_to_the_layers() {
     let Some(device) = device() else { return };
-    let [x, _] = both(&[1, 65, 64], 1.0, 1, DType::BF16, &device);
+    let [x, _] = both(&[1, 33, 64], 1.0, 1, DType::BF16, &device);
     let [weight, _] = both(&[16, 64], 1.0, 2, DType::BF16, &device);
-    let [residual, _] = both(&[1, 65, 16], 1.0, 2, DType::BF16, &device);
-    assert!(ops::linear_onto(&x, (operand(&weight), None), &residual).unwrap().is_none(), "65 rows");
+    let [residual, _] = both(&[1, 33, 16], 1.0, 2, DType::BF16, &device);
+    assert!(ops::linear_onto(&x, (operand(&weight), None), &residual).unwrap().is_none(), "33 rows");
     let few = x.slice(0, [1, 2, 64]).unwrap();
-    assert!(ops::linear_onto(&few, (operand(&weight), None), &residual).is_err(), "65 rows onto 2");
+    assert!(ops::linear_onto(&few, (operand(&weight), None), &residual).is_err(), "33 rows onto 2");
     let host = Tensor::zeros([1, 2, 64], DType::F32, &Device::cpu()).unwrap();
     let weight = Tensor::zeros([16, 64], DType::F32, &Device::cpu()).unwrap();
     let onto = Tensor::zeros([1, 2, 16], DType::F32, &Device::cpu()).unwrap();

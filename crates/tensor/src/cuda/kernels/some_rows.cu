@@ -7,7 +7,7 @@
 // neighbouring blocks share the inputs of one and add up what each has found, always in the same order. Which of these it is does
 // not depend on the number of rows, so a row has the same bits alone and in company.
 //
-// ROWS: how many there is room for. ROOM: blocks that a multiprocessor holds.
+// ROOM: blocks that a multiprocessor holds.
 // Legend: n a row of x, o an output of the tile. Of a gated pair a tile holds 64 of each.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -16,6 +16,7 @@
 #define JOIN(a, b) a##b
 #define NAME_OF(real) JOIN(NAME_OF_, real)
 #define KIND NAME_OF(REAL)
+#define ROWS 32      // that there is room for
 #define OUTPUTS 128
 #define PART 64                                       // inputs of a stage: a row of them has 128 bytes
 #define WEIGHT_BYTES (OUTPUTS * PART * 2)
@@ -52,16 +53,9 @@ __device__ __forceinline__ u64 described(u32 address) {
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
 __device__ __forceinline__ void multiply(float* d, u64 w, u64 x) {
-#if ROWS == 32
     asm volatile("{.reg .pred added; setp.ne.u32 added, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." KIND "." KIND
                  " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, added, 1, 1, 0, 0;}"
                  : F16(0) : "l"(w), "l"(x));
-#else
-    asm volatile("{.reg .pred added; setp.ne.u32 added, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." KIND "." KIND
-                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, added, 1, 1, 0, 0;}"
-                 : F16(0), F16(16) : "l"(w), "l"(x));
-#endif
 }
 
 __device__ __forceinline__ void meet_neighbours() {
