@@ -91,8 +91,11 @@ impl LocalJob {
         };
         let mut environment = surroundings::environment();
         environment.extend(self.env.clone());
-        let options =
-            RunOptions { output: self.output, interrupt_grace: self.interrupt_grace, signals: self.signals };
+        let options = RunOptions {
+            output: self.output,
+            interrupt_grace: self.interrupt_grace,
+            signals: self.signals.clone(),
+        };
         run_node(&node, environment, surroundings::new_job_token()?, &options, |_, _| {})
     }
 }

@@ -71,8 +71,12 @@ pub fn run_node(
         host,
         log_dir,
         interrupt_grace: options.interrupt_grace,
-        signals: options.signals,
+        signals: options.signals.clone(),
     })?;
+    let interrupted = |signal| JobOutcome::Interrupted { signal, agreed_code: None, all_well: false };
+    if let Some(signal) = supervisor.pause(Duration::ZERO) {
+        return Ok(interrupted(signal));
+    }
     let started = timestamp(SystemTime::now());
     loop {
         let ranks = node.rank_specs(&machine)?;
@@ -90,7 +94,7 @@ pub fn run_node(
                 machine.restart_count += 1;
                 on_restart(failure, machine.restart_count);
                 if let Some(signal) = supervisor.pause(RESTART_DELAY) {
-                    return Ok(JobOutcome::Interrupted { signal, agreed_code: None, all_well: false });
+                    return Ok(interrupted(signal));
                 }
             }
             _ => return Ok(outcome),
@@ -120,7 +124,7 @@ pub fn run_backend(
         host: surroundings::host_name(),
         log_dir: None,
         interrupt_grace: options.interrupt_grace,
-        signals: options.signals,
+        signals: options.signals.clone(),
     })?;
     let outcome = supervisor.run(&[ProcessSpec {
         label: label.to_owned(),

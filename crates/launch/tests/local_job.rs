@@ -1,6 +1,8 @@
 //! [`LocalJob`] with real processes: what ranks see, and how a job ends.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use ferrospeed_launch::supervise::{OutputMode, SignalHandling, can_cage};
@@ -50,6 +52,29 @@ fn four_ranks_see_their_environment() {
     let (port, token) = shared.split_once(' ').unwrap();
     assert!(port.parse::<u16>().unwrap() > 0);
     assert_eq!(token.len(), 32);
+}
+
+/// Between a program's own handlers and the supervisor's no signal is lost.
+#[test]
+fn a_job_that_was_told_to_stop_before_it_began_starts_no_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    for (told, expected) in
+        [([true, false], Some(libc::SIGINT)), ([false, true], Some(libc::SIGTERM)), ([false; 2], None)]
+    {
+        let flags = [libc::SIGINT, libc::SIGTERM].into_iter().zip(told.map(AtomicBool::new).map(Arc::new));
+        let mut job = shell_job("touch $0.$RANK", 2, folder.path());
+        let begun = folder.path().join("begun");
+        job.args.push(begun.display().to_string());
+        job.signals = SignalHandling::ForwardSince(flags.collect());
+        let outcome = job.run().unwrap();
+        match expected {
+            Some(signal) => {
+                assert_eq!(outcome, JobOutcome::Interrupted { signal, agreed_code: None, all_well: false });
+            }
+            None => assert_eq!(outcome, JobOutcome::Succeeded),
+        }
+        assert_eq!(begun.with_extension("1").exists(), expected.is_none());
+    }
 }
 
 #[test]

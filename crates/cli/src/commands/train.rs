@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 use ferrospeed_comm::World;
-use ferrospeed_launch::supervise::OutputMode;
+use ferrospeed_launch::supervise::{OutputMode, SignalHandling};
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
     Ending, Job, Observing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError, report_failure,
@@ -264,7 +265,8 @@ fn start_ranks(
     let before = begun();
     old_recorders::remove();
     // From here on the launcher hears signals itself.
-    train_start::check_told_to_stop(requests)?;
+    let heard = [(SIGINT, &requests.finish), (SIGTERM, &requests.leave)];
+    job.signals = SignalHandling::ForwardSince(heard.map(|(signal, flag)| (signal, Arc::clone(flag))).into());
     let outcome = job.run()?;
     match &outcome {
         // The signal came as the ranks were ending: they had done all there was to do.

@@ -1,8 +1,8 @@
 //! Real processes, from the first fork to the last one reaped.
 //!
 //! Each process leads its own group. The first one that fails decides the outcome, but one that a signal killed comes
-//! before those that exited a moment earlier: they noticed that it was gone. The others get SIGTERM, and SIGKILL when they do not go. A signal to the launcher is forwarded and escalated the same way; a second one
-//! ends the patience. An exited leader stays a zombie until its whole group has been swept, so that its number
+//! before those that exited a moment earlier: they noticed that it was gone. The others get SIGTERM, and SIGKILL when they
+//! do not go. A signal to the launcher is forwarded and escalated the same way; a second one ends the patience. An exited leader stays a zombie until its whole group has been swept, so that its number
 //! cannot belong to anyone else when the group is killed.
 //!
 //! Where the system lets us, a job has a control group of its own, and nothing in it survives. Elsewhere nothing survives
@@ -19,6 +19,8 @@ mod process;
 mod signals;
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -47,10 +49,13 @@ const SETTLING: Duration = Duration::from_millis(150);
 const TICK: Duration = Duration::from_millis(50);
 
 /// Whether a supervisor answers for its process's signals.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum SignalHandling {
     /// SIGINT, SIGTERM, SIGHUP and SIGUSR2 are forwarded to the ranks; the first three start the countdown to their end.
     Forward,
+    /// The same, where handlers of the program's own have listened so far: what set one of these flags is taken for its signal.
+    /// Looked at once the supervisor itself listens, so that none is lost in between.
+    ForwardSince(Vec<(i32, Arc<AtomicBool>)>),
     /// They keep their meaning.
     LeaveAlone,
 }
@@ -114,10 +119,14 @@ enum Phase {
 impl Supervisor {
     /// Prepares supervision; signals are forwarded from now on if the options say so.
     pub fn new(options: SupervisorOptions) -> Result<Self, LaunchError> {
-        let signals = match options.signals {
-            SignalHandling::Forward => Some(SignalWatch::install()?),
+        let signals = match &options.signals {
+            SignalHandling::Forward | SignalHandling::ForwardSince(_) => Some(SignalWatch::install()?),
             SignalHandling::LeaveAlone => None,
         };
+        if let (Some(watch), SignalHandling::ForwardSince(flags)) = (&signals, &options.signals) {
+            let set = flags.iter().filter(|(_, flag)| flag.load(Ordering::SeqCst));
+            set.for_each(|(signal, _)| watch.add(*signal));
+        }
         Ok(Supervisor { options, signals })
     }
 
@@ -125,9 +134,7 @@ impl Supervisor {
     pub fn pause(&self, duration: Duration) -> Option<i32> {
         let end = Instant::now() + duration;
         loop {
-            if let Some(signal) = self.signals.as_ref().and_then(SignalWatch::take)
-                && signal != RELAYED as i32
-            {
+            if let Some(signal) = self.signals.as_ref().and_then(SignalWatch::take_ending) {
                 return Some(signal);
             }
             let left = end.saturating_duration_since(Instant::now());
