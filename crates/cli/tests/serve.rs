@@ -424,6 +424,24 @@ fn a_gguf_file_is_generated_from_served_and_converted() {
         output.stdout
     };
     assert_eq!(written(file), written(directory));
+    for (arguments, said) in [
+        (vec!["model", "inspect", file], "weights: "),
+        (vec!["estimate", "--stage", "3", "--model", file], "params"),
+        (vec!["profile", file], "72 K"),
+    ] {
+        let output = command(&arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        let shown = String::from_utf8_lossy(&output.stdout);
+        assert!(shown.contains(said), "{arguments:?}: {shown}");
+    }
+    let recipe = folder.path().join("recipe.toml");
+    let text = format!(
+        "name = \"g\"\nsteps = 1\nmodel.path = {file:?}\ndata.synthetic = 1000\ndata.sequence = 8\n[ds_config]\ntrain_batch_size = 1\n"
+    );
+    std::fs::write(&recipe, text).unwrap();
+    let refused = command(&["train", recipe.to_str().unwrap()]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("ferrospeed model convert"), "{refused:?}");
     let (_server, address) = serve(&["serve", file, "--port", "0"]);
     let models: Value = serde_json::from_str(&ask(&address, "GET", "/v1/models", "")).unwrap();
     assert_eq!(models["data"][0]["id"], "qwen2");

@@ -1,6 +1,6 @@
 //! `config.json`: from a Hugging Face description to ours.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ferrospeed_nn::Parameters;
 use serde_json::Value;
@@ -10,6 +10,8 @@ use crate::decoder::{Decoder, DecoderConfig};
 use crate::error::{ModelError, Result};
 use crate::families;
 use crate::fields::Fields;
+use crate::gguf;
+use crate::json;
 
 /// The model types that can be built, for messages.
 pub const MODEL_TYPES: [&str; 12] = [
@@ -100,17 +102,28 @@ impl ModelConfig {
 
 /// The index of a model of a million tensors has a tenth of it.
 const MAX_JSON_BYTES: u64 = 1 << 30;
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Reads the `config.json` of a directory; where there is none, says what the directory may be instead.
-pub fn read_config(directory: &Path) -> Result<Value> {
-    let path = directory.join("config.json");
-    if directory.is_dir() && !path.exists() && !path.is_symlink() {
-        return Err(ModelError::file(
-            directory,
-            format!("is no model: it has no config.json{}", instead(directory)),
-        ));
+/// The configuration of a model: the `config.json` of its directory, such a file itself, or what a GGUF file tells of it. Where
+/// it is none of them, says what it may be instead.
+pub fn read_config(path: &Path) -> Result<Value> {
+    if gguf::is_gguf(path) {
+        return Ok(gguf::open(path)?.config);
     }
-    read_json(&path)
+    let file = config_file(path);
+    if path.is_dir() && !file.exists() && !file.is_symlink() {
+        return Err(ModelError::file(path, format!("is no model: it has no config.json{}", instead(path))));
+    }
+    let text = ferrospeed_files::read(&file, MAX_CONFIG_BYTES).map_err(ModelError::io(&file))?;
+    json::parse(&text).map_err(|error| {
+        let wanted = "a model is a Hugging Face directory with a config.json, or a GGUF file";
+        ModelError::file(&file, format!("is no config.json ({error}); {wanted}"))
+    })
+}
+
+/// The file that [`read_config`] reads.
+pub fn config_file(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join("config.json") } else { path.to_path_buf() }
 }
 
 fn instead(directory: &Path) -> String {
@@ -125,6 +138,6 @@ fn instead(directory: &Path) -> String {
 }
 
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    let text = ferrospeed_files::read_text(path, MAX_JSON_BYTES).map_err(ModelError::io(path))?;
-    serde_json::from_str(&text).map_err(|error| ModelError::file(path, error))
+    let text = ferrospeed_files::read(path, MAX_JSON_BYTES).map_err(ModelError::io(path))?;
+    json::parse(&text).map_err(|error| ModelError::file(path, error))
 }

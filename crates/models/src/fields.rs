@@ -180,14 +180,15 @@ impl<'a> Fields<'a> {
 
     /// A whole number.
     pub fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
-        let size = self.read(key, "a whole number", default, |value| {
-            value.as_u64().and_then(|n| usize::try_from(n).ok())
-        })?;
         let most = if PER_LAYER_KEYS.contains(&key) { MAX_LAYERS } else { MAX_SIZE };
-        match size > most {
-            true => Err(self.error(key, format!("{size} makes no model: at most {most} can be asked for"))),
-            false => Ok(size),
+        // 1e18 is no whole number to a JSON reader, but too many to us.
+        if let Some(size) = self.get(key).filter(|size| size.as_f64().is_some_and(|size| size > most as f64))
+        {
+            return Err(self.error(key, format!("{size} makes no model: at most {most} can be asked for")));
         }
+        self.read(key, "a whole number", default, |value| {
+            value.as_u64().and_then(|n| usize::try_from(n).ok())
+        })
     }
 
     /// A whole number, if present.

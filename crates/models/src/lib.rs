@@ -15,6 +15,7 @@ pub mod families;
 pub mod fields;
 pub mod generate;
 pub mod gguf;
+pub mod json;
 mod limits;
 mod model_files;
 pub mod pack;

@@ -50,12 +50,19 @@ impl ModelFacts {
         }
     }
 
-    /// What is to be said before anybody asks, where the tokenizer has tokens that the model does not know.
-    pub fn unknown_tokens(&self) -> Option<String> {
+    /// What is to be said before anybody asks: tokens of its files that the model does not know.
+    pub fn notes(&self) -> Vec<String> {
         let (tokenizer, model) = (self.codec.vocabulary(), self.vocabulary as u64);
-        (tokenizer > model).then(|| {
+        let unread = (tokenizer > model).then(|| {
             format!("the tokenizer has {tokenizer} tokens and the model {model}: text that needs one of the others is refused")
-        })
+        });
+        let unknown = self.end_tokens.iter().filter(|&&token| token < 0 || token as u64 >= model);
+        let unended = unknown.map(|token| {
+            format!(
+                "eos_token_id names the token {token}, and the model has {model}: no answer will end with it"
+            )
+        });
+        unread.into_iter().chain(unended).collect()
     }
 }
 

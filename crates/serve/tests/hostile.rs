@@ -104,6 +104,7 @@ fn requests_that_make_no_sense_are_refused_by_name() {
         (json!({"prompt": "x", "logprobs": 1, "echo": true}), "echo"),
         (json!({"prompt": "x", "stop": 7}), "stop"),
         (json!({"prompt": "x", "stop": vec!["a"; 17]}), "stop"),
+        (json!({"prompt": "x", "stop": [""]}), "stop"),
         (json!({"prompt": "x", "stream": "yes"}), "stream"),
         (json!({"prompt": "x", "stream_options": {}}), "stream_options"),
         (json!({"prompt": "x", "suffix": "y"}), "suffix"),
@@ -144,6 +145,39 @@ fn requests_that_make_no_sense_are_refused_by_name() {
     let long = server.post("/v1/completions", &json!({"prompt": "x".repeat(5000)}));
     assert_eq!(long.json()["error"]["code"], "context_length_exceeded");
     assert_answers(&server);
+}
+
+#[test]
+fn a_field_that_stands_twice_is_refused_and_a_whole_number_may_be_written_with_a_point() {
+    let (_folder, server) = start(LIMITS, ServerOptions::default());
+    let sent = |body: &str| {
+        exchange(server.address, &head("/v1/completions", "Host: localhost\r\n", body.len()), body.as_bytes())
+    };
+    let twice = sent(r#"{"prompt": "x", "max_tokens": 2, "prompt": "y"}"#).read_all();
+    assert_fault(&twice, 400, "twice");
+    assert!(twice.body.contains(r#"the key \"prompt\" stands twice"#), "{twice:?}");
+    let whole = sent(r#"{"prompt": "x", "max_tokens": 2.0, "n": 1.0}"#).read_all();
+    assert_eq!(whole.status, 200, "{whole:?}");
+    assert_eq!(whole.json()["usage"]["completion_tokens"], 2);
+}
+
+#[test]
+fn connections_that_ask_nothing_make_room_for_those_that_do() {
+    let (_folder, server) = start(LIMITS, ServerOptions { max_connections: 4, ..ServerOptions::default() });
+    let half = || {
+        let mut stream = TcpStream::connect(server.address).unwrap();
+        stream.write_all(b"GET /health HTTP/1.1\r\nHost: loc").unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    };
+    let mut held = [half(), half(), half(), half()];
+    assert_eq!(server.get("/health").status, 200);
+    // The first gave way, the last did not have to: it can still finish its request.
+    assert_eq!(held[0].read(&mut [0; 16]).unwrap_or(0), 0);
+    held[3].write_all(b"alhost\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    held[3].read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
 #[test]

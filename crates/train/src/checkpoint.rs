@@ -138,7 +138,13 @@ fn named(text: &str, own: &Path) -> Result<(PathBuf, String)> {
     let given = Path::new(text);
     let is_plain_name = given.components().count() == 1 && !text.ends_with('/');
     if is_plain_name && (own.join(text).is_dir() || !given.is_dir()) {
-        return split(&resolve(own, Some(text)).map_err(|error| missing(error, own))?);
+        if !own.is_dir() {
+            let why = format!(
+                "there is no checkpoint of this run yet, and no folder '{text}' either; --resume takes auto, a checkpoint's name, or a folder"
+            );
+            return Err(CheckpointError::NotFound { dir: own.to_path_buf(), why }.into());
+        }
+        return split(&resolve(own, Some(text))?);
     }
     if !given.is_dir() {
         let why = "is no folder; --resume takes auto, a checkpoint's name, or a folder".to_owned();
@@ -152,17 +158,6 @@ fn named(text: &str, own: &Path) -> Result<(PathBuf, String)> {
         newest(&of_run)
     } else {
         newest(given)
-    }
-}
-
-/// A folder that is not there is a missing checkpoint, not a failed listing.
-fn missing(error: CheckpointError, own: &Path) -> CheckpointError {
-    match error {
-        CheckpointError::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
-            let why = "there is no checkpoint at all".to_owned();
-            CheckpointError::NotFound { dir: own.to_path_buf(), why }
-        }
-        other => other,
     }
 }
 

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
 use ferrospeed_data::Codec;
+use ferrospeed_models::config::read_config;
 use ferrospeed_models::decoder::{FeedForward, MlpChunks, Spread};
+use ferrospeed_models::gguf::is_gguf;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
@@ -14,7 +16,7 @@ use ferrospeed_nn::{SequenceMethod, Stages};
 use ferrospeed_pipeline::partition::Measured;
 use serde_json::Value;
 
-use crate::error::{Result, TrainError};
+use crate::error::Result;
 use crate::recipe::{ModelRecipe, Recipe};
 
 /// A model and where its first weights come from.
@@ -81,17 +83,11 @@ fn cannot_be_staged(recipe: &Recipe, decoder: &Decoder) -> Option<String> {
     divided.err().map(|error| error.to_string())
 }
 
-const MAX_CONFIG_BYTES: u64 = 16 << 20;
-
 /// The Hugging Face configuration of a recipe's model.
 fn hugging_face(recipe: &Recipe, vocabulary: Option<u64>) -> Result<Value> {
     let model = &recipe.model;
     if let Some(folder) = model.path.as_ref().or(model.config.as_ref()) {
-        let file = if folder.is_dir() { folder.join("config.json") } else { folder.clone() };
-        let text = ferrospeed_files::read_text(&file, MAX_CONFIG_BYTES).map_err(TrainError::io(&file))?;
-        let parsed = serde_json::from_str(&text)
-            .map_err(|error| ModelError::BadFile { path: file.clone(), why: error.to_string() })?;
-        return Ok(parsed);
+        return Ok(read_config(folder)?);
     }
     preset(model, recipe.data.sequence, vocabulary.unwrap_or(256))
 }
@@ -116,6 +112,12 @@ impl ModelPlan {
             (_, Some(_)) => "model.config",
             _ => "model",
         };
+        if let Some(file) = recipe.model.path.as_ref().filter(|path| is_gguf(path)) {
+            return Err(vec![format!(
+                "model.path: {0} is a GGUF file, whose weights are of few bits; write them whole, `ferrospeed model convert {0} DIR`, and train that",
+                file.display()
+            )]);
+        }
         let json = hugging_face(recipe, vocabulary).map_err(|error| vec![format!("{key}: {error}")])?;
         let parsed = ModelConfig::from_value(&json, WindowRule::default())
             .map_err(|error| vec![format!("{key}: {error}")])?;

@@ -45,9 +45,7 @@ pub(crate) struct ChatArgs {
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let engine = args.model.start(None)?;
-    if let Some(note) = engine.facts().unknown_tokens() {
-        print_note(&note);
-    }
+    engine.facts().notes().iter().for_each(|note| print_note(note));
     let mut talk: Vec<Message> = Vec::new();
     let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     talk.extend(args.system.as_deref().map(|text| message("system", text)));

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use ferrospeed_models::config::config_file;
 use ferrospeed_models::{DecoderConfig, ModelConfig, ModelError, WindowRule};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, from_hugging_face};
@@ -10,11 +11,9 @@ use serde_json::Value;
 
 use crate::failure::Failure;
 
-const MAX_CONFIG_BYTES: u64 = 16 << 20;
-
 #[derive(Debug, Args)]
 pub(super) struct ModelArgs {
-    /// A Hugging Face model: its folder or its config.json
+    /// A model: its Hugging Face folder, its config.json or its GGUF file
     #[arg(long, value_name = "PATH", conflicts_with = "params")]
     model: Option<PathBuf>,
     /// The number of parameters, such as 7e9
@@ -71,17 +70,10 @@ impl ModelArgs {
     }
 }
 
-/// Reads a `config.json`, given itself or as its directory; says which file it was.
+/// The configuration of a model, given as its directory, its `config.json` or its GGUF file; says which file it was.
 pub(super) fn read_config(path: &Path) -> Result<(PathBuf, Value), Failure> {
-    if path.is_dir() {
-        let config = ferrospeed_models::config::read_config(path);
-        return Ok((path.join("config.json"), config.map_err(|error| Failure::Usage(error.to_string()))?));
-    }
-    let path = path.to_path_buf();
-    let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
-    let bytes = ferrospeed_files::read(&path, MAX_CONFIG_BYTES).map_err(|error| refuse(error.to_string()))?;
-    let config = serde_json::from_slice(&bytes).map_err(|error| refuse(error.to_string()))?;
-    Ok((path, config))
+    let read = ferrospeed_models::config::read_config(path);
+    Ok((config_file(path), read.map_err(|error| Failure::Usage(error.to_string()))?))
 }
 
 #[cfg(test)]

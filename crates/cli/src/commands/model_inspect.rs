@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use clap::Args;
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_models::decoder::name_of_dtype;
+use ferrospeed_models::gguf;
 use ferrospeed_models::roles::Role;
 use ferrospeed_models::weights::{BlockForm, WeightFiles};
 use ferrospeed_models::{ModelConfig, WindowRule};
@@ -24,7 +25,7 @@ use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct InspectArgs {
-    /// The model: a directory with config.json and, if there are any, weights
+    /// The model: a directory with config.json and, if there are any, weights, or a GGUF file
     #[arg(value_name = "DIR")]
     directory: PathBuf,
     /// Sequences at a time, for the memory to train and to serve
@@ -85,8 +86,12 @@ fn inspect(args: &InspectArgs) -> Result<Report, Failure> {
         *tensors += 1;
         *elements += param.numel() as u64;
     }
-    let stored = if WeightFiles::are_in(&args.directory) {
-        let weights = WeightFiles::open_directory(&args.directory).map_err(refusal)?;
+    let opened = if gguf::is_gguf(&args.directory) {
+        Some(gguf::weights(&args.directory))
+    } else {
+        WeightFiles::are_in(&args.directory).then(|| WeightFiles::open_directory(&args.directory))
+    };
+    let stored = if let Some(weights) = opened.transpose().map_err(refusal)? {
         weights.check(parameters.as_slice()).map_err(refusal)?;
         let mut bytes = BTreeMap::new();
         for (name, tensor) in weights.tensors() {

@@ -127,9 +127,7 @@ fn serve(args: &ServeArgs, engine: Engine) -> Result<ExitCode, Failure> {
     if let Some(note) = args.model.shortened(&engine) {
         print_note(&note);
     }
-    if let Some(note) = engine.facts().unknown_tokens() {
-        print_note(&note);
-    }
+    engine.facts().notes().iter().for_each(|note| print_note(note));
     if engine.facts().template.is_plain() {
         print_note("the model brings no chat template; chats are put to it as lines of 'role: text'");
     }

@@ -7,7 +7,8 @@ use std::fs::File;
 use super::reader::{Reader, Refusal, Value};
 use crate::weights::BlockForm;
 
-const MAGIC: [u8; 4] = *b"GGUF";
+/// How a file begins.
+pub(super) const MAGIC: [u8; 4] = *b"GGUF";
 /// The first had other lengths; the format has been the same since the second.
 const VERSIONS: std::ops::RangeInclusive<u32> = 2..=3;
 const MAX_TENSORS: u64 = 1 << 18;

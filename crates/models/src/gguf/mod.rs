@@ -12,6 +12,7 @@ mod reader;
 mod tensors;
 mod tokenizer;
 
+use std::io::Read;
 use std::path::Path;
 
 use ferrospeed_tensor::DType;
@@ -36,9 +37,21 @@ pub(crate) struct Opened {
     pub(crate) tokenizer_config: Json,
 }
 
-/// Whether this is the name of such a file.
+/// Whether this is such a file, by its name or its first bytes.
 pub fn is_gguf(path: &Path) -> bool {
-    path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf")) && path.is_file()
+    let is_named = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"));
+    path.is_file() && (is_named || begins_as_one(path))
+}
+
+fn begins_as_one(path: &Path) -> bool {
+    let mut first = [0; header::MAGIC.len()];
+    ferrospeed_files::open(path).is_ok_and(|mut file| file.read_exact(&mut first).is_ok())
+        && first == header::MAGIC
+}
+
+/// The weights of such a file.
+pub fn weights(path: &Path) -> Result<WeightFiles> {
+    Ok(open(path)?.weights)
 }
 
 /// Opens a file; its weights are read when somebody asks for them.

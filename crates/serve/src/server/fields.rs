@@ -6,12 +6,16 @@ use std::time::Duration;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
+use ferrospeed_models::json;
 use serde_json::{Map, Value};
 
 use super::fault::Fault;
 
 /// Time for a client to send its body.
 const BODY_TIME: Duration = Duration::from_secs(30);
+
+/// Every whole number below it is exact in an f64.
+const EXACT: f64 = (1u64 << 53) as f64;
 
 /// Fields that say nothing about the answer.
 const HARMLESS: [&str; 8] = [
@@ -42,7 +46,7 @@ impl<S: Send + Sync> FromRequest<S> for Fields {
 
 impl Fields {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Fields, Fault> {
-        match serde_json::from_slice(bytes) {
+        match json::parse(bytes) {
             Ok(Value::Object(fields)) => Ok(Fields(fields)),
             Ok(_) => Err(Fault::new(StatusCode::BAD_REQUEST, "the body is no JSON object")),
             Err(error) => Err(Fault::new(StatusCode::BAD_REQUEST, format!("the body is no JSON: {error}"))),
@@ -66,7 +70,10 @@ impl Fields {
 
     pub(crate) fn whole(&mut self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, Fault> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        match value.as_i64().filter(|number| range.contains(number)) {
+        // 1.0 is whole too.
+        let rounded = || value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < EXACT);
+        let whole = value.as_i64().or_else(|| rounded().map(|number| number as i64));
+        match whole.filter(|number| range.contains(number)) {
             Some(number) => Ok(Some(number)),
             None => Err(Fault::field(
                 name,

@@ -1,5 +1,6 @@
 //! Connections: how many, how slow they may be, and how they end.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -13,9 +14,9 @@ use hyper_util::server::graceful::{GracefulConnection, GracefulShutdown};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::Semaphore;
 
 use super::fault::Fault;
+use super::room::{Place, Room};
 use super::wire::Wire;
 use super::{App, ServerOptions, router};
 use crate::engine::Engine;
@@ -53,15 +54,10 @@ impl Server {
 
     /// Answers until `stop` is ready; then lets what runs finish within the grace, and ends.
     pub async fn run(self, stop: impl Future<Output = ()>) {
-        let connections = Arc::new(Semaphore::new(self.app.options.max_connections));
+        let room = Room::new(self.app.options.max_connections);
         let graceful = GracefulShutdown::new();
         tokio::pin!(stop);
         loop {
-            let permit = tokio::select! {
-                permit = Arc::clone(&connections).acquire_owned() => permit,
-                () = &mut stop => break,
-            };
-            let Ok(permit) = permit else { break };
             let stream = tokio::select! {
                 accepted = self.listener.accept() => accepted,
                 () = &mut stop => break,
@@ -75,11 +71,17 @@ impl Server {
                     continue;
                 }
             };
-            let connection = graceful.watch(connection(stream, self.router.clone()));
+            let place = tokio::select! {
+                place = room.enter() => place,
+                () = &mut stop => break,
+            };
+            let connection = graceful.watch(connection(stream, self.router.clone(), Arc::clone(&place)));
             tokio::spawn(async move {
-                // A connection that breaks is its client's affair.
-                let _ = connection.await;
-                drop(permit);
+                tokio::select! {
+                    // A connection that breaks is its client's affair.
+                    _ = connection => {}
+                    () = place.is_needed() => {}
+                }
             });
         }
         drop(self.listener);
@@ -98,18 +100,19 @@ impl Server {
     }
 }
 
-fn connection(stream: TcpStream, router: Router) -> impl GracefulConnection + Send {
+fn connection(stream: TcpStream, router: Router, place: Arc<Place>) -> impl GracefulConnection + Send {
     // Tokens are small and should not wait for each other.
     let _ = stream.set_nodelay(true);
     let wire = Wire::new(stream);
     let (has_two_ends, answers) = (wire.has_two_ends(), TowerToHyperService::new(router));
     let service = service_fn(move |request| {
-        let (refused, answers) = (has_two_ends.load(Relaxed), answers.clone());
+        let (refused, answers, work) = (has_two_ends.load(Relaxed), answers.clone(), place.work());
         async move {
-            match refused {
-                true => Ok(Fault::two_ends().into_response()),
-                false => answers.call(request).await,
-            }
+            let answer = match refused {
+                true => Fault::two_ends().into_response(),
+                false => answers.call(request).await?,
+            };
+            Ok::<_, Infallible>(work.until_sent(answer))
         }
     });
     hyper::server::conn::http1::Builder::new()

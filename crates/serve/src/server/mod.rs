@@ -1,7 +1,7 @@
 //! OpenAI's endpoints over HTTP, a page to chat on, and what operators look at.
 //!
 //! It answers on loopback unless told otherwise. Everything a client sends is bounded and checked before the engine sees it;
-//! what is wrong gets a 4xx in OpenAI's shape. Reading order: this file, `listen` (connections), `wire` (their bytes), `guard` (who may ask),
+//! what is wrong gets a 4xx in OpenAI's shape. Reading order: this file, `listen` (connections), `room` (how many), `wire` (their bytes), `guard` (who may ask),
 //! `parameters` and `fields` (what is asked), `completions`, `chat` and `embeddings` (the endpoints), `reply` and `stream`
 //! (the answers).
 
@@ -14,6 +14,7 @@ mod guard;
 mod listen;
 mod parameters;
 mod reply;
+mod room;
 mod stream;
 mod wire;
 
@@ -44,7 +45,7 @@ pub struct ServerOptions {
     pub max_body_bytes: usize,
     /// Time for a request, from its arrival to its last token.
     pub request_time: Duration,
-    /// Connections at once.
+    /// Connections at once. Where there are more, those without a request in work give way.
     pub max_connections: usize,
     /// Time that running requests get when the server is told to stop.
     pub grace: Duration,

@@ -157,12 +157,12 @@ fn stops(fields: &mut Fields) -> Result<Vec<String>, Fault> {
         Some(_) => None,
     };
     let fits = |texts: &Vec<String>| {
-        texts.len() <= MAX_STOPS && texts.iter().all(|text| text.len() <= MAX_STOP_BYTES)
+        texts.len() <= MAX_STOPS && texts.iter().all(|text| (1..=MAX_STOP_BYTES).contains(&text.len()))
     };
     texts.filter(fits).ok_or_else(|| {
         Fault::field(
             NAME,
-            format!("must be a string or up to {MAX_STOPS} of them, of {MAX_STOP_BYTES} bytes at most"),
+            format!("must be a string or up to {MAX_STOPS} of them, of 1 to {MAX_STOP_BYTES} bytes"),
         )
     })
 }
