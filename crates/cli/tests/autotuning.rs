@@ -121,11 +121,33 @@ fn what_was_measured_is_not_measured_again() {
     let said = stdout(&output);
     assert_eq!(said.matches("(known)").count(), 2, "{said}");
 
-    // Files that are not a search's own are not removed.
-    std::fs::remove_file(results.join(".ferrospeed-autotuning")).unwrap();
+    // Files that are not a search's own are not removed, though the folder is.
+    let (notes, sketches) = (results.join("notes.txt"), results.join("sketches"));
+    std::fs::write(&notes, "mine").unwrap();
+    std::fs::create_dir(&sketches).unwrap();
+    let (old, stale) = (results.join("z9_gas9_tmbspg9"), folder.path().join("autotuning_exps/z9.json"));
+    std::fs::create_dir(&old).unwrap();
+    std::fs::write(old.join("exp.json"), "{}").unwrap();
+    std::fs::write(&stale, r#"{"name": "z9", "ds_config": {}}"#).unwrap();
     let output = tune(folder.path(), "tune", &[]);
-    assert!(stderr(&output).contains("no search has left there"), "{}", stderr(&output));
-    assert!(results.join("summary.txt").exists());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(notes.exists() && sketches.exists() && !old.exists() && !stale.exists());
+}
+
+#[test]
+fn a_folder_that_holds_other_files_is_refused_and_left_as_it_is() {
+    let folder = workplace("train_micro_batch_size_per_gpu = 2");
+    for key in ["results_dir", "exps_dir"] {
+        let place = format!("autotuning.{key}=.");
+        for overwrite in ["autotuning.overwrite=true", "autotuning.overwrite=false"] {
+            let output = tune(folder.path(), "tune", &["--set", &place, "--set", overwrite]);
+            assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+            assert!(stderr(&output).contains("no search has left there"), "{}", stderr(&output));
+            let names: Vec<_> =
+                std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+            assert_eq!(names, ["recipe.toml"], "nothing was made, and nothing removed");
+        }
+    }
 }
 
 #[test]

@@ -245,6 +245,10 @@ fn hostile_hostfiles_are_refused_with_their_line() {
         assert_eq!(output.status.code(), Some(2), "{text}");
         assert!(stderr(&output).contains(expected), "{text}: {}", stderr(&output));
     }
+    std::fs::remove_file(&hostfile).unwrap();
+    let output = ferrospeed(&["launch", "-H", hostfile.to_str().unwrap(), "-n", "1", "--", "true"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stderr(&output).contains("there is no hostfile at"), "{}", stderr(&output));
     std::fs::write(&hostfile, [0xff, 0xfe, 0]).unwrap();
     let output = ferrospeed(&["launch", "-H", hostfile.to_str().unwrap(), "--", "true"]);
     assert_eq!(output.status.code(), Some(2));

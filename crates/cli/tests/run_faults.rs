@@ -198,6 +198,19 @@ fn nothing_is_made_in_a_folder_through_a_link_of_somebody_else() {
         &["model", "convert", "runs/small/model", "link/"][..],
         &["checkpoint", "export-deepspeed", "runs/small", "link"],
         &["launch", "-n", "1", "--log-dir", "link", "--", "true"],
+        &["train", "recipe.toml", "--out", "link"],
+        &["train", "recipe.toml", "--out", "new", "--set", "data.cache=link"],
+        &[
+            "train",
+            "recipe.toml",
+            "--out",
+            "new",
+            "--set",
+            "csv_monitor.enabled=true",
+            "--set",
+            "csv_monitor.output_path=link",
+        ],
+        &["train", "recipe.toml", "--autotuning", "tune", "--set", "autotuning.results_dir=link"],
     ] {
         let output = output_of(binary().args(words).current_dir(place.0.path()));
         assert!(!output.status.success(), "{words:?}");

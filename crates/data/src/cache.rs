@@ -116,7 +116,7 @@ pub(crate) fn open_or_make(
     documents: &mut dyn Documents,
     tell: Tell<'_>,
 ) -> Result<CachedTokens> {
-    std::fs::create_dir_all(folder).map_err(DataError::io(folder))?;
+    ferrospeed_files::create_folder(folder).map_err(DataError::io(folder))?;
     let name = format!("tokens-{:016x}", recipe.key());
     let (tokens, manifest) = (folder.join(format!("{name}.bin")), folder.join(format!("{name}.json")));
     if let Some(found) = open(&tokens, &manifest, &recipe)? {

@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -131,6 +131,30 @@ fn nothing_is_written_through_a_link_of_somebody_else() {
     symlink("nothing", at("ahead")).unwrap();
     nix::unistd::fchownat(nix::fcntl::AT_FDCWD, &at("ahead"), Some(other), None, flags).unwrap();
     assert!(write(at("ahead"), "x").is_err() && !at("nothing").exists());
+    // On the way, it matters where the link lies: anybody can have put it where everyone may write.
+    std::fs::create_dir(at("target")).unwrap();
+    std::fs::create_dir(at("common")).unwrap();
+    symlink("../target", at("common/way")).unwrap();
+    symlink("common/way/", at("mine")).unwrap();
+    nix::unistd::fchownat(nix::fcntl::AT_FDCWD, &at("common/way"), Some(other), None, flags).unwrap();
+    let below = ["common/way/deep/x", "common/way/x", "mine/x"];
+    for (mode, owner, is_followed) in [(0o755, 0, true), (0o777, 0, false), (0o777, 12_345, true)] {
+        std::fs::set_permissions(at("common"), std::fs::Permissions::from_mode(mode)).unwrap();
+        std::os::unix::fs::chown(at("common"), Some(owner), None).unwrap();
+        for name in below {
+            let folder = at(name).parent().unwrap().to_path_buf();
+            let written = ferrospeed_files::create_folder(&folder).and_then(|()| write(at(name), "x"));
+            let is_last = folder.ends_with("way") || folder.ends_with("mine");
+            assert_eq!(
+                written.is_ok(),
+                is_followed && !is_last,
+                "{name}, mode {mode:o}, of {owner}: {written:?}"
+            );
+        }
+        assert_eq!(at("target/deep/x").exists(), is_followed);
+        let _ = std::fs::remove_dir_all(at("target/deep"));
+    }
+    assert!(write(at("common/way/x"), "x").is_ok(), "the folder was somebody's choice, the file is in it");
     symlink("circle", at("circle")).unwrap();
     assert_eq!(write(at("circle"), "x").unwrap_err().raw_os_error(), Some(nix::libc::ELOOP));
 }

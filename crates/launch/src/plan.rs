@@ -10,7 +10,7 @@ use crate::handover::Handover;
 use crate::hostfile::{self, HostPool};
 use crate::node::{CoreBinding, Elastic, NodeLaunch};
 use crate::node_count::NodeCount;
-use crate::options::{Backend, DEFAULT_MASTER_PORT, Interpreter, LaunchOptions};
+use crate::options::{Backend, DEFAULT_HOSTFILE, DEFAULT_MASTER_PORT, Interpreter, LaunchOptions};
 use crate::runners::{self, Job};
 use crate::supervise::Ended;
 
@@ -95,6 +95,9 @@ pub fn plan(options: &LaunchOptions, world: &dyn Surroundings) -> Result<LaunchP
     let mut environment_removed = Vec::new();
 
     let listed = world.hostfile(&options.hostfile)?.map(|text| hostfile::parse(&text)).transpose()?;
+    if listed.is_none() && options.hostfile != DEFAULT_HOSTFILE {
+        notes.push(format!("there is no hostfile at {}: the job runs on this host alone", options.hostfile));
+    }
     let visible = match &listed {
         Some(_) => VisibleDevices::Unset,
         None => take_visible_devices(options, &mut environment, &mut environment_removed, &mut notes),

@@ -329,7 +329,7 @@ impl NewDirectory {
         let made = parent.ancestors().take_while(absent).map(Path::to_path_buf).collect();
         let mut new =
             NewDirectory { target: target.to_path_buf(), partial, _lock: None, made, is_finished: false };
-        std::fs::create_dir_all(parent).map_err(ModelError::io(parent))?;
+        ferrospeed_files::create_folder(parent).map_err(ModelError::io(parent))?;
         std::fs::create_dir(&new.partial).map_err(ModelError::io(&new.partial))?;
         new._lock = File::open(&new.partial).ok().filter(|folder| folder.try_lock().is_ok());
         Ok(new)

@@ -132,6 +132,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
 }
 
 fn measure(args: &RunArgs, cases: impl Fn(DType, &Device, &str) -> Result<Vec<Case>>) -> Result<()> {
+    let mut measured = 0;
     for &threads in &args.threads {
         if threads == 0 {
             return Err(TensorError::BadArgument { op: "bench", what: "--threads 0: at least one".into() });
@@ -141,8 +142,14 @@ fn measure(args: &RunArgs, cases: impl Fn(DType, &Device, &str) -> Result<Vec<Ca
             for mut case in cases(precision.dtype(), &device, &args.only)? {
                 let (best_s, median_s) = time(&mut case.run, Duration::from_millis(args.case_ms))?;
                 report(args, threads, precision.dtype(), &case, best_s, median_s);
+                measured += 1;
             }
         }
+    }
+    if measured == 0 {
+        let what =
+            format!("--only {}: no case has that in its name; without --only all are shown", args.only);
+        return Err(TensorError::BadArgument { op: "bench", what });
     }
     Ok(())
 }

@@ -56,6 +56,9 @@ pub(super) fn unusable(folder: &Path) -> Option<String> {
     if let Some(why) = impossible(folder) {
         return Some(why);
     }
+    if let Err(error) = ferrospeed_files::expect_own_links(folder) {
+        return Some(format!("{}: {error}", folder.display()));
+    }
     let existing = nearest(folder);
     if !existing.is_dir() {
         let file = existing.display();

@@ -232,6 +232,9 @@ fn recover(folder: &RunFolder) -> Result<(), Failure> {
     if let Some(why) = impossible(folder.path()) {
         return Err(Failure::Usage(format!("--out: {why}")));
     }
+    if let Err(error) = ferrospeed_files::expect_own_links(folder.path()) {
+        return Err(Failure::Run(format!("--out: {}: {error}", folder.path().display())));
+    }
     if let Some(run) = folder.enclosing_run() {
         let (inside, run) = (folder.path().display(), run.path().display());
         let why = format!(

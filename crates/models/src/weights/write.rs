@@ -112,7 +112,7 @@ pub(crate) fn write_counted(
     max_shard_bytes: usize,
     bytes: &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>>,
 ) -> Result<Written> {
-    std::fs::create_dir_all(directory).map_err(ModelError::io(directory))?;
+    ferrospeed_files::create_folder(directory).map_err(ModelError::io(directory))?;
     let mut shards: Vec<Vec<TensorToWrite>> = vec![Vec::new()];
     let mut filled = 0;
     for tensor in tensors {

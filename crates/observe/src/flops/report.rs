@@ -117,7 +117,7 @@ pub fn report(summary: &Summary, model: &Module, options: &ReportOptions) -> Str
 /// Writes a report to a file, in place of what is there, and makes the folders above it.
 pub fn write_report(path: &Path, report: &str) -> Result<()> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder).map_err(ObserveError::io(folder))?;
+        ferrospeed_files::create_folder(folder).map_err(ObserveError::io(folder))?;
     }
     ferrospeed_files::write(path, report).map_err(ObserveError::io(path))
 }

@@ -1,10 +1,14 @@
 //! The two folders of a search: what is to be tried, and what came of it.
 //!
-//! Only folders that a search made are emptied: a name that happens to be somebody's home is refused. A search holds both while
-//! it goes on; another in the same folders is refused, for each would take the other's runs for its own.
+//! They are folders of a search's own: a name that happens to be somebody's home is refused, before anything is written there. Of
+//! those that a search made, what searches write is removed to make room, and nothing else. A search holds both while it goes on;
+//! another in the same folders is refused, for each would take the other's runs for its own.
 
 use std::fs::{self, File, TryLockError};
+use std::io::Write;
 use std::path::{Path, PathBuf};
+
+use serde_json::Value;
 
 use super::settings::Settings;
 use crate::commands::offload_folders::{unmakeable, unusable};
@@ -13,8 +17,18 @@ use crate::terminal;
 
 /// Tells that a folder is a search's own, and is locked while it is at work.
 const MARK: &str = ".ferrospeed-autotuning";
+/// What it holds. Without it, it may be in a folder that held something else before.
+const OWN: &str = "A search made this folder, and a later one may remove what it wrote.\n";
+/// What a search writes into the folder of results besides folders.
+const RESULTS: [&str; 4] = ["summary.txt", "report.html", BEST_CONFIG, BEST_COMMAND];
+/// The configuration that was found, and the command that trains with it.
+pub(super) const BEST_CONFIG: &str = "ds_config_optimal.json";
+pub(super) const BEST_COMMAND: &str = "cmd_optimal.txt";
+/// One of these is in the folder of an experiment, or of what was found out about the model.
+const EXPERIMENT: [&str; 3] = ["cmd.txt", "exp.json", "model_info.json"];
 /// Texts that became tokens: they are the same for every search.
 const DATA: &str = "data";
+const MAX_EXPERIMENT_BYTES: u64 = 16 << 20;
 
 /// `exps_dir` and `results_dir`.
 pub(super) struct Folders {
@@ -31,6 +45,12 @@ impl Folders {
             if let Some(why) = unusable(folder).or_else(|| unmakeable(folder)) {
                 return Err(Failure::Usage(format!("autotuning.{key}: {why}")));
             }
+            if !is_own(folder) && !others(folder, &[DATA, MARK]).is_empty() {
+                return Err(Failure::Usage(format!(
+                    "autotuning.{key}: {} holds files that no search has left there; name a folder that is not there yet, or an empty one",
+                    folder.display()
+                )));
+            }
         }
         Ok(())
     }
@@ -43,18 +63,11 @@ impl Folders {
         folders.extend(Some(&settings.results_dir).filter(|folder| **folder != settings.exps_dir));
         for folder in folders {
             let io = |error: std::io::Error| Failure::Run(format!("{}: {error}", folder.display()));
-            let is_own = folder.join(MARK).exists();
-            if settings.overwrite && !is_own && !others(folder, &[DATA]).is_empty() {
-                return Err(Failure::Usage(format!(
-                    "{} holds files that no search has left there, and would be emptied; name another folder in autotuning.results_dir and exps_dir, or set autotuning.overwrite to false",
-                    folder.display()
-                )));
-            }
-            fs::create_dir_all(folder).map_err(io)?;
+            ferrospeed_files::create_folder(folder).map_err(io)?;
             held.push(lock(folder)?);
             if settings.overwrite {
-                for path in others(folder, &[DATA, MARK]) {
-                    if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }
+                for path in others(folder, &[DATA, MARK]).iter().filter(|path| is_of_search(path)) {
+                    if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
                         .map_err(io)?;
                 }
             }
@@ -86,6 +99,31 @@ impl Folders {
     }
 }
 
+/// Whether a search made the folder.
+fn is_own(folder: &Path) -> bool {
+    ferrospeed_files::read_text(folder.join(MARK), OWN.len() as u64).is_ok_and(|text| text == OWN)
+}
+
+/// Whether something in a search's folder is what searches write.
+fn is_of_search(path: &Path) -> bool {
+    if path.is_symlink() {
+        return false;
+    }
+    if path.is_dir() {
+        return EXPERIMENT.iter().any(|name| path.join(name).is_file());
+    }
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    RESULTS.contains(&name) || is_experiment(path)
+}
+
+/// Whether a file says what is to be tried: its own name is in it.
+fn is_experiment(path: &Path) -> bool {
+    let text = ferrospeed_files::read(path, MAX_EXPERIMENT_BYTES).unwrap_or_default();
+    let said: Value = serde_json::from_slice(&text).unwrap_or_default();
+    let name = path.file_stem().and_then(|name| name.to_str());
+    said["ds_config"].is_object() && said["name"].as_str() == name
+}
+
 /// What a folder holds besides some names.
 fn others(folder: &Path, names: &[&str]) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
@@ -114,5 +152,6 @@ fn lock(folder: &Path) -> Result<File, Failure> {
             ));
         }
     }
+    file.set_len(0).and_then(|()| (&file).write_all(OWN.as_bytes())).map_err(io)?;
     Ok(file)
 }

@@ -263,7 +263,7 @@ impl<'a> Search<'a> {
 
     /// The best configuration, and the command that trains with it.
     fn write_best(&self, folders: &Folders, best: &Best) -> Result<Vec<String>, Failure> {
-        let path = folders.results.join("ds_config_optimal.json");
+        let path = folders.results.join(folders::BEST_CONFIG);
         folders.write(&path, &format!("{:#}\n", best.experiment.ds_config))?;
         let program =
             std::env::current_exe().map_or_else(|_| "ferrospeed".into(), |path| path.display().to_string());
@@ -273,7 +273,7 @@ impl<'a> Search<'a> {
         if recomputes(&best.experiment.name) {
             command.extend(["--set".into(), "model.activation_checkpointing=true".into()]);
         }
-        folders.write(&folders.results.join("cmd_optimal.txt"), &(shell::join(&command) + "\n"))?;
+        folders.write(&folders.results.join(folders::BEST_COMMAND), &(shell::join(&command) + "\n"))?;
         let _ = print_output(&format!(
             "{} is the optimal setup after tuning. The exp result is at {}.\nds_config  {}\ntrain with {}\n",
             best.experiment.name,
