@@ -19,7 +19,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 TYPE = gguf.GGMLQuantizationType
 CORPUS = [
@@ -123,6 +123,7 @@ def record(folder, name, arch, make, kinds, tokens, permuted=False):
         writer.add_expert_used_count(config.num_experts_per_tok)
     if arch == gguf.MODEL_ARCH.QWEN3MOE:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch in (gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.QWEN3MOE):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     names = gguf.get_tensor_name_map(arch, layers)
@@ -185,11 +186,15 @@ def main():
         num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5, tie_word_embeddings=False, **common))
     record(folder, "mixtral", gguf.MODEL_ARCH.LLAMA, mixtral, stacked, lambda writer: byte_level(writer, "gpt-2"),
            permuted=True)
-    qwen3 = lambda vocabulary: Qwen3MoeForCausalLM(Qwen3MoeConfig(
+    qwen3 = lambda vocabulary: Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, tie_word_embeddings=True, **common))
+    record(folder, "qwen3", gguf.MODEL_ARCH.QWEN3, qwen3, small, lambda writer: byte_level(writer, "gpt-2"))
+    qwen3_moe = lambda vocabulary: Qwen3MoeForCausalLM(Qwen3MoeConfig(
         vocab_size=vocabulary, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
         tie_word_embeddings=False, **common))
-    record(folder, "qwen3moe", gguf.MODEL_ARCH.QWEN3MOE, qwen3, stacked, lambda writer: byte_level(writer, "gpt-2"))
+    record(folder, "qwen3moe", gguf.MODEL_ARCH.QWEN3MOE, qwen3_moe, stacked, lambda writer: byte_level(writer, "gpt-2"))
 
 
 main()

@@ -14,11 +14,12 @@ use crate::gguf;
 use crate::json;
 
 /// The model types that can be built, for messages.
-pub const MODEL_TYPES: [&str; 12] = [
+pub const MODEL_TYPES: [&str; 13] = [
     "gpt2",
     "llama",
     "mistral",
     "qwen2",
+    "qwen3",
     "mixtral",
     "qwen2_moe",
     "olmoe",
@@ -66,6 +67,7 @@ impl ModelConfig {
             "llama" => families::llama::llama(&fields)?,
             "mistral" => families::llama::mistral(&fields, window)?,
             "qwen2" => families::llama::qwen2(&fields, window)?,
+            "qwen3" => families::dense::qwen3(&fields, window)?,
             "mixtral" => families::llama::mixtral(&fields, window)?,
             "qwen2_moe" => families::sparse::qwen2_moe(&fields, window)?,
             "olmoe" => families::sparse::olmoe(&fields)?,

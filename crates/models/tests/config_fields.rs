@@ -51,7 +51,7 @@ fn what_transformers_writes_is_read_and_means_the_same_in_both_versions() {
         let new = of_version("5.22").expect("the newest release has every family");
         // Some families are younger.
         let Some(old) = of_version("4.40") else {
-            assert!(["olmoe", "qwen3_moe"].contains(&model_type), "{model_type} is in 4.40");
+            assert!(["qwen3", "olmoe", "qwen3_moe"].contains(&model_type), "{model_type} is in 4.40");
             continue;
         };
         assert_eq!(format!("{old:?}"), format!("{new:?}"), "{model_type}");
@@ -70,7 +70,7 @@ fn a_field_that_is_absent_has_the_value_that_transformers_gives_it() {
 
 #[test]
 fn fields_nobody_knows_are_refused_together_by_name() {
-    for model_type in ["llama", "mistral", "qwen2", "mixtral", "gpt_neox"] {
+    for model_type in ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt_neox"] {
         let error = parsed(&small(
             model_type,
             json!({"quantization_config": {"bits": 4}, "final_logit_softcapping": 30.0, "use_cache": false}),
@@ -195,12 +195,14 @@ fn layers_slide_where_the_file_says_so() {
     assert_eq!(windows("mistral", json!({"sliding_window": null})), [None; 3]);
     assert_eq!(windows("qwen2", json!({"sliding_window": 4, "max_window_layers": 1})), [None; 3]);
     let upper = json!({"use_sliding_window": true, "sliding_window": 4, "max_window_layers": 1});
-    assert_eq!(windows("qwen2", upper), [None, Some(4), Some(4)]);
-    for model_type in ["mistral", "qwen2"] {
+    for model_type in ["qwen2", "qwen3"] {
+        assert_eq!(windows(model_type, upper.clone()), [None, Some(4), Some(4)]);
+    }
+    for model_type in ["mistral", "qwen2", "qwen3"] {
         let types = ["sliding_attention", "full_attention", "sliding_attention"];
         let mixed = json!({"use_sliding_window": true, "sliding_window": 4, "layer_types": types});
         let mixed =
-            if model_type == "qwen2" { mixed } else { json!({"sliding_window": 4, "layer_types": types}) };
+            if model_type != "mistral" { mixed } else { json!({"sliding_window": 4, "layer_types": types}) };
         assert_eq!(windows(model_type, mixed), [Some(4), None, Some(4)]);
     }
     let without = small("qwen2", json!({ "layer_types": vec!["sliding_attention"; 3] }));

@@ -26,7 +26,7 @@ fn cases() -> Vec<(PathBuf, Value)> {
             (path, serde_json::from_str(&expected).unwrap())
         })
         .collect();
-    assert!(cases.len() >= 4, "the recorded files are there");
+    assert!(cases.len() >= 5, "the recorded files are there");
     cases
 }
 

@@ -25,6 +25,10 @@ fn families() -> Vec<Value> {
                "n_positions": 64, "initializer_range": 0.3}),
         shared(json!({"model_type": "llama", "num_key_value_heads": 2})),
         shared(json!({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 7})),
+        shared(
+            json!({"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16, "use_sliding_window": true,
+                      "sliding_window": 7, "max_window_layers": 1}),
+        ),
         shared(json!({"model_type": "gpt_neox"})),
         json!({"model_type": "opt", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48,
                "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "init_std": 0.3}),

@@ -75,7 +75,7 @@ pub struct Transformer {
 pub enum ModelError {
     /// The family is not known here.
     #[error(
-        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, olmoe, opt, qwen2, qwen2_moe and qwen3_moe. Give the numbers of parameters instead"
+        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, olmoe, opt, qwen2, qwen2_moe, qwen3 and qwen3_moe. Give the numbers of parameters instead"
     )]
     UnknownFamily {
         /// `model_type`.
@@ -140,7 +140,9 @@ pub fn from_hugging_face(config: &Value) -> Result<Transformer, ModelError> {
     let read = Reader { config, model_type };
     match model_type {
         "gpt2" => gpt2(&read),
-        "llama" | "mistral" | "mixtral" | "qwen2" | "qwen2_moe" | "olmoe" | "qwen3_moe" => llama(&read),
+        "llama" | "mistral" | "mixtral" | "qwen2" | "qwen2_moe" | "olmoe" | "qwen3" | "qwen3_moe" => {
+            llama(&read)
+        }
         "bert" => bert(&read),
         "opt" => opt(&read),
         "gpt_neox" => neox(&read),
@@ -222,7 +224,8 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
         None => usual(read.model_type, "num_key_value_heads").unwrap_or(heads),
         Some(_) => read.or("num_key_value_heads", heads)?,
     };
-    let head_dim = read.or("head_dim", hidden / heads)?;
+    let usual_dim = if read.model_type == "qwen3" { 128 } else { hidden / heads };
+    let head_dim = read.or("head_dim", usual_dim)?;
     let (intermediate, vocab) = (read.number("intermediate_size")?, read.number("vocab_size")?);
     let qwen = ["qwen2", "qwen2_moe"].contains(&read.model_type);
     let qkv_bias = match read.model_type {
@@ -240,7 +243,7 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let shared_expert = if shared > 0 { 3 * hidden * shared + hidden } else { 0 };
     let head_norms = match read.model_type {
         "olmoe" => (heads + kv_heads) * head_dim,
-        "qwen3_moe" => 2 * head_dim,
+        "qwen3" | "qwen3_moe" => 2 * head_dim,
         _ => 0,
     };
     let layer = 2 * hidden

@@ -35,6 +35,7 @@ BLOOM = dict(vocab_size=100, hidden_size=32, n_layer=2, n_head=4)
 MIXTRAL = dict(LLAMA, num_local_experts=4)
 QWEN2_MOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
 OLMOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None)
+QWEN3 = dict(LLAMA, head_dim=16)
 QWEN3_MOE = dict(LLAMA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, head_dim=16)
 
 FAMILIES = {
@@ -50,7 +51,7 @@ FAMILIES = {
 }
 # Later releases have these.
 for family, name, sizes in [("qwen2_moe", "Qwen2Moe", QWEN2_MOE), ("olmoe", "Olmoe", OLMOE),
-                            ("qwen3_moe", "Qwen3Moe", QWEN3_MOE)]:
+                            ("qwen3_moe", "Qwen3Moe", QWEN3_MOE), ("qwen3", "Qwen3", QWEN3)]:
     if hasattr(tf, f"{name}Config"):
         FAMILIES[family] = (getattr(tf, f"{name}Config"), getattr(tf, f"{name}ForCausalLM"), sizes)
 
@@ -128,6 +129,8 @@ CASES = {
     "qwen2_moe": ("qwen2_moe", dict(QWEN2_MOE, output_router_logits=True, router_aux_loss_coef=0.1)),
     "olmoe": ("olmoe", dict(OLMOE, output_router_logits=True, router_aux_loss_coef=0.1)),
     "qwen3_moe": ("qwen3_moe", dict(QWEN3_MOE, norm_topk_prob=True)),
+    "qwen3": ("qwen3", dict(QWEN3, tie_word_embeddings=True, attention_bias=True)),
+    "qwen3_window": ("qwen3", dict(QWEN3, use_sliding_window=True, sliding_window=4, max_window_layers=1)),
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "bloom": ("bloom", BLOOM),

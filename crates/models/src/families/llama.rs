@@ -22,17 +22,32 @@ pub(super) struct Defaults {
     pub(super) vocab: usize,
     pub(super) max_tokens: usize,
     pub(super) eps: f64,
+    /// Channels of a head; the share of one head when absent.
+    pub(super) head_dim: Option<usize>,
+    /// Whether the head is the embedding.
+    pub(super) tied: bool,
 }
 
-/// Channels, layers and heads of the first LLaMA.
-const USUAL_SIZES: [usize; 3] = [4096, 32, 32];
+/// The first LLaMA's.
+pub(super) const LLAMA: Defaults = Defaults {
+    model_type: "llama",
+    sizes: [4096, 32, 32],
+    kv_heads: None,
+    theta: 10_000.0,
+    inner_width: 11_008,
+    vocab: 32_000,
+    max_tokens: 2048,
+    eps: 1e-6,
+    head_dim: None,
+    tied: false,
+};
 
 pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
     let [width, layers, heads] = defaults.sizes;
     let width = fields.size("hidden_size", Some(width))?;
     let heads = fields.size("num_attention_heads", Some(heads))?;
     let layers = fields.size("num_hidden_layers", Some(layers))?;
-    let head_dim = match fields.optional_size("head_dim")? {
+    let head_dim = match fields.optional_size("head_dim")?.or(defaults.head_dim) {
         Some(head_dim) => head_dim,
         None if heads > 0 && width.is_multiple_of(heads) => width / heads,
         None => {
@@ -65,7 +80,7 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
         mlp_bias: false,
         scales: vec![1.0 / (head_dim as f32).sqrt(); layers],
         windows: vec![None; layers],
-        tied: fields.flag("tie_word_embeddings", false)?,
+        tied: fields.flag("tie_word_embeddings", defaults.tied)?,
         init_std: std,
         output_init_std: std,
         embedding_dropout: 0.0,
@@ -87,6 +102,15 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
             head: "lm_head",
         },
     })
+}
+
+/// Queries and keys with norms.
+pub(super) fn normed(per_head: bool) -> QkvNames {
+    QkvNames::Normed {
+        heads: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        norms: ["self_attn.q_norm", "self_attn.k_norm"],
+        per_head,
+    }
 }
 
 /// The window of each layer: where `slides` says so, unless `layer_types` lists the layers one by one.
@@ -120,21 +144,27 @@ pub(super) fn windows(
     types.iter().map(of_type).collect()
 }
 
+/// Windows where the configuration turns them on, in the layers from `first` on.
+pub(super) fn sliding(
+    fields: &Fields<'_>,
+    layers: usize,
+    first: usize,
+    rule: WindowRule,
+) -> Result<Vec<Option<usize>>> {
+    let window = match fields.flag("use_sliding_window", false)? {
+        true => fields.size_or_null("sliding_window", Some(4096))?,
+        false => {
+            fields.harmless(&["sliding_window"]);
+            None
+        }
+    };
+    windows(fields, layers, window, |layer| layer >= first, rule)
+}
+
 /// Reads a `llama` configuration.
 pub fn llama(fields: &Fields<'_>) -> Result<DecoderConfig> {
-    let defaults = Defaults {
-        model_type: "llama",
-        sizes: USUAL_SIZES,
-        kv_heads: None,
-        theta: 10_000.0,
-        inner_width: 11_008,
-        vocab: 32_000,
-        max_tokens: 2048,
-        eps: 1e-6,
-    };
-    let mut config = common(fields, &defaults)?;
-    let bias = fields.flag("attention_bias", false)?;
-    (config.qkv_bias, config.output_bias) = (bias, bias);
+    let mut config = common(fields, &LLAMA)?;
+    attention_bias(fields, &mut config)?;
     config.mlp_bias = fields.flag("mlp_bias", false)?;
     if !fields.flag("use_sliding_window", true)? {
         fields.harmless(&["sliding_window", "max_window_layers"]);
@@ -147,13 +177,10 @@ pub fn llama(fields: &Fields<'_>) -> Result<DecoderConfig> {
 pub fn mistral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "mistral",
-        sizes: USUAL_SIZES,
         kv_heads: Some(8),
-        theta: 10_000.0,
         inner_width: 14_336,
-        vocab: 32_000,
         max_tokens: 131_072,
-        eps: 1e-6,
+        ..LLAMA
     };
     let mut config = common(fields, &defaults)?;
     no_biases(fields)?;
@@ -166,13 +193,11 @@ pub fn mistral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
 pub fn qwen2(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "qwen2",
-        sizes: USUAL_SIZES,
         kv_heads: Some(32),
-        theta: 10_000.0,
         inner_width: 22_016,
         vocab: 151_936,
         max_tokens: 32_768,
-        eps: 1e-6,
+        ..LLAMA
     };
     let mut config = common(fields, &defaults)?;
     // The family has its biases whatever this says.
@@ -191,13 +216,12 @@ pub fn qwen2(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
 pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "mixtral",
-        sizes: USUAL_SIZES,
         kv_heads: Some(8),
         theta: 1e6,
         inner_width: 14_336,
-        vocab: 32_000,
         max_tokens: 131_072,
         eps: 1e-5,
+        ..LLAMA
     };
     let mut config = common(fields, &defaults)?;
     no_biases(fields)?;
@@ -227,6 +251,13 @@ pub(super) fn balancing(fields: &Fields<'_>, experts: usize, chosen: usize, weig
     }
     let weight = fields.number("router_aux_loss_coef", Some(weight))? as f32;
     Ok(if fields.flag("output_router_logits", false)? { weight } else { 0.0 })
+}
+
+/// Biases on all four projections of attention, or on none.
+pub(super) fn attention_bias(fields: &Fields<'_>, config: &mut DecoderConfig) -> Result<()> {
+    let bias = fields.flag("attention_bias", false)?;
+    (config.qkv_bias, config.output_bias) = (bias, bias);
+    Ok(())
 }
 
 /// Families whose layers have none.

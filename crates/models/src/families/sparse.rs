@@ -1,20 +1,11 @@
 //! LLaMA's relatives whose every block is a mixture of experts: Qwen2-MoE, OLMoE and Qwen3-MoE. (Mixtral is in `llama.rs`.)
 
 use crate::config::WindowRule;
-use crate::decoder::{DecoderConfig, FeedForward, QkvNames};
+use crate::decoder::{DecoderConfig, FeedForward};
 use crate::error::Result;
-use crate::families::llama::{Defaults, balancing, common, windows};
+use crate::families::llama::{Defaults, LLAMA, attention_bias, balancing, common, normed, sliding};
 use crate::families::mixture::{DeclaredMixture, MixtureConfig, MixtureNames};
 use crate::fields::Fields;
-
-/// Queries and keys with norms.
-fn normed(per_head: bool) -> QkvNames {
-    QkvNames::Normed {
-        heads: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        norms: ["self_attn.q_norm", "self_attn.k_norm"],
-        per_head,
-    }
-}
 
 /// What the mixtures differ in before anything is read.
 struct Usual {
@@ -53,29 +44,16 @@ fn all_sparse(fields: &Fields<'_>) -> Result<()> {
     fields.fixed("mlp_only_layers", serde_json::json!([]))
 }
 
-/// Windows where the configuration turns them on, in the layers from `first` on.
-fn sliding(fields: &Fields<'_>, layers: usize, first: usize, rule: WindowRule) -> Result<Vec<Option<usize>>> {
-    let window = match fields.flag("use_sliding_window", false)? {
-        true => fields.size_or_null("sliding_window", Some(4096))?,
-        false => {
-            fields.harmless(&["sliding_window"]);
-            None
-        }
-    };
-    windows(fields, layers, window, |layer| layer >= first, rule)
-}
-
 /// Reads a `qwen2_moe` configuration: biases on queries, keys and values; an expert that every token passes.
 pub fn qwen2_moe(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "qwen2_moe",
         sizes: [2048, 24, 16],
         kv_heads: Some(16),
-        theta: 10_000.0,
         inner_width: 5632,
         vocab: 151_936,
         max_tokens: 32_768,
-        eps: 1e-6,
+        ..LLAMA
     };
     let usual = Usual { experts: 60, chosen: 4, balance: 0.001, declared: DeclaredMixture::RouterFirst };
     let mut config = common(fields, &defaults)?;
@@ -94,17 +72,15 @@ pub fn olmoe(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "olmoe",
         sizes: [2048, 16, 16],
-        kv_heads: None,
-        theta: 10_000.0,
         inner_width: 2048,
         vocab: 50_304,
         max_tokens: 4096,
         eps: 1e-5,
+        ..LLAMA
     };
     let usual = Usual { experts: 64, chosen: 8, balance: 0.01, declared: DeclaredMixture::RouterFirst };
     let mut config = common(fields, &defaults)?;
-    let bias = fields.flag("attention_bias", false)?;
-    (config.qkv_bias, config.output_bias) = (bias, bias);
+    attention_bias(fields, &mut config)?;
     fields.fixed("clip_qkv", serde_json::Value::Null)?;
     config.names.qkv = normed(false);
     config.feed_forward = mixture(fields, &usual, config.inner_width, None)?;
@@ -117,17 +93,15 @@ pub fn qwen3_moe(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig>
         model_type: "qwen3_moe",
         sizes: [2048, 24, 32],
         kv_heads: Some(4),
-        theta: 10_000.0,
         inner_width: 6144,
         vocab: 151_936,
         max_tokens: 32_768,
-        eps: 1e-6,
+        ..LLAMA
     };
     let usual = Usual { experts: 128, chosen: 8, balance: 0.001, declared: DeclaredMixture::RouterLast };
     let mut config = common(fields, &defaults)?;
     all_sparse(fields)?;
-    let bias = fields.flag("attention_bias", false)?;
-    (config.qkv_bias, config.output_bias) = (bias, bias);
+    attention_bias(fields, &mut config)?;
     fields.harmless(&["max_window_layers"]);
     config.windows = sliding(fields, config.layers, 0, rule)?;
     config.names.qkv = normed(true);

@@ -16,6 +16,7 @@ pub(super) enum Architecture {
     /// LLaMA's with experts: the same name in files.
     Mixtral,
     Qwen2,
+    Qwen3,
     Qwen2Moe,
     Olmoe,
     Qwen3Moe,
@@ -30,11 +31,12 @@ impl Architecture {
             ("llama", 0) => Architecture::Llama,
             ("llama", _) => Architecture::Mixtral,
             ("qwen2", _) => Architecture::Qwen2,
+            ("qwen3", _) => Architecture::Qwen3,
             ("qwen2moe", _) => Architecture::Qwen2Moe,
             ("olmoe", _) => Architecture::Olmoe,
             ("qwen3moe", _) => Architecture::Qwen3Moe,
             (other, _) => {
-                let why = format!("is '{other}'; llama, qwen2, qwen2moe, olmoe and qwen3moe are read");
+                let why = format!("is '{other}'; llama, qwen2, qwen3, qwen2moe, olmoe and qwen3moe are read");
                 return Err(metadata.error(key, why));
             }
         };
@@ -46,6 +48,7 @@ impl Architecture {
             Architecture::Llama => "llama",
             Architecture::Mixtral => "mixtral",
             Architecture::Qwen2 => "qwen2",
+            Architecture::Qwen3 => "qwen3",
             Architecture::Qwen2Moe => "qwen2_moe",
             Architecture::Olmoe => "olmoe",
             Architecture::Qwen3Moe => "qwen3_moe",
@@ -57,6 +60,7 @@ impl Architecture {
             Architecture::Llama => "LlamaForCausalLM",
             Architecture::Mixtral => "MixtralForCausalLM",
             Architecture::Qwen2 => "Qwen2ForCausalLM",
+            Architecture::Qwen3 => "Qwen3ForCausalLM",
             Architecture::Qwen2Moe => "Qwen2MoeForCausalLM",
             Architecture::Olmoe => "OlmoeForCausalLM",
             Architecture::Qwen3Moe => "Qwen3MoeForCausalLM",
@@ -118,7 +122,8 @@ pub(super) fn config(
     set("rope_theta", rounded(keys.number("rope.freq_base")?.unwrap_or(10_000.0)));
     set("hidden_act", "silu".into());
     set("tie_word_embeddings", (!has("output.weight")).into());
-    if head_dim * heads != width || architecture == Architecture::Qwen3Moe {
+    let says_head_dim = [Architecture::Qwen3, Architecture::Qwen3Moe].contains(&architecture);
+    if head_dim * heads != width || says_head_dim {
         set("head_dim", head_dim.into());
     }
     if architecture == Architecture::Llama {
@@ -161,7 +166,7 @@ fn feed_forward(
     if let Some(inner) = inner {
         set("intermediate_size", inner.into());
     }
-    if matches!(architecture, Architecture::Llama | Architecture::Qwen2) {
+    if matches!(architecture, Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3) {
         // Files of LLaMA say that it has none.
         keys.size("expert_count")?;
         keys.size("expert_used_count")?;
