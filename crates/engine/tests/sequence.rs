@@ -202,7 +202,8 @@ fn assert_alike(what: &str, case: &Case, reference: &[(Vec<f32>, Vec<f32>)]) {
 
 #[test]
 fn parts_on_two_and_four_ranks_train_like_the_whole_in_every_family() {
-    for name in ["gpt2", "llama", "bloom", "mistral", "qwen2", "qwen3", "opt", "gpt_neox", "mixtral"] {
+    for name in ["gpt2", "llama", "bloom", "mistral", "qwen2", "qwen3", "phi3", "opt", "gpt_neox", "mixtral"]
+    {
         let alone = Case::alone(name);
         let reference = alone.train();
         for method in METHODS {

@@ -14,12 +14,13 @@ use crate::gguf;
 use crate::json;
 
 /// The model types that can be built, for messages.
-pub const MODEL_TYPES: [&str; 13] = [
+pub const MODEL_TYPES: [&str; 14] = [
     "gpt2",
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
+    "phi3",
     "mixtral",
     "qwen2_moe",
     "olmoe",
@@ -68,6 +69,7 @@ impl ModelConfig {
             "mistral" => families::llama::mistral(&fields, window)?,
             "qwen2" => families::llama::qwen2(&fields, window)?,
             "qwen3" => families::dense::qwen3(&fields, window)?,
+            "phi3" => families::phi3::config(&fields, window)?,
             "mixtral" => families::llama::mixtral(&fields, window)?,
             "qwen2_moe" => families::sparse::qwen2_moe(&fields, window)?,
             "olmoe" => families::sparse::olmoe(&fields)?,

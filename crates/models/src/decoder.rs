@@ -134,8 +134,8 @@ impl Decoder {
         );
         let embedding_norm =
             names.embedding_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));
-        let learned_positions = match (config.positions, names.positions) {
-            (Positions::Learned { offset, .. }, Some(name)) => Some(Embedding::new(
+        let learned_positions = match (&config.positions, names.positions) {
+            (&Positions::Learned { offset, .. }, Some(name)) => Some(Embedding::new(
                 &init.at(name),
                 config.max_tokens + offset,
                 config.width,

@@ -236,6 +236,12 @@ impl<'a> Fields<'a> {
         self.get(key).map(|_| self.read(key, "a list of texts", None, texts)).transpose()
     }
 
+    /// A list of numbers.
+    pub fn numbers(&self, key: &str) -> Result<Vec<f64>> {
+        let numbers = |value: &Value| value.as_array()?.iter().map(Value::as_f64).collect();
+        self.read(key, "a list of numbers", None, numbers)
+    }
+
     /// A nested object, if present. Whoever asks for it finishes it.
     pub fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
         let Some(value) = self.get(key) else { return Ok(None) };

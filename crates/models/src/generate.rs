@@ -93,6 +93,11 @@ pub(crate) fn generate_with(
                     Step::Few(few) => vec![choose_of(&few, options.sampling, step as u64)],
                 },
                 stepper => {
+                    let known = state.len();
+                    if model.turns_anew(known, known + input.len() / batch) {
+                        state = model.new_state(batch, capacity, device)?;
+                        input = sequences.concat();
+                    }
                     let width = input.len() / batch;
                     let ids = Tensor::from_slice(&input, [batch, width], device)?;
                     let positions = mask.as_ref().map(|mask| positions_of(mask, width));

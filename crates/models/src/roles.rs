@@ -83,7 +83,7 @@ fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> R
     }
     let is_attention = within == names.output
         || match &names.qkv {
-            QkvNames::Packed(name, _) => within == *name,
+            QkvNames::Packed(name, _) | QkvNames::Grouped(name) => within == *name,
             QkvNames::Separate(each) | QkvNames::Normed { heads: each, .. } => each.contains(&within),
         };
     let is_head_norm = matches!(&names.qkv, QkvNames::Normed { norms, .. } if norms.contains(&within));
@@ -94,7 +94,7 @@ fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> R
             Role::Experts
         }
         FeedForward::Mixture(_) => Role::Router,
-        FeedForward::Plain { .. } | FeedForward::Gated { .. } => Role::FeedForward,
+        _ => Role::FeedForward,
     }
 }
 

@@ -19,6 +19,8 @@ pub(crate) struct RotaryDefaults {
     pub(crate) theta: f64,
     /// The field with the share of each head's channels that turn, and its default; `None` where all of them do.
     pub(crate) share: Option<(&'static str, f64)>,
+    /// The length the model was first trained on; the longest that it takes when absent.
+    pub(crate) trained: Option<usize>,
 }
 
 /// The rotary positions of heads of `head_dim` channels.
@@ -72,7 +74,7 @@ impl Reader<'_, '_> {
                 .error(self.defaults.theta_key, format!("{theta} is no base of frequencies")));
         }
         let dims = self.dims(within("partial_rotary_factor")?)?;
-        let scaling = said.map_or(Ok(RotaryScaling::None), |said| self.scaling(said))?;
+        let scaling = said.map_or(Ok(RotaryScaling::None), |said| self.scaling(said, dims / 2))?;
         Ok(Rotary { dims, theta, scaling, interleaved: false })
     }
 
@@ -97,7 +99,7 @@ impl Reader<'_, '_> {
         Ok(dims)
     }
 
-    fn scaling(&self, said: &Fields<'_>) -> Result<RotaryScaling> {
+    fn scaling(&self, said: &Fields<'_>, pairs: usize) -> Result<RotaryScaling> {
         // Some releases write the kind under both names.
         let older = said.string("type", Some("default"))?;
         let name = said.string("rope_type", Some(&older))?;
@@ -142,12 +144,40 @@ impl Reader<'_, '_> {
                     amplitude: positive("attention_factor", amplitude)?,
                 }
             }
+            // The first files of Phi-3 call it so.
+            "longrope" | "su" => self.longrope(said, pairs)?,
             other => {
-                let why =
-                    format!("'{other}' is not supported; default, linear, dynamic, llama3 and yarn are");
+                let why = format!(
+                    "'{other}' is not supported; default, linear, dynamic, llama3, yarn and longrope are"
+                );
                 return Err(said.error(key, why));
             }
         })
+    }
+
+    fn longrope(&self, said: &Fields<'_>, pairs: usize) -> Result<RotaryScaling> {
+        let divisors = |key: &str| {
+            let all = said.numbers(key)?;
+            if all.len() != pairs {
+                return Err(said.error(key, format!("lists {} pairs, heads have {pairs}", all.len())));
+            }
+            match all.iter().find(|divisor| !(divisor.is_finite() && **divisor > 0.0)) {
+                Some(divisor) => Err(said.error(key, format!("{divisor} is not a number above 0"))),
+                None => Ok(all.into()),
+            }
+        };
+        let trained = self.trained(said)?;
+        let factor = match said.optional_number("factor")? {
+            Some(factor) => factor,
+            None => self.longest()? as f64 / trained as f64,
+        };
+        let usual = if factor > 1.0 { (1.0 + factor.ln() / (trained as f64).ln()).sqrt() } else { 1.0 };
+        let amplitude = said.number("attention_factor", Some(usual))?;
+        if !(amplitude.is_finite() && amplitude > 0.0) {
+            return Err(said.error("attention_factor", format!("{amplitude} is not a number above 0")));
+        }
+        let (short, long) = (divisors("short_factor")?, divisors("long_factor")?);
+        Ok(RotaryScaling::LongRope { short, long, trained, amplitude })
     }
 
     fn longest(&self) -> Result<usize> {
@@ -161,7 +191,7 @@ impl Reader<'_, '_> {
         match self.fields.optional_size(KEY)?.or(within) {
             Some(0) => Err(said.error(KEY, "0 is no length")),
             Some(trained) => Ok(trained),
-            None => self.longest(),
+            None => self.defaults.trained.map_or_else(|| self.longest(), Ok),
         }
     }
 }

@@ -51,7 +51,7 @@ fn what_transformers_writes_is_read_and_means_the_same_in_both_versions() {
         let new = of_version("5.22").expect("the newest release has every family");
         // Some families are younger.
         let Some(old) = of_version("4.40") else {
-            assert!(["qwen3", "olmoe", "qwen3_moe"].contains(&model_type), "{model_type} is in 4.40");
+            assert!(["qwen3", "phi3", "olmoe", "qwen3_moe"].contains(&model_type), "{model_type} is in 4.40");
             continue;
         };
         assert_eq!(format!("{old:?}"), format!("{new:?}"), "{model_type}");
@@ -70,7 +70,7 @@ fn a_field_that_is_absent_has_the_value_that_transformers_gives_it() {
 
 #[test]
 fn fields_nobody_knows_are_refused_together_by_name() {
-    for model_type in ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt_neox"] {
+    for model_type in ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "gpt_neox"] {
         let error = parsed(&small(
             model_type,
             json!({"quantization_config": {"bits": 4}, "final_logit_softcapping": 30.0, "use_cache": false}),
@@ -110,6 +110,13 @@ fn values_that_are_not_implemented_are_refused_with_their_field() {
         ("llama", json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5 is not supported"),
         ("qwen2", json!({"use_mrope": true}), "use_mrope: true is not supported"),
         ("gpt_neox", json!({"hidden_dropout_prob": 0.1}), "hidden_dropout_prob: 0.1 is not supported"),
+        ("phi3", json!({"attention_bias": true}), "attention_bias: true is not supported"),
+        ("phi3", json!({"interpolate_factor": 2}), "interpolate_factor: 2 is not supported"),
+        (
+            "phi3",
+            json!({"rope_scaling": {"type": "yarn", "factor": 2.0}}),
+            "rope_scaling: this family has no other scaling than longrope",
+        ),
         ("llama", json!({"layer_types": ["full_attention"]}), "layer_types: lists 1 layers, the model has 3"),
         (
             "mistral",
@@ -144,6 +151,24 @@ fn rotary_positions_mean_the_same_in_both_spellings() {
             assert_ne!(rotary(&new).scaling, RotaryScaling::None);
         }
     }
+    // As Phi-4-mini's file has it: what it adds changes nothing.
+    let longrope = json!({"short_factor": [1.0, 1.5, 2.0], "long_factor": [1, 3, 9], "type": "longrope"});
+    let old = json!({
+        "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75, "rope_scaling": longrope, "lm_head_bias": false,
+        "full_attn_mod": 1, "interpolate_factor": 1, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "embd_pdrop": 0.0, "attention_bias": false, "mlp_bias": false,
+    });
+    let mut first = old.clone();
+    first["rope_scaling"]["type"] = "su".into();
+    let mut new = longrope.clone();
+    new.as_object_mut().unwrap().remove("type");
+    let more = json!({"rope_type": "longrope", "partial_rotary_factor": 0.75, "original_max_position_embeddings": 16});
+    new.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let new = small("phi3", json!({"rope_parameters": new, "original_max_position_embeddings": 16}));
+    let found = rotary(&small("phi3", old));
+    assert_eq!([&found, &rotary(&small("phi3", first))], [&rotary(&new); 2]);
+    let RotaryScaling::LongRope { trained: 16, amplitude, .. } = found.scaling else { panic!("{found:?}") };
+    assert!((amplitude - 1.5f64.sqrt()).abs() < 1e-12, "the root of 1 + ln 4 / ln 16: {amplitude}");
     let old = small("gpt_neox", json!({"rotary_pct": 0.5, "rotary_emb_base": 20000}));
     let within = json!({"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 2e4});
     assert_eq!(rotary(&old), rotary(&small("gpt_neox", json!({ "rope_parameters": within }))));
@@ -167,10 +192,10 @@ fn rotary_positions_by_type_of_layer_are_read_where_they_agree() {
 #[test]
 fn a_kind_of_rotary_scaling_that_is_not_implemented_is_refused_by_name() {
     for (field, key) in [("rope_parameters", "rope_type"), ("rope_scaling", "type")] {
-        for kind in ["longrope", "proportional", "mrope"] {
+        for kind in ["proportional", "mrope"] {
             let error = parsed(&small("llama", json!({ field: {key: kind, "factor": 2.0} }))).unwrap_err();
             let expected = format!(
-                "{field}.{key}: '{kind}' is not supported; default, linear, dynamic, llama3 and yarn are"
+                "{field}.{key}: '{kind}' is not supported; default, linear, dynamic, llama3, yarn and longrope are"
             );
             assert!(error.contains(&expected), "{error}");
         }
@@ -180,6 +205,16 @@ fn a_kind_of_rotary_scaling_that_is_not_implemented_is_refused_by_name() {
         json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}),
     ));
     assert!(error.unwrap_err().contains("rope_parameters.mscale = 1.0"));
+    for (short, message) in [
+        (json!([1.0]), "rope_scaling.short_factor: lists 1 pairs, heads have 4"),
+        (json!([1.0, 0.0, 1.0, 1.0]), "rope_scaling.short_factor: 0 is not a number above 0"),
+        (json!([1.0, "2", 1.0, 1.0]), "is not a list of numbers"),
+        (Value::Null, "rope_scaling.short_factor: is missing"),
+    ] {
+        let scaling = json!({"type": "longrope", "short_factor": short, "long_factor": [1.0, 1.0, 1.0, 1.0]});
+        let error = parsed(&small("phi3", json!({ "rope_scaling": scaling }))).unwrap_err();
+        assert!(error.contains(message), "{error}");
+    }
     let both =
         json!({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}});
     assert!(

@@ -7,7 +7,8 @@ use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
 use serde_json::{Value, json};
 
-/// Learned positions; rotary with grouped heads; a window; ALiBi; rotary of packed heads; learned positions with an offset.
+/// Learned positions; rotary with grouped heads; a window; ALiBi; rotary of packed heads; learned positions with an offset; rotary of
+/// packed grouped heads, and a packed gate.
 fn families() -> Vec<Value> {
     let llama = json!({
         "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -16,6 +17,8 @@ fn families() -> Vec<Value> {
     });
     let mut mistral = llama.clone();
     (mistral["model_type"], mistral["sliding_window"]) = ("mistral".into(), 5.into());
+    let mut phi3 = llama.clone();
+    phi3["model_type"] = "phi3".into();
     vec![
         json!({
             "model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
@@ -38,6 +41,7 @@ fn families() -> Vec<Value> {
             "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0,
             "attention_dropout": 0.0, "activation_function": "relu", "do_layer_norm_before": true,
         }),
+        phi3,
     ]
 }
 
@@ -182,12 +186,12 @@ fn borders_that_are_none_are_refused() {
 
 #[test]
 fn perceptrons_in_chunks_change_memory_and_no_result() {
-    for config in [&families()[0], &families()[1]] {
+    for config in [0, 1, 6].map(|index| families().swap_remove(index)) {
         let device = Device::cpu_with_threads(1);
         let ids: Vec<i64> = (0..64 * 60).map(|at| at % 61).collect();
         let ids = Tensor::from_slice(&ids, [64, 60], &device).unwrap();
         let run = |chunks: MlpChunks, checkpointed: bool| {
-            let mut model = decoder(config);
+            let mut model = decoder(&config);
             model.set_activation_checkpointing(checkpointed);
             model.set_mlp_chunks(chunks);
             let params = model.parameters().as_slice();

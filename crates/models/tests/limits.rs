@@ -2,6 +2,7 @@
 
 use ferrospeed_models::directory::end_tokens;
 use ferrospeed_models::{ModelConfig, WindowRule};
+use ferrospeed_nn::tensor_parallel::Between;
 use serde_json::{Value, json};
 
 fn refusal(model_type: &str, changes: Value) -> String {
@@ -66,4 +67,18 @@ fn end_tokens_come_from_the_generation_config_before_the_config() {
     assert_eq!(end_tokens(folder.path()).unwrap(), [5, 7]);
     write("generation_config.json", r#"{ "eos_token_id": "x" }"#);
     assert!(end_tokens(folder.path()).unwrap_err().to_string().contains("eos_token_id"));
+}
+
+#[test]
+fn heads_that_lie_in_one_tensor_are_cut_for_ranks_that_divide_them_all() {
+    let config = json!({"model_type": "phi3", "num_attention_heads": 24, "num_key_value_heads": 8});
+    let ModelConfig::Decoder(config) = ModelConfig::from_value(&config, WindowRule::default()).unwrap()
+    else {
+        panic!("it is a decoder")
+    };
+    assert!(config.check_slices(8, Between::AllTokens).is_ok());
+    let why = config.check_slices(12, Between::AllTokens).unwrap_err().to_string();
+    assert!(why.contains("neither a multiple nor a divisor of 12 ranks"), "{why}");
+    let why = config.check_slices(24, Between::AllTokens).unwrap_err().to_string();
+    assert!(why.contains("cannot be shared by 24 ranks; 1, 2, 4, 8 ranks fit"), "{why}");
 }

@@ -34,6 +34,8 @@ pub struct AttentionConfig {
 pub enum HeadProjections {
     /// One layer makes all three.
     Packed(Linear, PackedHeads),
+    /// One layer makes the queries of all heads, then keys and values, of which there may be fewer.
+    Grouped(Linear),
     /// One layer each.
     Separate {
         /// Queries.
@@ -232,7 +234,7 @@ impl MultiHeadAttention {
         mode: Mode,
     ) -> Result<Tensor> {
         let first = match &self.projections {
-            HeadProjections::Packed(qkv, _) => qkv.weight(),
+            HeadProjections::Packed(qkv, _) | HeadProjections::Grouped(qkv) => qkv.weight(),
             HeadProjections::Separate { query, .. } => query.weight(),
         };
         let slices = self.output.summed_over();
@@ -393,6 +395,13 @@ impl MultiHeadAttention {
         match &self.projections {
             HeadProjections::Packed(qkv, layout) => {
                 ops::split_heads(&qkv.forward(x)?, self.config.heads, *layout)
+            }
+            HeadProjections::Grouped(qkv) => {
+                let AttentionConfig { heads, kv_heads, head_dim, .. } = self.config;
+                let widths = [heads, kv_heads, kv_heads].map(|count| count * head_dim);
+                self.heads(ops::split(&qkv.forward(x)?, 2, &widths)?.try_into().map_err(|_| {
+                    TensorError::argument("attention", "three parts are queries, keys and values")
+                })?)
             }
             HeadProjections::Separate { query, key, value } => {
                 let dim = self.config.head_dim;

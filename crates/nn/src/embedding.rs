@@ -18,8 +18,8 @@ impl Embedding {
     pub fn new(init: &Init, entries: usize, width: usize, std: f32) -> Embedding {
         let (shape, start) = ([entries, width], Initializer::Normal { mean: 0.0, std });
         let (table, summed) = match init.slicing() {
-            Some((slices, Cut::Entries)) => {
-                (init.param_part("weight", shape, (0, 1, entries), slices, start), Some(slices.clone()))
+            Some((slices, cut @ Cut::Entries)) => {
+                (init.param_part("weight", shape, 0, cut, slices, start), Some(slices.clone()))
             }
             _ => (init.param("weight", shape, start), None),
         };

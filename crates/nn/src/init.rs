@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrospeed_tensor::{Initializer, Param, Shape, Slice, Unit};
 
-use crate::tensor_parallel::{Between, Cut, Held, Slices, held};
+use crate::tensor_parallel::{Between, Cut, Held, Slices};
 
 /// A place in the tree of modules.
 #[derive(Debug, Clone)]
@@ -99,28 +99,28 @@ impl Init {
             return self.register(Param::new(path, shape, initializer));
         };
         match (self.cut, slices.between()) {
-            (Some(Cut::Entries), _) => self.param_part(name, shape, (0, 1, shape[0]), slices, initializer),
+            (Some(Cut::Entries), _) => self.param_part(name, shape, 0, Cut::Entries, slices, initializer),
             // What ranks use for their own heads or tokens alone has a summand of its gradient on each.
             (Some(Cut::Shared), _) | (_, Between::OwnTokens) => {
-                let held = Held { holders: slices.group().size(), ..held(shape[0], 1, 1, 0, 1) };
-                self.param_slice(name, shape, 0, held, initializer)
+                self.param_part(name, shape, 0, Cut::Shared, slices, initializer)
             }
             _ => self.register(Param::new(path, shape, initializer)),
         }
     }
 
-    /// A new parameter here of which this rank holds a part: of dim `dim`, cut into `sections` sections of `units` units.
+    /// A new parameter here of which this rank holds a part of dim `dim`.
     pub(crate) fn param_part(
         &self,
         name: &str,
         whole: impl Into<Shape>,
-        (dim, sections, units): (usize, usize, usize),
+        dim: usize,
+        cut: Cut,
         slices: &Slices,
         initializer: Initializer,
     ) -> Param {
         let whole = whole.into();
         let group = slices.group();
-        let held = held(whole[dim], sections, units, group.rank(), group.size());
+        let held = cut.held(whole[dim], group.rank(), group.size());
         self.param_slice(name, whole, dim, held, initializer)
     }
 

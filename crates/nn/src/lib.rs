@@ -46,7 +46,7 @@ pub use conv::{Conv2d, Conv2dOptions};
 pub use embedding::Embedding;
 pub use init::{Holder, Init, LayerState, Parameters};
 pub use linear::Linear;
-pub use mlp::{GatedMlp, Mlp};
+pub use mlp::{GatedMlp, Mlp, PackedGatedMlp};
 pub use moe::{Expert, Experts, Mixed, Moe, MoeConfig};
 pub use norm::{LayerNorm, Norm, NormConfig, RmsNorm};
 pub use rotary::{Rotary, RotaryScaling, RotaryTable};

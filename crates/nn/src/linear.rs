@@ -47,14 +47,13 @@ impl Linear {
             WeightLayout::InOut => ([inputs, outputs], [1, 0]),
         };
         let (weight, cut_bias, summed) = match init.slicing() {
-            Some((slices, Cut::Outputs { sections, units })) => {
-                let part = |dim| (dim, sections, units);
-                let weight = init.param_part("weight", shape, part(of_outputs), slices, start);
-                let cut_bias = bias.then(|| init.param_part("bias", [outputs], part(0), slices, zero));
+            Some((slices, cut @ (Cut::Outputs { .. } | Cut::Heads { .. }))) => {
+                let weight = init.param_part("weight", shape, of_outputs, cut, slices, start);
+                let cut_bias = bias.then(|| init.param_part("bias", [outputs], 0, cut, slices, zero));
                 (weight, cut_bias, None)
             }
-            Some((slices, Cut::Inputs { units })) => {
-                let weight = init.param_part("weight", shape, (of_inputs, 1, units), slices, start);
+            Some((slices, cut @ Cut::Inputs { .. })) => {
+                let weight = init.param_part("weight", shape, of_inputs, cut, slices, start);
                 (weight, None, Some(slices.clone()))
             }
             _ => (init.param("weight", shape, start), None, None),

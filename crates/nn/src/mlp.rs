@@ -1,7 +1,7 @@
 //! The feed-forward halves of transformer blocks.
 
 use ferrospeed_tensor::ops::{self, MlpWeights, WeightLayout};
-use ferrospeed_tensor::{Activation, Result, Tensor, profile};
+use ferrospeed_tensor::{Activation, Result, Tensor, autograd, profile};
 
 use crate::linear::Linear;
 use crate::norm::Norm;
@@ -105,5 +105,55 @@ impl GatedMlp {
                 }
             })
         })
+    }
+}
+
+/// The same where one layer makes both, all of the gate before all of up.
+#[derive(Debug, Clone)]
+pub struct PackedGatedMlp {
+    gate_up: Linear,
+    down: Linear,
+    activation: Activation,
+}
+
+impl PackedGatedMlp {
+    /// From its two layers, which share a weight layout.
+    pub fn new(gate_up: Linear, down: Linear, activation: Activation) -> PackedGatedMlp {
+        PackedGatedMlp { gate_up, down, activation }
+    }
+
+    /// Over at most so many rows at a time, where that is not all; their inside is computed again in backward then.
+    pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
+        profile::scope("GatedMlp", [&self.gate_up, &self.down].map(Linear::weight), || {
+            let x = enter(x, self.down.summed_over())?;
+            self.down.finish(match chunk {
+                None => self.product(&x)?,
+                Some(chunk) => self.product_in_chunks(&x, chunk.max(1))?,
+            })
+        })
+    }
+
+    /// The gated product, projected down; of inputs that are cut, this rank's summand.
+    fn product(&self, x: &Tensor) -> Result<Tensor> {
+        let both = self.gate_up.forward(x)?;
+        let (dim, inner) = (both.shape().dims() - 1, both.shape().last() / 2);
+        let parts = ops::split(&both, dim, &[inner, inner])?;
+        let hidden = ops::gated(self.activation, &parts[0], &parts[1])?;
+        let (weight, bias) = self.down.operands();
+        ops::linear(&hidden, weight, bias, self.down.layout())
+    }
+
+    fn product_in_chunks(&self, x: &Tensor, chunk: usize) -> Result<Tensor> {
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        let flat = ops::reshape(x, [rows, width])?;
+        let mut parts = Vec::new();
+        for start in (0..rows).step_by(chunk) {
+            let part = ops::narrow(&flat, 0, start, chunk.min(rows - start))?;
+            let mlp = self.clone();
+            parts.extend(autograd::checkpoint(&[part], move |inputs| Ok(vec![mlp.product(&inputs[0])?]))?);
+        }
+        let joined = ops::concat(&parts, 0)?;
+        let outputs = joined.shape().last();
+        ops::reshape(&joined, x.shape().with_last(outputs))
     }
 }

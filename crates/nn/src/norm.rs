@@ -55,8 +55,8 @@ impl RmsNorm {
     pub fn new(init: &Init, width: usize, eps: f32) -> RmsNorm {
         let ones = Initializer::Constant(1.0);
         match init.slicing() {
-            Some((slices, Cut::Outputs { sections, units })) => {
-                let weight = init.param_part("weight", [width], (0, sections, units), slices, ones);
+            Some((slices, cut @ Cut::Outputs { .. })) => {
+                let weight = init.param_part("weight", [width], 0, cut, slices, ones);
                 RmsNorm { weight, eps, across: Some(slices.group().clone()) }
             }
             _ => RmsNorm { weight: init.param("weight", [width], ones), eps, across: None },

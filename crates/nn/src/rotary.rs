@@ -1,10 +1,12 @@
 //! Rotary position embedding: frequencies, their scaling variants, and the tables that kernels read.
 
+use std::sync::Arc;
+
 use ferrospeed_tensor::ops::Turn;
 use ferrospeed_tensor::{Device, Result, Tensor};
 
 /// How frequencies are stretched for sequences longer than the model was trained on.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RotaryScaling {
     /// Not at all.
     None,
@@ -47,10 +49,22 @@ pub enum RotaryScaling {
         /// Multiplies cosines and sines, and so scales scores by its square.
         amplitude: f64,
     },
+    /// LongRoPE: every pair has a divisor of its own, and another one in texts that are longer than `trained`. (Ding et al.:
+    /// "LongRoPE", 2024.)
+    LongRope {
+        /// Divisors in texts up to `trained`, one for each pair.
+        short: Arc<[f64]>,
+        /// Divisors in longer ones.
+        long: Arc<[f64]>,
+        /// The length the model was first trained on.
+        trained: usize,
+        /// Multiplies cosines and sines.
+        amplitude: f64,
+    },
 }
 
 /// The rotary embedding of a model.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Rotary {
     /// How many channels of each head turn.
     pub dims: usize,
@@ -74,8 +88,8 @@ impl Rotary {
     /// The angle per position of each pair, for sequences of `length` tokens.
     pub fn frequencies(&self, length: usize) -> Vec<f64> {
         let dims = self.dims as f64;
-        let theta = match self.scaling {
-            RotaryScaling::Dynamic { factor, trained } if length > trained => {
+        let theta = match &self.scaling {
+            &RotaryScaling::Dynamic { factor, trained } if length > trained => {
                 let growth = factor * length as f64 / trained as f64 - (factor - 1.0);
                 self.theta * growth.powf(dims / (dims - 2.0))
             }
@@ -84,9 +98,9 @@ impl Rotary {
         (0..self.dims / 2)
             .map(|pair| {
                 let frequency = theta.powf(-2.0 * pair as f64 / dims);
-                match self.scaling {
+                match &self.scaling {
                     RotaryScaling::Linear { factor } => frequency / factor,
-                    RotaryScaling::Llama3 { factor, low, high, trained } => {
+                    &RotaryScaling::Llama3 { factor, low, high, trained } => {
                         let trained = trained as f64;
                         let wavelength = std::f64::consts::TAU / frequency;
                         if wavelength < trained / high {
@@ -103,10 +117,33 @@ impl Rotary {
                         let share = ((pair as f64 - kept) / (stretched - kept)).clamp(0.0, 1.0);
                         frequency * (1.0 - share + share / factor)
                     }
+                    RotaryScaling::LongRope { short, long, trained, .. } => {
+                        let divisors = if length > *trained { long } else { short };
+                        frequency / divisors.get(pair).copied().unwrap_or(1.0)
+                    }
                     RotaryScaling::None | RotaryScaling::Dynamic { .. } => frequency,
                 }
             })
             .collect()
+    }
+
+    /// The length up to which frequencies are the same, where they change with a text's length.
+    pub fn steady_length(&self) -> Option<usize> {
+        match &self.scaling {
+            RotaryScaling::Dynamic { trained, .. } | RotaryScaling::LongRope { trained, .. } => {
+                Some(*trained)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether keys of the first `before` tokens are of no use to a text of `after`: all frequencies change at once between the
+    /// two. Where they change little by little, decoders live with older keys.
+    pub fn turns_anew(&self, before: usize, after: usize) -> bool {
+        match &self.scaling {
+            RotaryScaling::LongRope { trained, .. } => (1..=*trained).contains(&before) && after > *trained,
+            _ => false,
+        }
     }
 
     /// The pair up to which frequencies are kept, and the one from which they are stretched.
@@ -129,7 +166,7 @@ impl Rotary {
     /// What cosines and sines are multiplied by.
     fn amplitude(&self) -> f64 {
         match self.scaling {
-            RotaryScaling::Yarn { amplitude, .. } => amplitude,
+            RotaryScaling::Yarn { amplitude, .. } | RotaryScaling::LongRope { amplitude, .. } => amplitude,
             _ => 1.0,
         }
     }

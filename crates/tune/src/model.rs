@@ -75,7 +75,7 @@ pub struct Transformer {
 pub enum ModelError {
     /// The family is not known here.
     #[error(
-        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, olmoe, opt, qwen2, qwen2_moe, qwen3 and qwen3_moe. Give the numbers of parameters instead"
+        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, olmoe, opt, phi3, qwen2, qwen2_moe, qwen3 and qwen3_moe. Give the numbers of parameters instead"
     )]
     UnknownFamily {
         /// `model_type`.
@@ -134,15 +134,17 @@ fn linear(inputs: u64, outputs: u64, bias: bool) -> u64 {
     inputs * outputs + if bias { outputs } else { 0 }
 }
 
+/// Families that differ from LLaMA in what [`llama`] reads.
+const LLAMA_KIN: [&str; 9] =
+    ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "olmoe", "qwen3", "qwen3_moe", "phi3"];
+
 /// Reads the shape from the `config.json` of a Hugging Face model.
 pub fn from_hugging_face(config: &Value) -> Result<Transformer, ModelError> {
     let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let read = Reader { config, model_type };
     match model_type {
         "gpt2" => gpt2(&read),
-        "llama" | "mistral" | "mixtral" | "qwen2" | "qwen2_moe" | "olmoe" | "qwen3" | "qwen3_moe" => {
-            llama(&read)
-        }
+        _ if LLAMA_KIN.contains(&model_type) => llama(&read),
         "bert" => bert(&read),
         "opt" => opt(&read),
         "gpt_neox" => neox(&read),
@@ -272,7 +274,13 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
             read.number("max_position_embeddings")?,
         )
     };
-    let largest = (vocab * hidden).max(hidden * inner.max(shared)).max(hidden * heads * head_dim);
+    // One tensor may have gate and up, and one queries, keys and values.
+    let (gates, heads_of_one) = match read.model_type {
+        "phi3" => (2, heads + 2 * kv_heads),
+        _ => (1, heads),
+    };
+    let largest =
+        (vocab * hidden).max(gates * hidden * inner.max(shared)).max(hidden * heads_of_one * head_dim);
     counted(shape, layer, vocab * hidden + hidden + head, largest)
 }
 

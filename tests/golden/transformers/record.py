@@ -36,6 +36,7 @@ MIXTRAL = dict(LLAMA, num_local_experts=4)
 QWEN2_MOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
 OLMOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None)
 QWEN3 = dict(LLAMA, head_dim=16)
+PHI3 = dict(LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 QWEN3_MOE = dict(LLAMA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, head_dim=16)
 
 FAMILIES = {
@@ -51,7 +52,8 @@ FAMILIES = {
 }
 # Later releases have these.
 for family, name, sizes in [("qwen2_moe", "Qwen2Moe", QWEN2_MOE), ("olmoe", "Olmoe", OLMOE),
-                            ("qwen3_moe", "Qwen3Moe", QWEN3_MOE), ("qwen3", "Qwen3", QWEN3)]:
+                            ("qwen3_moe", "Qwen3Moe", QWEN3_MOE), ("qwen3", "Qwen3", QWEN3),
+                            ("phi3", "Phi3", PHI3)]:
     if hasattr(tf, f"{name}Config"):
         FAMILIES[family] = (getattr(tf, f"{name}Config"), getattr(tf, f"{name}ForCausalLM"), sizes)
 
@@ -131,6 +133,12 @@ CASES = {
     "qwen3_moe": ("qwen3_moe", dict(QWEN3_MOE, norm_topk_prob=True)),
     "qwen3": ("qwen3", dict(QWEN3, tie_word_embeddings=True, attention_bias=True)),
     "qwen3_window": ("qwen3", dict(QWEN3, use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "phi3": ("phi3", dict(PHI3, sliding_window=5, **rope(
+        rope_type="default", rope_theta=20000.0, partial_rotary_factor=0.75))),
+    # Twelve tokens take the long divisors, and generation crosses the border.
+    "phi3_longrope": ("phi3", dict(PHI3, tie_word_embeddings=True, original_max_position_embeddings=9, **rope(
+        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.25, 1.5],
+        long_factor=[1.0, 2.0, 4.5, 9.0]))),
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "bloom": ("bloom", BLOOM),

@@ -138,7 +138,7 @@ fn room_for(model: &Decoder, prompt: usize, asked: usize) -> Result<usize, Failu
     let said = format!(
         "the model was made for {longest} tokens, and {prompt} of prompt with {asked} new ones are more"
     );
-    match (model.config().positions, longest.saturating_sub(prompt)) {
+    match (&model.config().positions, longest.saturating_sub(prompt)) {
         (Positions::Learned { .. }, 0) => Err(Failure::Usage(format!("{said}; shorten the prompt"))),
         (Positions::Learned { .. }, room) => {
             print_note(&format!("{said}: {room} new ones are written"));

@@ -4,7 +4,7 @@ use ferrospeed_nn::moe::{ExpertRanks, Routing};
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{
     AttentionConfig, GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention,
-    Norm, NormConfig, RmsNorm, Visibility,
+    Norm, NormConfig, PackedGatedMlp, RmsNorm, Visibility,
 };
 use ferrospeed_tensor::autograd::{self, Shelf};
 use ferrospeed_tensor::ops::PackedHeads;
@@ -18,6 +18,7 @@ use crate::families::mixture::Mixture;
 enum FeedForwardLayer {
     Plain(Mlp),
     Gated(GatedMlp),
+    GatedPacked(PackedGatedMlp),
     Mixture(Mixture),
 }
 
@@ -83,12 +84,22 @@ impl Block {
         let norm1 = || Norm::new(&init.at(names.norm1), width, config.norm);
         let norm2 = || Norm::new(&init.at(names.norm2), width, config.norm);
         let attention = || {
+            let of_outputs = || {
+                let cut = Cut::Inputs { units: config.heads };
+                linear(names.output, cut, query_width, width, config.output_bias, config.output_init_std)
+            };
+            let first_output = (names.declared == Declared::OutputFirst).then(of_outputs);
             let projections = match &names.qkv {
                 QkvNames::Packed(name, layout) => {
                     let sections = if *layout == PackedHeads::Thirds { 3 } else { 1 };
                     let cut = Cut::Outputs { sections, units: config.heads };
                     let packed = linear(name, cut, width, 3 * query_width, config.qkv_bias, std);
                     HeadProjections::Packed(packed, *layout)
+                }
+                QkvNames::Grouped(name) => {
+                    let cut = Cut::Heads { heads: config.heads, kv_heads: config.kv_heads };
+                    let outputs = query_width + 2 * kv_width;
+                    HeadProjections::Grouped(linear(name, cut, width, outputs, config.qkv_bias, std))
                 }
                 QkvNames::Separate([query, key, value])
                 | QkvNames::Normed { heads: [query, key, value], .. } => {
@@ -109,9 +120,7 @@ impl Block {
                     }
                 }
             };
-            let cut = Cut::Inputs { units: config.heads };
-            let output =
-                linear(names.output, cut, query_width, width, config.output_bias, config.output_init_std);
+            let output = first_output.unwrap_or_else(of_outputs);
             let attention = MultiHeadAttention::new(projections, output, config.attention(layer));
             let (QkvNames::Normed { norms, per_head, .. }, NormConfig::Rms { eps }) =
                 (&names.qkv, config.norm)
@@ -136,6 +145,14 @@ impl Block {
                 linear(down, inner_in, inner, width, config.mlp_bias, config.output_init_std),
                 config.activation,
             )),
+            FeedForward::GatedPacked { names: [gate_up, down] } => {
+                let both = Cut::Outputs { sections: 2, units: inner };
+                FeedForwardLayer::GatedPacked(PackedGatedMlp::new(
+                    linear(gate_up, both, width, 2 * inner, config.mlp_bias, std),
+                    linear(down, inner_in, inner, width, config.mlp_bias, config.output_init_std),
+                    config.activation,
+                ))
+            }
             FeedForward::Mixture(mixture) => {
                 FeedForwardLayer::Mixture(Mixture::new(init, mixture, width, config.activation, std, experts))
             }
@@ -147,7 +164,7 @@ impl Block {
                 let (norm1, norm2) = (norm1(), norm2());
                 (norm1, attention(), norm2, feed_forward())
             }
-            Declared::NormsLast => {
+            Declared::NormsLast | Declared::OutputFirst => {
                 let (attention, feed_forward) = (attention(), feed_forward());
                 (norm1(), attention, norm2(), feed_forward)
             }
@@ -176,7 +193,7 @@ impl Block {
     pub(super) fn routing(&self) -> Option<Routing> {
         match &self.feed_forward {
             FeedForwardLayer::Mixture(mixture) => mixture.routing(),
-            FeedForwardLayer::Plain(_) | FeedForwardLayer::Gated(_) => None,
+            _ => None,
         }
     }
 
@@ -212,6 +229,7 @@ impl Block {
             let y = match &self.feed_forward {
                 FeedForwardLayer::Plain(mlp) => mlp.forward_in_chunks(x, mlp_chunk)?,
                 FeedForwardLayer::Gated(mlp) => mlp.forward_in_chunks(x, mlp_chunk)?,
+                FeedForwardLayer::GatedPacked(mlp) => mlp.forward_in_chunks(x, mlp_chunk)?,
                 FeedForwardLayer::Mixture(mixture) => {
                     let (y, logits) = mixture.forward(x, mode)?;
                     routers.push(logits);
@@ -276,7 +294,7 @@ impl Block {
     fn fed_few_rows(&self, stream: &Tensor) -> Result<Option<Tensor>> {
         match &self.feed_forward {
             FeedForwardLayer::Gated(mlp) => Ok(mlp.forward_onto(stream, &self.norm2)?),
-            FeedForwardLayer::Plain(_) | FeedForwardLayer::Mixture(_) => Ok(None),
+            _ => Ok(None),
         }
     }
 }

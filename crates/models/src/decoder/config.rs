@@ -10,7 +10,7 @@ use crate::families::mixture::MixtureConfig;
 use crate::limits::{MAX_SIZE, Sizes};
 
 /// Where tokens get their places from.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Positions {
     /// A learned table with `offset` unused rows in front; `from_mask` counts only unmasked tokens.
     Learned {
@@ -30,6 +30,8 @@ pub enum Positions {
 pub enum QkvNames {
     /// One tensor.
     Packed(&'static str, PackedHeads),
+    /// One tensor: queries of all heads, then keys and values of perhaps fewer.
+    Grouped(&'static str),
     /// Three tensors.
     Separate([&'static str; 3]),
     /// Three tensors, with RMS norms on queries and keys.
@@ -55,6 +57,11 @@ pub enum FeedForward {
     Gated {
         /// Names of gate, up and down.
         names: [&'static str; 3],
+    },
+    /// The same where one tensor has gate and up, in this order.
+    GatedPacked {
+        /// Names of gate and up, and of down.
+        names: [&'static str; 2],
     },
     /// A mixture of gated experts.
     Mixture(MixtureConfig),
@@ -83,6 +90,8 @@ pub enum Declared {
     NormsFirst,
     /// Both norms behind both halves (LLaMA and its relatives).
     NormsLast,
+    /// The same with the attention output before queries, keys and values (Phi-3).
+    OutputFirst,
     /// Each norm behind its half, queries behind keys and values, the final norm before the blocks (OPT).
     NormsBehind,
 }
@@ -202,7 +211,7 @@ impl DecoderConfig {
         }
         let (experts, inner_width) = match &self.feed_forward {
             FeedForward::Mixture(mixture) => (mixture.experts, mixture.inner_width),
-            FeedForward::Plain { .. } | FeedForward::Gated { .. } => (1, self.inner_width),
+            _ => (1, self.inner_width),
         };
         let qkv_width = (self.heads + 2 * self.kv_heads).saturating_mul(self.head_dim);
         let rows = self.vocab + self.max_tokens;
@@ -231,12 +240,19 @@ impl DecoderConfig {
             );
             return refuse(why);
         }
+        if matches!(self.names.qkv, QkvNames::Grouped(_)) && !self.kv_heads.is_multiple_of(ranks) {
+            let (heads, fit) = (self.kv_heads, divisors(self.kv_heads));
+            let why = format!(
+                "{heads} key/value heads, which lie in one tensor with the queries, cannot be shared by {ranks} ranks; {fit} ranks fit"
+            );
+            return refuse(why);
+        }
         let inner = match &self.feed_forward {
             FeedForward::Mixture(_) if between == Between::OwnTokens => Vec::new(),
             FeedForward::Mixture(mixture) => {
                 std::iter::once(mixture.inner_width).chain(mixture.shared_width).collect()
             }
-            FeedForward::Plain { .. } | FeedForward::Gated { .. } => vec![self.inner_width],
+            _ => vec![self.inner_width],
         };
         if let Some(inner) = inner.into_iter().find(|inner| !inner.is_multiple_of(ranks)) {
             let why = format!(
@@ -265,7 +281,7 @@ impl DecoderConfig {
                 let (experts, fit) = (mixture.experts, divisors(mixture.experts));
                 format!("{experts} experts cannot be shared by {ranks} ranks alike; {fit} ranks fit")
             }
-            FeedForward::Plain { .. } | FeedForward::Gated { .. } => {
+            _ => {
                 format!("a {} has no experts to spread over {ranks} ranks", self.model_type)
             }
         };

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use ferrospeed_nn::tensor_parallel;
-use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Rotary, RotaryScaling, Visibility};
+use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Visibility};
 use ferrospeed_tensor::ops::WeightLayout;
 use ferrospeed_tensor::packed::BLOCK;
 use ferrospeed_tensor::{
@@ -58,12 +58,11 @@ impl Decoder {
     /// Frequencies that change with a text's length would turn the keys of one pass differently from those of the next:
     /// there the length that the model was trained on is the end.
     pub fn longest_paged(&self) -> usize {
-        match self.config.positions {
-            Positions::Rotary(Rotary { scaling: RotaryScaling::Dynamic { trained, .. }, .. }) => {
-                trained.min(self.config.max_tokens)
-            }
-            _ => self.config.max_tokens,
-        }
+        let steady = match &self.config.positions {
+            Positions::Rotary(rotary) => rotary.steady_length(),
+            _ => None,
+        };
+        steady.map_or(self.config.max_tokens, |steady| steady.min(self.config.max_tokens))
     }
 
     /// The hidden states `[rows, width]` of the tokens `ids`, one for each of `rows`, ready for the head.
@@ -78,7 +77,7 @@ impl Decoder {
         let pages = Pages::new(Arc::clone(rows), self.heads_per_key(), &device)?;
         let mut visibility = Visibility { pages: Some(pages), ..Default::default() };
         let mut table_rows = None;
-        match self.config.positions {
+        match &self.config.positions {
             Positions::Learned { offset, .. } => {
                 let places: Vec<i64> = places.iter().map(|place| (place + offset) as i64).collect();
                 table_rows = Some(Tensor::from_slice(&places, [1, places.len()], &device)?);

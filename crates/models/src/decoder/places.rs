@@ -1,6 +1,6 @@
 //! Where tokens stand: positions, masks, rotary tables and ALiBi slopes of a pass.
 
-use ferrospeed_nn::{Rotary, RotaryScaling, RotaryTable, Visibility};
+use ferrospeed_nn::{RotaryTable, Visibility};
 use ferrospeed_tensor::{Device, Documents, Pages, Tensor};
 
 use super::config::Positions;
@@ -12,16 +12,23 @@ impl Decoder {
     /// step depends on more than its place.
     pub(crate) fn step_tables(&self, capacity: usize, device: &Device) -> Result<Option<StepTables>> {
         let mut tables = StepTables { row_offset: 0, rotary: None, alibi_slopes: None };
-        match self.config.positions {
-            Positions::Learned { offset, .. } => tables.row_offset = offset,
+        match &self.config.positions {
+            Positions::Learned { offset, .. } => tables.row_offset = *offset,
             // The frequencies change with the length.
-            Positions::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. }, .. }) => return Ok(None),
+            Positions::Rotary(rotary) if rotary.steady_length().is_some_and(|steady| capacity > steady) => {
+                return Ok(None);
+            }
             Positions::Rotary(rotary) => {
                 tables.rotary = Some(rotary.table(&[(0..capacity).collect()], capacity, device)?);
             }
             Positions::Alibi => tables.alibi_slopes = Some(self.slopes(device)?),
         }
         Ok(Some(tables))
+    }
+
+    /// Whether what is cached of `before` tokens is of no use to a text of `after`.
+    pub(crate) fn turns_anew(&self, before: usize, after: usize) -> bool {
+        matches!(&self.config.positions, Positions::Rotary(rotary) if rotary.turns_anew(before, after))
     }
 
     pub(super) fn slopes(&self, device: &Device) -> Result<Tensor> {
@@ -117,7 +124,7 @@ impl Decoder {
             None => None,
         };
         let mut visibility = Visibility { key_mask, ..Default::default() };
-        match self.config.positions {
+        match &self.config.positions {
             Positions::Learned { .. } => {}
             Positions::Rotary(rotary) => visibility.rotary = Some(rotary.table(positions, length, device)?),
             Positions::Alibi => {

@@ -18,8 +18,12 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         return Err(ModelError::config("num_attention_heads", why));
     }
     let head_dim = width / heads;
-    let rotary =
-        RotaryDefaults { theta_key: "rotary_emb_base", theta: 10_000.0, share: Some(("rotary_pct", 0.25)) };
+    let rotary = RotaryDefaults {
+        theta_key: "rotary_emb_base",
+        theta: 10_000.0,
+        share: Some(("rotary_pct", 0.25)),
+        trained: None,
+    };
     let bias = fields.flag("attention_bias", true)?;
     fields.harmless(&["classifier_dropout"]);
     // Early files call the dropouts so, and have none.

@@ -26,6 +26,10 @@ pub(super) struct Defaults {
     pub(super) head_dim: Option<usize>,
     /// Whether the head is the embedding.
     pub(super) tied: bool,
+    /// Whether a share of a head's channels may turn.
+    pub(super) partial_rotary: bool,
+    /// The length the model was first trained on; the longest that it takes when absent.
+    pub(super) trained: Option<usize>,
 }
 
 /// The first LLaMA's.
@@ -40,6 +44,8 @@ pub(super) const LLAMA: Defaults = Defaults {
     eps: 1e-6,
     head_dim: None,
     tied: false,
+    partial_rotary: false,
+    trained: None,
 };
 
 pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig> {
@@ -57,7 +63,12 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
     };
     let std = fields.number("initializer_range", Some(0.02))? as f32;
     let kv_heads = fields.size_or_null("num_key_value_heads", defaults.kv_heads)?.unwrap_or(heads);
-    let rotary = RotaryDefaults { theta_key: "rope_theta", theta: defaults.theta, share: None };
+    let rotary = RotaryDefaults {
+        theta_key: "rope_theta",
+        theta: defaults.theta,
+        share: defaults.partial_rotary.then_some(("partial_rotary_factor", 1.0)),
+        trained: defaults.trained,
+    };
     Ok(DecoderConfig {
         model_type: defaults.model_type,
         vocab: fields.size("vocab_size", Some(defaults.vocab))?,

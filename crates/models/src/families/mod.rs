@@ -7,4 +7,5 @@ pub mod gpt_neox;
 pub mod llama;
 pub mod mixture;
 pub mod opt;
+pub mod phi3;
 pub mod sparse;

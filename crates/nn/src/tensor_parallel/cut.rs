@@ -13,6 +13,14 @@ pub enum Cut {
         /// How many units each has.
         units: usize,
     },
+    /// The outputs of one layer that makes the queries of `heads` heads and then keys and values of `kv_heads` heads each; a
+    /// rank gets neighbouring ones of each. All of a parameter has as many holders, so there must be as many as ranks at least.
+    Heads {
+        /// Heads of queries.
+        heads: usize,
+        /// Heads of keys, and of values.
+        kv_heads: usize,
+    },
     /// Its inputs, in so many units; the ranks' results are summed.
     Inputs {
         /// How many units.
@@ -30,6 +38,27 @@ pub(crate) struct Held {
     pub(crate) ranges: Vec<Range<usize>>,
     /// How many neighbouring ranks hold the same.
     pub(crate) holders: usize,
+}
+
+impl Cut {
+    /// Rank `rank`'s part of a dim of `size` that is cut so.
+    pub(crate) fn held(self, size: usize, rank: usize, ranks: usize) -> Held {
+        match self {
+            Cut::Outputs { sections, units } => held(size, sections, units, rank, ranks),
+            Cut::Inputs { units } => held(size, 1, units, rank, ranks),
+            Cut::Entries => held(size, 1, size, rank, ranks),
+            Cut::Shared => Held { holders: ranks, ..held(size, 1, 1, 0, 1) },
+            Cut::Heads { heads, kv_heads } => {
+                let unit = size / (heads + 2 * kv_heads).max(1);
+                let part = |first: usize, units: usize| {
+                    let own = held(units * unit, 1, units, rank, ranks).ranges.remove(0);
+                    first * unit + own.start..first * unit + own.end
+                };
+                let ranges = vec![part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)];
+                Held { ranges, holders: 1 }
+            }
+        }
+    }
 }
 
 /// Rank `rank`'s part of a dim of `sections` sections of `units` units each. Where units do not divide evenly, some ranks
@@ -61,6 +90,9 @@ mod tests {
         let of = |rank| held(6, 1, 2, rank, 4);
         assert_eq!([of(0), of(1)], [0, 1].map(|_| Held { ranges: vec![0..3], holders: 2 }));
         assert_eq!(of(3), Held { ranges: vec![3..6], holders: 2 });
+        // Four heads of queries and two of keys and values, of two channels each, in one layer.
+        let grouped = Cut::Heads { heads: 4, kv_heads: 2 };
+        assert_eq!(grouped.held(16, 1, 2), Held { ranges: vec![4..8, 10..12, 14..16], holders: 1 });
         // Tokens need not divide.
         let rows: Vec<usize> = (0..4).map(|rank| held(11, 1, 11, rank, 4).ranges[0].len()).collect();
         assert_eq!((rows.iter().sum::<usize>(), held(11, 1, 11, 3, 4).ranges[0].end), (11, 11));
