@@ -103,7 +103,7 @@ fn inspect_says_what_a_model_is_and_what_it_takes() {
 #[test]
 fn every_recorded_family_is_inspected_and_its_roles_add_up() {
     let set = ferrospeed_testkit::golden::golden();
-    set.each_path("models", set.models_with("config.json"), 41, |folder| {
+    set.each_path("models", set.models_with("config.json"), 43, |folder| {
         let report: Value = serde_json::from_str(&model(&["inspect", text(folder), "--json"])).unwrap();
         let groups = report["groups"].as_object().unwrap();
         let sum: u64 = groups.values().map(|group| group["parameters"].as_u64().unwrap()).sum();

@@ -55,6 +55,7 @@ fn family(name: &str) -> Value {
             "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": true,
             "router_aux_loss_coef": 0.1,
         })),
+        "smollm3" => with(json!({ "model_type": "smollm3", "no_rope_layers": [0, 1] })),
         other => with(json!({ "model_type": other })),
     }
 }
@@ -202,8 +203,10 @@ fn assert_alike(what: &str, case: &Case, reference: &[(Vec<f32>, Vec<f32>)]) {
 
 #[test]
 fn parts_on_two_and_four_ranks_train_like_the_whole_in_every_family() {
-    for name in ["gpt2", "llama", "bloom", "mistral", "qwen2", "qwen3", "phi3", "opt", "gpt_neox", "mixtral"]
-    {
+    for name in [
+        "gpt2", "llama", "bloom", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "opt", "gpt_neox",
+        "mixtral",
+    ] {
         let alone = Case::alone(name);
         let reference = alone.train();
         for method in METHODS {

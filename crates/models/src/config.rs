@@ -14,13 +14,15 @@ use crate::gguf;
 use crate::json;
 
 /// The model types that can be built, for messages.
-pub const MODEL_TYPES: [&str; 14] = [
+pub const MODEL_TYPES: [&str; 16] = [
     "gpt2",
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
     "phi3",
+    "smollm3",
+    "olmo2",
     "mixtral",
     "qwen2_moe",
     "olmoe",
@@ -70,6 +72,8 @@ impl ModelConfig {
             "qwen2" => families::llama::qwen2(&fields, window)?,
             "qwen3" => families::dense::qwen3(&fields, window)?,
             "phi3" => families::phi3::config(&fields, window)?,
+            "smollm3" => families::dense::smollm3(&fields, window)?,
+            "olmo2" => families::dense::olmo2(&fields)?,
             "mixtral" => families::llama::mixtral(&fields, window)?,
             "qwen2_moe" => families::sparse::qwen2_moe(&fields, window)?,
             "olmoe" => families::sparse::olmoe(&fields)?,

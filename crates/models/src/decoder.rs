@@ -362,7 +362,8 @@ impl Decoder {
             }
             // Only where a block adds to the stream is there a part of its own to rescale.
             let rescaling = dropping.filter(|drop| {
-                block.residual == Residual::PreNorm && drop.keep_probability(index, self.blocks.len()) < 1.0
+                let adds = matches!(block.residual, Residual::PreNorm | Residual::BranchNorm);
+                adds && drop.keep_probability(index, self.blocks.len()) < 1.0
             });
             let before = rescaling.map(|_| stream.value()).transpose()?;
             if let Some(before) = &before {

@@ -51,7 +51,10 @@ fn what_transformers_writes_is_read_and_means_the_same_in_both_versions() {
         let new = of_version("5.22").expect("the newest release has every family");
         // Some families are younger.
         let Some(old) = of_version("4.40") else {
-            assert!(["qwen3", "phi3", "olmoe", "qwen3_moe"].contains(&model_type), "{model_type} is in 4.40");
+            assert!(
+                ["qwen3", "phi3", "smollm3", "olmo2", "olmoe", "qwen3_moe"].contains(&model_type),
+                "{model_type} is in 4.40"
+            );
             continue;
         };
         assert_eq!(format!("{old:?}"), format!("{new:?}"), "{model_type}");
@@ -70,7 +73,9 @@ fn a_field_that_is_absent_has_the_value_that_transformers_gives_it() {
 
 #[test]
 fn fields_nobody_knows_are_refused_together_by_name() {
-    for model_type in ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "gpt_neox"] {
+    for model_type in
+        ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "mixtral", "gpt_neox"]
+    {
         let error = parsed(&small(
             model_type,
             json!({"quantization_config": {"bits": 4}, "final_logit_softcapping": 30.0, "use_cache": false}),
@@ -117,6 +122,11 @@ fn values_that_are_not_implemented_are_refused_with_their_field() {
             json!({"rope_scaling": {"type": "yarn", "factor": 2.0}}),
             "rope_scaling: this family has no other scaling than longrope",
         ),
+        ("olmo2", json!({"sliding_window": 16}), "sliding_window = 16"),
+        ("smollm3", json!({"no_rope_layers": [1, 0]}), "no_rope_layers: lists 2 layers, the model has 3"),
+        ("smollm3", json!({"no_rope_layers": [1, 0, 2]}), "no_rope_layers: 2 is neither 0"),
+        ("smollm3", json!({"no_rope_layers": true}), "no_rope_layers: true is not a list of numbers"),
+        ("smollm3", json!({"no_rope_layer_interval": 0}), "no_rope_layer_interval: 0 is no number of layers"),
         ("llama", json!({"layer_types": ["full_attention"]}), "layer_types: lists 1 layers, the model has 3"),
         (
             "mistral",
@@ -240,6 +250,13 @@ fn layers_slide_where_the_file_says_so() {
             if model_type != "mistral" { mixed } else { json!({"sliding_window": 4, "layer_types": types}) };
         assert_eq!(windows(model_type, mixed), [Some(4), None, Some(4)]);
     }
+    // Layers that do not turn slide: the last of every three here, unless the file lists them.
+    let every_third = json!({"use_sliding_window": true, "sliding_window": 4, "no_rope_layer_interval": 3});
+    assert_eq!(windows("smollm3", every_third.clone()), [None, None, Some(4)]);
+    assert_eq!(decoder(&small("smollm3", every_third)).turns, [true, true, false]);
+    let listed = json!({"no_rope_layers": [0, 1, 0, 1], "no_rope_layer_interval": 3, "sliding_window": 4});
+    assert_eq!(decoder(&small("smollm3", listed.clone())).turns, [false, true, false]);
+    assert_eq!(windows("smollm3", listed), [None; 3]);
     let without = small("qwen2", json!({ "layer_types": vec!["sliding_attention"; 3] }));
     assert!(parsed(&without).unwrap_err().contains("there is no sliding_window"));
 }

@@ -299,7 +299,7 @@ fn golden_models_match_their_recordings_on_a_gpu() {
 
 fn check_all(device: &Device) {
     let folders = golden().models_with("golden.json");
-    golden().each_path("models", folders, 40, |folder| {
+    golden().each_path("models", folders, 42, |folder| {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         let case = Case {
             recorded: tensors::read(&folder.join("golden.safetensors")),

@@ -32,6 +32,9 @@ fn families() -> Vec<Value> {
         shared(
             json!({"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 9, "partial_rotary_factor": 0.5}),
         ),
+        shared(json!({"model_type": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [0, 1],
+                      "use_sliding_window": true, "sliding_window": 7})),
+        shared(json!({"model_type": "olmo2", "num_key_value_heads": 2})),
         shared(json!({"model_type": "gpt_neox"})),
         json!({"model_type": "opt", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48,
                "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "init_std": 0.3}),

@@ -87,6 +87,8 @@ pub struct MultiHeadAttention {
     output: Linear,
     config: AttentionConfig,
     head_norms: Option<[RmsNorm; 2]>,
+    /// Whether queries and keys turn where a pass has rotary tables.
+    turns: bool,
 }
 
 /// Keys and values of the tokens so far, for one layer.
@@ -210,7 +212,7 @@ impl MultiHeadAttention {
             kv_heads: (config.kv_heads / ranks).max(1),
             ..config
         };
-        MultiHeadAttention { projections, output, config, head_norms: None }
+        MultiHeadAttention { projections, output, config, head_norms: None, turns: true }
     }
 
     /// Normalises queries and keys before they are rotated: each head by itself where the norms have its width, all heads
@@ -218,6 +220,16 @@ impl MultiHeadAttention {
     pub fn with_head_norms(mut self, query: RmsNorm, key: RmsNorm) -> MultiHeadAttention {
         self.head_norms = Some([query, key]);
         self
+    }
+
+    /// Leaves queries and keys as they are where other layers of the model turn theirs.
+    pub fn without_rotary(self) -> MultiHeadAttention {
+        MultiHeadAttention { turns: false, ..self }
+    }
+
+    /// The tables by which this layer turns.
+    fn rotary<'a>(&self, visibility: &'a Visibility) -> Option<&'a RotaryTable> {
+        visibility.rotary.as_ref().filter(|_| self.turns)
     }
 
     /// Its numbers; of the heads, those that this rank has.
@@ -268,6 +280,7 @@ impl MultiHeadAttention {
             ..Default::default()
         };
         let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
+        let rotary = self.rotary(visibility);
         if let (Some(_), Some(_)) = (&visibility.sequence, &cache) {
             let what = "a cache holds whole sequences, and this pass has a part of each".to_owned();
             return Err(TensorError::BadArgument { op: "key/value cache", what });
@@ -278,13 +291,13 @@ impl MultiHeadAttention {
             return Err(TensorError::BadArgument { op: "key/value cache", what });
         }
         if let (HeadProjections::Packed(qkv, layout), None, None, None) =
-            (&self.projections, &visibility.rotary, &cache, &visibility.sequence)
+            (&self.projections, rotary, &cache, &visibility.sequence)
         {
             let mixed = ops::attention_packed(&qkv.forward(x)?, self.config.heads, *layout, &options)?;
             return self.output.forward(&mixed);
         }
         if let (HeadProjections::Packed(qkv, layout), None, Some(cache), None) =
-            (&self.projections, &visibility.rotary, &mut cache, &visibility.pages)
+            (&self.projections, rotary, &mut cache, &visibility.pages)
         {
             if let Some(place) = &visibility.place {
                 let (qkv, caches) = (qkv.forward(x)?, [&mut cache.keys, &mut cache.values]);
@@ -309,10 +322,10 @@ impl MultiHeadAttention {
         }
         let [q, k, v] = self.project(x, batch, tokens)?;
         if let (Some(cache), Some(pages)) = (&mut cache, &visibility.pages) {
-            let mixed = cache.attend_paged([q, k, v], pages, visibility.rotary.as_ref(), &options)?;
+            let mixed = cache.attend_paged([q, k, v], pages, rotary, &options)?;
             return self.output.forward(&ops::reshape(&mixed, [batch, tokens, self.width()])?);
         }
-        let (q, k) = match &visibility.rotary {
+        let (q, k) = match rotary {
             Some(table) => (table.rotate(q)?, table.rotate(k)?),
             None => (q, k),
         };
@@ -362,7 +375,7 @@ impl MultiHeadAttention {
             alibi_slopes: visibility.alibi_slopes.clone(),
             ..Default::default()
         };
-        let mixed = cache.attend_paged([q, k, v], pages, visibility.rotary.as_ref(), &options)?;
+        let mixed = cache.attend_paged([q, k, v], pages, self.rotary(visibility), &options)?;
         let mixed = ops::reshape(&mixed, x.shape().with_last(self.width()))?;
         match ops::linear_onto(&mixed, self.output.operands(), x)? {
             Some(y) => Ok(Some(y)),

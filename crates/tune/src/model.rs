@@ -75,7 +75,7 @@ pub struct Transformer {
 pub enum ModelError {
     /// The family is not known here.
     #[error(
-        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, olmoe, opt, phi3, qwen2, qwen2_moe, qwen3 and qwen3_moe. Give the numbers of parameters instead"
+        "the model type {model_type:?} is not known; known are bert, bloom, gpt2, gpt_neox, llama, mistral, mixtral, olmo2, olmoe, opt, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe and smollm3. Give the numbers of parameters instead"
     )]
     UnknownFamily {
         /// `model_type`.
@@ -135,8 +135,19 @@ fn linear(inputs: u64, outputs: u64, bias: bool) -> u64 {
 }
 
 /// Families that differ from LLaMA in what [`llama`] reads.
-const LLAMA_KIN: [&str; 9] =
-    ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "olmoe", "qwen3", "qwen3_moe", "phi3"];
+const LLAMA_KIN: [&str; 11] = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "olmoe",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "smollm3",
+    "olmo2",
+];
 
 /// Reads the shape from the `config.json` of a Hugging Face model.
 pub fn from_hugging_face(config: &Value) -> Result<Transformer, ModelError> {
@@ -244,7 +255,7 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
     let gate = if mixture.is_some() { hidden * experts } else { 0 };
     let shared_expert = if shared > 0 { 3 * hidden * shared + hidden } else { 0 };
     let head_norms = match read.model_type {
-        "olmoe" => (heads + kv_heads) * head_dim,
+        "olmoe" | "olmo2" => (heads + kv_heads) * head_dim,
         "qwen3" | "qwen3_moe" => 2 * head_dim,
         _ => 0,
     };
@@ -256,7 +267,8 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
         + linear(heads * head_dim, hidden, qkv_bias && !qwen)
         + experts * expert
         + gate;
-    let head = if read.flag("tie_word_embeddings", false) { 0 } else { vocab * hidden };
+    let tied = read.flag("tie_word_embeddings", read.model_type == "smollm3");
+    let head = if tied { 0 } else { vocab * hidden };
     let shape = Transformer {
         kv_heads,
         head_dim,

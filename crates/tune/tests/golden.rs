@@ -47,7 +47,7 @@ fn golden_memory_estimators() {
 #[test]
 fn golden_models_have_the_counted_parameters() {
     let folders = golden().models_with("config.json");
-    golden().each_path("models", folders, 41, |folder| {
+    golden().each_path("models", folders, 43, |folder| {
         let config = read_json(&folder.join("config.json"));
         let model = ferrospeed_tune::model::from_hugging_face(&config)
             .unwrap_or_else(|error| panic!("{}: {error}", folder.display()));

@@ -37,6 +37,8 @@ QWEN2_MOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_s
 OLMOE = dict(LLAMA, num_experts=4, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None)
 QWEN3 = dict(LLAMA, head_dim=16)
 PHI3 = dict(LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SMOLLM3 = dict(LLAMA, pad_token_id=None, bos_token_id=1, eos_token_id=2, no_rope_layers=[0, 1])
+OLMO2 = dict(LLAMA, pad_token_id=None, eos_token_id=None)
 QWEN3_MOE = dict(LLAMA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, head_dim=16)
 
 FAMILIES = {
@@ -53,7 +55,7 @@ FAMILIES = {
 # Later releases have these.
 for family, name, sizes in [("qwen2_moe", "Qwen2Moe", QWEN2_MOE), ("olmoe", "Olmoe", OLMOE),
                             ("qwen3_moe", "Qwen3Moe", QWEN3_MOE), ("qwen3", "Qwen3", QWEN3),
-                            ("phi3", "Phi3", PHI3)]:
+                            ("phi3", "Phi3", PHI3), ("smollm3", "SmolLM3", SMOLLM3), ("olmo2", "Olmo2", OLMO2)]:
     if hasattr(tf, f"{name}Config"):
         FAMILIES[family] = (getattr(tf, f"{name}Config"), getattr(tf, f"{name}ForCausalLM"), sizes)
 
@@ -139,6 +141,8 @@ CASES = {
     "phi3_longrope": ("phi3", dict(PHI3, tie_word_embeddings=True, original_max_position_embeddings=9, **rope(
         rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.25, 1.5],
         long_factor=[1.0, 2.0, 4.5, 9.0]))),
+    "smollm3": ("smollm3", dict(SMOLLM3, use_sliding_window=True, sliding_window=4)),
+    "olmo2": ("olmo2", dict(OLMO2, **rope(rope_type="default", rope_theta=500000.0))),
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "bloom": ("bloom", BLOOM),

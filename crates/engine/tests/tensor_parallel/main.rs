@@ -60,6 +60,8 @@ fn families() -> Vec<Value> {
         sized("qwen2", 4, json!({"tie_word_embeddings": true})),
         sized("qwen3", 2, json!({"head_dim": 6, "tie_word_embeddings": true})),
         sized("phi3", 4, json!({"num_attention_heads": 8})),
+        sized("smollm3", 2, json!({"no_rope_layers": [1, 0]})),
+        sized("olmo2", 2, json!({})),
         sized("mixtral", 2, json!({"num_local_experts": 3, "num_experts_per_tok": 2})),
         sized("qwen2_moe", 2, experts(json!({"shared_expert_intermediate_size": 20}))),
         sized("qwen3_moe", 2, experts(json!({"head_dim": 6}))),

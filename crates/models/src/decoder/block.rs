@@ -122,6 +122,7 @@ impl Block {
             };
             let output = first_output.unwrap_or_else(of_outputs);
             let attention = MultiHeadAttention::new(projections, output, config.attention(layer));
+            let attention = if config.turns[layer] { attention } else { attention.without_rotary() };
             let (QkvNames::Normed { norms, per_head, .. }, NormConfig::Rms { eps }) =
                 (&names.qkv, config.norm)
             else {
@@ -264,6 +265,12 @@ impl Block {
                 let (_, normed) = self.norm1.forward_add(&attend(&value, cache)?, Some(&value))?;
                 let (_, stream) = self.norm2.forward_add(&feed(&normed)?, Some(&normed))?;
                 Ok(Stream { stream, pending: None })
+            }
+            Residual::BranchNorm => {
+                let value = x.value()?;
+                let stream = ops::add(&self.norm1.forward(&attend(&value, cache)?)?, &value)?;
+                let fed = self.norm2.forward(&feed(&stream)?)?;
+                Ok(Stream { stream, pending: Some(fed) })
             }
             Residual::Parallel => {
                 let (stream, normed) = x.normed(&self.norm1)?;

@@ -76,6 +76,8 @@ pub enum Residual {
     PreNormResidual,
     /// Norm after each sum.
     PostNorm,
+    /// Norm after attention and after feed-forward, before what they say joins the stream.
+    BranchNorm,
     /// Attention and feed-forward side by side, each behind its own norm.
     Parallel,
 }
@@ -113,9 +115,9 @@ pub struct Names {
     pub projections: Option<[&'static str; 2]>,
     /// The blocks; each is this with its number.
     pub blocks: &'static str,
-    /// The norm before attention.
+    /// The norm of attention.
     pub norm1: &'static str,
-    /// The norm before the feed-forward.
+    /// The norm of the feed-forward.
     pub norm2: &'static str,
     /// Queries, keys, values.
     pub qkv: QkvNames,
@@ -170,6 +172,8 @@ pub struct DecoderConfig {
     pub mlp_bias: bool,
     /// Multiplies the scores of each layer.
     pub scales: Vec<f32>,
+    /// Whether queries and keys of each layer turn, where positions are rotary.
+    pub turns: Vec<bool>,
     /// The window of each layer.
     pub windows: Vec<Option<usize>>,
     /// Whether the head is the embedding.

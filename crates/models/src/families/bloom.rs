@@ -47,6 +47,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         output_bias: true,
         mlp_bias: true,
         scales: vec![1.0 / ((width / heads) as f32).sqrt(); layers],
+        turns: vec![true; layers],
         windows: vec![None; layers],
         tied: fields.flag("tie_word_embeddings", true)?,
         init_std: std,

@@ -56,6 +56,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         output_bias: bias,
         mlp_bias: true,
         scales: vec![1.0 / (head_dim as f32).sqrt(); layers],
+        turns: vec![true; layers],
         windows: vec![None; layers],
         tied: fields.flag("tie_word_embeddings", false)?,
         init_std: std,

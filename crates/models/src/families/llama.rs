@@ -90,6 +90,7 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
         output_bias: false,
         mlp_bias: false,
         scales: vec![1.0 / (head_dim as f32).sqrt(); layers],
+        turns: vec![true; layers],
         windows: vec![None; layers],
         tied: fields.flag("tie_word_embeddings", defaults.tied)?,
         init_std: std,
@@ -155,21 +156,22 @@ pub(super) fn windows(
     types.iter().map(of_type).collect()
 }
 
-/// Windows where the configuration turns them on, in the layers from `first` on.
+/// Windows where the configuration turns them on, in the layers that `slides` says; of `usual` tokens where it gives no number.
 pub(super) fn sliding(
     fields: &Fields<'_>,
     layers: usize,
-    first: usize,
+    usual: Option<usize>,
+    slides: impl Fn(usize) -> bool,
     rule: WindowRule,
 ) -> Result<Vec<Option<usize>>> {
     let window = match fields.flag("use_sliding_window", false)? {
-        true => fields.size_or_null("sliding_window", Some(4096))?,
+        true => fields.size_or_null("sliding_window", usual)?,
         false => {
             fields.harmless(&["sliding_window"]);
             None
         }
     };
-    windows(fields, layers, window, |layer| layer >= first, rule)
+    windows(fields, layers, window, slides, rule)
 }
 
 /// Reads a `llama` configuration.

@@ -46,6 +46,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         output_bias: bias,
         mlp_bias: bias,
         scales: vec![1.0 / ((width / heads) as f32).sqrt(); layers],
+        turns: vec![true; layers],
         windows: vec![None; layers],
         tied: fields.flag("tie_word_embeddings", true)?,
         init_std: std,

@@ -60,7 +60,7 @@ pub fn qwen2_moe(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig>
     all_sparse(fields)?;
     config.qkv_bias = fields.flag("qkv_bias", true)?;
     let first = fields.size("max_window_layers", Some(28))?;
-    config.windows = sliding(fields, config.layers, first, rule)?;
+    config.windows = sliding(fields, config.layers, Some(4096), |layer| layer >= first, rule)?;
     let inner = fields.size("moe_intermediate_size", Some(1408))?;
     let shared = fields.size("shared_expert_intermediate_size", Some(5632))?;
     config.feed_forward = mixture(fields, &usual, inner, Some(shared))?;
@@ -103,7 +103,7 @@ pub fn qwen3_moe(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig>
     all_sparse(fields)?;
     attention_bias(fields, &mut config)?;
     fields.harmless(&["max_window_layers"]);
-    config.windows = sliding(fields, config.layers, 0, rule)?;
+    config.windows = sliding(fields, config.layers, Some(4096), |_| true, rule)?;
     config.names.qkv = normed(true);
     let inner = fields.size("moe_intermediate_size", Some(768))?;
     config.feed_forward = mixture(fields, &usual, inner, None)?;
