@@ -121,6 +121,22 @@ fn what_was_measured_is_not_measured_again() {
     let said = stdout(&output);
     assert_eq!(said.matches("(known)").count(), 2, "{said}");
 
+    // What nobody can have measured is measured again.
+    for (name, edited) in [
+        ("z0_gas2_tmbspg2", (-5.0).into()),
+        ("z0_gas2_tmbspg2", Value::Null),
+        ("z0_gas1_tmbspg4", "fast".into()),
+    ] {
+        let path = results.join(name).join("metrics.json");
+        let mut metrics = json(path.clone());
+        metrics["throughput"] = edited;
+        std::fs::write(&path, metrics.to_string()).unwrap();
+        let output = tune(folder.path(), "tune", &["--set", "autotuning.overwrite=false"]);
+        let said = stdout(&output);
+        assert_eq!(said.matches("(known)").count(), 1, "{metrics}: {said}");
+        assert!(json(path)["throughput"].as_f64().is_some_and(|value| value > 0.0), "{said}");
+    }
+
     // Files that are not a search's own are not removed, though the folder is.
     let (notes, sketches) = (results.join("notes.txt"), results.join("sketches"));
     std::fs::write(&notes, "mine").unwrap();

@@ -101,11 +101,11 @@ impl<'a> Bench<'a> {
         self.count += usize::from(is_new);
         let key = self.runs.settings.metric.key();
         let memory_bytes = match &known {
-            Ended::Measured(metrics) => metrics["memory_bytes"].as_f64(),
+            Ended::Measured(metrics) => positive(&metrics["memory_bytes"]),
             Ended::Failed(_) => None,
         };
         let (outcome, text) = match known {
-            Ended::Measured(metrics) => match metrics[key].as_f64().filter(|value| value.is_finite()) {
+            Ended::Measured(metrics) => match positive(&metrics[key]) {
                 Some(value) => (Outcome::Measured(value), format!("{key} {value:.2}")),
                 None => (Outcome::Failed, format!("no {key}")),
             },
@@ -123,7 +123,8 @@ impl<'a> Bench<'a> {
         Ok(outcome)
     }
 
-    /// The outcome of the same configuration, where an experiment of this name has come to one.
+    /// The outcome of the same configuration, where an experiment of this name has come to one. What is no measure in its
+    /// files was not measured.
     fn known(&self, folder: &Path, experiment: &Experiment) -> Option<Ended> {
         let read = |name: &str| -> Option<Value> {
             let text = ferrospeed_files::read(folder.join(name), MAX_LOG_BYTES).ok()?;
@@ -132,7 +133,11 @@ impl<'a> Bench<'a> {
         let about = read("exp.json").filter(|about| about["ds_config"] == experiment.ds_config)?;
         match &about["error"] {
             Value::String(why) => Some(Ended::Failed(why.clone())),
-            _ => read("metrics.json").map(Ended::Measured),
+            _ => {
+                let metrics = read("metrics.json")?;
+                positive(&metrics[self.runs.settings.metric.key()])?;
+                Some(Ended::Measured(metrics))
+            }
         }
     }
 
@@ -253,6 +258,11 @@ impl<'a> Bench<'a> {
             "rank": 0,
         }))
     }
+}
+
+/// A number that something can have measured.
+fn positive(value: &Value) -> Option<f64> {
+    value.as_f64().filter(|value| value.is_finite() && *value > 0.0)
 }
 
 /// Does something, and tells how long it takes whenever so much time has passed.
