@@ -64,10 +64,11 @@ impl Monitoring {
         self.has_any && self.is_on
     }
 
-    fn write(&mut self, act: impl FnOnce(&mut Monitors) -> Result<(), ObserveError>) {
+    fn write(&mut self, act: impl FnOnce(&mut Monitors)) {
         let start = Instant::now();
-        if let Err(error) = act(&mut self.monitors) {
-            tracing::warn!("{error}");
+        act(&mut self.monitors);
+        for note in self.monitors.take_notes() {
+            tracing::warn!("{note}");
         }
         self.spent += start.elapsed();
     }
@@ -110,7 +111,16 @@ impl Engine {
     /// Tells a number of the program's own to rank 0's monitors, at the samples seen so far.
     pub fn monitor(&mut self, tag: &str, value: f64) {
         let samples = self.global_samples;
-        self.monitoring.write(|monitors| monitors.emit(tag, value, samples).and(monitors.flush()));
+        self.monitoring.write(|monitors| {
+            monitors.emit(tag, value, samples);
+            monitors.flush();
+        });
+    }
+
+    /// Ends the monitors, and gives what is missing in those of this rank that are not complete. Steps that come after it are
+    /// told to nobody.
+    pub fn finish_monitors(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.monitoring.monitors).finish()
     }
 
     /// How long monitors took so far.
@@ -136,15 +146,14 @@ impl Engine {
         let eigenvalues = self.eigenvalues_of(self.global_steps).to_vec();
         let layer_norms = self.layer_norms().to_vec();
         self.monitoring.write(|monitors| {
-            let mut outcome = monitors.step(&events);
+            monitors.step(&events);
             for (layer, norm) in layer_norms {
-                outcome = outcome.and(monitors.emit(&format!("Train/Gradients/{layer}"), norm, after));
+                monitors.emit(&format!("Train/Gradients/{layer}"), norm, after);
             }
             for (block, value) in eigenvalues.into_iter().enumerate() {
                 let tag = format!("Train/Eigenvalues/ModelBlockParam_{block}");
-                outcome = outcome.and(monitors.emit(&tag, value, after));
+                monitors.emit(&tag, value, after);
             }
-            outcome
         });
     }
 }

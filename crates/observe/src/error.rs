@@ -36,6 +36,15 @@ pub enum ObserveError {
 }
 
 impl ObserveError {
+    /// The file that it is about.
+    pub fn path(&self) -> &Path {
+        match self {
+            ObserveError::Io { path, .. }
+            | ObserveError::BadLine { path, .. }
+            | ObserveError::BadEvents { path, .. } => path,
+        }
+    }
+
     /// Names the file that an operation failed on.
     pub(crate) fn io(path: &Path) -> impl Fn(std::io::Error) -> ObserveError + '_ {
         move |source| ObserveError::Io { path: path.to_path_buf(), source }

@@ -14,6 +14,7 @@ pub mod roofline;
 mod routing;
 pub mod trace;
 pub mod watch;
+mod whole;
 
 pub use calendar::civil_date;
 pub use error::{ObserveError, Result};

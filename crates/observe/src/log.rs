@@ -1,48 +1,46 @@
 //! JSON lines: one object per line, flushed as it is written, so that a reader beside the run sees whole lines.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::{ObserveError, Result};
+use crate::whole::WholeRecords;
 
 /// A log that grows by one line at a time.
 #[derive(Debug)]
 pub struct JsonLines {
     path: PathBuf,
-    file: File,
+    file: WholeRecords,
 }
 
 impl JsonLines {
     /// A new, empty log.
     pub fn create(path: &Path) -> Result<JsonLines> {
-        JsonLines::open(path, File::options().create(true).write(true).truncate(true))
+        let mut log = JsonLines::append(path)?;
+        log.file.cut(0).map_err(ObserveError::io(path))?;
+        Ok(log)
     }
 
     /// A log that goes on: what is there stays.
     pub fn append(path: &Path) -> Result<JsonLines> {
-        JsonLines::open(path, File::options().create(true).append(true))
-    }
-
-    fn open(path: &Path, options: &OpenOptions) -> Result<JsonLines> {
-        let file = ferrospeed_files::open_to_write(path, options).map_err(ObserveError::io(path))?;
+        let file = WholeRecords::open(path).map_err(ObserveError::io(path))?;
         Ok(JsonLines { path: path.to_path_buf(), file })
     }
 
     /// Brings what was written to the disk.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|source| ObserveError::Io { path: self.path.clone(), source })
+        self.file.file().sync_data().map_err(ObserveError::io(&self.path))
     }
 
-    /// Adds a record.
+    /// Adds a record, or nothing where it does not go in whole.
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
-        let failed = |source| ObserveError::Io { path: self.path.clone(), source };
+        let failed = ObserveError::io(&self.path);
         let mut line = serde_json::to_vec(record).map_err(|error| failed(error.into()))?;
         line.push(b'\n');
-        self.file.write_all(&line).map_err(failed)
+        self.file.append(&line).map_err(failed)
     }
 }
 

@@ -98,6 +98,39 @@ fn a_run_is_followed_from_before_its_folder_exists_to_its_report() {
 }
 
 #[test]
+fn a_run_is_what_it_wrote_down_at_its_end() {
+    let place = tempfile::tempdir().unwrap();
+    let folder = place.path().join("mine");
+    let address = start(std::slice::from_ref(&folder));
+    let now = || runs(address).remove(0);
+    write(&folder, "config/run.json", r#"{"steps": 4}"#);
+    write(&folder, "log.jsonl", &(step(1, "3.5") + &step(2, "3.0")));
+    write(&folder, "report.html", "<!DOCTYPE html>");
+    write(&folder, "outcome.json", r#"{"state": "stopped", "step": 2}"#);
+    let run = now();
+    assert_eq!(
+        (&run["state"], &run["step"], &run["log_problem"]),
+        (&"stopped".into(), &2.into(), &Value::Null)
+    );
+    assert_eq!(run["eta_s"], Value::Null);
+    // Whatever has become of its log since.
+    write(&folder, "log.jsonl", "no record\nno record\n");
+    let run = now();
+    assert_eq!((&run["state"], &run["step"]), (&"stopped".into(), &2.into()));
+    assert_eq!(run["log_problem"], "log.jsonl: none of its lines can be read");
+    write(&folder, "outcome.json", r#"{"state": "finished", "step": 4}"#);
+    std::fs::remove_file(folder.join("log.jsonl")).unwrap();
+    let run = now();
+    assert_eq!((&run["state"], &run["step"]), (&"finished".into(), &4.into()));
+    assert!(run["log_problem"].as_str().unwrap().starts_with("log.jsonl: No such file"), "{run}");
+    // A run of an earlier version wrote its report alone.
+    std::fs::remove_file(folder.join("outcome.json")).unwrap();
+    assert_eq!(now()["state"], "finished");
+    std::fs::remove_file(folder.join("report.html")).unwrap();
+    assert_eq!((&now()["state"], &now()["log_problem"]), (&"starting".into(), &Value::Null));
+}
+
+#[test]
 fn a_mixture_shows_its_routers_and_a_run_without_one_shows_none() {
     let place = tempfile::tempdir().unwrap();
     let (mixture, dense) = (place.path().join("a-mixture"), place.path().join("dense"));

@@ -15,7 +15,7 @@
 //! | `sample.txt` | text the trained model wrote |
 //! | `data/` | texts as tokens, where the recipe names texts; made once, of no use to a finished run |
 //! | `logs/` | each rank's output |
-//! | `outcome.json` | why the run failed, if it did |
+//! | `outcome.json` | how the run ended: `finished`, `stopped` by request, or `failed` and why; not there while it goes |
 //! | `.ferrospeed.lock` | held while a run writes here |
 //! | `.replaced/` | what an earlier run has left, until the one that replaces it has taken a step |
 //!
@@ -29,9 +29,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use ferrospeed_models::directory::NewDirectory;
 use ferrospeed_observe::civil_date;
-use serde_json::json;
+use serde_json::{Value, json};
 
+use crate::checkpoint::Ending;
 use crate::error::{Result, TrainError};
+use crate::run::Summary;
 
 /// Who holds a lock on it has the folder.
 const LOCK_FILE: &str = ".ferrospeed.lock";
@@ -334,9 +336,25 @@ impl RunFolder {
         drop(lock);
     }
 
+    /// Whether a checkpoint is one of this run's own.
+    pub(crate) fn holds_checkpoint(&self, path: &Path) -> bool {
+        let own = self.checkpoints().canonicalize();
+        own.is_ok_and(|own| path.canonicalize().is_ok_and(|path| path.starts_with(own)))
+    }
+
     /// Writes down why a run failed, for those who watch it.
     pub fn note_failure(&self, why: &str) {
-        let text = format!("{:#}\n", json!({ "state": "failed", "why": why }));
+        self.note_outcome(&json!({ "state": "failed", "why": why }));
+    }
+
+    /// Writes down how a run ended that did not fail.
+    pub(crate) fn note_ending(&self, summary: &Summary) {
+        let state = if summary.ending == Ending::Finished { "finished" } else { "stopped" };
+        self.note_outcome(&json!({ "state": state, "step": summary.steps }));
+    }
+
+    fn note_outcome(&self, outcome: &Value) {
+        let text = format!("{outcome:#}\n");
         if let Err(error) = ferrospeed_files::write(self.outcome(), text) {
             tracing::warn!("{}: {error}", self.outcome().display());
         }

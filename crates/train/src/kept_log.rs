@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{ErrorKind, Write};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_observe::JsonLines;
@@ -13,36 +14,44 @@ use crate::error::{Result, TrainError};
 /// A log of ten million steps.
 const MAX_LOG_BYTES: u64 = 8 << 30;
 
-/// A new, empty log, or the one that is there without what came after `done` steps, and the last step that is in it. Adds to
+/// Steps, from one to another.
+pub(crate) type Steps = RangeInclusive<u64>;
+
+/// A new, empty log, or the one that is there without what came after `done` steps, and which of these it lacks. Adds to
 /// `notes` which lines it has lost.
 pub(crate) fn open_log<T: DeserializeOwned>(
     path: &Path,
     done: Option<u64>,
     step_of: fn(&T) -> u64,
     notes: &mut Vec<String>,
-) -> Result<(JsonLines, Option<u64>)> {
-    let Some(done) = done.filter(|_| path.exists()) else { return Ok((JsonLines::create(path)?, None)) };
-    let last = keep_steps(path, done, step_of, notes)?;
-    Ok((JsonLines::append(path)?, Some(last)))
+) -> Result<(JsonLines, Vec<Steps>)> {
+    let Some(done) = done else { return Ok((JsonLines::create(path)?, Vec::new())) };
+    if !path.exists() {
+        return Ok((JsonLines::create(path)?, Vec::from_iter((done > 0).then_some(1..=done))));
+    }
+    let missing = keep_steps(path, done, step_of, notes)?;
+    Ok((JsonLines::append(path)?, missing))
 }
 
 /// Drops the lines of later steps, those that cannot be read, and a last one that was never finished. The new file takes the
-/// old one's place whole; one with bad lines is kept under another name. Gives the last step that stays.
+/// old one's place whole; one with bad lines is kept under another name. Gives the steps up to `last` that are not there.
 fn keep_steps<T: DeserializeOwned>(
     path: &Path,
     last: u64,
     step_of: fn(&T) -> u64,
     notes: &mut Vec<String>,
-) -> Result<u64> {
+) -> Result<Vec<Steps>> {
     let text = ferrospeed_files::read(path, MAX_LOG_BYTES).map_err(TrainError::io(path))?;
     let mut kept = Vec::with_capacity(text.len());
-    let (mut bad, mut logged) = (Vec::new(), 0);
+    let (mut bad, mut missing, mut logged) = (Vec::new(), Vec::new(), 0);
     let lines = text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
     for (number, line) in (1..).zip(lines) {
         match serde_json::from_slice(line) {
             Ok(record) if step_of(&record) <= last => {
                 kept.extend_from_slice(line);
-                logged = step_of(&record);
+                let step = step_of(&record);
+                missing.extend((step > logged + 1).then(|| logged + 1..=step - 1));
+                logged = logged.max(step);
             }
             Ok(_) => {}
             Err(error) => bad.push((number, error)),
@@ -59,8 +68,34 @@ fn keep_steps<T: DeserializeOwned>(
             if bad.len() > 1 { "these lines" } else { "this line" },
         ));
     }
+    missing.extend((logged < last).then(|| logged + 1..=last));
     ferrospeed_files::write(path, kept).map_err(TrainError::io(path))?;
-    Ok(logged)
+    Ok(missing)
+}
+
+/// Says which steps a log lacks, if any; many gaps by the first of them.
+pub(crate) fn gaps(path: &Path, missing: &[Steps]) -> Option<String> {
+    const SHOWN: usize = 5;
+    let count: u64 = missing.iter().map(|steps| steps.end() - steps.start() + 1).sum();
+    let mut named: Vec<String> = missing
+        .iter()
+        .take(SHOWN)
+        .map(|steps| match steps.end() - steps.start() {
+            0 => steps.start().to_string(),
+            _ => format!("{} to {}", steps.start(), steps.end()),
+        })
+        .collect();
+    if missing.len() > SHOWN {
+        named.push("…".to_owned());
+    }
+    let (steps, are) = if count == 1 { ("step", "is") } else { ("steps", "are") };
+    (count > 0).then(|| {
+        format!(
+            "{}: {count} {steps} before the checkpoint {are} not in it: {}",
+            path.display(),
+            named.join(", ")
+        )
+    })
 }
 
 /// Keeps a damaged log as `NAME.damaged`, or the first of `NAME.damaged-2`, `NAME.damaged-3` … that is free.
@@ -90,19 +125,53 @@ mod tests {
 
     use super::*;
 
-    fn keep(path: &Path, last: u64) -> (u64, Vec<String>) {
+    fn keep(path: &Path, last: u64) -> (Vec<Steps>, Vec<String>) {
         let mut notes = Vec::new();
-        let logged = keep_steps(path, last, |record: &EvalRecord| record.step, &mut notes).unwrap();
-        (logged, notes)
+        let missing = keep_steps(path, last, |record: &EvalRecord| record.step, &mut notes).unwrap();
+        (missing, notes)
+    }
+
+    fn line(step: u64) -> String {
+        format!("{{\"step\":{step},\"loss\":0.1,\"tokens\":7}}\n")
+    }
+
+    #[test]
+    fn steps_that_a_log_lacks_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let said = |steps: &[u64], last: u64| {
+            std::fs::write(&path, steps.iter().map(|&step| line(step)).collect::<String>()).unwrap();
+            let said = gaps(&path, &keep(&path, last).0)?;
+            Some(said.strip_prefix(&format!("{}: ", path.display())).unwrap().to_owned())
+        };
+        assert_eq!(said(&[1, 2, 3, 4], 4), None);
+        assert_eq!(said(&[1, 2, 3, 4, 7], 4), None, "what comes after the checkpoint is no gap");
+        assert_eq!(said(&[1, 2, 2, 1, 3], 3), None);
+        assert_eq!(said(&[1, 2, 4, 5], 4).unwrap(), "1 step before the checkpoint is not in it: 3");
+        let most = "8 steps before the checkpoint are not in it: 1, 3 to 5, 8 to 11";
+        assert_eq!(said(&[2, 6, 7], 11).unwrap(), most);
+        assert_eq!(said(&[], 2).unwrap(), "2 steps before the checkpoint are not in it: 1 to 2");
+        let odd: Vec<u64> = (1..20).step_by(2).collect();
+        assert!(said(&odd, 19).unwrap().ends_with("not in it: 2, 4, 6, 8, 10, …"));
+    }
+
+    #[test]
+    fn a_log_that_is_gone_lacks_every_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let open =
+            |done| open_log(&path, done, |record: &EvalRecord| record.step, &mut Vec::new()).unwrap().1;
+        assert_eq!(open(None), []);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(open(Some(4)), [1..=4]);
     }
 
     #[test]
     fn a_log_goes_on_after_the_step_that_was_saved() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log.jsonl");
-        let line = |step: u64| format!("{{\"step\":{step},\"loss\":0.1,\"tokens\":7}}\n");
         std::fs::write(&path, format!("{}{}{}{{\"step\":4,\"lo", line(1), line(2), line(3))).unwrap();
-        assert_eq!(keep(&path, 2), (2, vec![]));
+        assert_eq!(keep(&path, 2), (vec![], vec![]));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{}{}", line(1), line(2)));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 
@@ -112,8 +181,8 @@ mod tests {
         {
             let damaged = [line(1).as_bytes(), damage, line(3).as_bytes()].concat();
             std::fs::write(&path, &damaged).unwrap();
-            let (logged, notes) = keep(&path, 3);
-            assert_eq!((logged, notes.len()), (3, 1));
+            let (missing, notes) = keep(&path, 3);
+            assert_eq!((missing, notes.len()), (vec![2..=2], 1));
             assert!(notes[0].contains("log.jsonl: line 2 cannot be read"), "{notes:?}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{}{}", line(1), line(3)));
             let aside = folder.path().join(["log.jsonl.damaged", "log.jsonl.damaged-2"][number]);

@@ -1,5 +1,9 @@
 //! Everything rank 0 writes down while a run goes: logs, and the report at the end.
 
+use std::path::Path;
+
+use ferrospeed_config::Monitors;
+use ferrospeed_observe::monitor::CsvMonitor;
 use ferrospeed_observe::report::{Report, render};
 use ferrospeed_observe::roofline::Roofline;
 use ferrospeed_observe::{EvalRecord, JsonLines, StepRecord, read_json_lines};
@@ -7,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
-use crate::kept_log::open_log;
+use crate::kept_log::{gaps, open_log};
 use crate::recipe::Recipe;
 use crate::run::{RunInfo, Summary};
 
@@ -22,20 +26,17 @@ pub(crate) struct Records {
 
 impl Records {
     /// New, empty files, or those of a run that goes on after `done` steps: what was logged after them, before the run
-    /// was ended, is dropped. Adds to `notes` what they lack.
-    pub(crate) fn open(folder: &RunFolder, done: Option<u64>, notes: &mut Vec<String>) -> Result<Records> {
-        let (log, last) = open_log(&folder.log(), done, |record: &StepRecord| record.step, notes)?;
-        if let (Some(last), Some(done)) = (last, done)
-            && last < done
-        {
-            let path = folder.log();
-            notes.push(format!(
-                "{}: it ends at step {last} and the checkpoint is of step {done}; what was between is not in the log",
-                path.display()
-            ));
-        }
+    /// was ended, is dropped. Adds to `notes` what they lack, unless the steps before were taken in another folder.
+    pub(crate) fn open(
+        folder: &RunFolder,
+        done: Option<u64>,
+        goes_on_here: bool,
+        notes: &mut Vec<String>,
+    ) -> Result<Records> {
+        let (log, missing) = open_log(&folder.log(), done, |record: &StepRecord| record.step, notes)?;
+        notes.extend(gaps(&folder.log(), &missing).filter(|_| goes_on_here));
         let (eval, _) = open_log(&folder.eval(), done, |record: &EvalRecord| record.step, notes)?;
-        // What an earlier attempt failed of is over.
+        // How an earlier attempt ended is over.
         let _ = std::fs::remove_file(folder.outcome());
         Ok(Records { folder: folder.clone(), log, eval, broken: None })
     }
@@ -91,6 +92,22 @@ impl Records {
         let mut facts = info.facts();
         facts.push(("seconds".into(), format!("{:.1}", summary.seconds)));
         write_report(&self.folder, title, &facts, summary.sample.clone())
+    }
+}
+
+/// Takes from the CSV curves of a run that goes on what it will write again, as from its log. Adds to `notes` what it did.
+pub(crate) fn go_back_in_curves(monitors: &Monitors, samples: u64, notes: &mut Vec<String>) {
+    let Some(csv) = &monitors.csv_monitor else { return };
+    let folder = Path::new(&csv.output_path);
+    match CsvMonitor::go_back(folder, &csv.job_name, samples, &["Train/", "Validation/"]) {
+        Ok(0) => {}
+        Ok(rows) => notes.push(format!(
+            "{}: {rows} row{} from after the checkpoint {} taken away",
+            folder.join(&csv.job_name).display(),
+            if rows == 1 { "" } else { "s" },
+            if rows == 1 { "is" } else { "are" },
+        )),
+        Err(error) => notes.push(format!("{error}; steps from after the checkpoint will be there twice")),
     }
 }
 

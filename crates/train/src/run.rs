@@ -40,7 +40,7 @@ use crate::model::BuiltModel;
 use crate::peak;
 use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
-use crate::records::Records;
+use crate::records::{Records, go_back_in_curves};
 use crate::routing;
 use crate::told::Changes;
 
@@ -190,7 +190,12 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         folder.create()?;
         copy_companions(recipe, run.codec.as_ref(), &folder.model())?;
         write_config(recipe, &run.engine, folder)?;
-        Some(Records::open(folder, done, &mut all_warnings)?)
+        let goes_on_here = resumed.as_ref().is_some_and(|resumed| folder.holds_checkpoint(&resumed.path));
+        if goes_on_here {
+            let samples = run.engine.global_samples();
+            go_back_in_curves(&run.engine.config().monitors, samples, &mut all_warnings);
+        }
+        Some(Records::open(folder, done, goes_on_here, &mut all_warnings)?)
     } else {
         None
     };
@@ -335,7 +340,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
                     )
                 });
                 let missing = format!("its weights are not in {}: {error}{kept}", folder.model().display());
-                unsaved = Some(unsaved.map_or(missing.clone(), |first| format!("{first}; {missing}")));
+                also(&mut unsaved, missing);
             }
             exported => exported?,
         }
@@ -370,12 +375,26 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         let finished = records.finish(&recipe.name, &info, &summary);
         unsaved =
             unsaved.or(broken).or(finished.err().map(|error| format!("its report is missing: {error}")));
+        let curves = run.engine.finish_monitors();
+        if !curves.is_empty() {
+            also(&mut unsaved, format!("its curves are not complete: {}", curves.join("; ")));
+        }
         summary.observing_seconds += begin.elapsed().as_secs_f64();
     }
     match unsaved {
         Some(what) => Err(TrainError::Unsaved(what)),
-        None => Ok(summary),
+        None => {
+            if rank == 0 {
+                folder.note_ending(&summary);
+            }
+            Ok(summary)
+        }
     }
+}
+
+/// Adds to what a run could not write.
+fn also(unsaved: &mut Option<String>, what: String) {
+    *unsaved = Some(unsaved.take().map_or(what.clone(), |first| format!("{first}; {what}")));
 }
 
 /// Rank 0 takes the folder where nobody did before; all ranks hear whether it could.

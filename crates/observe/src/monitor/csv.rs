@@ -1,22 +1,25 @@
 //! One CSV file per tag: `OUTPUT/JOB/Train_Samples_lr.csv` with the header `step,lr` and rows that end in CRLF.
 //!
-//! Files grow: a resumed run goes on where the last one stopped. The header is written once per file, and a row that
-//! a killed run left half-written is taken away before the first new one. Tags that differ only in `/`, space and
-//! `_` share a file, as they do in DeepSpeed.
+//! Files grow: a resumed run goes on where the last one stopped, after [`CsvMonitor::go_back`] has taken away what it will
+//! write again. The header is written once per file, and a row that a killed run left half-written is taken away before the
+//! first new one. Tags that differ only in `/`, space and `_` share a file, as they do in DeepSpeed.
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use crate::error::{ObserveError, Result};
-use crate::monitor::Monitor;
+use crate::monitor::{Monitor, TRAIN_LOSS};
+use crate::whole::WholeRecords;
+
+/// A curve of ten million steps.
+const MAX_CSV_BYTES: u64 = 1 << 30;
 
 /// Writes one CSV file per tag.
 #[derive(Debug)]
 pub struct CsvMonitor {
     folder: PathBuf,
-    files: HashMap<PathBuf, File>,
+    files: HashMap<PathBuf, WholeRecords>,
 }
 
 impl CsvMonitor {
@@ -32,17 +35,38 @@ impl CsvMonitor {
         self.write_row(tag, &value.to_string(), step)
     }
 
+    /// Takes the rows of steps away that come after so many `samples`, from the files of a run that goes on from there. Files
+    /// whose names begin with none of `tags` are others', and what is no row stays. Gives how many rows it took.
+    pub fn go_back(output_path: &Path, job_name: &str, samples: u64, tags: &[&str]) -> Result<u64> {
+        let folder = output_path.join(job_name);
+        let entries = match folder.read_dir() {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
+            entries => entries.map_err(ObserveError::io(&folder))?,
+        };
+        let starts: Vec<String> = tags.iter().map(|tag| flat(tag)).collect();
+        let mut taken = 0;
+        for entry in entries {
+            let name = entry.map_err(ObserveError::io(&folder))?.file_name();
+            let Some(name) = name.to_str().filter(|name| name.ends_with(".csv")) else { continue };
+            if starts.iter().any(|start| name.starts_with(start)) {
+                // A loss has its place before its step, and all else behind it.
+                let last = if name == file_name(TRAIN_LOSS) { samples.checked_sub(1) } else { Some(samples) };
+                taken += keep_rows(&folder.join(name), last)?;
+            }
+        }
+        Ok(taken)
+    }
+
     fn write_row(&mut self, tag: &str, value: &str, step: u64) -> Result<()> {
-        let path = self.folder.join(tag.replace(['/', ' '], "_") + ".csv");
-        // A row is one write, so that a reader beside the run sees whole rows.
+        let path = self.folder.join(file_name(tag));
         let row = format!("{step},{value}\r\n");
         if let Some(file) = self.files.get_mut(&path) {
-            return file.write_all(row.as_bytes()).map_err(ObserveError::io(&path));
+            return file.append(row.as_bytes()).map_err(ObserveError::io(&path));
         }
         let (mut file, has_header) = open_to_append(&path).map_err(ObserveError::io(&path))?;
         let label = tag.rsplit('/').next().unwrap_or(tag);
         let header = if has_header { String::new() } else { format!("step,{}\r\n", quoted(label)) };
-        file.write_all((header + &row).as_bytes()).map_err(ObserveError::io(&path))?;
+        file.append((header + &row).as_bytes()).map_err(ObserveError::io(&path))?;
         self.files.insert(path, file);
         Ok(())
     }
@@ -59,15 +83,42 @@ impl Monitor for CsvMonitor {
     }
 }
 
+fn flat(tag: &str) -> String {
+    tag.replace(['/', ' '], "_")
+}
+
+fn file_name(tag: &str) -> String {
+    flat(tag) + ".csv"
+}
+
+/// Keeps the rows up to a position, or none, and all that is no row. Gives how many went.
+fn keep_rows(path: &Path, last: Option<u64>) -> Result<u64> {
+    let text = ferrospeed_files::read(path, MAX_CSV_BYTES).map_err(ObserveError::io(path))?;
+    let position = |line: &[u8]| -> Option<u64> {
+        let digits = &line[..line.iter().position(|&byte| byte == b',')?];
+        std::str::from_utf8(digits).ok()?.parse().ok()
+    };
+    let (mut kept, mut taken) = (Vec::with_capacity(text.len()), 0);
+    for line in text.split_inclusive(|&byte| byte == b'\n') {
+        match position(line) {
+            Some(position) if Some(position) > last => taken += 1,
+            _ => kept.extend_from_slice(line),
+        }
+    }
+    if taken > 0 {
+        ferrospeed_files::write(path, kept).map_err(ObserveError::io(path))?;
+    }
+    Ok(taken)
+}
+
 /// Opens a file at its end, less a last line without an end, and says whether anything is in it.
-fn open_to_append(path: &Path) -> std::io::Result<(File, bool)> {
-    let options = OpenOptions::new().read(true).append(true).create(true).clone();
-    let mut file = ferrospeed_files::open_to_write(path, &options)?;
+fn open_to_append(path: &Path) -> std::io::Result<(WholeRecords, bool)> {
+    let mut file = WholeRecords::open(path)?;
     let mut content = Vec::new();
-    file.read_to_end(&mut content)?;
+    file.file().read_to_end(&mut content)?;
     let whole_lines = content.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
     if whole_lines < content.len() {
-        file.set_len(whole_lines as u64)?;
+        file.cut(whole_lines as u64)?;
     }
     Ok((file, whole_lines > 0))
 }
@@ -142,6 +193,31 @@ mod tests {
         }
         let text = fs::read_to_string(folder.path().join("job/a_lr.csv")).unwrap();
         assert_eq!(text, "step,lr\r\n2,0.5\r\n4,0.5\r\n");
+    }
+
+    #[test]
+    fn a_run_that_goes_back_takes_away_what_it_will_write_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join("job").join(name);
+        let mut csv = CsvMonitor::create(folder.path(), "job").unwrap();
+        for after in [4, 8, 12, 16] {
+            csv.write("Train/Samples/train_loss", 0.5, after - 4).unwrap();
+            csv.write("Train/Samples/lr", 0.5, after).unwrap();
+        }
+        // Not ours, not a row, and a row that was never finished.
+        fs::write(path("other.csv"), "step,x\n100,1\n").unwrap();
+        fs::write(path("Validation_loss.csv"), "step,loss\r\n8,1.0\r\nabout,12\r\n12,1.0\r\n16,1").unwrap();
+        let go_back =
+            |samples| CsvMonitor::go_back(folder.path(), "job", samples, &["Train/", "Validation/"]);
+        assert_eq!(go_back(8).unwrap(), 2 + 2 + 2);
+        let read = |name: &str| fs::read_to_string(path(name)).unwrap();
+        assert_eq!(read("Train_Samples_train_loss.csv"), "step,train_loss\r\n0,0.5\r\n4,0.5\r\n");
+        assert_eq!(read("Train_Samples_lr.csv"), "step,lr\r\n4,0.5\r\n8,0.5\r\n");
+        assert_eq!(read("Validation_loss.csv"), "step,loss\r\n8,1.0\r\nabout,12\r\n");
+        assert_eq!(read("other.csv"), "step,x\n100,1\n");
+        assert_eq!(go_back(8).unwrap(), 0);
+        assert_eq!(go_back(0).unwrap(), 2 + 2 + 1);
+        assert_eq!(CsvMonitor::go_back(folder.path(), "none", 0, &["Train/"]).unwrap(), 0);
     }
 
     #[test]

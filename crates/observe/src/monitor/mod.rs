@@ -18,11 +18,14 @@
 
 mod csv;
 mod events;
+#[cfg(test)]
+mod full_disk;
 mod tensorboard;
 mod wandb;
 mod wire;
 
 pub use csv::CsvMonitor;
+use events::TRAIN_LOSS;
 pub use events::{Monitors, Samples, StepEvents, TimesMs};
 pub use tensorboard::{Event, TensorBoard, read_events};
 pub use wandb::{WandbOffline, WandbRun};
@@ -36,6 +39,11 @@ pub trait Monitor: Send {
 
     /// Makes sure that a reader sees everything written so far.
     fn flush(&mut self) -> Result<()>;
+
+    /// Writes what was held back until the end; nothing comes after it.
+    fn finish(&mut self) -> Result<()> {
+        self.flush()
+    }
 }
 
 /// Seconds since 1970; 0 on a clock set before that.

@@ -51,7 +51,7 @@ function drawRuns() {
     const bar = element("i"); bar.style.width = `${share}%`;
     return element("div", { class: `run s${run.colour}${hidden.has(run.path) ? " off" : ""}` },
       element("label", {}, box, run.name, element("span", { class: `state ${run.state}` }, run.state)),
-      element("p", {}, `${done}${left}${quiet}${run.why ? `: ${run.why}` : ""}`), element("p", {}, run.path), element("div", { class: "bar" }, bar));
+      element("p", {}, `${done}${left}${quiet}${run.why ? `: ${run.why}` : ""}${run.log_problem ? `; ${run.log_problem}` : ""}`), element("p", {}, run.path), element("div", { class: "bar" }, bar));
   }));
 }
 function drawNumbers(shown) {
@@ -63,7 +63,8 @@ function drawNumbers(shown) {
       if (remark) text.append(element("small", {}, remark));
       list.append(element("div", {}, element("dt", {}, name), text));
     }
-    place.replaceChildren(shown[0].tiles.length ? list : element("p", { class: "empty" }, "The run is starting: its first step is not done yet."));
+    const empty = shown[0].log_problem || (shown[0].state === "starting" ? "The run is starting: its first step is not done yet." : "There is no step in its log.");
+    place.replaceChildren(shown[0].tiles.length ? list : element("p", { class: "empty" }, empty));
     return;
   }
   const names = [...new Set(shown.flatMap(run => run.tiles.map(tile => tile.name)))];

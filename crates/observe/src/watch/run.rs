@@ -39,8 +39,10 @@ pub(super) enum State {
     Running,
     /// None came for long: it was stopped hard, or it hangs.
     Silent,
-    /// Its report is written.
+    /// It took its last step.
     Finished,
+    /// Somebody asked it to stop before.
+    Stopped,
     /// It ended with an error.
     Failed,
 }
@@ -68,14 +70,18 @@ impl WatchedRun {
 
     /// Everything the page shows of it.
     pub(super) fn describe(&mut self) -> Value {
+        self.steps.refresh();
+        let log_problem = self.steps.problem();
         // Of several records of one step (after a resume) the last counts.
         let steps: BTreeMap<u64, &StepRecord> =
-            self.steps.refresh().iter().map(|record| (record.step, record)).collect();
+            self.steps.records().iter().map(|record| (record.step, record)).collect();
         let steps: Vec<&StepRecord> = steps.into_values().collect();
+        self.evals.refresh();
         let evals: BTreeMap<u64, &EvalRecord> =
-            self.evals.refresh().iter().map(|record| (record.step, record)).collect();
+            self.evals.records().iter().map(|record| (record.step, record)).collect();
         let evals: Vec<&EvalRecord> = evals.into_values().collect();
-        let (state, idle_s) = state(&self.folder, &steps);
+        let outcome = json(&self.folder.join("outcome.json")).unwrap_or(Value::Null);
+        let (state, idle_s) = state(&self.folder, &outcome, &steps);
         let about = json(&self.folder.join("config/run.json")).unwrap_or(Value::Null);
         let name = self.folder.file_name().map(|name| name.to_string_lossy().into_owned());
         let tiles = summary::tiles(&steps, &evals);
@@ -91,10 +97,12 @@ impl WatchedRun {
             "name": name.unwrap_or_else(|| self.folder.display().to_string()),
             "path": self.folder.display().to_string(),
             "state": state,
-            "why": (state == State::Failed).then(|| failure(&self.folder)).flatten(),
+            "why": (state == State::Failed).then(|| outcome["why"].as_str().unwrap_or_default()),
+            // A run that is starting has none yet.
+            "log_problem": log_problem.filter(|_| state != State::Starting),
             // Only where it says something: an answer that changes is drawn again.
             "idle_s": idle_s.filter(|_| state == State::Silent).map(f64::round),
-            "step": steps.last().map(|record| record.step),
+            "step": steps.last().map(|record| record.step).or(outcome["step"].as_u64()),
             "steps_planned": about["steps"],
             "eta_s": eta_s(&steps, about["steps"].as_u64(), state),
             "tiles": tiles,
@@ -160,21 +168,22 @@ fn json(path: &Path) -> Option<Value> {
     serde_json::from_slice(&ferrospeed_files::read(path, LONGEST_JSON_BYTES).ok()?).ok()
 }
 
-/// Why a run failed, if it did.
-fn failure(folder: &Path) -> Option<String> {
-    let outcome = json(&folder.join("outcome.json"))?;
-    (outcome["state"] == "failed").then(|| outcome["why"].as_str().unwrap_or_default().to_owned())
-}
-
-fn state(folder: &Path, steps: &[&StepRecord]) -> (State, Option<f64>) {
-    let modified = |name: &str| fs::metadata(folder.join(name)).and_then(|about| about.modified()).ok();
-    if failure(folder).is_some() {
-        return (State::Failed, None);
+/// How a run stands, from what it wrote down at its end; one that did not, or an earlier version, is judged by its files.
+fn state(folder: &Path, outcome: &Value, steps: &[&StepRecord]) -> (State, Option<f64>) {
+    match outcome["state"].as_str() {
+        Some("failed") => return (State::Failed, None),
+        Some("stopped") => return (State::Stopped, None),
+        Some("finished") => return (State::Finished, None),
+        _ => {}
     }
-    let Some(log) = modified("log.jsonl") else { return (State::Starting, None) };
+    let modified = |name: &str| fs::metadata(folder.join(name)).and_then(|about| about.modified()).ok();
+    let report = modified("report.html");
+    let Some(log) = modified("log.jsonl") else {
+        return (if report.is_some() { State::Finished } else { State::Starting }, None);
+    };
     let idle_s = SystemTime::now().duration_since(log).map_or(0.0, |idle| idle.as_secs_f64());
     // A report that is older than the log is that of an earlier run in this folder.
-    if modified("report.html").is_some_and(|report| report >= log) {
+    if report.is_some_and(|report| report >= log) {
         return (State::Finished, Some(idle_s));
     }
     let patience_s = steps

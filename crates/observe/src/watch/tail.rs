@@ -21,6 +21,10 @@ pub(super) struct Tail<T> {
     file: Option<(u64, u64)>,
     offset: u64,
     records: Vec<T>,
+    /// Whether a line was passed over that is no record.
+    has_bad_lines: bool,
+    /// Why it could not be read.
+    failure: Option<String>,
 }
 
 /// What may be left out of a long log.
@@ -81,17 +85,34 @@ fn thinned<T: Logged>(records: Vec<T>) -> Vec<T> {
 
 impl<T: DeserializeOwned + Logged> Tail<T> {
     pub(super) fn new(path: &Path) -> Tail<T> {
-        Tail { path: path.to_path_buf(), file: None, offset: 0, records: Vec::new() }
+        let (path, records) = (path.to_path_buf(), Vec::new());
+        Tail { path, file: None, offset: 0, records, has_bad_lines: false, failure: None }
     }
 
     /// Reads what was added. A file that is not there has no records; a line that is no record is passed over, for a
     /// page that shows the others is worth more than none.
-    pub(super) fn refresh(&mut self) -> &[T] {
-        if self.read_on().is_err() {
-            (self.file, self.offset) = (None, 0);
-            self.records.clear();
+    pub(super) fn refresh(&mut self) {
+        self.failure = self.read_on().err().map(|error| error.to_string());
+        if self.failure.is_some() {
+            self.begin_anew(None);
         }
+    }
+
+    /// What was read.
+    pub(super) fn records(&self) -> &[T] {
         &self.records
+    }
+
+    /// Why there are no records, where there should be some.
+    pub(super) fn problem(&self) -> Option<String> {
+        let unreadable = self.has_bad_lines.then(|| "none of its lines can be read".to_owned());
+        let why = self.failure.clone().or(unreadable.filter(|_| self.records.is_empty()))?;
+        Some(format!("{}: {why}", self.path.file_name().unwrap_or_default().to_string_lossy()))
+    }
+
+    fn begin_anew(&mut self, file: Option<(u64, u64)>) {
+        (self.file, self.offset, self.has_bad_lines) = (file, 0, false);
+        self.records.clear();
     }
 
     fn read_on(&mut self) -> std::io::Result<()> {
@@ -99,8 +120,7 @@ impl<T: DeserializeOwned + Logged> Tail<T> {
         let about = file.metadata()?;
         let identity = (about.dev(), about.ino());
         if self.file != Some(identity) || about.len() < self.offset {
-            (self.file, self.offset) = (Some(identity), 0);
-            self.records.clear();
+            self.begin_anew(Some(identity));
         }
         let mut reader = BufReader::with_capacity(1 << 16, file);
         reader.seek(SeekFrom::Start(self.offset))?;
@@ -113,7 +133,10 @@ impl<T: DeserializeOwned + Logged> Tail<T> {
                 return Ok(());
             }
             self.offset += read as u64;
-            self.records.extend(serde_json::from_slice(&line).ok());
+            match serde_json::from_slice(&line) {
+                Ok(record) => self.records.push(record),
+                Err(_) => self.has_bad_lines = true,
+            }
             if self.records.len() > MOST_RECORDS {
                 self.records = thinned(std::mem::take(&mut self.records));
             }
@@ -126,7 +149,8 @@ mod tests {
     use super::*;
 
     fn steps(tail: &mut Tail<EvalRecord>) -> Vec<u64> {
-        tail.refresh().iter().map(|record| record.step).collect()
+        tail.refresh();
+        tail.records().iter().map(|record| record.step).collect()
     }
 
     fn line(step: u64) -> String {

@@ -7,18 +7,19 @@ mod framing;
 
 pub use event::Event;
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{ErrorKind, Write};
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{ObserveError, Result};
 use crate::monitor::{Monitor, unix_time_s};
+use crate::whole::WholeRecords;
 
 /// Writes one event file.
 #[derive(Debug)]
 pub struct TensorBoard {
     path: PathBuf,
-    file: File,
+    file: WholeRecords,
 }
 
 impl TensorBoard {
@@ -39,7 +40,7 @@ impl TensorBoard {
 
     fn append(&mut self, event: &Event) -> Result<()> {
         let record = framing::frame(&event.encode(unix_time_s()));
-        self.file.write_all(&record).map_err(ObserveError::io(&self.path))
+        self.file.append(&record).map_err(ObserveError::io(&self.path))
     }
 }
 
@@ -71,12 +72,12 @@ pub fn read_events(path: &Path) -> Result<Vec<Event>> {
     Ok(events)
 }
 
-fn new_file(folder: &Path) -> Result<(PathBuf, File)> {
+fn new_file(folder: &Path) -> Result<(PathBuf, WholeRecords)> {
     let (second, host, process) = (unix_time_s() as u64, host_name(), std::process::id());
     let mut attempt = 0;
     loop {
         let path = folder.join(format!("events.out.tfevents.{second:010}.{host}.{process}.{attempt}"));
-        match OpenOptions::new().append(true).create_new(true).open(&path) {
+        match WholeRecords::create_new(&path) {
             Ok(file) => return Ok((path, file)),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => attempt += 1,
             Err(source) => return Err(ObserveError::Io { path, source }),

@@ -3,9 +3,9 @@
 //! The layout is that of LevelDB's log with two differences: the header, and a plain CRC-32 (of the kind byte and the
 //! bytes after it). A record that does not fit into what is left of a block goes on in the next.
 
-use std::fs::{File, OpenOptions};
-use std::io::Write;
 use std::path::Path;
+
+use crate::whole::WholeRecords;
 
 const HEADER: [u8; 7] = *b":W&B\xe1\xbe\x00";
 const BLOCK: usize = 32 << 10;
@@ -23,28 +23,26 @@ enum Piece {
 
 /// A run file that grows.
 #[derive(Debug)]
-pub(super) struct RunFile {
-    file: File,
-    /// Bytes of the current block that are taken.
-    used: usize,
-}
+pub(super) struct RunFile(WholeRecords);
 
 impl RunFile {
     pub(super) fn create(path: &Path) -> std::io::Result<RunFile> {
-        let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
-        file.write_all(&HEADER)?;
-        Ok(RunFile { file, used: HEADER.len() })
+        let mut file = WholeRecords::create_new(path)?;
+        file.append(&HEADER)?;
+        Ok(RunFile(file))
     }
 
-    /// Adds a record; one write, so that a reader beside the run sees whole records.
+    /// Adds a record.
     pub(super) fn append(&mut self, mut record: &[u8]) -> std::io::Result<()> {
         let mut out = Vec::with_capacity(record.len() + PIECE_HEADER);
         let mut is_first = true;
+        // Bytes of the current block that are taken.
+        let mut used = (self.0.end()? % BLOCK as u64) as usize;
         loop {
-            let left = BLOCK - self.used;
+            let left = BLOCK - used;
             if left < PIECE_HEADER {
                 out.resize(out.len() + left, 0);
-                self.used = 0;
+                used = 0;
                 continue;
             }
             let (now, rest) = record.split_at(record.len().min(left - PIECE_HEADER));
@@ -58,10 +56,10 @@ impl RunFile {
             out.extend_from_slice(&(now.len() as u16).to_le_bytes());
             out.push(piece);
             out.extend_from_slice(now);
-            self.used += PIECE_HEADER + now.len();
+            used += PIECE_HEADER + now.len();
             (record, is_first) = (rest, false);
             if record.is_empty() {
-                return self.file.write_all(&out);
+                return self.0.append(&out);
             }
         }
     }

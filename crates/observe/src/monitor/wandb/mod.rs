@@ -45,6 +45,7 @@ pub struct WandbOffline {
     row: Option<Row>,
     /// The last value of every tag.
     summary: BTreeMap<String, String>,
+    has_ended: bool,
 }
 
 #[derive(Debug)]
@@ -65,7 +66,9 @@ impl WandbOffline {
         let path = folder.join(format!("run-{id}.wandb"));
         let file = RunFile::create(&path).map_err(ObserveError::io(&path))?;
         let (row, summary) = (None, BTreeMap::new());
-        let mut monitor = WandbOffline { folder, path, file, records: 0, started_unix_s, row, summary };
+        let (records, has_ended) = (0, false);
+        let mut monitor =
+            WandbOffline { folder, path, file, records, started_unix_s, row, summary, has_ended };
 
         let mut version = Vec::new();
         put_bytes(&mut version, 1, concat!("ferrospeed ", env!("CARGO_PKG_VERSION")).as_bytes());
@@ -95,11 +98,12 @@ impl WandbOffline {
     }
 
     fn append(&mut self, kind: u64, message: &[u8]) -> Result<()> {
-        self.records += 1;
         let mut record = Vec::with_capacity(message.len() + 16);
-        put_number(&mut record, 1, self.records);
+        put_number(&mut record, 1, self.records + 1);
         put_bytes(&mut record, kind, message);
-        self.file.append(&record).map_err(ObserveError::io(&self.path))
+        self.file.append(&record).map_err(ObserveError::io(&self.path))?;
+        self.records += 1;
+        Ok(())
     }
 
     fn write_row(&mut self) -> Result<()> {
@@ -116,15 +120,6 @@ impl WandbOffline {
         put_bytes(&mut history, 2, &step);
         self.append(field::HISTORY, &history)
     }
-
-    fn finish(&mut self) -> Result<()> {
-        self.write_row()?;
-        let summary = items(&self.summary);
-        self.append(field::SUMMARY, &summary)?;
-        let mut exit = Vec::new();
-        put_number(&mut exit, 2, (unix_time_s() - self.started_unix_s).max(0.0) as u64);
-        self.append(field::EXIT, &exit)
-    }
 }
 
 /// Fields of a record, by what it is about.
@@ -138,25 +133,37 @@ mod field {
 
 impl Monitor for WandbOffline {
     fn write(&mut self, tag: &str, value: f64, step: u64) -> Result<()> {
-        if self.row.as_ref().is_some_and(|row| row.step != step) {
-            self.write_row()?;
-        }
+        let is_next = self.row.as_ref().is_some_and(|row| row.step != step);
+        let written = if is_next { self.write_row() } else { Ok(()) };
         let row =
             self.row.get_or_insert_with(|| Row { step, time_unix_s: unix_time_s(), values: BTreeMap::new() });
         row.values.insert(tag.to_owned(), number(value));
-        Ok(())
+        written
     }
 
     /// Whole rows go to the file as they end; the last one waits for its other values.
     fn flush(&mut self) -> Result<()> {
         Ok(())
     }
+
+    /// The last row, the summary and the end of the run.
+    fn finish(&mut self) -> Result<()> {
+        self.has_ended = true;
+        let row = self.write_row();
+        let summary = items(&self.summary);
+        let summary = self.append(field::SUMMARY, &summary);
+        let mut exit = Vec::new();
+        put_number(&mut exit, 2, (unix_time_s() - self.started_unix_s).max(0.0) as u64);
+        row.and(summary).and(self.append(field::EXIT, &exit))
+    }
 }
 
 impl Drop for WandbOffline {
-    /// The run ends with its process; a file that cannot be written was reported when it could not be written before.
+    /// The run ends with its process. Who wants to know whether all of it is written calls `finish`.
     fn drop(&mut self) {
-        let _ = self.finish();
+        if !self.has_ended {
+            let _ = self.finish();
+        }
     }
 }
 
@@ -200,10 +207,16 @@ fn stamp(unix_s: u64) -> String {
     format!("{year:04}{month:02}{day:02}_{hour:02}{minute:02}{second:02}")
 }
 
+/// The records in the file of a run's folder.
+#[cfg(test)]
+pub(super) fn records_of(folder: &Path) -> Vec<Vec<u8>> {
+    let paths = folder.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let path = paths.into_iter().find(|path| path.extension().is_some_and(|end| end == "wandb")).unwrap();
+    log::read(&std::fs::read(path).unwrap())
+}
+
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     fn run() -> WandbRun {
@@ -211,9 +224,9 @@ mod tests {
     }
 
     fn records(monitor: WandbOffline) -> Vec<Vec<u8>> {
-        let path = monitor.path.clone();
+        let folder = monitor.folder().to_path_buf();
         drop(monitor);
-        log::read(&fs::read(path).unwrap())
+        records_of(&folder)
     }
 
     fn contains(record: &[u8], text: &str) -> bool {
