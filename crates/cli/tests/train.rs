@@ -214,6 +214,52 @@ fn a_curriculum_cuts_sequences_and_layers_are_dropped_alike_in_every_stage() {
 }
 
 #[test]
+fn layers_drop_the_same_tokens_in_every_stage_and_after_a_resume() {
+    let place = Workplace::new();
+    let train = |name: &str, stage: u8, more: &[&str]| {
+        let section = "data_efficiency.data_routing.random_ltd";
+        let mut sets = vec![
+            format!("zero_optimization.stage={stage}"),
+            format!("{section}.enabled=true"),
+            format!("{section}.random_ltd_layer_id=[1]"),
+            format!("{section}.random_ltd_schedule.min_value=16"),
+            format!("{section}.random_ltd_schedule.max_value=64"),
+            format!("{section}.random_ltd_schedule.schedule_type=\"fixed_linear\""),
+            format!("{section}.random_ltd_schedule.schedule_config.require_steps=8"),
+            format!("{section}.random_ltd_schedule.schedule_config.seq_per_step=8"),
+        ];
+        sets.extend(more.iter().filter(|word| !word.starts_with("--")).map(|set| (*set).to_owned()));
+        let mut words: Vec<&str> = sets.iter().flat_map(|set| ["--set", set.as_str()]).collect();
+        words.extend(more.iter().filter(|word| word.starts_with("--")));
+        place.train(name, &words)
+    };
+    let whole = place.train("whole", &["--set", "steps=6"]);
+    let run = train("dropping0", 0, &["steps=6"]);
+    assert_ne!(losses(&run), losses(&whole));
+    assert_eq!(losses(&train("dropping3", 3, &["steps=6"])), losses(&run));
+    train("halves", 1, &["steps=3", "save.every=3"]);
+    assert_eq!(losses(&train("halves", 1, &["steps=6", "--resume"])), losses(&run));
+    for (set, expected) in [
+        ("data_efficiency.data_routing.random_ltd.random_ltd_layer_id=[7]", "names the layer 7"),
+        ("data_efficiency.data_routing.random_ltd.total_layer_num=9", "the model has"),
+        ("tensor_parallel.autotp_size=2", "needs whole sequences"),
+        ("data.documents=apart", "documents that are apart"),
+    ] {
+        let mut words = vec!["train", "recipe.toml", "--out", "refused"];
+        for more in [
+            r#"data_efficiency.data_routing.random_ltd={"enabled": true, "random_ltd_layer_id": [1], "random_ltd_schedule": {"min_value": 16, "max_value": 64, "schedule_type": "fixed_linear", "schedule_config": {"require_steps": 8, "seq_per_step": 8}}}"#,
+            set,
+        ] {
+            words.extend(["--set", more]);
+        }
+        let output = place.ferrospeed(&words);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{set}: {said}");
+        assert!(said.contains(expected), "{set}: {said}");
+    }
+}
+
+#[test]
 fn everything_wrong_with_a_recipe_is_said_before_a_rank_starts() {
     let place = Workplace::new();
     let output = place.ferrospeed(&[

@@ -295,6 +295,12 @@ impl Rules<'_> {
                 "remove pipeline stages, shared sequences, tensor slices and spread experts, or use AdamW";
             self.unsupported("optimizer.type", why, help);
         }
+        let token_drop = "data_efficiency.data_routing.random_ltd.enabled";
+        if self.flag(token_drop) && (pipe || sequence || tensor || expert) {
+            let why = "a layer that drops tokens needs whole sequences, and one rank that has all of it";
+            let help = "remove pipeline stages, shared sequences, tensor slices and spread experts, or do not drop tokens";
+            self.unsupported(token_drop, why, help);
+        }
         if self.flag("eigenvalue.enabled") && (pipe || tensor || expert) {
             let why = "measures whole blocks, and ranks hold parts of them";
             self.unsupported("eigenvalue.enabled", why, "remove it");

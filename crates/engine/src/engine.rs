@@ -8,6 +8,7 @@ use std::time::Instant;
 use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_config::{Config, Stage};
 use ferrospeed_nn::layer_drop::with_layer_drop;
+use ferrospeed_nn::token_drop::with_token_drop;
 use ferrospeed_nn::{LayerState, Mode};
 use ferrospeed_observe::trace::{Activity, Timeline};
 use ferrospeed_optim::GroupOptions;
@@ -258,7 +259,9 @@ impl Engine {
             Mode::Evaluate => Pass::Evaluate,
         });
         match self.mode {
-            Mode::Train => with_layer_drop(self.layer_drop(), || model(Mode::Train)),
+            Mode::Train => with_layer_drop(self.layer_drop(), || {
+                with_token_drop(self.token_drop(), || model(Mode::Train))
+            }),
             Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
         }
     }

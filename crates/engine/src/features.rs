@@ -1,21 +1,24 @@
-//! What changes as training goes on besides the weights: layers that are dropped, sequences that grow.
+//! What changes as training goes on besides the weights: layers and tokens that are dropped, sequences that grow.
 //!
-//! The engine says how much, a model or a data loader does it: models ask [`ferrospeed_nn::layer_drop`] for each block,
-//! and whoever makes micro-batches asks the engine for the length of sequences.
+//! The engine says how much, a model or a data loader does it: models ask [`ferrospeed_nn::layer_drop`] and
+//! [`ferrospeed_nn::token_drop`] for each block, and whoever makes micro-batches asks the engine for the length of sequences.
 
 use ferrospeed_config::Config;
 use ferrospeed_nn::layer_drop::LayerDrop;
+use ferrospeed_nn::token_drop::TokenDrop;
 use ferrospeed_optim::curriculum::{Curriculum, CurriculumScheduler};
 use ferrospeed_optim::progressive_layer_drop::ProgressiveLayerDrop;
+use ferrospeed_optim::random_ltd::TokenSchedule;
 use serde_json::Value;
 
 use crate::engine::Engine;
 use crate::error::Result;
 
-/// Progressive layer drop and the sequence-length curriculum of a run.
+/// Progressive layer drop, random layer-token drop and the sequence-length curriculum of a run.
 #[derive(Default)]
 pub(crate) struct Features {
     layer_drop: Option<ProgressiveLayerDrop>,
+    token_drop: Option<TokenSchedule>,
     curriculum: Option<CurriculumScheduler>,
     /// Whether the difficulty is the length of sequences.
     by_length: bool,
@@ -33,6 +36,7 @@ impl Features {
         let curriculum = section.map(|section| Curriculum::from_section(section, None));
         Ok(Features {
             layer_drop: layer_drop.transpose()?,
+            token_drop: random_ltd(config)?,
             curriculum: curriculum.transpose()?.map(CurriculumScheduler::new),
             by_length,
         })
@@ -54,6 +58,14 @@ impl Features {
     }
 }
 
+/// How layers drop tokens, where the configuration asks for it. As in DeepSpeed the inner switch decides, whatever the outer ones
+/// say.
+pub fn random_ltd(config: &Config) -> Result<Option<TokenSchedule>> {
+    let section = config.section("data_efficiency").map(|section| &section["data_routing"]["random_ltd"]);
+    let enabled = section.filter(|section| section["enabled"] == true);
+    Ok(enabled.map(TokenSchedule::from_section).transpose()?)
+}
+
 impl Engine {
     /// With `progressive_layer_drop`: the probability to keep a layer in the next forward pass. It follows the steps that
     /// are done, so that the first two steps keep every layer.
@@ -65,6 +77,22 @@ impl Engine {
     /// Which blocks the next forward pass leaves out: the same on all ranks.
     pub(crate) fn layer_drop(&self) -> Option<LayerDrop> {
         self.pld_theta().map(|theta| LayerDrop { theta, seed: self.seed, pass: self.micro_steps })
+    }
+
+    /// With `random_ltd`: the tokens of a sequence that its layers see in the next forward pass.
+    pub fn random_ltd_tokens(&self) -> Option<u64> {
+        self.features.token_drop.as_ref().map(|schedule| schedule.tokens(self.global_steps))
+    }
+
+    /// Which tokens the next forward pass drops: the same on ranks that see the same samples.
+    pub(crate) fn token_drop(&self) -> Option<TokenDrop> {
+        let schedule = self.features.token_drop.as_ref()?;
+        Some(TokenDrop {
+            layers: schedule.layers().into(),
+            kept: usize::try_from(schedule.tokens(self.global_steps)).unwrap_or(usize::MAX),
+            seed: self.random_state().seed,
+            pass: self.micro_steps,
+        })
     }
 
     /// With `curriculum_learning` of the type `seqlen`: the tokens to cut sequences of `whole` to in the next step. At

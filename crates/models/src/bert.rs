@@ -11,6 +11,7 @@ use std::ops::Range;
 use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices, enter};
+use ferrospeed_nn::token_drop::token_drop;
 use ferrospeed_nn::{
     AttentionConfig, Embedding, HeadProjections, Init, LayerNorm, Linear, Mlp, Mode, MultiHeadAttention,
     Parameters, Visibility,
@@ -234,6 +235,9 @@ impl Bert {
         observe: &mut dyn FnMut(usize, &Tensor),
     ) -> Result<Tensor> {
         let visibility = Visibility { key_mask: mask.cloned(), ..Default::default() };
+        if mode == Mode::Train && token_drop().is_some() {
+            return Err(ModelError::config("random_ltd", "decoders drop tokens, BERT does not; turn it off"));
+        }
         let dropping = layer_drop().filter(|_| mode == Mode::Train);
         for (index, layer) in self.layers.iter().enumerate().take(range.end).skip(range.start) {
             if dropping.is_some_and(|drop| !drop.keeps(index, self.layers.len())) {

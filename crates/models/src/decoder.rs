@@ -20,9 +20,10 @@ use std::sync::Arc;
 use ferrospeed_nn::layer_drop::layer_drop;
 use ferrospeed_nn::moe::{ExpertRanks, Routing};
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices};
+use ferrospeed_nn::token_drop::token_drop;
 use ferrospeed_nn::{
     AttentionState, Embedding, Init, KeyValueCache, Linear, Mode, Norm, Parameters, SequenceParallel,
-    SequencePart,
+    SequencePart, Visibility,
 };
 use ferrospeed_tensor::autograd::{self, InPlace, Shelf};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
@@ -352,9 +353,12 @@ impl Decoder {
         routers: &mut RouterLogits,
     ) -> Result<Stream> {
         let visibility = &places.visibility;
-        let tokens = stream.stream.shape().rows();
         let mut caches = state.map(|state| state.layers.iter_mut());
         let dropping = layer_drop().filter(|_| mode == Mode::Train);
+        let dropping_tokens = token_drop().filter(|_| mode == Mode::Train && caches.is_none());
+        if dropping_tokens.is_some() {
+            self.check_token_drop(visibility)?;
+        }
         for (index, block) in self.blocks.iter().enumerate().take(range.end).skip(range.start) {
             let cache = caches.as_mut().and_then(Iterator::next);
             if dropping.is_some_and(|drop| !drop.keeps(index, self.blocks.len())) {
@@ -369,18 +373,19 @@ impl Decoder {
             if let Some(before) = &before {
                 stream = Stream { stream: before.clone(), pending: None };
             }
-            stream = match &self.checkpointing {
-                Some(shelf) if cache.is_none() && autograd::is_recording() => {
-                    let chunk = self.mlp_chunks.of_checkpointed(tokens);
-                    match &self.checkpoint_times {
-                        Some(times) => {
-                            let timed = times.around(&**shelf, stream.stream.device())?;
-                            checkpointed(&timed, block, stream, visibility, chunk, mode, routers)?
-                        }
-                        None => checkpointed(&**shelf, block, stream, visibility, chunk, mode, routers)?,
-                    }
+            let chosen = match &dropping_tokens {
+                Some(drop) => drop.of_layer(index, stream.sizes(), stream.stream.device())?,
+                None => None,
+            };
+            stream = match chosen {
+                Some(chosen) => {
+                    let whole = stream.value()?;
+                    let part = Stream { stream: chosen.take(&whole)?, pending: None };
+                    let seen = chosen.visibility(visibility)?;
+                    let part = self.run_block(block, part, &seen, None, mode, routers)?.value()?;
+                    Stream { stream: chosen.put_back(&whole, &part)?, pending: None }
                 }
-                _ => block.forward(stream, visibility, cache, self.mlp_chunks.of(tokens), mode, routers)?,
+                None => self.run_block(block, stream, visibility, cache, mode, routers)?,
             };
             if let (Some(drop), Some(before)) = (rescaling, &before) {
                 let value = drop.rescaled(before, &stream.value()?, index, self.blocks.len())?;
@@ -392,6 +397,46 @@ impl Decoder {
             }
         }
         Ok(stream)
+    }
+
+    /// One block, whose activations are kept or made again.
+    fn run_block(
+        &self,
+        block: &Block,
+        stream: Stream,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        mode: Mode,
+        routers: &mut RouterLogits,
+    ) -> Result<Stream> {
+        let tokens = stream.stream.shape().rows();
+        match &self.checkpointing {
+            Some(shelf) if cache.is_none() && autograd::is_recording() => {
+                let chunk = self.mlp_chunks.of_checkpointed(tokens);
+                match &self.checkpoint_times {
+                    Some(times) => {
+                        let timed = times.around(&**shelf, stream.stream.device())?;
+                        checkpointed(&timed, block, stream, visibility, chunk, mode, routers)
+                    }
+                    None => checkpointed(&**shelf, block, stream, visibility, chunk, mode, routers),
+                }
+            }
+            _ => block.forward(stream, visibility, cache, self.mlp_chunks.of(tokens), mode, routers),
+        }
+    }
+
+    /// Refuses to drop tokens where layers need all of them.
+    fn check_token_drop(&self, visibility: &Visibility) -> Result<()> {
+        let why = if visibility.sequence.is_some() || self.slices.is_some() {
+            "a layer that ranks share needs all tokens; leave out tensor and sequence parallelism"
+        } else if visibility.documents.is_some() {
+            "documents that share a sequence fill it; leave out data.documents"
+        } else if matches!(self.config.feed_forward, FeedForward::Mixture(_)) {
+            "the balance of experts is measured over all tokens; a mixture drops none"
+        } else {
+            return Ok(());
+        };
+        Err(ModelError::config("random_ltd", why))
     }
 
     /// All that stands between the last block and the head.

@@ -37,6 +37,7 @@ mod sequential;
 mod stages;
 pub mod tensor_parallel;
 mod tiled;
+pub mod token_drop;
 mod transformer_layer;
 
 pub use attention::{

@@ -202,6 +202,18 @@ impl RotaryTable {
         Ok(RotaryTable { cos: row(&self.cos)?, sin: row(&self.sin)?, interleaved: self.interleaved })
     }
 
+    /// Those of some tokens, as many of each sequence: `places` in one sequence, `rows` among the tokens of all.
+    pub(crate) fn of_tokens(&self, places: &Tensor, rows: &Tensor, batch: usize) -> Result<RotaryTable> {
+        let select = |table: &Tensor| {
+            let [sequences, tokens, pairs] = [0, 1, 2].map(|dim| table.shape().sizes()[dim]);
+            let flat = ferrospeed_tensor::ops::reshape(table, [sequences * tokens, pairs])?;
+            let chosen = if sequences == 1 { places } else { rows };
+            let taken = ferrospeed_tensor::ops::index_select(&flat, 0, chosen)?;
+            ferrospeed_tensor::ops::reshape(&taken, [batch, chosen.numel() / batch, pairs])
+        };
+        Ok(RotaryTable { cos: select(&self.cos)?, sin: select(&self.sin)?, interleaved: self.interleaved })
+    }
+
     /// For ops that turn on their way.
     pub(crate) fn turn(&self) -> Turn<'_> {
         Turn { cos: &self.cos, sin: &self.sin, interleaved: self.interleaved }

@@ -20,6 +20,7 @@ pub mod one_bit;
 pub mod own;
 pub mod pace;
 pub mod progressive_layer_drop;
+pub mod random_ltd;
 pub mod schedule;
 pub mod sgd;
 pub mod stretch;

@@ -50,7 +50,8 @@ fn keep_steps<T: DeserializeOwned>(
             Ok(record) if step_of(&record) <= last => {
                 kept.extend_from_slice(line);
                 let step = step_of(&record);
-                missing.extend((step > logged + 1).then(|| logged + 1..=step - 1));
+                // One that begins later is of a run that began with another's checkpoint.
+                missing.extend((logged > 0 && step > logged + 1).then(|| logged + 1..=step - 1));
                 logged = logged.max(step);
             }
             Ok(_) => {}

@@ -224,7 +224,27 @@ impl ModelPlan {
             ));
         }
         problems.extend(self.cannot_share_sequences(recipe));
+        problems.extend(self.cannot_drop_tokens(recipe));
         problems
+    }
+
+    /// Why layers of this model cannot drop tokens, where they are to.
+    fn cannot_drop_tokens(&self, recipe: &Recipe) -> Option<String> {
+        let (config, _) = recipe.config().ok()?;
+        // What is wrong with the section itself is told with the configuration.
+        let schedule = ferrospeed_engine::random_ltd(&config).ok()??;
+        let why = if let Err(why) = schedule.fits(self.config.layers) {
+            why
+        } else if matches!(self.config.feed_forward, FeedForward::Mixture(_)) {
+            "the balance of experts is measured over all tokens; leave it out for a mixture of experts"
+                .to_owned()
+        } else if recipe.data.documents_are_apart() {
+            "documents that are apart (data.documents) fill their sequences; leave out one of the two"
+                .to_owned()
+        } else {
+            return None;
+        };
+        Some(format!("data_efficiency.data_routing.random_ltd: {why}"))
     }
 
     /// Why ranks cannot hold slices or experts of this model, where they are to.

@@ -68,20 +68,28 @@ const DATA_SAMPLING: &[Key] = &[
 ];
 
 const LTD_SCHEDULE_CONFIG: &[Key] = &[
-    key("require_steps", POSITIVE_COUNT, "null", "Steps until no token is dropped."),
-    key("seq_per_step", POSITIVE_COUNT, "null", "Lengths are multiples of this."),
+    key("require_steps", POSITIVE_COUNT, "null", "Steps until all tokens that `max_value` says are kept.")
+        .done(),
+    key("seq_per_step", POSITIVE_COUNT, "null", "Numbers of tokens are multiples of this.").done(),
 ];
 
 const LTD_SCHEDULE: &[Key] = &[
-    key("min_value", COUNT, "null", "Tokens kept at the start."),
-    key("max_value", COUNT, "null", "Tokens kept at the end."),
-    key("schedule_type", choice(&["fixed_linear"]), "null", "How the number grows."),
+    key("min_value", COUNT, "null", "Tokens of a sequence kept at the start.").done(),
+    key(
+        "max_value",
+        COUNT,
+        "null",
+        "Tokens kept at the end; as long as sequences, or longer, to drop none then.",
+    )
+    .done(),
+    key("schedule_type", choice(&["fixed_linear"]), "null", "How the number grows.").done(),
     key(
         "schedule_config",
         Kind::Section(LTD_SCHEDULE_CONFIG, Form::Plain),
         "null",
         "Parameters of the growth.",
-    ),
+    )
+    .done(),
 ];
 
 const TOKEN_LR_SCHEDULE: &[Key] = &[
@@ -91,14 +99,14 @@ const TOKEN_LR_SCHEDULE: &[Key] = &[
 ];
 
 const RANDOM_LTD: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Drop random tokens in the middle layers."),
-    key("total_layer_num", POSITIVE_COUNT, "null", "Layers of the model."),
-    key("random_ltd_layer_num", POSITIVE_COUNT, "null", "Layers that drop tokens."),
-    key("random_ltd_layer_id", COUNT_LIST, "null", "Which layers."),
-    key("model_mask_name", Kind::Text, "null", "Argument that carries the attention mask."),
-    key("model_type", choice(&["encoder", "decoder"]), "null", "How the mask is cut."),
-    key("hidden_state_order", choice(&["batch_seq_dim", "seq_batch_dim"]), "null", "Order of the axes."),
-    key("random_ltd_schedule", Kind::Section(LTD_SCHEDULE, Form::Plain), "null", "How many tokens are kept."),
+    key("enabled", Kind::Bool, "false", "Some layers see some tokens of each sequence, drawn anew for each layer and pass; the others pass them by.").done(),
+    key("total_layer_num", POSITIVE_COUNT, "null", "Layers of the model.").done(),
+    key("random_ltd_layer_num", POSITIVE_COUNT, "null", "How many layers drop tokens.").done(),
+    key("random_ltd_layer_id", COUNT_LIST, "null", "Which layers, from 0.").done(),
+    key("model_mask_name", Kind::Text, "null", "Argument that carries the attention mask.").inert("models know their masks"),
+    key("model_type", choice(&["encoder", "decoder"]), "null", "How the mask is cut.").inert("models know their masks; decoders drop tokens"),
+    key("hidden_state_order", choice(&["batch_seq_dim", "seq_batch_dim"]), "null", "Order of the axes.").inert("sequences come first in ours"),
+    key("random_ltd_schedule", Kind::Section(LTD_SCHEDULE, Form::Plain), "null", "How many tokens are kept.").done(),
     key(
         "layer_token_lr_schedule",
         Kind::Section(TOKEN_LR_SCHEDULE, Form::Plain),
@@ -108,8 +116,15 @@ const RANDOM_LTD: &[Key] = &[
 ];
 
 const DATA_ROUTING: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn data routing on."),
-    key("random_ltd", Kind::Section(RANDOM_LTD, Form::Plain), "{}", "Random layer-token dropping."),
+    key("enabled", Kind::Bool, "false", "Turn data routing on.")
+        .inert("as in DeepSpeed, `random_ltd.enabled` decides"),
+    key(
+        "random_ltd",
+        Kind::Section(RANDOM_LTD, Form::Plain),
+        "{}",
+        "Random layer-token dropping (random-LTD).",
+    )
+    .done(),
 ];
 
 /// `data_efficiency`.
@@ -117,7 +132,8 @@ pub(super) const DATA_EFFICIENCY: &[Key] = &[
     key("enabled", Kind::Bool, "false", "Turn the whole section on."),
     key("seed", COUNT, "1234", "Seed of the sampler."),
     key("data_sampling", Kind::Section(DATA_SAMPLING, Form::Plain), "{}", "Which samples are drawn."),
-    key("data_routing", Kind::Section(DATA_ROUTING, Form::Plain), "{}", "Which tokens pass which layers."),
+    key("data_routing", Kind::Section(DATA_ROUTING, Form::Plain), "{}", "Which tokens pass which layers.")
+        .done(),
 ];
 
 /// `progressive_layer_drop`.

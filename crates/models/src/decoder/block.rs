@@ -50,6 +50,11 @@ impl Stream {
         }
     }
 
+    /// Sequences, and tokens of each.
+    pub(super) fn sizes(&self) -> [usize; 2] {
+        [0, 1].map(|dim| self.stream.shape().sizes()[dim])
+    }
+
     /// (value, norm of the value)
     pub(super) fn normed(self, norm: &Norm) -> Result<(Tensor, Tensor)> {
         Ok(match &self.pending {

@@ -2,6 +2,7 @@ use std::collections::BTreeSet;
 
 use ferrospeed_optim::curriculum::{Curriculum, CurriculumScheduler};
 use ferrospeed_optim::progressive_layer_drop::ProgressiveLayerDrop;
+use ferrospeed_optim::random_ltd::TokenSchedule;
 use ferrospeed_testkit::golden::golden;
 
 use crate::{flat, report};
@@ -38,6 +39,40 @@ fn golden_curriculum_difficulties() {
         }
     });
     report("golden_curriculum_difficulties", &met);
+}
+
+#[test]
+fn golden_tokens_of_layers() {
+    let mut met = BTreeSet::new();
+    golden().each_case("engine/random_ltd.json", 4, |case| {
+        let what = format!("{}: {}", case["id"], case["config"]);
+        let mut section = case["config"].clone();
+        let layers = section["random_ltd_layer_num"].as_u64().expect("a number of layers");
+        section["random_ltd_layer_id"] = (0..layers).collect();
+        let schedule = TokenSchedule::from_section(&section);
+        if !case["error"].is_null() {
+            let message = schedule.expect_err(&what).to_string();
+            assert!(message.contains("only fixed_linear is known"), "{what}: {message}");
+            return;
+        }
+        let schedule = schedule.unwrap_or_else(|error| panic!("{what}: {error}"));
+        let min = section["random_ltd_schedule"]["min_value"].as_u64().expect("a minimum");
+        let mut latest = 0;
+        for (step, want) in flat(&case["steps"]).into_iter().zip(case["expect"].as_array().expect("lengths"))
+        {
+            if (step as u64) < latest {
+                met.insert("a length follows from its step, also of one that comes before");
+                continue;
+            }
+            latest = step as u64;
+            let want = want[0].as_u64().expect("a length");
+            if want < min {
+                met.insert(NEVER_BELOW_THE_MINIMUM);
+            }
+            assert_eq!(schedule.tokens(latest), want.max(min), "{what}, step {step}");
+        }
+    });
+    report("golden_tokens_of_layers", &met);
 }
 
 #[test]
