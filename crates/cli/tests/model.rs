@@ -456,11 +456,10 @@ fn unknown_models_and_rotary_kinds_are_refused_with_what_is_known() {
     };
     let message = refused_config(json!({"model_type": "rwkv"}));
     assert!(message.contains("'rwkv' is not supported; one of gpt2, llama"), "{message}");
-    let message = refused_config(
-        json!({"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "factor": 2}}),
-    );
+    let message =
+        refused_config(json!({"model_type": "llama", "rope_scaling": {"rope_type": "mrope", "factor": 2}}));
     assert!(
-        message.contains("rope_scaling.rope_type: 'longrope' is not supported; default, linear"),
+        message.contains("rope_scaling.rope_type: 'mrope' is not supported; default, linear"),
         "{message}"
     );
     assert!(refused_config(json!({})).contains("model_type: is missing"));

@@ -94,7 +94,9 @@ fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> R
             Role::Experts
         }
         FeedForward::Mixture(_) => Role::Router,
-        _ => Role::FeedForward,
+        FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => {
+            Role::FeedForward
+        }
     }
 }
 

@@ -437,7 +437,7 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
             let expert = 3 * config.width * mixture.inner_width;
             (config.layers * mixture.experts.saturating_sub(mixture.chosen) * expert) as f64
         }
-        _ => 0.0,
+        FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => 0.0,
     };
     let multiplied = multiplied - idle;
     6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * sequence as f64

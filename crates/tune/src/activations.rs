@@ -105,7 +105,7 @@ impl ActivationBytes {
         let feed_forward = match (shape.gated, shape.experts_per_token) {
             _ if chunk.is_some() => 0,
             (false, _) => inner * if is_kept { 2 } else { 1 },
-            (true, 1) => inner * if is_kept { 3 } else { 2 },
+            (true, 1) => inner * if is_kept || shape.packed_gate { 3 } else { 2 },
             (true, experts) => 2 * inner + expert_rows(shape) * experts * shape.hidden,
         };
         let matrix = if keeps_attention_matrix { shape.heads.saturating_mul(sequence_length) } else { 0 };

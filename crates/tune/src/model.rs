@@ -48,6 +48,8 @@ pub struct Transformer {
     pub max_positions: u64,
     /// Whether the feed-forward layer has a gate.
     pub gated: bool,
+    /// Whether one tensor has gate and up: then their product is kept for backward, too.
+    pub packed_gate: bool,
     /// Experts that see one token; 1 without experts.
     pub experts_per_token: u64,
     /// Experts of a layer; 0 without a mixture.
@@ -183,6 +185,7 @@ fn plain(
         vocab,
         max_positions,
         gated: false,
+        packed_gate: false,
         experts_per_token: 1,
         experts: 0,
         expert_params: 0,
@@ -273,6 +276,7 @@ fn llama(read: &Reader<'_>) -> Result<Transformer, ModelError> {
         kv_heads,
         head_dim,
         gated: true,
+        packed_gate: read.model_type == "phi3",
         experts_per_token: mixture.as_ref().map_or(1, |mixture| mixture.chosen),
         experts: mixture.as_ref().map_or(0, |mixture| mixture.experts),
         expert_params: if mixture.is_some() { experts * expert } else { 0 },

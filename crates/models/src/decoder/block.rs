@@ -199,7 +199,9 @@ impl Block {
     pub(super) fn routing(&self) -> Option<Routing> {
         match &self.feed_forward {
             FeedForwardLayer::Mixture(mixture) => mixture.routing(),
-            _ => None,
+            FeedForwardLayer::Plain(_) | FeedForwardLayer::Gated(_) | FeedForwardLayer::GatedPacked(_) => {
+                None
+            }
         }
     }
 
@@ -306,7 +308,9 @@ impl Block {
     fn fed_few_rows(&self, stream: &Tensor) -> Result<Option<Tensor>> {
         match &self.feed_forward {
             FeedForwardLayer::Gated(mlp) => Ok(mlp.forward_onto(stream, &self.norm2)?),
-            _ => Ok(None),
+            FeedForwardLayer::Plain(_) | FeedForwardLayer::GatedPacked(_) | FeedForwardLayer::Mixture(_) => {
+                Ok(None)
+            }
         }
     }
 }

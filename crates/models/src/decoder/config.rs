@@ -215,7 +215,9 @@ impl DecoderConfig {
         }
         let (experts, inner_width) = match &self.feed_forward {
             FeedForward::Mixture(mixture) => (mixture.experts, mixture.inner_width),
-            _ => (1, self.inner_width),
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => {
+                (1, self.inner_width)
+            }
         };
         let qkv_width = (self.heads + 2 * self.kv_heads).saturating_mul(self.head_dim);
         let rows = self.vocab + self.max_tokens;
@@ -256,7 +258,9 @@ impl DecoderConfig {
             FeedForward::Mixture(mixture) => {
                 std::iter::once(mixture.inner_width).chain(mixture.shared_width).collect()
             }
-            _ => vec![self.inner_width],
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => {
+                vec![self.inner_width]
+            }
         };
         if let Some(inner) = inner.into_iter().find(|inner| !inner.is_multiple_of(ranks)) {
             let why = format!(
@@ -285,7 +289,7 @@ impl DecoderConfig {
                 let (experts, fit) = (mixture.experts, divisors(mixture.experts));
                 format!("{experts} experts cannot be shared by {ranks} ranks alike; {fit} ranks fit")
             }
-            _ => {
+            FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => {
                 format!("a {} has no experts to spread over {ranks} ranks", self.model_type)
             }
         };
