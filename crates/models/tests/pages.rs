@@ -235,3 +235,35 @@ fn recorded_steps_say_what_plain_passes_say() {
         );
     }
 }
+
+/// What was cached while a text was short was turned by other frequencies than those of a long one.
+#[test]
+fn a_text_that_outgrows_what_its_model_was_trained_for_is_read_anew() {
+    let config = json!({
+        "model_type": "phi3", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.3,
+        "original_max_position_embeddings": 9, "sliding_window": null, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.25, 1.5], "long_factor": [1.0, 2.0, 4.5, 9.0]},
+    });
+    let device = Device::cpu_with_threads(1);
+    let (model, _store) = model(&config, DType::F32, &device);
+    let continued = |text: &[i64], max_new_tokens: usize| {
+        let options = GenerateOptions {
+            max_new_tokens,
+            sampling: Sampling::Greedy,
+            end_tokens: Vec::new(),
+            pad_token: 0,
+        };
+        generate(&model, &[text.to_vec()], None, &options, &device, &mut |_, _| {}).unwrap().remove(0)
+    };
+    for start in 0..8 {
+        let prompt: Vec<i64> = (0..6).map(|token| (start * 11 + token * 7) % 96).collect();
+        let whole = continued(&prompt, 10);
+        let mut by_one = prompt;
+        while by_one.len() < whole.len() {
+            by_one = continued(&by_one, 1);
+        }
+        assert_eq!(whole, by_one, "{start}");
+    }
+}
