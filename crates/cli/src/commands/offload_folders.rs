@@ -56,13 +56,13 @@ pub(super) fn unusable(folder: &Path) -> Option<String> {
     if let Some(why) = impossible(folder) {
         return Some(why);
     }
-    if let Err(error) = ferrospeed_files::expect_own_links(folder) {
-        return Some(format!("{}: {error}", folder.display()));
-    }
     let existing = nearest(folder);
     if !existing.is_dir() {
         let file = existing.display();
         return Some(format!("{file} is no folder; name one"));
+    }
+    if let Err(error) = ferrospeed_files::expect_own_links(folder) {
+        return Some(format!("{}: {error}", folder.display()));
     }
     let why = unwritable(folder).filter(|_| existing == folder)?;
     Some(format!("{} cannot be written to ({why}); name a folder that can", folder.display()))
