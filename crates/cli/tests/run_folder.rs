@@ -4,7 +4,7 @@ mod support;
 
 use std::process::Stdio;
 
-use support::small_run::{Endless, Workplace, losses};
+use support::small_run::{Endless, Workplace, losses, outcome};
 use support::{binary, finish, output_of, stderr, stdout, wait_until};
 
 #[test]
@@ -103,6 +103,22 @@ fn a_run_that_has_no_weights_yet_has_no_folder_for_them() {
     assert!(run.join("checkpoints").is_dir() && !run.join("model").exists());
     place.train_well(&["--resume"]);
     assert!(run.join("model/model.safetensors").exists());
+}
+
+#[test]
+fn a_terminal_that_is_closed_does_not_cost_what_was_trained() {
+    for ranks in ["1", "2"] {
+        let place = Workplace::new();
+        let run = place.run_folder("small");
+        let words = ["-n", ranks, "--set", "steps=1000000", "--set", "save.every=1000000"];
+        let left = place.command(&words).stdout(Stdio::null()).spawn().unwrap();
+        wait_until("a step", || run.join("log.jsonl").metadata().is_ok_and(|log| log.len() > 0));
+        // SAFETY: the process is ours and was not waited for.
+        unsafe { libc::kill(left.id() as i32, libc::SIGHUP) };
+        assert_eq!(finish(left).status.code(), Some(75), "{ranks} ranks");
+        assert_eq!(outcome(&run)["state"], "stopped");
+        place.train_well(&["-n", ranks, "--resume", "--set", "steps=1"]);
+    }
 }
 
 #[test]

@@ -424,6 +424,9 @@ fn a_gguf_file_is_generated_from_served_and_converted() {
         output.stdout
     };
     assert_eq!(written(file), written(directory));
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let words = ["generate", "--model", file, "--prompt", "the quick", "--tokens", "2"];
+    assert_eq!(command(&words).stdout(full).status().unwrap().code(), Some(1), "the text is lost");
     for (arguments, said) in [
         (vec!["model", "inspect", file], "weights: "),
         (vec!["estimate", "--stage", "3", "--model", file], "params"),

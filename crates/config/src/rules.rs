@@ -296,6 +296,12 @@ impl Rules<'_> {
             self.unsupported("optimizer.type", why, help);
         }
         let token_drop = "data_efficiency.data_routing.random_ltd.enabled";
+        let learning_rates = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled";
+        if self.flag(token_drop) && self.flag(learning_rates) {
+            let why =
+                "learning rates that follow the tokens of layers are not available, in DeepSpeed neither";
+            self.unsupported(learning_rates, why, "remove it");
+        }
         if self.flag(token_drop) && (pipe || sequence || tensor || expert) {
             let why = "a layer that drops tokens needs whole sequences, and one rank that has all of it";
             let help = "remove pipeline stages, shared sequences, tensor slices and spread experts, or do not drop tokens";

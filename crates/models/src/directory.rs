@@ -146,12 +146,24 @@ pub fn create(target: &Path, config: &Value, seed: u64, options: &WriteOptions) 
     let written = write_counted(new.path(), &tensors, options.max_shard_bytes, &mut |tensor| {
         let place = params.binary_search_by_key(&tensor.name.as_str(), |param| param.name());
         let param = params[place.expect("every tensor to write comes from a parameter")];
-        let mut values = vec![0.0; param.numel()];
+        let mut values = zeros(param.name(), param.numel())?;
         source.load(param, 0..param.numel(), &mut values)?;
         encode(&tensor.name, &values, dtype)
     })?;
     new.finish()?;
     Ok(written)
+}
+
+/// Room for the values of a tensor, which a `config.json` may have asked for in any size.
+fn zeros(name: &str, count: usize) -> Result<Vec<f32>> {
+    let mut values = Vec::new();
+    // Twice: they are written from a copy in their own type.
+    let room = values.try_reserve_exact(count).and_then(|()| Vec::<u8>::new().try_reserve_exact(4 * count));
+    room.map_err(|_| {
+        ModelError::config(name, format!("{count} weights in one tensor are more than memory has room for"))
+    })?;
+    values.resize(count, 0.0);
+    Ok(values)
 }
 
 /// Little-endian bytes of `values` in `dtype`.

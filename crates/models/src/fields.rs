@@ -212,6 +212,12 @@ impl<'a> Fields<'a> {
         Ok(self.read(key, "a number from 0 to 1", Some(default), within)? as f32)
     }
 
+    /// The share of values that dropout takes away: from 0, and below 1.
+    pub fn dropout(&self, key: &str, default: f64) -> Result<f32> {
+        let within = |value: &Value| value.as_f64().filter(|share| (0.0..1.0).contains(share));
+        Ok(self.read(key, "a share of values to drop, from 0 and below 1", Some(default), within)? as f32)
+    }
+
     /// A number, if present.
     pub fn optional_number(&self, key: &str) -> Result<Option<f64>> {
         self.get(key).map(|_| self.number(key, None)).transpose()

@@ -70,6 +70,33 @@ fn end_tokens_come_from_the_generation_config_before_the_config() {
 }
 
 #[test]
+fn a_dropout_that_is_no_share_is_refused_by_its_key() {
+    let cases = [
+        ("gpt2", ["attn_pdrop", "resid_pdrop", "embd_pdrop"].as_slice()),
+        ("llama", &["attention_dropout"]),
+        ("phi3", &["attention_dropout", "resid_pdrop"]),
+        ("opt", &["attention_dropout", "dropout"]),
+        ("bloom", &["attention_dropout", "hidden_dropout"]),
+        ("gpt_neox", &["attention_dropout", "hidden_dropout"]),
+        ("bert", &["attention_probs_dropout_prob", "hidden_dropout_prob"]),
+    ];
+    for (family, keys) in cases {
+        for key in keys {
+            for (share, is_one) in [(0.0, true), (0.5, true), (1.0, false), (10.0, false), (-0.1, false)] {
+                let mut config = json!({"model_type": family, (*key): share});
+                if family == "bloom" {
+                    config["hidden_size"] = 64.into();
+                    config["n_head"] = 8.into();
+                }
+                let read = ModelConfig::from_value(&config, WindowRule::default());
+                assert_eq!(read.is_ok(), is_one, "{family}, {key} = {share}");
+                assert!(read.err().is_none_or(|error| error.to_string().contains(key)), "{family}, {key}");
+            }
+        }
+    }
+}
+
+#[test]
 fn heads_that_lie_in_one_tensor_are_cut_for_ranks_that_divide_them_all() {
     let config = json!({"model_type": "phi3", "num_attention_heads": 24, "num_key_value_heads": 8});
     let ModelConfig::Decoder(config) = ModelConfig::from_value(&config, WindowRule::default()).unwrap()

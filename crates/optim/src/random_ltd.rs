@@ -30,7 +30,7 @@ struct Schedule {
     min_value: u64,
     max_value: u64,
     schedule_type: String,
-    schedule_config: Steps,
+    schedule_config: Option<Steps>,
 }
 
 #[derive(Deserialize)]
@@ -58,7 +58,9 @@ impl TokenSchedule {
                 schedule.schedule_type
             )));
         }
-        let Steps { require_steps: steps, seq_per_step: multiple } = schedule.schedule_config;
+        let Steps { require_steps: steps, seq_per_step: multiple } = schedule
+            .schedule_config
+            .ok_or_else(|| missing("random_ltd_schedule.schedule_config", "over how many steps they grow"))?;
         let growth =
             Growth { min: schedule.min_value, max: schedule.max_value, steps, multiple, root_degree: 1.0 };
         if let Some((what, why)) = growth.flaw() {
@@ -67,6 +69,11 @@ impl TokenSchedule {
         if growth.min == 0 {
             return Err(fault(
                 "random_ltd_schedule: min_value 0 leaves a layer without tokens; at least 1".into(),
+            ));
+        }
+        if layers.is_empty() {
+            return Err(fault(
+                "random_ltd_layer_id names no layer; name those that drop tokens, or do not enable it".into(),
             ));
         }
         if let Some(count) = read.random_ltd_layer_num.filter(|count| *count != layers.len()) {
@@ -135,7 +142,9 @@ mod tests {
 
     #[test]
     fn what_is_missing_or_contradicts_itself_is_named() {
-        let changes: [(&str, Value, &str); 8] = [
+        let changes: [(&str, Value, &str); 10] = [
+            ("/random_ltd_layer_id", json!([]), "names no layer"),
+            ("/random_ltd_schedule/schedule_config", json!(null), "schedule_config is missing"),
             ("/random_ltd_layer_id", json!(null), "random_ltd_layer_id is missing"),
             ("/random_ltd_schedule", json!(null), "random_ltd_schedule is missing"),
             ("/random_ltd_layer_num", json!(3), "random_ltd_layer_num is 3, and random_ltd_layer_id names 2"),

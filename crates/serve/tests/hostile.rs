@@ -164,13 +164,16 @@ fn a_field_that_stands_twice_is_refused_and_a_whole_number_may_be_written_with_a
 #[test]
 fn connections_that_ask_nothing_make_room_for_those_that_do() {
     let (_folder, server) = start(LIMITS, ServerOptions { max_connections: 4, ..ServerOptions::default() });
-    let half = || {
+    // Half a head, or a head and half a body.
+    let half = |is_head: bool| {
         let mut stream = TcpStream::connect(server.address).unwrap();
-        stream.write_all(b"GET /health HTTP/1.1\r\nHost: loc").unwrap();
+        let body = head("/v1/completions", "Host: localhost\r\n", 100) + "{";
+        let sent = if is_head { "GET /health HTTP/1.1\r\nHost: loc" } else { &body };
+        stream.write_all(sent.as_bytes()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream
     };
-    let mut held = [half(), half(), half(), half()];
+    let mut held = [half(false), half(true), half(false), half(true)];
     assert_eq!(server.get("/health").status, 200);
     // The first gave way, the last did not have to: it can still finish its request.
     assert_eq!(held[0].read(&mut [0; 16]).unwrap_or(0), 0);

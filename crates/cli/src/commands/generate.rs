@@ -112,9 +112,13 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let text =
         if std::io::stdout().is_terminal() { visible(&text, Paint::for_stdout()) } else { text.into() };
     let mut out = std::io::stdout().lock();
-    // A reader that went away is no failure.
-    let _ = writeln!(out, "{text}");
-    Ok(ExitCode::SUCCESS)
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        // A reader that went away is no failure.
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Failure::Run(format!("cannot write the text: {error}")))
+        }
+        _ => Ok(ExitCode::SUCCESS),
+    }
 }
 
 /// Refuses what a tokenizer has made of a prompt where the model cannot read it.

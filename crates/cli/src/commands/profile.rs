@@ -23,7 +23,7 @@ const MOST_MODULES: usize = 30;
 
 #[derive(Debug, Args)]
 pub(crate) struct ProfileArgs {
-    /// A Hugging Face model: its folder or its config.json; weights are not needed
+    /// A model: its Hugging Face folder, its config.json or its GGUF file; weights are not needed
     #[arg(value_name = "DIR")]
     model: PathBuf,
     /// Sequences at a time

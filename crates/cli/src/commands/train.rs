@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use clap::Args;
 use ferrospeed_comm::World;
-use ferrospeed_launch::supervise::{OutputMode, SignalHandling};
+use ferrospeed_launch::supervise::{OutputMode, SignalHandling, is_ignored};
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
     Ending, Job, Observing, Recipe, Resume, RunFolder, StopRequests, Summary, TrainError, report_failure,
 };
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR2};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2};
 
 use super::autotune::{self, Autotuning};
 use super::device::DeviceChoice;
@@ -271,7 +271,7 @@ fn start_ranks(
     match &outcome {
         // The signal came as the ranks were ending: they had done all there was to do.
         JobOutcome::Interrupted { all_well: true, .. } => return Ok(ExitCode::SUCCESS),
-        JobOutcome::Interrupted { signal: signal @ (SIGINT | SIGTERM), .. } if begun() == before => {
+        JobOutcome::Interrupted { signal: signal @ (SIGINT | SIGTERM | SIGHUP), .. } if begun() == before => {
             let ending = if *signal == SIGINT { Ending::Stopped } else { Ending::Left };
             return Err(train_start::stopped_before(ending));
         }
@@ -367,10 +367,15 @@ pub(super) fn exit_code(ending: Ending) -> u8 {
     }
 }
 
-/// SIGINT asks for the end of the step, a second one ends at once. SIGTERM and SIGUSR2 ask to save and leave, however
+/// SIGINT asks for the end of the step, a second one ends at once. SIGTERM, SIGHUP and SIGUSR2 ask to save and leave, however
 /// often they come: a batch system may send them to the launcher and to the ranks.
 fn watch_signals() -> Result<StopRequests, Failure> {
     let requests = StopRequests::default();
+    // A terminal that is closed asks to save and leave, unless it was said (nohup) that the run outlives it.
+    if !is_ignored(SIGHUP) {
+        signal_hook::flag::register(SIGHUP, requests.leave.clone())
+            .map_err(|error| Failure::Run(format!("cannot watch for signals: {error}")))?;
+    }
     // In this order: the handler that ends at once sees the flag as the first signal left it.
     signal_hook::flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, requests.finish.clone())
         .and_then(|_| signal_hook::flag::register(SIGINT, requests.finish.clone()))

@@ -129,7 +129,8 @@ const DATA_ROUTING: &[Key] = &[
 
 /// `data_efficiency`.
 pub(super) const DATA_EFFICIENCY: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn the whole section on."),
+    key("enabled", Kind::Bool, "false", "Turn the whole section on.")
+        .inert("as in DeepSpeed, the innermost switches decide"),
     key("seed", COUNT, "1234", "Seed of the sampler."),
     key("data_sampling", Kind::Section(DATA_SAMPLING, Form::Plain), "{}", "Which samples are drawn."),
     key("data_routing", Kind::Section(DATA_ROUTING, Form::Plain), "{}", "Which tokens pass which layers.")

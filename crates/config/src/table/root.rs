@@ -208,7 +208,8 @@ pub const ROOT: &[Key] = &[
         Kind::Section(DATA_EFFICIENCY, Form::Plain),
         "{}",
         "Curriculum sampling and random layer-token dropping.",
-    ),
+    )
+    .done(),
     key(
         "curriculum_learning",
         Kind::Section(CURRICULUM, Form::Plain),

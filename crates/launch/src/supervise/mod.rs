@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 pub use cage::can_cage;
 pub use outcome::{Ended, JobOutcome, RankFailure};
 pub use process::{OutputMode, ProcessSpec, ShownOutput};
+pub use signals::is_ignored;
 
 use crate::error::LaunchError;
 use cage::Cage;

@@ -23,6 +23,16 @@ extern "C" fn note_signal(number: libc::c_int) {
     }
 }
 
+/// Whether this process ignores a signal, as one under `nohup` does SIGHUP.
+pub fn is_ignored(signal: i32) -> bool {
+    // SAFETY: all its bits may be zero, and without a new action the call only writes the present one there.
+    unsafe {
+        let mut present: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &raw mut present) == 0
+            && present.sa_sigaction == libc::SIG_IGN
+    }
+}
+
 /// The signals of this process, watched until dropped. One at a time per process.
 #[derive(Debug)]
 pub(super) struct SignalWatch {

@@ -26,7 +26,7 @@ pub enum BertTop {
 
 impl BertTop {
     fn from_fields(fields: &Fields<'_>, hidden_dropout: f32) -> Result<BertTop> {
-        let dropout = fields.optional_number("classifier_dropout")?.map_or(hidden_dropout, |p| p as f32);
+        let dropout = fields.dropout("classifier_dropout", hidden_dropout.into())?;
         let names = fields.optional_strings("architectures")?.unwrap_or_default();
         let top = match names.first().map_or("BertModel", String::as_str) {
             "BertModel" => BertTop::Nothing,
@@ -127,7 +127,7 @@ impl BertConfig {
             let why = format!("{width} channels cannot be cut into {heads} heads");
             return Err(ModelError::config("num_attention_heads", why));
         }
-        let hidden_dropout = fields.number("hidden_dropout_prob", Some(0.1))? as f32;
+        let hidden_dropout = fields.dropout("hidden_dropout_prob", 0.1)?;
         let top = BertTop::from_fields(fields, hidden_dropout)?;
         let config = BertConfig {
             top,
@@ -141,7 +141,7 @@ impl BertConfig {
             activation: fields.activation("hidden_act", "gelu")?,
             eps: fields.epsilon("layer_norm_eps", 1e-12)?,
             hidden_dropout,
-            attention_dropout: fields.number("attention_probs_dropout_prob", Some(0.1))? as f32,
+            attention_dropout: fields.dropout("attention_probs_dropout_prob", 0.1)?,
             init_std: fields.number("initializer_range", Some(0.02))? as f32,
         };
         Sizes {

@@ -53,8 +53,8 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         init_std: std,
         output_init_std: std,
         embedding_dropout: 0.0,
-        attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
-        residual_dropout: fields.number("hidden_dropout", Some(0.0))? as f32,
+        attention_dropout: fields.dropout("attention_dropout", 0.0)?,
+        residual_dropout: fields.dropout("hidden_dropout", 0.0)?,
         names: Names {
             declared: Declared::AsComputed,
             prefix: "transformer.",

@@ -52,9 +52,9 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         tied: fields.flag("tie_word_embeddings", true)?,
         init_std: std,
         output_init_std: std / ((2 * layers.max(1)) as f32).sqrt(),
-        embedding_dropout: fields.number("embd_pdrop", Some(0.1))? as f32,
-        attention_dropout: fields.number("attn_pdrop", Some(0.1))? as f32,
-        residual_dropout: fields.number("resid_pdrop", Some(0.1))? as f32,
+        embedding_dropout: fields.dropout("embd_pdrop", 0.1)?,
+        attention_dropout: fields.dropout("attn_pdrop", 0.1)?,
+        residual_dropout: fields.dropout("resid_pdrop", 0.1)?,
         names: Names {
             declared: Declared::AsComputed,
             prefix: "transformer.",

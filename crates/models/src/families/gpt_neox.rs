@@ -30,7 +30,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     fields.fixed("attention_probs_dropout_prob", 0.0.into())?;
     fields.fixed("hidden_dropout_prob", 0.0.into())?;
     let std = fields.number("initializer_range", Some(0.02))? as f32;
-    let hidden_dropout = fields.number("hidden_dropout", Some(0.0))? as f32;
+    let hidden_dropout = fields.dropout("hidden_dropout", 0.0)?;
     Ok(DecoderConfig {
         model_type: "gpt_neox",
         vocab: fields.size("vocab_size", Some(50432))?,
@@ -62,7 +62,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         init_std: std,
         output_init_std: std,
         embedding_dropout: hidden_dropout,
-        attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
+        attention_dropout: fields.dropout("attention_dropout", 0.0)?,
         residual_dropout: hidden_dropout,
         names: Names {
             declared: Declared::NormsFirst,

@@ -96,7 +96,7 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
         init_std: std,
         output_init_std: std,
         embedding_dropout: 0.0,
-        attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
+        attention_dropout: fields.dropout("attention_dropout", 0.0)?,
         residual_dropout: 0.0,
         names: Names {
             declared: Declared::NormsLast,

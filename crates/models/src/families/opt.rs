@@ -22,7 +22,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let without_final_norm = fields.flag("_remove_final_layer_norm", false)?;
     let final_norm = norm_first && !without_final_norm;
     let std = fields.number("init_std", Some(0.02))? as f32;
-    let dropout = fields.number("dropout", Some(0.1))? as f32;
+    let dropout = fields.dropout("dropout", 0.1)?;
     fields.fixed("layerdrop", 0.0.into())?;
     fields.harmless(&["activation_dropout"]);
     Ok(DecoderConfig {
@@ -52,7 +52,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         init_std: std,
         output_init_std: std,
         embedding_dropout: 0.0,
-        attention_dropout: fields.number("attention_dropout", Some(0.0))? as f32,
+        attention_dropout: fields.dropout("attention_dropout", 0.0)?,
         residual_dropout: dropout,
         names: Names {
             declared: Declared::NormsBehind,

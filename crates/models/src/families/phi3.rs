@@ -35,7 +35,7 @@ pub fn config(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     fields.fixed("interpolate_factor", 1.into())?;
     // No release reads the dropout of embeddings; the length counts where LongRoPE does; the map names programs of this family.
     fields.harmless(&["embd_pdrop", "original_max_position_embeddings", "auto_map"]);
-    config.residual_dropout = fields.number("resid_pdrop", Some(0.0))? as f32;
+    config.residual_dropout = fields.dropout("resid_pdrop", 0.0)?;
     let window = fields.optional_size("sliding_window")?;
     config.windows = windows(fields, config.layers, window, |_| true, rule)?;
     config.names.declared = Declared::OutputFirst;

@@ -15,6 +15,7 @@ use ferrospeed_tensor::Device;
 use safetensors::tensor::Metadata;
 
 use crate::error::{ModelError, Result};
+use crate::json;
 use crate::weights::checksums::Checksums;
 
 /// Longer headers are refused, as the format's own library does.
@@ -67,7 +68,8 @@ impl WeightFile {
         }
         let mut header = vec![0; header_bytes as usize];
         file.read_exact_at(&mut header, 8).map_err(ModelError::io(path))?;
-        let metadata: Metadata = serde_json::from_slice(&header)
+        let metadata: Metadata = json::parse(&header)
+            .and_then(serde_json::from_value)
             .map_err(|error| refuse(format!("has a bad safetensors header: {error}")))?;
         let expected_bytes = 8 + header_bytes + metadata.data_len() as u64;
         if expected_bytes != file_bytes {

@@ -1,6 +1,7 @@
 //! A request's body, read field by field: what is not understood is refused by name, never dropped.
 
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
@@ -10,6 +11,7 @@ use ferrospeed_models::json;
 use serde_json::{Map, Value};
 
 use super::fault::Fault;
+use super::room::Place;
 
 /// Time for a client to send its body.
 const BODY_TIME: Duration = Duration::from_secs(30);
@@ -36,10 +38,14 @@ impl<S: Send + Sync> FromRequest<S> for Fields {
     type Rejection = Fault;
 
     async fn from_request(request: Request, state: &S) -> Result<Fields, Fault> {
+        let place = request.extensions().get::<Arc<Place>>().cloned();
         let bytes = tokio::time::timeout(BODY_TIME, Bytes::from_request(request, state)).await;
         let bytes = bytes
             .map_err(|_| Fault::new(StatusCode::REQUEST_TIMEOUT, "the body took too long to arrive"))?
             .map_err(|error| Fault::new(error.status(), error.body_text()))?;
+        if let Some(place) = place {
+            place.arrived();
+        }
         Fields::parse(&bytes)
     }
 }

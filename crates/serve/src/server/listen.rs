@@ -7,7 +7,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use axum::Router;
+use axum::http::Request;
 use axum::response::IntoResponse;
+use hyper::body::{Body, Incoming};
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulConnection, GracefulShutdown};
@@ -85,6 +87,7 @@ impl Server {
             });
         }
         drop(self.listener);
+        room.close();
         let grace = self.app.options.grace;
         let app = Arc::clone(&self.app);
         let deadline = Instant::now() + grace;
@@ -106,7 +109,10 @@ fn connection(stream: TcpStream, router: Router, place: Arc<Place>) -> impl Grac
     let wire = Wire::new(stream);
     let (has_two_ends, answers) = (wire.has_two_ends(), TowerToHyperService::new(router));
     let service = service_fn(move |request| {
-        let (refused, answers, work) = (has_two_ends.load(Relaxed), answers.clone(), place.work());
+        let (refused, answers) = (has_two_ends.load(Relaxed), answers.clone());
+        let mut request: Request<Incoming> = request;
+        let work = place.work(!request.body().is_end_stream());
+        request.extensions_mut().insert(Arc::clone(&place));
         async move {
             let answer = match refused {
                 true => Fault::two_ends().into_response(),

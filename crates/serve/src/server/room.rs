@@ -1,5 +1,5 @@
 //! Room for connections. Where all of it is taken, one without a request in work gives way to a newcomer: the one that has been so
-//! for longest. Whoever holds connections and asks nothing keeps nobody out.
+//! for longest. Whoever holds connections and asks nothing keeps nobody out, and a request is in work when it has arrived whole.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -28,9 +28,18 @@ pub(super) struct Room {
 #[derive(Debug, Default)]
 struct State {
     taken: usize,
-    /// Those that have nothing in work, by the time since when and a number of their own, and how to tell them to go.
-    idle: BTreeMap<(Instant, u64), Arc<Notify>>,
+    /// Those that have nothing in work, by the time since when and a number of their own.
+    idle: BTreeMap<(Instant, u64), Idle>,
     entered: u64,
+}
+
+/// A connection without a request in work.
+#[derive(Debug)]
+struct Idle {
+    /// How to tell it to go.
+    told: Arc<Notify>,
+    /// Whether the body of a request is on its way.
+    is_arriving: bool,
 }
 
 impl Room {
@@ -52,14 +61,14 @@ impl Room {
                         told: Arc::default(),
                         idle_since: Mutex::default(),
                     };
-                    place.rest(&mut state);
+                    place.rest(&mut state, false);
                     return Arc::new(place);
                 }
                 let oldest = state.idle.keys().next().map(|(since, _)| *since + FIRST_WORDS);
                 if oldest.is_some_and(|time| time <= Instant::now())
-                    && let Some((_, told)) = state.idle.pop_first()
+                    && let Some((_, idle)) = state.idle.pop_first()
                 {
-                    told.notify_one();
+                    idle.told.notify_one();
                     // It leaves when it hears that.
                     None
                 } else {
@@ -73,6 +82,12 @@ impl Room {
                 None => self.changed.notified().await,
             }
         }
+    }
+
+    /// Tells those to go whose requests have not arrived: no more are taken.
+    pub(super) fn close(&self) {
+        let mut state = self.state();
+        state.idle.extract_if(.., |_, idle| idle.is_arriving).for_each(|(_, idle)| idle.told.notify_one());
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -96,17 +111,26 @@ impl Place {
         self.told.notified().await;
     }
 
-    /// A request of the connection is in work until what this gives is dropped.
-    pub(super) fn work(self: &Arc<Place>) -> Work {
+    /// A request of the connection has begun, and is in work until what this gives is dropped: at once, or, where it has a body,
+    /// when [`Place::arrived`] says so.
+    pub(super) fn work(self: &Arc<Place>, has_body: bool) -> Work {
         let mut state = self.room.state();
         self.stir(&mut state);
+        if has_body {
+            self.rest(&mut state, true);
+        }
         Work(Arc::clone(self))
     }
 
-    fn rest(&self, state: &mut State) {
+    /// The body of the request is here.
+    pub(super) fn arrived(&self) {
+        self.stir(&mut self.room.state());
+    }
+
+    fn rest(&self, state: &mut State, is_arriving: bool) {
         let now = Instant::now();
         *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
-        state.idle.insert((now, self.number), Arc::clone(&self.told));
+        state.idle.insert((now, self.number), Idle { told: Arc::clone(&self.told), is_arriving });
     }
 
     fn stir(&self, state: &mut State) {
@@ -138,7 +162,9 @@ impl Work {
 impl Drop for Work {
     fn drop(&mut self) {
         let place = &self.0;
-        place.rest(&mut place.room.state());
+        let mut state = place.room.state();
+        place.stir(&mut state);
+        place.rest(&mut state, false);
         place.room.changed.notify_one();
     }
 }
@@ -181,7 +207,7 @@ mod tests {
     async fn who_has_been_idle_for_longest_gives_way_and_who_works_does_not() {
         let room = Room::new(3);
         let places = [room.enter().await, room.enter().await, room.enter().await];
-        let work = places[0].work();
+        let work = places[0].work(false);
         assert!(!is_ready(room.enter()).await, "nobody gives way before they had time for a first word");
         tokio::time::advance(FIRST_WORDS).await;
         assert!(!is_ready(room.enter()).await, "the place is not free before its holder has left");
@@ -204,7 +230,13 @@ mod tests {
             !is_ready(room.enter()).await && is_ready(first.is_needed()).await,
             "its request was answered"
         );
-        drop((first, last, fourth));
+        // A request that has not arrived is not in work.
+        let _arriving = last.work(true);
+        tokio::time::advance(FIRST_WORDS).await;
+        room.close();
+        assert!(is_ready(last.is_needed()).await && !is_ready(fourth.is_needed()).await);
+        last.arrived();
+        drop((_arriving, first, last, fourth));
         assert_eq!(room.state().taken, 0);
         assert!(room.state().idle.is_empty());
     }
