@@ -167,10 +167,16 @@ fn deprecated_and_unimplemented_keys_warn_once_each() {
         "ds.json:1:60: warning: `zero_optimization.cpu_offload`: deprecated\n  help: write \"offload_optimizer\": {\"device\":\"cpu\"}"
     );
     assert_eq!(
-        warnings("{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": true} }"),
-        "ds.json:1:26: warning: `data_efficiency`: accepted, but nothing acts on it yet"
+        warnings("{ \"train_batch_size\": 8, \"comet\": {\"enabled\": true, \"project\": \"x\"} }"),
+        "ds.json:1:26: warning: `comet`: accepted, but nothing acts on it yet"
     );
-    assert_eq!(warnings("{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": false} }"), "");
+    assert_eq!(warnings("{ \"train_batch_size\": 8, \"comet\": {\"enabled\": false} }"), "");
+    assert_eq!(
+        warnings(
+            "{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": true, \"data_sampling\": {\"enabled\": true}} }"
+        ),
+        "ds.json:1:63: warning: `data_efficiency.data_sampling`: accepted, but nothing acts on it yet"
+    );
 }
 
 #[test]

@@ -116,8 +116,13 @@ const RANDOM_LTD: &[Key] = &[
 ];
 
 const DATA_ROUTING: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn data routing on.")
-        .inert("as in DeepSpeed, `random_ltd.enabled` decides"),
+    key(
+        "enabled",
+        Kind::Bool,
+        "false",
+        "Turn data routing on; as in DeepSpeed, `random_ltd.enabled` decides.",
+    )
+    .done(),
     key(
         "random_ltd",
         Kind::Section(RANDOM_LTD, Form::Plain),
@@ -129,8 +134,13 @@ const DATA_ROUTING: &[Key] = &[
 
 /// `data_efficiency`.
 pub(super) const DATA_EFFICIENCY: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn the whole section on.")
-        .inert("as in DeepSpeed, the innermost switches decide"),
+    key(
+        "enabled",
+        Kind::Bool,
+        "false",
+        "Turn the whole section on; as in DeepSpeed, the innermost switches decide.",
+    )
+    .done(),
     key("seed", COUNT, "1234", "Seed of the sampler."),
     key("data_sampling", Kind::Section(DATA_SAMPLING, Form::Plain), "{}", "Which samples are drawn."),
     key("data_routing", Kind::Section(DATA_ROUTING, Form::Plain), "{}", "Which tokens pass which layers.")
