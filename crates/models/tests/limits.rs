@@ -87,6 +87,7 @@ fn a_dropout_that_is_no_share_is_refused_by_its_key() {
                 if family == "bloom" {
                     config["hidden_size"] = 64.into();
                     config["n_head"] = 8.into();
+                    config["n_layer"] = 2.into();
                 }
                 let read = ModelConfig::from_value(&config, WindowRule::default());
                 assert_eq!(read.is_ok(), is_one, "{family}, {key} = {share}");

@@ -30,6 +30,8 @@ struct State {
     taken: usize,
     /// Those that have nothing in work, by the time since when and a number of their own.
     idle: BTreeMap<(Instant, u64), Idle>,
+    /// Who was told to go for a newcomer and has not left: nobody else has to.
+    leaving: Option<u64>,
     entered: u64,
 }
 
@@ -65,11 +67,13 @@ impl Room {
                     return Arc::new(place);
                 }
                 let oldest = state.idle.keys().next().map(|(since, _)| *since + FIRST_WORDS);
-                if oldest.is_some_and(|time| time <= Instant::now())
-                    && let Some((_, idle)) = state.idle.pop_first()
+                if state.leaving.is_some() {
+                    None
+                } else if oldest.is_some_and(|time| time <= Instant::now())
+                    && let Some(((_, number), idle)) = state.idle.pop_first()
                 {
                     idle.told.notify_one();
-                    // It leaves when it hears that.
+                    state.leaving = Some(number);
                     None
                 } else {
                     oldest
@@ -144,6 +148,7 @@ impl Drop for Place {
         let mut state = self.room.state();
         self.stir(&mut state);
         state.taken -= 1;
+        state.leaving = state.leaving.filter(|leaving| *leaving != self.number);
         self.room.changed.notify_one();
     }
 }
