@@ -108,12 +108,16 @@ fn a_stopped_guardian_keeps_no_launcher_from_its_end() {
         format!("echo $PPID > {0}; until [ -e {1} ]; do sleep 0.01; done", pid.display(), go.display());
     let job = start(&["launch", "-n", "1", "--", "sh", "-c", &script]);
     let launcher = wait_for_pid(&pid);
-    let children = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
-        let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
-        status.contains(&format!("\nPPid:\t{launcher}\n")) && status.starts_with("Name:\tferro-guardian\n")
-    });
-    let guardians: Vec<String> = children.map(|entry| entry.file_name().into_string().unwrap()).collect();
-    assert_eq!(guardians.len(), 1);
+    let guardians = || -> Vec<String> {
+        let children = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
+            let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+            status.contains(&format!("\nPPid:\t{launcher}\n"))
+                && status.starts_with("Name:\tferro-guardian\n")
+        });
+        children.map(|entry| entry.file_name().into_string().unwrap()).collect()
+    };
+    wait_until("the guardian to call itself so", || guardians().len() == 1);
+    let guardians = guardians();
     send_signal("STOP", &guardians[0]);
     std::fs::write(&go, "").unwrap();
     let output = job.finish();

@@ -225,13 +225,16 @@ fn make(
 /// A file in the making: under a name of its own, and gone where it never gets the one it is for.
 struct New {
     path: PathBuf,
+    /// Holds its lock, by which others know that somebody is at it, for as long as it has this name.
+    _lock: File,
 }
 
 impl New {
     /// It is a new one, whatever lies there.
     fn beside(place: &Path) -> Result<(New, File)> {
         let (path, file) = ferrospeed_files::create_beside(place).map_err(DataError::io(place))?;
-        Ok((New { path }, file))
+        let lock = file.try_clone().map_err(DataError::io(&path))?;
+        Ok((New { path, _lock: lock }, file))
     }
 
     /// Gives it its name; a link that has it is replaced and leads nowhere.

@@ -3,7 +3,7 @@
 //! The name is one that no other process uses, and the file is always a new one: two that write to the same place do not
 //! mix, and a link that lies there leads nowhere. What a killed process has left is removed by the next that makes the same.
 
-use std::fs::{File, Metadata, TryLockError};
+use std::fs::{File, Metadata};
 use std::io::Result;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -82,9 +82,10 @@ fn is_dead(process: &str) -> bool {
     is_number && !Path::new("/proc").join(process).exists()
 }
 
-/// A process of another machine has a number that says nothing here, but its lock does.
+/// A process of another machine has a number that says nothing here, but its lock does. What cannot be locked at all counts as
+/// locked; a shared lock is one that network file systems give to readers, too.
 fn is_locked(path: &Path) -> bool {
-    File::open(path).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+    File::open(path).is_ok_and(|file| file.try_lock_shared().is_err())
 }
 
 #[cfg(test)]

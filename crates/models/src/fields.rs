@@ -214,8 +214,9 @@ impl<'a> Fields<'a> {
 
     /// The share of values that dropout takes away: from 0, and below 1.
     pub fn dropout(&self, key: &str, default: f64) -> Result<f32> {
-        let within = |value: &Value| value.as_f64().filter(|share| (0.0..1.0).contains(share));
-        Ok(self.read(key, "a share of values to drop, from 0 and below 1", Some(default), within)? as f32)
+        let share = |value: &Value| value.as_f64().map(|share| share as f32);
+        let within = |value: &Value| share(value).filter(|share| (0.0..1.0).contains(share));
+        self.read(key, "a share of values to drop, from 0 and below 1", Some(default as f32), within)
     }
 
     /// A number, if present.

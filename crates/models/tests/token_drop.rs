@@ -91,6 +91,30 @@ fn kept_tokens_are_seen_at_their_places_and_the_others_are_as_they_were() {
     }
 }
 
+/// Scores that fall with the distance (ALiBi) fall with that in the whole text. A mask of ones brings positions with it.
+#[test]
+fn distances_are_those_of_the_whole_text() {
+    let device = Device::cpu_with_threads(1);
+    let config = serde_json::json!({
+        "model_type": "bloom", "hidden_size": 32, "n_head": 2, "n_layer": 1, "vocab_size": 61,
+        "initializer_range": 0.5
+    });
+    let ModelConfig::Decoder(config) = ModelConfig::from_value(&config, WindowRule::default()).unwrap()
+    else {
+        panic!("BLOOM is a decoder")
+    };
+    let model = Decoder::new(*config);
+    let params = model.parameters().as_slice();
+    let _store = PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
+    let hidden = |mask: Option<Vec<Vec<u8>>>| {
+        let tokens =
+            Tokens { mask, ..Tokens::new(Tensor::from_slice(&ids(), [2, TOKENS], &device).unwrap()) };
+        let run = || model.hidden(&tokens, None, Mode::Train);
+        with_token_drop(Some(drop(&[0], 5)), run).unwrap().to_vec::<f32>().unwrap()
+    };
+    assert_eq!(hidden(None), hidden(Some(vec![vec![1; TOKENS]; 2])));
+}
+
 #[test]
 fn gradients_pass_the_layer_by_and_are_the_same_when_it_is_run_again() {
     let device = Device::cpu_with_threads(1);

@@ -1,7 +1,7 @@
 //! The feed-forward halves of transformer blocks.
 
-use ferrospeed_tensor::ops::{self, MlpWeights, WeightLayout};
-use ferrospeed_tensor::{Activation, Result, Tensor, autograd, profile};
+use ferrospeed_tensor::ops::{self, Inwards, MlpWeights, WeightLayout};
+use ferrospeed_tensor::{Activation, Result, Tensor, profile};
 
 use crate::linear::Linear;
 use crate::norm::Norm;
@@ -43,7 +43,7 @@ impl Mlp {
             self.down.finish(match chunk {
                 None => ops::mlp(&x, up, down, layout, self.activation)?,
                 Some(chunk) => {
-                    let weights = MlpWeights { gate: None, up, down };
+                    let weights = MlpWeights { inwards: Inwards::Up(up), down };
                     ops::mlp_in_chunks(&x, weights, layout, self.activation, chunk)?
                 }
             })
@@ -100,7 +100,7 @@ impl GatedMlp {
             self.down.finish(match (chunk, layers) {
                 (None, layers) => ops::gated_mlp(&x, layers, layout, self.activation)?,
                 (Some(chunk), [gate, up, down]) => {
-                    let weights = MlpWeights { gate: Some(gate), up, down };
+                    let weights = MlpWeights { inwards: Inwards::Gated { gate, up }, down };
                     ops::mlp_in_chunks(&x, weights, layout, self.activation, chunk)?
                 }
             })
@@ -128,7 +128,12 @@ impl PackedGatedMlp {
             let x = enter(x, self.down.summed_over())?;
             self.down.finish(match chunk {
                 None => self.product(&x)?,
-                Some(chunk) => self.product_in_chunks(&x, chunk.max(1))?,
+                Some(chunk) => {
+                    let (both, down, layout) =
+                        (self.gate_up.operands(), self.down.operands(), self.gate_up.layout());
+                    let weights = MlpWeights { inwards: Inwards::Packed(both), down };
+                    ops::mlp_in_chunks(&x, weights, layout, self.activation, chunk)?
+                }
             })
         })
     }
@@ -141,19 +146,5 @@ impl PackedGatedMlp {
         let hidden = ops::gated(self.activation, &parts[0], &parts[1])?;
         let (weight, bias) = self.down.operands();
         ops::linear(&hidden, weight, bias, self.down.layout())
-    }
-
-    fn product_in_chunks(&self, x: &Tensor, chunk: usize) -> Result<Tensor> {
-        let (rows, width) = (x.shape().rows(), x.shape().last());
-        let flat = ops::reshape(x, [rows, width])?;
-        let mut parts = Vec::new();
-        for start in (0..rows).step_by(chunk) {
-            let part = ops::narrow(&flat, 0, start, chunk.min(rows - start))?;
-            let mlp = self.clone();
-            parts.extend(autograd::checkpoint(&[part], move |inputs| Ok(vec![mlp.product(&inputs[0])?]))?);
-        }
-        let joined = ops::concat(&parts, 0)?;
-        let outputs = joined.shape().last();
-        ops::reshape(&joined, x.shape().with_last(outputs))
     }
 }

@@ -60,6 +60,8 @@ impl TokenDrop {
 pub struct ChosenTokens {
     /// In one sequence, `[batch × kept]`.
     places: Tensor,
+    /// The same as `[batch, kept]` numbers.
+    positions: Tensor,
     /// The same among the tokens of all sequences.
     rows: Tensor,
     /// For each token of all sequences: itself, or its row behind them where it was chosen.
@@ -80,7 +82,14 @@ impl ChosenTokens {
             back[*row as usize] = (batch * tokens + at) as i64;
         }
         let tensor = |values: &[i64]| Tensor::from_slice(values, [values.len()], device);
-        Ok(ChosenTokens { places: tensor(&flat)?, rows: tensor(&rows)?, back: tensor(&back)?, batch })
+        let positions: Vec<f32> = flat.iter().map(|place| *place as f32).collect();
+        Ok(ChosenTokens {
+            places: tensor(&flat)?,
+            positions: Tensor::from_slice(&positions, [batch, flat.len() / batch.max(1)], device)?,
+            rows: tensor(&rows)?,
+            back: tensor(&back)?,
+            batch,
+        })
     }
 
     /// Of `x [batch, tokens, width]` those tokens.
@@ -108,10 +117,15 @@ impl ChosenTokens {
         };
         let rotary =
             of_all.rotary.as_ref().map(|table| table.of_tokens(&self.places, &self.rows, self.batch));
+        // Without positions of their own keys stand where they lie, which those that are left do not.
+        let alibi_positions = match (&of_all.alibi_positions, &of_all.alibi_slopes) {
+            (None, Some(_)) => Some(self.positions.clone()),
+            (positions, _) => of_keys(positions)?,
+        };
         Ok(Visibility {
             key_mask: of_keys(&of_all.key_mask)?,
             rotary: rotary.transpose()?,
-            alibi_positions: of_keys(&of_all.alibi_positions)?,
+            alibi_positions,
             ..of_all.clone()
         })
     }

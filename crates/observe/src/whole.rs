@@ -5,6 +5,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Result, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// What records are added to.
@@ -44,6 +45,11 @@ impl WholeRecords {
     /// Makes a file that is not there yet.
     pub(crate) fn create_new(path: &Path) -> Result<WholeRecords> {
         Ok(WholeRecords::new(OpenOptions::new().append(true).create_new(true).open(path)?))
+    }
+
+    /// Whether the file has no name any more: what goes into it is lost.
+    pub(crate) fn is_unlinked(&self) -> bool {
+        self.file.metadata().is_ok_and(|about| about.nlink() == 0)
     }
 
     /// The file, to look at.

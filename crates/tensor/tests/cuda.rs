@@ -5,7 +5,9 @@
 mod on_gpu;
 
 use ferrospeed_tensor::backend::Comparison;
-use ferrospeed_tensor::ops::{self, CrossEntropyOptions, GroupWeights, MlpWeights, Routes, WeightLayout};
+use ferrospeed_tensor::ops::{
+    self, CrossEntropyOptions, GroupWeights, Inwards, MlpWeights, Routes, WeightLayout,
+};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{
     Activation, DType, Initializer, Operand, Out, Param, Result, Tensor, TensorError, Window2d, autograd,
@@ -250,8 +252,11 @@ fn perceptrons_in_chunks() {
                     let weight = Operand::from(&i.input_by(&shape, |value| 0.2 * value));
                     (weight, Some(Operand::from(&i.input(&[outputs]))))
                 };
-                let gate = gated.then(|| layer(24, 40));
-                let weights = MlpWeights { gate, up: layer(24, 40), down: layer(40, 24) };
+                let inwards = match gated {
+                    true => Inwards::Gated { gate: layer(24, 40), up: layer(24, 40) },
+                    false => Inwards::Up(layer(24, 40)),
+                };
+                let weights = MlpWeights { inwards, down: layer(40, 24) };
                 Ok(vec![ops::mlp_in_chunks(&x, weights, layout, Activation::Silu, chunk)?])
             });
         }

@@ -2,7 +2,7 @@
 
 mod reference;
 
-use ferrospeed_tensor::ops::{self, MlpWeights, WeightLayout};
+use ferrospeed_tensor::ops::{self, Inwards, LayerOperands, MlpWeights, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::{Activation, Category, DType, Device, Operand, Tensor, autograd};
 use reference::Array;
@@ -10,11 +10,27 @@ use reference::check::{check, random};
 
 const LAYOUT: WeightLayout = WeightLayout::InOut;
 
-fn operands(x: &[Tensor]) -> MlpWeights {
-    let layer = |i: usize| (Operand::from(&x[i]), Some(Operand::from(&x[i + 1])));
-    match x.len() {
-        7 => MlpWeights { gate: Some(layer(1)), up: layer(3), down: layer(5) },
-        _ => MlpWeights { gate: None, up: layer(1), down: layer(3) },
+/// How the inner values are made.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Plain,
+    Gated,
+    Packed,
+}
+
+const KINDS: [Kind; 3] = [Kind::Plain, Kind::Gated, Kind::Packed];
+
+fn layer(x: &[Tensor], i: usize) -> LayerOperands {
+    (Operand::from(&x[i]), Some(Operand::from(&x[i + 1])))
+}
+
+fn operands(x: &[Tensor], kind: Kind) -> MlpWeights {
+    match kind {
+        Kind::Plain => MlpWeights { inwards: Inwards::Up(layer(x, 1)), down: layer(x, 3) },
+        Kind::Packed => MlpWeights { inwards: Inwards::Packed(layer(x, 1)), down: layer(x, 3) },
+        Kind::Gated => {
+            MlpWeights { inwards: Inwards::Gated { gate: layer(x, 1), up: layer(x, 3) }, down: layer(x, 5) }
+        }
     }
 }
 
@@ -24,25 +40,33 @@ fn values_and_gradients_are_those_of_the_whole() {
     let affine =
         |x: &Array, weight: &Array, bias: &Array| reference::matmul(x, weight).zip(bias, |y, b| y + b);
     let silu = |x: f64| x * reference::sigmoid(x);
-    for gated in [false, true] {
-        let into = |stream| [random(&[width, inner], stream), random(&[inner], stream + 1)];
+    for kind in KINDS {
+        let into = |stream, outputs| [random(&[width, outputs], stream), random(&[outputs], stream + 1)];
         let mut inputs = vec![random(&[rows, width], 1)];
-        if gated {
-            inputs.extend(into(2));
+        match kind {
+            Kind::Plain => inputs.extend(into(4, inner)),
+            Kind::Gated => inputs.extend(into(2, inner).into_iter().chain(into(4, inner))),
+            Kind::Packed => inputs.extend(into(4, 2 * inner)),
         }
-        inputs.extend(into(4));
         inputs.extend([random(&[inner, width], 6), random(&[width], 7)]);
         for chunk in [1, 2, 3, 7, 100] {
             check(
-                &format!("mlp in chunks of {chunk}, gated: {gated}"),
+                &format!("mlp in chunks of {chunk}, {kind:?}"),
                 &inputs,
-                |x| ops::mlp_in_chunks(&x[0], operands(x), LAYOUT, Activation::Silu, chunk),
+                |x| ops::mlp_in_chunks(&x[0], operands(x, kind), LAYOUT, Activation::Silu, chunk),
                 |x| {
                     let last = x.len() - 2;
                     let up = affine(&x[0], &x[last - 2], &x[last - 1]);
-                    let hidden = match gated {
-                        true => affine(&x[0], &x[1], &x[2]).zip(&up, |gate, up| silu(gate) * up),
-                        false => up.map(silu),
+                    let hidden = match kind {
+                        Kind::Plain => up.map(silu),
+                        Kind::Gated => affine(&x[0], &x[1], &x[2]).zip(&up, |gate, up| silu(gate) * up),
+                        Kind::Packed => {
+                            let gated = |both: &[f64]| -> Vec<f64> {
+                                (0..inner).map(|at| silu(both[at]) * both[inner + at]).collect()
+                            };
+                            let data = up.data.chunks(2 * inner).flat_map(gated).collect();
+                            Array::new(&[rows, inner], data)
+                        }
                     };
                     affine(&hidden, &x[last], &x[last + 1])
                 },
@@ -52,7 +76,7 @@ fn values_and_gradients_are_those_of_the_whole() {
 }
 
 /// Value, gradients, and the most that was held beside them.
-fn measured(dtype: DType, gated: bool, chunk: Option<usize>) -> (Vec<Tensor>, usize) {
+fn measured(dtype: DType, kind: Kind, chunk: Option<usize>) -> (Vec<Tensor>, usize) {
     let (rows, width, inner) = (1000, 32, 256);
     let device = Device::cpu_with_threads(2);
     let tensor = |shape: &[usize], stream: u32, scale: f32| {
@@ -62,20 +86,28 @@ fn measured(dtype: DType, gated: bool, chunk: Option<usize>) -> (Vec<Tensor>, us
         Tensor::from_f32(&values, shape, dtype, &device).unwrap().tracked()
     };
     let mut x = vec![tensor(&[rows, width], 1, 1.0)];
-    for stream in if gated { 2..4 } else { 3..4 } {
-        x.extend([tensor(&[width, inner], stream, 0.2), tensor(&[inner], 10 + stream, 0.2)]);
+    let outputs = if kind == Kind::Packed { 2 * inner } else { inner };
+    for stream in if kind == Kind::Gated { 2..4 } else { 3..4 } {
+        x.extend([tensor(&[width, outputs], stream, 0.2), tensor(&[outputs], 10 + stream, 0.2)]);
     }
     x.extend([tensor(&[inner, width], 4, 0.1), tensor(&[width], 14, 0.1)]);
     let gradient = tensor(&[rows, width], 5, 1.0).detach();
     device.backend().reset_peak_memory();
     let before = device.memory_usage().current(Category::Activations);
-    let MlpWeights { gate, up, down } = operands(&x);
-    let y = match (chunk, gate) {
-        (Some(chunk), gate) => {
-            ops::mlp_in_chunks(&x[0], MlpWeights { gate, up, down }, LAYOUT, Activation::GeluTanh, chunk)
+    let MlpWeights { inwards, down } = operands(&x, kind);
+    const ACTIVATION: Activation = Activation::GeluTanh;
+    let y = match (chunk, inwards) {
+        (Some(chunk), inwards) => {
+            ops::mlp_in_chunks(&x[0], MlpWeights { inwards, down }, LAYOUT, ACTIVATION, chunk)
         }
-        (None, Some(gate)) => ops::gated_mlp(&x[0], [gate, up, down], LAYOUT, Activation::GeluTanh),
-        (None, None) => ops::mlp(&x[0], up, down, LAYOUT, Activation::GeluTanh),
+        (None, Inwards::Gated { gate, up }) => ops::gated_mlp(&x[0], [gate, up, down], LAYOUT, ACTIVATION),
+        (None, Inwards::Up(up)) => ops::mlp(&x[0], up, down, LAYOUT, ACTIVATION),
+        (None, Inwards::Packed((weight, bias))) => {
+            let both = ops::linear(&x[0], weight, bias, LAYOUT).unwrap();
+            let parts = ops::split(&both, 1, &[inner; 2]).unwrap();
+            let hidden = ops::gated(ACTIVATION, &parts[0], &parts[1]).unwrap();
+            ops::linear(&hidden, down.0, down.1, LAYOUT)
+        }
     };
     let y = y.unwrap();
     autograd::backward_with(&[(y.clone(), gradient)]).unwrap();
@@ -89,24 +121,21 @@ fn rows_have_the_bits_of_the_whole_and_sums_are_near() {
     for dtype in [DType::F32, DType::BF16] {
         // Sums in another order; in bf16 both are rounded once, and may fall to either side.
         let tolerance = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
-        for gated in [false, true] {
-            let (whole, _) = measured(dtype, gated, None);
-            let (parts, _) = measured(dtype, gated, Some(300));
+        for kind in KINDS {
+            let (whole, _) = measured(dtype, kind, None);
+            let (parts, _) = measured(dtype, kind, Some(300));
             for (index, (part, whole)) in parts.iter().zip(&whole).enumerate() {
                 let (part, whole) = (part.to_vec_f32().unwrap(), whole.to_vec_f32().unwrap());
                 if index < 2 {
-                    assert!(part == whole, "{dtype}, gated {gated}: the result or its input's gradient");
+                    assert!(part == whole, "{dtype}, {kind:?}: the result or its input's gradient");
                     continue;
                 }
                 let most = whole.iter().fold(0.0f32, |most, value| most.max(value.abs()));
                 for (a, b) in part.iter().zip(&whole) {
-                    assert!(
-                        (a - b).abs() <= tolerance * most,
-                        "{dtype}, gated {gated}, result {index}: {a}, {b}"
-                    );
+                    assert!((a - b).abs() <= tolerance * most, "{dtype}, {kind:?}, result {index}: {a}, {b}");
                 }
             }
-            let again = measured(dtype, gated, Some(300)).0;
+            let again = measured(dtype, kind, Some(300)).0;
             for (once, twice) in parts.iter().zip(&again) {
                 assert_eq!(once.to_vec_f32().unwrap(), twice.to_vec_f32().unwrap());
             }
@@ -116,13 +145,15 @@ fn rows_have_the_bits_of_the_whole_and_sums_are_near() {
 
 #[test]
 fn what_is_held_grows_with_the_chunk() {
-    for gated in [false, true] {
-        let held = |chunk| measured(DType::F32, gated, chunk).1;
+    for kind in KINDS {
+        let held = |chunk| measured(DType::F32, kind, chunk).1;
         let (whole, fifth, tenth) = (held(None), held(Some(200)), held(Some(100)));
         // Of 1000 rows: result and gradient of the input (32 wide each), and inside 256 wide values.
         let outside = 3 * 1000 * 32 * 4;
         assert!(tenth < fifth && fifth < whole / 2, "{whole}, {fifth}, {tenth}");
-        assert!(tenth <= outside + 4 * 100 * 256 * 4, "{tenth}");
+        // Both halves lie beside each other, too, before they are taken apart and after they are joined.
+        let inside = if kind == Kind::Packed { 6 } else { 4 };
+        assert!(tenth <= outside + inside * 100 * 256 * 4, "{kind:?}: {tenth}");
     }
 }
 
@@ -130,7 +161,7 @@ fn what_is_held_grows_with_the_chunk() {
 fn chunks_of_nothing_are_refused() {
     let x = Tensor::zeros([2, 2], DType::F32, &Device::cpu()).unwrap();
     let layer = || (Operand::from(&x), None);
-    let weights = MlpWeights { gate: None, up: layer(), down: layer() };
+    let weights = MlpWeights { inwards: Inwards::Up(layer()), down: layer() };
     let error = ops::mlp_in_chunks(&x, weights, LAYOUT, Activation::Relu, 0).unwrap_err().to_string();
     assert!(error.contains("chunks of no rows"), "{error}");
 }

@@ -204,9 +204,8 @@ impl ZeroStore {
         let mut state = self.lock();
         let names = self.trained_names(&state);
         let Some(compressing) = &mut state.compressing else { return };
-        let ratio = |name: &String| match saved.get(name).map(Vec::as_slice) {
-            Some(&[frozen, factor, scale]) => Ratio { frozen, factor, scale },
-            _ => Ratio::default(),
+        let ratio = |name: &String| {
+            saved.get(name).and_then(|numbers| Ratio::from_numbers(numbers)).unwrap_or_default()
         };
         if !saved.is_empty() {
             compressing.kept.set_ratios(names.iter().map(ratio).collect());

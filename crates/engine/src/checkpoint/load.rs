@@ -9,7 +9,7 @@ use ferrospeed_checkpoint::{
     all_or_none, resolve_any, resolve_universal,
 };
 use ferrospeed_optim::loss_scale::LossScalerState;
-use ferrospeed_optim::one_bit::OneBit;
+use ferrospeed_optim::one_bit::{OneBit, Ratio};
 use ferrospeed_optim::schedule::SchedulerState;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::Param;
@@ -113,6 +113,10 @@ impl Engine {
         }
         let plan = all_or_none(&group, self.plan(&checkpoint, options))?;
         let state = all_or_none(&group, self.check_state(&checkpoint))?;
+        let with_states = options.load_optimizer_states && !options.load_module_only;
+        if with_states {
+            all_or_none(&group, self.check_ratios(&checkpoint.manifest().training))?;
+        }
         self.half_loaded = Some(path.clone());
         all_or_none(&group, self.read_all(&checkpoint, &plan))?;
         let own = all_or_none(&group, self.read_own(&checkpoint))?;
@@ -141,7 +145,7 @@ impl Engine {
         let aliases = manifest.aliases.iter().filter(|(_, name)| is_own(name));
         let aliases: Vec<_> = aliases.map(|(alias, name)| (alias.clone(), name.clone())).collect();
         self.aliases.extend(aliases);
-        let changes = self.changes(&checkpoint);
+        let changes = self.changes(&checkpoint, with_states);
         if leads {
             changes.iter().for_each(|change| tracing::info!("since the checkpoint: {change}"));
         }
@@ -343,17 +347,30 @@ impl Engine {
         }
     }
 
+    /// 1-bit LAMB steps by ratios of its own once second moments are frozen: with none a step would change nothing.
+    fn check_ratios(&self, saved: &TrainingState) -> Result<(), CheckpointError> {
+        let Some(Optimizer::OneBit(rule @ OneBit::Lamb(_))) = self.store.optimizer() else { return Ok(()) };
+        if !rule.takes_local_gradients(saved.optimizer_steps.saturating_add(1)) {
+            return Ok(());
+        }
+        let is_held = |name: &&String| {
+            saved.per_parameter.get(*name).is_some_and(|numbers| Ratio::from_numbers(numbers).is_some())
+        };
+        match self.store.per_parameter().keys().find(|name| !is_held(name)) {
+            None => Ok(()),
+            Some(name) => {
+                let why = format!(
+                    "this checkpoint holds no ratios of 1-bit LAMB for {name} (DeepSpeed's form has none), by which it steps \
+                     once second moments are frozen; load without optimizer states (train --resume --fresh_optimizer)"
+                );
+                Err(CheckpointError::Request(why))
+            }
+        }
+    }
+
     fn restore_optimizer(&mut self, manifest: &Manifest, scaler: Option<LossScalerState>) -> Result<()> {
         let saved = &manifest.training;
         self.store.set_optimizer_steps(saved.optimizer_steps);
-        if let Some(Optimizer::OneBit(rule @ OneBit::Lamb(_))) = self.store.optimizer()
-            && saved.per_parameter.is_empty()
-            && rule.takes_local_gradients(saved.optimizer_steps.saturating_add(1))
-        {
-            let why = "this checkpoint holds no ratios of 1-bit LAMB (DeepSpeed's form has none), by which it steps once second \
-                       moments are frozen; load without optimizer states (train --resume --fresh_optimizer)";
-            return Err(CheckpointError::Request(why.into()).into());
-        }
         self.store.set_per_parameter(&saved.per_parameter);
         let configured = self.store.group_options();
         if configured.len() == saved.groups.len() {
@@ -385,8 +402,8 @@ impl Engine {
         Ok(())
     }
 
-    /// What differs from the run that was saved.
-    fn changes(&self, checkpoint: &Checkpoint) -> Vec<String> {
+    /// What differs from the run that was saved; `with_states` where the optimizer goes on, too.
+    fn changes(&self, checkpoint: &Checkpoint, with_states: bool) -> Vec<String> {
         let manifest = checkpoint.manifest();
         let (origin, config) = (&manifest.origin, &manifest.config);
         let own = self.config.to_json();
@@ -406,7 +423,7 @@ impl Engine {
         let rates: Vec<f64> = manifest.training.groups.iter().map(|group| group.lr).collect();
         note("learning rates", format!("{rates:?}"), format!("{:?}", self.get_lr()));
         note_options("", config, &own, &mut changes);
-        changes.extend(self.begins_without_loss(checkpoint));
+        changes.extend(with_states.then(|| self.begins_without_loss(checkpoint)).flatten());
         changes
     }
 }

@@ -131,11 +131,14 @@ impl Supervisor {
         Ok(Supervisor { options, signals })
     }
 
-    /// Waits, unless a signal comes first: then says which.
+    /// Waits, unless a signal comes first that ends a job: then says which. One that ranks alone understand is lost, for there
+    /// are none; kept, it would kill those that come next before they listen.
     pub fn pause(&self, duration: Duration) -> Option<i32> {
         let end = Instant::now() + duration;
         loop {
-            if let Some(signal) = self.signals.as_ref().and_then(SignalWatch::take_ending) {
+            if let Some(signal) = self.signals.as_ref().and_then(SignalWatch::take)
+                && signal != RELAYED as i32
+            {
                 return Some(signal);
             }
             let left = end.saturating_duration_since(Instant::now());

@@ -63,25 +63,15 @@ impl SignalWatch {
 
     /// A signal that came since the last call.
     pub(super) fn take(&self) -> Option<i32> {
-        self.take_where(|_| true)
-    }
-
-    /// A signal that ends a job. One that only ranks understand waits until there are some.
-    pub(super) fn take_ending(&self) -> Option<i32> {
-        self.take_where(|signal| signal != RELAYED)
+        let hit = |count: &AtomicU32| {
+            count.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |seen| seen.checked_sub(1)).is_ok()
+        };
+        WATCHED.iter().zip(&RECEIVED).find(|(_, count)| hit(count)).map(|(signal, _)| *signal as i32)
     }
 
     /// Counts a signal that came before the watch began.
     pub(super) fn add(&self, signal: i32) {
         note_signal(signal);
-    }
-
-    fn take_where(&self, is_wanted: impl Fn(Signal) -> bool) -> Option<i32> {
-        let hit = |count: &AtomicU32| {
-            count.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |seen| seen.checked_sub(1)).is_ok()
-        };
-        let mut seen = WATCHED.iter().zip(&RECEIVED).filter(|(signal, _)| is_wanted(**signal));
-        seen.find(|(_, count)| hit(count)).map(|(signal, _)| *signal as i32)
     }
 }
 

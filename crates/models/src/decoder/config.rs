@@ -193,6 +193,18 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
+    /// How many tokens a text may have whose keys stay where they were computed.
+    ///
+    /// Frequencies that change with a text's length would turn the keys of one pass differently from those of the next:
+    /// there the length that the model was trained on is the end.
+    pub fn longest_paged(&self) -> usize {
+        let steady = match &self.positions {
+            Positions::Rotary(rotary) => rotary.steady_length(),
+            _ => None,
+        };
+        steady.map_or(self.max_tokens, |steady| steady.min(self.max_tokens))
+    }
+
     pub(crate) fn validate(&self) -> Result<()> {
         let sizes = [
             ("vocab_size", self.vocab),

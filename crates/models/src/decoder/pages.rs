@@ -54,15 +54,8 @@ impl Decoder {
     }
 
     /// How many tokens a sequence of [`Decoder::run_pages`] may have.
-    ///
-    /// Frequencies that change with a text's length would turn the keys of one pass differently from those of the next:
-    /// there the length that the model was trained on is the end.
     pub fn longest_paged(&self) -> usize {
-        let steady = match &self.config.positions {
-            Positions::Rotary(rotary) => rotary.steady_length(),
-            _ => None,
-        };
-        steady.map_or(self.config.max_tokens, |steady| steady.min(self.config.max_tokens))
+        self.config.longest_paged()
     }
 
     /// The hidden states `[rows, width]` of the tokens `ids`, one for each of `rows`, ready for the head.

@@ -123,7 +123,7 @@ pub(super) fn config(
     set("hidden_act", "silu".into());
     set("tie_word_embeddings", (!has("output.weight")).into());
     let says_head_dim = [Architecture::Qwen3, Architecture::Qwen3Moe].contains(&architecture);
-    if head_dim * heads != width || says_head_dim {
+    if head_dim.checked_mul(heads) != Some(width) || says_head_dim {
         set("head_dim", head_dim.into());
     }
     if architecture == Architecture::Llama {

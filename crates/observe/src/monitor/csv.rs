@@ -60,6 +60,10 @@ impl CsvMonitor {
     fn write_row(&mut self, tag: &str, value: &str, step: u64) -> Result<()> {
         let path = self.folder.join(file_name(tag));
         let row = format!("{step},{value}\r\n");
+        // Another run may have gone back in a file that both add to, which puts a new one in its place.
+        if self.files.get(&path).is_some_and(WholeRecords::is_unlinked) {
+            self.files.remove(&path);
+        }
         if let Some(file) = self.files.get_mut(&path) {
             return file.append(row.as_bytes()).map_err(ObserveError::io(&path));
         }

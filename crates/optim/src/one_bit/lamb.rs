@@ -47,6 +47,18 @@ impl Default for Ratio {
     }
 }
 
+impl Ratio {
+    /// Of three numbers as a checkpoint keeps them, if a step can go on with them.
+    pub fn from_numbers(numbers: &[f64]) -> Option<Ratio> {
+        match numbers {
+            &[frozen, factor, scale] if numbers.iter().all(|number| number.is_finite()) && factor > 0.0 => {
+                Some(Ratio { frozen, factor, scale })
+            }
+            _ => None,
+        }
+    }
+}
+
 impl OneBitLamb {
     pub(super) fn step<X: Exchange>(
         &self,

@@ -191,7 +191,7 @@ fn sequences_worth(most: usize, directory: &Path) -> Result<usize> {
     else {
         return Err(ServeError::NoDecoder(directory.to_path_buf()).into());
     };
-    Ok((RUNNING * most).div_ceil(config.max_tokens.max(1)).max(1))
+    Ok((RUNNING * most).div_ceil(config.longest_paged().max(1)).max(1))
 }
 
 /// The type to compute in, and how many bits weights have where they have few.

@@ -7,6 +7,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::Value;
 use tokio::sync::mpsc::unbounded_channel;
 
+use super::completions::can_fit;
 use super::fault::Fault;
 use super::fields::Fields;
 use super::parameters::Parameters;
@@ -57,6 +58,7 @@ async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
 fn prompt(app: &App, messages: &[Message]) -> Result<Vec<i64>, Fault> {
     let facts = app.facts();
     let text = facts.template.render(messages).map_err(|why| Fault::field("messages", why))?;
+    can_fit(&text, facts.longest, "messages")?;
     // The template has written what the tokenizer would put around a text.
     let ids = facts.codec.encode(&text).map_err(|error| Fault::field("messages", error.to_string()))?;
     facts.readable(ids).map_err(|why| Fault::field("messages", why))

@@ -58,17 +58,22 @@ async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
     })
 }
 
+/// Refuses a text of more bytes than `longest` tokens can have, before it costs the time to make tokens of it: they have 64 bytes
+/// at most.
+pub(super) fn can_fit(text: &str, longest: usize, name: &str) -> Result<(), Fault> {
+    if text.len() / 64 <= longest {
+        return Ok(());
+    }
+    let bytes = text.len();
+    let fault = Fault::field(name, format!("has {bytes} bytes, which are more than {longest} tokens can be"));
+    Err(Fault { code: Some("context_length_exceeded"), ..fault })
+}
+
 /// A text, a list of texts, a list of tokens, or a list of such lists.
 pub(super) fn prompts(app: &App, fields: &mut Fields, name: &str) -> Result<Vec<Vec<i64>>, Fault> {
     let facts = app.facts();
     let encode = |text: &str| -> Result<Vec<i64>, Fault> {
-        // A token is at least one character of a longest text many times over: what is longer cannot fit.
-        if text.len() / 64 > facts.longest {
-            let (bytes, most) = (text.len(), facts.longest);
-            let fault =
-                Fault::field(name, format!("has {bytes} bytes, which are more than {most} tokens can be"));
-            return Err(Fault { code: Some("context_length_exceeded"), ..fault });
-        }
+        can_fit(text, facts.longest, name)?;
         let ids = facts.codec.encode_prompt(text).map_err(|error| Fault::field(name, error.to_string()))?;
         facts.readable(ids).map_err(|why| Fault::field(name, why))
     };

@@ -106,7 +106,7 @@ impl Server {
 fn connection(stream: TcpStream, router: Router, place: Arc<Place>) -> impl GracefulConnection + Send {
     // Tokens are small and should not wait for each other.
     let _ = stream.set_nodelay(true);
-    let wire = Wire::new(stream);
+    let wire = Wire::new(stream, Arc::clone(&place));
     let (has_two_ends, answers) = (wire.has_two_ends(), TowerToHyperService::new(router));
     let service = service_fn(move |request| {
         let (refused, answers) = (has_two_ends.load(Relaxed), answers.clone());

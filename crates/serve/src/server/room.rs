@@ -32,6 +32,8 @@ struct State {
     idle: BTreeMap<(Instant, u64), Idle>,
     /// Who was told to go for a newcomer and has not left: nobody else has to.
     leaving: Option<u64>,
+    /// No more requests are taken.
+    is_closed: bool,
     entered: u64,
 }
 
@@ -91,6 +93,7 @@ impl Room {
     /// Tells those to go whose requests have not arrived: no more are taken.
     pub(super) fn close(&self) {
         let mut state = self.state();
+        state.is_closed = true;
         state.idle.extract_if(.., |_, idle| idle.is_arriving).for_each(|(_, idle)| idle.told.notify_one());
     }
 
@@ -131,7 +134,19 @@ impl Place {
         self.stir(&mut self.room.state());
     }
 
+    /// Some of an answer has left: whoever reads one, to its last byte, is not who has done nothing for longest.
+    pub(super) fn touch(&self) {
+        let mut state = self.room.state();
+        let since = *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(idle) = since.and_then(|since| state.idle.remove(&(since, self.number))) {
+            self.rest(&mut state, idle.is_arriving);
+        }
+    }
+
     fn rest(&self, state: &mut State, is_arriving: bool) {
+        if state.is_closed && is_arriving {
+            self.told.notify_one();
+        }
         let now = Instant::now();
         *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
         state.idle.insert((now, self.number), Idle { told: Arc::clone(&self.told), is_arriving });

@@ -16,6 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::fault::Fault;
+use super::room::Place;
 
 /// A longer line is no header that is looked for.
 const LONGEST_NAME: usize = 20;
@@ -33,16 +34,18 @@ pub(super) struct Wire {
     has_two_ends: Arc<AtomicBool>,
     /// What is to be written in place of what the library gave.
     own: Vec<u8>,
+    place: Arc<Place>,
 }
 
 impl Wire {
-    pub(super) fn new(stream: TcpStream) -> Wire {
+    pub(super) fn new(stream: TcpStream, place: Arc<Place>) -> Wire {
         Wire {
             stream,
             preface: PREFACE,
             lines: Lines::default(),
             has_two_ends: Arc::default(),
             own: Vec::new(),
+            place,
         }
     }
 
@@ -70,6 +73,7 @@ impl Wire {
                 return Poll::Ready(Err(std::io::ErrorKind::WriteZero.into()));
             }
             self.own.drain(..written);
+            self.place.touch();
         }
         Poll::Ready(Ok(()))
     }
@@ -103,7 +107,11 @@ impl AsyncWrite for Wire {
                 let _ = wire.poll_own(context)?;
                 Poll::Ready(Ok(bytes.len()))
             }
-            None => Pin::new(&mut wire.stream).poll_write(context, bytes),
+            None => {
+                let written = ready!(Pin::new(&mut wire.stream).poll_write(context, bytes))?;
+                wire.place.touch();
+                Poll::Ready(Ok(written))
+            }
         }
     }
 

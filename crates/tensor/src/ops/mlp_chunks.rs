@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
 use crate::ops::linear::{Layer, WeightLayout};
-use crate::ops::{count_activation, gradient_like};
+use crate::ops::{concat, count_activation, gradient_like, split};
 use crate::param::Operand;
 use crate::profile::{self, Pass};
 use crate::shape::Shape;
@@ -20,15 +20,32 @@ use crate::tensor::Tensor;
 
 const OP: &str = "mlp_in_chunks";
 
-/// The weights of a perceptron, each with perhaps a bias.
+/// A weight and perhaps a bias.
+pub type LayerOperands = (Operand, Option<Operand>);
+
+/// What a perceptron makes of its input, before it is projected down.
+#[derive(Debug, Clone)]
+pub enum Inwards<L = LayerOperands> {
+    /// `f(up)`.
+    Up(L),
+    /// `f(gate) · up`.
+    Gated {
+        /// What goes through the activation.
+        gate: L,
+        /// What it multiplies.
+        up: L,
+    },
+    /// The same where one layer makes both, all of the gate before all of up.
+    Packed(L),
+}
+
+/// The weights of a perceptron.
 #[derive(Debug, Clone)]
 pub struct MlpWeights {
-    /// With it, `f(gate) · up` is projected down, else `f(up)`.
-    pub gate: Option<(Operand, Option<Operand>)>,
     /// From the input to the inner values.
-    pub up: (Operand, Option<Operand>),
+    pub inwards: Inwards,
     /// From the inner values to the result.
-    pub down: (Operand, Option<Operand>),
+    pub down: LayerOperands,
 }
 
 /// [`mlp`](crate::ops::mlp), or with a gate [`gated_mlp`](crate::ops::gated_mlp), over at most `chunk` rows at a time.
@@ -43,14 +60,31 @@ pub fn mlp_in_chunks(
     if chunk == 0 {
         return Err(TensorError::argument(OP, "chunks of no rows"));
     }
-    let layer = |of: (Operand, Option<Operand>), shape| Layer::new(OP, shape, x.dtype(), of.0, of.1, layout);
-    let up = layer(weights.up, x.shape())?;
-    let gate = weights.gate.map(|gate| layer(gate, x.shape())).transpose()?;
-    if let Some(gate) = &gate {
-        gate.expect_alike(OP, &up)?;
-    }
-    let down = layer(weights.down, &x.shape().with_last(up.outputs))?;
-    let chunks = Chunks { gate, up, down, activation, rows: x.shape().rows(), chunk };
+    let layer = |of: LayerOperands, shape: &Shape| Layer::new(OP, shape, x.dtype(), of.0, of.1, layout);
+    let (inwards, inner) = match weights.inwards {
+        Inwards::Up(up) => {
+            let up = layer(up, x.shape())?;
+            let inner = up.outputs;
+            (Inwards::Up(up), inner)
+        }
+        Inwards::Gated { gate, up } => {
+            let (gate, up) = (layer(gate, x.shape())?, layer(up, x.shape())?);
+            gate.expect_alike(OP, &up)?;
+            let inner = up.outputs;
+            (Inwards::Gated { gate, up }, inner)
+        }
+        Inwards::Packed(both) => {
+            let both = layer(both, x.shape())?;
+            if !both.outputs.is_multiple_of(2) {
+                let why = format!("a layer of {} outputs cannot be half a gate", both.outputs);
+                return Err(TensorError::argument(OP, why));
+            }
+            let inner = both.outputs / 2;
+            (Inwards::Packed(both), inner)
+        }
+    };
+    let down = layer(weights.down, &x.shape().with_last(inner))?;
+    let chunks = Chunks { inwards, inner, down, activation, rows: x.shape().rows(), chunk };
     let mut operands = vec![&x];
     operands.extend(chunks.layers().flat_map(Layer::operands));
     let y = chunks.forward(&*x.read()?)?;
@@ -63,8 +97,9 @@ pub fn mlp_in_chunks(
 
 /// A perceptron and how its rows are cut.
 struct Chunks {
-    gate: Option<Layer>,
-    up: Layer,
+    inwards: Inwards<Layer>,
+    /// How many values are projected down.
+    inner: usize,
     down: Layer,
     activation: Activation,
     rows: usize,
@@ -82,12 +117,38 @@ struct Sums {
 impl Chunks {
     /// In the order of their gradients.
     fn layers(&self) -> impl Iterator<Item = &Layer> {
-        self.gate.iter().chain([&self.up, &self.down])
+        let second = match &self.inwards {
+            Inwards::Gated { up, .. } => Some(up),
+            Inwards::Up(_) | Inwards::Packed(_) => None,
+        };
+        [self.first()].into_iter().chain(second).chain([&self.down])
+    }
+
+    fn first(&self) -> &Layer {
+        match &self.inwards {
+            Inwards::Up(layer) | Inwards::Packed(layer) | Inwards::Gated { gate: layer, .. } => layer,
+        }
     }
 
     fn saved(&self) -> Chunks {
-        let gate = self.gate.as_ref().map(Layer::saved);
-        Chunks { gate, up: self.up.saved(), down: self.down.saved(), ..*self }
+        let inwards = match &self.inwards {
+            Inwards::Up(up) => Inwards::Up(up.saved()),
+            Inwards::Gated { gate, up } => Inwards::Gated { gate: gate.saved(), up: up.saved() },
+            Inwards::Packed(both) => Inwards::Packed(both.saved()),
+        };
+        Chunks { inwards, down: self.down.saved(), ..*self }
+    }
+
+    /// The gate and what it multiplies, where there is one.
+    fn halves(&self, x: &Tensor) -> Result<Option<[Tensor; 2]>> {
+        match &self.inwards {
+            Inwards::Up(_) => Ok(None),
+            Inwards::Gated { gate, up } => Layer::forward_all([gate, up], x).map(Some),
+            Inwards::Packed(both) => {
+                let parts = split(&both.forward(x, None, None)?, 1, &[self.inner; 2])?;
+                Ok(parts.try_into().ok())
+            }
+        }
     }
 
     fn count(&self) -> usize {
@@ -104,10 +165,9 @@ impl Chunks {
         let mut y = Tensor::empty(x.shape().with_last(self.down.outputs), x.dtype(), x.device())?;
         for index in 0..self.count() {
             let x = self.of(x, index)?;
-            let hidden = match &self.gate {
-                None => self.up.forward(&x, Some(self.activation), None)?,
-                Some(gate) => {
-                    let [g, u] = Layer::forward_all([gate, &self.up], &x)?;
+            let hidden = match self.halves(&x)? {
+                None => self.first().forward(&x, Some(self.activation), None)?,
+                Some([g, u]) => {
                     let mut hidden = Tensor::empty(*g.shape(), g.dtype(), g.device())?;
                     count_activation(self.activation, hidden.numel());
                     x.device().backend().gated(self.activation, &g, &u, hidden.out()?)?;
@@ -147,23 +207,21 @@ impl Chunks {
     /// The gradients of what the layers before the activation give, and the value behind it.
     fn inner_gradients(&self, x: &Tensor, dy: &Tensor) -> Result<(Vec<Tensor>, Tensor)> {
         let (backend, activation) = (x.device().backend(), self.activation);
-        let mut dhidden = self.down.input_gradient(dy, &dy.shape().with_last(self.up.outputs))?;
+        let mut dhidden = self.down.input_gradient(dy, &dy.shape().with_last(self.inner))?;
         count_activation(activation, 2 * dhidden.numel());
         profile::during(Pass::Recomputation, || count_activation(activation, dhidden.numel()));
-        match &self.gate {
-            None => {
-                let again = || self.up.forward(x, None, None);
-                let mut before = profile::during(Pass::Recomputation, again)?;
-                backend.activation_backward_in_place(activation, before.out()?, dhidden.out()?)?;
-                Ok((vec![dhidden], before))
-            }
-            Some(gate) => {
-                let again = || Layer::forward_all([gate, &self.up], x);
-                let [mut g, mut u] = profile::during(Pass::Recomputation, again)?;
-                backend.gated_backward_in_place(activation, g.out()?, u.out()?, dhidden.out()?, true)?;
-                Ok((vec![g, u], dhidden))
-            }
-        }
+        let Some([mut g, mut u]) = profile::during(Pass::Recomputation, || self.halves(x))? else {
+            let again = || self.first().forward(x, None, None);
+            let mut before = profile::during(Pass::Recomputation, again)?;
+            backend.activation_backward_in_place(activation, before.out()?, dhidden.out()?)?;
+            return Ok((vec![dhidden], before));
+        };
+        backend.gated_backward_in_place(activation, g.out()?, u.out()?, dhidden.out()?, true)?;
+        let gradients = match self.inwards {
+            Inwards::Packed(_) => vec![concat(&[g, u], 1)?],
+            _ => vec![g, u],
+        };
+        Ok((gradients, dhidden))
     }
 
     fn sums(&self, layer: &Layer, dy: &Tensor) -> Result<Sums> {

@@ -41,7 +41,7 @@ pub use index::{embedding, gather, index_select, one_hot, top_k};
 pub use linear::{WeightLayout, linear, linear_activation, mlp};
 pub use loss::{CrossEntropyOptions, RowLoss, cross_entropy, linear_cross_entropy};
 pub use matmul::matmul;
-pub use mlp_chunks::{MlpWeights, mlp_in_chunks};
+pub use mlp_chunks::{Inwards, LayerOperands, MlpWeights, mlp_in_chunks};
 pub use norm::{REBUILT_WIDTH, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 pub use reduce::{cumsum, log_softmax, max, mean, mean_dim, min, softmax, sum, sum_dim};
 pub use routes::Routes;

@@ -152,6 +152,9 @@ fn lock(folder: &Path) -> Result<File, Failure> {
             ));
         }
     }
-    file.set_len(0).and_then(|()| (&file).write_all(OWN.as_bytes())).map_err(io)?;
+    // Not written again: on a full disk nothing would be left of it, and the folder somebody else's.
+    if !is_own(folder) {
+        file.set_len(0).and_then(|()| (&file).write_all(OWN.as_bytes())).map_err(io)?;
+    }
     Ok(file)
 }
