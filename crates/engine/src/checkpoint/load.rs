@@ -353,10 +353,11 @@ impl Engine {
         if !rule.takes_local_gradients(saved.optimizer_steps.saturating_add(1)) {
             return Ok(());
         }
-        let is_held = |name: &&String| {
+        let is_held = |name: &&str| {
             saved.per_parameter.get(*name).is_some_and(|numbers| Ratio::from_numbers(numbers).is_some())
         };
-        match self.store.per_parameter().keys().find(|name| !is_held(name)) {
+        let mut trained = self.store.params().iter().filter(|param| param.is_trainable()).map(Param::name);
+        match trained.find(|name| !is_held(name)) {
             None => Ok(()),
             Some(name) => {
                 let why = format!(
