@@ -307,6 +307,15 @@ impl Rules<'_> {
             let help = "remove pipeline stages, shared sequences, tensor slices and spread experts, or do not drop tokens";
             self.unsupported(token_drop, why, help);
         }
+        let has_layout = lookup(self.full, "sparse_attention").is_some_and(Value::is_object);
+        if has_layout && sequence {
+            let why = "a layout of blocks is of whole sequences, and ranks have parts of them";
+            self.unsupported("sparse_attention", why, "remove it, or sequence_parallel_size");
+        }
+        if has_layout && self.flag(token_drop) {
+            let why = "a layout of blocks is of all tokens of a sequence, and layers see some";
+            self.unsupported("sparse_attention", why, "remove it, or do not drop tokens");
+        }
         if self.flag("eigenvalue.enabled") && (pipe || tensor || expert) {
             let why = "measures whole blocks, and ranks hold parts of them";
             self.unsupported("eigenvalue.enabled", why, "remove it");

@@ -155,7 +155,7 @@ impl Engine {
             tracing::warn!("{note}");
         }
         communication::start(&config, &setup.world)?;
-        let features = Features::of_engine(&config)?;
+        let features = Features::of_engine(setup)?;
         let eigenvalues = Eigenvalues::of_engine(&config, &store)?;
         let profiler = StepProfiler::of_run(&config, &setup.world);
         let monitoring = Monitoring::of_run(&config, &setup.world)?;

@@ -1,10 +1,13 @@
-//! What changes as training goes on besides the weights: layers and tokens that are dropped, sequences that grow.
+//! What changes as training goes on besides the weights: layers and tokens that are dropped, sequences that grow; and what tokens
+//! see of each other.
 //!
 //! The engine says how much, a model or a data loader does it: models ask [`ferrospeed_nn::layer_drop`] and
-//! [`ferrospeed_nn::token_drop`] for each block, and whoever makes micro-batches asks the engine for the length of sequences.
+//! [`ferrospeed_nn::token_drop`] for each block, and whoever makes micro-batches asks the engine for the length of sequences. Who
+//! makes a model asks for the layouts of its attention.
 
 use ferrospeed_config::Config;
 use ferrospeed_nn::layer_drop::LayerDrop;
+use ferrospeed_nn::sparse_attention::SparseAttention;
 use ferrospeed_nn::token_drop::TokenDrop;
 use ferrospeed_optim::curriculum::{Curriculum, CurriculumScheduler};
 use ferrospeed_optim::progressive_layer_drop::ProgressiveLayerDrop;
@@ -12,13 +15,15 @@ use ferrospeed_optim::random_ltd::TokenSchedule;
 use serde_json::Value;
 
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
+use crate::setup::Setup;
 
-/// Progressive layer drop, random layer-token drop and the sequence-length curriculum of a run.
+/// Progressive layer drop, random layer-token drop, the sequence-length curriculum and sparse attention of a run.
 #[derive(Default)]
 pub(crate) struct Features {
     layer_drop: Option<ProgressiveLayerDrop>,
     token_drop: Option<TokenSchedule>,
+    sparse_attention: Option<SparseAttention>,
     curriculum: Option<CurriculumScheduler>,
     /// Whether the difficulty is the length of sequences.
     by_length: bool,
@@ -37,14 +42,20 @@ impl Features {
         Ok(Features {
             layer_drop: layer_drop.transpose()?,
             token_drop: random_ltd(config)?,
+            sparse_attention: sparse_attention(config)?,
             curriculum: curriculum.transpose()?.map(CurriculumScheduler::new),
             by_length,
         })
     }
 
     /// The same for an engine, which says so where nothing follows a curriculum.
-    pub(crate) fn of_engine(config: &Config) -> Result<Features> {
+    pub(crate) fn of_engine(setup: &Setup) -> Result<Features> {
+        let config = &setup.config;
         let features = Features::from_config(config)?;
+        if features.sparse_attention.is_some() && !setup.device.backend().attends_over_blocks() {
+            let why = "attention over blocks runs on the CPU, and this rank computes on a GPU; train on the CPU, or remove the section";
+            return Err(EngineError::Unsupported { key: "sparse_attention", why: why.to_owned() });
+        }
         if let Some(section) = config.section("curriculum_learning")
             && features.curriculum.is_some()
             && !features.by_length
@@ -66,7 +77,19 @@ pub fn random_ltd(config: &Config) -> Result<Option<TokenSchedule>> {
     Ok(enabled.map(TokenSchedule::from_section).transpose()?)
 }
 
+/// The kind of layout that attention of a run has, where the configuration asks for one.
+pub fn sparse_attention(config: &Config) -> Result<Option<SparseAttention>> {
+    let section = config.section("sparse_attention");
+    Ok(section.map(SparseAttention::from_section).transpose()?)
+}
+
 impl Engine {
+    /// With `sparse_attention`: the kind of layout that a model's attention has, its random blocks drawn from the run's seed. A model
+    /// has to take it.
+    pub fn sparse_attention(&self) -> Option<SparseAttention> {
+        Some(self.features.sparse_attention.clone()?.with_seed(self.seed))
+    }
+
     /// With `progressive_layer_drop`: the probability to keep a layer in the next forward pass. It follows the steps that
     /// are done, so that the first two steps keep every layer.
     pub fn pld_theta(&self) -> Option<f64> {

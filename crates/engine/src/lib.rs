@@ -57,7 +57,7 @@ pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use examine::refusals;
 pub use failure::Failure;
-pub use features::random_ltd;
+pub use features::{random_ltd, sparse_attention};
 pub use ferrospeed_observe::ObserveError;
 pub use ferrospeed_observe::monitor::Monitor;
 pub use ferrospeed_observe::trace::Activity;

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use ferrospeed_comm::Group;
 use ferrospeed_nn::layer_drop::layer_drop;
+use ferrospeed_nn::sparse_attention::{Direction, SparseAttention};
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices, enter};
 use ferrospeed_nn::token_drop::token_drop;
 use ferrospeed_nn::{
@@ -180,6 +181,19 @@ impl Bert {
     /// Its parameters.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
+    }
+
+    /// Lets all layers attend over the active blocks of a kind of layout, or over all tokens again. It refuses one that hides later
+    /// tokens, which an encoder must see.
+    pub fn set_sparse_attention(&mut self, kind: Option<&SparseAttention>) -> Result<()> {
+        if kind.is_some_and(|kind| kind.direction() == Direction::Unidirectional) {
+            let why = "a unidirectional layout hides later tokens, which an encoder sees; take bidirectional";
+            return Err(ModelError::config("sparse_attention.attention", why));
+        }
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            layer.attention.set_sparse_attention(kind.map(|kind| kind.clone().of_layer(index)));
+        }
+        Ok(())
     }
 
     /// Runs a batch; `observe` is called with the embedding as 0 and each block's result.

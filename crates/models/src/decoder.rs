@@ -13,6 +13,7 @@ mod pages;
 mod places;
 mod run;
 mod sequence;
+mod sparse;
 mod stages;
 
 use std::sync::Arc;

@@ -8,6 +8,7 @@ use crate::linear::Linear;
 use crate::norm::{Norm, RmsNorm};
 use crate::rotary::RotaryTable;
 use crate::sequence::SequencePart;
+use crate::sparse_attention::{LayerLayouts, SparseAttention};
 use crate::tensor_parallel::enter;
 
 /// The numbers of an attention layer.
@@ -89,6 +90,8 @@ pub struct MultiHeadAttention {
     head_norms: Option<[RmsNorm; 2]>,
     /// Whether queries and keys turn where a pass has rotary tables.
     turns: bool,
+    /// Which blocks of whole sequences see each other, where not all do.
+    layouts: Option<LayerLayouts>,
 }
 
 /// Keys and values of the tokens so far, for one layer.
@@ -212,7 +215,7 @@ impl MultiHeadAttention {
             kv_heads: (config.kv_heads / ranks).max(1),
             ..config
         };
-        MultiHeadAttention { projections, output, config, head_norms: None, turns: true }
+        MultiHeadAttention { projections, output, config, head_norms: None, turns: true, layouts: None }
     }
 
     /// Normalises queries and keys before they are rotated: each head by itself where the norms have its width, all heads
@@ -225,6 +228,18 @@ impl MultiHeadAttention {
     /// Leaves queries and keys as they are where other layers of the model turn theirs.
     pub fn without_rotary(self) -> MultiHeadAttention {
         MultiHeadAttention { turns: false, ..self }
+    }
+
+    /// Attends over the blocks of a layout alone, or over all again; passes with a cache see all that is cached.
+    pub fn set_sparse_attention(&mut self, kind: Option<SparseAttention>) {
+        let heads = self.config.heads;
+        let first = self.output.summed_over().map_or(0, |slices| slices.group().rank() * heads);
+        self.layouts = kind.map(|kind| LayerLayouts::new(kind, first..first + heads));
+    }
+
+    /// The layouts that it attends over, where it does not attend over all.
+    pub fn layouts(&self) -> Option<&LayerLayouts> {
+        self.layouts.as_ref()
     }
 
     /// The tables by which this layer turns.
@@ -268,10 +283,16 @@ impl MultiHeadAttention {
         mut cache: Option<&mut KeyValueCache>,
         mode: Mode,
     ) -> Result<Tensor> {
+        let layouts = self.layouts.as_ref().filter(|_| cache.is_none());
+        if layouts.is_some() && (visibility.sequence.is_some() || visibility.documents.is_some()) {
+            let what = "a layout of blocks is of whole sequences of one text; leave out documents that are apart and ranks that share sequences".to_owned();
+            return Err(TensorError::BadArgument { op: "sparse_attention", what });
+        }
         let options = AttentionOptions {
             scale: Some(self.config.scale),
             causal: self.config.causal,
             window: self.config.window,
+            blocks: layouts.map(|layouts| layouts.of(x.sizes()[1])),
             key_mask: visibility.key_mask.clone(),
             alibi_slopes: self.own_slopes(visibility.alibi_slopes.as_ref())?,
             alibi_positions: visibility.alibi_positions.clone(),

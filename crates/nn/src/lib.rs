@@ -34,6 +34,7 @@ mod norm;
 mod rotary;
 mod sequence;
 mod sequential;
+pub mod sparse_attention;
 mod stages;
 pub mod tensor_parallel;
 mod tiled;

@@ -22,6 +22,7 @@ mod arena;
 pub mod autograd;
 pub mod backend;
 pub mod beside;
+mod block_layout;
 pub mod cpu;
 pub mod cuda;
 pub mod documents;
@@ -45,6 +46,7 @@ pub mod store;
 pub mod tensor;
 
 pub use backend::{Activation, Device, NormKind, Window2d, with_category};
+pub use block_layout::BlockLayout;
 pub use documents::Documents;
 pub use dtype::DType;
 pub use error::{Result, TensorError};

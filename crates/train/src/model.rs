@@ -11,6 +11,7 @@ use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
 use ferrospeed_nn::moe::ExpertRanks;
+use ferrospeed_nn::sparse_attention::SparseAttention;
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{SequenceMethod, Stages};
 use ferrospeed_pipeline::partition::Measured;
@@ -81,6 +82,18 @@ fn cannot_be_staged(recipe: &Recipe, decoder: &Decoder) -> Option<String> {
         vec![Measured { seconds: 1.0, state_bytes: 1.0, activation_bytes: 1.0 }; decoder.layers().len()];
     let divided = ferrospeed_engine::divide(&config, recipe.stages(), decoder, Some(&alike));
     divided.err().map(|error| error.to_string())
+}
+
+/// The layouts of attention that a recipe asks for, or why its data cannot have them. What is wrong with the section itself is told
+/// with the configuration.
+fn sparse_attention(recipe: &Recipe) -> Result<Option<SparseAttention>, Option<String>> {
+    let (config, _) = recipe.config().map_err(|_| None)?;
+    let kind = ferrospeed_engine::sparse_attention(&config).map_err(|_| None)?;
+    if kind.is_some() && recipe.data.documents_are_apart() {
+        let why = "sparse_attention: a layout of blocks is of sequences that are one text, and documents that are apart (data.documents) are not; leave out one of the two";
+        return Err(Some(why.to_owned()));
+    }
+    Ok(kind.map(|kind| kind.with_seed(recipe.seed)))
 }
 
 /// The Hugging Face configuration of a recipe's model.
@@ -173,6 +186,10 @@ impl ModelPlan {
         };
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
         decoder.set_mlp_chunks(recipe.model.mlp_chunks());
+        match sparse_attention(recipe) {
+            Ok(kind) => decoder.set_sparse_attention(kind.as_ref()),
+            Err(problem) => problems.extend(problem),
+        }
         problems.extend(cannot_be_staged(recipe, &decoder));
         let weights = recipe.model.path.as_ref().filter(|_| opens_weights).and_then(|folder| {
             let opened = WeightFiles::open_directory(folder)

@@ -155,6 +155,11 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
         stages => initialize_pipeline(&setup, stages, &model, model.parameters(), options)?,
     };
+    if model.attends_sparsely() {
+        all_warnings.push(
+            "sparse_attention: training and validation attend over the active blocks; samples, `generate` and `serve` attend over all tokens".to_owned(),
+        );
+    }
     if recipe.sample.is_some() && engine.is_pipeline() {
         all_warnings.push(
             "sample: no rank holds all of a model in stages, so it writes nothing; `ferrospeed generate` does, from the exported weights".to_owned(),
@@ -440,5 +445,6 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
         FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => 0.0,
     };
     let multiplied = multiplied - idle;
-    6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * sequence as f64
+    let seen = sequence as f64 * model.attended_share(usize::try_from(sequence).unwrap_or(usize::MAX));
+    6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * seen
 }

@@ -241,8 +241,9 @@ pub const ROOT: &[Key] = &[
         "sparse_attention",
         SPARSE_ATTENTION,
         "null",
-        "Block-sparse attention layout for models that ask for it.",
-    ),
+        "Attention over some blocks of keys alone: decoders that `train` trains have it, a program's own model asks the engine for it.",
+    )
+    .done(),
     key(
         "hybrid_engine",
         Kind::Section(HYBRID_ENGINE, Form::Schema),

@@ -157,6 +157,10 @@ pub(crate) fn all(config: &Config, input: &Value, world_size: u64) -> Value {
     ] {
         map.insert(name.into(), full[name].clone());
     }
+    // DeepSpeed's parsers of these two drop the key (docs/differences.md, "Sparse attention").
+    if full["sparse_attention"]["mode"] == "bigbird" || full["sparse_attention"]["mode"] == "bslongformer" {
+        map["sparse_attention"].as_object_mut().map(|section| section.remove("attention"));
+    }
     if let Some(elasticity) = &config.elasticity {
         map.insert("elastic_model_parallel_size".into(), elasticity.model_parallel_size.into());
         map.insert("num_gpus_per_node".into(), elasticity.num_gpus_per_node.into());

@@ -1,6 +1,7 @@
 //! One block of a decoder: attention and feed-forward around the residual stream.
 
 use ferrospeed_nn::moe::{ExpertRanks, Routing};
+use ferrospeed_nn::sparse_attention::LayerLayouts;
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{
     AttentionConfig, GatedMlp, HeadProjections, Init, KeyValueCache, Linear, Mlp, Mode, MultiHeadAttention,
@@ -188,6 +189,16 @@ impl Block {
             residual: config.residual,
             residual_dropout: config.residual_dropout,
         }
+    }
+
+    /// Its attention.
+    pub(super) fn attention_mut(&mut self) -> &mut MultiHeadAttention {
+        &mut self.attention
+    }
+
+    /// The layouts that it attends over, where it does not attend over all.
+    pub(super) fn layouts(&self) -> Option<&LayerLayouts> {
+        self.attention.layouts()
     }
 
     /// The numbers of its attention; of the heads, those that this rank has.

@@ -124,6 +124,8 @@ impl Decoder {
     fn check_token_drop(&self, visibility: &Visibility) -> Result<()> {
         let why = if visibility.sequence.is_some() || self.slices.is_some() {
             "a layer that ranks share needs all tokens; leave out tensor and sequence parallelism"
+        } else if self.attends_sparsely() {
+            "a layout of blocks is of all tokens of a sequence; leave out sparse_attention"
         } else if visibility.documents.is_some() {
             "documents that share a sequence fill it; leave out data.documents"
         } else if matches!(self.config.feed_forward, FeedForward::Mixture(_)) {

@@ -1,6 +1,7 @@
 //! Attention over a tensor's own keys, a cache's, and pages, and the positions of heads.
 
 use crate::backend::Memory;
+use crate::block_layout::BlockLayout;
 use crate::documents::Documents;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -82,6 +83,12 @@ pub struct AttentionSpec<'a> {
     pub weights: Option<WeightGrid>,
     /// Who sees whom ends at the borders of these; queries are the tokens of their keys then.
     pub documents: Option<&'a Documents>,
+    /// Which blocks of queries see which blocks of keys; queries are the tokens of their keys then.
+    pub blocks: Option<&'a BlockLayout>,
+    /// `[batch, keys]` of f32, added to the scores.
+    pub key_bias: Option<&'a Tensor>,
+    /// `[queries, keys]`, or `[heads, queries, keys]`, of f32, added to the scores.
+    pub score_bias: Option<&'a Tensor>,
 }
 
 /// Some of the weights `[batch, heads, queries, keys]` of an attention of which other ranks compute the rest: whether one is
@@ -131,6 +138,10 @@ pub trait Attention: Memory {
         dout: &Heads<'_>,
         gradients: [HeadsOut<'_>; 3],
     ) -> Result<()>;
+    /// Whether it knows [`AttentionSpec::blocks`], `key_bias` and `score_bias`.
+    fn attends_over_blocks(&self) -> bool {
+        false
+    }
     /// Whether causal attention over whole sequences is so much faster than within documents that these are worth copying.
     fn prefers_whole_sequences(&self, _dtype: DType, _dim: usize) -> bool {
         false

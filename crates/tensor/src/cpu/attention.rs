@@ -190,10 +190,8 @@ fn forward_block(
 ) {
     let dim = mask.spec.dim;
     let height = lse_t.len();
-    let visible = mask.visible(t0, t0 + height);
     let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
-    for s0 in visible.clone().step_by(BLOCK_S) {
-        let width = BLOCK_S.min(visible.end - s0);
+    mask.for_key_blocks([t0, t0 + height], [1, BLOCK_S], |s0, width| {
         let keys = s0 * dim..(s0 + width) * dim;
         let block = &mut score_ts[..height * width];
         small(height, width, dim, &rows(q_td, dim), &k_ds.starting_at(s0), block, mask.spec.scale, false);
@@ -214,7 +212,7 @@ fn forward_block(
             mask.dropout(block, t0, s0, width);
         });
         small(height, dim, width, &rows(block, width), &rows(&v_sd[keys], dim), out_td, 1.0, true);
-    }
+    });
     vectorized!(|| {
         for t in 0..height {
             // Rows that see no key (padding) give zeros.
@@ -357,7 +355,6 @@ fn backward_block(
 ) {
     let (dim, scale) = (mask.spec.dim, mask.spec.scale);
     let height = lse_t.len();
-    let visible = mask.visible(t0, t0 + height);
     let mut delta_t = [0.0f32; BLOCK_T];
     vectorized!(|| {
         for t in 0..height {
@@ -366,8 +363,7 @@ fn backward_block(
         }
     });
     let has_dropout = mask.spec.dropout.is_some();
-    for s0 in visible.clone().step_by(BLOCK_S) {
-        let width = BLOCK_S.min(visible.end - s0);
+    mask.for_key_blocks([t0, t0 + height], [1, BLOCK_S], |s0, width| {
         let span = s0 * dim..(s0 + width) * dim;
         let prob = &mut scratch.score_ts[..height * width];
         let dprob = &mut scratch.dprob_ts[..height * width];
@@ -410,7 +406,7 @@ fn backward_block(
         let dscore = &*prob;
         small(height, dim, width, &rows(dscore, width), &rows(&k_sd[span.clone()], dim), dq_td, scale, true);
         small(width, dim, height, &columns(dscore, width), &rows(q_td, dim), &mut dk_sd[span], scale, true);
-    }
+    });
 }
 
 pub(crate) fn rotary(

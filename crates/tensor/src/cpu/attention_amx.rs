@@ -319,7 +319,7 @@ pub(crate) fn forward(
                 q_left.pack(&from_row(&q_td, t0), height, dim);
                 let out_td = cleared(sum_td, BLOCK_T * width_d);
                 let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
-                for_key_blocks(&mask, t0, height, |s0, width| {
+                mask.for_key_blocks([t0, t0 + height], [BLOCK, BLOCK_S], |s0, width| {
                     let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
                     multiply(&tiles, q_left, k_ds, columns.clone(), 0..k_ds.steps, score_ts, BLOCK_S, false);
                     let span = padded(width);
@@ -346,16 +346,6 @@ pub(crate) fn forward(
             }
         }
     });
-}
-
-/// Calls `block(first key, number of keys)` for the blocks of keys that some query of the block sees.
-fn for_key_blocks(mask: &Mask<'_>, t0: usize, height: usize, mut block: impl FnMut(usize, usize)) {
-    let visible = mask.visible(t0, t0 + height);
-    // Blocks start where tiles do; what lies before the window is masked like any hidden key.
-    let first = visible.start / BLOCK * BLOCK;
-    for s0 in (first..visible.end).step_by(BLOCK_S) {
-        block(s0, BLOCK_S.min(visible.end - s0));
-    }
 }
 
 /// The gradients of one key head and of all query heads that share it.
@@ -410,7 +400,7 @@ pub(crate) fn backward(
                         delta_t[t] = sum_by(&wide, |i, out| out * dout_row[i].widen());
                     }
                 });
-                for_key_blocks(&mask, t0, height, |s0, width| {
+                mask.for_key_blocks([t0, t0 + height], [BLOCK, BLOCK_S], |s0, width| {
                     let columns = s0 / BLOCK..(s0 + width).div_ceil(BLOCK);
                     let span = padded(width);
                     let steps = 0..k_ds.steps;

@@ -1,4 +1,4 @@
-//! What the tasks of attention have in common: which tokens they attend over, and what is hidden there.
+//! What the tasks of attention have in common: which tokens they attend over, in which stretches, and what is hidden there.
 
 use std::ops::Range;
 
@@ -50,12 +50,15 @@ impl<'a> Part<'a> {
     }
 }
 
-/// What changes scores besides the product: masks, windows and ALiBi, for one part and head.
+/// What changes scores besides the product: masks, windows, layouts of blocks, biases and ALiBi, for one part and head.
 pub(crate) struct Mask<'a> {
     pub(crate) spec: &'a AttentionSpec<'a>,
     key_allowed: Option<&'a [u8]>,
     /// `slope · position` per key.
     alibi_s: Option<Vec<f32>>,
+    key_bias_s: Option<&'a [f32]>,
+    /// For all queries.
+    bias_ts: Option<&'a [f32]>,
     head: usize,
     batch: usize,
 }
@@ -69,11 +72,19 @@ impl<'a> Mask<'a> {
         let alibi_s = spec.alibi_slopes.map(|slopes| {
             let slope = read::<f32>(slopes)[head];
             match spec.alibi_positions {
-                Some(positions) => read::<f32>(positions)[own_keys].iter().map(|p| slope * p).collect(),
+                Some(positions) => {
+                    read::<f32>(positions)[own_keys.clone()].iter().map(|p| slope * p).collect()
+                }
                 None => (0..spec.keys).map(|key| slope * key as f32).collect(),
             }
         });
-        Mask { spec, key_allowed, alibi_s, head, batch: part.batch }
+        let key_bias_s = spec.key_bias.map(|bias| &read::<f32>(bias)[own_keys]);
+        let scores = spec.queries * spec.keys;
+        let bias_ts = spec.score_bias.map(|bias| {
+            let first = if bias.numel() == scores { 0 } else { head * scores };
+            &read::<f32>(bias)[first..first + scores]
+        });
+        Mask { spec, key_allowed, alibi_s, key_bias_s, bias_ts, head, batch: part.batch }
     }
 
     /// What multiplies the products.
@@ -98,6 +109,39 @@ impl<'a> Mask<'a> {
         start..end
     }
 
+    /// Calls `visit(first key, number of keys)` for stretches of at most `longest` keys, each from a multiple of `align` on, that
+    /// hold every key which some query of `t0..t1` sees. What else lies in them is hidden by [`Mask::apply`].
+    pub(crate) fn for_key_blocks(
+        &self,
+        [t0, t1]: [usize; 2],
+        [align, longest]: [usize; 2],
+        mut visit: impl FnMut(usize, usize),
+    ) {
+        let visible = self.visible(t0, t1);
+        let mut within = |start: usize, end: usize| {
+            for s0 in (start / align * align..end).step_by(longest) {
+                visit(s0, longest.min(end - s0));
+            }
+        };
+        let Some(blocks) = self.spec.blocks else { return within(visible.start, visible.end) };
+        let mut gathered: Option<Range<usize>> = None;
+        for keys in blocks.keys_of(self.head, t0..t1) {
+            let keys = keys.start.max(visible.start) / align * align..keys.end.min(visible.end);
+            match &mut gathered {
+                _ if keys.is_empty() => {}
+                Some(before) if keys.start <= before.end => before.end = keys.end,
+                _ => {
+                    if let Some(before) = gathered.replace(keys) {
+                        within(before.start, before.end);
+                    }
+                }
+            }
+        }
+        if let Some(last) = gathered {
+            within(last.start, last.end);
+        }
+    }
+
     /// Turns raw products into scores; hidden keys become minus infinity.
     #[inline(always)]
     pub(crate) fn apply(&self, score_ts: &mut [f32], t0: usize, s0: usize, width: usize) {
@@ -106,6 +150,16 @@ impl<'a> Mask<'a> {
         for (t, row) in score_ts.chunks_mut(width).enumerate() {
             if let Some(alibi_s) = &self.alibi_s {
                 row.iter_mut().zip(&alibi_s[s0..]).for_each(|(score, bias)| *score += bias);
+            }
+            if let Some(key_bias_s) = self.key_bias_s {
+                row.iter_mut().zip(&key_bias_s[s0..]).for_each(|(score, bias)| *score += bias);
+            }
+            if let Some(bias_ts) = self.bias_ts {
+                let bias = &bias_ts[(t0 + t) * spec.keys + s0..];
+                row.iter_mut().zip(bias).for_each(|(score, bias)| *score += bias);
+            }
+            if let Some(blocks) = spec.blocks {
+                blocks.hide(self.head, t0 + t, s0, row);
             }
             if let Some(allowed) = self.key_allowed {
                 row.iter_mut().zip(&allowed[s0..]).for_each(|(score, &allowed)| {

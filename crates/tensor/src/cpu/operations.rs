@@ -39,6 +39,10 @@ impl Products for CpuBackend {
 }
 
 impl Attention for CpuBackend {
+    fn attends_over_blocks(&self) -> bool {
+        true
+    }
+
     fn attention(
         &self,
         spec: &AttentionSpec<'_>,

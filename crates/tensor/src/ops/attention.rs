@@ -2,7 +2,8 @@
 
 use crate::autograd::{needs_grad, record};
 pub use crate::backend::WeightGrid;
-use crate::backend::{AttentionSpec, Heads, HeadsOut};
+use crate::backend::{AttentionSpec, Device, Heads, HeadsOut};
+use crate::block_layout::BlockLayout;
 use crate::documents::Documents;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -40,6 +41,13 @@ pub struct AttentionOptions {
     /// Tokens see those of their own document alone; the queries are the tokens of the keys then. ALiBi counts from where a
     /// document begins.
     pub documents: Option<Documents>,
+    /// Tokens see those of the active blocks alone, and of these what causality, windows and masks leave; the queries are the
+    /// tokens of the keys then.
+    pub blocks: Option<BlockLayout>,
+    /// `[batch, keys]` of f32, added to the scores after scaling; minus infinity hides a key. It gets no gradient.
+    pub key_bias: Option<Tensor>,
+    /// `[queries, keys]`, or `[heads, queries, keys]`, of f32, added to the scores after scaling. It gets no gradient.
+    pub score_bias: Option<Tensor>,
 }
 
 /// Where queries, keys and values lie inside one packed projection `[batch, tokens, width]`.
@@ -125,11 +133,18 @@ impl Problem {
             dropout: self.dropout,
             weights: self.options.weights,
             documents: self.options.documents.as_ref(),
+            blocks: self.options.blocks.as_ref(),
+            key_bias: self.options.key_bias.as_ref(),
+            score_bias: self.options.score_bias.as_ref(),
         }
     }
 
     /// Counts so many products of the size of the scores.
     pub(super) fn count(&self, products: usize) {
+        if let Some(blocks) = &self.options.blocks {
+            let pairs = blocks.pairs(self.heads, self.keys, self.options.causal);
+            return profile::count_product(products * self.batch, pairs, 1, self.dim);
+        }
         let Some(documents) = &self.options.documents else {
             return profile::count_product(
                 products * self.batch * self.heads,
@@ -166,14 +181,58 @@ impl Problem {
         {
             return fail(format!("key_mask is {}, expected bool or u8", mask.dtype()));
         }
+        let are_its_tokens =
+            self.queries == self.keys && self.options.first_query.is_none_or(|first| first == 0);
+        if let Some(blocks) = &self.options.blocks {
+            if !are_its_tokens {
+                return fail(format!(
+                    "{} queries over {} keys: a layout of blocks is of queries that are the tokens of their keys",
+                    self.queries, self.keys
+                ));
+            }
+            blocks.expect("attention", self.heads, self.keys)?;
+        }
+        self.check_biases()?;
         let Some(documents) = &self.options.documents else { return Ok(()) };
-        if self.queries != self.keys || self.options.first_query.is_some_and(|first| first != 0) {
+        if self.options.blocks.is_some() || self.options.score_bias.is_some() {
+            return fail("documents that share a sequence have no layout of blocks and no score_bias; leave out one of the two".to_owned());
+        }
+        if !are_its_tokens {
             return fail(format!(
                 "{} queries over {} keys: documents are of queries that are the tokens of their keys",
                 self.queries, self.keys
             ));
         }
         documents.expect("attention", self.batch, self.queries)
+    }
+
+    fn check_biases(&self) -> Result<()> {
+        let of_keys = [self.batch, self.keys];
+        let (of_all, of_each) = ([self.queries, self.keys], [self.heads, self.queries, self.keys]);
+        let biases: [(&str, &Option<Tensor>, [&[usize]; 2]); 2] = [
+            ("key_bias", &self.options.key_bias, [&of_keys, &of_keys]),
+            ("score_bias", &self.options.score_bias, [&of_all, &of_each]),
+        ];
+        for (what, tensor, sizes) in biases {
+            let Some(tensor) = tensor else { continue };
+            if !sizes.contains(&tensor.sizes()) || tensor.dtype() != DType::F32 {
+                let (shape, dtype) = (tensor.shape(), tensor.dtype());
+                let what = format!("{what} is {dtype} of shape {shape}, expected f32 of {:?}", sizes[0]);
+                return Err(TensorError::argument("attention", what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses what the device does not know.
+    fn check_device(&self, device: &Device) -> Result<()> {
+        let AttentionOptions { blocks, key_bias, score_bias, .. } = &self.options;
+        let is_plain = blocks.is_none() && key_bias.is_none() && score_bias.is_none();
+        if is_plain || device.backend().attends_over_blocks() {
+            return Ok(());
+        }
+        let what = "layouts of blocks and biases of scores are known to the CPU alone; compute there, or attend without them";
+        Err(TensorError::argument("attention", what))
     }
 }
 
@@ -293,9 +352,10 @@ pub(super) fn run(
     places: &[Place; 3],
     out_shape: Shape,
 ) -> Result<(Tensor, Tensor)> {
+    let device = inputs[0].device();
+    problem.check_device(device)?;
     // The scores, and what they weigh.
     problem.count(2);
-    let device = inputs[0].device();
     let mut out = Tensor::empty(out_shape, inputs[0].dtype(), device)?;
     let mut lse = Tensor::empty([problem.batch, problem.heads, problem.queries], DType::F32, device)?;
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));

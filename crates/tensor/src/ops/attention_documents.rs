@@ -19,6 +19,7 @@ pub(super) fn batches(problem: &Problem, x: &Tensor) -> Option<Arc<Batches>> {
     let plain = options.causal
         && options.key_mask.is_none()
         && options.alibi_slopes.is_none()
+        && options.key_bias.is_none()
         && problem.dropout.is_none();
     let is_faster = plain && x.device().backend().prefers_whole_sequences(x.dtype(), problem.dim);
     options.documents.as_ref()?.batches().filter(|_| is_faster).cloned()

@@ -100,7 +100,11 @@ fn check<'a>(
     if !fits {
         return Err(TensorError::ShapeMismatch { op: OP, left: *q.shape(), right: *keys.shape() });
     }
-    let is_masked = options.key_mask.is_some() || options.documents.is_some();
+    let is_masked = options.key_mask.is_some()
+        || options.documents.is_some()
+        || options.blocks.is_some()
+        || options.key_bias.is_some()
+        || options.score_bias.is_some();
     if is_masked || options.alibi_positions.is_some() || !options.causal {
         return fail("every row sees its sequence up to itself; there is no mask beside that".into());
     }

@@ -121,6 +121,8 @@ pub(crate) struct Visibility {
     pub(crate) key_mask: Option<Vec<bool>>,
     /// `[heads]`
     pub(crate) alibi: Option<Vec<f64>>,
+    /// `[batch, heads, queries, keys]`, added to the scores.
+    pub(crate) bias: Option<Vec<f64>>,
 }
 
 /// q `[batch, t, heads, d]`, k and v `[batch, s, kv_heads, d]`.
@@ -149,6 +151,10 @@ pub(crate) fn attention(q: &Array, k: &Array, v: &Array, rule: &Visibility) -> A
                         let product: f64 = (0..dim).map(|i| q.data[q_row + i] * k.data[k_row + i]).sum();
                         product / (dim as f64).sqrt()
                             + rule.alibi.as_ref().map_or(0.0, |slopes| slopes[head] * s as f64)
+                            + rule
+                                .bias
+                                .as_ref()
+                                .map_or(0.0, |bias| bias[((b * heads + head) * queries + t) * keys + s])
                     })
                     .collect();
                 for (s, p) in softmax(&scores).into_iter().enumerate() {

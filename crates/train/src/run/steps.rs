@@ -61,6 +61,7 @@ impl Run<'_> {
         }
         self.position.samples = loaded.data_position;
         self.sampler = Sampler::new(self.sequences.count(Split::Train), self.engine.seed());
+        self.model.seed_sparse_attention(self.engine.seed());
         Ok(Some(Resumed { path: loaded.path, step, changes }))
     }
 
