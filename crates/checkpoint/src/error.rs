@@ -83,8 +83,8 @@ pub enum CheckpointError {
         /// The folder.
         dir: PathBuf,
     },
-    /// A save failed on some rank, so that all ranks left it.
-    #[error("the checkpoint was not saved: rank {rank}: {why}")]
+    /// A save or a load failed on some rank, so that all ranks left it.
+    #[error("the checkpoint was neither saved nor loaded: rank {rank} failed: {why}")]
     Peer {
         /// The lowest rank that failed.
         rank: usize,

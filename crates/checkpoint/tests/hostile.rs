@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::pt::pickle::{Limits, read};
-use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, TensorTable, Unknown, Value, write_pt};
+use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, StoredTensor, TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{Checkpoint, Dtype};
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_testkit::property::{Random, seeds};
@@ -262,5 +262,50 @@ fn visit(file: &PtFile, value: &Value) {
             pairs.iter().for_each(|(_, value)| visit(file, value))
         }
         _ => {}
+    }
+}
+
+/// A counter that cannot be read is not taken for nothing: an optimizer would begin anew without a word.
+#[test]
+fn a_number_of_steps_is_read_or_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("step.pt");
+    let read = |dtype: Dtype, bytes: &[u8], damage: bool| {
+        let tensor = StoredTensor {
+            dtype,
+            shape: vec![],
+            stride: vec![],
+            offset: 0,
+            storage: "0".into(),
+            storage_numel: 1,
+            requires_grad: false,
+            is_parameter: false,
+        };
+        let storages = [StorageToWrite { dtype, numel: 1 }];
+        write_pt(&path, &Value::Tensor(tensor.clone()), &storages, &mut |_, _, out| {
+            out.extend_from_slice(bytes);
+            Ok(())
+        })
+        .unwrap();
+        if damage {
+            let at = PtFile::open(&path).unwrap().start_of(&tensor).unwrap() as usize;
+            let mut file = std::fs::read(&path).unwrap();
+            file[at] ^= 16;
+            std::fs::write(&path, file).unwrap();
+        }
+        let file = PtFile::open(&path).unwrap();
+        file.read_count(file.value()).map_err(|error| error.to_string())
+    };
+    assert_eq!(read(Dtype::F32, &24f32.to_le_bytes(), false), Ok(24));
+    assert_eq!(read(Dtype::I64, &24i64.to_le_bytes(), false), Ok(24));
+    for (dtype, bytes, damage, why) in [
+        (Dtype::F32, &24f32.to_le_bytes()[..], true, "checksum"),
+        (Dtype::I64, &24i64.to_le_bytes()[..], true, "checksum"),
+        (Dtype::F32, &2.5f32.to_le_bytes()[..], false, "no number of steps"),
+        (Dtype::F32, &f32::NAN.to_le_bytes()[..], false, "no number of steps"),
+        (Dtype::I64, &(-1i64).to_le_bytes()[..], false, "no number of steps"),
+    ] {
+        let said = read(dtype, bytes, damage).unwrap_err();
+        assert!(said.contains(why), "{dtype:?} {bytes:?}: {said}");
     }
 }

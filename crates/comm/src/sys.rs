@@ -42,7 +42,12 @@ impl SharedMemory {
             OwnedFd::from_raw_fd(raw)
         };
         let file = File::from(descriptor);
-        file.set_len(bytes as u64).map_err(|error| Error::io(what(), error))?;
+        file.set_len(bytes as u64).map_err(|error| match error.raw_os_error() {
+            Some(libc::EFBIG) => {
+                Error::io(what() + " (`ulimit -f` bounds it as it does files: raise that limit)", error)
+            }
+            _ => Error::io(what(), error),
+        })?;
         // SAFETY: a plain system call on a descriptor that we own.
         let sealed = unsafe {
             libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW)

@@ -98,9 +98,17 @@ impl Drop for WorldInner {
 
 impl World {
     /// A job of one rank: every operation is a copy.
+    ///
+    /// # Panics
+    /// When the kernel refuses shared memory; see [`World::try_solo`].
     pub fn solo() -> World {
         let mut worlds = World::threads(1);
         worlds.remove(0)
+    }
+
+    /// As [`World::solo`], with the kernel's refusal as an error.
+    pub fn try_solo() -> Result<World> {
+        Ok(World::threads_within(1, &Limits::default())?.remove(0))
     }
 
     /// A job of `size` ranks that are threads of this process, over the same algorithms as processes of one host.

@@ -80,6 +80,10 @@ impl Rules<'_> {
         if fp16 && bf16 {
             self.conflict("bf16.enabled", "fp16 and bf16 are both enabled", "keep one of them");
         }
+        if self.flag("eigenvalue.enabled") && (fp16 || bf16) {
+            let why = "has no effect with 16-bit weights: a small change of them is rounded away";
+            self.no_effect("eigenvalue.enabled", why, "remove it, or train in fp32");
+        }
         if self.flag("amp.enabled") {
             let why = "mixed precision by apex does not exist here";
             self.unsupported("amp.enabled", why, "remove `amp`; `fp16` and `bf16` replace it");
@@ -167,6 +171,13 @@ impl Rules<'_> {
         if self.flag("zero_optimization.legacy_stage1") {
             let why = "the first implementation of stage 1 does not exist any more";
             self.unsupported("zero_optimization.legacy_stage1", why, "remove it");
+        }
+        if self.flag("sparse_gradients") && stage > 0 {
+            let why = format!(
+                "has no effect in stage {stage}: each rank reduces its own part of a whole table there, as in DeepSpeed, whose \
+                 stages 1 to 3 leave the key aside too"
+            );
+            self.no_effect("sparse_gradients", why, "remove it, or set zero_optimization.stage to 0");
         }
         let scaled = self.flag("prescale_gradients") || self.number("gradient_predivide_factor") != 1.0;
         if stage >= 2 && self.flag("zero_optimization.reduce_scatter") && scaled {

@@ -257,3 +257,17 @@ fn only_what_nothing_acts_on_is_said_to_be_so() {
         "ds.json:1:57: error: `optimizer.params.min_coeff`: 0.01 is larger than max_coeff 0.001\n  help: exchange them"
     );
 }
+
+#[test]
+fn what_the_rest_of_a_configuration_leaves_without_effect_is_told() {
+    let eigenvalue = r#"{"train_batch_size": 1, "bf16": {"enabled": true}, "eigenvalue": {"enabled": true}}"#;
+    assert!(warnings(eigenvalue).contains("eigenvalue.enabled`: has no effect with 16-bit weights"));
+    let sparse = r#"{"train_batch_size": 1, "sparse_gradients": true, "zero_optimization": {"stage": 2}}"#;
+    assert!(warnings(sparse).contains("sparse_gradients`: has no effect in stage 2"));
+    for acts in [
+        r#"{"train_batch_size": 1, "eigenvalue": {"enabled": true}}"#,
+        r#"{"train_batch_size": 1, "sparse_gradients": true}"#,
+    ] {
+        assert_eq!(warnings(acts), "", "{acts}");
+    }
+}

@@ -37,6 +37,13 @@ pub struct FileTokenizer {
 /// Vocabularies of a million tokens with their merges take a tenth of it.
 const MAX_TOKENIZER_BYTES: u64 = 1 << 30;
 
+/// The part of a `tokenizer.json` that is read before the rest.
+#[derive(serde::Deserialize)]
+struct OfDecoder {
+    #[serde(rename = "decoder", default)]
+    _decoder: serde_json::Value,
+}
+
 impl Codec {
     /// Reads a `tokenizer.json`.
     pub fn from_file(path: &Path) -> Result<Codec> {
@@ -49,8 +56,11 @@ impl Codec {
 
     /// From the content of a `tokenizer.json` that was found in the file `path`, and of the `tokenizer_config.json` with it.
     pub fn from_bytes(path: &Path, bytes: &[u8], config: &serde_json::Value) -> Result<Codec> {
-        let mut tokenizer = Tokenizer::from_bytes(bytes)
-            .map_err(|error| DataError::bad_file(path, format!("is no tokenizer: {error}")))?;
+        let no_tokenizer =
+            |why: &dyn std::fmt::Display| DataError::bad_file(path, format!("is no tokenizer: {why}"));
+        // The tokenizers crate panics at a decoder that is no JSON.
+        serde_json::from_slice::<OfDecoder>(bytes).map_err(|error| no_tokenizer(&error))?;
+        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|error| no_tokenizer(&error))?;
         // Some files keep what a past user set: cutting every text at 512 tokens is not what a corpus wants.
         tokenizer.with_padding(None);
         tokenizer

@@ -300,6 +300,15 @@ fn refusal(source: &Source, codec: &Codec) -> String {
 }
 
 #[test]
+fn a_tokenizer_whose_decoder_is_damaged_is_refused() {
+    for damage in ["1e400", "\"\\ud800\"", &("[".repeat(200) + &"]".repeat(200))] {
+        let text = format!("{{\"version\": \"1.0\", \"decoder\": {{\"x\": {damage}}}}}");
+        let said = Codec::from_bytes("tokenizer.json".as_ref(), text.as_bytes(), &Value::Null).unwrap_err();
+        assert!(said.to_string().contains("tokenizer.json: is no tokenizer: "), "{said}");
+    }
+}
+
+#[test]
 fn empty_files_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("empty");

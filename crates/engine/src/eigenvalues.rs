@@ -12,7 +12,6 @@ use ferrospeed_nn::Mode;
 use ferrospeed_optim::eigenvalue::{PowerIteration, relative};
 use ferrospeed_tensor::random::{RandomKey, stream_of_name};
 use ferrospeed_tensor::{DType, Param, Tensor, autograd};
-use ferrospeed_zero::ZeroStore;
 use ferrospeed_zero::access::Which;
 
 use crate::engine::Engine;
@@ -67,18 +66,6 @@ impl Eigenvalues {
         let eigenvalues = Eigenvalues::from_section(config);
         eigenvalues.blocks(params)?;
         Ok(Some(eigenvalues))
-    }
-
-    /// The same for an engine, which says so where nothing is measured.
-    pub(crate) fn of_engine(config: &Config, store: &ZeroStore) -> Result<Option<Eigenvalues>> {
-        let eigenvalues = Eigenvalues::of_run(config, store.dtype(), store.params())?;
-        if eigenvalues.is_none() && is_asked_for(config) && store.world().rank() == 0 {
-            tracing::warn!(
-                "eigenvalue.enabled has no effect in {}: a small change of 16-bit weights is rounded away; it has in fp32",
-                store.dtype()
-            );
-        }
-        Ok(eigenvalues)
     }
 
     /// The trained parameters of each block: `layer_num` of them, or all there are for 0.

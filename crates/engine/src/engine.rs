@@ -156,7 +156,7 @@ impl Engine {
         }
         communication::start(&config, &setup.world)?;
         let features = Features::of_engine(setup)?;
-        let eigenvalues = Eigenvalues::of_engine(&config, &store)?;
+        let eigenvalues = Eigenvalues::of_run(&config, store.dtype(), store.params())?;
         let profiler = StepProfiler::of_run(&config, &setup.world);
         let monitoring = Monitoring::of_run(&config, &setup.world)?;
         let mut engine = Engine {

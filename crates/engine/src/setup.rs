@@ -163,13 +163,8 @@ pub(crate) fn initialize_part(
     let stream = setup.device.backend().stream();
     let stream = stream.map(|(ordinal, handle)| ferrospeed_comm::DeviceStream { ordinal, handle });
     setup.world.attach_device(stream)?;
-    if config.sparse_gradients && config.zero.stage != Stage::Off && setup.world.rank() == 0 {
-        tracing::warn!(
-            "sparse_gradients has no effect in stage {0}: each rank reduces its own part of a whole table there, as in DeepSpeed, whose stages 1 to 3 leave the key aside too; remove it, or set zero_optimization.stage to 0",
-            config.zero.stage.number()
-        );
-    }
-    if options.mesh.is_some() && config.zero.mics_shard_size.is_some() {
+    let in_shards = config.zero.stage == Stage::Parameters && config.zero.mics_shard_size.is_some();
+    if options.mesh.is_some() && in_shards {
         let why = "on a mesh, state is spread over all ranks that hold the same slices; remove it".to_owned();
         return Err(EngineError::Unsupported { key: "zero_optimization.mics_shard_size", why });
     }

@@ -188,13 +188,6 @@ fn what_is_not_measured_and_each_iteration_are_told() {
     let missed = "eigenvalue.enabled: nothing was measured; call Engine::update_eigenvalues";
     assert_eq!(text.matches(missed).count(), 1, "{text}");
 
-    let mut value = configuration(0, section.clone());
-    value["fp16"] = json!({"enabled": true});
-    let text = logged(|| {
-        build(World::solo(), &value).0.unwrap();
-    });
-    assert_eq!(text.matches("eigenvalue.enabled has no effect in f16").count(), 1, "{text}");
-
     let mut verbose = section;
     verbose["verbose"] = true.into();
     let text = logged(|| {

@@ -235,6 +235,11 @@ fn bodies_that_are_no_json_too_large_or_of_another_kind_are_refused() {
         "another name",
     );
     assert_fault(&send("Content-Type: application/json\r\n", b"{}"), 403, "no name");
+    assert_fault(
+        &send("Host: localhost\r\nHost: evil.example\r\nContent-Type: application/json\r\n", b"{}"),
+        400,
+        "two names",
+    );
     assert_answers(&server);
 }
 

@@ -43,10 +43,11 @@ fn keep_steps<T: DeserializeOwned>(
 ) -> Result<Vec<Steps>> {
     let text = ferrospeed_files::read(path, MAX_LOG_BYTES).map_err(TrainError::io(path))?;
     let mut kept = Vec::with_capacity(text.len());
-    let (mut bad, mut missing, mut logged) = (Vec::new(), Vec::new(), 0);
+    let (mut bad, mut missing, mut logged, mut again) = (Vec::new(), Vec::new(), 0, 0u64);
     let lines = text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
     for (number, line) in (1..).zip(lines) {
         match serde_json::from_slice(line) {
+            Ok(record) if logged > 0 && step_of(&record) <= logged => again += 1,
             Ok(record) if step_of(&record) <= last => {
                 kept.extend_from_slice(line);
                 let step = step_of(&record);
@@ -68,6 +69,9 @@ fn keep_steps<T: DeserializeOwned>(
             aside.display(),
             if bad.len() > 1 { "these lines" } else { "this line" },
         ));
+    }
+    if again > 0 {
+        notes.push(format!("{}: {again} lines repeat steps before them and were taken out", path.display()));
     }
     missing.extend((logged < last).then(|| logged + 1..=last));
     ferrospeed_files::write(path, kept).map_err(TrainError::io(path))?;
@@ -154,6 +158,16 @@ mod tests {
         assert_eq!(said(&[], 2).unwrap(), "2 steps before the checkpoint are not in it: 1 to 2");
         let odd: Vec<u64> = (1..20).step_by(2).collect();
         assert!(said(&odd, 19).unwrap().ends_with("not in it: 2, 4, 6, 8, 10, …"));
+    }
+
+    #[test]
+    fn steps_that_come_again_are_taken_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("eval.jsonl");
+        std::fs::write(&path, [2, 4, 2, 4].map(line).concat()).unwrap();
+        let (_, notes) = keep(&path, 4);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), [2, 4].map(line).concat());
+        assert!(notes[0].contains("2 lines repeat steps before them"), "{notes:?}");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::export::ExportOptions;
 use super::foreign::Tensor;
 use super::fp32::{Placed, flat_groups};
-use super::import::{counter, counter_of_steps, states_by_name, states_of};
+use super::import::{counter_of_steps, states_by_name, states_of};
 use super::source::{DeepSpeedFiles, Stretch, whole};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
@@ -287,7 +287,7 @@ fn numbered(files: &DeepSpeedFiles, weights: &[Tensor]) -> Result<Option<Mixture
                     found.tensors.push(Tensor { spec, stretches: weight.stretches.clone() });
                     for (state, value) in entry {
                         match (state.as_str(), value.as_tensor()) {
-                            (Some("step"), _) => found.steps = counter(files, file, value).unwrap_or(0),
+                            (Some("step"), _) => found.steps = files.files[file].read_count(value)?,
                             (Some(_), Some(tensor)) if tensor.shape != shape => return Ok(None),
                             (Some(state), Some(tensor)) => {
                                 let kind = Kind::State(state.to_owned());

@@ -170,17 +170,6 @@ pub(super) fn counter_of_steps(states: &[States]) -> u64 {
     states.first().map_or(0, |states| states.steps)
 }
 
-/// A counter that torch keeps as a number or as a tensor of one.
-pub(super) fn counter(files: &DeepSpeedFiles, file: usize, value: &Value) -> Option<u64> {
-    match value {
-        Value::Tensor(tensor) if tensor.numel() == 1 => {
-            let steps = files.files[file].read_f32(tensor, 0..1).ok()?;
-            Some(steps[0] as u64)
-        }
-        other => other.as_u64(),
-    }
-}
-
 pub(super) fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Result<States> {
     let file = files.model_files + rank;
     let state = files.optimizer(rank, key)?.get("state").and_then(Value::pairs);
@@ -195,7 +184,7 @@ pub(super) fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Resul
         for (name, value) in entry.pairs().unwrap_or_default() {
             let Some(name) = name.as_str() else { continue };
             if name == "step" {
-                let steps = counter(files, file, value).unwrap_or(0);
+                let steps = files.files[file].read_count(value)?;
                 if index > 0 && steps != states.steps {
                     let why =
                         format!("parameter groups made {} and {steps} steps; they must agree", states.steps);
@@ -241,7 +230,7 @@ fn without_zero(files: &DeepSpeedFiles) -> Result<(Vec<Tensor>, u64)> {
         tensors.push(imported(kind, place, placed(tensor), tensor.dtype)?);
         for (state_name, value) in entry.and_then(Value::pairs).unwrap_or_default() {
             match (state_name.as_str(), value.as_tensor()) {
-                (Some("step"), _) => steps = counter(files, 0, value).unwrap_or(0),
+                (Some("step"), _) => steps = files.files[0].read_count(value)?,
                 (Some(state_name), Some(value)) => {
                     tensors.push(imported(
                         Kind::State(state_name.to_owned()),

@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::foreign::Tensor;
-use super::import::counter;
 use super::pipeline::{TIED, layer_of};
 use super::source::{DeepSpeedFiles, whole};
 use crate::error::Result;
@@ -194,7 +193,9 @@ impl<'a> Model<'a> {
                 let spec = |kind| PieceSpec { kind, place: found.len() as u64, ..param.spec.clone() };
                 let mut own = vec![Tensor { spec: spec(Kind::Master), stretches: param.stretches.clone() }];
                 let step = state.iter().find(|(name, _)| name.as_str() == Some("step"));
-                steps = step.and_then(|(_, step)| counter(files, stage.file, step)).unwrap_or(steps);
+                if let Some((_, step)) = step {
+                    steps = files.files[stage.file].read_count(step)?;
+                }
                 for (name, tensor) in tensors(state) {
                     let spec = PieceSpec { dtype: tensor.dtype, ..spec(Kind::State(name.to_owned())) };
                     own.push(Tensor { spec, stretches: vec![whole(stage.file, tensor)] });

@@ -41,8 +41,7 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
             let stem = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let opened = PtFile::open_with(&file, unknown)?;
             if stem == "step" {
-                let own =
-                    step(&opened).ok_or_else(|| CheckpointError::file(&file, "holds no number of steps"))?;
+                let own = opened.read_count(opened.value())?;
                 if *steps.get_or_insert(own) != own {
                     return Err(CheckpointError::file(
                         &file,
@@ -78,7 +77,10 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
         }
     }
     let mut contents = known;
-    contents.training.optimizer_steps = steps.or_else(|| step_of_all(&rest)).unwrap_or(0);
+    contents.training.optimizer_steps = match steps {
+        Some(steps) => steps,
+        None => step_of_all(&rest)?.unwrap_or(0),
+    };
     // DeepSpeed leaves out what is not trained; the module file has it.
     let count = tensors.len();
     let pairs = module.value().get("module").and_then(Value::pairs).unwrap_or_default();
@@ -116,12 +118,10 @@ fn module_file(path: &Path) -> Result<PathBuf> {
 }
 
 /// The number of steps where it is kept once for all parameters, as ZeRO-3 does.
-fn step_of_all(rest: &PtFile) -> Option<u64> {
-    let states = rest.value().get("optimizer_state_dict")?.get("state")?.pairs()?;
-    match states.first()?.1.get("step")? {
-        Value::Tensor(tensor) if tensor.numel() == 1 => Some(rest.read_f32(tensor, 0..1).ok()?[0] as u64),
-        other => other.as_u64(),
-    }
+fn step_of_all(rest: &PtFile) -> Result<Option<u64>> {
+    let states = rest.value().get("optimizer_state_dict").and_then(|all| all.get("state"));
+    let first = states.and_then(Value::pairs).and_then(<[_]>::first);
+    first.and_then(|(_, state)| state.get("step")).map(|step| rest.read_count(step)).transpose()
 }
 
 /// Parameters in the order of the module file, then those that only have a folder.
@@ -149,11 +149,4 @@ fn torch_files(folder: &Path) -> Result<Vec<PathBuf>> {
     files.retain(|file| file.extension().is_some_and(|extension| extension == "pt"));
     files.sort();
     Ok(files)
-}
-
-fn step(file: &PtFile) -> Option<u64> {
-    match file.value() {
-        Value::Tensor(tensor) if tensor.numel() == 1 => Some(file.read_f32(tensor, 0..1).ok()?[0] as u64),
-        other => other.as_u64(),
-    }
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use crate::error::{CheckpointError, Result};
+use crate::manifest::Dtype;
 use crate::pt::pickle::{self, Limits, Unknown};
 use crate::pt::value::{StoredTensor, Value};
 use crate::pt::zip::{Entry, ZipFile};
@@ -39,6 +40,7 @@ impl PtFile {
         let folder = folder.to_owned();
         if let Some(order) = zip.entry(&format!("{folder}byteorder")) {
             let mut bytes = vec![0; order.bytes.min(16) as usize];
+            zip.check(order)?;
             zip.read(order, 0, &mut bytes)?;
             if bytes != b"little" {
                 return Err(CheckpointError::file(path, "was written on a big-endian machine"));
@@ -150,5 +152,27 @@ impl PtFile {
             CheckpointError::file(self.path(), format!("a tensor is {:?}, not of floats", tensor.dtype))
         })?;
         Ok(values)
+    }
+
+    /// A counter, which torch keeps as a number or as a tensor of one.
+    pub fn read_count(&self, value: &Value) -> Result<u64> {
+        let count = match value {
+            Value::Tensor(tensor) if tensor.numel() == 1 => match tensor.dtype {
+                Dtype::I64 | Dtype::I32 => {
+                    let bytes = self.read_all(tensor)?;
+                    let mut wide = [0; 8];
+                    wide[..bytes.len()].copy_from_slice(&bytes);
+                    Some(u64::from_le_bytes(wide))
+                }
+                _ => {
+                    let count = self.read_f32(tensor, 0..1)?[0];
+                    (count.fract() == 0.0 && (0.0..1e15).contains(&count)).then_some(count as u64)
+                }
+            },
+            Value::Float(count) if count.fract() == 0.0 && (0.0..1e15).contains(count) => Some(*count as u64),
+            other => other.as_u64(),
+        };
+        // A negative one is beyond all steps, too.
+        count.filter(|count| *count < 1 << 50).ok_or_else(|| CheckpointError::file(self.path(), "the optimizer's 'step' is no number of steps"))
     }
 }

@@ -116,7 +116,9 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
         let outcome = match recipe.ranks {
             1 => {
                 start_log(0, Standing::Alone);
-                run_rank(args, recipe, &folder, World::solo(), requests, Standing::Alone)
+                World::try_solo()
+                    .map_err(|error| Failure::Run(error.to_string()))
+                    .and_then(|world| run_rank(args, recipe, &folder, world, requests, Standing::Alone))
             }
             _ => start_ranks(args, &recipe, &folder, &requests),
         };

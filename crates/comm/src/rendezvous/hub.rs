@@ -20,6 +20,8 @@ use crate::state::Announcement;
 const WRITE_LIMIT: Duration = Duration::from_secs(2);
 /// How long a failed rendezvous goes on answering.
 const LAST_WORD_LIMIT: Duration = Duration::from_secs(1);
+/// How often refused connections are told of at most.
+const STRANGERS_EVERY: Duration = Duration::from_secs(1);
 
 /// Rank 0's service to the job. Members are served as long as the process lives; newcomers until rank 0 leaves.
 #[derive(Clone)]
@@ -42,6 +44,14 @@ struct Shared {
     state: Mutex<State>,
     /// A member is gone.
     departed: Condvar,
+    strangers: Mutex<Strangers>,
+}
+
+/// What was said of refused connections.
+#[derive(Default)]
+struct Strangers {
+    last: Option<Instant>,
+    untold: u64,
 }
 
 #[derive(Default)]
@@ -100,6 +110,7 @@ impl Hub {
             meeting,
             state: Mutex::default(),
             departed: Condvar::new(),
+            strangers: Mutex::default(),
         });
         let (serving, watching) = (Arc::clone(&shared), Arc::clone(&shared));
         let reception = Reception::open(listener, move |guest| serving.serve(guest)).map_err(failed)?;
@@ -154,12 +165,12 @@ impl Shared {
             Ok(proven) => proven,
             // A member, and there is no job in which both can be.
             Err(why @ Unproven::SealsDiffer { .. }) => return self.refuse_all(&why.to_string()),
-            Err(why) => return tracing::warn!("rendezvous: refused a connection from {from}: {why}"),
+            Err(why) => return self.tell_of_stranger(&from, &why.to_string()),
         };
         let rank = match hello.and_then(|hello| self.admit(hello, &connection)) {
             Ok(rank) => rank,
             Err(Refusal { reason, ends_job }) => {
-                tracing::warn!("rendezvous: refused a connection from {from}: {reason}");
+                self.tell_of_stranger(&from, &reason);
                 let _ = write_frame(&mut &*connection, &Frame::Refused(reason.clone()));
                 if ends_job {
                     self.refuse_all(&reason);
@@ -179,6 +190,21 @@ impl Shared {
         } else {
             self.lose(rank, Loss::Died);
         }
+    }
+
+    /// Tells of a refused connection: of many, once in a while, and how many they were. Whoever reaches the port must not fill a log.
+    fn tell_of_stranger(&self, from: &str, why: &str) {
+        let mut told = self.strangers.lock().unwrap_or_else(PoisonError::into_inner);
+        told.untold += 1;
+        if told.last.is_some_and(|last| last.elapsed() < STRANGERS_EVERY) {
+            return;
+        }
+        let others = match std::mem::take(&mut told.untold) - 1 {
+            0 => String::new(),
+            more => format!(", after {more} others"),
+        };
+        told.last = Some(Instant::now());
+        tracing::warn!("rendezvous: refused a connection from {from}{others}: {why}");
     }
 
     /// Lets the connection prove itself and reads who it is; the answer to anything else is a reason.

@@ -36,6 +36,10 @@ impl Guard {
 
     fn admits(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<(), Fault> {
         let text = |name| headers.get(name).and_then(|value: &axum::http::HeaderValue| value.to_str().ok());
+        if headers.get_all(header::HOST).iter().count() > 1 {
+            let why = "the request names two hosts: send one Host header";
+            return Err(Fault::new(StatusCode::BAD_REQUEST, why));
+        }
         if self.on_loopback && self.keys.is_empty() && !text(header::HOST).is_some_and(is_local) {
             let why = "this server answers to localhost alone; start it with --api-key to use another name";
             return Err(Fault::new(StatusCode::FORBIDDEN, why));
