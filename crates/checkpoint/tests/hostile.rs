@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::pt::pickle::{Limits, read};
-use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, StoredTensor, TensorTable, Unknown, Value, write_pt};
+use ferrospeed_checkpoint::pt::{
+    PtFile, StorageToWrite, StoredTensor, TensorTable, Unknown, Value, write_pt,
+};
 use ferrospeed_checkpoint::{Checkpoint, Dtype};
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_testkit::property::{Random, seeds};

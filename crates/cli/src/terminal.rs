@@ -75,7 +75,8 @@ fn colours_allowed() -> bool {
 /// The text with control characters written out, save newlines and tabs, and colours where colours are shown.
 pub(crate) fn visible(text: &str, paint: Paint) -> Cow<'_, str> {
     // Marks of direction show a text in another order than it has.
-    let turns = |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let turns =
+        |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let is_plain = |c: char| !(c.is_control() || turns(c)) || c == '\n' || c == '\t';
     if text.chars().all(is_plain) {
         return Cow::Borrowed(text);

@@ -116,6 +116,22 @@ fn a_killed_rank_is_decoded() {
 }
 
 #[test]
+fn a_stopped_rank_is_named_beside_the_one_that_waited_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "if [ $RANK = 1 ]; then echo $$ > {0}/pid; exec sleep 600; fi; while [ ! -s {0}/pid ]; do sleep 0.01; done; \
+         pid=$(cat {0}/pid); kill -STOP $pid; until grep -q '^State:.T' /proc/$pid/status; do sleep 0.01; done; exit 1",
+        folder.path().display()
+    );
+    let outcome = shell_job(&script, 2, &folder.path().join("logs")).run().unwrap();
+    let JobOutcome::Failed(failure) = &outcome else { panic!("{outcome:?}") };
+    assert_eq!((failure.rank, failure.ended), (Some(0), Ended::Code(1)));
+    let said = failure.to_string();
+    assert!(said.starts_with("rank 1 on ") && said.contains("is stopped (SIGSTOP"), "{said}");
+    assert!(said.contains("rank 0 waited for it and failed with exit code 1"), "{said}");
+}
+
+#[test]
 fn a_killed_rank_is_blamed_though_another_exited_first() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(

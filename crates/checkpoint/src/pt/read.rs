@@ -173,6 +173,8 @@ impl PtFile {
             other => other.as_u64(),
         };
         // A negative one is beyond all steps, too.
-        count.filter(|count| *count < 1 << 50).ok_or_else(|| CheckpointError::file(self.path(), "the optimizer's 'step' is no number of steps"))
+        count
+            .filter(|count| *count < 1 << 50)
+            .ok_or_else(|| CheckpointError::file(self.path(), "the optimizer's 'step' is no number of steps"))
     }
 }

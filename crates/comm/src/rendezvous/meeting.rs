@@ -114,8 +114,11 @@ fn key_of(options: &ConnectOptions, secret: &str) -> JobKey {
 pub(super) fn find(options: &ConnectOptions) -> std::result::Result<MeetingPoint, String> {
     let path = path_of(options).map_err(|error| error.to_string())?;
     let folder = path.parent().unwrap_or(&path).display();
-    let not_yet =
-        || format!("it has not announced itself in {folder}; ranks of one host need the same TMPDIR and the same token, FERROSPEED_JOB_TOKEN");
+    let not_yet = || {
+        format!(
+            "it has not announced itself in {folder}; ranks of one host need the same TMPDIR and the same token, FERROSPEED_JOB_TOKEN"
+        )
+    };
     let mut file = match private::open(&path) {
         Ok(file) => file,
         Err(error) if error.kind() == ErrorKind::NotFound => return Err(not_yet()),

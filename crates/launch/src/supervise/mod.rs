@@ -156,6 +156,7 @@ impl Supervisor {
         let mut running = Running::start(specs, &self.options, orphanage)?;
         let phase = self.watch(specs, &mut running);
         let (agreed_code, all_well) = (running.agreed_code(), running.all_well());
+        let frozen = running.frozen;
         let (tails, logs) = running.finish();
         let cause = match phase {
             Phase::Running => return Ok(JobOutcome::Succeeded),
@@ -168,6 +169,7 @@ impl Supervisor {
                 rank: specs[index].rank,
                 host: self.options.host.clone(),
                 ended,
+                frozen: frozen.map(|index| specs[index].label.clone()),
                 oom_kills: oom.kills_since_start(),
                 last_lines: tails[index].clone(),
                 log: logs[index].clone(),
@@ -182,6 +184,9 @@ impl Supervisor {
                 Ok(Event::Exited { index, ended }) => {
                     running.processes[index].ended = Some(ended);
                     running.alive -= 1;
+                    if matches!(phase, Phase::Running) && !ended.is_success() {
+                        running.find_frozen();
+                    }
                     phase = phase.after_failure(index, ended);
                 }
                 Ok(Event::Complained { index, ended }) => phase = phase.after_failure(index, ended),
@@ -258,6 +263,8 @@ struct Running {
     mark: Mark,
     /// Where the system has none for us, the rest must do.
     cage: Option<Cage>,
+    /// Who was stopped when the first of the others failed.
+    frozen: Option<usize>,
 }
 
 impl Running {
@@ -279,6 +286,7 @@ impl Running {
             orphanage,
             mark,
             cage,
+            frozen: None,
         };
         for (index, spec) in specs.iter().enumerate() {
             running.start_one(index, spec, options, &report)?;
@@ -318,6 +326,12 @@ impl Running {
         };
         self.outputs.push(Output::start(pipes, output_options, on_error_line)?);
         Ok(())
+    }
+
+    /// Looks for a process that is stopped, for which the one that failed first may have waited.
+    fn find_frozen(&mut self) {
+        let is_frozen = |process: &Process| process.ended.is_none() && process.is_stopped();
+        self.frozen = self.processes.iter().position(is_frozen);
     }
 
     fn signal_alive(&self, choose: impl Fn(usize) -> i32) {

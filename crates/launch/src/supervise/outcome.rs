@@ -74,6 +74,8 @@ pub struct RankFailure {
     pub host: String,
     /// How it ended.
     pub ended: Ended,
+    /// Another that was stopped at the time, and for which this one may have waited.
+    pub frozen: Option<String>,
     /// How often the kernel's out-of-memory killer ran on this host meanwhile, where it says.
     pub oom_kills: Option<u64>,
     /// The last lines it wrote.
@@ -84,7 +86,14 @@ pub struct RankFailure {
 
 impl fmt::Display for RankFailure {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{} on {} ", self.who, self.host)?;
+        match &self.frozen {
+            Some(frozen) => write!(
+                out,
+                "{frozen} on {} is stopped (SIGSTOP, or a debugger): {} waited for it and ",
+                self.host, self.who
+            )?,
+            None => write!(out, "{} on {} ", self.who, self.host)?,
+        }
         match self.ended {
             Ended::Code(code) => write!(out, "failed with exit code {code}")?,
             Ended::Signal(signal) => {
@@ -175,6 +184,7 @@ mod tests {
             rank: Some(2),
             host: "node-a".to_owned(),
             ended,
+            frozen: None,
             oom_kills,
             last_lines: vec!["step 7".to_owned(), "loss 3.1".to_owned()],
             log: Some(PathBuf::from("logs/r2.log")),

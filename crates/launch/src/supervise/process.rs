@@ -168,6 +168,13 @@ impl Process {
         self.child.id() as i32
     }
 
+    /// Whether somebody has stopped it.
+    pub(super) fn is_stopped(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.group())).unwrap_or_default();
+        // The name before the state may be anything.
+        stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with(['T', 't']))
+    }
+
     pub(super) fn take_pipes(&mut self) -> (Option<ChildStdout>, Option<ChildStderr>) {
         (self.child.stdout.take(), self.child.stderr.take())
     }
