@@ -260,6 +260,128 @@ fn layers_drop_the_same_tokens_in_every_stage_and_after_a_resume() {
 }
 
 #[test]
+fn a_model_that_is_trained_to_be_compressed_is_exported_so_alike_in_every_stage_and_after_a_resume() {
+    let place = Workplace::new();
+    let quantization = r#"compression_training.weight_quantization={"shared_parameters": {"enabled": true}, "different_groups": {"all": {"params": {"start_bits": 8, "target_bits": 4}}}}"#;
+    let pruning = r#"compression_training.sparse_pruning={"shared_parameters": {"enabled": true, "schedule_offset": 2}, "different_groups": {"mlp": {"params": {"dense_ratio": 0.5}, "modules": ["mlp"]}}}"#;
+    let train = |name: &str, stage: u8, more: &[&str]| {
+        let stage = format!("zero_optimization.stage={stage}");
+        let mut words = vec!["--set", &stage, "--set", quantization, "--set", pruning];
+        words.extend(more);
+        place.train(name, &words)
+    };
+    let whole = place.train("whole", &["--set", "steps=6"]);
+    let run = train("compressed0", 0, &["--set", "steps=6"]);
+    assert_ne!(losses(&run), losses(&whole));
+    let checkpointed =
+        train("compressed3", 3, &["--set", "steps=6", "--set", "model.activation_checkpointing=true"]);
+    assert_eq!(losses(&checkpointed), losses(&run));
+    train("halves", 1, &["--set", "steps=3", "--set", "save.every=3"]);
+    assert_eq!(losses(&train("halves", 1, &["--set", "steps=6", "--resume"])), losses(&run));
+    let weights = |run: &Path| std::fs::read(run.join("model/model.safetensors")).unwrap();
+    assert!(
+        weights(&checkpointed) == weights(&run)
+            && weights(&place.path().join("runs/halves")) == weights(&run)
+    );
+
+    let tensors = ferrospeed_testkit::tensors::read(&run.join("model/model.safetensors"));
+    let (mut pruned, mut coarse) = (0, 0);
+    for (name, tensor) in tensors.iter().filter(|(_, tensor)| tensor.shape.len() == 2) {
+        let values = tensor.floats();
+        if name.contains("mlp") {
+            assert!(2 * values.iter().filter(|value| **value == 0.0).count() >= values.len(), "{name}");
+            pruned += 1;
+        }
+        // A table has levels of its own for each row.
+        let groups = if name.contains("wte") || name.contains("wpe") { tensor.shape[0] } else { 1 };
+        for group in values.chunks(values.len() / groups) {
+            let mut levels: Vec<u32> = group.iter().map(|value| (value + 0.0).to_bits()).collect();
+            levels.sort_unstable();
+            levels.dedup();
+            assert!(levels.len() <= 16, "{name} has {} levels", levels.len());
+        }
+        coarse += 1;
+    }
+    assert!(pruned == 4 && coarse > 8, "{pruned} and {coarse} of {:?}", tensors.keys());
+    for (set, expected) in [
+        ("tensor_parallel.autotp_size=2", "compresses whole weights, and ranks hold parts"),
+        (
+            r#"compression_training.sparse_pruning.different_groups.mlp.modules=["nothing"]"#,
+            "in the name of no module",
+        ),
+        (r#"compression_training.sparse_pruning.shared_parameters.method="topk""#, "use \"l1\""),
+    ] {
+        let output =
+            place.ferrospeed(&["train", "recipe.toml", "--out", "refused", "--set", pruning, "--set", set]);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{set}: {said}");
+        assert!(said.contains(expected), "{set}: {said}");
+    }
+}
+
+#[test]
+fn a_student_starts_from_some_layers_of_its_teacher() {
+    let place = Workplace::new();
+    let teacher = place.train("teacher", &["--set", "steps=2", "--set", "model.layers=3"]);
+    let folder = teacher.join("model");
+    let path = format!("model={{\"path\": {:?}}}", folder.display());
+    let reduction = |layers: &str| {
+        format!(
+            r#"compression_training.layer_reduction={{"enabled": true, "keep_number_layer": 2, "teacher_layer": {layers}}}"#
+        )
+    };
+    let frozen = [
+        "--set",
+        "steps=1",
+        "--set",
+        "optimizer.params.lr=0.0",
+        "--set",
+        "optimizer.params.weight_decay=0.0",
+    ];
+    let student_of = |name: &str, stage: &str, ranks: &str| {
+        let mut words = vec!["--set", &path, "--set", stage, "-n", ranks];
+        let reduction = reduction("[2, 0]");
+        words.extend(["--set", &reduction]);
+        words.extend(frozen);
+        place.train(name, &words)
+    };
+    let weights = |run: &Path| ferrospeed_testkit::tensors::read(&run.join("model/model.safetensors"));
+    let of_teacher = weights(&teacher);
+    for (name, stage, ranks) in
+        [("student", "zero_optimization.stage=0", "1"), ("student3", "zero_optimization.stage=3", "2")]
+    {
+        let student = student_of(name, stage, ranks);
+        let found = weights(&student);
+        assert!(found.len() < of_teacher.len() && found.keys().all(|name| !name.contains("h.2.")));
+        for (name, tensor) in &found {
+            let from = match name {
+                name if name.contains("h.0.") => name.replace("h.0.", "h.2."),
+                name => name.replace("h.1.", "h.0."),
+            };
+            assert!(*tensor == of_teacher[&from], "{name}");
+        }
+        let config = json_of(&student.join("model/config.json"));
+        assert_eq!(config["n_layer"], 2);
+    }
+    for (sets, expected) in [
+        (vec![path.clone(), reduction("[2, 3]")], "names the layer 3, and the teacher has 3"),
+        (vec![path.clone(), reduction("[2]")], "keep_number_layer is 2, and teacher_layer names 1"),
+        (vec![reduction("[2, 0]")], "needs a teacher"),
+    ] {
+        let mut words = vec!["train", "recipe.toml", "--out", "refused"];
+        sets.iter().for_each(|set| words.extend(["--set", set.as_str()]));
+        let output = place.ferrospeed(&words);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{sets:?}: {said}");
+        assert!(said.contains(expected), "{sets:?}: {said}");
+    }
+}
+
+fn json_of(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[test]
 fn everything_wrong_with_a_recipe_is_said_before_a_rank_starts() {
     let place = Workplace::new();
     let output = place.ferrospeed(&[

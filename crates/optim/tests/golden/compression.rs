@@ -141,5 +141,5 @@ fn golden_levels_and_masks() {
             assert_equal(name, &quantized(quantizer, weight), expected);
         });
     }
-    cases.finish(&golden(), 20);
+    cases.finish(&golden(), 21);
 }
