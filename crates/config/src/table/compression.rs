@@ -87,11 +87,12 @@ const ACTIVATION_SHARED: &[Key] = &[
         "range_calibration",
         choice(&["dynamic", "static"]),
         "\"dynamic\"",
-        "Whether ranges follow each batch.",
-    ),
+        "Whether ranges are those of each token; only `dynamic` runs.",
+    )
+    .done(),
     OFFSET,
 ];
-const ACTIVATION_PARAMS: &[Key] = &[key("bits", POSITIVE_COUNT, "null", "Bits.").required()];
+const ACTIVATION_PARAMS: &[Key] = &[key("bits", POSITIVE_COUNT, "null", "Bits, 4 or 8.").required().done()];
 
 /// Why keys of a method that does not run mean nothing.
 const SNIP: &str = "`snip_momentum`, which does not run, has the only use for it";
@@ -194,8 +195,9 @@ pub(super) const COMPRESSION: &[Key] = &[
         "activation_quantization",
         technique!(ACTIVATION_SHARED, ACTIVATION_PARAMS),
         "{}",
-        "Quantisation-aware training of activations.",
-    ),
+        "Inputs of linear layers that are seen in few bits.",
+    )
+    .done(),
     key(
         "sparse_pruning",
         technique!(SPARSE_SHARED, RATIO_PARAMS),
