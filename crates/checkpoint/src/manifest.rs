@@ -216,6 +216,10 @@ pub struct TrainingState {
     /// What layers keep besides parameters, by name: the bias that balances a router.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub layer_states: BTreeMap<String, Vec<f32>>,
+    /// What training prunes, by technique and module: a hexadecimal digit for every four units, the first in its lowest bit, and
+    /// a one for each that is kept.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub masks: BTreeMap<String, String>,
 }
 
 /// The options of one parameter group.

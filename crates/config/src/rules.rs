@@ -327,6 +327,28 @@ impl Rules<'_> {
             let why = "a layout of blocks is of all tokens of a sequence, and layers see some";
             self.unsupported("sparse_attention", why, "remove it, or do not drop tokens");
         }
+        let compressing = self.compressing();
+        if let Some(technique) = &compressing {
+            let key = format!("compression_training.{technique}.shared_parameters.enabled");
+            if pipe || tensor || expert {
+                let why = "compresses whole weights, and ranks hold parts of the model";
+                let help = "remove pipeline stages, tensor slices and spread experts, or do not compress";
+                self.unsupported(&key, why, help);
+            }
+            if one_bit {
+                let why = "all ranks compress the same weights, and those of a 1-bit optimizer may differ between its exchanges";
+                self.unsupported(&key, why, "use AdamW, or do not compress");
+            }
+            if self.flag("zero_optimization.zero_quantized_weights") {
+                let why = "compresses exact weights, and zero_quantized_weights gathers rounded ones";
+                self.unsupported(&key, why, "remove one of the two");
+            }
+        }
+        let quantizes = self.flag("compression_training.weight_quantization.shared_parameters.enabled");
+        if self.flag("eigenvalue.enabled") && quantizes {
+            let why = "does not stretch the periods of compression_training.weight_quantization, which follow from the step alone";
+            self.unsupported("eigenvalue.enabled", why, "remove it");
+        }
         if self.flag("eigenvalue.enabled") && (pipe || tensor || expert) {
             let why = "measures whole blocks, and ranks hold parts of them";
             self.unsupported("eigenvalue.enabled", why, "remove it");
@@ -437,16 +459,15 @@ impl Rules<'_> {
         }
     }
 
+    /// The first technique of `compression_training` that is on.
+    fn compressing(&self) -> Option<&'static str> {
+        let is_on =
+            |name: &&&str| self.flag(&format!("compression_training.{name}.shared_parameters.enabled"));
+        TECHNIQUES.iter().find(is_on).copied()
+    }
+
     fn compression(&mut self) {
-        let techniques = [
-            "weight_quantization",
-            "activation_quantization",
-            "sparse_pruning",
-            "row_pruning",
-            "head_pruning",
-            "channel_pruning",
-        ];
-        for name in techniques {
+        for name in TECHNIQUES {
             let section = format!("compression_training.{name}");
             let snip = self.text(&format!("{section}.shared_parameters.method")) == Some("snip_momentum");
             let groups = format!("{section}.different_groups");
@@ -480,6 +501,16 @@ impl Rules<'_> {
         }
     }
 }
+
+/// What `compression_training` can do to modules.
+const TECHNIQUES: [&str; 6] = [
+    "weight_quantization",
+    "activation_quantization",
+    "sparse_pruning",
+    "row_pruning",
+    "head_pruning",
+    "channel_pruning",
+];
 
 /// The version of the elasticity algorithm, written as a number or a string.
 pub(crate) fn elasticity_version(full: &Map<String, Value>) -> Option<&'static str> {

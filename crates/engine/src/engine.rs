@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use ferrospeed_comm::{Group, ReduceOp, World};
 use ferrospeed_config::{Config, Stage};
+use ferrospeed_nn::activation_bits::with_activation_bits;
 use ferrospeed_nn::layer_drop::with_layer_drop;
 use ferrospeed_nn::token_drop::with_token_drop;
 use ferrospeed_nn::{LayerState, Mode};
@@ -20,6 +21,7 @@ use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
 
 use crate::checkpoint::Background;
 use crate::communication;
+use crate::compression::Compressing;
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
@@ -114,6 +116,8 @@ pub struct Engine {
     pub(crate) timeline: Option<Timeline>,
     pub(crate) background: Background,
     pub(crate) features: Features,
+    /// Where the model is trained to be compressed.
+    pub(crate) compressing: Option<Compressing>,
     pub(crate) eigenvalues: Option<Eigenvalues>,
     pub(crate) profiler: Option<StepProfiler>,
     pub(crate) layer_norms: LayerNorms,
@@ -157,6 +161,7 @@ impl Engine {
         communication::start(&config, &setup.world)?;
         let features = Features::of_engine(setup)?;
         let eigenvalues = Eigenvalues::of_run(&config, store.dtype(), store.params())?;
+        let compressing = Compressing::of_engine(&config, &store, setup.seed)?;
         let profiler = StepProfiler::of_run(&config, &setup.world);
         let monitoring = Monitoring::of_run(&config, &setup.world)?;
         let mut engine = Engine {
@@ -192,6 +197,7 @@ impl Engine {
             timeline: None,
             background: Background::default(),
             features,
+            compressing,
             eigenvalues,
             profiler,
             layer_norms: LayerNorms::default(),
@@ -229,6 +235,9 @@ impl Engine {
         if self.pipeline.is_some() {
             return Err(TensorError::argument("forward", pipeline::REFUSAL.to_owned()).into());
         }
+        if let Err(error) = self.prepare_weights() {
+            return Err(TensorError::argument("forward", error.to_string()).into());
+        }
         self.log_memory("Engine before forward");
         let start = Instant::now();
         // An evaluation between two steps is no part of either.
@@ -258,12 +267,12 @@ impl Engine {
             Mode::Train => Pass::Train,
             Mode::Evaluate => Pass::Evaluate,
         });
-        match self.mode {
+        with_activation_bits(self.activation_bits(), || match self.mode {
             Mode::Train => with_layer_drop(self.layer_drop(), || {
                 with_token_drop(self.token_drop(), || model(Mode::Train))
             }),
             Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
-        }
+        })
     }
 
     /// Random numbers of a micro-batch depend on the seed, the rank among those that see different data and its number
@@ -324,7 +333,10 @@ impl Engine {
             self.store.accumulate_in(kept_type(&self.config, self.store.dtype(), true))?;
         }
         self.begin_backward(options.retain_graph)?;
-        let passed = self.traced(|engine| engine.profiled(Phase::Backward, |_| pass(&roots)))?;
+        // What is computed again must see what forward saw.
+        let bits = self.activation_bits();
+        let pass = || with_activation_bits(bits, || pass(&roots));
+        let passed = self.traced(|engine| engine.profiled(Phase::Backward, |_| pass()))?;
         self.end_backward(start)?;
         let loss = value()?;
         self.end_timed_phase()?;
@@ -430,6 +442,9 @@ impl Engine {
                     scheduler.step();
                 }
                 self.apply_schedule();
+                if let Some(compressing) = &self.compressing {
+                    compressing.after(self.applied_steps());
+                }
                 Ok(StepReport::Applied { grad_norm: norm })
             }
             StepOutcome::Skipped { param, rank } => {

@@ -7,6 +7,7 @@ use ferrospeed_nn::Parameters;
 use ferrospeed_optim::schedule::Scheduler;
 
 use crate::communication::logged_operations;
+use crate::compression::{self, compression};
 use crate::eigenvalues::Eigenvalues;
 use crate::error::{EngineError, Result};
 use crate::features::Features;
@@ -16,6 +17,10 @@ use crate::setup::{configured_optimizer, model_type};
 /// says. Without, a program may have an optimizer and groups of parameters of its own.
 pub fn refusals(config: &Config, model: Option<&Parameters>) -> Vec<EngineError> {
     let mut checked = vec![logged_operations(config).map(drop), Features::from_config(config).map(drop)];
+    match model {
+        Some(model) => checked.push(compression::plan(config, model.as_slice()).map(drop)),
+        None => checked.push(compression(config).map(drop)),
+    }
     if let Some(model) = model {
         checked.push(check_scheduler(config));
         checked.push(Eigenvalues::of_run(config, model_type(config), model.as_slice()).map(drop));

@@ -29,6 +29,7 @@ mod activations;
 mod agreement;
 mod checkpoint;
 mod communication;
+mod compression;
 mod eigenvalues;
 mod engine;
 mod error;

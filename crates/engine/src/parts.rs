@@ -82,6 +82,7 @@ impl Engine {
     /// A whole weight as kernels read it, on every rank, whichever stage, slices or expert's rank hold it. All ranks call it
     /// together.
     pub fn weight_as_read(&self, param: &Param) -> Result<Vec<f32>> {
+        self.prepare_weights()?;
         let holders = self.parts.as_ref().and_then(|parts| parts.holders.get(&param.id()));
         self.held_weight(param, holders.map_or(&[][..], Vec::as_slice))
     }

@@ -18,6 +18,7 @@ mod stages;
 
 use std::sync::Arc;
 
+use ferrospeed_nn::activation_bits::input_of;
 use ferrospeed_nn::moe::{ExpertRanks, Routing};
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices};
 use ferrospeed_nn::{
@@ -334,6 +335,7 @@ impl Decoder {
             let why = "no rank holds all logits of a model in slices; generate from its exported weights";
             return Err(ModelError::config("tensor parallelism", why));
         }
+        let hidden = &input_of(&self.head, hidden)?;
         self.as_head(|| Ok(ops::linear(hidden, &self.head, None, WeightLayout::OutIn)?))
     }
 
@@ -386,6 +388,7 @@ impl Decoder {
         let part = self.shared(labels)?;
         let own = part.as_ref().map(|part| part.take(&targets)).transpose()?;
         let own = own.as_ref().unwrap_or(&targets);
+        let hidden = &input_of(&self.head, hidden)?;
         let loss = self.as_head(|| -> Result<Tensor> {
             if let Some(slices) = &self.slices {
                 let own = own.view([own.numel()])?;

@@ -384,7 +384,8 @@ impl MultiHeadAttention {
         let Some(pages) = &visibility.pages else { return Ok(None) };
         let plain = query.layout() == WeightLayout::OutIn
             && self.output.summed_over().is_none()
-            && self.head_norms.is_none();
+            && self.head_norms.is_none()
+            && ![query, key, value, &self.output].iter().any(|layer| layer.changes_input());
         let Some(norm) = norm.of_few_rows().filter(|_| plain) else { return Ok(None) };
         let layers = [query, key, value].map(Linear::operands);
         let Some(projected) = ops::normed_linears(x, norm, layers)? else { return Ok(None) };
@@ -441,8 +442,12 @@ impl MultiHeadAttention {
                 let dim = self.config.head_dim;
                 let [of_query, of_key] =
                     self.head_norms.as_ref().map_or([None, None], |[query, key]| [Some(query), Some(key)]);
-                let layers = [query, key, value].map(Linear::operands);
-                let [query, key, value] = ops::linears(x, layers, query.layout())?;
+                let [query, key, value] = match [query, key, value] {
+                    layers if layers.iter().any(|layer| layer.changes_input()) => {
+                        [query.forward(x)?, key.forward(x)?, value.forward(x)?]
+                    }
+                    layers => ops::linears(x, layers.map(Linear::operands), query.layout())?,
+                };
                 if self.head_norms.is_none() {
                     return self.heads([query, key, value]);
                 }

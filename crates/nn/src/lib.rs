@@ -22,6 +22,7 @@
 //! # }
 //! ```
 
+pub mod activation_bits;
 mod attention;
 mod conv;
 mod embedding;

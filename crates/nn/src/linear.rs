@@ -3,6 +3,7 @@
 use ferrospeed_tensor::ops::{self, WeightLayout};
 use ferrospeed_tensor::{Activation, Initializer, Operand, Param, Result, Tensor};
 
+use crate::activation_bits::{input_of, is_in_few_bits};
 use crate::init::Init;
 use crate::tensor_parallel::{Cut, Slices};
 
@@ -58,6 +59,7 @@ impl Linear {
             }
             _ => (init.param("weight", shape, start), None, None),
         };
+        let weight = if layout == WeightLayout::InOut { weight.as_inputs_first() } else { weight };
         let bias = bias.then(|| cut_bias.unwrap_or_else(|| init.param("bias", [outputs], zero)));
         Linear { weight, bias, layout, summed }
     }
@@ -82,6 +84,16 @@ impl Linear {
         self.summed.as_ref()
     }
 
+    /// Its input as it sees it, for who multiplies by [`Linear::operands`]: in few bits, where a pass has it so.
+    pub fn input(&self, x: &Tensor) -> Result<Tensor> {
+        input_of(&self.weight, x)
+    }
+
+    /// Whether that is not the input itself, so that no kernel may make it inside.
+    pub(crate) fn changes_input(&self) -> bool {
+        is_in_few_bits(&self.weight)
+    }
+
     /// Both as operands of a fused op, whose result goes through [`Linear::finish`]; a bias that comes behind a sum is left
     /// to that.
     pub fn operands(&self) -> (Operand, Option<Operand>) {
@@ -102,7 +114,7 @@ impl Linear {
     /// `x·W + b`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (weight, bias) = self.operands();
-        self.finish(ops::linear(x, weight, bias, self.layout)?)
+        self.finish(ops::linear(&self.input(x)?, weight, bias, self.layout)?)
     }
 
     /// `f(x·W + b)` in one pass.
@@ -111,6 +123,6 @@ impl Linear {
             return ops::activate(&self.forward(x)?, activation);
         }
         let (weight, bias) = self.operands();
-        ops::linear_activation(x, weight, bias, self.layout, Some(activation))
+        ops::linear_activation(&self.input(x)?, weight, bias, self.layout, Some(activation))
     }
 }

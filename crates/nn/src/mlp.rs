@@ -39,6 +39,9 @@ impl Mlp {
     pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("Mlp", [self.up.weight(), self.down.weight()], || {
             let x = enter(x, self.down.summed_over())?;
+            if self.layers().iter().any(|layer| layer.changes_input()) {
+                return self.down.forward(&self.up.forward_activated(&x, self.activation)?);
+            }
             let (up, down, layout) = (self.up.operands(), self.down.operands(), self.up.layout());
             self.down.finish(match chunk {
                 None => ops::mlp(&x, up, down, layout, self.activation)?,
@@ -82,7 +85,9 @@ impl GatedMlp {
 
     /// `x + forward(norm(x))` for few rows, where the device has kernels for that and nothing is recorded; `None` where not.
     pub fn forward_onto(&self, x: &Tensor, norm: &Norm) -> Result<Option<Tensor>> {
-        let plain = self.gate.layout() == WeightLayout::OutIn && self.down.summed_over().is_none();
+        let changes_inputs = self.layers().iter().any(|layer| layer.changes_input());
+        let plain =
+            self.gate.layout() == WeightLayout::OutIn && self.down.summed_over().is_none() && !changes_inputs;
         let Some(norm) = norm.of_few_rows().filter(|_| plain) else { return Ok(None) };
         let [gate, up, down] = self.layers().map(Linear::operands);
         let Some(hidden) = ops::normed_gate(x, norm, [gate, up], self.activation)? else { return Ok(None) };
@@ -96,6 +101,10 @@ impl GatedMlp {
     pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("GatedMlp", [&self.gate, &self.up, &self.down].map(Linear::weight), || {
             let x = enter(x, self.down.summed_over())?;
+            if self.layers().iter().any(|layer| layer.changes_input()) {
+                let (gate, up) = (self.gate.forward(&x)?, self.up.forward(&x)?);
+                return self.down.forward(&ops::gated(self.activation, &gate, &up)?);
+            }
             let (layers, layout) = (self.layers().map(Linear::operands), self.gate.layout());
             self.down.finish(match (chunk, layers) {
                 (None, layers) => ops::gated_mlp(&x, layers, layout, self.activation)?,
@@ -145,6 +154,6 @@ impl PackedGatedMlp {
         let parts = ops::split(&both, dim, &[inner, inner])?;
         let hidden = ops::gated(self.activation, &parts[0], &parts[1])?;
         let (weight, bias) = self.down.operands();
-        ops::linear(&hidden, weight, bias, self.down.layout())
+        ops::linear(&self.down.input(&hidden)?, weight, bias, self.down.layout())
     }
 }

@@ -9,6 +9,7 @@
 pub mod adagrad;
 pub mod adam;
 pub mod bench;
+pub mod compression;
 pub mod curriculum;
 pub mod eigenvalue;
 pub mod error;

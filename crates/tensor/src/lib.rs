@@ -28,6 +28,7 @@ pub mod cuda;
 pub mod documents;
 pub mod dtype;
 pub mod error;
+pub mod fake_quantize;
 pub mod lent;
 pub mod memory;
 mod moves;

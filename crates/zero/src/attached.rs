@@ -3,10 +3,12 @@
 //! It holds no handle of a parameter, since every parameter holds it. See [`crate::store`].
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ferrospeed_tensor::{Lent, ParamStore, RowGradient, Shape, StoreError, Tensor};
 
+use crate::error::{Result as ZeroResult, ZeroError};
+use crate::lens::Lens;
 use crate::one_bit::Compressing;
 use crate::reducer::{Arrived, Reducer};
 use crate::residency::Residency;
@@ -53,6 +55,8 @@ pub(crate) struct Attached {
     pub(crate) updates: Updates,
     /// What must be updated before a parameter is read, where updates are queued: by parameter, its own and its leaf module's.
     awaited: Vec<Vec<Tile>>,
+    /// What kernels see in place of some parameters.
+    pub(crate) lens: OnceLock<Arc<dyn Lens>>,
 }
 
 impl Attached {
@@ -71,22 +75,12 @@ impl Attached {
             synchronize: AtomicBool::new(true),
             updates: Updates::default(),
             awaited,
+            lens: OnceLock::new(),
         }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The same for gradients, whose memory what is queued still reads.
-    fn lock_gradients(&self) -> MutexGuard<'_, State> {
-        self.updates.wait_for_end();
-        self.lock()
-    }
-}
-
-impl ParamStore for Attached {
-    fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
+    /// The value itself, borrowed until its release.
+    fn acquire_exact(&self, index: usize) -> Result<Tensor, StoreError> {
         for tile in self.awaited.get(index).into_iter().flatten() {
             self.updates.wait_for(tile)?;
         }
@@ -104,6 +98,45 @@ impl ParamStore for Attached {
         Ok(share.values.memory()?.slice(start, self.shapes[index])?)
     }
 
+    /// The value itself, widened.
+    pub(crate) fn exact(&self, index: usize) -> ZeroResult<Vec<f32>> {
+        let exact = self.acquire_exact(index).map_err(|error| ZeroError::Request(error.to_string()))?;
+        let values = exact.to_vec_f32();
+        drop(exact);
+        self.release(index);
+        Ok(values?)
+    }
+
+    /// Whether a gradient is changed on its way.
+    fn changes_gradient(&self, index: usize) -> bool {
+        self.lens.get().is_some_and(|lens| lens.changes_gradient(index))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same for gradients, whose memory what is queued still reads.
+    fn lock_gradients(&self) -> MutexGuard<'_, State> {
+        self.updates.wait_for_end();
+        self.lock()
+    }
+}
+
+impl ParamStore for Attached {
+    fn acquire(&self, index: usize) -> Result<Tensor, StoreError> {
+        let exact = self.acquire_exact(index)?;
+        let Some(lens) = self.lens.get() else { return Ok(exact) };
+        // Outside of the lock, since it may take a while; the value stays until its release.
+        match lens.seen(index, &exact) {
+            Ok(seen) => Ok(seen.unwrap_or(exact)),
+            Err(error) => {
+                self.release(index);
+                Err(error.into())
+            }
+        }
+    }
+
     fn release(&self, index: usize) {
         if let Some(residency) = &mut self.lock().residency {
             residency.release(index);
@@ -111,6 +144,10 @@ impl ParamStore for Attached {
     }
 
     fn push_grad(&self, index: usize, gradient: Tensor) -> Result<(), StoreError> {
+        let gradient = match self.lens.get().filter(|lens| lens.changes_gradient(index)) {
+            Some(lens) => lens.gradient(index, gradient)?,
+            None => gradient,
+        };
         let mut state = self.lock_gradients();
         state.reducer.check(index, &gradient)?;
         let synchronize = self.synchronize.load(Ordering::Relaxed);
@@ -118,8 +155,8 @@ impl ParamStore for Attached {
     }
 
     fn lend_place(&self, index: usize) -> Result<Option<Lent>, StoreError> {
-        // A gradient that waits for the next backward needs memory of its own.
-        if !self.synchronize.load(Ordering::Relaxed) {
+        // A gradient that waits for the next backward needs memory of its own, and so does one that is changed first.
+        if !self.synchronize.load(Ordering::Relaxed) || self.changes_gradient(index) {
             return Ok(None);
         }
         Ok(self.lock_gradients().reducer.lend_place(index)?)
@@ -130,6 +167,9 @@ impl ParamStore for Attached {
     }
 
     fn push_rows(&self, index: usize, gradient: RowGradient) -> Result<(), StoreError> {
+        if self.changes_gradient(index) {
+            return self.push_grad(index, gradient.to_dense()?);
+        }
         let synchronize = self.synchronize.load(Ordering::Relaxed);
         Ok(self.lock_gradients().reducer.push(index, Arrived::Rows(gradient), synchronize)?)
     }

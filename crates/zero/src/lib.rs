@@ -2,7 +2,7 @@
 //!
 //! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `sharding` (among whom), `store` (attach a
 //! model; `fill` loads it), `reducer` (gradients; `sums` of micro-batches, `rows` for tables; `quantized_gradients` on the wire), `residency` (stage 3's parameters, by the order of `trace`; `quantized` on the wire, `packed` where frozen), `step` (the update; `away` where state is not at hand, `homes` says where; `one_bit` where momentum is exchanged), [`access`] (looking in), `snapshot`
-//! (to and from checkpoints).
+//! (to and from checkpoints), `lens` (what kernels see of weights that are trained to be compressed).
 //!
 //! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
 //! follows. Losses, norms and weights are the same to the last bit in all four.
@@ -20,6 +20,7 @@ mod homes;
 mod lamb;
 mod landing;
 mod layer_norms;
+mod lens;
 mod memory;
 mod one_bit;
 mod packed;
@@ -39,6 +40,7 @@ mod updates;
 
 pub use error::{Result, ZeroError};
 pub use homes::Homes;
+pub use lens::Lens;
 pub use one_bit::OwnNumbers;
 pub use residency::Pass;
 pub use sharding::{Elsewhere, Sharding};

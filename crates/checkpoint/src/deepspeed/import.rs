@@ -295,6 +295,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
             loss_scaler: optimizer.and_then(|optimizer| loss_scaler(optimizer.get("loss_scaler")?)),
             per_parameter: BTreeMap::new(),
             layer_states: BTreeMap::new(),
+            masks: BTreeMap::new(),
         },
         client_state: Json::Object(client),
         config,

@@ -235,8 +235,9 @@ pub const ROOT: &[Key] = &[
         "compression_training",
         Kind::Section(COMPRESSION, Form::Plain),
         "{}",
-        "Quantisation-aware training, pruning and layer reduction.",
-    ),
+        "Training a model to be compressed: weights and activations in few bits, pruning.",
+    )
+    .done(),
     key(
         "sparse_attention",
         SPARSE_ATTENTION,

@@ -1,6 +1,6 @@
 //! [`Engine::load_checkpoint`].
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use ferrospeed_checkpoint::deepspeed::check_files;
@@ -139,6 +139,11 @@ impl Engine {
                 scheduler.load(saved)?;
             }
             self.apply_schedule();
+        }
+        if let Some(compressing) = &self.compressing {
+            let none = BTreeMap::new();
+            let masks = if options.load_module_only { &none } else { &training.masks };
+            compressing.restore(self.applied_steps(), self.seed, masks)?;
         }
         self.half_loaded = None;
         let is_own = |name: &String| self.store.params().iter().any(|param| param.name() == name);

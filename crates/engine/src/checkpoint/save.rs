@@ -19,6 +19,7 @@ use serde_json::Value;
 
 use super::snapshot::Snapshot;
 use super::{kind_of, part_of, stored_type};
+use crate::compression::Compressing;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 
@@ -329,6 +330,7 @@ impl Engine {
                 scheduler: self.scheduler.as_ref().and_then(|own| json(serde_json::to_value(own.state()))),
                 loss_scaler: json(serde_json::to_value(self.scaler.state())),
                 per_parameter: self.store.per_parameter(),
+                masks: self.compressing.as_ref().map(Compressing::saved).unwrap_or_default(),
                 layer_states: self
                     .states
                     .iter()

@@ -146,6 +146,7 @@ impl Gate {
         }
         let (weight, bias) = self.router.operands();
         let wide = |operand: Operand| Ok::<_, TensorError>(Operand::from(ops::cast(operand, DType::F32)?));
+        let seen = self.router.input(&seen)?;
         let logits = ops::linear(&seen, wide(weight)?, bias.map(wide).transpose()?, self.router.layout())?;
         let probabilities = ops::softmax(&logits)?;
         match &self.config.capacity {

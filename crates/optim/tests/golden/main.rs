@@ -1,5 +1,6 @@
 //! The recorded behaviour of DeepSpeed, and where we differ on purpose.
 
+mod compression;
 mod data_schedules;
 mod eigenvalues;
 mod loss_scale;

@@ -127,6 +127,7 @@ struct Inner {
     initializer: Initializer,
     trainable: AtomicBool,
     is_table: AtomicBool,
+    is_inputs_first: AtomicBool,
     unit: OnceLock<Unit>,
     attachment: OnceLock<Attachment>,
 }
@@ -156,6 +157,7 @@ impl Param {
             initializer,
             trainable: AtomicBool::new(true),
             is_table: AtomicBool::new(false),
+            is_inputs_first: AtomicBool::new(false),
             unit: OnceLock::new(),
             attachment: OnceLock::new(),
         }))
@@ -237,6 +239,17 @@ impl Param {
     /// Whether it is such a table.
     pub fn is_table(&self) -> bool {
         self.0.is_table.load(Ordering::Relaxed)
+    }
+
+    /// Says that it is the weight `[inputs, outputs]` of a linear layer; other layers have `[outputs, inputs]`.
+    pub fn as_inputs_first(self) -> Param {
+        self.0.is_inputs_first.store(true, Ordering::Relaxed);
+        self
+    }
+
+    /// Whether it is such a weight.
+    pub fn is_inputs_first(&self) -> bool {
+        self.0.is_inputs_first.load(Ordering::Relaxed)
     }
 
     /// Says that it comes and goes together with the others of a unit. The first unit it is put in stays its own.
