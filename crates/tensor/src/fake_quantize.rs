@@ -270,7 +270,7 @@ impl Grid {
     /// The level of a value; `noise` moves it by less than half a step before it is rounded.
     fn of(&self, x: f32, noise: f32) -> f32 {
         match *self {
-            Grid::Even { scale, .. } if scale == 0.0 => x,
+            Grid::Even { scale: 0.0, .. } => x,
             Grid::Even { scale, zero, low, high } => {
                 ((x - zero) / scale + noise).round_ties_even().clamp(low, high) * scale + zero
             }
