@@ -105,11 +105,11 @@ fn biases_and_masks_meet_the_layout_and_a_row_without_keys_gives_zeros() {
 
 /// Value and gradients.
 fn run([q, k, v]: &[Array; 3], dtype: DType, options: &AttentionOptions, device: &Device) -> [Vec<f32>; 4] {
-    let inputs = [q, k, v].map(|x| ops::cast(&tensor(x, device), dtype).unwrap().detach().tracked());
+    let inputs = [q, k, v].map(|x| ops::cast(tensor(x, device), dtype).unwrap().detach().tracked());
     let y = ops::attention(&inputs[0], &inputs[1], &inputs[2], options).unwrap();
     let value = y.to_vec_f32().unwrap();
     let cotangent = random(y.sizes(), 9);
-    let cotangent = ops::cast(&tensor(&cotangent, device), dtype).unwrap();
+    let cotangent = ops::cast(tensor(&cotangent, device), dtype).unwrap();
     autograd::backward_with(&[(y, cotangent)]).unwrap();
     let [dq, dk, dv] = inputs.map(|x| x.grad().unwrap().to_vec_f32().unwrap());
     [value, dq, dk, dv]
