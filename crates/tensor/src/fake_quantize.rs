@@ -347,8 +347,8 @@ mod tests {
     #[test]
     fn exact_values_are_mixed_in_and_16_bit_types_keep_their_type() {
         let quantizer = FakeQuantizer::new(Levels::Symmetric { bits: 3 }, 1);
-        let mixed = applied(FakeQuantizer { exact_share: 0.25, ..quantizer }, &[-4.0, 0.6, 1.0, 3.0], 1);
-        assert_eq!(mixed, [-4.0, 0.9, 1.0, 3.0]);
+        let mixed = applied(FakeQuantizer { exact_share: 0.25, ..quantizer }, &[-4.0, 0.75, 1.0, 3.0], 1);
+        assert_eq!(mixed, [-4.0, 0.9375, 1.0, 3.0]);
         let x = Tensor::from_f32(&[-4.0, 0.6], [2], DType::BF16, &Device::cpu_with_threads(1)).unwrap();
         let found = quantizer.apply(&x).unwrap();
         assert_eq!((found.dtype(), found.to_vec_f32().unwrap()), (DType::BF16, vec![-4.0, 1.0]));
