@@ -260,6 +260,66 @@ fn layers_drop_the_same_tokens_in_every_stage_and_after_a_resume() {
 }
 
 #[test]
+fn a_model_that_is_trained_to_be_compressed_is_exported_so_alike_in_every_stage_and_after_a_resume() {
+    let place = Workplace::new();
+    let quantization = r#"compression_training.weight_quantization={"shared_parameters": {"enabled": true}, "different_groups": {"all": {"params": {"start_bits": 5, "target_bits": 4}}}}"#;
+    let pruning = r#"compression_training.sparse_pruning={"shared_parameters": {"enabled": true, "schedule_offset": 2}, "different_groups": {"mlp": {"params": {"dense_ratio": 0.5}, "modules": ["mlp"]}}}"#;
+    let train = |name: &str, stage: u8, more: &[&str]| {
+        let stage = format!("zero_optimization.stage={stage}");
+        let mut words = vec!["--set", &stage, "--set", quantization, "--set", pruning];
+        words.extend(more);
+        place.train(name, &words)
+    };
+    let whole = place.train("whole", &["--set", "steps=6"]);
+    let run = train("compressed0", 0, &["--set", "steps=6"]);
+    assert_ne!(losses(&run), losses(&whole));
+    let checkpointed =
+        train("compressed3", 3, &["--set", "steps=6", "--set", "model.activation_checkpointing=true"]);
+    assert_eq!(losses(&checkpointed), losses(&run));
+    train("halves", 1, &["--set", "steps=3", "--set", "save.every=3"]);
+    assert_eq!(losses(&train("halves", 1, &["--set", "steps=6", "--resume"])), losses(&run));
+    let weights = |run: &Path| std::fs::read(run.join("model/model.safetensors")).unwrap();
+    assert!(
+        weights(&checkpointed) == weights(&run)
+            && weights(&place.path().join("runs/halves")) == weights(&run)
+    );
+
+    let tensors = ferrospeed_testkit::tensors::read(&run.join("model/model.safetensors"));
+    let (mut pruned, mut coarse) = (0, 0);
+    for (name, tensor) in tensors.iter().filter(|(_, tensor)| tensor.shape.len() == 2) {
+        let values = tensor.floats();
+        if name.contains("mlp") {
+            assert!(2 * values.iter().filter(|value| **value == 0.0).count() >= values.len(), "{name}");
+            pruned += 1;
+        }
+        // A table has levels of its own for each row.
+        let groups = if name.contains("wte") || name.contains("wpe") { tensor.shape[0] } else { 1 };
+        for group in values.chunks(values.len() / groups) {
+            let mut levels: Vec<u32> = group.iter().map(|value| (value + 0.0).to_bits()).collect();
+            levels.sort_unstable();
+            levels.dedup();
+            assert!(levels.len() <= 16, "{name} has {} levels", levels.len());
+        }
+        coarse += 1;
+    }
+    assert!(pruned == 4 && coarse > 8, "{pruned} and {coarse} of {:?}", tensors.keys());
+    for (set, expected) in [
+        ("tensor_parallel.autotp_size=2", "compresses whole weights, and ranks hold parts"),
+        (
+            r#"compression_training.sparse_pruning.different_groups.mlp.modules=["nothing"]"#,
+            "in the name of no module",
+        ),
+        (r#"compression_training.sparse_pruning.shared_parameters.method="topk""#, "use \"l1\""),
+    ] {
+        let output =
+            place.ferrospeed(&["train", "recipe.toml", "--out", "refused", "--set", pruning, "--set", set]);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{set}: {said}");
+        assert!(said.contains(expected), "{set}: {said}");
+    }
+}
+
+#[test]
 fn everything_wrong_with_a_recipe_is_said_before_a_rank_starts() {
     let place = Workplace::new();
     let output = place.ferrospeed(&[
