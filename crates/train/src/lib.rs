@@ -12,6 +12,7 @@ mod export;
 pub mod folder;
 mod health;
 mod kept_log;
+mod layer_reduction;
 mod measure;
 mod mesh;
 mod model;

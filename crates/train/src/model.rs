@@ -18,6 +18,7 @@ use ferrospeed_pipeline::partition::Measured;
 use serde_json::Value;
 
 use crate::error::Result;
+use crate::layer_reduction::{FirstWeights, LayerReduction};
 use crate::recipe::{ModelRecipe, Recipe};
 
 /// A model and where its first weights come from.
@@ -26,13 +27,15 @@ pub(crate) struct BuiltModel {
     /// Its Hugging Face `config.json`.
     pub(crate) config: Value,
     /// The weights to start from; `None` starts from the initialisers.
-    pub(crate) weights: Option<WeightFiles>,
+    pub(crate) weights: Option<FirstWeights>,
 }
 
 /// A model's configuration, read and understood.
 pub(crate) struct ModelPlan {
     json: Value,
     config: DecoderConfig,
+    /// Where it is a student: from which layers of its teacher it starts.
+    teacher: Option<(LayerReduction, DecoderConfig)>,
 }
 
 impl ModelRecipe {
@@ -135,7 +138,13 @@ impl ModelPlan {
         let parsed = ModelConfig::from_value(&json, WindowRule::default())
             .map_err(|error| vec![format!("{key}: {error}")])?;
         match parsed {
-            ModelConfig::Decoder(config) => Ok(ModelPlan { json, config: *config }),
+            ModelConfig::Decoder(config) => match LayerReduction::of(recipe).map_err(|why| vec![why])? {
+                None => Ok(ModelPlan { json, config: *config, teacher: None }),
+                Some(reduction) => {
+                    let (json, student) = reduction.student(&json, &config).map_err(|why| vec![why])?;
+                    Ok(ModelPlan { json, config: student, teacher: Some((reduction, *config)) })
+                }
+            },
             _ => Err(vec![format!("{key}: only causal language models are trained by recipes")]),
         }
     }
@@ -193,7 +202,7 @@ impl ModelPlan {
         problems.extend(cannot_be_staged(recipe, &decoder));
         let weights = recipe.model.path.as_ref().filter(|_| opens_weights).and_then(|folder| {
             let opened = WeightFiles::open_directory(folder)
-                .and_then(|weights| weights.check(decoder.parameters().as_slice()).map(|_| weights));
+                .and_then(|weights| FirstWeights::of(weights, &decoder, self.teacher));
             opened.map_err(|error| problems.push(format!("model.path: {error}"))).ok()
         });
         if problems.is_empty() { Ok(BuiltModel { decoder, config: json, weights }) } else { Err(problems) }

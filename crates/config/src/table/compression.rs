@@ -134,11 +134,19 @@ const HEAD_SHARED: &[Key] = &[
 const RATIO_PARAMS: &[Key] = &[key("dense_ratio", FRACTION, "null", "Share that is kept.").required().done()];
 
 const LAYER_REDUCTION: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn it on."),
-    key("keep_number_layer", POSITIVE_COUNT, "null", "Layers of the student."),
-    key("module_name_prefix", Kind::Text, "null", "Module that holds the layers."),
-    key("teacher_layer", COUNT_LIST, "null", "Teacher layer that starts each student layer."),
-    key("other_module_name", TEXT_LIST, "null", "Other modules that are copied."),
+    key(
+        "enabled",
+        Kind::Bool,
+        "false",
+        "Start a student of fewer layers from the model that a recipe names (`model.path`); for `ferrospeed train`.",
+    )
+    .done(),
+    key("keep_number_layer", POSITIVE_COUNT, "null", "Layers of the student.").done(),
+    key("module_name_prefix", Kind::Text, "null", "Module that holds the layers.")
+        .inert("models know where their layers are"),
+    key("teacher_layer", COUNT_LIST, "null", "The teacher's layer, from 0, that starts each layer of the student.")
+        .done(),
+    key("other_module_name", TEXT_LIST, "null", "Other modules that are copied.").inert("all others are"),
 ];
 
 macro_rules! technique {
@@ -223,5 +231,6 @@ pub(super) const COMPRESSION: &[Key] = &[
         Kind::Section(LAYER_REDUCTION, Form::Plain),
         "{}",
         "Start a shallow student from a teacher.",
-    ),
+    )
+    .done(),
 ];
