@@ -29,18 +29,21 @@ pub(crate) struct LayerReduction {
 impl LayerReduction {
     /// What a recipe asks for; an error is a line for its author.
     pub(crate) fn of(recipe: &Recipe) -> Result<Option<LayerReduction>, String> {
-        // What is wrong with the configuration otherwise is told with it.
-        let Ok((config, _)) = recipe.config() else { return Ok(None) };
-        let section = config.section("compression_training").map(|section| &section["layer_reduction"]);
-        let Some(section) = section.filter(|section| section["enabled"] == true) else { return Ok(None) };
+        // The values as they were given: to resolve the rest the model must be known, which this decides.
+        let [enabled, count, layers] = ["enabled", "keep_number_layer", "teacher_layer"]
+            .map(|key| recipe.given([&format!("{SECTION}.{key}")])[0].take());
+        if enabled != Some(Value::Bool(true)) {
+            return Ok(None);
+        }
         if recipe.model.path.is_none() {
             return Err(format!("{SECTION}: a student needs a teacher: name its folder, model.path"));
         }
-        LayerReduction::from_section(section).map(Some).map_err(|why| format!("{SECTION}: {why}"))
+        let (count, layers) = (count.unwrap_or_default(), layers.unwrap_or_default());
+        LayerReduction::from_values(&count, &layers).map(Some).map_err(|why| format!("{SECTION}: {why}"))
     }
 
-    fn from_section(section: &Value) -> Result<LayerReduction, String> {
-        let Some(layers) = section["teacher_layer"].as_array().filter(|layers| !layers.is_empty()) else {
+    fn from_values(count: &Value, layers: &Value) -> Result<LayerReduction, String> {
+        let Some(layers) = layers.as_array().filter(|layers| !layers.is_empty()) else {
             return Err(
                 "teacher_layer is missing: the layer of the teacher that each of the student starts from"
                     .into(),
@@ -48,7 +51,7 @@ impl LayerReduction {
         };
         let from: Vec<usize> =
             layers.iter().filter_map(|layer| usize::try_from(layer.as_u64()?).ok()).collect();
-        match section["keep_number_layer"].as_u64() {
+        match count.as_u64() {
             Some(count) if count as usize != from.len() => {
                 Err(format!("keep_number_layer is {count}, and teacher_layer names {} layers", from.len()))
             }
@@ -158,13 +161,14 @@ mod tests {
 
     #[test]
     fn what_is_missing_or_contradicts_itself_is_named() {
-        let section = json!({"keep_number_layer": 2, "teacher_layer": [1, 3]});
-        assert_eq!(LayerReduction::from_section(&section).unwrap().from, [1, 3]);
-        for (section, expected) in [
-            (json!({"keep_number_layer": 2}), "teacher_layer is missing"),
-            (json!({"keep_number_layer": 3, "teacher_layer": [1, 3]}), "keep_number_layer is 3"),
+        let read = |count: Value, layers: Value| LayerReduction::from_values(&count, &layers);
+        assert_eq!(read(json!(2), json!([1, 3])).unwrap().from, [1, 3]);
+        assert_eq!(read(json!(null), json!([1])).unwrap().from, [1]);
+        for (count, layers, expected) in [
+            (json!(2), json!(null), "teacher_layer is missing"),
+            (json!(3), json!([1, 3]), "keep_number_layer is 3"),
         ] {
-            assert!(LayerReduction::from_section(&section).unwrap_err().contains(expected));
+            assert!(read(count, layers).unwrap_err().contains(expected));
         }
     }
 }

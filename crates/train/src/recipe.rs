@@ -417,7 +417,7 @@ impl Recipe {
     }
 
     /// What the ds_config says for some options, as its checks read it: 2.0 is 2. What they refuse is nothing here.
-    fn given<const N: usize>(&self, paths: [&str; N]) -> [Option<Value>; N] {
+    pub(crate) fn given<const N: usize>(&self, paths: [&str; N]) -> [Option<Value>; N] {
         let read = Config::from_value("ds_config", &self.ds_config).ok();
         paths.map(|path| read.as_ref().and_then(|read| read.given(path)).cloned())
     }
