@@ -74,7 +74,7 @@ fn weights(model: &Path) -> BTreeMap<String, Recorded> {
 }
 
 fn preset(layers: u64) -> Value {
-    json!({"preset": "gpt2", "layers": layers, "width": 32, "heads": 2, "vocabulary": 64})
+    json!({"preset": "gpt2", "layers": layers, "width": 32, "heads": 2, "vocabulary": 256})
 }
 
 #[test]

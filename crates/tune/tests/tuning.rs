@@ -6,7 +6,7 @@ use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_tune::tuning::deepspeed::{Options, search};
 use ferrospeed_tune::tuning::naming::{canonical_name, memory_to_string, number_to_string};
-use ferrospeed_tune::tuning::space::{combinations, ranges};
+use ferrospeed_tune::tuning::space::{combinations, first_values, ranges};
 use ferrospeed_tune::tuning::tuner::{Order, TunerOptions, tune};
 use ferrospeed_tune::tuning::{
     Experiment, Laboratory, Metric, ModelInfo, Precision, Records, instantiation_bytes,
@@ -248,4 +248,22 @@ fn a_model_finds_the_best_sooner_than_the_list_and_survives_a_space_that_fails()
             tune(&options, Metric::Throughput, &listed(&failing), &mut Simulated::new(by_index(&failing)));
         assert_eq!(tried.len(), 5, "{order:?}");
     }
+}
+
+#[test]
+fn lists_that_are_values_of_their_sections_are_no_choices() {
+    let config = json!({
+        "train_micro_batch_size_per_gpu": [1, 2],
+        "compression_training": {"layer_reduction": {"teacher_layer": [1, 3]}},
+        "sparse_attention": {"local_window_blocks": [1, 2], "global_block_indices": []},
+    });
+    let whole = |config: &Value| {
+        assert_eq!(config["compression_training"]["layer_reduction"]["teacher_layer"], json!([1, 3]));
+        assert_eq!(config["sparse_attention"]["local_window_blocks"], json!([1, 2]));
+        assert_eq!(config["sparse_attention"]["global_block_indices"], json!([]));
+    };
+    let all = combinations(&config);
+    assert_eq!(all.len(), 2);
+    all.iter().for_each(whole);
+    whole(&first_values(&config));
 }

@@ -64,8 +64,9 @@ pub fn ranges(stage: u8) -> Map<String, Value> {
 /// More than this no search gets through; the rest is left out.
 const MAX_COMBINATIONS: usize = 1 << 16;
 
-/// Every choice of one value for each list, in the order of keys, the last key varying fastest. `optimizer` is taken as it is:
-/// its lists are values. Equal combinations are one.
+/// Every choice of one value for each list, in the order of keys, the last key varying fastest. `optimizer` and sections whose lists
+/// are values (`compression_training`, `sparse_attention`) are taken as they are.
+/// Equal combinations are one.
 pub fn combinations(space: &Value) -> Vec<Value> {
     let mut all = expand(space);
     let mut seen = std::collections::BTreeSet::new();
@@ -73,12 +74,17 @@ pub fn combinations(space: &Value) -> Vec<Value> {
     all
 }
 
+/// Whether lists under a key are values and no choices.
+fn is_whole(key: &str) -> bool {
+    ["optimizer", "compression_training", "sparse_attention"].contains(&key)
+}
+
 fn expand(space: &Value) -> Vec<Value> {
     match space {
         Value::Object(section) => {
             let mut all = vec![Map::new()];
             for (key, value) in section {
-                let choices = if key == "optimizer" { vec![value.clone()] } else { expand(value) };
+                let choices = if is_whole(key) { vec![value.clone()] } else { expand(value) };
                 let with = |config: &Map<String, Value>, choice: &Value| {
                     let mut config = config.clone();
                     config.insert(key.clone(), choice.clone());
@@ -102,7 +108,7 @@ pub fn first_values(space: &Value) -> Value {
     match space {
         Value::Object(section) => {
             let first = |(key, value): (&String, &Value)| {
-                let value = if key == "optimizer" { value.clone() } else { first_values(value) };
+                let value = if is_whole(key) { value.clone() } else { first_values(value) };
                 (key.clone(), value)
             };
             Value::Object(section.iter().map(first).collect())
