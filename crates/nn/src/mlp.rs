@@ -135,7 +135,8 @@ impl PackedGatedMlp {
     pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("GatedMlp", [&self.gate_up, &self.down].map(Linear::weight), || {
             let x = enter(x, self.down.summed_over())?;
-            self.down.finish(match chunk {
+            let changes_inputs = [&self.gate_up, &self.down].iter().any(|layer| layer.changes_input());
+            self.down.finish(match chunk.filter(|_| !changes_inputs) {
                 None => self.product(&x)?,
                 Some(chunk) => {
                     let (both, down, layout) =
