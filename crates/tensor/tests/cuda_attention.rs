@@ -5,8 +5,8 @@
 mod on_gpu;
 
 use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads};
-use ferrospeed_tensor::{DType, Documents, Result, Tensor};
-use on_gpu::{Inputs, compare, device, normal, run, tolerance};
+use ferrospeed_tensor::{DType, Documents, Result, Tensor, autograd};
+use on_gpu::{Inputs, compare, compare_in, device, normal, run, tolerance};
 
 #[test]
 fn attention_in_every_variant() {
@@ -120,6 +120,104 @@ fn long_attention_in_parts() {
             let far =
                 ours.iter().zip(&truth).position(|(a, b)| (a - b).abs() > tolerance(DType::BF16) * scale);
             assert_eq!(far, None, "{t} tokens, window {window:?}: result {index}");
+        }
+    }
+}
+
+/// Hopper's kernel for gradients in its corners: heads filled up to 64 and 128 channels, lengths that end within a block, heads
+/// shared out among blocks or not, all keys seen, other keys than queries, operands inside a packed projection.
+#[test]
+fn gradients_of_sixteen_bits() {
+    let types = [DType::BF16, DType::F16];
+    for [b, t, s, h, kv, d] in [
+        [1, 300, 300, 4, 1, 64],
+        [2, 129, 129, 6, 3, 128],
+        [1, 517, 517, 8, 2, 96],
+        [1, 192, 192, 2, 2, 80],
+        [2, 65, 65, 2, 1, 48],
+        [1, 640, 640, 6, 1, 8],
+    ] {
+        for (causal, window) in [(true, None), (true, Some(70)), (false, None)] {
+            let options = AttentionOptions { causal, window, ..AttentionOptions::default() };
+            compare_in(&types, "gradients of attention", &|i| {
+                let (q, k, v) = (i.input(&[b, t, h, d]), i.input(&[b, s, kv, d]), i.input(&[b, s, kv, d]));
+                Ok(vec![ops::attention(&q, &k, &v, &options)?])
+            });
+        }
+    }
+    for (t, s) in [(70, 333), (333, 70), (1, 200), (200, 1)] {
+        compare_in(&types, "gradients of attention to other keys", &|i| {
+            let (q, k, v) = (i.input(&[2, t, 4, 64]), i.input(&[2, s, 2, 64]), i.input(&[2, s, 2, 64]));
+            Ok(vec![ops::attention(&q, &k, &v, &AttentionOptions::default())?])
+        });
+    }
+    for layout in [PackedHeads::Thirds, PackedHeads::PerHead] {
+        let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };
+        compare_in(&types, "gradients of packed attention", &|i| {
+            Ok(vec![ops::attention_packed(&i.input(&[2, 260, 3 * 2 * 128]), 2, layout, &causal)?])
+        });
+    }
+}
+
+/// Gradients of queries are summed as integers, whose size follows from the largest values and keys: a few that are far larger
+/// than the rest, as models have them, must leave the others' gradients as they are.
+#[test]
+fn gradients_of_queries_beside_outliers() {
+    let Some(gpu) = device() else { return };
+    let options = AttentionOptions { causal: true, ..AttentionOptions::default() };
+    for d in [64, 128] {
+        let large = |at: usize, every: usize, factor: f32| {
+            move |i: usize, value: f32| if i % every == at { factor * value } else { value }
+        };
+        let op = |i: &mut Inputs<'_>| {
+            let scaled = |i: &mut Inputs<'_>, stream, map: &dyn Fn(usize, f32) -> f32| {
+                let values = normal(&[1, 4096, 2, d], stream);
+                let values: Vec<f32> = values.into_iter().enumerate().map(|(at, v)| map(at, v)).collect();
+                let tensor = Tensor::from_f32(&values, [1, 4096, 2, d], DType::BF16, i.device).unwrap();
+                let tensor = ops::cast(&tensor, i.dtype).unwrap().detach().tracked();
+                i.tracked.push(tensor.clone());
+                tensor
+            };
+            let q = scaled(i, 1, &large(0, 1, 0.1));
+            // One channel of all keys, and one value in 4,096.
+            let k = scaled(i, 2, &large(3, d, 50.0));
+            let v = scaled(i, 3, &|at, value| if at / d == 77 { 30.0 * value } else { value });
+            Ok(vec![ops::attention(&q, &k, &v, &options)?])
+        };
+        let (ours, truth) = (run(&op, DType::BF16, &gpu), run(&op, DType::F32, &gpu));
+        // Of the queries, channel by channel: each has a scale of its own.
+        for channel in 0..d {
+            let of = |results: &[Vec<f32>]| -> Vec<f32> {
+                results[1].iter().skip(channel).step_by(d).copied().collect()
+            };
+            let norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
+            let (ours, truth) = (of(&ours), of(&truth));
+            let apart: Vec<f32> = ours.iter().zip(&truth).map(|(a, b)| a - b).collect();
+            let error = norm(&apart) / norm(&truth);
+            assert!(error < 2e-2, "{d} channels, channel {channel}: {error}");
+        }
+    }
+}
+
+/// What is no number anywhere must reach the gradients, however they are summed.
+#[test]
+fn gradients_keep_what_is_no_number() {
+    let Some(gpu) = device() else { return };
+    let causal = AttentionOptions { causal: true, ..AttentionOptions::default() };
+    for bad in [f32::NAN, f32::INFINITY] {
+        for which in 0..4 {
+            let tensor = |index: usize, heads: usize| {
+                let mut values = normal(&[1, 256, heads, 64], index as u32 + 1);
+                if index == which {
+                    values[100 * heads * 64 + 5] = bad;
+                }
+                Tensor::from_f32(&values, [1, 256, heads, 64], DType::BF16, &gpu).unwrap()
+            };
+            let inputs = [tensor(0, 4).tracked(), tensor(1, 2).tracked(), tensor(2, 2).tracked()];
+            let out = ops::attention(&inputs[0], &inputs[1], &inputs[2], &causal).unwrap();
+            autograd::backward_with(&[(out, tensor(3, 4))]).unwrap();
+            let dq = inputs[0].grad().unwrap().to_vec_f32().unwrap();
+            assert!(dq.iter().any(|value| !value.is_finite()), "{bad} in operand {which}");
         }
     }
 }

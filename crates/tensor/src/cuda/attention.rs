@@ -1,8 +1,11 @@
-//! Attention: cuDNN's tensor-core kernels where they fit, our own (`kernels/attention.cu`) for every other case.
+//! Attention: cuDNN's tensor-core kernels where they fit, for gradients on Hopper our own (`attention_backward.rs`), and plain
+//! ones (`kernels/attention.cu`) for every other case.
 
 use crate::backend::{AttentionSpec, Heads};
 use crate::cuda::elementwise::DeviceKey;
-use crate::cuda::{CudaBackend, Kernel, Source, at, at_option, launch, real};
+use crate::cuda::{
+    CudaBackend, Kernel, Source, at, at_option, attention_backward, cudnn_attention, launch, real,
+};
 use crate::documents::Documents;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
@@ -116,7 +119,7 @@ pub(super) fn forward(
     if rows == 0 {
         return Ok(());
     }
-    if super::cudnn_attention::forward(backend, spec, [q, k, v, out], logsumexp)? {
+    if cudnn_attention::forward(backend, spec, [q, k, v, out], logsumexp)? {
         return Ok(());
     }
     let is_decoding = rows < 2 * backend.driver.multiprocessors as usize;
@@ -191,7 +194,12 @@ pub(super) fn backward(
     if rows == 0 {
         return Ok(());
     }
-    if super::cudnn_attention::backward(backend, spec, [q, k, v, out, dout], logsumexp, [dq, dk, dv])? {
+    let (inputs, gradients) = ([q, k, v, out, dout], [dq, dk, dv]);
+    let own_comes_first = !cudnn_attention::is_faster_backward(backend, spec.dim);
+    if own_comes_first && attention_backward::backward(backend, spec, inputs, logsumexp, gradients)? {
+        return Ok(());
+    }
+    if cudnn_attention::backward(backend, spec, inputs, logsumexp, gradients)? {
         return Ok(());
     }
     let (device, dtype) = (device_spec(spec)?, q.tensor.dtype());

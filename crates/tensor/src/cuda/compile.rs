@@ -23,6 +23,8 @@ const COMMON: &str = include_str!("kernels/common.cuh");
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
     Attention,
+    AttentionBackward,
+    AttentionEnds,
     AttentionPages,
     AttentionTiles,
     Cast,
@@ -50,6 +52,10 @@ impl Source {
     const fn text(self) -> (&'static str, &'static str) {
         match self {
             Source::Attention => ("attention.cu", include_str!("kernels/attention.cu")),
+            Source::AttentionBackward => {
+                ("attention_backward.cu", include_str!("kernels/attention_backward.cu"))
+            }
+            Source::AttentionEnds => ("attention_ends.cu", include_str!("kernels/attention_ends.cu")),
             Source::AttentionPages => ("attention_pages.cu", include_str!("kernels/attention_pages.cu")),
             Source::AttentionTiles => ("attention_tiles.cu", include_str!("kernels/attention_tiles.cu")),
             Source::Cast => ("cast.cu", include_str!("kernels/cast.cu")),

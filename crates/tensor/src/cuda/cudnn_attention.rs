@@ -77,13 +77,19 @@ pub(super) fn knows(backend: &CudaBackend, dtype: DType, dim: usize) -> bool {
     plans.handle.is_some() && fits(dtype, dim)
 }
 
+/// Whether its backward is faster for such heads than the one of ours: where the order of sums may vary, wide ones.
+pub(super) fn is_faster_backward(backend: &CudaBackend, dim: usize) -> bool {
+    let plans = backend.attention.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    plans.handle.is_some() && !plans.deterministic && dim > 64
+}
+
 /// How many last keys a query sees, where that is not all of them.
 fn window(spec: &AttentionSpec<'_>) -> Option<usize> {
     spec.window.filter(|&window| window < spec.keys)
 }
 
 /// Of a batch, a head and a token.
-fn strides(heads: &Heads<'_>) -> [usize; 3] {
+pub(super) fn strides(heads: &Heads<'_>) -> [usize; 3] {
     [heads.batch_stride, heads.head_stride, heads.token_stride]
 }
 
