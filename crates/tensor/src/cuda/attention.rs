@@ -195,7 +195,7 @@ pub(super) fn backward(
         return Ok(());
     }
     let (inputs, gradients) = ([q, k, v, out, dout], [dq, dk, dv]);
-    let own_comes_first = !cudnn_attention::is_faster_backward(backend, spec.dim);
+    let own_comes_first = !cudnn_attention::is_faster_backward(backend, spec);
     if own_comes_first && attention_backward::backward(backend, spec, inputs, logsumexp, gradients)? {
         return Ok(());
     }

@@ -3,7 +3,8 @@
 //! In backward the gradient of the queries is the sum over blocks of keys. The fast way adds them as they come, in an order
 //! that varies from run to run. The other way, which is the default, holds the gradients of the scores in memory and gives
 //! the same bits every time; so that this memory does not grow with the square of the tokens, a problem that would need
-//! much of it is computed in parts (`tiles.rs`). See [`Plans::deterministic`].
+//! much of it is computed in parts (`tiles.rs`). See [`Plans::deterministic`]. On Hopper gradients come here only where that is
+//! faster than the kernel of ours ([`is_faster_backward`]).
 
 use std::collections::HashMap;
 
@@ -77,10 +78,15 @@ pub(super) fn knows(backend: &CudaBackend, dtype: DType, dim: usize) -> bool {
     plans.handle.is_some() && fits(dtype, dim)
 }
 
-/// Whether its backward is faster for such heads than the one of ours: where the order of sums may vary, wide ones.
-pub(super) fn is_faster_backward(backend: &CudaBackend, dim: usize) -> bool {
+/// Whether the library's backward is faster for a case than the one of ours.
+pub(super) fn is_faster_backward(backend: &CudaBackend, spec: &AttentionSpec<'_>) -> bool {
     let plans = backend.attention.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    plans.handle.is_some() && !plans.deterministic && dim > 64
+    plans.handle.is_some() && is_faster([spec.heads, spec.kv_heads, spec.keys, spec.dim], plans.deterministic)
+}
+
+/// Where few keys with heads of their own leave the device half busy; and for wide heads, where the order of sums may vary.
+fn is_faster([heads, kv_heads, keys, dim]: [usize; 4], deterministic: bool) -> bool {
+    (heads == kv_heads && keys <= 1024) || (!deterministic && dim > 64)
 }
 
 /// How many last keys a query sees, where that is not all of them.
@@ -197,5 +203,20 @@ impl Plans {
         // workspace and both buffers.
         unsafe { plan.execute(handle, &bindings, scratch.address())? };
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_comes_first_for_short_sequences_and_where_bits_may_vary_for_wide_heads() {
+        assert!(is_faster([16, 16, 1024, 64], true));
+        assert!(!is_faster([16, 16, 1025, 64], true));
+        assert!(!is_faster([32, 4, 512, 64], true));
+        assert!(!is_faster([16, 16, 8192, 128], true));
+        assert!(is_faster([16, 16, 8192, 128], false));
+        assert!(!is_faster([32, 8, 8192, 64], false));
     }
 }

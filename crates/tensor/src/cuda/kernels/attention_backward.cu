@@ -159,6 +159,15 @@ struct Work {
     }
 };
 
+// The queries that see a key.
+struct Seen {
+    u32 first, count;
+    __device__ Seen(const Problem& p, u32 key) {
+        first = p.causal ? key : 0;
+        count = key >= p.keys ? 0 : p.window ? p.window : 1u << 30;
+    }
+};
+
 // Barriers of the stages: tiles have arrived, all are done with them.
 struct Barriers {
     u32 first;
@@ -264,6 +273,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gradients(
     u32 steps_of_head = work.m_end - work.m_begin, turns = work.heads * steps_of_head, m = work.m_begin;
     int* dq_to = p.dq + ((u64(work.batch * p.heads + work.first_head) * (p.padded / BLOCK_M) + m) * 2 + group) * (DQ_BYTES / 4);
     u64 dq_skip = u64(p.padded / BLOCK_M - steps_of_head) * (2 * DQ_BYTES / 4);
+    #pragma unroll 1
     for (u32 turn = 0; turn < turns; turn++) {
         u32 stage = turn % STAGES, parity = turn / STAGES % 2;
         u32 q_at = shared + AT_Q + stage * Q_BYTES, do_at = shared + AT_DO + stage * Q_BYTES;
@@ -283,11 +293,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) gradients(
         bool whole = work.first_key + BLOCK_N <= p.keys && !(p.causal && first < work.first_key + BLOCK_N - 1)
             && !(p.window && first + BLOCK_M - 1 >= work.first_key + p.window);
         if (!whole) {
+            Seen near_key(p, own_key), far_key(p, own_key + 8);
             #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; i++) {
-                u32 key = own_key + i / 2 % 2 * 8, query = first + i / 4 * 8 + 2 * c + i % 2;
-                bool seen = key < p.keys && (!p.causal || key <= query) && (!p.window || key + p.window > query);
-                if (!seen) s[i] = -INFINITY;
+                Seen seen = i / 2 % 2 ? far_key : near_key;
+                if (first + i / 4 * 8 + 2 * c + i % 2 - seen.first >= seen.count) s[i] = -INFINITY;
             }
         }
         #pragma unroll
