@@ -135,23 +135,23 @@ fn turn_dictionaries(path: &Path) {
     std::fs::rename(beside, path).unwrap();
 }
 
+/// Copies a recorded checkpoint, and returns the files whose names end with `suffix`, in order.
+fn copied(recorded: &Path, copy: &Path, suffix: &str) -> Vec<PathBuf> {
+    for file in files_below(recorded, "") {
+        let to = copy.join(file.strip_prefix(recorded).unwrap());
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::fs::copy(&file, &to).unwrap();
+    }
+    files_below(copy, suffix)
+}
+
 #[test]
 fn in_which_order_a_rank_has_written_its_states_does_not_matter() {
     let mut compared = 0;
     for case in cases("checkpoint/runs") {
         let dir = tempfile::tempdir().unwrap();
         let Ok(expected) = imported(&case, &dir.path().join("expected")) else { continue };
-        let (recorded, copy) = (case.join("ckpt"), dir.path().join("ckpt"));
-        let mut states = Vec::new();
-        for file in files_below(&recorded, "") {
-            let to = copy.join(file.strip_prefix(&recorded).unwrap());
-            std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-            std::fs::copy(&file, &to).unwrap();
-            if to.to_string_lossy().ends_with("optim_states.pt") {
-                states.push(to);
-            }
-        }
-        states.sort();
+        let states = copied(&case.join("ckpt"), &dir.path().join("ckpt"), "optim_states.pt");
         if states.len() < 2 {
             continue;
         }
@@ -161,6 +161,39 @@ fn in_which_order_a_rank_has_written_its_states_does_not_matter() {
         compared += 1;
     }
     assert!(compared > 0, "no recorded checkpoint has states on two ranks");
+}
+
+#[test]
+fn golden_files_that_have_changed_places_are_refused() {
+    let with_two = |case: &PathBuf| files_below(&case.join("ckpt"), "optim_states.pt").len() > 1;
+    golden().each_path(RUNS, cases(RUNS).into_iter().filter(with_two), 16, |case| {
+        let dir = tempfile::tempdir().unwrap();
+        let states = copied(&case.join("ckpt"), &dir.path().join("ckpt"), "optim_states.pt");
+        let aside = dir.path().join("aside");
+        for (from, to) in [(&states[0], &aside), (&states[1], &states[0]), (&aside, &states[1])] {
+            std::fs::rename(from, to).unwrap();
+        }
+        let error = imported(dir.path(), &dir.path().join("out")).err().expect("swapped ranks were imported");
+        let written = states[1].file_name().unwrap().to_string_lossy();
+        assert!(error.starts_with(&states[0].display().to_string()), "{error}");
+        assert!(error.contains(&format!("was written as '{written}'")), "{error}");
+        assert_eq!(extracted(&dir.path().join("ckpt")).err(), Some(error));
+    });
+}
+
+#[test]
+fn golden_universal_states_that_have_changed_places_are_refused() {
+    let universal = cases(RUNS).into_iter().filter(|case| case.join("uni").is_dir());
+    golden().each_path(RUNS, universal, 4, |case| {
+        let dir = tempfile::tempdir().unwrap();
+        let means = copied(&case.join("uni"), &dir.path().join("uni"), "/exp_avg.pt");
+        let squares = means[0].with_file_name("exp_avg_sq.pt");
+        std::fs::copy(&squares, &means[0]).unwrap();
+        let folder = squares.ancestors().find(|folder| folder.join("zero").is_dir()).unwrap();
+        let error = import_universal(folder, Unknown::Refuse, &target(&dir.path().join("out")));
+        let error = error.expect_err("squares were imported as means").to_string();
+        assert!(error.contains("exp_avg.pt: was written as 'exp_avg_sq.pt'"), "{error}");
+    });
 }
 
 /// Every tensor of a recorded file, in order: a file of a module keeps them under `module`.

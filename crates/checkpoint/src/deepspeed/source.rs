@@ -82,6 +82,24 @@ pub(crate) fn names_in(path: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// Opens a file of a checkpoint, and refuses one that lies in the place of another: torch writes the name that a file is
+/// given into it, and nothing else in the files of two ranks need tell them apart.
+pub(crate) fn open_own(path: &Path, unknown: Unknown) -> Result<PtFile> {
+    let file = PtFile::open_with(path, unknown)?;
+    let own = path.file_stem().unwrap_or_default();
+    // A name that no file beside it has says no more than that this one was renamed.
+    let other = path.with_file_name(format!("{}.pt", file.written_as()));
+    if own != file.written_as() && other.is_file() {
+        let why = format!(
+            "was written as '{}.pt', and another file has that name: files have changed places, or one was copied over another; \
+             give each the name it was written with, or copy the checkpoint anew",
+            file.written_as()
+        );
+        return Err(CheckpointError::file(path, why));
+    }
+    Ok(file)
+}
+
 impl DeepSpeedFiles {
     /// Opens every module and optimizer file of a checkpoint's folder.
     pub fn open(path: &Path, unknown: Unknown) -> Result<DeepSpeedFiles> {
@@ -105,7 +123,7 @@ impl DeepSpeedFiles {
         unknown: Unknown,
     ) -> Result<DeepSpeedFiles> {
         let names = models.iter().chain(optimizers);
-        let files = names.map(|name| PtFile::open_with(&path.join(name), unknown));
+        let files = names.map(|name| open_own(&path.join(name), unknown));
         Ok(DeepSpeedFiles {
             path: path.to_path_buf(),
             files: files.collect::<Result<_>>()?,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::deepspeed::foreign::{Foreign, Tensor, Understood};
 use crate::deepspeed::import::{contents, fill_groups};
-use crate::deepspeed::source::{Stretch, natural, shapes, whole};
+use crate::deepspeed::source::{Stretch, natural, open_own, shapes, whole};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::Kind;
 use crate::pt::{PtFile, Unknown, Value};
@@ -24,8 +24,8 @@ pub fn import_universal(path: &Path, unknown: Unknown, target: &Target<'_>) -> R
 
 /// What the universal checkpoint in the folder `path` holds, and where.
 pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
-    let module = PtFile::open_with(&module_file(path)?, unknown)?;
-    let rest = PtFile::open_with(&path.join("zero").join("optimizer_state.pt"), unknown)?;
+    let module = open_own(&module_file(path)?, unknown)?;
+    let rest = open_own(&path.join("zero").join("optimizer_state.pt"), unknown)?;
     let known = contents(module.value(), Some(rest.value()), 0, 1);
     let mut files = vec![module.path().to_path_buf()];
     let mut tensors: Vec<Tensor> = Vec::new();
@@ -39,7 +39,7 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
         let folder = path.join("zero").join(&name);
         for file in torch_files(&folder)? {
             let stem = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            let opened = PtFile::open_with(&file, unknown)?;
+            let opened = open_own(&file, unknown)?;
             if stem == "step" {
                 let own = opened.read_count(opened.value())?;
                 if *steps.get_or_insert(own) != own {

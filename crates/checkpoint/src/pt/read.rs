@@ -69,6 +69,11 @@ impl PtFile {
         self.zip.path()
     }
 
+    /// The name, without its ending, under which torch wrote the file; torch calls one that it wrote to no file 'archive'.
+    pub fn written_as(&self) -> &str {
+        self.folder.trim_end_matches('/')
+    }
+
     /// Appends elements `range` of a tensor, counted in its own order, to `out`.
     pub fn read(&self, tensor: &StoredTensor, range: Range<u64>, out: &mut Vec<u8>) -> Result<()> {
         if range.start > range.end || range.end > tensor.numel() {
