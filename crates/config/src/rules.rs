@@ -3,6 +3,7 @@
 //! Each rule looks at the configuration with all defaults filled in, and names the option to change.
 
 use std::num::NonZeroUsize;
+use std::path::{Component, Path};
 
 use ferrospeed_pipeline::PipelineError;
 use ferrospeed_pipeline::division::Asked;
@@ -39,6 +40,7 @@ pub(crate) fn check(full: &Map<String, Value>, places: &Places) -> Report {
     rules.elasticity();
     rules.data();
     rules.compression();
+    rules.monitors();
     rules.report
 }
 
@@ -498,6 +500,20 @@ impl Rules<'_> {
                 self.number(&start)
             );
             self.conflict(&end, why, "write a later step");
+        }
+    }
+
+    /// Curves lie below the folder that is named for them.
+    fn monitors(&mut self) {
+        for section in ["tensorboard", "csv_monitor"] {
+            let path = format!("{section}.job_name");
+            let Some(name) = self.text(&path).map(str::to_owned) else { continue };
+            let stays = |part| matches!(part, Component::Normal(_) | Component::CurDir);
+            if self.flag(&format!("{section}.enabled")) && !Path::new(&name).components().all(stays) {
+                let why = format!("{name:?} leads out of `{section}.output_path`");
+                let help = "write a plain name here, and the folder in `output_path`";
+                self.report.push(self.places.error(Code::OutOfRange, &path, why, help));
+            }
         }
     }
 }

@@ -271,3 +271,25 @@ fn what_the_rest_of_a_configuration_leaves_without_effect_is_told() {
         assert_eq!(warnings(acts), "", "{acts}");
     }
 }
+
+#[test]
+fn a_job_whose_name_leads_out_of_its_folder_is_refused() {
+    for section in ["tensorboard", "csv_monitor"] {
+        for name in ["../../x", "/etc", "a/../../b"] {
+            let text = format!(
+                "{{ \"train_batch_size\": 8, \"{section}\": {{\"enabled\": true, \"output_path\": \"curves\",\n\"job_name\": {name:?}}} }}"
+            );
+            assert_eq!(
+                refuse(&text),
+                format!(
+                    "ds.json:2:1: error: `{section}.job_name`: {name:?} leads out of `{section}.output_path`\n  help: write a plain name here, and the folder in `output_path`"
+                )
+            );
+            assert_eq!(warnings(&text.replace("true", "false")), "", "what is off writes nothing");
+        }
+        let below = format!(
+            "{{ \"train_batch_size\": 8, \"{section}\": {{\"enabled\": true, \"job_name\": \"mine/first\"}} }}"
+        );
+        assert_eq!(warnings(&below), "");
+    }
+}
