@@ -15,6 +15,8 @@ use crate::token_file::{Stretch, TokenFile, TokenType};
 const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 /// Of the format before that, whose index is unlike this one.
 const OLD_MAGIC: &[u8; 6] = b"TNTIDX";
+/// What to do about an index that is not whole.
+const ANEW: &str = "copy it anew, or write it anew from its texts";
 const HEADER_BYTES: u64 = 9 + 8 + 1 + 8 + 8;
 
 /// Opens the dataset of a prefix, a `.bin` or an `.idx` file.
@@ -55,7 +57,10 @@ fn read_index(path: &Path) -> Result<(TokenType, Vec<Stretch>, u64)> {
         return Err(bad(0, "is no Megatron index: it does not start with MMIDIDX".into()));
     }
     if bytes < HEADER_BYTES {
-        return Err(bad(bytes, format!("ends inside its header of {HEADER_BYTES} bytes; it is cut off")));
+        return Err(bad(
+            bytes,
+            format!("ends inside its header of {HEADER_BYTES} bytes: it was cut off; {ANEW}"),
+        ));
     }
     let number = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().unwrap_or_default());
     if number(9) != 1 {
@@ -75,7 +80,7 @@ fn read_index(path: &Path) -> Result<(TokenType, Vec<Stretch>, u64)> {
     let needed = u128::from(HEADER_BYTES) + u128::from(sequences) * 12 + u128::from(bounds) * 8;
     if needed > u128::from(bytes) {
         let why = format!(
-            "ends after {bytes} bytes, but {sequences} sequences and {bounds} document bounds need {needed}; it is cut off"
+            "ends after {bytes} bytes, but {sequences} sequences and {bounds} document bounds need {needed}: it was cut off; {ANEW}"
         );
         return Err(bad(bytes, why));
     }

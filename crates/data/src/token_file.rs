@@ -105,7 +105,8 @@ impl TokenFile {
         let extra = bytes % kind.bytes();
         if extra != 0 {
             let why = format!(
-                "ends in the middle of a token of {} bytes; is it cut off, or of another token_type?",
+                "ends in the middle of a token of {} bytes: it was cut off, or is of another type; copy or write it anew, or set \
+                 data.token_type",
                 kind.bytes()
             );
             return Err(DataError::bad_place(path, format!("byte {}", bytes - extra), why));
@@ -150,7 +151,8 @@ impl TokenFile {
             let end_byte = stretch.byte.checked_add((end - stretch.first).saturating_mul(kind.bytes()));
             if end_byte.is_none_or(|end_byte| end_byte > bytes) {
                 let why = format!(
-                    "has {bytes} bytes, but its index places tokens {}..{end} at byte {}; is it cut off?",
+                    "has {bytes} bytes, but its index places tokens {}..{end} at byte {}: it was cut off, or the index \
+                     is another file's; copy or write both anew",
                     stretch.first, stretch.byte
                 );
                 return Err(DataError::bad_file(path, why));
