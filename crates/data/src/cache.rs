@@ -20,6 +20,7 @@ use crate::codec::Codec;
 use crate::documents::{Documents, Piece};
 use crate::ends::{Ends, EndsWriter};
 use crate::error::{DataError, Result};
+use crate::new_file::New;
 use crate::sampler::mix;
 use crate::token_file::{TokenFile, TokenType};
 
@@ -220,34 +221,6 @@ fn make(
     partial.takes(tokens)?;
     partial_ends.takes(&ends)?;
     vouching.takes(manifest)
-}
-
-/// A file in the making: under a name of its own, and gone where it never gets the one it is for.
-struct New {
-    path: PathBuf,
-    /// Holds its lock, by which others know that somebody is at it, for as long as it has this name.
-    _lock: File,
-}
-
-impl New {
-    /// It is a new one, whatever lies there.
-    fn beside(place: &Path) -> Result<(New, File)> {
-        let (path, file) = ferrospeed_files::create_beside(place).map_err(DataError::io(place))?;
-        let lock = file.try_clone().map_err(DataError::io(&path))?;
-        Ok((New { path, _lock: lock }, file))
-    }
-
-    /// Gives it its name; a link that has it is replaced and leads nowhere.
-    fn takes(self, place: &Path) -> Result<()> {
-        std::fs::rename(&self.path, place).map_err(DataError::io(place))
-    }
-}
-
-impl Drop for New {
-    fn drop(&mut self) {
-        // Best effort: what failed is what is reported, and who has its name is not here any more.
-        let _ = std::fs::remove_file(&self.path);
-    }
 }
 
 /// Writes the tokens of all documents, a separator after each, and where they end; says how many there are of both.

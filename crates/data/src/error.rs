@@ -105,6 +105,26 @@ pub enum DataError {
         /// Of what.
         what: &'static str,
     },
+    /// There are more sequences than an order by difficulty can hold.
+    #[error(
+        "{sequences} sequences are too many to be ordered by difficulty: at most {}; take longer ones, or train without curriculum_metrics",
+        u32::MAX
+    )]
+    TooManySequences {
+        /// How many there are.
+        sequences: u64,
+    },
+    /// No sequence may be drawn when a run begins.
+    #[error(
+        "no sequence is easy enough for the first step ({}); the easiest has {easiest}: raise min_difficulty",
+        .first.map_or("none ever is".to_owned(), |step| format!("the first one is at step {step}"))
+    )]
+    NothingAdmitted {
+        /// The step at which the first one may.
+        first: Option<u64>,
+        /// The least difficulty of each metric.
+        easiest: String,
+    },
     /// Tokens were asked for that do not exist.
     #[error("tokens {start}..{end} lie outside a stream of {len}")]
     OutOfRange {

@@ -3,7 +3,8 @@
 //! A [`Source`] names data: text, JSON lines, Parquet, token files of nanoGPT and Megatron, or none at all. Opened, it
 //! is a [`TokenStream`], a long row of token ids; text becomes one through a [`Codec`]. [`Sequences`] packs a stream
 //! into equal sequences and keeps some for validation. [`Sampler`] says which sequence is the n-th of the run: a pure
-//! function of the seed, so that the order is the same on any number of ranks and a position is one number.
+//! function of the seed, so that the order is the same on any number of ranks and a position is one number. [`PoolSampler`] draws
+//! from those that are easy enough for the step, by an index that [`analyze`] wrote.
 //!
 //! Data larger than memory is never held: text is read once, a piece at a time, into a token file, and token files
 //! are read where the sequence lies.
@@ -28,12 +29,14 @@
 
 mod cache;
 mod codec;
+mod difficulty;
 mod documents;
 mod ends;
 mod error;
 mod files;
 mod fingerprint;
 mod megatron;
+mod new_file;
 mod sampler;
 mod sequences;
 mod source;
@@ -43,6 +46,9 @@ mod token_file;
 
 pub use cache::{Preparing, Tell, unheard};
 pub use codec::{Codec, FileTokenizer};
+pub use difficulty::{
+    Admission, Analysis, IndexedData, Metric, MetricIndex, MetricSchedule, Pass, PoolSampler, Scale, analyze,
+};
 pub use error::{DataError, Result};
 pub use fingerprint::Fingerprint;
 pub use sampler::{Position, Sampler};

@@ -35,7 +35,11 @@ impl Sampler {
 
     /// The sequence that is sample `n` of the job.
     pub fn sequence(&self, n: u64) -> u64 {
-        let (epoch, within) = (n / self.count, n % self.count);
+        self.within_epoch(n / self.count, n % self.count)
+    }
+
+    /// The sequence that is the `within`-th of an epoch, which is below their number.
+    pub(crate) fn within_epoch(&self, epoch: u64, within: u64) -> u64 {
         // Half the bits of the next power of four.
         let bits = (64 - (self.count - 1).leading_zeros()).div_ceil(2).max(1);
         let mut value = within;
@@ -51,7 +55,7 @@ impl Sampler {
         let mask = (1u64 << bits) - 1;
         let (mut left, mut right) = (value >> bits, value & mask);
         for round in 0..ROUNDS {
-            let mixed = mix(right ^ mix(self.seed ^ mix(epoch.wrapping_mul(ROUNDS) + round)));
+            let mixed = mix(right ^ mix(self.seed ^ mix(epoch.wrapping_mul(ROUNDS).wrapping_add(round))));
             (left, right) = (right, left ^ (mixed & mask));
         }
         (left << bits) | right

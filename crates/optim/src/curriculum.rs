@@ -147,6 +147,32 @@ impl Curriculum {
         }
     }
 
+    /// The first step, from 1, by which a [`CurriculumScheduler`] has reached this difficulty or a greater one; `None` where it
+    /// never does.
+    pub fn first_step(&self, difficulty: u64) -> Option<u64> {
+        match self {
+            Curriculum::Growing(growth) => growth.first_step(difficulty),
+            Curriculum::Stairs { difficulties, last_steps, max } => {
+                let mut first = 1;
+                let ends = last_steps.iter().map(Some).chain([None]);
+                for (index, (reached, last)) in difficulties.iter().zip(ends).enumerate() {
+                    // Two that end with the same step leave the second none; the first is there before any step.
+                    let is_seen = index == 0 || last.is_none_or(|&last| first <= last);
+                    if is_seen && *reached >= difficulty {
+                        return Some(first);
+                    }
+                    // It stays, and what comes behind it is never looked at.
+                    if is_seen && reached >= max {
+                        return None;
+                    }
+                    first = last.map_or(first, |last| last.saturating_add(1).max(first));
+                }
+                None
+            }
+            Curriculum::Custom { .. } => None,
+        }
+    }
+
     /// The full difficulty.
     pub fn max(&self) -> u64 {
         match self {
@@ -201,5 +227,37 @@ impl CurriculumScheduler {
     /// Continues where a saved one stood.
     pub fn load(&mut self, state: CurriculumState) {
         self.current = state.current_difficulty;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_first_step_of_a_difficulty_is_that_at_which_a_scheduler_reaches_it() {
+        let stairs = |difficulty: Value, max_step: Value| {
+            json!({"min_difficulty": 1, "max_difficulty": 50, "schedule_type": "fixed_discrete",
+                "schedule_config": {"difficulty": difficulty, "max_step": max_step}})
+        };
+        for section in [
+            stairs(json!([5, 20, 50]), json!([4, 9])),
+            stairs(json!([5, 20, 10, 30]), json!([4, 9, 12])),
+            // The second is never seen, and nothing behind the full one is.
+            stairs(json!([5, 20, 30, 50, 70]), json!([4, 4, 9, 12])),
+            json!({"min_difficulty": 8, "max_difficulty": 50, "schedule_type": "fixed_root",
+                "schedule_config": {"total_curriculum_step": 20, "difficulty_step": 8, "root_degree": 2}}),
+        ] {
+            let curriculum = Curriculum::from_section(&section, None).unwrap();
+            let mut scheduler = CurriculumScheduler::new(curriculum.clone());
+            let reached: Vec<u64> = (1..=60).map(|step| scheduler.update(step)).collect();
+            for difficulty in 0..80 {
+                let first = reached.iter().position(|&reached| reached >= difficulty);
+                let first = first.map(|index| index as u64 + 1);
+                assert_eq!(curriculum.first_step(difficulty), first, "{section}: {difficulty}");
+            }
+        }
     }
 }

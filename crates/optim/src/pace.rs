@@ -26,6 +26,27 @@ impl Growth {
         (reached - reached % self.multiple).clamp(self.min, self.max)
     }
 
+    /// The first step, from 1, at which this value is reached; `None` where it never is.
+    pub fn first_step(&self, value: u64) -> Option<u64> {
+        if value > self.max {
+            return None;
+        }
+        // Behind the last step whose value is too small; the end comes later than `steps` where `max` is no multiple.
+        let (mut low, mut high) = (1, self.steps);
+        while self.at(high) < value {
+            (low, high) = (high, high.checked_mul(2)?);
+        }
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if self.at(middle) < value {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        Some(low)
+    }
+
     /// What is wrong with these numbers, if anything: the name of the number and why.
     pub(crate) fn flaw(&self) -> Option<(&'static str, &'static str)> {
         if self.min > self.max {
@@ -38,6 +59,30 @@ impl Growth {
             Some(("root_degree", "it is a positive number"))
         } else {
             None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_step_of_a_value_is_where_it_is_reached() {
+        for (min, max, steps, multiple, root_degree) in [
+            (8, 64, 20, 8, 1.0),
+            (80, 2048, 1000, 8, 3.0),
+            (3, 100, 50, 7, 2.0),
+            (5, 5, 10, 1, 1.0),
+            (0, 9, 1, 1, 1.0),
+        ] {
+            let growth = Growth { min, max, steps, multiple, root_degree };
+            for value in 0..=max {
+                let first = growth.first_step(value).unwrap();
+                assert!(growth.at(first) >= value, "{growth:?}: {value} at {first}");
+                assert!(first == 1 || growth.at(first - 1) < value, "{growth:?}: {value} before {first}");
+            }
+            assert_eq!(growth.first_step(max + 1), None);
         }
     }
 }
