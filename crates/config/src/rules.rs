@@ -2,6 +2,8 @@
 //!
 //! Each rule looks at the configuration with all defaults filled in, and names the option to change.
 
+mod data;
+
 use std::num::NonZeroUsize;
 use std::path::{Component, Path};
 
@@ -445,19 +447,6 @@ impl Rules<'_> {
                 let help = "remove it, or add \"ignore_non_elastic_batch_info\": true to `elasticity`";
                 self.conflict(name, why, help);
             }
-        }
-    }
-
-    fn data(&mut self) {
-        let curriculum = "data_efficiency.data_sampling.curriculum_learning";
-        let metrics = format!("{curriculum}.curriculum_metrics");
-        let has_metrics = lookup(self.full, &metrics).is_some_and(|value| !value.is_null());
-        if self.flag(&format!("{curriculum}.enabled")) && !has_metrics {
-            self.missing(
-                &metrics,
-                "required when curriculum learning is enabled",
-                "add one entry per metric",
-            );
         }
     }
 

@@ -173,9 +173,9 @@ fn deprecated_and_unimplemented_keys_warn_once_each() {
     assert_eq!(warnings("{ \"train_batch_size\": 8, \"comet\": {\"enabled\": false} }"), "");
     assert_eq!(
         warnings(
-            "{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": true, \"data_sampling\": {\"enabled\": true}} }"
+            "{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": true, \"data_sampling\": {\"dynamic_batching\": {\"enabled\": true}}} }"
         ),
-        "ds.json:1:63: warning: `data_efficiency.data_sampling`: accepted, but nothing acts on it yet"
+        "ds.json:1:81: warning: `data_efficiency.data_sampling.dynamic_batching`: accepted, but nothing acts on it yet"
     );
 }
 
@@ -292,4 +292,62 @@ fn a_job_whose_name_leads_out_of_its_folder_is_refused() {
         );
         assert_eq!(warnings(&below), "");
     }
+}
+
+/// A curriculum by one metric, as these words of JSON say.
+fn curriculum(name: &str, metric: &str) -> String {
+    format!(
+        r#"{{"train_batch_size": 1, "data_efficiency": {{"data_sampling": {{"curriculum_learning": {{"enabled": true,
+            "curriculum_metrics": {{"{name}": {{{metric}}}}}}}}}}}}}"#
+    )
+}
+
+#[test]
+fn a_curriculum_by_metrics_names_what_it_lacks() {
+    const SCHEDULE: &str = r#""min_difficulty": 1, "max_difficulty": 9, "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 1}"#;
+    let by = |rest: &str| format!("{SCHEDULE}, {rest}");
+    let value =
+        by(r#""difficulty_type": "value", "clustering_type": "schedule_based", "index_to_sample_path": "s""#);
+    let whole = format!(r#"{value}, "index_to_metric_path": "m""#);
+    assert_eq!(warnings(&curriculum("rarity", &whole)), "");
+    let percentile =
+        whole.replace("\"value\"", "\"percentile\"").replace(", \"index_to_metric_path\": \"m\"", "");
+    assert_eq!(warnings(&curriculum("rarity", &percentile)), "");
+    let cut = by(r#""clustering_type": "single_cluster""#);
+    assert_eq!(warnings(&curriculum("seqlen_truncate", &cut)), "");
+
+    let lacks = refuse(&curriculum("rarity", &value));
+    assert!(
+        lacks.contains("curriculum_metrics.rarity.index_to_metric_path`: required by curriculum learning"),
+        "{lacks}"
+    );
+    let all = refuse(&curriculum("rarity", ""));
+    for key in
+        ["clustering_type", "min_difficulty", "schedule_type", "difficulty_type", "index_to_sample_path"]
+    {
+        assert!(all.contains(&format!("curriculum_metrics.rarity.{key}`: required by")), "{key}: {all}");
+    }
+    for (name, metric, part) in [
+        ("rarity", cut.clone(), "a metric of one cluster chooses no sequences"),
+        ("seqlen_truncate", whole.clone(), "cuts sequences, and chooses none"),
+        ("rarity", whole.replace("fixed_linear", "custom"), "a function, which a file cannot hold"),
+        (
+            "rarity",
+            percentile.replace(": 9", ": 0").replace(": 1,", ": 0,"),
+            "percentiles are parts of the sequences",
+        ),
+    ] {
+        let said = refuse(&curriculum(name, &metric));
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let both = curriculum("seqlen_truncate", &cut).replacen(
+        '{',
+        &format!(r#"{{"curriculum_learning": {{"enabled": true, {SCHEDULE}}}, "#),
+        1,
+    );
+    assert!(refuse(&both).contains("`curriculum_learning` cuts sequences too"), "{}", refuse(&both));
+    let alone =
+        warnings(r#"{"train_batch_size": 1, "data_efficiency": {"data_sampling": {"enabled": true}}}"#);
+    assert!(alone.contains("has an effect with `curriculum_learning.enabled` only"), "{alone}");
 }

@@ -5,10 +5,11 @@
 //! [`ferrospeed_nn::token_drop`] for each block, and whoever makes micro-batches asks the engine for the length of sequences. Who
 //! makes a model asks for the layouts of its attention.
 
-use ferrospeed_config::Config;
+use ferrospeed_config::{CUTS_SEQUENCES, Config, CurriculumMetric};
 use ferrospeed_nn::layer_drop::LayerDrop;
 use ferrospeed_nn::sparse_attention::SparseAttention;
 use ferrospeed_nn::token_drop::TokenDrop;
+use ferrospeed_optim::OptimError;
 use ferrospeed_optim::curriculum::{Curriculum, CurriculumScheduler};
 use ferrospeed_optim::progressive_layer_drop::ProgressiveLayerDrop;
 use ferrospeed_optim::random_ltd::TokenSchedule;
@@ -37,13 +38,20 @@ impl Features {
             ProgressiveLayerDrop::new(number(section, "theta", 0.5), number(section, "gamma", 0.001))
         });
         let section = enabled("curriculum_learning");
-        let by_length = section.is_some_and(|section| section["curriculum_type"] == "seqlen");
-        let curriculum = section.map(|section| Curriculum::from_section(section, None));
+        let cut = config.data_sampling.as_ref().and_then(|sampling| sampling.cut.as_ref());
+        let cut = cut.map(|section| schedule_of(CUTS_SEQUENCES, section)).transpose()?;
+        let by_length =
+            cut.is_some() || section.is_some_and(|section| section["curriculum_type"] == "seqlen");
+        let curriculum = match cut {
+            Some(cut) => Some(cut),
+            None => section.map(|section| Curriculum::from_section(section, None)).transpose()?,
+        };
+        metric_curricula(config)?;
         Ok(Features {
             layer_drop: layer_drop.transpose()?,
             token_drop: random_ltd(config)?,
             sparse_attention: sparse_attention(config)?,
-            curriculum: curriculum.transpose()?.map(CurriculumScheduler::new),
+            curriculum: curriculum.map(CurriculumScheduler::new),
             by_length,
         })
     }
@@ -75,6 +83,24 @@ pub fn random_ltd(config: &Config) -> Result<Option<TokenSchedule>> {
     let section = config.section("data_efficiency").map(|section| &section["data_routing"]["random_ltd"]);
     let enabled = section.filter(|section| section["enabled"] == true);
     Ok(enabled.map(TokenSchedule::from_section).transpose()?)
+}
+
+/// The metrics by which samples are drawn, each with how its difficulty grows; none without such a curriculum.
+pub fn metric_curricula(config: &Config) -> Result<Vec<(&CurriculumMetric, Curriculum)>> {
+    let metrics = config.data_sampling.iter().flat_map(|sampling| &sampling.metrics);
+    metrics.map(|metric| Ok((metric, schedule_of(&metric.name, &metric.schedule)?))).collect()
+}
+
+/// The schedule of one of `curriculum_metrics`.
+fn schedule_of(name: &str, section: &Value) -> Result<Curriculum> {
+    Curriculum::from_section(section, None).map_err(|error| {
+        let why = match error {
+            OptimError::Section { why, .. } => why,
+            other => other.to_string(),
+        };
+        let key = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics";
+        EngineError::Unsupported { key, why: format!("{name}: {why}") }
+    })
 }
 
 /// The kind of layout that attention of a run has, where the configuration asks for one.
@@ -118,7 +144,7 @@ impl Engine {
         })
     }
 
-    /// With `curriculum_learning` of the type `seqlen`: the tokens to cut sequences of `whole` to in the next step. At
+    /// With `curriculum_learning` of the type `seqlen`, or the metric `seqlen_truncate`: the tokens to cut sequences of `whole` to in the next step. At
     /// least two, since one predicts nothing.
     pub fn curriculum_length(&mut self, whole: u64) -> u64 {
         match self.curriculum_difficulty() {

@@ -58,7 +58,7 @@ pub use engine::{BackwardOptions, Engine, StepReport};
 pub use error::{EngineError, Result};
 pub use examine::refusals;
 pub use failure::Failure;
-pub use features::{random_ltd, sparse_attention};
+pub use features::{metric_curricula, random_ltd, sparse_attention};
 pub use ferrospeed_observe::ObserveError;
 pub use ferrospeed_observe::monitor::Monitor;
 pub use ferrospeed_observe::trace::Activity;

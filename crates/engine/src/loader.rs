@@ -161,6 +161,11 @@ impl Engine {
     /// A loader of this engine's micro-batches over a data set, shuffled by the engine's seed; `dataloader_drop_last` says
     /// what happens to the last one.
     pub fn data_loader<D: Dataset>(&self, dataset: D) -> Result<DataLoader<D>> {
+        if self.config.data_sampling.as_ref().is_some_and(|sampling| !sampling.metrics.is_empty()) {
+            tracing::warn!(
+                "curriculum_metrics: this loader draws all samples alike; the PoolSampler of ferrospeed-data draws by their difficulty"
+            );
+        }
         DataLoader::new(
             dataset,
             LoaderOptions {

@@ -13,6 +13,7 @@ use ferrospeed_checkpoint::{
     CheckpointError, Manifest, Retention, SetAside, agree, candidates, list, resolve, resolve_any, set_aside,
 };
 use ferrospeed_comm::ReduceOp;
+use ferrospeed_data::Pass;
 use ferrospeed_engine::{Engine, EngineError, LoadOptions, Loaded, SaveOptions};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -214,6 +215,9 @@ pub(crate) struct RunState {
     /// Whether it still learnt.
     #[serde(default)]
     pub(crate) trail: Trail,
+    /// How far it is through the sequences that a curriculum has let in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) pass: Option<Pass>,
 }
 
 /// Where a run went on.

@@ -3,8 +3,10 @@
 //! [`Recipe`] says what to train on what ([`recipe`]); [`run`] does it and fills a run's folder ([`folder`]). The
 //! terminal is the caller's: [`Progress`] tells it what happens.
 
+mod analysis;
 mod architecture;
 mod checkpoint;
+mod curriculum;
 mod data_state;
 pub mod error;
 mod expected;
@@ -24,10 +26,11 @@ mod routing;
 mod run;
 mod told;
 
+pub use analysis::{analyze, recipe_of_files};
 pub use checkpoint::{Ending, Resume, Resumed, StopRequests};
 pub use error::{Result, TrainError};
 pub use expected::Expected;
-pub use ferrospeed_data::{DataError, Preparing, unheard};
+pub use ferrospeed_data::{Analysis, DataError, Metric, Preparing, unheard};
 pub use folder::{FolderLock, RunFolder};
 pub use mesh::MeshSizes;
 pub use prepare::{check, model_config, problems};

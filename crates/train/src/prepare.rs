@@ -6,11 +6,12 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
-use ferrospeed_data::{Codec, DataError, Sequences, Source, Tell, TokenType, counts, unheard};
+use ferrospeed_data::{Admission, Codec, DataError, Sequences, Source, Tell, TokenType, counts, unheard};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_file, copy_files};
 use serde_json::Value;
 
+use crate::curriculum;
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
 use crate::model::{BuiltModel, ModelPlan};
@@ -26,6 +27,8 @@ pub(crate) struct Prepared {
     pub(crate) codec: Option<Codec>,
     /// How much plain text a token of the tokenizer stands for.
     pub(crate) bytes_per_token: Option<f64>,
+    /// When sequences come in, where the recipe has a curriculum by metrics.
+    pub(crate) admission: Option<Admission>,
     pub(crate) model: BuiltModel,
     /// What is allowed and most likely not meant.
     pub(crate) warnings: Vec<String>,
@@ -49,8 +52,34 @@ pub fn model_config(recipe: &Recipe, path: &Path) -> Result<Value> {
 
 /// All that [`check`] would find wrong before it reads any text, and the model's `config.json` where there is one.
 pub fn problems(recipe: &Recipe) -> (Vec<String>, Option<Value>) {
-    let Looked { problems, model, .. } = Looked::at(recipe, None, Extent::Files);
+    let Looked { mut problems, model, opened, .. } = Looked::at(recipe, None, Extent::Files);
+    problems.extend(curriculum::admission(recipe, opened.as_ref().map(|opened| &opened.sequences)).1);
     (problems, model.map(|model| model.config))
+}
+
+/// The data of a recipe, whatever its weights and its curriculum are.
+pub(crate) struct DataAlone {
+    pub(crate) sequences: Sequences,
+    /// The token that documents end with, where it is known.
+    pub(crate) end_token: Option<i64>,
+}
+
+/// Opens the data of a recipe. Text becomes tokens in `cache`.
+pub(crate) fn data_alone(recipe: &Recipe, path: &Path, cache: &Path, tell: Tell<'_>) -> Result<DataAlone> {
+    let mut looked = Looked::at(recipe, None, Extent::Shape);
+    if looked.problems.is_empty() && looked.opened.is_none() {
+        looked.open(recipe, cache, tell);
+    }
+    if looked.stopped {
+        return Err(DataError::Stopped.into());
+    }
+    let end_token = end_token(&recipe.data, looked.codec.as_ref());
+    match looked.opened {
+        Some(Opened { sequences, .. }) if looked.problems.is_empty() => {
+            Ok(DataAlone { sequences, end_token })
+        }
+        _ => Err(TrainError::Recipe { path: path.to_path_buf(), problems: looked.problems }),
+    }
 }
 
 /// How much of a recipe is looked at.
@@ -188,12 +217,16 @@ pub(crate) fn prepare(
     if looked.stopped {
         return Err(DataError::Stopped.into());
     }
-    let Looked { opened, codec, model, problems, .. } = looked;
+    let Looked { opened, codec, model, mut problems, .. } = looked;
+    let sequences = opened.as_ref().map(|opened| &opened.sequences);
+    let (admission, found) = curriculum::admission(recipe, sequences);
+    problems.extend(found);
     match (opened, model) {
         (Some(Opened { sequences, largest, bytes_per_token }), Some(model)) if problems.is_empty() => {
             let warnings = looks_like_bytes(codec.as_ref(), largest, model.decoder.config().vocab as u64);
-            let warnings = warnings.into_iter().collect();
-            Ok(Prepared { sequences, codec, bytes_per_token, model, warnings })
+            let left_out = admission.as_ref().and_then(curriculum::leaves_out);
+            let warnings = warnings.into_iter().chain(left_out).collect();
+            Ok(Prepared { sequences, codec, bytes_per_token, admission, model, warnings })
         }
         _ => Err(TrainError::Recipe { path: path.to_path_buf(), problems }),
     }
@@ -217,8 +250,7 @@ fn open(
     tell: Tell<'_>,
 ) -> Result<Opened, DataError> {
     let data = &recipe.data;
-    let named = data.end_token.map(|token| token as i64);
-    let end_token = named.or_else(|| codec.and_then(Codec::end_token).map(i64::from));
+    let end_token = end_token(data, codec);
     let codec = codec.unwrap_or(&Codec::Bytes);
     let train = source.open(codec, cache, tell)?;
     let is_words =
@@ -245,6 +277,12 @@ fn open(
     };
     let largest = sequences.check()?;
     Ok(Opened { sequences, largest, bytes_per_token })
+}
+
+/// The token that documents end with: the one that is named, else the tokenizer's.
+fn end_token(data: &DataRecipe, codec: Option<&Codec>) -> Option<i64> {
+    let named = data.end_token.map(|token| token as i64);
+    named.or_else(|| codec.and_then(Codec::end_token).map(i64::from))
 }
 
 /// A warning where a model of words is trained on bytes: most of its vocabulary would never be seen.

@@ -347,7 +347,14 @@ impl Recipe {
         let refuse =
             |problem: String| TrainError::Recipe { path: path.to_path_buf(), problems: vec![problem] };
         let table: toml::Table = toml::from_str(&text).map_err(|error| refuse(error.to_string()))?;
-        let mut value = serde_json::to_value(table).map_err(|error| refuse(error.to_string()))?;
+        let value = serde_json::to_value(table).map_err(|error| refuse(error.to_string()))?;
+        Recipe::from_value(path, value, overrides)
+    }
+
+    /// The same of a recipe that is no file; `path` is what messages call it.
+    pub(crate) fn from_value(path: &Path, mut value: Value, overrides: &[String]) -> Result<Recipe> {
+        let refuse =
+            |problem: String| TrainError::Recipe { path: path.to_path_buf(), problems: vec![problem] };
         let mut misread = Vec::new();
         // What changes keys of the ds_config comes after what names another one.
         let (whole, single): (Vec<&String>, Vec<&String>) =

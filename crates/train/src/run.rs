@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_comm::{ReduceOp, World};
-use ferrospeed_data::{Codec, Position, Sampler, Sequences, Split, unheard};
+use ferrospeed_data::{Codec, Position, Sequences, Split, unheard};
 use ferrospeed_engine::{
     Engine, EngineError, Options, Setup, activation_shelf, divides_by_measure, initialize_model,
     initialize_pipeline, machine,
@@ -29,6 +29,7 @@ use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
 use crate::checkpoint::{Checkpoints, Ending, Resume, StopRequests};
+use crate::curriculum::Order;
 use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
 use crate::expected::Expected;
@@ -82,7 +83,7 @@ struct Run<'a> {
     /// What rank 0 tells of them in checkpoints.
     data: Option<DataState>,
     codec: Option<Codec>,
-    sampler: Sampler,
+    order: Order,
     position: Position,
     flops_per_token: f64,
     tokens: u64,
@@ -98,7 +99,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let _lock = if job.folder_is_held { None } else { take_folder(job)? };
     let sizes = recipe.mesh();
     let mesh = sizes.over(&job.world)?;
-    let Prepared { sequences, codec, bytes_per_token, model, warnings: mut all_warnings } =
+    let Prepared { sequences, codec, bytes_per_token, admission, model, warnings: mut all_warnings } =
         prepare(recipe, job.path, folder, Some(&mesh), &mut unheard)?;
     let BuiltModel { decoder: mut model, config: model_config, weights } = model;
     if sizes.sequence.get() > 1 {
@@ -168,7 +169,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
 
     let health = Health::new(recipe.max_bad_steps, engine.config().precision, 0, Trail::default());
     let mut run = Run {
-        sampler: Sampler::new(sequences.count(Split::Train), recipe.seed),
+        order: Order::new(sequences.count(Split::Train), recipe.seed, admission, engine.config().data_seed),
         flops_per_token: flops_per_token(&model, recipe.data.sequence),
         recipe,
         engine,

@@ -22,6 +22,7 @@ mod checkpoint_diff;
 mod checkpoint_weights;
 mod completions;
 mod config;
+mod data;
 mod device;
 mod doctor;
 mod estimate;
@@ -91,6 +92,8 @@ enum Command {
     Launch(Box<launch::LaunchArgs>),
     /// Check, show or document a ds_config.json
     Config(config::ConfigArgs),
+    /// Measure data, for a curriculum
+    Data(data::DataArgs),
     /// Say how many bytes each rank needs where, and whether they fit
     Plan(Box<plan::PlanArgs>),
     /// Draw a pipeline's schedule, with its bubble, what stages hold and what they send
@@ -134,6 +137,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Launch(args) => launch::run(&args),
         Command::Config(args) => config::run(&args),
+        Command::Data(args) => data::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::PlanPipeline(args) => plan_pipeline::run(&args),
         Command::Estimate(args) => estimate::run(&args),

@@ -353,7 +353,7 @@ fn check_trace(trace: &Path) -> Result<(), Failure> {
 }
 
 /// A line whenever another tenth of a text that is not small became tokens; it stops where signals ask for it.
-fn tell_preparing(requests: &StopRequests) -> impl FnMut(Preparing) -> ControlFlow<()> {
+pub(super) fn tell_preparing(requests: &StopRequests) -> impl FnMut(Preparing) -> ControlFlow<()> {
     const WORTH_TELLING_BYTES: u64 = 32 << 20;
     let mut told = 0;
     move |now| {

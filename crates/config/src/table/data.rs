@@ -32,39 +32,81 @@ pub(super) const CURRICULUM: &[Key] = &[
 ];
 
 const METRIC: &[Key] = &[
-    key("index_to_sample_path", Kind::Text, "null", "Map from difficulty to samples."),
-    key("index_to_metric_path", Kind::Text, "null", "Map from sample to difficulty."),
-    key("difficulty_type", choice(&["value", "percentile"]), "null", "What the difficulties count."),
+    key(
+        "index_to_sample_path",
+        Kind::Text,
+        "null",
+        "Sequences by rising difficulty: a file that `ferrospeed data analyze` wrote.",
+    )
+    .done(),
+    key(
+        "index_to_metric_path",
+        Kind::Text,
+        "null",
+        "The difficulties of that file's sequences; needed where difficulties are values.",
+    )
+    .done(),
+    key(
+        "difficulty_type",
+        choice(&["value", "percentile"]),
+        "null",
+        "Whether the schedule's difficulties are values of the metric, or parts of the sequences, of which there are `max_difficulty`.",
+    )
+    .done(),
     key(
         "clustering_type",
         choice(&["schedule_based", "single_cluster"]),
         "null",
-        "Whether samples are grouped by difficulty.",
-    ),
-    key("min_difficulty", COUNT, "null", "Difficulty at the start."),
-    key("max_difficulty", COUNT, "null", "Difficulty at the end."),
-    key("schedule_type", SCHEDULE_TYPE, "null", "How difficulty grows."),
-    key("schedule_config", SCHEDULE_CONFIG, "null", "Parameters of the growth."),
+        "Whether sequences come in as the schedule reaches them, or are all in from the start; the latter for `seqlen_truncate` alone.",
+    )
+    .done(),
+    key("min_difficulty", COUNT, "null", "Difficulty at the start.").done(),
+    key("max_difficulty", COUNT, "null", "Difficulty at the end; what is harder is never drawn.").done(),
+    key("schedule_type", SCHEDULE_TYPE, "null", "How difficulty grows; `custom` is for programs and refused here.")
+        .done(),
+    key("schedule_config", SCHEDULE_CONFIG, "null", "Parameters of the growth.").done(),
 ];
 
 const METRIC_CURRICULUM: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn the curriculum on."),
-    key("data_cluster_path", Kind::Text, "null", "Folder for the groups of samples."),
+    key("enabled", Kind::Bool, "false", "Draw sequences by difficulty, the easy ones first.").done(),
+    key("data_cluster_path", Kind::Text, "null", "Folder for the groups of samples.")
+        .inert("which sequences are in follows from the indexes and the step, and nothing has to be written"),
     key(
         "curriculum_metrics",
         Kind::Named(&Kind::Section(METRIC, Form::Plain)),
         "null",
-        "One entry per metric, under its name.",
-    ),
+        "One entry per metric, under its name. A sequence comes in when all metrics have reached it; `seqlen_truncate` cuts sequences.",
+    )
+    .done(),
 ];
 
 const DATA_SAMPLING: &[Key] = &[
-    key("enabled", Kind::Bool, "false", "Turn data sampling on."),
-    key("num_epochs", POSITIVE_COUNT, "1000", "Passes over the data at most."),
-    key("num_workers", COUNT, "0", "Loader threads."),
-    key("pin_memory", Kind::Bool, "false", "Page-lock what is loaded."),
+    key(
+        "enabled",
+        Kind::Bool,
+        "false",
+        "Turn data sampling on; as in DeepSpeed, `curriculum_learning.enabled` decides.",
+    )
+    .done(),
+    key(
+        "num_epochs",
+        POSITIVE_COUNT,
+        "1000",
+        "With a curriculum, how often as many samples as there are sequences are drawn at most; a longer run is refused.",
+    )
+    .done(),
+    key("num_workers", COUNT, "0", "Loader threads.")
+        .inert("sequences are read from files of tokens in microseconds, by the rank that trains on them"),
+    key("pin_memory", Kind::Bool, "false", "Page-lock what is loaded.")
+        .inert("whatever goes to a GPU goes through page-locked memory"),
     key("dynamic_batching", Kind::Section(DYNAMIC_BATCHING, Form::Plain), "{}", "Batches of as many tokens."),
-    key("curriculum_learning", Kind::Section(METRIC_CURRICULUM, Form::Plain), "{}", "Sample by difficulty."),
+    key(
+        "curriculum_learning",
+        Kind::Section(METRIC_CURRICULUM, Form::Plain),
+        "{}",
+        "Sample by difficulty.",
+    )
+    .done(),
 ];
 
 const LTD_SCHEDULE_CONFIG: &[Key] = &[
@@ -141,8 +183,14 @@ pub(super) const DATA_EFFICIENCY: &[Key] = &[
         "Turn the whole section on; as in DeepSpeed, the innermost switches decide.",
     )
     .done(),
-    key("seed", COUNT, "1234", "Seed of the sampler."),
-    key("data_sampling", Kind::Section(DATA_SAMPLING, Form::Plain), "{}", "Which samples are drawn."),
+    key(
+        "seed",
+        COUNT,
+        "1234",
+        "Seed of the order in which a curriculum draws; without one the recipe's orders.",
+    )
+    .done(),
+    key("data_sampling", Kind::Section(DATA_SAMPLING, Form::Plain), "{}", "Which samples are drawn.").done(),
     key("data_routing", Kind::Section(DATA_ROUTING, Form::Plain), "{}", "Which tokens pass which layers.")
         .done(),
 ];

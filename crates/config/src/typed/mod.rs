@@ -3,6 +3,7 @@
 mod one_bit;
 mod optimizer;
 mod precision;
+mod sampling;
 mod scheduler;
 mod sections;
 mod torch;
@@ -11,6 +12,7 @@ mod zero;
 pub use one_bit::{OneBit, OneBitLamb, OneBitRule, ZeroOneAdam};
 pub use optimizer::{Adagrad, Adam, Lamb, Lion, Optimizer, Sgd};
 pub use precision::{DataType, LossScale, Precision};
+pub use sampling::{CUTS_SEQUENCES, CurriculumMetric, DataSampling, MetricDifficulty};
 pub use scheduler::{
     LrRangeTest, OneCycle, PerGroup, Scheduler, WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
@@ -105,6 +107,8 @@ pub struct Config {
     pub use_data_before_expert_parallelism: bool,
     /// Seed of the data sampler.
     pub data_seed: u64,
+    /// Samples by difficulty; `None` when they come as they are.
+    pub data_sampling: Option<DataSampling>,
     full: Map<String, Value>,
 }
 
@@ -166,6 +170,7 @@ impl Config {
             dataloader_drop_last: read.get("dataloader_drop_last")?,
             use_data_before_expert_parallelism: read.get("use_data_before_expert_parallelism")?,
             data_seed: read.get("data_efficiency.seed")?,
+            data_sampling: sampling::build(&full)?,
             full,
         })
     }

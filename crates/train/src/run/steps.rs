@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrospeed_comm::{ASKED_FOR, ReduceOp};
-use ferrospeed_data::{Sampler, Split};
+use ferrospeed_data::Split;
 use ferrospeed_engine::{BackwardOptions, StepReport};
 use ferrospeed_models::{Decoder, Tokens};
 use ferrospeed_observe::trace::Activity;
@@ -38,6 +38,7 @@ impl Run<'_> {
             changes.push("the optimizer's states begin anew".to_owned());
         }
         let (own, step) = (self.state(), self.engine.global_steps());
+        let pass = state.as_ref().and_then(|state| state.pass.clone());
         let earlier = state.as_ref().map(|state| state.trail).unwrap_or_default();
         self.health = Health::new(self.recipe.max_bad_steps, self.engine.config().precision, step, earlier);
         if let Some(state) = state {
@@ -60,7 +61,8 @@ impl Run<'_> {
             changes.push(format!("seed: the saved {} is kept, not {}", self.engine.seed(), self.recipe.seed));
         }
         self.position.samples = loaded.data_position;
-        self.sampler = Sampler::new(self.sequences.count(Split::Train), self.engine.seed());
+        let count = self.sequences.count(Split::Train);
+        changes.extend(self.order.go_on(count, self.engine.seed(), pass.as_ref(), step));
         self.model.seed_sparse_attention(self.engine.seed());
         Ok(Some(Resumed { path: loaded.path, step, changes }))
     }
@@ -74,6 +76,7 @@ impl Run<'_> {
             model_config: self.model_config.clone(),
             data: self.data.clone(),
             trail: self.health.trail(),
+            pass: self.order.pass().cloned(),
         }
     }
 
@@ -136,11 +139,12 @@ impl Run<'_> {
             (self.engine.get_lr().first().copied().unwrap_or(0.0), self.engine.loss_scale());
         let length = self.engine.curriculum_length(self.recipe.data.sequence);
         let reading = Instant::now();
+        self.order.begin_step(step, self.position, self.engine.train_batch_size());
         let mut batches = Vec::new();
         for micro in 0..micro_batches {
             let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
-            let indices = self.sampler.micro_batch(self.position, micro, rank, ranks, size);
-            batches.push(self.batch(Split::Train, indices, length)?);
+            let indices = self.order.micro_batch(self.position, micro, rank, ranks, size);
+            batches.push(self.batch(Split::Train, indices.into_iter(), length)?);
         }
         self.engine.trace(Activity::Files, "data", reading);
         let share = share_with_targets(&batches);
