@@ -315,6 +315,9 @@ fn yes() -> bool {
 /// A recipe may hold a whole ds_config.
 const MAX_RECIPE_BYTES: u64 = 4 << 20;
 
+/// Sections of the ds_config that a recipe may have itself.
+const OWN_SECTIONS: [&str; 3] = ["pipeline", "tensor_parallel", "expert_parallel"];
+
 /// `[pipeline]`, `[tensor_parallel]` and `[expert_parallel]` are the ds_config's sections of that name in a place where they are seen. Tells what
 /// contradicts them.
 fn move_section(recipe: &mut serde_json::Map<String, Value>, name: &str) -> Vec<String> {
@@ -373,10 +376,15 @@ impl Recipe {
                 }
             }
         }
+        let mut of_sections = Vec::new();
         for assignment in single {
             let first = assignment.split(['.', '=']).next().unwrap_or_default();
             let (target, assignment) = match assignment.strip_prefix("ds_config.") {
                 Some(rest) => (&mut value["ds_config"], rest),
+                None if OWN_SECTIONS.contains(&first) => {
+                    of_sections.push(assignment);
+                    continue;
+                }
                 None if schema::is_recipe_key(first) => (&mut value, assignment.as_str()),
                 None if let Some(near) = schema::misspelt_recipe_key(first) => {
                     misread.push(format!(
@@ -392,9 +400,13 @@ impl Recipe {
         }
         if let Some(table) = value.as_object_mut() {
             misread.extend(schema::check(table));
-            misread.extend(move_section(table, "pipeline"));
-            misread.extend(move_section(table, "tensor_parallel"));
-            misread.extend(move_section(table, "expert_parallel"));
+            misread.extend(OWN_SECTIONS.iter().flat_map(|section| move_section(table, section)));
+        }
+        // Whichever of their two places has the key.
+        for assignment in of_sections {
+            if let Err(error) = ferrospeed_config::set(&mut value["ds_config"], assignment) {
+                misread.push(format!("--set {assignment}: {error}"));
+            }
         }
         let recipe: Recipe = serde_json::from_value(value).map_err(|error| refuse(error.to_string()))?;
         Ok(Recipe { misread, ..recipe })

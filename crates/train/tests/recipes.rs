@@ -263,6 +263,26 @@ fn overrides_reach_the_recipe_and_the_ds_config_alike() {
 }
 
 #[test]
+fn overrides_of_sections_that_recipes_may_have_hold_wherever_the_section_is() {
+    let place = Place::new();
+    let sections =
+        [("pipeline", "stages"), ("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")];
+    for (section, key) in sections {
+        let set = format!("{section}.{key}=3");
+        let of_recipe = format!("{GOOD}\n[{section}]\n{key} = 2\n");
+        let of_config = format!("{GOOD}\n{section} = {{ {key} = 2 }}\n");
+        for recipe in [GOOD, &of_recipe, &of_config] {
+            let path = place.write("recipe.toml", recipe);
+            let recipe = Recipe::load(&path, std::slice::from_ref(&set)).unwrap();
+            assert_eq!(recipe.ds_config[section][key], 3, "{set}");
+            assert!(!recipe.problems().iter().any(|problem| problem.contains("contradicts")), "{set}");
+        }
+        let problems = place.problems(&of_config, &[&format!("{section}=3")]);
+        assert!(problems.iter().any(|problem| problem.contains(section)), "{problems:?}");
+    }
+}
+
+#[test]
 fn axes_that_ranks_cannot_be_laid_out_for_are_refused() {
     let place = Place::new();
     let problems = place.problems(
