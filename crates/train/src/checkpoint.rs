@@ -174,11 +174,7 @@ pub struct StopRequests {
 impl StopRequests {
     /// How a run that has not begun ends, where it was told to.
     pub fn ending(&self) -> Option<Ending> {
-        match self.asked() {
-            [_, true] => Some(Ending::Left),
-            [true, false] => Some(Ending::Stopped),
-            [false, false] => None,
-        }
+        Ending::asked(self.asked())
     }
 
     /// Whether to finish early, and whether to leave at once.
@@ -196,6 +192,17 @@ pub enum Ending {
     Stopped,
     /// Before it, as [`StopRequests::leave`] asked: only its checkpoint is new.
     Left,
+}
+
+impl Ending {
+    /// What was asked for, if anything: to finish early, to leave at once.
+    pub(crate) fn asked(requests: [bool; 2]) -> Option<Ending> {
+        match requests {
+            [_, true] => Some(Ending::Left),
+            [true, false] => Some(Ending::Stopped),
+            [false, false] => None,
+        }
+    }
 }
 
 /// What a run keeps in a checkpoint besides the engine's state.

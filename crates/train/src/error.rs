@@ -52,7 +52,7 @@ pub enum TrainError {
         /// What is there.
         left: String,
     },
-    /// A run that was to replace another was told to stop before it had begun.
+    /// A run was told to stop before its first step had begun; one that was to replace another, before it was done.
     #[error("told to stop before its first step was done; nothing was trained")]
     StoppedAtOnce(Ending),
     /// Another run writes into the folder now.

@@ -33,7 +33,6 @@ use serde_json::{Value, json};
 
 use crate::checkpoint::Ending;
 use crate::error::{Result, TrainError};
-use crate::run::Summary;
 
 /// Who holds a lock on it has the folder.
 const LOCK_FILE: &str = ".ferrospeed.lock";
@@ -348,9 +347,9 @@ impl RunFolder {
     }
 
     /// Writes down how a run ended that did not fail.
-    pub(crate) fn note_ending(&self, summary: &Summary) {
-        let state = if summary.ending == Ending::Finished { "finished" } else { "stopped" };
-        self.note_outcome(&json!({ "state": state, "step": summary.steps }));
+    pub(crate) fn note_ending(&self, ending: Ending, steps: u64) {
+        let state = if ending == Ending::Finished { "finished" } else { "stopped" };
+        self.note_outcome(&json!({ "state": state, "step": steps }));
     }
 
     fn note_outcome(&self, outcome: &Value) {

@@ -243,10 +243,17 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         observing_cost: None,
         communication: None,
     };
-    // Whoever stops a run that replaces another at once wants the other.
-    let mut replaces = [f32::from(u8::from(rank == 0 && folder.is_being_replaced()))];
-    run.engine.world().group().all_reduce(&mut replaces, ReduceOp::Sum)?;
-    let mut replaces = replaces[0] > 0.0;
+    let [finish, leave] = job.requests.asked();
+    let mut said = [rank == 0 && folder.is_being_replaced(), finish, leave].map(|so| f32::from(u8::from(so)));
+    run.engine.world().group().all_reduce(&mut said, ReduceOp::Sum)?;
+    let [mut replaces, finish, leave] = said.map(|ranks| ranks > 0.0);
+    // Whoever stops a run before its first step wants none; and at that step, who stops one that replaces another wants the other.
+    if let Some(ending) = Ending::asked([finish, leave]).filter(|_| summary.steps < recipe.steps) {
+        if rank == 0 {
+            folder.note_ending(ending, summary.steps);
+        }
+        return Err(TrainError::StoppedAtOnce(ending));
+    }
     let mut times_ms = [Vec::new(), Vec::new()];
     let mut changes = Changes::default();
     let mut unsaved = None;
@@ -391,7 +398,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         Some(what) => Err(TrainError::Unsaved(what)),
         None => {
             if rank == 0 {
-                folder.note_ending(&summary);
+                folder.note_ending(summary.ending, summary.steps);
             }
             Ok(summary)
         }

@@ -1,13 +1,12 @@
 //! ds_configs that were written for Hugging Face's Trainer, with all that they leave to `"auto"`.
 
+mod support;
+
 use std::path::{Path, PathBuf};
 
-use ferrospeed_comm::World;
-use ferrospeed_tensor::Device;
-use ferrospeed_train::{
-    Job, Observing, Progress, Recipe, Resume, RunFolder, StopRequests, TrainError, check, run,
-};
+use ferrospeed_train::{Recipe, RunFolder, TrainError, check, run};
 use serde_json::{Value, json};
+use support::{Quiet, alone};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hugging-face")
@@ -107,24 +106,9 @@ fn the_documented_files_train() {
         let training = json!({ "learning_rate": 1e-2, "per_device_train_batch_size": 2, "bf16": true });
         let (path, recipe) = place.recipe(file, 32, 4, 1, &training);
         assert_eq!(place.problems(&recipe, &path), Vec::<String>::new(), "{file}");
-        struct Quiet;
-        impl Progress for Quiet {}
         let folder = RunFolder::at(place.0.path().join("run"));
-        let job = Job {
-            recipe: &recipe,
-            path: &path,
-            world: World::solo(),
-            device: Device::cpu(),
-            folder_is_held: false,
-            folder: &folder,
-            fresh_optimizer: false,
-            resume: Resume::No,
-            requests: StopRequests::default(),
-            observing: Observing::Always,
-            is_experiment: false,
-            operands: ferrospeed_tune::plan::Operands::InPlace,
-        };
-        let summary = run(&job, &mut Quiet).unwrap_or_else(|error| panic!("{file}: {error}"));
+        let summary = run(&alone(&path, &recipe, &folder), &mut Quiet)
+            .unwrap_or_else(|error| panic!("{file}: {error}"));
         assert_eq!(summary.steps, 4);
         assert!(summary.loss.is_some_and(f32::is_finite), "{file}: {:?}", summary.loss);
         let written = std::fs::read_to_string(folder.path().join("config/ds_config.json")).unwrap();

@@ -1,20 +1,16 @@
 //! A recipe whose model has fewer layers than the teacher that it starts from: what its folder holds at the end.
 
+mod support;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use ferrospeed_comm::World;
-use ferrospeed_tensor::Device;
 use ferrospeed_testkit::tensors::{Recorded, read};
-use ferrospeed_train::{
-    Job, Observing, Progress, Recipe, Resume, RunFolder, StopRequests, TrainError, check, run,
-};
+use ferrospeed_train::{Recipe, RunFolder, TrainError, check, run};
 use serde_json::{Value, json};
+use support::{Quiet, alone};
 
 struct Place(tempfile::TempDir);
-
-struct Quiet;
-impl Progress for Quiet {}
 
 impl Place {
     fn new() -> Place {
@@ -42,21 +38,7 @@ impl Place {
     /// Runs a recipe on one rank; gives the folder of its model.
     fn train(&self, name: &str, (path, recipe): &(PathBuf, Recipe)) -> PathBuf {
         let folder = RunFolder::at(self.0.path().join(name));
-        let job = Job {
-            recipe,
-            path,
-            world: World::solo(),
-            device: Device::cpu(),
-            folder_is_held: false,
-            folder: &folder,
-            fresh_optimizer: false,
-            resume: Resume::No,
-            requests: StopRequests::default(),
-            observing: Observing::Always,
-            is_experiment: false,
-            operands: ferrospeed_tune::plan::Operands::InPlace,
-        };
-        run(&job, &mut Quiet).unwrap_or_else(|error| panic!("{name}: {error}"));
+        run(&alone(path, recipe, &folder), &mut Quiet).unwrap_or_else(|error| panic!("{name}: {error}"));
         folder.model()
     }
 

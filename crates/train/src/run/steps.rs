@@ -182,12 +182,7 @@ impl Run<'_> {
             rank_memory_bytes: told.memory,
             layer_norms: self.engine.layer_norms().to_vec(),
         };
-        let asked = match told.requests {
-            [_, true] => Some(Ending::Left),
-            [true, false] => Some(Ending::Stopped),
-            [false, false] => None,
-        };
-        Ok((record, asked))
+        Ok((record, Ending::asked(told.requests)))
     }
 
     /// With `activation_checkpointing.profile`, how long recomputed blocks took in the last step.
