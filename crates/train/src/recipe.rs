@@ -82,6 +82,7 @@ use ferrospeed_comm::layout::ExpertOrder;
 use ferrospeed_config::{Config, ConfigError};
 use ferrospeed_nn::SequenceMethod;
 use ferrospeed_nn::tensor_parallel::Between;
+use ferrospeed_optim::compression::Compression;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -416,7 +417,25 @@ impl Recipe {
     pub fn config(&self) -> Result<(Config, Vec<String>), ConfigError> {
         let (unresolved, auto, _) = self.unresolved()?;
         let (config, report) = unresolved.resolve(self.data_ranks(), &auto)?;
-        Ok((config, report.warnings().map(|warning| warning.to_string()).collect()))
+        let warnings = report.warnings().map(|warning| warning.to_string()).chain(self.too_late(&config));
+        let warnings = warnings.collect();
+        Ok((config, warnings))
+    }
+
+    /// What a configuration would begin when the run's last step is done.
+    pub fn too_late(&self, config: &Config) -> Vec<String> {
+        let section = config.section("compression_training").map(Compression::from_section);
+        // What is wrong with the section is an error, and told elsewhere.
+        let beginnings = section.and_then(Result::ok).flatten().map(|on| on.beginnings()).unwrap_or_default();
+        let late = beginnings.into_iter().filter(|(_, offset)| *offset >= self.steps);
+        late.map(|(technique, offset)| {
+            format!(
+                "compression_training.{technique}.shared_parameters.schedule_offset: it begins after {offset} steps, and the run has \
+                 {}: no step learns with it; write a smaller one, or more steps",
+                self.steps
+            )
+        })
+        .collect()
     }
 
     /// Whether an override changes a key of recipes, and not one of the ds_config.

@@ -31,6 +31,8 @@ use section::{
 
 /// The step at which techniques start when the section does not say, but for weights in few bits.
 const USUAL_OFFSET: u64 = 1000;
+const WEIGHTS: &str = "weight_quantization";
+const ACTIVATIONS: &str = "activation_quantization";
 
 /// What is pruned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -115,8 +117,8 @@ struct Patterns {
 impl Compression {
     /// From the section of the configuration; `None` where nothing of it is on.
     pub fn from_section(section: &Value) -> Result<Option<Compression>> {
-        let weights = technique(section, "weight_quantization")?.map(Weights::new).transpose()?;
-        let activations = technique(section, "activation_quantization")?.map(Activations::new).transpose()?;
+        let weights = technique(section, WEIGHTS)?.map(Weights::new).transpose()?;
+        let activations = technique(section, ACTIVATIONS)?.map(Activations::new).transpose()?;
         let mut pruning = Vec::new();
         for kind in PruningKind::ALL {
             let read = technique(section, kind.technique())?;
@@ -124,6 +126,14 @@ impl Compression {
         }
         let is_on = weights.is_some() || activations.is_some() || !pruning.is_empty();
         Ok(is_on.then_some(Compression { weights, activations, pruning }))
+    }
+
+    /// After how many optimizer steps each technique that is on begins.
+    pub fn beginnings(&self) -> Vec<(&'static str, u64)> {
+        let weights = self.weights.as_ref().map(|weights| (WEIGHTS, weights.offset));
+        let activations = self.activations.as_ref().map(|activations| (ACTIVATIONS, activations.offset));
+        let pruning = self.pruning.iter().map(|pruning| (pruning.kind.technique(), pruning.offset));
+        weights.into_iter().chain(activations).chain(pruning).collect()
     }
 
     /// Whether weights are read in few bits.
@@ -144,7 +154,7 @@ impl Compression {
 
 impl Weights {
     fn new(read: Technique<WeightShared, WeightParams>) -> Result<Weights> {
-        let name = "weight_quantization";
+        let name = WEIGHTS;
         let shared = &read.shared_parameters;
         let symmetric = shared.quantization_type.as_deref() != Some("asymmetric");
         let mixed = &shared.fp16_mixed_quantize;
@@ -186,7 +196,7 @@ impl Weights {
 
 impl Activations {
     fn new(read: Technique<ActivationShared, ActivationParams>) -> Result<Activations> {
-        let name = "activation_quantization";
+        let name = ACTIVATIONS;
         let shared = &read.shared_parameters;
         if shared.range_calibration.as_deref() == Some("static") {
             return Err(fault(format!(
@@ -261,6 +271,12 @@ fn each_group<P, T>(
         let patterns = match &section.modules {
             None => vec!["*".to_owned()],
             Some(Modules::One(pattern)) => vec![pattern.clone()],
+            Some(Modules::Several(patterns)) if patterns.is_empty() => {
+                return Err(fault(format!(
+                    "{name}.different_groups.{group}.modules is empty, so the group compresses nothing; name patterns, or leave \
+                     modules out for all"
+                )));
+            }
             Some(Modules::Several(patterns)) => patterns.clone(),
         };
         let compiled = patterns.into_iter().map(|pattern| {
@@ -348,6 +364,10 @@ mod tests {
         let mut section = enabled("row_pruning", json!({}), json!({"dense_ratio": 0.5}));
         section["row_pruning"]["different_groups"]["all"]["modules"] = json!(["("]);
         assert!(Compression::from_section(&section).unwrap_err().to_string().contains("is no pattern"));
+        section["row_pruning"]["different_groups"]["all"]["modules"] = json!([]);
+        assert!(
+            Compression::from_section(&section).unwrap_err().to_string().contains("all.modules is empty")
+        );
         section["row_pruning"]["different_groups"] = json!({});
         assert!(Compression::from_section(&section).unwrap_err().to_string().contains("needs a group"));
     }
