@@ -1,5 +1,7 @@
 //! One stretch of flat memory that an optimizer updates, and the pass over it.
 
+use std::ops::Range;
+
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::backend::Update;
 use ferrospeed_tensor::cpu::ahead::ask_ahead;
@@ -27,6 +29,26 @@ pub enum Gradient<'a> {
     F16(&'a [f16]),
 }
 
+impl<'a> Gradient<'a> {
+    /// How many values there are.
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Gradient::F32(values) => values.len(),
+            Gradient::Bf16(values) => values.len(),
+            Gradient::F16(values) => values.len(),
+        }
+    }
+
+    /// Some of them.
+    fn part(self, range: Range<usize>) -> Gradient<'a> {
+        match self {
+            Gradient::F32(values) => Gradient::F32(&values[range]),
+            Gradient::Bf16(values) => Gradient::Bf16(&values[range]),
+            Gradient::F16(values) => Gradient::F16(&values[range]),
+        }
+    }
+}
+
 /// Where the rounded copy of the new weights goes.
 #[derive(Debug)]
 pub enum Copy16<'a> {
@@ -36,6 +58,30 @@ pub enum Copy16<'a> {
     Bf16(&'a mut [bf16]),
     /// Half.
     F16(&'a mut [f16]),
+}
+
+impl<'a> Copy16<'a> {
+    /// How many bytes it has.
+    fn size_bytes(&self) -> usize {
+        match self {
+            Copy16::None => 0,
+            Copy16::Bf16(copy) => size_of_val(*copy),
+            Copy16::F16(copy) => size_of_val(*copy),
+        }
+    }
+
+    /// Takes the first `count` elements off.
+    ///
+    /// # Panics
+    /// When it has fewer: a bug of the caller.
+    fn split_off(&mut self, count: usize) -> Copy16<'a> {
+        const SHORT: &str = "as long as the weights";
+        match self {
+            Copy16::None => Copy16::None,
+            Copy16::Bf16(copy) => Copy16::Bf16(copy.split_off_mut(..count).expect(SHORT)),
+            Copy16::F16(copy) => Copy16::F16(copy.split_off_mut(..count).expect(SHORT)),
+        }
+    }
 }
 
 /// A stretch of weights with everything its update reads and writes; all slices have one length.
@@ -164,140 +210,116 @@ pub(crate) fn run<const STATES: usize>(stretch: &mut Stretch<'_>, rule: &impl Ru
         stretch.states.len()
     );
     assert!(stretch.states.iter().all(|state| state.len() == length), "states and weights differ in length");
-    match stretch.gradient {
-        Gradient::F32(gradient) => with_copy(stretch, gradient, rule),
-        Gradient::Bf16(gradient) => with_copy(stretch, gradient, rule),
-        Gradient::F16(gradient) => with_copy(stretch, gradient, rule),
-    }
-}
-
-fn with_copy<const STATES: usize, G: Float>(
-    stretch: &mut Stretch<'_>,
-    gradient: &[G],
-    rule: &impl Rule<STATES>,
-) {
-    assert_eq!(gradient.len(), stretch.weights.len(), "gradient and weights differ in length");
-    match std::mem::replace(&mut stretch.copy, Copy16::None) {
-        Copy16::None => pass::<STATES, G, bf16>(stretch, gradient, None, rule),
-        Copy16::Bf16(copy) => pass(stretch, gradient, Some(copy), rule),
-        Copy16::F16(copy) => pass(stretch, gradient, Some(copy), rule),
-    }
-}
-
-fn pass<const STATES: usize, G: Float, C: Float>(
-    stretch: &mut Stretch<'_>,
-    gradient: &[G],
-    copy: Option<&mut [C]>,
-    rule: &impl Rule<STATES>,
-) {
-    let factor = stretch.gradient_factor;
-    let streams = copy.as_deref().is_some_and(|copy| size_of_val(copy) >= STREAM_FROM_BYTES);
+    let (gradient, factor) = (stretch.gradient, stretch.gradient_factor);
+    assert_eq!(gradient.len(), length, "gradient and weights differ in length");
+    let mut copy = std::mem::replace(&mut stretch.copy, Copy16::None);
+    let streams = copy.size_bytes() >= STREAM_FROM_BYTES;
     // Each task takes its own blocks out of these lists, so no slice is shared.
-    let mut weights = stretch.weights.chunks_mut(BLOCK);
     let mut states: Vec<_> = stretch.states.iter_mut().map(|state| state.chunks_mut(BLOCK)).collect();
-    let mut copies = copy.map(|copy| copy.chunks_mut(BLOCK));
-    let tasks: Vec<_> = gradient
-        .chunks(BLOCK)
-        .map(|gradient| {
-            let weights = weights.next().expect("as many blocks as the gradient");
+    let weights = stretch.weights.chunks_mut(BLOCK).enumerate();
+    let tasks: Vec<_> = weights
+        .map(|(index, weights)| {
             let states: [&mut [f32]; STATES] =
-                std::array::from_fn(|index| states[index].next().expect("as many blocks as the gradient"));
-            let copy = copies.as_mut().map(|copies| copies.next().expect("as many blocks as the gradient"));
-            std::sync::Mutex::new(Some((weights, gradient, states, copy)))
+                std::array::from_fn(|state| states[state].next().expect("as many blocks as the weights"));
+            let copy = copy.split_off(weights.len());
+            let start = index * BLOCK;
+            let gradient = gradient.part(start..start + weights.len());
+            std::sync::Mutex::new(Some(Block { weights, gradient, factor, states, copy }))
         })
         .collect();
     stretch.device.backend().parallel(tasks.len(), &|index| {
         let task = tasks[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
-        let (weights, gradient, mut states, copy) = task.expect("each task runs once");
-        let run = |stream: Option<&Stream>| block(weights, gradient, factor, &mut states, copy, stream, rule);
+        let mut block = task.expect("each task runs once");
+        // The macro, not the function of that name: the whole loop is compiled for each instruction set.
+        let mut run = |stream: Option<&Stream>| vectorized!(|| block.in_one_pass(stream, rule));
         if streams { streaming(|stream| run(Some(stream))) } else { run(None) }
     });
 }
 
-fn block<const STATES: usize, G: Float, C: Float>(
-    weights: &mut [f32],
-    gradient: &[G],
+/// What one task updates. The types of gradient and copy are asked for in the loop, once per [`LANES`]: a loop for each pair
+/// of them would be no faster, and there are many rules.
+struct Block<'a, const STATES: usize> {
+    weights: &'a mut [f32],
+    gradient: Gradient<'a>,
     factor: f32,
-    states: &mut [&mut [f32]; STATES],
-    copy: Option<&mut [C]>,
-    stream: Option<&Stream>,
-    rule: &impl Rule<STATES>,
-) {
-    // The macro, not the function of that name: the whole loop is compiled for each instruction set.
-    vectorized!(|| in_one_pass(weights, gradient, factor, states, copy, stream, rule));
-}
-
-#[inline(always)]
-fn in_one_pass<const STATES: usize, G: Float, C: Float>(
-    weights: &mut [f32],
-    gradient: &[G],
-    factor: f32,
-    states: &mut [&mut [f32]; STATES],
-    mut copy: Option<&mut [C]>,
-    stream: Option<&Stream>,
-    rule: &impl Rule<STATES>,
-) {
-    let length = weights.len();
-    let whole = length - length % LANES;
-    for start in (0..whole).step_by(LANES) {
-        let copy = copy.as_deref_mut();
-        lanes::<STATES, LANES, G, C>(start, weights, gradient, factor, states, copy, stream, rule);
-    }
-    for start in whole..length {
-        lanes::<STATES, 1, G, C>(start, weights, gradient, factor, states, copy.as_deref_mut(), None, rule);
-    }
+    states: [&'a mut [f32]; STATES],
+    copy: Copy16<'a>,
 }
 
 /// How many elements are taken out, updated and put back together. Arrays on the stack cannot overlap, which lets the
 /// compiler vectorise the update; it does not know that of the slices. Enough for it to keep the loop a loop.
 const LANES: usize = 64;
 
+impl<const STATES: usize> Block<'_, STATES> {
+    #[inline(always)]
+    fn in_one_pass(&mut self, stream: Option<&Stream>, rule: &impl Rule<STATES>) {
+        let length = self.weights.len();
+        let whole = length - length % LANES;
+        for start in (0..whole).step_by(LANES) {
+            self.lanes::<LANES>(start, stream, rule);
+        }
+        for start in whole..length {
+            self.lanes::<1>(start, None, rule);
+        }
+    }
+
+    #[inline(always)]
+    fn lanes<const N: usize>(&mut self, start: usize, stream: Option<&Stream>, rule: &impl Rule<STATES>) {
+        let scaled = match self.gradient {
+            Gradient::F32(values) => scaled::<N, _>(values, start, self.factor),
+            Gradient::Bf16(values) => scaled::<N, _>(values, start, self.factor),
+            Gradient::F16(values) => scaled::<N, _>(values, start, self.factor),
+        };
+        let mut new = taken::<N>(self.weights, start);
+        let mut held = [[0.0f32; N]; STATES];
+        for (held, state) in held.iter_mut().zip(&self.states) {
+            *held = taken(state, start);
+        }
+        update(&mut new, &scaled, &mut held, rule);
+        let range = start..start + N;
+        self.weights[range.clone()].copy_from_slice(&new);
+        for (held, state) in held.iter().zip(&mut self.states) {
+            state[range.clone()].copy_from_slice(held);
+        }
+        match &mut self.copy {
+            Copy16::None => {}
+            Copy16::Bf16(copy) => round(&new, &mut copy[range], stream),
+            Copy16::F16(copy) => round(&new, &mut copy[range], stream),
+        }
+    }
+}
+
 #[inline(always)]
-fn lanes<const STATES: usize, const N: usize, G: Float, C: Float>(
-    start: usize,
-    weights: &mut [f32],
-    gradient: &[G],
-    factor: f32,
-    states: &mut [&mut [f32]; STATES],
-    copy: Option<&mut [C]>,
-    stream: Option<&Stream>,
-    rule: &impl Rule<STATES>,
-) {
-    let range = start..start + N;
+fn taken<const N: usize>(values: &[f32], start: usize) -> [f32; N] {
     if N > 1 {
-        ask_ahead::<f32, N>(weights, start);
+        ask_ahead::<f32, N>(values, start);
+    }
+    let mut taken = [0.0; N];
+    taken.copy_from_slice(&values[start..start + N]);
+    taken
+}
+
+#[inline(always)]
+fn scaled<const N: usize, G: Float>(gradient: &[G], start: usize, factor: f32) -> [f32; N] {
+    if N > 1 {
         ask_ahead::<G, N>(gradient, start);
-        states.iter().for_each(|state| ask_ahead::<f32, N>(state, start));
     }
-    let mut held = [[0.0f32; N]; STATES];
-    for (held, state) in held.iter_mut().zip(states.iter()) {
-        held.copy_from_slice(&state[range.clone()]);
-    }
-    let mut new = [0.0f32; N];
-    new.copy_from_slice(&weights[range.clone()]);
-    let mut scaled = [0.0f32; N];
-    for (scaled, gradient) in scaled.iter_mut().zip(&gradient[range.clone()]) {
+    let mut scaled = [0.0; N];
+    for (scaled, gradient) in scaled.iter_mut().zip(&gradient[start..start + N]) {
         *scaled = gradient.widen() * factor;
     }
-    update(&mut new, &scaled, &mut held, rule);
-    weights[range.clone()].copy_from_slice(&new);
-    for (held, state) in held.iter().zip(states.iter_mut()) {
-        state[range.clone()].copy_from_slice(held);
+    scaled
+}
+
+#[inline(always)]
+fn round<const N: usize, C: Float>(values: &[f32; N], copy: &mut [C], stream: Option<&Stream>) {
+    let mut rounded = [C::narrow(0.0); N];
+    for (rounded, &value) in rounded.iter_mut().zip(values) {
+        *rounded = C::narrow(value);
     }
-    match (copy, stream) {
-        (None, _) => {}
-        (Some(copy), None) => {
-            for (copy, &value) in copy[range].iter_mut().zip(&new) {
-                *copy = C::narrow(value);
-            }
-        }
-        (Some(copy), Some(stream)) => {
-            let mut rounded = [C::narrow(0.0); N];
-            for (rounded, &value) in rounded.iter_mut().zip(&new) {
-                *rounded = C::narrow(value);
-            }
-            stream.write(&mut copy[range], &rounded);
-        }
+    match stream {
+        Some(stream) => stream.write(copy, &rounded),
+        None => copy.copy_from_slice(&rounded),
     }
 }
 

@@ -293,11 +293,7 @@ impl OneBit {
         let states = self.state_names().len();
         for whole in params.iter() {
             assert_eq!(whole.states.len(), states, "states of {}", self.name());
-            let gradient = match whole.gradient {
-                Gradient::F32(values) => values.len(),
-                Gradient::Bf16(values) => values.len(),
-                Gradient::F16(values) => values.len(),
-            };
+            let gradient = whole.gradient.len();
             let copy = match &whole.copy {
                 Copy16::None => whole.numel(),
                 Copy16::Bf16(copy) => copy.len(),
