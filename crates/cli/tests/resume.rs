@@ -322,6 +322,30 @@ fn a_signal_while_text_becomes_tokens_gives_that_code_too_and_leaves_nothing() {
     }
 }
 
+/// What a run reads before it has its folder may be long; whoever stops it then stops nothing that was trained.
+#[test]
+fn a_signal_while_the_recipe_is_read_is_heard_too() {
+    let place = Workplace::new();
+    // A list that says nothing of plain files, and takes its time.
+    let extensions = "\"x\",".repeat(900_000);
+    let recipe = RECIPE.replace("[data]", &format!("[data]\nextensions = [{extensions}]"));
+    std::fs::write(place.0.path().join("recipe.toml"), &recipe).unwrap();
+    for (ranks, name, code) in [("1", "TERM", 75), ("2", "TERM", 75), ("1", "INT", 130)] {
+        let child = place.start("stopped", &["-n", ranks]);
+        wait_until("the recipe is in memory", || {
+            let read = std::fs::read_to_string(format!("/proc/{}/io", child.id())).unwrap_or_default();
+            let bytes = read.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok());
+            bytes.is_none_or(|bytes: usize| bytes >= recipe.len())
+        });
+        signal(&child.id().to_string(), name);
+        let output = support::finish(child);
+        let said = format!("{ranks} ranks, {name}:\n{}\n{}", stdout(&output), stderr(&output));
+        assert_eq!(output.status.code(), Some(code), "{said}");
+        assert!(stderr(&output).contains("nothing was trained, and nothing is lost"), "{said}");
+        assert!(!place.run("stopped").exists(), "{said}");
+    }
+}
+
 fn with_sets<'a>(more: &[&'a str], sets: &[&'a str]) -> Vec<&'a str> {
     more.iter().copied().chain(sets.iter().flat_map(|one| ["--set", one])).collect()
 }

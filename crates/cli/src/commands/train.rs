@@ -104,12 +104,13 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     if let Some(mode) = args.autotuning {
         return autotune::run(args, mode);
     }
+    // Before anything that takes its time: a signal must find somebody who hears it.
+    let requests = watch_signals()?;
     let starter = Starter::of_this_process();
     let mut recipe = args.load_recipe()?;
     let place = place::of_this_process()?;
     let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
     let Some(place) = place else {
-        let requests = watch_signals()?;
         let _made = FoldersToMake::of(&recipe);
         let (folder, _lock) = train_start::begin(args, &recipe, folder, &requests)?;
         let name = recipe.name.clone();
@@ -132,7 +133,6 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     }
     start_log(place.rank, Standing::Among(starter));
     recipe.ranks = u32::try_from(place.world_size).unwrap_or(u32::MAX);
-    let requests = watch_signals()?;
     let is_ours = std::env::var_os(LOOKED_AHEAD).is_some();
     let waiting = Waiting::until_signals(&requests, is_ours)?;
     let world = World::connect(place).map_err(|error| Failure::Run(error.to_string()))?;
