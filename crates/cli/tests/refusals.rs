@@ -52,6 +52,10 @@ fn what_a_run_would_refuse_is_refused_by_check_and_plan_in_the_same_words() {
             vec!["comms_logger={\"enabled\": true, \"prof_ops\": [\"all_reduse\"]}".to_owned()],
             "'all_reduse' is no operation",
         ),
+        (
+            vec!["csv_monitor={\"enabled\": true, \"job_name\": \"../../x\"}".to_owned()],
+            "`csv_monitor.job_name`: \"../../x\" leads out",
+        ),
     ];
     for (overrides, why) in &cases {
         let set: Vec<&str> = overrides.iter().flat_map(|one| ["--set", one.as_str()]).collect();
@@ -89,6 +93,89 @@ fn what_a_run_would_refuse_is_refused_by_check_and_plan_in_the_same_words() {
     assert!(document["findings"][0]["why"].as_str().unwrap().starts_with("steps: "), "{document}");
     let output = ferrospeed(&["config", "check", &at("recipe.toml"), "--set", "pipeline.stages=2"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+}
+
+/// What runs, and not as its author most likely meant, is told by whoever looks at a recipe, and refused by nobody.
+#[test]
+fn a_technique_that_begins_too_late_is_told_by_check_plan_and_train() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let own = "name = 'late'\nsteps = 2\nmodel.layers = 1\nmodel.vocabulary = 64\ndata = { synthetic = 1000, sequence = 16 }";
+    let ds_config = r#"
+        train_batch_size = 2
+        optimizer = { type = "Adam" }
+        [ds_config.compression_training.sparse_pruning]
+        shared_parameters = { enabled = true, method = "l1" }
+        different_groups = { all = { params = { dense_ratio = 0.5 }, modules = ["mlp"] } }
+    "#;
+    std::fs::write(at("recipe.toml"), small_recipe(own, ds_config)).unwrap();
+    let (recipe, out) = (at("recipe.toml"), at("out"));
+    let late = "note: compression_training.sparse_pruning.shared_parameters.schedule_offset: it begins after";
+    let in_time = "compression_training.sparse_pruning.shared_parameters.schedule_offset=1";
+    let at_end = in_time.replace("=1", "=2");
+    for words in [&["config", "check", &recipe][..], &["plan", &recipe], &["train", &recipe, "--out", &out]] {
+        let overwrites: &[&str] = if words[0] == "train" { &["--overwrite"] } else { &[] };
+        for (set, offset) in [(None, Some(1000)), (Some(in_time), None), (Some(at_end.as_str()), Some(2))] {
+            let set = set.map_or(Vec::new(), |set| vec!["--set", set]);
+            let output = ferrospeed(&[words, &set, overwrites].concat());
+            assert_eq!(output.status.code(), Some(0), "{words:?} {set:?}: {}", stderr(&output));
+            let said = stderr(&output).replace(&format!("{recipe}: "), "");
+            let told =
+                offset.map(|offset| format!("{late} {offset} steps, and the run has 2: no step learns"));
+            assert_eq!(said.contains(late), told.is_some(), "{words:?} {set:?}: {said}");
+            assert!(told.is_none_or(|told| said.contains(&told)), "{words:?} {set:?}: {said}");
+        }
+    }
+    let output = ferrospeed(&["config", "check", &recipe, "--json"]);
+    let document: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!((&document["ok"], &document["warnings"]), (&true.into(), &1.into()), "{document}");
+    assert_eq!(document["findings"][0]["severity"], "warning", "{document}");
+}
+
+#[test]
+fn a_student_that_contradicts_itself_is_refused_without_its_recipe_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("ds_config.json");
+    let reduction = json!({"enabled": true, "keep_number_layer": 3, "teacher_layer": [1, 2]});
+    let ds_config = json!({"train_batch_size": 1, "compression_training": {"layer_reduction": reduction}});
+    std::fs::write(&config, ds_config.to_string()).unwrap();
+    let check = |more: &[&str]| ferrospeed(&[&["config", "check", config.to_str().unwrap()], more].concat());
+    let output = check(&[]);
+    assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));
+    let why =
+        "compression_training.layer_reduction: keep_number_layer is 3, and teacher_layer names 2 layers";
+    assert!(stderr(&output).contains(why), "{}", stderr(&output));
+    let output = check(&["--set", "compression_training.layer_reduction.keep_number_layer=2"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+}
+
+#[test]
+fn data_that_is_not_here_is_told_by_a_plan_and_refused_by_a_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let gone = at("gone.txt");
+    let own =
+        format!("name = 'gone'\nsteps = 1\nmodel.layers = 1\ndata = {{ text = ['{gone}'], sequence = 16 }}");
+    let recipe = at("recipe.toml");
+    std::fs::write(&recipe, small_recipe(&own, "train_batch_size = 2\noptimizer = { type = 'Adam' }"))
+        .unwrap();
+    let why = format!("data: {gone} does not exist");
+    let output = ferrospeed(&["plan", &recipe, "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains(&format!("note: {why}; it is planned for all the same")),
+        "{}",
+        stderr(&output)
+    );
+    serde_json::from_str::<serde_json::Value>(&stdout(&output)).expect("a plan and nothing else");
+    for words in [&["train", &recipe, "--out", &at("out")][..], &["config", "check", &recipe]] {
+        let output = ferrospeed(words);
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {}", stdout(&output));
+        assert!(stderr(&output).contains(&why), "{words:?}: {}", stderr(&output));
+    }
+    std::fs::write(&gone, "a text that is there again, and long enough to be cut").unwrap();
+    let output = ferrospeed(&["plan", &recipe]);
+    assert_eq!(stderr(&output), "");
 }
 
 #[test]

@@ -305,6 +305,7 @@ fn a_model_that_is_trained_to_be_compressed_is_exported_so_alike_in_every_stage_
     assert!(pruned == 4 && coarse > 8, "{pruned} and {coarse} of {:?}", tensors.keys());
     for (set, expected) in [
         ("tensor_parallel.autotp_size=2", "compresses whole weights, and ranks hold parts"),
+        (r#"compression_training.sparse_pruning.different_groups.mlp.modules=[]"#, "mlp.modules is empty"),
         (
             r#"compression_training.sparse_pruning.different_groups.mlp.modules=["nothing"]"#,
             "in the name of no module",

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use ferrospeed_config::Unresolved;
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, WindowRule};
 use ferrospeed_tensor::store::ParamSource;
@@ -29,14 +30,19 @@ pub(crate) struct LayerReduction {
 impl LayerReduction {
     /// What a recipe asks for; an error is a line for its author.
     pub(crate) fn of(recipe: &Recipe) -> Result<Option<LayerReduction>, String> {
-        // The values as they were given: to resolve the rest the model must be known, which this decides.
-        let [enabled, count, layers] = ["enabled", "keep_number_layer", "teacher_layer"]
-            .map(|key| recipe.given([&format!("{SECTION}.{key}")])[0].take());
+        let reduction = LayerReduction::given(|key| recipe.given([key])[0].take())?;
+        if reduction.is_some() && recipe.model.path.is_none() {
+            return Err(format!("{SECTION}: a student needs a teacher: name its folder, model.path"));
+        }
+        Ok(reduction)
+    }
+
+    /// From the values as they were given: to resolve the rest the model must be known, which this decides.
+    fn given(value: impl Fn(&str) -> Option<Value>) -> Result<Option<LayerReduction>, String> {
+        let [enabled, count, layers] =
+            ["enabled", "keep_number_layer", "teacher_layer"].map(|key| value(&format!("{SECTION}.{key}")));
         if enabled != Some(Value::Bool(true)) {
             return Ok(None);
-        }
-        if recipe.model.path.is_none() {
-            return Err(format!("{SECTION}: a student needs a teacher: name its folder, model.path"));
         }
         let (count, layers) = (count.unwrap_or_default(), layers.unwrap_or_default());
         LayerReduction::from_values(&count, &layers).map(Some).map_err(|why| format!("{SECTION}: {why}"))
@@ -106,6 +112,11 @@ impl LayerReduction {
         }
         Ok((json, *student))
     }
+}
+
+/// What a run would refuse of `compression_training.layer_reduction` in a configuration whose recipe is not known.
+pub fn layer_reduction_problem(read: &Unresolved) -> Option<String> {
+    LayerReduction::given(|key| read.given(key).cloned()).err()
 }
 
 /// The weights that a model starts from.

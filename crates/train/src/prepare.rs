@@ -82,6 +82,34 @@ pub(crate) fn data_alone(recipe: &Recipe, path: &Path, cache: &Path, tell: Tell<
     }
 }
 
+/// Why files of a recipe's data cannot be used on this machine, as far as their names and sizes show it.
+pub fn unusable_data(recipe: &Recipe) -> Vec<String> {
+    Sources::of(recipe).unusable()
+}
+
+/// Where tokens to train on come from, and those to validate on where they are apart; nothing where a recipe does not say it
+/// clearly.
+struct Sources {
+    train: Option<Source>,
+    validation: Option<Source>,
+}
+
+impl Sources {
+    fn of(recipe: &Recipe) -> Sources {
+        let train = recipe.data.source(recipe);
+        let validation = match &recipe.data.validation {
+            ValidationRecipe::Files(files) => train.as_ref().map(|source| source.with_paths(files.clone())),
+            ValidationRecipe::Share(_) => None,
+        };
+        Sources { train, validation }
+    }
+
+    fn unusable(&self) -> Vec<String> {
+        let named = [&self.train, &self.validation].into_iter().flatten().flat_map(unusable);
+        named.map(|problem| format!("data: {problem}")).collect()
+    }
+}
+
 /// How much of a recipe is looked at.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Extent {
@@ -111,9 +139,10 @@ struct Looked {
 impl Looked {
     fn at(recipe: &Recipe, mesh: Option<&Mesh>, extent: Extent) -> Looked {
         let mut problems = recipe.problems();
-        let source = recipe.data.source(recipe);
-        let codec = codec(recipe, source.as_ref()).map_err(|problem| problems.push(problem)).unwrap_or(None);
-        let is_tokens = source.as_ref().is_some_and(|source| !source.is_text());
+        let sources = Sources::of(recipe);
+        let source = sources.train.as_ref();
+        let codec = codec(recipe, source).map_err(|problem| problems.push(problem)).unwrap_or(None);
+        let is_tokens = source.is_some_and(|source| !source.is_text());
         if recipe.sample.is_some() && codec.is_none() && is_tokens {
             problems.push("sample: tokens are no text; name data.tokenizer, or take [sample] away".into());
         }
@@ -125,22 +154,16 @@ impl Looked {
         let vocabulary = plan.as_ref().map(ModelPlan::vocabulary).filter(|_| recipe.vocabulary_makes_sense());
         let built = plan.map(|plan| plan.build(recipe, codec.as_ref(), mesh, extent == Extent::Files));
         let model = built.and_then(|built| built.map_err(|found| problems.extend(found)).ok());
-        let validation = match &recipe.data.validation {
-            ValidationRecipe::Files(files) => source.as_ref().map(|source| source.with_paths(files.clone())),
-            ValidationRecipe::Share(_) => None,
-        };
-        let unusable: Vec<String> = match extent {
-            Extent::Shape => Vec::new(),
-            Extent::Files => [&source, &validation].into_iter().flatten().flat_map(unusable).collect(),
-        };
+        let unusable = if extent == Extent::Files { sources.unusable() } else { Vec::new() };
         let lacks_data = !unusable.is_empty();
-        problems.extend(unusable.into_iter().map(|problem| format!("data: {problem}")));
+        problems.extend(unusable);
         if let Ok((config, _)) = recipe.config() {
             let refused = refusals(&config, model.as_ref().map(|model| model.decoder.parameters()));
             problems.extend(refused.iter().map(ToString::to_string));
         }
         let is_here = extent == Extent::Files || matches!(source, Some(Source::Synthetic { .. }));
         let (opened, stopped) = (None, false);
+        let Sources { train: source, validation } = sources;
         let mut looked =
             Looked { source, validation, codec, model, vocabulary, opened, lacks_data, stopped, problems };
         if is_tokens && is_here {

@@ -8,7 +8,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
 use ferrospeed_engine::refusals;
-use ferrospeed_train::{Recipe, TrainError};
+use ferrospeed_train::{Recipe, TrainError, layer_reduction_problem};
 use serde_json::{Value, json};
 
 use super::train_start::besides_data;
@@ -173,7 +173,7 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
             None => input.read.report(),
         };
         // What `plan` and `train` would say beyond the rules of a configuration.
-        let problems = match input.recipe {
+        let (problems, notes) = match input.recipe {
             Some(mut recipe) => {
                 let ranks = args
                     .world_size
@@ -184,32 +184,43 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
                 let reported = recipe.config().err().map(|error| error.to_string().replace('\n', "\n  "));
                 problems.retain(|problem| Some(problem) != reported.as_ref());
                 problems.extend(besides_data(&recipe, model.as_ref()));
-                problems
+                let notes =
+                    recipe.config().map_or_else(|_| Vec::new(), |(config, _)| recipe.too_late(&config));
+                (problems, notes)
             }
             None => {
                 let folders = offload_folders::problems(input.read.source());
                 let refused = refusals_of_an_engine(&input.read);
-                folders.into_iter().chain(outputs::problems(&input.read)).chain(refused).collect()
+                let student = layer_reduction_problem(&input.read);
+                let monitors = outputs::problems(&input.read);
+                let problems = folders.into_iter().chain(monitors).chain(refused).chain(student).collect();
+                (problems, Vec::new())
             }
         };
-        Ok((report, problems))
+        Ok((report, problems, notes))
     });
-    let (report, problems) = match examined {
+    let (report, problems, notes) = match examined {
         Ok(found) => found,
-        Err(Failed::Config(ConfigError::Invalid(report))) => (report, Vec::new()),
+        Err(Failed::Config(ConfigError::Invalid(report))) => (report, Vec::new(), Vec::new()),
         Err(failed) => return Err(failed.into()),
     };
-    let (errors, warnings) = (report.errors().count() + problems.len(), report.warnings().count());
+    let errors = report.errors().count() + problems.len();
+    let warnings = report.warnings().count() + notes.len();
     if args.json {
-        let of_recipe = |why: &String| json!({"severity": "error", "code": "Recipe", "file": args.input.file, "why": why});
-        let findings: Vec<Value> =
-            report.all().iter().map(as_json).chain(problems.iter().map(of_recipe)).collect();
+        let of_recipe = |severity: &'static str| {
+            let file = &args.input.file;
+            move |why: &String| json!({"severity": severity, "code": "Recipe", "file": file, "why": why})
+        };
+        let (problems, notes) =
+            (problems.iter().map(of_recipe("error")), notes.iter().map(of_recipe("warning")));
+        let findings: Vec<Value> = report.all().iter().map(as_json).chain(problems).chain(notes).collect();
         let document =
             json!({"ok": errors == 0, "errors": errors, "warnings": warnings, "findings": findings});
         terminal::print_output(&serde_json::to_string_pretty(&document).unwrap_or_default())?;
     } else {
         print_findings(&report);
         problems.iter().for_each(|why| terminal::print_error(&format!("{}: {why}", args.input.file)));
+        notes.iter().for_each(|why| terminal::print_note(&format!("{}: {why}", args.input.file)));
         let verdict = if errors == 0 { "can be used" } else { "cannot be used" };
         let line = format!("{}: {verdict}: {errors} error(s), {warnings} warning(s)", args.input.file);
         terminal::print_output(&line)?;

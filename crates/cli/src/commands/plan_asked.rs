@@ -15,6 +15,7 @@ use super::config::{print_findings, refusal};
 use super::plan::PlanArgs;
 use super::train_start::check_besides_data;
 use crate::failure::Failure;
+use crate::terminal::print_note;
 
 const DEFAULT_SEQUENCE_LENGTH: u64 = 2048;
 
@@ -126,7 +127,11 @@ impl Asked {
         if args.is_about_this_machine() {
             check_besides_data(&recipe, None)?;
         }
-        let (config, _) = recipe.config().map_err(refusal)?;
+        let (config, warnings) = recipe.config().map_err(refusal)?;
+        warnings.iter().for_each(|warning| print_note(warning));
+        for why in ferrospeed_train::unusable_data(&recipe) {
+            print_note(&format!("{why}; it is planned for all the same, and `train` would refuse it here"));
+        }
         Ok(Asked {
             model,
             config,
