@@ -55,6 +55,22 @@ fn options_that_are_others_are_told() {
 }
 
 #[test]
+fn other_data_to_validate_on_is_told() {
+    let place = Workplace::new();
+    let text = |name: &str| std::fs::write(place.0.path().join(name), "words to validate on, ".repeat(40));
+    text("own.txt").unwrap();
+    place.train_well(&["--set", "data.validation=0.0"]);
+    let own = ["--set", "data.validation=[\"own.txt\"]", "--set", "save.every=0"];
+    let said = resumed(&place, &[&own[..], &["--set", "steps=8"]].concat());
+    assert!(said.contains("data.validation: a share of the data -> files of its own"), "{said}");
+    let said = resumed(&place, &["--set", "data.validation=0.0", "--set", "steps=9"]);
+    assert!(said.contains("data.validation: files of its own -> a share of the data"), "{said}");
+    // Of a share, what is left to train on tells.
+    let said = resumed(&place, &["--set", "data.validation=0.5", "--set", "steps=10"]);
+    assert!(said.contains("sequences to train on: "), "{said}");
+}
+
+#[test]
 fn another_optimizer_begins_anew_where_it_is_asked_for() {
     let place = Workplace::new();
     for ranks in ["1", "2"] {

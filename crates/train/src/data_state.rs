@@ -31,10 +31,17 @@ impl DataState {
         if self.train != now.train {
             changes.push(format!("data: {}", other_tokens("trained on", &self.train, &now.train)));
         }
-        if let (Some(before), Some(now)) = (&self.validation, &now.validation)
-            && before != now
-        {
-            changes.push(format!("data.validation: {}", other_tokens("validated on", before, now)));
+        match (&self.validation, &now.validation) {
+            (Some(before), Some(now)) if before != now => {
+                changes.push(format!("data.validation: {}", other_tokens("validated on", before, now)));
+            }
+            (Some(_), None) => {
+                changes.push("data.validation: files of its own -> a share of the data".into())
+            }
+            (None, Some(_)) => {
+                changes.push("data.validation: a share of the data -> files of its own".into())
+            }
+            _ => {}
         }
         if self.documents != now.documents {
             changes.push(format!("data.documents: {} -> {}", self.documents, now.documents));
