@@ -75,6 +75,8 @@ fn pipes_and_devices_are_refused_wherever_a_file_is_named() {
     mkfifo(&place.path().join("model/config.json"), Mode::S_IRWXU).unwrap();
     std::fs::create_dir_all(place.path().join("saved/step1")).unwrap();
     mkfifo(&place.path().join("saved/step1/manifest.json"), Mode::S_IRWXU).unwrap();
+    std::fs::create_dir(place.path().join("recorders")).unwrap();
+    mkfifo(&place.path().join("recorders/rank-0.jsonl"), Mode::S_IRWXU).unwrap();
     for name in ["pipe", "/dev/zero"] {
         for kind in ["text", "jsonl", "parquet", "tokens"] {
             let recipe = recipe().replace("synthetic = 1000", &format!("{kind} = [\"{name}\"]"));
@@ -107,11 +109,23 @@ fn pipes_and_devices_are_refused_wherever_a_file_is_named() {
         &["model", "inspect", "model"],
         &["generate", "--model", "model", "--prompt", "x"],
         &["checkpoint", "inspect", "saved", "--tag", "step1"],
+        &["trace", "diff", "recorders"],
     ] {
         let said = place.refusal(arguments);
         let named = said.contains("plain file") || said.contains("has no manifest.json");
         assert!(named, "{arguments:?}: {said}");
     }
+}
+
+#[test]
+fn recorders_that_are_both_of_one_rank_are_told() {
+    let place = Place::new();
+    std::fs::create_dir(place.path().join("recorders")).unwrap();
+    for name in ["rank-0.jsonl", "rank-00.jsonl"] {
+        std::fs::write(place.path().join("recorders").join(name), "").unwrap();
+    }
+    let said = place.refusal(&["trace", "diff", "recorders"]);
+    assert!(said.contains("another file of the folder is of rank 0, too"), "{said}");
 }
 
 #[test]

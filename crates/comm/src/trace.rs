@@ -7,6 +7,9 @@ use crate::error::{Error, Result};
 use crate::op::Kind;
 use crate::recorder::{Progress, Record};
 
+/// A recorder holds a thousand operations, each with the ranks of its group: that of thousands of ranks has some megabytes.
+const MAX_RECORDER_BYTES: u64 = 256 << 20;
+
 /// Reads every `rank-*.jsonl` of a folder, by rank.
 pub fn read(folder: &Path) -> Result<BTreeMap<usize, Vec<Record>>> {
     let what = |path: &Path| format!("reading the flight recorder {}", path.display());
@@ -17,13 +20,18 @@ pub fn read(folder: &Path) -> Result<BTreeMap<usize, Vec<Record>>> {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let rank = name.strip_prefix("rank-").and_then(|name| name.strip_suffix(".jsonl"));
         let Some(rank) = rank.and_then(|rank| rank.parse::<usize>().ok()) else { continue };
-        let text = std::fs::read_to_string(&path).map_err(|error| Error::io(what(&path), error))?;
+        let text = ferrospeed_files::read_text(&path, MAX_RECORDER_BYTES)
+            .map_err(|error| Error::io(what(&path), error))?;
         let record = |(line, text): (usize, &str)| {
             serde_json::from_str::<Record>(text).map_err(|error| {
                 Error::io(format!("{}, line {}", what(&path), line + 1), std::io::Error::other(error))
             })
         };
-        traces.insert(rank, text.lines().enumerate().map(record).collect::<Result<Vec<Record>>>()?);
+        let records = text.lines().enumerate().map(record).collect::<Result<Vec<Record>>>()?;
+        if traces.insert(rank, records).is_some() {
+            let why = format!("another file of the folder is of rank {rank}, too; remove one of the two");
+            return Err(Error::io(what(&path), std::io::Error::other(why)));
+        }
     }
     Ok(traces)
 }
