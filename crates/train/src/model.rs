@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
+use ferrospeed_config::DataType;
 use ferrospeed_data::Codec;
 use ferrospeed_models::config::read_config;
-use ferrospeed_models::decoder::{FeedForward, MlpChunks, Spread};
+use ferrospeed_models::decoder::{FeedForward, MlpChunks, Positions, Spread};
 use ferrospeed_models::gguf::is_gguf;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
@@ -138,13 +139,18 @@ impl ModelPlan {
         let parsed = ModelConfig::from_value(&json, WindowRule::default())
             .map_err(|error| vec![format!("{key}: {error}")])?;
         match parsed {
-            ModelConfig::Decoder(config) => match LayerReduction::of(recipe).map_err(|why| vec![why])? {
-                None => Ok(ModelPlan { json, config: *config, teacher: None }),
-                Some(reduction) => {
-                    let (json, student) = reduction.student(&json, &config).map_err(|why| vec![why])?;
-                    Ok(ModelPlan { json, config: student, teacher: Some((reduction, *config)) })
+            ModelConfig::Decoder(mut config) => {
+                if let Some(dropout) = recipe.model.dropout.filter(|_| recipe.model.preset.is_none()) {
+                    config.set_dropout(dropout as f32);
                 }
-            },
+                match LayerReduction::of(recipe).map_err(|why| vec![why])? {
+                    None => Ok(ModelPlan { json, config: *config, teacher: None }),
+                    Some(reduction) => {
+                        let (json, student) = reduction.student(&json, &config).map_err(|why| vec![why])?;
+                        Ok(ModelPlan { json, config: student, teacher: Some((reduction, *config)) })
+                    }
+                }
+            }
             _ => Err(vec![format!("{key}: only causal language models are trained by recipes")]),
         }
     }
@@ -314,5 +320,72 @@ impl ModelPlan {
             ));
         }
         problems
+    }
+}
+
+/// A warning where a GPU computes attention by its plain kernels, which do not use its units for products.
+pub(crate) fn slow_attention(model: &DecoderConfig, data_type: DataType) -> Option<String> {
+    let (what, help) = if data_type == DataType::Fp32 {
+        ("f32", "enable bf16 or fp16")
+    } else if model.attention_dropout > 0.0 {
+        ("dropout of its weights", "model.dropout = 0 (--set model.dropout=0) trains without")
+    } else if model.positions == Positions::Alibi {
+        ("ALiBi", "short sequences cost least")
+    } else if model.head_dim > 128 {
+        ("heads of more than 128 channels", "short sequences cost least")
+    } else {
+        return None;
+    };
+    Some(format!(
+        "attention with {what} has no fast kernels on a GPU yet, and can take most of a step; {help}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_recipe_says_what_is_dropped_in_place_of_a_config() {
+        let place = tempfile::tempdir().unwrap();
+        let (model, path) = (place.path().join("config.json"), place.path().join("recipe.toml"));
+        let gpt2 =
+            json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 256 });
+        std::fs::write(&model, gpt2.to_string()).unwrap();
+        let text = format!(
+            "name = \"a\"\nsteps = 1\n[model]\nconfig = {model:?}\n[data]\nsynthetic = 4000\nsequence = 16\n[ds_config]\ntrain_batch_size = 1\n"
+        );
+        std::fs::write(&path, text).unwrap();
+        for (set, expected) in
+            [(None, 0.1), (Some("model.dropout=0"), 0.0), (Some("model.dropout=0.25"), 0.25)]
+        {
+            let overrides: Vec<String> = set.map(str::to_owned).into_iter().collect();
+            let recipe = Recipe::load(&path, &overrides).unwrap();
+            assert_eq!(recipe.problems(), [""; 0]);
+            let config =
+                ModelPlan::read(&recipe, None).map_err(|problems| problems.join(", ")).unwrap().config;
+            let dropped = [config.embedding_dropout, config.attention_dropout, config.residual_dropout];
+            assert_eq!(dropped, [expected; 3], "{set:?}");
+        }
+    }
+
+    #[test]
+    fn attention_that_a_gpu_has_no_fast_kernels_for_is_told() {
+        let of = |config: Value| match ModelConfig::from_value(&config, WindowRule::default()) {
+            Ok(ModelConfig::Decoder(config)) => config,
+            other => panic!("{other:?}"),
+        };
+        // Dropout is 0.1 where this family's config.json does not say.
+        let gpt2 = json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 32 });
+        let mut config = of(gpt2);
+        let told = slow_attention(&config, DataType::Bf16).unwrap();
+        assert!(told.contains("dropout of its weights") && told.contains("--set model.dropout=0"), "{told}");
+        config.set_dropout(0.0);
+        assert_eq!(slow_attention(&config, DataType::Bf16), None);
+        assert!(slow_attention(&config, DataType::Fp32).unwrap().contains("enable bf16"));
+        config.head_dim = 192;
+        assert!(slow_attention(&config, DataType::Fp16).unwrap().contains("128 channels"));
     }
 }

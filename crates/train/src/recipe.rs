@@ -162,7 +162,7 @@ pub struct ModelRecipe {
     /// Tokens of a preset; default: the data's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<u64>,
-    /// Dropout of a preset.
+    /// Dropout, of a preset; of others in place of what their `config.json` says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dropout: Option<f64>,
     /// Recompute blocks in backward instead of keeping them.

@@ -37,7 +37,7 @@ use crate::export::export;
 use crate::folder::{FolderLock, RunFolder};
 use crate::health::{Health, Trail};
 use crate::measure::measured;
-use crate::model::BuiltModel;
+use crate::model::{BuiltModel, slow_attention};
 use crate::peak;
 use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
@@ -156,6 +156,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         NonZeroUsize::MIN => initialize_model(&setup, model.parameters(), options)?,
         stages => initialize_pipeline(&setup, stages, &model, model.parameters(), options)?,
     };
+    if !job.device.backend().is_host() {
+        all_warnings.extend(slow_attention(model.config(), engine.config().precision.data_type()));
+    }
     if model.attends_sparsely() {
         all_warnings.push(
             "sparse_attention: training and validation attend over the active blocks; samples, `generate` and `serve` attend over all tokens".to_owned(),

@@ -272,8 +272,8 @@ impl ModelRecipe {
             refuse(!known, format!("model.preset: '{preset}' is not known; use gpt2 or llama"));
         } else {
             let sizes = [self.layers, self.width, self.heads, self.vocabulary];
-            let sized = sizes.iter().any(Option::is_some) || self.dropout.is_some();
-            refuse(sized, "model: layers, width, heads, vocabulary and dropout belong to a preset".into());
+            let sized = sizes.iter().any(Option::is_some);
+            refuse(sized, "model: layers, width, heads and vocabulary belong to a preset".into());
         }
         for (key, value) in [
             ("layers", self.layers),
