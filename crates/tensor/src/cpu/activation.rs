@@ -12,18 +12,14 @@ use crate::cpu::simd::vectorized;
 use crate::dtype::{DType, Float};
 
 /// `f = activation(x)`.
-#[inline(always)]
 pub(crate) fn values<T: Float>(activation: Activation, x: &[T], f: &mut [f32]) {
     match table::<T>(activation) {
-        Some(table) => look_up(&table.values, bits(x), f),
-        None => with_activation!(activation, KIND => vectorized!(|| {
-            f.iter_mut().zip(x).for_each(|(f, x)| *f = activate(KIND, x.widen()));
-        })),
+        Some(table) => look_up(&table.values, bytemuck::cast_slice(x), f),
+        None => compute_values(activation, bytemuck::cast_slice(x), f),
     }
 }
 
 /// `f = activation(x)` and `d = activation'(x)`.
-#[inline(always)]
 pub(crate) fn values_and_derivatives<T: Float>(
     activation: Activation,
     x: &[T],
@@ -31,18 +27,27 @@ pub(crate) fn values_and_derivatives<T: Float>(
     d: &mut [f32],
 ) {
     match table::<T>(activation) {
-        Some(table) => look_up_pairs(&table.pairs, bits(x), f, d),
-        None => with_activation!(activation, KIND => vectorized!(|| {
-            for ((f, d), x) in f.iter_mut().zip(d.iter_mut()).zip(x) {
-                *f = activate(KIND, x.widen());
-                *d = activate_derivative(KIND, x.widen());
-            }
-        })),
+        Some(table) => look_up_pairs(&table.pairs, bytemuck::cast_slice(x), f, d),
+        None => compute_both(activation, bytemuck::cast_slice(x), f, d),
     }
 }
 
+fn compute_values(activation: Activation, x: &[f32], f: &mut [f32]) {
+    with_activation!(activation, KIND => vectorized!(|| {
+        f.iter_mut().zip(x).for_each(|(f, x)| *f = activate(KIND, *x));
+    }));
+}
+
+fn compute_both(activation: Activation, x: &[f32], f: &mut [f32], d: &mut [f32]) {
+    with_activation!(activation, KIND => vectorized!(|| {
+        for ((f, d), x) in f.iter_mut().zip(d.iter_mut()).zip(x) {
+            *f = activate(KIND, *x);
+            *d = activate_derivative(KIND, *x);
+        }
+    }));
+}
+
 /// `value` becomes `activation(value)`, `gradient` is multiplied by `activation'(value)`.
-#[inline(always)]
 pub(crate) fn backward_in_place<T: Float>(activation: Activation, value: &mut [T], gradient: &mut [T]) {
     assert_eq!(value.len(), gradient.len());
     #[cfg(target_arch = "x86_64")]
@@ -96,21 +101,14 @@ pub(crate) fn table<T: Float>(activation: Activation) -> Option<&'static Table> 
 
 fn compute<T: Float>(activation: Activation) -> Table {
     let all: Vec<u16> = (0..=u16::MAX).collect();
-    // SAFETY: as in `bits`.
-    let all: &[T] = unsafe { std::slice::from_raw_parts(all.as_ptr().cast(), COUNT) };
+    let all: Vec<f32> = bytemuck::cast_slice::<u16, T>(&all).iter().map(|x| x.widen()).collect();
     let mut table = Table { values: Box::new([0.0; COUNT]), pairs: Box::new([[0.0; 2]; COUNT]) };
-    with_activation!(activation, KIND => for (place, x) in all.iter().enumerate() {
-        table.values[place] = activate(KIND, x.widen());
-        table.pairs[place] = [table.values[place], activate_derivative(KIND, x.widen())];
-    });
+    let mut derivatives = vec![0.0; COUNT];
+    compute_both(activation, &all, &mut table.values[..], &mut derivatives);
+    for (pair, (f, d)) in table.pairs.iter_mut().zip(table.values.iter().zip(derivatives)) {
+        *pair = [*f, d];
+    }
     table
-}
-
-/// The bits of 16-bit values.
-fn bits<T: Float>(x: &[T]) -> &[u16] {
-    assert!(size_of::<T>() == size_of::<u16>());
-    // SAFETY: the float types of two bytes, bf16 and f16, are a u16 inside, and every u16 is one of them.
-    unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), x.len()) }
 }
 
 /// `y[i] = results[x[i]]`.
@@ -196,7 +194,7 @@ pub(crate) mod wide {
             }
         }
         for (value, gradient) in values.into_remainder().iter_mut().zip(gradients.into_remainder()) {
-            let [f, d] = pairs[usize::from(super::bits(std::slice::from_ref(value))[0])];
+            let [f, d] = pairs[usize::from(bytemuck::cast::<T, u16>(*value))];
             *gradient = T::narrow(gradient.widen() * d);
             *value = T::narrow(f);
         }

@@ -6,6 +6,8 @@
 //! The result is cut into tiles by its shape alone; each tile is one task. So the sums are grouped the same way
 //! with any number of threads. They are grouped differently on another instruction set.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use crate::backend::{Activation, Gemm, Matrix};
@@ -83,9 +85,28 @@ impl Epilogue<'_> {
         !self.is_plain() || output.before.is_some()
     }
 
+    /// [`Epilogue::store`], whatever the type of the result.
+    pub(crate) fn store_any(&self, sums: &mut [f32], stride: usize, part: Part, output: &AnyOutput) {
+        match output {
+            AnyOutput::F32(output) => self.store(sums, stride, part, output),
+            AnyOutput::BF16(output) => self.store(sums, stride, part, output),
+            AnyOutput::F16(output) => self.store(sums, stride, part, output),
+        }
+    }
+
+    /// Stores sums, in rows that begin `stride` apart, to a part of the result. It belongs to the caller.
+    pub(crate) fn store<C: Float>(&self, sums: &mut [f32], stride: usize, part: Part, output: &Output<C>) {
+        let Part { rows, columns } = part;
+        vectorized!(|| for (row, sums) in rows.zip(sums.chunks_mut(stride)) {
+            // SAFETY: passed on to the caller.
+            let (c, before) = unsafe { output.row(row, columns.clone()) };
+            self.store_row(&mut sums[..columns.len()], columns.start, c, before);
+        });
+    }
+
     /// Stores `sums`, the product for columns `first..` of one row, to `c`, and the value before the activation.
     #[inline(always)]
-    pub(crate) fn store<C: Float>(
+    pub(crate) fn store_row<C: Float>(
         &self,
         sums: &mut [f32],
         first: usize,
@@ -113,6 +134,13 @@ impl Epilogue<'_> {
     }
 }
 
+/// Rows and columns of a product.
+#[derive(Debug, Clone)]
+pub(crate) struct Part {
+    pub(crate) rows: Range<usize>,
+    pub(crate) columns: Range<usize>,
+}
+
 /// The result: rows of `C` with a stride, written by tiles.
 #[derive(Clone, Copy)]
 pub(crate) struct Output<C> {
@@ -134,15 +162,30 @@ impl<C> Output<C> {
     /// No other task touches these columns of this row.
     #[inline(always)]
     #[expect(clippy::mut_from_ref, reason = "tasks write disjoint parts")]
-    pub(crate) unsafe fn row(
-        &self,
-        row: usize,
-        columns: std::ops::Range<usize>,
-    ) -> (&mut [C], Option<&mut [C]>) {
+    pub(crate) unsafe fn row(&self, row: usize, columns: Range<usize>) -> (&mut [C], Option<&mut [C]>) {
         let start = self.offset + row * self.row_stride;
         let span = start + columns.start..start + columns.end;
         // SAFETY: passed on to the caller.
         unsafe { (self.c.range(span.clone()), self.before.as_ref().map(|before| before.range(span))) }
+    }
+}
+
+/// The result in its type: kernels that take it are compiled once for each type of operand, not for each pair of types.
+pub(crate) enum AnyOutput {
+    F32(Output<f32>),
+    BF16(Output<bf16>),
+    F16(Output<f16>),
+}
+
+impl AnyOutput {
+    /// Where one product of a batch goes.
+    pub(crate) fn of(gemm: &Gemm<'_>, product: usize) -> Self {
+        match gemm.c.tensor.dtype() {
+            DType::BF16 => AnyOutput::BF16(output(gemm, product)),
+            DType::F16 => AnyOutput::F16(output(gemm, product)),
+            // `check` lets no other type through.
+            _ => AnyOutput::F32(output(gemm, product)),
+        }
     }
 }
 
@@ -166,17 +209,15 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
         });
     }
     if (alone && !tiles_keep_rows_alone(gemm)) || (gemm.batch == 1 && gemm.m == 1) {
-        return float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
-            rows_alone::product::<C>(threads, gemm, &epilogue, &output(gemm, 0))?;
-        });
+        return rows_alone::product(threads, gemm, &epilogue);
     }
     if gemm.a.tensor.dtype() == DType::F32 {
         // So is the result, as was checked.
         return products_f32(threads, pool, gemm, &epilogue);
     }
-    float_kernel!("gemm", gemm.c.tensor.dtype(), C => match gemm.a.tensor.dtype() {
+    match gemm.a.tensor.dtype() {
         #[cfg(target_arch = "x86_64")]
-        DType::BF16 if amx::available() => {
+        DType::BF16 if amx::available() => float_kernel!("gemm", gemm.c.tensor.dtype(), C => {
             let problem = amx::Problem {
                 m: gemm.m,
                 n: gemm.n,
@@ -190,22 +231,25 @@ pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Resul
                 instead: |_, _, _| {},
             };
             amx::products::<bf16, C, _, _, _, _>(threads, pool, &problem)?;
-        }
+        }),
         #[cfg(target_arch = "x86_64")]
         DType::BF16 if avx512::has_pairs() => {
-            avx512::products_16_bit::<avx512::Pairs, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+            avx512::products_16_bit::<avx512::Pairs>(threads, gemm, &epilogue);
+            Ok(())
         }
         #[cfg(target_arch = "x86_64")]
         DType::BF16 if avx512::available() => {
-            avx512::products_16_bit::<avx512::Wide<bf16>, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+            avx512::products_16_bit::<avx512::Wide<bf16>>(threads, gemm, &epilogue);
+            Ok(())
         }
         #[cfg(target_arch = "x86_64")]
         DType::F16 if avx512::available() => {
-            avx512::products_16_bit::<avx512::Wide<f16>, C>(threads, gemm, &epilogue, |batch| output(gemm, batch));
+            avx512::products_16_bit::<avx512::Wide<f16>>(threads, gemm, &epilogue);
+            Ok(())
         }
-        DType::BF16 => widened::products::<bf16, C>(threads, pool, gemm, &epilogue)?,
-        _ => widened::products::<f16, C>(threads, pool, gemm, &epilogue)?,
-    })
+        DType::BF16 => widened::products::<bf16>(threads, pool, gemm, &epilogue),
+        _ => widened::products::<f16>(threads, pool, gemm, &epilogue),
+    }
 }
 
 /// Whether rows that must not know of each other go through tiles. These sum every row in an order that only `k` decides; few
@@ -220,7 +264,7 @@ fn tiles_keep_rows_alone(gemm: &Gemm<'_>) -> bool {
 }
 
 /// Where one product of a batch goes.
-pub(super) fn output<C: Element>(gemm: &Gemm<'_>, batch: usize) -> Output<C> {
+fn output<C: Element>(gemm: &Gemm<'_>, batch: usize) -> Output<C> {
     Output {
         c: Shared::of(&Out { tensor: gemm.c.tensor }),
         before: gemm.before_activation.as_ref().map(Shared::of),
@@ -258,7 +302,7 @@ fn check(gemm: &Gemm<'_>) -> Result<()> {
 pub(super) fn tiles(
     threads: &Threads,
     gemm: &Gemm<'_>,
-    task: impl Fn(usize, std::ops::Range<usize>, std::ops::Range<usize>) + Send + Sync,
+    task: impl Fn(usize, Range<usize>, Range<usize>) + Send + Sync,
 ) {
     let (down, across) = (gemm.m.div_ceil(TILE), gemm.n.div_ceil(TILE));
     threads.run(gemm.batch * down * across, |index| {
@@ -282,7 +326,8 @@ fn products_f32(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>, epilogue: &
         let (a, b) = (Operand::<f32>::new(&gemm.a, batch), Operand::<f32>::new(&gemm.b, batch));
         let output = output::<f32>(gemm, batch);
         if !epilogue.is_plain() {
-            return through_scratch(&a, &b, rows, columns, gemm.k, epilogue, &output);
+            let output = AnyOutput::F32(output);
+            return through_scratch(&a, &b, Part { rows, columns }, gemm.k, epilogue, &output);
         }
         let start = output.offset + rows.start * output.row_stride + columns.start;
         let target = output.c.pointer().wrapping_add(start);
@@ -325,7 +370,7 @@ fn part_split(
     pool: &HostPool,
     gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
-    [batch, rows, span]: [&std::ops::Range<usize>; 3],
+    [batch, rows, span]: [&Range<usize>; 3],
 ) -> Result<()> {
     let last = span.end == gemm.k;
     let epilogue = Epilogue {
@@ -374,30 +419,24 @@ fn part_split(
 
 /// `0..length` in parts of `size`.
 #[cfg(target_arch = "x86_64")]
-fn parts(length: usize, size: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+fn parts(length: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..length).step_by(size).map(move |start| start..(start + size).min(length))
 }
 
 /// Multiplies a tile into f32 scratch and stores it through the epilogue.
-pub(super) fn through_scratch<C: Float>(
+pub(super) fn through_scratch(
     a: &Operand<'_, f32>,
     b: &Operand<'_, f32>,
-    rows: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
+    part: Part,
     k: usize,
     epilogue: &Epilogue<'_>,
-    output: &Output<C>,
+    output: &AnyOutput,
 ) {
+    let (rows, columns) = (part.rows.clone(), part.columns.clone());
     let width = columns.len();
     let mut sums = vec![0.0f32; rows.len() * width];
-    into_slice(a, b, rows.clone(), columns.clone(), k, &mut sums, 1.0, false);
-    vectorized!(|| {
-        for (row, sums) in rows.zip(sums.chunks_mut(width)) {
-            // SAFETY: the tile belongs to this task alone.
-            let (c, before) = unsafe { output.row(row, columns.clone()) };
-            epilogue.store(sums, columns.start, c, before);
-        }
-    });
+    into_slice(a, b, rows, columns, k, &mut sums, 1.0, false);
+    epilogue.store_any(&mut sums, width, part, output);
 }
 
 /// `target = [target +] alpha · a[rows, :] · b[:, columns]` on one thread, by the library.
@@ -407,8 +446,8 @@ pub(super) fn through_scratch<C: Float>(
 unsafe fn library(
     a: &Operand<'_, f32>,
     b: &Operand<'_, f32>,
-    rows: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
+    rows: Range<usize>,
+    columns: Range<usize>,
     k: usize,
     alpha: f32,
     target: *mut f32,
@@ -446,8 +485,8 @@ unsafe fn library(
 fn into_slice(
     a: &Operand<'_, f32>,
     b: &Operand<'_, f32>,
-    rows: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
+    rows: Range<usize>,
+    columns: Range<usize>,
     k: usize,
     target: &mut [f32],
     alpha: f32,

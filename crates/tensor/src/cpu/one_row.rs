@@ -11,7 +11,7 @@
 
 use crate::backend::Gemm;
 use crate::cpu::float_kernel;
-use crate::cpu::gemm::{Epilogue, Operand, Output};
+use crate::cpu::gemm::{AnyOutput, Epilogue, Operand, Part};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{LANES, fold, vectorized};
 use crate::dtype::Float;
@@ -31,18 +31,13 @@ const COLUMNS_IN_TURN: usize = 8;
 const COLUMN_BLOCK: usize = COLUMNS_AT_ONCE * COLUMNS_IN_TURN;
 
 /// The product of one row and one matrix.
-pub(crate) fn product<C: Float>(
-    threads: &Threads,
-    gemm: &Gemm<'_>,
-    epilogue: &Epilogue<'_>,
-    output: &Output<C>,
-) -> Result<()> {
+pub(crate) fn product(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) -> Result<()> {
     float_kernel!("gemm", gemm.a.tensor.dtype(), T => {
         let (a, b) = (Operand::<T>::new(&gemm.a, 0), Operand::<T>::new(&gemm.b, 0));
         let row: Vec<f32> = (0..gemm.k).map(|i| a.elements[a.index(0, i)].widen()).collect();
         match b.column_stride {
-            1 => by_rows(threads, gemm.n, &row, &b, epilogue, output),
-            _ => by_columns(threads, gemm.n, &row, &b, epilogue, output),
+            1 => by_rows(threads, &row, &b, gemm, epilogue),
+            _ => by_columns(threads, &row, &b, gemm, epilogue),
         }
     })
 }
@@ -75,15 +70,14 @@ impl Depths {
 }
 
 /// Each task adds up some rows of `b` over a block of columns; the parts are then added in order.
-fn by_rows<T: Float, C: Float>(
+fn by_rows<T: Float>(
     threads: &Threads,
-    n: usize,
     row: &[f32],
     b: &Operand<'_, T>,
+    gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
-    output: &Output<C>,
 ) {
-    let depths = Depths::of(row.len());
+    let (n, depths, output) = (gemm.n, Depths::of(row.len()), AnyOutput::of(gemm, 0));
     let (parts, blocks) = (depths.parts().len(), n.div_ceil(ROW_BLOCK));
     let width = n.div_ceil(blocks).next_multiple_of(LANES);
     let mut sums = vec![0.0f32; parts * n];
@@ -112,9 +106,7 @@ fn by_rows<T: Float, C: Float>(
             let sums = unsafe { shared.range(part * n + columns.start..part * n + columns.end) };
             total.iter_mut().zip(&*sums).for_each(|(total, sum)| *total += sum);
         }
-        // SAFETY: as above.
-        let (c, before) = unsafe { output.row(0, columns.clone()) };
-        vectorized!(|| epilogue.store(&mut total, columns.start, c, before));
+        epilogue.store_any(&mut total, columns.len(), Part { rows: 0..1, columns }, &output);
     });
 }
 
@@ -138,15 +130,15 @@ pub(crate) fn add_lines<T: Float, const LINES: usize>(
 }
 
 /// Each task makes some columns, each a dot product with consecutive memory.
-fn by_columns<T: Float, C: Float>(
+fn by_columns<T: Float>(
     threads: &Threads,
-    n: usize,
     row: &[f32],
     b: &Operand<'_, T>,
+    gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
-    output: &Output<C>,
 ) {
-    threads.blocks(n, COLUMN_BLOCK, |columns| {
+    let output = AnyOutput::of(gemm, 0);
+    threads.blocks(gemm.n, COLUMN_BLOCK, |columns| {
         let mut sums = [0.0f32; COLUMN_BLOCK];
         let line = |column: usize| {
             let start = if row.is_empty() { 0 } else { b.index(0, columns.start + column) };
@@ -166,9 +158,7 @@ fn by_columns<T: Float, C: Float>(
                 [*sum] = vectorized!(|| dots(row, &[line(column)], T::widen));
             }
         }
-        // SAFETY: these columns belong to this task alone.
-        let (c, before) = unsafe { output.row(0, columns.clone()) };
-        vectorized!(|| epilogue.store(&mut sums[..columns.len()], columns.start, c, before));
+        epilogue.store_any(&mut sums, COLUMN_BLOCK, Part { rows: 0..1, columns }, &output);
     });
 }
 

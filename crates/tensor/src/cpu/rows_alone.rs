@@ -5,7 +5,7 @@
 
 use crate::backend::Gemm;
 use crate::cpu::float_kernel;
-use crate::cpu::gemm::{Epilogue, Operand, Output};
+use crate::cpu::gemm::{AnyOutput, Epilogue, Operand, Part};
 use crate::cpu::one_row::{self, Depths, add_lines};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::{LANES, fold, vectorized};
@@ -20,14 +20,9 @@ const ROW_BLOCK: usize = 32;
 const COLUMN_BLOCK: usize = 64;
 
 /// The product of any number of rows and one matrix.
-pub(crate) fn product<C: Float>(
-    threads: &Threads,
-    gemm: &Gemm<'_>,
-    epilogue: &Epilogue<'_>,
-    output: &Output<C>,
-) -> Result<()> {
+pub(crate) fn product(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) -> Result<()> {
     if gemm.m == 1 {
-        return one_row::product(threads, gemm, epilogue, output);
+        return one_row::product(threads, gemm, epilogue);
     }
     float_kernel!("gemm", gemm.a.tensor.dtype(), T => {
         let (a, b) = (Operand::<T>::new(&gemm.a, 0), Operand::<T>::new(&gemm.b, 0));
@@ -46,20 +41,20 @@ pub(crate) fn product<C: Float>(
             });
         });
         match b.column_stride {
-            1 => by_rows(threads, [m, gemm.n, k], &rows, &b, epilogue, output),
-            _ => by_columns(threads, [m, gemm.n, k], &rows, &b, epilogue, output),
+            1 => by_rows(threads, &rows, &b, gemm, epilogue),
+            _ => by_columns(threads, &rows, &b, gemm, epilogue),
         }
     })
 }
 
-fn by_columns<T: Float, C: Float>(
+fn by_columns<T: Float>(
     threads: &Threads,
-    [m, n, k]: [usize; 3],
     rows: &[f32],
     b: &Operand<'_, T>,
+    gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
-    output: &Output<C>,
 ) {
+    let (m, n, k, output) = (gemm.m, gemm.n, gemm.k, AnyOutput::of(gemm, 0));
     threads.blocks(n, COLUMN_BLOCK, |columns| {
         let line = |column: usize| {
             let start = if k == 0 { 0 } else { b.index(0, columns.start + column) };
@@ -77,11 +72,8 @@ fn by_columns<T: Float, C: Float>(
             for column in whole..width {
                 vectorized!(|| tiles(block, [height, k], &[line(column)], column, &mut sums));
             }
-            for (row, sums) in sums.chunks_mut(COLUMN_BLOCK).take(height).enumerate() {
-                // SAFETY: these columns belong to this task alone.
-                let (c, before) = unsafe { output.row(first + row, columns.clone()) };
-                vectorized!(|| epilogue.store(&mut sums[..width], columns.start, c, before));
-            }
+            let part = Part { rows: first..first + height, columns: columns.clone() };
+            epilogue.store_any(&mut sums, COLUMN_BLOCK, part, &output);
         }
     });
 }
@@ -149,14 +141,14 @@ fn tile<T: Float, const ROWS: usize, const COLUMNS: usize>(
 }
 
 /// Each task adds up some rows of `b` for a block of columns, for several rows of the product at a time.
-fn by_rows<T: Float, C: Float>(
+fn by_rows<T: Float>(
     threads: &Threads,
-    [m, n, k]: [usize; 3],
     rows: &[f32],
     b: &Operand<'_, T>,
+    gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
-    output: &Output<C>,
 ) {
+    let (m, n, k, output) = (gemm.m, gemm.n, gemm.k, AnyOutput::of(gemm, 0));
     let depths = Depths::of(k);
     threads.blocks(n, COLUMN_BLOCK, |columns| {
         let width = columns.len();
@@ -187,11 +179,8 @@ fn by_rows<T: Float, C: Float>(
                 });
                 totals.iter_mut().zip(&sums).for_each(|(total, sum)| *total += sum);
             }
-            for (row, totals) in totals.chunks_mut(COLUMN_BLOCK).take(height).enumerate() {
-                // SAFETY: these columns belong to this task alone.
-                let (c, before) = unsafe { output.row(first + row, columns.clone()) };
-                vectorized!(|| epilogue.store(&mut totals[..width], columns.start, c, before));
-            }
+            let part = Part { rows: first..first + height, columns: columns.clone() };
+            epilogue.store_any(&mut totals, COLUMN_BLOCK, part, &output);
         }
     });
 }

@@ -4,7 +4,7 @@
 //! columns are consecutive they go to `rows_alone.rs`, which widens what it reads.
 
 use crate::backend::{Gemm, Matrix};
-use crate::cpu::gemm::{Epilogue, Operand, output, through_scratch, tiles};
+use crate::cpu::gemm::{AnyOutput, Epilogue, Operand, Part, through_scratch, tiles};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 use crate::cpu::{read, rows_alone};
@@ -18,14 +18,14 @@ const FEW_ROWS: usize = 4;
 const LINES: usize = 16;
 
 /// Computes a batch of products.
-pub(super) fn products<T: Float, C: Float>(
+pub(super) fn products<T: Float>(
     threads: &Threads,
     pool: &HostPool,
     gemm: &Gemm<'_>,
     epilogue: &Epilogue<'_>,
 ) -> Result<()> {
     if gemm.batch == 1 && gemm.m <= FEW_ROWS && gemm.b.transposed {
-        return rows_alone::product::<C>(threads, gemm, epilogue, &output(gemm, 0));
+        return rows_alone::product(threads, gemm, epilogue);
     }
     let a = Wide::of::<T>(threads, pool, &gemm.a, [gemm.m, gemm.k], gemm.batch)?;
     let b = Wide::of::<T>(threads, pool, &gemm.b, [gemm.k, gemm.n], gemm.batch)?;
@@ -33,11 +33,10 @@ pub(super) fn products<T: Float, C: Float>(
         through_scratch(
             &a.operand(batch),
             &b.operand(batch),
-            rows,
-            columns,
+            Part { rows, columns },
             gemm.k,
             epilogue,
-            &output::<C>(gemm, batch),
+            &AnyOutput::of(gemm, batch),
         );
     });
     Ok(())

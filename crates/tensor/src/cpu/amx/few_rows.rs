@@ -80,13 +80,13 @@ fn store<C: Float>(
 ) {
     let whole_block = first / BLOCK * BLOCK + BLOCK <= n;
     if !(C::DTYPE == DType::BF16 && whole_block && epilogue.is_fresh()) {
-        return epilogue.store(sums, first, c, before);
+        return epilogue.store_row(sums, first, c, before);
     }
     if let Some(bias) = epilogue.bias {
         sums.iter_mut().zip(&bias[first..]).for_each(|(sum, bias)| *sum += bias);
     }
     sums.iter_mut().filter(|sum| sum.is_subnormal()).for_each(|sum| *sum = 0.0f32.copysign(*sum));
-    Epilogue { bias: None, ..*epilogue }.store(sums, first, c, before);
+    Epilogue { bias: None, ..*epilogue }.store_row(sums, first, c, before);
 }
 
 /// # Safety

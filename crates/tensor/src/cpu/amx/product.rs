@@ -15,7 +15,7 @@ use half::bf16;
 use super::{BLOCK, DEPTH, Factor, Left, PAIR, PARTS, TILE, Tiles};
 use crate::cpu::activation;
 use crate::cpu::aligned::Aligned;
-use crate::cpu::gemm::{Epilogue, Operand, Output};
+use crate::cpu::gemm::{Epilogue, Operand, Output, Part};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 use crate::dtype::{DType, Float};
@@ -367,13 +367,13 @@ impl<T: Factor> Panel<'_, T> {
             // SAFETY: this task alone writes these rows and columns; AMX implies AVX512_BF16.
             return unsafe { store_rounded(own, block, rows, bias, table, output) };
         }
-        vectorized!(|| {
-            for r in rows.clone() {
-                // SAFETY: this task alone writes these rows and columns.
-                let (c, before) = unsafe { output.row(block.row + r, block.column..block.column + width) };
-                self.epilogue.store(&mut own[r * BLOCK..][..width], block.column, c, before);
-            }
-        });
+        // The last parts of a block of few rows have none.
+        let sums = &mut own[rows.start.min(rows.end) * BLOCK..rows.end * BLOCK];
+        let part = Part {
+            rows: block.row + rows.start..block.row + rows.end,
+            columns: block.column..block.column + width,
+        };
+        self.epilogue.store(sums, BLOCK, part, output);
     }
 }
 

@@ -14,10 +14,9 @@ use super::pack::{SLACK, pack_left, pack_right, words};
 use super::{BLOCK_COLUMNS, BLOCK_ROWS, Block, LANES, PART, dots};
 use crate::backend::Gemm;
 use crate::cpu::aligned::Aligned;
-use crate::cpu::gemm::{Epilogue, Operand, Output};
+use crate::cpu::gemm::{AnyOutput, Epilogue, Operand, Output, Part};
 use crate::cpu::parallel::{Shared, Threads};
-use crate::cpu::simd::vectorized;
-use crate::dtype::{DType, Float};
+use crate::dtype::DType;
 
 /// Words along `k` of a slice, at most: 14 rows of it take half of the first-level cache.
 const SLICE: usize = 384;
@@ -45,12 +44,7 @@ thread_local! {
 }
 
 /// Computes a batch of products of 16-bit operands.
-pub(crate) fn products_16_bit<W: Words, C: Float>(
-    threads: &Threads,
-    gemm: &Gemm<'_>,
-    epilogue: &Epilogue<'_>,
-    output: impl Fn(usize) -> Output<C> + Send + Sync,
-) {
+pub(crate) fn products_16_bit<W: Words>(threads: &Threads, gemm: &Gemm<'_>, epilogue: &Epilogue<'_>) {
     let plain = Epilogue { alpha: 1.0, accumulate: false, bias: None, activation: None };
     panels(threads, gemm, |product, rows, columns| {
         let (a, b) = (Operand::<W::Element>::new(&gemm.a, product), Operand::new(&gemm.b, product));
@@ -61,14 +55,7 @@ pub(crate) fn products_16_bit<W: Words, C: Float>(
             let sums = sums.at_least(height * width);
             let panel = Output { c: Shared::new(sums), before: None, offset: 0, row_stride: width };
             multiply::<W>(&a, &b, 0..height, 0..width, gemm.k, &plain, &panel);
-            let output = output(product);
-            vectorized!(|| {
-                for (row, sums) in rows.zip(sums.chunks_mut(width)) {
-                    // SAFETY: the panel belongs to this task alone.
-                    let (c, before) = unsafe { output.row(row, columns.clone()) };
-                    epilogue.store(sums, columns.start, c, before);
-                }
-            });
+            epilogue.store_any(sums, width, Part { rows, columns }, &AnyOutput::of(gemm, product));
         });
     });
 }

@@ -13,7 +13,7 @@ mod tiles;
 mod vnni;
 
 use crate::backend::{Activation, PackedLayer};
-use crate::cpu::gemm::{Epilogue, Output};
+use crate::cpu::gemm::{Epilogue, Output, Part};
 use crate::cpu::parallel::{Shared, Threads};
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
@@ -51,11 +51,7 @@ pub(super) fn product(
             multiply(&weights.collect::<Vec<_>>(), &rows, &mut sums);
             for (group, sums) in groups.zip(sums.chunks_mut((rows.count * GROUP).max(1))) {
                 let columns = group * GROUP..((group + 1) * GROUP).min(n);
-                for (row, sums) in sums.chunks_mut(GROUP).enumerate() {
-                    // SAFETY: these columns belong to this task alone.
-                    let (c, before) = unsafe { output.row(row, columns.clone()) };
-                    vectorized!(|| epilogue.store(&mut sums[..columns.len()], columns.start, c, before));
-                }
+                epilogue.store(sums, GROUP, Part { rows: 0..rows.count, columns }, &output);
             }
         });
     })
