@@ -215,6 +215,12 @@ fn what_does_not_fit_is_refused_before_anything_is_trained() {
     refused(&["--set", &missing], &["index_to_metric_path", "`ferrospeed data analyze` writes the file"]);
     let nowhere = format!("{metric}.index_to_sample_path=nowhere.index");
     refused(&["--set", &nowhere], &[metric, "nowhere.index", "No such file"]);
+    let [samples, values] = ["sample", "metric"]
+        .map(|to| format!("{metric}.index_to_{to}_path=indexes/seqlen_index_to_{to}.index"));
+    refused(
+        &["--set", &samples, "--set", &values],
+        &["is an index of seqlen; name the one of vocabularyrarity"],
+    );
     let stairs = format!("{metric}.schedule_config.max_step=[20, 30, 40]");
     refused(
         &["--set", &stairs],

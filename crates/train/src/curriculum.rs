@@ -4,8 +4,8 @@ use std::path::Path;
 
 use ferrospeed_config::{Config, CurriculumMetric, MetricDifficulty};
 use ferrospeed_data::{
-    Admission, DataError, IndexedData, MetricIndex, MetricSchedule, Pass, PoolSampler, Position, Sampler,
-    Scale, Sequences,
+    Admission, DataError, IndexedData, Metric, MetricIndex, MetricSchedule, Pass, PoolSampler, Position,
+    Sampler, Scale, Sequences,
 };
 use ferrospeed_engine::metric_curricula;
 
@@ -117,8 +117,10 @@ pub(crate) fn leaves_out(admission: &Admission) -> Option<String> {
 fn look(recipe: &Recipe, config: &Config) -> Vec<String> {
     let metrics = config.data_sampling.iter().flat_map(|sampling| &sampling.metrics);
     let looked = metrics.filter_map(|metric| {
-        let found = MetricIndex::look(&metric.index_to_sample, difficulties(metric), recipe.data.sequence);
-        found.err().map(|error| of_metric(metric, &error))
+        match MetricIndex::look(&metric.index_to_sample, difficulties(metric), recipe.data.sequence) {
+            Ok(measured) => is_another(metric, &measured),
+            Err(error) => Some(of_metric(metric, &error)),
+        }
     });
     looked.collect()
 }
@@ -130,14 +132,17 @@ fn admit(recipe: &Recipe, config: &Config, sequences: &Sequences) -> Result<Admi
     // A schedule that makes no sense is told with the configuration.
     for (metric, curriculum) in metric_curricula(config).unwrap_or_default() {
         match MetricIndex::open(&metric.index_to_sample, difficulties(metric), &data) {
-            Ok(index) => metrics.push(MetricSchedule {
-                index,
-                scale: match metric.difficulty {
-                    MetricDifficulty::Value { .. } => Scale::Value,
-                    MetricDifficulty::Percentile { last } => Scale::Percentile { last },
-                },
-                first_step: Box::new(move |difficulty| curriculum.first_step(difficulty)),
-            }),
+            Ok(index) => {
+                problems.extend(is_another(metric, index.metric()));
+                metrics.push(MetricSchedule {
+                    index,
+                    scale: match metric.difficulty {
+                        MetricDifficulty::Value { .. } => Scale::Value,
+                        MetricDifficulty::Percentile { last } => Scale::Percentile { last },
+                    },
+                    first_step: Box::new(move |difficulty| curriculum.first_step(difficulty)),
+                });
+            }
             Err(error) => problems.push(of_metric(metric, &error)),
         }
     }
@@ -162,6 +167,17 @@ fn difficulties(metric: &CurriculumMetric) -> Option<&Path> {
     }
 }
 
-fn of_metric(metric: &CurriculumMetric, error: &DataError) -> String {
-    format!("{SAMPLING}.curriculum_learning.curriculum_metrics.{}: {error}", metric.name)
+/// Why an index is not of the metric that its entry is called after. An entry may have any other name.
+fn is_another(metric: &CurriculumMetric, measured: &str) -> Option<String> {
+    let is_known = Metric::ALL.iter().any(|known| known.name() == metric.name);
+    let why = format!(
+        "{}: is an index of {measured}; name the one of {}, or call the entry otherwise",
+        metric.index_to_sample.display(),
+        metric.name
+    );
+    (is_known && measured != metric.name).then(|| of_metric(metric, &why))
+}
+
+fn of_metric(metric: &CurriculumMetric, why: &dyn std::fmt::Display) -> String {
+    format!("{SAMPLING}.curriculum_learning.curriculum_metrics.{}: {why}", metric.name)
 }

@@ -23,8 +23,8 @@ impl MetricIndex {
             .map(|holds| folder.join(format!("{metric}_{}.index", holds.name())))
     }
 
-    /// Looks at the beginning of an index's files, where the data is not there to compare them with.
-    pub fn look(samples: &Path, difficulties: Option<&Path>, sequence: u64) -> Result<()> {
+    /// Looks at the beginning of an index's files, where the data is not there to compare them with; says what was measured.
+    pub fn look(samples: &Path, difficulties: Option<&Path>, sequence: u64) -> Result<String> {
         let mut readers = vec![(samples, IndexReader::open(samples, Holds::Samples)?)];
         if let Some(path) = difficulties {
             readers.push((path, IndexReader::open(path, Holds::Difficulties)?));
@@ -35,7 +35,7 @@ impl MetricIndex {
                 return Err(DataError::bad_file(path, format!("{how}; {MAKE_ANEW}")));
             }
         }
-        Ok(())
+        Ok(readers.swap_remove(0).1.header.metric)
     }
 
     /// Reads an index of this data. Difficulties are needed where they count, and not for percentiles.
