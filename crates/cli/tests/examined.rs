@@ -259,13 +259,15 @@ fn data_that_is_too_little_is_refused_by_all() {
 fn curves_are_written_to_no_place_that_keeps_none_and_the_key_is_named() {
     let place = Workplace::new();
     std::fs::write(place.at("file"), "").unwrap();
-    let file = place.at("file");
     for section in ["tensorboard", "csv_monitor"] {
-        for (key, path) in
-            [("output_path", "/dev/null"), ("job_name", "/dev/null"), ("job_name", file.as_str())]
-        {
-            let set = format!("{section}={{\"enabled\": true, \"{key}\": \"{path}\"}}");
-            let why = format!("{section}.{key}: {path} is no folder");
+        let of_files = format!("\"output_path\": {:?}, \"job_name\": \"file\"", place.at("."));
+        let no_folder = format!("{section}.job_name: {} is no folder", place.at("./file"));
+        for (keys, why) in [
+            ("\"output_path\": \"/dev/null\"", format!("{section}.output_path: /dev/null is no folder")),
+            ("\"job_name\": \"/dev/null\"", format!("`{section}.job_name`: \"/dev/null\" leads out of")),
+            (&of_files, no_folder),
+        ] {
+            let set = format!("{section}={{\"enabled\": true, {keys}}}");
             place.refused_by_all(&[&set], &why);
             place.refused(&["config", "check", &place.at("ds_config.json")], &[&set], &why);
         }

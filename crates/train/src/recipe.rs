@@ -341,6 +341,17 @@ fn move_section(recipe: &mut serde_json::Map<String, Value>, name: &str) -> Vec<
     problems
 }
 
+/// Takes out of a ds_config what an override of one of the recipe's own sections says anew.
+fn make_room(ds_config: &mut Value, assignment: &str) {
+    let mut path = assignment.split('=').next().unwrap_or_default().split('.');
+    let Some(name) = path.next().filter(|name| OWN_SECTIONS.contains(name)) else { return };
+    match (path.next(), ds_config.get_mut(name)) {
+        (Some(key), Some(Value::Object(section))) => drop(section.remove(key)),
+        (None, Some(section @ Value::Object(_))) => *section = Value::Null,
+        _ => {}
+    }
+}
+
 impl Recipe {
     /// Reads a recipe and applies `--set` overrides: keys of the recipe by their name, all others to the ds_config.
     ///
@@ -377,16 +388,14 @@ impl Recipe {
                 }
             }
         }
-        let mut of_sections = Vec::new();
         for assignment in single {
             let first = assignment.split(['.', '=']).next().unwrap_or_default();
             let (target, assignment) = match assignment.strip_prefix("ds_config.") {
                 Some(rest) => (&mut value["ds_config"], rest),
-                None if OWN_SECTIONS.contains(&first) => {
-                    of_sections.push(assignment);
-                    continue;
+                None if schema::is_recipe_key(first) => {
+                    make_room(&mut value["ds_config"], assignment);
+                    (&mut value, assignment.as_str())
                 }
-                None if schema::is_recipe_key(first) => (&mut value, assignment.as_str()),
                 None if let Some(near) = schema::misspelt_recipe_key(first) => {
                     misread.push(format!(
                         "--set {assignment}: '{first}' is a key neither of recipes nor of ds_config; did you mean '{near}'?"
@@ -402,12 +411,6 @@ impl Recipe {
         if let Some(table) = value.as_object_mut() {
             misread.extend(schema::check(table));
             misread.extend(OWN_SECTIONS.iter().flat_map(|section| move_section(table, section)));
-        }
-        // Whichever of their two places has the key.
-        for assignment in of_sections {
-            if let Err(error) = ferrospeed_config::set(&mut value["ds_config"], assignment) {
-                misread.push(format!("--set {assignment}: {error}"));
-            }
         }
         let recipe: Recipe = serde_json::from_value(value).map_err(|error| refuse(error.to_string()))?;
         Ok(Recipe { misread, ..recipe })
