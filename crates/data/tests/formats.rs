@@ -426,10 +426,10 @@ fn a_cut_off_or_damaged_megatron_index_is_refused_with_its_place() {
         (changed(0, b"PNG"), "is no Megatron index"),
         (changed(9, &[2]), "byte 9: is of version 2"),
         (changed(17, &[6]), "byte 17: names token type 6"),
-        (changed(18, &[0xff; 8]), "it is cut off"),
+        (changed(18, &[0xff; 8]), "it was cut off; copy it anew"),
         (changed(34 + 8, &(-1i32).to_le_bytes()), "byte 42: sequence 2 has a length of -1"),
         (changed(34 + 240 + 16, &(-9i64).to_le_bytes()), "byte 290: sequence 2 starts at byte -9"),
-        (changed(34 + 240 + 16, &i64::MAX.to_le_bytes()), "is it cut off?"),
+        (changed(34 + 240 + 16, &i64::MAX.to_le_bytes()), "it was cut off, or the index is another"),
     ] {
         let message = refused(&index, &tokens);
         assert!(message.contains(expected), "'{expected}' is not in: {message}");

@@ -103,7 +103,8 @@ fn a_place_where_no_curve_can_be_written_is_told_by_its_key() {
         let error = start(World::solo(), &configuration(json!({section: monitor}))).err().unwrap();
         assert!(error.to_string().starts_with(&format!("{section}.output_path: ")), "{error}");
         let place = tempfile::tempdir().unwrap();
-        let monitor = json!({"enabled": true, "output_path": place.path(), "job_name": file.path()});
+        std::fs::write(place.path().join("taken"), "").unwrap();
+        let monitor = json!({"enabled": true, "output_path": place.path(), "job_name": "taken"});
         let error = start(World::solo(), &configuration(json!({section: monitor}))).err().unwrap();
         assert!(error.to_string().starts_with(&format!("{section}.job_name: ")), "{error}");
     }

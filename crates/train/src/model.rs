@@ -355,7 +355,7 @@ mod tests {
             json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 256 });
         std::fs::write(&model, gpt2.to_string()).unwrap();
         let text = format!(
-            "name = \"a\"\nsteps = 1\n[model]\nconfig = {model:?}\n[data]\nsynthetic = 4000\nsequence = 16\n[ds_config]\ntrain_batch_size = 1\n"
+            "name = \"a\"\nsteps = 1\n[model]\nconfig = {model:?}\n[data]\nsynthetic = 4000\nsequence = 16\n[ds_config]\ntrain_batch_size = 1\noptimizer.type = \"AdamW\"\n"
         );
         std::fs::write(&path, text).unwrap();
         for (set, expected) in
