@@ -112,6 +112,21 @@ impl ModelConfig {
 const MAX_JSON_BYTES: u64 = 1 << 30;
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
+/// How families call the shares that they drop while they train.
+const DROPOUT_KEYS: [&str; 6] =
+    ["embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout", "dropout"];
+
+/// A configuration that drops this share wherever its family drops anything. What its family does not know stays away.
+pub fn with_dropout(config: Value, share: f64) -> Value {
+    DROPOUT_KEYS.iter().fold(config, |config, key| {
+        let mut changed = config.clone();
+        if let Some(fields) = changed.as_object_mut() {
+            fields.insert((*key).to_owned(), share.into());
+        }
+        if ModelConfig::from_value(&changed, WindowRule::default()).is_ok() { changed } else { config }
+    })
+}
+
 /// The configuration of a model: the `config.json` of its directory, such a file itself, or what a GGUF file tells of it. Where
 /// it is none of them, says what it may be instead.
 pub fn read_config(path: &Path) -> Result<Value> {
@@ -148,4 +163,30 @@ fn instead(directory: &Path) -> String {
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let text = ferrospeed_files::read(path, MAX_JSON_BYTES).map_err(ModelError::io(path))?;
     json::parse(&text).map_err(|error| ModelError::file(path, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_family_drops_by_its_own_keys() {
+        let sizes = serde_json::json!({
+            "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50,
+        });
+        let of = |model_type: &str| {
+            let mut config = sizes.clone();
+            config["model_type"] = model_type.into();
+            let changed = with_dropout(config.clone(), 0.25);
+            assert!(ModelConfig::from_value(&changed, WindowRule::default()).is_ok(), "{model_type}");
+            let keys = changed.as_object().into_iter().flatten().map(|(key, _)| key.clone());
+            keys.filter(|key| config.get(key).is_none()).collect::<Vec<_>>()
+        };
+        assert_eq!(of("llama"), ["attention_dropout"]);
+        assert_eq!(of("gpt_neox"), ["attention_dropout", "hidden_dropout"]);
+        // What cannot be read is left as it is, for who reads it to tell.
+        let unknown = serde_json::json!({ "model_type": "unheard of" });
+        assert_eq!(with_dropout(unknown.clone(), 0.25), unknown);
+        assert_eq!(with_dropout(serde_json::json!(3), 0.25), 3);
+    }
 }

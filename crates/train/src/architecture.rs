@@ -49,7 +49,7 @@ fn forget_start(config: &mut DecoderConfig) {
 fn forget_training(config: &mut DecoderConfig) {
     forget_start(config);
     config.max_tokens = 0;
-    config.set_dropout(0.0);
+    (config.embedding_dropout, config.attention_dropout, config.residual_dropout) = (0.0, 0.0, 0.0);
     if let FeedForward::Mixture(mixture) = &mut config.feed_forward {
         mixture.balance_loss = 0.0;
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use ferrospeed_comm::Mesh;
 use ferrospeed_config::DataType;
 use ferrospeed_data::Codec;
-use ferrospeed_models::config::read_config;
+use ferrospeed_models::config::{read_config, with_dropout};
 use ferrospeed_models::decoder::{FeedForward, MlpChunks, Positions, Spread};
 use ferrospeed_models::gguf::is_gguf;
 use ferrospeed_models::presets::{Preset, PresetSizes};
@@ -104,7 +104,11 @@ fn sparse_attention(recipe: &Recipe) -> Result<Option<SparseAttention>, Option<S
 fn hugging_face(recipe: &Recipe, vocabulary: Option<u64>) -> Result<Value> {
     let model = &recipe.model;
     if let Some(folder) = model.path.as_ref().or(model.config.as_ref()) {
-        return Ok(read_config(folder)?);
+        let config = read_config(folder)?;
+        return Ok(match model.dropout {
+            Some(share) => with_dropout(config, share),
+            None => config,
+        });
     }
     preset(model, recipe.data.sequence, vocabulary.unwrap_or(256))
 }
@@ -139,18 +143,13 @@ impl ModelPlan {
         let parsed = ModelConfig::from_value(&json, WindowRule::default())
             .map_err(|error| vec![format!("{key}: {error}")])?;
         match parsed {
-            ModelConfig::Decoder(mut config) => {
-                if let Some(dropout) = recipe.model.dropout.filter(|_| recipe.model.preset.is_none()) {
-                    config.set_dropout(dropout as f32);
+            ModelConfig::Decoder(config) => match LayerReduction::of(recipe).map_err(|why| vec![why])? {
+                None => Ok(ModelPlan { json, config: *config, teacher: None }),
+                Some(reduction) => {
+                    let (json, student) = reduction.student(&json, &config).map_err(|why| vec![why])?;
+                    Ok(ModelPlan { json, config: student, teacher: Some((reduction, *config)) })
                 }
-                match LayerReduction::of(recipe).map_err(|why| vec![why])? {
-                    None => Ok(ModelPlan { json, config: *config, teacher: None }),
-                    Some(reduction) => {
-                        let (json, student) = reduction.student(&json, &config).map_err(|why| vec![why])?;
-                        Ok(ModelPlan { json, config: student, teacher: Some((reduction, *config)) })
-                    }
-                }
-            }
+            },
             _ => Err(vec![format!("{key}: only causal language models are trained by recipes")]),
         }
     }
@@ -358,17 +357,25 @@ mod tests {
             "name = \"a\"\nsteps = 1\n[model]\nconfig = {model:?}\n[data]\nsynthetic = 4000\nsequence = 16\n[ds_config]\ntrain_batch_size = 1\noptimizer.type = \"AdamW\"\n"
         );
         std::fs::write(&path, text).unwrap();
-        for (set, expected) in
-            [(None, 0.1), (Some("model.dropout=0"), 0.0), (Some("model.dropout=0.25"), 0.25)]
-        {
+        let plan = |set: Option<&str>| {
             let overrides: Vec<String> = set.map(str::to_owned).into_iter().collect();
             let recipe = Recipe::load(&path, &overrides).unwrap();
             assert_eq!(recipe.problems(), [""; 0]);
-            let config =
-                ModelPlan::read(&recipe, None).map_err(|problems| problems.join(", ")).unwrap().config;
+            ModelPlan::read(&recipe, None).map_err(|problems| problems.join(", ")).unwrap()
+        };
+        for (set, expected) in
+            [(None, 0.1), (Some("model.dropout=0"), 0.0), (Some("model.dropout=0.25"), 0.25)]
+        {
+            let config = plan(set).config;
             let dropped = [config.embedding_dropout, config.attention_dropout, config.residual_dropout];
             assert_eq!(dropped, [expected; 3], "{set:?}");
         }
+        // What is exported and kept in checkpoints says it too, so that a run that goes on tells what has changed.
+        let [before, now] = [None, Some("model.dropout=0")].map(|set| plan(set).json);
+        assert_eq!(
+            crate::architecture::changes(&before, &now),
+            ["attn_pdrop: not given -> 0.0", "embd_pdrop: not given -> 0.0", "resid_pdrop: not given -> 0.0"]
+        );
     }
 
     #[test]
@@ -379,10 +386,9 @@ mod tests {
         };
         // Dropout is 0.1 where this family's config.json does not say.
         let gpt2 = json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 32 });
-        let mut config = of(gpt2);
-        let told = slow_attention(&config, DataType::Bf16).unwrap();
+        let told = slow_attention(&of(gpt2.clone()), DataType::Bf16).unwrap();
         assert!(told.contains("dropout of its weights") && told.contains("--set model.dropout=0"), "{told}");
-        config.set_dropout(0.0);
+        let mut config = of(with_dropout(gpt2, 0.0));
         assert_eq!(slow_attention(&config, DataType::Bf16), None);
         assert!(slow_attention(&config, DataType::Fp32).unwrap().contains("enable bf16"));
         config.head_dim = 192;

@@ -193,11 +193,6 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
-    /// Sets what is dropped of embeddings, attention weights and branches alike.
-    pub fn set_dropout(&mut self, share: f32) {
-        (self.embedding_dropout, self.attention_dropout, self.residual_dropout) = (share, share, share);
-    }
-
     /// How many tokens a text may have whose keys stay where they were computed.
     ///
     /// Frequencies that change with a text's length would turn the keys of one pass differently from those of the next:
