@@ -28,3 +28,9 @@ pub mod shelf;
 mod staging;
 
 pub use error::{CollectiveError, Result};
+
+#[cfg(test)]
+extern crate self as ferrospeed_collective;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

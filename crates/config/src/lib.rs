@@ -35,3 +35,9 @@ pub use overrides::set;
 pub use reader::{MAX_BYTES, MAX_DEPTH};
 pub use typed::*;
 pub use unresolved::Unresolved;
+
+#[cfg(test)]
+extern crate self as ferrospeed_config;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

@@ -82,3 +82,9 @@ pub trait TokenStream: Send + Sync {
         Ok(None)
     }
 }
+
+#[cfg(test)]
+extern crate self as ferrospeed_data;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

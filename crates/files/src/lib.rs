@@ -161,3 +161,9 @@ fn refused(kind: &str) -> Error {
 fn too_large(max_bytes: u64) -> Error {
     Error::new(ErrorKind::FileTooLarge, format!("is too large: at most {max_bytes} bytes are read"))
 }
+
+#[cfg(test)]
+extern crate self as ferrospeed_files;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

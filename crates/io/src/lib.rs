@@ -26,3 +26,9 @@ pub use layer::{Layer, System};
 pub use queue::{Operation, Queue, QueueOptions, Traffic};
 pub use spans::IoSpan;
 pub use swap::{SwapFile, free_bytes};
+
+#[cfg(test)]
+extern crate self as ferrospeed_io;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

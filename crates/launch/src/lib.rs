@@ -45,3 +45,9 @@ pub use error::LaunchError;
 pub use local_job::LocalJob;
 pub use options::{Backend, Interpreter, LaunchOptions};
 pub use supervise::{Ended, JobOutcome, RankFailure};
+
+#[cfg(test)]
+extern crate self as ferrospeed_launch;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

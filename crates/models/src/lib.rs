@@ -31,3 +31,9 @@ pub use config::{ModelConfig, WindowRule};
 pub use decoder::{Decoder, DecoderConfig, Labelled, PageSteps, Tokens};
 pub use error::{ModelError, Result};
 pub use model_files::{ModelFiles, TextFiles};
+
+#[cfg(test)]
+extern crate self as ferrospeed_models;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

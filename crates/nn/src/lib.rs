@@ -81,3 +81,9 @@ impl Mode {
         }
     }
 }
+
+#[cfg(test)]
+extern crate self as ferrospeed_nn;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

@@ -21,3 +21,9 @@ pub use error::{ObserveError, Result};
 pub use log::{JsonLines, read_json_lines};
 pub use record::{EvalRecord, RankTimes, StepRecord};
 pub use routing::{LayerRouting, RoutingSummary};
+
+#[cfg(test)]
+extern crate self as ferrospeed_observe;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

@@ -216,3 +216,9 @@ impl Optimizer {
         }
     }
 }
+
+#[cfg(test)]
+extern crate self as ferrospeed_optim;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

@@ -25,3 +25,9 @@ pub mod simulate;
 pub mod validate;
 
 pub use error::{PipelineError, Result};
+
+#[cfg(test)]
+extern crate self as ferrospeed_pipeline;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

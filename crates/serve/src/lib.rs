@@ -27,3 +27,9 @@ pub mod weights_home;
 
 pub use engine::Engine;
 pub use error::{Result, ServeError};
+
+#[cfg(test)]
+extern crate self as ferrospeed_serve;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

@@ -38,3 +38,9 @@ pub use prepare::{check, model_config, problems, unusable_data};
 pub use recipe::Recipe;
 pub use records::report_failure;
 pub use run::{Job, Observing, ObservingCost, Progress, RunInfo, Summary, run};
+
+#[cfg(test)]
+extern crate self as ferrospeed_train;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

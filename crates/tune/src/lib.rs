@@ -22,3 +22,9 @@ mod slices;
 pub mod stages;
 pub mod tuning;
 mod usual;
+
+#[cfg(test)]
+extern crate self as ferrospeed_tune;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

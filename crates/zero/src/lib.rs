@@ -47,3 +47,9 @@ pub use sharding::{Elsewhere, Sharding};
 pub use snapshot::{Held, Saved, SavedPiece};
 pub use step::{StepOptions, StepOutcome};
 pub use store::{ParamGroup, StoreOptions, ZeroStore};
+
+#[cfg(test)]
+extern crate self as ferrospeed_zero;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

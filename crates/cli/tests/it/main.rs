@@ -1,0 +1,34 @@
+//! What `cli` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
+
+mod autotuning;
+mod backends;
+mod bench;
+mod checkpoint;
+mod commands;
+mod curriculum;
+mod data;
+mod examined;
+mod experts;
+mod launch;
+mod launchers;
+mod limits;
+mod model;
+mod monitors;
+mod observing;
+mod profile;
+mod quickstart;
+mod refusals;
+mod replaced_run;
+mod resume;
+mod resume_changes;
+mod run_faults;
+mod run_folder;
+mod save_faults;
+mod serve;
+mod support;
+mod tensor_parallel;
+mod terminal;
+mod train;
+mod train_documents;
+mod train_sequence;
+mod train_sparse;

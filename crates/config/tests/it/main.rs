@@ -1,0 +1,7 @@
+//! What `config` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
+
+mod deepspeed_keys;
+mod docs;
+mod golden;
+mod messages;
+mod property;

@@ -1,0 +1,6 @@
+//! What `data` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
+
+mod difficulty;
+mod formats;
+mod order;
+mod speed;

@@ -1,0 +1,35 @@
+//! What `tensor` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
+
+mod attention_part;
+mod block_sparse;
+mod cuda;
+mod cuda_attention;
+mod cuda_few_rows;
+mod cuda_one_bit;
+mod cuda_pages;
+mod cuda_steps;
+mod devices;
+mod documents;
+mod errors;
+mod golden_activation;
+mod gradients;
+mod gradients_structured;
+mod grouped;
+mod grouped_mlp;
+mod halves;
+mod integers;
+mod kernels;
+mod levels;
+mod loss_parts;
+mod mlp_chunks;
+mod on_gpu;
+mod one_row;
+mod packed;
+mod permute;
+mod products_f32;
+mod quantize;
+mod rebuilt;
+mod reference;
+mod rows_alone;
+mod screen;
+mod transformer;

@@ -1,0 +1,7 @@
+//! What `train` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
+
+mod hugging_face;
+mod layer_reduction;
+mod recipes;
+mod stopping;
+mod support;
