@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::support::processes::{Ending, Job, RankProcess, finish, role};
 use ferrospeed_comm::{ConnectOptions, Error, ReduceOp, World};
+use ferrospeed_testkit::ranks::{Ending, Job, RankProcess, finish, role};
 
 const LIMIT: Duration = Duration::from_secs(40);
 

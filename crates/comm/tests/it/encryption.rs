@@ -4,10 +4,10 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::support::hosts::Hosts;
-use super::support::processes::{Ending, Job, finish, role};
 use super::support::script;
 use ferrospeed_comm::{ConnectOptions, World};
+use ferrospeed_testkit::hosts::Hosts;
+use ferrospeed_testkit::ranks::{Ending, Job, finish, role};
 use ferrospeed_testkit::skip::skip;
 
 const LIMIT: Duration = Duration::from_secs(60);

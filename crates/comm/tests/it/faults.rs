@@ -5,9 +5,9 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::support::hosts::Hosts;
-use super::support::processes::{Ending, Job, finish, role};
 use ferrospeed_comm::{ConnectOptions, DType, Error, ReduceOp, Region, World, trace};
+use ferrospeed_testkit::hosts::Hosts;
+use ferrospeed_testkit::ranks::{Ending, Job, finish, role};
 
 /// A lost rank must be noticed within 5 seconds; the rest is start-up on a busy machine.
 const LIMIT: Duration = Duration::from_secs(25);

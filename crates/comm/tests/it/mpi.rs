@@ -10,9 +10,9 @@ use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::support::processes::{free_port, role};
 use super::support::script;
 use ferrospeed_comm::{Backend, ConnectOptions, DType, Error, ReduceOp, Region, World};
+use ferrospeed_testkit::ranks::{free_port, role};
 
 /// A lost rank must be noticed within 5 seconds; the rest is start-up on a busy machine.
 const LIMIT: Duration = Duration::from_secs(40);

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use super::support::hosts::Hosts;
-use super::support::processes::{Job, role};
 use super::support::script;
 use ferrospeed_comm::{Backend, ConnectOptions, World};
+use ferrospeed_testkit::hosts::Hosts;
+use ferrospeed_testkit::ranks::{Job, role};
 
 const LIMIT: Duration = Duration::from_secs(60);
 

@@ -9,11 +9,11 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::common::{Batch, Model, config, on_ranks};
-use super::processes::{Ending, Job, finish, role};
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
 use ferrospeed_tensor::cpu::simd::{Level, level, wants_tiles};
 use ferrospeed_tensor::{Device, Tensor, cuda};
+use ferrospeed_testkit::ranks::{Ending, Job, finish, role};
 use ferrospeed_testkit::skip::skip;
 use ferrospeed_zero::Sharding;
 use ferrospeed_zero::access::Which;

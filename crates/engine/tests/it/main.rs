@@ -18,8 +18,6 @@ mod golden_pipeline;
 mod golden_traces;
 mod golden_trajectories;
 mod gradients;
-#[path = "../../../comm/tests/it/support/hosts.rs"]
-mod hosts;
 mod memory;
 mod meshes;
 mod observing;
@@ -30,8 +28,6 @@ mod optimizers;
 mod parameters;
 mod pipeline;
 mod plan;
-#[path = "../../../comm/tests/it/support/processes.rs"]
-mod processes;
 mod profiler;
 mod released;
 mod sequence;

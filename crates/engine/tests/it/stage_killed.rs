@@ -4,11 +4,11 @@
 use std::time::Duration;
 
 use super::common::{config, device};
-use super::processes::{Job, finish, role};
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_engine::{EngineError, Options, Setup, initialize_pipeline};
 use ferrospeed_nn::{Init, Linear, Sequential, Trained};
 use ferrospeed_tensor::{Tensor, TensorError, ops};
+use ferrospeed_testkit::ranks::{Job, finish, role};
 use serde_json::json;
 
 const STAGES: usize = 4;

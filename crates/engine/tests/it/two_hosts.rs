@@ -4,10 +4,10 @@
 use std::time::{Duration, Instant};
 
 use super::common::{Batch, Model, engine};
-use super::hosts::Hosts;
-use super::processes::{Job, finish, role};
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_tensor::Tensor;
+use ferrospeed_testkit::hosts::Hosts;
+use ferrospeed_testkit::ranks::{Job, finish, role};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(240);

@@ -1,7 +1,5 @@
 //! What the tests of this crate share: a seeded generator, a plain reference, and a random script of operations.
 
-pub(crate) mod hosts;
-pub(crate) mod processes;
 pub(crate) mod script;
 
 /// A small seeded generator (SplitMix64), so that every rank draws the same script.

@@ -3,53 +3,63 @@
 //! A test starts its own binary again, once per rank, with a variable that names what the rank shall do; the test
 //! `rank_process` of its module is then the whole program. Without the variable it has nothing to do.
 
-use ferrospeed_testkit::child;
 use std::io::Read;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::child;
+
 const ROLE: &str = "FERROSPEED_TEST_ROLE";
 
 /// What this process shall do, when it was started as a rank.
-pub(crate) fn role() -> Option<String> {
+pub fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
 /// A port that is free now.
-pub(crate) fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// One started rank; killed when the test ends before it does.
-pub(crate) struct RankProcess {
+#[derive(Debug)]
+pub struct RankProcess {
     child: Child,
 }
 
 /// How a rank ended.
 #[derive(Debug)]
-pub(crate) struct Ending {
+pub struct Ending {
+    /// Whether its exit status was 0.
     pub success: bool,
+    /// What it wrote, its errors last.
     pub output: String,
 }
 
 /// How to start the ranks of a job.
-#[derive(Clone)]
-pub(crate) struct Job {
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// How many ranks.
     pub size: usize,
+    /// Where they meet, on this host unless `MASTER_ADDR` says another.
     pub port: u16,
+    /// What tells the job from others at the same port.
     pub token: String,
     /// The test's `module_path!()`, whose `rank_process` the ranks are.
     pub module: &'static str,
+    /// What each rank shall do.
     pub role: String,
+    /// What else each rank finds in its environment.
     pub variables: Vec<(String, String)>,
     /// A command before the rank's own, such as `ip netns exec NAME`.
     pub prefix: Vec<Vec<String>>,
 }
 
 impl Job {
-    pub(crate) fn new(module: &'static str, size: usize, role: &str) -> Self {
+    /// A job of the module whose `module_path!()` this is, at a free port.
+    pub fn new(module: &'static str, size: usize, role: &str) -> Self {
         let port = free_port();
         // Two tests may be given the same free port; their tokens keep the jobs apart.
         static JOBS: AtomicUsize = AtomicUsize::new(0);
@@ -57,16 +67,26 @@ impl Job {
         Job { size, port, token, module, role: role.into(), variables: Vec::new(), prefix: Vec::new() }
     }
 
-    pub(crate) fn with(mut self, variable: &str, value: impl ToString) -> Self {
+    /// The same, with a variable in its ranks' environment.
+    pub fn with(mut self, variable: &str, value: impl ToString) -> Self {
         self.variables.push((variable.into(), value.to_string()));
         self
     }
 
-    pub(crate) fn start(&self) -> Vec<RankProcess> {
+    /// Where the ranks leave what they record, beside what cargo builds.
+    fn trace_folder(&self) -> std::path::PathBuf {
+        let executable = std::env::current_exe().unwrap();
+        let target = executable.ancestors().nth(3).unwrap_or(&executable);
+        target.join("tmp").join(format!("trace-{}", self.token))
+    }
+
+    /// Starts every rank.
+    pub fn start(&self) -> Vec<RankProcess> {
         (0..self.size).map(|rank| self.start_rank(rank)).collect()
     }
 
-    pub(crate) fn start_rank(&self, rank: usize) -> RankProcess {
+    /// Starts one rank.
+    pub fn start_rank(&self, rank: usize) -> RankProcess {
         let program = std::env::current_exe().unwrap();
         let mut words: Vec<std::ffi::OsString> =
             self.prefix.get(rank).into_iter().flatten().map(Into::into).collect();
@@ -81,7 +101,7 @@ impl Job {
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", self.port.to_string())
             .env("FERROSPEED_JOB_TOKEN", &self.token)
-            .env("FERROSPEED_TRACE_DIR", format!("{}/trace-{}", env!("CARGO_TARGET_TMPDIR"), self.token))
+            .env("FERROSPEED_TRACE_DIR", self.trace_folder())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -90,7 +110,7 @@ impl Job {
     }
 
     /// Runs all ranks and panics unless every one of them succeeds.
-    pub(crate) fn run(&self, limit: Duration) {
+    pub fn run(&self, limit: Duration) {
         for (rank, ending) in finish(self.start(), limit).into_iter().enumerate() {
             assert!(ending.success, "rank {rank} of {:?} failed:\n{}", self.role, ending.output);
         }
@@ -98,21 +118,24 @@ impl Job {
 }
 
 impl RankProcess {
-    pub(crate) fn pid(&self) -> i32 {
+    /// Its number for the system.
+    pub fn pid(&self) -> i32 {
         self.child.id() as i32
     }
 
-    pub(crate) fn signal(&self, signal: i32) {
+    /// Sends it a signal.
+    pub fn signal(&self, signal: i32) {
         // SAFETY: signals our own child, which we have not waited for.
         unsafe { libc::kill(self.pid(), signal) };
     }
 
-    pub(crate) fn is_running(&mut self) -> bool {
+    /// Whether it has not ended.
+    pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
     /// Waits for the end; a rank that outlives the limit fails the test.
-    pub(crate) fn finish(mut self, limit: Instant) -> Ending {
+    pub fn finish(mut self, limit: Instant) -> Ending {
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
@@ -145,7 +168,7 @@ impl Drop for RankProcess {
 }
 
 /// Waits for all ranks.
-pub(crate) fn finish(ranks: Vec<RankProcess>, limit: Duration) -> Vec<Ending> {
+pub fn finish(ranks: Vec<RankProcess>, limit: Duration) -> Vec<Ending> {
     let limit = Instant::now() + limit;
     ranks.into_iter().map(|rank| rank.finish(limit)).collect()
 }

@@ -1,7 +1,8 @@
 //! Several hosts on one machine, for the paths that cross a network.
 
 /// "Hosts": network namespaces of this machine. The first has a switch, to which the others are wired.
-pub(crate) struct Hosts {
+#[derive(Debug)]
+pub struct Hosts {
     names: Vec<String>,
 }
 
@@ -9,7 +10,7 @@ impl Hosts {
     /// `None`, with the reason printed, where namespaces are not permitted.
     ///
     /// Tests that run at the same time use different networks: host *i* is `10.231.NETWORK.(i + 1)`.
-    pub(crate) fn make(count: usize, network: u8) -> Option<Hosts> {
+    pub fn make(count: usize, network: u8) -> Option<Hosts> {
         let id = std::process::id() % 100_000;
         let hosts = Hosts { names: (0..count).map(|host| format!("f{host}n{network}x{id}")).collect() };
         let first = &hosts.names[0];
@@ -33,7 +34,7 @@ impl Hosts {
             let mut words = command.split(' ');
             let output = std::process::Command::new(words.next().unwrap()).args(words).output();
             if !output.as_ref().is_ok_and(|output| output.status.success()) {
-                ferrospeed_testkit::skip::skip("no network namespaces here");
+                crate::skip::skip("no network namespaces here");
                 eprintln!("{command}: {output:?}");
                 return None;
             }
@@ -42,12 +43,12 @@ impl Hosts {
     }
 
     /// The command that starts a rank on one of the hosts.
-    pub(crate) fn enter(&self, host: usize) -> Vec<String> {
+    pub fn enter(&self, host: usize) -> Vec<String> {
         ["ip", "netns", "exec", &self.names[host]].map(str::to_owned).to_vec()
     }
 
     /// Cuts the last host's line: packets vanish, and no connection is told.
-    pub(crate) fn cut(&self) {
+    pub fn cut(&self) {
         let name = &self.names[self.names.len() - 1];
         let output =
             std::process::Command::new("ip").args(["-n", name, "link", "set", "wire", "down"]).output();
