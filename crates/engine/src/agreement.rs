@@ -1,4 +1,9 @@
-//! Ranks that were told different things say so before the first collective that would go wrong.
+//! Ranks that were told or have read different things, or run different programs, say so before the first collective: nothing
+//! after it would show that they train different models together.
+
+use std::fs::File;
+use std::io::Read;
+use std::sync::OnceLock;
 
 use ferrospeed_comm::Group;
 use serde_json::{Value, json};
@@ -6,22 +11,53 @@ use serde_json::{Value, json};
 use crate::error::{EngineError, Result};
 use crate::setup::Setup;
 
-/// Every rank must have rank 0's configuration and seed. All ranks call it together, and all get the same error.
+/// Every rank must have rank 0's configuration, seed, files and program. All ranks call it together, and all get the same
+/// error.
 pub(crate) fn agree(setup: &Setup) -> Result<()> {
     let group = setup.world.group();
     if group.size() == 1 {
         return Ok(());
     }
-    let own = [setup.config.canonical_hash() as i64, setup.seed as i64];
+    let told = json!({
+        "seed": setup.seed,
+        "config": setup.config.to_json(),
+        "read": setup.read,
+        "program": program(),
+    });
+    let own = [setup.config.canonical_hash() as i64, i64::from(crc32fast::hash(told.to_string().as_bytes()))];
     let mut all = vec![0i64; own.len() * group.size()];
     group.all_gather(&own, &mut all)?;
     let Some(other) = all.chunks(own.len()).position(|theirs| theirs != &all[..own.len()]) else {
         return Ok(());
     };
-    let told = json!({"seed": setup.seed, "config": setup.config.to_json()});
     let (first, other_told) = (told_by(&group, 0, &told)?, told_by(&group, other, &told)?);
     let (path, left, right) = difference("", &first, &other_told).unwrap_or_default();
     Err(EngineError::Disagreement { rank: other, what: path, there: right, here: left })
+}
+
+/// Which program a rank is: another build of the same version may compute other bits.
+fn program() -> &'static Value {
+    static PROGRAM: OnceLock<Value> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let build = if cfg!(debug_assertions) { "debug" } else { "release" };
+        // Where a system does not say what runs, version and build must do.
+        let executable = checksum_of("/proc/self/exe").ok();
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "build": build,
+            "executable": executable.map(|checksum| format!("{checksum:08x}")),
+        })
+    })
+}
+
+fn checksum_of(path: &str) -> std::io::Result<u32> {
+    let (mut file, mut sum, mut chunk) = (File::open(path)?, crc32fast::Hasher::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut chunk)? {
+            0 => return Ok(sum.finalize()),
+            count => sum.update(&chunk[..count]),
+        }
+    }
 }
 
 /// What one rank was told, on every rank.
@@ -45,7 +81,7 @@ fn difference(path: &str, left: &Value, right: &Value) -> Option<(String, String
             .filter_map(|key| {
                 let path = match path {
                     // The configuration's own keys are what its author knows.
-                    "" | "config" => key.clone(),
+                    "" | "config" | "read" => key.clone(),
                     _ => format!("{path}.{key}"),
                 };
                 difference(

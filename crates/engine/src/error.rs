@@ -25,9 +25,9 @@ pub enum EngineError {
         /// Why, and what to write instead.
         why: String,
     },
-    /// Ranks were started with different settings.
+    /// Ranks were started with different settings, files or programs.
     #[error(
-        "rank {rank} was told something else than rank 0: {what} is {there} there and {here} on rank 0; give every rank the same configuration and seed"
+        "rank {rank} was told something else than rank 0: {what} is {there} there and {here} on rank 0; give every rank the same configuration, seed, files and program"
     )]
     Disagreement {
         /// The first rank that differs.

@@ -10,6 +10,7 @@ use ferrospeed_pipeline::partition::Measured;
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
 use ferrospeed_tensor::{DType, Device};
 use ferrospeed_zero::{Elsewhere, Homes, ParamGroup, Sharding, StoreOptions, ZeroStore};
+use serde_json::Value;
 
 use crate::agreement::agree;
 use crate::engine::Engine;
@@ -29,6 +30,9 @@ pub struct Setup {
     pub seed: u64,
     /// The run ends after this many skipped steps in a row.
     pub max_skipped_in_a_row: u64,
+    /// What this rank read from files and every rank must have read alike, by name: a model's configuration, checksums of
+    /// weights and data. Ranks compare it before anything else; where they differ, the error says in which name.
+    pub read: Value,
 }
 
 impl Setup {
@@ -39,7 +43,7 @@ impl Setup {
 
     /// Any ranks, any device.
     pub fn new(config: Config, world: World, device: Device) -> Setup {
-        Setup { config, world, device, seed: 42, max_skipped_in_a_row: 50 }
+        Setup { config, world, device, seed: 42, max_skipped_in_a_row: 50, read: Value::Null }
     }
 }
 

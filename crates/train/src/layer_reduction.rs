@@ -142,6 +142,11 @@ impl FirstWeights {
         Ok(FirstWeights { files, taken: Some((blocks, reduction)) })
     }
 
+    /// What tells them from others.
+    pub(crate) fn fingerprint(&self) -> Result<u32, ferrospeed_models::ModelError> {
+        self.files.fingerprint()
+    }
+
     /// The parameter whose values these are, where it has another name.
     fn of_teacher(&self, param: &Param) -> Option<Param> {
         let (blocks, LayerReduction { from }) = self.taken.as_ref()?;

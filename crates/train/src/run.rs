@@ -36,6 +36,7 @@ use crate::expected::Expected;
 use crate::export::export;
 use crate::folder::{FolderLock, RunFolder};
 use crate::health::{Health, Trail};
+use crate::layer_reduction::FirstWeights;
 use crate::measure::measured;
 use crate::model::{BuiltModel, slow_attention};
 use crate::peak;
@@ -121,8 +122,14 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let rank = job.world.rank();
     // Before anything is counted or traced.
     let wire_bytes_per_s = machine::sent_bytes_per_s(&job.world)?;
+    let data = DataState::of(recipe, &sequences)?;
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;
+    setup.read = json!({
+        "model.config": model_config,
+        "model.path": weights.as_ref().map(FirstWeights::fingerprint).transpose()?,
+        "data": data,
+    });
     // The recipe says after how many bad steps a run ends.
     setup.max_skipped_in_a_row = u64::MAX;
     if let Some(profiler) = &mut setup.config.flops_profiler {
@@ -178,7 +185,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         engine,
         model: Arc::new(model),
         model_config,
-        data: (rank == 0).then(|| DataState::of(recipe, &sequences)).transpose()?,
+        data: (rank == 0).then_some(data),
         sequences,
         codec,
         position: Position::default(),

@@ -477,3 +477,82 @@ fn ranks_of_srun_are_one_job_and_a_batch_script_is_none() {
     let said = std::fs::read_to_string(folder.path().join("said")).unwrap_or_default();
     assert!(output.status.success() && said.contains("finished"), "{said}{}", stderr(&output));
 }
+
+/// Runs two ranks, each in a folder of its own, as hosts with disks of their own have them; what both said of their failure.
+fn on_two_hosts(hosts: [&Path; 2], more: &[&str]) -> [String; 2] {
+    let port = free_port();
+    let start = |rank: usize| {
+        let mut command = rank_of_two(&rank.to_string(), hosts[rank], &port);
+        command.args(more).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    [start(0), start(1)].map(|rank| {
+        let output = finish(rank);
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        stderr(&output)
+    })
+}
+
+#[test]
+fn ranks_whose_files_differ_do_not_train_together() {
+    let hosts = [workplace(), workplace()];
+    let [first, second] = [hosts[0].path(), hosts[1].path()];
+    let made = ["--preset", "llama", "--layers", "1", "--width", "64", "--heads", "2", "--sequence", "64"];
+    for host in &hosts {
+        let output = output_of(binary().args(["model", "init", "model"]).args(made).current_dir(host));
+        assert!(output.status.success(), "{}", stderr(&output));
+        let recipe = std::fs::read_to_string(host.path().join("recipe.toml")).unwrap();
+        let kept =
+            recipe.lines().filter(|line| !["layers", "width", "heads"].iter().any(|key| line.contains(key)));
+        let kept: Vec<&str> = kept.collect();
+        let recipe = kept.join("\n").replace("preset = \"gpt2\"", "path = \"model\"");
+        std::fs::write(host.path().join("recipe.toml"), recipe).unwrap();
+    }
+    let edit = |name: &str, change: &dyn Fn(&mut Vec<u8>)| {
+        let path = second.join(name);
+        let before = std::fs::read(&path).unwrap();
+        let mut bytes = before.clone();
+        change(&mut bytes);
+        assert_ne!(bytes, before);
+        std::fs::write(&path, bytes).unwrap();
+        (path, before)
+    };
+    let rope = |bytes: &mut Vec<u8>| {
+        let mut config: serde_json::Value = serde_json::from_slice(bytes).unwrap();
+        config["rope_theta"] = 5e5.into();
+        *bytes = serde_json::to_vec(&config).unwrap();
+    };
+    let last = |bytes: &mut Vec<u8>| *bytes.last_mut().unwrap() ^= 1;
+    let word = |bytes: &mut Vec<u8>| bytes[4] = b'Q';
+    let cases: [(&str, &str, &dyn Fn(&mut Vec<u8>)); 3] = [
+        ("model/config.json", "model.config.rope_theta is 500000.0 there", &rope),
+        ("model/model.safetensors", "model.path is ", &last),
+        ("text.txt", "data.train.checksum is ", &word),
+    ];
+    for (name, told, change) in cases {
+        let (path, before) = edit(name, change);
+        for said in on_two_hosts([first, second], &[]) {
+            assert!(said.contains("rank 1 was told something else than rank 0: "), "{name}: {said}");
+            assert!(said.contains(told), "{name}: {said}");
+        }
+        std::fs::write(path, before).unwrap();
+    }
+
+    // Runs of their own: what lies under one name is another checkpoint on each.
+    for (host, steps) in [(first, "steps=2"), (second, "steps=3")] {
+        let output = output_of(
+            binary().args(&TRAIN[1..]).args(["--set", steps, "--set", "save.every=1"]).current_dir(host),
+        );
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    for folder in [first, second] {
+        for entry in std::fs::read_dir(folder.join("run/checkpoints")).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() && !path.ends_with("step2") {
+                std::fs::remove_dir_all(path).unwrap();
+            }
+        }
+    }
+    for said in on_two_hosts([first, second], &["--resume", "--set", "steps=9"]) {
+        assert!(said.contains("rank 1 finds another checkpoint here than rank 0"), "{said}");
+    }
+}

@@ -8,6 +8,7 @@ use ferrospeed_checkpoint::{
     Checkpoint, CheckpointError, Dtype, Kind, Manifest, Readers, TensorEntry, TrainingState, Wanted, agree,
     all_or_none, resolve_any, resolve_universal,
 };
+use ferrospeed_comm::Group;
 use ferrospeed_optim::loss_scale::LossScalerState;
 use ferrospeed_optim::one_bit::{OneBit, Ratio};
 use ferrospeed_optim::schedule::SchedulerState;
@@ -76,6 +77,20 @@ pub struct Loaded {
     pub changes: Vec<String>,
 }
 
+/// Refuses a path at which ranks find different checkpoints, as on disks of their own. All ranks call it together.
+fn is_one_checkpoint(group: &Group, checkpoint: &Checkpoint) -> Result<(), CheckpointError> {
+    let manifest = checkpoint.manifest();
+    let content = serde_json::to_vec(manifest).map(|bytes| crc32fast::hash(&bytes));
+    let content = content.map_err(|error| CheckpointError::Request(error.to_string()))?;
+    let all = agree(group, Ok((manifest.tag.clone(), content)))?;
+    let Some(rank) = all.iter().position(|theirs| *theirs != all[0]) else { return Ok(()) };
+    let why = format!(
+        "rank {rank} finds another checkpoint here than rank 0 ('{}' with manifest {:08x} there, '{}' with {:08x} on rank 0); put one and the same on every host, or in a place that they share",
+        all[rank].0, all[rank].1, all[0].0, all[0].1
+    );
+    Err(CheckpointError::File { path: checkpoint.path().to_path_buf(), why })
+}
+
 /// A piece of this rank and where it is in the checkpoint.
 struct Match<'c> {
     piece: SavedPiece,
@@ -106,6 +121,7 @@ impl Engine {
         let resolved = if leads { resolve(dir, options.tag) } else { Ok(PathBuf::new()) };
         let path = agree(&group, resolved)?.swap_remove(0);
         let mut checkpoint = all_or_none(&group, Checkpoint::open_any(&path))?;
+        is_one_checkpoint(&group, &checkpoint)?;
         if checkpoint.is_foreign() {
             let names: Vec<&str> = self.store.params().iter().map(Param::name).collect();
             checkpoint = checkpoint.spelled_as(&names);

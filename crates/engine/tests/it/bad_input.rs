@@ -181,6 +181,27 @@ fn ranks_that_were_told_different_things_all_say_what_differs() {
 }
 
 #[test]
+fn ranks_that_read_different_files_all_say_which() {
+    let read =
+        |rank: usize| json!({"model.config": {"rope_theta": 1e4 + rank as f64}, "data": {"tokens": 7}});
+    let errors = on_ranks(2, move |world| {
+        let (_, parameters) = Model::build(&json!({"kind": "mlp", "d": [5, 4, 3, 2]}));
+        let config = config(&configuration(3), world.size());
+        let mut setup = Setup::new(config, world.clone(), device(1));
+        setup.read = read(world.rank());
+        initialize_model(&setup, &parameters, Options::default()).err().expect("they differ").to_string()
+    });
+    for error in errors {
+        assert!(
+            error.contains(
+                "rank 1 was told something else than rank 0: model.config.rope_theta is 10001.0 there"
+            ),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn calls_in_the_wrong_order_are_told() {
     on_ranks(1, |world| {
         let (model, parameters) = Model::build(&json!({"kind": "mlp", "d": [5, 4, 3, 2]}));

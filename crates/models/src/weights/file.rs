@@ -29,7 +29,7 @@ const STAGING_BYTES: usize = 256 << 10;
 #[derive(Debug)]
 pub(crate) struct WeightFile {
     pub(super) path: PathBuf,
-    file: File,
+    pub(super) file: File,
     data_start: u64,
     checksums: Checksums,
 }

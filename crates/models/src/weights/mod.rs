@@ -5,6 +5,7 @@ mod blocks;
 mod check;
 mod checksums;
 mod file;
+mod fingerprint;
 mod packed;
 mod read;
 mod rows;

@@ -57,7 +57,7 @@ pub(crate) struct Placed {
 /// All weights of a model directory (or one file), by name.
 #[derive(Debug)]
 pub struct WeightFiles {
-    files: Vec<WeightFile>,
+    pub(super) files: Vec<WeightFile>,
     tensors: BTreeMap<String, StoredTensor>,
 }
 
