@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 use crate::error::{DataError, Result};
+use crate::tokenizer_limits::{self, quietly};
 
 /// Ids of [`Codec::Bytes`] are below this.
 const BYTES: u64 = 256;
@@ -34,15 +35,11 @@ pub struct FileTokenizer {
     end_token: Option<u32>,
 }
 
+/// What every tokenizer is tried on.
+const PROBE: &str = "A probe:  two spaces, 1 digit,\n\n\ta tab, é, 語, and ▁.";
+
 /// Vocabularies of a million tokens with their merges take a tenth of it.
 const MAX_TOKENIZER_BYTES: u64 = 1 << 30;
-
-/// The part of a `tokenizer.json` that is read before the rest.
-#[derive(serde::Deserialize)]
-struct OfDecoder {
-    #[serde(rename = "decoder", default)]
-    _decoder: serde_json::Value,
-}
 
 impl Codec {
     /// Reads a `tokenizer.json`.
@@ -58,14 +55,20 @@ impl Codec {
     pub fn from_bytes(path: &Path, bytes: &[u8], config: &serde_json::Value) -> Result<Codec> {
         let no_tokenizer =
             |why: &dyn std::fmt::Display| DataError::bad_file(path, format!("is no tokenizer: {why}"));
-        // The tokenizers crate panics at a decoder that is no JSON.
-        serde_json::from_slice::<OfDecoder>(bytes).map_err(|error| no_tokenizer(&error))?;
-        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|error| no_tokenizer(&error))?;
+        tokenizer_limits::check(bytes).map_err(|why| no_tokenizer(&why))?;
+        let read = quietly(|| Tokenizer::from_bytes(bytes)).map_err(|why| no_tokenizer(&why))?;
+        let mut tokenizer = read.map_err(|error| no_tokenizer(&error))?;
         // Some files keep what a past user set: cutting every text at 512 tokens is not what a corpus wants.
         tokenizer.with_padding(None);
         tokenizer
             .with_truncation(None)
             .map_err(|error| DataError::bad_file(path, format!("cannot lift its truncation: {error}")))?;
+        // A pattern that matches nothing at all and its kin panic at any text: now rather than in the middle of a run.
+        quietly(|| {
+            let ids = tokenizer.encode_fast(PROBE, true).map(|encoding| encoding.get_ids().to_vec());
+            ids.and_then(|ids| tokenizer.decode(&ids, true)).is_ok()
+        })
+        .map_err(|why| no_tokenizer(&why))?;
         let vocabulary = tokenizer.get_vocab(true).values().max().map_or(0, |&last| u64::from(last) + 1);
         let begin_token = special_token(config, &tokenizer, "bos_token", &BEGIN_TOKENS);
         let end_token = special_token(config, &tokenizer, "eos_token", &END_TOKENS);
@@ -148,8 +151,8 @@ impl Codec {
         match self {
             Codec::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Codec::Tokenizer(file) => {
-                let encoding = file.tokenizer.encode_fast(text, special_tokens);
-                Ok(encoding.map_err(|error| file.failed(error))?.get_ids().to_vec())
+                let encoding = file.run(|tokenizer| tokenizer.encode_fast(text, special_tokens))?;
+                Ok(encoding.get_ids().to_vec())
             }
         }
     }
@@ -165,8 +168,7 @@ impl Codec {
         let joined =
             texts.into_iter().map(|(text, continues)| if continues { format!("\n{text}") } else { text });
         let joined: Vec<String> = joined.collect();
-        let encodings = file.tokenizer.encode_batch_fast(joined.clone(), false);
-        let encodings = encodings.map_err(|error| file.failed(error))?;
+        let encodings = file.run(|tokenizer| tokenizer.encode_batch_fast(joined.clone(), false))?;
         let mut all = Vec::with_capacity(encodings.len());
         for ((encoding, continues), text) in encodings.iter().zip(continues).zip(&joined) {
             let ids = encoding.get_ids();
@@ -189,15 +191,16 @@ impl Codec {
             }
             Codec::Tokenizer(file) => {
                 let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
-                file.tokenizer.decode(&ids, true).map_err(|error| file.failed(error))
+                file.run(|tokenizer| tokenizer.decode(&ids, true))
             }
         }
     }
 }
 
 impl FileTokenizer {
-    fn failed(&self, error: tokenizers::Error) -> DataError {
-        DataError::Tokenizer { tokenizer: self.path.clone(), why: error.to_string() }
+    fn run<T>(&self, work: impl FnOnce(&Tokenizer) -> tokenizers::Result<T>) -> Result<T> {
+        let done = quietly(|| work(&self.tokenizer).map_err(|error| error.to_string())).flatten();
+        done.map_err(|why| DataError::Tokenizer { tokenizer: self.path.clone(), why })
     }
 }
 
@@ -270,6 +273,22 @@ mod tests {
         let path = folder.path().join("tokenizer.json");
         std::fs::write(&path, tokenizer.to_string()).unwrap();
         (folder, Codec::from_file(&path).unwrap())
+    }
+
+    #[test]
+    fn a_tokenizer_that_panics_is_refused_by_its_file_when_it_is_read() {
+        let (folder, _) = tokenizer(false);
+        let path = folder.path().join("tokenizer.json");
+        let sound: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let empty_match = serde_json::json!({"type": "Replace", "pattern": {"Regex": "q*"}, "content": "x"});
+        let stripped = serde_json::json!({"type": "Strip", "content": "A", "start": 0, "stop": 3});
+        for (key, part) in [("normalizer", empty_match), ("decoder", stripped)] {
+            let mut broken = sound.clone();
+            broken[key] = part;
+            std::fs::write(&path, broken.to_string()).unwrap();
+            let error = Codec::from_file(&path).expect_err(key).to_string();
+            assert!(error.contains("tokenizer.json") && error.contains("cannot be done"), "{error}");
+        }
     }
 
     #[test]

@@ -43,6 +43,7 @@ mod source;
 mod synthetic;
 mod text;
 mod token_file;
+mod tokenizer_limits;
 
 pub use cache::{Preparing, Tell, unheard};
 pub use codec::{Codec, FileTokenizer};
