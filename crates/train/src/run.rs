@@ -28,7 +28,7 @@ use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
-use crate::checkpoint::{Checkpoints, Ending, Resume, StopRequests};
+use crate::checkpoint::{Checkpoints, Ending, StopRequests};
 use crate::curriculum::Order;
 use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
@@ -42,6 +42,7 @@ use crate::peak;
 use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
 use crate::records::{Records, go_back_in_curves};
+use crate::resume::Resume;
 use crate::routing;
 use crate::told::Changes;
 

@@ -54,6 +54,7 @@ mod trace;
 mod train;
 mod train_memory;
 mod train_start;
+mod train_words;
 mod waiting;
 mod watch;
 mod writable;

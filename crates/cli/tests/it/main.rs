@@ -21,6 +21,7 @@ mod refusals;
 mod replaced_run;
 mod resume;
 mod resume_changes;
+mod resume_place;
 mod run_faults;
 mod run_folder;
 mod save_faults;
