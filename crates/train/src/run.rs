@@ -143,7 +143,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         wandb.dir.get_or_insert_with(|| folder.wandb().display().to_string());
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
-    let mut options = Options { source, ..Default::default() };
+    let spares_vectors = recipe.spares_vectors();
+    let mut options = Options { source, spares_vectors, ..Default::default() };
     if sizes.ranks_of_a_sample() > 1 {
         options.spread_over(&mesh)?;
     }

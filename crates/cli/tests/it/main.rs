@@ -33,3 +33,4 @@ mod train;
 mod train_documents;
 mod train_sequence;
 mod train_sparse;
+mod trainer;
