@@ -7,6 +7,9 @@ use serde_json::Value;
 use super::support::small_run::losses;
 use super::support::{binary, ferrospeed, output_of, small_recipe, stderr, stdout};
 
+#[path = "../../../checkpoint/tests/it/common/rewrite.rs"]
+mod rewrite;
+
 /// A recipe of a run of 4 steps.
 fn recipe(training: &str, ds_config: &str) -> String {
     let own = format!(
@@ -103,6 +106,44 @@ fn a_recipe_without_an_optimizer_has_the_trainers() {
     let refused = place.train(&recipe("", sizes), "none", &[]);
     assert_eq!(refused.status.code(), Some(2), "{}", stdout(&refused));
     assert!(stderr(&refused).contains("[training] with a learning_rate"), "{}", stderr(&refused));
+}
+
+#[test]
+fn a_checkpoint_that_the_trainer_had_deepspeed_write_goes_on_with_its_optimizer() {
+    let recipe = recipe(
+        "[training]\nlearning_rate = 3e-3\nweight_decay = 0.1",
+        "train_micro_batch_size_per_gpu = 2\nzero_optimization.stage = 2",
+    );
+    let place = Place::new();
+    place.train_well(&recipe, "first", &["-n", "2"]);
+    place.train_well(&recipe, "whole", &["-n", "2", "--set", "steps=6"]);
+    let at = |name: &str| place.path().join(name).display().to_string();
+    for stage in ["1", "2", "3"] {
+        let theirs = format!("checkpoint-{stage}");
+        let words = ["export-deepspeed", &at("first"), &at(&theirs), "--stage", stage, "--ranks", "2"];
+        let exported = ferrospeed(&[&["checkpoint"], &words[..]].concat());
+        assert!(exported.status.success(), "{}", stderr(&exported));
+        let files = std::fs::read_dir(place.path().join(&theirs).join("global_step4")).unwrap();
+        let files = files.map(|file| file.unwrap().path());
+        let modules: Vec<_> =
+            files.filter(|file| file.to_str().unwrap().ends_with("model_states.pt")).collect();
+        assert!(!modules.is_empty());
+        modules.iter().for_each(|module| rewrite::as_the_trainer_writes(module, 4));
+
+        let on = format!("on-{stage}");
+        place.train_well(&recipe, &on, &["-n", "2", "--resume", &theirs, "--set", "steps=6"]);
+        assert_eq!(
+            losses(&place.path().join(&on)),
+            losses(&place.path().join("whole"))[4..],
+            "stage {stage}"
+        );
+        assert_eq!(place.groups(&on), place.groups("whole"), "stage {stage}");
+        let ours = format!("ours-{stage}");
+        let imported = ferrospeed(&["checkpoint", "import-deepspeed", &at(&theirs), &at(&ours)]);
+        assert!(imported.status.success(), "{}", stderr(&imported));
+        let said = stdout(&ferrospeed(&["checkpoint", "inspect", &at(&ours), "--tensors"]));
+        assert!(said.contains("optimizer        adam") && said.contains("state.exp_avg_sq"), "{said}");
+    }
 }
 
 #[test]
