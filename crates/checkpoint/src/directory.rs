@@ -171,12 +171,21 @@ pub fn candidates(dir: &Path) -> Result<(Vec<Listed>, Vec<(String, CheckpointErr
     }
     let mut broken = Vec::new();
     for (name, path) in entries(dir)? {
-        if name.starts_with('.') || !path.is_dir() || whole.iter().any(|listed| listed.path == path) {
+        if name.starts_with('.') || !looks_like_one(&path) || whole.iter().any(|listed| listed.path == path) {
             continue;
         }
         broken.extend(Checkpoint::open(&path).err().map(|error| (name, error)));
     }
     Ok((whole, broken))
+}
+
+/// Whether a folder holds a file that only a checkpoint has.
+fn looks_like_one(path: &Path) -> bool {
+    let is_ours =
+        |name: &str| name == MANIFEST_FILE || (name.starts_with("rank_") && name.ends_with(".safetensors"));
+    let files = std::fs::read_dir(path).into_iter().flatten().flatten();
+    files.filter_map(|file| file.file_name().into_string().ok()).any(|name| is_ours(&name))
+        || Foreign::is_one(path)
 }
 
 /// What `latest` says, if it says anything.
@@ -273,6 +282,23 @@ pub fn resolve(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
         None => tracing::warn!("there is no readable 'latest'; '{}' is the newest checkpoint", newest.tag),
     }
     Ok(newest.path)
+}
+
+/// The same, but none takes the place of the newest: where the one that `latest` names is damaged or gone, or where without a
+/// `latest` any is damaged, that is an error.
+pub fn resolve_newest(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    expect_folder(dir)?;
+    if tag.is_some() || dir.join(MANIFEST_FILE).is_file() {
+        return resolve(dir, tag);
+    }
+    if let Some(hinted) = latest(dir) {
+        return resolve(dir, Some(&hinted));
+    }
+    let (_, broken) = candidates(dir)?;
+    match broken.into_iter().find(|(name, _)| !Foreign::is_one(&dir.join(name))) {
+        Some((_, why)) => Err(why),
+        None => resolve(dir, None),
+    }
 }
 
 /// An error where there is no folder to look into.

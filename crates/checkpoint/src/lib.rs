@@ -19,7 +19,8 @@ pub mod save;
 pub mod shard;
 
 pub use directory::{
-    Listed, Retention, SetAside, candidates, list, of_run, resolve, resolve_any, resolve_universal, set_aside,
+    Listed, Retention, SetAside, candidates, list, of_run, resolve, resolve_any, resolve_newest,
+    resolve_universal, set_aside,
 };
 pub use error::{CheckpointError, Result};
 pub use fs::{Disk, FileSystem};

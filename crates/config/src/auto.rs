@@ -107,7 +107,7 @@ pub(crate) fn substitute(checked: &Checked, auto: &AutoValues, report: &mut Repo
                     Code::UnresolvedAuto,
                     path,
                     "is \"auto\", and neither the recipe nor the model gives a value for it",
-                    "write the value, or remove the key to take the default",
+                    "write the value, remove the key to take the default, or use a recipe that names this file, which fills it in",
                 ));
                 remove(&mut given, path);
             }

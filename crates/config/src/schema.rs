@@ -95,6 +95,10 @@ fn value(kind: &Kind) -> Value {
             }
             Value::Object(schema)
         }
+        Kind::Interval => json!({ "anyOf": [
+            { "type": "integer", "minimum": 1 },
+            { "type": "string", "pattern": any_case_pattern(&["inf", "Infinity"]) }
+        ] }),
         Kind::IntChoice(choices) => json!({ "enum": choices }),
         Kind::Float(range) => float(range),
         Kind::Text => json!({ "type": "string" }),

@@ -2,7 +2,7 @@
 //! that.
 //!
 //! A cache of the name `tokens-KEY` is three files: `.bin`, the tokens, `.ends`, where documents end in them, and `.json`, what
-//! they were made from, which is written last and so vouches for the others. The key covers the texts' paths, lengths and times, the tokenizer and
+//! they were made from, how many they are and their checksum, which is written last and so vouches for the others. The key covers the texts' paths and content, the tokenizer and
 //! the separator: when any of them changes, another file is made, and so when the files are not what was written. Ranks that start together
 //! find one builder: it holds a lock, which the system takes back if it dies. What it makes are new files that take their names when they
 //! are complete, so that nothing is written through a link; those that killed builders left are removed.
@@ -11,7 +11,7 @@ use std::fs::{File, TryLockError};
 use std::io::{BufWriter, Read, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -20,8 +20,9 @@ use crate::codec::Codec;
 use crate::documents::{Documents, Piece};
 use crate::ends::{Ends, EndsWriter};
 use crate::error::{DataError, Result};
-use crate::new_file::New;
+use crate::new_file::{New, Summed};
 use crate::sampler::mix;
+use crate::stamp::{FileStamp, stamps};
 use crate::token_file::{TokenFile, TokenType};
 
 /// Text is handed to the tokenizer in batches of about this size.
@@ -59,24 +60,6 @@ pub(crate) struct Recipe {
     separator: Vec<u32>,
 }
 
-/// A file as it was.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct FileStamp {
-    path: PathBuf,
-    bytes: u64,
-    modified_ns: u64,
-}
-
-impl FileStamp {
-    fn of(path: &Path) -> Result<FileStamp> {
-        let about = std::fs::metadata(path).map_err(DataError::io(path))?;
-        let modified = about.modified().map_err(DataError::io(path))?;
-        let modified_ns = modified.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
-        let path = std::path::absolute(path).map_err(DataError::io(path))?;
-        Ok(FileStamp { path, bytes: about.len(), modified_ns })
-    }
-}
-
 #[derive(Serialize, Deserialize)]
 struct Manifest {
     made_from: Recipe,
@@ -84,17 +67,21 @@ struct Manifest {
     tokens: u64,
     documents: u64,
     vocabulary: u64,
-    /// Of both files, where they are not too large to be read at every start.
-    checksum: Option<u32>,
+    /// Of both files, of what was written to them.
+    checksum: u32,
 }
 
 impl Recipe {
     pub(crate) fn new(what: String, files: &[PathBuf], codec: &Codec) -> Result<Recipe> {
         Ok(Recipe {
-            version: 4,
+            version: 5,
             what,
-            files: files.iter().map(|file| FileStamp::of(file)).collect::<Result<_>>()?,
-            tokenizer: codec.path().map(FileStamp::of).transpose()?,
+            files: stamps(files)?,
+            tokenizer: codec
+                .path()
+                .map(|path| stamps(&[path.to_path_buf()]))
+                .transpose()?
+                .and_then(|mut one| one.pop()),
             separator: codec.separator()?,
         })
     }
@@ -102,6 +89,19 @@ impl Recipe {
     fn key(&self) -> u64 {
         let text = serde_json::to_vec(self).unwrap_or_default();
         text.iter().fold(0, |key, &byte| mix(key ^ u64::from(byte)))
+    }
+
+    /// Refuses texts that were changed since.
+    fn expect_unchanged(&self) -> Result<()> {
+        let paths: Vec<PathBuf> = self.files.iter().map(|file| file.path.clone()).collect();
+        let now = stamps(&paths)?;
+        match self.files.iter().zip(&now).find(|(before, now)| before != now) {
+            Some((file, _)) => {
+                let why = "was changed while it became tokens; start again when nobody writes to it any more";
+                Err(DataError::bad_file(&file.path, why))
+            }
+            None => Ok(()),
+        }
     }
 
     fn total_bytes(&self) -> u64 {
@@ -167,7 +167,7 @@ fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<Cached
         return Ok(None);
     }
     let ends = tokens.with_extension("ends");
-    if found.checksum.is_some() && checksum([tokens, &ends]).ok().flatten() != found.checksum {
+    if bytes <= CHECKED_BYTES && checksum([tokens, &ends]).ok() != Some(found.checksum) {
         return Ok(None);
     }
     let Some(ends) = Ends::open(&ends, found.documents)? else { return Ok(None) };
@@ -175,10 +175,9 @@ fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<Cached
     Ok(Some(CachedTokens { file, ends, vocabulary: found.vocabulary }))
 }
 
-/// The checksum of a cache's files; `None` where they are too large to be read at every start.
-fn checksum(files: [&Path; 2]) -> Result<Option<u32>> {
+/// The checksum of a cache's files.
+fn checksum(files: [&Path; 2]) -> Result<u32> {
     let mut sum = crc32fast::Hasher::new();
-    let mut left = CHECKED_BYTES;
     let mut block = vec![0; 1 << 20];
     for path in files {
         let mut file = ferrospeed_files::open(path).map_err(DataError::io(path))?;
@@ -187,12 +186,10 @@ fn checksum(files: [&Path; 2]) -> Result<Option<u32>> {
             if count == 0 {
                 break;
             }
-            let Some(rest) = left.checked_sub(count as u64) else { return Ok(None) };
-            left = rest;
             sum.update(&block[..count]);
         }
     }
-    Ok(Some(sum.finalize()))
+    Ok(sum.finalize())
 }
 
 fn make(
@@ -206,14 +203,21 @@ fn make(
     let ends = tokens.with_extension("ends");
     let ((partial, file), (partial_ends, ends_file)) = (New::beside(tokens)?, New::beside(&ends)?);
     let out = Writer::new(&partial, file, EndsWriter::new(&partial_ends.path, ends_file), codec);
-    let [tokens_made, documents_made] = write_tokens(out, &recipe, codec, documents, tell)?;
+    let Written { tokens: tokens_made, documents: documents_made, checksum: written } =
+        write_tokens(out, &recipe, codec, documents, tell)?;
+    // What lies there is looked at once more: somebody may have cut it while the rest was written.
+    if checksum([&partial.path, &partial_ends.path])? != written {
+        let why = "is not what was written to it: somebody else changed it, or the disk did; start again";
+        return Err(DataError::bad_file(&partial.path, why));
+    }
+    recipe.expect_unchanged()?;
     let about = Manifest {
         made_from: recipe,
         token_type: TokenType::for_vocabulary(codec.vocabulary()),
         tokens: tokens_made,
         documents: documents_made,
         vocabulary: codec.vocabulary(),
-        checksum: checksum([&partial.path, &partial_ends.path])?,
+        checksum: written,
     };
     let text = serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
     let (vouching, mut file) = New::beside(manifest)?;
@@ -223,14 +227,22 @@ fn make(
     vouching.takes(manifest)
 }
 
-/// Writes the tokens of all documents, a separator after each, and where they end; says how many there are of both.
+/// What was written.
+struct Written {
+    tokens: u64,
+    documents: u64,
+    /// Of the tokens, then of the ends.
+    checksum: u32,
+}
+
+/// Writes the tokens of all documents, a separator after each, and where they end.
 fn write_tokens(
     mut writer: Writer<'_>,
     recipe: &Recipe,
     codec: &Codec,
     documents: &mut dyn Documents,
     tell: Tell<'_>,
-) -> Result<[u64; 2]> {
+) -> Result<Written> {
     let mut batch = Batch::default();
     loop {
         let mut text = Vec::new();
@@ -258,14 +270,16 @@ fn write_tokens(
         return Err(DataError::bad_file(&first, why));
     }
     let Writer { path, out, tokens, ends, .. } = writer;
-    let file = out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
-    file.sync_all().map_err(DataError::io(path))?;
-    Ok([tokens, ends.finish()?])
+    let summed = out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
+    let mut sum = summed.finish().map_err(DataError::io(path))?;
+    let (documents, of_ends) = ends.finish()?;
+    sum.combine(&of_ends);
+    Ok(Written { tokens, documents, checksum: sum.finalize() })
 }
 
 struct Writer<'a> {
     path: &'a Path,
-    out: BufWriter<File>,
+    out: BufWriter<Summed>,
     bytes_per_token: usize,
     tokens: u64,
     ends: EndsWriter,
@@ -274,7 +288,7 @@ struct Writer<'a> {
 impl<'a> Writer<'a> {
     fn new(partial: &'a New, file: File, ends: EndsWriter, codec: &Codec) -> Writer<'a> {
         let bytes_per_token = TokenType::for_vocabulary(codec.vocabulary()).bytes() as usize;
-        let out = BufWriter::with_capacity(1 << 20, file);
+        let out = BufWriter::with_capacity(1 << 20, Summed::new(file));
         Writer { path: &partial.path, out, bytes_per_token, tokens: 0, ends }
     }
 

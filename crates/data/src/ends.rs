@@ -6,6 +6,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use crate::error::{DataError, Result};
+use crate::new_file::Summed;
 use crate::token_file::read_at;
 
 /// An end is a u64, little-endian: the number of tokens up to it.
@@ -65,13 +66,13 @@ impl Ends {
 /// Writes the ends of documents as they come.
 pub(crate) struct EndsWriter {
     path: PathBuf,
-    out: BufWriter<File>,
+    out: BufWriter<Summed>,
     count: u64,
 }
 
 impl EndsWriter {
     pub(crate) fn new(path: &Path, file: File) -> EndsWriter {
-        EndsWriter { path: path.to_path_buf(), out: BufWriter::new(file), count: 0 }
+        EndsWriter { path: path.to_path_buf(), out: BufWriter::new(Summed::new(file)), count: 0 }
     }
 
     pub(crate) fn write(&mut self, end: u64) -> Result<()> {
@@ -79,11 +80,10 @@ impl EndsWriter {
         self.out.write_all(&end.to_le_bytes()).map_err(DataError::io(&self.path))
     }
 
-    /// How many there are, once they are on the disk.
-    pub(crate) fn finish(self) -> Result<u64> {
-        let file = self.out.into_inner().map_err(|error| DataError::io(&self.path)(error.into_error()))?;
-        file.sync_all().map_err(DataError::io(&self.path))?;
-        Ok(self.count)
+    /// How many there are, and their checksum, once they are on the disk.
+    pub(crate) fn finish(self) -> Result<(u64, crc32fast::Hasher)> {
+        let summed = self.out.into_inner().map_err(|error| DataError::io(&self.path)(error.into_error()))?;
+        Ok((self.count, summed.finish().map_err(DataError::io(&self.path))?))
     }
 }
 
@@ -98,7 +98,7 @@ mod tests {
         let mut writer = EndsWriter::new(&path, File::create_new(&path).unwrap());
         let all = [3u64, 10, 11, 40, 100];
         all.iter().for_each(|&end| writer.write(end).unwrap());
-        assert_eq!(writer.finish().unwrap(), 5);
+        assert_eq!(writer.finish().unwrap().0, 5);
         let ends = Ends::open(&path, 5).unwrap().unwrap();
         for start in 0..110 {
             for count in [0, 1, 2, 8, 200] {

@@ -40,6 +40,7 @@ mod new_file;
 mod sampler;
 mod sequences;
 mod source;
+mod stamp;
 mod synthetic;
 mod text;
 mod token_file;

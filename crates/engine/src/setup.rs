@@ -52,6 +52,9 @@ impl Setup {
 pub struct Options<'a> {
     /// Parameters with options of their own. Default: all in one group.
     pub groups: Option<Vec<ParamGroup>>,
+    /// Whether weight decay spares vectors (biases, norms), in a group of their own, where no groups are given: as Hugging Face's
+    /// Trainer builds its optimizer.
+    pub spares_vectors: bool,
     /// Where first values come from. Default: the parameters' initialisers.
     pub source: Option<&'a dyn ParamSource>,
     /// The update rule and the options of a group: one of ours, or one of the program's own ([`Optimizer::own`]).
@@ -121,6 +124,18 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     initialize_part(setup, parameters, options)
 }
 
+/// All parameters in one group, or matrices in one and vectors in another that does not decay.
+fn groups_of(parameters: &Parameters, options: GroupOptions, spares_vectors: bool) -> Vec<ParamGroup> {
+    let all = parameters.as_slice().to_vec();
+    if !spares_vectors {
+        return vec![ParamGroup { params: all, options }];
+    }
+    let (matrices, vectors): (Vec<_>, Vec<_>) =
+        all.into_iter().partition(|param| param.whole_shape().sizes().len() > 1);
+    let undecayed = GroupOptions { weight_decay: 0.0, ..options };
+    vec![ParamGroup { params: matrices, options }, ParamGroup { params: vectors, options: undecayed }]
+}
+
 /// The same for those parameters of a model that this rank's stage uses.
 pub(crate) fn initialize_part(
     setup: &Setup,
@@ -157,9 +172,8 @@ pub(crate) fn initialize_part(
         );
         return Err(EngineError::Argument { what: "zero_optimization.stage", why });
     }
-    let mut groups = options.groups.unwrap_or_else(|| {
-        vec![ParamGroup { params: parameters.as_slice().to_vec(), options: group_options }]
-    });
+    let spares_vectors = options.spares_vectors;
+    let mut groups = options.groups.unwrap_or_else(|| groups_of(parameters, group_options, spares_vectors));
     let dtype = model_type(config);
     let accumulates = config.batch.gradient_accumulation_steps.get() > 1 || options.reduces_at_step;
     let initial = FromInitializers { seed: setup.seed };

@@ -10,8 +10,8 @@ use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::{DecoderConfig, ModelConfig, WindowRule};
 use serde_json::Value;
 
-use crate::checkpoint::Starts;
 use crate::error::{Result, TrainError};
+use crate::resume::Starts;
 
 impl Starts {
     /// Refuses a model, by its `config.json`, that is another than the first checkpoint's. What cannot be read is told when it

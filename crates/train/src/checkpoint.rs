@@ -1,17 +1,12 @@
-//! When a run saves, and where it goes on from.
+//! When a run saves, and how it is loaded again.
 //!
-//! A run saves as its recipe says, and always before it stops for a signal. It goes on only when it was asked to: a
-//! folder that holds checkpoints is never trained over by a run that starts anew.
+//! A run saves as its recipe says, and always before it stops for a signal. Where it goes on from is in `resume.rs`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrospeed_checkpoint::deepspeed::Foreign;
-use ferrospeed_checkpoint::manifest::MANIFEST_FILE;
-use ferrospeed_checkpoint::{
-    CheckpointError, Manifest, Retention, SetAside, agree, candidates, list, resolve, resolve_any, set_aside,
-};
+use ferrospeed_checkpoint::{CheckpointError, Retention, agree};
 use ferrospeed_comm::ReduceOp;
 use ferrospeed_data::Pass;
 use ferrospeed_engine::{Engine, EngineError, LoadOptions, Loaded, SaveOptions};
@@ -23,144 +18,8 @@ use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
 use crate::health::Trail;
 use crate::recipe::{Recipe, SaveRecipe};
+use crate::resume::{Resume, Starts};
 use crate::run::Progress;
-
-/// Where a run starts.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum Resume {
-    /// At the first step. Refused where the run's folder holds checkpoints.
-    #[default]
-    No,
-    /// At the newest whole checkpoint of the run's folder; at the first step where there has never been one.
-    Newest,
-    /// At a checkpoint of the run's folder by its name, or at one of another folder.
-    Named(String),
-}
-
-impl Resume {
-    /// What `--resume VALUE` means.
-    pub fn parse(text: &str) -> Resume {
-        if text == "auto" { Resume::Newest } else { Resume::Named(text.to_owned()) }
-    }
-
-    /// Where to start from.
-    pub fn find(&self, folder: &RunFolder) -> Result<Starts> {
-        let own = folder.checkpoints();
-        match self {
-            Resume::No => match present(&own)? {
-                Present::Nothing => Ok(Starts::default()),
-                _ => Err(TrainError::Occupied { dir: own }),
-            },
-            Resume::Newest => match present(&own)? {
-                Present::Nothing => Ok(Starts::default()),
-                Present::Some => Starts::newest(&own),
-            },
-            Resume::Named(text) => {
-                let (dir, tag) = named(text, &own)?;
-                let notes = put_away(&dir, |aside| aside.tag == tag);
-                Ok(Starts { candidates: vec![(dir, tag)], passed_over: Vec::new(), notes })
-            }
-        }
-    }
-}
-
-/// The checkpoints that a run may start from.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Starts {
-    /// The folder and the name of each, the best first; none starts at the first step. The others are for when one
-    /// turns out to be damaged.
-    pub candidates: Vec<(PathBuf, String)>,
-    /// What is not whole, with the reason.
-    pub passed_over: Vec<String>,
-    /// What saves that were cut off had put away.
-    pub notes: Vec<String>,
-}
-
-impl Starts {
-    fn newest(dir: &Path) -> Result<Starts> {
-        let (whole, broken) = candidates(dir)?;
-        let passed_over: Vec<String> =
-            broken.iter().map(|(tag, why)| format!("checkpoint '{tag}' is passed over: {why}")).collect();
-        if whole.is_empty() {
-            let why = format!("there is no whole checkpoint to go on from\n{}", passed_over.join("\n"));
-            return Err(CheckpointError::NotFound { dir: dir.to_path_buf(), why }.into());
-        }
-        let candidates = whole.into_iter().map(|listed| (dir.to_path_buf(), listed.tag)).collect();
-        Ok(Starts { candidates, passed_over, notes: put_away(dir, |_| true) })
-    }
-}
-
-/// What is to be said of checkpoints that saves have put away in a folder.
-fn put_away(dir: &Path, is_meant: impl Fn(&SetAside) -> bool) -> Vec<String> {
-    let found = set_aside(dir).unwrap_or_default();
-    found.iter().filter(|aside| is_meant(aside)).map(SetAside::to_string).collect()
-}
-
-enum Present {
-    Nothing,
-    /// Complete or not: somebody saved here.
-    Some,
-}
-
-/// Whether anybody ever saved into a folder. What a crash left unfinished does not count.
-fn present(dir: &Path) -> Result<Present> {
-    let entries = match std::fs::read_dir(dir) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Present::Nothing),
-        Err(error) => return Err(TrainError::io(dir)(error)),
-    };
-    for entry in entries {
-        let entry = entry.map_err(TrainError::io(dir))?;
-        if entry.path().is_dir() && !entry.file_name().as_encoded_bytes().starts_with(b".") {
-            return Ok(Present::Some);
-        }
-    }
-    // A crash between two renames leaves a whole one set aside.
-    Ok(if list(dir)?.is_empty() { Present::Nothing } else { Present::Some })
-}
-
-fn newest(dir: &Path) -> Result<(PathBuf, String)> {
-    split(&resolve_any(dir, None)?)
-}
-
-/// The folder and the name of a checkpoint; one that was set aside is found again by the name it had.
-fn split(checkpoint: &Path) -> Result<(PathBuf, String)> {
-    match (checkpoint.parent(), checkpoint.file_name().and_then(|name| name.to_str())) {
-        (Some(dir), Some(name)) if name.starts_with('.') => {
-            Ok((dir.to_path_buf(), Manifest::read(&checkpoint.join(MANIFEST_FILE))?.tag))
-        }
-        (Some(dir), Some(tag)) => Ok((dir.to_path_buf(), tag.to_owned())),
-        _ => Err(CheckpointError::Request(format!("{} names no checkpoint", checkpoint.display())).into()),
-    }
-}
-
-/// A name in the run's own folder, the folder of one checkpoint, a folder of checkpoints, or another run's folder.
-fn named(text: &str, own: &Path) -> Result<(PathBuf, String)> {
-    let given = Path::new(text);
-    let is_plain_name = given.components().count() == 1 && !text.ends_with('/');
-    if is_plain_name && (own.join(text).is_dir() || !given.is_dir()) {
-        if !own.is_dir() {
-            let why = format!(
-                "there is no checkpoint of this run yet, and no folder '{text}' either; --resume takes auto, a checkpoint's name, or a folder"
-            );
-            return Err(CheckpointError::NotFound { dir: own.to_path_buf(), why }.into());
-        }
-        return split(&resolve(own, Some(text))?);
-    }
-    if !given.is_dir() {
-        let why = "is no folder; --resume takes auto, a checkpoint's name, or a folder".to_owned();
-        return Err(CheckpointError::NotFound { dir: given.to_path_buf(), why }.into());
-    }
-    let of_run = RunFolder::at(given).checkpoints();
-    if given.join(MANIFEST_FILE).is_file() || Foreign::is_one(given) {
-        let whole = given.canonicalize().map_err(TrainError::io(given))?;
-        split(&whole)
-    } else if of_run.is_dir() {
-        newest(&of_run)
-    } else {
-        newest(given)
-    }
-}
 
 /// What signals ask of a run. Ranks agree at the end of each step.
 #[derive(Debug, Clone, Default)]
@@ -241,6 +100,8 @@ pub struct Resumed {
 /// Saves a run and loads it.
 pub(crate) struct Checkpoints {
     dir: PathBuf,
+    /// The run's name.
+    name: String,
     recipe: Option<SaveRecipe>,
     in_background: bool,
     /// Whether optimizer states of what is loaded are left where they are.
@@ -249,8 +110,13 @@ pub(crate) struct Checkpoints {
 
 impl Checkpoints {
     pub(crate) fn new(recipe: &Recipe, folder: &RunFolder, fresh_optimizer: bool) -> Checkpoints {
-        let recipe = recipe.save.clone();
-        Checkpoints { dir: folder.checkpoints(), recipe, in_background: false, fresh_optimizer }
+        Checkpoints {
+            dir: folder.checkpoints(),
+            name: recipe.name.clone(),
+            recipe: recipe.save.clone(),
+            in_background: false,
+            fresh_optimizer,
+        }
     }
 
     /// Loads what `resume` names, if anything; rank 0 looks, all load the same. Returns the run's own state too.
@@ -264,7 +130,7 @@ impl Checkpoints {
         let group = engine.world().group();
         let mut own_error = None;
         let found = if group.rank() == 0 {
-            resume.find(folder).map_err(|error| {
+            resume.find(folder, &self.name).map_err(|error| {
                 let said = CheckpointError::Request(error.to_string());
                 own_error = Some(error);
                 said
@@ -273,7 +139,8 @@ impl Checkpoints {
             Ok(Starts::default())
         };
         let found = agree(&group, found).map_err(|said| own_error.unwrap_or(TrainError::Checkpoint(said)))?;
-        let Starts { candidates, passed_over, notes } = found.into_iter().next().unwrap_or_default();
+        let Starts { candidates, passed_over, notes, withheld } =
+            found.into_iter().next().unwrap_or_default();
         tell(engine, progress, |progress| {
             passed_over.iter().chain(&notes).for_each(|text| progress.warning(text));
         });
@@ -298,6 +165,10 @@ impl Checkpoints {
             let mut others = [f32::from(u8::from(other))];
             group.all_reduce(&mut others, ReduceOp::Max)?;
             if others[0] > 0.0 || index + 1 == count {
+                if others[0] == 0.0 {
+                    let why = withheld.iter();
+                    tell(engine, progress, |progress| why.for_each(|why| progress.warning(why)));
+                }
                 return Err(error.into());
             }
             tell(engine, progress, |progress| {

@@ -43,7 +43,7 @@ pub enum TrainError {
     },
     /// The run's folder holds what an earlier run has left, and the run was to start anew.
     #[error(
-        "{}: an earlier run has left its {left} here; go on with --resume, choose another --out, or replace it with --overwrite",
+        "{}: an earlier run has left its {left} here; go on with it (--resume {0}), choose another --out, or replace it with --overwrite",
         dir.display()
     )]
     Used {
@@ -51,6 +51,47 @@ pub enum TrainError {
         dir: PathBuf,
         /// What is there.
         left: String,
+    },
+    /// The run's folder holds a run, and the checkpoint to begin with lies elsewhere.
+    #[error(
+        "{}: a run is here already, and {} is none of its checkpoints: what begins with it needs a folder of its own; choose another --out, or go on with the run that is here (--resume without a folder)",
+        dir.display(), checkpoint.display()
+    )]
+    NoFolderOfItsOwn {
+        /// The run's folder.
+        dir: PathBuf,
+        /// The checkpoint.
+        checkpoint: PathBuf,
+    },
+    /// The folder holds a run of another name.
+    #[error(
+        "{dir}: holds the run '{found}', and the recipe is that of '{name}': to go on with '{found}' take its recipe ({dir}/config/recipe.toml) or --set name={found}; for a run of its own that begins with a checkpoint of '{found}', --resume {dir} with another --out",
+        dir = dir.display()
+    )]
+    AnotherRun {
+        /// The folder.
+        dir: PathBuf,
+        /// The name of the run in it.
+        found: String,
+        /// The recipe's.
+        name: String,
+    },
+    /// Going on would lose what a finished run has learned since.
+    #[error(
+        "{}: this run is finished, after step {finished}; to go on after step {step} here would write over its log and its weights. To begin another run there: --resume {} with another --out{}",
+        dir.display(), checkpoint.display(), damaged.iter().map(|line| format!("\n{line}")).collect::<String>()
+    )]
+    Undoes {
+        /// The run's folder.
+        dir: PathBuf,
+        /// Its last step.
+        finished: u64,
+        /// The newest that can be gone on from.
+        checkpoint: PathBuf,
+        /// Its step.
+        step: u64,
+        /// What is wrong with later ones.
+        damaged: Vec<String>,
     },
     /// A run was told to stop before its first step had begun; one that was to replace another, before it was done.
     #[error("told to stop before its first step was done; nothing was trained")]

@@ -158,7 +158,7 @@ fn way_back(suspect_step: u64, checkpoints: &Path) -> String {
     match before {
         Some(listed) => format!(
             "--resume {} goes on after step {}, the newest checkpoint from before it went wrong",
-            listed.tag,
+            checkpoints.join(&listed.tag).display(),
             step_of(listed)
         ),
         None if saved.is_empty() => "there is no checkpoint to go on from".to_owned(),

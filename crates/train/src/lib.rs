@@ -22,12 +22,13 @@ mod peak;
 mod prepare;
 pub mod recipe;
 mod records;
+mod resume;
 mod routing;
 mod run;
 mod told;
 
 pub use analysis::{analyze, recipe_of_files};
-pub use checkpoint::{Ending, Resume, Resumed, StopRequests};
+pub use checkpoint::{Ending, Resumed, StopRequests};
 pub use error::{Result, TrainError};
 pub use expected::Expected;
 pub use ferrospeed_data::{Analysis, DataError, Metric, Preparing, unheard};
@@ -37,6 +38,7 @@ pub use mesh::MeshSizes;
 pub use prepare::{check, model_config, problems, unusable_data};
 pub use recipe::Recipe;
 pub use records::report_failure;
+pub use resume::Resume;
 pub use run::{Job, Observing, ObservingCost, Progress, RunInfo, Summary, run};
 
 #[cfg(test)]

@@ -73,6 +73,7 @@
 
 mod problems;
 mod schema;
+mod trainer;
 mod training;
 
 use std::num::{NonZeroU64, NonZeroUsize};
@@ -89,6 +90,7 @@ use serde_json::Value;
 use crate::error::{Result, TrainError};
 use crate::mesh::MeshSizes;
 
+pub use trainer::trainer_defaults;
 pub use training::TrainingRecipe;
 
 /// A recipe as it is written.

@@ -13,6 +13,7 @@ use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
 use crate::kept_log::{gaps, open_log};
 use crate::recipe::Recipe;
+use crate::resume::finished_step;
 use crate::run::{RunInfo, Summary};
 
 /// The files of a run that is under way.
@@ -144,8 +145,12 @@ fn write_report(
     ferrospeed_files::write(folder.report(), page).map_err(TrainError::io(folder.report()))
 }
 
-/// The report of a run that failed, from what it had written, and the note that it did. Whoever started the run calls it.
+/// The report of a run that failed, from what it had written, and the note that it did. Whoever started the run calls it. A finished
+/// run whose folder was not written to yet stays what it is.
 pub fn report_failure(folder: &RunFolder, title: &str, why: &str) {
+    if finished_step(folder).is_some() {
+        return;
+    }
     folder.note_failure(why);
     let about = ferrospeed_files::read(folder.about(), MAX_DOCUMENT_BYTES)
         .ok()

@@ -28,7 +28,7 @@ use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
-use crate::checkpoint::{Checkpoints, Ending, Resume, StopRequests};
+use crate::checkpoint::{Checkpoints, Ending, StopRequests};
 use crate::curriculum::Order;
 use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
@@ -43,6 +43,7 @@ use crate::peak;
 use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
 use crate::records::{Records, go_back_in_curves};
+use crate::resume::Resume;
 use crate::routing;
 use crate::told::Changes;
 
@@ -149,7 +150,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         wandb.dir.get_or_insert_with(|| folder.wandb().display().to_string());
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
-    let mut options = Options { source, ..Default::default() };
+    let spares_vectors = recipe.spares_vectors();
+    let mut options = Options { source, spares_vectors, ..Default::default() };
     if sizes.ranks_of_a_sample() > 1 {
         options.spread_over(&mesh)?;
     }

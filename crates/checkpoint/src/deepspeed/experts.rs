@@ -13,6 +13,7 @@ use super::export::ExportOptions;
 use super::foreign::Tensor;
 use super::fp32::{Placed, flat_groups};
 use super::import::{counter_of_steps, states_by_name, states_of};
+use super::plain;
 use super::source::{DeepSpeedFiles, Stretch, whole};
 use crate::error::{CheckpointError, Result};
 use crate::load::Checkpoint;
@@ -328,8 +329,7 @@ fn sharers(files: &DeepSpeedFiles, group: usize, options: &Value, ranks: usize) 
         files.fail(files.model_files, why)
     })?;
     let expert_ranks = ranks / replicas;
-    let config = files.files[files.model_files].value().get("ds_config").and_then(Value::to_json);
-    let order = Order::of(&config.unwrap_or_default());
+    let order = Order::of(&plain::configuration(files.files[files.model_files].value()));
     let holds = |rank: usize| order.place(rank as u64, ranks as u64, expert_ranks as u64).0 as usize;
     let of = |place: usize| (0..ranks).filter(|&rank| holds(rank) == place).collect();
     Ok((0..expert_ranks)

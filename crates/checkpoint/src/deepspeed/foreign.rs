@@ -10,7 +10,7 @@ use ferrospeed_comm::World;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::source::Stretch;
-use super::{import, universal};
+use super::{import, plain, universal};
 use crate::error::{CheckpointError, Result};
 use crate::load::{Checkpoint, FOREIGN};
 use crate::manifest::{FORMAT, FileEntry, Manifest, Piece, TensorEntry, VERSION};
@@ -47,11 +47,12 @@ impl Foreign {
 
     /// Understands the checkpoint in the folder `path`.
     pub fn open(path: &Path, unknown: Unknown) -> Result<Foreign> {
-        let (contents, tensors, files) = if universal::is_universal(path) {
+        let (mut contents, tensors, files) = if universal::is_universal(path) {
             universal::understand(path, unknown)?
         } else {
             import::understand(path, unknown)?
         };
+        contents.origin.optimizer = plain::optimizer(contents.origin.optimizer.take(), &tensors);
         Ok(Foreign { path: path.to_path_buf(), contents, tensors, files, unknown })
     }
 

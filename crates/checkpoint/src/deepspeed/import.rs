@@ -11,7 +11,7 @@ use serde_json::{Map, Value as Json, json};
 use crate::deepspeed::foreign::{Foreign, Tensor, Understood};
 use crate::deepspeed::fp32::{self, Placed, flat_groups, per_parameter, stage_of};
 use crate::deepspeed::source::{DeepSpeedFiles, Stretch, common_type, find, whole};
-use crate::deepspeed::split;
+use crate::deepspeed::{plain, split};
 use crate::error::{CheckpointError, Result};
 use crate::manifest::{Dtype, GroupState, Kind, Origin, TrainingState};
 use crate::pt::{Unknown, Value};
@@ -253,7 +253,7 @@ fn without_zero(files: &DeepSpeedFiles) -> Result<(Vec<Tensor>, u64)> {
 /// Everything of a DeepSpeed checkpoint that is no tensor.
 pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, stage: u8) -> Contents {
     let count = |key: &str| module.get(key).and_then(Value::as_u64).unwrap_or(0);
-    let config = module.get("ds_config").and_then(Value::to_json).unwrap_or(Json::Null);
+    let config = plain::configuration(module);
     let accumulation = config["gradient_accumulation_steps"].as_u64().unwrap_or(1);
     let mut client = Map::new();
     for (key, value) in module.pairs().unwrap_or_default() {
@@ -278,7 +278,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
             ranks: module.get("dp_world_size").and_then(Value::as_u64).unwrap_or(1) as usize,
             stage,
             dtype,
-            optimizer: config["optimizer"]["type"].as_str().map(optimizer_name),
+            optimizer: config["optimizer"]["type"].as_str().map(plain::optimizer_name),
         },
         training: TrainingState {
             global_steps: count("global_steps"),
@@ -291,7 +291,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
             seed: None,
             data_position: samples,
             groups: Vec::new(),
-            scheduler: module.get("lr_scheduler").and_then(Value::to_json).filter(|value| value.is_object()),
+            scheduler: plain::schedule(module),
             loss_scaler: optimizer.and_then(|optimizer| loss_scaler(optimizer.get("loss_scaler")?)),
             per_parameter: BTreeMap::new(),
             layer_states: BTreeMap::new(),
@@ -321,14 +321,6 @@ fn aliases(module: &Value) -> BTreeMap<String, String> {
         }
     }
     aliases
-}
-
-/// The engine's name for a configured optimizer.
-fn optimizer_name(configured: &str) -> String {
-    match configured.to_ascii_lowercase().as_str() {
-        "adamw" | "adam" => "adam".to_owned(),
-        other => other.to_owned(),
-    }
 }
 
 fn loss_scaler(object: &Value) -> Option<Json> {

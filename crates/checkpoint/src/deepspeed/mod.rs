@@ -13,6 +13,7 @@ pub mod import;
 mod numbered;
 mod pipeline;
 mod pipeline_files;
+mod plain;
 mod slices;
 pub mod source;
 mod spelling;

@@ -216,11 +216,6 @@ fn without_states(contents: &mut Contents, found: &[Tensor], path: &Path) {
 /// Puts wide weights and states in the place of weights of the same names.
 fn put_in(contents: &mut Contents, found: &mut Vec<Tensor>, states: Vec<Tensor>, groups: Vec<GroupState>) {
     contents.origin.dtype = weight_type(found);
-    let has = |name: &str| states.iter().any(|tensor| tensor.spec.kind == Kind::State(name.to_owned()));
-    let is_adam = has("exp_avg") && has("exp_avg_sq");
-    // A client's own optimizer is not in the configuration.
-    let optimizer = contents.origin.optimizer.take();
-    contents.origin.optimizer = optimizer.or_else(|| is_adam.then(|| "adam".to_owned()));
     contents.training.groups = groups;
     let wide: BTreeSet<String> = states.iter().map(|tensor| tensor.spec.name.clone()).collect();
     found.retain(|tensor| !wide.contains(&tensor.spec.name));

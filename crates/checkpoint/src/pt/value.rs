@@ -91,6 +91,9 @@ pub enum Value {
     },
 }
 
+/// What Python's `json` calls the infinities.
+const INFINITIES: [&str; 2] = ["Infinity", "-Infinity"];
+
 impl Value {
     /// Text.
     pub fn str(text: &str) -> Value {
@@ -178,7 +181,8 @@ impl Value {
         }
     }
 
-    /// Plain data as JSON: tuples and sets become lists, what JSON lacks (tensors, objects) is left out as `None`.
+    /// Plain data as JSON: tuples and sets become lists, infinities their names, what JSON lacks (tensors, objects, what is no number)
+    /// is left out as `None`.
     pub fn to_json(&self) -> Option<serde_json::Value> {
         use serde_json::Value as Json;
         Some(match self {
@@ -188,6 +192,7 @@ impl Value {
                 Ok(value) => Json::from(value),
                 Err(_) => Json::from(u64::try_from(*value).ok()?),
             },
+            Value::Float(value) if value.is_infinite() => Json::from(INFINITIES[usize::from(*value < 0.0)]),
             Value::Float(value) => serde_json::Number::from_f64(*value).map(Json::Number)?,
             Value::Str(text) => Json::from(text.as_str()),
             Value::List(items) | Value::Tuple(items) | Value::Set(items) => {
@@ -210,7 +215,7 @@ impl Value {
         })
     }
 
-    /// JSON as plain data.
+    /// JSON as plain data; the names of infinities are infinities.
     pub fn from_json(json: &serde_json::Value) -> Value {
         use serde_json::Value as Json;
         match json {
@@ -221,6 +226,8 @@ impl Value {
                 (None, Some(value)) => Value::Int(value.into()),
                 (None, None) => Value::Float(number.as_f64().unwrap_or(f64::NAN)),
             },
+            Json::String(text) if text == INFINITIES[0] => Value::Float(f64::INFINITY),
+            Json::String(text) if text == INFINITIES[1] => Value::Float(f64::NEG_INFINITY),
             Json::String(text) => Value::str(text),
             Json::Array(items) => Value::List(items.iter().map(Value::from_json).collect()),
             Json::Object(map) => Value::Dict(

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::common::files_below;
+use super::common::rewrite::{as_the_trainer_writes, rewrite, with};
 use ferrospeed_checkpoint::deepspeed::{
     ExportOptions, Fp32Weights, Spelling, export_deepspeed, export_universal, import_deepspeed,
     import_universal,
 };
-use ferrospeed_checkpoint::pt::{PtFile, StorageToWrite, StoredTensor, Unknown, Value, write_pt};
+use ferrospeed_checkpoint::pt::{PtFile, Unknown, Value};
 use ferrospeed_checkpoint::{Checkpoint, Disk, Dtype, Kind, Retention, Target};
 use ferrospeed_testkit::golden::{golden, read_json};
 use safetensors::SafeTensors;
@@ -102,35 +103,18 @@ fn imported(case: &Path, dir: &Path) -> Result<Checkpoint, String> {
 
 /// Writes a file again with the entries of all its dictionaries in the opposite order.
 fn turn_dictionaries(path: &Path) {
-    fn turned(value: &Value, storages: &mut BTreeMap<usize, StoredTensor>) -> Value {
-        let mut pairs = |pairs: &[(Value, Value)]| {
-            pairs.iter().rev().map(|(key, value)| (key.clone(), turned(value, storages))).collect()
+    fn turned(value: &Value) -> Value {
+        let pairs = |pairs: &[(Value, Value)]| {
+            pairs.iter().rev().map(|(key, value)| (key.clone(), turned(value))).collect()
         };
         match value {
             Value::Dict(entries) => Value::Dict(pairs(entries)),
             Value::OrderedDict(entries) => Value::OrderedDict(pairs(entries)),
-            Value::List(items) => Value::List(items.iter().map(|item| turned(item, storages)).collect()),
-            Value::Tensor(tensor) => {
-                let mut whole = tensor.clone();
-                (whole.offset, whole.shape, whole.stride) = (0, vec![tensor.storage_numel], vec![1]);
-                storages.insert(tensor.storage.parse().unwrap(), whole);
-                value.clone()
-            }
+            Value::List(items) => Value::List(items.iter().map(turned).collect()),
             other => other.clone(),
         }
     }
-    let original = PtFile::open(path).unwrap();
-    let mut storages = BTreeMap::new();
-    let value = turned(original.value(), &mut storages);
-    let storages: Vec<StoredTensor> = storages.into_values().collect();
-    let to_write: Vec<StorageToWrite> =
-        storages.iter().map(|one| StorageToWrite { dtype: one.dtype, numel: one.storage_numel }).collect();
-    let beside = path.with_extension("turned");
-    write_pt(&beside, &value, &to_write, &mut |storage, range, out| {
-        original.read(&storages[storage], range, out)
-    })
-    .unwrap();
-    std::fs::rename(beside, path).unwrap();
+    rewrite(path, turned);
 }
 
 /// Copies a recorded checkpoint, and returns the files whose names end with `suffix`, in order.
@@ -159,6 +143,68 @@ fn in_which_order_a_rank_has_written_its_states_does_not_matter() {
         compared += 1;
     }
     assert!(compared > 0, "no recorded checkpoint has states on two ranks");
+}
+
+#[test]
+fn golden_checkpoints_as_the_trainer_has_them_written_bring_their_optimizer() {
+    let mut compared = 0;
+    for case in cases("checkpoint/runs") {
+        let dir = tempfile::tempdir().unwrap();
+        let Ok(expected) = imported(&case, &dir.path().join("expected")) else { continue };
+        let modules = copied(&case.join("ckpt"), &dir.path().join("ckpt"), "model_states.pt");
+        modules.iter().for_each(|module| as_the_trainer_writes(module, 2));
+        let found = imported(dir.path(), &dir.path().join("found")).unwrap();
+        assert!(all(&found) == all(&expected), "{}", case.display());
+        let (found, expected) = (found.manifest(), expected.manifest());
+        assert_eq!(found.origin.optimizer, expected.origin.optimizer, "{}", case.display());
+        assert_eq!(found.origin.optimizer.as_deref(), Some("adam"), "{}", case.display());
+        assert_eq!(found.training.groups, expected.training.groups, "{}", case.display());
+        assert_eq!(found.training.scheduler, Some(serde_json::json!({ "last_batch_iteration": 1 })));
+        let mut config = expected.config.clone();
+        config.as_object_mut().unwrap().remove("optimizer");
+        config["steps_per_print"] = "Infinity".into();
+        assert_eq!(found.config, config, "{}", case.display());
+        compared += 1;
+    }
+    assert!(compared > 8, "{compared}");
+}
+
+#[test]
+fn golden_states_of_an_optimizer_that_nobody_names_are_told_by_their_names() {
+    let case =
+        &cases("checkpoint/runs")[..].iter().find(|case| case.ends_with("z1_fp32_ws2")).unwrap().clone();
+    let dir = tempfile::tempdir().unwrap();
+    let modules = copied(&case.join("ckpt"), &dir.path().join("ckpt"), "model_states.pt");
+    modules.iter().for_each(|module| {
+        // What is no plain data takes nothing else of the configuration with it.
+        let bytes = Value::Bytes(vec![1, 2, 3]);
+        rewrite(module, |value| {
+            let config =
+                with(&with(value.get("ds_config").unwrap(), "optimizer", None), "mine", Some(bytes.clone()));
+            with(value, "ds_config", Some(config))
+        });
+    });
+    for states in files_below(&dir.path().join("ckpt"), "optim_states.pt") {
+        rewrite(&states, |value| renamed(value, "exp_avg_sq", "exp_inf"));
+    }
+    let found = imported(dir.path(), &dir.path().join("found")).unwrap();
+    let said = found.manifest().origin.optimizer.clone().unwrap();
+    assert_eq!(said, "an optimizer that is not named, with exp_avg, exp_inf");
+    assert!(found.manifest().config["train_batch_size"].is_number(), "{}", found.manifest().config);
+}
+
+/// The same with another name for a key, wherever it stands.
+fn renamed(value: &Value, key: &str, name: &str) -> Value {
+    let pairs = |pairs: &[(Value, Value)]| {
+        let named =
+            |found: &Value| if found.as_str() == Some(key) { Value::str(name) } else { found.clone() };
+        pairs.iter().map(|(found, value)| (named(found), renamed(value, key, name))).collect()
+    };
+    match value {
+        Value::Dict(entries) => Value::Dict(pairs(entries)),
+        Value::OrderedDict(entries) => Value::OrderedDict(pairs(entries)),
+        other => other.clone(),
+    }
 }
 
 #[test]

@@ -13,13 +13,12 @@ use ferrospeed_checkpoint::deepspeed::{
 use ferrospeed_checkpoint::directory::LOCK_FILE;
 use ferrospeed_checkpoint::pt::Unknown;
 use ferrospeed_checkpoint::pt::pickle::NOT_ALLOWED;
-use ferrospeed_checkpoint::{
-    Checkpoint, CheckpointError, Disk, Kind, Manifest, Retention, Target, candidates, of_run, resolve,
-    set_aside,
-};
+use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Disk, Kind, Manifest, Retention, Target};
 
 use super::checkpoint_diff;
+use super::checkpoint_verify::verify;
 use super::checkpoint_weights::{Weights, export_hf, to_fp32};
+use super::checkpoint_which::Which;
 use super::output_file::check_place;
 use super::writable::{absent, impossible, remove_empty};
 use crate::failure::Failure;
@@ -29,86 +28,6 @@ use crate::terminal;
 pub(crate) struct CheckpointArgs {
     #[command(subcommand)]
     action: Action,
-}
-
-/// Which checkpoint of a folder.
-#[derive(Debug, Args)]
-pub(super) struct Which {
-    /// The folder that holds checkpoints, one checkpoint's own, or a run's
-    #[arg(value_name = "DIR")]
-    dir: PathBuf,
-    /// The checkpoint's name; without, the one that `latest` names, or the newest
-    #[arg(long, short)]
-    pub(super) tag: Option<String>,
-}
-
-impl Which {
-    /// The folder that holds checkpoints, or the checkpoint's own.
-    pub(super) fn folder(&self) -> PathBuf {
-        of_run(&self.dir)
-    }
-
-    pub(super) fn open(&self) -> Result<Checkpoint, CheckpointError> {
-        let folder = self.folder();
-        let found =
-            resolve(&folder, self.tag.as_deref()).map_err(|error| match (error, put_away(&self.dir)) {
-                (CheckpointError::NotFound { dir, why }, Some(more)) => {
-                    CheckpointError::NotFound { dir, why: format!("{why}; {more}") }
-                }
-                (other, _) => other,
-            })?;
-        Checkpoint::open(&found)
-    }
-
-    /// The same; says which one was taken where the command's own words do not.
-    pub(super) fn open_and_say(&self) -> Result<Checkpoint, CheckpointError> {
-        let checkpoint = self.open()?;
-        if checkpoint.path() != self.dir {
-            terminal::print_note(&format!("{} is taken", checkpoint.path().display()));
-        }
-        Ok(checkpoint)
-    }
-
-    /// The same, to be written as DeepSpeed does; says what has no place there.
-    fn open_for_deepspeed(&self) -> Result<Checkpoint, CheckpointError> {
-        let checkpoint = self.open_and_say()?;
-        let Manifest { tensors, training, .. } = checkpoint.manifest();
-        let of_ranks = tensors.iter().any(|tensor| matches!(tensor.kind, Kind::Rank(_)));
-        if of_ranks || !training.per_parameter.is_empty() {
-            terminal::print_note(
-                "what ranks hold alone of a 1-bit optimizer, and 1-bit LAMB's ratios, have no place in DeepSpeed's files and are left out",
-            );
-        }
-        Ok(checkpoint)
-    }
-
-    /// Says what else is there that is easily overlooked: checkpoints that are not whole, or were put away.
-    fn tell_of_others(&self, checkpoint: &Checkpoint) {
-        let folder = self.folder();
-        // A checkpoint that was named says nothing of its neighbours.
-        if self.tag.is_none() && checkpoint.path() != folder {
-            for (tag, why) in candidates(&folder).map_or(Vec::new(), |(_, broken)| broken) {
-                terminal::print_note(&format!("checkpoint '{tag}' is passed over: {why}"));
-            }
-        }
-        let aside = checkpoint.path().parent().and_then(|folder| set_aside(folder).ok());
-        aside.iter().flatten().for_each(|aside| terminal::print_note(&aside.to_string()));
-        put_away(&self.dir).iter().for_each(|why| terminal::print_note(why));
-    }
-}
-
-/// What to know of a run that another was to replace when it was killed.
-fn put_away(dir: &Path) -> Option<String> {
-    let run = if dir.ends_with("checkpoints") { dir.parent()? } else { dir };
-    let kept = run.join(".replaced");
-    kept.join("checkpoints").is_dir().then(|| {
-        format!(
-            "{} holds the run that `train --overwrite` was about to replace when it was killed: the next `train` into {} gives it back; `checkpoint` takes {} as it is",
-            kept.display(),
-            run.display(),
-            kept.display()
-        )
-    })
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -131,7 +50,7 @@ enum Action {
         #[arg(long)]
         tensors: bool,
     },
-    /// Read everything and compare every checksum
+    /// Read everything and compare every checksum: of one checkpoint, or of all in a folder
     Verify {
         #[command(flatten)]
         which: Which,
@@ -295,16 +214,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
 fn act(action: &Action) -> Result<ExitCode, Failure> {
     match action {
         Action::Inspect { which, json, tensors } => inspect(which, *json, *tensors)?,
-        Action::Verify { which } => {
-            let checkpoint = which.open()?;
-            which.tell_of_others(&checkpoint);
-            let verified = checkpoint.verify()?;
-            let path = checkpoint.path().display();
-            terminal::print_output(&format!(
-                "{path}: whole ({} tensors in {} files, {} bytes)\n",
-                verified.tensors, verified.files, verified.bytes
-            ))?;
-        }
+        Action::Verify { which } => verify(which)?,
         Action::ToFp32 { which, output, overwrite, exclude_frozen_parameters, allow_unknown_objects } => {
             if output.exists() && !overwrite {
                 let why = "is already there; --overwrite replaces it";

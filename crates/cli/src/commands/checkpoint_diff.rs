@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use ferrospeed_checkpoint::{Checkpoint, CheckpointError, TensorEntry, of_run, resolve};
+use ferrospeed_checkpoint::{Checkpoint, CheckpointError, TensorEntry, of_run, resolve_newest};
 
 use crate::failure::Failure;
 use crate::terminal;
@@ -48,7 +48,7 @@ pub(super) fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {
 
 /// The checkpoint that is meant by a folder.
 fn open(dir: &Path) -> Result<Checkpoint, CheckpointError> {
-    Checkpoint::open(&resolve(&of_run(dir), None)?)
+    Checkpoint::open(&resolve_newest(&of_run(dir), None)?)
 }
 
 /// Notes the counters, and the parts of schedule, loss scale and groups, that differ.

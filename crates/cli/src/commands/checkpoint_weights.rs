@@ -12,7 +12,8 @@ use ferrospeed_models::directory::{
 use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
 use ferrospeed_tensor::DType;
 
-use super::checkpoint::{WeightType, Which};
+use super::checkpoint::WeightType;
+use super::checkpoint_which::Which;
 use crate::failure::Failure;
 use crate::terminal;
 

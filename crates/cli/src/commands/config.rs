@@ -8,6 +8,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
 use ferrospeed_engine::refusals;
+use ferrospeed_train::recipe::trainer_defaults;
 use ferrospeed_train::{Recipe, TrainError, layer_reduction_problem};
 use serde_json::{Value, json};
 
@@ -95,10 +96,11 @@ impl InputArgs {
         &self.overrides
     }
 
-    /// Reads a configuration, or the recipe that holds one.
-    fn open(&self) -> Result<Input, Failed> {
+    /// Reads a configuration, or the recipe that holds one. Without a recipe the Trainer's defaults stand for what it would say.
+    fn open(&self, ranks: Option<NonZeroU64>) -> Result<Input, Failed> {
         let Some(path) = self.recipe() else {
-            let (read, auto) = (self.read()?, self.auto_values());
+            let read = self.read()?;
+            let auto = trainer_defaults(&read, ranks.unwrap_or(NonZeroU64::MIN), self.auto_values());
             return Ok(Input { read, auto, recipe: None, contradictions: Vec::new() });
         };
         let recipe = Recipe::load(path, &self.overrides).map_err(Failed::Recipe)?;
@@ -164,7 +166,7 @@ fn print(text: &str) -> Result<ExitCode, Failure> {
 }
 
 fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
-    let examined = args.input.open().and_then(|input| {
+    let examined = args.input.open(args.world_size).and_then(|input| {
         let report = match args.world_size.or(input.ranks()) {
             Some(ranks) => match input.read.resolve(ranks, &input.auto) {
                 Ok((_, report)) | Err(ConfigError::Invalid(report)) => report,
@@ -194,7 +196,7 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
                 let student = layer_reduction_problem(&input.read);
                 let monitors = outputs::problems(&input.read);
                 let problems = folders.into_iter().chain(monitors).chain(refused).chain(student).collect();
-                (problems, Vec::new())
+                (problems, stand_ins(&input.read).into_iter().collect())
             }
         };
         Ok((report, problems, notes))
@@ -228,6 +230,16 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::from(if errors == 0 { 0 } else { 2 }))
 }
 
+/// What is to be said where nothing but a recipe knows the values of `"auto"`s.
+fn stand_ins(read: &Unresolved) -> Option<String> {
+    let count = read.autos().count();
+    (count > 0).then(|| {
+        format!(
+            "{count} value(s) are \"auto\": a recipe (.toml) that names this file as its ds_config fills them in, and is what to check; here the defaults of Hugging Face's Trainer stand for them (`ferrospeed config show` prints which)"
+        )
+    })
+}
+
 /// What an engine would say of a configuration whose ranks and `"auto"`s are not known: it is looked at on one rank, with the
 /// defaults in their place.
 fn refusals_of_an_engine(read: &Unresolved) -> Vec<String> {
@@ -252,7 +264,7 @@ fn refusals_of_an_engine(read: &Unresolved) -> Vec<String> {
 }
 
 fn show(args: &ShowArgs) -> Result<ExitCode, Failure> {
-    let input = args.input.open()?;
+    let input = args.input.open(args.world_size)?;
     let ranks = args.world_size.or(input.ranks()).unwrap_or(NonZeroU64::MIN);
     let Input { read, auto, contradictions, .. } = input;
     if !contradictions.is_empty() {

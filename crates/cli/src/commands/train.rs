@@ -20,7 +20,7 @@ use super::offload_folders::FoldersToMake;
 use super::old_recorders;
 use super::starter::Starter;
 use super::waiting::Waiting;
-use super::{place, train_start};
+use super::{place, train_start, train_words};
 use crate::failure::Failure;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter};
 use crate::terminal::{Paint, print_error, stdout_can_be_redrawn};
@@ -52,22 +52,23 @@ pub(crate) struct TrainArgs {
     /// travel round them) (sequence_parallel_method)
     #[arg(long = "sp_method", alias = "sp-method", value_name = "METHOD", value_parser = ["ulysses", "ring"])]
     sp_method: Option<String>,
-    /// Where the run's files go [default: runs/NAME]
+    /// Where the run's files go [default: runs/NAME, or with --resume the folder of the run that is gone on with]
     #[arg(long, value_name = "DIR")]
     pub(super) out: Option<PathBuf>,
-    /// Go on from a checkpoint: auto (the newest of this run, or from the start where there is none), its name, or a folder
+    /// Go on from a checkpoint: auto (the newest of this run, or from the start where there is none), its name, or a folder: of a run,
+    /// which is gone on with where it is, or of any checkpoint, with which a run of its own begins
     #[arg(long, value_name = "auto|TAG|DIR", num_args = 0..=1, default_missing_value = "auto")]
     pub(super) resume: Option<String>,
     /// With --resume: take weights, counters and schedule of the checkpoint and begin the optimizer's states anew, for another
     /// optimizer say
     #[arg(long = "fresh_optimizer", alias = "fresh-optimizer", requires = "resume")]
-    fresh_optimizer: bool,
+    pub(super) fresh_optimizer: bool,
     /// Remove what an earlier run has left in the folder, and start anew
     #[arg(long, conflicts_with = "resume")]
     pub(super) overwrite: bool,
     /// Leave every other ten steps unlogged and unshown, and say what logs, monitors and progress cost
     #[arg(long = "measure_observing", alias = "measure-observing")]
-    measure_observing: bool,
+    pub(super) measure_observing: bool,
     /// Change a key of the recipe (steps=8) or of the ds_config (zero_optimization.stage=3); may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
@@ -76,13 +77,13 @@ pub(crate) struct TrainArgs {
     pub(super) force: bool,
     /// Write a timeline of all ranks, for Perfetto or Chrome [default: the recipe's]
     #[arg(long, value_name = "FILE")]
-    trace: Option<PathBuf>,
+    pub(super) trace: Option<PathBuf>,
     /// Search for the fastest configuration in short runs: tune writes it down, run also trains with it
     #[arg(long, value_name = "tune|run", conflicts_with_all = ["resume", "measure_observing"])]
     autotuning: Option<Autotuning>,
     /// One short run of such a search: nothing is validated, sampled or exported
     #[arg(long, hide = true)]
-    experiment: bool,
+    pub(super) experiment: bool,
     /// Where to compute: auto (a GPU where there is one), cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "FERROSPEED_DEVICE", value_parser = DeviceChoice::parse)]
     device: DeviceChoice,
@@ -109,7 +110,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let starter = Starter::of_this_process();
     let mut recipe = args.load_recipe()?;
     let place = place::of_this_process()?;
-    let folder = RunFolder::at(args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name)));
+    let folder = args.folder(&recipe);
     let Some(place) = place else {
         let _made = FoldersToMake::of(&recipe);
         let (folder, _lock) = train_start::begin(args, &recipe, folder, &requests)?;
@@ -210,7 +211,7 @@ impl TrainArgs {
         words
     }
 
-    fn overrides(&self) -> Vec<String> {
+    pub(super) fn overrides(&self) -> Vec<String> {
         let sizes = [
             ("pipeline.stages", self.pp),
             ("tensor_parallel.autotp_size", self.tp),
@@ -228,6 +229,15 @@ impl TrainArgs {
         [self.pp, self.tp, self.sp].into_iter().flatten().fold(1, u32::saturating_mul)
     }
 
+    /// Where the run goes, as far as it is asked for: that of an earlier one it leaves alone later.
+    fn folder(&self, recipe: &Recipe) -> RunFolder {
+        let usual = RunFolder::at(PathBuf::from("runs").join(&recipe.name));
+        match &self.out {
+            Some(out) => RunFolder::at(out),
+            None => self.resume().home(&usual, &recipe.name).unwrap_or(usual),
+        }
+    }
+
     pub(super) fn resume(&self) -> Resume {
         self.resume.as_deref().map_or(Resume::No, Resume::parse)
     }
@@ -242,15 +252,7 @@ fn start_ranks(
 ) -> Result<ExitCode, Failure> {
     let program = std::env::current_exe()
         .map_err(|error| Failure::Run(format!("cannot find this program: {error}")))?;
-    let mut words = vec!["train".to_owned(), args.recipe.display().to_string()];
-    words.extend(["--out".to_owned(), folder.path().display().to_string()]);
-    words.extend(args.words_of_place(recipe.ranks));
-    words.extend(args.measure_observing.then(|| "--measure_observing".to_owned()));
-    words.extend(args.trace.iter().flat_map(|file| ["--trace".to_owned(), file.display().to_string()]));
-    words.extend(args.experiment.then(|| "--experiment".to_owned()));
-    words.extend(args.resume.iter().map(|from| format!("--resume={from}")));
-    words.extend(args.fresh_optimizer.then(|| "--fresh_optimizer".to_owned()));
-    words.extend(args.overrides().into_iter().flat_map(|assignment| ["--set".to_owned(), assignment]));
+    let words = train_words::of_ranks(args, recipe, folder);
     let mut job = LocalJob::new(program.display().to_string(), words, recipe.ranks);
     job.output = OutputMode::Plain;
     if let Some(terminal) = crate::progress::terminal() {
@@ -347,7 +349,12 @@ fn run_rank(
         Err(error) => return Err(train_start::failure(error)),
     };
     if rank == 0 {
-        progress.conclude(&conclusion(&recipe, &summary, folder));
+        let steps = (summary.ending == Ending::Finished).then(|| recipe.steps.saturating_mul(2));
+        // How many ranks there are is the launcher's business, where there is another one.
+        let is_ours = matches!(standing, Standing::Alone) || std::env::var_os(LOOKED_AHEAD).is_some();
+        let ranks = is_ours.then_some(recipe.ranks);
+        let again = train_words::to_go_on(args, folder, ranks, steps);
+        progress.conclude(&conclusion(&recipe, &summary, folder, &again));
     }
     leave_together(&world, summary.ending)
 }
@@ -387,8 +394,8 @@ fn watch_signals() -> Result<StopRequests, Failure> {
     Ok(requests)
 }
 
-/// What a person wants to know at the end.
-fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder) -> String {
+/// What a person wants to know at the end; `again` is the command that goes on.
+fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder, again: &str) -> String {
     let mut text = String::new();
     if let Some(sample) = &summary.sample {
         text.push_str(&format!("\n--- sample ---\n{sample}\n---\n"));
@@ -403,7 +410,7 @@ fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder) -> String 
     });
     if summary.new_steps == 0 {
         text.push_str(&format!(
-            "\nall {} steps were taken before: nothing is left to do; --set steps=N, with a larger N, goes on\nweights  {}\n",
+            "\nall {} steps were taken before: nothing is left to do\nweights  {}\ngo on    {again}\n",
             summary.steps,
             folder.model().display()
         ));
@@ -440,8 +447,8 @@ fn conclusion(recipe: &Recipe, summary: &Summary, folder: &RunFolder) -> String 
     if summary.ending != Ending::Left {
         text.push_str(&format!("weights  {}\n", folder.model().display()));
     }
-    if summary.ending != Ending::Finished {
-        text.push_str("go on with --resume\n");
+    if summary.checkpoint.is_some() {
+        text.push_str(&format!("go on    {again}\n"));
     }
     text
 }

@@ -253,7 +253,8 @@ fn recover(folder: &RunFolder) -> Result<(), Failure> {
 fn own_folder(args: &TrainArgs, folder: RunFolder) -> Result<RunFolder, Failure> {
     recover(&folder)?;
     let busy = folder.check_free();
-    if args.resume.is_some() || args.overwrite || !folder.holds_run() {
+    let goes_on = args.resume.is_some() && (args.out.is_some() || !args.resume().is_elsewhere(&folder));
+    if goes_on || args.overwrite || !folder.holds_run() {
         return busy.map(|()| folder).map_err(failure);
     }
     if args.out.is_some() {
@@ -296,7 +297,7 @@ fn look_ahead(
     if args.overwrite {
         return Ok(model);
     }
-    let start = args.resume().find(folder).map_err(failure)?;
+    let start = args.resume().find(folder, &recipe.name).map_err(failure)?;
     start.check_model(&model).map_err(failure)?;
     if args.resume.is_some() && start.candidates.is_empty() {
         // A run that has ended cannot be made again from what it left.
@@ -378,6 +379,9 @@ pub(super) fn failure(error: TrainError) -> Failure {
         TrainError::Recipe { .. }
         | TrainError::Occupied { .. }
         | TrainError::Used { .. }
+        | TrainError::NoFolderOfItsOwn { .. }
+        | TrainError::AnotherRun { .. }
+        | TrainError::Undoes { .. }
         | TrainError::AnotherModel { .. } => Failure::Usage(error.to_string()),
         TrainError::StoppedAtOnce(ending) => Failure::Stopped(exit_code(ending), error.to_string()),
         TrainError::Checkpoint(error) => error.into(),

@@ -248,7 +248,7 @@ fn a_signal_saves_at_the_end_of_the_step_and_gives_its_own_code() {
             let output = support::finish(child);
             let said = format!("{ranks} ranks, {name}:\n{}\n{}", stdout(&output), stderr(&output));
             assert_eq!(output.status.code(), Some(code), "{said}");
-            assert!(stdout(&output).contains("go on with --resume"), "{said}");
+            assert!(stdout(&output).contains("\ngo on    ferrospeed train recipe.toml --resume "), "{said}");
             let run = place.run("stopped");
             let done = lines(&log).len();
             assert!(run.join(format!("checkpoints/global_step{done}/manifest.json")).is_file(), "{said}");
@@ -374,7 +374,7 @@ fn a_diverged_run_with_nothing_left_to_do_is_still_diverged() {
             let (code, said) = train(&["--resume"], rate);
             assert_eq!(code, Some(1), "{name}: {said}");
             assert!(said.contains("the last 5 steps is not a number"), "{name}: {said}");
-            assert!(said.contains("--resume global_step4 goes on after step 4"), "{name}: {said}");
+            assert!(said.contains("/checkpoints/global_step4 goes on after step 4"), "{name}: {said}");
             let outcome = std::fs::read_to_string(run.join("outcome.json")).unwrap();
             assert!(outcome.contains("the run has diverged"), "{name}: {outcome}");
             assert!(weights(&run) == good, "{name}: broken weights were exported");
@@ -396,7 +396,7 @@ fn a_loss_scale_that_cannot_fall_shows_the_way_back() {
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("overflowed at the smallest loss scale allowed"), "{said}");
-    assert!(said.contains("--resume global_step2 goes on after step 2"), "{said}");
+    assert!(said.contains("/checkpoints/global_step2 goes on after step 2"), "{said}");
 }
 
 #[test]
@@ -465,12 +465,15 @@ fn a_damaged_log_costs_its_bad_lines_and_no_run() {
     assert!(said.contains("log.jsonl: 13 steps before the checkpoint are not in it: 8 to 20"), "{said}");
     assert_eq!(lines(&log).last().unwrap()["step"], 21);
 
-    // One with a gap, and one that is gone.
+    // One with a gap, and one that is gone, of a run that was killed.
+    let killed = || std::fs::remove_file(run.join("outcome.json")).unwrap();
+    killed();
     let lines: Vec<&[u8]> = whole.split_inclusive(|&byte| byte == b'\n').collect();
     std::fs::write(&log, [&lines[..2], &lines[3..4], &lines[6..]].concat().concat()).unwrap();
     let said = stderr(&place.train("small", &["--resume", "global_step10", "--set", "steps=11"]));
     assert!(said.contains("log.jsonl: 3 steps before the checkpoint are not in it: 3, 5 to 6"), "{said}");
     std::fs::remove_file(&log).unwrap();
+    killed();
     let said = stderr(&place.train("small", &["--resume", "global_step10", "--set", "steps=11"]));
     assert!(said.contains("log.jsonl: 10 steps before the checkpoint are not in it: 1 to 10"), "{said}");
 }

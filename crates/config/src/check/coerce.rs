@@ -37,6 +37,7 @@ pub(super) fn scalar(node: &Node, kind: &Kind, form: Form) -> Result<Fit, Misfit
             let number = fit.value.as_i64().unwrap_or(i64::MAX);
             if number < *min || number > *max { Err(out_of_range(node, kind)) } else { Ok(fit) }
         }
+        Kind::Interval => interval(node, kind, form),
         Kind::IntChoice(choices) => int_choice(node, kind, choices),
         Kind::Float(range) => float(node, kind, *range, form),
         Kind::Text => match &node.content {
@@ -123,14 +124,25 @@ fn integer(node: &Node, kind: &Kind, form: Form) -> Result<Fit, Misfit> {
                 Err(Misfit { help: format!("write {value} without quotes"), ..wrong_type(node, kind) })
             }
             (Err(_), _) => Err(match text.trim().parse::<f64>() {
-                Ok(_) => {
+                Ok(number) if number.is_finite() => {
                     Misfit { help: format!("write {} without quotes", text.trim()), ..wrong_type(node, kind) }
                 }
-                Err(_) => wrong_type(node, kind),
+                _ => wrong_type(node, kind),
             }),
         },
         _ => Err(wrong_type(node, kind)),
     }
+}
+
+/// Python's infinity, as JSON has it (`Infinity`) and as text, is never.
+fn interval(node: &Node, kind: &Kind, form: Form) -> Result<Fit, Misfit> {
+    if let Content::Text(text) = &node.content
+        && text.trim().parse() == Ok(f64::INFINITY)
+    {
+        return Ok(Value::Null.into());
+    }
+    let fit = integer(node, kind, form)?;
+    if fit.value.as_i64().is_some_and(|steps| steps >= 1) { Ok(fit) } else { Err(out_of_range(node, kind)) }
 }
 
 fn int_choice(node: &Node, kind: &Kind, choices: &[i64]) -> Result<Fit, Misfit> {
@@ -244,6 +256,7 @@ pub(crate) fn describe(kind: &Kind) -> String {
         Kind::Int { min: i64::MIN, max: i64::MAX } => "an integer".into(),
         Kind::Int { min, max: i64::MAX } => format!("an integer ≥ {min}"),
         Kind::Int { min, max } => format!("an integer from {min} to {max}"),
+        Kind::Interval => "an integer ≥ 1, or Infinity".into(),
         Kind::IntChoice(choices) => list_of(choices.iter().map(i64::to_string)),
         Kind::Float(range) => describe_range(range),
         Kind::Text => "a string".into(),

@@ -329,6 +329,7 @@ fn takes_auto(kind: &Kind, form: Form) -> bool {
     match kind {
         Kind::Bool
         | Kind::Int { .. }
+        | Kind::Interval
         | Kind::IntChoice(_)
         | Kind::Float(_)
         | Kind::List { .. }
@@ -348,7 +349,10 @@ fn fits_shape(kind: &Kind, node: &Node) -> bool {
         Content::List(_) => matches!(kind, Kind::List { .. } | Kind::Json),
         Content::Bool(_) => matches!(kind, Kind::Bool | Kind::Json),
         Content::Number(_) => {
-            matches!(kind, Kind::Int { .. } | Kind::IntChoice(_) | Kind::Float(_) | Kind::Json)
+            matches!(
+                kind,
+                Kind::Int { .. } | Kind::Interval | Kind::IntChoice(_) | Kind::Float(_) | Kind::Json
+            )
         }
         Content::Text(_) => matches!(
             kind,

@@ -130,6 +130,8 @@ fn literal(word: &str, start: usize) -> Result<Option<Content>, Failure> {
         "true" => Some(Content::Bool(true)),
         "false" => Some(Content::Bool(false)),
         "null" => Some(Content::Null),
+        // What Python writes for numbers that JSON has not; whoever takes one takes its name.
+        "Infinity" | "-Infinity" | "NaN" => Some(Content::Text(word.to_owned())),
         _ if is_number(word) => Some(Content::Number(number(word).ok_or_else(|| {
             Failure::at(
                 start,

@@ -291,6 +291,7 @@ pub(super) const NEBULA: &[Key] = &[
 /// `compile`.
 pub(super) const COMPILE: &[Key] = &[
     key("enabled", Kind::Bool, "false", "Compile the model."),
+    key("disable", Kind::Bool, "false", "Compile nothing, whatever else is said."),
     key("backend", Kind::Text, "\"inductor\"", "Compiler."),
     key("kwargs", Kind::Json, "{}", "Passed to it."),
     key("deepcompile", Kind::Bool, "false", "Let the compiler place gathers and reductions."),

@@ -79,6 +79,8 @@ pub enum Kind {
         /// The largest.
         max: i64,
     },
+    /// After how many steps something comes again: an integer of at least one, or infinity (`Infinity`, `"inf"`), which is `null`.
+    Interval,
     /// One of a few integers.
     IntChoice(&'static [i64]),
     /// A number in a range.

@@ -48,9 +48,9 @@ pub const ROOT: &[Key] = &[
     .done(),
     key(
         "steps_per_print",
-        POSITIVE_COUNT,
+        Kind::Interval,
         "10",
-        "Report progress every this many optimizer steps; `null` never does.",
+        "Report progress every this many optimizer steps; `null` and infinity, which accelerate writes, never do.",
     )
     .nullable()
     .done(),

@@ -102,7 +102,7 @@ fn batch_sizes_that_disagree_are_shown_as_a_sum() {
 fn an_unfilled_auto_is_named() {
     assert_eq!(
         refuse("{ \"train_batch_size\": 8, \"gradient_clipping\": \"auto\" }"),
-        "ds.json:1:26: error: `gradient_clipping`: is \"auto\", and neither the recipe nor the model gives a value for it\n  help: write the value, or remove the key to take the default"
+        "ds.json:1:26: error: `gradient_clipping`: is \"auto\", and neither the recipe nor the model gives a value for it\n  help: write the value, remove the key to take the default, or use a recipe that names this file, which fills it in"
     );
 }
 
@@ -350,4 +350,29 @@ fn a_curriculum_by_metrics_names_what_it_lacks() {
     let alone =
         warnings(r#"{"train_batch_size": 1, "data_efficiency": {"data_sampling": {"enabled": true}}}"#);
     assert!(alone.contains("has an effect with `curriculum_learning.enabled` only"), "{alone}");
+}
+
+#[test]
+fn infinity_as_python_writes_it_is_never() {
+    let resolved = |text: &str| {
+        let read = Config::from_str("ds.json", text).expect(text);
+        let ranks = 1.try_into().expect("1 is not 0");
+        let resolved = read.resolve(ranks, &AutoValues::new());
+        resolved.unwrap_or_else(|error| panic!("{text}: {error}")).0
+    };
+    for infinity in ["Infinity", "\"Infinity\"", "\"inf\"", "inf\n", "null"] {
+        // What accelerate writes stands between others.
+        let config = resolved(&format!("{{ \"steps_per_print\": {infinity}, \"train_batch_size\": 8 }}"));
+        assert_eq!(config.steps_per_print, None, "{infinity}");
+        assert!(config.to_json()["steps_per_print"].is_null(), "{infinity}");
+    }
+    assert_eq!(
+        refuse("{ \"train_batch_size\": 8, \"steps_per_print\": -Infinity }"),
+        "ds.json:1:26: error: `steps_per_print`: expected an integer ≥ 1, or Infinity, found the string \"-Infinity\""
+    );
+    assert_eq!(
+        refuse("{ \"train_batch_size\": \"inf\" }"),
+        "ds.json:1:3: error: `train_batch_size`: expected an integer ≥ 1, found the string \"inf\""
+    );
+    resolved("{ \"train_batch_size\": 8, \"compile\": { \"disable\": false, \"backend\": \"inductor\" } }");
 }

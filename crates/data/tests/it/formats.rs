@@ -187,6 +187,12 @@ fn text_becomes_tokens_once_and_again_when_it_changes() {
     assert_eq!(read(), (false, 4));
     std::fs::write(&file, "three").unwrap();
     assert_eq!(read(), (true, 6));
+    // As an editor, or an archive, may leave it.
+    let time = std::fs::metadata(&file).unwrap().modified().unwrap();
+    std::fs::write(&file, "THREE").unwrap();
+    std::fs::File::options().write(true).open(&file).unwrap().set_modified(time).unwrap();
+    assert_eq!(read(), (true, 6));
+    assert_eq!(read(), (false, 6));
     // A token file that was cut off, or never got its manifest, is made anew.
     for entry in std::fs::read_dir(&cache).unwrap() {
         let path = entry.unwrap().path();
@@ -195,6 +201,44 @@ fn text_becomes_tokens_once_and_again_when_it_changes() {
         }
     }
     assert_eq!(read(), (true, 6));
+}
+
+/// Whoever goes on to write behind the place where a file was cut leaves a hole, which reads as zeros.
+#[test]
+fn what_is_cut_or_changed_while_it_becomes_tokens_is_never_a_cache() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));
+    let text: Vec<u8> = (0..12 << 20).map(|at: u32| b'a' + (at / 7 % 26) as u8).collect();
+    std::fs::write(&file, &text).unwrap();
+    let source = Source::Text { paths: vec![file.clone()], extensions: vec![] };
+    let found = |part: &str| {
+        let entries = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().path());
+        entries.filter(|path| path.to_str().unwrap().contains(part)).collect::<Vec<_>>()
+    };
+    let set_len = |path: &Path, len: u64| {
+        std::fs::File::options().write(true).open(path).unwrap().set_len(len).unwrap();
+    };
+    let refused = |change: &dyn Fn()| {
+        let mut told = 0;
+        let made = source.open(&Codec::Bytes, &cache, &mut |now| {
+            told += 1;
+            if told == 2 {
+                change();
+            }
+            unheard(now)
+        });
+        assert!(found(".partial").is_empty() && found(".json").is_empty(), "nothing of it stays");
+        made.err().expect("no whole cache").to_string()
+    };
+    for part in [".bin.partial", ".ends.partial"] {
+        let said = refused(&|| set_len(&found(part)[0], 10));
+        assert!(said.contains("is not what was written to it"), "{part}: {said}");
+    }
+    let said = refused(&|| set_len(&file, text.len() as u64 - 1));
+    assert!(said.contains("text: was changed while it became tokens"), "{said}");
+    std::fs::write(&file, &text).unwrap();
+    let stream = source.open(&Codec::Bytes, &cache, &mut unheard).unwrap();
+    assert!(all(&*stream).iter().zip(&text).all(|(token, byte)| *token == i64::from(*byte)));
 }
 
 #[test]

@@ -83,7 +83,7 @@ impl Recipe {
                 problems.extend(self.shard_problems(&config));
                 problems.extend(self.spread_problems(&config));
                 if config.optimizer.is_none() {
-                    problems.push("optimizer: nothing trains without one; add it to the ds_config".into());
+                    problems.push("optimizer: nothing trains without one; add it to the ds_config, or [training] with a learning_rate, which has the AdamW of Hugging Face's Trainer".into());
                 }
             }
             Err(error) => problems.push(error.to_string().replace('\n', "\n  ")),

@@ -12,7 +12,7 @@ use ferrospeed_config::{AutoValues, Config, ConfigError, Unresolved};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::Recipe;
+use super::{Recipe, trainer};
 use crate::model::ModelPlan;
 
 /// What fills `"auto"`s.
@@ -58,15 +58,15 @@ pub struct TrainingRecipe {
 }
 
 /// The value of one option of the ds_config.
-struct Answer {
+pub(super) struct Answer {
     /// The keys of `[training]` that it belongs to, as messages name them.
     key: &'static str,
     /// The option.
-    path: &'static str,
+    pub(super) path: &'static str,
     /// What the recipe says.
     given: Option<Value>,
     /// What holds where it does not, and why.
-    otherwise: (Value, String),
+    pub(super) otherwise: (Value, String),
 }
 
 /// What holds where the recipe says nothing.
@@ -109,7 +109,7 @@ impl TrainingRecipe {
     }
 
     /// Every option that follows from the table alone, or from the options beside it.
-    fn values(&self, steps: u64, config: &Unresolved) -> Vec<Answer> {
+    pub(super) fn values(&self, steps: u64, config: &Unresolved) -> Vec<Answer> {
         let betas = match (self.adam_beta1, self.adam_beta2) {
             (None, None) => None,
             (first, second) => Some(json!([first.unwrap_or(0.9), second.unwrap_or(0.999)])),
@@ -169,7 +169,7 @@ impl TrainingRecipe {
 }
 
 /// What the model says about the run.
-struct ModelFacts {
+pub(super) struct ModelFacts {
     width: u64,
     /// `dtype` of its `config.json`.
     dtype: Option<String>,
@@ -189,7 +189,11 @@ impl Recipe {
     pub fn unresolved(&self) -> Result<(Unresolved, AutoValues, Vec<String>), ConfigError> {
         let training = self.training.clone().unwrap_or_default();
         let (mut config, mut problems) = (self.ds_config.clone(), Vec::new());
-        let read = Config::from_value("ds_config", &config)?;
+        let mut read = Config::from_value("ds_config", &config)?;
+        if self.leaves_optimizer_to_trainer(&read) {
+            config["optimizer"] = trainer::optimizer();
+            read = Config::from_value("ds_config", &config)?;
+        }
         let facts = ModelFacts::of(self);
         let mut values = training.values(self.steps, &read);
         values.extend(training.precision(&read, facts.as_ref()));
@@ -212,7 +216,7 @@ impl Recipe {
                     taken.push(value.key);
                     problems.push(contradiction(value.key, given, value.path, written));
                 }
-                None if takes(&self.ds_config, value.path) => {
+                None if takes(&config, value.path) => {
                     taken.push(value.key);
                     write_auto(&mut config, value.path);
                 }
@@ -228,27 +232,24 @@ impl Recipe {
         problems.retain(|problem| {
             !taken.iter().any(|key| problem.starts_with(&format!("training.{key}: nothing")))
         });
-        let auto = self.batch_sizes(&training, &read, &mut config, auto, &mut problems);
+        training.check_batch_sizes(&read, &mut config, &mut problems);
+        let auto = training.batch_sizes(&read, self.data_ranks(), auto);
         Ok((Config::from_value("ds_config", &config)?, auto, problems))
     }
+}
 
-    /// The three batch sizes, of which two say the third.
-    fn batch_sizes(
-        &self,
-        training: &TrainingRecipe,
-        read: &Unresolved,
-        config: &mut Value,
-        mut auto: AutoValues,
-        problems: &mut Vec<String>,
-    ) -> AutoValues {
-        let [micro_path, steps_path, train_path] =
-            ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"];
-        let written = |path: &str| read.given(path).and_then(Value::as_u64);
+const BATCH_SIZES: [&str; 3] =
+    ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"];
+
+impl TrainingRecipe {
+    /// Where batch sizes of the recipe and the ds_config contradict each other; those of the recipe alone get their place.
+    fn check_batch_sizes(&self, read: &Unresolved, config: &mut Value, problems: &mut Vec<String>) {
+        let [micro_path, steps_path, _] = BATCH_SIZES;
         for (key, path, given) in [
-            ("per_device_train_batch_size", micro_path, training.per_device_train_batch_size),
-            ("gradient_accumulation_steps", steps_path, training.gradient_accumulation_steps),
+            ("per_device_train_batch_size", micro_path, self.per_device_train_batch_size),
+            ("gradient_accumulation_steps", steps_path, self.gradient_accumulation_steps),
         ] {
-            match (given, written(path)) {
+            match (given, read.given(path).and_then(Value::as_u64)) {
                 (Some(given), Some(written)) if given != written => {
                     problems.push(contradiction(key, &given.into(), path, &written.into()));
                 }
@@ -256,10 +257,21 @@ impl Recipe {
                 _ => {}
             }
         }
+    }
+
+    /// The three batch sizes, of which two say the third.
+    pub(super) fn batch_sizes(
+        &self,
+        read: &Unresolved,
+        ranks: NonZeroU64,
+        mut auto: AutoValues,
+    ) -> AutoValues {
+        let [micro_path, steps_path, train_path] = BATCH_SIZES;
+        let written = |path: &str| read.given(path).and_then(Value::as_u64);
         let train = written(train_path);
         // Where both say something the contradiction is told; one of them is enough to go on.
-        let micro = written(micro_path).or(training.per_device_train_batch_size);
-        let steps = written(steps_path).or(training.gradient_accumulation_steps);
+        let micro = written(micro_path).or(self.per_device_train_batch_size);
+        let steps = written(steps_path).or(self.gradient_accumulation_steps);
         let size = |size: Option<u64>| size.and_then(NonZeroU64::new);
         let given = GivenBatchSizes {
             train: size(train),
@@ -267,7 +279,7 @@ impl Recipe {
             micro: size(micro.or_else(|| train.is_none().then_some(8))),
             accumulation: size(steps),
         };
-        let Ok(sizes) = batch::complete(given, self.data_ranks()) else {
+        let Ok(sizes) = batch::complete(given, ranks) else {
             // The resolution says what does not agree.
             for (path, value) in [(micro_path, micro.unwrap_or(8)), (steps_path, steps.unwrap_or(1))] {
                 auto = auto.with(path, value);
@@ -282,12 +294,12 @@ impl Recipe {
         auto.with_source(
             micro_path,
             sizes.train_micro_batch_size_per_gpu.get(),
-            from(training.per_device_train_batch_size.is_some(), "per_device_train_batch_size"),
+            from(self.per_device_train_batch_size.is_some(), "per_device_train_batch_size"),
         )
         .with_source(
             steps_path,
             sizes.gradient_accumulation_steps.get(),
-            from(training.gradient_accumulation_steps.is_some(), "gradient_accumulation_steps"),
+            from(self.gradient_accumulation_steps.is_some(), "gradient_accumulation_steps"),
         )
         .with_source(
             train_path,
@@ -295,11 +307,9 @@ impl Recipe {
             "micro-batch size × accumulation steps × ranks",
         )
     }
-}
 
-impl TrainingRecipe {
     /// `fp16.enabled` and `bf16.enabled`: the recipe's, or the type of the model's weights unless the other is on.
-    fn precision(&self, read: &Unresolved, facts: Option<&ModelFacts>) -> Vec<Answer> {
+    pub(super) fn precision(&self, read: &Unresolved, facts: Option<&ModelFacts>) -> Vec<Answer> {
         let of_model = |dtype: &str| facts.and_then(|facts| facts.dtype.as_deref()) == Some(dtype);
         let is_on =
             |own: Option<bool>, path: &str| own.unwrap_or(read.given(path) == Some(&Value::Bool(true)));

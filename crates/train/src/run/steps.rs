@@ -15,10 +15,11 @@ use ferrospeed_tensor::Tensor;
 
 use super::{Progress, Run, RunInfo};
 use crate::architecture::{self, check_same};
-use crate::checkpoint::{Checkpoints, Ending, Resume, Resumed, RunState, StopRequests};
+use crate::checkpoint::{Checkpoints, Ending, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
 use crate::health::Health;
+use crate::resume::Resume;
 use crate::told::{self, Own};
 
 impl Run<'_> {

@@ -1,6 +1,7 @@
 //! Comparing what a torch file holds with the recorded description of it.
 
 pub(crate) mod recorded;
+pub(crate) mod rewrite;
 
 use std::path::{Path, PathBuf};
 
