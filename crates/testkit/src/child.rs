@@ -31,6 +31,29 @@ pub fn alone(module: &str, function: &str) -> Command {
     command
 }
 
+/// Whether this process is the test's own, for one that measures what its process or the children of it hold. Where others run beside
+/// it, it is started again in a process of its own, which has to pass.
+///
+/// ```no_run
+/// # use ferrospeed_testkit::child;
+/// if !child::has_process_alone(module_path!(), "what_this_process_holds_is_measured") {
+///     return;
+/// }
+/// ```
+///
+/// # Panics
+/// When the other process does not pass.
+pub fn has_process_alone(module: &str, function: &str) -> bool {
+    const ALONE: &str = "FERROSPEED_TEST_ALONE";
+    let own = name(module, function);
+    if std::env::var(ALONE).is_ok_and(|test| test == own) {
+        return true;
+    }
+    let output = alone(module, function).env(ALONE, own).output().expect("the test's own executable starts");
+    assert_passed(&output);
+    false
+}
+
 /// That one test ran and passed: a name that no test has ends well too.
 ///
 /// # Panics

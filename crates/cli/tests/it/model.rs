@@ -1,5 +1,6 @@
 //! `ferrospeed model` on real directories, sound and hostile.
 
+use ferrospeed_testkit::child;
 use std::path::{Path, PathBuf};
 
 use super::support::{ferrospeed, stderr, stdout};
@@ -476,6 +477,9 @@ fn unknown_models_and_rotary_kinds_are_refused_with_what_is_known() {
 /// 120 MB of weights pass through the commands; no process may hold half of them at any time.
 #[test]
 fn large_models_stream() {
+    if !child::has_process_alone(module_path!(), "large_models_stream") {
+        return;
+    }
     const LIMIT_BYTES: u64 = 56 << 20;
     let folder = tempfile::tempdir().unwrap();
     let [wide, narrow] = ["wide", "narrow"].map(|name| folder.path().join(name));

@@ -1,5 +1,6 @@
 //! Every operation, against a plain reference, with ranks as threads.
 
+use ferrospeed_testkit::child;
 use std::time::{Duration, Instant};
 
 use super::support::{on_threads, script};
@@ -125,6 +126,9 @@ fn a_message_of_another_length_is_an_error_on_both_sides() {
 
 #[test]
 fn registered_memory_is_given_back_when_dropped() {
+    if !child::has_process_alone(module_path!(), "registered_memory_is_given_back_when_dropped") {
+        return;
+    }
     on_threads(2, |world| {
         for _ in 0..200 {
             let memory = world.allocate(8 << 20).unwrap();

@@ -18,10 +18,10 @@ mod ranks;
 mod run;
 mod tail;
 
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::json;
@@ -29,7 +29,7 @@ use serde_json::json;
 use http::{Request, Response};
 use run::WatchedRun;
 
-/// More connections at a time are turned away.
+/// Where there are more connections at a time, the one that has been without a request for longest gives way.
 const MOST_CONNECTIONS: usize = 32;
 /// More runs are not shown: those that changed last are.
 const MOST_RUNS: usize = 16;
@@ -70,23 +70,64 @@ impl Server {
 
     /// Answers until the process ends.
     pub fn run(self) {
-        let busy = Arc::new(AtomicUsize::new(0));
+        let connections = Arc::new(Connections::default());
         for stream in self.listener.incoming() {
             // A connection that failed before it was taken concerns nobody else.
             let Ok(stream) = stream else { continue };
-            if busy.fetch_add(1, Ordering::AcqRel) >= MOST_CONNECTIONS {
-                busy.fetch_sub(1, Ordering::AcqRel);
-                continue;
-            }
-            let (runs, own_busy) = (self.runs.clone(), busy.clone());
+            let Some(number) = connections.enter(&stream) else { continue };
+            let (runs, of_thread) = (self.runs.clone(), connections.clone());
             let started = std::thread::Builder::new().name("watch".into()).spawn(move || {
-                http::serve(stream, |request| answer(request, &runs));
-                own_busy.fetch_sub(1, Ordering::AcqRel);
+                http::serve(stream, |request| {
+                    of_thread.has_asked(number);
+                    answer(request, &runs)
+                });
+                of_thread.leave(number);
             });
             if started.is_err() {
-                busy.fetch_sub(1, Ordering::AcqRel);
+                connections.leave(number);
             }
         }
+    }
+}
+
+/// Who is connected.
+#[derive(Debug, Default)]
+struct Connections(Mutex<Connected>);
+
+#[derive(Debug, Default)]
+struct Connected {
+    entered: u64,
+    count: usize,
+    /// Those whose request has not come, the first of them first.
+    silent: BTreeMap<u64, TcpStream>,
+}
+
+impl Connections {
+    /// Takes a newcomer, whose number it gives. Where all have asked and wait for answers there is no room.
+    fn enter(&self, stream: &TcpStream) -> Option<u64> {
+        let mut connected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if connected.count >= MOST_CONNECTIONS {
+            let (_, silent) = connected.silent.pop_first()?;
+            // Whoever reads from it finds its end, and leaves.
+            let _ = silent.shutdown(Shutdown::Both);
+        }
+        connected.entered += 1;
+        connected.count += 1;
+        let number = connected.entered;
+        if let Ok(stream) = stream.try_clone() {
+            connected.silent.insert(number, stream);
+        }
+        Some(number)
+    }
+
+    fn has_asked(&self, number: u64) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).silent.remove(&number);
+    }
+
+    fn leave(&self, number: u64) {
+        let mut connected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        connected.silent.remove(&number);
+        connected.count -= 1;
     }
 }
 

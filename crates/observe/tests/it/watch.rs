@@ -254,6 +254,17 @@ fn silent_clients_are_dropped_and_do_not_keep_others_out() {
 }
 
 #[test]
+fn who_asks_takes_the_place_of_who_was_silent_for_longest() {
+    let place = tempfile::tempdir().unwrap();
+    let address = start(&[place.path().to_owned()]);
+    let silent: Vec<TcpStream> = (0..40).map(|_| TcpStream::connect(address).unwrap()).collect();
+    for _ in 0..3 {
+        assert!(get(address, "/", "").0.starts_with("HTTP/1.1 200 OK\r\n"));
+    }
+    drop(silent);
+}
+
+#[test]
 fn damaged_requests_are_answered_with_a_status_or_dropped() {
     let address = start(&[]);
     let request =

@@ -18,9 +18,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::fault::Fault;
-use super::room::{Place, Room};
+use super::room::{Arriving, Place, Room};
 use super::wire::Wire;
-use super::{App, ServerOptions, router};
+use super::{App, ServerOptions, descriptors, router};
 use crate::engine::Engine;
 use crate::error::{Result, ServeError};
 
@@ -56,7 +56,8 @@ impl Server {
 
     /// Answers until `stop` is ready; then lets what runs finish within the grace, and ends.
     pub async fn run(self, stop: impl Future<Output = ()>) {
-        let room = Room::new(self.app.options.max_connections);
+        let options = &self.app.options;
+        let room = Room::new(descriptors::allow(options.max_connections), arriving_bytes(options));
         let graceful = GracefulShutdown::new();
         tokio::pin!(stop);
         loop {
@@ -113,6 +114,7 @@ fn connection(stream: TcpStream, router: Router, place: Arc<Place>) -> impl Grac
         let mut request: Request<Incoming> = request;
         let work = place.work(!request.body().is_end_stream());
         request.extensions_mut().insert(Arc::clone(&place));
+        let request = request.map(|body| Arriving::new(body, Arc::clone(&place)));
         async move {
             let answer = match refused {
                 true => Fault::two_ends().into_response(),
@@ -126,6 +128,11 @@ fn connection(stream: TcpStream, router: Router, place: Arc<Place>) -> impl Grac
         .header_read_timeout(HEAD_TIME)
         .max_buf_size(HEAD_BYTES)
         .serve_connection(TokioIo::new(wire), service)
+}
+
+/// Bytes of bodies that may be on their way together: of a few dozen whole ones.
+fn arriving_bytes(options: &ServerOptions) -> usize {
+    options.max_body_bytes.saturating_mul(64)
 }
 
 /// Waits until nothing can be answered any more.
@@ -146,6 +153,7 @@ pub fn run(
         let what = what.to_owned();
         move |error| ServeError::Io { what, error }
     };
+    descriptors::raise();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

@@ -7,6 +7,7 @@
 
 mod chat;
 mod completions;
+mod descriptors;
 mod embeddings;
 mod fault;
 mod fields;
@@ -45,7 +46,7 @@ pub struct ServerOptions {
     pub max_body_bytes: usize,
     /// Time for a request, from its arrival to its last token.
     pub request_time: Duration,
-    /// Connections at once. Where there are more, those without a request in work give way.
+    /// Connections at once, as far as the process may open files. Where there are more, those without a request in work give way.
     pub max_connections: usize,
     /// Time that running requests get when the server is told to stop.
     pub grace: Duration,

@@ -1,8 +1,10 @@
-//! Room for connections. Where all of it is taken, one without a request in work gives way to a newcomer: the one that has been so
-//! for longest. Whoever holds connections and asks nothing keeps nobody out, and a request is in work when it has arrived whole.
+//! Room for connections, and for the bodies that arrive over them. Where all of it is taken, one without a request in work gives
+//! way to a newcomer: the one that has been so for longest. Whoever holds connections and asks nothing keeps nobody out, and a
+//! request is in work when it has arrived whole.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -20,6 +22,8 @@ const FIRST_WORDS: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Room {
     most: usize,
+    /// Bytes of bodies that have not arrived whole, at most.
+    most_arriving_bytes: usize,
     state: Mutex<State>,
     /// Somebody has left, or has nothing to do any more.
     changed: Notify,
@@ -28,6 +32,8 @@ pub(super) struct Room {
 #[derive(Debug, Default)]
 struct State {
     taken: usize,
+    /// Bytes of bodies that have not arrived whole.
+    arriving_bytes: usize,
     /// Those that have nothing in work, by the time since when and a number of their own.
     idle: BTreeMap<(Instant, u64), Idle>,
     /// Who was told to go for a newcomer and has not left: nobody else has to.
@@ -47,8 +53,9 @@ struct Idle {
 }
 
 impl Room {
-    pub(super) fn new(most: usize) -> Arc<Room> {
-        Arc::new(Room { most: most.max(1), state: Mutex::default(), changed: Notify::new() })
+    pub(super) fn new(most: usize, most_arriving_bytes: usize) -> Arc<Room> {
+        let (state, changed) = (Mutex::default(), Notify::new());
+        Arc::new(Room { most: most.max(1), most_arriving_bytes, state, changed })
     }
 
     /// A place, as soon as there is one.
@@ -64,6 +71,7 @@ impl Room {
                         room: Arc::clone(self),
                         told: Arc::default(),
                         idle_since: Mutex::default(),
+                        arriving_bytes: AtomicUsize::new(0),
                     };
                     place.rest(&mut state, false);
                     return Arc::new(place);
@@ -110,6 +118,8 @@ pub(super) struct Place {
     room: Arc<Room>,
     told: Arc<Notify>,
     idle_since: Mutex<Option<Instant>>,
+    /// Bytes of a body that has not arrived whole.
+    arriving_bytes: AtomicUsize,
 }
 
 impl Place {
@@ -131,7 +141,29 @@ impl Place {
 
     /// The body of the request is here.
     pub(super) fn arrived(&self) {
-        self.stir(&mut self.room.state());
+        let mut state = self.room.state();
+        self.stir(&mut state);
+        self.forget_body(&mut state);
+    }
+
+    /// Some bytes of the request's body are here. Where bodies that have begun take too much together, the one that is on its way
+    /// for longest gives way.
+    fn has_received(&self, bytes: usize) {
+        let mut state = self.room.state();
+        self.arriving_bytes.fetch_add(bytes, Relaxed);
+        state.arriving_bytes += bytes;
+        if state.arriving_bytes <= self.room.most_arriving_bytes || state.leaving.is_some() {
+            return;
+        }
+        let oldest = state.idle.iter().find(|(_, idle)| idle.is_arriving).map(|(key, _)| *key);
+        if let Some((key, idle)) = oldest.and_then(|key| state.idle.remove_entry(&key)) {
+            idle.told.notify_one();
+            state.leaving = Some(key.1);
+        }
+    }
+
+    fn forget_body(&self, state: &mut State) {
+        state.arriving_bytes -= self.arriving_bytes.swap(0, Relaxed);
     }
 
     /// Some of an answer has left: whoever reads one, to its last byte, is not who has done nothing for longest.
@@ -162,6 +194,7 @@ impl Drop for Place {
     fn drop(&mut self) {
         let mut state = self.room.state();
         self.stir(&mut state);
+        self.forget_body(&mut state);
         state.taken -= 1;
         state.leaving = state.leaving.filter(|leaving| *leaving != self.number);
         self.room.changed.notify_one();
@@ -184,8 +217,45 @@ impl Drop for Work {
         let place = &self.0;
         let mut state = place.room.state();
         place.stir(&mut state);
+        place.forget_body(&mut state);
         place.rest(&mut state, false);
         place.room.changed.notify_one();
+    }
+}
+
+/// The body of a request on its way.
+pub(super) struct Arriving<B> {
+    body: B,
+    place: Arc<Place>,
+}
+
+impl<B> Arriving<B> {
+    pub(super) fn new(body: B, place: Arc<Place>) -> Arriving<B> {
+        Arriving { body, place }
+    }
+}
+
+impl<B: HttpBody<Data = Bytes> + Unpin> HttpBody for Arriving<B> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        if let Poll::Ready(Some(Ok(frame))) = &polled {
+            self.place.has_received(frame.data_ref().map_or(0, Bytes::len));
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -225,7 +295,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn who_has_been_idle_for_longest_gives_way_and_who_works_does_not() {
-        let room = Room::new(3);
+        let room = Room::new(3, 1 << 20);
         let places = [room.enter().await, room.enter().await, room.enter().await];
         let work = places[0].work(false);
         assert!(!is_ready(room.enter()).await, "nobody gives way before they had time for a first word");
@@ -259,5 +329,22 @@ mod tests {
         drop((_arriving, first, last, fourth));
         assert_eq!(room.state().taken, 0);
         assert!(room.state().idle.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_body_that_is_on_its_way_for_longest_gives_way_where_all_take_too_much() {
+        let room = Room::new(9, 1000);
+        let places = [room.enter().await, room.enter().await, room.enter().await];
+        let work = places.each_ref().map(|place| place.work(true));
+        places[0].has_received(600);
+        places[0].arrived();
+        tokio::time::advance(FIRST_WORDS).await;
+        places[1].has_received(600);
+        assert!(!is_ready(places[1].is_needed()).await, "what has arrived whole is in work");
+        places[2].has_received(600);
+        assert!(is_ready(places[1].is_needed()).await && !is_ready(places[2].is_needed()).await);
+        drop((work, places));
+        assert_eq!(room.state().arriving_bytes, 0);
+        assert_eq!(room.state().taken, 0);
     }
 }

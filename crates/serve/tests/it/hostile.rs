@@ -187,6 +187,44 @@ fn connections_that_ask_nothing_make_room_for_those_that_do() {
 }
 
 #[test]
+fn unfinished_bodies_hold_no_more_memory_together_than_a_few_dozen_whole_ones() {
+    let options = ServerOptions { max_body_bytes: 1000, ..ServerOptions::default() };
+    let (_folder, server) = start(LIMITS, options);
+    let unfinished = head("/v1/completions", "Host: localhost\r\n", 1000) + &" ".repeat(900);
+    let mut held: Vec<TcpStream> = (0..100)
+        .map(|_| {
+            let mut stream = TcpStream::connect(server.address).unwrap();
+            stream.write_all(unfinished.as_bytes()).unwrap();
+            stream
+        })
+        .collect();
+    // 64 bodies of 1000 bytes are 71 of 900.
+    let patience = Instant::now() + Duration::from_secs(20);
+    let mut closed = 0;
+    while closed < 29 {
+        assert!(Instant::now() < patience, "{closed} of 100 gave way");
+        held.retain_mut(|stream| {
+            stream.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
+            let gone = match stream.read(&mut [0; 16]) {
+                Ok(bytes) => bytes == 0,
+                Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+            };
+            closed += usize::from(gone);
+            !gone
+        });
+    }
+    let whole = server.post("/v1/completions", &json!({"prompt": "x", "max_tokens": 2}));
+    assert_eq!(whole.status, 200, "{whole:?}");
+    // One that was on its way all the time still comes in.
+    let mut last = held.pop().unwrap();
+    last.write_all(format!("{:>100}", r#"{"prompt": "x", "max_tokens": 2}"#).as_bytes()).unwrap();
+    last.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let mut first = [0; 12];
+    last.read_exact(&mut first).unwrap();
+    assert!(first.ends_with(b" 200"), "{first:?}");
+}
+
+#[test]
 fn text_of_tokens_that_the_model_does_not_know_is_refused_with_the_reason() {
     let folder = model(&families()[0]);
     let words = json!({"type": "WordLevel", "vocab": {"x": 5000, "y": 1}, "unk_token": "y"});
