@@ -246,6 +246,9 @@ pub struct Origin {
     pub dtype: Dtype,
     /// The optimizer's name, if there was one.
     pub optimizer: Option<String>,
+    /// Whose kernels computed it, where that is known: bits depend on it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernels: Option<String>,
 }
 
 /// The whole manifest.

@@ -37,6 +37,7 @@ mod examine;
 mod experts;
 mod failure;
 mod features;
+mod kernels;
 mod layer_norms;
 mod loader;
 pub mod machine;

@@ -37,8 +37,7 @@ impl Cases {
         self.compared
     }
 
-    /// Asserts that no case failed, that there was one (where the set has the file), and in the default set that there
-    /// were exactly `known`.
+    /// Asserts that no case failed, and in the default set that there were exactly `known`. Another set may have none.
     ///
     /// # Panics
     /// With every failure.
@@ -53,10 +52,8 @@ impl Cases {
         );
         match set.is_default() {
             true => assert_eq!(compared, known, "{what}: the number of cases in the repository's set"),
-            false => assert!(
-                compared > 0 || known == 0 || !set.root().join(&what).exists(),
-                "{what}: none of its cases was compared"
-            ),
+            false if compared == 0 => eprintln!("golden: {what}: none of these cases is in this set"),
+            false => {}
         }
         println!("{what}: {compared} cases compared");
     }

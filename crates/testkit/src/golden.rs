@@ -7,7 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::cases::Cases;
 
@@ -142,12 +142,39 @@ impl Golden {
     /// file.
     ///
     /// # Panics
-    /// When the file has no case.
+    /// When the file of the default set has no case.
     pub fn cases(&self, relative: &str) -> Vec<Value> {
         let Some(document) = self.json(relative) else { return Vec::new() };
         let cases = document.as_array().or(document["cases"].as_array()).cloned().unwrap_or_default();
-        assert!(!cases.is_empty(), "golden file {relative} has no case");
+        self.expect_some(cases.is_empty(), relative, "cases");
         cases
+    }
+
+    /// The rows of a table of a known JSON file; none where that of an override set lacks it.
+    ///
+    /// # Panics
+    /// When the file of the default set lacks it.
+    pub fn rows<'a>(&self, relative: &str, document: &'a Value, table: &str) -> &'a [Value] {
+        let rows = document[table].as_array().map_or(&[][..], Vec::as_slice);
+        self.expect_some(rows.is_empty(), relative, table);
+        rows
+    }
+
+    /// The same of a table whose rows have names.
+    ///
+    /// # Panics
+    /// When the file of the default set lacks it.
+    pub fn named_rows(&self, relative: &str, document: &Value, table: &str) -> Map<String, Value> {
+        let rows = document[table].as_object().cloned().unwrap_or_default();
+        self.expect_some(rows.is_empty(), relative, table);
+        rows
+    }
+
+    fn expect_some(&self, is_empty: bool, relative: &str, table: &str) {
+        if is_empty {
+            assert!(self.overridden, "golden file {relative} has no {table}");
+            eprintln!("golden: {relative}: {table}: not in this set");
+        }
     }
 
     /// Every entry of a known folder whose name ends with `suffix`, sorted by name.
@@ -208,6 +235,22 @@ mod tests {
     fn golden_set_in_use_holds_cases() {
         let set = golden();
         assert!(set.count_case_files() > 0, "no golden case at all under {}", set.root().display());
+    }
+
+    #[test]
+    fn a_table_absent_from_a_file_of_an_override_set_is_passed_over() {
+        let folder = repository_root().join("crates/testkit/src");
+        let other = Golden::in_override_folder(folder.clone());
+        let document = serde_json::json!({ "rows": [1], "named": { "a": 1 } });
+        assert_eq!(other.rows("x.json", &document, "rows"), [1]);
+        assert_eq!(other.named_rows("x.json", &document, "named").len(), 1);
+        assert!(other.rows("x.json", &document, "none").is_empty());
+        assert!(other.named_rows("x.json", &document, "none").is_empty());
+        // And a test that finds none of its cases there says so and goes on.
+        Cases::of("golden.rs").finish(&other, 3);
+        let own = Golden { root: folder, overridden: false };
+        assert!(std::panic::catch_unwind(|| own.rows("x.json", &document, "none").len()).is_err());
+        assert!(std::panic::catch_unwind(|| own.named_rows("x.json", &document, "none").len()).is_err());
     }
 
     #[test]

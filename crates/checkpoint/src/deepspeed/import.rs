@@ -279,6 +279,7 @@ pub(crate) fn contents(module: &Value, optimizer: Option<&Value>, steps: u64, st
             stage,
             dtype,
             optimizer: config["optimizer"]["type"].as_str().map(plain::optimizer_name),
+            kernels: None,
         },
         training: TrainingState {
             global_steps: count("global_steps"),

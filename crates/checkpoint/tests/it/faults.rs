@@ -85,7 +85,7 @@ const NUMEL: u64 = 1000;
 
 fn contents(steps: u64) -> Contents {
     Contents {
-        origin: Origin { ranks: 1, stage: 0, dtype: Dtype::F32, optimizer: None },
+        origin: Origin { ranks: 1, stage: 0, dtype: Dtype::F32, optimizer: None, kernels: None },
         training: TrainingState { global_steps: steps, ..Default::default() },
         client_state: Value::Null,
         config: json!({}),

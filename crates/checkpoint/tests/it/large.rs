@@ -114,7 +114,7 @@ fn try_to_save(dir: &Path, fs: Arc<dyn FileSystem>) -> Vec<Result<()>> {
                 });
                 let specs: Vec<PieceSpec> = specs.collect();
                 let contents = Contents {
-                    origin: Origin { ranks: 2, stage: 2, dtype: Dtype::F32, optimizer: None },
+                    origin: Origin { ranks: 2, stage: 2, dtype: Dtype::F32, optimizer: None, kernels: None },
                     training: TrainingState::default(),
                     client_state: serde_json::Value::Null,
                     config: serde_json::Value::Null,

@@ -239,7 +239,7 @@ fn save_value(
         Ok(())
     };
     let contents = Contents {
-        origin: Origin { ranks: 1, stage: 0, dtype: Dtype::F32, optimizer: None },
+        origin: Origin { ranks: 1, stage: 0, dtype: Dtype::F32, optimizer: None, kernels: None },
         training: TrainingState { global_steps: value, ..Default::default() },
         client_state: Value::Null,
         config: json!({}),

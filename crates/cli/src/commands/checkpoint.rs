@@ -324,6 +324,7 @@ fn summary(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
     line("parameters", params.to_string());
     line("bytes", format!("{bytes} in {} files", manifest.files.len()));
     line("written by", format!("{} ranks, ZeRO stage {}, {:?}", origin.ranks, origin.stage, origin.dtype));
+    line("kernels", origin.kernels.clone().unwrap_or_else(|| "not known".to_owned()));
     // AdamW and Adam are one rule, which the origin names; the configuration has the user's word.
     let optimizer = manifest.config["optimizer"]["type"].as_str().or(origin.optimizer.as_deref());
     line("optimizer", optimizer.unwrap_or("none").to_owned());

@@ -55,6 +55,7 @@ mod take_token;
 mod trace;
 mod train;
 mod train_memory;
+mod train_room;
 mod train_start;
 mod train_words;
 mod waiting;

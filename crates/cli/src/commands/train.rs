@@ -72,7 +72,7 @@ pub(crate) struct TrainArgs {
     /// Change a key of the recipe (steps=8) or of the ds_config (zero_optimization.stage=3); may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Start even if the plan says that memory will not do
+    /// Start even if memory will not do by the plan, or the disk by what a checkpoint needs
     #[arg(long)]
     pub(super) force: bool,
     /// Write a timeline of all ranks, for Perfetto or Chrome [default: the recipe's]

@@ -20,8 +20,8 @@ use super::offload_folders::{check_folders_to_make, check_offload_folders};
 use super::output_file::check_place;
 use super::outputs;
 use super::train::{TrainArgs, exit_code};
-use super::train_memory;
 use super::writable::impossible;
+use super::{train_memory, train_room};
 use crate::failure::Failure;
 use crate::progress::grouped;
 use crate::terminal::{print_note, print_output};
@@ -293,6 +293,10 @@ fn look_ahead(
     check_besides_data(recipe, Some(&model))?;
     if let Ok((config, _)) = recipe.config() {
         check_folders_to_make(&config)?;
+    }
+    // What --overwrite replaces makes room after the first step; an experiment keeps nothing.
+    if !(args.force || args.overwrite || args.experiment) {
+        train_room::check(recipe, &model, folder)?;
     }
     if args.overwrite {
         return Ok(model);

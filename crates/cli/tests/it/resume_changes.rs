@@ -54,6 +54,36 @@ fn options_that_are_others_are_told() {
 }
 
 #[test]
+fn other_kernels_are_told_for_their_bits_are_others() {
+    let place = Workplace::new();
+    let train = |kernels: &str, more: &[&str]| {
+        let output = output_of(place.command(more).env("FERROSPEED_CPU_KERNELS", kernels));
+        assert!(output.status.success(), "{kernels} {more:?}: {}", stderr(&output));
+        stdout(&output) + &stderr(&output)
+    };
+    train("portable", &["-n", "2"]);
+    let said = train("portable", &["-n", "2", "--resume", "--set", "steps=7"]);
+    assert!(!said.contains("kernels"), "{said}");
+    let mut inspect = binary();
+    inspect.args(["checkpoint", "inspect"]).arg(place.run_folder("small"));
+    let shown = stdout(&output_of(&mut inspect));
+    assert!(shown.contains("kernels          portable"), "{shown}");
+    if !has_other_kernels() {
+        return ferrospeed_testkit::skip::skip("this processor has no kernels but the portable ones");
+    }
+    let said = train("avx2", &["-n", "2", "--resume", "--set", "steps=8"]);
+    let told = "kernels: portable -> avx2: sums are grouped otherwise, so the run goes on to other bits";
+    assert_eq!(said.matches(told).count(), 1, "{said}");
+}
+
+fn has_other_kernels() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx2");
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+#[test]
 fn other_data_to_validate_on_is_told() {
     let place = Workplace::new();
     let text = |name: &str| std::fs::write(place.0.path().join(name), "words to validate on, ".repeat(40));

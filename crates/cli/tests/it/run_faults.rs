@@ -78,8 +78,9 @@ fn train_after(place: &Workplace, script: &str) -> Option<String> {
     if !may_mount() {
         return None;
     }
-    let script =
-        format!("{script}; \"$FERROSPEED\" train recipe.toml --set data.validation=0.1 --set eval.every=2");
+    let script = format!(
+        "{script}; \"$FERROSPEED\" train recipe.toml --force --set data.validation=0.1 --set eval.every=2"
+    );
     let output = Command::new("unshare")
         .args(["-rm", "sh", "-ec", &script])
         .env("FERROSPEED", env!("CARGO_BIN_EXE_ferrospeed"))

@@ -137,6 +137,28 @@ fn a_full_disk_costs_the_new_checkpoint_and_never_the_old_one() {
 }
 
 #[test]
+fn a_run_whose_checkpoints_or_weights_have_no_room_is_refused_before_it_begins() {
+    for (at, limit, needed) in
+        [("checkpoints", "size=1500k", "need a checkpoint "), ("model", "size=100k", "need the weights ")]
+    {
+        for ranks in ["1", "2"] {
+            let place = Workplace::new();
+            let run = place.0.path().join("runs/small");
+            std::fs::create_dir_all(run.join(at)).unwrap();
+            let script = format!(
+                "mount -t tmpfs -o {limit} tmpfs runs/small/{at}
+                 exec \"$FERROSPEED\" train recipe.toml -n {ranks}"
+            );
+            let Some(output) = place.with_mounts(&script) else { return };
+            let said = stderr(&output);
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            assert!(said.contains(needed) && said.contains("--force starts it anyway"), "{said}");
+            assert!(!run.join("log.jsonl").exists(), "{said}");
+        }
+    }
+}
+
+#[test]
 fn a_folder_that_may_not_be_written_is_named() {
     let place = Workplace::new();
     std::fs::create_dir_all(place.checkpoints()).unwrap();
@@ -197,7 +219,7 @@ fn a_model_that_does_not_fit_on_a_disk_is_not_there_and_an_earlier_one_stays() {
     // A model has some 270 kB: nothing fits, then one of two.
     let script = r#"
         mount -t tmpfs -o size=64k tmpfs runs/small/model
-        code=0; "$FERROSPEED" train recipe.toml || code=$?
+        code=0; "$FERROSPEED" train recipe.toml --force || code=$?
         echo "code $code, model: $(ls -A runs/small/model)"
         test -s runs/small/report.html
         "$FERROSPEED" checkpoint export-hf runs/small elsewhere > /dev/null
@@ -205,7 +227,7 @@ fn a_model_that_does_not_fit_on_a_disk_is_not_there_and_an_earlier_one_stays() {
         mount -t tmpfs -o size=400k tmpfs runs/small/model
         "$FERROSPEED" train recipe.toml --resume --set steps=7 > /dev/null
         (cd runs/small/model && cksum *) > before
-        code=0; "$FERROSPEED" train recipe.toml --resume --set steps=8 -n 2 > /dev/null || code=$?
+        code=0; "$FERROSPEED" train recipe.toml --resume --force --set steps=8 -n 2 > /dev/null || code=$?
         (cd runs/small/model && cksum *) > after
         cmp before after
         echo "code $code, model: $(cd runs/small/model && echo $(ls -A))"

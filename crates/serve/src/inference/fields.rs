@@ -1,5 +1,6 @@
 //! The settings of an inference configuration, as DeepSpeed declares them: names, aliases, types, defaults.
 
+use ferrospeed_config::{Code, Config, ConfigError};
 use serde_json::{Map, Value, json};
 
 use super::{InferenceError, Result};
@@ -17,6 +18,8 @@ pub(super) enum Kind {
     Section(&'static [Field]),
     /// The same, or a flag that stands for its `enabled`.
     Switched(&'static [Field]),
+    /// The settings of ZeRO, which have a table of their own.
+    Zero,
     /// Anything that is an object.
     Object,
     TextOrObject,
@@ -105,7 +108,7 @@ pub(super) const FIELDS: &[Field] = &[
     field("enable_cuda_graph", Kind::Flag, "false"),
     field("use_triton", Kind::Flag, "false"),
     field("triton_autotune", Kind::Flag, "false"),
-    field("zero", Kind::Object, "{}"),
+    field("zero", Kind::Zero, "{}"),
     known_as("tm", field("triangular_masking", Kind::Flag, "true")),
     field("moe", Kind::Switched(MOE), "{}"),
     field("quant", Kind::Section(QUANT), "{}"),
@@ -220,13 +223,44 @@ impl Field {
                 }
                 _ => bad("value is not a valid dict"),
             },
+            Kind::Zero if value.is_object() => zero(value, path),
             Kind::Object if value.is_object() => Ok(value.clone()),
             Kind::TextOrObject if value.is_object() || value.is_string() => Ok(value.clone()),
-            Kind::Object => bad("value is not a valid dict"),
+            Kind::Object | Kind::Zero => bad("value is not a valid dict"),
             Kind::TextOrObject => bad("str type expected, or a dict"),
             Kind::Opaque => bad("is an object of a Python program; it cannot be given here"),
         }
     }
+}
+
+/// A section of ZeRO as it is given, where its keys, types and ranges are those of a ds_config.
+fn zero(value: &Value, path: &[&str]) -> Result<Value> {
+    const SECTION: &str = "zero_optimization";
+    let report = match Config::from_value(SECTION, &json!({ "train_batch_size": 1, SECTION: value })) {
+        Ok(read) => read.report(),
+        Err(ConfigError::Invalid(report)) => report,
+        Err(error) => return Err(wrong(path, error.to_string())),
+    };
+    // What does not go together is told where it is used.
+    let codes = [Code::UnknownKey, Code::NotAChoice, Code::OutOfRange, Code::WrongType, Code::BothSpellings];
+    let Some(error) = report.errors().find(|error| codes.contains(&error.code)) else {
+        return Ok(value.clone());
+    };
+    let why = match error.code {
+        Code::UnknownKey => "extra fields not permitted".to_owned(),
+        Code::NotAChoice => format!("value is not a valid enumeration member; {}", error.why),
+        _ => error.why.clone(),
+    };
+    let mut place: Vec<&str> = error.path.split('.').skip(1).collect();
+    // Named as it was written.
+    let old = place.first().map(|key| format!("stage3_{key}"));
+    if let (Some(key), Some(old)) = (place.first_mut(), &old)
+        && value.get(&**key).is_none()
+        && value.get(old).is_some()
+    {
+        *key = old;
+    }
+    Err(wrong(&[path, &place].concat(), why))
 }
 
 fn flag(value: &Value) -> Option<bool> {

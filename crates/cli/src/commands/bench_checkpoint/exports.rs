@@ -56,7 +56,13 @@ fn write_rank(world: &World, layers: usize, dir: &Path) -> Result<(), String> {
         }));
     }
     let contents = Contents {
-        origin: Origin { ranks: world.size(), stage: 2, dtype: Dtype::F32, optimizer: Some("adam".into()) },
+        origin: Origin {
+            ranks: world.size(),
+            stage: 2,
+            dtype: Dtype::F32,
+            optimizer: Some("adam".into()),
+            kernels: None,
+        },
         training: TrainingState::default(),
         client_state: Value::Null,
         config: Value::Null,

@@ -9,11 +9,12 @@ use super::{Outcome, attributes, exceptions, same};
 #[test]
 fn golden_zero_sections() {
     let Some(document) = golden().json("config/zero.json") else { return };
+    let defaults = Value::Object(golden().named_rows("config/zero.json", &document, "defaults"));
     golden().each_case("config/zero.json", 66, |case| {
         let input = json!({ "train_batch_size": 8, "zero_optimization": case["config"] });
         let ours = Outcome::of(Config::from_value("case", &input), &json!(1));
         match (&ours, case.get("expect")) {
-            (Outcome::Accepted(config), Some(expect)) => compare(case, config, &document["defaults"], expect),
+            (Outcome::Accepted(config), Some(expect)) => compare(case, config, &defaults, expect),
             (Outcome::Refused(_), None) => compare_errors(case, &ours),
             _ => assert!(exceptions::excuse(case, &ours), "{case}: {}", ours.describe()),
         }
