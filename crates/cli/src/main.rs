@@ -5,6 +5,7 @@
 
 mod commands;
 mod failure;
+mod patient;
 mod progress;
 mod terminal;
 

@@ -6,6 +6,8 @@
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 
+use crate::patient;
+
 /// A stream that may show colours.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Paint {
@@ -115,10 +117,14 @@ pub(crate) fn print_note(text: &str) {
     print_labelled(Colour::Yellow, "note", text);
 }
 
-/// A line on standard error.
+/// A line on standard error, if whoever reads that takes it.
 pub(crate) fn print_line(text: &str) {
-    // A closed stderr leaves nobody to tell.
-    let _ = writeln!(std::io::stderr().lock(), "{}", visible(text, Paint::for_stderr()));
+    patient::write_error(&format!("{}\n", visible(text, Paint::for_stderr())));
+}
+
+/// What a run tells as it goes, if whoever reads standard output takes it.
+pub(crate) fn print_progress(text: &str) {
+    patient::write_out(&visible(text, Paint::for_stdout()));
 }
 
 fn print_labelled(colour: Colour, label: &str, text: &str) {

@@ -282,8 +282,8 @@ fn start_ranks(
         // Rank 0 has said what it saved.
         JobOutcome::Failed(report) if report.ended.exit_code() == EXIT_SAVED => {}
         JobOutcome::Failed(report) => {
-            print_error(&report.to_string());
             report_failure(folder, &recipe.name, &report.to_string());
+            print_error(&report.to_string());
         }
         JobOutcome::Interrupted { agreed_code: None, .. } => {
             print_error(

@@ -24,7 +24,7 @@ use super::writable::impossible;
 use super::{train_memory, train_room};
 use crate::failure::Failure;
 use crate::progress::grouped;
-use crate::terminal::{print_note, print_output};
+use crate::terminal::{print_note, print_progress};
 
 /// How a timeline of ours begins.
 const TRACE_BEGINS: &[u8] = b"{\"displayTimeUnit\"";
@@ -365,7 +365,7 @@ pub(super) fn tell_preparing(requests: &StopRequests) -> impl FnMut(Preparing) -
         let tenths = now.bytes * 10 / now.total_bytes.max(1);
         if now.total_bytes >= WORTH_TELLING_BYTES && tenths > told {
             told = tenths;
-            let _ = print_output(&format!(
+            print_progress(&format!(
                 "text to tokens: {} %, {} of {} MiB, {} tokens",
                 tenths * 10,
                 now.bytes >> 20,

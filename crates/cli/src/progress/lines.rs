@@ -5,7 +5,7 @@ use std::path::Path;
 use ferrospeed_observe::{EvalRecord, RoutingSummary, StepRecord};
 use ferrospeed_train::{Progress, RunInfo};
 
-use crate::terminal::{print_note, print_output};
+use crate::terminal::{print_note, print_progress};
 
 /// One line every few steps.
 pub(super) struct Lines {
@@ -51,10 +51,10 @@ impl Progress for Lines {
             print_note(warning);
         }
         self.peak_flops_per_s = info.peak_flops_per_s;
-        let _ = print_output(&describe(info));
+        print_progress(&describe(info));
         if let Some(text) = describe_resumed(info) {
             self.first = info.resumed.as_ref().map_or(1, |resumed| resumed.step + 1);
-            let _ = print_output(&text);
+            print_progress(&text);
         }
     }
 
@@ -78,18 +78,18 @@ impl Progress for Lines {
         );
         let routing = RoutingSummary::of(&record.routing);
         let routing = routing.map(|routing| format!("  {}", routing.describe()));
-        let _ = print_output(&(text + &routing.unwrap_or_default()));
+        print_progress(&(text + &routing.unwrap_or_default()));
     }
 
     fn eval(&mut self, record: &EvalRecord) {
-        let _ = print_output(&format!(
+        print_progress(&format!(
             "step {:>5}/{}  validation loss {:.4}",
             record.step, self.steps, record.loss
         ));
     }
 
     fn saved(&mut self, path: &Path) {
-        let _ = print_output(&format!("saved {}", path.display()));
+        print_progress(&format!("saved {}", path.display()));
     }
 
     fn warning(&mut self, text: &str) {

@@ -17,7 +17,7 @@ use ferrospeed_train::{Progress, RunInfo};
 pub(crate) use lines::grouped;
 pub(crate) use warnings::{WarningWriter, show_warnings};
 
-use crate::terminal::{Paint, print_output, stdout_can_be_redrawn, visible};
+use crate::terminal::{Paint, print_progress, stdout_can_be_redrawn, visible};
 use block::Block;
 use lines::Lines;
 use screen::Screen;
@@ -54,7 +54,7 @@ impl TrainProgress {
     /// Says something once the run is over.
     pub(crate) fn conclude(&mut self, text: &str) {
         if self.lines.is_some() {
-            let _ = print_output(text);
+            print_progress(text);
         }
         if let Some((_, screen)) = &mut self.block {
             screen.leave(&visible(text, Paint::for_terminal()));

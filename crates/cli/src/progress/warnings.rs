@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tracing_subscriber::fmt::MakeWriter;
 
+use crate::patient::write_error;
 use crate::terminal::{Paint, print_error, print_note, visible};
 
 /// Only the last few are shown.
@@ -83,8 +84,7 @@ impl Write for WarningWriter {
             said.pop_front();
         }
         if !self.only_block {
-            // Where nobody is left to be told, an error would have the subscriber tell that, and panic.
-            let _ = io::stderr().write_all(visible(&line, Paint::for_stderr()).as_bytes());
+            write_error(&visible(&line, Paint::for_stderr()));
         }
         Ok(bytes.len())
     }

@@ -1,10 +1,13 @@
 //! A run that failed says so, what cannot be made again is saved first, and nothing odd in a folder is written to.
 
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::support::small_run::{Workplace, losses, outcome};
-use super::support::{binary, finish, may_mount, output_of, stderr, stdout, wait_until};
+use super::support::{
+    binary, children, finish, may_mount, output_of, stderr, stdout, variable, wait_for, wait_until,
+};
 use serde_json::Value;
 
 #[test]
@@ -25,6 +28,46 @@ fn a_run_that_diverges_ends_with_a_verdict_and_exports_nothing() {
         let report = std::fs::read_to_string(out.join("report.html")).unwrap();
         assert!(report.contains("diverged"), "the report of a failed run says why");
     }
+}
+
+#[test]
+fn output_that_nobody_reads_holds_neither_a_run_nor_its_launcher() {
+    let place = Workplace::new();
+    for ranks in ["1", "2"] {
+        let out = place.run_folder(&format!("unread-{ranks}"));
+        // The end that reads is held, and never read.
+        let (_unread, pipe) = std::io::pipe().unwrap();
+        // SAFETY: both ends are open.
+        assert!(unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETPIPE_SZ, 4096) } >= 4096);
+        let mut command =
+            place.command(&["-n", ranks, "--out", out.to_str().unwrap(), "--set", "steps=1000000"]);
+        command.args(["--set", "steps_per_print=1"]).stdout(pipe.try_clone().unwrap()).stderr(pipe);
+        let mut running = command.spawn().unwrap();
+        drop(command);
+        // More lines than this pipe and that between rank and launcher, of 64 KiB, hold.
+        wait_until("the run goes on although nobody reads", || {
+            std::fs::read_to_string(out.join("log.jsonl")).is_ok_and(|log| log.lines().count() > 900)
+        });
+        let expected = match ranks {
+            "1" => {
+                signal(running.id(), libc::SIGTERM);
+                75
+            }
+            _ => {
+                let is_second = |pid: &u32| variable(*pid, "RANK").as_deref() == Some("1");
+                signal(children(running.id()).into_iter().find(is_second).unwrap(), libc::SIGKILL);
+                128 + libc::SIGKILL
+            }
+        };
+        assert_eq!(wait_for(&mut running).code(), Some(expected));
+        let state = if ranks == "1" { "stopped" } else { "failed" };
+        assert_eq!(outcome(&out)["state"], state);
+    }
+}
+
+fn signal(pid: u32, signal: i32) {
+    // SAFETY: the process is this test's own.
+    assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0);
 }
 
 #[test]

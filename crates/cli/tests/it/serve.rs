@@ -9,6 +9,8 @@ use ferrospeed_models::directory::{WriteOptions, create};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::support::{children, variable};
+
 /// The time that a loaded machine may take for what usually takes a second.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -274,22 +276,6 @@ impl Watched {
         assert_ne!(self.running.wait(), 0);
         self.errors.join().unwrap()
     }
-}
-
-/// The processes that a process has started.
-fn children(parent: u32) -> Vec<u32> {
-    let path = format!("/proc/{parent}/task/{parent}/children");
-    let of_task = std::fs::read_to_string(path).unwrap();
-    of_task.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
-}
-
-/// A variable of a process's environment.
-fn variable(pid: u32, name: &str) -> Option<String> {
-    let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let of = environment.split(|&byte| byte == 0).filter_map(|entry| std::str::from_utf8(entry).ok());
-    of.filter_map(|entry| entry.split_once('='))
-        .find(|(key, _)| *key == name)
-        .map(|(_, value)| value.to_owned())
 }
 
 #[test]

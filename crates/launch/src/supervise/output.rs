@@ -165,7 +165,19 @@ fn pass_on(mut pipe: impl Read, take: &impl Fn(&[u8])) {
 }
 
 fn emit(line: &[u8], stream: Stream, shown: &ShownOutput, shared: &Mutex<Shared>) {
-    // Our own terminal may be gone, or the log's disk full: neither is the rank's fault, and it goes on.
+    {
+        let mut shared = lock(shared);
+        // The log's disk may be full: that is not the rank's fault, and it goes on.
+        if let Some(log) = &mut shared.log {
+            let _ = log.write_all(&[line, b"\n"].concat());
+        }
+        if shared.last_lines.len() == REMEMBERED_LINES {
+            shared.last_lines.pop_front();
+        }
+        let kept = &line[..line.len().min(REMEMBERED_LINE_BYTES)];
+        shared.last_lines.push_back(String::from_utf8_lossy(kept).into_owned());
+    }
+    // Last, for whoever reads it may take for ever, or be gone.
     if let ShownOutput::Prefixed(prefix) = shown {
         let whole = [prefix.as_bytes(), line, b"\n"].concat();
         let _ = match stream {
@@ -173,13 +185,4 @@ fn emit(line: &[u8], stream: Stream, shown: &ShownOutput, shared: &Mutex<Shared>
             Stream::Error => std::io::stderr().lock().write_all(&whole),
         };
     }
-    let mut shared = lock(shared);
-    if let Some(log) = &mut shared.log {
-        let _ = log.write_all(&[line, b"\n"].concat());
-    }
-    if shared.last_lines.len() == REMEMBERED_LINES {
-        shared.last_lines.pop_front();
-    }
-    let kept = &line[..line.len().min(REMEMBERED_LINE_BYTES)];
-    shared.last_lines.push_back(String::from_utf8_lossy(kept).into_owned());
 }

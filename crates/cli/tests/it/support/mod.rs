@@ -160,3 +160,19 @@ pub(crate) fn may_mount() -> bool {
     }
     may
 }
+
+/// The processes that a process has started.
+pub(crate) fn children(parent: u32) -> Vec<u32> {
+    let path = format!("/proc/{parent}/task/{parent}/children");
+    let of_task = std::fs::read_to_string(path).unwrap();
+    of_task.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+/// A variable of a process's environment.
+pub(crate) fn variable(pid: u32, name: &str) -> Option<String> {
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let of = environment.split(|&byte| byte == 0).filter_map(|entry| std::str::from_utf8(entry).ok());
+    of.filter_map(|entry| entry.split_once('='))
+        .find(|(key, _)| *key == name)
+        .map(|(_, value)| value.to_owned())
+}
