@@ -75,7 +75,11 @@ pub fn agree<T: Serialize + DeserializeOwned>(group: &Group, own: Result<T>) -> 
     }
     match (own_error, failed) {
         (Some(error), _) => Err(error),
-        (None, Some((rank, why))) => Err(CheckpointError::Peer { rank, why }),
+        (None, Some((rank, why))) => {
+            let error = CheckpointError::Peer { rank, why };
+            ferrospeed_comm::blame::note(&error.to_string());
+            Err(error)
+        }
         (None, None) => Ok(values),
     }
 }

@@ -162,6 +162,13 @@ pub enum Error {
 }
 
 impl Error {
+    /// The error of whoever needs a rank that is gone.
+    pub(crate) fn lost(rank: usize, place: String, loss: Loss, last_operation: String) -> Self {
+        let error = Error::RankLost { rank, place, loss, last_operation };
+        crate::blame::note(&error.to_string());
+        error
+    }
+
     pub(crate) fn io(what: impl Into<String>, source: std::io::Error) -> Self {
         Error::Io { what: what.into(), source: Arc::new(source) }
     }

@@ -27,6 +27,7 @@
 mod auth;
 mod backend;
 pub mod bench;
+pub mod blame;
 mod copy;
 pub mod discover;
 mod dtype;

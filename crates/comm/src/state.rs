@@ -27,7 +27,7 @@ impl Announcement {
     fn into_error(self, state: &JobState) -> Error {
         match self {
             Announcement::RankLost { rank, loss, last_operation } => {
-                Error::RankLost { rank, place: state.place(rank), loss, last_operation }
+                Error::lost(rank, state.place(rank), loss, last_operation)
             }
             Announcement::Damaged { from_rank, to_rank, operation } => {
                 Error::Damaged { from_rank, to_rank, operation }
@@ -174,6 +174,6 @@ impl JobState {
     /// The error of waiting for a rank that has left.
     pub(crate) fn left_error(&self, rank: usize) -> Error {
         let (place, last_operation) = (self.place(rank), self.last_operation(rank));
-        Error::RankLost { rank, place, loss: Loss::Left, last_operation }
+        Error::lost(rank, place, Loss::Left, last_operation)
     }
 }

@@ -7,10 +7,14 @@ use crate::error::LaunchError;
 use crate::exports::Environment;
 use crate::filter::ActiveSlots;
 use crate::options::Interpreter;
+use crate::supervise::EXIT_AFTER_ANOTHER;
 use crate::world_info;
 
 /// The variable that carries the job's token to every rank.
 pub const JOB_TOKEN_VARIABLE: &str = "FERROSPEED_JOB_TOKEN";
+
+/// Tells ranks with which exit code to end where another's failure is all that they failed of.
+pub const FOLLOWER_VARIABLE: &str = "FERROSPEED_FOLLOWER_EXIT";
 
 /// What a node launcher needs to know.
 #[derive(Debug, Clone)]
@@ -180,6 +184,7 @@ impl NodeLaunch {
         set("LOCAL_SIZE", slots.len().to_string());
         set("LOCAL_WORLD_SIZE", slots.len().to_string());
         set(JOB_TOKEN_VARIABLE, machine.job_token.clone());
+        set(FOLLOWER_VARIABLE, EXIT_AFTER_ANOTHER.to_string());
         if let Some(elastic) = self.elastic {
             set("GROUP_RANK", self.node_rank.to_string());
             set("GROUP_WORLD_SIZE", self.world.len().to_string());

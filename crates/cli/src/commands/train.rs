@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_comm::blame::follower_exit;
 use ferrospeed_launch::supervise::{OutputMode, SignalHandling, is_ignored};
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
@@ -140,7 +141,8 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     train_start::same_on_all(&world, &recipe, &folder)?;
     if is_ours {
         drop(waiting);
-        return run_rank(args, recipe, &folder, world, requests, Standing::Among(starter));
+        return run_rank(args, recipe, &folder, world, requests, Standing::Among(starter))
+            .map_err(own_or_anothers);
     }
     let _made = (world.rank() == 0).then(|| FoldersToMake::of(&recipe));
     let lock = train_start::begin_together(args, &recipe, &folder, &world)?;
@@ -149,12 +151,23 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let outcome = run_rank(args, recipe, &folder, world, requests, Standing::Among(starter));
     // Who holds the folder writes down how the run ended.
     if lock.is_none() {
-        return outcome;
+        return outcome.map_err(own_or_anothers);
     }
     if let (Ok(_), Some(why)) = (&outcome, starter.is_gone()) {
         report_failure(&folder, &name, &why);
     }
-    train_start::conclude(&folder, &name, outcome)
+    train_start::conclude(&folder, &name, outcome).map_err(own_or_anothers)
+}
+
+/// The failure of a rank, with the exit code that its launcher wants where it is another's.
+fn own_or_anothers(failure: Failure) -> Failure {
+    match failure {
+        Failure::Run(text) => match follower_exit(&text) {
+            Some(code) => Failure::Stopped(code, text),
+            None => Failure::Run(text),
+        },
+        other => other,
+    }
 }
 
 /// Whether this process is the whole run, or one rank of it.

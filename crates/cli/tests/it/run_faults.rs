@@ -122,7 +122,7 @@ fn train_after(place: &Workplace, script: &str) -> Option<String> {
         return None;
     }
     let script = format!(
-        "{script}; \"$FERROSPEED\" train recipe.toml --force --set data.validation=0.1 --set eval.every=2"
+        "{script}; \"$FERROSPEED\" train recipe.toml --force --set data.validation=0.1 --set eval.every=2 \"$@\""
     );
     let output = Command::new("unshare")
         .args(["-rm", "sh", "-ec", &script])
@@ -144,6 +144,24 @@ fn weights_outlive_a_last_checkpoint_that_cannot_be_saved() {
     assert!(said.contains("its last checkpoint was not saved"), "{said}");
     assert!(out.join("model/model.safetensors").exists(), "{said}");
     assert!(outcome(&out)["why"].as_str().unwrap().contains("was not saved"));
+}
+
+#[test]
+fn the_rank_whose_disk_is_full_is_blamed_and_not_one_that_left_because_of_it() {
+    let place = Workplace::new();
+    let out = place.run_folder("small");
+    for room in ["16k", "64k", "200k"] {
+        let _ = std::fs::remove_dir_all(&out);
+        let folder = "runs/small/checkpoints";
+        let script = format!("mkdir -p {folder}; mount -t tmpfs -o size={room} tmpfs {folder}; set -- -n 2");
+        let Some(said) = train_after(&place, &script) else { return };
+        let why = outcome(&out)["why"].as_str().unwrap().to_owned();
+        assert!(why.contains("failed with exit code 1"), "{room}: {why}\n{said}");
+        assert!(
+            !why.contains("is stopped") && !why.contains("rank 0 failed:") && !why.contains("rank 1 failed:"),
+            "{why}"
+        );
+    }
 }
 
 #[test]

@@ -153,7 +153,7 @@ fn broken(peer: usize, error: std::io::Error, membership: &Membership, ticket: &
         std::thread::sleep(HEALTH_CHECK_INTERVAL);
     }
     let last_operation = format!("{} (its connection: {error})", membership.state.last_operation(rank));
-    Error::RankLost { rank, place: membership.state.place(rank), loss: Loss::Died, last_operation }
+    Error::lost(rank, membership.state.place(rank), Loss::Died, last_operation)
 }
 
 #[cfg(test)]

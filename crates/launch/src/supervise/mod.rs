@@ -1,7 +1,8 @@
 //! Real processes, from the first fork to the last one reaped.
 //!
 //! Each process leads its own group. The first one that fails decides the outcome, but one that a signal killed comes
-//! before those that exited a moment earlier: they noticed that it was gone. The others get SIGTERM, and SIGKILL when they
+//! before those that exited a moment earlier: they noticed that it was gone. One that says by its exit code that it only followed
+//! another ([`EXIT_AFTER_ANOTHER`]) comes last. The others get SIGTERM, and SIGKILL when they
 //! do not go. A signal to the launcher is forwarded and escalated the same way; a second one ends the patience. An exited leader stays a zombie until its whole group has been swept, so that its number
 //! cannot belong to anyone else when the group is killed.
 //!
@@ -25,7 +26,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 pub use cage::can_cage;
-pub use outcome::{Ended, JobOutcome, RankFailure};
+pub use outcome::{EXIT_AFTER_ANOTHER, Ended, JobOutcome, RankFailure};
 pub use process::{OutputMode, ProcessSpec, ShownOutput};
 pub use signals::is_ignored;
 
@@ -45,6 +46,9 @@ const FAILURE_GRACE: Duration = Duration::from_secs(2);
 /// How long after a failure to wait for news of others. A killed process is seen to be gone by its peers before its end
 /// is reported, and they may have exited meanwhile.
 const SETTLING: Duration = Duration::from_millis(150);
+
+/// The same where who failed first only followed another: that one may still write down what is wrong with it.
+const FOLLOWED: Duration = Duration::from_secs(1);
 
 /// How often signals and deadlines are looked at while nothing else happens.
 const TICK: Duration = Duration::from_millis(50);
@@ -206,6 +210,7 @@ impl Supervisor {
                     Phase::Stopping { cause: Cause::Signal(signal), kill_at }
                 }
                 (Phase::Settling { cause, until }, signal) if signal.is_some() || Instant::now() >= until => {
+                    running.forget_thawed();
                     running.signal_alive(|_| libc::SIGTERM);
                     Phase::Stopping { cause, kill_at: Instant::now() + FAILURE_GRACE }
                 }
@@ -230,13 +235,17 @@ impl Phase {
         }
         let failure = Cause::Failure { index, ended };
         match self {
-            Phase::Running => Phase::Settling { cause: failure, until: Instant::now() + SETTLING },
+            Phase::Running => {
+                let wait = if ended.is_followers() { FOLLOWED } else { SETTLING };
+                Phase::Settling { cause: failure, until: Instant::now() + wait }
+            }
             Phase::Settling { cause, until } if cause.yields_to(ended) => {
                 Phase::Settling { cause: failure, until }
             }
-            // Nobody here has sent SIGKILL yet.
+            // Nobody here has sent SIGKILL yet, and nobody who is told to go says that he failed.
             Phase::Stopping { cause, kill_at }
-                if ended == Ended::Signal(libc::SIGKILL) && cause.yields_to(ended) =>
+                if (ended == Ended::Signal(libc::SIGKILL) || ended == Ended::Code(1))
+                    && cause.yields_to(ended) =>
             {
                 Phase::Stopping { cause: failure, kill_at }
             }
@@ -246,9 +255,13 @@ impl Phase {
 }
 
 impl Cause {
-    /// Whether this is an exit that a death by signal explains.
-    fn yields_to(&self, ended: Ended) -> bool {
-        matches!((self, ended), (Cause::Failure { ended: Ended::Code(_), .. }, Ended::Signal(_)))
+    /// Whether this is an exit that another's end explains: a death by signal, or a failure that was no other's.
+    fn yields_to(&self, other: Ended) -> bool {
+        match self {
+            Cause::Failure { ended, .. } if ended.is_followers() => !other.is_followers(),
+            Cause::Failure { ended: Ended::Code(_), .. } => matches!(other, Ended::Signal(_)),
+            _ => false,
+        }
     }
 }
 
@@ -332,6 +345,15 @@ impl Running {
     fn find_frozen(&mut self) {
         let is_frozen = |process: &Process| process.ended.is_none() && process.is_stopped();
         self.frozen = self.processes.iter().position(is_frozen);
+    }
+
+    /// Who goes on by now was not what the others waited for.
+    fn forget_thawed(&mut self) {
+        let is_frozen = |index: &usize| {
+            let process = &self.processes[*index];
+            process.ended.is_none() && process.is_stopped()
+        };
+        self.frozen = self.frozen.filter(is_frozen);
     }
 
     fn signal_alive(&self, choose: impl Fn(usize) -> i32) {

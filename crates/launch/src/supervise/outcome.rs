@@ -14,7 +14,15 @@ pub enum Ended {
     Unknown,
 }
 
+/// The exit code of a rank that has failed only because another has. The other is named, wherever it is seen.
+pub const EXIT_AFTER_ANOTHER: u8 = 76;
+
 impl Ended {
+    /// Whether another process's end explains this one.
+    pub(super) fn is_followers(self) -> bool {
+        self == Ended::Code(EXIT_AFTER_ANOTHER.into())
+    }
+
     /// Whether it is what a well-behaved process does.
     pub fn is_success(self) -> bool {
         self == Ended::Code(0)
@@ -23,6 +31,8 @@ impl Ended {
     /// The code a shell would give for it: the exit code, or 128 plus the signal.
     pub fn exit_code(self) -> u8 {
         let code = match self {
+            // The one that it followed was not seen here.
+            _ if self.is_followers() => 1,
             Ended::Code(code) => code,
             Ended::Signal(signal) => 128 + signal,
             Ended::Unknown => 1,
@@ -95,6 +105,7 @@ impl fmt::Display for RankFailure {
             None => write!(out, "{} on {} ", self.who, self.host)?,
         }
         match self.ended {
+            ended if ended.is_followers() => write!(out, "ended because another rank had failed")?,
             Ended::Code(code) => write!(out, "failed with exit code {code}")?,
             Ended::Signal(signal) => {
                 write!(out, "was killed by {}{}", signal_name(signal), self.explain(signal))?;
@@ -197,6 +208,13 @@ mod tests {
             failure(Ended::Code(3), None).to_string(),
             "rank 2 on node-a failed with exit code 3\n  its log: logs/r2.log\n  its last lines:\n    step 7\n    loss 3.1"
         );
+    }
+
+    #[test]
+    fn who_only_followed_another_says_so() {
+        let followed = failure(Ended::Code(EXIT_AFTER_ANOTHER.into()), None);
+        assert!(followed.to_string().starts_with("rank 2 on node-a ended because another rank had failed\n"));
+        assert_eq!(followed.ended.exit_code(), 1);
     }
 
     #[test]

@@ -145,6 +145,26 @@ fn a_killed_rank_is_blamed_though_another_exited_first() {
 }
 
 #[test]
+fn who_failed_by_itself_is_blamed_though_those_that_followed_it_were_gone_first() {
+    let folder = tempfile::tempdir().unwrap();
+    // The one that failed still writes down why, longer than its peers take, and longer than they may.
+    for wait in ["0.5", "1.5"] {
+        let logs = folder.path().join(wait);
+        let script =
+            format!("trap '' TERM; [ $RANK = 2 ] || exit $FERROSPEED_FOLLOWER_EXIT; sleep {wait}; exit 1");
+        let outcome = shell_job(&script, 3, &logs).run().unwrap();
+        let JobOutcome::Failed(failure) = &outcome else { panic!("{outcome:?}") };
+        assert_eq!(
+            (failure.rank, failure.ended, outcome.exit_code()),
+            (Some(2), Ended::Code(1), 1),
+            "{wait}"
+        );
+    }
+    let outcome = shell_job("exit $FERROSPEED_FOLLOWER_EXIT", 2, &folder.path().join("all")).run().unwrap();
+    assert_eq!(outcome.exit_code(), 1, "the one that they followed was not seen: {outcome:?}");
+}
+
+#[test]
 fn grandchildren_do_not_outlive_the_job_even_in_another_session() {
     let folder = tempfile::tempdir().unwrap();
     let pids = |rank: u32| folder.path().join(format!("pids{rank}"));
