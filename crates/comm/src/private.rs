@@ -10,11 +10,30 @@ use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// This user's folder among the temporary files, made if need be: `TMPDIR/ferrospeed-UID`.
+/// This user's folder among the temporary files, made if need be: `TMPDIR/ferrospeed-UID`. Where nobody has chosen TMPDIR and another
+/// user has put something at that name, it is `/run/user/UID/ferrospeed`, where nobody else can.
 pub fn folder() -> Result<PathBuf> {
-    let path = std::env::temp_dir().join(format!("ferrospeed-{}", own_user()));
-    make_folder(&path)?;
-    Ok(path)
+    let own = own_user();
+    let given = std::env::var_os("TMPDIR").filter(|given| !given.is_empty()).map(PathBuf::from);
+    let shared = given.as_deref().unwrap_or(Path::new("/tmp")).join(format!("ferrospeed-{own}"));
+    let private = given.is_none().then(|| PathBuf::from(format!("/run/user/{own}")));
+    first_of_ours(shared, private)
+}
+
+/// `shared`, or a folder in `private` where `shared` is not ours and `private` is.
+fn first_of_ours(shared: PathBuf, private: Option<PathBuf>) -> Result<PathBuf> {
+    let refused = match make_folder(&shared) {
+        Ok(()) => return Ok(shared),
+        Err(refused) => refused,
+    };
+    let Some(private) = private.filter(|private| is_ours(private)) else { return Err(refused) };
+    let path = private.join("ferrospeed");
+    make_folder(&path).map(|()| path)
+}
+
+fn is_ours(folder: &Path) -> bool {
+    std::fs::symlink_metadata(folder)
+        .is_ok_and(|found| found.is_dir() && found.uid() == own_user() && found.mode() & 0o077 == 0)
 }
 
 /// Makes a folder that only this user may enter; one that is there already must be such a folder.
@@ -136,6 +155,20 @@ mod tests {
         assert!(make_folder(&link).unwrap_err().to_string().contains("is not a folder"));
         std::fs::set_permissions(&inner, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         assert!(make_folder(&inner).unwrap_err().to_string().contains("its mode is 755"));
+        std::fs::remove_dir_all(scratch).unwrap();
+    }
+
+    #[test]
+    fn what_somebody_puts_at_the_usual_name_stops_no_job_where_there_is_a_place_of_our_own() {
+        let scratch = scratch("usual");
+        let (usual, own) = (scratch.join("usual"), scratch.join("own"));
+        std::fs::write(&usual, "in the way").unwrap();
+        assert!(first_of_ours(usual.clone(), None).is_err());
+        assert!(first_of_ours(usual.clone(), Some(own.clone())).is_err(), "there is none");
+        make_folder(&own).unwrap();
+        assert_eq!(first_of_ours(usual.clone(), Some(own.clone())).unwrap(), own.join("ferrospeed"));
+        std::fs::set_permissions(&own, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        assert!(first_of_ours(usual, Some(own)).is_err(), "others may enter it");
         std::fs::remove_dir_all(scratch).unwrap();
     }
 

@@ -127,6 +127,7 @@ enum Command {
 
 /// Runs the command that was asked for.
 pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
+    check_threads()?;
     // Ranks, and who starts them, have logs of their own.
     if !matches!(cli.command, Command::Train(_) | Command::Launch(_) | Command::NodeLaunch(_)) {
         crate::progress::show_warnings();
@@ -166,5 +167,17 @@ mod tests {
     #[test]
     fn the_command_table_is_consistent() {
         super::Cli::command().debug_assert();
+    }
+}
+
+/// Refuses a number of threads that is none: it was to be another than all cores.
+fn check_threads() -> Result<(), Failure> {
+    const NAME: &str = "FERROSPEED_THREADS";
+    let Some(given) = std::env::var_os(NAME) else { return Ok(()) };
+    match given.to_str().and_then(|given| given.parse::<usize>().ok()) {
+        Some(threads) if threads > 0 => Ok(()),
+        _ => Err(Failure::Usage(format!(
+            "{NAME}: {given:?} is no number of threads; give 1 or more, or leave it unset for all cores"
+        ))),
     }
 }

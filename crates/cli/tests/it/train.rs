@@ -376,6 +376,28 @@ fn a_variable_that_no_rank_could_read_is_told_once_before_any_starts() {
     }
 }
 
+#[test]
+fn a_number_of_threads_that_is_none_is_refused() {
+    for given in ["x", "0", "-1", ""] {
+        let output = support::output_of(support::binary().args(["doctor"]).env("FERROSPEED_THREADS", given));
+        assert_eq!(output.status.code(), Some(2), "{given}");
+        assert!(text(&output.stderr).contains("FERROSPEED_THREADS: "), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn the_configuration_that_a_run_writes_down_is_one_that_runs_take() {
+    let place = Workplace::new();
+    let train = |more: &[&str]| {
+        let output = support::output_of(
+            support::binary().args(["train", "recipe.toml"]).args(more).current_dir(place.path()),
+        );
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    };
+    train(&["--out", "one", "-n", "1"]);
+    train(&["--out", "two", "-n", "1", "--set", "ds_config=one/config/ds_config.json"]);
+}
+
 /// A decoder without tied weights gives the same bits in stages: see the engine's tests for those that have some.
 #[test]
 fn a_pipeline_trains_saves_goes_on_and_exports_as_one_rank_does() {

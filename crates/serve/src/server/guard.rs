@@ -46,8 +46,9 @@ impl Guard {
         }
         if !self.keys.is_empty() && !OPEN.contains(&path) {
             let sent = text(header::AUTHORIZATION)
-                .and_then(|value| value.strip_prefix("Bearer "))
-                .unwrap_or_default();
+                .and_then(|value| value.split_once(' '))
+                .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"))
+                .map_or("", |(_, key)| key);
             let sent = hash(sent.trim());
             let known = self.keys.iter().fold(0u8, |known, key| known | key.ct_eq(&sent).unwrap_u8());
             if known == 0 {

@@ -370,6 +370,11 @@ fn only_who_has_a_key_may_ask() {
         assert_eq!(reply.json()["error"]["code"], "invalid_api_key");
     }
     assert_eq!(ask("Authorization: Bearer second\r\n").status, 200);
+    assert_eq!(
+        ask("Authorization: bearer second\r\n").status,
+        200,
+        "names of schemes have no case (RFC 9110, 11.1)"
+    );
     assert_eq!((server.get("/metrics").status, server.get("/health").status), (401, 200));
 }
 

@@ -135,7 +135,9 @@ impl Recipe {
         let in_shards = in_stage_3 && zero.mics_shard_size.is_some();
         let copied = in_stage_3 && zero.hpz_partition_size > 1 && zero.hpz_partition_size < ranks;
         let in_ring = mesh.sequence.get() > 1 && self.sequence_method() == SequenceMethod::Ring;
-        let scheduled = self.given(["pipeline.schedule"])[0].is_some();
+        // A configuration that a run has written down names the default, too.
+        let scheduled =
+            self.given(["pipeline.schedule"])[0].as_ref().is_some_and(|schedule| schedule != "1f1b");
         let rules = [
             (
                 scheduled && !pipe,
