@@ -11,6 +11,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use ferrospeed_comm::World;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::{print_note, print_output};
+use ferrospeed_command::writable::impossible;
 use ferrospeed_train::{
     DataError, Ending, FolderLock, Preparing, Recipe, RunFolder, StopRequests, TrainError, report_failure,
 };
@@ -21,10 +24,7 @@ use super::output_file::check_place;
 use super::outputs;
 use super::train::{TrainArgs, exit_code};
 use super::train_memory;
-use super::writable::impossible;
-use crate::failure::Failure;
 use crate::progress::grouped;
-use crate::terminal::{print_note, print_output};
 
 /// How a timeline of ours begins.
 const TRACE_BEGINS: &[u8] = b"{\"displayTimeUnit\"";

@@ -2,10 +2,9 @@
 
 use std::path::Path;
 
+use ferrospeed_command::terminal::{print_note, print_output};
 use ferrospeed_observe::{EvalRecord, RoutingSummary, StepRecord};
 use ferrospeed_train::{Progress, RunInfo};
-
-use crate::terminal::{print_note, print_output};
 
 /// One line every few steps.
 pub(super) struct Lines {

@@ -4,9 +4,8 @@ use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use ferrospeed_command::terminal::{Paint, print_error, print_note, visible};
 use tracing_subscriber::fmt::MakeWriter;
-
-use crate::terminal::{Paint, print_error, print_note, visible};
 
 /// Only the last few are shown.
 const KEPT: usize = 8;

@@ -8,7 +8,7 @@ use ferrospeed_tensor::ops::WeightLayout::{InOut, OutIn};
 use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, PackedHeads};
 use ferrospeed_tensor::{Activation, DType, Device, Operand, Result, Tensor};
 
-use super::bench::{ids, random, there_and_back, time};
+use super::measure::{ids, random, there_and_back, time};
 
 /// How long each part is repeated.
 const BUDGET: Duration = Duration::from_millis(300);
@@ -78,7 +78,7 @@ pub(super) fn parts_of_a_step(
         Ok(ops::add_layer_norm(&x[0], Some((&x[1]).into()), optional(&x[2]), optional(&x[3]), 1e-5)?.1)
     });
     let norm = time(&mut *norm, BUDGET)?.0;
-    let head = vec![input(width)?, weight(&[config.vocab, width])?, ids(rows, config.vocab, device)?];
+    let head = vec![input(width)?, weight(&[config.vocab, width])?, ids(&[rows], config.vocab, device)?];
     let loss = seconds(head, |x| {
         ops::linear_cross_entropy(&x[0], &x[1], OutIn, &x[2], CrossEntropyOptions::default())
     })?;

@@ -2,11 +2,11 @@
 
 use ferrospeed_tensor::{Device, cuda};
 
-use crate::failure::Failure;
+use crate::Failure;
 
 /// What `--device` says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum DeviceChoice {
+pub enum DeviceChoice {
     /// A GPU where there is one, else the processor.
     #[default]
     Auto,
@@ -18,7 +18,7 @@ pub(crate) enum DeviceChoice {
 
 impl DeviceChoice {
     /// Reads `auto`, `cpu`, `cuda` and `cuda:N`.
-    pub(crate) fn parse(text: &str) -> Result<DeviceChoice, String> {
+    pub fn parse(text: &str) -> Result<DeviceChoice, String> {
         match text {
             "auto" => Ok(DeviceChoice::Auto),
             "cpu" => Ok(DeviceChoice::Cpu),
@@ -31,7 +31,7 @@ impl DeviceChoice {
     }
 
     /// Opens it. Ranks of one host take its GPUs in turn.
-    pub(crate) fn open(self) -> Result<Device, Failure> {
+    pub fn open(self) -> Result<Device, Failure> {
         let failed = |error: ferrospeed_tensor::TensorError| Failure::Run(error.to_string());
         let local_rank =
             || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse::<usize>().ok()).unwrap_or(0);

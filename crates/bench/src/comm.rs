@@ -10,13 +10,9 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use ferrospeed_comm::bench::{Matrix, Memory, run as measure, table};
 use ferrospeed_comm::{ConnectOptions, DType, Kind, World};
+use ferrospeed_command::{Failure, parse_size, place, terminal};
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
-
-use super::model_directory::parse_size;
-use super::place;
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct CommArgs {

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{EngineError, Options, Setup, StageTimes, initialize_pipeline};
 use ferrospeed_nn::{Carried, Init, Layer, Mode, Stages};
@@ -19,9 +20,6 @@ use ferrospeed_pipeline::schedule::{Kind, Schedule};
 use ferrospeed_pipeline::simulate::{Simulation, Times, simulate};
 use ferrospeed_tensor::{DType, Device, Initializer, Operand, Param, Tensor, TensorError, autograd, ops};
 use serde_json::json;
-
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct PipelineBenchArgs {

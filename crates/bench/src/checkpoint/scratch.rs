@@ -9,11 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use ferrospeed_command::{Failure, terminal};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::failed;
-use crate::failure::Failure;
-use crate::terminal;
 
 const PREFIX: &str = ".ferrospeed-bench-";
 /// How often signals are looked for.

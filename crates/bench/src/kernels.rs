@@ -1,7 +1,4 @@
-//! `ferrospeed bench`: how fast this machine is, in numbers that a peer's can be laid beside. Kernels are measured here,
-//! models in `bench_model.rs`, several ranks in `bench_engine.rs`, GPUs in `bench_gpu.rs`, collectives in `bench_comm.rs`, packing for the wire in `bench_wire.rs`, the
-//! optimizer's pass over memory in `bench_optimizer.rs`, pipelines in `bench_pipeline.rs`, looking at steps in `bench_profile.rs`, disks in `bench_io.rs`, serving in
-//! `bench_serve.rs`.
+//! `ferrospeed bench gemm` and `ops`: matrix products of training shapes, and the fused operations forward and backward.
 //!
 //! `benches/peers/run-kernels.sh` runs the same cases in PyTorch and prints the ratios. Each case is repeated for a
 //! given time after a warm-up; both the best and the median run are reported, since on a machine that is shared
@@ -9,74 +6,19 @@
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::Args;
+use ferrospeed_command::Failure;
 use ferrospeed_tensor::backend::{Gemm, Matrix};
 use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, WeightLayout};
-use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError, autograd};
+use ferrospeed_tensor::{Activation, DType, Device, Result, Tensor, TensorError};
 use serde_json::{Value, json};
 
-use super::{
-    bench_checkpoint, bench_comm, bench_engine, bench_gpu, bench_io, bench_model, bench_optimizer,
-    bench_pipeline, bench_profile, bench_serve, bench_wire, place,
-};
-use crate::failure::Failure;
+use super::measure::{Precision, ids, random, there_and_back, time};
 
 #[derive(Debug, Args)]
-pub(crate) struct BenchArgs {
-    #[command(subcommand)]
-    what: What,
-}
-
-#[derive(Debug, Subcommand)]
-enum What {
-    /// Matrix products of training shapes
-    Gemm(RunArgs),
-    /// Forward and backward of the fused operations
-    Ops(RunArgs),
-    /// Whole training steps and text generation
-    Model(bench_model::ModelBenchArgs),
-    /// Training steps of several ranks, for each ZeRO stage
-    Engine(bench_engine::EngineBenchArgs),
-    /// Training steps and text generation on a GPU
-    Gpu(bench_gpu::GpuBenchArgs),
-    /// The optimizer's pass over memory, beside what the memory gives
-    Optimizer(bench_optimizer::OptimizerBenchArgs),
-    /// Pipeline schedules: their bubbles and what stages hold, beside the formulas
-    Pipeline(bench_pipeline::PipelineBenchArgs),
-    /// What it costs to count, trace or watch a step
-    Profile(bench_profile::ProfileBenchArgs),
-    /// Collectives between ranks
-    Comm(Box<bench_comm::CommArgs>),
-    /// Values packed for the wire and back, beside what the memory gives
-    Wire(bench_wire::WireBenchArgs),
-    /// Serving: tokens per second, and how long clients wait
-    Serve(Box<bench_serve::ServeBenchArgs>),
-    /// A disk's reads and writes, and an optimizer step whose states are there
-    Io(bench_io::IoBenchArgs),
-    /// Saving and loading training state, beside what the disk gives
-    Checkpoint(bench_checkpoint::CheckpointBenchArgs),
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Precision {
-    F32,
-    Bf16,
-}
-
-impl Precision {
-    pub(super) fn dtype(self) -> DType {
-        match self {
-            Precision::F32 => DType::F32,
-            Precision::Bf16 => DType::BF16,
-        }
-    }
-}
-
-#[derive(Debug, Args)]
-struct RunArgs {
+pub(super) struct RunArgs {
     /// Numbers of threads to measure with
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
     threads: Vec<usize>,
@@ -102,29 +44,19 @@ struct Case {
     run: Box<dyn FnMut() -> Result<()>>,
 }
 
-pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
-    let (run_args, cases): (_, fn(DType, &Device, &str) -> Result<Vec<Case>>) = match &args.what {
-        What::Gemm(args) => (args, gemm_cases),
-        What::Ops(args) => (args, op_cases),
-        What::Model(args) => return bench_model::run(args),
-        What::Engine(args) => return bench_engine::run(args),
-        What::Gpu(args) => return bench_gpu::run(args),
-        What::Optimizer(args) => return bench_optimizer::run(args),
-        What::Pipeline(args) => return bench_pipeline::run(args),
-        What::Profile(args) => return bench_profile::run(args),
-        What::Comm(args) => return bench_comm::run(args),
-        What::Wire(args) => return bench_wire::run(args),
-        What::Serve(args) => return bench_serve::run(args),
-        What::Io(args) => return bench_io::run(args),
-        What::Checkpoint(args) => {
-            if place::of_this_process()?.is_some_and(|place| place.world_size > 1) {
-                let text = "bench checkpoint starts its own ranks: run it without a launcher, with --ranks";
-                return Err(Failure::Usage(text.to_owned()));
-            }
-            return bench_checkpoint::run(args);
-        }
-    };
-    match measure(run_args, cases) {
+pub(super) fn run_gemm(args: &RunArgs) -> Result<ExitCode, Failure> {
+    run(args, gemm_cases)
+}
+
+pub(super) fn run_ops(args: &RunArgs) -> Result<ExitCode, Failure> {
+    run(args, op_cases)
+}
+
+fn run(
+    args: &RunArgs,
+    cases: impl Fn(DType, &Device, &str) -> Result<Vec<Case>>,
+) -> Result<ExitCode, Failure> {
+    match measure(args, cases) {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error @ TensorError::BadArgument { .. }) => Err(Failure::Usage(error.to_string())),
         Err(error) => Err(Failure::Run(error.to_string())),
@@ -154,21 +86,6 @@ fn measure(args: &RunArgs, cases: impl Fn(DType, &Device, &str) -> Result<Vec<Ca
     Ok(())
 }
 
-/// Best and median seconds of a run.
-pub(super) fn time(run: &mut dyn FnMut() -> Result<()>, budget: Duration) -> Result<(f64, f64)> {
-    run()?;
-    run()?;
-    let mut seconds = Vec::new();
-    let start = Instant::now();
-    while seconds.len() < 3 || start.elapsed() < budget {
-        let began = Instant::now();
-        run()?;
-        seconds.push(began.elapsed().as_secs_f64());
-    }
-    seconds.sort_by(f64::total_cmp);
-    Ok((seconds[0], seconds[seconds.len() / 2]))
-}
-
 fn report(args: &RunArgs, threads: usize, dtype: DType, case: &Case, best_s: f64, median_s: f64) {
     let gflops = case.flops / best_s / 1e9;
     let line = if args.json {
@@ -188,26 +105,6 @@ fn report(args: &RunArgs, threads: usize, dtype: DType, case: &Case, best_s: f64
     };
     // A reader that has gone (a closed pipe) needs no more lines, and no complaint.
     let _ = writeln!(std::io::stdout(), "{line}");
-}
-
-/// Random values of a fixed seed.
-pub(super) fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-    let mut pattern = vec![0.0f32; 65_537];
-    RandomKey::new(1, 0).fill_normal(0, &mut pattern);
-    let values: Vec<f32> = pattern.into_iter().cycle().take(shape.iter().product()).collect();
-    Tensor::from_f32(&values, shape, dtype, device)
-}
-
-/// A width of GPT-2's shape, whose heads have 64 each.
-pub(super) fn parse_width(text: &str) -> Result<u64, String> {
-    let width =
-        text.parse().ok().filter(|width: &u64| (1..=1 << 20).contains(width) && width.is_multiple_of(64));
-    width.ok_or_else(|| "must be a multiple of 64: heads of this model have that many".to_owned())
-}
-
-pub(super) fn ids(count: usize, limit: usize, device: &Device) -> Result<Tensor> {
-    let values: Vec<i64> = (0..count).map(|i| ((i * 7919 + 13) % limit) as i64).collect();
-    Tensor::from_slice(&values, [count], device)
 }
 
 /// Tokens × inputs × outputs of the layers that are measured.
@@ -258,28 +155,6 @@ fn gemm_cases(dtype: DType, device: &Device, only: &str) -> Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// Forward and backward of `op` over `inputs`.
-pub(super) fn there_and_back(
-    inputs: Vec<Tensor>,
-    op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
-) -> Box<dyn FnMut() -> Result<()>> {
-    let mut gradient: Option<Tensor> = None;
-    Box::new(move || {
-        let inputs: Vec<Tensor> = inputs
-            .iter()
-            .map(|input| if input.dtype().is_float() { input.detach().tracked() } else { input.clone() })
-            .collect();
-        let y = op(&inputs)?;
-        if gradient.is_none() {
-            gradient = Some(random(y.sizes(), y.dtype(), y.device())?);
-        }
-        match &gradient {
-            Some(gradient) if y.numel() != 1 => autograd::backward_with(&[(y, gradient.clone())]),
-            _ => autograd::backward(&y),
-        }
-    })
-}
-
 fn op_cases(dtype: DType, device: &Device, only: &str) -> Result<Vec<Case>> {
     const HEADS: usize = 12;
     const DIM: usize = 64;
@@ -324,7 +199,7 @@ fn op_cases(dtype: DType, device: &Device, only: &str) -> Result<Vec<Case>> {
         Ok(there_and_back(vec![matrix(2048)?, matrix(2048)?], |x| ops::gated(Activation::Silu, &x[0], &x[1])))
     })?;
     add("embedding 50257x768".into(), 0.0, &|| {
-        let inputs = vec![random(&[VOCABULARY, WIDTH], dtype, device)?, ids(tokens, VOCABULARY, device)?];
+        let inputs = vec![random(&[VOCABULARY, WIDTH], dtype, device)?, ids(&[tokens], VOCABULARY, device)?];
         Ok(there_and_back(inputs, |x| ops::embedding(&x[0], &x[1])))
     })?;
     let rows = 1024;
@@ -333,7 +208,7 @@ fn op_cases(dtype: DType, device: &Device, only: &str) -> Result<Vec<Case>> {
             random(&[rows, WIDTH], dtype, device)?,
             // As wide as trained logits: random weights of size 1 make softmax all ones and denormals.
             ops::affine(&random(&[VOCABULARY, WIDTH], dtype, device)?, 0.02, 0.0)?,
-            ids(rows, VOCABULARY, device)?,
+            ids(&[rows], VOCABULARY, device)?,
         ];
         Ok(there_and_back(inputs, |x| {
             let options = CrossEntropyOptions::default();

@@ -8,14 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use clap::Args;
+use ferrospeed_command::{Failure, parse_size, terminal};
 use ferrospeed_io::bench::{DiskSpeed, disk_speed};
 use ferrospeed_io::{Queue, QueueOptions};
 use ferrospeed_tensor::Device;
 use serde_json::{Value, json};
-
-use super::model_directory::parse_size;
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct IoBenchArgs {

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_command::{DeviceChoice, Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
@@ -19,10 +20,6 @@ use ferrospeed_tensor::autograd::OnHost;
 use ferrospeed_tensor::store::{ParamSource, PlainStore};
 use ferrospeed_tensor::{Category, DType, Device, Param, Tensor, TensorError};
 use serde_json::{Value, json};
-
-use super::device::DeviceChoice;
-use crate::failure::Failure;
-use crate::terminal;
 
 use cases::{CASES, Case};
 

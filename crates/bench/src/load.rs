@@ -12,7 +12,7 @@ use ferrospeed_tensor::store::PlainStore;
 use ferrospeed_tensor::{DType, Device};
 use serde_json::{Value, json};
 
-use super::bench_model::peak_rss_bytes;
+use super::measure::peak_rss_bytes;
 
 const SHARD_BYTES: usize = 500_000_000;
 

@@ -15,13 +15,12 @@ use ferrospeed_serve::together;
 use ferrospeed_serve::weights_home::WeightsHome;
 use ferrospeed_tensor::{Device, PackedBits};
 
-use super::device::DeviceChoice;
-use super::offload_folders::unusable;
-use crate::failure::Failure;
+use crate::writable::unusable;
+use crate::{DeviceChoice, Failure};
 
 /// The model, where it computes, and what bounds the work.
 #[derive(Debug, Args)]
-pub(crate) struct ServedModel {
+pub struct ServedModel {
     /// The model: a directory with config.json and weights, or a GGUF file (`bench serve` also takes http://…)
     #[arg(value_name = "DIR")]
     model: PathBuf,
@@ -72,12 +71,12 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 
 impl ServedModel {
     /// Where a server is meant, its address.
-    pub(crate) fn url(&self) -> Option<&str> {
+    pub fn url(&self) -> Option<&str> {
         self.model.to_str().filter(|text| text.starts_with("http://") || text.starts_with("https://"))
     }
 
     /// Which option was given that only an engine of our own could follow.
-    pub(crate) fn engine_option(&self) -> Option<&'static str> {
+    pub fn engine_option(&self) -> Option<&'static str> {
         let given = [
             (self.dtype.is_some(), "--dtype"),
             (self.quantize.is_some(), "--quantize"),
@@ -89,7 +88,7 @@ impl ServedModel {
     }
 
     /// What to say where texts cannot be as long as was asked for.
-    pub(crate) fn shortened(&self, engine: &Engine) -> Option<String> {
+    pub fn shortened(&self, engine: &Engine) -> Option<String> {
         let (asked, most) = (self.max_length?, engine.limits().sequence_tokens);
         (asked > most).then(|| {
             format!("texts have up to {most} tokens, not {asked}: model and cache allow no more (--cache-mib makes room in the cache)")
@@ -97,17 +96,17 @@ impl ServedModel {
     }
 
     /// Opens it; clients will call it `name`.
-    pub(crate) fn start(&self, name: Option<&str>) -> Result<Engine, Failure> {
+    pub fn start(&self, name: Option<&str>) -> Result<Engine, Failure> {
         self.start_in(name, None)
     }
 
     /// Refuses a model that so many ranks could not hold, before any of them starts.
-    pub(crate) fn check(&self, division: Division, ranks: usize) -> Result<(), Failure> {
+    pub fn check(&self, division: Division, ranks: usize) -> Result<(), Failure> {
         model::check(&self.model, division, ranks).map_err(|error| Failure::Usage(error.to_string()))
     }
 
     /// Computes what the first rank of a group, which serves the same model, tells this one, until it ends.
-    pub(crate) fn follow(&self, group: &Group, division: Division) -> Result<(), Failure> {
+    pub fn follow(&self, group: &Group, division: Division) -> Result<(), Failure> {
         let options = self.options(None, Some((group.clone(), division)));
         let (_, runner, _) = self.open(&options, &self.device.open()?)?;
         together::follow(group, runner).map_err(|error| Failure::Run(error.to_string()))
@@ -147,11 +146,7 @@ impl ServedModel {
     }
 
     /// Opens it; the ranks of the group hold it together, and this one is the first.
-    pub(crate) fn start_in(
-        &self,
-        name: Option<&str>,
-        ranks: Option<(Group, Division)>,
-    ) -> Result<Engine, Failure> {
+    pub fn start_in(&self, name: Option<&str>, ranks: Option<(Group, Division)>) -> Result<Engine, Failure> {
         let device = self.device.open()?;
         let options = self.options(name, ranks);
         let (facts, runner, blocks) = self.open(&options, &device)?;

@@ -1,7 +1,9 @@
 //! The shapes that `bench gpu` trains; `benches/peers/gpu.py` has the same, and `benches/peers/moe.py` those with experts.
 
-use ferrospeed_models::{Decoder, ModelConfig, ModelError, WindowRule};
+use ferrospeed_models::{Decoder, ModelError};
 use serde_json::{Value, json};
+
+use crate::measure::decoder;
 
 /// What makes families cost different things.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,10 +66,7 @@ impl Case {
     }
 
     pub(super) fn decoder(&self, tokens: usize) -> Result<Decoder, ModelError> {
-        match ModelConfig::from_value(&self.config(tokens), WindowRule::default())? {
-            ModelConfig::Decoder(config) => Ok(Decoder::new(*config)),
-            ModelConfig::Bert(_) => unreachable!("all cases are decoders"),
-        }
+        decoder(&self.config(tokens))
     }
 
     /// Its Hugging Face `config.json`.

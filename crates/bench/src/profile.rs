@@ -10,17 +10,14 @@ use std::time::Instant;
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
-use ferrospeed_models::presets::{Preset, PresetSizes};
-use ferrospeed_models::{Decoder, ModelConfig, ModelError, Tokens, WindowRule};
+use ferrospeed_models::{Decoder, ModelError, Tokens};
 use ferrospeed_tensor::{Device, Tensor, profile};
 use serde_json::{Value, json};
 
-use super::bench::{ids, parse_width};
-use super::bench_engine;
-use crate::failure::Failure;
-use crate::terminal;
+use super::measure::{gpt2, ids, parse_width, processor_s};
 
 /// Marks that are timed to know one.
 const MARKS: u32 = 1_000_000;
@@ -90,20 +87,7 @@ struct Subject {
 
 impl Subject {
     fn new(args: &ProfileBenchArgs) -> Result<Subject, Failure> {
-        let config = Preset::Gpt2.config(&PresetSizes {
-            layers: Some(args.layers),
-            width: Some(args.width),
-            heads: None,
-            vocabulary: args.vocabulary,
-            sequence: args.tokens.max(1024),
-            dropout: 0.0,
-        });
-        let ModelConfig::Decoder(config) =
-            ModelConfig::from_value(&config, WindowRule::default()).map_err(failed)?
-        else {
-            return Err(Failure::Run("a preset is a decoder".into()));
-        };
-        let model = Decoder::new(*config);
+        let model = gpt2(args.layers, args.width, args.vocabulary, args.tokens).map_err(failed)?;
         let settings = json!({
             "train_micro_batch_size_per_gpu": args.batch,
             "gradient_clipping": 1.0,
@@ -115,22 +99,21 @@ impl Subject {
         let setup = Setup::new(config, World::solo(), device.clone());
         let engine = initialize_model(&setup, model.parameters(), Options::default()).map_err(failed)?;
         let shape = [args.batch as usize, args.tokens as usize];
-        let ids = ids(shape[0] * shape[1], args.vocabulary as usize, &device).map_err(failed)?;
-        let ids = ids.view(shape).map_err(failed)?;
+        let ids = ids(&shape, args.vocabulary as usize, &device).map_err(failed)?;
         Ok(Subject { engine, model, device, ids })
     }
 
     /// A step; its seconds on the wall and of processors.
     fn step(&mut self, look: Look) -> Result<[f64; 2], Failure> {
         self.engine.watch_gradients(u64::from(look == Look::LayerNorms)).map_err(failed)?;
-        let (began, processor_s) = (Instant::now(), bench_engine::processor_s());
+        let (began, before_s) = (Instant::now(), processor_s());
         let device = self.device.clone();
         match look {
             Look::Not | Look::LayerNorms => self.plain()?,
             Look::Counted => profile::collect(&device, || self.plain()).0?,
             Look::Traced => profile::timeline(&device, MOST_SLICES, || self.plain()).0?,
         }
-        Ok([began.elapsed().as_secs_f64(), bench_engine::processor_s() - processor_s])
+        Ok([began.elapsed().as_secs_f64(), processor_s() - before_s])
     }
 
     fn plain(&mut self) -> Result<(), Failure> {

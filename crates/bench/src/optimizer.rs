@@ -6,12 +6,10 @@
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_optim::bench::{self, AdamSpeed};
 use ferrospeed_tensor::Device;
 use serde_json::json;
-
-use crate::failure::Failure;
-use crate::terminal;
 
 /// Bytes of memory that each weight takes here: weight, gradient, two moments and the copy.
 const BYTES_PER_WEIGHT: u64 = 4 * 4 + 2;
@@ -34,7 +32,9 @@ pub(super) struct OptimizerBenchArgs {
 
 pub(super) fn run(args: &OptimizerBenchArgs) -> Result<ExitCode, Failure> {
     let needed = args.weights.saturating_mul(BYTES_PER_WEIGHT);
-    if let Some(available) = super::doctor::available_memory_bytes().filter(|&available| needed > available) {
+    if let Some(available) =
+        ferrospeed_launch::probe::available_memory_bytes().filter(|&available| needed > available)
+    {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         return Err(Failure::Usage(format!(
             "--weights {}: they take {:.1} GiB here, and {:.1} GiB of memory are free",

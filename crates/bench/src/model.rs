@@ -11,20 +11,19 @@ use std::time::Instant;
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::presets::{Preset, PresetSizes};
-use ferrospeed_models::{Decoder, ModelConfig, ModelError, Tokens, WindowRule};
+use ferrospeed_models::{Decoder, ModelError, Tokens};
+use ferrospeed_tensor::Device;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{Device, Tensor};
 use serde_json::{Value, json};
 
-use super::bench::Precision;
-use super::bench_load;
-use super::bench_parts::{gemm_peak_flops_per_s, parts_of_a_step};
-use crate::failure::Failure;
-use crate::terminal;
+use super::load;
+use super::measure::{Precision, decoder, ids, peak_rss_bytes};
+use super::parts::{gemm_peak_flops_per_s, parts_of_a_step};
 
 #[derive(Debug, Args)]
 pub(super) struct ModelBenchArgs {
@@ -188,10 +187,8 @@ fn measure(case: &Case, precision: Precision, threads: usize, repeats: u64) -> R
     let peak = gemm_peak_flops_per_s(precision.dtype(), &device).map_err(|error| failed(&error))?;
     let model = case.decoder().map_err(|error| failed(&error))?;
     let mut row = match case.work {
-        Work::Load => {
-            bench_load::measure(&case.config(), || case.decoder(), precision.dtype(), &device, repeats)
-                .map_err(|error| failed(&error))?
-        }
+        Work::Load => load::measure(&case.config(), || case.decoder(), precision.dtype(), &device, repeats)
+            .map_err(|error| failed(&error))?,
         Work::Train { batch, tokens } => train(case, &model, precision, &device, [batch, tokens], repeats)?,
         Work::Generate { prompt, tokens } => {
             speak(&model, precision, &device, [prompt, tokens], repeats).map_err(|error| failed(&error))?
@@ -251,10 +248,7 @@ impl Case {
     }
 
     fn decoder(&self) -> Result<Decoder, ModelError> {
-        match ModelConfig::from_value(&self.config(), WindowRule::default())? {
-            ModelConfig::Decoder(config) => Ok(Decoder::new(*config)),
-            ModelConfig::Bert(_) => unreachable!("a preset is a decoder"),
-        }
+        decoder(&self.config())
     }
 }
 
@@ -266,12 +260,6 @@ pub(super) fn step_flops([layers, width, vocabulary]: [u64; 3], batch: usize, to
     let weights = layers * 12.0 * width * width + vocabulary * width;
     let scores = layers * 2.0 * width * (tokens + 1.0) / 2.0;
     6.0 * batch * tokens * (weights + scores)
-}
-
-/// Ids that look like no pattern.
-fn ids(batch: usize, tokens: usize, vocabulary: usize, device: &Device) -> ferrospeed_tensor::Result<Tensor> {
-    let ids: Vec<i64> = (0..batch * tokens).map(|i| ((i * 7919 + 13) % vocabulary) as i64).collect();
-    Tensor::from_slice(&ids, [batch, tokens], device)
 }
 
 fn train(
@@ -297,7 +285,7 @@ fn train(
     let setup = Setup::new(config, World::solo(), device.clone());
     let mut engine =
         initialize_model(&setup, model.parameters(), Options::default()).map_err(|error| failed(&error))?;
-    let ids = ids(batch, tokens, case.vocabulary as usize, device).map_err(|error| failed(&error))?;
+    let ids = ids(&[batch, tokens], case.vocabulary as usize, device).map_err(|error| failed(&error))?;
     let step = |engine: &mut Engine| -> Result<f64, Failure> {
         let began = Instant::now();
         let loss = engine
@@ -369,13 +357,6 @@ fn speak(
         "median_s": seconds[seconds.len() / 2],
         "peak_rss_bytes": peak_rss_bytes(),
     }))
-}
-
-/// The most memory this process ever held; `None` where the system does not say.
-pub(super) fn peak_rss_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let kib = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?;
-    Some(kib.trim().parse::<u64>().ok()? << 10)
 }
 
 fn as_text(row: &Value) -> String {

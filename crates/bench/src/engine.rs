@@ -10,20 +10,16 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use ferrospeed_comm::{ConnectOptions, ReduceOp, World};
+use ferrospeed_command::{Failure, place, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
-use ferrospeed_models::presets::{Preset, PresetSizes};
-use ferrospeed_models::{Decoder, ModelConfig, ModelError, Tokens, WindowRule};
+use ferrospeed_models::{ModelError, Tokens};
 use ferrospeed_tensor::{Category, Device};
 use serde_json::{Value, json};
 
-use super::bench::{Precision, ids};
-use super::bench_model::peak_rss_bytes;
-use super::place;
-use crate::failure::Failure;
-use crate::terminal;
+use super::measure::{Precision, gpt2, ids, parse_width, peak_rss_bytes, processor_s};
 
 #[derive(Debug, Args)]
 pub(super) struct EngineBenchArgs {
@@ -62,7 +58,7 @@ struct ModelSize {
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..))]
     layers: u64,
     /// Width of the model: a multiple of 64
-    #[arg(long, default_value_t = 512, value_parser = super::bench::parse_width)]
+    #[arg(long, default_value_t = 512, value_parser = parse_width)]
     width: u64,
     /// Tokens that the model knows
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(1..))]
@@ -133,21 +129,6 @@ fn failed(error: impl std::fmt::Display) -> Failure {
     Failure::Run(error.to_string())
 }
 
-fn decoder(size: &ModelSize) -> Result<Decoder, Failure> {
-    let config = Preset::Gpt2.config(&PresetSizes {
-        layers: Some(size.layers),
-        width: Some(size.width),
-        heads: None,
-        vocabulary: size.vocabulary,
-        sequence: size.tokens.max(1024),
-        dropout: 0.0,
-    });
-    match ModelConfig::from_value(&config, WindowRule::default()).map_err(failed)? {
-        ModelConfig::Decoder(config) => Ok(Decoder::new(*config)),
-        ModelConfig::Bert(_) => unreachable!("a preset is a decoder"),
-    }
-}
-
 fn configuration(
     args: &EngineBenchArgs,
     stage: u8,
@@ -178,13 +159,12 @@ fn run_rank(
     let world = World::connect(place).map_err(failed)?;
     let device = Device::cpu_with_threads(args.threads as usize);
     let size = &args.size;
-    let model = decoder(size)?;
+    let model = gpt2(size.layers, size.width, size.vocabulary, size.tokens).map_err(failed)?;
     let setup =
         Setup::new(configuration(args, stage, precision, world.size())?, world.clone(), device.clone());
     let mut engine = initialize_model(&setup, model.parameters(), Options::default()).map_err(failed)?;
     let shape = [size.batch as usize, size.tokens as usize];
-    let ids = ids(shape[0] * shape[1], size.vocabulary as usize, &device).map_err(failed)?;
-    let ids = ids.view(shape).map_err(failed)?;
+    let ids = ids(&shape, size.vocabulary as usize, &device).map_err(failed)?;
     let step = |engine: &mut Engine| -> Result<f64, Failure> {
         let began = Instant::now();
         for _ in 0..args.accumulation {
@@ -199,9 +179,9 @@ fn run_rank(
     let launched_s = args.launched_unix_s.map(|launched| unix_s() - launched);
     let first_s = step(&mut engine)?;
     step(&mut engine)?;
-    let processor_s = processor_s();
+    let before_s = processor_s();
     let mut seconds = (0..args.repeats).map(|_| step(&mut engine)).collect::<Result<Vec<f64>, Failure>>()?;
-    let processor_s = (self::processor_s() - processor_s) / args.repeats as f64;
+    let processor_s = (processor_s() - before_s) / args.repeats as f64;
     seconds.sort_by(f64::total_cmp);
     let (best_s, median_s) = (seconds[0], seconds[seconds.len() / 2]);
     // The largest of all ranks.
@@ -237,15 +217,6 @@ fn run_rank(
         terminal::print_output(&if args.json { row.to_string() } else { as_text(&row) })?;
     }
     Ok(())
-}
-
-/// Seconds of processor time that this process has used, all threads together.
-pub(super) fn processor_s() -> f64 {
-    use nix::sys::resource::{UsageWho, getrusage};
-    use nix::sys::time::TimeValLike;
-    getrusage(UsageWho::RUSAGE_SELF).map_or(0.0, |usage| {
-        (usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e6
-    })
 }
 
 fn as_text(row: &Value) -> String {

@@ -5,11 +5,8 @@ use std::process::ExitCode;
 use clap::Args;
 use ferrospeed_collective::bench::packing;
 use ferrospeed_collective::packing::Packing;
+use ferrospeed_command::{DeviceChoice, Failure, terminal};
 use serde_json::json;
-
-use super::device::DeviceChoice;
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct WireBenchArgs {

@@ -14,13 +14,11 @@ use std::process::ExitCode;
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_command::{Failure, parse_size, place, terminal};
 use serde_json::{Value, json};
 
 use self::ranks::Round;
 use self::scratch::Scratch;
-use super::model_directory::parse_size;
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct CheckpointBenchArgs {
@@ -54,6 +52,10 @@ fn failed(path: &Path, error: &dyn std::fmt::Display) -> Failure {
 }
 
 pub(super) fn run(args: &CheckpointBenchArgs) -> Result<ExitCode, Failure> {
+    if place::of_this_process()?.is_some_and(|place| place.world_size > 1) {
+        let text = "bench checkpoint starts its own ranks: run it without a launcher, with --ranks";
+        return Err(Failure::Usage(text.to_owned()));
+    }
     let scratch = Scratch::create(&args.dir)?;
     let layers = (args.size / (WIDTH * WIDTH * STATE_BYTES_PER_WEIGHT)).max(1);
     let bytes = layers * WIDTH * WIDTH * STATE_BYTES_PER_WEIGHT;

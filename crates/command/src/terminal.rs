@@ -6,15 +6,16 @@
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 
-/// A stream that may show colours.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Paint {
+/// A stream that may show colours; by default, one that does not.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Paint {
     on: bool,
 }
 
 /// The colours in use.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Colour {
+#[expect(missing_docs, reason = "their names say all")]
+pub enum Colour {
     Red,
     Yellow,
     Green,
@@ -26,30 +27,28 @@ pub(crate) enum Colour {
 }
 
 impl Paint {
-    pub(crate) fn for_stdout() -> Self {
+    /// For standard output.
+    pub fn for_stdout() -> Self {
         Paint { on: std::io::stdout().is_terminal() && colours_allowed() }
     }
 
-    pub(crate) fn for_stderr() -> Self {
+    /// For standard error.
+    pub fn for_stderr() -> Self {
         Paint { on: std::io::stderr().is_terminal() && colours_allowed() }
     }
 
     /// For something that is known to be a terminal.
-    pub(crate) fn for_terminal() -> Self {
+    pub fn for_terminal() -> Self {
         Paint { on: colours_allowed() }
     }
 
-    /// For something that is no terminal.
-    #[cfg(test)]
-    pub(crate) fn none() -> Self {
-        Paint { on: false }
-    }
-
-    pub(crate) fn is_on(self) -> bool {
+    /// Whether colours are shown.
+    pub fn is_on(self) -> bool {
         self.on
     }
 
-    pub(crate) fn paint(self, colour: Colour, text: &str) -> String {
+    /// The text in a colour, where colours are shown.
+    pub fn paint(self, colour: Colour, text: &str) -> String {
         let code = match colour {
             Colour::Red => "31",
             Colour::Yellow => "33",
@@ -73,7 +72,7 @@ fn colours_allowed() -> bool {
 }
 
 /// The text with control characters written out, save newlines and tabs, and colours where colours are shown.
-pub(crate) fn visible(text: &str, paint: Paint) -> Cow<'_, str> {
+pub fn visible(text: &str, paint: Paint) -> Cow<'_, str> {
     // Marks of direction show a text in another order than it has.
     let turns =
         |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -103,20 +102,22 @@ fn colour_at_start(text: &str) -> Option<usize> {
 }
 
 /// Whether standard output is a terminal on which text can be written over.
-pub(crate) fn stdout_can_be_redrawn() -> bool {
+pub fn stdout_can_be_redrawn() -> bool {
     std::io::stdout().is_terminal() && std::env::var_os("TERM").is_some_and(|term| term != "dumb")
 }
 
-pub(crate) fn print_error(text: &str) {
+/// What went wrong, on standard error.
+pub fn print_error(text: &str) {
     print_labelled(Colour::Red, "error", text);
 }
 
-pub(crate) fn print_note(text: &str) {
+/// What is worth knowing, on standard error.
+pub fn print_note(text: &str) {
     print_labelled(Colour::Yellow, "note", text);
 }
 
 /// A line on standard error.
-pub(crate) fn print_line(text: &str) {
+pub fn print_line(text: &str) {
     // A closed stderr leaves nobody to tell.
     let _ = writeln!(std::io::stderr().lock(), "{}", visible(text, Paint::for_stderr()));
 }
@@ -126,7 +127,7 @@ fn print_labelled(colour: Colour, label: &str, text: &str) {
 }
 
 /// Writes a command's output; a reader that went away ends it quietly.
-pub(crate) fn print_output(text: &str) -> Result<(), crate::failure::Failure> {
+pub fn print_output(text: &str) -> Result<(), crate::Failure> {
     let text = visible(text, Paint::for_stdout());
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| match text.ends_with('\n') {
@@ -135,7 +136,7 @@ pub(crate) fn print_output(text: &str) -> Result<(), crate::failure::Failure> {
     });
     match written.and_then(|()| out.flush()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(crate::failure::Failure::Run(format!("cannot write the output: {error}")))
+            Err(crate::Failure::Run(format!("cannot write the output: {error}")))
         }
         _ => Ok(()),
     }

@@ -2,11 +2,12 @@
 
 use std::fmt;
 
+use ferrospeed_checkpoint::CheckpointError;
 use ferrospeed_launch::LaunchError;
 
 /// A command that did not do its work.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub enum Failure {
     /// The command line, or a file it names, is wrong: exit code 2.
     Usage(String),
     /// The command was right but could not be carried out: exit code 1.
@@ -17,7 +18,7 @@ pub(crate) enum Failure {
 
 impl Failure {
     /// The failure whose exit code this is.
-    pub(crate) fn with_code(code: u8, text: String) -> Failure {
+    pub fn with_code(code: u8, text: String) -> Failure {
         match code {
             1 => Failure::Run(text),
             2 => Failure::Usage(text),
@@ -25,7 +26,8 @@ impl Failure {
         }
     }
 
-    pub(crate) fn exit_code(&self) -> u8 {
+    /// What the process ends with.
+    pub fn exit_code(&self) -> u8 {
         match self {
             Failure::Usage(_) => 2,
             Failure::Run(_) => 1,
@@ -53,6 +55,17 @@ impl From<LaunchError> for Failure {
             | LaunchError::SshFailed { .. }
             | LaunchError::BackendMissing { .. } => Failure::Run(text),
             _ => Failure::Usage(text),
+        }
+    }
+}
+
+impl From<CheckpointError> for Failure {
+    fn from(error: CheckpointError) -> Failure {
+        match error {
+            CheckpointError::NotFound { .. } | CheckpointError::Tag { .. } | CheckpointError::Export(_) => {
+                Failure::Usage(error.to_string())
+            }
+            other => Failure::Run(other.to_string()),
         }
     }
 }

@@ -8,10 +8,11 @@ use ferrospeed_checkpoint::{
     Contents, Disk, Dtype, Kind, Origin, PieceSpec, Retention, Target, TrainingState, save,
 };
 use ferrospeed_comm::World;
+use ferrospeed_command::Failure;
 use serde_json::Value;
 
 use super::{WIDTH, failed};
-use crate::failure::Failure;
+use crate::measure::peak_rss_bytes_of;
 
 /// How often a child's memory is looked at; its peak only grows.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -85,7 +86,7 @@ pub(super) fn run(checkpoints: &Path, action: &str, output: &Path) -> Result<Exp
         .map_err(|error| failed(output, &error))?;
     let mut peak_rss_bytes = 0;
     let status = loop {
-        peak_rss_bytes = peak_rss_bytes.max(peak_of(child.id()).unwrap_or(0));
+        peak_rss_bytes = peak_rss_bytes.max(peak_rss_bytes_of(child.id()).unwrap_or(0));
         if let Some(status) = child.try_wait().map_err(|error| failed(output, &error))? {
             break status;
         }
@@ -95,10 +96,4 @@ pub(super) fn run(checkpoints: &Path, action: &str, output: &Path) -> Result<Exp
         return Err(Failure::Run(format!("`checkpoint {action}` ended with {status}")));
     }
     Ok(Export { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes })
-}
-
-fn peak_of(pid: u32) -> Option<u64> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let kib = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?;
-    kib.trim().parse::<u64>().ok().map(|kib| kib << 10)
 }

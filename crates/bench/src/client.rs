@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::bench_serve::Seen;
+use super::serve::Seen;
 
 /// Time for a connection, and for a server to say anything.
 const CONNECT_TIME: Duration = Duration::from_secs(10);

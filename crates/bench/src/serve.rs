@@ -12,6 +12,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use ferrospeed_command::terminal::print_output;
+use ferrospeed_command::{Failure, ServedModel};
 use ferrospeed_serve::engine::Engine;
 use ferrospeed_serve::metrics::Metrics;
 use ferrospeed_serve::request::{Event, Request, Work};
@@ -19,10 +21,7 @@ use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::random::RandomKey;
 use serde_json::{Value, json};
 
-use super::bench_client::Peer;
-use super::served_model::ServedModel;
-use crate::failure::Failure;
-use crate::terminal::print_output;
+use super::client::Peer;
 
 /// Time for a request.
 const REQUEST_TIME: Duration = Duration::from_secs(3600);
