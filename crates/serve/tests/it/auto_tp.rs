@@ -1,4 +1,5 @@
-//! Which linear layers of a block have their results summed over ranks: AutoTP's rule, over names alone.
+//! Which linear layers of a block have their results summed over ranks: DeepSpeed's AutoTP, over names alone. What recordings
+//! are compared with: our slices are cut by family.
 //!
 //! A layer is such a one when a norm follows it, or by its name. Norms count where they are layer norms, or are called so.
 
@@ -6,7 +7,7 @@ use ferrospeed_tensor::Param;
 
 /// A block's layer, as the rule sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Layer {
+pub(super) enum Layer {
     /// A linear layer, `parent.name`; directly in the block `.name`.
     Linear(String),
     /// A layer norm.
@@ -19,7 +20,7 @@ const REJECTED: [&str; 8] = ["deberta", "flaubert", "fsmt", "gpt2", "led", "long
 const WITH_KERNELS: [&str; 1] = ["gpt2"];
 
 /// The layers of a block whose results are summed, sorted. `family` is the model's name in small letters.
-pub fn summed_layers(family: &str, block: &[Layer]) -> Result<Vec<String>, String> {
+pub(super) fn summed_layers(family: &str, block: &[Layer]) -> Result<Vec<String>, String> {
     if REJECTED.contains(&family) {
         let hint = match WITH_KERNELS.contains(&family) {
             true => "Please use kernel injection since container policy for model exists.",
@@ -57,7 +58,7 @@ pub fn summed_layers(family: &str, block: &[Layer]) -> Result<Vec<String>, Strin
 
 /// The layers of the block at `prefix` (such as `model.layers.0`), from a model's parameters in the order of their
 /// declaration. `layer_norms` says whether its norms are layer norms.
-pub fn block_layers(parameters: &[Param], prefix: &str, layer_norms: bool) -> Vec<Layer> {
+pub(super) fn block_layers(parameters: &[Param], prefix: &str, layer_norms: bool) -> Vec<Layer> {
     let inside = parameters.iter().filter_map(|param| {
         let path = param.name().strip_prefix(prefix)?.strip_prefix('.')?.strip_suffix(".weight")?;
         let (parents, name) = path.rsplit_once('.').unwrap_or(("", path));

@@ -1,4 +1,5 @@
-//! What DeepSpeed's profiler takes an op to cost, from the shapes of its operands, its defects included.
+//! What DeepSpeed's profiler takes an op to cost, from the shapes of its operands, its defects included: what recorded figures are
+//! compared with. Our counts do not come from formulas.
 //!
 //! The defects: sums and products align shapes from the left, a right operand of one dimension counts its length twice,
 //! `upsample` takes the batch size for the number of dimensions, a transposed convolution over groups is divided by them twice,
@@ -8,11 +9,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// An estimate.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Cost {
+pub(super) struct Cost {
     /// Floating-point operations.
-    pub flops: u64,
+    pub(super) flops: u64,
     /// Multiply-accumulates.
-    pub macs: u64,
+    pub(super) macs: u64,
 }
 
 impl Cost {
@@ -34,46 +35,41 @@ fn elements(shape: &[u64]) -> u64 {
 }
 
 /// `linear(x [.., in], weight [out, in])`.
-pub fn linear(x: &[u64], weight: &[u64]) -> Cost {
+pub(super) fn linear(x: &[u64], weight: &[u64]) -> Cost {
     Cost::of_product(elements(x) * weight.first().copied().unwrap_or(1))
 }
 
 /// `matmul`, `mm`, `bmm`.
-pub fn matmul(a: &[u64], b: &[u64]) -> Cost {
+pub(super) fn matmul(a: &[u64], b: &[u64]) -> Cost {
     Cost::of_product(elements(a) * b.last().copied().unwrap_or(1))
 }
 
 /// `addmm`, `baddbmm`: a product and what is added to it.
-pub fn addmm(added: &[u64], a: &[u64], b: &[u64]) -> Cost {
+pub(super) fn addmm(added: &[u64], a: &[u64], b: &[u64]) -> Cost {
     matmul(a, b).plus_flops(elements(added))
 }
 
 /// `scaled_dot_product_attention`; a causal mask spares nothing.
-pub fn attention(q: &[u64], k: &[u64], v: &[u64]) -> Cost {
+pub(super) fn attention(q: &[u64], k: &[u64], v: &[u64]) -> Cost {
     let last = |shape: &[u64], back: usize| shape.iter().rev().nth(back).copied().unwrap_or(1);
     let (rows, keys) = (elements(q) / last(q, 0).max(1), last(k, 1));
     Cost::of_product(elements(q) * keys + rows * keys * last(v, 0))
 }
 
 /// `add` and `mul`; `None` is a plain number.
-pub fn elementwise(a: Option<&[u64]>, b: Option<&[u64]>) -> Cost {
+pub(super) fn elementwise(a: Option<&[u64]>, b: Option<&[u64]>) -> Cost {
     let (a, b) = (a.unwrap_or(&[]), b.unwrap_or(&[]));
     let size = |shape: &[u64], dim: usize| shape.get(dim).copied().unwrap_or(1);
     Cost::elementwise((0..a.len().max(b.len())).map(|dim| size(a, dim).max(size(b, dim))).product())
 }
 
-/// Activations and `softmax`, and pools over their input.
-pub fn per_element(x: &[u64]) -> Cost {
-    Cost::elementwise(elements(x))
-}
-
 /// `layer_norm`, `group_norm`, `instance_norm`.
-pub fn norm(x: &[u64], has_weight: bool) -> Cost {
+pub(super) fn norm(x: &[u64], has_weight: bool) -> Cost {
     Cost::elementwise(elements(x) * (4 + u64::from(has_weight)))
 }
 
 /// `batch_norm`.
-pub fn batch_norm(x: &[u64], has_weight: bool, training: bool) -> Cost {
+pub(super) fn batch_norm(x: &[u64], has_weight: bool, training: bool) -> Cost {
     match training {
         true => norm(x, has_weight),
         false => Cost::elementwise(elements(x) * (1 + u64::from(has_weight))),
@@ -81,19 +77,19 @@ pub fn batch_norm(x: &[u64], has_weight: bool, training: bool) -> Cost {
 }
 
 /// `upsample` to a size.
-pub fn upsample_to(size: &[u64]) -> Cost {
+pub(super) fn upsample_to(size: &[u64]) -> Cost {
     Cost::elementwise(elements(size))
 }
 
 /// `upsample` by a factor.
-pub fn upsample_by(x: &[u64], factor: f64) -> Cost {
+pub(super) fn upsample_by(x: &[u64], factor: f64) -> Cost {
     let batch = x.first().copied().unwrap_or(0) as f64;
     Cost::elementwise((elements(x) as f64 * factor.powf(batch)) as u64)
 }
 
 /// What surrounds the input of a convolution, per dimension.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Padding {
+pub(super) enum Padding {
     /// Nothing.
     Valid,
     /// As much as keeps the size.
@@ -104,15 +100,15 @@ pub enum Padding {
 
 /// How a convolution moves, per dimension.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Convolution {
+pub(super) struct Convolution {
     /// Steps.
-    pub stride: Vec<u64>,
+    pub(super) stride: Vec<u64>,
     /// The border.
-    pub padding: Padding,
+    pub(super) padding: Padding,
     /// Distance of the kernel's elements.
-    pub dilation: Vec<u64>,
+    pub(super) dilation: Vec<u64>,
     /// Groups of channels.
-    pub groups: u64,
+    pub(super) groups: u64,
 }
 
 impl Convolution {
@@ -132,7 +128,7 @@ impl Convolution {
 }
 
 /// `conv1d`, `conv2d`, `conv3d` of `x [batch, in, ..]` with `weight [out, in / groups, ..]`; `None` where they do not fit.
-pub fn conv(x: &[u64], weight: &[u64], has_bias: bool, how: &Convolution) -> Option<Cost> {
+pub(super) fn conv(x: &[u64], weight: &[u64], has_bias: bool, how: &Convolution) -> Option<Cost> {
     let ([batch, channels, input @ ..], [out, of_group, kernel @ ..]) = (x, weight) else { return None };
     if of_group * how.groups != *channels || input.len() != kernel.len() || !fits(how, kernel) {
         return None;
@@ -143,7 +139,7 @@ pub fn conv(x: &[u64], weight: &[u64], has_bias: bool, how: &Convolution) -> Opt
 }
 
 /// `conv_transpose1d`, `conv_transpose2d`, `conv_transpose3d` with `weight [in, out / groups, ..]`.
-pub fn conv_transpose(x: &[u64], weight: &[u64], has_bias: bool, how: &Convolution) -> Option<Cost> {
+pub(super) fn conv_transpose(x: &[u64], weight: &[u64], has_bias: bool, how: &Convolution) -> Option<Cost> {
     let ([batch, channels, input @ ..], [_, out, kernel @ ..]) = (x, weight) else { return None };
     if input.len() != kernel.len() || !fits(how, kernel) {
         return None;
@@ -167,7 +163,7 @@ const MOST_OPERANDS: usize = 7;
 
 /// `einsum` over operands of these shapes; `None` where the equation does not fit them. The order of contractions is the best
 /// one whose intermediate results are no larger than the largest operand or the result.
-pub fn einsum(equation: &str, shapes: &[&[u64]]) -> Option<Cost> {
+pub(super) fn einsum(equation: &str, shapes: &[&[u64]]) -> Option<Cost> {
     let equation: String = equation.chars().filter(|letter| !letter.is_whitespace()).collect();
     let (inputs, output) = equation.split_once("->")?;
     let terms: Vec<&str> = inputs.split(',').collect();
@@ -251,7 +247,7 @@ fn best_order(
 
 /// The kinds of recurrent layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Recurrence {
+pub(super) enum Recurrence {
     /// One gate.
     Rnn,
     /// Three gates.
@@ -261,7 +257,7 @@ pub enum Recurrence {
 }
 
 /// One step of one recurrent layer for one sample.
-pub fn recurrent_step(kind: Recurrence, inputs: u64, hidden: u64, has_bias: bool) -> u64 {
+pub(super) fn recurrent_step(kind: Recurrence, inputs: u64, hidden: u64, has_bias: bool) -> u64 {
     let (gates, own) = match kind {
         Recurrence::Rnn => (1, 1),
         Recurrence::Gru => (3, 7),
