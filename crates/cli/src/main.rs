@@ -4,14 +4,12 @@
 //! first rank that failed.
 
 mod commands;
-mod failure;
-mod patient;
 mod progress;
-mod terminal;
 
 use std::process::ExitCode;
 
 use clap::Parser;
+use ferrospeed_command::terminal;
 use nix::sys::signal::{SigHandler, Signal, signal};
 
 fn main() -> ExitCode {

@@ -63,11 +63,6 @@ pub struct Discovered {
 
 const EXPLICIT: [&str; 5] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"];
 
-/// Reads this process's own environment.
-pub fn from_environment() -> Result<Option<Discovered>> {
-    discover(&|name: &str| std::env::var(name).ok())
-}
-
 /// Finds out who this process is; `None` when nothing launched it.
 pub fn discover(env: &impl Variables) -> Result<Option<Discovered>> {
     let has = |name: &str| env.get(name).is_some();

@@ -1,7 +1,7 @@
 //! Which ranks form which groups: pure functions from sizes to lists of ranks.
 //!
-//! Expert parallelism, ZeRO++'s secondary partitions and the two-level all-to-all each cut the world in their own way.
-//! Lists come in the order in which the groups must be made on every rank. Sizes that do not divide are refused.
+//! Expert parallelism cuts the world in its own way; what lies on a grid is [`topology`](crate::topology)'s. Sizes that do not
+//! divide are refused.
 
 use crate::error::{Error, Result};
 
@@ -15,13 +15,6 @@ pub struct ExpertGroups {
     pub expert: RankLists,
     /// Ranks that hold the same experts.
     pub expert_data: RankLists,
-}
-
-impl ExpertGroups {
-    /// All groups in the order in which they are made: expert-data groups first.
-    pub fn creation_order(&self) -> RankLists {
-        self.expert_data.iter().chain(&self.expert).cloned().collect()
-    }
 }
 
 /// Whether the ranks of an expert group are neighbours or those of an expert-data group.
@@ -49,13 +42,6 @@ fn strided(start: usize, stride: usize, count: usize) -> Vec<usize> {
 /// Consecutive blocks of `size` ranks.
 fn blocks(world_size: usize, size: usize) -> RankLists {
     (0..world_size).step_by(size.max(1)).map(|start| strided(start, 1, size)).collect()
-}
-
-/// Data-parallel groups, then model-parallel groups of `model_parallel` consecutive ranks (at most the world).
-pub fn model_parallel(world_size: usize, model_parallel: usize) -> Result<(RankLists, RankLists)> {
-    let size = model_parallel.min(world_size);
-    let replicas = divide(world_size, size)?;
-    Ok(((0..size).map(|start| strided(start, size, replicas)).collect(), blocks(world_size, size)))
 }
 
 /// Expert groups without tensor parallelism; pipeline stages are consecutive blocks of the world.
@@ -111,36 +97,4 @@ pub fn expert_tensor_parallel(
         groups.expert.extend(cut);
     }
     Ok(groups)
-}
-
-/// ZeRO++'s secondary partition groups: consecutive blocks of `group_size` (at most the world).
-pub fn secondary_partition(world_size: usize, group_size: usize) -> Result<RankLists> {
-    let size = group_size.min(world_size);
-    divide(world_size, size)?;
-    Ok(blocks(world_size, size))
-}
-
-/// The groups of the two-level all-to-all, with their names: one per host, then one per device index across hosts.
-pub fn two_level_all_to_all(world_size: usize, devices_per_host: usize) -> Result<Vec<(String, Vec<usize>)>> {
-    let hosts = world_size.checked_div(devices_per_host).unwrap_or(0);
-    let whole = || vec![("local_0".to_owned(), strided(0, 1, world_size))];
-    match hosts {
-        0 => Ok(whole()),
-        1 if world_size == devices_per_host => Ok(whole()),
-        1 => Err(Error::Topology {
-            problem: format!(
-                "{world_size} ranks are neither one host of {devices_per_host} devices nor several: \
-                 the two-level all-to-all needs whole hosts"
-            ),
-        }),
-        _ => {
-            divide(world_size, devices_per_host)?;
-            let local = |host: usize| {
-                (format!("local_{host}"), strided(host * devices_per_host, 1, devices_per_host))
-            };
-            let global =
-                |device: usize| (format!("global_{device}"), strided(device, devices_per_host, hosts));
-            Ok((0..hosts).map(local).chain((0..devices_per_host).map(global)).collect())
-        }
-    }
 }

@@ -63,7 +63,7 @@ pub use op::Kind;
 pub use region::Region;
 pub use rendezvous::{Backend, ConnectOptions, leave_meetings};
 pub use segment::Registered;
-pub use topology::{PipelineGrid, ProcessTopology};
+pub use topology::ProcessTopology;
 pub use world::{DEFAULT_DEADLINE, DEFAULT_STAGING_BYTES, Limits, World};
 
 /// The target of log lines that a configuration asked for by name: programs that hide what is merely interesting still

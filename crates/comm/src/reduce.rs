@@ -94,11 +94,9 @@ pub(crate) unsafe fn fold_onwards(
     }
 }
 
-/// Folds slices: the reduction of every backend, for callers that own their memory.
-///
-/// # Panics
-/// When the slices differ in length or hold a fraction of an element: both are bugs of the caller.
-pub fn fold_slices(dtype: DType, op: ReduceOp, sources: &[&[u8]], destination: &mut [u8]) {
+/// Folds slices: the reduction of every backend, for tests.
+#[cfg(test)]
+fn fold_slices(dtype: DType, op: ReduceOp, sources: &[&[u8]], destination: &mut [u8]) {
     assert!(!sources.is_empty() && op.supports(dtype), "{op} over {} sources of {dtype}", sources.len());
     assert!(
         sources.iter().all(|source| source.len() == destination.len()),

@@ -1,8 +1,7 @@
 //! Ranks on a grid with named axes.
 //!
 //! [`ProcessTopology`] numbers the points of a Cartesian grid row by row: the last axis varies fastest. It is pure
-//! arithmetic; [`Mesh`](crate::Mesh) adds the process groups. [`PipelineGrid`] is the grid of pipeline × data × model
-//! parallel training with the groups that its members need, in the order in which all ranks must make them.
+//! arithmetic; [`Mesh`](crate::Mesh) adds the process groups.
 
 use std::collections::BTreeMap;
 
@@ -48,11 +47,6 @@ impl ProcessTopology {
     /// Stages × data-parallel ranks; neighbours are data-parallel peers of one stage.
     pub fn pipe_data(pipe: usize, data: usize) -> Result<Self> {
         Self::new([(PIPE, pipe), (DATA, data)])
-    }
-
-    /// Stages × data-parallel × tensor-parallel ranks; neighbours are tensor-parallel peers.
-    pub fn pipe_model_data(pipe: usize, model: usize, data: usize) -> Result<Self> {
-        Self::new([(PIPE, pipe), (DATA, data), (MODEL, model)])
     }
 
     /// The number of ranks.
@@ -186,167 +180,4 @@ impl ProcessTopology {
         let pieces = self.axes.iter().zip(coordinates).filter(|(axis, _)| !omit.contains(&axis.as_str()));
         Ok(pieces.map(|(axis, value)| format!("{axis}{inner}{value:02}")).collect::<Vec<_>>().join(outer))
     }
-}
-
-/// One rank's place in a grid of pipeline × data × model parallel training.
-#[derive(Debug, Clone)]
-pub struct PipelineGrid {
-    topology: ProcessTopology,
-    rank: usize,
-}
-
-impl PipelineGrid {
-    /// The place of `rank` in `topology`, which needs the axes `pipe` and `data`.
-    pub fn new(topology: ProcessTopology, rank: usize) -> Result<Self> {
-        topology.known(PIPE)?;
-        topology.known(DATA)?;
-        topology.coordinates(rank)?;
-        Ok(PipelineGrid { topology, rank })
-    }
-
-    /// Without a topology: the prime factors of the world size go alternately to `pipe` and `data`.
-    pub fn of_world(world_size: usize, rank: usize) -> Result<Self> {
-        let (mut pipe, mut data) = (1, 1);
-        for (index, factor) in prime_factors(world_size).into_iter().enumerate() {
-            *(if index % 2 == 0 { &mut pipe } else { &mut data }) *= factor;
-        }
-        Self::new(ProcessTopology::pipe_data(pipe, data)?, rank)
-    }
-
-    /// The grid's topology.
-    pub fn topology(&self) -> &ProcessTopology {
-        &self.topology
-    }
-
-    fn own(&self, axis: &str) -> usize {
-        self.topology.coordinate(self.rank, axis).unwrap_or(0)
-    }
-
-    /// The pipeline stage of this rank.
-    pub fn stage_id(&self) -> usize {
-        self.own(PIPE)
-    }
-
-    /// Which of the data-parallel replicas this rank belongs to.
-    pub fn data_parallel_id(&self) -> usize {
-        self.own(DATA)
-    }
-
-    /// The number of stages.
-    pub fn pipe_parallel_size(&self) -> usize {
-        self.topology.dim(PIPE).max(1)
-    }
-
-    /// The number of replicas.
-    pub fn data_parallel_size(&self) -> usize {
-        self.topology.dim(DATA).max(1)
-    }
-
-    /// The number of tensor-parallel slices.
-    pub fn slice_parallel_size(&self) -> usize {
-        self.topology.dim(MODEL).max(1)
-    }
-
-    /// Whether this rank has the first stage.
-    pub fn is_first_stage(&self) -> bool {
-        self.stage_id() == 0
-    }
-
-    /// Whether this rank has the last stage.
-    pub fn is_last_stage(&self) -> bool {
-        self.stage_id() + 1 == self.pipe_parallel_size()
-    }
-
-    /// The ranks of this replica: pipe × model. Overflow and norms are reduced over them.
-    pub fn model_group(&self) -> Vec<usize> {
-        self.model_lists().swap_remove(self.data_parallel_id())
-    }
-
-    /// This rank's place in its model group: the `mp_rank` of checkpoint names.
-    pub fn model_parallel_rank(&self) -> usize {
-        self.model_group().iter().position(|rank| *rank == self.rank).unwrap_or(0)
-    }
-
-    /// The ranks with the same part of the model.
-    pub fn data_group(&self) -> Vec<usize> {
-        self.own_list(self.topology.axis_comm_lists(DATA))
-    }
-
-    /// The ranks of this rank's pipeline, by stage.
-    pub fn pipe_group(&self) -> Vec<usize> {
-        self.own_list(self.topology.axis_comm_lists(PIPE))
-    }
-
-    /// The ranks that slice the same layers.
-    pub fn slice_group(&self) -> Vec<usize> {
-        self.own_list(self.slice_lists())
-    }
-
-    /// This rank's place among them.
-    pub fn slice_parallel_rank(&self) -> usize {
-        self.own(MODEL)
-    }
-
-    /// The rank that has a stage of this rank's pipeline; further axes may be replaced too.
-    pub fn stage_to_global(&self, stage: usize, replaced: &[(&str, usize)]) -> Result<usize> {
-        let replaced: Vec<(&str, usize)> =
-            [(PIPE, stage)].into_iter().chain(replaced.iter().copied()).collect();
-        self.topology.rank_with(self.rank, &replaced)
-    }
-
-    fn own_list(&self, lists: Vec<Vec<usize>>) -> Vec<usize> {
-        lists.into_iter().find(|list| list.contains(&self.rank)).unwrap_or_else(|| vec![self.rank])
-    }
-
-    fn model_lists(&self) -> Vec<Vec<usize>> {
-        (0..self.data_parallel_size())
-            .map(|data| self.topology.axis_list(DATA, data).unwrap_or_default())
-            .collect()
-    }
-
-    fn slice_lists(&self) -> Vec<Vec<usize>> {
-        if self.slice_parallel_size() == 1 {
-            return (0..self.topology.world_size()).map(|rank| vec![rank]).collect();
-        }
-        self.topology.axis_comm_lists(MODEL)
-    }
-
-    /// Every group of the grid, in the order in which all ranks make them: model, data, pipe, slice.
-    pub fn group_creation_order(&self) -> Vec<Vec<usize>> {
-        let mut lists = self.model_lists();
-        lists.extend(self.topology.axis_comm_lists(DATA));
-        lists.extend(self.topology.axis_comm_lists(PIPE));
-        lists.extend(self.slice_lists());
-        lists
-    }
-
-    /// For each rank, the pair of it and the rank with the next stage of its pipeline; the last stage wraps around.
-    pub fn p2p_groups(&self) -> Vec<[usize; 2]> {
-        let pipelines = self.topology.axis_comm_lists(PIPE);
-        let buddy = |rank: usize| {
-            let pipeline = pipelines.iter().find(|pipeline| pipeline.contains(&rank));
-            let next = pipeline.and_then(|pipeline| {
-                let stage = pipeline.iter().position(|member| *member == rank)?;
-                pipeline.get((stage + 1) % pipeline.len()).copied()
-            });
-            [rank, next.unwrap_or(rank)]
-        };
-        (0..self.topology.world_size()).map(buddy).collect()
-    }
-}
-
-fn prime_factors(mut number: usize) -> Vec<usize> {
-    let mut factors = Vec::new();
-    let mut candidate = 2;
-    while candidate * candidate <= number {
-        while number.is_multiple_of(candidate) {
-            factors.push(candidate);
-            number /= candidate;
-        }
-        candidate += 1;
-    }
-    if number > 1 {
-        factors.push(number);
-    }
-    factors
 }

@@ -5,15 +5,14 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use ferrospeed_command::terminal::{Paint, print_error, print_note, visible};
+use ferrospeed_command::{Failure, ServedModel};
 use ferrospeed_serve::engine::Engine;
 use ferrospeed_serve::request::{Event, Request, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::template::Message;
 
 use super::generate::{parse_temperature, parse_top_p};
-use super::served_model::ServedModel;
-use crate::failure::Failure;
-use crate::terminal::{Paint, print_error, print_note, visible};
 
 /// No line is longer.
 const MAX_LINE_BYTES: u64 = 1 << 20;

@@ -14,15 +14,14 @@ use ferrospeed_checkpoint::directory::LOCK_FILE;
 use ferrospeed_checkpoint::pt::Unknown;
 use ferrospeed_checkpoint::pt::pickle::NOT_ALLOWED;
 use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Disk, Kind, Manifest, Retention, Target};
+use ferrospeed_command::writable::{absent, impossible, remove_empty};
+use ferrospeed_command::{Failure, terminal};
 
 use super::checkpoint_diff;
 use super::checkpoint_verify::verify;
 use super::checkpoint_weights::{Weights, export_hf, to_fp32};
 use super::checkpoint_which::Which;
 use super::output_file::check_place;
-use super::writable::{absent, impossible, remove_empty};
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(crate) struct CheckpointArgs {
@@ -173,17 +172,6 @@ impl Names {
         match self {
             Names::Files => Spelling::Files,
             Names::Transformers5 => Spelling::Transformers5,
-        }
-    }
-}
-
-impl From<CheckpointError> for Failure {
-    fn from(error: CheckpointError) -> Failure {
-        match error {
-            CheckpointError::NotFound { .. } | CheckpointError::Tag { .. } | CheckpointError::Export(_) => {
-                Failure::Usage(error.to_string())
-            }
-            other => Failure::Run(other.to_string()),
         }
     }
 }

@@ -4,9 +4,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use ferrospeed_checkpoint::{Checkpoint, CheckpointError, TensorEntry, of_run, resolve_newest};
-
-use crate::failure::Failure;
-use crate::terminal;
+use ferrospeed_command::{Failure, terminal};
 
 /// Compares two checkpoints tensor by tensor, and what else they hold.
 pub(super) fn diff(first: &Path, second: &Path) -> Result<ExitCode, Failure> {

@@ -7,8 +7,8 @@ use ferrospeed_checkpoint::manifest::MANIFEST_FILE;
 use ferrospeed_checkpoint::{Checkpoint, CheckpointError, candidates, resolve_newest};
 
 use super::checkpoint_which::Which;
-use crate::failure::Failure;
-use crate::terminal;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal;
 
 /// Reads all of what is meant. One that is damaged keeps none of the others from being looked at.
 pub(super) fn verify(which: &Which) -> Result<(), Failure> {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use ferrospeed_checkpoint::deepspeed::Fp32Weights;
 use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Dtype, Kind, TensorEntry};
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_models::ModelError;
 use ferrospeed_models::directory::{
     GENERATION_FILES, NewDirectory, TOKENIZER_FILES, copy_files, set_dtype, write_config,
@@ -14,8 +15,6 @@ use ferrospeed_tensor::DType;
 
 use super::checkpoint::WeightType;
 use super::checkpoint_which::Which;
-use crate::failure::Failure;
-use crate::terminal;
 
 /// Weights of either kind of checkpoint, one tensor at a time.
 pub(super) enum Weights {

@@ -10,7 +10,7 @@ use ferrospeed_checkpoint::{
     resolve_newest, set_aside,
 };
 
-use crate::terminal;
+use ferrospeed_command::terminal;
 
 /// Which checkpoint of a folder.
 #[derive(Debug, Args)]

@@ -4,9 +4,7 @@ use std::process::ExitCode;
 
 use clap::CommandFactory;
 use clap_complete::Shell;
-
-use crate::failure::Failure;
-use crate::terminal;
+use ferrospeed_command::{Failure, terminal};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct CompletionsArgs {

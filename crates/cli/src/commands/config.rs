@@ -6,6 +6,8 @@ use std::process::ExitCode;
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::{self, Colour, Paint};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
 use ferrospeed_engine::refusals;
 use ferrospeed_train::recipe::trainer_defaults;
@@ -14,8 +16,6 @@ use serde_json::{Value, json};
 
 use super::train_start::besides_data;
 use super::{offload_folders, outputs};
-use crate::failure::Failure;
-use crate::terminal::{self, Colour, Paint};
 
 #[derive(Debug, Args)]
 pub(crate) struct ConfigArgs {

@@ -5,15 +5,15 @@ use std::process::ExitCode;
 
 use clap::builder::PossibleValue;
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::{print_note, print_output};
+use ferrospeed_command::writable::impossible;
 use ferrospeed_train::{Analysis, Metric, Recipe, StopRequests, analyze, recipe_of_files};
 use serde_json::{Value, json};
 
 use super::model::parse_count;
 use super::train_start::{failure, tell_preparing};
-use super::writable::impossible;
-use crate::failure::Failure;
 use crate::progress::grouped;
-use crate::terminal::{print_note, print_output};
 
 #[derive(Debug, Args)]
 pub(crate) struct DataArgs {

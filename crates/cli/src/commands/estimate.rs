@@ -3,12 +3,11 @@
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_tune::estimate::{Estimate, Setup, Zero3Offload, zero2, zero2_table, zero3, zero3_table};
 use serde_json::{Value, json};
 
 use super::model::ModelArgs;
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(crate) struct EstimateArgs {

@@ -5,15 +5,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::terminal::{Paint, print_note, visible};
+use ferrospeed_command::{DeviceChoice, Failure};
 use ferrospeed_models::decoder::{Positions, dtype_of_name};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles};
 use ferrospeed_serve::model::codec_of;
 use ferrospeed_tensor::store::PlainStore;
-
-use super::device::DeviceChoice;
-use crate::failure::Failure;
-use crate::terminal::{Paint, print_note, visible};
 
 /// More than any model was made for, and few enough to be counted and held.
 const MAX_TOKENS: u64 = 1 << 24;

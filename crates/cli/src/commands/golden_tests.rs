@@ -4,6 +4,7 @@
 //! recognised by what a case asks, never by its number, so another set of the same schema is judged alike.
 
 use clap::Parser;
+use ferrospeed_command::Failure;
 use ferrospeed_launch::cores::Topology;
 use ferrospeed_launch::exports::Environment;
 use ferrospeed_launch::node::{JOB_TOKEN_VARIABLE, Machine};
@@ -15,7 +16,6 @@ use serde_json::{Value, json};
 use super::launch::{Autotuning, LaunchArgs};
 use super::node_launch::NodeLaunchArgs;
 use super::{Cli, Command};
-use crate::failure::Failure;
 
 /// How words of a recorded command line become ours.
 const TRANSLATION: [(&[&str], &[&str]); 4] = [

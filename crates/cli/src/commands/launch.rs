@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use ferrospeed_comm::ConnectOptions;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_launch::options::{DEFAULT_HOSTFILE, DEFAULT_MAX_RESTARTS};
 use ferrospeed_launch::plan::{Action, LaunchPlan, Surroundings, plan};
 use ferrospeed_launch::run::{RunOptions, run_backend, run_node};
@@ -16,8 +17,6 @@ use ferrospeed_launch::surroundings::{Contact, ThisHost};
 use ferrospeed_launch::{Interpreter, JobOutcome, LaunchOptions, RankFailure, node_count, shell};
 
 use super::old_recorders;
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {

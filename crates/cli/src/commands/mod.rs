@@ -1,21 +1,6 @@
 //! The commands, one module each, and the table that clap reads.
 
 mod autotune;
-mod bench;
-mod bench_checkpoint;
-mod bench_client;
-mod bench_comm;
-mod bench_engine;
-mod bench_gpu;
-mod bench_io;
-mod bench_load;
-mod bench_model;
-mod bench_optimizer;
-mod bench_parts;
-mod bench_pipeline;
-mod bench_profile;
-mod bench_serve;
-mod bench_wire;
 mod chat;
 mod checkpoint;
 mod checkpoint_diff;
@@ -25,7 +10,6 @@ mod checkpoint_which;
 mod completions;
 mod config;
 mod data;
-mod device;
 mod doctor;
 mod estimate;
 mod generate;
@@ -40,7 +24,6 @@ mod offload_folders;
 mod old_recorders;
 mod output_file;
 mod outputs;
-mod place;
 mod plan;
 mod plan_asked;
 mod plan_pipeline;
@@ -49,7 +32,6 @@ mod profile;
 mod rank_env;
 mod rates;
 mod serve;
-mod served_model;
 mod starter;
 mod take_token;
 mod trace;
@@ -60,13 +42,11 @@ mod train_start;
 mod train_words;
 mod waiting;
 mod watch;
-mod writable;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-
-use crate::failure::Failure;
+use ferrospeed_command::Failure;
 
 /// Trains and serves models larger than one device or machine, driven by ds_config.json.
 #[derive(Debug, Parser)]
@@ -109,7 +89,7 @@ enum Command {
     /// Say what this machine can do, and what is missing
     Doctor(doctor::DoctorArgs),
     /// Measure this machine's kernels, models and collectives
-    Bench(bench::BenchArgs),
+    Bench(ferrospeed_bench::BenchArgs),
     /// Read what the ranks of a failed job left behind
     Trace(trace::TraceArgs),
     /// Write a completion script for a shell
@@ -148,7 +128,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Estimate(args) => estimate::run(&args),
         Command::Profile(args) => profile::run(&args),
         Command::Doctor(args) => doctor::run(&args),
-        Command::Bench(args) => bench::run(&args),
+        Command::Bench(args) => ferrospeed_bench::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Completions(args) => completions::run(&args),
         Command::NodeLaunch(args) => node_launch::run(&args),

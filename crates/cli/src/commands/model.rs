@@ -3,13 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use ferrospeed_command::Failure;
 use ferrospeed_models::config::config_file;
 use ferrospeed_models::{DecoderConfig, ModelConfig, ModelError, WindowRule};
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
-
-use crate::failure::Failure;
 
 #[derive(Debug, Args)]
 pub(super) struct ModelArgs {

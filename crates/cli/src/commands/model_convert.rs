@@ -4,13 +4,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_models::directory::convert;
 use ferrospeed_models::pack::pack;
 use ferrospeed_tensor::PackedBits;
 
 use super::model_directory::{WriteArgs, refusal, summary};
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct ConvertArgs {

@@ -4,14 +4,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{ArgGroup, Args};
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_models::directory::create;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use serde_json::Value;
 
 use super::model::{parse_count, read_config};
 use super::model_directory::{WriteArgs, refusal, summary};
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("origin").required(true).args(["config", "preset"]))]

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_models::decoder::name_of_dtype;
 use ferrospeed_models::gguf;
@@ -20,8 +21,6 @@ use serde_json::{Value, json};
 
 use super::model::read_config;
 use super::model_directory::refusal;
-use crate::failure::Failure;
-use crate::terminal;
 
 #[derive(Debug, Args)]
 pub(super) struct InspectArgs {

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use ferrospeed_comm::rendezvous;
+use ferrospeed_command::Failure;
 use ferrospeed_launch::node::{CoreBinding, Elastic, JOB_TOKEN_VARIABLE, NodeLaunch};
 use ferrospeed_launch::options::{DEFAULT_MASTER_PORT, DEFAULT_MAX_RESTARTS};
 use ferrospeed_launch::run::{RunOptions, run_node};
@@ -14,7 +15,6 @@ use ferrospeed_launch::{Interpreter, surroundings, world_info};
 
 use super::launch::{print_restart, report};
 use super::{old_recorders, take_token};
-use crate::failure::Failure;
 
 #[derive(Debug, Args)]
 pub(crate) struct NodeLaunchArgs {

@@ -3,13 +3,12 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use ferrospeed_command::Failure;
+use ferrospeed_command::writable::{absent, nearest, remove_empty, unmakeable, unusable};
 use ferrospeed_config::{Config, OptimizerTier, ParameterTier};
 use ferrospeed_launch::probe;
 use ferrospeed_train::Recipe;
 use serde_json::Value;
-
-use super::writable::{absent, impossible, nearest, remove_empty, unwritable};
-use crate::failure::Failure;
 
 /// The folders that the configuration offloads to.
 pub(super) fn offload_folders(config: &Config) -> Vec<PathBuf> {
@@ -49,33 +48,6 @@ pub(super) fn problems(source: &Value) -> Vec<String> {
         Some(format!("zero_optimization.{section}.nvme_path: {}", unusable(Path::new(folder))?))
     };
     ["offload_param", "offload_optimizer"].into_iter().filter_map(problem).collect()
-}
-
-/// Why nothing can be written into a folder that is there, or can never be there.
-pub(super) fn unusable(folder: &Path) -> Option<String> {
-    if let Some(why) = impossible(folder) {
-        return Some(why);
-    }
-    let existing = nearest(folder);
-    if !existing.is_dir() {
-        let file = existing.display();
-        return Some(format!("{file} is no folder; name one"));
-    }
-    if let Err(error) = ferrospeed_files::expect_own_links(folder) {
-        return Some(format!("{}: {error}", folder.display()));
-    }
-    let why = unwritable(folder).filter(|_| existing == folder)?;
-    Some(format!("{} cannot be written to ({why}); name a folder that can", folder.display()))
-}
-
-/// Why a folder that is not there cannot be made.
-pub(super) fn unmakeable(folder: &Path) -> Option<String> {
-    let existing = nearest(folder);
-    let why = unwritable(existing).filter(|_| existing != folder)?;
-    let (folder, existing) = (folder.display(), existing.display());
-    Some(format!(
-        "{folder} is not there and cannot be made: {existing} cannot be written to ({why}); name another place"
-    ))
 }
 
 /// What is free on the disk of a folder; one that is made later lies on the disk of the one that it is made in.

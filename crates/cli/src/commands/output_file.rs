@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use super::writable::{impossible, unwritable, unwritable_file};
-use crate::failure::Failure;
+use ferrospeed_command::Failure;
+use ferrospeed_command::writable::{impossible, unwritable, unwritable_file};
 
 /// Refuses what is there and no file.
 pub(super) fn check_kind(output: &Path) -> Result<(), Failure> {

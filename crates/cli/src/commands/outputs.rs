@@ -2,10 +2,9 @@
 
 use std::path::Path;
 
+use ferrospeed_command::writable::{unmakeable, unusable};
 use ferrospeed_config::Unresolved;
 use serde_json::Value;
-
-use super::offload_folders::{unmakeable, unusable};
 
 /// What is wrong with them, one line each, by the key that is to blame.
 pub(super) fn problems(read: &Unresolved) -> Vec<String> {

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::{self, Colour, Paint};
 use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
 use ferrospeed_pipeline::division::Division;
@@ -20,8 +22,6 @@ use super::offload_folders::{check_offload_folders, free_bytes, offload_folders}
 use super::plan_asked::Asked;
 use super::plan_search;
 use super::rates::RateArgs;
-use crate::failure::Failure;
-use crate::terminal::{self, Colour, Paint};
 
 const GIB: f64 = (1u64 << 30) as f64;
 
@@ -249,7 +249,7 @@ pub(super) fn capacity(args: &PlanArgs, config: &Config, ranks: u64) -> Result<C
     };
     let host_bytes = match args.host_bytes {
         Some(bytes) => bytes,
-        None => super::doctor::available_memory_bytes().ok_or_else(|| {
+        None => probe::available_memory_bytes().ok_or_else(|| {
             Failure::Run("this machine does not say how much memory it has; give --host_gib".to_owned())
         })?,
     };

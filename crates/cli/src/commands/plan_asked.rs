@@ -3,6 +3,8 @@
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
 
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::print_note;
 use ferrospeed_config::{AutoValues, Config, PipelineStages};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
@@ -14,8 +16,6 @@ use serde_json::Value;
 use super::config::{print_findings, refusal};
 use super::plan::PlanArgs;
 use super::train_start::check_besides_data;
-use crate::failure::Failure;
-use crate::terminal::print_note;
 
 const DEFAULT_SEQUENCE_LENGTH: u64 = 2048;
 

@@ -4,13 +4,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_pipeline::schedule::{Kind, Schedule};
 use ferrospeed_pipeline::simulate::{Simulation, Times, simulate};
 use ferrospeed_pipeline::{PipelineError, draw};
 use ferrospeed_tune::plan::human;
-
-use crate::failure::Failure;
-use crate::terminal;
 
 /// Columns of a drawing where the terminal does not say how many it has.
 const DEFAULT_COLUMNS: usize = 120;

@@ -5,6 +5,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
 
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config, DataType, Unresolved};
 use ferrospeed_tensor::DType;
 use ferrospeed_train::{Recipe, TrainError};
@@ -18,8 +19,6 @@ use serde_json::{Value, json};
 use super::config::refusal;
 use super::plan::{PlanArgs, capacity, with_experts_over};
 use super::rates::Ranks;
-use crate::failure::Failure;
-use crate::terminal;
 
 /// Layouts that are shown.
 const SHOWN: usize = 5;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::{Failure, terminal};
 use ferrospeed_engine::{ModelProfile, machine};
 use ferrospeed_models::{Decoder, ModelConfig, ModelError, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
@@ -15,8 +16,6 @@ use ferrospeed_tensor::{DType, Device, Tensor, autograd};
 
 use super::model::read_config;
 use super::output_file::check_kind;
-use crate::failure::Failure;
-use crate::terminal;
 
 /// Modules of the roofline's table.
 const MOST_MODULES: usize = 30;

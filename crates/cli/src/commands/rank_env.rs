@@ -7,10 +7,9 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use ferrospeed_comm::discover;
+use ferrospeed_command::Failure;
 use ferrospeed_launch::{Interpreter, surroundings};
 use nix::sys::signal::{SigHandler, Signal, signal};
-
-use crate::failure::Failure;
 
 #[derive(Debug, Args)]
 pub(crate) struct RankEnvArgs {

@@ -5,12 +5,11 @@
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_command::Failure;
 use ferrospeed_engine::machine;
 use ferrospeed_tensor::{DType, Device};
 use ferrospeed_tune::cost::Rates;
 use ferrospeed_tune::plan::Processor;
-
-use crate::failure::Failure;
 
 /// Bytes per second that are taken where nothing is said: PCIe, and a disk that all ranks of a host share.
 const HOST_BYTES_PER_S: f64 = 2e10;

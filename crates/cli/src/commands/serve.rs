@@ -8,17 +8,14 @@ use std::time::Duration;
 
 use clap::Args;
 use ferrospeed_comm::World;
+use ferrospeed_command::terminal::{print_error, print_line, print_note, print_output};
+use ferrospeed_command::{Failure, ServedModel, place};
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_serve::Engine;
 use ferrospeed_serve::model::Division;
 use ferrospeed_serve::server::{self, ServerOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
-
-use super::place;
-use super::served_model::ServedModel;
-use crate::failure::Failure;
-use crate::terminal::{print_error, print_line, print_note, print_output};
 
 /// Arguments of `serve`.
 #[derive(Debug, Args)]

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::failure::Failure;
-use crate::terminal::print_error;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::print_error;
 
 /// Variables that only a launcher of MPI sets.
 const OF_MPI: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"];

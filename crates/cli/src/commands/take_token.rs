@@ -9,8 +9,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use ferrospeed_comm::private;
-
-use crate::failure::Failure;
+use ferrospeed_command::Failure;
 
 /// No token is longer.
 const MAX_TOKEN_BYTES: u64 = 4096;

@@ -5,9 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use ferrospeed_comm::trace;
-
-use crate::failure::Failure;
-use crate::terminal;
+use ferrospeed_command::{Failure, terminal};
 
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {

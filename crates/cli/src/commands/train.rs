@@ -8,6 +8,8 @@ use std::time::Duration;
 use clap::Args;
 use ferrospeed_comm::World;
 use ferrospeed_comm::blame::follower_exit;
+use ferrospeed_command::terminal::{Paint, print_error, stdout_can_be_redrawn};
+use ferrospeed_command::{DeviceChoice, Failure, place};
 use ferrospeed_launch::supervise::{OutputMode, SignalHandling, is_ignored};
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
@@ -16,15 +18,13 @@ use ferrospeed_train::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2};
 
 use super::autotune::{self, Autotuning};
-use super::device::DeviceChoice;
 use super::offload_folders::FoldersToMake;
 use super::old_recorders;
 use super::starter::Starter;
+use super::train_start;
+use super::train_words;
 use super::waiting::Waiting;
-use super::{place, train_start, train_words};
-use crate::failure::Failure;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter};
-use crate::terminal::{Paint, print_error, stdout_can_be_redrawn};
 
 /// Arguments of `train`.
 #[derive(Debug, Args)]

@@ -7,6 +7,8 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
+use ferrospeed_command::writable::nearest;
+use ferrospeed_command::{DeviceChoice, Failure};
 use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
 use ferrospeed_tensor::cuda;
@@ -16,10 +18,7 @@ use ferrospeed_tune::plan::{Capacity, Processor, Request, Tier, human, plan};
 use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
 use serde_json::Value;
 
-use super::device::DeviceChoice;
 use super::offload_folders::{free_bytes, offload_folders};
-use super::writable::nearest;
-use crate::failure::Failure;
 
 /// Refuses a run of which `ranks` are on this host and need more memory, or more of its disks, than there is.
 pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks: u64) -> Result<(), Failure> {
@@ -96,7 +95,7 @@ pub(super) fn capacity(ranks: u64, device: DeviceChoice, config: &Config) -> Opt
         // Ranks take the devices in turn.
         count => Some(probe::cuda_driver().ok()?.device_bytes? / ranks.div_ceil(count).max(1)),
     };
-    let host_bytes = super::doctor::available_memory_bytes()?;
+    let host_bytes = probe::available_memory_bytes()?;
     // A disk that does not say is not judged.
     let nvme_bytes = free_disk_bytes(&offload_folders(config)).unwrap_or(u64::MAX);
     Some(Capacity { device_bytes, host_bytes, nvme_bytes, ranks_per_host: ranks })

@@ -14,8 +14,8 @@ use ferrospeed_tune::plan::human;
 use serde_json::Value;
 
 use super::offload_folders::free_bytes;
-use super::writable::nearest;
-use crate::failure::Failure;
+use ferrospeed_command::Failure;
+use ferrospeed_command::writable::nearest;
 
 /// What a save leaves free besides its own files.
 const SPARE_BYTES: u64 = 1 << 20;

@@ -11,6 +11,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use ferrospeed_comm::World;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::{print_note, print_progress};
+use ferrospeed_command::writable::impossible;
 use ferrospeed_train::{
     DataError, Ending, FolderLock, Preparing, Recipe, RunFolder, StopRequests, TrainError, report_failure,
 };
@@ -20,11 +23,8 @@ use super::offload_folders::{check_folders_to_make, check_offload_folders};
 use super::output_file::check_place;
 use super::outputs;
 use super::train::{TrainArgs, exit_code};
-use super::writable::impossible;
 use super::{train_memory, train_room};
-use crate::failure::Failure;
 use crate::progress::grouped;
-use crate::terminal::{print_note, print_progress};
 
 /// How a timeline of ours begins.
 const TRACE_BEGINS: &[u8] = b"{\"displayTimeUnit\"";

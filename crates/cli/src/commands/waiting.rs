@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ferrospeed_command::Failure;
 use ferrospeed_train::{Ending, StopRequests};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::train::exit_code;
-use crate::failure::Failure;
 
 /// How soon it ends.
 const LOOK_EVERY: Duration = Duration::from_millis(50);

@@ -4,10 +4,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::print_output;
 use ferrospeed_observe::watch::Server;
-
-use crate::failure::Failure;
-use crate::terminal::print_output;
 
 /// Arguments of `watch`.
 #[derive(Debug, Args)]

@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 
+use ferrospeed_command::terminal::{Colour, Paint, visible};
 use ferrospeed_observe::{EvalRecord, RoutingSummary, StepRecord};
 use ferrospeed_train::RunInfo;
 
 use super::screen::Row;
-use crate::terminal::{Colour, Paint, visible};
 
 /// Speeds are means over this many steps.
 const RECENT_STEPS: usize = 20;
@@ -334,7 +334,7 @@ mod tests {
     }
 
     fn text(block: &Block, width: usize) -> String {
-        let rows = block.render(width, Paint::none());
+        let rows = block.render(width, Paint::default());
         rows.iter().map(|row| row.text.clone() + "\n").collect()
     }
 
@@ -369,7 +369,7 @@ warning: the disk is full
         for width in [20, 33, 80, 200] {
             block.step(&record(1, f32::NAN));
             block.note("\u{1b}[5A".repeat(80));
-            for row in block.render(width, Paint::none()) {
+            for row in block.render(width, Paint::default()) {
                 assert!(row.width <= width && row.text.chars().count() == row.width, "{}", row.text);
                 assert!(!row.text.contains('\u{1b}'));
             }

@@ -2,10 +2,9 @@
 
 use std::path::Path;
 
+use ferrospeed_command::terminal::{print_note, print_progress};
 use ferrospeed_observe::{EvalRecord, RoutingSummary, StepRecord};
 use ferrospeed_train::{Progress, RunInfo};
-
-use crate::terminal::{print_note, print_progress};
 
 /// One line every few steps.
 pub(super) struct Lines {

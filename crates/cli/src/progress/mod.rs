@@ -11,13 +11,13 @@ mod warnings;
 
 use std::path::Path;
 
+use ferrospeed_command::terminal::{Paint, print_progress, stdout_can_be_redrawn, visible};
 use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_train::{Progress, RunInfo};
 
 pub(crate) use lines::grouped;
 pub(crate) use warnings::{WarningWriter, show_warnings};
 
-use crate::terminal::{Paint, print_progress, stdout_can_be_redrawn, visible};
 use block::Block;
 use lines::Lines;
 use screen::Screen;

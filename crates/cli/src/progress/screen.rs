@@ -7,10 +7,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use ferrospeed_command::terminal::Paint;
 use nix::fcntl::OFlag;
 use nix::sys::signal::{SigSet, Signal};
-
-use crate::terminal::Paint;
 
 /// Drawn at most this often, unless something happened that a person waits for.
 const LEAST_PAUSE: Duration = Duration::from_millis(100);

@@ -4,10 +4,9 @@ use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use ferrospeed_command::patient::write_error;
+use ferrospeed_command::terminal::{Paint, print_error, print_note, visible};
 use tracing_subscriber::fmt::MakeWriter;
-
-use crate::patient::write_error;
-use crate::terminal::{Paint, print_error, print_note, visible};
 
 /// Only the last few are shown.
 const KEPT: usize = 8;

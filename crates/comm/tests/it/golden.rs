@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use super::grid::PipelineGrid;
 use super::support::on_threads;
 use ferrospeed_comm::discover::{self, Discovered};
-use ferrospeed_comm::layout::{self, ExpertOrder};
-use ferrospeed_comm::{Mesh, PipelineGrid, ProcessTopology};
+use ferrospeed_comm::layout::{self, ExpertGroups, ExpertOrder, RankLists};
+use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
+use ferrospeed_comm::{Mesh, ProcessTopology};
 use ferrospeed_testkit::golden::golden;
 use serde_json::{Value, json};
 
@@ -95,15 +97,14 @@ fn golden_grid() {
         let grid_of = |rank: usize| match (args.get("num_mp"), args.get("num_pp")) {
             (Some(model), Some(pipe)) => {
                 let topology =
-                    ProcessTopology::pipe_model_data(number(pipe), number(model), number(&args["num_dp"]))
-                        .unwrap();
-                PipelineGrid::new(topology, rank).unwrap()
+                    [(PIPE, number(pipe)), (DATA, number(&args["num_dp"])), (MODEL, number(model))];
+                PipelineGrid::new(ProcessTopology::new(topology).unwrap(), rank)
             }
             (None, Some(pipe)) => {
                 let topology = ProcessTopology::pipe_data(number(pipe), number(&args["num_dp"])).unwrap();
-                PipelineGrid::new(topology, rank).unwrap()
+                PipelineGrid::new(topology, rank)
             }
-            _ => PipelineGrid::of_world(number(&args["world_size"]), rank).unwrap(),
+            _ => PipelineGrid::of_world(number(&args["world_size"]), rank),
         };
         let first = grid_of(0);
         assert_eq!(first.topology().world_size(), world_size, "{case}");
@@ -112,9 +113,8 @@ fn golden_grid() {
         assert_eq!(json!(first.p2p_groups()), case["p2p_groups"], "{case}");
         for expected in case["ranks"].as_array().unwrap() {
             let grid = grid_of(number(&expected["rank"]));
-            let stages: Vec<usize> = (0..grid.pipe_parallel_size())
-                .map(|stage| grid.stage_to_global(stage, &[]).unwrap())
-                .collect();
+            let stages: Vec<usize> =
+                (0..grid.pipe_parallel_size()).map(|stage| grid.stage_to_global(stage)).collect();
             let actual = json!({
                 "rank": expected["rank"],
                 "stage_id": grid.stage_id(),
@@ -144,8 +144,34 @@ fn order(flag: &Value) -> ExpertOrder {
     if flag.as_bool().unwrap() { ExpertOrder::DataBeforeExpert } else { ExpertOrder::ExpertBeforeData }
 }
 
-fn chained((first, second): (layout::RankLists, layout::RankLists)) -> Value {
-    json!(first.into_iter().chain(second).collect::<Vec<_>>())
+/// The groups in the order in which DeepSpeed makes them: expert-data groups first.
+fn creation_order(groups: &ExpertGroups) -> RankLists {
+    groups.expert_data.iter().chain(&groups.expert).cloned().collect()
+}
+
+/// The groups along each axis of a grid of blocks of `size` neighbours (at most the world), by the topology that ZeRO's meshes have:
+/// within blocks, and across them.
+fn blocks(world_size: usize, size: usize) -> Result<[RankLists; 2], String> {
+    let size = size.min(world_size);
+    if !world_size.is_multiple_of(size) {
+        return Err(format!("{world_size} is not divisible by {size}"));
+    }
+    let topology = ProcessTopology::new([("across", world_size / size), ("within", size)]).unwrap();
+    Ok(["within", "across"].map(|axis| topology.axis_comm_lists(axis)))
+}
+
+/// The groups of the two-level all-to-all and their names: one per host, then one per device's place where there are several.
+fn two_levels(world_size: usize, devices_per_host: usize) -> Result<Value, String> {
+    if (devices_per_host + 1..2 * devices_per_host).contains(&world_size) {
+        return Err("one host and a part of another".to_owned());
+    }
+    let [hosts, places] = blocks(world_size, devices_per_host)?;
+    let places = if hosts.len() == 1 { Vec::new() } else { places };
+    let named =
+        |kind: &str, count: usize| (0..count).map(|index| format!("{kind}_{index}")).collect::<Vec<_>>();
+    let names = [named("local", hosts.len()), named("global", places.len())].concat();
+    let groups = [hosts, places].concat();
+    Ok(json!({"groups": groups, "names": names}))
 }
 
 #[test]
@@ -163,24 +189,23 @@ fn golden_utils_groups() {
             )
             .map(|groups| {
                 json!({"expert_parallel": groups.expert, "expert_data_parallel": groups.expert_data})
-            }),
+            })
+            .map_err(|error| error.to_string()),
             "create_expert_and_data_parallel" => layout::expert_parallel(
                 world,
                 given("expert_parallel"),
                 given("pipeline_parallel"),
                 order(&case["data_before_expert"]),
             )
-            .map(|groups| json!(groups.creation_order())),
-            "create_model_parallel" => layout::model_parallel(world, given("model_parallel")).map(chained),
+            .map(|groups| json!(creation_order(&groups)))
+            .map_err(|error| error.to_string()),
+            "create_model_parallel" => {
+                blocks(world, given("model_parallel")).map(|[within, across]| json!([across, within].concat()))
+            }
             "create_zero_param_parallel_group" => {
-                layout::secondary_partition(world, given("group_size")).map(|groups| json!(groups))
+                blocks(world, given("group_size")).map(|[within, _]| json!(within))
             }
-            "local_all_to_all_groups" => {
-                layout::two_level_all_to_all(world, given("devices_per_node")).map(|groups| {
-                    let (names, groups): (Vec<_>, Vec<_>) = groups.into_iter().unzip();
-                    json!({"groups": groups, "names": names})
-                })
-            }
+            "local_all_to_all_groups" => two_levels(world, given("devices_per_node")),
             other => panic!("unknown function {other}"),
         };
         compare(case, result, case.get("error").map(|error| &error["message"]), case.get("expect"));
@@ -188,18 +213,13 @@ fn golden_utils_groups() {
 }
 
 /// Equal results, or an error on both sides; a divisibility error says the same numbers.
-fn compare(
-    case: &Value,
-    result: Result<Value, ferrospeed_comm::Error>,
-    error: Option<&Value>,
-    expect: Option<&Value>,
-) {
+fn compare(case: &Value, result: Result<Value, String>, error: Option<&Value>, expect: Option<&Value>) {
     match (result, error) {
         (Ok(actual), None) => assert_eq!(actual, *expect.unwrap(), "{case}"),
         (Err(actual), Some(message)) => {
             let message = message.as_str().unwrap();
             if message.contains("is not divisible by") {
-                assert!(actual.to_string().contains(message), "{actual} for {case}");
+                assert!(actual.contains(message), "{actual} for {case}");
             }
         }
         (result, _) => panic!("{result:?} for {case}"),
@@ -234,13 +254,13 @@ fn golden_moe_groups() {
         };
         for (key, value) in case.as_object().unwrap() {
             match key.as_str() {
-                "creation_order" => assert_eq!(json!(groups.creation_order()), *value, "{case}"),
+                "creation_order" => assert_eq!(json!(creation_order(&groups)), *value, "{case}"),
                 "expert_parallel_groups" => assert_eq!(json!(groups.expert), *value, "{case}"),
                 "expert_data_parallel_groups" => assert_eq!(json!(groups.expert_data), *value, "{case}"),
                 "ranks" => {
                     for member in value.as_array().unwrap() {
                         let rank = number(&member["rank"]);
-                        let own = |lists: &layout::RankLists| {
+                        let own = |lists: &RankLists| {
                             json!(lists.iter().find(|list| list.contains(&rank)).unwrap())
                         };
                         assert_eq!(own(&groups.expert), member["ep_group"], "{member} of {case}");

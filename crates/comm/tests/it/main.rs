@@ -4,6 +4,7 @@ mod attacks;
 mod encryption;
 mod faults;
 mod golden;
+mod grid;
 mod large;
 mod mpi;
 mod operations;

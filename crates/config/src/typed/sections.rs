@@ -30,13 +30,6 @@ pub struct Monitors {
     pub wandb: Option<Wandb>,
 }
 
-impl Monitors {
-    /// Whether any is on.
-    pub fn is_enabled(&self) -> bool {
-        self.tensorboard.is_some() || self.csv_monitor.is_some() || self.wandb.is_some()
-    }
-}
-
 /// `tensorboard`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tensorboard {

@@ -1,10 +1,9 @@
 //! What modules of a model cost, in the layout of DeepSpeed's flops profiler.
 //!
-//! [`report`] makes the text of a [`Module`] tree; [`mod@format`] writes its numbers; [`formulas`] are DeepSpeed's own estimates,
-//! to reproduce a figure of one of its reports. Our counts do not come from formulas: `tensor` counts where ops run.
+//! [`report`] makes the text of a [`Module`] tree; [`mod@format`] writes its numbers. Counts do not come from formulas:
+//! `tensor` counts where ops run.
 
 pub mod format;
-pub mod formulas;
 mod module;
 mod report;
 

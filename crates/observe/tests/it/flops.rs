@@ -1,7 +1,7 @@
 //! Numbers, estimates and reports against those that DeepSpeed's profiler gave.
 
+use super::formulas::{self, Convolution, Cost, Padding, Recurrence};
 use ferrospeed_observe::flops::format::NumberStyle;
-use ferrospeed_observe::flops::formulas::{self, Convolution, Cost, Padding, Recurrence};
 use ferrospeed_observe::flops::{Module, Phases, Ranks, ReportOptions, Summary, report, write_report};
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;

@@ -2,6 +2,7 @@
 
 mod browser;
 mod flops;
+mod formulas;
 mod golden;
 mod report;
 mod watch;

@@ -135,21 +135,6 @@ impl Compression {
         let pruning = self.pruning.iter().map(|pruning| (pruning.kind.technique(), pruning.offset));
         weights.into_iter().chain(activations).chain(pruning).collect()
     }
-
-    /// Whether weights are read in few bits.
-    pub fn quantizes_weights(&self) -> bool {
-        self.weights.is_some()
-    }
-
-    /// Whether the inputs of layers are.
-    pub fn quantizes_activations(&self) -> bool {
-        self.activations.is_some()
-    }
-
-    /// Whether parts of weights are read as zeros.
-    pub fn prunes(&self) -> bool {
-        !self.pruning.is_empty()
-    }
 }
 
 impl Weights {
@@ -311,7 +296,7 @@ mod tests {
             json!({"weight_quantization": {"shared_parameters": {"enabled": false}}, "sparse_pruning": {}});
         assert!(Compression::from_section(&section).unwrap().is_none());
         let section = enabled("sparse_pruning", json!({}), json!({"dense_ratio": 0.5}));
-        assert!(Compression::from_section(&section).unwrap().unwrap().prunes());
+        assert_eq!(Compression::from_section(&section).unwrap().unwrap().pruning.len(), 1);
     }
 
     #[test]

@@ -326,19 +326,3 @@ fn note(configured: &Configured, optimizer: &Optimizer, groups: &[GroupOptions])
         _ => None,
     }
 }
-
-/// The rate that tuning treats as a configured schedule's own: the lowest of a range test, the highest of the others.
-/// `None` where the rate is the optimizer's.
-pub fn nominal_rate(configured: &Configured) -> Option<f64> {
-    let first = |value: &PerGroup| match value {
-        PerGroup::All(value) => Some(*value),
-        PerGroup::Each(list) => list.first().copied(),
-    };
-    match configured {
-        Configured::LrRangeTest(params) => first(&params.lr_range_test_min_lr),
-        Configured::OneCycle(params) => Some(params.cycle_max_lr),
-        Configured::WarmupLr(params) => first(&params.warmup_max_lr),
-        Configured::WarmupDecayLr(params) => first(&params.warmup_max_lr),
-        Configured::WarmupCosineLr(_) | Configured::Torch(_) | Configured::NotYet { .. } => None,
-    }
-}

@@ -167,7 +167,10 @@ fn golden_checkpoint_paths() {
         let size = |name: &str| case["args"][name].as_u64().unwrap_or(1) as usize;
         let topology = match case["kind"].as_str() {
             Some("pd") => ProcessTopology::pipe_data(size("num_pp"), size("num_dp")),
-            Some("pmd") => ProcessTopology::pipe_model_data(size("num_pp"), size("num_mp"), size("num_dp")),
+            Some("pmd") => {
+                let axes = ["pipe", "data", "model"].into_iter();
+                ProcessTopology::new(axes.zip(["num_pp", "num_dp", "num_mp"].map(size)))
+            }
             other => panic!("unknown kind {other:?}"),
         }
         .unwrap();

@@ -1,10 +1,9 @@
 //! DeepSpeed's `init_inference`: its configuration, and an engine that generates by it.
 //!
-//! [`config`] reads the settings, `checkpoint` the description of weights that lie elsewhere, [`merge`] joins a file or object with arguments, [`auto_tp`] and [`shards`] say how weights
+//! [`config`] reads the settings, `checkpoint` the description of weights that lie elsewhere, [`merge`] joins a file or object with arguments, [`shards`] says how weights
 //! would be cut for tensor parallelism, [`quantize`] is both of its int8 quantizers, [`engine`] is what
 //! [`init_inference`] gives. A setting that nothing acts on is named in a warning, one that would change results is refused.
 
-pub mod auto_tp;
 mod checkpoint;
 pub mod config;
 pub mod engine;

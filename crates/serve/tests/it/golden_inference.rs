@@ -2,10 +2,10 @@
 //!
 //! Where DeepSpeed has a defect we do the right thing; each such place is one of the functions named `ours_…`.
 
+use super::auto_tp::{Layer, block_layers, summed_layers};
 use super::support;
 use ferrospeed_comm::World;
 use ferrospeed_models::{ModelConfig, WindowRule};
-use ferrospeed_serve::inference::auto_tp::{Layer, block_layers, summed_layers};
 use ferrospeed_serve::inference::engine::{GenerateCall, init_inference, init_inference_on};
 use ferrospeed_serve::inference::merge::merged;
 use ferrospeed_serve::inference::quantize::{group_quantizer, group_scales, weight_quantization};

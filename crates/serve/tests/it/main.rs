@@ -1,5 +1,6 @@
 //! What `serve` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
 
+mod auto_tp;
 mod chat_page;
 mod engine;
 mod gguf;

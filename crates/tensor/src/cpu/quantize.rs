@@ -58,23 +58,6 @@ pub struct Quantized<'a> {
     pub params: &'a [f32],
 }
 
-/// The hosts of a two-level exchange, all with as many devices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TwoLevel {
-    /// How many hosts.
-    pub hosts: usize,
-    /// Devices of each.
-    pub devices: usize,
-}
-
-impl TwoLevel {
-    /// Where the partition of a rank lies when partitions are ordered by device, then by host: what one device of a host
-    /// collects from its neighbours is then one stretch, with a partition for each host.
-    pub fn slot(self, rank: usize) -> usize {
-        (rank % self.devices) * self.hosts + rank / self.devices
-    }
-}
-
 impl Format {
     /// Numbers that each group has beside its integers.
     pub const fn params_per_group(self) -> usize {
@@ -161,30 +144,6 @@ impl Format {
                 *at = offset;
             }
             vectorized!(|| self.pack(values, scale, offset, packed));
-        }
-    }
-
-    /// The same with the partitions of all ranks in the order of [`TwoLevel::slot`]; each is a whole number of groups.
-    ///
-    /// # Panics
-    /// When lengths do not fit, or partitions are not alike: a bug of the caller.
-    pub fn quantize_swizzled<T: Float>(
-        self,
-        values: &[T],
-        group: usize,
-        ranks: TwoLevel,
-        packed: &mut [u8],
-        params: &mut [f32],
-    ) {
-        let count = ranks.hosts * ranks.devices;
-        assert!(values.len().is_multiple_of(count * group), "{} elements for {count} ranks", values.len());
-        self.check(values.len(), group, packed.len(), params.len());
-        let numel = values.len() / count;
-        let (bytes, numbers) = (self.packed_len(numel), self.params_len(numel, group));
-        for (rank, values) in values.chunks_exact(numel.max(1)).enumerate() {
-            let slot = ranks.slot(rank);
-            let packed = &mut packed[slot * bytes..(slot + 1) * bytes];
-            self.quantize(values, group, packed, &mut params[slot * numbers..(slot + 1) * numbers]);
         }
     }
 
@@ -359,24 +318,4 @@ fn largest_bits<T: Float>(values: &[T], found: &mut [u32; LANES]) {
         *lane = (*lane).max(bits(value));
     }
     *found = lanes;
-}
-
-/// Elements of a group below which DeepSpeed cuts no further, and those that no group reaches.
-const PREFERRED_GROUP: usize = 8000;
-const LARGEST_GROUP: usize = 16000;
-
-/// In how many equal groups DeepSpeed gathers so many quantised weights: whole multiples of eight elements each, at most
-/// about eight thousand; `None` where there is no such number.
-pub fn equal_groups(numel: usize) -> Option<usize> {
-    if numel == 0 || !numel.is_multiple_of(8) {
-        return None;
-    }
-    let mut groups = numel.div_ceil(PREFERRED_GROUP);
-    while groups < numel && !numel.is_multiple_of(8 * groups) {
-        groups += 1;
-    }
-    while numel.is_multiple_of(16 * groups) && numel / groups > PREFERRED_GROUP {
-        groups *= 2;
-    }
-    (numel.is_multiple_of(8 * groups) && numel / groups < LARGEST_GROUP && numel > groups).then_some(groups)
 }

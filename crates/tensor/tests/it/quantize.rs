@@ -3,7 +3,7 @@
 //! `zero/quantizer.json` was computed from the formulas of DeepSpeed's kernels; the last result of its two-level exchange
 //! is divided by the number of hosts alone, which `qgz` therefore repeats.
 
-use ferrospeed_tensor::cpu::quantize::{Bits, Format, Quantized, TwoLevel, equal_groups};
+use ferrospeed_tensor::cpu::quantize::{Bits, Format, Quantized};
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use half::{bf16, f16};
@@ -12,6 +12,61 @@ use serde_json::Value;
 const FILE: &str = "zero/quantizer.json";
 const INT4: Format = Format { bits: Bits::Four, symmetric: true };
 const INT8: Format = Format { bits: Bits::Eight, symmetric: true };
+
+/// The hosts of a two-level exchange, all with as many devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct TwoLevel {
+    /// How many hosts.
+    hosts: usize,
+    /// Devices of each.
+    devices: usize,
+}
+
+impl TwoLevel {
+    /// Where the partition of a rank lies when partitions are ordered by device, then by host: what one device of a host
+    /// collects from its neighbours is then one stretch, with a partition for each host.
+    fn slot(self, rank: usize) -> usize {
+        (rank % self.devices) * self.hosts + rank / self.devices
+    }
+}
+
+/// Quantizes with the partitions of all ranks in the order of [`TwoLevel::slot`]; each is a whole number of groups.
+fn quantize_swizzled(
+    format: Format,
+    values: &[f16],
+    group: usize,
+    ranks: TwoLevel,
+    packed: &mut [u8],
+    params: &mut [f32],
+) {
+    let numel = values.len() / (ranks.hosts * ranks.devices);
+    let (bytes, numbers) = (format.packed_len(numel), format.params_len(numel, group));
+    for (rank, values) in values.chunks_exact(numel).enumerate() {
+        let slot = ranks.slot(rank);
+        let packed = &mut packed[slot * bytes..(slot + 1) * bytes];
+        format.quantize(values, group, packed, &mut params[slot * numbers..(slot + 1) * numbers]);
+    }
+}
+
+/// Elements of a group below which DeepSpeed cuts no further, and those that no group reaches.
+const PREFERRED_GROUP: usize = 8000;
+const LARGEST_GROUP: usize = 16000;
+
+/// In how many equal groups DeepSpeed gathers so many quantised weights: whole multiples of eight elements each, at most
+/// about eight thousand; `None` where there is no such number.
+fn equal_groups(numel: usize) -> Option<usize> {
+    if numel == 0 || !numel.is_multiple_of(8) {
+        return None;
+    }
+    let mut groups = numel.div_ceil(PREFERRED_GROUP);
+    while groups < numel && !numel.is_multiple_of(8 * groups) {
+        groups += 1;
+    }
+    while numel.is_multiple_of(16 * groups) && numel / groups > PREFERRED_GROUP {
+        groups *= 2;
+    }
+    (numel.is_multiple_of(8 * groups) && numel / groups < LARGEST_GROUP && numel > groups).then_some(groups)
+}
 
 /// Every case of one list of the recording.
 fn each(list: &str, known: usize, mut compare: impl FnMut(&Value)) {
@@ -109,7 +164,7 @@ fn a_two_level_reduction_is_as_recorded_at_every_hop() {
         let mut sent = Vec::new();
         for (rank, grad) in grads.iter().enumerate() {
             let (mut packed, mut params) = (vec![0; numel / 2], vec![0.0; intra]);
-            INT4.quantize_swizzled(grad, numel / intra, ranks, &mut packed, &mut params);
+            quantize_swizzled(INT4, grad, numel / intra, ranks, &mut packed, &mut params);
             let nibbles = packed.iter().flat_map(|&byte| [byte as i8 >> 4, (byte << 4) as i8 >> 4]);
             let nibbles: Vec<f32> = nibbles.map(f32::from).collect();
             assert_eq!(nibbles, floats(&case["intra_swizzled_q"][rank]), "rank {rank}: first hop");

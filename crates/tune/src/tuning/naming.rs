@@ -1,4 +1,4 @@
-//! Names of experiments, and numbers in words, as DeepSpeed's autotuner has them.
+//! Names of experiments, as DeepSpeed's autotuner has them.
 
 use serde_json::{Map, Value};
 
@@ -65,27 +65,5 @@ fn one_digit_exponent(value: f64) -> String {
     match text.split_once('e') {
         Some((digits, exponent)) => format!("{digits}e+{exponent:0>2}"),
         None => text,
-    }
-}
-
-/// Bytes in words. Thresholds are powers of ten and units powers of two, but for the K of 1014: DeepSpeed's.
-pub fn memory_to_string(bytes: u64, postfix: &str) -> String {
-    let kib = 1024f64;
-    let units =
-        [(1e12, kib.powi(4), "T"), (1e9, kib.powi(3), "G"), (1e6, kib.powi(2), "M"), (1e3, 1014.0, "K")];
-    in_units(bytes as f64, &units, postfix)
-}
-
-/// A count in words.
-pub fn number_to_string(count: f64) -> String {
-    in_units(count, &[(1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e3, 1e3, "K")], "")
-}
-
-fn in_units(value: f64, units: &[(f64, f64, &str)], postfix: &str) -> String {
-    match units.iter().find(|(from, _, _)| value >= *from) {
-        Some((_, unit, name)) => {
-            format!("{:?} {name}{postfix}", (value / unit * 100.0).round_ties_even() / 100.0)
-        }
-        None => format!("{value} "),
     }
 }

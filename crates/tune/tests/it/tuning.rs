@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_tune::tuning::deepspeed::{Options, search};
-use ferrospeed_tune::tuning::naming::{canonical_name, memory_to_string, number_to_string};
+use ferrospeed_tune::tuning::naming::canonical_name;
 use ferrospeed_tune::tuning::space::{combinations, first_values, ranges};
 use ferrospeed_tune::tuning::tuner::{Order, TunerOptions, tune};
 use ferrospeed_tune::tuning::{
@@ -171,6 +171,28 @@ fn golden_simulated_tunings_run_the_same_experiments_in_the_same_order() {
             assert_eq!(Some(ours), recorded.as_f64(), "{title}: stage {stage}");
         }
     });
+}
+
+/// Bytes in words. Thresholds are powers of ten and units powers of two, but for the K of 1014: DeepSpeed's.
+fn memory_to_string(bytes: u64, postfix: &str) -> String {
+    let kib = 1024f64;
+    let units =
+        [(1e12, kib.powi(4), "T"), (1e9, kib.powi(3), "G"), (1e6, kib.powi(2), "M"), (1e3, 1014.0, "K")];
+    in_units(bytes as f64, &units, postfix)
+}
+
+/// A count in words.
+fn number_to_string(count: f64) -> String {
+    in_units(count, &[(1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e3, 1e3, "K")], "")
+}
+
+fn in_units(value: f64, units: &[(f64, f64, &str)], postfix: &str) -> String {
+    match units.iter().find(|(from, _, _)| value >= *from) {
+        Some((_, unit, name)) => {
+            format!("{:?} {name}{postfix}", (value / unit * 100.0).round_ties_even() / 100.0)
+        }
+        None => format!("{value} "),
+    }
 }
 
 #[test]

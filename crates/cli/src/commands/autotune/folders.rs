@@ -8,12 +8,11 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use ferrospeed_command::writable::{unmakeable, unusable};
+use ferrospeed_command::{Failure, terminal};
 use serde_json::Value;
 
 use super::settings::Settings;
-use crate::commands::offload_folders::{unmakeable, unusable};
-use crate::failure::Failure;
-use crate::terminal;
 
 /// Tells that a folder is a search's own, and is locked while it is at work.
 const MARK: &str = ".ferrospeed-autotuning";

@@ -8,6 +8,8 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use ferrospeed_comm::logger::trimmed_mean;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::print_output;
 use ferrospeed_config::whole;
 use ferrospeed_launch::bounded::{BoundedEnd, Bounds, run_bounded};
 use ferrospeed_launch::shell;
@@ -21,8 +23,6 @@ use serde_json::{Value, json};
 use super::folders::Folders;
 use super::settings::Settings;
 use crate::commands::train::TrainArgs;
-use crate::failure::Failure;
-use crate::terminal::print_output;
 
 /// The share of the shortest and longest steps that a measurement leaves out.
 const TRIMMED_SHARE: f64 = 0.1;

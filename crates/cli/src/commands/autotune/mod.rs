@@ -13,6 +13,8 @@ use std::process::{Command, ExitCode};
 use std::time::Instant;
 
 use clap::ValueEnum;
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::print_output;
 use ferrospeed_launch::shell;
 use ferrospeed_observe::report::{TriedPoint, Tuning, render_tuning};
 use ferrospeed_tensor::DType;
@@ -29,8 +31,6 @@ use serde_json::Value;
 use super::rates::{Ranks, RateArgs};
 use super::train::TrainArgs;
 use super::train_memory;
-use crate::failure::Failure;
-use crate::terminal::print_output;
 use folders::Folders;
 use laboratory::{Bench, Runs};
 use settings::{Method, Settings};

@@ -1,6 +1,6 @@
 //! The checks themselves, from the processor outwards.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use ferrospeed_launch::{cores::Topology, probe, surroundings};
 use ferrospeed_tensor::cpu;
@@ -67,17 +67,16 @@ fn cpu() -> Vec<Check> {
 
 fn memory() -> Vec<Check> {
     const TOPIC: &str = "Memory";
-    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib = |name: &str| meminfo_kib(&info, name);
-    let gib = |kib: u64| format!("{:.1} GiB", kib as f64 * 1024.0 / GIB);
-    let mut checks = vec![match (kib("MemTotal"), kib("MemAvailable")) {
-        (Some(total), Some(free)) => {
-            check(TOPIC, "host", Verdict::Good, format!("{} available of {}", gib(free), gib(total)))
+    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / GIB);
+    let mut checks = vec![match probe::host_memory() {
+        Some(host) => {
+            let found = format!("{} available of {}", gib(host.available_bytes), gib(host.total_bytes));
+            check(TOPIC, "host", Verdict::Good, found)
         }
-        _ => check(TOPIC, "host", Verdict::Limited, "/proc/meminfo does not say"),
+        None => check(TOPIC, "host", Verdict::Limited, "/proc/meminfo does not say"),
     }];
-    if let Some(limit) = cgroup_limit_bytes() {
-        checks.push(check(TOPIC, "container limit", Verdict::Good, format!("{:.1} GiB", limit as f64 / GIB)));
+    if let Some(limit_bytes) = probe::container_limit_bytes() {
+        checks.push(check(TOPIC, "container limit", Verdict::Good, gib(limit_bytes)));
     }
     checks.push(match nix::sys::statvfs::statvfs("/dev/shm") {
         Ok(room) => {
@@ -93,27 +92,6 @@ fn memory() -> Vec<Check> {
             .advise("ranks of one host fall back to slower ways to exchange data"),
     });
     checks
-}
-
-fn meminfo_kib(info: &str, name: &str) -> Option<u64> {
-    let rest = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    rest.split_whitespace().next()?.parse().ok()
-}
-
-/// Host memory that a run may use now: what is available, within the container's limit.
-pub(in crate::commands) fn available_memory_bytes() -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let available = meminfo_kib(&info, "MemAvailable")?.saturating_mul(1024);
-    Some(cgroup_limit_bytes().map_or(available, |limit| available.min(limit)))
-}
-
-fn cgroup_limit_bytes() -> Option<u64> {
-    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let path = own.lines().find_map(|line| line.strip_prefix("0::"))?;
-    let folders = [format!("/sys/fs/cgroup{path}"), "/sys/fs/cgroup".to_owned()];
-    folders.iter().find_map(|folder| {
-        std::fs::read_to_string(Path::new(folder).join("memory.max")).ok()?.trim().parse().ok()
-    })
 }
 
 fn limits() -> Vec<Check> {

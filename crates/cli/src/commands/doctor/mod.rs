@@ -8,10 +8,10 @@ mod checks;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-pub(super) use checks::{available_memory_bytes, operands};
+use ferrospeed_command::Failure;
+use ferrospeed_command::terminal::{self, Colour, Paint};
 
-use crate::failure::Failure;
-use crate::terminal::{self, Colour, Paint};
+pub(super) use checks::operands;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct DoctorArgs {

@@ -125,7 +125,9 @@ pub(crate) fn all(config: &Config, input: &Value, world_size: u64) -> Value {
             "tensorboard": full["tensorboard"],
             "wandb": full["wandb"],
             "csv_monitor": full["csv_monitor"],
-            "enabled": config.monitors.is_enabled(),
+            "enabled": config.monitors.tensorboard.is_some()
+                || config.monitors.csv_monitor.is_some()
+                || config.monitors.wandb.is_some(),
         },
         "comms_config": comms(&full["comms_logger"]),
         "optimizer_name": optimizer_name(&full["optimizer"]["type"]),

@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 
-use ferrospeed_config::Scheduler as Configured;
-use ferrospeed_optim::schedule::{Scheduler, SchedulerState, nominal_rate};
+use ferrospeed_config::{PerGroup, Scheduler as Configured};
+use ferrospeed_optim::schedule::{Scheduler, SchedulerState};
 use ferrospeed_optim::{GroupOptions, OptimError, Optimizer};
 use ferrospeed_testkit::golden::golden;
 use serde_json::{Value, json};
@@ -136,6 +136,22 @@ fn check_step(
             None => assert_eq!(options.betas[0], 0.9, "{what}"),
         }
         assert_eq!(options.betas[1], 0.999, "{what}");
+    }
+}
+
+/// The rate that DeepSpeed's tuning takes for a configured schedule's own: the lowest of a range test, the highest of the others.
+/// `None` where the rate is the optimizer's.
+fn nominal_rate(configured: &Configured) -> Option<f64> {
+    let first = |value: &PerGroup| match value {
+        PerGroup::All(value) => Some(*value),
+        PerGroup::Each(list) => list.first().copied(),
+    };
+    match configured {
+        Configured::LrRangeTest(params) => first(&params.lr_range_test_min_lr),
+        Configured::OneCycle(params) => Some(params.cycle_max_lr),
+        Configured::WarmupLr(params) => first(&params.warmup_max_lr),
+        Configured::WarmupDecayLr(params) => first(&params.warmup_max_lr),
+        Configured::WarmupCosineLr(_) | Configured::Torch(_) | Configured::NotYet { .. } => None,
     }
 }
 
