@@ -62,7 +62,7 @@ fn look_and_take(
     if !args.force {
         train_memory::check(recipe, &model, args.device(), u64::from(recipe.ranks))?;
     }
-    check_room(args, recipe, &model, folder)?;
+    train_room::check(args, recipe, &model, folder)?;
     // What was asked for meanwhile holds before anything of an earlier run is put away.
     check_told_to_stop(requests)?;
     take(args, recipe, folder)
@@ -136,23 +136,13 @@ fn look_together(
         _ => Ok(()),
     };
     all_well(world, fits)?;
-    let room = match leads {
-        true => ferrospeed_train::model_config(recipe, args.recipe())
-            .map_err(failure)
-            .and_then(|model| check_room(args, recipe, &model, folder)),
-        false => Ok(()),
-    };
-    all_well(world, room)?;
+    let room = leads.then(|| {
+        let model = ferrospeed_train::model_config(recipe, args.recipe()).map_err(failure)?;
+        train_room::check(args, recipe, &model, folder)
+    });
+    all_well(world, room.unwrap_or(Ok(())))?;
     let taken = if leads { take(args, recipe, folder).map(Some) } else { Ok(None) };
     all_well(world, taken)
-}
-
-/// Whether checkpoints and weights have room. What --overwrite replaces makes some after the first step; an experiment keeps nothing.
-fn check_room(args: &TrainArgs, recipe: &Recipe, model: &Value, folder: &RunFolder) -> Result<(), Failure> {
-    match args.force || args.overwrite || args.experiment {
-        true => Ok(()),
-        false => train_room::check(recipe, model, folder),
-    }
 }
 
 /// What the folder holds, and the recipe.
