@@ -1,6 +1,7 @@
 //! Under which name a checkpoint knows the kernels that computed it. Matrix products group their sums by the registers they have, so a
 //! run that goes on with others goes on to other bits.
 
+use ferrospeed_checkpoint::Origin;
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::cpu::multiplies_in_tiles;
 use ferrospeed_tensor::cpu::simd::{Level, level, wants_pairs};
@@ -18,6 +19,15 @@ pub(crate) fn kernels_of(device: &Device) -> String {
         Level::Portable => "portable",
     };
     name.to_owned()
+}
+
+/// What is to be said where a checkpoint was computed by others than a device's; earlier ones do not say by which.
+pub(crate) fn other_kernels(origin: &Origin, device: &Device) -> Option<String> {
+    let (before, now) = (origin.kernels.as_ref()?, kernels_of(device));
+    let told = || {
+        format!("kernels: {before} -> {now}: sums are grouped otherwise, so the run goes on to other bits")
+    };
+    (*before != now).then(told)
 }
 
 /// Whether the processor multiplies pairs of bf16.

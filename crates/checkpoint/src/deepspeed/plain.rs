@@ -13,23 +13,25 @@ use crate::pt::Value;
 
 /// The configuration of a module file. What of it is no plain data is left out by its key.
 pub(super) fn configuration(module: &Value) -> Json {
-    module.get("ds_config").map_or(Json::Null, |config| without_objects(config, "ds_config"))
+    let config = module.get("ds_config").and_then(|config| without_objects(config, "ds_config"));
+    config.unwrap_or(Json::Null)
 }
 
-fn without_objects(value: &Value, at: &str) -> Json {
+fn without_objects(value: &Value, at: &str) -> Option<Json> {
     let Some(pairs) = value.pairs() else {
-        return value.to_json().unwrap_or_else(|| {
+        let plain = value.to_json();
+        if plain.is_none() {
             tracing::warn!("'{at}' of the checkpoint is {} and is left out", value.kind());
-            Json::Null
-        });
+        }
+        return plain;
     };
     let named = pairs.iter().filter_map(|(key, value)| Some((key.to_json()?, value)));
-    let named = named.map(|(key, value)| {
+    let named = named.filter_map(|(key, value)| {
         let key = key.as_str().map_or_else(|| key.to_string(), str::to_owned);
         let below = format!("{at}.{key}");
-        (key, without_objects(value, &below))
+        Some((key, without_objects(value, &below)?))
     });
-    Json::Object(named.collect::<Map<String, Json>>())
+    Some(Json::Object(named.collect::<Map<String, Json>>()))
 }
 
 /// Where the schedule stands. DeepSpeed counts from -1 on, torch's schedules from 0.

@@ -142,7 +142,7 @@ fn in_which_order_a_rank_has_written_its_states_does_not_matter() {
         assert!(all(&found) == all(&expected), "{}", case.display());
         compared += 1;
     }
-    assert!(compared > 0, "no recorded checkpoint has states on two ranks");
+    assert!(compared > 0 || !golden().is_default(), "no recorded checkpoint has states on two ranks");
 }
 
 #[test]
@@ -166,13 +166,12 @@ fn golden_checkpoints_as_the_trainer_has_them_written_bring_their_optimizer() {
         assert_eq!(found.config, config, "{}", case.display());
         compared += 1;
     }
-    assert!(compared > 8, "{compared}");
+    assert!(compared > 8 || !golden().is_default(), "{compared}");
 }
 
 #[test]
 fn golden_states_of_an_optimizer_that_nobody_names_are_told_by_their_names() {
-    let case =
-        &cases("checkpoint/runs")[..].iter().find(|case| case.ends_with("z1_fp32_ws2")).unwrap().clone();
+    let Some(case) = golden().path("checkpoint/runs/z1_fp32_ws2") else { return };
     let dir = tempfile::tempdir().unwrap();
     let modules = copied(&case.join("ckpt"), &dir.path().join("ckpt"), "model_states.pt");
     modules.iter().for_each(|module| {
@@ -190,7 +189,8 @@ fn golden_states_of_an_optimizer_that_nobody_names_are_told_by_their_names() {
     let found = imported(dir.path(), &dir.path().join("found")).unwrap();
     let said = found.manifest().origin.optimizer.clone().unwrap();
     assert_eq!(said, "an optimizer that is not named, with exp_avg, exp_inf");
-    assert!(found.manifest().config["train_batch_size"].is_number(), "{}", found.manifest().config);
+    assert!(found.manifest().config["gradient_clipping"] == 0.5, "{}", found.manifest().config);
+    assert!(found.manifest().config.get("mine").is_none(), "{}", found.manifest().config);
 }
 
 /// The same with another name for a key, wherever it stands.

@@ -14,6 +14,7 @@ use ferrospeed_tune::plan::human;
 use serde_json::Value;
 
 use super::offload_folders::free_bytes;
+use super::train::TrainArgs;
 use ferrospeed_command::Failure;
 use ferrospeed_command::writable::nearest;
 
@@ -27,8 +28,17 @@ struct ToWrite {
     bytes: u64,
 }
 
-/// Refuses a run whose checkpoints or weights have no room.
-pub(super) fn check(recipe: &Recipe, model: &Value, folder: &RunFolder) -> Result<(), Failure> {
+/// Refuses a run whose checkpoints or weights have no room, unless it is forced. What --overwrite replaces makes some after the first step,
+/// and an experiment keeps nothing.
+pub(super) fn check(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    model: &Value,
+    folder: &RunFolder,
+) -> Result<(), Failure> {
+    if args.force || args.overwrite || args.experiment {
+        return Ok(());
+    }
     let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
     let (of_weight, of_checkpoint) = bytes_per_parameter(&config);
     let params = model.size.total_params;

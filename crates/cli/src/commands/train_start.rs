@@ -62,6 +62,7 @@ fn look_and_take(
     if !args.force {
         train_memory::check(recipe, &model, args.device(), u64::from(recipe.ranks))?;
     }
+    train_room::check(args, recipe, &model, folder)?;
     // What was asked for meanwhile holds before anything of an earlier run is put away.
     check_told_to_stop(requests)?;
     take(args, recipe, folder)
@@ -135,6 +136,11 @@ fn look_together(
         _ => Ok(()),
     };
     all_well(world, fits)?;
+    let room = leads.then(|| {
+        let model = ferrospeed_train::model_config(recipe, args.recipe()).map_err(failure)?;
+        train_room::check(args, recipe, &model, folder)
+    });
+    all_well(world, room.unwrap_or(Ok(())))?;
     let taken = if leads { take(args, recipe, folder).map(Some) } else { Ok(None) };
     all_well(world, taken)
 }
@@ -293,10 +299,6 @@ fn look_ahead(
     check_besides_data(recipe, Some(&model))?;
     if let Ok((config, _)) = recipe.config() {
         check_folders_to_make(&config)?;
-    }
-    // What --overwrite replaces makes room after the first step; an experiment keeps nothing.
-    if !(args.force || args.overwrite || args.experiment) {
-        train_room::check(recipe, &model, folder)?;
     }
     if args.overwrite {
         return Ok(model);

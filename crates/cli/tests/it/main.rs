@@ -4,6 +4,7 @@ mod autotuning;
 mod backends;
 mod bench;
 mod checkpoint;
+mod checkpoint_newest;
 mod commands;
 mod curriculum;
 mod data;

@@ -107,7 +107,7 @@ fn a_diverged_run_is_shown_the_way_back_to_before_it_went_wrong() {
     let (code, said) =
         train(&["--resume"], &["steps=12", "max_bad_steps=3", "gradient_predivide_factor=1e-300"]);
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("--resume runs/small/checkpoints/global_step2 goes on after step 2"), "{said}");
+    assert!(said.contains("/checkpoints/global_step2 goes on after step 2"), "{said}");
     // What it is told to try is tried.
     let (code, said) = train(&["--resume", "global_step2"], &["steps=5", "optimizer.params.lr=0.25"]);
     assert_eq!(code, Some(0), "{said}");
@@ -329,6 +329,8 @@ fn pipes_in_the_place_of_a_runs_files_keep_nobody_waiting() {
     let mut refused = Vec::new();
     for file in files_of(&run) {
         std::fs::remove_file(&file).unwrap();
+        // As one that was killed: a finished run is not gone on with from before its end.
+        let _ = std::fs::remove_file(run.join("outcome.json"));
         assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
         // It comes to an end, or the test is over.
         let output = place.train(&[&["--resume", "--set", "steps=8"][..], &sample].concat());

@@ -368,11 +368,11 @@ fn infinity_as_python_writes_it_is_never() {
     }
     assert_eq!(
         refuse("{ \"train_batch_size\": 8, \"steps_per_print\": -Infinity }"),
-        "ds.json:1:26: error: `steps_per_print`: expected an integer ≥ 1, or Infinity, found the string \"-Infinity\""
+        "ds.json:1:45: error: `steps_per_print`: expected an integer ≥ 1, or Infinity, found the string \"-Infinity\""
     );
     assert_eq!(
         refuse("{ \"train_batch_size\": \"inf\" }"),
-        "ds.json:1:3: error: `train_batch_size`: expected an integer ≥ 1, found the string \"inf\""
+        "ds.json:1:23: error: `train_batch_size`: expected an integer ≥ 1, found the string \"inf\""
     );
     resolved("{ \"train_batch_size\": 8, \"compile\": { \"disable\": false, \"backend\": \"inductor\" } }");
 }

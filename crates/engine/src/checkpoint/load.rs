@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::{part_of, stored_type};
 use crate::engine::Engine;
 use crate::error::Result;
-use crate::kernels::kernels_of;
+use crate::kernels::other_kernels;
 
 /// Finds a parameter of the model in the checkpoint: its name here to its name there, `None` to leave it as it is.
 pub type FindParameter<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
@@ -440,16 +440,12 @@ impl Engine {
         note("ZeRO stage", origin.stage.to_string(), (self.store.stage() as u8).to_string());
         let dtype = stored_type(self.store.dtype());
         note("weights", format!("{:?}", origin.dtype), format!("{dtype:?}"));
-        let kernels = kernels_of(self.device());
-        if let Some(before) = origin.kernels.as_ref().filter(|before| **before != kernels) {
-            let now = format!("{kernels}: sums are grouped otherwise, so the run goes on to other bits");
-            note("kernels", before.clone(), now);
-        }
         for key in ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"] {
             note(key, config[key].to_string(), own[key].to_string());
         }
         let rates: Vec<f64> = manifest.training.groups.iter().map(|group| group.lr).collect();
         note("learning rates", format!("{rates:?}"), format!("{:?}", self.get_lr()));
+        changes.extend(other_kernels(origin, self.device()));
         note_options("", config, &own, &mut changes);
         changes.extend(with_states.then(|| self.begins_without_loss(checkpoint)).flatten());
         changes

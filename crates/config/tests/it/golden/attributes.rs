@@ -15,6 +15,7 @@ const NEWER: &[&str] = &[
     "deepcompile",
     "deadline_s",
     "dir",
+    "disable",
     "double_buffer",
     "dynamic_batching",
     "enable_cuda_graph",
