@@ -7,7 +7,7 @@ use clap::Parser;
 use ferrospeed_command::Failure;
 use ferrospeed_launch::cores::Topology;
 use ferrospeed_launch::exports::Environment;
-use ferrospeed_launch::node::{JOB_TOKEN_VARIABLE, Machine};
+use ferrospeed_launch::node::{FOLLOWER_VARIABLE, JOB_TOKEN_VARIABLE, Machine};
 use ferrospeed_launch::plan::{LaunchPlan, Surroundings, plan};
 use ferrospeed_launch::{Backend, LaunchError, LaunchOptions, shell, world_info};
 use ferrospeed_testkit::golden::golden;
@@ -444,6 +444,7 @@ fn golden_node_launch() {
             }
             let mut environment = spec.environment;
             assert_eq!(environment.shift_remove(JOB_TOKEN_VARIABLE).as_deref(), Some("TOKEN"));
+            assert!(environment.shift_remove(FOLLOWER_VARIABLE).is_some());
             assert_eq!(environment.shift_remove("LOCAL_WORLD_SIZE"), environment.get("LOCAL_SIZE").cloned());
             assert_eq!(json!({"cmd": spec.command, "env": environment}), expected, "{case}");
         }
