@@ -547,3 +547,23 @@ fn ranks_whose_files_differ_do_not_train_together() {
         assert!(said.contains("rank 1 finds another checkpoint here than rank 0"), "{said}");
     }
 }
+
+#[test]
+fn ranks_with_other_kernels_do_not_train_together() {
+    let folder = workplace();
+    let port = free_port();
+    let start = |rank: &str, kernels: &str| {
+        let mut command = rank_of_two(rank, folder.path(), &port);
+        command.env("FERROSPEED_CPU_KERNELS", kernels).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    for rank in [start("0", ""), start("1", "portable")] {
+        let output = finish(rank);
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        assert!(
+            stderr(&output).contains("kernels (FERROSPEED_CPU_KERNELS) is \"portable\" there"),
+            "{}",
+            stderr(&output)
+        );
+    }
+}
