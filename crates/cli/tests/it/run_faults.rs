@@ -165,6 +165,19 @@ fn the_rank_whose_disk_is_full_is_blamed_and_not_one_that_left_because_of_it() {
 }
 
 #[test]
+fn ranks_without_a_loopback_interface_say_so_at_once() {
+    if !may_mount() {
+        return;
+    }
+    let place = Workplace::new();
+    let mut alone = Command::new("unshare");
+    alone.args(["-rn", env!("CARGO_BIN_EXE_ferrospeed"), "train", "recipe.toml", "-n", "2"]);
+    let output = output_of(alone.current_dir(place.0.path()));
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("the loopback interface of this host is down"), "{}", stderr(&output));
+}
+
+#[test]
 fn a_log_on_a_full_disk_costs_the_log_and_nothing_else() {
     let place = Workplace::new();
     let out = place.run_folder("small");

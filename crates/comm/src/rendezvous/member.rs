@@ -213,6 +213,12 @@ fn connect(
                 Err(problem @ Unproven::SealsDiffer { .. }) => {
                     return Err(Error::rendezvous(problem.to_string()));
                 }
+                Err(problem) if found.address.ip().is_loopback() && has_no_way(&problem) => {
+                    return Err(Error::rendezvous(format!(
+                        "rank {} cannot reach rank 0 at {}: {problem}: the loopback interface of this host is down or has no such address; bring it up (`ip link set lo up`)",
+                        options.rank, found.address
+                    )));
+                }
                 Err(problem) if is_strange(&problem) => {
                     strange_since.get_or_insert_with(Instant::now);
                     format!("what listens there is not this job's hub: {problem}")
@@ -242,6 +248,12 @@ fn connect(
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(if strange_since.is_some() { PAUSES.1 } else { PAUSES.1 / 10 });
     }
+}
+
+/// Whether the host has no interface over which the address could be reached. On loopback that does not pass by waiting.
+fn has_no_way(problem: &Unproven) -> bool {
+    let kinds = [ErrorKind::NetworkUnreachable, ErrorKind::HostUnreachable, ErrorKind::AddrNotAvailable];
+    matches!(problem, Unproven::Io(error) if kinds.contains(&error.kind()))
 }
 
 /// Whether something answered that is not the hub, or listens and says nothing. A hub that is not there yet refuses the
