@@ -16,7 +16,7 @@ use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::{Decoder, ModelConfig, ModelError, Tokens, WindowRule};
-use ferrospeed_tensor::{Category, Device};
+use ferrospeed_tensor::Category;
 use serde_json::{Value, json};
 
 use super::bench::{Precision, ids};
@@ -176,7 +176,7 @@ fn run_rank(
     place: ConnectOptions,
 ) -> Result<(), Failure> {
     let world = World::connect(place).map_err(failed)?;
-    let device = Device::cpu_with_threads(args.threads as usize);
+    let device = ferrospeed_cpu::with_threads(args.threads as usize);
     let size = &args.size;
     let model = decoder(size)?;
     let setup =

@@ -10,7 +10,6 @@ use std::process::{Command, ExitCode};
 use clap::Args;
 use ferrospeed_io::bench::{DiskSpeed, disk_speed};
 use ferrospeed_io::{Queue, QueueOptions};
-use ferrospeed_tensor::Device;
 use serde_json::{Value, json};
 
 use super::model_directory::parse_size;
@@ -122,7 +121,7 @@ fn print_speed(
 
 /// An AdamW step with its states on the disk, and one with them in memory.
 fn print_step(args: &IoBenchArgs, speed: DiskSpeed, options: QueueOptions) -> Result<(), Failure> {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let (weights, repeats) = (args.weights as usize, args.repeats as usize);
     let step = ferrospeed_zero::bench::disk_step(&args.dir, weights, repeats, options, &device)
         .map_err(|error| Failure::Run(error.to_string()))?;
