@@ -16,7 +16,7 @@ use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
 use ferrospeed_launch::supervise::OutputMode;
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_models::{ModelError, Tokens};
-use ferrospeed_tensor::{Category, Device};
+use ferrospeed_tensor::Category;
 use serde_json::{Value, json};
 
 use super::measure::{Precision, gpt2, ids, parse_width, peak_rss_bytes, processor_s};
@@ -157,7 +157,7 @@ fn run_rank(
     place: ConnectOptions,
 ) -> Result<(), Failure> {
     let world = World::connect(place).map_err(failed)?;
-    let device = Device::cpu_with_threads(args.threads as usize);
+    let device = ferrospeed_cpu::with_threads(args.threads as usize);
     let size = &args.size;
     let model = gpt2(size.layers, size.width, size.vocabulary, size.tokens).map_err(failed)?;
     let setup =

@@ -11,7 +11,6 @@ use clap::Args;
 use ferrospeed_command::{Failure, parse_size, terminal};
 use ferrospeed_io::bench::{DiskSpeed, disk_speed};
 use ferrospeed_io::{Queue, QueueOptions};
-use ferrospeed_tensor::Device;
 use serde_json::{Value, json};
 
 #[derive(Debug, Args)]
@@ -119,7 +118,7 @@ fn print_speed(
 
 /// An AdamW step with its states on the disk, and one with them in memory.
 fn print_step(args: &IoBenchArgs, speed: DiskSpeed, options: QueueOptions) -> Result<(), Failure> {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let (weights, repeats) = (args.weights as usize, args.repeats as usize);
     let step = ferrospeed_zero::bench::disk_step(&args.dir, weights, repeats, options, &device)
         .map_err(|error| Failure::Run(error.to_string()))?;

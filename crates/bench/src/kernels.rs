@@ -70,7 +70,7 @@ fn measure(args: &RunArgs, cases: impl Fn(DType, &Device, &str) -> Result<Vec<Ca
             return Err(TensorError::BadArgument { op: "bench", what: "--threads 0: at least one".into() });
         }
         for precision in &args.dtype {
-            let device = Device::cpu_with_threads(threads);
+            let device = ferrospeed_cpu::with_threads(threads);
             for mut case in cases(precision.dtype(), &device, &args.only)? {
                 let (best_s, median_s) = time(&mut case.run, Duration::from_millis(args.case_ms))?;
                 report(args, threads, precision.dtype(), &case, best_s, median_s);

@@ -183,7 +183,7 @@ fn run_apart(
 
 fn measure(case: &Case, precision: Precision, threads: usize, repeats: u64) -> Result<Value, Failure> {
     let failed = |error: &dyn std::fmt::Display| Failure::Run(error.to_string());
-    let device = Device::cpu_with_threads(threads);
+    let device = ferrospeed_cpu::with_threads(threads);
     let peak = gemm_peak_flops_per_s(precision.dtype(), &device).map_err(|error| failed(&error))?;
     let model = case.decoder().map_err(|error| failed(&error))?;
     let mut row = match case.work {

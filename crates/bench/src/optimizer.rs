@@ -8,7 +8,6 @@ use std::process::ExitCode;
 use clap::Args;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_optim::bench::{self, AdamSpeed};
-use ferrospeed_tensor::Device;
 use serde_json::json;
 
 /// Bytes of memory that each weight takes here: weight, gradient, two moments and the copy.
@@ -50,7 +49,7 @@ pub(super) fn run(args: &OptimizerBenchArgs) -> Result<ExitCode, Failure> {
         ))?;
     }
     for &threads in &args.threads {
-        let device = Device::cpu_with_threads(threads as usize);
+        let device = ferrospeed_cpu::with_threads(threads as usize);
         let speed = bench::adam(args.weights as usize, args.repeats as usize, &device)
             .map_err(|error| Failure::Run(error.to_string()))?;
         terminal::print_output(&if args.json { as_json(threads, &speed) } else { as_row(threads, &speed) })?;

@@ -18,7 +18,7 @@ use ferrospeed_engine::{EngineError, Options, Setup, StageTimes, initialize_pipe
 use ferrospeed_nn::{Carried, Init, Layer, Mode, Stages};
 use ferrospeed_pipeline::schedule::{Kind, Schedule};
 use ferrospeed_pipeline::simulate::{Simulation, Times, simulate};
-use ferrospeed_tensor::{DType, Device, Initializer, Operand, Param, Tensor, TensorError, autograd, ops};
+use ferrospeed_tensor::{DType, Initializer, Operand, Param, Tensor, TensorError, autograd, ops};
 use serde_json::json;
 
 #[derive(Debug, Args)]
@@ -231,7 +231,7 @@ fn steps(
     let (config, _) = Config::from_str("bench", &value.to_string())
         .and_then(|config| config.resolve(one, &AutoValues::new()))
         .map_err(|error| EngineError::Argument { what: "bench", why: error.to_string() })?;
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let setup = Setup::new(config, world, device.clone());
     let (model, init) = Sleepers::new(chunks, part);
     let stages = std::num::NonZeroUsize::new(stages).unwrap_or(std::num::NonZeroUsize::MIN);

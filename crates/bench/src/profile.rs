@@ -95,7 +95,7 @@ impl Subject {
         });
         let read = Config::from_value("bench", &settings).map_err(failed)?;
         let (config, _) = read.resolve(std::num::NonZeroU64::MIN, &AutoValues::new()).map_err(failed)?;
-        let device = Device::cpu_with_threads(args.threads as usize);
+        let device = ferrospeed_cpu::with_threads(args.threads as usize);
         let setup = Setup::new(config, World::solo(), device.clone());
         let engine = initialize_model(&setup, model.parameters(), Options::default()).map_err(failed)?;
         let shape = [args.batch as usize, args.tokens as usize];

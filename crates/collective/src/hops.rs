@@ -141,7 +141,7 @@ fn typed<T: Float + Element + ferrospeed_comm::Element>(
     op: ReduceOp,
 ) -> Result<Pending> {
     let device = data.device();
-    let host = if device.backend().is_host() { device.clone() } else { Device::cpu() };
+    let host = device.host().clone();
     let sent = if device.backend().is_host() {
         packed(hops, parcels, &host, data.host::<T>()?)
     } else if let Some(packed) = packed_there(hops, parcels, data)? {

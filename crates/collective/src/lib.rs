@@ -7,11 +7,11 @@
 //! ```
 //! use ferrospeed_collective::ops;
 //! use ferrospeed_comm::World;
-//! use ferrospeed_tensor::{DType, Device, Tensor};
+//! use ferrospeed_tensor::{DType, Tensor};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let group = World::solo().group();
-//! let x = Tensor::full([2, 3], 1.0, DType::F32, &Device::cpu())?;
+//! let x = Tensor::full([2, 3], 1.0, DType::F32, &ferrospeed_cpu::device())?;
 //! assert_eq!(ops::all_gather(&x, 1, &group)?.sizes(), [2, 3]);
 //! # Ok(())
 //! # }

@@ -16,8 +16,8 @@ pub mod device;
 
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::Device;
-use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
-use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::loops::ahead::{TOGETHER, ask_ahead};
+use ferrospeed_tensor::loops::simd::vectorized;
 
 use crate::error::Result;
 
@@ -153,8 +153,13 @@ impl Rounded {
 ///
 /// # Panics
 /// When the feedback is not of this size or of this group: a bug of the caller.
-pub fn all_reduce(group: &Group, mut values: &mut [f32], feedback: &mut Feedback) -> Result<()> {
-    all_reduce_each(group, &Device::cpu(), &mut [Averaged { values: &mut values, feedback }])
+pub fn all_reduce(
+    group: &Group,
+    device: &Device,
+    mut values: &mut [f32],
+    feedback: &mut Feedback,
+) -> Result<()> {
+    all_reduce_each(group, device, &mut [Averaged { values: &mut values, feedback }])
 }
 
 /// One tensor of several that are averaged in one exchange.

@@ -7,8 +7,8 @@
 
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::backend::RunForm;
-use ferrospeed_tensor::cpu::quantize::{Bits, Format, Quantized};
 use ferrospeed_tensor::dtype::Float;
+use ferrospeed_tensor::quantize::{Bits, Format, Quantized};
 
 const WORD: usize = size_of::<f32>();
 /// Groups that one thread takes at a time. Even, so that no byte is cut.
@@ -166,7 +166,7 @@ mod tests {
 
     fn packed(packing: Packing, values: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0; packing.bytes(values.len())];
-        packing.pack(&Device::cpu_with_threads(1), values, &mut bytes);
+        packing.pack(&ferrospeed_cpu::with_threads(1), values, &mut bytes);
         bytes
     }
 
@@ -180,7 +180,7 @@ mod tests {
                 let runs: Vec<Vec<u8>> = given.iter().map(|values| packed(packing, values)).collect();
                 let runs: Vec<&[u8]> = runs.iter().map(Vec::as_slice).collect();
                 let mut found = vec![0.0f32; numel];
-                packing.unpack_sum(&Device::cpu(), &runs, 0.5, &mut found);
+                packing.unpack_sum(&ferrospeed_cpu::device(), &runs, 0.5, &mut found);
                 for (at, found) in found.iter().enumerate() {
                     let exact: f32 = given.iter().map(|values| values[at]).sum::<f32>() * 0.5;
                     // A step of each source: their largest values are one, two and three, and what is as large with
@@ -199,9 +199,9 @@ mod tests {
                 let runs: Vec<Vec<u8>> = (0..2).map(|turn| packed(packing, &values(numel, turn))).collect();
                 let runs: Vec<&[u8]> = runs.iter().map(Vec::as_slice).collect();
                 let mut sum = vec![0.0f32; numel];
-                packing.unpack_sum(&Device::cpu(), &runs, 1.0, &mut sum);
+                packing.unpack_sum(&ferrospeed_cpu::device(), &runs, 1.0, &mut sum);
                 let mut again = vec![0; packing.bytes(numel)];
-                packing.repack_sum(&Device::cpu(), &runs, numel, &mut again);
+                packing.repack_sum(&ferrospeed_cpu::device(), &runs, numel, &mut again);
                 assert!(again == packed(packing, &sum), "{packing:?} {numel}");
             }
         }
@@ -215,9 +215,9 @@ mod tests {
             let runs = [packed(packing, &values(600, 1)), packed(packing, &bad)];
             let runs: Vec<&[u8]> = runs.iter().map(Vec::as_slice).collect();
             let mut again = vec![0; packing.bytes(600)];
-            packing.repack_sum(&Device::cpu(), &runs, 600, &mut again);
+            packing.repack_sum(&ferrospeed_cpu::device(), &runs, 600, &mut again);
             let mut found = vec![0.0f32; 600];
-            packing.unpack_sum(&Device::cpu(), &[&again], 1.0, &mut found);
+            packing.unpack_sum(&ferrospeed_cpu::device(), &[&again], 1.0, &mut found);
             assert!(found[3].is_nan(), "{packing:?}");
         }
     }

@@ -55,9 +55,9 @@ impl Room {
                 memory
             }
             // What cannot be locked is copied all the same, only not beside other work.
-            None => match device.backend().locked(size, DType::U8, Category::Buffers) {
+            None => match device.locked(size, DType::U8, Category::Buffers) {
                 Ok(memory) => memory,
-                Err(_) => Tensor::empty_in([size], DType::U8, &Device::cpu(), Category::Buffers)?,
+                Err(_) => Tensor::empty_in([size], DType::U8, device.host(), Category::Buffers)?,
             },
         };
         Ok(Room(Arc::new(Inner { device: device.clone(), memory, bytes, reader: Mutex::new(None) })))

@@ -1,6 +1,6 @@
 //! The device that a command computes on.
 
-use ferrospeed_tensor::{Device, cuda};
+use ferrospeed_tensor::Device;
 
 use crate::Failure;
 
@@ -36,14 +36,20 @@ impl DeviceChoice {
         let local_rank =
             || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse::<usize>().ok()).unwrap_or(0);
         match self {
-            DeviceChoice::Cpu => Ok(Device::cpu()),
-            DeviceChoice::Cuda(Some(number)) => Device::cuda(number).map_err(failed),
-            DeviceChoice::Cuda(None) => {
-                Device::cuda(local_rank() % cuda::device_count().max(1)).map_err(failed)
+            DeviceChoice::Cpu => Ok(ferrospeed_cpu::device()),
+            DeviceChoice::Cuda(Some(number)) => {
+                ferrospeed_cuda::device(number, &ferrospeed_cpu::device()).map_err(failed)
             }
-            DeviceChoice::Auto => match cuda::device_count() {
-                0 => Ok(Device::cpu()),
-                count => Device::cuda(local_rank() % count).map_err(failed),
+            DeviceChoice::Cuda(None) => ferrospeed_cuda::device(
+                local_rank() % ferrospeed_cuda::device_count().max(1),
+                &ferrospeed_cpu::device(),
+            )
+            .map_err(failed),
+            DeviceChoice::Auto => match ferrospeed_cuda::device_count() {
+                0 => Ok(ferrospeed_cpu::device()),
+                count => {
+                    ferrospeed_cuda::device(local_rank() % count, &ferrospeed_cpu::device()).map_err(failed)
+                }
             },
         }
     }
@@ -74,7 +80,7 @@ mod tests {
 
     #[test]
     fn asking_for_a_gpu_that_is_not_there_says_what_is_missing() {
-        if cuda::device_count() > 0 {
+        if ferrospeed_cuda::device_count() > 0 {
             return;
         }
         let Err(failure) = DeviceChoice::Cuda(None).open() else { panic!("there is no device") };

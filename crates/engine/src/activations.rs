@@ -95,7 +95,6 @@ impl Shelf for Synchronized {
 
 #[cfg(test)]
 mod tests {
-    use ferrospeed_tensor::Device;
 
     use super::*;
 
@@ -110,7 +109,8 @@ mod tests {
             cpu_checkpointing: false,
         };
         let shelf = activation_shelf(&section, None);
-        let input = |len: usize| Tensor::from_slice(&vec![0.5f32; len], [len], &Device::cpu()).unwrap();
+        let input =
+            |len: usize| Tensor::from_slice(&vec![0.5f32; len], [len], &ferrospeed_cpu::device()).unwrap();
         let first = shelf.put(input(4)).unwrap();
         let _second = shelf.put(input(4)).unwrap();
         let refused = shelf.put(input(4)).err().unwrap().to_string();

@@ -9,7 +9,6 @@ use ferrospeed_comm::Group;
 use serde_json::{Value, json};
 
 use crate::error::{EngineError, Result};
-use crate::kernels::kernels_of;
 use crate::setup::Setup;
 
 /// Every rank must have rank 0's configuration, seed, files and program. All ranks call it together, and all get the same
@@ -25,7 +24,7 @@ pub(crate) fn agree(setup: &Setup) -> Result<()> {
         "read": setup.read,
         "program": program(),
         // Another processor groups sums otherwise, so what ranks compute each for itself would drift apart.
-        "kernels (FERROSPEED_CPU_KERNELS)": setup.device.backend().is_host().then(|| kernels_of(&setup.device)),
+        "kernels (FERROSPEED_CPU_KERNELS)": setup.device.backend().kernels(),
     });
     let own = [setup.config.canonical_hash() as i64, i64::from(crc32fast::hash(told.to_string().as_bytes()))];
     let mut all = vec![0i64; own.len() * group.size()];

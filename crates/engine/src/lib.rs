@@ -12,7 +12,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let text = r#"{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#;
 //! let (config, _) = Config::from_str("example", text)?.resolve(1.try_into()?, &AutoValues::new())?;
-//! let setup = Setup::solo(config);
+//! let setup = Setup::solo(config, ferrospeed_cpu::device());
 //! let (mut engine, layer) = initialize(&setup, |init| Linear::new(init, 3, 1, true))?;
 //! let x = Tensor::full([4, 3], 1.0, DType::F32, engine.device())?;
 //! for _ in 0..3 {

@@ -4,10 +4,10 @@
 //! use ferrospeed_engine::ModelProfile;
 //! use ferrospeed_nn::{Init, Linear};
 //! use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-//! use ferrospeed_tensor::{DType, Device, Tensor};
+//! use ferrospeed_tensor::{DType, Tensor};
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
-//! let (init, device) = (Init::root(), Device::cpu());
+//! let (init, device) = (Init::root(), ferrospeed_cpu::device());
 //! let layer = Linear::new(&init.at("proj"), 4, 2, true);
 //! let params = init.parameters();
 //! let _store = PlainStore::attach(params.as_slice(), DType::F32, &device, &FromInitializers { seed: 1 })?;

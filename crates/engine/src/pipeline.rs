@@ -119,7 +119,7 @@ pub fn initialize_pipeline<M: Stages>(
         engine.profiler = StepProfiler::of_stage(&setup.config);
     }
     let placement = division.stage_of_chunk.clone();
-    let mut messenger = Messenger::new([pipe.clone(), gradients], placement);
+    let mut messenger = Messenger::new([pipe.clone(), gradients], placement, &setup.device);
     if let (true, Some(slices)) = (model.carries_alike(), &engine.slices) {
         let config = &setup.config.pipeline;
         messenger.cut_over(slices, [config.pipe_partitioned, config.grad_partitioned]);

@@ -36,9 +36,9 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// One rank on the CPU.
-    pub fn solo(config: Config) -> Setup {
-        Setup::new(config, World::solo(), Device::cpu())
+    /// One rank.
+    pub fn solo(config: Config, device: Device) -> Setup {
+        Setup::new(config, World::solo(), device)
     }
 
     /// Any ranks, any device.

@@ -18,7 +18,7 @@
 //! # fn main() -> Result<(), ferrospeed::Failure> {
 //! let text = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}"#;
 //! let (config, _) = Config::from_str("ds_config.json", text)?.resolve(1.try_into()?, &AutoValues::new())?;
-//! let (mut engine, layer) = initialize(&Setup::solo(config), |init| Linear::new(init, 4, 1, true))?;
+//! let (mut engine, layer) = initialize(&Setup::solo(config, ferrospeed::cpu::device()), |init| Linear::new(init, 4, 1, true))?;
 //! let x = ferrospeed::Tensor::full([8, 4], 1.0, ferrospeed::DType::F32, engine.device())?;
 //! let loss = engine.forward(|_| ops::mean(&ops::square(&layer.forward(&x)?)?))?;
 //! engine.backward(&loss)?;
@@ -29,6 +29,8 @@
 
 pub use ferrospeed_comm as comm;
 pub use ferrospeed_config as config;
+pub use ferrospeed_cpu as cpu;
+pub use ferrospeed_cuda as cuda;
 #[cfg(feature = "data")]
 pub use ferrospeed_data as data;
 #[cfg(feature = "models")]

@@ -130,7 +130,7 @@ mod tests {
                 unreachable!("they are all decoders")
             };
             for dtype in [DType::F32, DType::BF16] {
-                let device = Device::cpu_with_threads(2);
+                let device = ferrospeed_cpu::with_threads(2);
                 let model = Decoder::new((*config).clone());
                 let params = model.parameters().as_slice();
                 let _store =
@@ -167,7 +167,7 @@ mod tests {
         else {
             unreachable!("it is a decoder")
         };
-        let device = Device::cpu_with_threads(2);
+        let device = ferrospeed_cpu::with_threads(2);
         let model = Decoder::new(*config);
         let _store = PlainStore::attach(
             model.parameters().as_slice(),

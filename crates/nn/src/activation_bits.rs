@@ -52,14 +52,14 @@ pub fn input_of(weight: &Param, x: &Tensor) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use ferrospeed_tensor::{DType, Device, Initializer, ops};
+    use ferrospeed_tensor::{DType, Initializer, ops};
 
     use super::*;
 
     #[test]
     fn tokens_have_levels_of_their_own_and_gradients_pass() {
         let weight = Param::new("weight", [2, 4], Initializer::Constant(1.0));
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let x = Tensor::from_slice(&[8.0f32, 0.4, -1.0, 0.6, 0.08, 0.004, -0.01, 0.006], [2, 4], &device)
             .unwrap()
             .tracked();

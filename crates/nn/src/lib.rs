@@ -7,14 +7,14 @@
 //! ```
 //! use ferrospeed_nn::{Init, Linear};
 //! use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-//! use ferrospeed_tensor::{DType, Device, Tensor};
+//! use ferrospeed_tensor::{DType, Tensor};
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
 //! let init = Init::root();
 //! let layer = Linear::new(&init.at("proj"), 4, 2, true);
 //! assert_eq!(init.parameters().names(), ["proj.weight", "proj.bias"]);
 //!
-//! let device = Device::cpu();
+//! let device = ferrospeed_cpu::device();
 //! let _store = PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &FromInitializers { seed: 1 })?;
 //! let y = layer.forward(&Tensor::zeros([3, 4], DType::F32, &device)?)?;
 //! assert_eq!(y.sizes(), [3, 2]);

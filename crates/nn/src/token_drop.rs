@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn tokens_come_back_to_where_they_were_and_the_others_stay() {
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let values: Vec<f32> = (0..2 * 5 * 3).map(|value| value as f32).collect();
         let x = Tensor::from_slice(&values, [2, 5, 3], &device).unwrap();
         let chosen = drop(2, 0).of_layer(1, [2, 5], &device).unwrap().unwrap();

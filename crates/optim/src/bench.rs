@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use ferrospeed_tensor::cpu::ahead::ask_ahead;
-use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::loops::ahead::ask_ahead;
+use ferrospeed_tensor::loops::simd::vectorized;
 use ferrospeed_tensor::{Category, DType, Device, Result, Tensor, TensorError};
 
 use crate::adam::Adam;
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn an_adam_step_reports_a_share_of_the_memory_speed() {
-        let speed = adam(1 << 20, 3, &Device::cpu()).unwrap();
+        let speed = adam(1 << 20, 3, &ferrospeed_cpu::device()).unwrap();
         assert!(speed.update.best_s > 0.0 && speed.update.best_s <= speed.update.median_s);
         assert!(speed.share_of_memory_speed() > 0.0 && speed.share_of_memory_speed().is_finite());
     }

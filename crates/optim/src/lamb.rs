@@ -121,14 +121,13 @@ impl Lamb {
 
 #[cfg(test)]
 mod tests {
-    use ferrospeed_tensor::Device;
 
     use super::*;
     use crate::{Copy16, Gradient};
 
     #[test]
     fn a_direction_is_found_again_to_the_bit() {
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         for eps_inside_sqrt in [false, true] {
             let lamb =
                 Lamb { eps: 1e-8, eps_inside_sqrt, bias_correction: true, max_coeff: 10.0, min_coeff: 0.01 };

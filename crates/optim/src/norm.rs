@@ -7,9 +7,9 @@
 //! A global norm is two exchanges: the maximum of [`Magnitude`], then the sum of [`SquareSum`].
 
 use ferrospeed_tensor::Device;
-use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
-use ferrospeed_tensor::cpu::simd::{LANES, vectorized};
 use ferrospeed_tensor::dtype::Float;
+use ferrospeed_tensor::loops::ahead::{TOGETHER, ask_ahead};
+use ferrospeed_tensor::loops::simd::{LANES, vectorized};
 
 use crate::stretch::Gradient;
 
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn any_split_gives_the_same_bits_and_the_true_norm() {
-        let (values, device) = (values(300_001), Device::cpu());
+        let (values, device) = (values(300_001), ferrospeed_cpu::device());
         let truth = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
         let whole = Magnitude::of(Gradient::F32(&values), &device);
         let once = SquareSum::of(Gradient::F32(&values), whole, &device).norm(whole);
@@ -212,7 +212,7 @@ mod tests {
     /// As it is defined, without vectors: 1,031 values are whole rows, lanes and a rest.
     #[test]
     fn each_square_is_rounded_to_the_grid() {
-        let device = Device::cpu();
+        let device = ferrospeed_cpu::device();
         for scale in [1.0, 3e-30, 7e30] {
             let values: Vec<f32> = values(1_031).into_iter().map(|value| value * scale).collect();
             let whole = Magnitude::of(Gradient::F32(&values), &device);
@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn what_is_no_number_is_found() {
-        let device = Device::cpu();
+        let device = ferrospeed_cpu::device();
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             assert!(!Magnitude::of(Gradient::F32(&[1.0, bad, 2.0]), &device).is_finite());
         }

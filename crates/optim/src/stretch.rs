@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::backend::Update;
-use ferrospeed_tensor::cpu::ahead::ask_ahead;
-use ferrospeed_tensor::cpu::past_cache::{STREAM_FROM_BYTES, Stream, streaming};
-use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::dtype::Float;
+use ferrospeed_tensor::loops::ahead::ask_ahead;
+use ferrospeed_tensor::loops::past_cache::{STREAM_FROM_BYTES, Stream, streaming};
+use ferrospeed_tensor::loops::simd::vectorized;
 use half::{bf16, f16};
 
 use crate::adagrad::Squares;
@@ -358,7 +358,7 @@ mod tests {
 
     /// Three steps with the stretch cut at `cuts`: all bits of the weights and of their copy.
     fn train(optimizer: &Optimizer, cuts: &[usize]) -> (Vec<u32>, Vec<u16>) {
-        let device = Device::cpu();
+        let device = ferrospeed_cpu::device();
         let mut weights = values(1);
         let mut states = vec![vec![0.0f32; COUNT]; optimizer.state_names(&OPTIONS).len()];
         let mut copy = vec![bf16::ZERO; COUNT];
@@ -400,7 +400,7 @@ mod tests {
 
     #[test]
     fn a_copy_that_is_streamed_is_the_rounded_weights_too() {
-        let (numel, device) = (STREAM_FROM_BYTES / size_of::<bf16>() + 77, Device::cpu_with_threads(2));
+        let (numel, device) = (STREAM_FROM_BYTES / size_of::<bf16>() + 77, ferrospeed_cpu::with_threads(2));
         let mut weights: Vec<f32> = (0..numel).map(|i| (i % 1013) as f32 / 7.0 - 50.0).collect();
         let gradient: Vec<f32> = (0..numel).map(|i| (i % 97) as f32 - 48.0).collect();
         let mut copy = vec![bf16::ZERO; numel];

@@ -45,7 +45,7 @@ pub struct Beside {
 }
 
 impl Beside {
-    /// Begins a copy between a tensor of the moment's device and one of [`locked`](crate::backend::Copies::locked), either
+    /// Begins a copy between a tensor of the moment's device and one of [`Device::locked`], either
     /// way, of the same size.
     ///
     /// # Safety

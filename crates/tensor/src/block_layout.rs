@@ -88,6 +88,7 @@ impl BlockLayout {
     }
 
     /// The columns that a row of a head sees: stretches in their order, with a gap before each next.
+    #[inline]
     pub fn row(&self, head: usize, row: usize) -> &[Range<usize>] {
         let square = self.square(head);
         &square.stretches[square.first[row]..square.first[row + 1]]
@@ -149,7 +150,7 @@ impl BlockLayout {
     }
 
     /// The keys that any query of `queries` may see in a head, as stretches apart from each other in their order.
-    pub(crate) fn keys_of(&self, head: usize, queries: Range<usize>) -> Vec<Range<usize>> {
+    pub fn keys_of(&self, head: usize, queries: Range<usize>) -> Vec<Range<usize>> {
         let rows = queries.start / self.block..queries.end.div_ceil(self.block);
         let mut all: Vec<Range<usize>> = rows.flat_map(|row| self.row(head, row)).cloned().collect();
         all.sort_unstable_by_key(|columns| columns.start);
@@ -165,7 +166,7 @@ impl BlockLayout {
 
     /// Makes minus infinity of the scores of a query at `position` over keys from `first` on that its block does not see.
     #[inline(always)]
-    pub(crate) fn hide(&self, head: usize, position: usize, first: usize, scores: &mut [f32]) {
+    pub fn hide(&self, head: usize, position: usize, first: usize, scores: &mut [f32]) {
         let mut shown = 0;
         for columns in self.row(head, position / self.block) {
             let place = |block: usize| (block * self.block).saturating_sub(first).min(scores.len());

@@ -5,11 +5,11 @@
 //! alone.
 //!
 //! ```
-//! use ferrospeed_tensor::{Device, Documents};
+//! use ferrospeed_tensor::Documents;
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
 //! // One row of eight tokens: documents of three, one and four.
-//! let documents = Documents::new(vec![vec![0, 3, 4, 8]], &Device::cpu())?;
+//! let documents = Documents::new(vec![vec![0, 3, 4, 8]], &ferrospeed_cpu::device())?;
 //! assert_eq!(documents.positions(), [[0, 1, 2, 0, 0, 1, 2, 3]]);
 //! # Ok(())
 //! # }
@@ -43,6 +43,17 @@ pub struct Documents {
 impl Documents {
     /// From the cumulative lengths of each row's documents: `0`, then where each one ends, the last of them with its row.
     pub fn new(borders: Vec<Vec<usize>>, device: &Device) -> Result<Documents> {
+        let mut documents = Documents::on_host(borders)?;
+        if !device.backend().is_host() {
+            let shape = [documents.rows(), documents.tokens, 2];
+            documents.table = Some(Tensor::from_slice(&documents.ends(), shape, device)?);
+            documents.batches = Batches::of(&documents, device)?.map(Arc::new);
+        }
+        Ok(documents)
+    }
+
+    /// Without what other devices need.
+    fn on_host(borders: Vec<Vec<usize>>) -> Result<Documents> {
         let tokens = borders.first().and_then(|row| row.last()).copied().unwrap_or(0);
         for (row, places) in borders.iter().enumerate() {
             let refuse = |why: String| {
@@ -58,22 +69,16 @@ impl Documents {
                 return refuse(format!("they end at {:?}, row 0 at {tokens}", places.last()));
             }
         }
-        let mut documents = Documents { borders: borders.into(), tokens, table: None, batches: None };
-        if !device.backend().is_host() {
-            documents.table = Some(documents.table_on(device)?);
-            documents.batches = Batches::of(&documents, device)?.map(Arc::new);
-        }
-        Ok(documents)
+        Ok(Documents { borders: borders.into(), tokens, table: None, batches: None })
     }
 
-    fn table_on(&self, device: &Device) -> Result<Tensor> {
+    /// Of every token, where its document begins and ends.
+    fn ends(&self) -> Vec<i64> {
         let of_document = |document: Range<usize>| {
             let ends = [document.start as i64, document.end as i64];
             std::iter::repeat_n(ends, document.len())
         };
-        let ends: Vec<i64> =
-            (0..self.rows()).flat_map(|row| self.of_row(row)).flat_map(of_document).flatten().collect();
-        Tensor::from_slice(&ends, [self.rows(), self.tokens, 2], device)
+        (0..self.rows()).flat_map(|row| self.of_row(row)).flat_map(of_document).flatten().collect()
     }
 
     /// How many rows there are.
@@ -98,7 +103,7 @@ impl Documents {
     }
 
     /// Where each token's document begins and ends, `[rows, tokens, 2]`, on a device that is not the host.
-    pub(crate) fn table(&self) -> Option<&Tensor> {
+    pub fn table(&self) -> Option<&Tensor> {
         self.table.as_ref()
     }
 
@@ -136,10 +141,10 @@ mod tests {
             (vec![vec![0, 4], vec![0, 2, 5]], "row 1: they end at Some(5), row 0 at 4"),
             (vec![vec![0, 4], vec![0, 2]], "row 1: they end at Some(2), row 0 at 4"),
         ] {
-            let error = Documents::new(borders, &Device::cpu()).unwrap_err().to_string();
+            let error = Documents::on_host(borders).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
-        let documents = Documents::new(vec![vec![0, 4], vec![0, 1, 4]], &Device::cpu()).unwrap();
+        let documents = Documents::on_host(vec![vec![0, 4], vec![0, 1, 4]]).unwrap();
         assert!(documents.expect("attention", 2, 4).is_ok());
         let error = documents.expect("attention", 2, 5).unwrap_err().to_string();
         assert!(error.contains("2 rows of 4 tokens, and there are 2 of 5"), "{error}");
@@ -147,10 +152,7 @@ mod tests {
 
     #[test]
     fn the_table_says_of_every_token_where_its_document_is() {
-        let device = Device::cpu();
-        let documents = Documents::new(vec![vec![0, 1, 3], vec![0, 3]], &device).unwrap();
-        let table = documents.table_on(&device).unwrap();
-        assert_eq!(table.sizes(), [2, 3, 2]);
-        assert_eq!(table.to_vec::<i64>().unwrap(), [0, 1, 1, 3, 1, 3, 0, 3, 0, 3, 0, 3]);
+        let documents = Documents::on_host(vec![vec![0, 1, 3], vec![0, 3]]).unwrap();
+        assert_eq!(documents.ends(), [0, 1, 1, 3, 1, 3, 0, 3, 0, 3, 0, 3]);
     }
 }

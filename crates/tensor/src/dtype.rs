@@ -25,6 +25,7 @@ pub enum DType {
 
 impl DType {
     /// Bytes of one element.
+    #[inline]
     pub const fn size_bytes(self) -> usize {
         match self {
             DType::I64 => 8,
@@ -35,6 +36,7 @@ impl DType {
     }
 
     /// Whether gradients can flow through this type.
+    #[inline]
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::BF16 | DType::F16)
     }

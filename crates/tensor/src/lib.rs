@@ -1,13 +1,14 @@
-//! Tensors, devices, kernels, the autograd tape, and parameters whose values are borrowed.
+//! Tensors, devices, the autograd tape, and parameters whose values are borrowed.
 //!
 //! Reading order: [`tensor`] (what a tensor is), [`param`] (the one idea of this project), [`autograd`] (the
-//! tape), [`ops`] (what models call), [`backend`] (what a device must do), [`cpu`] and [`cuda`] (the kernels).
+//! tape), [`ops`] (what models call), [`backend`] (what a device must do). The kernels are in `ferrospeed_cpu` and
+//! `ferrospeed_cuda`, which make the devices; [`loops`] is what loops over the host's memory are made of.
 //!
 //! ```
-//! use ferrospeed_tensor::{Device, Tensor, autograd, ops};
+//! use ferrospeed_tensor::{Tensor, autograd, ops};
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
-//! let device = Device::cpu();
+//! let device = ferrospeed_cpu::device();
 //! let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], [3], &device)?.tracked();
 //! let loss = ops::sum(&ops::square(&x)?)?;
 //! autograd::backward(&loss)?;
@@ -18,26 +19,25 @@
 
 #![deny(clippy::mut_from_ref)]
 
-mod arena;
 pub mod autograd;
 pub mod backend;
 pub mod beside;
 mod block_layout;
-pub mod cpu;
-pub mod cuda;
 pub mod documents;
 pub mod dtype;
 pub mod error;
 pub mod fake_quantize;
 pub mod lent;
+pub mod loops;
 pub mod memory;
-mod moves;
+pub mod moves;
 pub mod ops;
 pub mod out;
 pub mod packed;
 pub mod pages;
 pub mod param;
 pub mod profile;
+pub mod quantize;
 pub mod random;
 pub mod recording;
 pub mod rows;

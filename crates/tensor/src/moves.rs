@@ -4,15 +4,18 @@ use crate::shape::Shape;
 
 /// One axis of a strided copy: how many places it has, and how far apart they are in source and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Axis {
-    pub(crate) size: usize,
-    pub(crate) from: usize,
-    pub(crate) to: usize,
+pub struct Axis {
+    /// Places.
+    pub size: usize,
+    /// Elements between neighbours in the source.
+    pub from: usize,
+    /// Elements between neighbours in the target.
+    pub to: usize,
 }
 
 /// The axes that take `x` to the order of dimensions `order`, in the order of the target, the last of which has its neighbours
 /// next to each other there. Those of one place are left out, and those that stay together are one.
-pub(crate) fn axes(x: &Shape, order: &[usize]) -> Vec<Axis> {
+pub fn axes(x: &Shape, order: &[usize]) -> Vec<Axis> {
     let strides = x.strides();
     let mut axes: Vec<Axis> = Vec::with_capacity(order.len());
     for (size, from) in order.iter().map(|&dim| (x[dim], strides[dim])).filter(|&(size, _)| size != 1) {
@@ -35,7 +38,7 @@ pub(crate) fn axes(x: &Shape, order: &[usize]) -> Vec<Axis> {
 }
 
 /// Whether elements stay where they are: at most dimensions of size one move.
-pub(crate) fn is_still(x: &Shape, order: &[usize]) -> bool {
+pub fn is_still(x: &Shape, order: &[usize]) -> bool {
     axes(x, order).len() == 1
 }
 

@@ -10,9 +10,9 @@
 //! An `Out` is used up by the call that writes. What is given away twice does not compile:
 //!
 //! ```compile_fail
-//! use ferrospeed_tensor::{DType, Device, Tensor};
+//! use ferrospeed_tensor::{DType, Tensor};
 //!
-//! let device = Device::cpu();
+//! let device = ferrospeed_cpu::device();
 //! let mut x = Tensor::zeros([4], DType::F32, &device).unwrap();
 //! let values = x.host::<f32>().unwrap();
 //! device.backend().fill(x.out().unwrap(), 1.0).unwrap();
@@ -22,10 +22,10 @@
 //! and a tensor that is seen by another handle is refused:
 //!
 //! ```
-//! use ferrospeed_tensor::{DType, Device, Tensor, TensorError};
+//! use ferrospeed_tensor::{DType, Tensor, TensorError};
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
-//! let device = Device::cpu();
+//! let device = ferrospeed_cpu::device();
 //! let mut x = Tensor::zeros([4], DType::F32, &device)?;
 //! let other = x.clone();
 //! assert!(matches!(x.out(), Err(TensorError::SharedOutput { .. })));
@@ -48,8 +48,7 @@ use crate::tensor::Tensor;
 /// Memory for a kernel's result. See the module's documentation.
 #[must_use]
 pub struct Out<'a> {
-    /// For the kernels of this crate; whoever clones it lends the bytes to readers again.
-    pub(crate) tensor: &'a Tensor,
+    tensor: &'a Tensor,
 }
 
 impl<'a> Out<'a> {
@@ -76,13 +75,27 @@ impl<'a> Out<'a> {
     ///
     /// # Safety
     /// The outputs of a call have no element in common.
-    pub(crate) unsafe fn shared(&self) -> Out<'a> {
+    pub unsafe fn shared(&self) -> Out<'a> {
         Out { tensor: self.tensor }
     }
 
     /// The same for one of several calls.
     pub fn again(&mut self) -> Out<'_> {
         Out { tensor: self.tensor }
+    }
+
+    /// Gives the right to write up: what has been written may be read.
+    pub fn into_tensor(self) -> &'a Tensor {
+        self.tensor
+    }
+
+    /// The tensor, where its memory is not the host's: no reference of this program leads there.
+    ///
+    /// # Panics
+    /// When it is the host's: a bug of the kernel.
+    pub fn on_device(&self) -> &'a Tensor {
+        assert!(!self.tensor.device().backend().is_host(), "{self:?} may be read by others");
+        self.tensor
     }
 
     /// Elements `start..start + numel` of the flat output, under a shape.
@@ -153,40 +166,5 @@ impl Tensor {
             return Err(TensorError::SharedOutput { tensor: format!("{self:?}") });
         }
         Ok(Out { tensor: self })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::memory::Category;
-    use std::sync::Arc;
-
-    #[test]
-    fn memory_that_others_may_see_is_no_output() {
-        let device = Device::cpu();
-        let mut x = Tensor::zeros([6], DType::F32, &device).unwrap();
-        let view = x.slice(2, [3]).unwrap();
-        let refused = x.out().unwrap_err().to_string();
-        assert!(refused.contains("seen through another handle"), "{refused}");
-        assert!(Out::of_device(&x).is_err(), "the host's memory");
-        drop(view);
-        assert!(x.out().is_ok());
-        let memory = Arc::new(vec![0f32; 4]);
-        let address = NonNull::new(memory.as_ptr().cast_mut().cast()).unwrap();
-        // SAFETY: four elements that live as long as their owner; nobody writes them.
-        let mut external = unsafe {
-            Tensor::from_external(address, [4], DType::F32, &device, Category::Buffers, memory.clone())
-        };
-        assert!(external.out().is_err(), "its owner may read");
-    }
-
-    #[test]
-    fn a_part_of_an_output_is_written_where_it_lies() {
-        let device = Device::cpu();
-        let mut x = Tensor::zeros([2, 3], DType::F32, &device).unwrap();
-        device.backend().fill(x.out().unwrap().part(3, [3]).unwrap().out(), 2.0).unwrap();
-        assert!(x.out().unwrap().part(4, [3]).is_err(), "outside");
-        assert_eq!(x.host::<f32>().unwrap(), [0.0, 0.0, 0.0, 2.0, 2.0, 2.0]);
     }
 }

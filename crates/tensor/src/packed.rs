@@ -27,9 +27,9 @@ const ROUNDED_AT_ONCE: usize = 1 << 20;
 /// Weights that share a scale.
 pub const BLOCK: usize = 32;
 /// Rows whose weights lie in one line.
-pub(crate) const GROUP: usize = 16;
+pub const GROUP: usize = 16;
 /// Bytes of a line: four neighbours along the inputs for each row of a group.
-pub(crate) const LINE: usize = 4 * GROUP;
+pub const LINE: usize = 4 * GROUP;
 
 /// Bytes that kernels read at once, at a place that begins a line of the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -58,7 +58,8 @@ pub enum PackedBits {
 
 impl PackedBits {
     /// Bytes of a block's values.
-    pub(crate) fn block_bytes(self) -> usize {
+    #[inline]
+    pub fn block_bytes(self) -> usize {
         match self {
             PackedBits::Eight | PackedBits::Float8 => BLOCK,
             PackedBits::Four => BLOCK / 2,
@@ -71,7 +72,8 @@ impl PackedBits {
     }
 
     /// Lines of a block.
-    pub(crate) fn lines(self) -> usize {
+    #[inline]
+    pub fn lines(self) -> usize {
         self.block_bytes() / 4
     }
 
@@ -84,7 +86,8 @@ impl PackedBits {
     }
 
     /// What stands for a weight of zero where values are unsigned.
-    pub(crate) fn zero(self) -> i32 {
+    #[inline]
+    pub fn zero(self) -> i32 {
         match self {
             PackedBits::Eight => 128,
             PackedBits::Four => 8,
@@ -255,7 +258,7 @@ impl PackedWeight {
 
     /// Its lines and its scales in the memory of a device that is no host, copied there by the first call. From then on it is
     /// only read.
-    pub(crate) fn on(&self, device: &Device) -> Result<&[Tensor; 2]> {
+    pub fn on(&self, device: &Device) -> Result<&[Tensor; 2]> {
         if let Some(found) = self.on_device.0.get().filter(|[lines, _]| lines.device() == device) {
             return Ok(found);
         }
@@ -295,12 +298,14 @@ impl PackedWeight {
     }
 
     /// How many groups of rows there are; the last one may stand for fewer.
-    pub(crate) fn groups(&self) -> usize {
+    #[inline]
+    pub fn groups(&self) -> usize {
         self.outputs.div_ceil(GROUP)
     }
 
     /// Lines and scales of one group.
-    pub(crate) fn group(&self, group: usize) -> (&[u8], &[f16]) {
+    #[inline]
+    pub fn group(&self, group: usize) -> (&[u8], &[f16]) {
         let blocks = self.inputs / BLOCK;
         let lines = blocks * self.bits.lines();
         let lines = &self.lines[group * lines..(group + 1) * lines];

@@ -20,13 +20,13 @@ pub const CHUNK: usize = 128;
 const CHUNKS: [(usize, usize); 3] = [(4096, CHUNK), (32768, 256), (usize::MAX, 1024)];
 
 /// The most chunks of keys that a row has which sees at most so many tokens.
-pub(crate) fn most_chunks(longest: usize) -> usize {
+pub fn most_chunks(longest: usize) -> usize {
     // A longer text has larger chunks, and may have fewer of them.
     CHUNKS.iter().map(|&(up_to, size)| longest.min(up_to).div_ceil(size)).max().unwrap_or(1).max(1)
 }
 
 /// What a tile is told by: its first row, how many tokens it has, the place of the first and the number of its table.
-pub(crate) const TILE_NUMBERS: usize = 4;
+pub const TILE_NUMBERS: usize = 4;
 
 /// Tokens of one sequence that a pass computes, and where its keys and values lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl PagedRows {
     }
 
     /// Copies new keys and values `[1, rows, kv_heads, dim]` to their places in `caches`.
-    pub(crate) fn append(&self, new: [&Tensor; 2], mut caches: [Out<'_>; 2]) -> Result<()> {
+    pub fn append(&self, new: [&Tensor; 2], mut caches: [Out<'_>; 2]) -> Result<()> {
         let [tokens, width] = [caches[0].shape()[1], caches[0].shape()[2] * caches[0].shape()[3]];
         let mut row = 0;
         for one in &self.sequences {
@@ -247,34 +247,39 @@ impl PageMap {
     }
 
     /// Places, tables of rows, tiles of the first and second kind, and tables, as offsets in [`PageMap::values`].
-    pub(crate) fn parts(&self) -> [usize; 5] {
+    pub fn parts(&self) -> [usize; 5] {
         let tiles = 2 * self.rows;
         let others = tiles + TILE_NUMBERS * self.tiles[0];
         [0, self.rows, tiles, others, others + TILE_NUMBERS * self.tiles[1]]
     }
 
-    pub(crate) fn values(&self) -> &Tensor {
+    /// Its numbers, `I32`, in the memory of the device.
+    pub fn values(&self) -> &Tensor {
         &self.values
     }
 
-    pub(crate) fn rows(&self) -> usize {
+    /// Rows that it has room for.
+    pub fn rows(&self) -> usize {
         self.rows
     }
 
-    pub(crate) fn tiles(&self) -> [usize; 2] {
+    /// Tiles of the first and second kind.
+    pub fn tiles(&self) -> [usize; 2] {
         self.tiles
     }
 
-    pub(crate) fn width(&self) -> usize {
+    /// Blocks of a table.
+    pub fn width(&self) -> usize {
         self.width
     }
 
-    pub(crate) fn longest(&self) -> usize {
+    /// The most tokens that a row sees.
+    pub fn longest(&self) -> usize {
         self.longest
     }
 
     /// Query heads of a tile.
-    pub(crate) fn tile_heads(&self) -> usize {
+    pub fn tile_heads(&self) -> usize {
         PageMap::part_heads(self.group)
     }
 }

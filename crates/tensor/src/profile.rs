@@ -15,10 +15,10 @@
 //! clock where it has one ([`crate::backend::Work::mark`]), so that nobody waits for it; else those of the host.
 //!
 //! ```
-//! use ferrospeed_tensor::{DType, Device, Tensor, ops, profile};
+//! use ferrospeed_tensor::{DType, Tensor, ops, profile};
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
-//! let device = Device::cpu();
+//! let device = ferrospeed_cpu::device();
 //! let (a, b) = (Tensor::zeros([2, 3], DType::F32, &device)?, Tensor::zeros([3, 5], DType::F32, &device)?);
 //! let (product, profile) = profile::collect(&device, || ops::matmul(&a, &b));
 //! product?;

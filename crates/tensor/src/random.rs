@@ -22,6 +22,7 @@ const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 impl RandomKey {
     /// A key of step 0.
+    #[inline]
     pub fn new(seed: u64, stream: u32) -> Self {
         RandomKey { seed, stream, step: 0 }
     }
@@ -46,11 +47,13 @@ impl RandomKey {
     }
 
     /// The word at `position` of the sequence.
+    #[inline]
     pub fn word(&self, position: u64) -> u32 {
         self.block(position / 4)[(position % 4) as usize]
     }
 
     /// A uniform number in [0, 1) with 24 bits.
+    #[inline]
     pub fn uniform(&self, position: u64) -> f32 {
         uniform_from_word(self.word(position))
     }
@@ -93,6 +96,7 @@ pub fn uniform_from_word(word: u32) -> f32 {
 }
 
 /// Words below this are dropped with probability `p`.
+#[inline]
 pub fn drop_threshold(p: f32) -> u32 {
     (f64::from(p) * 4_294_967_296.0) as u32
 }

@@ -24,6 +24,6 @@ pub fn rows_alone<R>(work: impl FnOnce() -> R) -> R {
 }
 
 /// Whether this thread is inside [`rows_alone`].
-pub(crate) fn are_rows_alone() -> bool {
+pub fn are_rows_alone() -> bool {
     ALONE.get()
 }

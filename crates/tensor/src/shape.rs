@@ -25,26 +25,31 @@ impl Shape {
     }
 
     /// The sizes, outermost first.
+    #[inline]
     pub fn sizes(&self) -> &[usize] {
         &self.sizes[..usize::from(self.dims)]
     }
 
     /// How many dimensions there are.
+    #[inline]
     pub fn dims(&self) -> usize {
         usize::from(self.dims)
     }
 
     /// How many elements there are (1 for a scalar).
+    #[inline]
     pub fn numel(&self) -> usize {
         self.sizes().iter().product()
     }
 
     /// The size of the last dimension (1 for a scalar).
+    #[inline]
     pub fn last(&self) -> usize {
         self.sizes().last().copied().unwrap_or(1)
     }
 
     /// The product of all but the last dimension.
+    #[inline]
     pub fn rows(&self) -> usize {
         let dims = self.dims();
         if dims == 0 { 1 } else { self.sizes[..dims - 1].iter().product() }

@@ -162,31 +162,37 @@ impl Tensor {
     }
 
     /// The shape.
+    #[inline]
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
 
     /// The sizes of the dimensions.
+    #[inline]
     pub fn sizes(&self) -> &[usize] {
         self.shape.sizes()
     }
 
     /// The element type.
+    #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// The number of elements.
+    #[inline]
     pub fn numel(&self) -> usize {
         self.shape.numel()
     }
 
     /// The number of bytes.
+    #[inline]
     pub fn size_bytes(&self) -> usize {
         self.numel() * self.dtype.size_bytes()
     }
 
     /// Where it lives.
+    #[inline]
     pub fn device(&self) -> &Device {
         &self.buffer.device
     }
@@ -281,6 +287,7 @@ impl Tensor {
     }
 
     /// The address of the first element on its device.
+    #[inline]
     pub fn address(&self) -> NonNull<u8> {
         // SAFETY: the offset lies inside the block: every constructor checks it.
         unsafe { self.buffer.block.address.add(self.offset_bytes) }
@@ -345,6 +352,7 @@ impl Tensor {
     }
 
     /// The values in place. Waits for the device.
+    #[inline]
     pub fn host<T: Element>(&self) -> Result<&[T]> {
         self.expect_dtype::<T>("host")?;
         self.expect_host("host")?;
@@ -361,6 +369,7 @@ impl Tensor {
         clippy::mut_from_ref,
         reason = "tensors share their buffer; the contract above is the borrow rule"
     )]
+    #[inline]
     pub unsafe fn host_mut<T: Element>(&self) -> Result<&mut [T]> {
         self.expect_dtype::<T>("host_mut")?;
         self.expect_host("host_mut")?;

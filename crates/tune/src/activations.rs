@@ -328,12 +328,12 @@ mod tests {
     #[test]
     fn the_widths_are_the_tensor_cores() {
         assert_eq!(super::REBUILT_WIDTH as usize, ferrospeed_tensor::ops::REBUILT_WIDTH);
-        assert_eq!(super::KEPT_ACTIVATION_WIDTH as usize, ferrospeed_tensor::cuda::KEPT_ACTIVATION_WIDTH);
+        assert_eq!(super::KEPT_ACTIVATION_WIDTH as usize, ferrospeed_cuda::KEPT_ACTIVATION_WIDTH);
     }
 
     #[test]
     fn the_loss_holds_as_many_rows_as_the_tensor_core_lets_it() {
-        let device = ferrospeed_tensor::Device::cpu();
+        let device = ferrospeed_cpu::device();
         for row_bytes in [1, 1024, 4 * 8192, 4 * 50257, 4 * 262_144, 128 << 20] {
             let rows = device.backend().logits_rows(row_bytes);
             assert_eq!(

@@ -2,7 +2,7 @@
 //!
 //! All functions that return or take a full value are collective: every rank calls them, for the same parameter.
 
-use ferrospeed_tensor::{Device, Param, Tensor, ops};
+use ferrospeed_tensor::{Param, Tensor, ops};
 
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
@@ -48,7 +48,7 @@ impl ZeroStore {
             return Ok((fragment.in_param, values));
         }
         let (flat, start) = flat;
-        let values = flat.read(start + fragment.in_part, fragment.len, &Device::cpu())?;
+        let values = flat.read(start + fragment.in_part, fragment.len, self.device.host())?;
         Ok((fragment.in_param, values.to_vec_f32()?))
     }
 
@@ -162,7 +162,7 @@ impl ZeroStore {
         let (flat, start) = self.flat(state, group, share, which, param)?;
         if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
             let new = &value[fragment.in_param..fragment.in_param + fragment.len];
-            let new = Tensor::from_slice(new, [new.len()], &Device::cpu())?;
+            let new = Tensor::from_slice(new, [new.len()], self.device.host())?;
             flat.write(start + fragment.in_part, &new)?;
             if which == Which::Weight && share.master.is_some() {
                 share.values.write(share.own_start + fragment.in_part, &new)?;
@@ -224,7 +224,7 @@ impl ZeroStore {
             return Ok(param.read()?.to_vec_f32()?);
         }
         let full = self.full(param, Which::Weight)?;
-        let exact = Tensor::from_slice(&full, [full.len()], &Device::cpu())?;
+        let exact = Tensor::from_slice(&full, [full.len()], self.device.host())?;
         Ok(ops::cast(&exact, self.dtype)?.to_vec_f32()?)
     }
 }

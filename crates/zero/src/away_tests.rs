@@ -10,7 +10,7 @@ use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_io::{Layer, Queue, QueueOptions, System};
 use ferrospeed_optim::{GroupOptions, Optimizer, adam::Adam};
 use ferrospeed_tensor::store::FromInitializers;
-use ferrospeed_tensor::{DType, Device, Initializer, Param, Tensor};
+use ferrospeed_tensor::{DType, Initializer, Param, Tensor};
 
 use crate::access::Which;
 use crate::home::Disk;
@@ -81,7 +81,7 @@ fn store_in(stage: u64, world: &World, homes: Homes, params: &[Param]) -> Arc<Ze
         optimizer: Some(Optimizer::Adam(adam)),
         homes,
     };
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     ZeroStore::attach(world, &device, params, &groups, &options, &FromInitializers { seed: 7 }).unwrap()
 }
 
@@ -209,7 +209,7 @@ fn below_stage_3_ranks_read_the_tiles_that_all_have_updated_while_others_wait_fo
 #[test]
 fn a_step_from_a_disk_is_measured_with_the_bytes_it_moves() {
     let folder = tempfile::tempdir().unwrap();
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let step = crate::bench::disk_step(folder.path(), 1, 1, QueueOptions::default(), &device).unwrap();
     // The f32 weight and two moments of each.
     assert_eq!(step.bytes_each_way, 12 * step.weights);

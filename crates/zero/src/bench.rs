@@ -53,7 +53,7 @@ pub fn disk_step(
     let world = World::solo();
     let group = GroupOptions { lr: 1e-3, weight_decay: 0.01, betas: [0.9, 0.999] };
     let groups = [ParamGroup { params: params.clone(), options: group }];
-    let disk = Disk::new("bench", folder, options);
+    let disk = Disk::new("bench", folder, options, device);
     let store_options = StoreOptions {
         zero: &config.zero,
         dtype: DType::BF16,

@@ -19,17 +19,23 @@ use ferrospeed_collective::exchange;
 const LOADED_AT_ONCE: usize = 256 << 10;
 
 /// Loads the first values of a group. All ranks call it together.
-pub(crate) fn fill(share: &Share, params: &[Param], stage: Stage, source: &dyn ParamSource) -> Result<()> {
+pub(crate) fn fill(
+    share: &Share,
+    params: &[Param],
+    stage: Stage,
+    source: &dyn ParamSource,
+    host: &Device,
+) -> Result<()> {
     let among = share.owners().unwrap_or(&share.sharding.shard);
     let rank = among.rank();
     let whole = share.layout.part_numel * share.layout.ranks;
     // What this rank loads, in elements of the flat values; in stage 3 each rank has flat values of its own.
     let own = match stage {
         Stage::Parameters => rank * share.layout.part_numel..(rank + 1) * share.layout.part_numel,
-        _ if !share.values.is_here(&Device::cpu()) => 0..whole,
+        _ if !share.values.is_here(host) => 0..whole,
         _ => stretch(whole, among.size(), among.rank()),
     };
-    let loaded = load(share, params, rank, stage, &own, source);
+    let loaded = load(share, params, rank, stage, &own, source, host);
     if stage == Stage::Parameters || among.size() == 1 || own.len() == whole {
         return loaded;
     }
@@ -69,6 +75,7 @@ fn load(
     stage: Stage,
     own: &Range<usize>,
     source: &dyn ParamSource,
+    host: &Device,
 ) -> Result<()> {
     // Which elements of the flat order there are masters for, and where in it the values begin.
     let numel = share.layout.part_numel;
@@ -84,7 +91,7 @@ fn load(
                 let in_param = fragment.in_param + at - start;
                 buffer.resize(len, 0.0);
                 source.load(&params[param], in_param..in_param + len, &mut buffer)?;
-                let values = Tensor::from_slice(&buffer, [len], &Device::cpu())?;
+                let values = Tensor::from_slice(&buffer, [len], host)?;
                 share.values.write(at - values_start, &values)?;
                 let both = at.max(mastered.start)..(at + len).min(mastered.end);
                 if let Some(master) = share.master.as_ref().filter(|_| !both.is_empty()) {

@@ -20,18 +20,20 @@ pub(crate) struct Disk {
     queue: Queue,
     folder: Arc<Path>,
     tier: &'static str,
+    host: Device,
 }
 
 impl Disk {
-    /// A disk for what a section of the configuration moves away.
-    pub(crate) fn new(tier: &'static str, folder: &Path, options: QueueOptions) -> Disk {
-        Disk { queue: Queue::new(options), folder: folder.into(), tier }
+    /// A disk for what a section of the configuration moves away from a device.
+    pub(crate) fn new(tier: &'static str, folder: &Path, options: QueueOptions, device: &Device) -> Disk {
+        Disk { queue: Queue::new(options), folder: folder.into(), tier, host: device.host().clone() }
     }
 
     /// A disk behind a queue that a test has made.
     #[cfg(test)]
     pub(crate) fn over(queue: Queue, folder: &Path) -> Disk {
-        Disk { queue, folder: folder.into(), tier: "offload_optimizer" }
+        let (tier, host) = ("offload_optimizer", ferrospeed_cpu::device());
+        Disk { queue, folder: folder.into(), tier, host }
     }
 
     /// Zeros on the disk, as many as told.
@@ -39,7 +41,14 @@ impl Disk {
         let tier = self.tier;
         let file = SwapFile::create(&self.folder, (numel * dtype.size_bytes()) as u64)
             .map_err(|error| ZeroError::Disk { tier, error })?;
-        Ok(Flat::Disk(OnDisk { file, queue: self.queue.clone(), numel, dtype, tier }))
+        Ok(Flat::Disk(OnDisk {
+            file,
+            queue: self.queue.clone(),
+            numel,
+            dtype,
+            tier,
+            host: self.host.clone(),
+        }))
     }
 
     pub(crate) fn queue(&self) -> &Queue {
@@ -160,7 +169,7 @@ impl Flat {
                 Ok(device.backend().cast(&moved_to(values.clone(), &device)?, target)?)
             }
             Flat::Disk(disk) => {
-                let host = moved_to(values.clone(), &Device::cpu())?;
+                let host = moved_to(values.clone(), &disk.host)?;
                 let host = ferrospeed_tensor::ops::cast(&host, disk.dtype)?;
                 disk.write(start, &host)
             }
@@ -233,6 +242,8 @@ pub(crate) struct OnDisk {
     numel: usize,
     dtype: DType,
     tier: &'static str,
+    /// Where values are that have been read.
+    host: Device,
 }
 
 /// A read or a write under way.
@@ -255,6 +266,7 @@ pub(crate) struct Reading {
     skip: usize,
     len: usize,
     dtype: DType,
+    host: Device,
 }
 
 impl OnDisk {
@@ -291,7 +303,7 @@ impl OnDisk {
         debug_assert!(range.end <= self.numel);
         let (offset, bytes, skip) = self.pages(&range);
         let transfer = self.read_pages(offset, bytes, Buffer::new(bytes))?;
-        Ok(Reading { transfer, skip, len: range.len(), dtype: self.dtype })
+        Ok(Reading { transfer, skip, len: range.len(), dtype: self.dtype, host: self.host.clone() })
     }
 
     /// Begins to read whole pages into a buffer.
@@ -322,11 +334,11 @@ impl OnDisk {
 impl Reading {
     /// Waits, and gives the values as a tensor of the host.
     pub(crate) fn wait(self) -> Result<Tensor> {
-        let Reading { transfer, skip, len, dtype } = self;
+        let Reading { transfer, skip, len, dtype, host } = self;
         let buffer = Arc::new(transfer.wait()?);
         // SAFETY: inside the buffer, which holds at least this much from there and lives as long as the tensor.
         let address = unsafe { buffer.address().add(skip) };
         // SAFETY: as above; a place in a file is a multiple of the element's size, and the buffer is nobody else's.
-        Ok(unsafe { Tensor::from_external(address, [len], dtype, &Device::cpu(), Category::Buffers, buffer) })
+        Ok(unsafe { Tensor::from_external(address, [len], dtype, &host, Category::Buffers, buffer) })
     }
 }

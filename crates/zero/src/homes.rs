@@ -25,7 +25,7 @@ const TILE_BUFFERS: usize = 4;
 /// A home away from the device that computes.
 #[derive(Clone)]
 pub(crate) enum Home {
-    Host,
+    Host(Device),
     /// Page-locked, for copies beside the work of a device.
     Locked(Device),
     Disk(Disk),
@@ -34,18 +34,18 @@ pub(crate) enum Home {
 impl Home {
     pub(crate) fn zeros(&self, numel: usize, dtype: DType, category: Category) -> Result<Flat> {
         match self {
-            Home::Host => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, &Device::cpu(), category)?)),
-            Home::Locked(device) => match device.backend().locked(numel, dtype, category) {
+            Home::Host(host) => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, host, category)?)),
+            Home::Locked(device) => match device.locked(numel, dtype, category) {
                 Ok(tensor) => {
                     // SAFETY: the memory was just taken, and nobody else knows it.
-                    Device::cpu().backend().fill(unsafe { Out::vouched(&tensor) }, 0.0)?;
+                    device.host().backend().fill(unsafe { Out::vouched(&tensor) }, 0.0)?;
                     Ok(Flat::Memory(tensor))
                 }
                 Err(why) => {
                     tracing::warn!(
                         "offload_param: {numel} weights are in ordinary memory, not page-locked: {why}"
                     );
-                    Home::Host.zeros(numel, dtype, category)
+                    Home::Host(device.host().clone()).zeros(numel, dtype, category)
                 }
             },
             Home::Disk(disk) => disk.zeros(numel, dtype),
@@ -97,7 +97,7 @@ impl Homes {
     /// As the configuration says, for a rank that computes on this device.
     pub fn from_config(zero: &Zero, aio: &AsyncIo, device: &Device) -> Homes {
         let queue = queue_options(aio);
-        let on_host = || (!device.backend().is_host()).then_some(Home::Host);
+        let on_host = || (!device.backend().is_host()).then(|| Home::Host(device.host().clone()));
         let mut homes = Homes { ratio: zero.offload_optimizer.ratio, ..Homes::default() };
         homes.states = match &zero.offload_optimizer.tier {
             OptimizerTier::Device => None,
@@ -105,7 +105,7 @@ impl Homes {
             OptimizerTier::Nvme { buffers, .. } => {
                 homes.buffers = Some(clamped(buffers.count));
                 homes.locked = buffers.pinned.then(Arc::default);
-                Some(Home::Disk(Disk::new("offload_optimizer", &buffers.path, queue)))
+                Some(Home::Disk(Disk::new("offload_optimizer", &buffers.path, queue, device)))
             }
         };
         homes.gradients_leave = zero.offload_optimizer.tier.is_pinned();
@@ -118,7 +118,7 @@ impl Homes {
             ParameterTier::Nvme { buffers, max_in_cpu, .. } => {
                 homes.left_in_host = Arc::new(AtomicU64::new(*max_in_cpu));
                 homes.reads = clamped(buffers.count).max(1);
-                Some(Home::Disk(Disk::new("offload_param", &buffers.path, queue)))
+                Some(Home::Disk(Disk::new("offload_param", &buffers.path, queue, device)))
             }
         };
         // Weights that are not on the GPU are updated by the host.
@@ -201,7 +201,7 @@ impl Homes {
     fn disks(&self) -> impl Iterator<Item = &Disk> {
         self.states.iter().chain(&self.values).filter_map(|home| match home {
             Home::Disk(disk) => Some(disk),
-            Home::Host | Home::Locked(_) => None,
+            Home::Host(_) | Home::Locked(_) => None,
         })
     }
 

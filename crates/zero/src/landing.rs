@@ -22,7 +22,7 @@ impl Rooms {
         let fits = |room: &Tensor| room.numel() == numel && room.dtype() == dtype;
         match free.iter().position(fits) {
             Some(index) => Ok(free.swap_remove(index)),
-            None => Ok(device.backend().locked(numel, dtype, Category::Buffers)?),
+            None => Ok(device.locked(numel, dtype, Category::Buffers)?),
         }
     }
 

@@ -36,9 +36,9 @@ impl Placed {
         &all[self.byte..self.byte + self.run.packing.bytes(self.run.numel)]
     }
 
-    fn values(&self, all: &[u8]) -> Vec<f32> {
+    fn values(&self, all: &[u8], host: &Device) -> Vec<f32> {
         let mut values = vec![0.0f32; self.run.numel];
-        self.run.packing.unpack_sum(&Device::cpu(), &[self.bytes(all)], 1.0, &mut values);
+        self.run.packing.unpack_sum(host, &[self.bytes(all)], 1.0, &mut values);
         values
     }
 }
@@ -53,8 +53,7 @@ impl Packed {
             (start, byte) = (start + run.numel, byte + run.packing.bytes(run.numel));
         }
         let device = values.device();
-        let host = if device.backend().is_host() { device.clone() } else { Device::cpu() };
-        let bytes = Tensor::zeros_in([byte], DType::U8, &host, Category::Parameters)?;
+        let bytes = Tensor::zeros_in([byte], DType::U8, device.host(), Category::Parameters)?;
         let packed =
             Packed { runs: placed.into(), bytes: Arc::new(Mutex::new(bytes)), dtype: values.dtype() };
         packed.write(0, values)?;
@@ -74,10 +73,10 @@ impl Packed {
         let mut found = vec![0.0f32; len];
         for placed in self.touched(start, len) {
             let (from, to) = (placed.start.max(start), placed.end().min(start + len));
-            let values = placed.values(all);
+            let values = placed.values(all, bytes.device());
             found[from - start..to - start].copy_from_slice(&values[from - placed.start..to - placed.start]);
         }
-        let found = Tensor::from_slice(&found, [len], &Device::cpu())?;
+        let found = Tensor::from_slice(&found, [len], bytes.device())?;
         Ok(ferrospeed_tensor::ops::cast(&found, self.dtype)?)
     }
 
@@ -89,10 +88,10 @@ impl Packed {
         let all = unsafe { bytes.host_mut::<u8>()? };
         for placed in self.touched(start, len) {
             let (from, to) = (placed.start.max(start), placed.end().min(start + len));
-            let mut run = placed.values(all);
+            let mut run = placed.values(all, bytes.device());
             run[from - placed.start..to - placed.start].copy_from_slice(&new[from - start..to - start]);
             let range = placed.byte..placed.byte + placed.run.packing.bytes(placed.run.numel);
-            placed.run.packing.pack(&Device::cpu(), &run, &mut all[range]);
+            placed.run.packing.pack(bytes.device(), &run, &mut all[range]);
         }
         Ok(())
     }
@@ -103,7 +102,7 @@ impl Packed {
         let found = self.touched(start, len).find(|placed| placed.start == start && placed.run.numel == len);
         let Some(placed) = found else { return Ok(None) };
         let run = placed.bytes(bytes.host::<u8>()?);
-        Ok(Some(Tensor::from_slice(run, [run.len()], &Device::cpu())?))
+        Ok(Some(Tensor::from_slice(run, [run.len()], bytes.device())?))
     }
 }
 
@@ -117,7 +116,8 @@ mod tests {
     #[test]
     fn values_come_back_rounded_once_and_can_be_replaced() {
         let given: Vec<bf16> = (0..5000).map(|i| bf16::from_f32((i as f32 * 0.37).sin())).collect();
-        let tensor = |values: &[bf16]| Tensor::from_slice(values, [values.len()], &Device::cpu()).unwrap();
+        let tensor =
+            |values: &[bf16]| Tensor::from_slice(values, [values.len()], &ferrospeed_cpu::device()).unwrap();
         let runs = [(3000, Packing::Eight), (7, Packing::Exact), (1993, Packing::Eight)]
             .map(|(numel, packing)| Run { numel, packing });
         let packed = Packed::new(&tensor(&given), &runs).unwrap();
@@ -130,7 +130,12 @@ mod tests {
         // What travels is what is kept.
         let mut sent = vec![0.0f32; 3000];
         let message = packed.message(0, 3000).unwrap().unwrap();
-        Packing::Eight.unpack_sum(&Device::cpu(), &[message.host::<u8>().unwrap()], 1.0, &mut sent);
+        Packing::Eight.unpack_sum(
+            &ferrospeed_cpu::device(),
+            &[message.host::<u8>().unwrap()],
+            1.0,
+            &mut sent,
+        );
         let sent: Vec<f32> = sent.into_iter().map(|value| bf16::from_f32(value).to_f32()).collect();
         assert_eq!(sent, all[..3000]);
         packed.write(3002, &tensor(&[bf16::from_f32(5.0); 4])).unwrap();

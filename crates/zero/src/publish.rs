@@ -100,7 +100,7 @@ mod tests {
             std::thread::spawn(move || {
                 let rank = world.rank();
                 let own: Vec<f32> = (0..2 * PART).map(|at| (1000 * (rank + 1) + at) as f32).collect();
-                let values = Tensor::from_slice(&own, [2 * PART], &Device::cpu()).unwrap();
+                let values = Tensor::from_slice(&own, [2 * PART], &ferrospeed_cpu::device()).unwrap();
                 let publishing = Publishing { group: world.group(), in_common: false };
                 publishing.send(&values, PART, &(3..7)).unwrap();
                 (own, values.to_vec_f32().unwrap())

@@ -23,7 +23,7 @@ pub(crate) fn quantized(own: &Tensor) -> Result<Tensor> {
         if device.backend().pack_run(Packing::Eight.form(), own, message.out()?, 0)? {
             return Ok(message);
         }
-        return moved_to(quantized(&moved_to(own.clone(), &Device::cpu())?)?, device);
+        return moved_to(quantized(&moved_to(own.clone(), device.host())?)?, device);
     }
     match own.dtype() {
         DType::BF16 => message(own.device(), own.host::<bf16>()?),
@@ -38,7 +38,7 @@ pub(crate) fn bytes_of(numel: usize) -> usize {
 }
 
 fn message<T: Float>(device: &Device, own: &[T]) -> Result<Tensor> {
-    let message = Tensor::empty_in([bytes_of(own.len())], DType::U8, &Device::cpu(), Category::Buffers)?;
+    let message = Tensor::empty_in([bytes_of(own.len())], DType::U8, device, Category::Buffers)?;
     // SAFETY: it was just made, and nobody else has it.
     Packing::Eight.pack(device, own, unsafe { message.host_mut::<u8>()? });
     Ok(message)
@@ -54,9 +54,9 @@ pub(crate) fn dequantize(arrived: &Tensor, share: usize, value: &Tensor) -> Resu
         if on_device(arrived, share, value)? {
             return Ok(());
         }
-        return dequantize(&moved_to(arrived.clone(), &Device::cpu())?, share, value);
+        return dequantize(&moved_to(arrived.clone(), device.host())?, share, value);
     }
-    let landing = Tensor::empty_in(*value.shape(), value.dtype(), &Device::cpu(), Category::Buffers)?;
+    let landing = Tensor::empty_in(*value.shape(), value.dtype(), device.host(), Category::Buffers)?;
     on_host(arrived, share, &landing)?;
     Ok(device.backend().cast(&moved_to(landing, device)?, Out::of_device(value)?)?)
 }
@@ -104,12 +104,13 @@ mod tests {
             let given: Vec<bf16> = (0..2 * share).map(|i| bf16::from_f32((i as f32 * 0.37).sin())).collect();
             let own = |rank: usize| {
                 let part = &given[rank * share..(rank + 1) * share];
-                quantized(&Tensor::from_slice(part, [share], &Device::cpu()).unwrap()).unwrap()
+                quantized(&Tensor::from_slice(part, [share], &ferrospeed_cpu::device()).unwrap()).unwrap()
             };
             let arrived: Vec<u8> = (0..2).flat_map(|rank| own(rank).to_vec::<u8>().unwrap()).collect();
-            let arrived = Tensor::from_slice(&arrived, [arrived.len()], &Device::cpu()).unwrap();
+            let arrived = Tensor::from_slice(&arrived, [arrived.len()], &ferrospeed_cpu::device()).unwrap();
             let value =
-                Tensor::zeros_in([2 * share], DType::BF16, &Device::cpu(), Category::Buffers).unwrap();
+                Tensor::zeros_in([2 * share], DType::BF16, &ferrospeed_cpu::device(), Category::Buffers)
+                    .unwrap();
             dequantize(&arrived, share, &value).unwrap();
             for (given, found) in given.iter().zip(value.to_vec_f32().unwrap()) {
                 assert!((given.to_f32() - found).abs() < 0.013, "{share}: {given} {found}");

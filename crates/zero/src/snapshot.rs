@@ -51,6 +51,8 @@ pub struct SavedPiece {
 pub struct Held {
     /// Where each piece is, from where on.
     parts: Vec<(Flat, usize)>,
+    /// Where what is not in memory is read to.
+    host: Device,
     hold: Hold,
 }
 
@@ -65,7 +67,7 @@ impl Held {
     pub fn read(&self, index: usize, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
         let (flat, first) = &self.parts[index];
         let Flat::Memory(whole) = flat else {
-            let values = flat.read(first + range.start, range.len(), &Device::cpu())?;
+            let values = flat.read(first + range.start, range.len(), &self.host)?;
             let start = out.len();
             out.resize(start + values.size_bytes(), 0);
             return Ok(values.device().backend().copy_to_host(&values, &mut out[start..])?);
@@ -175,7 +177,8 @@ impl ZeroStore {
             let (flat, start) = self.flat_of(&state, piece)?;
             Ok((flat.clone(), start + piece.in_part))
         });
-        Ok(Held { parts: parts.collect::<Result<_>>()?, hold: self.holds.take() })
+        let host = self.device.host().clone();
+        Ok(Held { parts: parts.collect::<Result<_>>()?, host, hold: self.holds.take() })
     }
 
     /// Replaces elements of a piece from `start` on. Kernels see new weights after [`ZeroStore::finish_restore`]. All ranks
@@ -185,7 +188,7 @@ impl ZeroStore {
         self.holds.wait_for_none();
         let share = &state.shares[self.places()[piece.param].0];
         let at = piece.in_part + start;
-        let values = Tensor::from_slice(values, [values.len()], &Device::cpu())?;
+        let values = Tensor::from_slice(values, [values.len()], self.device.host())?;
         let (flat, first) = self.flat_of(&state, piece)?;
         flat.write(first + at, &values)?;
         if piece.value == Saved::Weight && share.master.is_some() {

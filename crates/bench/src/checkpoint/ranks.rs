@@ -8,7 +8,7 @@ use ferrospeed_comm::{Group, World};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Engine, LoadOptions, SaveOptions, Setup, initialize};
 use ferrospeed_nn::Linear;
-use ferrospeed_tensor::{DType, Device, Tensor, ops};
+use ferrospeed_tensor::{DType, Tensor, ops};
 use serde_json::json;
 
 use super::raw::{self, Way};
@@ -59,7 +59,7 @@ pub(super) fn run(world: World, layers: usize, dir: &Path, rounds: u32) -> Outco
     let config = Config::from_value("bench", &config).map_err(text)?;
     let (config, _) = config.resolve(ranks, &AutoValues::new()).map_err(text)?;
     let (number, group) = (world.rank(), world.group());
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let raw_file = dir.join(format!("raw-{number}"));
     let bytes = layers * WIDTH * WIDTH * STATE_BYTES_PER_WEIGHT / world.size();
     let setup = Setup::new(config, world, device.clone());

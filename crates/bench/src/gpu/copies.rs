@@ -23,7 +23,7 @@ fn products(a: &Tensor, b: &Tensor) -> Result<()> {
 /// Gigabytes per second each way, and how fast products run beside.
 pub(super) fn measure(device: &Device) -> Result<Value> {
     let backend = device.backend();
-    let room = || backend.locked(BYTES, DType::U8, Category::Buffers);
+    let room = || device.locked(BYTES, DType::U8, Category::Buffers);
     let locked = [room()?, room()?];
     let zeros = || Tensor::zeros([BYTES], DType::U8, device);
     let there = [zeros()?, zeros()?];

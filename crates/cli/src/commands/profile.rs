@@ -12,7 +12,7 @@ use ferrospeed_nn::Mode;
 use ferrospeed_observe::flops::format::NumberStyle;
 use ferrospeed_observe::flops::{ReportOptions, write_report};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{DType, Tensor, autograd};
 
 use super::model::read_config;
 use super::output_file::check_kind;
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<ExitCode, Failure> {
         text.push_str(&passes(&profile));
     }
     if args.roofline {
-        let peak = machine::measure_peak(&Device::cpu(), DType::F32);
+        let peak = machine::measure_peak(&ferrospeed_cpu::device(), DType::F32);
         let peak = peak.map_err(|error| Failure::Run(format!("the machine's peak: {error}")))?;
         text.push_str(&profile.roofline(peak).table(MOST_MODULES));
     }
@@ -95,7 +95,7 @@ fn measure(
     sequence: u64,
     vocabulary: usize,
 ) -> Result<ModelProfile, ModelError> {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let params = model.parameters();
     let _store = PlainStore::attach(params.as_slice(), DType::F32, &device, &FromInitializers { seed: 1 })?;
     let (batch, tokens) = (args.batch as usize, sequence as usize);

@@ -7,7 +7,7 @@ use clap::Args;
 use ferrospeed_comm::World;
 use ferrospeed_command::Failure;
 use ferrospeed_engine::machine;
-use ferrospeed_tensor::{DType, Device};
+use ferrospeed_tensor::DType;
 use ferrospeed_tune::cost::Rates;
 use ferrospeed_tune::plan::Processor;
 
@@ -87,8 +87,8 @@ impl RateArgs {
                 }
                 let (device, sharers) = match ranks.processor {
                     // All cores measure together, and ranks share them.
-                    Processor::Cpu => (Ok(Device::cpu()), per_host as f64),
-                    Processor::Gpu => (Device::cuda(0), 1.0),
+                    Processor::Cpu => (Ok(ferrospeed_cpu::device()), per_host as f64),
+                    Processor::Gpu => (ferrospeed_cuda::device(0, &ferrospeed_cpu::device()), 1.0),
                 };
                 let peak = device.and_then(|device| machine::measure_peak(&device, ranks.dtype));
                 let peak = peak.map_err(|error| Failure::Run(error.to_string()))?;

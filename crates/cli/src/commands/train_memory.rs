@@ -11,7 +11,6 @@ use ferrospeed_command::writable::nearest;
 use ferrospeed_command::{DeviceChoice, Failure};
 use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
-use ferrospeed_tensor::cuda;
 use ferrospeed_train::Recipe;
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Capacity, Processor, Request, Tier, human, plan};
@@ -89,7 +88,7 @@ pub(super) fn check_slots(recipe: &Recipe, model: &Value) -> Result<(), Failure>
 
 /// What this host has for so many ranks.
 pub(super) fn capacity(ranks: u64, device: DeviceChoice, config: &Config) -> Option<Capacity> {
-    let devices = if device == DeviceChoice::Cpu { 0 } else { cuda::device_count() as u64 };
+    let devices = if device == DeviceChoice::Cpu { 0 } else { ferrospeed_cuda::device_count() as u64 };
     let device_bytes = match devices {
         0 => None,
         // Ranks take the devices in turn.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ferrospeed_collective::ops;
 use ferrospeed_comm::World;
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::Tensor;
 use ferrospeed_testkit::golden::golden;
 use serde_json::Value;
 
@@ -58,7 +58,7 @@ fn golden_exchanges_go_there_and_back() {
                     let (shape, cut, joined) =
                         (sizes(&case["local_shape"]), index("scatter_idx"), index("gather_idx"));
                     let recorded = &case["ranks"][rank];
-                    let device = Device::cpu_with_threads(1);
+                    let device = ferrospeed_cpu::with_threads(1);
                     let x = Tensor::from_slice(&input(rank, &shape), &shape[..], &device).unwrap();
                     let y = ops::all_to_all(&x, cut, joined, &group).unwrap();
                     assert_eq!(y.sizes(), sizes(&recorded["out_shape"]));

@@ -3,7 +3,7 @@
 use ferrospeed_collective::hops::{Hops, Parcels, Run, reduce_scatter};
 use ferrospeed_collective::packing::Packing;
 use ferrospeed_comm::{Limits, ReduceOp, World};
-use ferrospeed_tensor::{DType, Device, Tensor, ops};
+use ferrospeed_tensor::{DType, Tensor, ops};
 
 /// Runs of every rank: unlike each other, odd, and none for one rank of four.
 fn parcels(ranks: usize) -> Vec<Vec<Run>> {
@@ -44,9 +44,10 @@ fn reduced(hosts: &[usize], per_host: Option<usize>, dtype: DType, op: ReduceOp)
                 let runs = parcels(world.size());
                 let numel = |runs: &Vec<Run>| runs.iter().map(|run| run.numel).sum::<usize>();
                 let (all, own) = (runs.iter().map(numel).sum(), numel(&runs[world.rank()]));
-                let data = Tensor::from_slice(&values(world.rank(), all), [all], &Device::cpu()).unwrap();
+                let data =
+                    Tensor::from_slice(&values(world.rank(), all), [all], &ferrospeed_cpu::device()).unwrap();
                 let data = ops::cast(&data, dtype).unwrap();
-                let result = Tensor::zeros([own], dtype, &Device::cpu()).unwrap();
+                let result = Tensor::zeros([own], dtype, &ferrospeed_cpu::device()).unwrap();
                 let pending = reduce_scatter(&hops, &Parcels::new(runs), &data, &result, op).unwrap();
                 pending.wait().unwrap();
                 result.to_vec_f32().unwrap()

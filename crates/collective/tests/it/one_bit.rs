@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ferrospeed_collective::one_bit::device::{self, DeviceAveraged, DeviceFeedback};
 use ferrospeed_collective::one_bit::{self, Averaged, Feedback, Values, padded_numel};
 use ferrospeed_comm::World;
-use ferrospeed_tensor::{Device, Tensor, cuda};
+use ferrospeed_tensor::Tensor;
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::golden;
 use serde_json::Value;
@@ -39,7 +39,7 @@ fn rounds_with_persistent_errors_are_as_recorded() {
             let mut feedback = Feedback::new(numel, ranks);
             for (index, round) in rounds.iter().enumerate() {
                 let mut values = floats(&round["inputs"][rank]);
-                one_bit::all_reduce(&group, &mut values, &mut feedback).unwrap();
+                one_bit::all_reduce(&group, &ferrospeed_cpu::device(), &mut values, &mut feedback).unwrap();
                 let check = |what: &str, found: &[f32], expected: &Value| {
                     assert_close(&format!("round {index}: {what}"), found, &floats(expected), 2e-6, 0.0);
                 };
@@ -91,7 +91,8 @@ fn work_in_blocks_changes_no_bit() {
             let mut feedback = Feedback::new(numel, ranks);
             let round = |round: usize| {
                 let mut values: Vec<f32> = (0..numel).map(|at| value(at, world.rank(), round)).collect();
-                one_bit::all_reduce(&world.group(), &mut values, &mut feedback).unwrap();
+                one_bit::all_reduce(&world.group(), &ferrospeed_cpu::device(), &mut values, &mut feedback)
+                    .unwrap();
                 (values, feedback.worker(), feedback.server())
             };
             (0..3).map(round).collect::<Vec<_>>()
@@ -122,7 +123,8 @@ fn all_ranks_get_the_same_bits_and_nothing_is_lost_for_good() {
             let mut total = vec![0.0f64; numel];
             for _ in 0..400 {
                 let mut values = own.clone();
-                one_bit::all_reduce(&world.group(), &mut values, &mut feedback).unwrap();
+                one_bit::all_reduce(&world.group(), &ferrospeed_cpu::device(), &mut values, &mut feedback)
+                    .unwrap();
                 total.iter_mut().zip(&values).for_each(|(sum, value)| *sum += f64::from(*value));
             }
             (own, total)
@@ -145,14 +147,20 @@ fn all_ranks_get_the_same_bits_and_nothing_is_lost_for_good() {
 #[test]
 fn a_rank_without_peers_keeps_its_values() {
     let mut values = [0.5, -3.0, 0.25];
-    one_bit::all_reduce(&World::solo().group(), &mut values, &mut Feedback::new(3, 1)).unwrap();
+    one_bit::all_reduce(
+        &World::solo().group(),
+        &ferrospeed_cpu::device(),
+        &mut values,
+        &mut Feedback::new(3, 1),
+    )
+    .unwrap();
     assert_eq!(values, [0.5, -3.0, 0.25]);
 }
 
 /// Rounds of a rank on a GPU; before each the host begins with what the GPU has lost. (The GPU's averages, the host's), and
 /// the same of what was lost.
 fn rounds_on_gpu(world: &World, numels: &[usize], ranks: usize) -> Vec<[Vec<f32>; 2]> {
-    let gpu = Device::cuda(0).unwrap();
+    let gpu = ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap();
     let feedback = |numel: &usize| DeviceFeedback::new(*numel, ranks, &gpu).unwrap();
     let feedbacks: Vec<DeviceFeedback> = numels.iter().map(feedback).collect();
     let mut rounds = Vec::new();
@@ -172,7 +180,7 @@ fn rounds_on_gpu(world: &World, numels: &[usize], ranks: usize) -> Vec<[Vec<f32>
         let each = lent.iter_mut().zip(&mut lost);
         let mut each: Vec<Averaged<'_>> =
             each.map(|(values, feedback)| Averaged { values: values as &mut dyn Values, feedback }).collect();
-        one_bit::all_reduce_each(&world.group(), &Device::cpu(), &mut each).unwrap();
+        one_bit::all_reduce_each(&world.group(), &ferrospeed_cpu::device(), &mut each).unwrap();
         drop(each);
         rounds
             .push([there.iter().flat_map(|values| values.to_vec::<f32>().unwrap()).collect(), host.concat()]);
@@ -185,7 +193,7 @@ fn rounds_on_gpu(world: &World, numels: &[usize], ranks: usize) -> Vec<[Vec<f32>
 
 #[test]
 fn a_gpu_rounds_as_the_host_does_and_ranks_get_the_same_bits() {
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         return ferrospeed_testkit::skip::skip("no CUDA device");
     }
     for ranks in [1, 2, 4] {
@@ -207,12 +215,14 @@ fn a_gpu_rounds_as_the_host_does_and_ranks_get_the_same_bits() {
 
 #[test]
 fn what_was_lost_moves_between_host_and_gpu() {
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         return ferrospeed_testkit::skip::skip("no CUDA device");
     }
     let numbers: Vec<f32> = (0..2 + 32 + 16).map(|at| (at as f32 * 0.37).sin()).collect();
     let feedback = Feedback::of_numbers(&numbers, 27, 2).unwrap();
-    let there = DeviceFeedback::of(&feedback, &Device::cuda(0).unwrap()).unwrap();
+    let there =
+        DeviceFeedback::of(&feedback, &ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap())
+            .unwrap();
     assert_eq!(there.to_host().unwrap(), feedback);
     assert_eq!(there.to_host().unwrap().numbers(), numbers);
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use ferrospeed_collective::shelf::Spread;
 use ferrospeed_comm::World;
 use ferrospeed_tensor::autograd::{InPlace, Restore, Shelf};
-use ferrospeed_tensor::{Device, Result, Tensor};
+use ferrospeed_tensor::{Result, Tensor};
 
 /// Notes how many elements it is given.
 #[derive(Debug, Default)]
@@ -29,7 +29,7 @@ fn a_spread_tensor_comes_back_whole_on_every_rank() {
             std::thread::spawn(move || {
                 let counting = Arc::new(Counting::default());
                 let shelf = Spread::over(&world.group(), counting.clone());
-                let tensor = Tensor::from_slice(&values, &*shape, &Device::cpu_with_threads(1)).unwrap();
+                let tensor = Tensor::from_slice(&values, &*shape, &ferrospeed_cpu::with_threads(1)).unwrap();
                 let again = shelf.put(tensor).unwrap()().unwrap();
                 assert_eq!(again.sizes(), shape);
                 assert_eq!(again.to_vec::<f32>().unwrap(), values);

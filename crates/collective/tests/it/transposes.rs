@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ferrospeed_collective::ops;
 use ferrospeed_comm::{Group, World};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, Initializer, Param, Tensor, autograd, ops as plain};
+use ferrospeed_tensor::{DType, Initializer, Param, Tensor, autograd, ops as plain};
 
 type Operation = fn(&Tensor, &Group) -> ferrospeed_collective::Result<Tensor>;
 
@@ -54,7 +54,7 @@ fn loss(y: &Tensor, rank: usize) -> f64 {
 
 /// The gradient of the sum of all ranks' losses with respect to this rank's input, by backward.
 fn by_backward(x: &[f32], sizes: [usize; 2], operation: Operation, group: &Group) -> Vec<f32> {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let param = Param::new("x", sizes, Initializer::Constant(0.0));
     let store =
         PlainStore::attach(std::slice::from_ref(&param), DType::F32, &device, &FromInitializers { seed: 0 })
@@ -75,7 +75,7 @@ fn backward_is_the_transpose_of_forward() {
                 continue;
             }
             on_ranks(ranks, move |world| {
-                let (group, device) = (world.group(), Device::cpu_with_threads(1));
+                let (group, device) = (world.group(), ferrospeed_cpu::with_threads(1));
                 let x = numbers(sizes[0] * sizes[1], group.rank());
                 let gradient = by_backward(&x, sizes, operation, &group);
                 // All collectives here are linear: one step of any length gives the exact difference.
@@ -113,7 +113,7 @@ fn rows_go_to_whom_they_are_for_and_their_gradients_come_back() {
         // Rank r sends (r + to) % 3 rows to rank `to`: some nobody.
         let sends = |from: usize| -> Vec<usize> { (0..3).map(|to| (from + to) % 3).collect() };
         let (send, receive) = (sends(rank), (0..3).map(|from| sends(from)[rank]).collect::<Vec<_>>());
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let rows: usize = send.iter().sum();
         let x: Vec<f32> = (0..rows * 2).map(|at| (rank * 100 + at) as f32).collect();
         let x = Tensor::from_slice(&x, [rows, 2], &device).unwrap();
@@ -136,7 +136,7 @@ fn rows_go_to_whom_they_are_for_and_their_gradients_come_back() {
 fn parts_of_unequal_sizes_are_joined_in_order_of_rank_and_go_back() {
     on_ranks(3, |world| {
         let (group, rank) = (world.group(), world.rank());
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let tokens = ops::Parts { dim: 1, sizes: vec![3, 1, 2] };
         let heads = ops::Parts { dim: 2, sizes: vec![2, 2, 1] };
         // Element (batch, token, head, channel) of the whole says where it is.
@@ -188,7 +188,7 @@ fn a_region_computed_together_has_the_gradients_of_one_computed_alone() {
 
 /// The result's sum and the gradient of the input of `tanh(x·A)·B`, where the ranks hold columns of A and rows of B.
 fn region(group: Group, with_borders: bool) -> Vec<f32> {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let full = |salt, sizes: [usize; 2]| {
         Tensor::from_slice(&numbers(sizes[0] * sizes[1], salt), sizes, &device).unwrap()
     };
@@ -212,7 +212,7 @@ fn region(group: Group, with_borders: bool) -> Vec<f32> {
 #[test]
 fn what_cannot_be_cut_is_refused_by_name() {
     on_ranks(2, |world| {
-        let x = Tensor::full([3, 4], 1.0, DType::F32, &Device::cpu_with_threads(1)).unwrap();
+        let x = Tensor::full([3, 4], 1.0, DType::F32, &ferrospeed_cpu::with_threads(1)).unwrap();
         for (error, op) in [
             (ops::reduce_scatter(&x, 0, &world.group()).unwrap_err(), "reduce_scatter"),
             (ops::split(&x, 0, &world.group()).unwrap_err(), "split"),

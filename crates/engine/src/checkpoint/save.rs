@@ -22,7 +22,6 @@ use super::{kind_of, part_of, stored_type};
 use crate::compression::Compressing;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
-use crate::kernels::kernels_of;
 
 /// Whose files a save writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -313,7 +312,7 @@ impl Engine {
                 stage: self.store.stage() as u8,
                 dtype: stored_type(self.store.dtype()),
                 optimizer: self.store.optimizer().map(|optimizer| optimizer.name().to_owned()),
-                kernels: Some(kernels_of(self.device())),
+                kernels: Some(self.device().backend().kernels()),
             },
             training: TrainingState {
                 global_steps: self.global_steps,

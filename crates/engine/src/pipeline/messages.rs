@@ -104,12 +104,16 @@ pub(super) struct Messenger {
 
 impl Messenger {
     /// Both groups have a pipeline's ranks, by stage.
-    pub(super) fn new([activations, gradients]: [Group; 2], placement: Vec<usize>) -> Messenger {
+    pub(super) fn new(
+        [activations, gradients]: [Group; 2],
+        placement: Vec<usize>,
+        device: &Device,
+    ) -> Messenger {
         Messenger {
             activations,
             gradients,
             placement,
-            host: Device::cpu_with_threads(1),
+            host: device.host().clone(),
             sent_forms: HashMap::new(),
             received_forms: HashMap::new(),
             under_way: VecDeque::new(),
@@ -318,11 +322,11 @@ mod tests {
 
     #[test]
     fn stages_that_disagree_on_the_micro_batch_find_out_before_data_moves() {
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let ranks = World::threads(2).into_iter().map(|world| {
             let device = device.clone();
             std::thread::spawn(move || {
-                let mut messenger = Messenger::new([world.group(), world.group()], vec![0, 1]);
+                let mut messenger = Messenger::new([world.group(), world.group()], vec![0, 1], &device);
                 let tensor = Tensor::full([3], 2.0, DType::F32, &device).unwrap();
                 if world.rank() == 0 {
                     let sent = messenger.send_activation(0, 7, &[tensor], 5);

@@ -146,7 +146,10 @@ fn a_learning_rate_that_is_none_is_refused() {
             ferrospeed_optim::Optimizer::from_config(config.optimizer.as_ref().unwrap()).unwrap();
         let options = ferrospeed_optim::GroupOptions { lr: rate, ..options };
         let options = Options { optimizer: Some((optimizer, options)), ..Default::default() };
-        let error = initialize_model(&Setup::solo(config), &parameters, options).err().unwrap().to_string();
+        let error = initialize_model(&Setup::solo(config, ferrospeed_cpu::device()), &parameters, options)
+            .err()
+            .unwrap()
+            .to_string();
         assert_eq!(error, format!("optimizer.params.lr: {says} is not a learning rate"));
     }
 }

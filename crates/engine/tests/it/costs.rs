@@ -11,7 +11,7 @@ use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{Mode, SequenceMethod, SequenceParallel};
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::Tensor;
 use ferrospeed_tune::cost::step_work;
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Operands, Processor, Request};
@@ -91,7 +91,7 @@ impl Case {
             let group = mesh.sequence().unwrap();
             model.set_sequence_parallel(Some(SequenceParallel::new(group, SequenceMethod::Ulysses)));
         }
-        let setup = Setup::new(config(&self.config(), self.data), world, Device::cpu_with_threads(1));
+        let setup = Setup::new(config(&self.config(), self.data), world, ferrospeed_cpu::with_threads(1));
         (initialize_model(&setup, model.parameters(), options).unwrap(), model)
     }
 }

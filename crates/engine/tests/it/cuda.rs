@@ -10,12 +10,12 @@ use ferrospeed_comm::DType as comm;
 use ferrospeed_comm::{Backend, ConnectOptions, DeviceStream, ReduceOp, Region, Work, World};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
-use ferrospeed_tensor::{DType, Device, Tensor, cuda, ops};
+use ferrospeed_tensor::{DType, Device, Tensor, ops};
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
 fn has_device() -> bool {
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         ferrospeed_testkit::skip::skip("no CUDA device");
         return false;
     }
@@ -33,7 +33,11 @@ struct Outcome {
 fn train(on_gpu: bool, ranks: usize, config: Value) -> Vec<Outcome> {
     let config = Arc::new(config);
     on_ranks(ranks, move |world: World| {
-        let device = if on_gpu { Device::cuda(0).unwrap() } else { Device::cpu_with_threads(1) };
+        let device = if on_gpu {
+            ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap()
+        } else {
+            ferrospeed_cpu::with_threads(1)
+        };
         train_rank(world, device, &config)
     })
 }
@@ -124,7 +128,7 @@ fn nccl_carries_every_operation_on_device_memory() {
     if !has_device() {
         return;
     }
-    let (world, device) = (nccl_world(), Device::cuda(0).unwrap());
+    let (world, device) = (nccl_world(), ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap());
     world.attach_device(stream_of(&device)).unwrap();
     let group = world.group();
     let group = group.on_devices().unwrap().expect("one rank has its GPU to itself");
@@ -181,7 +185,8 @@ fn training_over_nccl_gives_the_same_bits() {
     }
     for stage in [0, 2, 3] {
         let config = configuration(stage, "bf16", "AdamW", 2);
-        let ours = train_rank(nccl_world(), Device::cuda(0).unwrap(), &config);
+        let ours =
+            train_rank(nccl_world(), ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap(), &config);
         assert!(train(true, 1, config) == [ours], "stage {stage}");
     }
 }
@@ -217,7 +222,7 @@ fn the_trajectory_is_the_cpus_within_rounding() {
 
 /// Steps on batches whose inputs are all one number, and the f32 weights after them.
 fn steps_on(inputs: &[f32]) -> (Vec<StepReport>, u64, Vec<f32>) {
-    let device = Device::cuda(0).unwrap();
+    let device = ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap();
     let (config, _) = Config::from_value("test", &configuration(1, "bf16", "AdamW", 1))
         .unwrap()
         .resolve(NonZeroU64::MIN, &AutoValues::new())

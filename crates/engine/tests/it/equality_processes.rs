@@ -11,8 +11,8 @@ use std::time::Duration;
 use super::common::{Batch, Model, config, on_ranks};
 use ferrospeed_comm::{ConnectOptions, World};
 use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
-use ferrospeed_tensor::cpu::simd::{Level, level, wants_tiles};
-use ferrospeed_tensor::{Device, Tensor, cuda};
+use ferrospeed_tensor::loops::simd::{Level, level, wants_tiles};
+use ferrospeed_tensor::{Device, Tensor};
 use ferrospeed_testkit::ranks::{Ending, Job, finish, role};
 use ferrospeed_testkit::skip::skip;
 use ferrospeed_zero::Sharding;
@@ -130,7 +130,11 @@ fn rank_process() {
     let Some(role) = role() else { return };
     if let Some(stage) = role.strip_prefix("gpu-") {
         let world = World::connect(ConnectOptions::from_env().unwrap()).unwrap();
-        let device = Device::cuda(world.rank() % cuda::device_count()).unwrap();
+        let device = ferrospeed_cuda::device(
+            world.rank() % ferrospeed_cuda::device_count(),
+            &ferrospeed_cpu::device(),
+        )
+        .unwrap();
         let outcome = train(world.clone(), device, 2, stage.parse().unwrap(), "bf16", 2);
         let by = world.group().on_devices().unwrap().map_or("host", |group| group.backend());
         return println!("outcome {:x} by {by}", outcome.fingerprint());
@@ -145,7 +149,7 @@ fn rank_process() {
     assert!(level() <= most && wants_tiles() == (FAMILIES[family] == "amx"), "{:?}", level());
     let world = World::connect(ConnectOptions::from_env().unwrap()).unwrap();
     let (shard, micro_steps) = (MESHES[mesh][1], ACCUMULATIONS[accumulation]);
-    let device = || Device::cpu_with_threads(1);
+    let device = || ferrospeed_cpu::with_threads(1);
     let run =
         |stage: usize| train(world.clone(), device(), shard, stage as u8, PRECISIONS[precision], micro_steps);
     let first = run(stages[0]);
@@ -182,10 +186,10 @@ fn outcomes(job: Job, name: &str) -> Vec<String> {
 #[test]
 fn gpus_that_nccl_connects_give_the_bits_of_those_that_exchange_through_the_host() {
     let may_share = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|value| value == "1");
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         return skip("no CUDA device");
     }
-    if cuda::device_count() == 1 && !may_share {
+    if ferrospeed_cuda::device_count() == 1 && !may_share {
         return skip("one GPU, and NCCL is not told to let ranks share it (NCCL_MULTI_RANK_GPU_ENABLE=1)");
     }
     for stage in 0..=3 {
@@ -215,8 +219,9 @@ fn processes_give_the_bits_of_threads() {
     let named = std::env::var("FERROSPEED_CPU_KERNELS").unwrap_or_default();
     let family = FAMILIES.iter().position(|family| *family == named).unwrap_or(0);
     let combination = [family, 2, 1, 1];
-    let threads =
-        on_ranks(4, |world| train(world, Device::cpu_with_threads(1), 2, 2, PRECISIONS[1], ACCUMULATIONS[1]));
+    let threads = on_ranks(4, |world| {
+        train(world, ferrospeed_cpu::with_threads(1), 2, 2, PRECISIONS[1], ACCUMULATIONS[1])
+    });
     let threads: Vec<String> = threads.iter().map(|outcome| format!("{:x}", outcome.fingerprint())).collect();
     assert_eq!(job(&combination, &[2]), threads);
 }

@@ -9,7 +9,7 @@ use ferrospeed_engine::{Engine, EngineError, Options, Setup, StepReport, initial
 use ferrospeed_nn::{Init, Linear};
 use ferrospeed_tensor::ops;
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{DType, Device, Param, Tensor};
+use ferrospeed_tensor::{DType, Param, Tensor};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_zero::access::Which;
@@ -95,7 +95,7 @@ fn start(
         config.as_object_mut().unwrap().remove("optimizer");
     }
     let (config, _) = Config::from_value("case", &config)?.resolve(ranks, &AutoValues::new())?;
-    let setup = Setup::new(config, world, Device::cpu_with_threads(1));
+    let setup = Setup::new(config, world, ferrospeed_cpu::with_threads(1));
     Ok(initialize_model(&setup, &init.parameters(), Options { source: Some(source), ..Default::default() })?)
 }
 
@@ -151,7 +151,7 @@ fn weights(model: &Value) -> Given {
 }
 
 fn loss(layer: &Linear, batch: &Value, scale: f32) -> ferrospeed_tensor::Result<Tensor> {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let x: Vec<f32> = floats(&batch[0]).into_iter().map(|value| value * scale).collect();
     let (x, y) = (Tensor::from_slice(&x, [x.len() / 3, 3], &device)?, floats(&batch[1]));
     let y = Tensor::from_slice(&y, [y.len() / 2, 2], &device)?;
@@ -353,7 +353,8 @@ fn check_fp16(case: &Value) {
         if same_scale {
             assert_eq!(engine.loss_scale(), number("scale_used"), "{id}: step {index}: scale");
         }
-        let input = Tensor::from_slice(&floats(&case["inputs"][index]), [1, 4], &Device::cpu()).unwrap();
+        let input =
+            Tensor::from_slice(&floats(&case["inputs"][index]), [1, 4], &ferrospeed_cpu::device()).unwrap();
         let loss = engine
             .forward(|_| ops::sum(&layer.forward(&ops::cast(&input, weight.dtype())?)?))
             .unwrap_or_else(|error| panic!("{id}: {error}"));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::common::disk::{COMBINATIONS, configuration, offloaded, start, state, steps, train};
 use super::common::{Batch, Model, config, on_ranks};
 use ferrospeed_engine::{Engine, EngineError, LoadOptions, Options, SaveOptions, Setup, initialize_model};
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::Tensor;
 use ferrospeed_testkit::child;
 use serde_json::{Value, json};
 
@@ -247,7 +247,7 @@ fn a_full_disk_is_named_before_training() {
         on_ranks(1, move |world| {
             let (_, parameters) =
                 Model::build(&json!({"kind": "lm", "vocab": 29, "dm": 64, "nh": 2, "nl": 2, "tmax": 7}));
-            let setup = Setup::new(config(&value, 1), world, Device::cpu_with_threads(1));
+            let setup = Setup::new(config(&value, 1), world, ferrospeed_cpu::with_threads(1));
             let refused =
                 initialize_model(&setup, &parameters, Options::default()).err().unwrap().to_string();
             println!("refused: {refused}");
@@ -296,7 +296,8 @@ fn large_configuration(folder: &Path) -> Value {
 
 /// The most bytes that were ever counted, and that were ever resident.
 fn peaks(engine: &Engine) -> [u64; 2] {
-    let counted = [engine.device(), &Device::cpu()].map(|device| device.memory_usage().peak_total() as u64);
+    let counted =
+        [engine.device(), &ferrospeed_cpu::device()].map(|device| device.memory_usage().peak_total() as u64);
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let resident = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     let resident: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
@@ -315,7 +316,7 @@ fn a_checkpoint_of_offloaded_state_passes_through_memory_in_pieces() {
     on_ranks(1, move |world| {
         let (model, parameters) = Model::build(&large());
         let config = config(&large_configuration(&folder.join("swap")), 1);
-        let setup = Setup::new(config, world, Device::cpu_with_threads(1));
+        let setup = Setup::new(config, world, ferrospeed_cpu::with_threads(1));
         let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
         steps(&mut engine, &model, 0, 1);
         let before = peaks(&engine);
@@ -337,7 +338,7 @@ fn a_model_whose_states_do_not_fit_trains_within_a_limit_of_memory() {
         on_ranks(1, move |world| {
             let (model, parameters) = Model::build(&large());
             assert!(parameters.numel() as u64 * 16 > MODEL_STATE_BYTES);
-            let setup = Setup::new(config(&value, 1), world, Device::cpu_with_threads(1));
+            let setup = Setup::new(config(&value, 1), world, ferrospeed_cpu::with_threads(1));
             let mut engine = match initialize_model(&setup, &parameters, Options::default()) {
                 Ok(engine) => engine,
                 Err(error) => return println!("refused: {error}"),

@@ -9,7 +9,7 @@ use super::common::{Batch, Model, config, device, engine, on_ranks};
 use ferrospeed_comm::World;
 use ferrospeed_engine::{Engine, LoadOptions, Options, SaveOptions, Setup, StepReport, initialize_model};
 use ferrospeed_nn::Parameters;
-use ferrospeed_tensor::{Device, Tensor, cuda, ops};
+use ferrospeed_tensor::{Device, Tensor, ops};
 use ferrospeed_testkit::skip::skip;
 use ferrospeed_zero::OwnNumbers;
 use ferrospeed_zero::access::Which;
@@ -272,7 +272,11 @@ fn what_makes_no_sense_is_refused_with_the_reason() {
 
 /// An engine on a GPU or on the CPU, whatever the environment says.
 fn engine_on(on_gpu: bool, world: World, value: &Value, parameters: &Parameters) -> Engine {
-    let device = if on_gpu { Device::cuda(0).unwrap() } else { Device::cpu_with_threads(1) };
+    let device = if on_gpu {
+        ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap()
+    } else {
+        ferrospeed_cpu::with_threads(1)
+    };
     let setup = Setup::new(config(value, world.size()), world, device);
     initialize_model(&setup, parameters, Options::default()).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -293,7 +297,7 @@ fn slow_config(optimizer: &str, precision: &str) -> Value {
 
 #[test]
 fn a_gpu_follows_the_processor() {
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         return skip("no CUDA device");
     }
     for optimizer in ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"] {
@@ -343,7 +347,7 @@ fn own(engine: &Engine) -> (OwnNumbers, BTreeMap<String, Vec<f64>>) {
 
 #[test]
 fn a_checkpoint_moves_between_gpu_and_processor() {
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         return skip("no CUDA device");
     }
     let place = tempfile::tempdir().unwrap();

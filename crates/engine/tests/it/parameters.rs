@@ -195,7 +195,7 @@ fn a_unit_needs_no_naming_and_routers_may_change_their_minds() {
 fn a_leaf_module_that_is_not_there_is_refused() {
     let init = Init::root();
     Experts::build(&init);
-    let setup = Setup::solo(config(&configuration(3), 1));
+    let setup = Setup::solo(config(&configuration(3), 1), ferrospeed_cpu::device());
     let options = Options { leaf_modules: vec!["experts.*".into()], ..Default::default() };
     let error = initialize_model(&setup, &init.parameters(), options).err().unwrap().to_string();
     assert_eq!(error, "leaf modules: no module of this model has a path like 'experts.*'");

@@ -11,7 +11,7 @@ use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{Mode, SequenceMethod, SequenceParallel};
-use ferrospeed_tensor::{Category, Device, Tensor, cpu};
+use ferrospeed_tensor::{Category, Tensor};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Operands, Plan, Processor, Purpose, Request, Tier, plan};
 use ferrospeed_tune::stages::{divide, plan_in_stages};
@@ -94,7 +94,10 @@ impl Case {
             mlp_chunk: None,
             keeps_attention_matrix: false,
             processor: Processor::Cpu,
-            operands: Operands::of_host(cpu::multiplies_in_tiles(), cpu::widens_operands()),
+            operands: Operands::of_host(
+                ferrospeed_cpu::multiplies_in_tiles(),
+                ferrospeed_cpu::widens_operands(),
+            ),
         };
         match self.pipe {
             1 => plan(&request),
@@ -137,7 +140,7 @@ impl Case {
         };
         let mut model = Decoder::spread(*parsed, &spread).unwrap();
         model.set_activation_checkpointing(self.checkpointing);
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let setup = Setup::new(config(&self.config, self.data), world, device.clone());
         let mut engine = match self.pipe {
             1 => initialize_model(&setup, model.parameters(), options).unwrap(),

@@ -147,7 +147,7 @@ fn a_rank_without_peers_quantises_nothing() {
 fn an_exported_model_holds_weights_that_were_never_quantised() {
     for outcome in train(2, QUANTIZED) {
         for (master, exported) in outcome.masters.iter().zip(&outcome.exported) {
-            let exact = Tensor::from_slice(master, [master.len()], &Device::cpu()).unwrap();
+            let exact = Tensor::from_slice(master, [master.len()], &ferrospeed_cpu::device()).unwrap();
             let rounded = ops::cast(&exact, DType::BF16).unwrap().to_vec_f32().unwrap();
             assert!(&rounded == exported);
         }

@@ -58,12 +58,11 @@ fn next_places(documents: &[Vec<usize>], tokens: usize) -> Vec<i64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrospeed_tensor::Device;
 
     #[test]
     fn nobody_predicts_the_first_token_of_a_document() {
         let labels: Vec<i64> = (10..22).collect();
-        let labels = Tensor::from_slice(&labels, [2, 6], &Device::cpu()).unwrap();
+        let labels = Tensor::from_slice(&labels, [2, 6], &ferrospeed_cpu::device()).unwrap();
         let targets = |documents: Option<&[Vec<usize>]>| {
             next_labels(&labels, -100, documents).unwrap().to_vec::<i64>().unwrap()
         };

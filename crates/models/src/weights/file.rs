@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crc32fast::Hasher;
-use ferrospeed_tensor::Device;
+use ferrospeed_tensor::loops::threads;
 use safetensors::tensor::Metadata;
 
 use crate::error::{ModelError, Result};
@@ -169,7 +169,7 @@ impl WeightFile {
         match shares.len() {
             0 => {}
             1 => fill(0),
-            count => Device::cpu().backend().parallel(count, &fill),
+            count => threads::shared().run(count, fill),
         }
         lock(&first_error).take().map_or(Ok(()), |error| Err(ModelError::io(&self.path)(error)))
     }

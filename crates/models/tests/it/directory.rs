@@ -6,9 +6,9 @@ use ferrospeed_models::directory::{NewDirectory, WriteOptions, convert, create, 
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{ModelConfig, ModelError, WindowRule};
+use ferrospeed_tensor::DType;
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device};
 use serde_json::{Value, json};
 
 fn config() -> Value {
@@ -33,7 +33,8 @@ fn new_model(options: &WriteOptions) -> (tempfile::TempDir, PathBuf) {
 /// All values of the model, from a source, in the order of its parameters.
 fn values(config: &Value, dtype: DType, source: &dyn ferrospeed_tensor::store::ParamSource) -> Vec<f32> {
     let params = ModelConfig::from_value(config, WindowRule::default()).unwrap().parameters();
-    let store = PlainStore::attach(params.as_slice(), dtype, &Device::cpu_with_threads(1), source).unwrap();
+    let store =
+        PlainStore::attach(params.as_slice(), dtype, &ferrospeed_cpu::with_threads(1), source).unwrap();
     store.flat().to_vec_f32().unwrap()
 }
 

@@ -88,7 +88,7 @@ fn assert_near(what: &str, ours: &[f32], truth: &[f32], tolerance: f32) {
 
 #[test]
 fn a_document_is_computed_as_if_it_stood_alone() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     for config in families() {
         let what = config["model_type"].as_str().unwrap();
         let model = decoder(&config);
@@ -133,7 +133,7 @@ fn gradients(all: &[Option<Tensor>]) -> Vec<Vec<f32>> {
 
 #[test]
 fn borders_do_not_show_where_there_are_none() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     for config in families() {
         let model = decoder(&config);
         let params = model.parameters().as_slice();
@@ -148,7 +148,7 @@ fn borders_do_not_show_where_there_are_none() {
 
 #[test]
 fn positions_end_with_documents_and_not_with_the_row() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let mut config = families().swap_remove(0);
     config["n_positions"] = 30.into();
     let model = decoder(&config);
@@ -162,7 +162,7 @@ fn positions_end_with_documents_and_not_with_the_row() {
 
 #[test]
 fn borders_that_are_none_are_refused() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let model = decoder(&families()[1]);
     let params = model.parameters().as_slice();
     let _store = PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
@@ -187,7 +187,7 @@ fn borders_that_are_none_are_refused() {
 #[test]
 fn perceptrons_in_chunks_change_memory_and_no_result() {
     for config in [0, 1, 6].map(|index| families().swap_remove(index)) {
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let ids: Vec<i64> = (0..64 * 60).map(|at| at % 61).collect();
         let ids = Tensor::from_slice(&ids, [64, 60], &device).unwrap();
         let run = |chunks: MlpChunks, checkpointed: bool| {

@@ -8,7 +8,7 @@ use ferrospeed_models::pack::pack;
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, Tokens};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{PackedStore, ParamSource, PlainStore};
-use ferrospeed_tensor::{DType, Device, PackedBits, Param, Tensor, autograd};
+use ferrospeed_tensor::{DType, PackedBits, Param, Tensor, autograd};
 use ferrospeed_testkit::property::{Random, seeds};
 use serde_json::Value;
 
@@ -40,7 +40,8 @@ fn decoder(files: &ModelFiles) -> Decoder {
 fn whole(path: &Path) -> Decoder {
     let files = ModelFiles::open(path).unwrap();
     let model = decoder(&files);
-    PlainStore::attach(model.parameters().as_slice(), DType::F32, &Device::cpu(), files.weights()).unwrap();
+    PlainStore::attach(model.parameters().as_slice(), DType::F32, &ferrospeed_cpu::device(), files.weights())
+        .unwrap();
     model
 }
 
@@ -49,7 +50,7 @@ fn numbers(value: &Value) -> Vec<i64> {
 }
 
 fn last_logits(model: &Decoder, prompt: &[i64]) -> Vec<f32> {
-    let ids = Tensor::from_slice(prompt, [1, prompt.len()], &Device::cpu()).unwrap();
+    let ids = Tensor::from_slice(prompt, [1, prompt.len()], &ferrospeed_cpu::device()).unwrap();
     let logits = autograd::no_grad(|| {
         let hidden = model.hidden(&Tokens::new(ids), None, Mode::Evaluate).unwrap();
         model.logits(&hidden).unwrap().to_vec_f32().unwrap()
@@ -82,9 +83,15 @@ fn files_compute_what_transformers_computes_with_the_same_weights() {
             end_tokens: Vec::new(),
             pad_token: 0,
         };
-        let written =
-            generate(&model, std::slice::from_ref(&prompt), None, &options, &Device::cpu(), &mut |_, _| {})
-                .unwrap();
+        let written = generate(
+            &model,
+            std::slice::from_ref(&prompt),
+            None,
+            &options,
+            &ferrospeed_cpu::device(),
+            &mut |_, _| {},
+        )
+        .unwrap();
         assert_eq!(written[0][prompt.len()..], numbers(&expected["greedy"]), "{}", path.display());
     }
 }
@@ -112,7 +119,7 @@ fn blocks_of_eight_and_four_bits_are_held_as_the_file_has_them() {
         PackedStore::attach(
             model.parameters().as_slice(),
             DType::F32,
-            &Device::cpu(),
+            &ferrospeed_cpu::device(),
             files.weights(),
             packing_of,
         )
@@ -210,7 +217,11 @@ fn damaged_files_are_read_or_refused() {
         if files.weights().check(model.parameters().as_slice()).is_err() {
             continue;
         }
-        let _ =
-            PlainStore::attach(model.parameters().as_slice(), DType::F32, &Device::cpu(), files.weights());
+        let _ = PlainStore::attach(
+            model.parameters().as_slice(),
+            DType::F32,
+            &ferrospeed_cpu::device(),
+            files.weights(),
+        );
     }
 }

@@ -10,7 +10,7 @@ use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Bert, Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{PlainStore, PoisonStore};
-use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, cuda, ops};
+use ferrospeed_tensor::{DType, Device, Param, Tensor, autograd, ops};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::{golden, read_json};
 use ferrospeed_testkit::tensors::{self, Recorded};
@@ -285,16 +285,16 @@ fn mean_square(x: &Tensor) -> Tensor {
 
 #[test]
 fn golden_models_match_their_recordings() {
-    check_all(&Device::cpu_with_threads(1));
+    check_all(&ferrospeed_cpu::with_threads(1));
 }
 
 #[test]
 fn golden_models_match_their_recordings_on_a_gpu() {
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         ferrospeed_testkit::skip::skip("no CUDA device");
         return;
     }
-    check_all(&Device::cuda(0).unwrap());
+    check_all(&ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap());
 }
 
 fn check_all(device: &Device) {

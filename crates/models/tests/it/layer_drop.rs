@@ -5,7 +5,7 @@ use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_nn::layer_drop::{LayerDrop, with_layer_drop};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{DType, Tensor, autograd};
 
 const LAYERS: usize = 4;
 
@@ -26,7 +26,7 @@ fn decoder() -> Decoder {
 
 #[test]
 fn what_is_left_out_has_no_gradient_and_an_evaluation_leaves_out_nothing() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let model = decoder();
     let params = model.parameters().as_slice();
     let store = PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();

@@ -5,8 +5,8 @@ use ferrospeed_models::directory::{WriteOptions, create};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{ModelConfig, WindowRule};
+use ferrospeed_tensor::DType;
 use ferrospeed_tensor::store::PlainStore;
-use ferrospeed_tensor::{DType, Device};
 use ferrospeed_testkit::child;
 
 /// The most memory this process held since the last reset.
@@ -46,7 +46,7 @@ fn loading_takes_the_model_and_one_tensor_and_dropping_gives_it_back() {
         let before_bytes = peak_bytes();
         let weights = WeightFiles::open_directory(&place).unwrap();
         weights.check(params.as_slice()).unwrap();
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let store = PlainStore::attach(params.as_slice(), dtype, &device, &weights).unwrap();
         let model_bytes = store.flat().numel() * dtype.size_bytes();
         let largest_bytes = params.as_slice().iter().map(|param| 4 * param.numel()).max().unwrap();

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use ferrospeed_models::weights::{TensorToWrite, WeightFiles, write_file};
 use ferrospeed_models::{ModelConfig, WindowRule};
+use ferrospeed_tensor::DType;
 use ferrospeed_tensor::store::PlainStore;
-use ferrospeed_tensor::{DType, Device};
 use ferrospeed_testkit::golden::repository_root;
 
 /// The weights of a recorded model under other names, in a new directory.
@@ -34,7 +34,7 @@ fn values(case: &Path, folder: &Path) -> Vec<f32> {
     let params = ModelConfig::from_directory(case, WindowRule::default()).unwrap().parameters();
     let weights = WeightFiles::open_directory(folder).unwrap();
     weights.check(params.as_slice()).unwrap();
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let store = PlainStore::attach(params.as_slice(), DType::F32, &device, &weights).unwrap();
     store.flat().to_vec_f32().unwrap()
 }

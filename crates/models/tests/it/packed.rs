@@ -7,7 +7,7 @@ use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{PackedStore, ParamSource, PlainStore};
-use ferrospeed_tensor::{DType, Device, PackedBits, Param, Tensor, autograd};
+use ferrospeed_tensor::{DType, PackedBits, Param, Tensor, autograd};
 use serde_json::{Value, json};
 
 fn llama() -> Value {
@@ -29,7 +29,7 @@ fn decoder(path: &std::path::Path) -> (Decoder, WeightFiles) {
 
 fn logits(model: &Decoder) -> Vec<f32> {
     let ids: Vec<i64> = (0..24).map(|place| place * 37 % 256).collect();
-    let ids = Tensor::from_slice(&ids, [1, 24], &Device::cpu()).unwrap();
+    let ids = Tensor::from_slice(&ids, [1, 24], &ferrospeed_cpu::device()).unwrap();
     let logits = autograd::no_grad(|| {
         let hidden = model.hidden(&Tokens::new(ids), None, Mode::Evaluate).unwrap();
         model.logits(&hidden).unwrap()
@@ -79,7 +79,8 @@ fn a_packed_directory_is_small_and_says_nearly_the_same() {
         let whole = at("whole");
         create(&whole, &config, 5, &WriteOptions::default()).unwrap();
         let (model, weights) = decoder(&whole);
-        PlainStore::attach(model.parameters().as_slice(), DType::F32, &Device::cpu(), &weights).unwrap();
+        PlainStore::attach(model.parameters().as_slice(), DType::F32, &ferrospeed_cpu::device(), &weights)
+            .unwrap();
         let expected = logits(&model);
         // Rounding a block of normal numbers to 254 or 16 steps errs by 0.5 % or 8 % of their deviation; a dozen products in a
         // row add that up to 2 % or 29 %. Rows, which are rounded to 254 steps too, add 2 %. Floats with three bits of fraction
@@ -95,7 +96,13 @@ fn a_packed_directory_is_small_and_says_nearly_the_same() {
             assert!((written.bytes as f64) < share * bytes as f64, "{bits:?}: {} of {bytes}", written.bytes);
             // As any reader gets it: in full.
             let (model, weights) = decoder(&target);
-            PlainStore::attach(model.parameters().as_slice(), DType::F32, &Device::cpu(), &weights).unwrap();
+            PlainStore::attach(
+                model.parameters().as_slice(),
+                DType::F32,
+                &ferrospeed_cpu::device(),
+                &weights,
+            )
+            .unwrap();
             let full = logits(&model);
             // As `serve` holds it: packed, where the processor multiplies such.
             let mut packed = full.clone();
@@ -103,7 +110,7 @@ fn a_packed_directory_is_small_and_says_nearly_the_same() {
                 let (model, weights) = decoder(&target);
                 let of = |param: &Param| model.packing(param, weights.packed(param)?);
                 let params = model.parameters().as_slice();
-                PackedStore::attach(params, DType::F32, &Device::cpu(), &weights, of).unwrap();
+                PackedStore::attach(params, DType::F32, &ferrospeed_cpu::device(), &weights, of).unwrap();
                 packed = logits(&model);
             }
             // Products round their rows to 254 steps in each block, which errs as much as rounding weights so.

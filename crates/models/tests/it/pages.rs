@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, ModelConfig, PageSteps, WindowRule};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, PagedRows, PagedSequence, Tensor, cuda};
+use ferrospeed_tensor::{DType, Device, PagedRows, PagedSequence, Tensor};
 use ferrospeed_testkit::property::Random;
 use serde_json::{Value, json};
 
@@ -107,7 +107,7 @@ fn serve(
 
 #[test]
 fn a_text_does_not_depend_on_its_neighbours_nor_on_how_its_prompt_was_cut() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let prompts: Vec<Vec<i64>> = [3, 17, 1, 30, 16]
         .iter()
         .enumerate()
@@ -141,7 +141,7 @@ fn a_text_does_not_depend_on_its_neighbours_nor_on_how_its_prompt_was_cut() {
 
 #[test]
 fn tokens_and_places_that_are_not_the_models_are_refused() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let (model, _store) = model(&families()[1], DType::F32, &device);
     let mut state = model.new_pages(5, BLOCK, &device).unwrap();
     let mut run = |ids: &[i64], first: usize| {
@@ -180,11 +180,11 @@ fn wide_families() -> Vec<Value> {
 
 #[test]
 fn recorded_steps_say_what_plain_passes_say() {
-    if cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         ferrospeed_testkit::skip::skip("no CUDA device");
         return;
     }
-    let device = Device::cuda(0).unwrap();
+    let device = ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap();
     for config in wide_families() {
         let name = &config["model_type"];
         let (model, _store) = model(&config, DType::BF16, &device);
@@ -246,7 +246,7 @@ fn a_text_that_outgrows_what_its_model_was_trained_for_is_read_anew() {
         "pad_token_id": 0,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.25, 1.5], "long_factor": [1.0, 2.0, 4.5, 9.0]},
     });
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let (model, _store) = model(&config, DType::F32, &device);
     let continued = |text: &[i64], max_new_tokens: usize| {
         let options = GenerateOptions {

@@ -5,7 +5,7 @@ use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::profile::{self, Passes, Profile};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{DType, Tensor, autograd};
 use serde_json::{Value, json};
 
 const BATCH: usize = 3;
@@ -51,7 +51,7 @@ fn llama() -> (Value, Sizes) {
 
 /// One forward of the loss, and backward where it is wanted.
 fn profiled(model: &Decoder, backward: bool) -> Profile {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let params = model.parameters();
     let _store =
         PlainStore::attach(params.as_slice(), DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
@@ -173,7 +173,7 @@ fn work_is_that_of_the_module_that_did_it_in_all_passes() {
 fn nothing_is_counted_outside_a_collection() {
     let (config, _) = gpt2();
     let model = decoder(&config);
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     profiled(&model, true);
     let ((), profile) = profile::collect(&device, || ());
     assert_eq!(counted(&profile.total()), [(0, 0); 3]);

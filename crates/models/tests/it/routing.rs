@@ -3,7 +3,7 @@
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{DType, Tensor, autograd};
 use serde_json::json;
 
 fn model(model_type: &str) -> Decoder {
@@ -19,7 +19,7 @@ fn model(model_type: &str) -> Decoder {
 
 #[test]
 fn every_mixture_tells_who_was_sent_where_in_the_last_forward() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     for (model_type, experts, chosen) in [("mixtral", 8, 2), ("qwen2_moe", 60, 4), ("llama", 0, 0)] {
         let model = model(model_type);
         assert!(model.routing().is_empty(), "{model_type}: nothing was routed yet");

@@ -9,7 +9,7 @@ use ferrospeed_nn::sparse_attention::{
 };
 use ferrospeed_nn::token_drop::{TokenDrop, with_token_drop};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{DType, Tensor, autograd};
 use serde_json::json;
 
 const TOKENS: usize = 23;
@@ -55,7 +55,7 @@ fn influence(hidden: impl Fn(&[i64]) -> Vec<f32>) -> Vec<Vec<bool>> {
 
 #[test]
 fn a_layer_of_a_decoder_sees_active_blocks_up_to_itself() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let block = 4.try_into().unwrap();
     let fixed = Fixed { block, num_local_blocks: 2, ..Default::default() };
     for (preset, kind) in [
@@ -88,7 +88,7 @@ fn a_layer_of_a_decoder_sees_active_blocks_up_to_itself() {
 
 #[test]
 fn dense_blocks_are_ordinary_attention_and_a_cache_is_seen_whole() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let mut model = decoder(Preset::Llama);
     let params = model.parameters().as_slice().to_vec();
     let _store = PlainStore::attach(&params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
@@ -109,7 +109,7 @@ fn dense_blocks_are_ordinary_attention_and_a_cache_is_seen_whole() {
 
 #[test]
 fn recomputed_blocks_have_the_same_layouts_and_tokens_are_not_dropped_beside() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let gradients = |recomputes: bool, seed: u64| {
         let mut model = decoder(Preset::Llama);
         let block = 4.try_into().unwrap();
@@ -136,7 +136,7 @@ fn recomputed_blocks_have_the_same_layouts_and_tokens_are_not_dropped_beside() {
 
 #[test]
 fn an_encoder_sees_active_blocks_on_both_sides_and_refuses_to_see_one() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let json = json!({
         "model_type": "bert", "vocab_size": 61, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 64, "max_position_embeddings": 32, "type_vocab_size": 2, "hidden_act": "gelu",

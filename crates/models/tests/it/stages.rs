@@ -4,7 +4,7 @@ use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::{Carried, Mode, Stages};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{DType, Device, Tensor};
+use ferrospeed_tensor::{DType, Tensor};
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::{golden, read_json};
 
@@ -33,7 +33,7 @@ fn each_decoder(check: impl Fn(&str, &Decoder)) {
 fn golden_decoders_in_parts_give_the_loss_of_the_whole() {
     for dtype in [DType::F32, DType::BF16] {
         each_decoder(|name, model| {
-            let device = Device::cpu();
+            let device = ferrospeed_cpu::device();
             let params = model.parameters().as_slice();
             let _store =
                 PlainStore::attach(params, dtype, &device, &FromInitializers { seed: 3 }).expect("a store");

@@ -44,7 +44,7 @@ fn kept_places(drop: &TokenDrop, device: &Device) -> Vec<Vec<usize>> {
 /// One layer on some tokens computes what a model of one layer computes of a text of these tokens at these positions.
 #[test]
 fn kept_tokens_are_seen_at_their_places_and_the_others_are_as_they_were() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     for preset in [Preset::Gpt2, Preset::Llama] {
         let model = decoder(preset, 1);
         let params = model.parameters().as_slice();
@@ -94,7 +94,7 @@ fn kept_tokens_are_seen_at_their_places_and_the_others_are_as_they_were() {
 /// Scores that fall with the distance (ALiBi) fall with that in the whole text. A mask of ones brings positions with it.
 #[test]
 fn distances_are_those_of_the_whole_text() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let config = serde_json::json!({
         "model_type": "bloom", "hidden_size": 32, "n_head": 2, "n_layer": 1, "vocab_size": 61,
         "initializer_range": 0.5
@@ -117,7 +117,7 @@ fn distances_are_those_of_the_whole_text() {
 
 #[test]
 fn gradients_pass_the_layer_by_and_are_the_same_when_it_is_run_again() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let gradients = |recomputes: bool, drop: Option<TokenDrop>| {
         let mut model = decoder(Preset::Llama, 3);
         model.set_activation_checkpointing(recomputes);

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use ferrospeed_models::directory::{WriteOptions, convert};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{ModelConfig, ModelFiles};
+use ferrospeed_tensor::DType;
 use ferrospeed_tensor::store::{ParamSource, PlainStore};
-use ferrospeed_tensor::{DType, Device};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/torch")
@@ -15,7 +15,8 @@ fn folder() -> PathBuf {
 /// All values of the model, in the order of its parameters.
 fn values(model: &ModelConfig, dtype: DType, source: &dyn ParamSource) -> Vec<f32> {
     let params = model.parameters();
-    let store = PlainStore::attach(params.as_slice(), dtype, &Device::cpu_with_threads(1), source).unwrap();
+    let store =
+        PlainStore::attach(params.as_slice(), dtype, &ferrospeed_cpu::with_threads(1), source).unwrap();
     store.flat().to_vec_f32().unwrap()
 }
 

@@ -10,7 +10,7 @@
 //! ```
 //! use ferrospeed_nn::{GatedMlp, Init, Linear, Mode, Moe, MoeConfig};
 //! use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-//! use ferrospeed_tensor::{Activation, DType, Device, Tensor};
+//! use ferrospeed_tensor::{Activation, DType, Tensor};
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
 //! let init = Init::root();
@@ -18,7 +18,7 @@
 //!     let linear = |name, inputs, outputs| Linear::new(&init.at(name), inputs, outputs, false);
 //!     GatedMlp::new(linear("gate", 16, 32), linear("up", 16, 32), linear("down", 32, 16), Activation::Silu)
 //! })?;
-//! let device = Device::cpu();
+//! let device = ferrospeed_cpu::device();
 //! let _store = PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &FromInitializers { seed: 1 })?;
 //! let mixed = moe.forward(&Tensor::full([2, 8, 16], 0.5, DType::F32, &device)?, Mode::Train)?;
 //! assert_eq!(mixed.output.sizes(), [2, 8, 16]);

@@ -7,7 +7,7 @@
 //! ```
 //! use ferrospeed_nn::sparse_attention::{Direction, LocalSlidingWindow, SparseAttention, Sparsity};
 //! use ferrospeed_tensor::ops::{self, AttentionOptions};
-//! use ferrospeed_tensor::{DType, Device, Tensor};
+//! use ferrospeed_tensor::{DType, Tensor};
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
 //! let said = LocalSlidingWindow { attention: Direction::Unidirectional, ..Default::default() };
@@ -15,7 +15,7 @@
 //! let layout = window.layout(0..2, 64)?;
 //! assert_eq!((layout.blocks(), layout.active(0)), (4, 7));
 //!
-//! let q = Tensor::zeros([1, 64, 2, 8], DType::F32, &Device::cpu())?;
+//! let q = Tensor::zeros([1, 64, 2, 8], DType::F32, &ferrospeed_cpu::device())?;
 //! let options = AttentionOptions { blocks: Some(layout), causal: true, ..Default::default() };
 //! assert_eq!(ops::attention(&q, &q, &q, &options)?.sizes(), q.sizes());
 //! # Ok(())

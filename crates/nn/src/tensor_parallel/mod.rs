@@ -25,7 +25,7 @@ use ferrospeed_collective::ops;
 use std::cell::Cell;
 
 use ferrospeed_comm::Group;
-use ferrospeed_tensor::{DType, Device, Result, Tensor, TensorError, ops as plain, random};
+use ferrospeed_tensor::{DType, Result, Tensor, TensorError, ops as plain, random};
 
 /// What ranks have between the cuts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,6 +158,7 @@ pub fn joined_entries(own: &Tensor, entries: usize, slices: &Slices) -> Result<T
     let (rows, ranks) = (own.shape().rows(), group.size());
     let range = |rank| held(entries, 1, entries, rank, ranks).ranges.remove(0);
     let counts: Vec<usize> = (0..ranks).map(|rank| rows * range(rank).len()).collect();
+    let device = own.device();
     let own = plain::cast(own, DType::F32)?.to_vec::<f32>()?;
     let mut parts = vec![0.0f32; rows * entries];
     let gathered = group.all_gather_unequal(&own, &mut parts, &counts);
@@ -171,7 +172,7 @@ pub fn joined_entries(own: &Tensor, entries: usize, slices: &Slices) -> Result<T
         }
         rest = behind;
     }
-    Tensor::from_slice(&whole, [rows, entries], &Device::cpu())
+    Tensor::from_slice(&whole, [rows, entries], device.host())
 }
 
 /// [`Slices::enter`], where there are slices.

@@ -54,7 +54,7 @@ fn config(facts: &Value) -> TransformerLayerConfig {
 #[test]
 fn golden_transformer_layer_forward_and_gradients() {
     let set = golden();
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     set.each_case("transformer/index.json", 6, |facts| {
         let file = facts["file"].as_str().expect("a name");
         let path = set.path(&format!("transformer/{file}")).expect("the index names files of its set");

@@ -17,7 +17,7 @@ fn ramp(shape: &[usize], device: &Device) -> Tensor {
 
 #[test]
 fn tiles_of_a_linear_layer_give_its_outputs_and_its_gradients() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     for (in_splits, out_splits, bias) in [(1, 1, true), (3, 2, true), (2, 5, false), (7, 5, true)] {
         let whole_init = Init::root();
         let whole = Linear::new(&whole_init.at("whole"), 7, 5, bias);
@@ -72,7 +72,7 @@ fn impossible_tilings_are_refused() {
 
 #[test]
 fn layers_in_sequence_run_in_order_and_drop_only_in_training() {
-    let (device, init) = (Device::cpu(), Init::root());
+    let (device, init) = (ferrospeed_cpu::device(), Init::root());
     let model = Sequential::new(&init.at("net"))
         .add(|init| Linear::new(init, 4, 8, true))
         .add(|_| Activation::Relu)
@@ -92,7 +92,7 @@ fn layers_in_sequence_run_in_order_and_drop_only_in_training() {
 
 #[test]
 fn a_convolution_slides_its_kernel_over_the_image() {
-    let (device, init) = (Device::cpu(), Init::root());
+    let (device, init) = (ferrospeed_cpu::device(), Init::root());
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::square(3) };
     let layer = Conv2d::new(&init.at("conv"), 2, 3, options);
     let store = PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &SEED).unwrap();
@@ -147,7 +147,7 @@ fn a_layer_in_training_drops_and_a_layer_in_bf16_stays_near_f32() {
     let text =
         "{\"hidden_size\": 16, \"heads\": 4, \"hidden_dropout_ratio\": 0.5, \"attn_dropout_ratio\": 0.5}";
     let (config, _) = TransformerLayerConfig::from_json(text).unwrap();
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let output = |dtype: DType, mode: Mode| {
         let init = Init::root();
         let layer = TransformerLayer::new(&init, config.clone()).unwrap();

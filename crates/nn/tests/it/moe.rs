@@ -6,7 +6,7 @@ use ferrospeed_nn::moe::{Capacity, GateNoise, balance_loss, z_loss};
 use ferrospeed_nn::{GatedMlp, Init, LayerState, Linear, Mixed, Mode, Module, Moe, MoeConfig};
 use ferrospeed_tensor::random::{self, RandomKey, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{Activation, DType, Device, Tensor, autograd, ops};
+use ferrospeed_tensor::{Activation, DType, Tensor, autograd, ops};
 
 const WIDTH: usize = 8;
 
@@ -30,14 +30,15 @@ fn layer(config: MoeConfig, grouped: bool) -> (Moe, Init, Arc<PlainStore>) {
     .unwrap();
     let params = init.parameters();
     let source = FromInitializers { seed: 5 };
-    let store = PlainStore::attach(params.as_slice(), DType::F32, &Device::cpu(), &source).unwrap();
+    let store =
+        PlainStore::attach(params.as_slice(), DType::F32, &ferrospeed_cpu::device(), &source).unwrap();
     (moe, init, store)
 }
 
 fn input(tokens: usize) -> Tensor {
     let mut values = vec![0.0; tokens * WIDTH];
     RandomKey::new(9, 1).fill_normal(0, &mut values);
-    Tensor::from_slice(&values, [tokens, WIDTH], &Device::cpu()).unwrap()
+    Tensor::from_slice(&values, [tokens, WIDTH], &ferrospeed_cpu::device()).unwrap()
 }
 
 fn run(moe: &Moe, store: &PlainStore, x: &Tensor) -> (Vec<f32>, Vec<Vec<f32>>) {
@@ -84,7 +85,7 @@ fn without_a_capacity_no_token_is_dropped_and_weights_sum_to_one() {
     let x = input(6);
     let mixed = moe.forward(&x, Mode::Train).unwrap();
     let weights = ops::softmax(&mixed.logits).unwrap();
-    let mut sum = Tensor::zeros([6, WIDTH], DType::F32, &Device::cpu()).unwrap();
+    let mut sum = Tensor::zeros([6, WIDTH], DType::F32, &ferrospeed_cpu::device()).unwrap();
     let params = init.parameters();
     for index in 0..3 {
         let at = |name: &str| {
@@ -171,7 +172,7 @@ fn the_balancing_bias_moves_choices_and_no_weights() {
 
 #[test]
 fn losses_of_the_router_are_their_formulas() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let logits = Tensor::from_slice(&[0.0f32, 0.0, 1.0, 3.0], [2, 2], &device).unwrap();
     let log_sums = [2f64.ln(), (1f64.exp() + 3f64.exp()).ln()];
     let truth = log_sums.iter().map(|value| value * value).sum::<f64>() / 2.0;

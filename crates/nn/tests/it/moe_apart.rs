@@ -9,7 +9,7 @@ use ferrospeed_nn::{GatedMlp, Init, Linear, Mode, Module, Moe, MoeConfig};
 use ferrospeed_tensor::autograd::{self, CustomOp, apply};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{Activation, DType, Device, Param, Result, Tensor, Value, ops};
+use ferrospeed_tensor::{Activation, DType, Param, Result, Tensor, Value, ops};
 
 const WIDTH: usize = 8;
 const TOKENS: usize = 24;
@@ -41,13 +41,13 @@ impl Module for Watching {
 fn tokens(rank: usize) -> Tensor {
     let mut values = vec![0.0; TOKENS * WIDTH];
     RandomKey::new(9, rank as u32).fill_normal(0, &mut values);
-    Tensor::from_slice(&values, [TOKENS, WIDTH], &Device::cpu()).unwrap().tracked()
+    Tensor::from_slice(&values, [TOKENS, WIDTH], &ferrospeed_cpu::device()).unwrap().tracked()
 }
 
 /// The mixture of a rank's tokens and a dense layer of them, and the gradient of these: the layer beside the exchange, where
 /// somebody wants to know how many had `ended`, or behind it.
 fn mixed(world: World, ended: Option<Arc<Mutex<Vec<u64>>>>) -> [Vec<u32>; 2] {
-    let (init, device, rank) = (Init::root(), Device::cpu(), world.rank());
+    let (init, device, rank) = (Init::root(), ferrospeed_cpu::device(), world.rank());
     let expert = |init: &Init, _: usize| {
         let linear = |name, inputs, outputs| Linear::new(&init.at(name), inputs, outputs, false);
         let [gate, up] = ["gate", "up"].map(|name| linear(name, WIDTH, 12));
@@ -157,7 +157,7 @@ fn gradients_travel_back_from_their_experts_while_those_of_the_dense_layer_are_c
     let start = |world: World| {
         let events = events.clone();
         std::thread::spawn(move || {
-            let (init, device, rank) = (Init::root(), Device::cpu(), world.rank());
+            let (init, device, rank) = (Init::root(), ferrospeed_cpu::device(), world.rank());
             let expert = |init: &Init, _: usize| -> Arc<dyn Module> {
                 let events = events.clone();
                 // The first rank has its gradients of tokens to send, and this one has not, until that works on its dense

@@ -130,7 +130,7 @@ fn places(case: &Value, logits: &[f32], experts: usize) -> Assignment {
 
 #[test]
 fn golden_gates() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     golden().each_case("moe/gating.json", 33, |case| {
         let (tokens, experts) = (count(case, "tokens"), count(case, "experts"));
         let mixed = gate_alone(case, &device);
@@ -272,7 +272,7 @@ fn check_forward(facts: &Value, mixed: &Mixed, dx: &[f32]) {
 
 #[test]
 fn golden_layers() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     golden().each_case("moe/layer_ep1.json", 9, |case| {
         let object = |key: &str| case[key].as_object().expect("tensors by name");
         let weights = || object("params").iter().map(|(name, value)| (name.clone(), floats(value))).collect();
@@ -332,7 +332,7 @@ fn golden_layers_whose_experts_are_spread_over_ranks() {
     // The recordings' loss is `sum(y·dy) + 0.1·l_aux`.
     const BALANCE_WEIGHT: f32 = 0.1;
     const PARTS: [&str; 4] = ["w1.weight", "w1.bias", "w2.weight", "w2.bias"];
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     golden().each_case("moe/layer_ep.json", 5, |case| {
         let (experts, together) = (count(case, "num_experts"), count(case, "ep_size"));
         let name =

@@ -72,7 +72,7 @@ fn check(name: &str, build: impl FnOnce(&Value, &Init, &Device) -> Profile) {
         assert!(!golden().is_default(), "flops/profiles.json has no {name}");
         return eprintln!("golden: flops/profiles.json: {name}: not in this set");
     }
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let profile = build(case, &Init::root(), &device);
     compare(name, &case["tree"], "", &profile);
     let total = profile.total().forward;
@@ -194,7 +194,7 @@ fn golden_shared_layer_counts_both_its_uses() {
 
 #[test]
 fn a_layer_of_a_sequence_has_the_name_of_its_class() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let init = Init::root();
     let layers = Sequential::new(&init.at("net"))
         .add(|init| Linear::new(init, 2, 3, true))

@@ -66,7 +66,7 @@ fn golden_shared_sequences_attend_like_whole_ones() {
         for method in [SequenceMethod::Ulysses, SequenceMethod::Ring] {
             let case = Arc::new(case.clone());
             let work = move |world: World| {
-                let device = Device::cpu_with_threads(1);
+                let device = ferrospeed_cpu::with_threads(1);
                 let tokens = case["seq"].as_u64().expect("a size") as usize;
                 let part = SequenceParallel::new(world.group(), method).divide(tokens).unwrap();
                 let options = AttentionOptions::default();

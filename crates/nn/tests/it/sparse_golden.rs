@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 
 use ferrospeed_nn::sparse_attention::{SparseAttention, bias_of_kept};
 use ferrospeed_tensor::ops::{self, AttentionOptions};
-use ferrospeed_tensor::{BlockLayout, DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{BlockLayout, DType, Tensor, autograd};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_testkit::tensors;
@@ -123,7 +123,7 @@ fn golden_sparse_attention_and_gradients() {
     let set = golden();
     set.each_path("sparse", set.path("sparse/sparse_attention.safetensors"), 1, |path| {
         let recorded = tensors::read(path);
-        let device = Device::cpu();
+        let device = ferrospeed_cpu::device();
         let tensor = |name: &str| {
             let recorded = &recorded[name];
             Tensor::from_f32(recorded.floats(), recorded.shape.as_slice(), DType::F32, &device)

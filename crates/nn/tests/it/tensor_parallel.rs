@@ -10,7 +10,7 @@ use ferrospeed_nn::{
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, ParamSource, PlainStore};
-use ferrospeed_tensor::{DType, Device, Param, Result, Tensor, autograd, profile};
+use ferrospeed_tensor::{DType, Param, Result, Tensor, autograd, profile};
 
 /// Runs `work` on every rank of a group of threads.
 fn on_ranks<R: Send + 'static>(
@@ -40,7 +40,7 @@ fn hidden(scale: f32) -> Vec<f32> {
 
 /// The loss, and the gradients of the hidden states and of this rank's rows of the head.
 fn loss(group: Option<&Group>, dtype: DType, scale: f32, counts: bool) -> (f32, Vec<f32>, Vec<f32>) {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let init = Init::root().over(group.map(Slices::from).as_ref());
     let cut = Cut::Outputs { sections: 1, units: TOKENS };
     let head = Linear::normal(&init.at("head").cut(cut), WIDTH, TOKENS, false, WeightLayout::OutIn, 1.0);
@@ -67,7 +67,7 @@ fn loss(group: Option<&Group>, dtype: DType, scale: f32, counts: bool) -> (f32, 
 #[test]
 fn the_loss_in_slices_counts_what_the_whole_one_does() {
     let counted = |group: Option<&Group>| {
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let total = profile::collect(&device, || loss(group, DType::F32, 1.0, true)).1.total();
         [total.forward, total.backward, total.recomputation].map(|work| [work.macs, work.flops])
     };
@@ -83,7 +83,7 @@ fn the_loss_in_slices_counts_what_the_whole_one_does() {
 fn tokens_that_no_rank_holds_are_refused() {
     for ranks in [2, 3] {
         on_ranks(ranks, |group| {
-            let device = Device::cpu_with_threads(1);
+            let device = ferrospeed_cpu::with_threads(1);
             let init = Init::root().over(Some(&Slices::from(group)));
             let words = Embedding::new(&init.at("words").cut(Cut::Entries), TOKENS, WIDTH, 1.0);
             let source = FromInitializers { seed: 5 };
@@ -129,7 +129,7 @@ fn ranks_with_more_tokens_than_others_still_tell_each_other_of_the_same_rows() {
     const MANY: usize = 2 * 8192 + 1;
     const ROWS: usize = 1024;
     let loss = |group: Option<&Group>| {
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let init = Init::root().over(group.map(Slices::from).as_ref());
         let words = Embedding::new(&init.at("words").cut(Cut::Entries), MANY, 2, 1.0);
         let source = FromInitializers { seed: 5 };
@@ -165,7 +165,7 @@ impl ParamSource for Alike {
 
 /// What attention with two heads per rank gives, and where the random numbers are behind it.
 fn attend(group: Option<&Group>, dropout: f32) -> (Vec<f32>, RandomState) {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let init = Init::root().over(group.map(Slices::from).as_ref());
     let units = 2 * group.map_or(1, Group::size);
     let linear = |name: &str, cut, inputs, outputs| {

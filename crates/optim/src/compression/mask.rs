@@ -139,7 +139,6 @@ impl Mask {
 
 #[cfg(test)]
 mod tests {
-    use ferrospeed_tensor::Device;
 
     use super::*;
 
@@ -154,7 +153,7 @@ mod tests {
     #[test]
     fn rows_columns_and_heads_are_units() {
         let weight: Vec<f32> = (0..24).map(|value| value as f32).collect();
-        let x = Tensor::from_slice(&weight, [4, 6], &Device::cpu_with_threads(1)).unwrap();
+        let x = Tensor::from_slice(&weight, [4, 6], &ferrospeed_cpu::with_threads(1)).unwrap();
         for (units, zeroed) in [
             (Units { stride: 6, count: 4 }, (0..12).collect::<Vec<usize>>()),
             (Units { stride: 1, count: 6 }, (0..24).filter(|at| at % 6 < 3).collect()),

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use ferrospeed_tensor::Device;
-use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
-use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::loops::ahead::{TOGETHER, ask_ahead};
+use ferrospeed_tensor::loops::simd::vectorized;
 
 use super::{BLOCK, Exchange, Pace, Phase, Values, Whole, blend, blend_squares, blocks, known, walk};
 

@@ -5,7 +5,7 @@
 //! corrected by how much a second moment that goes on, from gradients reconstructed out of momenta, has moved away.
 
 use ferrospeed_tensor::Device;
-use ferrospeed_tensor::cpu::simd::{LANES, vectorized};
+use ferrospeed_tensor::loops::simd::{LANES, vectorized};
 
 use super::{BLOCK, Exchange, Memory, Norm, Phase, Values, Whole, blend, blend_squares, blocks, known};
 

@@ -26,9 +26,9 @@ use std::ops::Range;
 
 use ferrospeed_config::OneBit as Configured;
 use ferrospeed_tensor::Device;
-use ferrospeed_tensor::cpu::ahead::{TOGETHER, ask_ahead};
-use ferrospeed_tensor::cpu::simd::vectorized;
 use ferrospeed_tensor::dtype::Float;
+use ferrospeed_tensor::loops::ahead::{TOGETHER, ask_ahead};
+use ferrospeed_tensor::loops::simd::vectorized;
 
 use crate::{Copy16, Gradient, GroupOptions};
 
@@ -447,7 +447,7 @@ mod tests {
                     copy: Copy16::None,
                     options: GroupOptions { lr: 0.01, weight_decay: 0.0, betas: [0.9, 0.999] },
                 }];
-                rule.step(&Device::cpu(), &mut memory, &mut params, step, &mut Signs).unwrap();
+                rule.step(&ferrospeed_cpu::device(), &mut memory, &mut params, step, &mut Signs).unwrap();
             }
             assert!(weights[0] < 0.5 && weights[0].is_finite(), "{}: {weights:?}", rule.name());
             assert_eq!(weights[1], 0.5, "{}", rule.name());

@@ -6,7 +6,7 @@
 //! ranks until the interval ends. Both intervals follow from the number of the step.
 
 use ferrospeed_tensor::Device;
-use ferrospeed_tensor::cpu::simd::vectorized;
+use ferrospeed_tensor::loops::simd::vectorized;
 
 use super::{BLOCK, Exchange, Memory, Pace, Phase, Values, Whole, blend, blend_squares, blocks, known, walk};
 

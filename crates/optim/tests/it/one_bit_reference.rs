@@ -3,7 +3,6 @@
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Values, Whole};
 use ferrospeed_optim::{Copy16, Gradient, GroupOptions, Optimizer};
-use ferrospeed_tensor::Device;
 use half::bf16;
 use serde_json::{Value, json};
 
@@ -306,7 +305,7 @@ fn blocks_give_the_bits_of_plain_passes() {
                     options,
                 })
                 .collect();
-            rule.step(&Device::cpu(), &mut memory, &mut wholes, step, &mut Signs).unwrap();
+            rule.step(&ferrospeed_cpu::device(), &mut memory, &mut wholes, step, &mut Signs).unwrap();
             drop(wholes);
             for ((found, expected), copy) in found.iter().zip(&expected).zip(&copies) {
                 let case = format!("{name}, step {step}, {} elements", copy.len());

@@ -6,7 +6,6 @@ use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_optim::own::{OwnOptimizer, Slices};
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{Copy16, Gradient, GroupOptions, Optimizer, Stretch};
-use ferrospeed_tensor::Device;
 use half::bf16;
 use serde_json::{Value, json};
 
@@ -43,7 +42,7 @@ fn step(
     states: &mut [Vec<f32>],
     cut: usize,
 ) {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     for range in [0..cut, cut..weights.len()] {
         let mut stretch = Stretch {
             weights: &mut weights[range.clone()],
@@ -154,7 +153,7 @@ impl OwnOptimizer for Halving {
 
 #[test]
 fn an_optimizer_of_ones_own_updates_weights_states_and_the_copy() {
-    let (device, numel) = (Device::cpu(), 100_000);
+    let (device, numel) = (ferrospeed_cpu::device(), 100_000);
     let optimizer = Optimizer::own(Halving);
     let options = GroupOptions { lr: 0.5, weight_decay: 0.0, betas: [0.0; 2] };
     let mut weights: Vec<f32> = (0..numel).map(|index| index as f32).collect();

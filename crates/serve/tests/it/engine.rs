@@ -21,7 +21,7 @@ use ferrospeed_serve::weights_home::WeightsHome;
 use ferrospeed_serve::{Engine, ServeError};
 use ferrospeed_tensor::memory::Category;
 use ferrospeed_tensor::store::PlainStore;
-use ferrospeed_tensor::{DType, Device, PackedBits};
+use ferrospeed_tensor::{DType, PackedBits};
 use serde_json::json;
 
 const NEW_TOKENS: usize = 24;
@@ -65,7 +65,7 @@ fn written(folder: &tempfile::TempDir) -> Vec<Vec<i64>> {
         unreachable!("it is a decoder")
     };
     let (model, weights, device) =
-        (Decoder::new(*config), WeightFiles::open_directory(&path).unwrap(), Device::cpu());
+        (Decoder::new(*config), WeightFiles::open_directory(&path).unwrap(), ferrospeed_cpu::device());
     let _store = PlainStore::attach(model.parameters().as_slice(), DType::F32, &device, &weights).unwrap();
     let options = GenerateOptions {
         max_new_tokens: NEW_TOKENS,
@@ -195,7 +195,7 @@ fn weights_of_few_bits_are_served_and_their_answers_do_not_depend_on_company() {
     for (bits, folder) in cases {
         let start = |limits: Limits, path: &Path, packed: Option<PackedBits>| {
             let options = OpenOptions { packed, cache_bytes: 1 << 20, running: 16, ..OpenOptions::default() };
-            let (facts, runner, blocks) = open(path, &options, &Device::cpu()).unwrap();
+            let (facts, runner, blocks) = open(path, &options, &ferrospeed_cpu::device()).unwrap();
             Engine::start(facts, runner, blocks, limits).unwrap()
         };
         let whole = folder.path().join("tiny");
@@ -223,7 +223,7 @@ fn a_smaller_models_guesses_change_no_token_and_a_good_ones_spare_passes() {
             let engine = match draft {
                 None => Engine::start(facts, runner, blocks, LIMITS),
                 Some(draft) => {
-                    let (path, device) = (draft.path().join("tiny"), Device::cpu());
+                    let (path, device) = (draft.path().join("tiny"), ferrospeed_cpu::device());
                     let options = OpenOptions { cache_bytes: 1, running: 1000, ..OpenOptions::default() };
                     let Err(ServeError::CacheTooSmall { block_bytes, .. }) =
                         Draft::open(&path, &options, &device, &facts, 4)
@@ -278,7 +278,7 @@ fn a_draft_of_another_vocabulary_is_refused() {
     .unwrap();
     let (facts, ..) = opened(&folder, 8);
     let options = OpenOptions { cache_bytes: 1 << 20, running: 4, ..OpenOptions::default() };
-    let refused = Draft::open(&other.path().join("tiny"), &options, &Device::cpu(), &facts, 4);
+    let refused = Draft::open(&other.path().join("tiny"), &options, &ferrospeed_cpu::device(), &facts, 4);
     let why = refused.err().expect("it knows other tokens").to_string();
     assert!(why.contains("vocabulary of 128") && why.contains("256"), "{why}");
 }
@@ -334,7 +334,7 @@ fn served_by(
                 home,
                 ..OpenOptions::default()
             };
-            let device = Device::cpu_with_threads(1);
+            let device = ferrospeed_cpu::with_threads(1);
             let (facts, runner, blocks) = open(&path, &options, &device).unwrap();
             let bytes = device.memory_usage().current(Category::Parameters);
             if group.rank() > 0 {

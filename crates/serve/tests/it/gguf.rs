@@ -10,7 +10,6 @@ use ferrospeed_serve::model::{OpenOptions, codec_of, open};
 use ferrospeed_serve::request::{Event, Request, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::template::Message;
-use ferrospeed_tensor::Device;
 use serde_json::Value;
 
 fn folder() -> PathBuf {
@@ -50,7 +49,8 @@ fn a_file_is_served_with_its_template_and_writes_what_transformers_writes() {
         running: 4,
         ..OpenOptions::default()
     };
-    let (facts, runner, blocks) = open(&folder().join("llama.gguf"), &options, &Device::cpu()).unwrap();
+    let (facts, runner, blocks) =
+        open(&folder().join("llama.gguf"), &options, &ferrospeed_cpu::device()).unwrap();
     assert_eq!((facts.name.as_str(), &facts.end_tokens[..]), ("llama", &[2, 2][..]));
     let talk = [Message { role: "user".into(), content: "hi".into() }];
     assert_eq!(facts.template.render(&talk).unwrap(), "hi</s>");

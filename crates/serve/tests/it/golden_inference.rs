@@ -11,7 +11,6 @@ use ferrospeed_serve::inference::merge::merged;
 use ferrospeed_serve::inference::quantize::{group_quantizer, group_scales, weight_quantization};
 use ferrospeed_serve::inference::shards::{FusedQkv, shard_sizes};
 use ferrospeed_serve::inference::{InferenceConfig, InferenceError};
-use ferrospeed_tensor::Device;
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::{golden, read_json};
@@ -134,7 +133,8 @@ fn golden_ways_of_calling_init_inference() {
                 None => case["config"].clone(),
             };
             let (before, arguments) = (config.clone(), case["kwargs"].as_object().unwrap());
-            let engine = init_inference(&folder.path().join("tiny"), &config, arguments, &Device::cpu());
+            let engine =
+                init_inference(&folder.path().join("tiny"), &config, arguments, &ferrospeed_cpu::device());
             assert_eq!(config, before, "what the caller has stays as it is");
             if case["ok"] != true && !ours_computes(case) {
                 return assert_refused(&engine.unwrap_err(), case);
@@ -160,7 +160,12 @@ fn golden_calls_of_the_engine() {
     let folder = support::model(&support::families()[0]);
     let start = |more: Value| {
         let arguments = more.as_object().unwrap();
-        init_inference(&folder.path().join("tiny"), &json!({"dtype": "fp32"}), arguments, &Device::cpu())
+        init_inference(
+            &folder.path().join("tiny"),
+            &json!({"dtype": "fp32"}),
+            arguments,
+            &ferrospeed_cpu::device(),
+        )
     };
     let generate = |prompt: usize, new: usize, most: usize, beams: Option<usize>| {
         let engine = start(json!({"max_tokens": most})).unwrap();
@@ -238,7 +243,7 @@ fn a_model_on_two_ranks_gives_each_the_texts_of_the_whole_one_and_its_failures()
             if world.size() > 1 {
                 arguments.as_object_mut().unwrap().extend(held.as_object().unwrap().clone());
             }
-            let device = Device::cpu_with_threads(1);
+            let device = ferrospeed_cpu::with_threads(1);
             let engine =
                 init_inference_on(&world, &folder.path().join("tiny"), &arguments, &Map::new(), &device);
             let engine = engine.unwrap();
@@ -263,7 +268,9 @@ fn a_model_on_two_ranks_gives_each_the_texts_of_the_whole_one_and_its_failures()
 #[test]
 fn what_is_not_built_is_refused_and_what_has_no_effect_is_named() {
     let folder = support::model(&support::families()[0]);
-    let start = |more: Value| init_inference(&folder.path().join("tiny"), &more, &Map::new(), &Device::cpu());
+    let start = |more: Value| {
+        init_inference(&folder.path().join("tiny"), &more, &Map::new(), &ferrospeed_cpu::device())
+    };
     for (config, what) in [
         (json!({"tp": {"tp_size": 2}}), "tensor_parallel.tp_size"),
         (json!({"mp_size": 2}), "tensor_parallel.tp_size"),
@@ -318,7 +325,7 @@ fn weights_are_read_from_where_a_description_says_and_written_so_that_one_can() 
     let written = |directory: &std::path::Path, more: Value| {
         let mut config = json!({"dtype": "fp32"});
         config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        let engine = init_inference(directory, &config, &Map::new(), &Device::cpu())?;
+        let engine = init_inference(directory, &config, &Map::new(), &ferrospeed_cpu::device())?;
         engine.generate(&prompts, &call)
     };
     let expected = written(&directory, json!({"save_mp_checkpoint_path": saved})).unwrap();

@@ -16,7 +16,7 @@ use ferrospeed_serve::model::{OpenOptions, open};
 use ferrospeed_serve::request::{Event, Request, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::weights_home::WeightsHome;
-use ferrospeed_tensor::{Device, Tensor};
+use ferrospeed_tensor::Tensor;
 use serde_json::{Value, json};
 
 fn config(zero: &Value, ranks: usize) -> Config {
@@ -199,6 +199,7 @@ fn weights_that_wait_on_a_disk_write_what_weights_in_memory_write() {
     assert_eq!(std::fs::read_dir(swap.path()).unwrap().count(), 0, "nothing of it stays");
     let folder = model(&families()[0]);
     let options = OpenOptions { home: WeightsHome::disk(Path::new("/proc/none")), ..Default::default() };
-    let refused = open(&folder.path().join("tiny"), &options, &Device::cpu()).err().expect("no such place");
+    let refused =
+        open(&folder.path().join("tiny"), &options, &ferrospeed_cpu::device()).err().expect("no such place");
     assert!(refused.to_string().contains("/proc/none"), "{refused}");
 }

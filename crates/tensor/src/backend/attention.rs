@@ -25,25 +25,52 @@ pub struct Heads<'a> {
     pub head_stride: usize,
 }
 
+/// Where heads lie in a tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadPlaces {
+    /// The first element of head 0, token 0, batch 0.
+    pub offset: usize,
+    /// Elements between sequences of the batch.
+    pub batch_stride: usize,
+    /// Elements between tokens.
+    pub token_stride: usize,
+    /// Elements between heads.
+    pub head_stride: usize,
+}
+
+impl HeadPlaces {
+    /// The same from a token on.
+    pub fn starting_at(&self, first: usize) -> HeadPlaces {
+        HeadPlaces { offset: self.offset + first * self.token_stride, ..*self }
+    }
+}
+
 /// Attention heads that are written, inside a larger tensor.
 #[derive(Debug)]
-pub struct HeadsOut<'a>(Heads<'a>);
+pub struct HeadsOut<'a> {
+    /// The larger tensor.
+    pub out: Out<'a>,
+    /// Where they lie in it.
+    pub places: HeadPlaces,
+}
 
 impl<'a> HeadsOut<'a> {
     /// From an element of an output on, with the elements between sequences, tokens and heads.
     pub fn new(out: Out<'a>, offset: usize, strides: [usize; 3]) -> HeadsOut<'a> {
         let [batch_stride, token_stride, head_stride] = strides;
-        HeadsOut(Heads { tensor: out.tensor, offset, batch_stride, token_stride, head_stride })
+        HeadsOut { out, places: HeadPlaces { offset, batch_stride, token_stride, head_stride } }
     }
 
-    pub(crate) fn heads(&self) -> &Heads<'a> {
-        &self.0
+    /// Gives the right to write up: what has been written may be read.
+    pub fn into_heads(self) -> Heads<'a> {
+        let HeadPlaces { offset, batch_stride, token_stride, head_stride } = self.places;
+        Heads { tensor: self.out.into_tensor(), offset, batch_stride, token_stride, head_stride }
     }
 }
 
 impl<'a> Heads<'a> {
     /// The same from a token on.
-    pub(crate) fn starting_at(&self, first: usize) -> Heads<'a> {
+    pub fn starting_at(&self, first: usize) -> Heads<'a> {
         Heads { offset: self.offset + first * self.token_stride, ..*self }
     }
 }

@@ -1,6 +1,6 @@
 //! Copies: between host and device, within a device, and between types.
 
-use crate::backend::{Device, Mark, Memory};
+use crate::backend::{Mark, Memory};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Category;
@@ -22,11 +22,12 @@ pub trait Copies: Memory {
         self.copy_to_host(source, &mut bytes)?;
         Ok(Box::new(move || Ok(bytes)))
     }
-    /// Memory of the host that the device can copy to and from beside its other work: see [`crate::beside`].
-    fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
-        Tensor::empty_in([numel], dtype, &Device::cpu(), category)
+    /// Memory of the host that the device can copy to and from beside its other work; `None` where any will do. See
+    /// [`Device::locked`](crate::backend::Device::locked).
+    fn locked(&self, _numel: usize, _dtype: DType, _category: Category) -> Result<Option<Tensor>> {
+        Ok(None)
     }
-    /// Begins a copy between a tensor of this device and one of [`Copies::locked`], behind what was submitted before a mark;
+    /// Begins a copy between a tensor of this device and one of [`Device::locked`](crate::backend::Device::locked), behind what was submitted before a mark;
     /// gives a mark behind the copy. See [`crate::beside::Beside`].
     fn copy_beside(&self, _source: &Tensor, _target: Out<'_>, _after: &Mark) -> Result<Mark> {
         Err(self.left_to_the_host("copy_beside"))

@@ -1,9 +1,9 @@
 //! Values that travel as small integers.
 
 use crate::backend::Memory;
-use crate::cpu::quantize::Bits;
 use crate::error::Result;
 use crate::out::Out;
+use crate::quantize::Bits;
 use crate::tensor::Tensor;
 
 /// How a run of values lies in bytes.
@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 pub enum RunForm {
     /// As f32.
     Exact,
-    /// The steps of its groups, then their integers, as [`Format::quantize_turned`](crate::cpu::quantize::Format::quantize_turned)
+    /// The steps of its groups, then their integers, as [`Format::quantize_turned`](crate::quantize::Format::quantize_turned)
     /// makes them.
     Turned {
         /// How large the integers are.
@@ -35,7 +35,7 @@ pub struct Runs<'a> {
 }
 
 /// Small integers on a device, with the bits that the host gives them. The host's own are functions of slices
-/// ([`crate::cpu::quantize`]).
+/// ([`crate::quantize`]).
 pub trait Integers: Memory {
     /// Packs a run to `out`, from byte `start` on. `false`: the device has no kernel for it, and nothing was done.
     fn pack_run(&self, _form: RunForm, _values: &Tensor, _out: Out<'_>, _start: usize) -> Result<bool> {

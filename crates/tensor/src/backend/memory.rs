@@ -2,6 +2,7 @@
 
 use std::ptr::NonNull;
 
+use crate::backend::Device;
 use crate::error::{Result, TensorError};
 use crate::memory::{Category, MemoryUsage};
 
@@ -23,8 +24,15 @@ unsafe impl Sync for RawBlock {}
 pub trait Memory: Send + Sync {
     /// What it calls itself in messages.
     fn name(&self) -> String;
+    /// The kind of its kernels, for whoever wants the same bits again: the word of `FERROSPEED_CPU_KERNELS` for a processor's, or
+    /// `amx`; the name of a GPU.
+    fn kernels(&self) -> String;
+    /// The device of the host that it works with; `None` where its own memory is the host's.
+    fn host(&self) -> Option<&Device>;
     /// Whether its memory is the host's.
-    fn is_host(&self) -> bool;
+    fn is_host(&self) -> bool {
+        self.host().is_none()
+    }
     /// Takes memory; content undefined.
     fn allocate(&self, bytes: usize, category: Category) -> Result<RawBlock>;
     /// Gives memory back.

@@ -17,7 +17,7 @@ mod sums;
 mod updates;
 mod work;
 
-pub use attention::{Attention, AttentionSpec, Heads, HeadsOut, WeightGrid};
+pub use attention::{Attention, AttentionSpec, HeadPlaces, Heads, HeadsOut, WeightGrid};
 pub use copies::{Copies, ReadLater};
 pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
 pub use integers::{Integers, RunForm, Runs};
@@ -31,11 +31,12 @@ pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates, sum_of_wo
 pub use work::{Mark, Work};
 
 use std::cell::Cell;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::cpu::CpuBackend;
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::{Category, MemoryUsage};
+use crate::tensor::Tensor;
 
 /// A device: memory and kernels.
 pub trait Backend:
@@ -53,12 +54,6 @@ impl<T> Backend for T where
 pub struct Device(Arc<dyn Backend>);
 
 impl Device {
-    /// The CPU with the default number of threads, one object per process.
-    pub fn cpu() -> Device {
-        static SHARED: OnceLock<Device> = OnceLock::new();
-        SHARED.get_or_init(|| Device::new(CpuBackend::new(crate::cpu::default_threads()))).clone()
-    }
-
     /// Does something with each of some parts, on the host's threads that serve this device, and waits.
     pub fn each<P: Send>(&self, parts: impl Iterator<Item = P>, work: impl Fn(usize, P) + Send + Sync) {
         // Each task takes its own part out of the list, so none is shared.
@@ -71,16 +66,6 @@ impl Device {
         });
     }
 
-    /// A CPU device of its own, with its own pool and accounting.
-    pub fn cpu_with_threads(threads: usize) -> Device {
-        Device::new(CpuBackend::new(threads))
-    }
-
-    /// The CUDA device with this number among the visible ones.
-    pub fn cuda(ordinal: usize) -> Result<Device> {
-        Ok(Device::new(crate::cuda::CudaBackend::open(ordinal)?))
-    }
-
     /// A device over any backend.
     pub fn new(backend: impl Backend + 'static) -> Device {
         Device(Arc::new(backend))
@@ -89,6 +74,19 @@ impl Device {
     /// Its backend.
     pub fn backend(&self) -> &dyn Backend {
         &*self.0
+    }
+
+    /// The device of the host that this one works with: itself, where its memory is the host's.
+    pub fn host(&self) -> &Device {
+        self.0.host().unwrap_or(self)
+    }
+
+    /// Memory of the host that the device can copy to and from beside its other work: see [`crate::beside`].
+    pub fn locked(&self, numel: usize, dtype: DType, category: Category) -> Result<Tensor> {
+        match self.0.locked(numel, dtype, category)? {
+            Some(locked) => Ok(locked),
+            None => Tensor::empty_in([numel], dtype, self.host(), category),
+        }
     }
 
     /// What it holds.

@@ -38,7 +38,8 @@ impl<'a> Matrix<'a> {
 /// Where a product goes: memory from `offset` on, row-major with `row_stride`.
 #[derive(Debug)]
 pub struct MatrixOut<'a> {
-    pub(crate) tensor: &'a Tensor,
+    /// The memory.
+    pub out: Out<'a>,
     /// The first element.
     pub offset: usize,
     /// Elements between rows.
@@ -50,26 +51,20 @@ pub struct MatrixOut<'a> {
 impl<'a> MatrixOut<'a> {
     /// All of an output as one matrix of its last dimension's width.
     pub fn whole(out: Out<'a>) -> Self {
-        MatrixOut { tensor: out.tensor, offset: 0, row_stride: out.shape().last(), batch_stride: 0 }
+        MatrixOut { offset: 0, row_stride: out.shape().last(), batch_stride: 0, out }
     }
 
     /// `count` matrices that follow each other in an output.
     pub fn each(out: Out<'a>, count: usize) -> Vec<Self> {
         let size = out.numel() / count.max(1);
-        (0..count)
-            .map(|at| MatrixOut { offset: at * size, ..MatrixOut::whole(Out { tensor: out.tensor }) })
-            .collect()
+        // SAFETY: one matrix ends where the next begins.
+        let matrix = |at| MatrixOut { offset: at * size, ..MatrixOut::whole(unsafe { out.shared() }) };
+        (0..count).map(matrix).collect()
     }
 
     /// As many elements from its first on as a shape has.
-    pub(crate) fn part(self, shape: impl Into<Shape>) -> Result<Part<'a>> {
-        Out { tensor: self.tensor }.part(self.offset, shape)
-    }
-
-    /// The same place for kernels that know which parts they read.
-    pub(crate) fn matrix(&self) -> Matrix<'a> {
-        let MatrixOut { tensor, offset, row_stride, batch_stride } = *self;
-        Matrix { tensor, offset, row_stride, batch_stride, transposed: false }
+    pub fn part(self, shape: impl Into<Shape>) -> Result<Part<'a>> {
+        self.out.part(self.offset, shape)
     }
 }
 

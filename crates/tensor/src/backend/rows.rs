@@ -1,8 +1,9 @@
 //! Rows and elements by index: look-ups, choices, orders of dimensions, windows of images.
 
 use crate::backend::{Memory, RoutedRows};
-use crate::error::Result;
+use crate::error::{Result, TensorError};
 use crate::out::Out;
+use crate::shape::Shape;
 use crate::tensor::Tensor;
 
 /// A two-dimensional convolution or pooling window.
@@ -14,6 +15,27 @@ pub struct Window2d {
     pub stride: [usize; 2],
     /// Zeros around the image.
     pub padding: [usize; 2],
+}
+
+impl Window2d {
+    /// Height and width of the result on an image of this size.
+    pub fn output_size(&self, op: &'static str, image: &Shape) -> Result<[usize; 2]> {
+        if image.dims() != 4 {
+            return Err(TensorError::shape(op, "the image", *image, "[batch, channels, height, width]"));
+        }
+        let mut sizes = [0; 2];
+        for axis in 0..2 {
+            let padded = image[2 + axis] + 2 * self.padding[axis];
+            if self.stride[axis] == 0 || self.kernel[axis] == 0 || padded < self.kernel[axis] {
+                return Err(TensorError::argument(
+                    op,
+                    format!("{self:?} does not fit an image of shape {image}"),
+                ));
+            }
+            sizes[axis] = (padded - self.kernel[axis]) / self.stride[axis] + 1;
+        }
+        Ok(sizes)
+    }
 }
 
 /// Rows by index on a device.

@@ -5,7 +5,22 @@ use crate::error::Result;
 
 /// A point in a device's work: see [`Work::mark`].
 #[derive(Debug, PartialEq, Eq)]
-pub struct Mark(pub(crate) u64);
+pub struct Mark(u64);
+
+impl Mark {
+    /// A point by the number that its device knows it by.
+    ///
+    /// # Safety
+    /// The device that is asked about it gave this number, and has not been told to [unmark](Work::unmark) it.
+    pub unsafe fn new(number: u64) -> Mark {
+        Mark(number)
+    }
+
+    /// The number that its device knows it by.
+    pub fn number(&self) -> u64 {
+        self.0
+    }
+}
 
 /// What a device does in which order.
 pub trait Work: Memory {

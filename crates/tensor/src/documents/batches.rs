@@ -70,36 +70,37 @@ fn layout(lengths: &[usize], row: usize) -> (Vec<Batch>, Vec<usize>) {
 impl Batches {
     /// `None` where too much would have to be filled up.
     pub(crate) fn of(documents: &Documents, device: &Device) -> Result<Option<Batches>> {
-        let row = documents.tokens();
-        let of_row = |number: usize| {
-            documents.of_row(number).map(move |d| number * row + d.start..number * row + d.end)
-        };
-        let all: Vec<Range<usize>> = (0..documents.rows()).flat_map(of_row).collect();
-        let (batches, order) = layout(&all.iter().map(Range::len).collect::<Vec<_>>(), row);
-        let count = documents.rows() * row;
-        let wanted = batches.iter().map(|batch| batch.sequences * batch.tokens).sum::<usize>();
-        if wanted > MOST_PLACES * count {
-            return Ok(None);
-        }
-        let (mut tokens, mut or_none, mut places) =
-            (Vec::with_capacity(wanted), Vec::with_capacity(wanted), vec![0; count]);
-        for (document, length) in order.iter().map(|&number| all[number].clone()).zip(lengths(&batches)) {
-            let last = document.end - 1;
-            for (place, token) in (tokens.len() as i64..).zip(document.clone()) {
-                places[token] = place;
-            }
-            let filling = length - document.len();
-            tokens
-                .extend(document.clone().chain(std::iter::repeat_n(last, filling)).map(|token| token as i64));
-            or_none.extend(document.chain(std::iter::repeat_n(count, filling)).map(|token| token as i64));
-        }
-        Ok(Some(Batches {
-            all: batches,
-            tokens: Tensor::from_slice(&tokens, [wanted], device)?,
-            or_none: Tensor::from_slice(&or_none, [wanted], device)?,
-            places: Tensor::from_slice(&places, [count], device)?,
-        }))
+        let Some((all, indices)) = indices(documents) else { return Ok(None) };
+        let [tokens, or_none, places] =
+            indices.map(|indices| Tensor::from_slice(&indices, [indices.len()], device));
+        Ok(Some(Batches { all, tokens: tokens?, or_none: or_none?, places: places? }))
     }
+}
+
+/// The batches, and the numbers of [`Batches::tokens`], [`Batches::or_none`] and [`Batches::places`].
+fn indices(documents: &Documents) -> Option<(Vec<Batch>, [Vec<i64>; 3])> {
+    let row = documents.tokens();
+    let of_row =
+        |number: usize| documents.of_row(number).map(move |d| number * row + d.start..number * row + d.end);
+    let all: Vec<Range<usize>> = (0..documents.rows()).flat_map(of_row).collect();
+    let (batches, order) = layout(&all.iter().map(Range::len).collect::<Vec<_>>(), row);
+    let count = documents.rows() * row;
+    let wanted = batches.iter().map(|batch| batch.sequences * batch.tokens).sum::<usize>();
+    if wanted > MOST_PLACES * count {
+        return None;
+    }
+    let (mut tokens, mut or_none, mut places) =
+        (Vec::with_capacity(wanted), Vec::with_capacity(wanted), vec![0; count]);
+    for (document, length) in order.iter().map(|&number| all[number].clone()).zip(lengths(&batches)) {
+        let last = document.end - 1;
+        for (place, token) in (tokens.len() as i64..).zip(document.clone()) {
+            places[token] = place;
+        }
+        let filling = length - document.len();
+        tokens.extend(document.clone().chain(std::iter::repeat_n(last, filling)).map(|token| token as i64));
+        or_none.extend(document.chain(std::iter::repeat_n(count, filling)).map(|token| token as i64));
+    }
+    Some((batches, [tokens, or_none, places]))
 }
 
 /// Of each sequence of the batches.
@@ -132,18 +133,15 @@ mod tests {
 
     #[test]
     fn every_token_has_a_place_where_it_is_found() {
-        let device = Device::cpu();
-        let documents = Documents::new(vec![vec![0, 70, 130, 200], vec![0, 200]], &device).unwrap();
-        let batches = Batches::of(&documents, &device).unwrap().unwrap();
-        let [tokens, or_none, places] =
-            [&batches.tokens, &batches.or_none, &batches.places].map(|of| of.to_vec::<i64>().unwrap());
+        let documents = Documents::on_host(vec![vec![0, 70, 130, 200], vec![0, 200]]).unwrap();
+        let (_, [tokens, or_none, places]) = indices(&documents).unwrap();
         assert!((0..400).all(|token| tokens[places[token] as usize] == token as i64));
         let mut held: Vec<i64> = or_none.iter().copied().filter(|&token| token < 400).collect();
         held.sort_unstable();
         assert_eq!(held, (0..400).collect::<Vec<i64>>());
         assert!(or_none.iter().zip(&tokens).all(|(none, token)| none == token || *none == 400));
         // Documents of one token are not worth 64 places.
-        let crumbs = Documents::new(vec![(0..=100).collect()], &device).unwrap();
-        assert!(Batches::of(&crumbs, &device).unwrap().is_none());
+        let crumbs = Documents::on_host(vec![(0..=100).collect()]).unwrap();
+        assert!(indices(&crumbs).is_none());
     }
 }

@@ -248,8 +248,8 @@ pub(super) fn expect_heads(what: &'static str, shape: &Shape) -> Result<()> {
     Err(TensorError::shape("attention", what, *shape, "[batch, tokens, heads, dim]"))
 }
 
-/// Attention of `q [batch, queries, heads, dim]` over `k` and `v [batch, keys, kv_heads, dim]`; the result is q's shape.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
+/// What [`attention`] of these is.
+pub(super) fn problem([q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Problem> {
     expect_heads("q", q.shape())?;
     expect_heads("k", k.shape())?;
     if k.shape() != v.shape() || q.shape()[0] != k.shape()[0] || q.shape()[3] != k.shape()[3] {
@@ -266,8 +266,14 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions)
         options: options.clone(),
     };
     problem.check()?;
+    Ok(problem)
+}
+
+/// Attention of `q [batch, queries, heads, dim]` over `k` and `v [batch, keys, kv_heads, dim]`; the result is q's shape.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions) -> Result<Tensor> {
+    let problem = problem([q, k, v], options)?;
     if let Some(batches) = attention_documents::batches(&problem, q) {
-        return attention_documents::attention([q, k, v], &problem, batches);
+        return attention_documents::together([q, k, v], &problem, batches);
     }
     let [q, k, v] = [q, k, v].map(Operand::from);
     let places = [&q, &k, &v].map(|operand| Place::whole(operand.shape()));
@@ -319,7 +325,7 @@ pub fn attention_packed(
     problem.check()?;
     if let Some(batches) = attention_documents::batches(&problem, qkv) {
         let [q, k, v] = split_heads(qkv, heads, layout)?;
-        let out = attention_documents::attention([&q, &k, &v], &problem, batches)?;
+        let out = attention_documents::together([&q, &k, &v], &problem, batches)?;
         return crate::ops::reshape(&out, [batch, tokens, heads * dim]);
     }
     let places = [0, 1, 2].map(|part| Place::packed(layout, part, tokens, heads, dim));

@@ -6,27 +6,48 @@ use std::sync::Arc;
 use crate::autograd::{needs_grad, record};
 use crate::documents::Batches;
 use crate::dtype::DType;
-use crate::error::Result;
-use crate::ops::attention::{Place, Problem};
+use crate::error::{Result, TensorError};
+use crate::ops::attention::{self, AttentionOptions, Place, Problem};
 use crate::param::Operand;
 use crate::profile::{self, Pass};
 use crate::tensor::Tensor;
 
 /// How documents are brought together, where that is the faster way.
 pub(super) fn batches(problem: &Problem, x: &Tensor) -> Option<Arc<Batches>> {
+    let is_faster = knows(problem) && x.device().backend().prefers_whole_sequences(x.dtype(), problem.dim);
+    problem.options.documents.as_ref()?.batches().filter(|_| is_faster).cloned()
+}
+
+/// What stands behind a document is hidden by causality alone.
+fn knows(problem: &Problem) -> bool {
     let options = &problem.options;
-    // What stands behind a document is hidden by causality alone.
-    let plain = options.causal
+    options.causal
         && options.key_mask.is_none()
         && options.alibi_slopes.is_none()
         && options.key_bias.is_none()
-        && problem.dropout.is_none();
-    let is_faster = plain && x.device().backend().prefers_whole_sequences(x.dtype(), problem.dim);
-    options.documents.as_ref()?.batches().filter(|_| is_faster).cloned()
+        && problem.dropout.is_none()
+}
+
+/// Causal [`attention`](crate::ops::attention) within documents that are brought together, on any device.
+pub fn attention_by_sequences(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let problem = attention::problem([q, k, v], options)?;
+    let fail = |why| Err(TensorError::argument("attention_by_sequences", why));
+    let Some(documents) = options.documents.as_ref().filter(|_| knows(&problem)) else {
+        return fail("it is for causal attention within documents, without masks, biases and dropout");
+    };
+    match Batches::of(documents, q.device())? {
+        Some(batches) => together([q, k, v], &problem, Arc::new(batches)),
+        None => fail("documents are so short that most places would be filled up"),
+    }
 }
 
 /// [`attention`](crate::ops::attention) of one problem whose documents are brought together.
-pub(super) fn attention([q, k, v]: [&Tensor; 3], problem: &Problem, batches: Arc<Batches>) -> Result<Tensor> {
+pub(super) fn together([q, k, v]: [&Tensor; 3], problem: &Problem, batches: Arc<Batches>) -> Result<Tensor> {
     problem.count(2);
     let [q, k, v] = [q, k, v].map(Operand::from);
     let together = Together { problem: problem.clone(), batches };
@@ -152,63 +173,4 @@ impl Together {
 fn place(x: &Tensor, first: usize, tokens: usize) -> Place {
     let [heads, dim] = [x.shape()[1], x.shape()[2]];
     Place { offset: first * heads * dim, token_stride: heads * dim, head_stride: dim, tokens }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::autograd::backward;
-    use crate::backend::Device;
-    use crate::documents::Documents;
-    use crate::ops::{self, AttentionOptions};
-    use crate::random::RandomKey;
-
-    #[test]
-    fn documents_brought_together_give_what_they_give_where_they_lie() {
-        let device = Device::cpu();
-        let borders = vec![vec![0, 70, 75, 200], vec![0, 130, 200]];
-        let documents = Documents::new(borders, &device).unwrap();
-        let batches = Arc::new(Batches::of(&documents, &device).unwrap().unwrap());
-        let options = AttentionOptions {
-            causal: true,
-            window: Some(50),
-            documents: Some(documents),
-            ..Default::default()
-        };
-        let random = |heads: usize, stream: u32| {
-            let mut values = vec![0.0f32; 2 * 200 * heads * 8];
-            RandomKey::new(7, stream).fill_normal(0, &mut values);
-            Tensor::from_slice(&values, [2, 200, heads, 8], &device).unwrap().tracked()
-        };
-        let problem = Problem {
-            batch: 2,
-            queries: 200,
-            keys: 200,
-            heads: 4,
-            kv_heads: 2,
-            dim: 8,
-            dropout: None,
-            options: options.clone(),
-        };
-        let run = |together: bool| {
-            let qkv = [random(4, 0), random(2, 1), random(2, 2)];
-            let [q, k, v] = qkv.each_ref();
-            let out = match together {
-                true => attention([q, k, v], &problem, batches.clone()),
-                false => ops::attention(q, k, v, &options),
-            };
-            let out = out.unwrap();
-            let weighted = ops::mul(&out, random(4, 3).detach()).unwrap();
-            backward(&ops::sum(weighted).unwrap()).unwrap();
-            let mut all = vec![out.to_vec_f32().unwrap()];
-            all.extend(qkv.iter().map(|x| x.grad().unwrap().to_vec_f32().unwrap()));
-            all
-        };
-        for (together, apart) in run(true).iter().zip(run(false)) {
-            assert_eq!(together.len(), apart.len());
-            for (a, b) in together.iter().zip(apart) {
-                assert!((a - b).abs() < 1e-5, "{a} and {b}");
-            }
-        }
-    }
 }

@@ -7,7 +7,7 @@ use crate::error::{Result, TensorError};
 use crate::ops::attention::AttentionOptions;
 use crate::ops::attention_cached::attention_cached;
 use crate::ops::{concat, index_select, reshape, rotary};
-use crate::pages::{PagedRows, PagedSpec, Pages};
+use crate::pages::{PagedSpec, Pages};
 use crate::tensor::Tensor;
 
 const OP: &str = "attention_paged";
@@ -68,8 +68,7 @@ fn attend(
     let spec = PagedSpec { turn, ..check([q, k, v], [keys, values], pages, options)? };
     let backend = q.device().backend();
     if !backend.reads_pages(q.dtype(), spec.dim) {
-        pages.rows.append([k, v], [keys.out()?, values.out()?])?;
-        return gathered(q, [keys, values], &pages.rows, options);
+        return attention_gathered([q, k, v], [keys, values], pages, options);
     }
     let mut out = Tensor::empty(*q.shape(), q.dtype(), q.device())?;
     backend.attention_paged(&spec, [q, k, v], [keys.out()?, values.out()?], out.out()?)?;
@@ -140,18 +139,20 @@ fn check<'a>(
     })
 }
 
-/// Attention over a copy of each sequence's blocks.
-fn gathered(
-    q: &Tensor,
-    caches: [&Tensor; 2],
-    rows: &PagedRows,
+/// [`attention_paged`] over a copy of each sequence's blocks, on any device.
+pub fn attention_gathered(
+    [q, k, v]: [&Tensor; 3],
+    [keys, values]: [&mut Tensor; 2],
+    pages: &Pages,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    let &[_, count, heads, dim] = q.sizes() else { unreachable!("it was checked") };
-    let (tokens, kv_heads) = (caches[0].sizes()[1], caches[0].sizes()[2]);
+    let PagedSpec { heads, kv_heads, dim, block_tokens: tokens, .. } =
+        check([q, k, v], [keys, values], pages, options)?;
+    pages.rows.append([k, v], [keys.out()?, values.out()?])?;
+    let (caches, count) = ([&*keys, &*values], q.sizes()[1]);
     let mut row = 0;
-    let mut parts = Vec::with_capacity(rows.sequences.len());
-    for one in &rows.sequences {
+    let mut parts = Vec::with_capacity(pages.rows.sequences.len());
+    for one in &pages.rows.sequences {
         let used = (one.first + one.count).div_ceil(tokens);
         let blocks: Vec<i64> = one.blocks[..used].iter().map(|&block| i64::from(block)).collect();
         let blocks = Tensor::from_slice(&blocks, [used], q.device())?;
@@ -164,35 +165,4 @@ fn gathered(
         row += one.count;
     }
     reshape(&concat(&parts, 1)?, [1, count, heads, dim])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::Arc;
-
-    use crate::backend::Device;
-    use crate::pages::PagedSequence;
-    use crate::random::RandomKey;
-
-    #[test]
-    fn what_is_gathered_is_what_the_kernel_reads() {
-        let device = Device::cpu();
-        let random = |shape: &[usize], stream| {
-            let mut values = vec![0.0f32; shape.iter().product()];
-            RandomKey::new(3, stream).fill_normal(0, &mut values);
-            Tensor::from_f32(&values, shape, DType::F32, &device).unwrap()
-        };
-        let mut caches = [random(&[9, 16, 2, 8], 1), random(&[9, 16, 2, 8], 2)];
-        let [q, k, v] = [4, 2, 2].map(|heads| random(&[1, 8, heads, 8], heads as u32 + 10));
-        let one = |first, count, blocks: &[u32]| PagedSequence { first, count, blocks: blocks.to_vec() };
-        let rows =
-            PagedRows { sequences: vec![one(40, 3, &[5, 1, 7]), one(15, 4, &[8, 0]), one(0, 1, &[2])] };
-        let options = AttentionOptions { causal: true, window: Some(30), ..Default::default() };
-        let pages = Pages::new(Arc::new(rows.clone()), 2, &device).unwrap();
-        let paged = attention_paged([&q, &k, &v], caches.each_mut(), &pages, &options).unwrap();
-        let paged = paged.to_vec::<f32>().unwrap();
-        let gathered = gathered(&q, caches.each_ref(), &rows, &options).unwrap().to_vec::<f32>().unwrap();
-        assert!(paged.iter().zip(&gathered).all(|(a, b)| (a - b).abs() < 1e-5), "{paged:?}\n{gathered:?}");
-    }
 }

@@ -30,7 +30,8 @@ pub use attention::{
 pub use attention_cached::{
     attention_cached, attention_packed_cached, attention_packed_step, attention_step,
 };
-pub use attention_paged::{Turn, attention_paged, attention_paged_turned};
+pub use attention_documents::attention_by_sequences;
+pub use attention_paged::{Turn, attention_gathered, attention_paged, attention_paged_turned};
 pub use attention_part::{AttentionPart, Stretch, attention_part, attention_part_backward};
 pub use elementwise::*;
 pub use few_rows::{linear_onto, normed_gate, normed_linears};

@@ -2,10 +2,10 @@
 //!
 //! ```
 //! use ferrospeed_tensor::ops::Routes;
-//! use ferrospeed_tensor::{Device, Tensor};
+//! use ferrospeed_tensor::Tensor;
 //!
 //! # fn main() -> ferrospeed_tensor::Result<()> {
-//! let device = Device::cpu();
+//! let device = ferrospeed_cpu::device();
 //! // Three tokens with two choices each among three groups; 3 is none of them: that choice goes nowhere.
 //! let choices = Tensor::from_slice(&[2i64, 0, 0, 3, 0, 2], [3, 2], &device)?;
 //! let routes = Routes::new(&choices, 3)?;

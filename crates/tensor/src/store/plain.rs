@@ -93,7 +93,7 @@ unsafe fn load(source: &dyn ParamSource, param: &Param, value: &Tensor) -> Resul
         return source.load(param, 0..numel, unsafe { value.host_mut::<f32>()? });
     }
     let flat = value.view([numel])?;
-    let mut staged = Tensor::empty([numel.min(CONVERTED_AT_ONCE)], DType::F32, &Device::cpu())?;
+    let mut staged = Tensor::empty([numel.min(CONVERTED_AT_ONCE)], DType::F32, device.host())?;
     for first in (0..numel).step_by(CONVERTED_AT_ONCE) {
         let count = CONVERTED_AT_ONCE.min(numel - first);
         let target = flat.slice(first, [count])?;

@@ -125,7 +125,7 @@ fn assert_pieces_fold(device: &Device) {
 
 #[test]
 fn tokens_that_are_not_there_are_refused() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let (q, k) = (random(4, HEADS, 1, DType::F32, &device), random(4, KV_HEADS, 2, DType::F32, &device));
     let stretch = |tensor, tokens| Stretch { tensor, tokens };
     let (of_q, of_k) = (stretch(&q, 0..4), stretch(&k, 2..5));

@@ -63,7 +63,7 @@ fn values_and_gradients_are_those_of_active_blocks() {
 #[test]
 fn biases_and_masks_meet_the_layout_and_a_row_without_keys_gives_zeros() {
     let (batch, tokens, heads, dim) = (2, 10, 2, 3);
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let layout = layout(4, tokens, 1);
     let inputs = [1, 2, 3].map(|stream| random(&[batch, tokens, heads, dim], stream));
     // Of the second sequence no key is left that the first block sees.
@@ -116,7 +116,7 @@ fn run([q, k, v]: &[Array; 3], dtype: DType, options: &AttentionOptions, device:
 
 #[test]
 fn long_sequences_are_as_dense_ones_whose_other_blocks_are_hidden() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::BF16, 0.05), (DType::F16, 0.01)] {
         for ([tokens, block, heads, kv_heads, dim], causal) in [
             ([300, 16, 4, 2, 40], true),
@@ -146,7 +146,7 @@ fn long_sequences_are_as_dense_ones_whose_other_blocks_are_hidden() {
 
 #[test]
 fn a_layout_of_all_blocks_gives_the_bits_of_ordinary_attention() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     for dtype in [DType::F32, DType::BF16] {
         for causal in [false, true] {
             let all =
@@ -165,14 +165,14 @@ fn results_do_not_depend_on_the_number_of_threads() {
         let inputs = [1, 2, 3].map(|stream| random(&[2, 200, 4, 24], stream));
         let options =
             AttentionOptions { causal: true, blocks: Some(layout(16, 200, 4)), ..Default::default() };
-        let on = |threads| run(&inputs, dtype, &options, &Device::cpu_with_threads(threads));
+        let on = |threads| run(&inputs, dtype, &options, &ferrospeed_cpu::with_threads(threads));
         assert_eq!(on(1), on(3));
     }
 }
 
 #[test]
 fn what_does_not_fit_is_refused_with_the_reason() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let x = Tensor::zeros([1, 32, 2, 4], DType::F32, &device).unwrap();
     let half = Tensor::zeros([1, 16, 2, 4], DType::F32, &device).unwrap();
     let sparse = |layout| AttentionOptions { blocks: Some(layout), ..Default::default() };

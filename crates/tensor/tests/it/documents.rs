@@ -74,7 +74,7 @@ fn assert_alike(
 
 #[test]
 fn a_document_in_a_row_has_the_bits_it_has_alone() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let rows = borders().len();
     let causal = AttentionOptions { causal: true, ..Default::default() };
     let slopes = Tensor::from_slice(&[0.5f32, 0.25, 0.1, 0.05], [4], &device).unwrap();
@@ -122,7 +122,7 @@ fn every_kernel_family_stops_at_borders() {
 #[test]
 fn values_and_gradients_are_those_of_documents_apart() {
     let borders = vec![vec![0, 2, 3, 7], vec![0, 4, 7]];
-    let documents = Documents::new(borders, &Device::cpu()).unwrap();
+    let documents = Documents::new(borders, &ferrospeed_cpu::device()).unwrap();
     let rule = Visibility { causal: true, ..Default::default() };
     let inputs = [2usize, 1, 1].map(|heads| reference::check::random(&[2, 7, heads, 3], heads as u32));
     reference::check::check(
@@ -154,7 +154,7 @@ fn values_and_gradients_are_those_of_documents_apart() {
 /// What is dropped depends on where a weight is in the whole row, so equal documents lose different weights.
 #[test]
 fn equal_documents_of_a_row_lose_weights_of_their_own() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let document = normal(&[1, 12, 2, 8], 1, DType::F32, &device).to_vec_f32().unwrap();
     let x = Tensor::from_slice(&document.repeat(2), [1, 24, 2, 8], &device).unwrap();
     let attend = |dropout| {
@@ -174,7 +174,7 @@ fn equal_documents_of_a_row_lose_weights_of_their_own() {
 
 #[test]
 fn documents_of_another_batch_and_of_parts_are_refused() {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let x = |tokens: usize| Tensor::zeros([1, tokens, 1, 4], DType::F32, &device).unwrap();
     let within = |borders: Vec<usize>| AttentionOptions {
         documents: Some(Documents::new(vec![borders], &device).unwrap()),
@@ -192,4 +192,32 @@ fn documents_of_another_batch_and_of_parts_are_refused() {
     let stretch = ops::Stretch { tensor: &x(8), tokens: 0..8 };
     let error = ops::attention_part(&stretch, [&stretch, &stretch], &within(vec![0, 8])).unwrap_err();
     assert!(error.to_string().contains("not of parts"), "{error}");
+}
+
+#[test]
+fn documents_brought_together_give_what_they_give_where_they_lie() {
+    let device = ferrospeed_cpu::device();
+    let documents = Documents::new(vec![vec![0, 70, 75, 200], vec![0, 130, 200]], &device).unwrap();
+    let options =
+        AttentionOptions { causal: true, window: Some(50), documents: Some(documents), ..Default::default() };
+    let random = |heads: usize, stream: u32| {
+        let mut values = vec![0.0f32; 2 * 200 * heads * 8];
+        RandomKey::new(7, stream).fill_normal(0, &mut values);
+        Tensor::from_slice(&values, [2, 200, heads, 8], &device).unwrap().tracked()
+    };
+    let [together, apart] = [ops::attention_by_sequences, ops::attention].map(|attention| {
+        let qkv = [random(4, 0), random(2, 1), random(2, 2)];
+        let out = attention(&qkv[0], &qkv[1], &qkv[2], &options).unwrap();
+        let weighted = ops::mul(&out, random(4, 3).detach()).unwrap();
+        autograd::backward(&ops::sum(weighted).unwrap()).unwrap();
+        let mut all = vec![out.to_vec_f32().unwrap()];
+        all.extend(qkv.iter().map(|x| x.grad().unwrap().to_vec_f32().unwrap()));
+        all
+    });
+    for (together, apart) in together.iter().zip(apart) {
+        assert_eq!(together.len(), apart.len());
+        for (a, b) in together.iter().zip(apart) {
+            assert!((a - b).abs() < 1e-5, "{a} and {b}");
+        }
+    }
 }

@@ -1,10 +1,10 @@
 //! What a caller is told when something does not fit: the operation and its operands, and never a panic.
 
 use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, WeightLayout};
-use ferrospeed_tensor::{DType, Device, Initializer, Param, Tensor, autograd};
+use ferrospeed_tensor::{DType, Initializer, Param, Tensor, autograd};
 
 fn zeros(shape: &[usize], dtype: DType) -> Tensor {
-    Tensor::zeros(shape, dtype, &Device::cpu()).unwrap()
+    Tensor::zeros(shape, dtype, &ferrospeed_cpu::device()).unwrap()
 }
 
 fn message<T>(result: ferrospeed_tensor::Result<T>) -> String {
@@ -35,7 +35,7 @@ fn mismatches_name_the_operation_and_both_operands() {
 fn indices_outside_their_dimension_are_named_with_their_place() {
     let table = zeros(&[5, 2], DType::F32);
     for bad in [5i64, -1, i64::MAX] {
-        let ids = Tensor::from_slice(&[0, bad], [2], &Device::cpu()).unwrap();
+        let ids = Tensor::from_slice(&[0, bad], [2], &ferrospeed_cpu::device()).unwrap();
         let text = message(ops::embedding(&table, &ids));
         assert!(text.contains(&format!("index {bad} at position 1")) && text.contains("0..5"), "{text}");
         let options = CrossEntropyOptions::default();

@@ -21,7 +21,7 @@ fn matrix(value: &Value, device: &Device) -> Tensor {
 
 #[test]
 fn golden_recomputed_gradients_equal_the_recorded_ones() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     golden().each_case("activation/recompute_grads.json", 2, |case| {
         let [a, b, x] = ["a", "b", "x"].map(|name| matrix(&case[name], &device).tracked());
         let inputs = [x, a, b];

@@ -5,7 +5,7 @@ use super::reference;
 use super::reference::check::{check, random};
 use super::reference::{Array, Visibility};
 use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, WeightLayout};
-use ferrospeed_tensor::{Activation, DType, Device, Operand, Result, Tensor, autograd};
+use ferrospeed_tensor::{Activation, DType, Operand, Result, Tensor, autograd};
 
 const SHAPES: [[usize; 2]; 6] = [[0, 5], [1, 1], [3, 7], [5, 16], [2, 33], [7, 1]];
 
@@ -148,7 +148,7 @@ fn a_layer_that_is_not_used_leaves_the_others_alone() {
     let tensor = |shape: &[usize], stream| {
         let array = random(shape, stream);
         let values: Vec<f32> = array.data.iter().map(|&v| v as f32).collect();
-        Tensor::from_f32(&values, shape, DType::F32, &Device::cpu()).unwrap().tracked()
+        Tensor::from_f32(&values, shape, DType::F32, &ferrospeed_cpu::device()).unwrap().tracked()
     };
     let (x, used, unused) = (tensor(&[4, 3], 1), tensor(&[5, 3], 2), tensor(&[6, 3], 3));
     let layers = [(Operand::from(&unused), None), (Operand::from(&used), None)];
@@ -275,7 +275,7 @@ fn losses() {
             let targets: Vec<i64> =
                 (0..rows).map(|i| if i == 2 { -100 } else { (i * 5 % classes) as i64 }).collect();
             let options = CrossEntropyOptions { label_smoothing: smoothing, z_loss, ..Default::default() };
-            let device = Device::cpu_with_threads(2);
+            let device = ferrospeed_cpu::with_threads(2);
             let target = Tensor::from_slice(&targets, [rows], &device).unwrap();
             let (s, z) = (f64::from(smoothing), f64::from(z_loss));
             check(
@@ -299,7 +299,7 @@ fn losses() {
 
 #[test]
 fn lookups_and_layout() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let ids = [4i64, 0, 4, 2];
     let indices = Tensor::from_slice(&ids, [4], &device).unwrap();
     let pick = |x: &Array| {

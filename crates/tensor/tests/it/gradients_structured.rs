@@ -9,7 +9,7 @@ use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::{DType, Device, Operand, Tensor};
 
 fn device() -> Device {
-    Device::cpu_with_threads(2)
+    ferrospeed_cpu::with_threads(2)
 }
 
 /// Rotates pairs of the first `2·pairs` channels of `x [batch, tokens, heads, dim]` by angles `[tables, tokens, pairs]`.

@@ -10,7 +10,7 @@ use ferrospeed_tensor::{DType, Device, Initializer, Operand, Param, Tensor, auto
 const LAYOUTS: [WeightLayout; 2] = [WeightLayout::OutIn, WeightLayout::InOut];
 
 fn device() -> Device {
-    Device::cpu_with_threads(2)
+    ferrospeed_cpu::with_threads(2)
 }
 
 fn numbers(values: &[i64]) -> Tensor {
@@ -180,13 +180,13 @@ fn mixture(dtype: DType, device: &Device) -> Vec<Vec<f32>> {
 
 #[test]
 fn every_type_gives_the_same_bits_with_any_number_of_threads() {
-    let truth = mixture(DType::F32, &Device::cpu_with_threads(1));
+    let truth = mixture(DType::F32, &ferrospeed_cpu::with_threads(1));
     for (dtype, tolerance) in [(DType::F32, 0.0), (DType::BF16, 0.03), (DType::F16, 0.004)] {
-        let one = mixture(dtype, &Device::cpu_with_threads(1));
+        let one = mixture(dtype, &ferrospeed_cpu::with_threads(1));
         for threads in [2, 3] {
             assert_eq!(
                 one,
-                mixture(dtype, &Device::cpu_with_threads(threads)),
+                mixture(dtype, &ferrospeed_cpu::with_threads(threads)),
                 "{dtype} with {threads} threads"
             );
         }

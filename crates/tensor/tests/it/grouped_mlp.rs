@@ -199,7 +199,7 @@ fn a_choice_of_weight_zero_has_the_gradient_of_its_weight() {
 
 #[test]
 fn backward_can_run_twice() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let layers = Layers::new(WeightLayout::OutIn, false, DType::F32, &device);
     let x = normal(&[5, WIDTH], 1, DType::F32, &device).tracked();
     let counts = Tensor::from_slice(&[2i64, 0, 3, 0], [GROUPS], &device).unwrap();
@@ -214,7 +214,7 @@ fn backward_can_run_twice() {
 
 #[test]
 fn layers_that_do_not_fit_are_refused() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let zeros = |shape: &[usize]| {
         GroupWeights::Stacked(Operand::from(Tensor::zeros(shape, DType::F32, &device).unwrap()))
     };

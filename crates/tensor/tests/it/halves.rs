@@ -21,7 +21,7 @@ struct Model {
 
 impl Model {
     fn new(dtype: DType) -> Model {
-        let device = Device::cpu_with_threads(2);
+        let device = ferrospeed_cpu::with_threads(2);
         let square = [WIDTH, WIDTH];
         let mut params = BTreeMap::new();
         for name in

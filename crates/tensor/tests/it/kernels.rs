@@ -59,7 +59,7 @@ const PRODUCTS: [[usize; 3]; 13] = [
 ];
 
 fn product(dtype: DType, [m, k, n]: [usize; 3], layout: &str, threads: usize) -> (Tensor, Array) {
-    let device = Device::cpu_with_threads(threads);
+    let device = ferrospeed_cpu::with_threads(threads);
     let a = random(&if layout == "TN" { [k, m] } else { [m, k] }, 1, dtype, &device);
     let b = random(&if layout == "NT" { [n, k] } else { [k, n] }, 2, dtype, &device);
     let mut c = Tensor::full([m, n], f32::NAN, dtype, &device).unwrap();
@@ -102,7 +102,7 @@ fn products_give_the_same_bits_on_any_number_of_threads() {
 
 #[test]
 fn products_accumulate_scale_and_activate() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     for dtype in TYPES {
         let (m, n, k) = (37, 45, 50);
         let (a, b) = (random(&[m, k], 1, dtype, &device), random(&[k, n], 2, dtype, &device));
@@ -136,7 +136,7 @@ fn products_accumulate_scale_and_activate() {
 
 /// Output and gradients of attention.
 fn attention(dtype: DType, [batch, tokens, dim]: [usize; 3], threads: usize) -> Vec<Tensor> {
-    let device = Device::cpu_with_threads(threads);
+    let device = ferrospeed_cpu::with_threads(threads);
     let inputs = [1, 2, 3].map(|i| random(&[batch, tokens, 2, dim], i, dtype, &device).tracked());
     let options = AttentionOptions { causal: true, window: Some(tokens.max(2) - 1), ..Default::default() };
     let y = ops::attention(&inputs[0], &inputs[1], &inputs[2], &options).unwrap();
@@ -188,7 +188,7 @@ fn attention_gives_the_same_bits_on_any_number_of_threads() {
 
 #[test]
 fn rows_match_the_reference_in_every_type() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     for dtype in TYPES {
         for shape in [[0, 4], [1, 1], [3, 15], [5, 16], [4, 17], [2, 1000]] {
             let x = random(&shape, 1, dtype, &device);
@@ -214,7 +214,7 @@ fn small_gradients_of_a_loss_over_many_rows_survive_f16() {
     // All classes are equally likely and have the same weights: their gradients of 1/classes/rows each, which f16 cannot
     // hold to 3 %, cancel that of the target.
     let (rows, classes, width) = (2048, 1000, 8);
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let full = |shape: [usize; 2]| Tensor::full(shape, 1.0, DType::F16, &device).unwrap();
     let (x, w) = (full([rows, width]).tracked(), full([classes, width]));
     let targets: Vec<i64> = (0..rows as i64).map(|row| row % classes as i64).collect();

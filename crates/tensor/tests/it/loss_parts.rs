@@ -20,7 +20,7 @@ impl Case {
         let mut logits = vec![0.0f32; rows * classes];
         RandomKey::new(7, classes as u32).fill_normal(0, &mut logits);
         // What the type holds, so that all see the same numbers.
-        let cpu = Device::cpu_with_threads(1);
+        let cpu = ferrospeed_cpu::with_threads(1);
         let held = Tensor::from_f32(&logits, [rows, classes], dtype, &cpu).unwrap();
         let target = |r: usize| if r % 4 == 3 { IGNORED } else { (r * 7 % classes) as i64 };
         Case { logits: held.to_vec_f32().unwrap(), targets: (0..rows).map(target).collect(), classes }
@@ -37,7 +37,7 @@ impl Case {
 
     /// Losses and gradients by one kernel over all classes.
     fn whole(&self) -> [Vec<f32>; 2] {
-        let device = Device::cpu_with_threads(1);
+        let device = ferrospeed_cpu::with_threads(1);
         let mut logits = Tensor::from_slice(&self.logits, [self.rows(), self.classes], &device).unwrap();
         let targets = Tensor::from_slice(&self.targets, [self.rows()], &device).unwrap();
         let mut losses = Tensor::empty([self.rows()], DType::F32, &device).unwrap();

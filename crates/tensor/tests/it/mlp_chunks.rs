@@ -5,7 +5,7 @@ use super::reference::Array;
 use super::reference::check::{check, random};
 use ferrospeed_tensor::ops::{self, Inwards, LayerOperands, MlpWeights, WeightLayout};
 use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Activation, Category, DType, Device, Operand, Tensor, autograd};
+use ferrospeed_tensor::{Activation, Category, DType, Operand, Tensor, autograd};
 
 const LAYOUT: WeightLayout = WeightLayout::InOut;
 
@@ -77,7 +77,7 @@ fn values_and_gradients_are_those_of_the_whole() {
 /// Value, gradients, and the most that was held beside them.
 fn measured(dtype: DType, kind: Kind, chunk: Option<usize>) -> (Vec<Tensor>, usize) {
     let (rows, width, inner) = (1000, 32, 256);
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let tensor = |shape: &[usize], stream: u32, scale: f32| {
         let mut values = vec![0.0f32; shape.iter().product()];
         RandomKey::new(13, stream).fill_normal(0, &mut values);
@@ -158,7 +158,7 @@ fn what_is_held_grows_with_the_chunk() {
 
 #[test]
 fn chunks_of_nothing_are_refused() {
-    let x = Tensor::zeros([2, 2], DType::F32, &Device::cpu()).unwrap();
+    let x = Tensor::zeros([2, 2], DType::F32, &ferrospeed_cpu::device()).unwrap();
     let layer = || (Operand::from(&x), None);
     let weights = MlpWeights { inwards: Inwards::Up(layer()), down: layer() };
     let error = ops::mlp_in_chunks(&x, weights, LAYOUT, Activation::Relu, 0).unwrap_err().to_string();

@@ -23,7 +23,7 @@ fn product(
     [from, to]: [DType; 2],
     threads: usize,
 ) -> (Tensor, Tensor, [Array; 2]) {
-    let device = Device::cpu_with_threads(threads);
+    let device = ferrospeed_cpu::with_threads(threads);
     let a = random(&if layout == "TN" { [k, m] } else { [m, k] }, 1, from, &device);
     let b = random(&if layout == "NT" { [n, k] } else { [k, n] }, 2, from, &device);
     let bias = random(&[n], 3, to, &device);

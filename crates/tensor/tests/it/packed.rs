@@ -51,7 +51,7 @@ fn a_product_with_packed_weights_is_the_one_with_what_they_stand_for() {
         .flat_map(|bits| [DType::F32, DType::BF16, DType::F16].map(|dtype| (bits, dtype)))
     {
         for [m, n, k] in [[1, 70, 96], [5, 33, 64], [40, 1, 32], [3, 200, 320], [49, 33, 128]] {
-            let device = Device::cpu_with_threads(2);
+            let device = ferrospeed_cpu::with_threads(2);
             let params = layer(n, k, bits, dtype, &device);
             let x = random(&[m, k], dtype, &device);
             // A tensor is no packed weight: this is the ordinary product.
@@ -82,10 +82,11 @@ fn a_product_with_packed_weights_is_the_one_with_what_they_stand_for() {
 
 #[test]
 fn a_gpu_multiplies_packed_weights_as_the_processor_does_and_few_rows_alike_in_any_company() {
-    if ferrospeed_tensor::cuda::device_count() == 0 {
+    if ferrospeed_cuda::device_count() == 0 {
         return ferrospeed_testkit::skip::skip("no CUDA device");
     }
-    let (host, gpu) = (Device::cpu(), Device::cuda(0).unwrap());
+    let (host, gpu) =
+        (ferrospeed_cpu::device(), ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap());
     for (bits, dtype) in [PackedBits::Eight, PackedBits::Four, PackedBits::Float8]
         .into_iter()
         .flat_map(|bits| [DType::F32, DType::BF16, DType::F16].map(|dtype| (bits, dtype)))
@@ -134,10 +135,13 @@ fn a_gpu_multiplies_packed_weights_as_the_processor_does_and_few_rows_alike_in_a
 fn floats_of_eight_bits_are_refused_where_nothing_multiplies_them() {
     let params = [Param::new("w", [4, 32], STD)];
     let packing = Packing { bits: PackedBits::Float8, layout: WeightLayout::OutIn };
-    let store =
-        PackedStore::attach(&params, DType::F32, &Device::cpu(), &FromInitializers { seed: 1 }, |_| {
-            Some(packing)
-        });
+    let store = PackedStore::attach(
+        &params,
+        DType::F32,
+        &ferrospeed_cpu::device(),
+        &FromInitializers { seed: 1 },
+        |_| Some(packing),
+    );
     let error = store.err().expect("the processor has no such products").to_string();
     assert!(error.contains("fp8") && error.contains("take int8"), "{error}");
 }
@@ -150,7 +154,7 @@ fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
         .flat_map(|bits| [160, 192].map(|inputs| (bits, inputs)))
     {
         let result = |rows: usize, threads: usize| {
-            let device = Device::cpu_with_threads(threads);
+            let device = ferrospeed_cpu::with_threads(threads);
             let params = layer(100, inputs, bits, DType::BF16, &device);
             let x = random(&[50, inputs], DType::BF16, &device);
             product(&ops::narrow(&x, 0, 0, rows).unwrap(), &params)
@@ -166,7 +170,7 @@ fn a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads() {
 
 #[test]
 fn a_weight_that_lies_the_other_way_round_gives_the_same_product() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let straight = Param::new("w", [48, 64], STD);
     let turned = Param::new("t", [64, 48], STD);
     let source = FromInitializers { seed: 1 };
@@ -194,7 +198,7 @@ fn a_weight_that_lies_the_other_way_round_gives_the_same_product() {
 
 #[test]
 fn packed_weights_take_little_memory_and_no_gradients() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let params = [Param::new("w", [64, 96], STD), Param::new("b", [64], STD)];
     let packing = |bits| Packing { bits, layout: WeightLayout::OutIn };
     let of = |param: &Param| (param.name() == "w").then(|| packing(PackedBits::Four));

@@ -97,7 +97,7 @@ fn every_order_of_dimensions_is_what_its_meaning_says() {
 
 #[test]
 fn nothing_is_copied_where_only_dimensions_of_size_one_move() {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let x = tensor(&numbers(24), DType::F32, &device).view([1, 4, 1, 6]).unwrap();
     let y = ops::permute(&x, &[1, 2, 0, 3]).unwrap();
     assert_eq!(y.sizes(), [4, 1, 1, 6]);

@@ -3,7 +3,7 @@
 //! `zero/quantizer.json` was computed from the formulas of DeepSpeed's kernels; the last result of its two-level exchange
 //! is divided by the number of hosts alone, which `qgz` therefore repeats.
 
-use ferrospeed_tensor::cpu::quantize::{Bits, Format, Quantized};
+use ferrospeed_tensor::quantize::{Bits, Format, Quantized};
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use half::{bf16, f16};

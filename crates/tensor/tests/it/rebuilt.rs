@@ -14,7 +14,7 @@ fn random(shape: &[usize], stream: u32, dtype: DType, device: &Device) -> Tensor
 
 /// Gradients of everything behind a norm with a residual, and the activations held between forward and backward.
 fn gradients(dtype: DType, keep: bool) -> (Vec<Vec<f32>>, usize) {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let make = |shape: &[usize], stream| random(shape, stream, dtype, &device).tracked();
     let (x, residual) = (make(&[ROWS, REBUILT_WIDTH], 1), make(&[ROWS, REBUILT_WIDTH], 2));
     let (gain, shift) = (make(&[REBUILT_WIDTH], 3), make(&[REBUILT_WIDTH], 4));
@@ -55,7 +55,7 @@ fn the_same_bits_without_keeping_the_result() {
 
 /// The gradients of a product with a wider copy of what is kept anyway, and the activations held for it.
 fn of_wide(convert: fn(&Tensor, DType) -> ferrospeed_tensor::Result<Tensor>) -> (Vec<Vec<f32>>, usize) {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let x = random(&[ROWS, 64], 1, DType::BF16, &device).tracked();
     let weight = random(&[16, 64], 2, DType::F32, &device).tracked();
     let before = device.memory_usage().current(Category::Activations);

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use ferrospeed_tensor::ops::{self, AttentionOptions, CrossEntropyOptions, PackedHeads, WeightLayout};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::store::{FromInitializers, PlainStore, PoisonStore};
-use ferrospeed_tensor::{
-    Activation, DType, Device, Initializer, Operand, Out, Param, Result, Tensor, autograd,
-};
+use ferrospeed_tensor::{Activation, DType, Initializer, Operand, Out, Param, Result, Tensor, autograd};
 
 const VOCAB: usize = 37;
 const WIDTH: usize = 24;
@@ -130,7 +128,7 @@ impl Store {
 
 /// Losses and final weights of a few steps of plain gradient descent.
 fn train(poisoned: bool, checkpointed: bool, threads: usize, dtype: DType) -> (Vec<f32>, Vec<f32>) {
-    let device = Device::cpu_with_threads(threads);
+    let device = ferrospeed_cpu::with_threads(threads);
     let model = Model::new();
     let source = FromInitializers { seed: 11 };
     let store = if poisoned {
@@ -194,7 +192,7 @@ fn any_number_of_threads_gives_the_same_bits() {
 
 #[test]
 fn a_tied_table_gets_the_sum_of_what_its_two_uses_give() {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let ids = Tensor::from_slice(&[3i64, 1, 3, 7, 0, 3], [6], &device).unwrap();
     let targets = Tensor::from_slice(&[1i64, 3, 7, 0, 3, 3], [6], &device).unwrap();
     for dtype in [DType::F32, DType::BF16] {

@@ -7,7 +7,7 @@ use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd, cpu};
+use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
 use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
 use ferrospeed_tune::plan::{Activations, Operands, Processor, Request, plan};
 use ferrospeed_tune::serve::serving;
@@ -85,7 +85,7 @@ fn measured(
     checkpointed: bool,
     chunks: MlpChunks,
 ) -> usize {
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let mut model = decoder(config);
     model.set_activation_checkpointing(checkpointed);
     model.set_mlp_chunks(chunks);
@@ -159,7 +159,7 @@ fn feed_forward_layers_in_chunks_hold_what_is_planned() {
 fn assert_serving(preset: Preset, size: [u64; 5], new_tokens: u64) {
     let config = config_of(preset, size);
     let [_, _, _, batch, tokens] = size;
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let model = decoder(&config);
     let params = model.parameters().as_slice();
     let _store = PlainStore::attach(params, DType::BF16, &device, &FromInitializers { seed: 1 }).unwrap();
@@ -172,7 +172,8 @@ fn assert_serving(preset: Preset, size: [u64; 5], new_tokens: u64) {
         pad_token: 0,
     };
     generate(&model, &prompt, None, &options, &device, &mut |_, _| {}).unwrap();
-    let operands = Operands::of_host(cpu::multiplies_in_tiles(), cpu::widens_operands());
+    let operands =
+        Operands::of_host(ferrospeed_cpu::multiplies_in_tiles(), ferrospeed_cpu::widens_operands());
     let shape: Transformer = from_hugging_face(&config).unwrap();
     let planned = serving(&shape, 2, batch, tokens, operands).total_bytes();
     let what = format!("serving {} {size:?}", preset.name());

@@ -5,7 +5,7 @@ use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{Category, DType, Tensor, autograd};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Operands, Processor, Request, plan};
 use serde_json::{Value, json};
@@ -61,7 +61,7 @@ fn measured(value: &Value, slices: usize, batch: usize, tokens: usize) -> usize 
         .map(|world| {
             let (config, ids) = (config.clone(), ids.clone());
             std::thread::spawn(move || {
-                let device = Device::cpu_with_threads(1);
+                let device = ferrospeed_cpu::with_threads(1);
                 let model = Decoder::in_slices(config, &world.group()).unwrap();
                 let source = FromInitializers { seed: 1 };
                 let _store =

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use ferrospeed_optim::lamb::Lamb;
 use ferrospeed_optim::{Copy16, Gradient, GroupOptions, Pass, Stretch};
-use ferrospeed_tensor::{Category, DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Tensor};
 
 use super::tile::{Columns, gradient};
 use super::{AwayUpdate, Rule, Target, Tile, Visit};
@@ -71,7 +71,7 @@ impl AwayUpdate {
     fn weights(&self, target: &Target, tile: &Range<usize>, columns: &Columns) -> Result<Tensor> {
         match &columns.weights {
             Some(weights) => Ok(weights.clone()),
-            None => target.values.read(target.own_start + tile.start, tile.len(), &Device::cpu()),
+            None => target.values.read(target.own_start + tile.start, tile.len(), self.device.host()),
         }
     }
 

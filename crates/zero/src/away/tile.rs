@@ -38,17 +38,17 @@ impl AwayUpdate {
     pub(super) fn columns(&self, target: &Target, columns: &[Column<'_>], len: usize) -> Columns {
         let first_state = usize::from(target.master.is_some());
         let wide = first_state + target.states.len();
-        let tensor = |column: &Column<'_>| column.tensor(len, DType::F32);
+        let tensor = |column: &Column<'_>| column.tensor(len, DType::F32, self.device.host());
         Columns {
             weights: columns[..first_state].first().map(tensor),
             states: columns[first_state..wide].iter().map(tensor).collect(),
-            values: columns.get(wide).map(|column| column.tensor(len, self.dtype)),
+            values: columns.get(wide).map(|column| column.tensor(len, self.dtype, self.device.host())),
         }
     }
 
     /// Whose threads do the work of the host.
     pub(super) fn worker(&self) -> Device {
-        if self.device.backend().is_host() { self.device.clone() } else { Device::cpu() }
+        self.device.host().clone()
     }
 
     /// Room for a tile of 16-bit weights that kernels of another device read.
@@ -107,23 +107,23 @@ impl AwayUpdate {
         outgoing: &mut Option<Landing>,
     ) -> Result<()> {
         let Piece { start, gradient, factor, states, pass } = piece;
-        let (host, worker, len) = (Device::cpu(), self.worker(), gradient.numel());
+        let (host, worker, len) = (self.device.host(), self.worker(), gradient.numel());
         let in_values = target.own_start + start;
         let weights = match &columns.weights {
             Some(weights) => part(weights, start - tile.start, len)?,
-            None => target.values.read(in_values, len, &host)?,
+            None => target.values.read(in_values, len, host)?,
         };
         // Where kernels read weights in the host's memory, or a buffer goes to where they are, they are written there.
         let place = match &columns.values {
             Some(values) => Some(part(values, start - tile.start, len)?),
-            None if target.values.is_here(&host) => Some(target.values.read(in_values, len, &host)?),
+            None if target.values.is_here(host) => Some(target.values.read(in_values, len, host)?),
             None => None,
         };
         let copy = match (self.dtype, &place, &outgoing) {
             (DType::F32, ..) => None,
             (_, Some(place), _) => Some(place.clone()),
             (_, None, Some(outgoing)) => Some(part(outgoing.room(), start - tile.start, len)?),
-            (_, None, None) => Some(Tensor::empty_in([len], self.dtype, &host, Category::Buffers)?),
+            (_, None, None) => Some(Tensor::empty_in([len], self.dtype, host, Category::Buffers)?),
         };
         // SAFETY: the tile's columns are this call's own; what kernels read nobody else writes, and whoever reads it waits
         // until the tile is done; pieces of a tile are disjoint.
@@ -174,13 +174,13 @@ pub(super) fn gradient(
 }
 
 impl Column<'_> {
-    fn tensor(&self, len: usize, dtype: DType) -> Tensor {
+    fn tensor(&self, len: usize, dtype: DType, host: &Device) -> Tensor {
         match self {
             Column::Memory(tensor) => tensor.clone(),
             // SAFETY: the buffer holds a whole tile, outlives the update, and is used by nobody else meanwhile.
             Column::Disk(_, _, buffer) => unsafe {
-                let (device, owner) = (Device::cpu(), Arc::new(()));
-                Tensor::from_external(buffer.address(), [len], dtype, &device, Category::Buffers, owner)
+                let owner = Arc::new(());
+                Tensor::from_external(buffer.address(), [len], dtype, host, Category::Buffers, owner)
             },
         }
     }

@@ -35,9 +35,9 @@ impl Leaving {
             return Ok(None);
         }
         let room = |&numel: &usize| -> Result<Tensor, TensorError> {
-            let room = device.backend().locked(numel, dtype, Category::Gradients)?;
+            let room = device.locked(numel, dtype, Category::Gradients)?;
             // SAFETY: the memory was just taken, and nobody else knows it.
-            Device::cpu().backend().fill(unsafe { Out::vouched(&room) }, 0.0)?;
+            device.host().backend().fill(unsafe { Out::vouched(&room) }, 0.0)?;
             Ok(room)
         };
         match numels.iter().map(room).collect::<Result<Vec<_>, _>>() {

@@ -24,11 +24,11 @@ fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
     let numel = layout.part_numel;
     let sharding = Sharding::over_world(&ferrospeed_comm::World::solo());
     let road = Road { sharding, before: 1.0, after: None, hops: None };
-    Reducer::new(vec![road], options, plan, &[numel], shapes, &Device::cpu()).unwrap()
+    Reducer::new(vec![road], options, plan, &[numel], shapes, &ferrospeed_cpu::device()).unwrap()
 }
 
 fn gradient(value: f32, numel: usize) -> Arrived {
-    Arrived::Whole(Tensor::full([numel], value, DType::F32, &Device::cpu()).unwrap())
+    Arrived::Whole(Tensor::full([numel], value, DType::F32, &ferrospeed_cpu::device()).unwrap())
 }
 
 #[test]
@@ -39,7 +39,7 @@ fn a_gradient_is_written_where_it_goes_by_one_at_a_time() {
         assert!(reducer.lend_place(1).unwrap().is_none(), "another use of the parameter");
         assert!(reducer.lend_place(3).unwrap().is_none(), "not aligned");
         let mut place = place.into_tensor();
-        Device::cpu().backend().fill(place.out().unwrap(), 4.0).unwrap();
+        ferrospeed_cpu::device().backend().fill(place.out().unwrap(), 4.0).unwrap();
         reducer.push(1, Arrived::of(1, place).unwrap(), true).unwrap();
         for (param, numel) in [(0, 16), (2, 3), (3, 5)] {
             reducer.push(param, gradient(1.0, numel), true).unwrap();

@@ -6,7 +6,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use ferrospeed_collective::exchange;
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::beside::{Beside, Moment};
-use ferrospeed_tensor::{Category, DType, Device, Tensor};
+use ferrospeed_tensor::{Category, DType, Tensor};
 
 use super::{Residency, Sharded};
 use crate::error::Result;
@@ -114,7 +114,8 @@ impl Residency {
         let mut pairs = Vec::with_capacity(params.len());
         // What waits on the host is packed there: less goes to the device.
         let is_here = |param: &usize| self.flats[self.params[*param].flat].1.is_here(&self.device);
-        let packer = if params.iter().all(is_here) { self.device.clone() } else { Device::cpu() };
+        let packer =
+            if params.iter().all(is_here) { self.device.clone() } else { self.device.host().clone() };
         let mut reads = ReadAhead::new(params, self.limits.reads);
         for &param in params {
             let sharded = &self.params[param];

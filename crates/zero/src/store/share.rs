@@ -144,7 +144,7 @@ pub(super) fn build_share(
             let host = |numel| match device.backend().is_host() {
                 true if numel == values_numel => near(numel),
                 true => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, device, category)?)),
-                false => Home::Host.zeros(numel, dtype, category),
+                false => Home::Host(device.host().clone()).zeros(numel, dtype, category),
             };
             Flat::split(values_numel, in_host, host, |numel| home.zeros(numel, dtype, category))?
         }
@@ -172,7 +172,7 @@ pub(super) fn build_share(
     };
     // Weights that kernels do not read where the update works have a copy there.
     let updates_elsewhere = homes.states().is_some() && moved > 0;
-    let apart = dtype != DType::F32 || !values.is_here(&Device::cpu()) && updates_elsewhere;
+    let apart = dtype != DType::F32 || !values.is_here(device.host()) && updates_elsewhere;
     let master = (trained && (apart || !values.is_here(device))).then(state).transpose()?;
     let states = names.iter().map(|_| state()).collect::<Result<Vec<_>>>()?;
     let is_away = !values.is_here(device) || master.iter().chain(&states).any(|flat| !flat.is_here(device));
@@ -197,7 +197,7 @@ pub(super) fn build_share(
         steps: 0,
         trained,
     };
-    fill::fill(&share, params, stage, source)?;
+    fill::fill(&share, params, stage, source, device.host())?;
     let freezes = stage == Stage::Parameters && options.zero.quantized_nontrainable_weights;
     if freezes && !trained && matches!(share.values, Flat::Memory(_)) {
         pack(&mut share, params, &stays_whole(params, options.zero))?;

@@ -7,7 +7,7 @@ use ferrospeed_comm::{Limits, World};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_optim::Optimizer;
 use ferrospeed_tensor::store::FromInitializers;
-use ferrospeed_tensor::{DType, Device, Initializer, Param, Tensor, autograd, ops};
+use ferrospeed_tensor::{DType, Initializer, Param, Tensor, autograd, ops};
 use ferrospeed_zero::access::Which;
 use ferrospeed_zero::{Homes, ParamGroup, Sharding, StepOptions, StepOutcome, StoreOptions, ZeroStore};
 use serde_json::{Value, json};
@@ -62,7 +62,7 @@ fn trained_by(world: &World, optimizer: &Value, dtype: DType) -> Vec<u32> {
         optimizer: Some(rule),
         homes: Homes::default(),
     };
-    let device = Device::cpu_with_threads(1);
+    let device = ferrospeed_cpu::with_threads(1);
     let store =
         ZeroStore::attach(world, &device, &params, &groups, &options, &FromInitializers { seed: 7 }).unwrap();
     for step in 0..STEPS {

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use ferrospeed_launch::{cores::Topology, probe, surroundings};
-use ferrospeed_tensor::cpu;
 use ferrospeed_tune::plan::Operands;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
@@ -36,7 +35,7 @@ impl Check {
 
 /// What products of this host copy first, which takes memory.
 pub(in crate::commands) fn operands() -> Operands {
-    Operands::of_host(cpu::multiplies_in_tiles(), cpu::widens_operands())
+    Operands::of_host(ferrospeed_cpu::multiplies_in_tiles(), ferrospeed_cpu::widens_operands())
 }
 
 fn cpu_field(info: &str, name: &str) -> Option<String> {

@@ -189,8 +189,10 @@ pub(crate) fn try_config(value: &Value, ranks: usize) -> Result<Config, String> 
 /// A device of one's own: the CPU, or the first GPU with `FERROSPEED_TEST_DEVICE=cuda` in the environment.
 pub(crate) fn device(threads: usize) -> Device {
     match std::env::var("FERROSPEED_TEST_DEVICE").as_deref() {
-        Ok("cuda") => Device::cuda(0).unwrap_or_else(|error| panic!("{error}")),
-        _ => Device::cpu_with_threads(threads),
+        Ok("cuda") => {
+            ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap_or_else(|error| panic!("{error}"))
+        }
+        _ => ferrospeed_cpu::with_threads(threads),
     }
 }
 

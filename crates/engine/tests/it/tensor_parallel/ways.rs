@@ -6,7 +6,6 @@ use ferrospeed_comm::topology::{DATA, MODEL};
 use ferrospeed_comm::{Mesh, ProcessTopology};
 use ferrospeed_engine::{Options, Setup, activation_shelf, initialize_model};
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_tensor::Device;
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
 
@@ -171,7 +170,7 @@ fn refusal(change: fn(&mut Value), spread: bool) -> String {
         let mesh = Mesh::new(world.clone(), ProcessTopology::new([(DATA, 1), (MODEL, 2)]).unwrap()).unwrap();
         let model = Model::in_slices(&model, &mesh.tensor().unwrap(), Between::AllTokens);
         // What a GPU refuses is not what is asked here.
-        let setup = Setup::new(config(&changed(0, 1, change), 1), world, Device::cpu_with_threads(1));
+        let setup = Setup::new(config(&changed(0, 1, change), 1), world, ferrospeed_cpu::with_threads(1));
         let mut options = Options::default();
         if spread {
             options.spread_over(&mesh).unwrap();

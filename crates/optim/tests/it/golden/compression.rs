@@ -1,6 +1,6 @@
 use ferrospeed_optim::compression::{BitSchedule, Mask, Units};
+use ferrospeed_tensor::Tensor;
 use ferrospeed_tensor::fake_quantize::{FakeQuantizer, Levels};
-use ferrospeed_tensor::{Device, Tensor};
 use ferrospeed_testkit::cases::Cases;
 use ferrospeed_testkit::golden::golden;
 use ferrospeed_testkit::tensors::{self, Recorded};
@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::flat;
 
 fn quantized(quantizer: FakeQuantizer, values: &[f32]) -> Vec<f32> {
-    let x = Tensor::from_slice(values, [values.len()], &Device::cpu_with_threads(1)).unwrap();
+    let x = Tensor::from_slice(values, [values.len()], &ferrospeed_cpu::with_threads(1)).unwrap();
     quantizer.apply(&x).unwrap().to_vec::<f32>().unwrap()
 }
 

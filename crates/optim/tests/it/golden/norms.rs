@@ -2,7 +2,6 @@ use std::collections::BTreeSet;
 
 use ferrospeed_optim::Gradient;
 use ferrospeed_optim::norm::{Magnitude, SquareSum};
-use ferrospeed_tensor::Device;
 use ferrospeed_tensor::backend::Clipping;
 use ferrospeed_testkit::golden::golden;
 use serde_json::Value;
@@ -27,7 +26,7 @@ fn floats(value: &Value) -> Vec<f32> {
 
 /// The norm of several gradients taken as one vector, as ranks take it together; infinite where one is no number.
 fn norm(gradients: &[Vec<f32>]) -> f64 {
-    let device = Device::cpu();
+    let device = ferrospeed_cpu::device();
     let seen = || gradients.iter().map(|gradient| Gradient::F32(gradient));
     let whole = seen().fold(Magnitude::ZERO, |most, one| most.max(Magnitude::of(one, &device)));
     let sums = seen().map(|one| SquareSum::of(one, whole, &device));
@@ -97,7 +96,7 @@ fn golden_small_tensor_helpers() {
             return;
         }
         let values = floats(&args["values"]);
-        let found = !Magnitude::of(Gradient::F32(&values), &Device::cpu()).is_finite();
+        let found = !Magnitude::of(Gradient::F32(&values), &ferrospeed_cpu::device()).is_finite();
         let sum: f32 = values.iter().sum();
         if values.iter().all(|value| value.is_finite()) && !sum.is_finite() {
             met.insert(LARGE_SQUARES);

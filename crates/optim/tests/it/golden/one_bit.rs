@@ -8,7 +8,6 @@ use ferrospeed_collective::one_bit::{self, Feedback, padded_numel};
 use ferrospeed_comm::{Group, World};
 use ferrospeed_optim::one_bit::{Exchange, Memory, OneBit, Values, Whole};
 use ferrospeed_optim::{Copy16, Gradient, GroupOptions, Optimizer};
-use ferrospeed_tensor::Device;
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::golden;
 use serde_json::{Value, json};
@@ -34,7 +33,7 @@ impl Exchange for Ranks {
             self.feedbacks.resize(self.feedbacks.len().max(tensor + 1), None);
             let feedback =
                 self.feedbacks[tensor].get_or_insert_with(|| Feedback::new(values.len(), self.group.size()));
-            one_bit::all_reduce(&self.group, &mut values, feedback)?;
+            one_bit::all_reduce(&self.group, &ferrospeed_cpu::device(), &mut values, feedback)?;
             given.take(0, &values);
         }
         Ok(())
@@ -105,7 +104,7 @@ fn compare(case: &Value, world: &World) {
                 options,
             })
             .collect();
-        rule.step(&Device::cpu(), &mut memory, &mut params, number as u64, &mut exchange)
+        rule.step(&ferrospeed_cpu::device(), &mut memory, &mut params, number as u64, &mut exchange)
             .expect("ranks can talk");
         for (name, index) in [("params", None), ("exp_avg", Some(0)), ("exp_avg_sq", Some(1))] {
             let Some(expected) = recorded(step, name, rank) else { continue };

@@ -1,7 +1,6 @@
 use std::collections::BTreeSet;
 
 use ferrospeed_optim::{Copy16, Gradient, GroupOptions, Optimizer, Stretch};
-use ferrospeed_tensor::Device;
 use ferrospeed_testkit::golden::golden;
 use serde_json::{Map, Value, json};
 
@@ -57,7 +56,7 @@ fn norm(values: &[f32]) -> f64 {
 
 impl Parameter {
     fn step(&mut self, optimizer: &Optimizer, options: &GroupOptions, gradient: &[f32], factor: f32) {
-        let device = Device::cpu();
+        let device = ferrospeed_cpu::device();
         self.steps += 1;
         let mut directions = vec![0.0; self.weights.len()];
         let mut stretch = Stretch {

@@ -53,13 +53,15 @@ pub(crate) const LIMITS: Limits =
 /// The CPU, or the first GPU with `FERROSPEED_TEST_DEVICE=cuda` in the environment.
 pub(crate) fn device() -> Device {
     match std::env::var("FERROSPEED_TEST_DEVICE").as_deref() {
-        Ok("cuda") => Device::cuda(0).unwrap_or_else(|error| panic!("{error}")),
-        _ => Device::cpu(),
+        Ok("cuda") => {
+            ferrospeed_cuda::device(0, &ferrospeed_cpu::device()).unwrap_or_else(|error| panic!("{error}"))
+        }
+        _ => ferrospeed_cpu::device(),
     }
 }
 
 pub(crate) fn opened(folder: &TempDir, blocks: u64) -> (Arc<ModelFacts>, Runner, u32) {
-    opened_on(folder, blocks, &Device::cpu())
+    opened_on(folder, blocks, &ferrospeed_cpu::device())
 }
 
 pub(crate) fn opened_on(folder: &TempDir, blocks: u64, device: &Device) -> (Arc<ModelFacts>, Runner, u32) {

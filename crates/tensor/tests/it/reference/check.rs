@@ -35,7 +35,7 @@ pub(crate) fn check(
     op: impl Fn(&[Tensor]) -> Result<Tensor>,
     truth: impl Fn(&[Array]) -> Array,
 ) {
-    let device = Device::cpu_with_threads(2);
+    let device = ferrospeed_cpu::with_threads(2);
     let tracked: Vec<Tensor> = inputs.iter().map(|input| tensor(input, &device).tracked()).collect();
     let y = op(&tracked).unwrap_or_else(|error| panic!("{what}: {error}"));
     let expected = truth(inputs);

@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use ferrospeed_comm::World;
-use ferrospeed_tensor::Device;
 use ferrospeed_train::{Job, Observing, Progress, Recipe, Resume, RunFolder, StopRequests};
 
 pub(crate) struct Quiet;
@@ -15,7 +14,7 @@ pub(crate) fn alone<'a>(path: &'a Path, recipe: &'a Recipe, folder: &'a RunFolde
         recipe,
         path,
         world: World::solo(),
-        device: Device::cpu(),
+        device: ferrospeed_cpu::device(),
         folder_is_held: false,
         folder,
         fresh_optimizer: false,
