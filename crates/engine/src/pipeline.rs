@@ -27,7 +27,7 @@ use crate::engine::Engine;
 use crate::error::{EngineError, Result};
 use crate::experts;
 use crate::profiler::StepProfiler;
-use crate::setup::{Options, Setup, initialize_part};
+use crate::setup::{Options, Setup, by_decay, initialize_part};
 pub use follow::StageTimes;
 pub use measure::measure_layers;
 use messages::Messenger;
@@ -106,12 +106,13 @@ pub fn initialize_pipeline<M: Stages>(
     options.agreement = Some(setup.world.group());
     options.reduces_at_step = true;
     experts::check(&setup.config, parameters)?;
+    let groups = by_decay(parameters, options.spares_vectors);
     let mut engine = initialize_part(setup, &spread.own, options)?;
     engine.aliases = parameters.aliases().clone();
     engine.states = parameters.states().clone();
     let pipe = mesh.pipe()?;
     let of_experts = engine.parts.take();
-    engine.parts = Some(spread.parts(parameters, &pipe, of_experts));
+    engine.parts = Some(spread.parts(parameters, &groups, &pipe, of_experts));
     let Some(gradients) = stage_group(&mesh, &[PIPE], &Vec::from_iter(0..stages.get()), "gradients")? else {
         return refuse("this rank has none of the stages".into());
     };

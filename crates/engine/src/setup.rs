@@ -8,7 +8,7 @@ use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_pipeline::partition::Measured;
 use ferrospeed_tensor::store::{FromInitializers, ParamSource};
-use ferrospeed_tensor::{DType, Device};
+use ferrospeed_tensor::{DType, Device, Param};
 use ferrospeed_zero::{Elsewhere, Homes, ParamGroup, Sharding, StoreOptions, ZeroStore};
 use serde_json::Value;
 
@@ -124,16 +124,21 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
     initialize_part(setup, parameters, options)
 }
 
-/// All parameters in one group, or matrices in one and vectors in another that does not decay.
-fn groups_of(parameters: &Parameters, options: GroupOptions, spares_vectors: bool) -> Vec<ParamGroup> {
+/// All parameters together, or where weight decay spares vectors, matrices and vectors.
+pub(crate) fn by_decay(parameters: &Parameters, spares_vectors: bool) -> Vec<Vec<Param>> {
     let all = parameters.as_slice().to_vec();
     if !spares_vectors {
-        return vec![ParamGroup { params: all, options }];
+        return vec![all];
     }
-    let (matrices, vectors): (Vec<_>, Vec<_>) =
-        all.into_iter().partition(|param| param.whole_shape().sizes().len() > 1);
+    let (matrices, vectors) = all.into_iter().partition(|param| param.whole_shape().sizes().len() > 1);
+    vec![matrices, vectors]
+}
+
+/// Those groups with their options: the second does not decay.
+fn groups_of(parameters: &Parameters, options: GroupOptions, spares_vectors: bool) -> Vec<ParamGroup> {
     let undecayed = GroupOptions { weight_decay: 0.0, ..options };
-    vec![ParamGroup { params: matrices, options }, ParamGroup { params: vectors, options: undecayed }]
+    let groups = by_decay(parameters, spares_vectors).into_iter().zip([options, undecayed]);
+    groups.map(|(params, options)| ParamGroup { params, options }).collect()
 }
 
 /// The same for those parameters of a model that this rank's stage uses.

@@ -101,6 +101,14 @@ fn a_recipe_without_an_optimizer_has_the_trainers() {
         assert_eq!(losses(&place.path().join(&at)), losses(&place.path().join(&whole)), "stage {stage}");
     }
     assert!(trained.iter().all(|losses| *losses == trained[0]), "{trained:?}");
+    // A model in stages knows both groups of the whole.
+    let staged = ["--pp", "2", "--set", "model.layers=2", "--set", "zero_optimization.stage=0"];
+    place.train_well(&recipe(decays, sizes), "stages", &staged);
+    let of_stages: Vec<Value> =
+        place.groups("stages").iter().map(|group| group["weight_decay"].clone()).collect();
+    assert_eq!(of_stages, [0.1, 0.0]);
+    let again = place.train(&recipe(decays, sizes), "stages", &[&staged[..], &["--resume"]].concat());
+    assert!(again.status.success() && !stdout(&again).contains(" -> "), "{}", stdout(&again));
 
     // Who speaks neither of the Trainer nor of an optimizer is asked.
     let refused = place.train(&recipe("", sizes), "none", &[]);

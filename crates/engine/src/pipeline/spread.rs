@@ -97,9 +97,16 @@ impl Spread {
     }
 
     /// The whole model, by the stages that hold it and, within one, the ranks of its experts.
-    pub(super) fn parts(&self, parameters: &Parameters, pipe: &Group, experts: Option<Parts>) -> Parts {
+    pub(super) fn parts(
+        &self,
+        parameters: &Parameters,
+        groups: &[Vec<Param>],
+        pipe: &Group,
+        experts: Option<Parts>,
+    ) -> Parts {
+        let groups: Vec<&[Param]> = groups.iter().map(Vec::as_slice).collect();
         let held = |(id, stages): (&u64, &Vec<usize>)| (*id, Held { group: pipe.clone(), rank: stages[0] });
-        let parts = Parts::of(parameters, &[parameters.as_slice()], self.users.iter().map(held).collect());
+        let parts = Parts::of(parameters, &groups, self.users.iter().map(held).collect());
         match experts {
             Some(within) => parts.around(within),
             None => parts,
